@@ -18,7 +18,7 @@ CLIENTS := $(patsubst tests/clients/requirements/%.txt,$(VENV)/clients/%/.instal
 PYTEST = $(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup clients demo serve test test-all lint clean
+.PHONY: help setup clients demo serve test test-all lint reference clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -56,10 +56,14 @@ $(VENV)/clients/%/.installed: tests/clients/requirements/%.txt | $(STAMP)
 test-all: $(STAMP) $(CLIENTS) ## all the tests, with public clients
 	$(PYTEST) $(ARGS)
 
-lint: $(STAMP) ## style, format and types
+lint: $(STAMP) ## style, format and types, and the Dockerfile
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy -p lightkv
+	$(VENV)/bin/hadolint Dockerfile
+
+reference: $(STAMP) ## write docs/api.md anew, from the docstrings
+	$(VENV)/bin/python docs/reference.py
 
 clean: ## remove all that these targets made
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,15 +5,40 @@ can be had without torch.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the same names, for editors and type checkers
+    from lightkv.memory.allocator import TokenAllocator as TokenAllocator
+    from lightkv.memory.kv_pool import KVPool as KVPool
+    from lightkv.memory.kv_spec import KVSpec as KVSpec
+    from lightkv.memory.token_table import TokenTable as TokenTable
+    from lightkv.triton_kernels.attention.ring import Ring as Ring
+    from lightkv.triton_kernels.quantised.kv_format import KVFormat as KVFormat
+
+    from .attention import AttentionMetadata as AttentionMetadata
+    from .errors import CheckFailed as CheckFailed
+    from .errors import InvalidDevice as InvalidDevice
+    from .errors import InvalidFree as InvalidFree
+    from .errors import LedgerMismatch as LedgerMismatch
+    from .errors import LightKVError as LightKVError
+    from .errors import OutOfMemory as OutOfMemory
+    from .errors import OutOfRows as OutOfRows
+    from .errors import OutOfTokens as OutOfTokens
+    from .errors import SequenceTooLong as SequenceTooLong
+    from .errors import WrongThread as WrongThread
+    from .kv_cache import KVCache as KVCache
+    from .ledger import TokenLedger as TokenLedger
+    from .memory_map import MemoryMap as MemoryMap
 
 __version__ = "0.1.0"
 
 _EXPORTS = {
     "AttentionMetadata": ".attention",
     "CheckFailed": ".errors",
+    "InvalidDevice": ".errors",
     "InvalidFree": ".errors",
     "KVCache": ".kv_cache",
+    "KVFormat": ".triton_kernels.quantised.kv_format",
     "KVPool": ".memory.kv_pool",
     "KVSpec": ".memory.kv_spec",
     "LedgerMismatch": ".errors",
@@ -33,10 +58,12 @@ _EXPORTS = {
 __all__ = sorted(_EXPORTS)
 
 
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(import_module(_EXPORTS[name], __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # with it, type checkers would let every name pass
+
+    def __getattr__(name: str) -> object:
+        if name in _EXPORTS:
+            return getattr(import_module(_EXPORTS[name], __name__), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -6,6 +6,14 @@ A verb that raises one of these has changed nothing.
 from lightkv.triton_kernels.slots.slot_flags import describe_flags
 
 
+def how_to_install(extra: str) -> str:
+    """Says how to install the packages of `extra`.
+
+    Always from a checkout: the name lightkv on PyPI is not this project's, so what it brings is not ours.
+    """
+    return f'run pip install ".[{extra}]" in a checkout of lightkv'
+
+
 class LightKVError(Exception):
     """Base of every error that lightkv raises on purpose."""
 
@@ -14,8 +22,16 @@ class MissingExtra(LightKVError, ModuleNotFoundError):
     """A package is not installed that a part of lightkv beyond the memory manager needs."""
 
     def __init__(self, package: str) -> None:
-        super().__init__(f'the package {package} is not installed; pip install "lightkv[router]" brings it')
+        super().__init__(f"the package {package} is not installed; {how_to_install('router')}")
         self.name = package
+
+
+class InvalidDevice(LightKVError, ValueError):
+    """Memory cannot be made on this device."""
+
+    def __init__(self, device: object, reason: str) -> None:
+        self.device = device
+        super().__init__(f"device is {str(device)!r}: {reason}")
 
 
 class OutOfTokens(LightKVError):

@@ -5,17 +5,17 @@ and memory live in different processes uses `TokenLedger` and `KVMemory` directl
 """
 
 import logging
+import reprlib
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from operator import index
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace
-from lightkv.ledger.sequence import Sequence
+from lightkv.ledger.sequence import Sequence, require_list
 from lightkv.ledger.shared_prefixes import PrefixSharing, SharedPrefix, shared_prefixes
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.kv_spec import KVSpec
@@ -23,6 +23,7 @@ from lightkv.memory.staging import upload
 from lightkv.memory.token_table import KVIndices
 from lightkv.triton_kernels.attention.ring import Ring
 
+from .counts import checked_counts, checked_integer
 from .edits import Edit
 from .errors import CheckFailed, LightKVError, WrongThread
 from .ledger import TokenLedger
@@ -79,12 +80,15 @@ class KVCache:
         device: torch.device | str,
     ) -> None:
         self.ledger = ledger = TokenLedger(capacity, max_sequences, max_entries)
-        self.memory = KVMemory(
-            spec, ledger.capacity + 1, ledger.max_sequences, ledger.max_entries, torch.device(device)
-        )
+        self.memory = KVMemory(spec, ledger.capacity + 1, ledger.max_sequences, ledger.max_entries, device)
         self.on_edits: Callable[[list[Edit], list[torch.Tensor]], None] | None = None
         self._owner = threading.current_thread()
         self._in_callback = False  # whether `on_edits` is running
+
+    def __repr__(self) -> str:
+        tokens = f"{self.num_free} free, {self.num_cached} cached, {self.num_held} held of {self.capacity}"
+        rows = f"{self.num_open} of {self.max_sequences} sequences open"
+        return f"KVCache({tokens} tokens; {rows}; on {self.memory.device}; {self.memory.pool.spec})"
 
     @property
     def capacity(self) -> int:
@@ -159,7 +163,7 @@ class KVCache:
         SequenceTooLong, ValueError.
         """
         self._require_no_callback()
-        sequence = self.ledger.open_cross(index(length))
+        sequence = self.ledger.open_cross(checked_integer("length", length))
         self._apply()
         return sequence
 
@@ -172,7 +176,7 @@ class KVCache:
         ValueError.
         """
         self._require_no_callback()
-        self.ledger.extend(sequences, [index(count) for count in counts])
+        self.ledger.extend(sequences, checked_counts("counts", counts))
         slots = self._apply()
         if sequences and self.ledger.extends_rings:
             return self._newest_slots(sequences, counts)
@@ -186,7 +190,7 @@ class KVCache:
         sequences may hold.
         """
         self._require_no_callback()
-        self.ledger.shrink(sequences, [index(count) for count in counts])
+        self.ledger.shrink(sequences, checked_counts("counts", counts))
         self._apply()
 
     def publish(self, sequence: Sequence) -> None:
@@ -230,7 +234,7 @@ class KVCache:
         the next token is then `length + sequence.dropped`. Raises ValueError.
         """
         self._require_no_callback()
-        self.ledger.truncate(sequence, index(length))
+        self.ledger.truncate(sequence, checked_integer("length", length))
         self._apply()
 
     def release(self, sequence: Sequence, count: int, sink_tokens: int = 0) -> int:
@@ -240,7 +244,8 @@ class KVCache:
         slots this frees at once. Nothing that the sequence computes is cached from now on. Raises ValueError.
         """
         self._require_no_callback()
-        num_freed = self.ledger.release(sequence, index(count), index(sink_tokens))
+        count, sink_tokens = checked_integer("count", count), checked_integer("sink_tokens", sink_tokens)
+        num_freed = self.ledger.release(sequence, count, sink_tokens)
         self._apply()
         return num_freed
 
@@ -285,7 +290,7 @@ class KVCache:
     def evict(self, count: int) -> None:
         """Frees `count` cached tokens, the least recently used first. Raises OutOfTokens, ValueError."""
         self._require_no_callback()
-        self.ledger.evict(index(count))
+        self.ledger.evict(checked_integer("count", count))
         self._apply()
 
     def slots(self, sequence: Sequence) -> torch.Tensor:
@@ -315,6 +320,7 @@ class KVCache:
     def kv_indices(self, sequences: Seq[Sequence]) -> KVIndices:
         """Returns the batch's slots in FlashInfer's form with a page size of one. Raises ValueError."""
         self._require_owner()
+        require_list(sequences)
         for sequence in sequences:
             self.ledger.require_open(sequence)
         rows = [sequence.row for sequence in sequences]
@@ -329,9 +335,11 @@ class KVCache:
         Prefixes that save too little are left out (`shared_prefixes.PrefixSharing`). Raises ValueError.
         """
         self._require_owner()
+        require_list(sequences)
         for sequence in sequences:
             self.ledger.require_open(sequence)
-        return shared_prefixes(self.ledger.shared, sequences, PrefixSharing(index(max_members)))
+        sharing = PrefixSharing(checked_integer("max_members", max_members))
+        return shared_prefixes(self.ledger.shared, sequences, sharing)
 
     def export(self, sequence: Sequence) -> ExportedKV:
         """Copies the K/V of a sequence, which stays open, to host memory. Waits for the device.
@@ -365,6 +373,8 @@ class KVCache:
         `extend` raise, and ValueError for K/V of another shape or type; it then holds nothing.
         """
         self._require_no_callback()
+        if not isinstance(exported, ExportedKV):
+            raise TypeError(f"exported is {reprlib.repr(exported)}; give what `export` returned")
         ids, pool = int32_bytes(token_ids), self.memory.pool
         num_ids = len(ids) // TOKEN_BYTES
         if exported.spec != pool.spec or not 1 <= exported.length <= num_ids:
@@ -399,14 +409,16 @@ class KVCache:
         return MemoryMap(self.memory.labels(segment_labels(self.ledger), own, CACHED))
 
     def check(self) -> None:
-        """Recounts everything, on the device too, which synchronises. Raises CheckFailed, InvalidFree."""
+        """Recounts everything, on the device too, which synchronises: counts, holders, readers and rings; that
+        each slot has one owner, each row begins with the slots of its segments, and each has dropped as many
+        tokens as the ledger says. Raises CheckFailed, InvalidFree."""
         self._require_owner()
         self.ledger.check()
         if self.num_free != self.memory.num_free:
             raise CheckFailed(
                 f"the ledger counts {self.num_free} free tokens, the memory {self.memory.num_free}"
             )
-        self.memory.check(self.ledger.private_ranges())
+        self.memory.check(self.ledger.holdings())
 
     def _newest_slots(self, sequences: Seq[Sequence], counts: Seq[int]) -> torch.Tensor:
         """Returns the slots of the last `counts[i]` tokens of sequences that may be rings."""

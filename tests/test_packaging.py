@@ -5,11 +5,15 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+
+import lightkv
+import lightkv.router
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("lightkv", "router", "triton_kernels")
@@ -106,6 +110,86 @@ def test_an_ordinary_installation(built: tuple[Path, Path], tmp_path: Path) -> N
     assert found == str(site / "lightkv")
 
 
+@pytest.fixture(scope="module")
+def types(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> "TypeChecker":
+    """mypy --strict over programs of a user who has installed the wheel, beside the packages that it needs."""
+    folder = tmp_path_factory.mktemp("user")
+    run(sys.executable, "-m", "venv", "--without-pip", "env", cwd=folder)
+    python = folder / "env" / "bin" / "python"
+    site = Path(
+        run(str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])", cwd=folder)
+    )
+    with zipfile.ZipFile(built[1]) as wheel:
+        wheel.extractall(site)
+    (site / "others.pth").write_text(sysconfig.get_paths()["purelib"])
+    return TypeChecker(folder, python)
+
+
+class TypeChecker:
+    """Checks programs with mypy --strict, which finds lightkv where `python` does."""
+
+    def __init__(self, folder: Path, python: Path) -> None:
+        self._folder, self._python = folder, python
+
+    def check(self, programs: dict[str, str]) -> list[str]:
+        """Returns mypy's lines about the programs, which are named by their files."""
+        for name, program in programs.items():
+            (self._folder / name).write_text(program, encoding="utf-8")
+        mypy = (sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--hide-error-context")
+        command = (*mypy, f"--python-executable={self._python}", *programs)
+        env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
+        done = subprocess.run(command, cwd=self._folder, env=env, capture_output=True, text=True, timeout=280)
+        assert not done.stderr, done.stderr
+        return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_every_public_name_has_its_type(types: TypeChecker) -> None:
+    names = [(package, name) for package in (lightkv, lightkv.router) for name in package.__all__]
+    program = "\n".join(
+        [
+            "import lightkv, lightkv.router",
+            *(f"reveal_type({package.__name__}.{name})" for package, name in names),
+            "lightkv.KVCach",
+            'lightkv.router.LLM("m", max_model_len=64)',
+            'lightkv.KVSpec(1, 1, 8, 8, lightkv.Ring, "int8")',
+        ]
+    )
+    *found, unknown, keyword, wrong = types.check({"names.py": program})
+    assert 'has no attribute "KVCach"' in unknown
+    assert 'Argument "max_model_len" to "LLM" has incompatible type "int"; expected "Never"' in keyword
+    assert 'Argument 5 to "KVSpec" has incompatible type' in wrong
+    assert len(found) == len(names) > 35
+    for (package, name), line in zip(names, found, strict=True):
+        item = getattr(package, name)
+        revealed = line.partition("Revealed type is ")[2]
+        assert revealed.startswith(('"def (', '"Overload(')), line
+        if isinstance(item, type):  # what it makes is an object of this class, not Any
+            assert f"{item.__module__}.{item.__qualname__}" in revealed.rpartition("->")[2], line
+
+
+@pytest.mark.slow
+def test_the_programs_of_the_docs_are_typed(types: TypeChecker) -> None:
+    programs = {}
+    for page in ("README.md", *(f"docs/{name}.md" for name in ("using", "kernels", "contracts"))):
+        for place, block in enumerate(python_blocks(page)):
+            programs[f"{Path(page).stem.lower()}_{place}.py"] = block
+    for page in ("embedding", "memory", "edits"):  # pages whose programs go on from one another
+        programs[f"{page}.py"] = "\n".join(
+            block for block in python_blocks(f"docs/{page}.md") if "T5Config" not in block
+        )
+    # Its page says that the reader brings these; transformers' own types know no `generate`.
+    brought = "from typing import Any\nmodel: Any\ninputs: dict[str, Any]\n"
+    programs["using_2.py"] = brought + programs["using_2.py"]
+    assert len(programs) >= 10
+    assert types.check(programs) == []
+
+
+def python_blocks(page: str) -> list[str]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
 def test_a_checkout_that_is_not_installed(checkout: Path) -> None:
     assert run(sys.executable, "-c", IMPORTS, cwd=checkout) == str(checkout / "lightkv")
 
@@ -124,7 +208,7 @@ def test_an_editable_installation(checkout: Path, tmp_path: Path) -> None:
 
 
 def test_without_the_extra(checkout: Path) -> None:
-    """As `pip install lightkv` leaves it: torch, triton and numpy, and none of the packages of the extra."""
+    """As `pip install .` leaves it: torch, triton and numpy, and none of the packages of the extra."""
     program = """
 import sys
 
@@ -147,7 +231,7 @@ main()
     done = subprocess.run(
         (sys.executable, "-c", program), cwd=checkout, capture_output=True, text=True, timeout=120
     )
-    remedy = 'is not installed; pip install "lightkv[router]" brings it'
+    remedy = 'is not installed; run pip install ".[router]" in a checkout of lightkv'
     lines = done.stdout.splitlines()
     assert [line.endswith(remedy) for line in lines] == [True] * 3, done.stdout + done.stderr
     assert done.returncode == 1

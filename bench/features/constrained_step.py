@@ -35,6 +35,7 @@ from lightkv.router.sampling_params import Grammar
 from lightkv.router.text.tokenizer import Tokenizer
 
 SCHEMA = Grammar("json_schema", json.dumps({"type": "array", "items": PERSON, "minItems": 1000}))
+SCHEMA_ID = 1
 PROMPT = 16
 WARM_UP = 4  # steps of a batch that are not counted
 
@@ -57,9 +58,10 @@ def run(
     requests = []
     for i in range(streams):
         ids = array("i", [rng.randrange(top) for _ in range(PROMPT)]).tobytes()
-        grammar = SCHEMA if i >= streams - constrained else None
-        params = SamplingParams(max_tokens=num_tokens, grammar=grammar, ignore_eos=grammar is None)
-        requests.append(Request(str(i), ids, params, i, end_ids if grammar is not None else frozenset()))
+        grammar = SCHEMA_ID if i >= streams - constrained else None
+        params = SamplingParams(max_tokens=num_tokens, ignore_eos=grammar is None)
+        stop_ids = end_ids if grammar is not None else frozenset[int]()
+        requests.append(Request(str(i), ids, params, i, stop_ids, grammar=grammar))
         engine.add(requests[-1])
     samples = []
     last: float | None = None
@@ -100,7 +102,7 @@ def main() -> None:
     print_machine()
     batches = sorted({0, 1, args.streams // 2, args.streams})
     samples: dict[int, list[float]] = {batch: [] for batch in batches}
-    runner.grammars.check(SCHEMA)
+    runner.grammars.compile(SCHEMA_ID, SCHEMA)
     for batch in batches:  # captures the graphs
         run(engine, args.streams, batch, WARM_UP + 4, tokenizer.eos_ids, tokenizer.vocab_size)
     expected: list[list[int]] = []

@@ -62,6 +62,7 @@ from bench.serving.workload import Ask, Lengths, Replayed, choose, fill, mixed, 
 from lightkv.errors import LightKVError
 from lightkv.router import EngineConfig
 from lightkv.router.model_files import resolve
+from lightkv.router.simulate.trace_files import IN_MILLISECONDS
 from lightkv.router.simulate.traces import open_trace
 
 Results = dict[str, Any]
@@ -189,7 +190,11 @@ def requests_of(
 ) -> tuple[list[Ask], list[float] | None]:
     """Returns `num` requests, and for an open loop the seconds at which they arrive."""
     if traffic.is_open and options.arrivals == "trace":
-        trace = Replayed.of(open_trace(str(options.trace), num), options.max_prompt, options.max_output)
+        trace = Replayed.of(
+            open_trace(str(options.trace), num, reading=IN_MILLISECONDS),
+            options.max_prompt,
+            options.max_output,
+        )
         timed = trace.at_rate(traffic.level, options.seed)
         prompts = timed.prompts(vocab_size, options.seed)
         asks = [Ask(ids.tolist(), own.output) for ids, own in zip(prompts, timed, strict=True)]

@@ -21,6 +21,7 @@ ROLES = {
     "lightkv.router.api.process": "api",
     "lightkv.router.service.router_process": "router",
     "lightkv.router.service.worker": "worker",
+    "lightkv.router.api.grammars.check_process": "checker",
 }
 
 

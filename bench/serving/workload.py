@@ -12,8 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightkv.router.simulate import traces
-from lightkv.router.simulate.traces import BLOCK, FileTrace, Trace, TraceRequest, UnreadableTrace
+from lightkv.router.simulate import arrivals
+from lightkv.router.simulate.trace_files import (
+    BLOCK,
+    IN_MILLISECONDS,
+    FileTrace,
+    TraceRequest,
+    UnreadableTrace,
+)
+from lightkv.router.simulate.traces import Trace
 
 __all__ = [
     "Ask", "Lengths", "Replayed", "UnreadableTrace",
@@ -42,7 +49,7 @@ def read_trace(path: Path) -> list[Lengths]:
 
     The file is a CSV, or JSON lines if its name ends in .jsonl. Raises UnreadableTrace, OSError.
     """
-    return [Lengths(request.prompt, request.output) for request in FileTrace(path)]
+    return [Lengths(request.prompt, request.output) for request in FileTrace(path, IN_MILLISECONDS)]
 
 
 def scale(trace: Sequence[Lengths], max_prompt: int | None, max_output: int | None) -> list[Lengths]:
@@ -129,7 +136,7 @@ class Replayed:
         """Stretches the times to `rate` requests a second. Without times, draws a Poisson process."""
         span = (self.requests[-1].arrival or 0.0) - (first := self.requests[0].arrival or 0.0)
         if not span:
-            return Replayed(self.name, list(traces.poisson(self, rate, seed)))
+            return Replayed(self.name, list(arrivals.poisson(self, rate, seed)))
         factor = rate * span / len(self.requests)
         return Replayed(
             self.name,
@@ -138,14 +145,14 @@ class Replayed:
 
     def at_once(self) -> "Replayed":
         """Returns the requests with an arrival time of 0."""
-        return Replayed(self.name, list(traces.at_once(self)))
+        return Replayed(self.name, list(arrivals.at_once(self)))
 
     def write(self, path: Path) -> None:
-        """Writes a file in Mooncake's format, which `lightkv simulate` reads."""
+        """Writes a file in lightkv's format, which `lightkv simulate` reads."""
         with path.open("w") as file:
             for request in self.requests:
-                line = {"timestamp": (request.arrival or 0.0) * 1e3, "input_length": request.prompt,
-                        "output_length": request.output, "hash_ids": request.blocks}  # fmt: skip
+                line = {"arrival_seconds": request.arrival or 0.0, "prompt_tokens": request.prompt,
+                        "output_tokens": request.output, "hash_ids": request.blocks}  # fmt: skip
                 print(json.dumps(line), file=file)
 
     def prompts(self, vocab_size: int, seed: int) -> list[np.ndarray]:

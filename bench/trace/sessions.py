@@ -35,7 +35,7 @@ from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import ExpectedMemory, Limits, StepPlan, StepResult
 from lightkv.router.engine.step_time import StepTime
 from lightkv.router.sampling_params import SamplingParams
-from lightkv.router.simulate.traces import BLOCK, FileTrace, TraceRequest
+from lightkv.router.simulate.trace_files import BLOCK, IN_MILLISECONDS, FileTrace, TraceRequest
 
 MAX_NUM_SEQS = 256
 PREFILL_CHUNK = 2048
@@ -259,7 +259,7 @@ def main() -> None:
     options = arguments()
     print_machine()
     step_time = StepTime.parse("")
-    turns = conversations(FileTrace(options.trace), options.every)
+    turns = conversations(FileTrace(options.trace, IN_MILLISECONDS), options.every)
     if not any(turn.has_session for turn in turns):
         refuse(f"{options.trace} has no conversation of several turns; give Mooncake's trace")
     total = sum(turn.asked.prompt + turn.asked.output for turn in turns)

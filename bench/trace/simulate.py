@@ -58,6 +58,7 @@ def waste(name: str, directory: Path | None, requests: int | None) -> list[float
             prefill_chunk=0,
             rate=math.inf,
             requests=requests,
+            time_unit="ms" if name == "mooncake" and directory is not None else None,
         )
         found.append(simulate(trace_of(name, directory), config).figures.last_page_waste_share)
     return found

@@ -69,6 +69,7 @@ from lightkv.router.model.runner import ModelRunner
 from lightkv.router.simulate.config import ALLOCATIONS, SimulationConfig
 from lightkv.router.simulate.result import Figures
 from lightkv.router.simulate.simulator import saturation, simulate
+from lightkv.router.simulate.trace_files import IN_MILLISECONDS
 from lightkv.router.simulate.traces import open_trace
 
 Results = dict[str, Any]
@@ -194,7 +195,7 @@ def traces_of(options: argparse.Namespace, engine: Results) -> tuple[Replayed, R
     """Returns disjoint requests: to measure, to warm up, and to fit the step-time model to."""
     num = options.requests + WARM_UP + options.fit_requests
     longest = min(engine["max_model_len"], engine["capacity"] // 256 * 256)
-    trace = open_trace(options.trace, 2 * num)  # some may not fit
+    trace = open_trace(options.trace, 2 * num, reading=IN_MILLISECONDS)  # some may not fit
     own = Replayed.of(trace, options.max_prompt, options.max_output).fitting(longest, options.max_new)
     if len(own) < num:
         refuse(f"{own.name} has {len(own)} requests that fit, and {num} are wanted; give fewer --requests")

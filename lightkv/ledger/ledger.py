@@ -13,17 +13,18 @@ After every verb `num_free + num_cached + num_held == capacity`.
 
 from collections.abc import Iterable, Iterator, Set
 from collections.abc import Sequence as Seq
-from operator import add
+from operator import add, index
 from typing import NamedTuple
 
 from lightkv.counts import checked_count
 from lightkv.edits import Alloc, Edit
 from lightkv.errors import OutOfRows, OutOfTokens, SequenceTooLong
+from lightkv.holdings import HeldRow, Holdings
 from lightkv.triton_kernels.attention.ring import Ring
 
 from . import branching, rings
 from .prefix_tree import TOKEN_BYTES, Namespace, Segment
-from .sequence import Sequence
+from .sequence import Sequence, require_lists, require_sequence
 from .sessions import Session, SessionCounts
 from .state import LedgerState
 
@@ -98,6 +99,12 @@ class TokenLedger:
         """The segments that more than one open sequence holds."""
         return self._state.tree.shared
 
+    def __repr__(self) -> str:
+        return (
+            f"TokenLedger({self.num_free} free, {self.num_cached} cached, {self.num_held} held of "
+            f"{self.capacity} tokens; {self.num_open} of {self.max_sequences} sequences open)"
+        )
+
     def indexed_segments(self) -> Iterator[Segment]:
         """Yields every segment that look-ups can find, held or cached, parents before children."""
         return iter(self._state.tree)
@@ -118,6 +125,18 @@ class TokenLedger:
         return [
             (sequence.row, sequence.shared, sequence.length) for sequence in self._state.sequences.values()
         ]
+
+    def holdings(self) -> Holdings:
+        """Returns what each open sequence's row and each segment holds, once the edits so far are applied."""
+        segments = {segment.id: segment.length for segment in self._state.tree}
+        rows = []
+        for row, sequence in self._state.sequences.items():
+            path = list(sequence.path())[::-1]
+            segments.update((segment.id, segment.length) for segment in path)
+            ids = tuple(segment.id for segment in path)
+            dropped = sequence.dropped if sequence.ring is None else 0
+            rows.append(HeldRow(row, ids, sequence.shared, sequence.length, dropped))
+        return Holdings(rows, segments)
 
     def require_open(self, sequence: Sequence) -> None:
         """Raises ValueError for a sequence that is closed or belongs to another ledger."""
@@ -158,6 +177,10 @@ class TokenLedger:
         written again. `cross`: the cross sequence that it reads and keeps open (`open_cross`); it shares tokens
         only with other readers. Raises OutOfRows, SequenceTooLong, ValueError.
         """
+        if not isinstance(namespace, tuple):
+            raise TypeError(f"namespace is {namespace!r} ({type(namespace).__name__}); give a tuple")
+        if ring is not None and not isinstance(ring, Ring):
+            raise TypeError(f"ring is {ring!r} ({type(ring).__name__}); give a Ring")
         length = _num_tokens(token_ids) if ring is None else ring.capacity
         if length > self.max_entries:
             raise SequenceTooLong(length, self.max_entries)
@@ -175,6 +198,8 @@ class TokenLedger:
             self._num_rings += 1
         sequence = self._state.open(known, namespace, session)
         sequence.prompt, sequence.ring = token_ids, ring
+        if ring is not None:
+            sequence.ring_end = sequence.length
         if cross is not None:
             self._state.read_cross(sequence, cross)
         return sequence
@@ -246,8 +271,7 @@ class TokenLedger:
 
         Raises OutOfTokens only when free and cached tokens together are too few; SequenceTooLong, ValueError.
         """
-        if len(sequences) != len(counts):
-            raise ValueError(f"{len(sequences)} sequences and {len(counts)} counts")
+        require_lists(sequences, counts)
         if not sequences:
             return Alloc((), (), ())
         if sequences != self._batch:
@@ -262,7 +286,7 @@ class TokenLedger:
             if self._batch_end > self.max_entries:  # the bound may be too high
                 self._batch_end = max(starts) + 1
         else:
-            needed = sum(counts)
+            needed = index(sum(counts))  # raises for numbers that are no integers
             if min(counts) < 1:
                 raise ValueError(f"asked for {min(counts)} tokens; ask for at least one of each sequence")
             self._batch_end = max(map(add, starts, counts))
@@ -305,6 +329,8 @@ class TokenLedger:
     def _set_batch(self, sequences: Seq[Sequence]) -> None:
         """Checks the sequences of a batch, once for as long as the same ones are extended. Raises
         ValueError."""
+        for sequence in sequences:
+            require_sequence(sequence)
         rows = tuple([sequence.row for sequence in sequences])
         batch = list(sequences)
         if list(map(self._state.sequences.get, rows)) != batch:
@@ -324,8 +350,7 @@ class TokenLedger:
         `sequences[i]`, all or none. The prompts stay as they are. Raises ValueError for slots that other
         sequences may hold.
         """
-        if len(sequences) != len(counts):
-            raise ValueError(f"{len(sequences)} sequences and {len(counts)} counts")
+        require_lists(sequences, counts)
         if sequences != self._batch:
             self._set_batch(sequences)
         for sequence, count in zip(sequences, counts, strict=True):
@@ -464,6 +489,10 @@ class TokenLedger:
 
 
 def _num_tokens(prompt: bytes) -> int:
+    if not isinstance(prompt, bytes):
+        raise TypeError(
+            f"a prompt is int32 bytes, not a {type(prompt).__name__}: lightkv.token_ids.int32_bytes"
+        )
     length, rest = divmod(len(prompt), TOKEN_BYTES)
     if rest or not length:
         raise ValueError(f"a prompt is int32 token ids, at least one: got {len(prompt)} bytes")

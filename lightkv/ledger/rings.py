@@ -4,6 +4,7 @@ again. `TokenLedger.extend` and `shrink` document them."""
 from collections.abc import Sequence as Seq
 
 from lightkv.edits import Alloc
+from lightkv.errors import CheckFailed
 
 from .sequence import Sequence
 
@@ -37,7 +38,9 @@ def advance(sequences: Seq[Sequence], counts: Seq[int]) -> None:
         sequence.length += added
         sequence.dropped += count - added
         if sequence.ring is not None:
-            sequence.ring_end = max(sequence.ring_end, sequence.position)
+            # These are not derived from `position`, so that `check` can compare them with it.
+            sequence.ring_end += max(count - sequence.ring_undone, 0)
+            sequence.ring_undone = max(sequence.ring_undone - count, 0)
 
 
 def may_shrink(sequence: Sequence, count: int) -> bool:
@@ -50,10 +53,25 @@ def may_shrink(sequence: Sequence, count: int) -> bool:
     return not count or ring.dropped(position - count) == ring.dropped(sequence.ring_end - 1)
 
 
+def check(sequence: Sequence) -> None:
+    """Raises CheckFailed for a ring whose numbers do not fit each other."""
+    ring, position, end, undone = sequence.ring, sequence.position, sequence.ring_end, sequence.ring_undone
+    assert ring is not None
+    if sequence.length != min(position, ring.capacity) or sequence.shared > ring.sinks:
+        raise CheckFailed(f"{sequence} has {sequence.length} slots of {ring}, at position {position}")
+    # It was undone by no more tokens than `may_shrink` allows.
+    may_be_undone = undone > 0 and ring.dropped(position) == ring.dropped(end - 1)
+    if position + undone != end or (undone and not may_be_undone):
+        raise CheckFailed(
+            f"{sequence} of {ring} is at position {position}, and {undone} tokens of {end} are undone"
+        )
+
+
 def shrink(sequence: Sequence, count: int) -> int:
     """Moves a ring back by `count` tokens. Returns how many of its last entries are to be freed."""
     ring, position, length = sequence.ring, sequence.position - count, sequence.length
     assert ring is not None
     sequence.length = min(position, ring.capacity)
     sequence.dropped = position - sequence.length
+    sequence.ring_undone += count
     return length - sequence.length

@@ -1,12 +1,37 @@
 """One open sequence: its row of the token table, what it shares, and how many slots it has. Only the ledger
 changes one."""
 
+import reprlib
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 
 from lightkv.triton_kernels.attention.ring import Ring
 
 from .prefix_tree import Namespace, Segment
 from .sessions import Session
+
+
+def require_sequence(value: object) -> None:
+    """Raises TypeError unless `value` is a sequence of a ledger."""
+    if not isinstance(value, Sequence):
+        raise TypeError(
+            f"got {reprlib.repr(value)} ({type(value).__name__}); give what open or fork returned"
+        )
+
+
+def require_list(sequences: Seq["Sequence"]) -> None:
+    """Raises TypeError unless these can be the sequences of a batch."""
+    if not isinstance(sequences, Seq):
+        raise TypeError(f"sequences is {reprlib.repr(sequences)}; give a list, such as [sequence]")
+
+
+def require_lists(sequences: Seq["Sequence"], counts: Seq[int]) -> None:
+    """Raises TypeError unless both can be the lists of a batch, ValueError if one is longer than the other."""
+    require_list(sequences)
+    if not isinstance(counts, Seq):
+        raise TypeError(f"counts is {reprlib.repr(counts)}; give a list with a count for each sequence")
+    if len(sequences) != len(counts):
+        raise ValueError(f"{len(sequences)} sequences and {len(counts)} counts; give one count for each")
 
 
 class Sequence:
@@ -31,7 +56,8 @@ class Sequence:
 
     ring: its row is a ring: once `length` is `ring.capacity`, new tokens take the slots of old ones, and
     `dropped` grows instead. ring_end: the highest `position` that a ring ever had, also by steps that were
-    undone (`shrink`), which have written to its slots.
+    undone (`shrink`), which have written to its slots. ring_undone: how many of these tokens were undone and
+    not computed again, so that `position + ring_undone == ring_end`.
 
     cross: the cross sequence that it reads (`TokenLedger.open_cross`). num_readers: None except for a cross
     sequence; how many open sequences read it. reader_namespaces: of a cross sequence; where its readers' tokens
@@ -51,6 +77,7 @@ class Sequence:
         "reader_namespaces",
         "ring",
         "ring_end",
+        "ring_undone",
         "root",
         "row",
         "session",
@@ -73,6 +100,7 @@ class Sequence:
         self.session: Session | None = None
         self.ring: Ring | None = None
         self.ring_end = 0
+        self.ring_undone = 0
         self.cross: Sequence | None = None
         self.num_readers: int | None = None
         self.reader_namespaces: dict[Namespace, None] = {}  # in the order of the first reader of each

@@ -4,7 +4,6 @@ A verb here changes tree, counts and edits together, and trusts its arguments: t
 `branching.py`) check what a caller asks for before they call it. No other file writes the counts or the edits.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 
 from lightkv.edits import (
@@ -24,8 +23,9 @@ from lightkv.edits import (
 )
 from lightkv.errors import CheckFailed
 
+from . import crosses, rings
 from .prefix_tree import TOKEN_BYTES, Namespace, PrefixTree, Segment
-from .sequence import Sequence
+from .sequence import Sequence, require_sequence
 from .sessions import Session, Sessions
 
 HITS_A_TURNOVER = 32  # hits that let a segment stay for as long as it takes to allocate the whole pool once
@@ -58,6 +58,7 @@ class LedgerState:
 
     def require_open(self, sequence: Sequence) -> None:
         """Raises ValueError for a sequence that is closed or belongs to another ledger."""
+        require_sequence(sequence)
         if self.sequences.get(sequence.row) is not sequence:
             raise ValueError("the sequence is closed, or another ledger's; open one here")
 
@@ -457,17 +458,9 @@ class LedgerState:
             has_gap = sequence.sink_node is not None
             if (row in self._gapped) != has_gap or row not in sequence.root.holders:
                 raise CheckFailed(f"{sequence} has a path of {path}, and its gap or its root does not say so")
-        readers = Counter(sequence.cross.row for sequence in self.sequences.values() if sequence.cross)
-        for row, sequence in self.sequences.items():
-            if (sequence.num_readers or 0) != readers.pop(row, 0) or not (
-                sequence.is_kept or sequence.num_readers
-            ):
-                raise CheckFailed(f"{sequence} counts {sequence.num_readers} readers, and has others or none")
-            ring = sequence.ring
-            if ring is not None and sequence.length != min(sequence.position, ring.capacity):
-                raise CheckFailed(f"{sequence} has {sequence.length} slots of {ring}")
-        if readers:
-            raise CheckFailed(f"rows {sorted(readers)} are read, and hold no open sequence")
+            if sequence.ring is not None:
+                rings.check(sequence)
+        crosses.check(self.sequences)
         cached = shared = 0
         for segment in {*self.tree, *holders}:
             if segment.holders != holders.get(segment, set()):

@@ -24,6 +24,8 @@ from lightkv.triton_kernels.slots.allocate import (
 )
 from lightkv.triton_kernels.slots.slot_flags import describe_flags
 
+from .device import usable_device
+
 
 class TokenAllocator:
     """Allocates the slots 1..num_slots-1 of a pool. Slot 0 is padding and never allocated.
@@ -43,11 +45,7 @@ class TokenAllocator:
         num_slots = checked_count("num_slots", num_slots, least=0)
         if not 2 <= num_slots < 2**31:
             raise ValueError(f"num_slots must be in 2..2**31-1 (slot 0 is padding), got {num_slots}")
-        if torch.device(device).type == "meta":
-            raise ValueError(
-                "the meta device stores nothing, so no slot can be chosen there; give cpu or cuda"
-            )
-        self._state = new_slot_state(num_slots, device)
+        self._state = new_slot_state(num_slots, usable_device(device))
         self.mem_state = self._state.mem_state
         self.counters = self._state.counters
         self._num_free = self.capacity

@@ -26,9 +26,11 @@ from lightkv.edits import (
     StoreSegment,
 )
 from lightkv.errors import CheckFailed
+from lightkv.holdings import HeldRow, Holdings
 from lightkv.triton_kernels.slots.allocate import TableEntries
 
 from .allocator import TokenAllocator
+from .device import require_current, usable_device
 from .kv_pool import KVPool
 from .kv_spec import KVSpec
 from .staging import upload
@@ -53,8 +55,9 @@ class KVMemory:
     """
 
     def __init__(
-        self, spec: KVSpec, num_slots: int, max_sequences: int, max_entries: int, device: torch.device
+        self, spec: KVSpec, num_slots: int, max_sequences: int, max_entries: int, device: torch.device | str
     ) -> None:
+        device = usable_device(device)
         if device.type == "cuda":
             require_current(device, torch.cuda.current_device())
         self.allocator = TokenAllocator(num_slots, device)
@@ -152,26 +155,83 @@ class KVMemory:
         self._free(freed)
         return allocated
 
-    def check(self, private: Iterable[tuple[int, int, int]] | None = None) -> None:
+    def check(self, holdings: Holdings | None = None) -> None:
         """Recounts on the device, which synchronises: the allocator's counts, and that no slot has two owners.
 
-        `private`: (row, start, end) of every private range; if given, every slot that is neither free nor in a
-        segment has to be in one of them. Raises CheckFailed, InvalidFree.
+        `holdings`: the ledger's account, as of the edits applied so far. If given, the segments are those that
+        it names, each row begins with the slots of its segments and has dropped as many tokens as it says, and
+        every slot is free, in a segment or a row's own. Raises CheckFailed, InvalidFree.
         """
         self.allocator.check()
+        if holdings is not None:
+            self._check_segments(holdings.segments)
+            self._check_dropped(holdings.rows)
+            self._check_shared(holdings.rows)
         owners = self.allocator.mem_state.cpu().numpy().astype(np.int64)  # 1 where free
         owners[0] += 1  # padding is its own owner
         held = list(self._segments.values())
-        held += [self.table.slots(*where) for where in private or ()]
+        held += [self.table.slots(*where) for where in (() if holdings is None else holdings.private)]
         if held:
-            owners += np.bincount(torch.cat(held).cpu().numpy(), minlength=len(owners))
+            slots = torch.cat(held).cpu().numpy()
+            if slots.size and not 0 <= int(slots.min()) <= int(slots.max()) < len(owners):
+                raise CheckFailed(
+                    f"slots {int(slots.min())} to {int(slots.max())} are held, of a pool of {len(owners)}"
+                )
+            owners += np.bincount(slots, minlength=len(owners))
         most, least = int(owners.max()), int(owners.min())
         if most > 1:
             raise CheckFailed(f"slot {int(owners.argmax())} has {most} owners, free counted as one")
-        if private is not None and least < 1:
+        if holdings is not None and least < 1:
             raise CheckFailed(
                 f"slot {int(owners.argmin())} is lost: it is not free, and no sequence holds it"
             )
+
+    def _check_segments(self, lengths: Mapping[int, int]) -> None:
+        """Raises CheckFailed unless the segments have the ledger's ids and numbers of tokens."""
+        found = {segment: len(slots) for segment, slots in self._segments.items()}
+        for segment in found.keys() | lengths.keys():
+            if found.get(segment) != lengths.get(segment):
+                raise CheckFailed(
+                    f"segment {segment} has {found.get(segment, 'no')} slots, and "
+                    f"{lengths.get(segment, 'no')} tokens by the ledger's count"
+                )
+
+    def _check_dropped(self, rows: Iterable[HeldRow]) -> None:
+        """Raises CheckFailed unless rows have dropped the ledger's numbers of tokens, and the positions of
+        their entries leave room for so many."""
+        counted = {row.row: row.dropped for row in rows if row.dropped}
+        for row in counted.keys() | self._dropped.keys():
+            known, dropped = self._dropped.get(row, (torch.empty(0), 0))
+            if dropped != counted.get(row, 0):
+                raise CheckFailed(
+                    f"row {row} has dropped {dropped} tokens, {counted.get(row, 0)} by the ledger's count"
+                )
+            at = known.cpu().numpy()
+            if (np.diff(at, prepend=-1, append=len(at) + dropped) < 1).any():
+                raise CheckFailed(
+                    f"row {row} has entries at positions {at.tolist()}, and goes on at {len(at) + dropped}"
+                )
+
+    def _check_shared(self, rows: Iterable[HeldRow]) -> None:
+        """Raises CheckFailed unless each row begins with the slots of its segments."""
+        sharing = [row for row in rows if row.shared]
+        if not sharing:
+            return
+        expected = torch.cat([self._segments[segment] for row in sharing for segment in row.segments])
+        found = torch.cat([self.table.slots(row.row, 0, row.shared) for row in sharing])
+        if torch.equal(expected, found):
+            return
+        for row in sharing:
+            slots = torch.cat([self._segments[segment] for segment in row.segments]).tolist()
+            for entry, (slot, own) in enumerate(
+                zip(slots, self.table.slots(row.row, 0, row.shared).tolist(), strict=False)
+            ):
+                if slot != own:
+                    raise CheckFailed(
+                        f"entry {entry} of row {row.row} is slot {own}, and slot {slot} in its segments "
+                        f"{list(row.segments)}"
+                    )
+        raise CheckFailed("rows share more or fewer entries than their segments have slots")
 
     def labels(
         self, segments: Mapping[int, int], own: Mapping[tuple[int, int, int], int], other: int
@@ -252,13 +312,3 @@ class KVMemory:
         if freed:
             self.allocator.free(freed[0] if len(freed) == 1 else torch.cat(freed))
             freed.clear()
-
-
-def require_current(device: torch.device, current: int) -> None:
-    """Raises ValueError for a GPU that is not the `current` one, because kernels are launched there wherever
-    their tensors are."""
-    if device.index not in (None, current):
-        raise ValueError(
-            f"memory on {device} while cuda:{current} is the current device, where kernels run; call "
-            f"torch.cuda.set_device({device.index}) first, or work within torch.cuda.device({device.index})"
-        )

@@ -20,6 +20,7 @@ from lightkv.triton_kernels.quantised.quantise_reference import (
     split_columns,
 )
 
+from .device import usable_device
 from .kv_spec import KVSpec
 
 # A container's limit and its use: cgroup version 2, then 1.
@@ -105,8 +106,11 @@ class KVPool:
     device has no room.
     """
 
-    def __init__(self, spec: KVSpec, num_slots: int, device: torch.device) -> None:
+    def __init__(self, spec: KVSpec, num_slots: int, device: torch.device | str) -> None:
         num_slots = checked_count("num_slots", num_slots, least=2)  # slot 0 is padding
+        if not isinstance(spec, KVSpec):
+            raise TypeError(f"spec is {spec!r} ({type(spec).__name__}); give a KVSpec")
+        device = usable_device(device)
         self.spec = spec
         self.num_slots = num_slots
         self.device = device
@@ -131,6 +135,9 @@ class KVPool:
         self._rotations = {dim: hadamard(dim, device) for elements, dim in rotated if elements.is_rotated}
         self._k, self._v = zip(*map(spec.split, rows, num_layers), strict=True)
         self._scales = list(map(self._scales_of, num_layers))
+
+    def __repr__(self) -> str:
+        return f"KVPool({self.num_slots} slots, {self.num_bytes:,} bytes on {self.device}; {self.spec})"
 
     def _make_columns(self, of_layer: KVFormat) -> torch.Tensor:
         spec = self.spec

@@ -1,6 +1,7 @@
 """The shape of one token's K/V, and how its elements are stored."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -8,11 +9,13 @@ from lightkv.counts import checked_count
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class KVSpec:
     """The K/V of one token, the same in every layer. `k_dim` and `v_dim` are per head and may differ.
 
     `dtype` is the type that K and V are computed in, and stored in where `format` does not say otherwise.
+    `format` may be given by its name, such as "int8" (`KVFormat.parse` lists them). Raises TypeError and
+    ValueError for shapes, types and formats that no pool can have.
     """
 
     num_layers: int
@@ -22,9 +25,31 @@ class KVSpec:
     dtype: torch.dtype
     format: KVFormat = AS_COMPUTED
 
-    def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "k_dim", "v_dim"):
-            object.__setattr__(self, name, checked_count(name, getattr(self, name)))  # numpy's would overflow
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        k_dim: int,
+        v_dim: int,
+        dtype: torch.dtype,
+        format: KVFormat | str = AS_COMPUTED,
+    ) -> None:
+        keep = partial(object.__setattr__, self)  # the way in which a frozen dataclass sets its fields
+        keep("num_layers", checked_count("num_layers", num_layers))  # numpy's own integers would overflow
+        keep("num_kv_heads", checked_count("num_kv_heads", num_kv_heads))
+        keep("k_dim", checked_count("k_dim", k_dim))
+        keep("v_dim", checked_count("v_dim", v_dim))
+        keep("dtype", dtype)
+        keep("format", KVFormat.parse(format) if isinstance(format, str) else format)
+        self._check()
+
+    def _check(self) -> None:
+        """Raises TypeError or ValueError unless a pool can have this shape."""
+        if not isinstance(self.format, KVFormat):
+            raise TypeError(
+                f"format is {self.format!r} ({type(self.format).__name__}); give a KVFormat or its name, "
+                'such as "int8"'
+            )
         if not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype is {self.dtype!r}; give torch's own, such as torch.float32")
         if not self.dtype.is_floating_point:

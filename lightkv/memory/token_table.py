@@ -13,6 +13,7 @@ import torch
 from lightkv.counts import checked_count
 from lightkv.triton_kernels.attention.ring import Ring
 
+from .device import usable_device
 from .staging import upload
 
 
@@ -27,12 +28,12 @@ class KVIndices(NamedTuple):
 class TokenTable:
     """`req_to_token`: int32 `[max_sequences + 1, max_entries]` on `device`."""
 
-    def __init__(self, max_sequences: int, max_entries: int, device: torch.device) -> None:
+    def __init__(self, max_sequences: int, max_entries: int, device: torch.device | str) -> None:
         self.max_sequences = checked_count("max_sequences", max_sequences)
         self.max_entries = checked_count("max_entries", max_entries)
-        self.device = device
+        self.device = usable_device(device)
         shape = self.max_sequences + 1, self.max_entries
-        self.req_to_token = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.req_to_token = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self._flat = self.req_to_token.view(-1)
 
     def entries(

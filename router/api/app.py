@@ -12,7 +12,9 @@ from starlette.responses import Response
 
 from lightkv import __version__
 from lightkv.errors import LightKVError
+from lightkv.router.api.grammars.checker import GrammarChecker
 from lightkv.router.api.openai import document
+from lightkv.router.api.openai.errors import CONTEXT_EXCEEDED
 from lightkv.router.api.operators.docs_page import DocsPage
 from lightkv.router.api.operators.request_log import (
     REQUEST_ID_HEADER,
@@ -22,17 +24,18 @@ from lightkv.router.api.operators.request_log import (
 )
 from lightkv.router.engine.request import InvalidPrompt, NeverFits
 from lightkv.router.sampling_params import InvalidParams
+from lightkv.router.service.access.key_file import ApiKeys
 from lightkv.router.service.api_settings import ApiSettings
-from lightkv.router.service.key_file import ApiKeys
 from lightkv.router.service.router_client import RequestRefused, RouterClient
 from lightkv.router.text.tokenizer import ChatTemplateError, Tokenizer
 
 from .event_stream import failure_status
 from .generation import Backend, GenerationFailed, GenerationLost
-from .http_guard import OPEN_PATHS, DefectAnswer, Guard, defect_response, error_response
+from .http_guard import OPEN_PATHS, DefectAnswer, Guard, defect_response, error_response, is_json, not_json
 from .metrics import ServiceMetrics
+from .prompt_reader import PromptTooLong
 from .request_body import BodyRoom, body_route
-from .routes import InvalidHeader, Routes, UnknownModel
+from .routes import InvalidHeader, NoEmbeddings, Routes, UnknownModel
 from .sessions import OpenSessions, UnknownSession
 
 _STATUS_OF_REFUSAL = {"invalid": 400, "never_fits": 400, "queue_full": 429, "unavailable": 503}
@@ -51,13 +54,19 @@ def create_app(
     metrics = ServiceMetrics(settings.model_names[0], lambda: client.latest)
     sessions = OpenSessions(client.release_session)
     backend = Backend(client, tokenizer, metrics, sessions, settings.report_cached_tokens)
-    api = Routes(backend, settings)
+    grammars = GrammarChecker(tokenizer.directory, lambda: client.ready_info().limits.vocab_size)
+    api = Routes(backend, settings, grammars)
     app = document.DocumentedApp(title="lightkv", version=__version__, docs_url=None, redoc_url=None)
-    app.state.grammars = backend.grammars  # which its owner closes
-    room = BodyRoom(settings.max_body_bytes, settings.max_unread_bytes, 2 * tokenizer.max_model_len)
+    app.state.grammars = grammars  # which its owner closes
+    room = BodyRoom(
+        settings.max_body_bytes,
+        settings.max_unread_bytes,
+        settings.max_open_bytes,
+        2 * tokenizer.max_model_len,
+    )
     app.router.route_class = body_route(room)
     # The last one that is added sees a request first.
-    app.add_middleware(Guard, keys=keys, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(Guard, keys=keys, settings=settings)
     app.add_middleware(DefectAnswer)
     if settings.allowed_origins:
         exposed = [REQUEST_ID_HEADER, "Retry-After"]
@@ -85,13 +94,15 @@ def create_app(
         errors: Sequence[int] = (),
         described: dict[str, Any] | None = None,
     ) -> None:
-        needs_key = keys.any and path not in OPEN_PATHS
+        is_open = path in OPEN_PATHS
+        needs_key = keys.any and not is_open
+        guarded = [401] * needs_key + [403] * (settings.hosts is not None and not is_open)
         app.add_api_route(
             path,
             endpoint,
             methods=[method],
             response_model=None,
-            responses=document.responses(answers, errors, needs_key),
+            responses=document.responses(answers, [*errors, *guarded]),
             dependencies=[document.needs_bearer()] if needs_key else [],
             openapi_extra=described,
         )
@@ -103,21 +114,24 @@ def create_app(
     route("POST", "/v1/chat/completions", api.chat, document.CHAT, document.GENERATES, headers)
     route("POST", "/v1/responses", api.respond, document.RESPONSE, document.GENERATES, headers)
     release = "/v1/sessions/{session_id:path}/release"
-    errors = document.NAMES_NAMESPACE if by_header else ()
     named = {"parameters": [*namespace, document.session_parameter()]}
-    route("POST", release, api.release_session, document.RELEASED, errors, named)
+    route("POST", release, api.release_session, document.RELEASED, document.WITHOUT_BODY, named)
     route("GET", "/v1/models", api.models, document.MODELS)
     named = document.model_parameter(settings.model_names)
     route("GET", "/v1/models/{model:path}", api.one_model, document.ONE_MODEL, document.NAMES_MODEL, named)
     route("POST", "/tokenize", api.tokenize, document.TOKENIZED, document.CONVERTS_TEXT)
     route("POST", "/detokenize", api.detokenize, document.DETOKENIZED, document.CONVERTS_TEXT)
+    if settings.enable_tokenizer_info:
+        route("GET", "/tokenizer_info", api.tokenizer_info, document.TOKENIZER_INFO)
+    app.add_api_route("/v1/embeddings", api.embed, methods=["POST"], include_in_schema=False)
     route("GET", "/health", api.health, document.HEALTH)
     route("GET", "/ready", api.ready, document.READY)
     route("GET", "/metrics", api.metrics, document.METRICS)
     route("GET", "/load", api.load, document.LOAD)
     route("GET", "/map", api.pool_map, document.MAP, document.ASKS_WORKER)
     route("GET", "/version", api.version, document.VERSION)
-    route("POST", "/reset_prefix_cache", api.reset_cache, document.CACHE_RESET, document.ASKS_WORKER)
+    errors = (*document.WITHOUT_BODY, *document.ASKS_WORKER)
+    route("POST", "/reset_prefix_cache", api.reset_cache, document.CACHE_RESET, errors)
     route("GET", "/server_info", api.server_info, document.SERVER_INFO)
     page = DocsPage(app.openapi)
     app.add_api_route("/docs", page.answer, methods=["GET"], include_in_schema=False)
@@ -143,37 +157,34 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
     messages = dict.fromkeys(str(other["msg"]) for other in errors if other["loc"][:2] == first["loc"][:2])
     message = "; ".join(list(messages)[:4])
     kind = request.headers.get("content-type")
-    if len(first["loc"]) == 1 and not _is_json(kind):
-        what = "the request has no Content-Type" if kind is None else f"the Content-Type is {kind[:200]!r}"
-        return error_response(400, f"{what}; send the body as application/json")
+    if len(first["loc"]) == 1 and not is_json(kind):
+        return error_response(400, not_json(kind))
     if first["type"] == "json_invalid":
         return error_response(400, f"the body is not JSON ({first['ctx']['error']}, at {place[0]})")
     return error_response(400, f"{'.'.join(place) or 'body'}: {message}", place[0] if place else None)
 
 
-def _is_json(kind: str | None) -> bool:
-    name = (kind or "").partition(";")[0].strip().lower()
-    return name.startswith("application/") and name.endswith(("/json", "+json"))
-
-
 async def _on_refusal(request: Request, error: Exception) -> Response:
-    param = None
+    param = code = None
     match error:
         case RequestRefused():
             status = _STATUS_OF_REFUSAL[error.kind]
+            code = CONTEXT_EXCEEDED if error.kind == "never_fits" else None
         case InvalidParams():
             status, param = 400, error.field
-        case NeverFits() | InvalidPrompt() | ChatTemplateError() | InvalidHeader():
+        case NeverFits() | PromptTooLong():
+            status, code = 400, CONTEXT_EXCEEDED
+        case InvalidPrompt() | ChatTemplateError() | InvalidHeader():
             status = 400
         case UnknownModel():
             status, param = 404, "model"
-        case UnknownSession():
+        case UnknownSession() | NoEmbeddings():
             status = 404
         case GenerationFailed() | GenerationLost():
             status = failure_status(error)
         case _:  # a bug of this process, which the log has to show
             raise error
-    return error_response(status, str(error), param)
+    return error_response(status, str(error), param, code=code)
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:

@@ -2,19 +2,22 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from lightkv.router.api.openai.protocol import GenerationRequest, error_body
+from lightkv.router.api.openai.errors import error_body
+from lightkv.router.api.openai.protocol import GenerationRequest
 from lightkv.router.api.openai.response_writer import ResponseEvents, ResponseWriter
 from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter, usage_of
 
 from .generation import Answer, Generation, GenerationFailed, GenerationInvalid, GenerationLost, TextDelta
+
+Result = TypeVar("Result")
 
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # no proxy may hold events back
 _MARK = secrets.token_hex(16)  # stands for the text in a chunk of which all others are made
@@ -142,8 +145,7 @@ async def closed_with_client(receive: Receive, generation: Generation) -> AsyncI
     """Closes the generation as soon as its client disconnects, at the latest at the end of the block."""
 
     async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await _until_disconnected(receive)
         generation.close()
 
     watching = asyncio.create_task(watch())
@@ -152,3 +154,23 @@ async def closed_with_client(receive: Receive, generation: Generation) -> AsyncI
     finally:
         watching.cancel()
         generation.close()
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Returns the result of `work`, which is cancelled if the client disconnects before. Raises GenerationLost
+    then."""
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_until_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise GenerationLost("its client has disconnected")
+        return working.result()
+    finally:
+        watching.cancel()
+        working.cancel()
+
+
+async def _until_disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

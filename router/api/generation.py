@@ -14,13 +14,12 @@ from lightkv.errors import LightKVError
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.router.engine.step import TokenEvent, TokenLogprobs
 from lightkv.router.sampling_params import SamplingParams
-from lightkv.router.service.messages import Submit
+from lightkv.router.service.messages import NewAnswer, NewPrompt, Submit
 from lightkv.router.service.router_client import AnswerStream, RouterClient
 from lightkv.router.text.banned_words import with_banned_ids
 from lightkv.router.text.completion import Completion
 from lightkv.router.text.tokenizer import Tokenizer
 
-from .grammar_checker import GrammarChecker
 from .metrics import AnswerClock, ServiceMetrics
 from .prompt_reader import convert
 from .sessions import OpenSessions, SessionUse
@@ -63,6 +62,7 @@ class GenerationSpec:
     the client stated max_tokens. `shows_logprobs`: whether the client gets the log-probabilities of
     `params`. `shows_answer`: if not, the one token that a prompt is answered with is dropped. `shown_ids`:
     special tokens that are part of the text. `grammar_field`: the field that `params.grammar` came in.
+    `grammar_bytes`: what it takes when it is compiled.
     """
 
     prompts: list[bytes]
@@ -75,6 +75,7 @@ class GenerationSpec:
     shows_answer: bool = True
     shown_ids: frozenset[int] = frozenset()
     grammar_field: str = "grammar"
+    grammar_bytes: int = 0
 
 
 @dataclass
@@ -119,50 +120,46 @@ class Backend:
     metrics: ServiceMetrics
     sessions: OpenSessions
     reports_cached_tokens: bool = False
-    grammars: GrammarChecker = field(default_factory=GrammarChecker)
 
     async def generate(self, spec: GenerationSpec) -> "Generation":
-        """Queues every answer, or none. Raises RequestRefused, and InvalidGrammar."""
-        if spec.params.grammar is not None:
-            await self.grammars.check(spec.params.grammar, spec.grammar_field)
+        """Queues every answer, or none; a grammar has to be checked already. Raises RequestRefused."""
         num_chars = sum(map(len, spec.params.bad_words))
         params = await convert(num_chars, lambda: with_banned_ids(spec.params, self.tokenizer))
         stop_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self.tokenizer.eos_ids
-        children = [params.child(child_idx) for child_idx in range(params.n)]
+        shared = params.child(0)  # the answers differ in their seeds alone
         answers: dict[str, Answer] = {}
-        submits = []
+        prompts = []
         for prompt_idx, prompt_ids in enumerate(spec.prompts):
-            for child in children:
-                request_id = uuid.uuid4().hex
-                completion = Completion(self.tokenizer, child, spec.shown_ids)
-                answers[request_id] = Answer(
+            asked = []
+            for child_idx in range(params.n):
+                seed = params.child_seed(child_idx)
+                asked.append(NewAnswer(uuid.uuid4().hex, secrets.randbits(63) if seed is None else seed))
+                answers[asked[-1].request_id] = Answer(
                     index=len(answers),
                     prompt_idx=prompt_idx,
-                    completion=completion,
+                    completion=Completion(self.tokenizer, shared, spec.shown_ids),
                     clock=self.metrics.begin(),
                     has_logprobs=spec.shows_logprobs and params.logprobs is not None,
                 )
-                submits.append(
-                    Submit(
-                        request_id=request_id,
-                        prompt_ids=prompt_ids,
-                        params=child,
-                        seed=secrets.randbits(63) if child.seed is None else child.seed,
-                        stop_ids=sorted(stop_ids),
-                        priority=spec.priority,
-                        namespace=spec.namespace,
-                        session=None if spec.session is None else spec.session.name,
-                        states_length=spec.states_length,
-                    )
-                )
+            prompts.append(NewPrompt(prompt_ids, asked))
+        submit = Submit(
+            prompts=prompts,
+            params=shared,
+            stop_ids=sorted(stop_ids),
+            priority=spec.priority,
+            namespace=spec.namespace,
+            session=None if spec.session is None else spec.session.name,
+            states_length=spec.states_length,
+            grammar_bytes=spec.grammar_bytes,
+        )
         with ExitStack() as stack:
             session = None
             if spec.session is not None:
                 session = self.sessions.begin(spec.session)
                 stack.callback(self.sessions.end, session)
-            events = await self.client.submit(submits)
+            events = await self.client.submit(submit)
             if session is not None:
                 self.sessions.accept(session)
             closed = stack.pop_all().close  # the session's request ends with the generation

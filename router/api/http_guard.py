@@ -1,5 +1,5 @@
-"""Refuses requests without an API key or with too large a body before they reach a route, and answers those on
-which the service itself fails."""
+"""Refuses requests under another host's name, without an API key, of a web page's form or with too large a body
+before they reach a route, and answers those on which the service itself fails."""
 
 import json
 from collections.abc import Mapping
@@ -8,24 +8,28 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lightkv.router.api.openai.protocol import error_body
-from lightkv.router.service.key_file import ApiKeys
+from lightkv.router.api.openai.errors import error_body
+from lightkv.router.service.access.key_file import ApiKeys
+from lightkv.router.service.api_settings import ApiSettings
 
 OPEN_PATHS = frozenset({"/health"})  # liveness probes have no API key
+_ASKED_FIRST = frozenset({"authorization", "x-requested-with"})  # headers that no form has
 RETRY_AFTER = {429: "1", 503: "5"}  # seconds
 
 
 class Guard:
     """Passes requests on to `app`, with the API key in the request's state.
 
-    Answers 401 to a request without one of `keys` (if there are any), and 413 to one whose headers announce
-    more than `max_body_bytes`.
+    Answers 403 to a request under a name that is not the service's, 401 to one without one of `keys` (if there
+    are any), 400 to a POST that a form of any web page could send, and 413 to one whose headers announce more
+    than `settings.max_body_bytes`.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, settings: ApiSettings) -> None:
         self._app = app
         self._keys = keys
-        self._max_body_bytes = max_body_bytes
+        self._hosts = settings.hosts
+        self._max_body_bytes = settings.max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -35,9 +39,15 @@ class Guard:
         length = headers.get("content-length", "0")
         key = self._key(headers.get("authorization", ""))
         scope.setdefault("state", {})["api_key"] = key
-        if self._keys.any and key is None and scope["path"] not in OPEN_PATHS:
+        host = headers.get("host", "")
+        is_open = scope["path"] in OPEN_PATHS
+        if self._hosts is not None and not is_open and not self._hosts.allows(host):
+            await error_response(403, _other_host(host))(scope, receive, send)
+        elif self._keys.any and key is None and not is_open:
             response = error_response(401, "the API key is missing or wrong; send Authorization: Bearer KEY")
             await response(scope, receive, send)
+        elif scope["method"] == "POST" and _is_form(headers):
+            await error_response(400, not_json(headers.get("content-type")))(scope, receive, send)
         elif length.isdecimal() and int(length) > self._max_body_bytes:
             await error_response(413, self._too_large)(scope, receive, send)
         else:
@@ -54,6 +64,31 @@ class Guard:
             return None
         # Headers are decoded as latin-1, so this restores the bytes that were sent.
         return self._keys.find(given.strip().encode("latin-1"))
+
+
+def is_json(kind: str | None) -> bool:
+    """Returns whether a Content-Type is one of JSON."""
+    name = (kind or "").partition(";")[0].strip().lower()
+    return name.startswith("application/") and name.endswith(("/json", "+json"))
+
+
+def not_json(kind: str | None) -> str:
+    """Returns the message for a request with another Content-Type than JSON's."""
+    what = "the request has no Content-Type" if kind is None else f"the Content-Type is {kind[:200]!r}"
+    return f"{what}; send application/json"
+
+
+def _is_form(headers: Headers) -> bool:
+    """Returns whether a page of any origin can send these headers without asking first, as browsers do before
+    they send JSON or headers of their own."""
+    return not (is_json(headers.get("content-type")) or not _ASKED_FIRST.isdisjoint(headers.keys()))
+
+
+def _other_host(host: str) -> str:
+    return (
+        f"the Host is {host[:200]!r}, which is not a name of this service; if it is one, start the service "
+        "with --allowed-hosts and this name"
+    )
 
 
 class DefectAnswer:
@@ -90,7 +125,11 @@ def defect_response(headers: Mapping[str, str] | None = None) -> Response:
 
 
 def error_response(
-    status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+    status: int,
+    message: str,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    code: str | None = None,
 ) -> Response:
     """Returns a response with OpenAI's error body, and with Retry-After if trying again may help."""
     headers = dict(headers or {})
@@ -99,5 +138,5 @@ def error_response(
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     # json rather than msgspec: a message may quote half a surrogate pair, which json writes as an escape.
-    body = json.dumps(error_body(status, message, param))
+    body = json.dumps(error_body(status, message, param, code))
     return Response(body, status, headers, "application/json")

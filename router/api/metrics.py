@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
+from lightkv.router.service.log_stream import num_dropped_lines
 from lightkv.router.service.messages import Load
 from lightkv.router.service.router_client import LatestStatus
 
@@ -186,7 +187,7 @@ class AnswerClock:
 
 
 class _RouterCollector:
-    """Collects the router's counts at each scrape."""
+    """Collects the router's counts, and what this process's log has lost, at each scrape."""
 
     def __init__(self, model: str, latest: Callable[[], LatestStatus]) -> None:
         self._model = model
@@ -206,6 +207,13 @@ class _RouterCollector:
         yield self._gauge(
             "lightkv:router_silence_seconds", "Seconds since the router last reported.", latest.age
         )
+        dropped = CounterMetricFamily(
+            "lightkv:log_dropped_lines",
+            "Lines of the API process's log that were dropped, because nothing read them in time.",
+            labels=["model_name"],
+        )
+        dropped.add_metric([self._model], num_dropped_lines())
+        yield dropped
         info = latest.status.info
         if info is not None:
             family = InfoMetricFamily("vllm:cache_config", "The K/V pool.", labels=["model_name"])

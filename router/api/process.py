@@ -16,6 +16,7 @@ from lightkv.router.api.operators.request_log import WARM_UP
 from lightkv.router.config import InvalidConfig
 from lightkv.router.service.api_settings import ServeSettings
 from lightkv.router.service.child_process import freeze_objects, ignore_signals
+from lightkv.router.service.log_stream import write_in_background
 from lightkv.router.service.router_client import RouterClient, RouterUnreachable
 from lightkv.router.text.tokenizer import ChatTemplateError, Tokenizer, UnreadableTokenizer
 
@@ -118,6 +119,7 @@ def main() -> int:
     not start.
     """
     ignore_signals()
+    write_in_background()
     sys.set_int_max_str_digits(640)  # the least that Python allows: parsing longer numbers takes long
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=ServeSettings)
     try:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from lightkv.router.engine.request import InvalidPrompt, NeverFits
+from lightkv.router.engine.request import InvalidPrompt, NeverFits, maximum_length
 from lightkv.router.sampling_params import InvalidParams
 from lightkv.router.text.infilling import infilling_ids
 from lightkv.router.text.tokenizer import Tokenizer
@@ -66,8 +66,12 @@ class PromptRoom:
     keeps_first: bool = False
 
 
+class PromptTooLong(InvalidPrompt):
+    """The text has more characters than the context could hold, whatever its tokens are."""
+
+
 class PromptReader:
-    """Converts texts, chats and token ids of requests. Raises InvalidPrompt for a prompt that is too long."""
+    """Converts texts, chats and token ids of requests. Raises PromptTooLong for a text that is too long."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -87,13 +91,11 @@ class PromptReader:
     async def ids_of_ids(self, token_ids: list[int], room: PromptRoom) -> np.ndarray:
         """Returns the ids as int32 [n]. Raises NeverFits if the context cannot hold them."""
         if room.num_kept is None and len(token_ids) > room.max_model_len:  # checked before the conversion
-            raise NeverFits(
-                len(token_ids), 1, room.max_model_len, "the context", "start with a longer --max-model-len"
-            )
+            raise NeverFits(len(token_ids), 1, room.max_model_len)
         kept = _kept(token_ids, room)
         try:
             return np.frombuffer(await convert(len(kept), lambda: int32_bytes(kept)), dtype=np.int32)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise InvalidPrompt(str(error)) from error
 
     async def ids_of_chat(self, chat: Chat, room: PromptRoom) -> np.ndarray:
@@ -131,9 +133,10 @@ class PromptReader:
         most = self._tokenizer.max_characters(room.max_model_len)
         if num_chars > most:
             fit = "is not read" if room.num_kept is not None else "cannot fit the context"
-            raise InvalidPrompt(
+            raise PromptTooLong(
                 f"the {what} has more than {most} characters, and {fit} of {room.max_model_len} tokens with at "
-                f"most {self._tokenizer.longest_token} characters each; send a shorter one"
+                f"most {self._tokenizer.longest_token} characters each: {maximum_length(room.max_model_len)}; "
+                "send a shorter one"
             )
 
 

@@ -1,5 +1,8 @@
 """Reads the bodies of requests within limits: bytes of one body, bytes of all bodies together, and JSON values.
 
+The bytes of all bodies are limited twice: while they arrive, and from then on until their requests are
+answered, because what a body was parsed to is kept as long.
+
 Parsing JSON holds Python's lock from the first value to the last, in whatever thread it runs. So the values
 of a long body are counted first, which is fast, and a body whose parsing would block the whole process is
 refused.
@@ -15,6 +18,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 # Bytes. A body of this size is parsed within a few milliseconds, so it is parsed without a thread.
 SHORT_BODY = 2**16
@@ -33,14 +37,19 @@ class BodyRoom:
         max_body_bytes: the most bytes of one body.
         max_unread_bytes: the most bytes of all bodies that are not parsed yet, without the first FREE_BYTES of
             each.
+        max_open_bytes: the same for the bodies of requests that are not answered yet.
         num_ids: how many token ids one body may need to hold; MAX_VALUES are accepted in any case.
     """
 
-    def __init__(self, max_body_bytes: int, max_unread_bytes: int, num_ids: int = 0) -> None:
+    def __init__(
+        self, max_body_bytes: int, max_unread_bytes: int, max_open_bytes: int, num_ids: int = 0
+    ) -> None:
         self.max_body_bytes = max_body_bytes
         self.max_unread_bytes = max(max_unread_bytes, max_body_bytes)
+        self.max_open_bytes = max(max_open_bytes, max_body_bytes)
         self.max_values = max(num_ids, MAX_VALUES)
         self.num_claimed = 0
+        self.num_open = 0
         self.parsing = asyncio.Semaphore(1)  # long bodies are parsed one at a time
 
     @property
@@ -62,6 +71,21 @@ class BodyRoom:
         """Returns room that was reserved."""
         self.num_claimed -= num_bytes
 
+    def open(self, num_bytes: int) -> None:
+        """Reserves room for a body until its request is answered. Raises HTTPException (503) if there is not
+        enough."""
+        if self.num_open + num_bytes > self.max_open_bytes:
+            raise HTTPException(
+                503,
+                f"the bodies of requests that are not answered yet fill the {self.max_open_bytes} bytes for "
+                "them; try again in a moment",
+            )
+        self.num_open += num_bytes
+
+    def close(self, num_bytes: int) -> None:
+        """Returns room that `open` reserved."""
+        self.num_open -= num_bytes
+
 
 class _BodyRequest(Request):
     """A request whose body is read within the limits of `BodyRoom`."""
@@ -70,6 +94,7 @@ class _BodyRequest(Request):
         super().__init__(request.scope, request.receive, request._send)
         self._room = room
         self._num_claimed = 0
+        self._num_open = 0
         self._received: bytearray | None = None
 
     async def body(self) -> Any:
@@ -90,6 +115,9 @@ class _BodyRequest(Request):
         """Returns the parsed body. Raises HTTPException (413, 503), and ValueError if it is not JSON."""
         body = await self.body()
         try:
+            num_open = max(len(body) - FREE_BYTES, 0)
+            self._room.open(num_open)
+            self._num_open += num_open
             if len(body) <= SHORT_BODY:
                 return parse_short(body)
             async with self._room.parsing:
@@ -103,6 +131,26 @@ class _BodyRequest(Request):
         self._room.release(self._num_claimed)
         self._num_claimed = 0
 
+    def finish(self) -> None:
+        """Returns all room: the request is answered."""
+        self.release()
+        self._room.close(self._num_open)
+        self._num_open = 0
+
+
+class _ClosingResponse(Response):
+    """Passes a response on, and closes its request once it was sent."""
+
+    def __init__(self, response: Response, request: _BodyRequest) -> None:
+        self._response = response
+        self._request = request
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._response(scope, receive, send)
+        finally:
+            self._request.finish()
+
 
 def body_route(room: BodyRoom) -> type[APIRoute]:
     """Returns a class of routes that read their bodies within `room`."""
@@ -114,9 +162,12 @@ def body_route(room: BodyRoom) -> type[APIRoute]:
             async def handle_bounded(request: Request) -> Response:
                 bounded = _BodyRequest(request, room)
                 try:
-                    return await handle(bounded)
-                finally:
-                    bounded.release()
+                    response = await handle(bounded)
+                except BaseException:
+                    bounded.finish()
+                    raise
+                bounded.release()
+                return _ClosingResponse(response, bounded)
 
             return handle_bounded
 

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from lightkv import __version__
 from lightkv.errors import LightKVError
+from lightkv.router.api.grammars.checker import GrammarChecker
 from lightkv.router.api.openai.dialect import ChatDialect
 from lightkv.router.api.openai.protocol import (
     MAX_SESSION_ID,
@@ -37,17 +38,18 @@ from lightkv.router.api.openai.service_bodies import (
     Tokenized,
     Version,
 )
+from lightkv.router.api.openai.structured import compact
 from lightkv.router.api.openai.tools import ToolUse
 from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter, prompt_scores
 from lightkv.router.api.operators.request_log import note_generation
 from lightkv.router.config import NAMESPACE_HEADER, SESSION_HEADER
 from lightkv.router.engine.request import InvalidPrompt, NeverFits
-from lightkv.router.sampling_params import MAX_COUNT, MAX_LOGPROBS, InvalidParams
+from lightkv.router.sampling_params import MAX_COUNT, MAX_LOGPROBS, Grammar, InvalidParams
 from lightkv.router.service.api_settings import ApiSettings
 
 from . import unsupported_fields
 from .beams import search_beams
-from .event_stream import EventStream, closed_with_client
+from .event_stream import EventStream, closed_with_client, unless_disconnected
 from .generation import Backend, GenerationSpec
 from .metrics import CONTENT_TYPE
 from .prompt_reader import Chat, PromptReader, PromptRoom, convert
@@ -60,6 +62,16 @@ class UnknownModel(LightKVError):
 
     def __init__(self, model: str, known: list[str]) -> None:
         super().__init__(f"the model {model!r} does not exist here; give one of {', '.join(known)}")
+
+
+class NoEmbeddings(LightKVError):
+    """The request wants embeddings, which this service does not compute."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "/v1/embeddings does not exist here: this service generates text; send embeddings to a service of "
+            "an embedding model, such as Text Embeddings Inference, Infinity or vLLM"
+        )
 
 
 class InvalidHeader(LightKVError):
@@ -75,8 +87,9 @@ class InvalidHeader(LightKVError):
 class Routes:
     """The endpoints, as methods. For an invalid request they raise an error."""
 
-    def __init__(self, backend: Backend, settings: ApiSettings) -> None:
+    def __init__(self, backend: Backend, settings: ApiSettings, grammars: GrammarChecker) -> None:
         self._backend = backend
+        self._grammars = grammars
         self._client = backend.client
         self._tokenizer = backend.tokenizer
         self._prompts = PromptReader(backend.tokenizer)
@@ -109,6 +122,8 @@ class Routes:
         if default is not None:  # which is cut to what the prompts leave room for
             left = min(context, info.capacity + 1) - max(ids.size for ids in prompts)
             params = body.params(max(min(default, left), 1))
+        if self._settings.compact_json:
+            params = msgspec.structs.replace(params, grammar=compact(params.grammar, body.grammar_field))
         echoed = []
         if body.echo:
             for text, prompt_ids in zip(body.prompts, prompts, strict=True):
@@ -165,8 +180,11 @@ class Routes:
         most = min(longest - prompt_ids.size, self._settings.default_max_tokens or longest)
         params = body.params(max(most, 1))
         _check_fits(prompt_ids.size, params.max_tokens, context)
+        if self._settings.compact_json and use is None:
+            grammar = compact(params.grammar, body.grammar_field)
+            params = msgspec.structs.replace(params, grammar=grammar)
         if params.grammar is not None:  # it may become a part of another one
-            await self._backend.grammars.check(params.grammar, body.grammar_field)
+            await self._check_grammar(params.grammar, body.grammar_field, request)
         params = msgspec.structs.replace(params, grammar=self._dialect.grammar(use, params.grammar))
         spec = GenerationSpec(
             prompts=[prompt_ids.tobytes()],
@@ -189,6 +207,14 @@ class Routes:
         if not self._backend.sessions.release(self._session_name(request, session_id)):
             raise UnknownSession(session_id)
         return _json(ReleasedSession(id=session_id, object="session", released=True))
+
+    async def embed(self) -> Response:
+        """POST /v1/embeddings: say what to use in its place."""
+        raise NoEmbeddings
+
+    async def tokenizer_info(self) -> Response:
+        """GET /tokenizer_info: return tokenizer_config.json and the chat template."""
+        return _json(self._tokenizer.settings | {"chat_template": self._tokenizer.template or None})
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
         """POST /tokenize: return the tokens of a prompt or of a chat, which may have at most as many characters
@@ -290,6 +316,9 @@ class Routes:
             found = await search_beams(self._backend, spec, beams, request.receive)
             note_generation(request, found)
             return _json(writer.whole(found))
+        if spec.params.grammar is not None:
+            num_bytes = await self._check_grammar(spec.params.grammar, spec.grammar_field, request)
+            spec = replace(spec, grammar_bytes=num_bytes)
         generation = await self._backend.generate(spec)
         note_generation(request, generation)
         if body.stream:
@@ -305,6 +334,12 @@ class Routes:
                 num_scored * (1 + MAX_LOGPROBS), lambda: msgspec.json.encode(writer.whole(generation))
             )
             return Response(content, media_type="application/json")
+
+    async def _check_grammar(self, grammar: Grammar, field: str, request: Request) -> int:
+        """Returns the bytes of the compiled grammar. Raises InvalidGrammar, RequestRefused, and GenerationLost
+        if the client disconnects."""
+        owner: bytes = request.state.api_key or b""
+        return await unless_disconnected(request.receive, self._grammars.check(grammar, field, owner))
 
     async def _prompt_ids(
         self, prompt: str | list[int], add_special_tokens: bool, room: PromptRoom
@@ -431,6 +466,4 @@ def _json(content: Any, status: int = 200) -> Response:
 def _check_fits(num_prompt: int, max_tokens: int, max_model_len: int) -> None:
     """Raises NeverFits for a request longer than the context, before its prompt is sent to the router."""
     if num_prompt + max_tokens > max_model_len:
-        raise NeverFits(
-            num_prompt, max_tokens, max_model_len, "the context", "start with a longer --max-model-len"
-        )
+        raise NeverFits(num_prompt, max_tokens, max_model_len)

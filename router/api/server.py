@@ -1,5 +1,6 @@
-"""The HTTP server of the API process: uvicorn with limits on the number of connections and on the time in
-which a request has to arrive. It handles no signals, because the process ends with its router."""
+"""The HTTP server of the API process: uvicorn with limits on the number of connections, on the time in which a
+request has to arrive, and on the bytes of answers that clients do not take. It handles no signals, because the
+process ends with its router."""
 
 import asyncio
 import json
@@ -7,6 +8,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from http import HTTPStatus
 from typing import Any, cast
 
 import h11
@@ -15,10 +17,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from lightkv.router.api.openai.protocol import error_body
+from lightkv.router.api.openai.errors import error_body
 from lightkv.router.service.api_settings import ApiSettings, ServeSettings
 
 from .http_guard import OPEN_PATHS, error_response
+
+_AMBIGUOUS = (
+    "a request with Transfer-Encoding has to be HTTP/1.1 and to have no Content-Length; send one of the two"
+)
 
 
 class _Server(uvicorn.Server):
@@ -37,7 +43,10 @@ def make_server(app: ASGIApp, settings: ServeSettings) -> uvicorn.Server:
     max_connections = min(limits.max_connections, raise_descriptor_limit() * 7 // 8)
     config = uvicorn.Config(
         app,
-        http=cast("type[asyncio.Protocol]", partial(_Connection, limits, max_connections)),
+        http=cast(
+            "type[asyncio.Protocol]",
+            partial(_Connection, limits, max_connections, UnsentBytes(limits.max_unsent_bytes)),
+        ),
         ws="none",
         lifespan="off",
         log_level="warning",
@@ -60,12 +69,25 @@ def raise_descriptor_limit() -> int:
 
 
 class _HttpConnection(h11.Connection):
-    """The state of a server's connection. It frames the chunks of a stream itself, which takes h11 ten times as
-    long."""
+    """The state of a server's connection. It refuses requests whose end is ambiguous, and frames the chunks
+    of a stream itself, which takes h11 ten times as long."""
 
     def __init__(self, max_header_bytes: int) -> None:
         super().__init__(h11.SERVER, max_header_bytes)
         self._is_chunked = False
+        self.refusal = ""  # why the last request was refused, if that was no mistake of form
+
+    def next_event(self) -> Any:
+        """Returns the next part of a request. Raises h11.RemoteProtocolError for a request that is not HTTP, or
+        of which a proxy in front could see another end (RFC 9112, section 6.1): the rest of its body would then
+        be another client's request."""
+        event = super().next_event()
+        if type(event) is h11.Request:
+            names = {name for name, _ in event.headers}  # in lower case
+            if b"transfer-encoding" in names and (b"content-length" in names or event.http_version < b"1.1"):
+                self.refusal = _AMBIGUOUS
+                raise h11.RemoteProtocolError(_AMBIGUOUS)
+        return event
 
     def send(self, event: Any) -> Any:
         """Returns the bytes of an event. Raises h11.LocalProtocolError where it may not be sent now."""
@@ -78,18 +100,47 @@ class _HttpConnection(h11.Connection):
         return sent
 
 
+class UnsentBytes:
+    """Counts the bytes that wait on connections whose clients take too little. Beyond `max_bytes` the
+    connection with the most of them is closed. A connection counts from 64 KiB on, and is not written to then.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._by_transport: dict[asyncio.Transport, int] = {}
+
+    def add(self, transport: asyncio.Transport) -> None:
+        """Counts a connection that has been told to wait."""
+        num_bytes = self._by_transport[transport] = transport.get_write_buffer_size()
+        self.num_bytes += num_bytes
+        while self.num_bytes > self._max_bytes:
+            slowest = max(self._by_transport, key=lambda one: self._by_transport[one])
+            self.remove(slowest)
+            slowest.abort()
+
+    def remove(self, transport: asyncio.Transport) -> None:
+        """Notes that a connection may write again, or is closed."""
+        self.num_bytes -= self._by_transport.pop(transport, 0)
+
+
 class _Connection(H11Protocol):
     """One client's connection, with time limits for headers and body. Beyond `max_connections` it answers 503.
 
     The time for headers begins with the connection, or with the first byte of a later request; the time for the
     body begins at the end of the headers. When a limit has passed, the connection is closed, with a 408 unless
     nothing was sent or the answer has begun. Between requests uvicorn's timeout_keep_alive applies.
+
+    While an answer waits for its client, the client has to take some bytes of it in every `write_seconds`.
     """
+
+    conn: _HttpConnection
 
     def __init__(
         self,
         limits: ApiSettings,
         max_connections: int,
+        unsent: UnsentBytes,
         config: uvicorn.Config,
         server_state: ServerState,
         app_state: dict[str, Any],
@@ -99,6 +150,9 @@ class _Connection(H11Protocol):
         self.conn = _HttpConnection(limits.max_header_bytes)
         self._seconds = {"headers": limits.header_seconds, "body": limits.body_seconds}
         self._max_connections = max_connections
+        self._unsent = unsent
+        self._write_seconds = limits.write_seconds
+        self._write_timer: asyncio.TimerHandle | None = None
         self._awaited: str | None = None  # what the timer runs for: "headers", "body" or nothing
         self._timer: asyncio.TimerHandle | None = None
 
@@ -110,7 +164,32 @@ class _Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._await(None)
+        self._stop_waiting()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait_for_client(None)
+        self._unsent.add(self.transport)
+
+    def resume_writing(self) -> None:
+        self._stop_waiting()
+        super().resume_writing()
+
+    def _wait_for_client(self, num_before: int | None) -> None:
+        """Closes the connection if none of the bytes that waited `write_seconds` ago was taken. `num_before`:
+        how many these were; None begins."""
+        num_bytes = self.transport.get_write_buffer_size()
+        if num_before is not None and num_bytes >= num_before:
+            self.transport.abort()
+            return
+        self._write_timer = self.loop.call_later(self._write_seconds, self._wait_for_client, num_bytes)
+
+    def _stop_waiting(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+        self._unsent.remove(self.transport)
 
     def handle_events(self) -> None:
         super().handle_events()
@@ -141,21 +220,29 @@ class _Connection(H11Protocol):
         is_silent = self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
         if not is_silent and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             text = f"the {awaited} took more than {self._seconds[awaited]:g} seconds to arrive; try again"
-            body = json.dumps(error_body(408, text)).encode()
-            headers = [
-                ("Content-Type", "application/json"),
-                ("Content-Length", str(len(body))),
-                ("Connection", "close"),
-            ]
-            for event in (
-                h11.Response(status_code=408, headers=headers, reason=b"Request Timeout"),
-                h11.Data(data=body),
-                h11.EndOfMessage(),
-            ):
-                self.transport.write(self.conn.send(event) or b"")
+            self._send_error(408, text)
             if self.cycle is not None:
                 self.cycle.disconnected = True  # stops the route, which may still wait for the body
         self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers a request that is no HTTP, or whose end is ambiguous, and closes the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._send_error(400, self.conn.refusal or msg)
+        self.transport.close()
+
+    def _send_error(self, status: int, text: str) -> None:
+        """Sends an error as the last answer of the connection, of which none may have begun."""
+        body = json.dumps(error_body(status, text)).encode()
+        headers = [
+            ("Content-Type", "application/json"),
+            ("Content-Length", str(len(body))),
+            ("Connection", "close"),
+        ]
+        reason = HTTPStatus(status).phrase.encode()
+        response = h11.Response(status_code=status, headers=headers, reason=reason)
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
 
 
 class _TooManyConnections:

@@ -127,15 +127,29 @@ def generate(
     texts = _read_prompts(prompts)
     notes = Console(stderr=True)
     with progress(notes, f"looking for {config.model}") as report:
+        from lightkv.router.model_files import resolve
+        from lightkv.router.text.tokenizer import Tokenizer, UnreadableTokenizer
+
+        directory = resolve(config.model, report)
+        try:
+            tokenizer = Tokenizer(directory)
+        except UnreadableTokenizer:
+            from lightkv.router.model.build import find_model
+
+            find_model(config, report)  # that a model cannot run matters more than what its tokenizer lacks
+            raise
+        if chat is None:
+            chat = _has_chat_template(tokenizer)
+            report("answering as a chat" if chat else "continuing the text (this model has no chat template)")
+        before = [] if system is None else [{"role": "system", "content": system}]
+        inputs = [[*before, {"role": "user", "content": text}] if chat else text for text in texts]
+        for one in inputs:  # before anything that takes long
+            ids = tokenizer.encode(one) if isinstance(one, str) else tokenizer.encode_chat(one)
+            _check_fits(len(ids), params.max_tokens, config, tokenizer.max_model_len)
         report("importing torch")
         from lightkv.router.llm import LLM
 
         llm = LLM(config, report)
-        if chat is None:
-            chat = _has_chat_template(llm.tokenizer)
-            report("answering as a chat" if chat else "continuing the text (this model has no chat template)")
-    before = [] if system is None else [{"role": "system", "content": system}]
-    inputs = [[*before, {"role": "user", "content": text}] if chat else text for text in texts]
 
     answers = OrderedAnswers(sys.stdout, headings(texts, params.n))
     num_new = num_cut = 0
@@ -241,6 +255,19 @@ def _read_stdin() -> str:
         raise typer.BadParameter(f"standard input is not UTF-8 text ({error}); convert it first") from None
 
 
+def _check_fits(num_prompt: int, max_tokens: int, config: EngineConfig, context: int) -> None:
+    """Raises NeverFits for a request that no pool or context of these settings could hold. `context`: the
+    model's, or 0 if its files do not say."""
+    from lightkv.router.engine.request import NeverFits
+
+    longest = min((given for given in (context, config.max_model_len) if given), default=None)
+    if longest is not None and num_prompt + max_tokens > longest:
+        raise NeverFits(num_prompt, max_tokens, longest)
+    capacity = config.max_total_tokens
+    if capacity is not None and num_prompt + max_tokens - 1 > capacity:
+        raise NeverFits(num_prompt, max_tokens, capacity, "pool")
+
+
 def _has_chat_template(tokenizer: "Tokenizer") -> bool:
     """Returns whether the model has a chat template that can render a single user message."""
     from lightkv.router.text.tokenizer import ChatTemplateError
@@ -257,7 +284,7 @@ def _is_bad_input(error: LightKVError) -> bool:
     from lightkv.router.engine.request import NeverFits
     from lightkv.router.engine.step_time import InvalidStepTime
     from lightkv.router.model_files import ModelNotFound, UnreadableWeights
-    from lightkv.router.simulate.traces import UnreadableTrace
+    from lightkv.router.simulate.trace_files import UnreadableTrace
     from lightkv.router.text.tokenizer import ChatTemplateError, UnreadableTokenizer
 
     settings = (InvalidConfig, InvalidParams, UnknownBackend, NeverFits, ChatTemplateError)

@@ -1,7 +1,8 @@
 """The commands `lightkv top` and `lightkv map`, clients that show a service's counts and its memory pool."""
 
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from typing import Annotated
 
@@ -15,10 +16,13 @@ from rich.text import Text
 from lightkv.router.engine.step import PoolMap
 from lightkv.router.service.messages import Load
 
+from . import latencies
 from .http_client import DEFAULT_URL, ServiceClient, ServiceRefused, ServiceUnreachable
 from .options import ApiKey, Url, examples
 
 _BAR_CHARS = 60
+_NAME_CHARS = 11  # of the longest name of a row, so that the tables stand in line
+_WINDOW_SECONDS = 60.0  # of the latencies; latencies.py says "in the last minute"
 _MAP_EXAMPLES = (
     "lightkv map",
     "lightkv map --watch --interval 0.5",
@@ -58,8 +62,10 @@ def top(
         bool, typer.Option("--once", help="Print one frame, with rates over one interval.")
     ] = False,
 ) -> None:
-    """Watch a service: its pool, its requests and its rates.
+    """Watch a service: its pool, its requests, its latencies and its rates.
 
+    Latencies are of the last minute that this command has seen or, without answers in it, since the service's
+    start. The requests listed are those that alone hold the most tokens.
     In a terminal each frame replaces the one before; otherwise the frames are printed one below the other.
     """
     console = Console(highlight=False)
@@ -86,15 +92,52 @@ def _frames(client: ServiceClient, interval: float, url: str, console: Console) 
     """Yields a frame every `interval` seconds. While the service cannot be reached, the frame says so."""
     glyphs = "█▒░" if _has_block_glyphs(console) else "#=."
     before, then = _report(client), time.monotonic()
+    seen: deque[tuple[float, latencies.Observed]] = deque([(then, _observed(client))])
     while True:
         time.sleep(interval)
         try:
             report, now = _report(client), time.monotonic()
+            seen.append((now, _observed(client)))
+            owners = _owners(client)
         except ServiceUnreachable as error:
             yield Text(f"lightkv: {error}")
             continue
-        yield frame(url, report, before, now - then, glyphs)
+        while seen[1][0] < now - _WINDOW_SECONDS:
+            seen.popleft()
+        shown = frame(url, report, before, now - then, glyphs)
+        yield Group(shown, _answers(seen[0][1], seen[-1][1]), *map(Text, owners))
         before, then = report, now
+
+
+def _observed(client: ServiceClient) -> latencies.Observed:
+    return latencies.observed(client.get("/metrics").decode())
+
+
+def _owners(client: ServiceClient) -> list[str]:
+    """Returns the lines of the requests that alone hold the most tokens; none while there is no worker."""
+    from lightkv.memory_map import owner_lines
+
+    try:
+        return owner_lines(msgspec.json.decode(client.get("/map"), type=PoolMap).owners, _MAX_OWNERS)
+    except ServiceRefused:
+        return []
+
+
+def _answers(earlier: latencies.Observed, later: latencies.Observed) -> RenderableType:
+    """Returns the part of a frame that is of the answers: the model's name, the latencies and the ends."""
+
+    def line(name: str) -> str:
+        whole = getattr(later, name)
+        return latencies.line_of(whole, latencies.since(whole, getattr(earlier, name)))
+
+    ended = ", ".join(f"{count:,.0f} {reason}" for reason, count in sorted(later.finished.items()))
+    rows = {
+        "model": later.model,
+        "first token": line("first_token"),
+        "per token": line("between_tokens"),
+        "answers": f"ended so far: {ended or 'none'}",
+    }
+    return _table(rows)
 
 
 def _has_block_glyphs(console: Console) -> bool:
@@ -144,10 +187,15 @@ def frame(
         "preempted": f"{report.num_preemptions:,} times, {report.recomputed_tokens:,} tokens computed again",
         "worker": f"{report.num_worker_starts:,} worker starts",
     }
+    return Group(Text(f"lightkv at {url}", style="bold"), bar(report, glyphs), _table(rows))
+
+
+def _table(rows: Mapping[str, str]) -> Table:
     table = Table.grid(padding=(0, 2))
+    table.add_column(min_width=_NAME_CHARS)
     for name, value in rows.items():
         table.add_row(Text(name, style="bold"), Text(value))
-    return Group(Text(f"lightkv at {url}", style="bold"), bar(report, glyphs), table)
+    return table
 
 
 def bar(load: Load, glyphs: str) -> Text:

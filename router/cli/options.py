@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
 import typer
+from rich.markup import escape
 
 from lightkv.router.config import API_KEY_VARIABLE, EngineConfig, ServiceConfig, flag
 from lightkv.router.sampling_params import SamplingParams
@@ -45,7 +46,7 @@ def _option(
     names = flag(name)
     if kind is bool and default:
         names += f"/--no-{names[2:]}"
-    option = typer.Option(names, *((also,) if also else ()), help=text, rich_help_panel=panel)
+    option = typer.Option(names, *((also,) if also else ()), help=escape(text), rich_help_panel=panel)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
     )
@@ -107,8 +108,13 @@ takes_service = _with_options(
     _config_options(ServiceConfig, "Service"),
     lambda values: ServiceConfig(**values | {name: tuple(values[name] or ()) for name in _SEVERAL}),
 )
-takes_simulation = _with_options(
-    "config", _config_options(SimulationConfig, "Simulation"), lambda values: SimulationConfig(**values)
+takes_simulations = _with_options(
+    "configs",
+    _config_options(SimulationConfig, "Simulation"),
+    lambda values: tuple(
+        SimulationConfig(**values | {"allocation": allocation})
+        for allocation in dict.fromkeys(name.strip() for name in values["allocation"].split(","))
+    ),
 )
 takes_sampling = _with_options(
     "params", _sampling_options(), lambda values: SamplingParams(**values | {"stop": values["stop"] or ()})

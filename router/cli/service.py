@@ -62,5 +62,8 @@ def serve(
     if not service.api_key and (key := os.environ.get(API_KEY_VARIABLE)):
         service = replace(service, api_key=(key,))
     from lightkv.router.service import launch
+    from lightkv.router.service.log_stream import write_in_background
+
+    write_in_background(also_stdout=True)
 
     raise typer.Exit(launch.serve(config, service, Console(stderr=True, highlight=False)))

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from os.path import realpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,7 +25,7 @@ from lightkv.router.simulate.config import SimulationConfig
 from lightkv.router.simulate.output_file import UnwritableFile, check_writable, write_whole
 from lightkv.router.terminal import say
 
-from .options import examples, takes_simulation
+from .options import examples, takes_simulations
 
 if TYPE_CHECKING:
     from lightkv.router.simulate.result import SimulationResult
@@ -35,7 +36,8 @@ _EXAMPLES = (
     "lightkv simulate AzureLLMInferenceTrace_conv.csv --allocation paged:16 --admission watermark",
     "lightkv simulate chat --rate inf --requests 20000 --out chat.json",
     "lightkv simulate chat --load 1.3 --admission timely --report timely.html",
-    "lightkv simulate mooncake_conversation_trace.jsonl --capacity 1000000 | tail -1 | jq .goodput",
+    "lightkv simulate mine.csv --allocation token,paged:16,paged:48 --seeds 5 --report pages.html",
+    "lightkv simulate mooncake_conversation_trace.jsonl --time-unit ms | tail -1 | jq .goodput",
 )
 _REPORT_EXAMPLES = (
     "lightkv simulate chat --load 1.3 --admission timely --out timely.json",
@@ -50,7 +52,7 @@ class UnreadableResult(LightKVError, ValueError):
 
 def add_simulate_commands(app: typer.Typer) -> None:
     """Adds the commands to `app`."""
-    app.command(epilog=examples(*_EXAMPLES))(takes_simulation(simulate))
+    app.command(epilog=examples(*_EXAMPLES))(takes_simulations(simulate))
     app.command(epilog=examples(*_REPORT_EXAMPLES))(simulate_report)
 
 
@@ -58,9 +60,10 @@ def simulate(
     trace: Annotated[
         str,
         typer.Argument(
-            help="A trace file as published by Azure, Mooncake (.jsonl) or sarathi-serve (ShareGPT's lengths), "
-            "or the name of a generated workload: azure-conv, azure-code, sharegpt, mooncake, decode-heavy, "
-            "prefill-heavy, chat.",
+            help="A trace file: a CSV with arrival_seconds, prompt_tokens and output_tokens "
+            "(docs/simulator.md), or as published by Azure, Mooncake (.jsonl) or sarathi-serve (ShareGPT's "
+            "lengths). Or the name of a generated workload: azure-conv, azure-code, sharegpt, mooncake, "
+            "decode-heavy, prefill-heavy, chat.",
         ),
     ] = "azure-conv",
     *,
@@ -71,37 +74,58 @@ def simulate(
         Path | None,
         typer.Option(help="Write a report to this file: one self-contained HTML page with charts."),
     ] = None,
-    config: SimulationConfig,
+    series: Annotated[
+        Path | None,
+        typer.Option(help="Write memory and requests over time to this file, as CSV."),
+    ] = None,
+    seeds: Annotated[
+        int, typer.Option(help="Simulate with so many seeds, from --seed on, and show the spread.", min=1)
+    ] = 1,
+    configs: tuple[SimulationConfig, ...],
 ) -> None:
     """Run a trace through the real scheduler, admission and ledger, on a simulated device.
 
     Nothing is downloaded and no GPU is needed. The time of a step comes from a model fitted to measurements
-    (--step-time). The last line printed is one JSON object with every figure.
+    (--step-time), for single tokens: what a page costs or saves in attention is left out. The last line printed
+    is one JSON object with every figure; of several simulations it has a list of these, as "runs".
     """
+    from lightkv.router.simulate.result import encode_all, series_csv
     from lightkv.router.simulate.simulator import num_requests
-    from lightkv.router.simulate.simulator import simulate as run
+    from lightkv.router.simulate.sweep import sweep
 
     notes = Console(stderr=True, highlight=False)
-    if out is not None and report is not None and realpath(out) == realpath(report):
-        raise UnwritableFile(f"--out and --report are both {out}; give two files")
-    for path, option in ((out, "--out"), (report, "--report")):
-        if path is not None:
-            check_writable(path, option)
+    files = {"--out": out, "--report": report, "--series": series}
+    _check_files({option: path for option, path in files.items() if path is not None})
     begun = time.perf_counter()
     try:
-        with _bar(notes, num_requests(trace, config)) as progress:
-            result = run(trace, config, progress)
+        with _bar(notes, num_requests(trace, configs[0])) as progress:
+            results = sweep(trace, configs, seeds, progress)
         if out is not None:
-            write_whole(out, result.to_json())
+            write_whole(out, encode_all(results))
         if report is not None:
-            _write_report(report, [result])
+            _write_report(report, results)
+        if series is not None:
+            write_whole(series, series_csv(results).encode())
     except OSError as error:
         say(notes, f"lightkv: {error.filename}: {error.strerror}")
         raise typer.Exit(2) from None
-    for line in summary(result):
+    for line in summary(results[0]) if len(results) == 1 else comparison(results):
         typer.echo(line)
-    say(notes, f"{result.figures.num_finished:,} requests in {time.perf_counter() - begun:.1f} s")
-    typer.echo(result.line())
+    finished = sum(result.figures.num_finished for result in results)
+    say(notes, f"{finished:,} requests in {time.perf_counter() - begun:.1f} s")
+    lines = [result.line() for result in results]
+    typer.echo(lines[0] if len(lines) == 1 else f'{{"runs":[{",".join(lines)}]}}')
+
+
+def _check_files(files: dict[str, Path]) -> None:
+    """Raises UnwritableFile for a file that cannot be written, and for one that two options name."""
+    options: dict[str, str] = {}
+    for option, path in files.items():
+        other = options.setdefault(realpath(path), option)
+        if other != option:
+            raise UnwritableFile(f"{other} and {option} are both {path}; give two files")
+    for option, path in files.items():
+        check_writable(path, option)
 
 
 def simulate_report(
@@ -120,18 +144,19 @@ def simulate_report(
     if realpath(report) in map(realpath, results):
         raise UnwritableFile(f"--report {report} is one of the results; give another file")
     try:
-        _write_report(report, [_load(path) for path in results])
+        loaded = [result for path in results for result in _load(path)]
+        _write_report(report, loaded)
     except OSError as error:
         say(notes, f"lightkv: {error.filename}: {error.strerror}")
         raise typer.Exit(2) from None
-    say(notes, f"{len(results)} result{'s' if len(results) != 1 else ''} drawn in {report}")
+    say(notes, f"{len(loaded)} result{'s' if len(loaded) != 1 else ''} drawn in {report}")
 
 
-def _load(path: Path) -> "SimulationResult":
-    from lightkv.router.simulate.result import SimulationResult
+def _load(path: Path) -> "list[SimulationResult]":
+    from lightkv.router.simulate.result import load_all
 
     try:
-        return SimulationResult.load(path)
+        return load_all(path)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UnreadableResult(f"{path}: {error}; give a file that lightkv simulate --out wrote") from None
 
@@ -170,6 +195,44 @@ def summary(result: "SimulationResult") -> Iterator[str]:
     }  # fmt: skip
     for name, value in rows.items():
         yield f"{name:<14}{value}"
+
+
+# The columns of a comparison: heading, field of `Figures`, factor, format.
+_COLUMNS = (
+    ("goodput/s", "goodput", 1.0, ".2f"),
+    ("served/s", "served_rate", 1.0, ".2f"),
+    ("first p99 s", "ttft_p99", 1.0, ".2f"),
+    ("token p99 ms", "tpot_p99", 1e3, ".1f"),
+    ("used %", "memory_used_share", 100.0, ".1f"),
+    ("padding %", "memory_padding_share", 100.0, ".2f"),
+    ("preempted %", "preempted_share", 100.0, ".2f"),
+)
+_LEFT_OUT = "left out: what a page costs or saves in attention, so all have the step times of single tokens"
+
+
+def comparison(results: "Sequence[SimulationResult]") -> Iterator[str]:
+    """Yields a table with a row for each policy: means over the seeds, and below them the extremes."""
+    from lightkv.router.simulate.report.page import labels
+    from lightkv.router.simulate.sweep import repeats_of
+
+    groups = repeats_of(results)
+    rows = [["policy", *(heading for heading, *_ in _COLUMNS)]]
+    for group, name in zip(groups, labels([group.mean for group in groups]), strict=True):
+        mean, spread = [name], [f"  seeds {group.seeds[0]} to {group.seeds[-1]}"]
+        for _, field, factor, form in _COLUMNS:
+            value = attrgetter(field)
+            mean.append(format(factor * value(group.mean.figures), form))
+            low, high = group.spread(value)
+            spread.append(f"{factor * low:{form}}-{factor * high:{form}}")
+        rows += [mean, spread] if len(group.results) > 1 else [mean]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *cells in rows:
+        yield "  ".join(
+            [name.ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells, widths[1:], strict=True))]
+        )
+    if len(groups) == len(results):
+        yield "one seed: --seeds 5 shows how far these figures spread"
+    yield _LEFT_OUT
 
 
 @contextmanager

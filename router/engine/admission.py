@@ -284,7 +284,13 @@ class Admission:
             if window.now > running.room:  # as until something is freed
                 return forecast.steps_to_end()
             candidate = Candidate(match, window, request.final)
-            return forecast.steps_to_wait(candidate, limit, prefills)
+            wait = forecast.steps_to_wait(candidate, limit, prefills)
+            kept = candidate.held  # the rest may be evicted while it waits
+            if wait > 1 and kept.num_tokens < match.num_tokens:
+                window, _ = running.windows(request.num_prefill_tokens - kept.num_tokens, kept.num_tokens)
+                evicted = Candidate(kept, window, request.final)
+                wait = min(wait, forecast.steps_to_wait_without(candidate, evicted, limit))
+            return wait
         shared, tip = 0, match.tip  # the tokens that it would hit and that other requests hold already
         for segment in match.path:
             if segment.holders:

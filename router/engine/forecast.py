@@ -50,6 +50,17 @@ class Candidate(NamedTuple):
     window: PrefillWindow
     final: int
 
+    @property
+    def held(self) -> Match:
+        """The part of what it hits that a sequence holds; the rest may be evicted while it waits."""
+        path, tip, num_tokens = self.match
+        for i, segment in enumerate(path):
+            if segment.holders:
+                return Match(path[i:], tip, num_tokens)
+            num_tokens -= tip
+            tip = path[i + 1].length if i + 1 < len(path) else 0
+        return Match((), 0, 0)
+
 
 class _Growth(NamedTuple):
     """A request in prefill: the tokens that it alone holds, when it computes the rest of its prefill, and the
@@ -189,19 +200,38 @@ class Forecast:
         """Returns 0 if the peak stays within `limit` with the candidate. Else returns for how many steps it
         cannot fit, unless a sequence is dropped or admitted or a prefill is computed meanwhile: at least 1.
 
-        `prefills`: the admitted sequences, with the windows that they have beside the candidate.
+        `prefills`: the admitted sequences, with the windows that they have beside the candidate. What it hits
+        may be evicted meanwhile (`steps_to_wait_without`).
         """
         ends, totals, growths = self._totals(prefills, candidate)
         growth, step = growths[-1], self._ledger.step
         excess = totals - limit
         if excess.max() <= 0:
             return 0
-        # The candidate holds one token less at a given step for each step that it is admitted later, as long as
-        # it still decodes then.
-        is_held = (excess > 0) & (ends <= growth.end(step))
-        if prefills or not is_held.any():
+        return 1 if prefills else self._steps_over(ends, excess, growth, growth.end(step))
+
+    def steps_to_wait_without(self, candidate: Candidate, evicted: Candidate, limit: int) -> int:
+        """Returns for how many steps `candidate`, which does not fit, cannot fit although more and more of what
+        it hits is evicted, unless a sequence is dropped or admitted: at least 1. No sequence may be in prefill.
+
+        `evicted`: the same request if it hits only what sequences hold. It computes more, so it decodes later.
+        At every step up to the candidate's end it holds no more tokens than after any other eviction.
+        """
+        step = self._ledger.step
+        window = candidate.window
+        decodes = candidate.final - candidate.match.num_tokens - window.left
+        last = _Growth(0, window, decodes).end(step)
+        ends, totals, growths = self._totals([], evicted)
+        return self._steps_over(ends, totals - limit, growths[-1], last)
+
+    def _steps_over(self, ends: np.ndarray, excess: np.ndarray, growth: _Growth, last: int) -> int:
+        """Returns for how many steps a candidate of this `growth` exceeds the limit at one of `ends` up to
+        `last`, at least 1. It holds one token less at a given step for each step that it is admitted later, as
+        long as it still decodes then."""
+        is_held = (excess > 0) & (ends <= last)
+        if not is_held.any():
             return 1
-        decoded = ends + (self._lag - 1 - step - growth.window.first)
+        decoded = ends + (self._lag - 1 - self._ledger.step - growth.window.first)
         return int(np.minimum(excess, np.maximum(decoded, 0) + 1)[is_held].max())
 
     def peak(self, prefills: Seq[Prefill], exact: bool = False) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from lightkv.edits import Alloc, Edit
+from lightkv.holdings import Holdings
 from lightkv.ledger import Match, Sequence, Session, SessionCounts
 from lightkv.ledger.prefix_tree import Namespace, Segment
 
@@ -59,6 +60,9 @@ class Ledger(Protocol):
 
     def private_ranges(self) -> list[tuple[int, int, int]]:
         """Returns the private tail of each open sequence as (row, first entry, end)."""
+
+    def holdings(self) -> Holdings:
+        """Returns what each open sequence's row and each segment holds, once the edits so far are applied."""
 
     def match(self, token_ids: bytes, namespace: Namespace = ()) -> Match:
         """Returns what `open` would hit."""

@@ -86,10 +86,10 @@ class Engine:
         """Whether another step may be planned before the oldest one completes."""
         return self.scheduler.num_in_flight < self.scheduler.depth
 
-    def add(self, request: Request) -> None:
-        """Queues a request. Raises NeverFits, InvalidPrompt, InvalidParams, EngineDead."""
+    def add(self, *requests: Request) -> None:
+        """Queues all of the requests, or none. Raises NeverFits, InvalidPrompt, InvalidParams, EngineDead."""
         self._require_alive()
-        self.scheduler.add(request)
+        self.scheduler.add(*requests)
 
     def abort(self, request_id: str, reason: str = "abort") -> bool:
         """Ends a request early. Returns False if it has ended already."""
@@ -140,7 +140,7 @@ class Engine:
     def sync_memory(self) -> tuple[bytes, ExpectedMemory]:
         """Returns the edits that no step has carried yet, and what the memory holds once they are applied."""
         ledger = self.scheduler.ledger
-        return encode(ledger.drain()), ExpectedMemory(ledger.num_free, ledger.private_ranges())
+        return encode(ledger.drain()), ExpectedMemory(ledger.num_free, ledger.holdings())
 
     def stats(self) -> EngineStats:
         """Returns the counts as they stand."""

@@ -23,11 +23,11 @@ class NewRows:
     def add(self, request: Request, row: int) -> None:
         """Introduces `request` in `row`. Token ids are sent only if the request's sampling reads them."""
         params = request.params
-        new = NewRow(row, params, request.seed)
+        new = NewRow(row, params, request.seed, grammar=request.grammar)
         if params.penalised:
             prompt_idx = self._prompts.setdefault(request.prompt_ids, len(self._prompts))
             new = replace(new, prompt_idx=prompt_idx)
-        if params.penalised or params.grammar is not None:
+        if params.penalised or request.grammar is not None:
             new = replace(new, output_ids=request.output.tobytes())
         if num_last := max(map(len, params.bad_words_ids), default=1) - 1:
             new = replace(new, last_ids=request.prefill_ids[-num_last * TOKEN_BYTES :])

@@ -1,6 +1,8 @@
 """A request: one prompt, its completion so far, and where it stands in the scheduler's queues."""
 
 from array import array
+from collections.abc import Iterable
+from typing import Literal
 
 import numpy as np
 
@@ -11,20 +13,34 @@ from lightkv.router.sampling_params import MAX_END_IDS, InvalidParams, SamplingP
 
 from .step import Limits, PromptLogprobs, ScoredChunk
 
+_REMEDIES = {
+    "context": "start with a longer --max-model-len",
+    "pool": "start with a larger --max-total-tokens",
+}
 MAX_SCORES = 4_000_000  # log-probabilities of one prompt, which travel in one message
 
 
 class NeverFits(LightKVError):
-    """The request could not run even if it were alone."""
+    """The request could not run even if it were alone: it is longer than the context, or takes more slots than
+    the pool has. `limit`: the tokens of either."""
 
-    def __init__(self, prompt: int, max_tokens: int, limit: int, what: str, remedy: str) -> None:
+    def __init__(
+        self, prompt: int, max_tokens: int, limit: int, what: Literal["context", "pool"] = "context"
+    ) -> None:
         self.prompt = prompt
         self.max_tokens = max_tokens
         self.limit = limit
+        longest = limit if what == "context" else limit + 1  # the last token needs no slot
+        remedy = _REMEDIES[what]
         super().__init__(
-            f"{prompt} prompt tokens and up to {max_tokens} new ones do not fit {what} of {limit} tokens; "
-            f"shorten the prompt, lower max_tokens, or {remedy}"
+            f"{prompt} prompt tokens and up to {max_tokens} new ones do not fit the {what} of {limit} tokens: "
+            f"{maximum_length(longest)}; shorten the prompt, lower max_tokens, or {remedy}"
         )
+
+
+def maximum_length(num_tokens: int) -> str:
+    """Returns the words by which clients (litellm, crewai, dspy) recognise that a request is too long."""
+    return f"this model's maximum context length is {num_tokens} tokens"
 
 
 class InvalidPrompt(LightKVError, ValueError):
@@ -41,6 +57,7 @@ class Request:
         stop_ids: sampling one of these tokens ends the request.
         seed: with the position, all that the request's random numbers depend on.
         priority: requests with a lower one are admitted sooner.
+        grammar: the id of the compiled grammar of the answer; None leaves it free. `params` has none.
         session: protects the tokens that the request leaves in the cache.
         states_length: whether its client stated `max_tokens`; else this is only the most that may come.
         is_exact: whether admission counts it with its `max_tokens`, so that it is never preempted; the
@@ -57,6 +74,7 @@ class Request:
         "cached",
         "expected",
         "finish_reason",
+        "grammar",
         "id",
         "is_exact",
         "is_late",
@@ -99,6 +117,7 @@ class Request:
         priority: int = 0,
         session: Session | None = None,
         states_length: bool = True,
+        grammar: int | None = None,
     ) -> None:
         self.id = request_id
         self.prompt_ids = prompt_ids
@@ -111,6 +130,7 @@ class Request:
         self.expected = params.max_tokens
         self.seed = seed
         self.stop_ids = stop_ids
+        self.grammar = grammar
         # A prompt whose log-probabilities are asked for is computed in full, so it shares nothing.
         self.is_scored = params.prompt_logprobs is not None
         self.namespace = (*namespace, object()) if self.is_scored else namespace
@@ -147,6 +167,9 @@ class Request:
         if self.params.bad_words:
             allowed = "their token ids in bad_words_ids; an engine has no tokenizer"
             raise InvalidParams("bad_words", self.params.bad_words, allowed)
+        if self.params.grammar is not None:
+            allowed = "the id of a compiled one in Request.grammar; an engine compiles none"
+            raise InvalidParams("grammar", self.params.grammar.kind, allowed)
         if self.params.min_tokens and len(self.stop_ids) > MAX_END_IDS:
             allowed = f"0 where {len(self.stop_ids)} tokens end the answer; {MAX_END_IDS} can be held back"
             raise InvalidParams("min_tokens", self.params.min_tokens, allowed)
@@ -167,11 +190,9 @@ class Request:
             raise InvalidParams("prompt_logprobs", num_top, allowed)
         prompt, new = self.num_prompt, self.max_tokens
         if prompt + new > limits.max_model_len:
-            raise NeverFits(
-                prompt, new, limits.max_model_len, "the context", "start with a longer --max-model-len"
-            )
+            raise NeverFits(prompt, new, limits.max_model_len)
         if self.max_slots > capacity:
-            raise NeverFits(prompt, new, capacity, "the pool", "start with a larger --max-total-tokens")
+            raise NeverFits(prompt, new, capacity, "pool")
 
     @property
     def max_slots(self) -> int:
@@ -206,7 +227,7 @@ class Request:
         # step in flight may have computed another token in its place.
         params = self.params
         is_ruled_out = len(self.output) <= params.min_tokens or params.bans_tokens
-        is_forced = params.grammar is not None and self.finish_reason == "stop" and is_ruled_out
+        is_forced = self.grammar is not None and self.finish_reason == "stop" and is_ruled_out
         end = len(self.output) - is_forced
         return self.output[self.num_prefill_tokens - self.num_prompt : end].tobytes()
 
@@ -234,3 +255,14 @@ class Request:
         self.expected = self.max_tokens  # its estimate no longer stands
         self.prefill_ids = self.prompt_ids + self.output.tobytes()
         self.num_prefill_tokens = self.num_prompt + len(self.output)
+
+
+def validate_all(requests: Iterable[Request], limits: Limits, capacity: int) -> None:
+    """Checks requests as `Request.validate` does. Answers that share their prompt and parameters are checked
+    once."""
+    checked = None
+    for request in requests:
+        shared = (request.prompt_ids, request.params, request.stop_ids)
+        if checked is None or any(one is not other for one, other in zip(shared, checked, strict=True)):
+            request.validate(limits, capacity)
+            checked = shared

@@ -29,7 +29,7 @@ from .forecast import Forecast, Prefill
 from .ledger import Ledger
 from .plan_writer import Chunk, PlanWriter
 from .prefill_budget import PrefillBudget, PrefillWindow, StepBudget
-from .request import Request
+from .request import Request, validate_all
 from .step import Limits, StepPlan, StepResult, TokenEvent
 from .waiting import WaitingQueue
 
@@ -132,18 +132,21 @@ class Scheduler:
         """Whether any request is unfinished or any step is in flight."""
         return bool(self._requests or self._in_flight)
 
-    def add(self, request: Request) -> None:
-        """Queues a request. Raises as `Request.validate` does, and ValueError for an id in use."""
-        if request.id in self._requests:
-            raise ValueError(f"a request {request.id!r} is running; give each its own id")
-        request.validate(self.limits, self.ledger.capacity)
-        self._requests[request.id] = request
-        request.arrival = self._arrivals
-        self._arrivals += 1
-        if request.queued is None:
-            request.queued = self._clock()
-        request.is_exact = self._admission.is_exact(request)
-        self._queue(request)
+    def add(self, *requests: Request) -> None:
+        """Queues all of the requests, or none. Raises as `Request.validate` does, and ValueError for an id in
+        use."""
+        names = [request.id for request in requests]
+        if len(set(names) - self._requests.keys()) < len(names):
+            raise ValueError(f"one of the requests {names} is running, or given twice; give each its own id")
+        validate_all(requests, self.limits, self.ledger.capacity)
+        for request in requests:
+            self._requests[request.id] = request
+            request.arrival = self._arrivals
+            self._arrivals += 1
+            if request.queued is None:
+                request.queued = self._clock()
+            request.is_exact = self._admission.is_exact(request)
+            self._queue(request)
 
     def abort(self, request_id: str, reason: str = "abort") -> bool:
         """Ends a request early; its computed tokens stay cached. Returns False where no such request lives.

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from lightkv.edits import Alloc, Edit, decode
+from lightkv.holdings import Holdings
 from lightkv.ledger.shared_prefixes import PrefixSharing, SharedPrefix
 from lightkv.memory_map import Counts, Owner
 from lightkv.router.sampling_params import SamplerKind, SamplingParams
@@ -59,6 +60,7 @@ class NewRow(msgspec.Struct, frozen=True):
             it.
         last_ids: the last tokens before the first sampled one, int32 bytes, where bad words look at them.
         may_stop_at: none of `stop_ids` is sampled before this position (`SamplingParams.min_tokens`).
+        grammar: the id of the compiled grammar of the sequence's text; None leaves it free.
     """
 
     row: int
@@ -69,6 +71,7 @@ class NewRow(msgspec.Struct, frozen=True):
     last_ids: bytes = b""
     may_stop_at: int = 0
     stop_ids: list[int] = []
+    grammar: int | None = None
 
 
 class ScoredChunk(msgspec.Struct, frozen=True):
@@ -243,13 +246,11 @@ class StepResult(msgspec.Struct, frozen=True):
 
 
 class ExpectedMemory(NamedTuple):
-    """What the memory holds by the ledger's account.
-
-    `private`: the ranges (row, start, end) of table entries whose slots one sequence alone holds.
-    """
+    """What the memory holds by the ledger's account: how many slots are free, and what rows and segments
+    hold."""
 
     num_free: int
-    private: list[tuple[int, int, int]]
+    holdings: Holdings
 
 
 class SlotOwners(msgspec.Struct, frozen=True):
@@ -257,7 +258,7 @@ class SlotOwners(msgspec.Struct, frozen=True):
 
     Attributes:
         segments: id of a held segment → its label (`lightkv.memory_map`).
-        private: as in `ExpectedMemory`.
+        private: the ranges (row, start, end) of table entries whose slots one sequence alone holds.
     """
 
     segments: dict[int, int]

@@ -5,7 +5,8 @@ request gets the room that ends leave, however many small ones would fit before.
 
 first come     by the time of arrival, plus a minute for each unit of priority. Of the requests that come later,
                only those whose priority is lower pass a request, and only those that come within a minute for
-               each unit of the difference.
+               each unit of the difference. Priorities beyond MIN_PRIORITY and MAX_PRIORITY count as these, so
+               no request is passed by one that comes more than 70 minutes later.
 with patience  by priority, then those in time before those that are late, then by arrival. One in `LATE_EVERY`
                admissions goes to the request that would be the first in the other order, so that no stream of
                requests keeps another one waiting for ever.
@@ -20,6 +21,7 @@ from lightkv.errors import CheckFailed
 from .request import Request
 
 SECONDS_PER_PRIORITY = 60.0
+MIN_PRIORITY, MAX_PRIORITY = -10, 60  # those that count
 LATE_EVERY = 20
 
 _Entry = tuple[float, bool, int, int, Request]
@@ -73,7 +75,8 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         """Adds a request, be it new or preempted."""
         assert request.queued is not None
-        aged = request.queued + request.priority * SECONDS_PER_PRIORITY
+        priority = min(max(request.priority, MIN_PRIORITY), MAX_PRIORITY)
+        aged = request.queued + priority * SECONDS_PER_PRIORITY
         request.rank = aged if self._patience is None else request.priority
         request.ticket = ticket = self._next_ticket
         self._next_ticket += 1

@@ -23,6 +23,7 @@ from lightkv.attention import (
 )
 from lightkv.attention.restored_prefill import SCRATCH_BYTES
 from lightkv.edits import Alloc, FreeRange
+from lightkv.errors import InvalidDevice
 from lightkv.integrations.model.adapters.adapt import adapt
 from lightkv.integrations.model.context import context_length
 from lightkv.integrations.model.fused_layers import fuse_layers, unfuse_layers
@@ -36,6 +37,7 @@ from lightkv.integrations.model.kv_scales import (
 )
 from lightkv.integrations.model.probe import ModelShape, probe
 from lightkv.ledger.shared_prefixes import PrefixSharing
+from lightkv.memory.device import usable_device
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.kv_pool import PoolPlan, plan_pool
 from lightkv.memory.kv_spec import KVSpec
@@ -69,18 +71,10 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InvalidConfig(f"--device is {name!r}; give auto, cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise InvalidConfig(f"--device is {name!r}; lightkv runs on cpu and cuda")
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise InvalidConfig(f"--device is {name!r}, but torch {torch.__version__} sees no GPU; give cpu")
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise InvalidConfig(f"--device is {name!r}, but there are {torch.cuda.device_count()} GPUs")
-        device = torch.device("cuda", device.index or 0)
-    return device
+        device = usable_device(name)
+    except InvalidDevice as error:
+        raise InvalidConfig(f"--{error}") from error
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def pick_dtype(name: str) -> torch.dtype | Literal["auto"]:

@@ -53,9 +53,11 @@ def graphs_bytes(
     a layer's attention needs. The graphs share the memory of their tensors, and each has its launches besides.
     This is enough for any token buckets, which are chosen once the pool has its memory.
     """
-    # A bucket has up to three shapes. Those with decodes may also be captured with shared prefixes.
-    num_graphs = 5 * most_buckets(max_step_tokens) + 3 * len(batch_sizes(max_num_seqs))
-    sampling = max_num_seqs * logits_bytes * _LOGITS_COPIES
+    # A bucket has up to three shapes. Those with decodes may be captured with shared prefixes, too. A size of
+    # decode batches has two kinds of sampling, and shared prefixes; with masks these, and two forward passes.
+    num_graphs = 5 * most_buckets(max_step_tokens) + 8 * len(batch_sizes(max_num_seqs))
+    masks = max_num_seqs * (logits_bytes // 32 + 4)
+    sampling = max_num_seqs * logits_bytes * _LOGITS_COPIES + masks
     tokens = min(max_step_tokens, MOST_TOKENS) * token_bytes
     return tokens + sampling + scratch_bytes + num_graphs * _GRAPH_BYTES
 
@@ -153,7 +155,11 @@ class DecodeGraph:
     def rehearse(self, key: GraphKey) -> None:
         """Launches what `capture` would capture, once."""
         self._load_padding(key)
-        self._step(key.kind)
+        if not key.has_masks:
+            self._step(key.kind)
+            return
+        inputs, logits, _ = self._forward()
+        inputs.sample(self._parts, logits, key.kind, self._logits.masks(len(logits)))
 
     def replay(self, plan: StepPlan) -> StepOutput:
         """Runs a plan that has decodes only. The next replay overwrites what it returns."""
@@ -368,9 +374,12 @@ class StepGraphs:
 
     def _decode_keys(self, size: int, kinds: Sequence[SamplerKind]) -> list[GraphKey]:
         """Returns what to capture ahead of time of a size of decode batches."""
-        keys = [GraphKey(kind) for kind in kinds]
-        if self._may_share and size > 1 and size in _largest_of_each_power(self._decodes):
-            keys.append(GraphKey(SamplerKind.GREEDY, shares_prefixes=True))
+        may_share = self._may_share and size > 1 and size in _largest_of_each_power(self._decodes)
+        keys = []
+        for has_masks in (False, True):  # a row with a grammar may come at any time
+            keys += [GraphKey(kind, has_masks=has_masks) for kind in kinds]
+            if may_share:
+                keys.append(GraphKey(SamplerKind.GREEDY, shares_prefixes=True, has_masks=has_masks))
         return keys
 
     @property

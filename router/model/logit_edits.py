@@ -26,6 +26,7 @@ _PROMPT_BIT = 1 << 30
 _BANNED_BIT = 1 << 29
 _COUNT_MASK = _BANNED_BIT - 1
 _TAIL = MAX_BAD_WORD_TOKENS - 1  # how many of a row's last tokens words look at
+_ROWS_AT_ONCE = 16  # whose masks are unpacked together, to 5 bytes for each token of the vocabulary
 _ANY, _NONE = -1, -2  # in a word's beginning: every token, and none; in a row's tail -1 is before its first
 
 
@@ -34,7 +35,8 @@ class RowEdits(NamedTuple):
 
     biases: np.ndarray  # float64 [3 * N]: place in the flattened bias buffers, token id, bias
     counts: np.ndarray  # int64 [2 * N]: place in the flattened counts, what to add there
-    restricted: np.ndarray  # int64 [N]: rows of which every token is banned before `counts` are added
+    bans: np.ndarray  # int64 [2 * N]: row, the index of its mask
+    masks: np.ndarray  # int64 [M * W]: bits of the tokens that may be sampled, W words a mask
     words: np.ndarray  # int64 [(_TAIL + 2) * N]: place in the flattened words, last token, those before it
     tails: np.ndarray  # int64 [(_TAIL + 1) * N]: row, its last tokens
     ends: (
@@ -47,12 +49,12 @@ class RowEdits(NamedTuple):
 
         Raises ValueError for a token id outside the vocabulary, a missing prompt, or too many end tokens.
         """
-        counts = _count_entries(new_rows, prompts, vocab_size), _ban_entries(new_rows, vocab_size)
-        restricted = [new_row.row for new_row in new_rows if new_row.params.allowed_token_ids is not None]
+        bans, masks = _ban_masks(new_rows, vocab_size)
         return cls(
             _bias_entries(new_rows),
-            np.concatenate(counts, axis=1).ravel(),
-            np.array(restricted, dtype=np.int64),
+            _count_entries(new_rows, prompts, vocab_size).ravel(),
+            bans,
+            masks,
             _word_entries(new_rows),
             _tail_entries(new_rows),
             _end_entries(new_rows, vocab_size),
@@ -112,7 +114,8 @@ class LogitEdits:
         rows: Tensor,
         biases: Tensor,
         counts: Tensor,
-        restricted: Tensor,
+        bans: Tensor,
+        masks: Tensor,
         words: Tensor,
         tails: Tensor,
         ends: Tensor,
@@ -122,8 +125,8 @@ class LogitEdits:
         self._bias.index_fill_(0, rows, 0.0)
         self._end_bias.index_fill_(0, rows, 0.0)
         self._word_starts.index_fill_(0, rows, _NONE)
-        if restricted.numel():
-            self._counts.index_fill_(0, restricted, _BANNED_BIT)
+        if bans.numel():
+            self._set_bans(bans.view(2, -1), masks)
         if words.numel():
             places, last, *before = words.view(_TAIL + 2, -1)
             self._word_ends.view(-1).index_copy_(0, places, last.to(torch.int32))
@@ -139,6 +142,18 @@ class LogitEdits:
             self._counts.view(-1).scatter_add_(0, places, added.to(torch.int32))
         if ends.numel():
             self._set_ends(ends.view(4, -1))
+
+    def _set_bans(self, bans: Tensor, masks: Tensor) -> None:
+        """Bans in each row the tokens whose bits its mask does not have. Their counts were 0."""
+        num_tokens = self._counts.shape[1]
+        masks = masks.view(torch.uint8).view(-1, _mask_bytes(num_tokens))
+        places = torch.arange(8, dtype=torch.uint8, device=masks.device)
+        for start in range(0, bans.shape[1], _ROWS_AT_ONCE):
+            rows, mask_idxs = bans[:, start : start + _ROWS_AT_ONCE]
+            chosen = masks.index_select(0, mask_idxs)
+            is_allowed = chosen[:, :, None].bitwise_right_shift(places).bitwise_and_(1).flatten(1)
+            banned = (is_allowed[:, :num_tokens] == 0).to(torch.int32) * _BANNED_BIT
+            self._counts.index_copy_(0, rows, banned)
 
     def _set_biases(self, entries: Tensor) -> None:
         places = entries[0].long()
@@ -228,27 +243,39 @@ def _count_entries(new_rows: Sequence[NewRow], prompts: Sequence[bytes], vocab_s
     return np.concatenate(entries, axis=1)
 
 
-def _ban_entries(new_rows: Sequence[NewRow], vocab_size: int) -> np.ndarray:
-    """Returns the part of `RowEdits.counts` that bans tokens or, in a restricted row, allows them, int64
-    `[2, N]`."""
-    entries = [np.zeros((2, 0), np.int64)]
+def _ban_masks(new_rows: Sequence[NewRow], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns `RowEdits.bans` and `RowEdits.masks`. Rows with the same parameters share a mask."""
+    mask_idx_of: dict[int, int] = {}  # id of the parameters → index of their mask
+    rows: list[int] = []
+    mask_idxs: list[int] = []
+    masks: list[np.ndarray] = []
     for new_row in new_rows:
-        banned = {ids[0] for ids in new_row.params.bad_words_ids if len(ids) == 1}
-        allowed = new_row.params.allowed_token_ids
-        changed = banned if allowed is None else set(allowed) - banned
-        places = new_row.row * vocab_size + np.array(sorted(changed), dtype=np.int64)
-        entries.append(
-            np.stack([places, np.full_like(places, _BANNED_BIT if allowed is None else -_BANNED_BIT)])
-        )
-    return np.concatenate(entries, axis=1)
+        params = new_row.params
+        if params.allowed is None and not params.banned:
+            continue
+        if id(params) not in mask_idx_of:
+            mask_idx_of[id(params)] = len(masks)
+            is_allowed = np.full(_mask_bytes(vocab_size), 0 if params.allowed else 0xFF, np.uint8)
+            if params.allowed is not None:
+                is_allowed[: len(params.allowed.bits)] = np.frombuffer(params.allowed.bits, np.uint8)
+            is_allowed[: len(params.banned.bits)] &= ~np.frombuffer(params.banned.bits, np.uint8)
+            masks.append(is_allowed)
+        rows.append(new_row.row)
+        mask_idxs.append(mask_idx_of[id(params)])
+    bits = np.concatenate(masks) if masks else np.zeros(0, np.uint8)
+    return np.array([rows, mask_idxs], dtype=np.int64).ravel(), bits.view(np.int64)
+
+
+def _mask_bytes(vocab_size: int) -> int:
+    """Returns the bytes of a mask: a bit for each token, in whole words of 8 bytes."""
+    return -(-vocab_size // 64) * 8
 
 
 def _word_entries(new_rows: Sequence[NewRow]) -> np.ndarray:
     """Returns `RowEdits.words`: a word's first tokens stand at the end of its beginning."""
     entries = []
     for new_row in new_rows:
-        words = [ids for ids in new_row.params.bad_words_ids if len(ids) > 1]
-        for word_idx, (*before, last) in enumerate(words):
+        for word_idx, (*before, last) in enumerate(new_row.params.bad_words_ids):
             place = new_row.row * MAX_BAD_WORDS + word_idx
             entries.append((place, last, *[_ANY] * (_TAIL - len(before)), *before))
     return np.array(entries, dtype=np.int64).reshape(-1, _TAIL + 2).T.ravel()
@@ -259,7 +286,7 @@ def _tail_entries(new_rows: Sequence[NewRow]) -> np.ndarray:
     one that is in no word."""
     entries = []
     for new_row in new_rows:
-        if any(len(ids) > 1 for ids in new_row.params.bad_words_ids):
+        if new_row.params.bad_words_ids:
             last = np.frombuffer(new_row.last_ids, np.int32)[-_TAIL:].tolist()
             entries.append((new_row.row, *[_ANY] * (_TAIL - len(last)), *last))
     return np.array(entries, dtype=np.int64).reshape(-1, _TAIL + 1).T.ravel()

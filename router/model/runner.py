@@ -189,7 +189,7 @@ class ModelRunner:
             raise CheckFailed(
                 f"the ledger counts {expected.num_free} free slots, the memory {memory.num_free}"
             )
-        memory.check(expected.private)
+        memory.check(expected.holdings)
         self._parts.sampler.check()
         self.fatal = False
 
@@ -218,7 +218,7 @@ class ModelRunner:
     def _grammars_of(self, plan: StepPlan) -> list[tuple[int, RowGrammar]]:
         """Notes the grammars of the plan's new rows. Returns those of its samples, by their index."""
         for new_row in plan.new_rows:
-            self.grammars.set_row(new_row.row, new_row.params.grammar, new_row.output_ids)
+            self.grammars.set_row(new_row.row, new_row.grammar, new_row.output_ids)
         if not self.grammars.num_rows:
             return []
         found = [(i, self.grammars.of(plan.rows[idx])) for i, idx in enumerate(plan.sample)]

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightkv.edits import Alloc, Edit, FreeRange, encode
+from lightkv.holdings import Holdings
 from lightkv.router.engine.loop import Executor
 from lightkv.router.engine.step import ExpectedMemory, RunnerInfo, StepPlan
 from lightkv.router.engine.step_time import LEAST_STEPS, StepTime, Work, fit
@@ -200,4 +201,4 @@ class StepTimer:
 
     def _free(self, held: list[FreeRange]) -> None:
         """Frees all that is held, and checks that the memory is empty. Raises CheckFailed."""
-        self._executor.check(encode(held), ExpectedMemory(self._info.capacity, []))
+        self._executor.check(encode(held), ExpectedMemory(self._info.capacity, Holdings([], {})))

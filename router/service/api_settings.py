@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from lightkv.router.config import EngineConfig, ServiceConfig
+from lightkv.router.service.access.allowed_hosts import HostRule, host_rule
 
 # Connections beyond the queued requests: for running requests, for monitoring, and for answers of 429.
 _MORE_CONNECTIONS = 4096
@@ -16,7 +17,7 @@ _MORE_CONNECTIONS = 4096
 class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of the HTTP application, and its limits for clients.
 
-    model_names: the names that requests may use for the model; answers report the first.
+    model_names: the names that requests may use for the model; the first is that of requests without one.
     api_keys: every route but /health answers 401 to a request without one of them; an empty list lets every
         request in.
     report_cached_tokens: whether usage reports how many tokens of a prompt were cached.
@@ -24,6 +25,10 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
         header NAMESPACE_HEADER, which every request then has to send; None, the whole service.
     max_body_bytes, max_header_bytes: the most bytes of one HTTP request.
     max_unread_bytes: the most bytes of all bodies that are not parsed yet; further bytes are answered 503.
+    max_open_bytes: the most bytes of the bodies of all requests that are not answered yet; a further body is
+        answered 503.
+    max_unsent_bytes: the most bytes of answers that clients have not taken; beyond it, the connection with the
+        most of them is closed.
     max_answers: the most answers to one HTTP request, which are n times its prompts.
     allow_priority: whether requests may have a priority below 0.
     trust_request_chat_template: whether requests may bring a chat template of their own.
@@ -33,11 +38,15 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_connections: the most open connections; further ones are answered 503. Less if the limit of descriptors
         is too low.
     header_seconds, body_seconds: the time in which headers and body have to arrive.
+    write_seconds: the time in which a client has to take some bytes of an answer that waits for it.
     api_key_file: a file of further keys (`key_file.py`), which is read again when it changes.
+    hosts: the values of the header Host that requests may have; None allows all.
     allowed_origins: the origins whose pages a browser lets call the service.
     log_requests: whether a line of JSON for each request goes to standard error.
     otlp_endpoint: the collector that is sent each request's spans.
     default_max_tokens: the most tokens of an answer to a request that does not say.
+    compact_json: whether JSON has no whitespace between its parts, unless a request says.
+    enable_tokenizer_info: whether /tokenizer_info answers.
     configuration: what /server_info shows of the service's settings, without secrets.
     """
 
@@ -47,6 +56,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     cache_namespace: Literal["key", "header"] | None = None
     max_body_bytes: int = 32 * 2**20
     max_unread_bytes: int = 64 * 2**20
+    max_open_bytes: int = 256 * 2**20
+    max_unsent_bytes: int = 256 * 2**20
     max_header_bytes: int = 64 * 2**10
     max_answers: int = 256
     allow_priority: bool = False
@@ -58,11 +69,15 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_connections: int = 8192
     header_seconds: float = 15.0
     body_seconds: float = 60.0
+    write_seconds: float = 60.0
     api_key_file: str | None = None
+    hosts: HostRule | None = None
     allowed_origins: list[str] = []
     log_requests: bool = False
     otlp_endpoint: str | None = None
     default_max_tokens: int | None = None
+    compact_json: bool = False
+    enable_tokenizer_info: bool = False
     configuration: dict[str, Any] = {}
 
 
@@ -86,11 +101,12 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_timeout: int = 30
 
 
-def api_settings(engine: EngineConfig, service: ServiceConfig, model: str) -> ApiSettings:
-    """Returns the settings of the HTTP application for those of a service that serves `model`."""
+def api_settings(engine: EngineConfig, service: ServiceConfig, is_local: bool) -> ApiSettings:
+    """Returns the settings of the HTTP application for those of a service. `is_local`: only this machine
+    reaches it."""
     key_file = service.api_key_file
     return ApiSettings(
-        model_names=[model],
+        model_names=list(service.served_model_name) or [engine.model],
         api_keys=list(service.api_key),
         api_key_file=None if key_file is None else str(Path(key_file).absolute()),
         report_cached_tokens=service.report_cached_tokens,
@@ -102,10 +118,13 @@ def api_settings(engine: EngineConfig, service: ServiceConfig, model: str) -> Ap
         session_ttl=service.session_ttl,
         max_queued_requests=service.max_queued_requests,
         max_connections=service.max_queued_requests + _MORE_CONNECTIONS,
+        hosts=host_rule(service, is_local),
         allowed_origins=list(service.allowed_origins),
         log_requests=service.log_requests,
         otlp_endpoint=service.otlp_endpoint,
         default_max_tokens=service.default_max_tokens,
+        compact_json=service.json_whitespace == "compact",
+        enable_tokenizer_info=service.enable_tokenizer_info,
         configuration=shown(engine, service),
     )
 

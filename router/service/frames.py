@@ -1,14 +1,14 @@
 """Frames: typed messages over a unix socket, each preceded by its length in four bytes.
 
-A peer is disconnected if it sends a frame that is too long or is not a message, or if it does not read what
-is sent to it. Only processes of the same user are accepted.
+A peer is disconnected if it sends a frame that is too long or is not a message. A peer that reads slowly is
+not: each end sees how much is unread, and sends less (`router.py`, `router_client.py`). Only processes of the
+same user are accepted.
 """
 
 import asyncio
 import os
 import socket
 import struct
-import time
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -18,10 +18,8 @@ from lightkv.errors import LightKVError
 Received = TypeVar("Received")
 
 MAX_FRAME_BYTES = 64 * 2**20
-# A peer that has not read more than so many bytes for so many seconds is disconnected.
-MAX_PENDING_BYTES, MAX_STALL_SECONDS = 16 * 2**20, 10.0
 _READ_BYTES = 2**18
-_LENGTH = struct.Struct("<I")
+LENGTH = struct.Struct("<I")
 _PEER = struct.Struct("3i")  # pid, uid, gid (SO_PEERCRED)
 
 
@@ -37,33 +35,27 @@ class FrameStream(Generic[Received]):
         self._writer = writer
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(types)
-        self._behind_since: float | None = None
         self._received = bytearray()  # and not decoded yet
 
+    @property
+    def num_unread(self) -> int:
+        """The bytes that were sent and that the peer has not read, less those in the socket's own buffers."""
+        return self._writer.transport.get_write_buffer_size()
+
     def send(self, message: msgspec.Struct) -> None:
-        """Queues a message; `drain` waits until the peer has read enough of what is queued.
+        """Queues a message; `drain` waits until the peer has read enough of what is queued. Once the stream is
+        closed, messages are lost."""
+        self.send_frame(self.frame(message))
 
-        A peer with more than MAX_PENDING_BYTES unread for MAX_STALL_SECONDS is disconnected: queued messages
-        are dropped, `receive` returns None, and later messages are lost.
-        """
-        transport = self._writer.transport
-        if transport.is_closing():
-            return
-        if self._is_stalled(transport.get_write_buffer_size()):
-            transport.abort()
-            return
+    def frame(self, message: msgspec.Struct) -> bytes:
+        """Returns the bytes of a message as it is sent."""
         data = self._encoder.encode(message)
-        self._writer.write(_LENGTH.pack(len(data)) + data)
+        return LENGTH.pack(len(data)) + data
 
-    def _is_stalled(self, num_pending: int) -> bool:
-        # Bytes alone prove nothing: the peer had no chance to read what one turn of the event loop sends.
-        if num_pending <= MAX_PENDING_BYTES:
-            self._behind_since = None
-            return False
-        now = time.monotonic()
-        if self._behind_since is None:
-            self._behind_since = now
-        return now - self._behind_since > MAX_STALL_SECONDS
+    def send_frame(self, frame: bytes) -> None:
+        """Queues what `frame` returned."""
+        if not self._writer.transport.is_closing():
+            self._writer.write(frame)
 
     async def drain(self) -> None:
         await self._writer.drain()
@@ -85,15 +77,15 @@ class FrameStream(Generic[Received]):
     def _next(self) -> Received | None:
         """Returns the next message if all of it has been read."""
         received = self._received
-        if len(received) < _LENGTH.size:
+        if len(received) < LENGTH.size:
             return None
-        (length,) = _LENGTH.unpack_from(received)
+        (length,) = LENGTH.unpack_from(received)
         if length > MAX_FRAME_BYTES:
             raise BadFrame(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
-        end = _LENGTH.size + length
+        end = LENGTH.size + length
         if len(received) < end:
             return None
-        frame = bytes(received[_LENGTH.size : end])
+        frame = bytes(received[LENGTH.size : end])
         del received[:end]
         return self._decoder.decode(frame)
 

@@ -28,15 +28,15 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from lightkv.errors import LightKVError
+from lightkv.errors import LightKVError, how_to_install
 from lightkv.router.config import API_KEY_VARIABLE, EngineConfig, InvalidConfig, ServiceConfig
 from lightkv.router.model_files import resolve
+from lightkv.router.service.access.key_file import read_keys
 from lightkv.router.terminal import progress, say
 
 from .api_settings import ServeSettings, api_settings
 from .child_process import SIGNALS, command, signals_held_back
 from .frames import FrameStream
-from .key_file import read_keys
 from .messages import Status, ToApi
 from .router_process import ABORT, ABORT_SECONDS, DRAIN, RouterSettings, remove
 
@@ -88,9 +88,9 @@ def serve(engine: EngineConfig, service: ServiceConfig, notes: Console) -> int:
         with _take_site(service) as site:
             with progress(notes, f"looking for {engine.model}") as report:
                 directory = resolve(engine.model, report)
-            name = service.served_model_name or engine.model
+            service = replace(service, served_model_name=service.served_model_name or (engine.model,))
             engine = replace(engine, model=str(directory))
-            running = _Service(engine, service, site, name, notes, template)
+            running = _Service(engine, service, site, notes, template)
             return asyncio.run(running.run())
     except KeyboardInterrupt:
         return 0
@@ -139,8 +139,7 @@ def _check_tracing(service: ServiceConfig) -> None:
             is_installed = False
         if not is_installed:
             raise CannotServe(
-                f"--otlp-endpoint needs the package {package}, which is not installed; "
-                'pip install "lightkv[otel]" brings it'
+                f"--otlp-endpoint needs the package {package}, which is not installed; {how_to_install('otel')}"
             )
 
 
@@ -301,7 +300,6 @@ class _Service:
         engine: EngineConfig,
         service: ServiceConfig,
         site: Site,
-        model: str,
         notes: Console,
         template: str | None = None,
     ) -> None:
@@ -309,7 +307,6 @@ class _Service:
         self._engine = engine
         self._service = service
         self._site = site
-        self._model = model
         self._notes = notes
         self._router: Process | None = None
         self._is_stopping = False
@@ -385,7 +382,7 @@ class _Service:
     async def _start_api(self) -> Process:
         listener = self._site.listener
         settings = ServeSettings(
-            api=api_settings(self._engine, self._service, self._model),
+            api=api_settings(self._engine, self._service, self._site.is_local),
             model_directory=self._engine.model,
             chat_template=self._template,
             router_socket=self._site.router_socket,
@@ -426,7 +423,8 @@ class _Service:
         has_keys = self._service.api_key or self._service.api_key_file
         if not has_keys and not self._site.is_local:
             say(self._notes, "no --api-key: every machine that reaches this address can use the service")
-        print(f"lightkv serves {self._model} at {self._site.url}", flush=True)
+        names = ", ".join(self._service.served_model_name)
+        print(f"lightkv serves {names} at {self._site.url}", flush=True)
         async for status in changes:
             say(self._notes, status.detail)
 

@@ -17,6 +17,7 @@ from rpyc.core.consts import STREAM_CHUNK
 from rpyc.core.stream import Stream
 from rpyc.lib import Timeout
 
+MAX_MESSAGE_BYTES = 256 * 2**20  # of one message that is received; the stream ends at a longer one
 _RECEIVE_BYTES = 1 << 16  # read by one system call at most; for more, malloc would map memory each time
 
 
@@ -134,7 +135,7 @@ class LoopStream(Stream):
             return
         except OSError:
             data = b""
-        if data:
+        if data and len(self._received) + len(data) <= MAX_MESSAGE_BYTES:
             self._received += data
         else:
             self._end()

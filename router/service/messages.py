@@ -17,25 +17,60 @@ Result = TypeVar("Result")
 State = Literal["starting", "ready", "draining", "dead"]
 
 
-class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Asks for one answer. The router replies with Accepted or Refused, and then with events, all with the same
-    `request_id`.
-
-    `prompt_ids`: int32 bytes. `params`: of one answer (n = 1). `states_length`: whether the client stated its
-    max_tokens, or it is only the most that there is room for. `stop_ids`: token ids that end the answer.
-    `priority`: requests with a lower one run first. `namespace`: prefixes are shared only within it. `session`:
-    the name of the session that protects the answer's tokens, until ReleaseSession.
-    """
+class NewAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """One answer that is asked for. Its events have its `request_id`, and its random numbers depend on its
+    `seed`."""
 
     request_id: str
-    prompt_ids: bytes
-    params: SamplingParams
     seed: int
+
+
+class NewPrompt(msgspec.Struct, frozen=True, array_like=True):
+    """One prompt, int32 bytes, and the answers to it, of which there is at least one."""
+
+    prompt_ids: bytes
+    answers: list[NewAnswer]
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Asks for the answers to the prompts of one client's request: all are queued, or none. The router replies
+    with Accepted or Refused, which have the `request_id` of the first answer, and then with events.
+
+    `params`: those of each answer; their `n` and `seed` mean nothing here. The first answer to each prompt
+    alone computes the log-probabilities of its prompt. `states_length`: whether the client stated its
+    max_tokens, or it is only the most that there is room for. `stop_ids`: token ids that end an answer.
+    `priority`: requests with a lower one run first. `namespace`: prefixes are shared only within it. `session`:
+    the name of the session that protects the answers' tokens, until ReleaseSession.
+    """
+
+    prompts: list[NewPrompt]
+    params: SamplingParams
     stop_ids: list[int]
     priority: int = 0
     namespace: tuple[str, ...] = ()
     session: str | None = None
     states_length: bool = True
+    grammar_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where a prompt has no answers, or there is no prompt."""
+        if not self.prompts or not all(prompt.answers for prompt in self.prompts):
+            raise ValueError("a submission without prompts, or with a prompt without answers")
+
+    @property
+    def request_id(self) -> str:
+        """The id of the first answer, which stands for all of them until they are accepted."""
+        return self.prompts[0].answers[0].request_id
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The ids of all answers."""
+        return [answer.request_id for prompt in self.prompts for answer in prompt.answers]
+
+    @property
+    def num_answers(self) -> int:
+        """The number of answers."""
+        return sum(len(prompt.answers) for prompt in self.prompts)
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -61,13 +96,13 @@ class ResetCache(msgspec.Struct, frozen=True, tag=True):
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """The request is queued; events will follow."""
+    """All answers of a Submit are queued; events will follow. `request_id`: that of the first."""
 
     request_id: str
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The request is not queued.
+    """No answer of a Submit is queued. `request_id`: that of the first.
 
     `kind`: "invalid" and "never_fits" are the request's fault; "queue_full" and "unavailable" (the router is
     starting, draining or dead) may pass.

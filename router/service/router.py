@@ -8,30 +8,32 @@ within a minute the process gives up. It gives up at once when the counts of led
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 import msgspec
 
 from lightkv.errors import LightKVError
-from lightkv.memory_map import Owner, owners, segment_labels
+from lightkv.memory_map import owners, segment_labels
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.admission import make_admission
-from lightkv.router.engine.ledger import Ledger
 from lightkv.router.engine.loop import Engine, make_scheduler
-from lightkv.router.engine.request import InvalidPrompt, NeverFits, Request
+from lightkv.router.engine.request import InvalidPrompt, NeverFits
 from lightkv.router.engine.step import (
-    ExpectedMemory,
-    PoolMap,
     RunnerInfo,
     SlotOwners,
-    StepPlan,
     StepResult,
     TokenEvent,
 )
 from lightkv.router.sampling_params import InvalidParams
+from lightkv.router.service.grammars.held_requests import HeldRequests
+from lightkv.router.service.wire.request_room import NoRoom
+from lightkv.router.service.wire.submitted import (
+    MAX_KEPT_BYTES,
+    MAX_UNREAD_BYTES,
+    SubmittedRequests,
+    requests_of,
+)
 
 from .child_process import freeze_objects
 from .frames import BadFrame, FrameStream, is_own
@@ -51,15 +53,14 @@ from .messages import (
     Submit,
     ToRouter,
 )
-from .worker_client import WorkerDied, WorkerFailed
+from .restarts import Restarts
+from .worker_client import Worker, WorkerDied, WorkerFailed
 
-MAX_CRASHES = 3  # within CRASH_SECONDS, or without a step between them: another worker would die, too
-CRASH_SECONDS = 60.0
 STATUS_SECONDS = 0.25
 # The memory is recounted after this time without work. A recount takes milliseconds, for which a request would
 # wait that comes as soon as the last one has ended.
 RECOUNT_SECONDS = 1.0
-MAX_MESSAGES = 16  # of one client that are handled before the steps go on
+MAX_MESSAGES = 16  # of one client, or answers that it asks for, that are handled before the steps go on
 _TOTALS = (
     "num_steps",
     "prompt_tokens",
@@ -71,42 +72,6 @@ _TOTALS = (
     "session_over_share_tokens",
 )
 _SERVICE_TOTALS = ("num_ledger_checks", "num_worker_starts", "router_seconds")
-
-
-class Worker(Protocol):
-    """A worker as the router sees it, which `WorkerClient` is.
-
-    Every call raises WorkerDied once the process is gone, and WorkerFailed where the worker answers an error.
-    """
-
-    async def start(self, config: EngineConfig, report: Callable[[str], None]) -> RunnerInfo: ...
-
-    async def step(self, plan: StepPlan) -> StepResult | None:
-        """Sends a step. Returns the result of the step before it, or None where that was not in flight.
-
-        An error is that of the step before; this one is in flight all the same.
-        """
-
-    async def flush(self) -> StepResult | None:
-        """Returns the result of the oldest step in flight, or raises its error."""
-
-    async def check(self, edits: bytes, expected: ExpectedMemory) -> None:
-        """Applies the edits and recounts the memory, between steps."""
-
-    async def map(self, edits: bytes, owners: SlotOwners) -> PoolMap:
-        """Applies the edits and returns what every slot is used for, between steps."""
-
-    async def wait_dead(self) -> WorkerDied:
-        """Returns once the process is gone."""
-
-    def kill(self) -> None: ...
-
-
-class _Submitted(NamedTuple):
-    """A request that was accepted, and the client that gets its events."""
-
-    client: FrameStream[ToRouter]
-    request: Request
 
 
 class Router:
@@ -127,20 +92,20 @@ class Router:
         self._detail = "starting the worker"
         self._info: RunnerInfo | None = None
         self._engine: Engine | None = None  # of the worker that runs
-        self._submitted: dict[str, _Submitted] = {}  # by request id, until the request has ended
+        self._submitted = SubmittedRequests()
         self._clients: dict[FrameStream[ToRouter], set[str]] = {}  # and the sessions that each has open
         self._map_askers: list[FrameStream[ToRouter]] = []
         self._wake = asyncio.Event()
         # What the admission has learned of output lengths outlives a worker.
         self._admission = make_admission(config.admission, ttft_target=config.ttft_target)
-        self._crashes: deque[float] = deque(maxlen=MAX_CRASHES)
-        self._crashes_without_step = 0  # in a row
+        self._restarts = Restarts()
         self._num_starts = 0
         self._num_checks = 0
         self._router_seconds = 0.0
         self._worked = time.monotonic()  # when a step last completed, or work began to wait
         self._is_checked = True  # has nothing changed since the counts were checked?
         self._past = Load()  # the totals of earlier workers
+        self._held = HeldRequests(self._wake.set, self._refuse_grammar)
 
     # ------------------------------------------------------------------ what the process does
 
@@ -165,7 +130,7 @@ class Router:
 
     def abort_all(self) -> None:
         """Ends every request now."""
-        names = list(self._submitted)
+        names = self._submitted.ids()
         self._end_all("abort", "the service is shutting down")
         for name in names:
             if self._engine is not None:
@@ -179,6 +144,7 @@ class Router:
             try:
                 self._info = await worker.start(self._config, self._report)
                 engine = self._start_engine(self._info)
+                self._held.begin(worker, engine)
                 freeze_objects()
                 if self._state == "starting":
                     self._change_state("ready", "ready")
@@ -214,7 +180,7 @@ class Router:
                         result = await worker.flush()
                 elif engine.num_in_flight:
                     result = await worker.flush()
-                elif self._state == "draining" and not engine.has_work:
+                elif self._state == "draining" and not engine.has_work and not self._held:
                     await self._recount(worker, engine)
                     return
                 else:
@@ -234,7 +200,7 @@ class Router:
         self._num_checks += 1
         self._send(engine.complete(result))
         self._worked = time.monotonic()
-        self._crashes_without_step = 0
+        self._restarts.note_step()
         self._is_checked = False
         self._router_seconds += time.perf_counter() - begun
 
@@ -242,7 +208,9 @@ class Router:
         """Sends the map of the pool, as it is now, to all clients that asked for it."""
         ledger = engine.scheduler.ledger
         labels = SlotOwners(segment_labels(ledger), ledger.private_ranges())
-        holders = self._holders(ledger)  # now, since requests come and go while the worker counts
+        holders = self._submitted.named(
+            owners(ledger)
+        )  # now, since requests come and go while the worker counts
         try:
             found = await worker.map(engine.sync_memory()[0], labels)
         except WorkerFailed as error:
@@ -251,15 +219,6 @@ class Router:
             self._send_map(Mapped(None, str(error)))
         else:
             self._send_map(Mapped(msgspec.structs.replace(found, owners=holders)))
-
-    def _holders(self, ledger: Ledger) -> list[Owner]:
-        """Returns the rows that alone hold tokens, with the ids of their requests."""
-        names = {
-            request.sequence.row: name
-            for name, (_, request) in self._submitted.items()
-            if request.sequence is not None
-        }
-        return [Owner(one.row, one.num_tokens, names.get(one.row, "")) for one in owners(ledger)]
 
     async def _idle(self, worker: Worker, engine: Engine) -> None:
         """Waits for a request, for the end, or for the worker's death. Recounts everything once, after
@@ -284,6 +243,8 @@ class Router:
             return
         self._is_checked = True
         engine.check()
+        self._held.check()
+        self._submitted.check()
         try:
             await worker.check(*engine.sync_memory())
         except WorkerFailed as error:  # the counts are wrong, which is worse than a crash
@@ -299,11 +260,12 @@ class Router:
             return
         self._clients[client] = set()
         client.send(self.status())
-        num_messages = 0
+        num_handled = 0
         try:
             while (message := await client.receive()) is not None:
-                num_messages += 1
-                if not num_messages % MAX_MESSAGES:  # `receive` does not wait for a message that has arrived
+                num_handled += message.num_answers if isinstance(message, Submit) else 1
+                if num_handled >= MAX_MESSAGES:  # `receive` does not wait for a message that has arrived
+                    num_handled = 0
                     await asyncio.sleep(0)
                 if isinstance(message, Submit):
                     client.send(self._submit(client, message))
@@ -322,7 +284,7 @@ class Router:
                 self._release_session(client, session)
             del self._clients[client]
             self._map_askers = [asker for asker in self._map_askers if asker is not client]
-            for request_id in [name for name, one in self._submitted.items() if one.client is client]:
+            for request_id in self._submitted.ids(client):
                 self._abort(Abort(request_id))
             client.close()
 
@@ -330,38 +292,50 @@ class Router:
         name, engine = message.request_id, self._engine
         if self._state != "ready" or engine is None:
             return Refused(name, "unavailable", f"{self._state}: {self._detail}")
-        num_waiting = engine.scheduler.num_waiting
-        if num_waiting >= self._max_queued:
-            text = f"{num_waiting} requests wait already, which is the limit; try again in a moment"
+        num_waiting = engine.scheduler.num_waiting + len(self._held)
+        if num_waiting + message.num_answers > self._max_queued:
+            text = (
+                f"{num_waiting} requests wait already, {self._max_queued} may, and {message.num_answers} more "
+                "do not fit; try again in a moment"
+            )
             return Refused(name, "queue_full", text)
-        request = Request(
-            name,
-            message.prompt_ids,
-            message.params,
-            message.seed,
-            frozenset(message.stop_ids),
-            message.namespace,
-            message.priority,
-            states_length=message.states_length,
-        )
+        if client.num_unread > MAX_UNREAD_BYTES:
+            text = (
+                f"{client.num_unread} bytes of answers are unread, and {MAX_UNREAD_BYTES} may be; try again"
+            )
+            return Refused(name, "unavailable", text)
+        try:
+            claim = self._submitted.room.claim(message)
+        except NoRoom as error:
+            return Refused(name, "never_fits" if error.is_too_large else "queue_full", str(error))
         if not engine.has_work:
             self._worked = time.monotonic()
+        requests = requests_of(message)
         try:
-            engine.add(request)
-        except NeverFits as error:
-            return Refused(name, "never_fits", str(error))
-        except (InvalidParams, InvalidPrompt, ValueError) as error:
-            return Refused(name, "invalid", str(error))
+            if message.params.grammar is None:
+                engine.add(*requests)
+            else:
+                self._held.add(engine, requests, message.params.grammar, message.grammar_bytes)
+        except (NeverFits, InvalidParams, InvalidPrompt, ValueError) as error:
+            self._submitted.room.end(claim, message.num_answers)
+            return Refused(name, "never_fits" if isinstance(error, NeverFits) else "invalid", str(error))
         if message.session is not None:
-            request.session = engine.scheduler.ledger.open_session(message.session)
+            session = engine.scheduler.ledger.open_session(message.session)
             self._clients[client].add(message.session)
-        self._submitted[name] = _Submitted(client, request)
+            for request in requests:
+                request.session = session
+        self._submitted.add(client, requests, claim)
         self._wake.set()
         return Accepted(name)
 
     def _abort(self, message: Abort) -> None:
-        if self._submitted.pop(message.request_id, None) is not None and self._engine is not None:
+        if self._submitted.forget(message.request_id) and self._engine is not None:
             self._engine.abort(message.request_id, message.reason)
+            self._held.end(message.request_id)
+
+    def _refuse_grammar(self, name: str, error: str) -> None:
+        """Ends a request whose grammar the worker could not compile."""
+        self._send([TokenEvent(name, None, "invalid", error=error)])
 
     def _release_session(self, client: FrameStream[ToRouter], session: str) -> None:
         self._clients[client].discard(session)
@@ -391,31 +365,23 @@ class Router:
             client.send(answer)
 
     def _send(self, events: list[TokenEvent]) -> None:
-        """Sends each event to the client of its request, in one message a client."""
-        submitted = self._submitted
-        for i, event in enumerate(events):
-            if event.num_cached is not None and event.request_id in submitted:
-                waited = submitted[event.request_id].request.waited
-                events[i] = msgspec.structs.replace(event, waited=waited)
-        if len(self._clients) == 1:  # the usual case
-            own = [event for event in events if event.request_id in submitted]
-            if own:
-                next(iter(self._clients)).send(Events(own))
-        else:
-            by_client: dict[FrameStream[ToRouter], list[TokenEvent]] = {}
-            for event in events:
-                one = submitted.get(event.request_id)
-                if one is not None:
-                    by_client.setdefault(one.client, []).append(event)
-            for client, own in by_client.items():
-                client.send(Events(own))
+        """Sends each event to the client of its request. The requests of a client that has left too much unread
+        end; its connection stays."""
+        for client in self._submitted.send(events):
+            text = (
+                f"its API process has left {client.num_unread} bytes of answers unread, of {MAX_KEPT_BYTES}"
+            )
+            names = self._submitted.ids(client)
+            client.send(Events([TokenEvent(name, None, "lost", error=text) for name in names]))
+            for name in names:
+                self._abort(Abort(name))
         for event in events:
             if event.finish_reason is not None:
-                submitted.pop(event.request_id, None)
+                self._held.end(event.request_id, is_spoilt=event.finish_reason == "invalid")
 
     def _end_all(self, reason: str, error: str) -> None:
         """Tells the clients that every request ends, whatever the engine holds of it."""
-        self._send([TokenEvent(name, None, reason, error=error) for name in list(self._submitted)])
+        self._send([TokenEvent(name, None, reason, error=error) for name in self._submitted.ids()])
 
     # ------------------------------------------------------------------ states and counts
 
@@ -432,6 +398,7 @@ class Router:
         counts = msgspec.structs.asdict(stats) | {
             name: getattr(past, name) + getattr(stats, name) for name in _TOTALS
         }
+        counts["num_waiting"] += len(self._held)
         counts["reached_peak"] = max(past.reached_peak, stats.reached_peak)
         return Load(
             **counts,
@@ -445,12 +412,14 @@ class Router:
         """Sends the status to all clients every `STATUS_SECONDS`."""
         while True:
             await asyncio.sleep(STATUS_SECONDS)
+            self._held.send_orders()
             self._broadcast()
 
     def _broadcast(self) -> None:
         status = self.status()
         for client in self._clients:
-            client.send(status)
+            if client.num_unread <= MAX_UNREAD_BYTES:  # else it is told once it has read on
+                client.send(status)
 
     def _change_state(self, state: State, detail: str) -> None:
         self._state, self._detail = state, detail
@@ -467,16 +436,14 @@ class Router:
         return self._engine
 
     def _lose_worker(self, error: WorkerDied | WorkerFailed) -> None:
-        """Ends every request, and decides whether another worker is started."""
+        """Ends every request, and decides whether another worker is started. A worker that died while it
+        compiled a grammar does not count: that is a client's doing, and the grammar is refused from now on."""
         state, detail = self._state, self._detail  # a draining router stays draining
-        self._crashes.append(time.monotonic())
-        self._crashes_without_step += 1
-        quick = self._crashes[-1] - self._crashes[0] < CRASH_SECONDS
+        gives_up = "" if self._held.lose_worker() else self._restarts.note_crash()
         if self._info is None and isinstance(error, WorkerFailed):
             state, detail = "dead", str(error)  # the model can never be loaded
-        elif self._crashes_without_step == MAX_CRASHES or (len(self._crashes) == MAX_CRASHES and quick):
-            when = "within a minute" if quick else "before a step was done"
-            state, detail = "dead", f"{MAX_CRASHES} workers died {when}, the last: {error}"
+        elif gives_up:
+            state, detail = "dead", f"{gives_up}, the last: {error}"
         elif state != "draining":
             state, detail = "starting", f"starting another worker: {error}"
         self._end_engine(state, detail, str(error))

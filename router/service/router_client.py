@@ -1,13 +1,13 @@
 """The API process's end of the stream to the router, which sends requests and receives their events.
 
 One task reads the stream and never waits for the consumers of events: a slow consumer finds all events that
-have arrived in the meantime. Their number is bounded by the max_tokens of its requests.
+have arrived in the meantime. The events of all consumers have a bound in bytes, beyond which the answers of the
+slowest one are ended. So have the requests that the router has not read: further ones are refused here.
 """
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import msgspec
 from lightkv.errors import LightKVError
 from lightkv.router.engine.step import PoolMap, RunnerInfo, TokenEvent
 
-from .frames import BadFrame, FrameStream, is_own
+from .frames import MAX_FRAME_BYTES, BadFrame, FrameStream, is_own
 from .messages import (
     Abort,
     Accepted,
@@ -35,7 +35,11 @@ from .messages import (
 
 MAP_SECONDS = 0.25  # a map this young is returned again, so that frequent calls do not slow the steps down
 MAX_STEP_AGE = 30.0  # seconds without a completed step while work waits, until the service is unhealthy
+MAX_RESETS = 64  # calls that wait for the cache to be reset
 MAX_STATUS_AGE = 5.0  # seconds without a status of the router, which reports four times a second
+MAX_UNANSWERED_BYTES = MAX_FRAME_BYTES  # of requests that the router has neither accepted nor refused
+MAX_EVENT_BYTES = 64 * 2**20  # of events that no consumer has taken
+_EVENT_BYTES, _TOP_BYTES = 256, 80  # an event, and each of its likeliest tokens, as objects
 
 
 class LatestStatus(NamedTuple):
@@ -97,6 +101,7 @@ class RouterClient:
         status: the router's latest status. The state is "starting" before the first status, and "dead" once the
             stream has closed.
         became_ready: set once the state has been "ready".
+        num_event_bytes: of the events of all AnswerStreams that no consumer has taken, as objects.
 
     `connect` creates a client, inside a running event loop.
     """
@@ -104,11 +109,15 @@ class RouterClient:
     def __init__(self, stream: FrameStream[ToApi]) -> None:
         self.status = Status("starting", "the router has not reported yet", Load())
         self.became_ready = asyncio.Event()
+        self.num_event_bytes = 0
         self._frames = stream
         self._status_time = time.monotonic()
         self._map: asyncio.Future[Mapped] | None = None  # the last map that was asked for
         self._map_time = 0.0  # when that map arrived
         self._resets: deque[asyncio.Future[CacheReset]] = deque()  # those without an answer, in order
+        self._unanswered: dict[str, int] = {}  # bytes of each submission, by its first request
+        self._num_unanswered_bytes = 0
+        self._streams: set[AnswerStream] = set()  # that are not closed
         self._answers: dict[
             str, AnswerStream
         ] = {}  # by request, as long as the router may send events for it
@@ -147,26 +156,42 @@ class RouterClient:
             raise RequestRefused("unavailable", f"{latest.detail}; try again")
         return info
 
-    async def submit(self, submits: Sequence[Submit]) -> "AnswerStream":
-        """Queues all of the requests, or none: if one is refused, the others are aborted. Returns their events.
+    async def submit(self, submit: Submit) -> "AnswerStream":
+        """Queues all of the answers, or none. Returns their events.
 
-        Raises RequestRefused, also if the router has ended or is not ready.
+        Raises RequestRefused, also if the router has ended, is not ready, or has not read what was sent before.
         """
         self.ready_info()
-        answers = AnswerStream(self, [submit.request_id for submit in submits])
+        frame = self._frames.frame(submit)
+        self._check_unanswered(len(frame))
+        answers = AnswerStream(self, submit)
+        self._unanswered[submit.request_id] = len(frame)
+        self._num_unanswered_bytes += len(frame)
+        self._streams.add(answers)
+        for request_id in submit.request_ids:
+            self._answers[request_id] = answers
+        self._frames.send_frame(frame)
         try:
-            for submit in submits:
-                self._answers[submit.request_id] = answers
-                self._frames.send(submit)
-            await self._frames.drain()
             await answers.accepted()
-        except ConnectionError as error:
-            answers.close()
-            raise RequestRefused("unavailable", "the router has ended; try again") from error
         except BaseException:
             answers.close()
             raise
         return answers
+
+    def _check_unanswered(self, num_bytes: int) -> None:
+        """Raises RequestRefused where `num_bytes` more would be too much for the router to read."""
+        if num_bytes > MAX_UNANSWERED_BYTES:
+            raise RequestRefused(
+                "never_fits",
+                f"the request takes {num_bytes} bytes on its way to the router, and {MAX_UNANSWERED_BYTES} are "
+                "allowed; send fewer prompts at once",
+            )
+        if self._num_unanswered_bytes + num_bytes > MAX_UNANSWERED_BYTES:
+            raise RequestRefused(
+                "unavailable",
+                f"the router has {self._num_unanswered_bytes} bytes of requests to read, and "
+                f"{MAX_UNANSWERED_BYTES} are allowed; try again in a moment",
+            )
 
     async def pool_map(self) -> PoolMap:
         """Returns what every slot is used for, at most MAP_SECONDS old. Raises RequestRefused."""
@@ -183,6 +208,9 @@ class RouterClient:
         """Evicts every cached token that no running request holds. Returns their number. Raises
         RequestRefused."""
         self.ready_info()
+        if len(self._resets) >= MAX_RESETS:
+            text = f"{len(self._resets)} calls wait for the cache to be reset, and no more may; try again"
+            raise RequestRefused("unavailable", text)
         answer: asyncio.Future[CacheReset] = asyncio.get_running_loop().create_future()
         self._resets.append(answer)
         self._frames.send(ResetCache())
@@ -195,6 +223,10 @@ class RouterClient:
         """Ends a request early; it gets no further events. Does nothing if the request has ended."""
         if self._answers.pop(request_id, None) is not None and self.status.state != "dead":
             self._frames.send(Abort(request_id, reason))
+
+    def forget(self, answers: "AnswerStream") -> None:
+        """Forgets a stream that is closed."""
+        self._streams.discard(answers)
 
     def release_session(self, session: str) -> None:
         """Ends a session that requests have named: its tokens are protected no more."""
@@ -237,13 +269,18 @@ class RouterClient:
                     if event.finish_reason is not None:
                         del self._answers[event.request_id]
                     answers.push(event)
+                if self.num_event_bytes > MAX_EVENT_BYTES:
+                    max(self._streams, key=lambda one: one.num_bytes).give_up()
             case Accepted(request_id):
+                self._note_answer(request_id)
                 if request_id in self._answers:
                     self._answers[request_id].accept()
             case Refused(request_id, kind, text):
-                answers = self._answers.pop(request_id, None)
+                self._note_answer(request_id)
+                answers = self._answers.get(request_id)
                 if answers is not None:
-                    answers.refuse(RequestRefused(kind, text))
+                    for refused in answers.refuse(RequestRefused(kind, text)):
+                        self._answers.pop(refused, None)
             case Mapped():
                 self._take_map(message)
             case CacheReset():
@@ -253,6 +290,10 @@ class RouterClient:
                 self._status_time = time.monotonic()
                 if message.state == "ready":
                     self.became_ready.set()
+
+    def _note_answer(self, request_id: str) -> None:
+        """Notes that the router has read a submission."""
+        self._num_unanswered_bytes -= self._unanswered.pop(request_id, 0)
 
     def _take_map(self, mapped: Mapped) -> None:
         if self._map is not None and not self._map.done():
@@ -265,13 +306,17 @@ class AnswerStream:
     one.
 
     The iterator ends when every request has ended. `close` aborts the requests that have not. The client's
-    reader calls `push`, `accept` and `refuse`.
+    reader calls `push`, `accept`, `refuse` and `give_up`.
+
+    Attributes:
+        num_bytes: of the events that the consumer has not taken, as objects.
     """
 
-    def __init__(self, client: RouterClient, request_ids: Sequence[str]) -> None:
+    def __init__(self, client: RouterClient, submit: Submit) -> None:
+        self.num_bytes = 0
         self._client = client
-        self._living = set(request_ids)
-        self._num_unanswered = len(request_ids)
+        self._living = set(submit.request_ids)
+        self._is_accepted = False
         self._refused: RequestRefused | None = None
         self._pending: list[TokenEvent] = []
         self._waiter: asyncio.Future[None] | None = None  # of the one task that reads
@@ -284,12 +329,11 @@ class AnswerStream:
             if not self._living:
                 raise StopAsyncIteration
             await self._wait()
-        events, self._pending = self._pending, []
-        return events
+        return self._take()
 
     async def accepted(self) -> None:
-        """Waits until every request is queued or closed. Raises RequestRefused if one is refused."""
-        while self._num_unanswered and self._living and self._refused is None:
+        """Waits until the requests are queued or closed. Raises RequestRefused if they are refused."""
+        while not self._is_accepted and self._living and self._refused is None:
             await self._wait()
         if self._refused is not None:
             raise self._refused
@@ -302,29 +346,53 @@ class AnswerStream:
 
     def close(self) -> None:
         """Aborts all unfinished requests and drops the events that were not consumed."""
-        for request_id in list(self._living):
-            self.end(request_id)
-        self._pending = []
+        self._end_all()
+        self._client.forget(self)
+
+    def give_up(self) -> None:
+        """Ends all requests, and leaves one event that says why, because their consumer takes too little."""
+        name = next(iter(self._living), self._pending[-1].request_id if self._pending else "")
+        text = f"{self.num_bytes} bytes of its answers were not read; read faster, or ask for fewer at once"
+        self._end_all()
+        self.push(TokenEvent(name, None, "lost", error=text))
 
     def push(self, event: TokenEvent) -> None:
         """Adds an event of one of the requests."""
         if event.finish_reason is not None:
             self._living.discard(event.request_id)
-            if event.finish_reason in ("lost", "abort") and self._num_unanswered:
+            if event.finish_reason in ("lost", "abort") and not self._is_accepted:
                 # The router may never accept or refuse the others, for which `accepted` waits.
                 self.refuse(RequestRefused("unavailable", event.error or "the request was aborted"))
         self._pending.append(event)
+        num_bytes = _EVENT_BYTES
+        if event.logprobs is not None or event.prompt_logprobs is not None:
+            num_bytes = _bytes_of(event)
+        self.num_bytes += num_bytes
+        self._client.num_event_bytes += num_bytes
         self._wake()
 
     def accept(self) -> None:
-        """Notes that one of the requests is queued."""
-        self._num_unanswered -= 1
+        """Notes that the requests are queued."""
+        self._is_accepted = True
         self._wake()
 
-    def refuse(self, error: RequestRefused) -> None:
-        """Notes that one of the requests was refused."""
+    def refuse(self, error: RequestRefused) -> list[str]:
+        """Notes that the requests were refused. Returns those of them that have not ended."""
         self._refused = self._refused or error
         self._wake()
+        return list(self._living)
+
+    def _end_all(self) -> None:
+        for request_id in list(self._living):
+            self.end(request_id)
+        self._take()
+
+    def _take(self) -> list[TokenEvent]:
+        """Returns the events that are there, and removes them."""
+        events, self._pending = self._pending, []
+        self._client.num_event_bytes -= self.num_bytes
+        self.num_bytes = 0
+        return events
 
     async def _wait(self) -> None:
         """Waits for the next `_wake`. An asyncio.Event takes twice as long, and every token wakes a task."""
@@ -334,3 +402,14 @@ class AnswerStream:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _bytes_of(event: TokenEvent) -> int:
+    """Returns how many bytes an event takes, as objects."""
+    num_bytes = _EVENT_BYTES
+    if event.logprobs is not None:
+        num_bytes += _EVENT_BYTES + _TOP_BYTES * len(event.logprobs.top_ids)
+    scores = event.prompt_logprobs
+    if scores is not None:
+        num_bytes += sum(map(len, (scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)))
+    return num_bytes

@@ -18,6 +18,7 @@ import uvloop
 from lightkv.router.config import EngineConfig
 
 from .child_process import ignore_signals
+from .log_stream import write_in_background
 from .router import Router
 from .worker_client import WorkerClient
 
@@ -101,6 +102,7 @@ async def _run(settings: RouterSettings) -> int:
 def main() -> int:
     """Runs a router, with `RouterSettings` as a line of JSON on standard input, which stays open."""
     ignore_signals()
+    write_in_background()
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as stdin:  # reads nothing beyond the line
         settings = msgspec.json.decode(stdin.readline(), type=RouterSettings)
     return uvloop.run(_run(settings))

@@ -24,8 +24,11 @@ from rpyc.core.stream import Stream
 
 from lightkv.errors import LightKVError
 from lightkv.router.engine.step import ExpectedMemory, PoolMap, RunnerInfo, SlotOwners, StepPlan, StepResult
+from lightkv.router.service.grammars.server import GrammarServer
+from lightkv.router.service.wire.plan_message import PlanMessage
 
 from .child_process import freeze_objects, ignore_signals
+from .log_stream import drain_log, write_in_background
 from .messages import Done, WorkerError, WorkerStart
 
 if TYPE_CHECKING:
@@ -57,6 +60,7 @@ RPYC_CONFIG: dict[str, Any] = {
     "sync_request_timeout": None,  # loading weights may take minutes; the process is watched instead
 }
 
+_LOG_SECONDS = 0.5  # for a traceback to be written, because the router may kill a worker that failed
 _LOST = "the worker has lost its memory or its device; start another worker"
 _logger = logging.getLogger("lightkv.worker")
 _encode = msgspec.msgpack.encode
@@ -150,11 +154,13 @@ class Worker(rpyc.Service):
     raise.
 
     `progress` gets lines of text while the model loads, and whenever a step has to compile or capture
-    something; an empty line ends them.
+    something; an empty line ends them. `grammars`: the router's orders to compile grammars come over it; None
+    is a worker that compiles none.
     """
 
-    def __init__(self, progress: TextIO) -> None:
+    def __init__(self, progress: TextIO, grammars: socket.socket | None = None) -> None:
         self._slow_work = SlowWork(progress)
+        self._grammars = grammars
         self._runner: ModelRunner | None = None
         self._pipeline: StepPipeline | None = None
 
@@ -164,8 +170,8 @@ class Worker(rpyc.Service):
         return self._answer(_START, request, self._start)
 
     def exposed_step(self, request: bytes) -> bytes:
-        """`StepPlan` → the `StepResult` of the plan before it; None for the first plan and after a flush."""
-        return self._answer(_PLAN, request, lambda plan: self._started()[1].step(plan))
+        """`PlanMessage` → the `StepResult` of the plan before it; None for the first plan and after a flush."""
+        return self._answer(_PLAN, request, lambda sent: self._started()[1].step(sent.whole()))
 
     def exposed_flush(self) -> bytes:
         """→ the `StepResult` of the last plan; None if it was returned already."""
@@ -193,13 +199,17 @@ class Worker(rpyc.Service):
         runner, info = build_runner(start.config, self._slow_work.announce)
         runner.announce(self._slow_work.announce)
         runner.grammars.prepare()
+        if self._grammars is not None:
+            GrammarServer(self._grammars, runner.grammars).start()
         _announce_compilation(self._slow_work.announce)
         self._runner, self._pipeline = runner, StepPipeline(runner, self._slow_work.finish)
         freeze_objects()
         return Done(info)
 
     def _check(self, request: tuple[bytes, ExpectedMemory]) -> Done[None]:
-        self._started()[0].check(*request)
+        runner = self._started()[0]
+        runner.check(*request)
+        runner.grammars.trim()  # no request waits now
         return Done(None)
 
     def _map(self, request: tuple[bytes, SlotOwners]) -> Done[PoolMap]:
@@ -255,12 +265,13 @@ def failure(error: Exception, fatal: bool, step: int | None = None) -> WorkerErr
     """Returns the error as a message for the router. Unexpected errors are logged with their traceback."""
     if not isinstance(error, LightKVError):
         _logger.error("step %s failed", step, exc_info=error)
+        drain_log(_LOG_SECONDS)
     message = str(error).encode("utf-8", "replace").decode()  # half a surrogate pair cannot be encoded
     return WorkerError(type(error).__name__, message, fatal, step)
 
 
 _START = msgspec.msgpack.Decoder(WorkerStart)
-_PLAN = msgspec.msgpack.Decoder(StepPlan)
+_PLAN = msgspec.msgpack.Decoder(PlanMessage)
 _CHECK = msgspec.msgpack.Decoder(tuple[bytes, ExpectedMemory])
 _MAP = msgspec.msgpack.Decoder(tuple[bytes, SlotOwners])
 _NOTHING = msgspec.msgpack.Decoder(None)
@@ -275,7 +286,9 @@ def exit_with_peer(connection: socket.socket) -> None:
     os._exit(0)  # even if the main thread is computing, because the router cannot use the result any more
 
 
-def main(make_worker: Callable[[TextIO], Worker] = Worker, arguments: Sequence[str] | None = None) -> None:
+def main(
+    make_worker: Callable[[TextIO, socket.socket], Worker] = Worker, arguments: Sequence[str] | None = None
+) -> None:
     """Serves the router at the other end of an inherited socket until the router ends.
 
     `arguments`: the command line; None is this process's own.
@@ -283,13 +296,16 @@ def main(make_worker: Callable[[TextIO], Worker] = Worker, arguments: Sequence[s
     parser = argparse.ArgumentParser(description="The process that owns the device. The router starts it.")
     parser.add_argument("--fd", type=int, required=True, help="the inherited end of a socket pair")
     parser.add_argument("--progress-fd", type=int, required=True, help="a pipe for lines of progress")
+    parser.add_argument("--grammar-fd", type=int, required=True, help="the same, for orders of grammars")
     args = parser.parse_args(arguments)
     ignore_signals()  # this process ends with the router
-    for fd in (args.fd, args.progress_fd):
+    write_in_background()
+    for fd in (args.fd, args.progress_fd, args.grammar_fd):
         os.set_inheritable(fd, False)  # a child of this process must not keep them open
     connection = socket.socket(fileno=args.fd)
     threading.Thread(target=exit_with_peer, args=(connection,), daemon=True).start()
-    worker = make_worker(os.fdopen(args.progress_fd, "w", buffering=1, encoding="utf-8"))
+    progress = os.fdopen(args.progress_fd, "w", buffering=1, encoding="utf-8")
+    worker = make_worker(progress, socket.socket(fileno=args.grammar_fd))
     connect(worker, rpyc.SocketStream(connection), RPYC_CONFIG).serve_all()
     os._exit(0)  # without waiting for torch's threads and libraries
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import rpyc
@@ -22,10 +22,13 @@ from rpyc.core.consts import HANDLE_PING
 
 from lightkv.errors import LightKVError
 from lightkv.router.config import EngineConfig
+from lightkv.router.engine.grammar_desk import Compile, Compiled, Forget
 from lightkv.router.engine.step import ExpectedMemory, PoolMap, RunnerInfo, SlotOwners, StepPlan, StepResult
+from lightkv.router.service.wire.plan_message import PlanMessage
 
 from .call_watch import COMPILE_SECONDS, CPU_STEP_SECONDS, GPU_STEP_SECONDS, CallWatch
 from .child_process import command
+from .frames import BadFrame, FrameStream
 from .loop_stream import LoopStream
 from .messages import Done, WorkerError, WorkerStart
 from .worker import RPYC_CONFIG, connect
@@ -80,6 +83,41 @@ class WorkerFailed(LightKVError):
         super().__init__(f"{where}{error.kind}: {error.message}")
 
 
+class Worker(Protocol):
+    """A worker as the router sees it, which `WorkerClient` is.
+
+    Every call raises WorkerDied once the process is gone, and WorkerFailed where the worker answers an error.
+    """
+
+    async def start(self, config: EngineConfig, report: Callable[[str], None]) -> RunnerInfo: ...
+
+    async def step(self, plan: StepPlan) -> StepResult | None:
+        """Sends a step. Returns the result of the step before it, or None where that was not in flight.
+
+        An error is that of the step before; this one is in flight all the same.
+        """
+
+    async def flush(self) -> StepResult | None:
+        """Returns the result of the oldest step in flight, or raises its error."""
+
+    async def check(self, edits: bytes, expected: ExpectedMemory) -> None:
+        """Applies the edits and recounts the memory, between steps."""
+
+    async def map(self, edits: bytes, owners: SlotOwners) -> PoolMap:
+        """Applies the edits and returns what every slot is used for, between steps."""
+
+    async def wait_dead(self) -> WorkerDied:
+        """Returns once the process is gone."""
+
+    def send_grammar(self, order: Compile | Forget) -> None:
+        """Has the worker compile or forget a grammar, beside its steps."""
+
+    async def take_grammar(self) -> Compiled:
+        """Returns the next answer to a Compile."""
+
+    def kill(self, reason: str = "") -> None: ...
+
+
 class WorkerClient:
     """One worker process, which starts with the client. A client belongs to the event loop in which it is made.
 
@@ -97,24 +135,35 @@ class WorkerClient:
         self._loop = asyncio.get_running_loop()
         self._step_timeout = step_timeout
         ours, theirs = socket.socketpair()
+        self._grammar_socket, grammar_end = socket.socketpair()
         self._progress, progress_end = os.pipe()
-        descriptors = ("--fd", str(theirs.fileno()), "--progress-fd", str(progress_end))
+        inherited = {
+            "--fd": theirs.fileno(),
+            "--progress-fd": progress_end,
+            "--grammar-fd": grammar_end.fileno(),
+        }
         try:
             self._process = subprocess.Popen(
-                [*(program or command("service.worker")), *descriptors],
+                [
+                    *(program or command("service.worker")),
+                    *(str(one) for two in inherited.items() for one in two),
+                ],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), progress_end),
+                pass_fds=tuple(inherited.values()),
                 start_new_session=True,  # Ctrl-C in a terminal does not reach it; it ends with the router
             )
         except BaseException:
             ours.close()
+            self._grammar_socket.close()
             os.close(self._progress)
             raise
         finally:
             theirs.close()
+            grammar_end.close()
             os.close(progress_end)
         self._stream = LoopStream(self._loop, ours, self._on_message, self._end)
         self._connection = connect(rpyc.VoidService(), self._stream, _CLIENT_CONFIG)
+        self._grammars: FrameStream[Compiled] | None = None  # once the model is loaded
         self._remote: dict[str, Any] = {}
         self._answer: asyncio.Future[Any] | None = None
         self._lines = asyncio.StreamReader()  # its progress
@@ -150,6 +199,8 @@ class WorkerClient:
             await self._wait_for(self._connection.async_request, HANDLE_PING, b"")
             await self._look_up()
             info = await self._call("start", _INFO, WorkerStart(config))
+            reader, writer = await asyncio.open_unix_connection(sock=self._grammar_socket)
+            self._grammars = FrameStream(reader, writer, Compiled)
             await relay  # until the worker has reported the end of its slow work
             self._begin_watch(info)
             return info
@@ -164,7 +215,7 @@ class WorkerClient:
 
         A WorkerFailed is about the plan before it, too (its `step`); the given plan is in flight all the same.
         """
-        return await self._call("step", _STEP, plan)
+        return await self._call("step", _STEP, PlanMessage.of(plan))
 
     async def flush(self) -> StepResult | None:
         """Returns the result of the last plan, or None if that was returned already."""
@@ -177,6 +228,26 @@ class WorkerClient:
     async def map(self, edits: bytes, owners: SlotOwners) -> PoolMap:
         """Applies edits that no plan has carried yet, and returns what every slot is used for."""
         return await self._call("map", _MAPPED, (edits, owners))
+
+    def send_grammar(self, order: Compile | Forget) -> None:
+        """Has the worker compile or forget a grammar, beside its steps. One that has ended gets nothing."""
+        if self._grammars is None:
+            raise RuntimeError("a grammar before start")
+        self._grammars.send(order)
+
+    async def take_grammar(self) -> Compiled:
+        """Returns the next answer to a Compile."""
+        if self._grammars is None:
+            raise RuntimeError("a grammar before start")
+        reason = ""
+        try:
+            answer = await self._grammars.receive()
+        except BadFrame as error:
+            answer, reason = None, f"it sent no answer about a grammar: {error}"
+        if answer is None:  # as a rule the process has ended, and its end says how
+            self.kill(reason)
+            raise await self.wait_dead()
+        return answer
 
     def kill(self, reason: str = "") -> None:
         """Kills the process, which has nothing to save. The WorkerDied that follows has the `reason`."""
@@ -301,6 +372,10 @@ class WorkerClient:
             task.cancel()
         self._stream.close()  # before the connection, which would wait for the peer's goodbye
         self._connection.close()
+        if self._grammars is not None:
+            self._grammars.close()
+        else:
+            self._grammar_socket.close()
         self._loop.remove_reader(self._progress)
         os.close(self._progress)
         self._lines.feed_eof()

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from lightkv.errors import LightKVError
 from lightkv.router.config import ADMISSIONS, flag, setting
 
-PAGE_SIZES = (16, 32, 64, 128, 256)
+from .trace_files import BLOCK, TIME_UNITS, Reading
+
+PAGE_SIZES = (16, 32, 64, 128, 256)  # that the benchmarks compare; any other can be simulated
 ALLOCATIONS = ("token", "contiguous", *(f"paged:{size}" for size in PAGE_SIZES))
 
 
@@ -24,8 +26,8 @@ class SimulationConfig:
 
     allocation: str = setting(
         "token",
-        "token; paged:16, paged:32, paged:64, paged:128 or paged:256; contiguous (prompt and --max-new "
-        "reserved in one run).",
+        "token; paged:N, pages of N tokens; contiguous (prompt and --max-new reserved in one run). Several, "
+        "as in token,paged:16,paged:64, are simulated on the same requests and compared.",
     )
     admission: str | None = setting(
         None,
@@ -51,6 +53,11 @@ class SimulationConfig:
     requests: int | None = setting(
         None, "Number of requests; a file that ends is repeated. Default: all of a file, 2000 of a workload."
     )
+    time_unit: str | None = setting(
+        None,
+        f"Unit of the times of a file with Mooncake's names: {', '.join(TIME_UNITS)}. Mooncake's own have ms.",
+    )
+    block_tokens: int = setting(BLOCK, "Tokens of a block of hash_ids; Mooncake's have 512.")
     load: float | None = setting(
         None,
         "Arrival rate, as a multiple of the rate that an oracle serves when all requests wait at the start "
@@ -97,7 +104,13 @@ class SimulationConfig:
                 f"--admission is {self.admission!r}; a contiguous allocation reserves the prompt and --max-new "
                 "at once, which is sum: leave --admission out"
             )
-        for name, least in (("capacity", 1), ("max_num_seqs", 1), ("prefill_chunk", 0), ("max_new", 1)):
+        for name, least in (
+            ("capacity", 1),
+            ("max_num_seqs", 1),
+            ("prefill_chunk", 0),
+            ("max_new", 1),
+            ("block_tokens", 1),
+        ):
             if getattr(self, name) < least:
                 raise InvalidSimulation(f"{flag(name)} is {getattr(self, name)}; give at least {least}")
         if self.requests is not None and self.requests < 1:
@@ -115,8 +128,15 @@ class SimulationConfig:
         for name in ("stated", "low_priority"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InvalidSimulation(f"{flag(name)} is {getattr(self, name)}; give a share from 0 to 1")
+        if self.time_unit not in (None, *TIME_UNITS):
+            raise InvalidSimulation(f"--time-unit is {self.time_unit!r}; give one of {', '.join(TIME_UNITS)}")
         if self.load is not None and self.rate is not None:
             raise InvalidSimulation("--load and --rate both set the arrival rate; give one")
+
+    @property
+    def reading(self) -> Reading:
+        """How the numbers of a trace's file are read."""
+        return Reading(self.time_unit, self.block_tokens)
 
     @property
     def counted(self) -> str:
@@ -129,7 +149,8 @@ def page_of(allocation: str) -> int:
     if allocation in ("token", "contiguous"):
         return int(allocation == "token")
     name, _, size = allocation.partition(":")
-    if name != "paged" or not size.isdigit() or int(size) not in PAGE_SIZES:
-        known = ", ".join(ALLOCATIONS)
-        raise InvalidAllocation(f"--allocation is {allocation!r}; give one of {known}")
+    if name != "paged" or not (size.isascii() and size.isdigit()) or len(size) > 9 or int(size) < 2:
+        raise InvalidAllocation(
+            f"--allocation is {allocation!r}; give token, contiguous, or paged:N (pages of N tokens, N > 1)"
+        )
     return int(size)

@@ -13,6 +13,7 @@ import numpy as np
 
 from lightkv.edits import Alloc, Edit
 from lightkv.errors import CheckFailed, OutOfTokens, SequenceTooLong
+from lightkv.holdings import Holdings
 from lightkv.ledger import Match, Sequence, Session, SessionCounts, TokenLedger
 from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace, Segment
 from lightkv.router.engine.ledger import Ledger
@@ -90,6 +91,10 @@ class _PaddedLedger:
     def private_ranges(self) -> list[tuple[int, int, int]]:
         """Returns the private tail of each open sequence as (row, first entry, end)."""
         return self._tokens.private_ranges()
+
+    def holdings(self) -> Holdings:
+        """Returns what each open sequence's row and each segment holds, in tokens."""
+        return self._tokens.holdings()
 
     def confirm(self, step: int) -> None:
         """Keeps what was published up to and including `step`."""

@@ -4,6 +4,9 @@ Its size is bounded for traces of any length: a series has at most `SERIES_POINT
 `CURVE_QUANTILES`. It holds no wall-clock time, so two runs with the same seed give the same bytes.
 """
 
+import csv
+import io
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -153,3 +156,49 @@ class SimulationResult:
     def load(cls, path: Path) -> "SimulationResult":
         """Reads a file that `lightkv simulate --out` wrote. Raises OSError, msgspec.DecodeError."""
         return cls.from_json(path.read_bytes())
+
+
+@dataclass(frozen=True)
+class _Several:
+    """The file of several results."""
+
+    results: list[SimulationResult]
+
+
+@dataclass(frozen=True)
+class _Peek:
+    """What tells a file of several results from a file of one."""
+
+    results: list[Any] | None = None
+
+
+def encode_all(results: Sequence[SimulationResult]) -> bytes:
+    """Encodes results for one file: a single one as itself, several as a list named "results"."""
+    return results[0].to_json() if len(results) == 1 else msgspec.json.encode(_Several(list(results)))
+
+
+def load_all(path: Path) -> list[SimulationResult]:
+    """Reads what `encode_all` encoded. Raises OSError, msgspec.DecodeError."""
+    data = path.read_bytes()
+    if msgspec.json.decode(data, type=_Peek).results is None:
+        return [SimulationResult.from_json(data)]
+    results = msgspec.json.decode(data, type=_Several).results
+    if not results:
+        raise msgspec.ValidationError("the list of results is empty")
+    return results
+
+
+def series_csv(results: Sequence[SimulationResult]) -> str:
+    """Returns the series of all results as one table with a header. `seconds`: where an interval begins."""
+    out = io.StringIO()
+    table = csv.writer(out, lineterminator="\n")
+    table.writerow(
+        ["allocation", "admission", "seed", "seconds", "used", "padding", "cached", "running", "waiting"]
+    )
+    for result in results:
+        series, settings = result.series, result.settings
+        named = [settings["allocation"], settings["admission"], settings.get("seed", 0)]
+        columns = series.used, series.padding, series.cached, series.running, series.waiting
+        for idx, values in enumerate(zip(*columns, strict=True)):
+            table.writerow([*named, idx * series.width, *values])
+    return out.getvalue()

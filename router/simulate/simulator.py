@@ -11,8 +11,7 @@ prefixes are known, their ids fill the prompt.
 """
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from random import Random
 
@@ -28,12 +27,14 @@ from lightkv.router.engine.step import ExpectedMemory, Limits, StepPlan, StepRes
 from lightkv.router.engine.step_time import StepTime, Work
 from lightkv.router.sampling_params import SamplingParams
 
+from .arrivals import Arrivals, at_once, faster, poisson
 from .config import InvalidSimulation, SimulationConfig, page_of
 from .paged_ledger import ContiguousLedger, PagedLedger, make_ledger
 from .record import Distribution, Means, Overtaking, Timeline
 from .result import Figures, Series, SimulationResult
 from .steady import SteadyScheduler
-from .traces import BLOCK, Trace, TraceRequest, at_once, faster, is_timed, open_trace, poisson, summarise
+from .trace_files import TraceRequest
+from .traces import Trace, is_timed, needs_time_unit, open_trace, summarise
 
 VOCAB_SIZE = 2**31 - 1
 END, MORE = 2, 1  # sampled: the last token of an answer, any other
@@ -55,7 +56,12 @@ def simulate(
     UnreadableTrace, InvalidStepTime, InvalidAllocation, OSError, and InvalidSimulation for a request that can
     never run.
     """
-    trace = open_trace(trace_name, config.requests, config.seed)
+    trace = open_trace(trace_name, config.requests, config.seed, config.reading)
+    if config.time_unit is not None and not needs_time_unit(trace_name):
+        raise InvalidSimulation(
+            f"--time-unit is {config.time_unit}, and {trace_name} tells the unit of its times itself, or has "
+            "no times; leave --time-unit out"
+        )
     if config.load is None and config.rate is None and not is_timed(trace):
         config = replace(config, load=1.0)
     if config.load is not None and config.saturation is None:
@@ -66,7 +72,7 @@ def simulate(
 
 def num_requests(trace_name: str, config: SimulationConfig) -> int:
     """Returns how many requests the simulation will run."""
-    return config.requests or summarise(open_trace(trace_name)).num
+    return config.requests or summarise(open_trace(trace_name, reading=config.reading)).num
 
 
 def saturation(trace_name: str, config: SimulationConfig, progress: Progress | None = None) -> float:
@@ -88,46 +94,6 @@ def saturation(trace_name: str, config: SimulationConfig, progress: Progress | N
             f"no request of {trace_name} fits --capacity {config.capacity}; give a larger one"
         )
     return rate
-
-
-class _Arrivals:
-    """The requests of a trace in order, divided into arrived and future ones."""
-
-    def __init__(self, requests: Iterator[TraceRequest], all_at_start: bool) -> None:
-        self._requests = requests
-        self._all_at_start = all_at_start
-        self._come: deque[TraceRequest] = deque()
-        self._next = next(requests, None)
-
-    @property
-    def num_waiting(self) -> int:
-        """The number of requests that had arrived by the last `look` and that `take` has not removed. If all
-        requests arrive at the start, they are not counted."""
-        return len(self._come)
-
-    @property
-    def exhausted(self) -> bool:
-        return self._next is None and not self._come
-
-    @property
-    def next_time(self) -> float | None:
-        """When the next request arrives; None after the last."""
-        return None if self._next is None else self._next.arrival
-
-    def look(self, now: float) -> None:
-        """Notes the requests that have arrived by `now`."""
-        if self._all_at_start:
-            return
-        while self._next is not None and self._next.arrival <= now:  # type: ignore[operator]
-            self._come.append(self._next)
-            self._next = next(self._requests, None)
-
-    def take(self) -> TraceRequest | None:
-        """Removes the first request that has arrived and returns it; None if there is none."""
-        if self._all_at_start:
-            taken, self._next = self._next, next(self._requests, None)
-            return taken
-        return self._come.popleft() if self._come else None
 
 
 class _Device:
@@ -343,22 +309,22 @@ class _Simulation:
         scheduler.repeat(taken, MORE)
         return True
 
-    def _arrange(self) -> tuple[_Arrivals, float, float]:
+    def _arrange(self) -> tuple[Arrivals, float, float]:
         """Returns the arrivals, the requests offered a second, and the rate of saturation."""
         config, trace = self.config, self.trace
         if config.rate == math.inf:
-            return _Arrivals(at_once(trace), True), 0.0, config.saturation or 0.0
+            return Arrivals(at_once(trace), True), 0.0, config.saturation or 0.0
         summary = summarise(trace)
         rate, saturated = config.rate, config.saturation or 0.0
         if config.load is not None:
             rate = config.load * saturated
         if not summary.span and rate is not None:
-            return _Arrivals(poisson(trace, rate, config.seed), False), rate, saturated
+            return Arrivals(poisson(trace, rate, config.seed), False), rate, saturated
         if not summary.span:  # all requests arrive at one time
-            return _Arrivals(at_once(trace), True), 0.0, saturated
+            return Arrivals(at_once(trace), True), 0.0, saturated
         own = summary.num / summary.span
         factor = 1.0 if rate is None else rate / own
-        return _Arrivals(faster(trace, factor), False), own * factor, saturated
+        return Arrivals(faster(trace, factor), False), own * factor, saturated
 
     def _send(self) -> None:
         """Adds the requests that have arrived, as many as the scheduler has to see."""
@@ -384,7 +350,9 @@ class _Simulation:
         self._num_cut += output < asked.output
         self._num_prompt += asked.prompt
         if asked.blocks:
-            ids = np.repeat(np.array(asked.blocks, np.int32) + 1, BLOCK)[: asked.prompt].tobytes()
+            ids = np.repeat(np.array(asked.blocks, np.int32) + 1, asked.block_tokens)[
+                : asked.prompt
+            ].tobytes()
             ids += bytes(4 * asked.prompt - len(ids))
         else:
             ids = number.to_bytes(4, "little") + bytes(4 * (asked.prompt - 1))

@@ -1,38 +1,18 @@
-"""Traces of requests: reads the published formats line by line, and generates workloads without a file.
+"""Traces of requests: files and workloads that are generated without a file, and when their requests arrive.
 
 A trace has lengths, arrival times and the blocks that prompts share. It can be iterated several times, and is
 the same each time.
 """
 
-import csv
 import itertools
-import json
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
-from datetime import UTC, datetime
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from lightkv.errors import LightKVError
-
-BLOCK = 512  # tokens of a prefix block in Mooncake's traces
-
-
-class UnreadableTrace(LightKVError, ValueError):
-    """Raised for a file of an unknown format or without requests, and for an unknown name."""
-
-
-class TraceRequest(NamedTuple):
-    """A request. `arrival`: seconds from the first one, None if the trace has no times. `prompt`, `output`:
-    numbers of tokens. `blocks`: ids of the prompt's blocks of `BLOCK` tokens, which are equal for equal
-    prefixes; empty: the prompt shares no prefix."""
-
-    arrival: float | None
-    prompt: int
-    output: int
-    blocks: tuple[int, ...] = ()
+from .trace_files import FileTrace, Reading, TraceRequest, UnreadableTrace
 
 
 class Trace(Protocol):
@@ -43,123 +23,6 @@ class Trace(Protocol):
         """The name that reports show."""
 
     def __iter__(self) -> Iterator[TraceRequest]: ...
-
-
-class _Format(NamedTuple):
-    """The fields of a published format. `unit`: seconds per unit of its times; 0: the times are dates."""
-
-    prompt: str
-    output: str
-    time: str | None = None
-    unit: float = 0.0
-    blocks: str | None = None
-
-
-_FORMATS = {
-    # AzurePublicDataset; Patel et al., Splitwise, ISCA 2024.
-    "Azure": _Format("ContextTokens", "GeneratedTokens", "TIMESTAMP"),
-    # ShareGPT's lengths as sarathi-serve publishes them: no arrival times.
-    "ShareGPT": _Format("num_prefill_tokens", "num_decode_tokens"),
-    # Mooncake, FAST 2025: JSON lines, times in milliseconds.
-    "Mooncake": _Format("input_length", "output_length", "timestamp", 1e-3, "hash_ids"),
-}
-
-
-class FileTrace:
-    """A trace in one of the published formats: Azure and ShareGPT as CSV, Mooncake as JSON lines (.jsonl).
-
-    Requests with an empty prompt or answer are left out. A time before the last one counts as the last one.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    def __iter__(self) -> Iterator[TraceRequest]:
-        """Yields the requests. Raises UnreadableTrace, also for a file without requests, and OSError."""
-        empty = True
-        last = 0.0
-        first: float | None = None
-        with self.path.open(encoding="utf-8-sig", newline="") as lines:
-            records: Iterable[Mapping[str, Any]]
-            is_json = self.path.suffix in (".jsonl", ".json")
-            counted = _Lines(lines)
-            records = map(json.loads, counted) if is_json else csv.DictReader(counted)
-            try:
-                for record in records:
-                    known = _format_of(record)
-                    prompt, output = (_tokens(record, field) for field in (known.prompt, known.output))
-                    if prompt < 1 or output < 1:
-                        continue
-                    empty = False
-                    at = _seconds(record, known)
-                    if at is not None:
-                        first = at if first is None else first
-                        last = at = max(at - first, last)
-                    blocks = _blocks(record, known)
-                    yield TraceRequest(at, prompt, output, blocks)
-            except UnicodeDecodeError as error:
-                raise UnreadableTrace(f"{self.path} is not text; unpack it if it is compressed") from error
-            except (ValueError, TypeError, csv.Error) as error:
-                reason = f"no JSON, {error.msg}" if isinstance(error, json.JSONDecodeError) else str(error)
-                raise UnreadableTrace(
-                    f"{self.path}, line {counted.number}: {reason}; correct it or leave it out"
-                ) from error
-        if empty:
-            raise UnreadableTrace(f"{self.path} has no request; give an Azure, ShareGPT or Mooncake trace")
-
-
-class _Lines:
-    """Iterates lines. `number`: that of the last line read, from 1."""
-
-    def __init__(self, lines: Iterable[str]) -> None:
-        self._lines = lines
-        self.number = 0
-
-    def __iter__(self) -> Iterator[str]:
-        for line in self._lines:
-            self.number += 1
-            yield line
-
-
-def _format_of(record: Mapping[str, Any]) -> _Format:
-    for known in _FORMATS.values():
-        if known.prompt in record and known.output in record:
-            return known
-    names = "; ".join(f"{known.prompt}, {known.output} ({name}'s)" for name, known in _FORMATS.items())
-    raise ValueError(f"its fields are {', '.join(map(str, record))}; known are {names}")
-
-
-def _tokens(record: Mapping[str, Any], field: str) -> int:
-    try:
-        return int(record[field])
-    except (TypeError, ValueError):
-        raise ValueError(f"{field} is {record[field]!r:.80}; it has to be a whole number") from None
-
-
-def _seconds(record: Mapping[str, Any], known: _Format) -> float | None:
-    if known.time is None or known.time not in record:
-        return None
-    if known.unit:
-        seconds = float(record[known.time]) * known.unit
-        if not math.isfinite(seconds):
-            raise ValueError(f"the time is {record[known.time]}")
-        return seconds
-    at = datetime.fromisoformat(record[known.time])
-    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
-
-
-def _blocks(record: Mapping[str, Any], known: _Format) -> tuple[int, ...]:
-    """Returns the ids of a prompt's blocks, reduced to the range of token ids. Collisions are very rare."""
-    if not known.blocks:
-        return ()
-    blocks = record.get(known.blocks, ())
-    if not all(isinstance(block, int) for block in blocks):
-        raise ValueError(f"{known.blocks} are {blocks!r:.80}; they have to be whole numbers")
-    return tuple(block % (2**31 - 2) for block in blocks)
 
 
 class Repeated:
@@ -282,21 +145,26 @@ class GeneratedTrace:
 DEFAULT_REQUESTS = 2000  # of a workload
 
 
-def open_trace(name: str, num: int | None = None, seed: int = 0) -> Trace:
+def open_trace(name: str, num: int | None = None, seed: int = 0, reading: Reading = Reading()) -> Trace:  # noqa: B008
     """Opens the trace `name`, a workload's name or a file's path. Raises UnreadableTrace.
 
-    `num`: the number of requests; None: all of a file, `DEFAULT_REQUESTS` of a workload.
+    `num`: the number of requests; None: all of a file, `DEFAULT_REQUESTS` of a workload. `seed`: of a workload.
+    `reading`: of a file.
     """
     if name in WORKLOADS:
         return GeneratedTrace(name, num or DEFAULT_REQUESTS, seed)
     path = Path(name)
     if not path.is_file():
         raise UnreadableTrace(
-            f"{name!r} is no file, and no workload; give the path of an Azure, ShareGPT or Mooncake trace, or "
-            f"one of {', '.join(WORKLOADS)}"
+            f"{name!r} is no file, and no workload; give the path of a trace, or one of {', '.join(WORKLOADS)}"
         )
-    trace = FileTrace(path)
+    trace = FileTrace(path, reading)
     return trace if num is None else Repeated(trace, num)
+
+
+def needs_time_unit(name: str) -> bool:
+    """Whether the trace `name` has times whose unit its file does not tell. Raises UnreadableTrace, OSError."""
+    return name not in WORKLOADS and FileTrace(Path(name)).needs_time_unit
 
 
 # --------------------------------------------------------------------------------
@@ -322,25 +190,3 @@ def summarise(trace: Trace) -> Summary:
 def is_timed(trace: Trace) -> bool:
     """Whether the trace has arrival times."""
     return next(iter(trace)).arrival is not None
-
-
-def at_once(trace: Trace) -> Iterator[TraceRequest]:
-    """Yields the requests with an arrival time of 0."""
-    for request in trace:
-        yield request._replace(arrival=0.0)
-
-
-def faster(trace: Trace, factor: float) -> Iterator[TraceRequest]:
-    """Yields the requests with the trace's own times divided by `factor`."""
-    for request in trace:
-        assert request.arrival is not None
-        yield request._replace(arrival=request.arrival / factor)
-
-
-def poisson(trace: Trace, rate: float, seed: int) -> Iterator[TraceRequest]:
-    """Yields the requests with the arrival times of a Poisson process, `rate` a second."""
-    rng = random.Random(f"arrivals {seed}")
-    at = 0.0
-    for request in trace:
-        yield request._replace(arrival=at)
-        at += rng.expovariate(rate)

@@ -1,17 +1,22 @@
 """What constrained texts may say next: compiled grammars, one matcher for each row, and their masks of tokens.
 
-llguidance compiles the grammars and computes the masks. Both release Python's lock. A grammar is compiled in a
-thread once its row is known, while the device computes the row's prompt.
+llguidance compiles the grammars and computes the masks. Both release Python's lock. A grammar is compiled
+before a row names it, since that can take as long as many steps (`engine/grammar_desk.py`). The matcher of a
+row is a copy that shares what was compiled.
 """
 
+import ctypes
 import json
+import os
+import threading
 from array import array
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
@@ -22,8 +27,11 @@ from lightkv.router.sampling_params import Grammar, InvalidParams
 from .structural_tags import WHITESPACE, grammars_of, lark_of_ebnf, quoted
 from .tokenizer import Tokenizer
 
-MAX_CACHED = 64  # compiled grammars
-_THREADS = 2
+Result = TypeVar("Result")
+
+# llguidance compiles what a grammar nests by recursion. This much holds whatever fits in MAX_GRAMMAR_BYTES: the
+# longest chains of references take 47 MiB. Masks, copies and the end of a matcher need no deep stack.
+COMPILE_STACK_BYTES = 64 * 2**20
 _NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 
 
@@ -94,9 +102,20 @@ def compile_grammar(
     grammar: Grammar, tokenizer: LLTokenizer, special: Mapping[str, int] = _NO_TOKENS
 ) -> LLMatcher:
     """Returns a matcher at the beginning of a text. `special` is that of `source_of`. Raises InvalidGrammar,
-    also where no text matches."""
+    also where no text matches. The stack of the calling thread bounds how deep a grammar may nest."""
+    return _built(_checked_source(grammar, special), tokenizer)
+
+
+def _checked_source(grammar: Grammar, special: Mapping[str, int]) -> str:
     try:
-        matcher = LLMatcher(tokenizer, source_of(grammar, special), log_level=0, limits=limits())
+        return source_of(grammar, special)
+    except Exception as error:
+        raise InvalidGrammar("grammar", reason_of(error)) from error
+
+
+def _built(source: str, tokenizer: LLTokenizer) -> LLMatcher:
+    try:
+        matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits())
         if not matcher.is_error():
             matcher.compute_bitmask()  # finds out whether any text matches
     except (KeyboardInterrupt, SystemExit):
@@ -123,6 +142,54 @@ class Compiled(NamedTuple):
     end_ids: frozenset[int]
 
 
+def _in_thread(run: Callable[[], Result], stack_bytes: int, niceness: int) -> "Future[Result]":
+    """Runs `run` in a thread of its own. Returns the future of its result."""
+    future: Future[Result] = Future()
+
+    def work() -> None:
+        try:
+            if niceness:
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+            future.set_result(run())
+        except BaseException as error:
+            future.set_exception(error)
+
+    before = threading.stack_size(stack_bytes)  # that of the threads that start from now on
+    try:
+        threading.Thread(target=work, name="grammar", daemon=True).start()
+    finally:
+        threading.stack_size(before)
+    return future
+
+
+class _MallInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`. uordblks and hblkhd: the bytes in use, in arenas and mapped on their own."""
+
+    _fields_ = [
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks")),
+        *((name, ctypes.c_size_t) for name in ("fsmblks", "uordblks", "fordblks", "keepcost")),
+    ]
+
+
+def heap_bytes() -> int:
+    """Returns the bytes that this process has allocated with malloc and not freed; 0 where libc cannot tell."""
+    try:
+        ask = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        return 0
+    ask.restype = _MallInfo
+    info = ask()
+    return int(info.uordblks + info.hblkhd)
+
+
+def return_free_memory() -> None:
+    """Has malloc return what it holds of freed memory to the system, where libc can. It takes milliseconds."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except AttributeError:
+        return
+
+
 class ModelTokens(NamedTuple):
     """What grammars need of a model. `end_ids`: the tokens that end a text. `special`: the ids of the tokens
     that are no text of their own, by their names."""
@@ -131,11 +198,46 @@ class ModelTokens(NamedTuple):
     end_ids: frozenset[int]
     special: Mapping[str, int]
 
+    @classmethod
+    def load(cls, directory: Path | None, vocab_size: int) -> "ModelTokens":
+        """Reads those of the model in `directory`, which takes a part of a second. `vocab_size`: the width of
+        the logits. Raises InvalidGrammar if no grammar can be used with the model."""
+        try:
+            if directory is None:
+                raise ValueError("it has no tokenizer")
+            end_ids = Tokenizer(directory).eos_ids
+            if not end_ids:
+                raise ValueError("the model names no end token")
+            text = (directory / "tokenizer.json").read_text(encoding="utf-8")
+            tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=sorted(end_ids))
+            added = [(one["content"], one["id"]) for one in json.loads(text).get("added_tokens") or ()]
+            special = {
+                name: token_id
+                for name, token_id in added
+                if token_id < vocab_size and tokenizer.is_special_token(token_id)
+            }
+        except Exception as error:  # llguidance supports fewer kinds of tokenizers
+            raise InvalidGrammar("grammar", f"not with this model ({reason_of(error)})") from error
+        return cls(tokenizer, end_ids, special)
+
+    def compile(
+        self, grammar: Grammar, stack_bytes: int = COMPILE_STACK_BYTES, niceness: int = 0
+    ) -> LLMatcher:
+        """Returns a matcher at the beginning of a text, which is compiled in a thread of its own with a stack
+        of this size; a grammar that nests too deeply for it ends the process. Raises InvalidGrammar.
+
+        `niceness`: that of the thread. Python's part runs in the calling thread, so that the lock is never held
+        by a thread that others go before.
+        """
+        source = _checked_source(grammar, self.special)
+        return _in_thread(partial(_built, source, self.tokenizer), stack_bytes, niceness).result()
+
 
 class RowGrammar:
     """The grammar of one row: it says which tokens may follow, and takes the token that was sampled."""
 
-    def __init__(self, compiled: "Future[Compiled]", output_ids: bytes) -> None:
+    def __init__(self, grammar_id: int, compiled: Compiled | None, output_ids: bytes) -> None:
+        self.grammar_id = grammar_id
         self._compiled = compiled
         self._output_ids = output_ids
         self._end_ids: frozenset[int] = frozenset()
@@ -148,8 +250,9 @@ class RowGrammar:
         Raises InvalidGrammar.
         """
         if self._matcher is None and not self._has_ended:
-            compiled = self._compiled.result()
-            matcher, self._end_ids = compiled.matcher.deep_copy(), compiled.end_ids
+            if self._compiled is None:  # of a request that has ended before its row began
+                raise InvalidGrammar("grammar", "it is not compiled any more")
+            matcher, self._end_ids = self._compiled.matcher.deep_copy(), self._compiled.end_ids
             ids = array("i", self._output_ids).tolist()
             if ids and matcher.try_consume_tokens(ids) < len(ids):
                 raise InvalidGrammar("grammar", f"the text so far, of {len(ids)} tokens, does not match it")
@@ -179,22 +282,23 @@ class RowGrammar:
 
 
 class Grammars:
-    """The grammars of the rows that have one, and the compiled ones that are kept for later rows.
+    """The compiled grammars by their ids, and those of the rows that have one.
+
+    `compile` and `release` may run in another thread than the rest.
 
     Args:
         directory: that of the model, with its tokenizer; None refuses every grammar.
         vocab_size: the width of the logits; tokens that the tokenizer lacks are never allowed.
     """
 
-    def __init__(self, directory: Path | None, vocab_size: int, max_cached: int = MAX_CACHED) -> None:
+    def __init__(self, directory: Path | None, vocab_size: int) -> None:
         self._directory = directory
         self._vocab_size = vocab_size
-        self._max_cached = max_cached
-        self._threads = ThreadPoolExecutor(_THREADS, "grammar")
-        self._tokenizer: Future[ModelTokens] | None = None
+        self._model: Future[ModelTokens] | None = None
         self._executor = LLExecutor()
-        self._compiled: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
+        self._compiled: dict[int, Compiled] = {}
         self._rows: dict[int, RowGrammar] = {}
+        self._released: deque[int] = deque()  # their rows have ended, and are to be forgotten
 
     @property
     def mask_words(self) -> int:
@@ -202,7 +306,7 @@ class Grammars:
         return (self._vocab_size + 31) // 32
 
     @property
-    def num_cached(self) -> int:
+    def num_compiled(self) -> int:
         """The compiled grammars that are kept."""
         return len(self._compiled)
 
@@ -213,21 +317,40 @@ class Grammars:
 
     def prepare(self) -> None:
         """Begins to read the tokenizer, which takes a part of a second; the first grammar waits for it."""
-        if self._tokenizer is None:
-            self._tokenizer = self._threads.submit(self._load)
+        if self._model is None:
+            load = partial(ModelTokens.load, self._directory, self._vocab_size)
+            self._model = _in_thread(load, COMPILE_STACK_BYTES, 0)
 
-    def check(self, grammar: Grammar) -> None:
-        """Compiles a grammar, and keeps it. Raises InvalidGrammar."""
-        self._begin(grammar).result()
+    def compile(self, grammar_id: int, grammar: Grammar, niceness: int = 0) -> None:
+        """Compiles a grammar, and keeps it until `release`. `niceness`: that of the thread that does it. Raises
+        InvalidGrammar, and ValueError for an id in use."""
+        if grammar_id in self._compiled:
+            raise ValueError(f"grammar {grammar_id} is compiled already; give each its own id")
+        self.prepare()
+        assert self._model is not None
+        model = self._model.result()
+        self._compiled[grammar_id] = Compiled(model.compile(grammar, niceness=niceness), model.end_ids)
 
-    def set_row(self, row: int, grammar: Grammar | None, output_ids: bytes = b"") -> None:
-        """Notes what the text of the sequence in `row` has to be; None leaves it free.
+    def release(self, grammar_id: int) -> None:
+        """Forgets a compiled grammar, and soon the rows that have it, whose requests must have ended."""
+        if self._compiled.pop(grammar_id, None) is not None:
+            self._released.append(grammar_id)
 
-        `output_ids`: what the sequence has generated already, int32 bytes. The grammar is compiled in a thread.
+    def trim(self) -> None:
+        """Returns the memory of released grammars to the system. For when no step waits."""
+        if self._forget_rows():
+            return_free_memory()
+
+    def set_row(self, row: int, grammar_id: int | None, output_ids: bytes = b"") -> None:
+        """Notes what the text of the sequence in `row` has to be: a compiled grammar; None leaves it free.
+
+        `output_ids`: what the sequence has generated already, int32 bytes. The text of a row whose grammar was
+        released before fails, since the row's request has ended.
         """
+        self._forget_rows()
         self._rows.pop(row, None)
-        if grammar is not None:
-            self._rows[row] = RowGrammar(self._begin(grammar), output_ids)
+        if grammar_id is not None:
+            self._rows[row] = RowGrammar(grammar_id, self._compiled.get(grammar_id), output_ids)
 
     def of(self, row: int) -> RowGrammar | None:
         """Returns the grammar of a row that has one."""
@@ -259,40 +382,11 @@ class Grammars:
             )
         return failed
 
-    def _begin(self, grammar: Grammar) -> "Future[Compiled]":
-        """Returns the compiled grammar, or one that is being compiled. Those used last are kept."""
-        compiled = self._compiled.get(grammar)
-        if compiled is None:
-            self.prepare()
-            assert self._tokenizer is not None
-            compiled = self._threads.submit(_compile, grammar, self._tokenizer)
-            self._compiled[grammar] = compiled
-            if len(self._compiled) > self._max_cached:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        return compiled
-
-    def _load(self) -> ModelTokens:
-        """Returns llguidance's tokenizer and its special tokens. Raises InvalidGrammar if there can be none."""
-        try:
-            if self._directory is None:
-                raise ValueError("it has no tokenizer")
-            end_ids = Tokenizer(self._directory).eos_ids
-            if not end_ids:
-                raise ValueError("the model names no end token")
-            text = (self._directory / "tokenizer.json").read_text(encoding="utf-8")
-            tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=sorted(end_ids))
-            added = [(one["content"], one["id"]) for one in json.loads(text).get("added_tokens") or ()]
-            special = {
-                name: token_id
-                for name, token_id in added
-                if token_id < self._vocab_size and tokenizer.is_special_token(token_id)
-            }
-        except Exception as error:  # llguidance supports fewer kinds of tokenizers
-            raise InvalidGrammar("grammar", f"not with this model ({reason_of(error)})") from error
-        return ModelTokens(tokenizer, end_ids, special)
-
-
-def _compile(grammar: Grammar, model: "Future[ModelTokens]") -> Compiled:
-    tokenizer, end_ids, special = model.result()
-    return Compiled(compile_grammar(grammar, tokenizer, special), end_ids)
+    def _forget_rows(self) -> bool:
+        """Forgets the rows of released grammars. Returns whether any was released since the last time."""
+        released = set[int]()
+        while self._released:
+            released.add(self._released.popleft())
+        if released:
+            self._rows = {row: one for row, one in self._rows.items() if one.grammar_id not in released}
+        return bool(released)

@@ -258,7 +258,7 @@ class _Writer:
             raise ValueError("the parameters are not listed in the schema's properties")
         required = schema.get("required", [])
         required = required if isinstance(required, list) else []
-        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        shared = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
         if "properties" not in schema and schema.get("additionalProperties") is not False:
             begin = self._line("REGEX_", r"/<parameter=[^<>\n]{1,256}>\n/")
             end = self._expression([*self._any_text({}), Constant(("\n</parameter>\n",))])

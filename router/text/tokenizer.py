@@ -44,12 +44,14 @@ class Tokenizer:
     """The tokenizer and chat template of one model.
 
     Attributes:
+        directory: that of the model.
         eos_ids: the ids that end an answer: those of generation_config.json, or else of config.json, and the
             tokenizer's own.
         bos: the id that begins a text, or None.
         vocab_size: that of the model, which may be larger than the tokenizer's.
         max_model_len: the model's context in tokens; 0 if config.json does not name it.
         special_ids: the ids that `decode` leaves out by default.
+        settings: what tokenizer_config.json says.
         is_byte_level: each token stands for the same bytes wherever it occurs (`token_bytes`).
 
     Args:
@@ -64,6 +66,7 @@ class Tokenizer:
     """
 
     def __init__(self, directory: Path, chat_template: str | None = None) -> None:
+        self.directory = directory
         path = directory / "tokenizer.json"
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -97,6 +100,7 @@ class Tokenizer:
             sizes = f"a vocabulary of {self.vocab_size!r} and a context of {self.max_model_len!r} tokens"
             raise UnreadableTokenizer(directory / "config.json", f"names {sizes[:200]}")
 
+        self.settings = settings
         self._template_source = chat_template
         if chat_template is None:
             self._template_source = _read_template(directory, settings)
@@ -105,14 +109,18 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.is_byte_level = isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)
-        self._bytes_of: dict[int, bytes] = {}
+        # Of tokens that were seen, or of all once `prepare` has run: their number is that of the vocabulary.
         self._text_of: dict[int, str] = {}
         self._whole_text_of: dict[int, str | None] = {}
 
     def prepare(self) -> None:
         """Does what the first requests would otherwise wait a tenth of a second for: looks at every token,
-        compiles the chat template, and starts the threads for long texts."""
+        compiles the chat template, and starts the threads for long texts. From then on a byte-level tokenizer
+        keeps no more text, whichever tokens are sampled."""
         self.max_characters(1)
+        if self.is_byte_level:
+            for token_id in range(self.vocab_size):
+                self.whole_text(token_id)
         with suppress(Exception):  # a template or a tokenizer that refuses this text may take others
             self.decode(self.encode("Hi " * _SHORT))
             self.encode_chat([{"role": "user", "content": "Hi"}])
@@ -225,6 +233,9 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """Returns the text of one token by itself, also of a special token."""
+        if self.is_byte_level and token_id not in self.special_ids:
+            whole = self.whole_text(token_id)
+            return self.decode([token_id], skip_special_tokens=False) if whole is None else whole
         known = self._text_of.get(token_id)
         if known is None:
             known = self._text_of[token_id] = self.decode([token_id], skip_special_tokens=False)
@@ -236,18 +247,15 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of one token of a byte-level tokenizer; none for special tokens and unknown ids."""
-        known = self._bytes_of.get(token_id)
+        known = self._whole_text_of.get(token_id)
         if known is not None:
-            return known
+            return known.encode()
         token = None if token_id in self.special_ids else self._tokenizer.id_to_token(token_id)
         if token is None:
-            piece = b""
-        elif all(char in _BYTE_OF_CHAR for char in token):
-            piece = bytes(_BYTE_OF_CHAR[char] for char in token)
-        else:
-            piece = token.encode()  # an added token stands for its own text
-        self._bytes_of[token_id] = piece
-        return piece
+            return b""
+        if all(char in _BYTE_OF_CHAR for char in token):
+            return bytes(_BYTE_OF_CHAR[char] for char in token)
+        return token.encode()  # an added token stands for its own text
 
     def whole_text(self, token_id: int) -> str | None:
         """Returns the text of `token_bytes`, or None where its bytes are not whole characters by themselves."""

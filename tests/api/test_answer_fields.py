@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from lightkv.router.model_files import DEFAULT_MODEL, resolve
+from lightkv.router.token_set import TokenSet
 from tests.support.fake_router import (
     CHAT,
     COMPLETIONS,
@@ -141,9 +142,9 @@ def test_banned_tokens_reach_the_router(api: ApiUnderTest) -> None:
     params = api.router.submits[0].params
     assert params.bad_words == ()
     ids = [api.tokenizer.encode(text).tolist() for text in ("one", " one", "two three", " two three")]
-    assert {tuple(one) for one in ids[:2]} <= set(params.bad_words_ids)
+    assert set(params.banned) == {one for (one,) in ids[:2]}
     assert tuple(ids[3]) in params.bad_words_ids
-    assert params.allowed_token_ids == (5, 6)
+    assert params.allowed == TokenSet.of([5, 6])
     for field, value in (("bad_words", [""]), ("bad_words", "a"), ("allowed_token_ids", [])):
         error = api.post(COMPLETIONS, {"prompt": "a", field: value}, 400)["error"]
         assert error["param"] == field

@@ -17,8 +17,9 @@ from lightkv.router.api.process import warm_up
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.step import TokenEvent
 from lightkv.router.model_files import resolve
+from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.service.api_settings import ApiSettings
-from lightkv.router.service.messages import Load
+from lightkv.router.service.messages import Load, NewAnswer, NewPrompt, Submit
 from lightkv.router.service.router_client import AnswerStream, RequestRefused
 from lightkv.router.text.tokenizer import Tokenizer
 from tests.support.fake_router import (
@@ -448,14 +449,14 @@ def test_a_service_without_a_key_documents_none(api: ApiUnderTest) -> None:
 @pytest.mark.parametrize(
     ("reason", "is_refused"), [("error", False), ("invalid", False), ("lost", True), ("abort", True)]
 )
-def test_a_request_that_ends_before_another_is_queued(reason: str, is_refused: bool) -> None:
+def test_a_request_that_ends_before_it_is_queued(reason: str, is_refused: bool) -> None:
     """A failed step is not a refusal: the other requests are queued all the same, and the answer has the
     error."""
-    unused: Any = None
+    client: Any = SimpleNamespace(num_event_bytes=0)
+    submit = Submit([NewPrompt(b"", [NewAnswer("a", 1), NewAnswer("b", 1)])], SamplingParams(), [])
 
     async def submitted() -> list[TokenEvent]:
-        answers = AnswerStream(unused, ["a", "b"])
-        answers.accept()
+        answers = AnswerStream(client, submit)
         answers.push(TokenEvent("a", None, reason, error="because"))
         answers.accept()
         await answers.accepted()

@@ -192,6 +192,38 @@ def test_an_unfinished_request_is_a_408(connect: Connect, sent: bytes, seconds: 
     check_too_slow(until_closed(connection), seconds)
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        "Content-Length: 4\r\nTransfer-Encoding: chunked\r\n",
+        "Transfer-Encoding: chunked\r\nContent-Length: 0\r\n",
+        "transfer-encoding: Chunked\r\ncontent-length: 30\r\n",
+    ],
+)
+def test_a_request_with_two_lengths_is_refused_and_nothing_behind_it_is_read(
+    connect: Connect, headers: str
+) -> None:
+    smuggled = b"0\r\n\r\nGET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+    connection = connect()
+    connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{headers}\r\n".encode() + smuggled)
+    received = until_closed(connection)
+    lines, body = received.split(b"\r\n\r\n", 1)
+    assert lines.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert b"connection: close" in lines.lower()
+    assert "no Content-Length" in error_of(body)["message"]
+    assert b"HTTP/1.1 2" not in received
+
+
+def test_chunks_of_an_old_client_and_other_malformed_requests_are_refused(connect: Connect) -> None:
+    old = f"POST {COMPLETIONS} HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n".encode()
+    for sent, said in ((old, "has to be HTTP/1.1"), (b"BREW\r\n\r\n", "Invalid HTTP request")):
+        connection = connect()
+        connection.sendall(sent)
+        lines, body = until_closed(connection).split(b"\r\n\r\n", 1)
+        assert lines.startswith(b"HTTP/1.1 400")
+        assert said in error_of(body)["message"]
+
+
 def test_a_connection_without_a_request_is_closed(connect: Connect) -> None:
     assert until_closed(connect()) == b""
 

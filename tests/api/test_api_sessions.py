@@ -166,7 +166,7 @@ def test_the_document_has_the_route_and_the_header(tmp_path: Path) -> None:
     with service(tmp_path, api_keys=["k"]).running() as api:
         paths = json.loads(api.send("GET", "/openapi.json", None, bearer("k"))[2])["paths"]
     operation = paths[RELEASE]["post"]
-    assert sorted(operation["responses"]) == ["200", "401", "404", "413", "500"]
+    assert sorted(operation["responses"]) == ["200", "400", "401", "404", "413", "500"]
     assert [(one["name"], one["in"]) for one in operation["parameters"]] == [("session_id", "path")]
     for path in PATHS:
         assert SESSION_HEADER in [one["name"] for one in paths[path]["post"]["parameters"]]

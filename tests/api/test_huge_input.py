@@ -348,7 +348,7 @@ def test_half_surrogate_pairs_in_a_long_body_are_replaced(api: ApiUnderTest) -> 
 
 
 def test_room_is_reserved_and_returned() -> None:
-    room = BodyRoom(max_body_bytes=10, max_unread_bytes=25)
+    room = BodyRoom(max_body_bytes=10, max_unread_bytes=25, max_open_bytes=30)
     room.claim(10)
     room.claim(15)
     with pytest.raises(Exception, match="25 bytes") as caught:
@@ -357,7 +357,8 @@ def test_room_is_reserved_and_returned() -> None:
     room.release(10)
     room.claim(10)
     assert room.num_claimed == 25
-    assert BodyRoom(100, 25).max_unread_bytes == 100  # one body always fits an empty room
+    room = BodyRoom(100, 25, 30)
+    assert room.max_unread_bytes == room.max_open_bytes == 100  # one body always fits an empty room
 
 
 def test_room_is_returned_after_every_end_of_a_request(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ STATUSES = {
     "/v1/completions": {"400", "404", "429", "503"},
     "/v1/chat/completions": {"400", "404", "429", "503"},
     "/v1/responses": {"400", "404", "429", "503"},
-    "/v1/sessions/{session_id}/release": {"404"},
+    "/v1/sessions/{session_id}/release": {"400", "404"},
     "/v1/models": set(),
     "/v1/models/{model}": {"404"},
     "/tokenize": {"400", "404"},
@@ -35,7 +35,7 @@ STATUSES = {
     "/load": set(),
     "/map": {"503"},
     "/version": set(),
-    "/reset_prefix_cache": {"503"},
+    "/reset_prefix_cache": {"400", "503"},
     "/server_info": set(),
 }
 

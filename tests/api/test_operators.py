@@ -1,6 +1,8 @@
 """What operators see of requests, over a fake router: ids, the log, spans, keys, browsers, and their routes."""
 
 import json
+import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -9,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from lightkv import __version__
@@ -17,9 +19,10 @@ from lightkv.router.api.operators.docs_page import page_of
 from lightkv.router.api.operators.request_log import RequestRecord
 from lightkv.router.api.operators.tracing import SpanTracer, phases
 from lightkv.router.api.routes import Routes
-from lightkv.router.config import EngineConfig, InvalidConfig
+from lightkv.router.config import EngineConfig, InvalidConfig, ServiceConfig
 from lightkv.router.model_files import resolve
-from lightkv.router.service.key_file import ApiKeys, name_of_key, read_keys
+from lightkv.router.service import launch
+from lightkv.router.service.access.key_file import ApiKeys, name_of_key, read_keys
 from lightkv.router.service.messages import CacheReset
 from lightkv.router.text.tokenizer import ChatTemplateError, Tokenizer
 from tests.support.fake_router import (
@@ -127,6 +130,20 @@ def test_a_line_of_the_log_has_counts_and_times_and_no_text(
         (None, 404, name_of_key("k")),
         (None, 401, None),
     ]
+
+
+def test_probes_and_metrics_are_not_logged(api: ApiUnderTest, capfd: pytest.CaptureFixture[str]) -> None:
+    for path in ("/health", "/ready", "/metrics", "/version"):
+        assert api.send("GET", path, headers=KEY | {"X-Request-Id": path[1:]})[0] == 200
+    text = ""
+
+    def has_line() -> bool:
+        nonlocal text
+        text += capfd.readouterr().err
+        return bool(lines_of(text))
+
+    wait_until(has_line)
+    assert [line["id"] for line in lines_of(text)] == ["version"]
 
 
 def test_the_line_of_a_beam_search_has_its_counts(
@@ -271,6 +288,27 @@ def test_a_file_without_usable_keys_is_refused(tmp_path: Path, text: str, messag
         read_keys(tmp_path / "bytes")
 
 
+def test_a_pipe_or_a_device_as_the_file_of_keys_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero"), Path("/dev/null")):
+        begun = time.monotonic()
+        with pytest.raises(InvalidConfig, match=f"--api-key-file {path} is not a regular file"):
+            launch.with_all_keys(ServiceConfig(api_key_file=str(path)))
+        assert time.monotonic() - begun < 1.0
+    with pytest.raises(launch.CannotServe, match="directory"):
+        launch.with_all_keys(ServiceConfig(api_key_file=str(tmp_path)))
+
+
+def test_a_pipe_in_the_place_of_a_running_services_keys_changes_nothing(tmp_path: Path) -> None:
+    file, now = tmp_path / "keys", 0.0
+    file.write_text("old\n")
+    keys = ApiKeys([], file, lambda: now)
+    file.unlink()
+    os.mkfifo(file)
+    now = 2.0
+    assert keys.find(b"old") == b"old"
+
+
 def test_a_running_service_takes_new_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("old\n")
@@ -324,7 +362,52 @@ def test_the_page_escapes_what_the_document_says() -> None:
     assert not any(tag in page for tag in ("<b>", "<i>", "<t>", "<p>/"))
 
 
+def test_the_tokenizer_is_described_if_the_service_may(api: ApiUnderTest, tmp_path: Path) -> None:
+    assert api.send("GET", "/tokenizer_info", headers=KEY)[0] == 404
+    with service(tmp_path, enable_tokenizer_info=True).running() as open_one:
+        info = json.loads(open_one.send("GET", "/tokenizer_info")[2])
+        assert info["tokenizer_class"]
+        assert info["chat_template"] == open_one.tokenizer.template
+
+
+def test_embeddings_are_refused_with_what_to_use(api: ApiUnderTest) -> None:
+    status, _, content = api.send("POST", "/v1/embeddings", {"input": "a", "model": MODEL}, KEY)
+    assert status == 404
+    assert "/v1/embeddings" in error_of(content)["message"]
+    assert "Text Embeddings Inference" in error_of(content)["message"]
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_a_part_that_is_no_text_is_answered_with_text_only(api: ApiUnderTest, kind: str) -> None:
+    part = {"type": kind, kind: {"url": "data:,"}}
+    content: Any = [{"type": "text", "text": "What is this?"}, part]
+    status, _, answered = api.send("POST", CHAT, {"messages": [{"role": "user", "content": content}]}, KEY)
+    error = error_of(answered)
+    assert (status, error["param"]) == (400, "messages")
+    assert f"a part of type {kind}" in error["message"]
+    assert "text only" in error["message"]
+    asked = {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]}
+    assert "text only" in error_of(api.send("POST", "/v1/responses", asked, KEY)[2])["message"]
+
+
 # Spans
+
+
+def test_spans_beyond_the_queue_are_dropped() -> None:
+    """While the collector does not answer, a span takes no memory that another one would not."""
+
+    class Stuck(InMemorySpanExporter):
+        def export(self, spans: Any) -> Any:
+            is_free.wait(20)
+            return super().export(spans)
+
+    is_free, exporter = threading.Event(), Stuck()
+    processor = BatchSpanProcessor(exporter, max_queue_size=64, max_export_batch_size=8)
+    with closing(SpanTracer(processor, MODEL)) as tracer:
+        for i in range(1000):
+            tracer.record(RequestRecord(str(i), "GET", 1.0, 2.0, None, 200, None, None))
+        is_free.set()
+    assert 64 <= len(exporter.get_finished_spans()) <= 64 + 2 * 8
 
 
 def test_a_request_becomes_spans_below_its_callers(api: ApiUnderTest) -> None:

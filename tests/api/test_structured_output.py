@@ -1,19 +1,17 @@
 """The fields that say what an answer has to be: which grammar they make, and which of them are refused."""
 
-import asyncio
 import json
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from llguidance import LLTokenizer
 
-from lightkv.router.api import grammar_checker
-from lightkv.router.api.grammar_checker import MAX_WORK_SECONDS, GrammarChecker
 from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar
-from lightkv.router.text.grammars import InvalidGrammar, compile_grammar
+from lightkv.router.text.grammars import compile_grammar
 from tests.support.fake_router import CHAT, COMPLETIONS, HELLO, ApiUnderTest, idle, service
 
 TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "é"}}
@@ -240,53 +238,37 @@ def test_adversarial_grammars_are_refused_within_a_second_and_streams_go_on(api:
         error = api.post(COMPLETIONS, body(COMPLETIONS, fields), 400)["error"]
         taken = time.monotonic() - begun
         assert error["param"] == next(iter(fields)), name
-        assert taken < 1.5, (name, taken)  # 0.8 s, and what a machine that does much else adds
+        assert taken < 5, (name, taken)  # 0.5 s of the processor, which a busy machine gives slowly
     done.set()
     reading.join()
     assert max(gaps) < 0.5, max(gaps)
 
 
-def test_the_checker_goes_on_after_a_grammar_that_takes_too_long() -> None:
-    async def check() -> None:
-        checker = GrammarChecker()
-        slow = Grammar("json_schema", json.dumps(SLOW))
-        for _ in range(2):
-            with pytest.raises(InvalidGrammar, match="to compile"):
-                await checker.check(slow, "field")
-        await checker.check(Grammar("regex", "[a-z]+"), "field")
-        begun = time.monotonic()
-        await checker.check(Grammar("regex", "[a-z]+"), "field")
-        assert time.monotonic() - begun < MAX_WORK_SECONDS
-        await checker.close()
-
-    asyncio.run(check())
-
-
-def test_short_grammars_do_not_wait_for_long_ones() -> None:
-    async def check() -> None:
-        checker = GrammarChecker()
-        await checker.check(Grammar("regex", "[a-z]+"), "field")  # starts the child process
-        grammars = [Grammar("json_schema", json.dumps({**SLOW, "title": title})) for title in "abcd"]
-        slow = [asyncio.create_task(checker.check(one, "field")) for one in grammars]
-        await asyncio.sleep(0.1)
-        await checker.check(Grammar("regex", "[0-9]+"), "field")
-        assert not any(task.done() for task in slow[1:])
-        found = await asyncio.gather(*slow, return_exceptions=True)
-        assert all(isinstance(one, InvalidGrammar) for one in found)
-        await checker.close()
-
-    asyncio.run(check())
-
-
-def test_a_check_that_had_no_time_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def check() -> None:
-        checker = GrammarChecker()
-        digits = Grammar("regex", "[0-9]+")
-        with monkeypatch.context() as busy:
-            busy.setattr(grammar_checker, "DEADLINE_SECONDS", 0.0)
-            with pytest.raises(InvalidGrammar, match="takes more than"):
-                await checker.check(digits, "field")
-        await checker.check(digits, "field")
-        await checker.close()
-
-    asyncio.run(check())
+def test_json_is_compact_by_default_if_the_service_says_so(tmp_path: Path) -> None:
+    with service(tmp_path, compact_json=True).running() as compact:
+        for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, HELLO)):
+            for fields in (
+                {"guided_json": SCHEMA},
+                {"response_format": {"type": "json_object"}},
+                {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " "}},
+                {"guided_regex": "a b"},
+                {},
+            ):
+                compact.post(path, body | fields | {"max_tokens": 1})
+    found = [submit.params.grammar for submit in compact.router.submits]
+    assert found[:5] == found[5:]
+    schema, any_object, given, regex, free = found[:5]
+    assert schema is not None
+    assert any_object is not None
+    assert given is not None
+    tokenizer = LLTokenizer("byte")
+    for grammar, text, takes in (
+        (schema, '{"é":"a b"}', True),
+        (schema, '{ "é":"a"}', False),
+        (any_object, '{"a":[1,2]}', True),
+        (any_object, '{"a": 1}', False),
+        (given, '{ "é" : "a" }', True),
+    ):
+        matcher = compile_grammar(grammar, tokenizer)
+        assert matcher.consume_tokens(list(text.encode())) is takes, text
+    assert (regex, free) == (Grammar("regex", "a b"), None)

@@ -210,7 +210,7 @@ def test_the_older_fields(qwen: ApiUnderTest) -> None:
     for choice in both(qwen, functions=functions):
         called = choice.message.function_call
         assert (called.name, called.arguments, choice.finish_reason) == ("weather", PARIS, "function_call")
-    script(qwen, PARIS)
+    script(qwen, CALL)
     for choice in both(qwen, functions=functions, function_call={"name": "weather"}):
         assert (choice.message.function_call.name, choice.message.function_call.arguments) == (
             "weather",
@@ -226,31 +226,73 @@ def test_the_older_fields(qwen: ApiUnderTest) -> None:
     assert "<|im_start|>tool\nrain<|im_end|>" in prompt_of(qwen)
 
 
+CALLS = [("weather", '{"city": "Paris ☃"}'), ("clock", "{}")]
+
+
+def hermes(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
 def test_a_required_call_is_constrained_and_read(qwen: ApiUnderTest) -> None:
-    script(qwen, f'[{{"name": "weather", "parameters": {PARIS}}}, {{"name": "clock", "parameters": {{}}}}]')
+    text = "\n".join(hermes(name, arguments) for name, arguments in CALLS)
+    script(qwen, text)
     for choice in both(qwen, tools=[WEATHER, CLOCK], tool_choice="required"):
-        assert calls_of(choice) == [("weather", PARIS), ("clock", "{}")]
+        assert calls_of(choice) == CALLS
         assert choice.finish_reason == "tool_calls"
-    grammar = qwen.router.submits[-1].params.grammar
-    assert grammar is not None
-    assert grammar.kind == "json_schema"
-    names = [item["properties"]["name"]["enum"] for item in json.loads(grammar.text)["items"]["anyOf"]]
-    assert names == [["weather"], ["clock"]]
+    assert allows(qwen, text)
+    assert not allows(qwen, f"I look. {text}")
+    assert not allows(qwen, text.replace('"city": ', '"city":'))  # templates dump JSON with spaces
+    assert not allows(qwen, text.replace("☃", "\\u2603"))
+    assert not allows(qwen, hermes("weather", "{}"))  # the schema requires a city
+    assert not allows(qwen, hermes("clock", '{"city": "Rome"}'))
     assert prompt_of(qwen).endswith("</think>\n\n")  # the grammar leaves no room for reasoning
-    both(qwen, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False)
-    grammar = qwen.router.submits[-1].params.grammar
-    assert grammar is not None
-    assert json.loads(grammar.text)["maxItems"] == 1
+    both(qwen, tools=[WEATHER, CLOCK], tool_choice="required", parallel_tool_calls=False)
+    assert not allows(qwen, text)
+    assert allows(qwen, hermes("clock", "{}"))
 
 
 def test_a_named_call_is_constrained_and_read(qwen: ApiUnderTest) -> None:
-    script(qwen, PARIS)
+    text = hermes(*CALLS[0])
+    script(qwen, text)
     for choice in both(
         qwen, tools=[WEATHER, CLOCK], tool_choice={"type": "function", "function": {"name": "weather"}}
     ):
-        assert calls_of(choice) == [("weather", PARIS)]
+        assert calls_of(choice) == CALLS[:1]
         assert choice.finish_reason == "tool_calls"
-    assert qwen.router.submits[-1].params.grammar == Grammar(
+    assert allows(qwen, text)
+    assert not allows(qwen, f"{text}\n{text}")  # a named function is called once
+    assert not allows(qwen, hermes("clock", "{}"))
+
+
+def test_arguments_without_a_type_are_an_object(qwen: ApiUnderTest) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"description": "any"}}}
+    script(qwen, hermes("f", "{}"))
+    both(qwen, tools=[tool], tool_choice="required")
+    assert allows(qwen, hermes("f", '{"a": 1}'))
+    assert not allows(qwen, hermes("f", "1"))
+
+
+def test_calls_of_an_unknown_form_are_json(services: dict[str, ApiUnderTest]) -> None:
+    """The template shows no family, so a required answer is a list of calls and a named one the arguments."""
+    unknown = services["unknown"]
+    script(
+        unknown, '[{"name": "weather", "parameters": {"city": "Rome"}}, {"name": "clock", "parameters": {}}]'
+    )
+    for choice in both(unknown, tools=[WEATHER, CLOCK], tool_choice="required"):
+        assert calls_of(choice) == [("weather", '{"city": "Rome"}'), ("clock", "{}")]
+    grammar = unknown.router.submits[-1].params.grammar
+    assert grammar is not None
+    names = [item["properties"]["name"]["enum"] for item in json.loads(grammar.text)["items"]["anyOf"]]
+    assert names == [["weather"], ["clock"]]
+    both(unknown, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False)
+    grammar = unknown.router.submits[-1].params.grammar
+    assert grammar is not None
+    assert json.loads(grammar.text)["maxItems"] == 1
+    script(unknown, PARIS)
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice in both(unknown, tools=[WEATHER, CLOCK], tool_choice=named):
+        assert calls_of(choice) == [("weather", PARIS)]
+    assert unknown.router.submits[-1].params.grammar == Grammar(
         "json_schema", json.dumps(SCHEMA | {"additionalProperties": False})
     )
 
@@ -425,8 +467,6 @@ def test_a_template_without_tools_needs_the_option(services: dict[str, ApiUnderT
         assert "--tool-parser" in error["message"]
     error = services["unknown"].post(CHAT, {"messages": HELLO, "tools": [WEATHER]}, 400)["error"]
     assert "does not show" in error["message"]
-    asked = {"messages": HELLO, "tools": [WEATHER], "tool_choice": "required", "max_tokens": 1}
-    assert services["unknown"].post(CHAT, asked)["choices"]  # the grammar says how calls are written
 
 
 def test_the_option_describes_tools_in_the_system_message(services: dict[str, ApiUnderTest]) -> None:
@@ -448,20 +488,22 @@ def test_the_option_describes_tools_in_the_system_message(services: dict[str, Ap
         {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
         {"role": "tool", "tool_call_id": "call_1", "content": "sun"},
     ]
-    given.post(CHAT, {"messages": messages, "tools": [WEATHER], "max_tokens": 1, "tool_choice": "required"})
-    prompt = prompt_of(given)
+    prompts = set()
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice in ("auto", "required", named):
+        asked = {"messages": messages, "tools": [WEATHER], "max_tokens": 1, "tool_choice": choice}
+        given.post(CHAT, asked)
+        prompts.add(prompt_of(given))
+    (prompt,) = prompts  # one choice after another finds the prompt in the cache
     assert "<|im_start|>system\nBe brief.\n\nYou can call functions" in prompt
     assert prompt.count("<|im_start|>system") == 1
-    assert '[{"name": "FUNCTION", "parameters"' in prompt
+    assert '<tool_call>\n{"name": "FUNCTION", "arguments"' in prompt
     text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
     assert f"<|im_start|>assistant\nI look.\n{text}\n{text}<|im_end|>" in prompt
     results = "<tool_response>\nrain\n</tool_response>\n<tool_response>\nsun\n</tool_response>"
     assert f"<|im_start|>user\n{results}<|im_end|>" in prompt
     given.post(CHAT, {"messages": messages[:2], "max_tokens": 1})
     assert "functions" not in prompt_of(given)
-    named = {"tool_choice": {"type": "function", "function": {"name": "weather"}}}
-    given.post(CHAT, {"messages": HELLO, "tools": [WEATHER], "max_tokens": 1, **named})
-    assert "Call the function weather:" in prompt_of(given)
 
 
 def test_the_option_chooses_the_format(services: dict[str, ApiUnderTest]) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from lightkv.router.api import unsupported_fields
@@ -119,7 +118,7 @@ def test_ignored_fields_change_nothing(api: ApiUnderTest, path: str) -> None:
     api.post(path, plain)
     api.post(path, plain | dict(IGNORED) | {"no_such_field": 1})
     first, second = api.router.submits
-    assert second == msgspec.structs.replace(first, request_id=second.request_id)
+    assert second.what == first.what
 
 
 def test_no_field_is_both_supported_and_refused() -> None:
@@ -334,7 +333,7 @@ def test_other_names_mean_the_same(
         api.post(path, prompt | {"seed": 7} | fields)
     first, *others = api.router.submits
     for other in others:
-        assert other == msgspec.structs.replace(first, request_id=other.request_id)
+        assert other.what == first.what
 
 
 def test_other_names_of_counts(api: ApiUnderTest) -> None:

@@ -17,7 +17,7 @@ from bench.serving.load_options import arguments, engine_config
 from bench.serving.served import serve_arguments
 from bench.serving.stats import NotSteady
 from bench.serving.workload import Replayed
-from lightkv.router.simulate.traces import TraceRequest
+from lightkv.router.simulate.trace_files import TraceRequest
 from tests.support.answers import decoding
 
 

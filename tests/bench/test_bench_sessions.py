@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.trace import sessions
-from lightkv.router.simulate.traces import BLOCK, FileTrace
+from lightkv.router.simulate.trace_files import BLOCK, IN_MILLISECONDS, FileTrace
 
 
 def write_trace(path: Path, others: int = 12) -> Path:
@@ -34,7 +34,7 @@ def write_trace(path: Path, others: int = 12) -> Path:
 
 
 def test_conversations_are_found_by_their_blocks(tmp_path: Path) -> None:
-    turns = sessions.conversations(FileTrace(write_trace(tmp_path / "trace.jsonl")), every=1)
+    turns = sessions.conversations(FileTrace(write_trace(tmp_path / "trace.jsonl"), IN_MILLISECONDS), every=1)
     assert len(turns) == 6 * 5 + 12 * 5
     assert sum(turn.has_session for turn in turns) == 30
     assert len({turn.conversation for turn in turns}) == 6 + 12 * 5
@@ -62,7 +62,7 @@ def test_sessions_find_their_tokens_and_others_do_not(
 
 
 def test_a_turn_that_comes_too_late_does_not_count(tmp_path: Path) -> None:
-    turns = sessions.conversations(FileTrace(write_trace(tmp_path / "trace.jsonl")), every=1)
+    turns = sessions.conversations(FileTrace(write_trace(tmp_path / "trace.jsonl"), IN_MILLISECONDS), every=1)
     found = sessions.Replay(100_000, 0.5, 50.0, sessions.StepTime.parse("")).run(turns)
     assert (found.turns, found.late_turns, found.own) == (0, 24, 0)
 

@@ -20,7 +20,7 @@ from lightkv.errors import LedgerMismatch
 from lightkv.router import EngineConfig
 from lightkv.router.engine.step_time import StepTime
 from lightkv.router.model.build import assemble
-from lightkv.router.simulate.traces import FileTrace, TraceRequest, UnreadableTrace
+from lightkv.router.simulate.trace_files import FileTrace, TraceRequest, UnreadableTrace
 from tests.support.served import save_tiny_model
 from tests.support.tiny_files import tiny_config
 from tests.support.tiny_models import tiny_llama

@@ -135,16 +135,9 @@ def test_help_has_examples(command: str) -> None:
         (["--max-total-tokens", "0", "hi"], "--max-total-tokens is 0"),
         (["--max-model-len", "9999999", "hi"], "--max-model-len is 9999999"),
         (["--model", "./nowhere", "hi"], "model './nowhere' was not found"),
-        pytest.param(
-            ["--device", "cpu", "--max-total-tokens", "16", "hi"],
-            "do not fit the pool of 16 tokens",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ["--device", "cpu", "--max-model-len", "64", "hi"],
-            "do not fit the context of 64 tokens",
-            marks=pytest.mark.slow,
-        ),
+        (["--device", "cpu", "--max-total-tokens", "16", "hi"], "do not fit the pool of 16 tokens"),
+        (["--device", "cpu", "--max-model-len", "64", "hi"], "do not fit the context of 64 tokens"),
+        (["--max-tokens", "8192", "hi"], "do not fit the context of 8192 tokens"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -156,6 +149,12 @@ def test_bad_input_is_one_line_and_exit_code_2(args: list[str], words: str) -> N
     assert last.startswith("lightkv: ")
     assert words in last
     assert "Traceback" not in err
+
+
+def test_what_cannot_fit_is_refused_before_a_model_is_loaded() -> None:
+    code, _, err = run("generate", "--max-tokens", "9000", "hi")
+    assert code == 2
+    assert "importing torch" not in err
 
 
 @pytest.mark.parametrize(
@@ -355,20 +354,33 @@ assert peak < 1.2e9, peak
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
+@pytest.fixture
+def own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device of 24 GiB on which only this process holds memory: what others hold changes meanwhile."""
+    total = 24 * 2**30
+
+    def mem_get_info(device: torch.device | None = None) -> tuple[int, int]:
+        return total - torch.cuda.memory_reserved(device), total
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+
+
 @pytest.mark.gpu
-def test_info_predicts_the_pool_beside_the_weights(tmp_path: Path) -> None:
+def test_info_predicts_the_pool_beside_the_weights(own_memory: None, tmp_path: Path) -> None:
     config = LlamaConfig(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=16,
         num_key_value_heads=8, vocab_size=32000, max_position_embeddings=2048, tie_word_embeddings=False,
     )  # fmt: skip
     random_model(config, torch.device("cpu"), torch.bfloat16).save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")  # has to exist; nothing in this test reads it
-    settings = EngineConfig(str(tmp_path), device="cuda", mem_fraction=0.2, max_num_seqs=4, cuda_graphs=False)
+    settings = EngineConfig(str(tmp_path), device="cuda", mem_fraction=0.4, max_num_seqs=4, cuda_graphs=False)
+    torch.cuda.empty_cache()  # both figures are of what is held now, without what earlier tests left
     told = model_info(settings, tmp_path)
     runner, engine = build_runner(settings, lambda line: None)
     assert (told.dtype, told.bytes_per_token) == (engine.dtype, engine.bytes_per_token)
-    # The weights have 1.3 GB, about 5 % of this pool, which the predicted figure has to leave out.
-    assert abs(told.pool_tokens - engine.capacity) < 0.01 * engine.capacity
+    # The weights have 1.3 GB, which the predicted figure has to leave out. Loading holds a little more.
+    missed = abs(told.pool_tokens - engine.capacity) * told.bytes_per_token
+    assert missed < told.weight_bytes / 5, (told, engine)
     del runner
 
 

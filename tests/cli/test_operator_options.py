@@ -132,12 +132,12 @@ def test_settings_are_shown_without_secrets() -> None:
     found = shown(EngineConfig(), service)
     assert "secret" not in str(found)
     assert (found["api_key"], found["otlp_endpoint"]) == (2, "https://host:4318/v1/traces")
-    assert api_settings(EngineConfig(), service, "m").api_keys == ["secret", "secret2"]
+    assert api_settings(EngineConfig(), service, True).api_keys == ["secret", "secret2"]
 
 
 def test_spans_need_their_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "find_spec", lambda name: None)
-    with pytest.raises(launch.CannotServe, match=r"lightkv\[otel\]"):
+    with pytest.raises(launch.CannotServe, match=r"pip install \"\.\[otel\]\" in a checkout"):
         launch._check_tracing(ServiceConfig(otlp_endpoint="http://localhost:4318/v1/traces"))
 
 

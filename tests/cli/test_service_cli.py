@@ -14,16 +14,20 @@ from typing import Any
 
 import pytest
 import typer
+from msgspec.structs import replace
 from rich.console import Console
+from rich.markup import escape
 from typer.testing import CliRunner
 
+from lightkv.memory_map import Owner
 from lightkv.router.cli.app import app
 from lightkv.router.cli.http_client import ServiceClient, ServiceRefused, ServiceUnreachable, Usage
 from lightkv.router.cli.monitor import LoadReport, bar, frame
 from lightkv.router.config import EngineConfig, ServiceConfig
 from lightkv.router.service import launch
-from lightkv.router.service.messages import Load
-from tests.support.fake_router import TEXT, ApiUnderTest, idle, ids_of, service, wait_until
+from lightkv.router.service.messages import Load, Mapped
+from lightkv.router.service.router_client import MAP_SECONDS
+from tests.support.fake_router import MODEL, POOL, TEXT, ApiUnderTest, idle, ids_of, service, wait_until
 from tests.support.served import API_KEY
 
 
@@ -77,7 +81,7 @@ def test_every_setting_is_an_option_of_serve() -> None:
             option = options[field.name]
             assert "--" + field.name.replace("_", "-") in option.opts
             assert option.default == (None if field.default == () else field.default)  # () takes several
-            assert option.help == field.metadata["help"]
+            assert option.help == escape(field.metadata["help"])
 
 
 @pytest.mark.parametrize("command", ["serve", "chat", "top"])
@@ -85,6 +89,11 @@ def test_help_has_examples(command: str) -> None:
     code, out, _ = run(command, "--help")
     assert code == 0
     assert f"lightkv {command}" in out.split("Examples")[1]
+
+
+def test_help_keeps_what_looks_like_markup() -> None:
+    words = " ".join(re.sub(r"[│╭╮╰╯─]", " ", run("serve", "--help")[1]).split())
+    assert "Needs the packages of lightkv[otel]." in words
 
 
 def test_serve_starts_a_service_with_the_given_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +314,20 @@ def test_a_frame_has_the_counts_and_the_rates() -> None:
         "2 worker starts",
     ):
         assert words in text
-    assert "state      ready \n" in re.sub(" +\n", " \n", text)
+    assert "state        ready \n" in re.sub(" +\n", " \n", text)
+
+
+def test_a_frame_names_the_model_the_latencies_and_the_requests(api: ApiUnderTest, url: str) -> None:
+    api.router.mapped = Mapped(replace(POOL, owners=[Owner(3, 600, "req-of-it")]))
+    list(ServiceClient(url, API_KEY).chat([{"role": "user", "content": "Hi"}], {"max_tokens": 5}))
+    time.sleep(1.5 * MAP_SECONDS)  # a younger map is sent again
+    code, out, _ = run("top", "--once", "--interval", "0.1", "--url", url, "--api-key", API_KEY)
+    assert code == 0
+    assert re.search(rf"model +{MODEL}\n", re.sub(" +\n", "\n", out))
+    for name in ("first token", "per token"):
+        assert re.search(rf"{name} +p50 [\d.]+ m?s, p99 [\d.]+ m?s \(of \d+ since the start\)", out), out
+    assert re.search(r"answers +ended so far: .*\d+ length", out)
+    assert re.search(r"600 +req-of-it", out)
 
 
 def test_a_frame_after_a_restart_has_no_negative_rates() -> None:

@@ -15,6 +15,8 @@ import pytest
 
 from lightkv.router.config import EngineConfig
 from lightkv.router.model_files import resolve
+from tests.support.byte_model import save_model_of_family
+from tests.support.chat_templates import TEMPLATES
 from tests.support.served import API_KEY, Served, save_tiny_model
 
 HERE = Path(__file__).parent
@@ -34,22 +36,29 @@ CLIENTS = [
 ]
 # Those that also ask for any JSON object and for free texts, which a model of random weights never ends.
 OF_TEXTS = [(environment, script) for environment, script in CLIENTS if script != "use_openai_agents.py"]
+# Those with a loop of calls, of which each turn hits the ones before to the token. A random model may write a
+# text in other tokens than the tokenizer does, but for one whose tokens are bytes.
+OF_LOOPS = [pair for pair in CLIENTS if pair[1] in ("use_openai.py", "use_litellm.py")]
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Served]]:
-    """Returns the service of a model, "tiny" or "default", which is started when it is first asked for."""
+    """Returns the service of a model (tiny, bytes or default), which is started when it is first asked for."""
     directory = tmp_path_factory.mktemp("clients")
     started: dict[str, Served] = {}
     with ExitStack() as stack:
 
         def service(name: str) -> Served:
             if name not in started:
-                tiny = name == "tiny"
-                model = save_tiny_model(directory / name) if tiny else resolve(EngineConfig.model, print)
-                options = ["--served-model-name", name, "--tool-parser", "hermes"]
+                if name == "bytes":
+                    model = save_model_of_family(directory / name, TEMPLATES["qwen2.5"])
+                elif name == "tiny":
+                    model = save_tiny_model(directory / name)
+                else:
+                    model = resolve(EngineConfig.model, print)
+                options = ["--served-model-name", name, "--tool-parser", "hermes", "--report-cached-tokens"]
                 started[name] = Served(model, directory / f"{name}.log", *options, api_key=API_KEY)
                 stack.callback(started[name].close)
                 started[name].wait_ready()
@@ -82,6 +91,13 @@ def run(environment: str, script: str, served: Served, model: str) -> str:
 @pytest.mark.parametrize(("environment", "script"), CLIENTS)
 def test_a_client(environment: str, script: str, start: Callable[[str], Served]) -> None:
     print(run(environment, script, start("tiny"), "tiny"))
+
+
+@pytest.mark.parametrize(("environment", "script"), OF_LOOPS)
+def test_a_client_of_the_model_of_bytes(
+    environment: str, script: str, start: Callable[[str], Served]
+) -> None:
+    print(run(environment, script, start("bytes"), "bytes"))
 
 
 @pytest.mark.parametrize(("environment", "script"), OF_TEXTS)

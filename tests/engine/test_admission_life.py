@@ -7,8 +7,9 @@ from array import array
 import pytest
 
 from lightkv.ledger import TokenLedger
+from lightkv.router.engine.admission import Running
 from lightkv.router.engine.loop import LocalEngine
-from lightkv.router.engine.prefill_budget import PrefillBudget
+from lightkv.router.engine.prefill_budget import PrefillBudget, StepBudget
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits
@@ -98,3 +99,74 @@ def test_an_admitted_request_is_never_short_of_a_token(depth: int, chunk: int, t
 @pytest.mark.parametrize("depth", [1, 2])
 def test_nor_in_a_long_life(depth: int, chunk: int, timed: bool) -> None:
     live(100 * depth + chunk, 60_000, depth, chunk, timed)
+
+
+class Asking(Scheduler):
+    """A scheduler that also asks in the steps in which the head of the queue is to wait, and notes where it
+    would fit."""
+
+    refused_at = -1
+    num_asked = 0
+    num_evicted = 0  # how often the head hit less than when it was refused
+    num_hit_then = 0
+
+    def _admit(self, request: Request, budget: StepBudget, room: int, idx: int) -> bool:
+        retry_at = self._retry_at
+        num_hit = self.ledger.match(request.prefill_ids, request.namespace).num_tokens
+        waits = self.refused_at < self.step < retry_at
+        has_row = 0 < self.ledger.num_open < self.limits.max_num_seqs
+        if waits and has_row and budget.can_begin(request.num_prefill_tokens):
+            decoding = self._decoding.values()
+            running = Running(self.ledger, self._forecast, self._prefilling, decoding, budget, room, idx)
+            self.num_asked += 1
+            self.num_evicted += num_hit < self.num_hit_then
+            assert self._admission.steps_to_wait(running, request), (self.step, retry_at)
+        is_admitted = super()._admit(request, budget, room, idx)
+        if self._retry_at != retry_at and not is_admitted:
+            self.refused_at, self.num_hit_then = self.step, num_hit
+        return is_admitted
+
+
+def ask(seed: int, steps: int, depth: int, chunk: int, timed: bool) -> Asking:
+    rng = random.Random(seed)
+    capacity = rng.choice((100, 150, 300))
+    target = rng.choice((None, 0.002, 0.005)) if timed else 0.0
+    limits = Limits(12, MAX_MODEL_LEN, chunk, 300, itl_target=target)
+    worker = ModelWorker(capacity, rng, stop_chance=0.02)
+    made = budget(rng, limits) if timed else None
+    scheduler = Asking(TokenLedger(capacity, 12, MAX_MODEL_LEN), limits, depth, budget=made)
+    engine = LocalEngine(scheduler, worker)
+    families = [[rng.randrange(100, 103) for _ in range(60)] for _ in range(4)]
+    added = 0
+    while scheduler.step < steps or engine.has_work:
+        if rng.random() < 0.3 and scheduler.num_waiting < 6 and scheduler.step < steps:
+            engine.add(random_request(rng, added, families))
+            added += 1
+        plan = scheduler.plan()
+        if plan is not None:
+            worker.send(plan)
+        if worker.results and (plan is None or scheduler.num_in_flight == depth or rng.random() < 0.2):
+            result = worker.results.popleft()
+            assert not isinstance(result, Exception)
+            scheduler.complete(result)
+        worker.plans.clear()
+    return scheduler
+
+
+@pytest.mark.parametrize(("depth", "chunk", "seed"), [(1, 5, 3105), (1, 16, 1116), (2, 5, 6205)])
+def test_a_refused_request_does_not_fit_before_it_is_asked_again(depth: int, chunk: int, seed: int) -> None:
+    """Also where the prefix that it would have hit is evicted meanwhile: it computes more then, and begins to
+    decode later. In these lives it did fit before."""
+    scheduler = ask(seed, 800, depth, chunk, timed=False)
+    assert scheduler.num_asked > 20
+    assert scheduler.num_evicted > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("timed", [False, True], ids=["fixed", "timed"])
+@pytest.mark.parametrize("chunk", [0, 5, 16, 32])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_nor_in_many_lives(depth: int, chunk: int, timed: bool) -> None:
+    for seed in range(6):
+        ask(1000 * seed + 100 * depth + chunk, 3000, depth, chunk, timed)

@@ -20,7 +20,7 @@ from lightkv.router.engine.step import TokenEvent
 from lightkv.router.model.build import assemble
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar
-from lightkv.router.text.grammars import RowGrammar
+from lightkv.router.text.grammars import InvalidGrammar, RowGrammar
 from tests.engine.test_preemption import counted_by, expecting
 from tests.support.byte_model import MERGES, VOCABULARY, save_byte_model
 from tests.support.model_worker import assert_idle
@@ -68,9 +68,7 @@ def assert_random_schemas_hold(llm: LLM, count: int) -> None:
     rng = random.Random(count)
     schemas: list[dict[str, Any]] = []
     while len(schemas) < count:
-        schema = random_schema(rng)
-        llm._grammars.check(schema_of(schema))
-        schemas.append(schema)
+        schemas.append(random_schema(rng))
     params = [
         SamplingParams(
             grammar=schema_of(schema | {"x-guidance": {"whitespace_pattern": " ?"}}),
@@ -199,32 +197,43 @@ def make(directory: Path, pool: int, depth: int, estimates: bool) -> tuple[Local
     return LocalEngine(Scheduler(ledger, info.limits, depth, admission=admission), runner), runner
 
 
+OF_REQUESTS = [  # by their ids, from 1 on
+    Grammar("regex", "[a-f ]{60}[0-9]"),
+    Grammar("json_schema", json.dumps(SCHEMA)),
+    Grammar("regex", "(ab|cd|e){12,20}"),
+]
+
+
 def requests() -> list[Request]:
     rng = random.Random(0)
-    grammars = [
-        Grammar("regex", "[a-f ]{60}[0-9]"),
-        Grammar("json_schema", json.dumps(SCHEMA)),
-        None,
-        Grammar("regex", "(ab|cd|e){12,20}"),
-    ]
+    grammars = [1, 2, None, 3]
     found = []
     for i in range(12):
         ids = array("i", [rng.randrange(250) for _ in range(rng.randint(5, 60))]).tobytes()
         temperature = (0.0, 1.0)[i % 2]
         penalty = 1.2 if i % 5 == 0 else 1.0
         params = SamplingParams(
-            grammar=grammars[i % 4],
             temperature=temperature,
             max_tokens=60,
             repetition_penalty=penalty,
             logprobs=1 if i % 7 == 0 else None,
         )
-        found.append(Request(str(i), ids, params, seed=i, stop_ids=frozenset({END})))
+        stop_ids = frozenset({END})
+        found.append(Request(str(i), ids, params, seed=i, stop_ids=stop_ids, grammar=grammars[i % 4]))
     return found
+
+
+def compile_grammars(engine: LocalEngine, grammars: list[Grammar]) -> None:
+    """Compiles the grammars for the engine's runner, with ids from 1 on."""
+    compiled = engine.executor.grammars  # type: ignore[attr-defined]
+    for grammar_id, grammar in enumerate(grammars, start=1):
+        compiled.release(grammar_id)
+        compiled.compile(grammar_id, grammar)
 
 
 def run(engine: LocalEngine) -> dict[str, list[TokenEvent]]:
     events: dict[str, list[TokenEvent]] = {}
+    compile_grammars(engine, OF_REQUESTS)
     for one in requests():
         engine.add(one)
     while engine.has_work:
@@ -268,19 +277,21 @@ def test_the_cache_has_no_end_token_that_the_device_did_not_take(
     """Where the end tokens are ruled out, the end of the text is known on the host alone, while the step in
     flight computes K/V of another token in its place."""
     prompt = array("i", range(60, 80))
-    grammar = Grammar("regex", "[ab]{8}")
-    params = SamplingParams(grammar=grammar, max_tokens=60, temperature=0, **ruled_out_by)
+    params = SamplingParams(max_tokens=60, temperature=0, **ruled_out_by)
     free = SamplingParams(max_tokens=12, temperature=0, logprobs=0)
 
-    def answer(engine: LocalEngine, ids: bytes, params: SamplingParams) -> list[TokenEvent]:
-        engine.add(Request("a", ids, params, seed=0, stop_ids=frozenset({END})))
+    def answer(
+        engine: LocalEngine, ids: bytes, params: SamplingParams, grammar: int | None = None
+    ) -> list[TokenEvent]:
+        engine.add(Request("a", ids, params, seed=0, stop_ids=frozenset({END}), grammar=grammar))
         events = []
         while engine.has_work:
             events += engine.step()
         return events
 
     engine = make(directory, 2000, 2, estimates=False)[0]
-    said = array("i", [event.token or 0 for event in answer(engine, prompt.tobytes(), params)])
+    compile_grammars(engine, [Grammar("regex", "[ab]{8}")])
+    said = array("i", [event.token or 0 for event in answer(engine, prompt.tobytes(), params, 1)])
     assert said[-1] == END
     longer = (prompt + said + array("i", [65, 66])).tobytes()
     found = answer(engine, longer, free)
@@ -327,10 +338,9 @@ def test_tokens_that_the_grammar_rules_out_end_the_answer(directory: Path) -> No
     digits, prompt = [ord(one) for one in "0123456789"], array("i", range(65, 75)).tobytes()
     for temperature in (0.0, 1.0):
         engine, runner = make(directory, 2000, 2, estimates=False)
-        params = SamplingParams(
-            grammar=Grammar("regex", "[a-f]{20}"), allowed_token_ids=digits, temperature=temperature
-        )
-        engine.add(Request("a", prompt, params, seed=1, stop_ids=frozenset({END})))
+        compile_grammars(engine, [Grammar("regex", "[a-f]{20}")])
+        params = SamplingParams(allowed_token_ids=digits, temperature=temperature)
+        engine.add(Request("a", prompt, params, seed=1, stop_ids=frozenset({END}), grammar=1))
         events = []
         while engine.has_work:
             events += engine.step()
@@ -363,18 +373,55 @@ def test_a_mask_that_fails_fails_its_step_and_the_engine_goes_on(
         assert tokens(run(engine)) == expected
 
 
-def test_a_runner_without_a_tokenizer_fails_the_row_alone(directory: Path) -> None:
+def test_a_row_whose_grammar_is_not_compiled_fails_alone(directory: Path) -> None:
+    """As that of a request that has ended while its first step was on its way."""
     model = AutoModelForCausalLM.from_pretrained(directory)
     runner, info = assemble(model, EngineConfig(device="cpu", max_total_tokens=500), lambda line: None)
     ledger = TokenLedger(info.capacity, info.limits.max_num_seqs, info.limits.max_model_len)
     engine = LocalEngine(Scheduler(ledger, info.limits, 1), runner)
     ids = array("i", [1, 2, 3]).tobytes()
     engine.add(Request("free", ids, SamplingParams(max_tokens=3), seed=0))
-    engine.add(Request("bound", ids, SamplingParams(max_tokens=3, grammar=GRAMMARS[0]), seed=0))
+    with pytest.raises(InvalidGrammar, match="it has no tokenizer"):
+        runner.grammars.compile(1, GRAMMARS[0])
+    engine.add(Request("bound", ids, SamplingParams(max_tokens=3), seed=0, grammar=1))
     events: list[TokenEvent] = []
     while engine.has_work:
         events += engine.step()
     assert [event.finish_reason for event in events if event.request_id == "free"] == [None, None, "length"]
     (failed,) = [event for event in events if event.request_id == "bound"]
-    assert "it has no tokenizer" in str(failed.error)
+    assert "it is not compiled any more" in str(failed.error)
     assert_idle(engine)
+
+
+def test_an_engine_refuses_a_grammar_that_is_not_compiled(directory: Path) -> None:
+    engine = make(directory, 500, 1, estimates=False)[0]
+    params = SamplingParams(grammar=GRAMMARS[0], max_tokens=3)
+    with pytest.raises(InvalidParams, match="an engine compiles none"):
+        engine.add(Request("a", array("i", [1]).tobytes(), params, seed=0))
+
+
+def test_released_grammars_leave_their_rows(directory: Path) -> None:
+    engine, runner = make(directory, 2000, 2, estimates=False)
+    run(engine)
+    grammars = runner.grammars
+    assert (grammars.num_compiled, grammars.num_rows > 0) == (3, True)
+    for grammar_id in (1, 2, 3):
+        grammars.release(grammar_id)
+    grammars.trim()
+    assert (grammars.num_compiled, grammars.num_rows) == (0, 0)
+
+
+def test_answers_leave_no_grammar_held(llm: LLM) -> None:
+    llm.generate(["Once"] * 4, [SamplingParams(grammar=one, n=2, max_tokens=5) for one in GRAMMARS])
+    next(llm.stream("Once", SamplingParams(grammar=GRAMMARS[0], max_tokens=5)))  # and is dropped
+    llm.stream("Once", SamplingParams(grammar=GRAMMARS[1], max_tokens=5))  # never begins
+    desk = llm._grammars._desk
+    desk.check()
+    assert not desk._by_name
+    with pytest.raises(InvalidParams):
+        llm.generate(
+            ["Once"] * 2, [SamplingParams(grammar=one) for one in (GRAMMARS[2], Grammar("regex", "(a"))]
+        )
+    desk.check()
+    assert not desk._by_name
+    assert_idle(llm.engine)

@@ -3,6 +3,8 @@
 import random
 from array import array
 
+import pytest
+
 from lightkv.ledger import TokenLedger
 from lightkv.router.engine.admission import make_admission
 from lightkv.router.engine.loop import LocalEngine
@@ -30,6 +32,31 @@ def test_a_request_is_passed_only_by_those_that_come_within_a_minute_of_each_uni
         if queue.pop() is low:
             break
     assert second == 2 * SECONDS_PER_PRIORITY
+
+
+@pytest.mark.parametrize(
+    ("urgent", "own", "minutes"),
+    [(-(2**31), 0, 10), (-11, 0, 10), (-10, 0, 10), (-9, 0, 9), (0, 2**31, 60), (-(2**31), 2**31, 70)],
+)
+def test_extreme_priorities_pass_a_request_for_a_bounded_time(urgent: int, own: int, minutes: int) -> None:
+    """However many urgent requests come: one every ten seconds, and each time one is admitted."""
+    queue = WaitingQueue()
+    queue.push(waiting := request(0, priority=own))
+    for number in range(1, 1000):
+        queue.push(request(number, priority=urgent, at=10.0 * number))
+        if queue.pop() is waiting:
+            break
+    assert 10.0 * number == 60.0 * minutes
+
+
+def test_with_patience_extreme_priorities_leave_one_in_so_many_admissions() -> None:
+    queue = WaitingQueue(patience=8.0)
+    queue.push(waiting := request(0))
+    popped = []
+    for number in range(1, 200):
+        queue.push(request(number, priority=-(2**31), at=10.0 * number))
+        popped.append(queue.pop())
+    assert popped.index(waiting) == 3 * LATE_EVERY - 1  # 600 seconds later
 
 
 def test_with_patience_one_in_so_many_admissions_goes_to_the_longest_waiting_request() -> None:

@@ -45,6 +45,7 @@ def quantised_cache(
     num_kv_heads: int = 2,
     k_dim: int = 64,
     v_dim: int = 64,
+    factors: tuple[float, float] = (1.0, 1.0),
 ) -> Cache:
     """Makes random K/V in shuffled slots of a pool, whose other slots have NaN for scales."""
     spec = KVSpec(1, num_kv_heads, k_dim, v_dim, dtype, KVFormat.parse(name))
@@ -57,6 +58,7 @@ def quantised_cache(
     slots = 1 + torch.randperm(num_slots - 1)[: sum(lengths)]
     k, v = (torch.randn(len(slots), num_kv_heads, dim) + 0.5 for dim in (k_dim, v_dim))
     k[:, :, 3] *= 8  # an outlier
+    k, v = k * factors[0], v * factors[1]
     pool.write(0, slots.to(device), k.to(device, dtype), v.to(device, dtype))
     index = torch.zeros(len(lengths) + 1, max(*lengths, 1) + 3, dtype=torch.int32)
     rows = 1 + torch.randperm(len(lengths))
@@ -114,6 +116,25 @@ def test_scales_of_k_and_v_may_stand_apart(name: str, device: torch.device) -> N
 def test_decode(name: str, dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(1)
     check_decode(quantised_cache([70, 0, 1, 133], name, device, dtype=dtype), dtype)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str
+)
+@pytest.mark.parametrize("name", ["int4", "int4-g16", "k8v4"])
+def test_values_beyond_float16_give_no_nan(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(12)
+    for factor in (1e4, 1e5):
+        factors = (1.0 if name == "k8v4" else factor), factor
+        cache = quantised_cache([70, 33], name, device, dtype=dtype, factors=factors)
+        q = queries(cache, 2, dtype) / factors[0]
+        decoded = decode_attention(q, *cache)
+        prefilled = prefill_attention(q, cache.kv, cache.rows, starts([1, 1], device), cache.lengths)
+        expected = decode_attention_reference(q, *cache)
+        for out in (decoded, prefilled):
+            assert out.isfinite().all()
+            if device.type == "cpu":  # a GPU rounds queries to float16, and these are tiny
+                assert_close(out / factor, expected / factor)
 
 
 @pytest.mark.parametrize(

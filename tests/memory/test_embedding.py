@@ -3,6 +3,7 @@ hold."""
 
 import random
 import re
+import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,8 @@ import pytest
 import torch
 from torch.nn.functional import normalize, scaled_dot_product_attention
 
-from lightkv import KVCache, KVSpec, LightKVError, WrongThread
-from lightkv.edits import Edit, decode, encode
+from lightkv import KVCache, KVSpec, LightKVError, OutOfTokens, WrongThread
+from lightkv.edits import Alloc, Edit, StoreSegment, decode, encode
 from lightkv.kv_cache import ExportedKV
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.kv_memory import KVMemory
@@ -110,6 +111,92 @@ def test_the_example_answers_as_attention_without_a_cache(page: tuple[dict[str, 
             assert int((x[-1] @ names["head"].T).argmax()) == token
             ids.append(token)
     assert len(set(names["answers"][0])) > 2  # the answer does not repeat one token
+
+
+@pytest.fixture
+def names(page: tuple[dict[str, Any], str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """Runs the page's scheduler after its first program. Returns their names."""
+    programs = [program for program in blocks("python") if "class Scheduler" in program]
+    exec(compile(programs[0], str(PAGE), "exec"), page[0])
+    assert capsys.readouterr().out == blocks("text")[1]
+    return page[0]
+
+
+def windowed(names: dict[str, Any], prompt: list[int], first: int, count: int) -> list[int]:
+    """Returns the `count` tokens after `prompt` by attention without a cache, where the first of them is the
+    one that comes at place `first` in the order of scores."""
+    ids, places = list(prompt), [first] + [0] * (count - 1)
+    for place in places:
+        x = names["embedding"][ids]
+        heads = ((x @ names[w]).unflatten(1, (-1, names["DIM"])) for w in ("w_q", "w_k", "w_v"))
+        q, k, v = (head.transpose(0, 1) for head in heads)
+        seen = torch.ones(len(ids), len(ids), dtype=torch.bool).tril().triu(1 - names["WINDOW"])
+        attended = scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+        x = normalize(x + attended.transpose(0, 1).flatten(1) @ names["w_out"])
+        ids.append(int((x[-1] @ names["head"].T).topk(place + 1).indices[place]))
+    return ids[len(prompt) :]
+
+
+def asked(names: dict[str, Any]) -> list[Any]:
+    """Returns requests of which some have to wait, and some are preempted, in a pool of 48 tokens."""
+    make, system = names["Request"], names["system"]
+    few = [make([*system, 20, 21], 20, num_answers=2), make(list(range(40, 60)), 12), make([*system, 30], 24)]
+    return few + [make([70 + i, 5, 9], 9 + i, num_answers=1 + i % 3) for i in range(2)]
+
+
+def test_the_scheduler_is_short() -> None:
+    (program,) = (program for program in blocks("python") if "class Scheduler" in program)
+    lines = program.partition("class Scheduler")[2].partition("def make_forward")[0].splitlines()
+    assert len([line for line in lines if line]) <= 60
+
+
+@pytest.mark.parametrize("failing", [(), range(0, 200, 2)], ids=["no step", "each other step"])
+def test_the_scheduler_answers_as_attention_without_a_cache(names: dict[str, Any], failing: Any) -> None:
+    """Also where the forward pass fails in many steps, and each of these is tried again."""
+    cache = KVCache(names["spec"], capacity=48, max_sequences=4, max_entries=64, device="cpu")
+    forward, num_calls, num_out = names["make_forward"](cache), 0, 0
+    extend = cache.extend
+
+    def failing_forward(batch: list[Any], num_prefills: int) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls - 1 in failing:  # with nothing written
+            raise RuntimeError("no such luck")
+        return forward(batch, num_prefills)
+
+    def counted_extend(sequences: list[Sequence], counts: list[int]) -> torch.Tensor:
+        nonlocal num_out
+        try:
+            return extend(sequences, counts)
+        except OutOfTokens:
+            num_out += 1
+            raise
+
+    cache.extend = counted_extend  # type: ignore[method-assign]
+    scheduler = names["Scheduler"](cache, failing_forward)
+    scheduler.waiting += (requests := asked(names))
+    expected = [
+        windowed(names, request.prompt, place, request.max_tokens)
+        for request in requests
+        for place in range(request.num_answers)
+    ]
+    num_failed = 0
+    while scheduler.waiting or scheduler.running:
+        before = len(scheduler.waiting) + len(scheduler.running), cache.num_open
+        try:
+            scheduler.step()
+        except RuntimeError:
+            num_failed += 1
+            assert len(scheduler.waiting) + len(scheduler.running) == before[0]
+            assert cache.num_open == len(scheduler.running) <= before[1]
+        cache.check()
+        assert_written(cache)
+        assert all(one.length <= names["WINDOW"] for _, one in scheduler.running if one.dropped)
+        assert num_calls < 1000
+    assert num_out > 3
+    assert num_failed == len([call for call in range(num_calls) if call in failing])
+    assert sorted(one.output for one in scheduler.finished) == sorted(expected)
+    assert (cache.num_held, cache.num_open) == (0, 0)
 
 
 def test_every_life_in_memory_md_makes_the_edits_that_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,6 +366,83 @@ def test_a_memory_with_the_same_edits_is_the_same(seed: int, device: torch.devic
         length = sequence.length
         assert torch.equal(mirror.positions(sequence.row, length), memory.positions(sequence.row, length))
     cache.check()
+
+
+def edits_page() -> tuple[str, dict[str, Any]]:
+    """Returns the page that specifies the bytes of edits, and the names of its programs."""
+    text = (DOCS / "edits.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    for program in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        exec(compile(program, "edits.md", "exec"), names)
+    return text, names
+
+
+def test_the_page_of_the_bytes_has_every_edit_with_its_number_and_its_integers() -> None:
+    text, names = edits_page()
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \| ([^|]*) \|", text, re.MULTILINE)
+    kinds = get_args(Edit)
+    assert {name for _, name, _ in rows} == {kind.__name__ for kind in kinds} == set(names["SIZES"])
+    for number, name, integers in rows:
+        (kind,) = (kind for kind in kinds if kind.__name__ == name)
+        if name == "Alloc":
+            edit = kind((1, 2), (3, 4), (5, 6))
+        else:
+            assert name == "MapSegments" or tuple(integers.split(", ")) == kind._fields
+            edit = kind(7, (8, 9)) if name == "MapSegments" else kind(*range(len(kind._fields)))
+        assert int.from_bytes(encode([edit])[:8], "little") == int(number) == list(names["SIZES"]).index(name)
+    (example,) = re.findall(r"^```text\n((?:[0-9a-f]{2}\s+)+)```$", text, re.MULTILINE)
+    assert decode(bytes.fromhex(example)) == [Alloc((1,), (0,), (3,)), StoreSegment(1, 0, 3, 1)]
+    reader = text.partition("import struct")[2].partition("```")[0].splitlines()
+    assert len([line for line in reader if line]) <= 30
+
+
+@pytest.mark.parametrize(
+    "message",
+    [b"1234567", bytes(8), encode([Alloc((1,), (0,), (3,))])[:-8], *(
+        struct.pack(f"<{2 + n}q", kind, n, *range(n)) for kind, n in ((12, 1), (-1, 2), (0, 4), (1, 0), (2, 3))
+    ), struct.pack("<2q", 5, -1)],
+)  # fmt: skip
+def test_bytes_that_are_no_edits_are_refused_by_both_readers(message: bytes) -> None:
+    for reader in (decode, edits_page()[1]["read"]):
+        with pytest.raises((ValueError, IndexError, struct.error)):
+            reader(message)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_reader_of_the_page_follows_a_cache(seed: int, device: torch.device) -> None:
+    cache, (_, names) = make_cache(device), edits_page()
+    memory, seen = names["Memory"](60, 4, 32), set()
+
+    def follow(edits: list[Edit], kept: list[torch.Tensor]) -> None:
+        found = names["read"](encode(edits))
+        assert [name for name, _ in found] == [type(edit).__name__ for edit in edits]
+        left = [entries.tolist() for entries in kept]
+        for name, numbers in found:
+            seen.add(name)
+            memory.apply(name, numbers, left)
+        assert not left
+        ours = cache.memory
+        assert memory.free == set(ours.allocator.mem_state.nonzero().flatten().tolist())
+        assert memory.segments == {name: slots.tolist() for name, slots in ours._segments.items()}
+        for row, start, end in cache.ledger.private_ranges():
+            assert memory.table[row][start:end] == ours.table.slots(row, start, end).tolist()
+
+    failed: list[BaseException] = []
+    cache.on_edits = lambda edits, kept: failing(lambda: follow(edits, kept), failed)
+    called = random_verbs(cache, random.Random(seed), 800)
+    assert not failed
+    assert called == {"open", "extend", "publish", "fork", "truncate", "release", "keep", "close"}
+    assert {kind.__name__ for kind in get_args(Edit)} == seen
+    assert memory.table == cache.memory.table.req_to_token.tolist()
+
+
+def failing(check: Callable[[], None], failed: list[BaseException]) -> None:
+    """Runs a check in a callback, whose exceptions are logged and not raised, and keeps what it raises."""
+    try:
+        check()
+    except BaseException as error:
+        failed.append(error)
+        raise
 
 
 def test_a_verb_that_changes_nothing_calls_no_callback(device: torch.device) -> None:

@@ -115,8 +115,8 @@ def test_replays_and_eager_verbs_mix_freely() -> None:
 
     def agree() -> None:
         ledger.check()
-        memory.check(ledger.private_ranges())
-        mirror.check(ledger.private_ranges())
+        memory.check(ledger.holdings())
+        mirror.check(ledger.holdings())
         assert memory.num_free == mirror.num_free == ledger.num_free == int(memory.counters[0])
         assert torch.equal(memory.allocator.mem_state.cpu(), mirror.allocator.mem_state)
         for s in ledger.sequences:

@@ -51,6 +51,30 @@ def test_bytes_are_those_of_the_buffers(name: str) -> None:
     assert pool.k(1).dtype == torch.float32
 
 
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("group", [0, 8])
+def test_values_with_a_middle_are_finite_in_float16(group: int, rotated: bool) -> None:
+    """K/V beyond the largest number of float16 is cut off, and rounding puts nothing beyond it."""
+    elements = Elements(4, group=group, has_middle=True, is_rotated=rotated)
+    torch.manual_seed(0)
+    signs = torch.randn(500, 64).sign()
+    for heads in (
+        torch.randn(500, 64) * 1e5,
+        signs * (65_280 + 400 * torch.rand(500, 64)),
+        65_280 - 4000 * torch.rand(500, 1) * torch.rand(500, 64),
+        torch.full((1, 64), torch.inf) if not rotated else torch.full((1, 64), 1e37),
+        torch.full((1, 64), -65_504.0),
+    ):
+        stored, columns = quantise(heads, elements, torch.float16)
+        found = dequantise(stored, columns, elements)
+        expected = (rotate_heads(heads) if rotated else heads).clamp(-65_280, 65_280)
+        assert columns.isfinite().all()
+        assert found.half().isfinite().all()
+        steps = columns.float()[..., : elements.groups(64)].repeat_interleave(64 // elements.groups(64), -1)
+        # The middle is rounded to a multiple of up to 32, and the scale by 2^-11 of itself.
+        assert ((found - expected).abs() <= 0.51 * steps + 16 + 1).all()
+
+
 @pytest.mark.parametrize("name", ["int9", "int8-g0", "fp8-g8", "int8-", "", "auto-g8"])
 def test_an_unknown_name_is_refused_with_those_that_there_are(name: str) -> None:
     with pytest.raises(ValueError, match=r"choose one of auto, fp8, .*int4-gN"):

@@ -21,7 +21,9 @@ from lightkv.edits import (
     encode,
 )
 from lightkv.errors import CheckFailed
-from lightkv.memory.kv_memory import KVMemory, require_current
+from lightkv.holdings import HeldRow, Holdings
+from lightkv.memory.device import require_current
+from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import packed_size, upload
 from lightkv.router.config import EngineConfig, InvalidConfig
 from lightkv.router.model import build as build_module
@@ -34,6 +36,11 @@ SPEC = KVSpec(num_layers=1, num_kv_heads=1, k_dim=2, v_dim=2, dtype=torch.float3
 @pytest.fixture
 def memory(device: torch.device) -> KVMemory:
     return KVMemory(SPEC, num_slots=41, max_sequences=4, max_entries=16, device=device)
+
+
+def own(*ranges: tuple[int, int], segments: dict[int, int] | None = None, dropped: int = 0) -> Holdings:
+    """What the ledger would count if each (row, length) of `ranges` shared nothing, beside these segments."""
+    return Holdings([HeldRow(row, (), 0, length, dropped) for row, length in ranges], segments or {})
 
 
 def row_slots(memory: KVMemory, row: int, end: int) -> list[int]:
@@ -92,7 +99,7 @@ def test_alloc_fills_each_row_from_its_start(memory: KVMemory) -> None:
     assert row_slots(memory, 2, 3) == [4, 5, 6]
     assert not memory.table.req_to_token[0].any()
     assert memory.num_free == memory.capacity - 7 == int(memory.counters[0])
-    memory.check([(1, 0, 4), (2, 0, 3)])
+    memory.check(own((1, 4), (2, 3)))
 
 
 def test_a_prompt_gets_a_run_and_a_decode_step_the_lowest(memory: KVMemory) -> None:
@@ -147,14 +154,14 @@ def test_store_map_split_and_free_segments(memory: KVMemory) -> None:
     memory.apply([Alloc((1,), (0,), (6,)), StoreSegment(1, 0, 4, segment=9)])
     memory.apply([MapSegments(2, (9,)), Alloc((2,), (4,), (2,))])
     assert row_slots(memory, 2, 6) == [1, 2, 3, 4, 7, 8]
-    memory.check([(1, 4, 6), (2, 4, 6)])
+    memory.check(Holdings([HeldRow(1, (9,), 4, 6, 0), HeldRow(2, (9,), 4, 6, 0)], {9: 4}))
     memory.apply([SplitSegment(9, 1, head=10), MapSegments(3, (10, 9))])
     assert row_slots(memory, 3, 4) == [1, 2, 3, 4]
     memory.apply([FreeSegment(9, 1)])
     assert memory.num_free == memory.capacity - 6
-    memory.check([(1, 4, 6), (2, 4, 6)])
+    memory.check()
     memory.apply([FreeSegment(9, 0), FreeSegment(10, 0), FreeRange(1, 4, 6), FreeRange(2, 4, 6)])
-    memory.check([])
+    memory.check(own())
     assert memory.num_free == memory.capacity
 
 
@@ -169,7 +176,7 @@ def test_store_segment_may_grow_a_segment(memory: KVMemory) -> None:
         ]
     )
     assert row_slots(memory, 2, 5) == [1, 2, 3, 4, 5]
-    memory.check([])
+    memory.check(Holdings([HeldRow(row, (1,), 5, 5, 0) for row in (1, 2)], {1: 5}))
 
 
 def test_freed_slots_are_read_before_the_row_is_mapped_again(memory: KVMemory) -> None:
@@ -177,7 +184,7 @@ def test_freed_slots_are_read_before_the_row_is_mapped_again(memory: KVMemory) -
     memory.apply([Alloc((1,), (0,), (3,)), Alloc((2,), (0,), (3,)), StoreSegment(2, 0, 3, 5)])
     memory.apply([FreeRange(1, 0, 3), MapSegments(1, (5,))])
     assert row_slots(memory, 1, 3) == [4, 5, 6]
-    memory.check([])
+    memory.check(Holdings([HeldRow(row, (5,), 3, 3, 0) for row in (1, 2)], {5: 3}))
     assert memory.num_free == memory.capacity - 3
 
 
@@ -198,7 +205,7 @@ def test_each_keep_has_its_entries(memory: KVMemory) -> None:
     assert row_slots(memory, 1, 3) == [first[0], first[2], first[5]]
     # 4 is out of range: the first entry that was not listed is freed.
     assert row_slots(memory, 2, 3) == [second[0], second[1], second[3]]
-    memory.check([(1, 0, 3), (2, 0, 3)])
+    memory.check(Holdings([HeldRow(1, (), 0, 3, 3), HeldRow(2, (), 0, 3, 1)], {}))
 
 
 @pytest.mark.parametrize("num_entries", [0, 2])
@@ -211,20 +218,20 @@ def test_a_keep_without_its_entries_is_refused_before_anything_is_done(
     with pytest.raises(ValueError, match=f"1 KeepEntries edits and entries for {num_entries}"):
         memory.apply([Alloc((2,), (0,), (3,)), KeepEntries(1, 0, 4, 1)], entries)
     assert torch.equal(memory.table.req_to_token, before)
-    memory.check([(1, 0, 4)])
+    memory.check(own((1, 4)))
 
 
 def test_a_shortage_raises_and_allocates_nothing(memory: KVMemory) -> None:
     memory.apply([Alloc((1,), (0,), (16,)), Alloc((2,), (0,), (16,))])
     with pytest.raises(OutOfTokens, match="9 tokens needed, 8"):
         memory.apply([Alloc((3,), (0,), (9,))])
-    memory.check([(1, 0, 16), (2, 0, 16)])
+    memory.check(own((1, 16), (2, 16)))
 
 
 def test_check_finds_a_slot_with_two_owners(memory: KVMemory) -> None:
     memory.apply([Alloc((1,), (0,), (3,)), StoreSegment(1, 0, 3, 1)])
-    with pytest.raises(CheckFailed, match="slot 2 has 2 owners"):
-        memory.check([(1, 1, 2)])
+    with pytest.raises(CheckFailed, match="slot 1 has 2 owners"):
+        memory.check(own((1, 2), segments={1: 3}))
     memory.apply([FreeRange(1, 0, 1)])
     with pytest.raises(CheckFailed, match="slot 1 has 2 owners"):
         memory.check()
@@ -234,7 +241,7 @@ def test_check_finds_a_lost_slot(memory: KVMemory) -> None:
     memory.apply([Alloc((1,), (0,), (3,))])
     memory.check()
     with pytest.raises(CheckFailed, match="slot 3 is lost"):
-        memory.check([(1, 0, 2)])
+        memory.check(own((1, 2)))
 
 
 def test_the_same_edits_make_the_same_memory(memory: KVMemory, device: torch.device) -> None:
@@ -253,10 +260,12 @@ def test_the_same_edits_make_the_same_memory(memory: KVMemory, device: torch.dev
         other.apply([edit])
     assert torch.equal(memory.table.req_to_token, other.table.req_to_token)
     assert torch.equal(memory.allocator.mem_state, other.allocator.mem_state)
-    memory.check([(1, 4, 5), (2, 0, 2), (3, 0, 2), (4, 2, 3)])
+    memory.check()
 
 
 def test_memory_on_a_gpu_that_is_not_the_current_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     with pytest.raises(ValueError, match=r"on cuda:1 while cuda:2 .* torch.cuda.set_device\(1\) first"):
         KVMemory(SPEC, 41, max_sequences=4, max_entries=16, device=torch.device("cuda:1"))
@@ -302,4 +311,4 @@ def test_apply_never_synchronises(memory: KVMemory) -> None:
         memory.apply(edits(2))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    memory.check([])
+    memory.check(own())

@@ -103,8 +103,11 @@ def page(outcomes: dict[tuple[str, str], str | None]) -> str:
         own = variant or (f"model_type {name}" if shared[shown] > 1 else "")
         shown = f"{shown} ({own})" if own else shown
         (runs if reason is None else refused[reason]).append(shown)
-    lines = [HEAD, ENCODER_DECODERS, f"## {len(runs)} run", "", ", ".join(sorted(runs)), ""]
-    lines += [f"## {len(outcomes) - len(runs)} are refused", "", "| reason | architectures |", "|---|---|"]
+    num_run = len({shown.partition(" (")[0] for shown in runs})
+    run = f"## {num_run} architectures run, in {len(runs)} configurations"
+    lines = [HEAD, ENCODER_DECODERS, run, "", ", ".join(sorted(runs)), ""]
+    num_refused = len(outcomes) - len(runs)
+    lines += [f"## {num_refused} configurations are refused", "", "| reason | architectures |", "|---|---|"]
     for reason, names in sorted(refused.items(), key=lambda item: (-len(item[1]), item[0])):
         lines.append(f"| {reason} | {', '.join(sorted(names))} |")
     return "\n".join(lines) + "\n"

@@ -164,6 +164,7 @@ def test_unknown_model(lines: list[str], model: str) -> None:
         "remedy",
     ):
         assert place in str(raised.value)
+    assert str(raised.value).endswith(f"hf download {model}")
     assert "\n" not in str(raised.value)
 
 
@@ -172,8 +173,9 @@ def test_unknown_model(lines: list[str], model: str) -> None:
 )
 @pytest.mark.usefixtures("cache")
 def test_a_name_that_is_not_an_id_is_searched_for_nowhere_else(lines: list[str], model: str) -> None:
-    with pytest.raises(ModelNotFound, match="no such directory, and not an id"):
+    with pytest.raises(ModelNotFound, match="no such directory, and not an id") as raised:
         resolve(model, lines.append)
+    assert "download" not in str(raised.value)
 
 
 def test_home_of_an_unknown_user(lines: list[str]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightkv.edits import Alloc, Edit, FreeRange, decode
+from lightkv.holdings import Holdings
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.loop import LocalEngine, make_scheduler
 from lightkv.router.engine.request import Request
@@ -58,7 +59,7 @@ class TimedRows:
         assert not self._in_flight
         self._apply(decode(edits))
         assert not any(self._lengths.values())
-        assert expected == ExpectedMemory(self._capacity, [])
+        assert expected == ExpectedMemory(self._capacity, Holdings([], {}))
 
     def _apply(self, edits: list[Edit]) -> None:
         for edit in edits:
@@ -168,7 +169,7 @@ def check_runner(device: str) -> None:
     assert len(lines) == 1
     assert info.step_time is not None
     assert info.step_time.source["median_relative_error"] < 1.0
-    runner.check(b"", ExpectedMemory(info.capacity, []))
+    runner.check(b"", ExpectedMemory(info.capacity, Holdings([], {})))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(info), type=RunnerInfo) == info
     plain, without, none = build(device, 0.0)
     assert (without.step_time, none) == (None, [])

@@ -15,7 +15,7 @@ from lightkv.integrations.model.hf_model import bind
 from lightkv.router import EngineConfig
 from lightkv.router.model import token_buckets as module
 from lightkv.router.model.build import assemble
-from lightkv.router.model.cuda_graph import StepGraphs, graphs_bytes
+from lightkv.router.model.cuda_graph import StepGraphs, batch_sizes, graphs_bytes
 from lightkv.router.model.token_buckets import (
     FEW_PREFILLS,
     MOST_TOKENS,
@@ -347,3 +347,13 @@ def test_a_device_without_memory_measures_nothing(monkeypatch: pytest.MonkeyPatc
     buckets = token_buckets([[nn.Linear(4, 4)]], 0, 600, lines.append)
     assert buckets == token_buckets([], 0, 600, lines.append)
     assert "not measured, for lack of memory" in lines[0]
+
+
+def test_the_memory_to_keep_has_room_for_the_graphs_of_rows_with_grammars() -> None:
+    """Each size of decode batches has up to eight graphs, and the masks are kept once."""
+    sizes = len(batch_sizes(256))
+    least = graphs_bytes(256, 20, 0, 0, 0) - graphs_bytes(1, 20, 0, 0, 0)
+    assert least >= (8 * (sizes - 1)) << 21
+    vocab_size = 128_000
+    logits = graphs_bytes(256, 20, 0, 4 * vocab_size, 0) - graphs_bytes(256, 20, 0, 0, 0)
+    assert logits >= 256 * (5 * 4 * vocab_size + vocab_size // 8)

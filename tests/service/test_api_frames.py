@@ -1,19 +1,16 @@
-"""The stream between API and router disconnects a peer that does not read, but not after a burst."""
+"""The stream between API and router: a peer that reads late loses nothing, however the bytes are cut."""
 
 import asyncio
 import socket
-import time
 from collections.abc import Awaitable, Callable
 
 import msgspec
 import pytest
 
-from lightkv.router.service import frames
 from lightkv.router.service.frames import FrameStream
 from lightkv.router.service.messages import Abort, AskMap, ToRouter
 
 KIB = 1024
-STALL_SECONDS = 0.2
 
 
 def run(body: Callable[[FrameStream[ToRouter], FrameStream[ToRouter]], Awaitable[None]]) -> None:
@@ -33,29 +30,28 @@ def run(body: Callable[[FrameStream[ToRouter], FrameStream[ToRouter]], Awaitable
     asyncio.run(ends())
 
 
-@pytest.fixture(autouse=True)
-def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "MAX_PENDING_BYTES", 512 * KIB)
-    monkeypatch.setattr(frames, "MAX_STALL_SECONDS", STALL_SECONDS)
+def test_a_peer_that_reads_nothing_stays_connected() -> None:
+    """The sender sees how much is unread, and everything arrives once the peer reads."""
 
-
-def test_a_peer_that_does_not_read_is_disconnected() -> None:
     async def body(ours: FrameStream[ToRouter], theirs: FrameStream[ToRouter]) -> None:
-        sent, begun = 0, time.monotonic()
-        receiving = asyncio.create_task(ours.receive())
-        while not receiving.done():  # the router notices the end in the same way
+        for _ in range(64):
             ours.send(Abort("a" * 64 * KIB))
-            sent += 1
-            await asyncio.sleep(0.005)
-        assert receiving.result() is None
-        assert time.monotonic() - begun > STALL_SECONDS
-        assert sent > 512 // 64
+            await asyncio.sleep(0.002)
+        assert 2048 * KIB < ours.num_unread < 64 * 65 * KIB
+        for _ in range(64):
+            assert await theirs.receive() == Abort("a" * 64 * KIB)
+        assert ours.num_unread == 0
+
+    run(body)
+
+
+def test_messages_to_a_closed_stream_are_lost_without_an_error() -> None:
+    async def body(ours: FrameStream[ToRouter], theirs: FrameStream[ToRouter]) -> None:
+        theirs.close()
+        assert await ours.receive() is None
+        ours.close()
         for _ in range(10):
-            ours.send(Abort("lost"))  # raises no error
-        received = 0
-        while await theirs.receive() is not None:
-            received += 1
-        assert received < sent
+            ours.send(Abort("lost"))
 
     run(body)
 
@@ -69,24 +65,6 @@ def test_a_burst_that_is_read_in_time_arrives_whole() -> None:
                 message = await theirs.receive()
                 assert isinstance(message, Abort)
                 assert message.request_id.startswith(f"{i} ")
-            await asyncio.sleep(2 * STALL_SECONDS)
-
-    run(body)
-
-
-def test_a_slow_peer_that_catches_up_is_not_disconnected() -> None:
-    """The time counts from when the peer last had few unread bytes, not from when it first had many."""
-
-    async def body(ours: FrameStream[ToRouter], theirs: FrameStream[ToRouter]) -> None:
-        for _ in range(4):
-            for _ in range(32):
-                ours.send(Abort("a" * 64 * KIB))
-            await asyncio.sleep(0.6 * STALL_SECONDS)
-            ours.send(Abort("still there"))
-            for _ in range(33):
-                assert await theirs.receive() is not None
-            ours.send(Abort("caught up"))
-            assert await theirs.receive() == Abort("caught up")
 
     run(body)
 

@@ -14,21 +14,25 @@ import pytest
 
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.admission import OutputLengths
+from lightkv.router.engine.grammar_desk import Compile, Compiled, Forget
 from lightkv.router.engine.step import ExpectedMemory, Limits, RunnerInfo, StepPlan, StepResult, TokenEvent
-from lightkv.router.sampling_params import SamplingParams
+from lightkv.router.sampling_params import Grammar, SamplingParams
 from lightkv.router.service import router as router_module
 from lightkv.router.service.frames import FrameStream
 from lightkv.router.service.messages import (
     Abort,
     Accepted,
     Events,
+    NewAnswer,
+    NewPrompt,
     Refused,
     Status,
     Submit,
     ToApi,
     WorkerError,
 )
-from lightkv.router.service.router import MAX_CRASHES, Router
+from lightkv.router.service.restarts import MAX_CRASHES
+from lightkv.router.service.router import Router
 from lightkv.router.service.worker_client import WorkerDied, WorkerFailed
 from tests.support.model_worker import ModelWorker
 
@@ -46,9 +50,20 @@ class FakeWorker:
         self.pause = pause
         self.killed = asyncio.Event()
         self.num_checks = 0
+        self.orders: list[Compile | Forget] = []
+        self.answers: asyncio.Queue[Compiled] = asyncio.Queue()
+        self.compiles_at_once = True
 
-    def kill(self) -> None:
+    def kill(self, reason: str = "") -> None:
         self.killed.set()
+
+    def send_grammar(self, order: Compile | Forget) -> None:
+        self.orders.append(order)
+        if isinstance(order, Compile) and self.compiles_at_once:
+            self.answers.put_nowait(Compiled(order.grammar_id))
+
+    async def take_grammar(self) -> Compiled:
+        return await self.answers.get()
 
     async def start(self, config: EngineConfig, report: Callable[[str], None]) -> RunnerInfo:
         report("loading")
@@ -102,11 +117,18 @@ class Client:
         return None
 
     async def submit(
-        self, name: str, prompt: list[int], max_tokens: int = 5, states_length: bool = True
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int = 5,
+        states_length: bool = True,
+        grammar: Grammar | None = None,
     ) -> Accepted | Refused:
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, grammar=grammar)
         ids = array("i", prompt).tobytes()
-        self.stream.send(Submit(name, ids, params, 1, [], states_length=states_length))
+        self.stream.send(
+            Submit([NewPrompt(ids, [NewAnswer(name, 1)])], params, [], states_length=states_length)
+        )
         while (answer := await self.take()) is None:
             pass
         return answer
@@ -212,7 +234,7 @@ def test_a_burst_of_requests_leaves_time_for_steps(tmp_path: Path, monkeypatch: 
             client = await made.connect()
             for i in range(100):
                 params = SamplingParams(max_tokens=5, temperature=0.0)
-                client.stream.send(Submit(str(i), b"", params, 1, []))
+                client.stream.send(Submit([NewPrompt(b"", [NewAnswer(str(i), 1)])], params, []))
             while sum(handled) < 100:
                 await asyncio.sleep(0)
                 handled.append(num_handled)
@@ -334,7 +356,7 @@ def test_workers_that_die_before_a_step_end_the_service_however_long_they_load(
 ) -> None:
     async def scenario() -> None:
         monkeypatch.setattr(
-            "lightkv.router.service.router.CRASH_SECONDS", 0.0
+            "lightkv.router.service.restarts.CRASH_SECONDS", 0.0
         )  # no two crashes are within it
         made = Service(tmp_path / "router.sock", depth=1)
         client = await made.connect()

@@ -15,7 +15,7 @@ from lightkv.router.engine.loop import make_scheduler
 from lightkv.router.engine.step import Limits
 from lightkv.router.model.build import EngineSizes
 from lightkv.router.sampling_params import SamplingParams
-from lightkv.router.service.messages import Accepted, Load, ReleaseSession, Submit
+from lightkv.router.service.messages import Accepted, Load, NewAnswer, NewPrompt, ReleaseSession, Submit
 from tests.service import test_router
 from tests.service.test_router import Client, Service, service
 
@@ -30,7 +30,9 @@ def with_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
 async def turn(client: Client, name: str, prompt: list[int], session: str | None) -> None:
     """Sends a request with five new tokens, and waits for its end."""
     params = SamplingParams(max_tokens=5, temperature=0.0)
-    client.stream.send(Submit(name, array("i", prompt).tobytes(), params, 1, [], session=session))
+    client.stream.send(
+        Submit([NewPrompt(array("i", prompt).tobytes(), [NewAnswer(name, 1)])], params, [], session=session)
+    )
     while (answer := await client.take()) is None:
         pass
     assert answer == Accepted(name)

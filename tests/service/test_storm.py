@@ -69,7 +69,9 @@ def asked(i: int, max_tokens: int = MAX_TOKENS) -> dict[str, Any]:
 
 
 def http_post(body: bytes, path: str = COMPLETIONS, length: int | None = None) -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    )
     return f"{head}Content-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body
 
 
@@ -87,11 +89,11 @@ MALFORMED = (
     b"BREW /coffee\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100) + b"\r\n\r\n",  # an HTTPS client
     http_post(b"{}", length=-5),
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
 )
 UNFINISHED = (  # the client disconnects after these bytes
     b"POST /v1/completions HTT",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Le",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Le",
     http_post(b'{"prompt": "a', length=5000),
     b"",
 )

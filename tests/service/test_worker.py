@@ -19,6 +19,7 @@ from lightkv.router.model.build import build_runner
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import SamplerKind
 from lightkv.router.service.messages import Done, WorkerError, WorkerStart
+from lightkv.router.service.wire.plan_message import PlanMessage
 from lightkv.router.service.worker import RPYC_CONFIG, StepPipeline, Worker, connect
 from tests.support.recorded_steps import Recording, assert_same, saved, with_unknown_token
 
@@ -131,6 +132,10 @@ class ScriptedRunner:
         self.log.append(f"skip {plan.step}")
 
 
+def sent(plan: StepPlan) -> bytes:
+    return msgspec.msgpack.encode(PlanMessage.of(plan))
+
+
 def bare_plan(step: int) -> StepPlan:
     return StepPlan(step, b"", [], [], [], 0, b"", [], SamplerKind.GREEDY, {}, [], 0)
 
@@ -209,10 +214,12 @@ def worker() -> Worker:
 NO_PLANS: dict[str, Any] = {
     "empty": b"",
     "no msgpack": b"\xc1\xff",
-    "cut off": msgspec.msgpack.encode(bare_plan(0))[:-1],
-    "trailing": msgspec.msgpack.encode(bare_plan(0)) + b"\x00",
+    "cut off": sent(bare_plan(0))[:-1],
+    "trailing": sent(bare_plan(0)) + b"\x00",
     "other type": msgspec.msgpack.encode([1, 2]),
-    "a field's type": msgspec.msgpack.encode({**msgspec.structs.asdict(bare_plan(0)), "step": "one"}),
+    "a field's type": msgspec.msgpack.encode(
+        {"plan": {**msgspec.structs.asdict(bare_plan(0)), "step": "one"}}
+    ),
     "pickle": b"\x80\x04N.",
     "str": "text",
     "bytearray": bytearray(b"\x80"),
@@ -231,7 +238,7 @@ def test_invalid_messages_are_refused(worker: Worker, verb: str, request_bytes: 
 
 
 def test_a_step_before_the_model_is_loaded_is_refused(worker: Worker) -> None:
-    for answer in (worker.exposed_step(msgspec.msgpack.encode(bare_plan(0))), worker.exposed_flush()):
+    for answer in (worker.exposed_step(sent(bare_plan(0))), worker.exposed_flush()):
         error = msgspec.msgpack.decode(answer, type=WorkerError)
         assert (error.kind, error.message) == ("BadRequest", "the model is not loaded; call start first")
 
@@ -257,7 +264,7 @@ def test_slow_work_is_announced_in_lines_and_its_end_by_an_empty_line(
     assert all(lines)
     assert (end, rest) == ("", "")
     before = told.getvalue()
-    worker.exposed_step(msgspec.msgpack.encode(recording.plans[0]))
+    worker.exposed_step(sent(recording.plans[0]))
     worker.exposed_flush()
     assert told.getvalue() == before  # no work was slow
 
@@ -272,7 +279,7 @@ def test_capturing_and_compiling_in_a_step_are_announced(config: EngineConfig) -
     worker.exposed_start(msgspec.msgpack.encode(WorkerStart(gpu_config)))
     loaded = len(told.getvalue())
     for plan in plans:
-        worker.exposed_step(msgspec.msgpack.encode(plan))
+        worker.exposed_step(sent(plan))
     worker.exposed_flush()
     *announced, rest = told.getvalue()[loaded:].split("\n\n")
     assert any("capturing a decode graph" in part for part in announced)

@@ -17,6 +17,7 @@ import pytest
 import uvloop
 
 from lightkv.edits import FreeSegment, encode
+from lightkv.holdings import Holdings
 from lightkv.router import EngineConfig
 from lightkv.router.engine.step import ExpectedMemory, StepPlan
 from lightkv.router.service.worker_client import WorkerClient, WorkerDied, WorkerFailed
@@ -98,7 +99,7 @@ def test_failures_are_reported_in_their_turn_and_a_killed_worker_at_once(
         assert failed.value.fatal
 
         with pytest.raises(WorkerFailed, match="free slots") as failed:
-            await client.check(encode([]), ExpectedMemory(7, []))
+            await client.check(encode([]), ExpectedMemory(7, Holdings([], {})))
         assert (failed.value.kind, failed.value.fatal) == ("CheckFailed", True)
 
         os.kill(client.pid, signal.SIGSTOP)  # so that a call is in flight

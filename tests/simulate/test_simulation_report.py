@@ -21,6 +21,7 @@ def test_one_result_has_its_figures_charts_and_settings(one: SimulationResult) -
         "Memory and requests over time",
         "Latencies",
         "Policy",
+        "What is left out",
         "Step-time model",
         "Settings",
     ]

@@ -12,10 +12,11 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import uvicorn
+from msgspec.structs import replace
 
 from lightkv.router.api.app import create_app
 from lightkv.router.api.operators.request_log import RequestTracer
@@ -29,6 +30,7 @@ from lightkv.router.engine.step import (
     TokenLogprobs,
 )
 from lightkv.router.model_files import resolve
+from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.service.api_settings import ApiSettings
 from lightkv.router.service.frames import FrameStream
 from lightkv.router.service.messages import (
@@ -82,14 +84,51 @@ POOL = PoolMap(
 IDLE = Load(capacity=CAPACITY, free=CAPACITY)
 
 
+class Asked(NamedTuple):
+    """One answer that was asked for."""
+
+    request_id: str
+    prompt_ids: bytes
+    seed: int
+    submit: Submit
+    params: SamplingParams
+
+    @property
+    def what(self) -> tuple[object, ...]:
+        """All that was asked for, without the names of the answers."""
+        submit = self.submit
+        shared = (submit.stop_ids, submit.priority, submit.namespace, submit.session, submit.states_length)
+        return self.prompt_ids, self.seed, self.params, *shared
+
+    @property
+    def stop_ids(self) -> list[int]:
+        return self.submit.stop_ids
+
+    @property
+    def priority(self) -> int:
+        return self.submit.priority
+
+    @property
+    def namespace(self) -> tuple[str, ...]:
+        return self.submit.namespace
+
+    @property
+    def session(self) -> str | None:
+        return self.submit.session
+
+    @property
+    def states_length(self) -> bool:
+        return self.submit.states_length
+
+
 class FakeRouter:
     """Answers every request with `script`, repeated up to max_tokens, one token every `delay` seconds.
 
     `refuse(submit)`: returns a Refused to send in place of Accepted, or None. `fail_after`: after so many
     tokens an answer ends with `fail_reason`. `hold`: accept requests and never answer them. `mute`: do not
     even accept them. `first_state`: the state that a new client is sent. `mapped`: the answer to AskMap; None
-    sends no answer. `cache_reset`: the answer to ResetCache. `submits`, `aborts`, `released` (names of
-    sessions), `num_map_asks`: what was received. The last status is repeated four
+    sends no answer. `cache_reset`: the answer to ResetCache. `submits` (one for each answer), `aborts`,
+    `released` (names of sessions), `num_map_asks`: what was received. The last status is repeated four
     times a second, unless the router `is_silent`.
     """
 
@@ -104,14 +143,14 @@ class FakeRouter:
         """Resets everything except running answers."""
         self.script = script
         self.delay = 0.0
-        self.refuse: Callable[[Submit], Refused | None] = lambda submit: None
+        self.refuse: Callable[[Asked], Refused | None] = lambda submit: None
         self.fail_after: int | None = None
         self.fail_reason = "error"
         self.hold = False
         self.mute = False
         self.first_state: State = "ready"
         self.num_cached = 0
-        self.submits: list[Submit] = []
+        self.submits: list[Asked] = []
         self.aborts: list[Abort] = []
         self.released: list[str] = []
         self.mapped: Mapped | None = Mapped(POOL)
@@ -152,13 +191,15 @@ class FakeRouter:
             if isinstance(message, ResetCache):
                 stream.send(self.cache_reset)
                 continue
-            self.submits.append(message)
-            refused = self.refuse(message)
+            asked = asked_of(message)
+            self.submits += asked
+            refused = next((found for one in asked if (found := self.refuse(one))), None)
             if refused is not None:
-                stream.send(refused)
+                stream.send(Refused(message.request_id, refused.kind, refused.message))
             elif not self.mute:
                 stream.send(Accepted(message.request_id))
-                self._answering[message.request_id] = asyncio.create_task(self._answer(message))
+                for one in asked:
+                    self._answering[one.request_id] = asyncio.create_task(self._answer(one))
 
     def report(self, state: State, load: Load | None = None) -> None:
         assert self._stream is not None
@@ -172,7 +213,7 @@ class FakeRouter:
             task.cancel()
         self._stream.close()
 
-    async def _answer(self, submit: Submit) -> None:
+    async def _answer(self, submit: Asked) -> None:
         self.num_running += 1
         try:
             await self._send_tokens(submit)
@@ -180,7 +221,7 @@ class FakeRouter:
             self.num_running -= 1
             self._answering.pop(submit.request_id, None)
 
-    async def _send_tokens(self, submit: Submit) -> None:
+    async def _send_tokens(self, submit: Asked) -> None:
         assert self._stream is not None
         if self.hold:
             await asyncio.Event().wait()
@@ -205,7 +246,17 @@ class FakeRouter:
                 return
 
 
-def _scores(submit: Submit) -> PromptLogprobs | None:
+def asked_of(submit: Submit) -> list[Asked]:
+    """Returns each answer that a submission asks for, with its own parameters."""
+    others = replace(submit.params, prompt_logprobs=None)
+    return [
+        Asked(answer.request_id, prompt.prompt_ids, answer.seed, submit, others if idx else submit.params)
+        for prompt in submit.prompts
+        for idx, answer in enumerate(prompt.answers)
+    ]
+
+
+def _scores(submit: Asked) -> PromptLogprobs | None:
     """Returns -1, -2, … for the tokens of the prompt, whose ranks are 2; token 7 is always the likeliest."""
     num_top = submit.params.prompt_logprobs
     if num_top is None:
@@ -307,7 +358,7 @@ class ApiUnderTest:
         return [event if event == "[DONE]" else json.loads(event) for event in events]
 
 
-def ids_of(submit: Submit) -> list[int]:
+def ids_of(submit: Asked) -> list[int]:
     return array("i", submit.prompt_ids).tolist()
 
 

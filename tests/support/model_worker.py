@@ -92,7 +92,7 @@ class ModelWorker:
     def check(self, edits: bytes, expected: ExpectedMemory) -> None:
         self.memory.apply(decode(edits))
         assert len(self.memory.free) == expected.num_free
-        self.memory.check_owned({row: range(start, end) for row, start, end in expected.private})
+        self.memory.check_owned({row: range(start, end) for row, start, end in expected.holdings.private})
 
 
 def run(engine: LocalEngine) -> list[TokenEvent]:

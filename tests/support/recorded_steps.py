@@ -65,7 +65,7 @@ class Recording:
             self.results.append(runner.execute(plan))
             scheduler.complete(self.results[-1])
         self.edits = encode(ledger.drain())
-        self.holding = ExpectedMemory(ledger.num_free, [])
+        self.holding = ExpectedMemory(ledger.num_free, ledger.holdings())
         runner.check(self.edits, self.holding)
 
 

@@ -29,7 +29,7 @@ PROCESSES = {
     "lightkv.router.service.router_process": "router_process",
     "lightkv.router.api.process": "api",
     "lightkv.router.service.worker": "worker",
-    "lightkv.router.api.grammar_checker": "grammar_checker",
+    "lightkv.router.api.grammars.check_process": "check_process",
 }
 MARK = "LIGHTKV_TEST_SERVICE"  # set in the environment of a service's processes, to find them
 API_KEY = "a-key-of-the-tests"

@@ -269,7 +269,8 @@ def test_a_row_takes_the_models_special_tokens() -> None:
     assert end in tokenizer.eos_ids
     grammars = Grammars(directory, tokenizer.vocab_size)
     form = tag("<|im_start|>", ANY, "<|im_end|>")
-    grammars.set_row(0, Grammar("structural_tag", json.dumps({"format": form})))
+    grammars.compile(1, Grammar("structural_tag", json.dumps({"format": form})))
+    grammars.set_row(0, 1)
     row = grammars.of(0)
     assert row is not None
 

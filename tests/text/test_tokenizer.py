@@ -98,6 +98,20 @@ def pieces_of(tokenizer: Tokenizer, token_ids: list[int], size: int = 1) -> list
     return [*pieces, detokenizer.finish()]
 
 
+def test_texts_of_tokens_are_all_made_at_the_start(default_dir: Path, byte_level: Tokenizer) -> None:
+    """Else the memory of the API process would grow with every token that is sampled for the first time."""
+    prepared = Tokenizer(default_dir)
+    prepared.prepare()
+    num_known = len(prepared._whole_text_of), len(prepared._text_of)
+    assert num_known == (prepared.vocab_size, 0)
+    for token_id in range(prepared.vocab_size):
+        assert prepared.token_text(token_id) == byte_level.decode([token_id], skip_special_tokens=False)
+        text, piece = prepared.whole_text(token_id), prepared.token_bytes(token_id)
+        assert text is None or text.encode() == piece
+    assert len(prepared._whole_text_of) == prepared.vocab_size
+    assert len(prepared._text_of) == len(prepared.special_ids)
+
+
 def test_special_tokens_are_shown_between_the_bytes_of_a_character(byte_level: Tokenizer) -> None:
     """A token that is whole characters is decoded by itself, unless bytes of another character wait for it."""
     ids = [

@@ -1,6 +1,7 @@
 """Rings: which entry of a row a position has, where a new token takes the entry of the oldest one."""
 
 from dataclasses import dataclass
+from numbers import Integral
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Ring:
     stride: int = 1
 
     def __post_init__(self) -> None:
+        if not all(isinstance(number, Integral) for number in (self.sinks, self.size, self.stride)):
+            raise TypeError(f"{self}: sinks, size and stride are counts of tokens; give integers")
         if self.sinks < 0 or not 1 <= self.stride <= self.size:
             raise ValueError(
                 f"{self}: sinks have to be 0 or more, and the stride from 1 to the window's size"

@@ -5,9 +5,10 @@ import triton
 import triton.language as tl
 
 from .kv_format import Elements
-from .quantise_reference import LARGEST_SCALE, SMALLEST_SCALE
+from .quantise_reference import LARGEST_SCALE, LARGEST_WITH_MIDDLE, SMALLEST_SCALE
 
 _SMALLEST, _LARGEST = tl.constexpr(SMALLEST_SCALE), tl.constexpr(LARGEST_SCALE)
+_MOST = tl.constexpr(LARGEST_WITH_MIDDLE)
 _ROUNDING = tl.constexpr(1.5 * 2.0**23)  # a float32 that is added to this is rounded to an integer, to even
 
 
@@ -80,6 +81,8 @@ def write_elements(
         BLOCK_GROUPS: tl.constexpr = BLOCK_D // BLOCK_GROUP
         if LOG_BLOCK > 0:
             tile = _rotate_blocks(tile, BLOCK_T, BLOCK_D, LOG_BLOCK)
+        if HAS_MIDDLE:
+            tile = tl.minimum(tl.maximum(tile, -_MOST), _MOST)
         groups = tl.arange(0, BLOCK_GROUPS)
         columns += groups[None, :]
         in_columns = valid[:, None] & (groups < GROUPS)[None, :]

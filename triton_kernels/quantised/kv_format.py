@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from .format_names import split_name
+from .format_names import GROUPED_NAMES, split_name
 
 
 class Elements(NamedTuple):
@@ -99,7 +99,7 @@ class KVFormat(NamedTuple):
 
     @classmethod
     def parse(cls, name: str, skipped: Iterable[int] = ()) -> "KVFormat":
-        """Returns the format of a name on the command line.
+        """Returns the format of a name, such as those of `--kv-dtype` and of `KVSpec(format=…)`.
 
         | name | K and V |
         |---|---|
@@ -121,6 +121,16 @@ class KVFormat(NamedTuple):
             raise ValueError(f"layers {sorted(layers)} to leave as computed; they are counted from 0")
         k, v = (elements._replace(group=group) for elements in _NAMED[base])
         return cls(k, v, layers)
+
+    def __repr__(self) -> str:
+        """Returns the call that makes it, where a name stands for its elements."""
+        for base, (k, v) in _NAMED.items():
+            group = self.k.group if base in GROUPED_NAMES else 0
+            if (k._replace(group=group), v._replace(group=group)) == self[:2]:
+                name = f"{base}-g{group}" if group else base
+                skipped = f", {sorted(self.skipped)}" if self.skipped else ""
+                return f"KVFormat.parse({name!r}{skipped})"
+        return f"KVFormat(k={self.k}, v={self.v}, skipped={self.skipped})"
 
     @property
     def is_quantised(self) -> bool:

@@ -5,8 +5,9 @@
     element = round((x - middle) / scale)            to even; stored as two's complement, or as e4m3
     x       ≈ element * scale + middle
 
-The element 2i of 4 bits is the low nibble of byte i. Scales are rounded to their type before they are used, so
-reading applies the numbers that writing did.
+With a middle, x is cut off at ±65,280 first, so that the middle and every value that is read are finite in
+float16, whatever the scale is rounded to. The element 2i of 4 bits is the low nibble of byte i. Scales are
+rounded to their type before they are used, so reading applies the numbers that writing did.
 """
 
 import torch
@@ -16,6 +17,7 @@ from .kv_format import Elements, KVFormat
 
 SMALLEST_SCALE = 2.0**-17  # float16 has seven bits of precision there
 LARGEST_SCALE = 65504.0
+LARGEST_WITH_MIDDLE = 65280.0  # of a value: the largest of float16, less what rounding may add
 
 
 def hadamard(dim: int, device: torch.device | None = None) -> Tensor:
@@ -55,6 +57,8 @@ def quantise(
     x = x.float()
     if elements.is_rotated:
         x = rotate_heads(x)
+    if elements.has_middle:
+        x = x.clamp(-LARGEST_WITH_MIDDLE, LARGEST_WITH_MIDDLE)
     x = x.unflatten(-1, (elements.groups(dim), -1))
     middle = None
     if elements.is_static:

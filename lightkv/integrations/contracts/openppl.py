@@ -67,7 +67,7 @@ def multi_head_cache_attention(
         cachestarts: int64, the slot of each sequence's first token, `[B]`, or in mode 1 the slots at which its
             pages begin, `[B, MaxP]`. Entries of pages that a sequence does not reach are not used.
         start_pos: int64 `[B]`, the position of each sequence's first query.
-        decoding_batches: how many of the first sequences decode; these have no causal mask.
+        decoding_batches: how many of the first sequences decode; these have no causal mask, unless is_alibi.
         max_seqlen, max_kvlen: the most queries, and the most tokens, of a sequence, or more. These three are
             numbers, or int64 tensors of one element on the CPU.
         cache: K and V, with `num_layer` layers L, T slots, `num_kv_heads` heads H and `head_dim` dims D, which
@@ -81,7 +81,8 @@ def multi_head_cache_attention(
         num_heads, head_dim, num_kv_heads, num_layer, layer_idx: the shapes above; num_kv_heads of 0 stands for
             num_heads.
         is_causal: whether a query that does not decode sees no key after itself.
-        is_alibi: whether slope * (key position - query position) is added to the scores.
+        is_alibi: whether slope * (key position - query position) is added to the scores. No query sees a key
+            after itself then, whatever is_causal and decoding_batches say.
         quant_bit: 0, 8 or 4.
         quant_group: how many neighbouring elements of a head share a scale; divides head_dim.
         cache_mode: 0 for one run of slots per sequence, 1 for pages.
@@ -206,8 +207,7 @@ def _multi_head_cache_attention(
         seqstarts.int(),
         (kvstarts[1:] - kvstarts[:-1]).int(),
         options,
-        # A sequence that decodes, or any if the layer is not causal, sees all of its tokens.
-        num_whole=decoding_batches if is_causal else len(start_pos),
+        num_whole=_num_whole(len(start_pos), decoding_batches, is_causal, is_alibi),
     )
     of_layer.write(_slots_of_queries(slots, seqstarts, start_pos, len(query)), current_key, current_value)
     if backend == "torch" or (backend is None and query.device.type == "cpu"):
@@ -261,6 +261,13 @@ class _Step(NamedTuple):
     lengths: Tensor  # int32 [B], the tokens of each sequence
     options: AttentionOptions
     num_whole: int  # the first sequences, whose queries see all of their tokens
+
+
+def _num_whole(num_sequences: int, decoding_batches: int, is_causal: bool, is_alibi: bool) -> int:
+    """Returns how many of the first sequences have queries that see all of their tokens."""
+    if is_alibi:  # the authors' bias is -inf for keys after the query, in every sequence
+        return 0
+    return decoding_batches if is_causal else num_sequences
 
 
 def _slots_of_queries(slots: Slots, seqstarts: Tensor, start_pos: Tensor, num_queries: int) -> Tensor:

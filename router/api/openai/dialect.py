@@ -2,9 +2,9 @@
 options --tool-parser and --reasoning-parser."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -34,10 +34,11 @@ from lightkv.router.text.tool_calls.families import (
     wants_text,
 )
 from lightkv.router.text.tool_calls.forms import Form, either
+from lightkv.router.text.tool_calls.rendered import PROBED_TOOLS, CallTexts, call_texts
 from lightkv.router.text.tool_calls.source import Source, Steps
 
 from .protocol import ChatRequest, TokenizeRequest
-from .tools import ToolUse
+from .tools import Function, ToolUse
 
 _MAX_TAIL = 16  # tokens of the prompt's end that may open the reasoning
 _THINKING = ("enable_thinking", "thinking")  # variables that switch a template's reasoning on and off
@@ -86,20 +87,13 @@ class ChatDialect:
         """
         if use is not None:
             self._check(use)
-        id_length = None if self._family is None else self._family.id_length
-        messages = [
-            history.with_calls(message.plain(), self._wants_text, id_length)
-            for message in body.messages or ()
-        ]
-        tools = None if use is None else use.described
-        if self._is_given and not self._takes_tools and self._family is not None:
-            how = "" if use is None else history.instructions_for(use.described, self._how(use))
-            messages, tools = history.written_out(messages, self._family.write, how), None
+        messages, tools = self._told([message.plain() for message in body.messages or ()], use)
+        is_constrained = is_constrained or _is_required(use)
         return Chat(
             messages,
             body.add_generation_prompt is not False,
             body.add_special_tokens is True,
-            self._variables(body, is_constrained or _is_required(use)),
+            self._variables(body, self._silent(use) if is_constrained else {}),
             tools,
         )
 
@@ -114,16 +108,23 @@ class ChatDialect:
             return given  # it says itself where calls and messages are
         try:
             if self._has_messages and (is_required or given is not None):
+                call = None if use is None else self._calls(FAMILIES["gpt_oss"], use)
                 answer = None if given is None or is_required else format_of_grammar(given)
-                tools = {} if use is None else use.callable_schemas
-                return _tagged(harmony.whole_form(tools, answer), use)
-            if use is None or given is None or is_required:
-                return given if use is None or not is_required else use.grammar
-            assert self._family is not None  # or chat has refused the tools
-            if self._family.is_bare and not _is_told_from_json(given):
-                allowed = "JSON or a choice as the format: the model's calls are told from no other"
-                raise InvalidParams(use.field, ", ".join(use.schemas), allowed)
-            calls = self._family.form(use.callable_schemas, use.is_parallel)
+                return _tagged(harmony.whole_form(call, answer), use)
+            if use is None or (given is None and not is_required):
+                return given
+            if self._family is None:  # some call is required, or chat has refused the tools
+                return use.grammar
+            if is_required:
+                return _tagged(self._calls(self._family, use), use)
+            assert given is not None
+            if self._family.is_bare:
+                if not _is_told_from_json(given):
+                    allowed = "JSON or a choice as the format: the model's calls are told from no other"
+                    raise InvalidParams(use.field, ", ".join(use.schemas), allowed)
+                calls = self._family.form(use.callable_schemas, use.is_parallel)
+            else:
+                calls = self._calls(self._family, use)
             return _tagged(either([calls, format_of_grammar(given)]), use)
         except RecursionError as error:
             raise InvalidParams("tools", "nested too deeply", "schemas of fewer levels") from error
@@ -159,11 +160,13 @@ class ChatDialect:
         if self._has_messages and is_asked:
             messages = FAMILIES["gpt_oss"]
             return [_reader(messages, use)], messages.marks
-        if use is not None and use.name is not None:
-            return [partial(read_named, name=use.name)], ()
-        if use is not None and use.is_required:
-            return [partial(read_required, tools=use.schemas)], ()
         family = self._family if use is not None else None
+        if use is not None and _is_required(use):
+            if family is not None:
+                return [_reader(family, use)], family.marks
+            if use.name is not None:
+                return [partial(read_named, name=use.name)], ()
+            return [partial(read_required, tools=use.schemas)], ()
         if given is not None:
             if family is None or use is None:
                 return [], ()
@@ -194,22 +197,64 @@ class ChatDialect:
             names = ", ".join(function.name for function in use.functions)
             raise InvalidParams(use.field, names, f"none, or start the service with --tool-parser: {reason}")
 
-    def _how(self, use: ToolUse) -> str:
-        """Returns the sentence that says how the model calls a function, if its template does not."""
-        assert self._family is not None
-        if use.name is not None and not self._has_messages:
-            form = "answer with the JSON object of its arguments, and nothing else"
-            return f"Call the function {use.name}: {form}."
-        if use.is_required and not self._has_messages:
-            form = '[{"name": "FUNCTION", "parameters": {"PARAMETER": "VALUE"}}]'
-            return f"Answer with a JSON list of calls, and nothing else:\n{form}"
-        form = self._family.write("FUNCTION", '{"PARAMETER": "VALUE"}')
-        return f"To call a function, answer in this form:\n{form}"
+    def _told(
+        self, messages: Sequence[dict[str, Any]], use: ToolUse | None
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        """Returns messages and tools as the chat template takes them."""
+        id_length = None if self._family is None else self._family.id_length
+        written = [history.with_calls(message, self._wants_text, id_length) for message in messages]
+        described = None if use is None else use.described
+        if not self._is_given or self._takes_tools or self._family is None:
+            return written, described
+        how = ""
+        if described is not None:  # it is the same for every tool_choice, so that the cached prompt is, too
+            form = self._family.write("FUNCTION", '{"PARAMETER": "VALUE"}')
+            how = history.instructions_for(described, f"To call a function, answer in this form:\n{form}")
+        return history.written_out(written, self._family.write, how), None
 
-    def _variables(self, body: ChatRequest | TokenizeRequest, is_constrained: bool) -> dict[str, Any]:
-        """Returns the variables of the template. Raises InvalidParams for an effort that it does not know."""
+    def _calls(self, family: Family, use: ToolUse) -> Form:
+        """Returns the form of an answer that is calls: that of the chat template, or else of the family. A
+        named function is called once."""
+        form = family.form if self._written is None else self._written[1].form
+        return form(use.callable_schemas, use.is_parallel and use.name is None)
+
+    def _silent(self, use: ToolUse | None) -> dict[str, Any]:
+        """Returns the variables of the template for an answer that a grammar leaves no room for reasoning."""
+        if use is not None and self._written is not None:
+            return self._written[0]
+        return {} if self._switch is None else {self._switch: False}
+
+    @cached_property
+    def _written(self) -> tuple[dict[str, Any], CallTexts] | None:
+        """How the chat template writes calls, and the variables with which it continues its own prompt so."""
+        family = FAMILIES["gpt_oss"] if self._has_messages else self._family
+        if family is None:
+            return None
+        use = ToolUse(
+            [Function(name=name, parameters=one, strict=None) for name, one in PROBED_TOOLS.items()]
+        )
+        end_texts = [self._tokenizer.token_text(token_id) for token_id in self._tokenizer.eos_ids]
+
+        def render(messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
+            told, tools = self._told(messages, use)
+            return self._tokenizer.render_chat(told, add_generation_prompt, variables, tools)
+
+        for variables in [{}] if self._switch is None else [{self._switch: False}, {}]:
+            texts = call_texts(render, end_texts, family)
+            if texts is not None and texts.begin.startswith(family.begin):
+                return variables, texts
+        return None
+
+    @property
+    def _switch(self) -> str | None:
+        """The variable that switches the template's reasoning on and off, if it has one."""
+        return next((name for name in _THINKING if name in self._names), None)
+
+    def _variables(self, body: ChatRequest | TokenizeRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the variables of the template, those of `defaults` where the request does not set them.
+        Raises InvalidParams for an effort that it does not know."""
         variables = dict(body.chat_template_kwargs or {})
-        switch = next((name for name in _THINKING if name in self._names), None)
+        switch = self._switch
         effort = body.effort
         field, reasons = body.reasons
         if reasons is not None:
@@ -224,9 +269,7 @@ class ChatDialect:
         elif effort not in (None, "none"):
             allowed = 'null or "none": the model\'s chat template knows no reasoning effort'
             raise InvalidParams("reasoning_effort", effort, allowed)
-        if is_constrained and switch is not None:  # the grammar leaves no room for reasoning
-            variables.setdefault(switch, False)
-        return variables
+        return {**defaults, **variables}
 
 
 def _is_required(use: ToolUse | None) -> bool:

@@ -13,7 +13,8 @@ from lightkv.router.config import NAMESPACE_HEADER, SESSION_HEADER
 from lightkv.router.engine.step import PoolMap
 from lightkv.router.service.messages import Load, State
 
-from .protocol import MAX_SESSION_ID, ChatBody, CompletionBody, ErrorBody
+from .errors import ErrorBody
+from .protocol import MAX_SESSION_ID, ChatBody, CompletionBody
 from .service_bodies import (
     CacheEvicted,
     Detokenized,
@@ -43,6 +44,7 @@ _ERRORS: Answers = {
         "description": "The API key is missing or wrong.",
         "headers": _header("WWW-Authenticate", "Bearer.", "string"),
     },
+    403: {"description": "The Host is not a name of this service."},
     404: {"description": "The model does not exist."},
     413: {"description": "The body is too large."},
     429: {"description": "The queue is full; try again.", "headers": _WAIT},
@@ -52,9 +54,9 @@ _ERRORS: Answers = {
         "headers": _WAIT,
     },
 }
-ALWAYS = (413, 500)  # statuses of every route; routes that need an API key have 401, too
+ALWAYS = (413, 500)  # statuses of every route
 NAMES_MODEL = (404,)
-NAMES_NAMESPACE = (400,)
+WITHOUT_BODY = (400,)  # of a POST, which a form could send
 CONVERTS_TEXT = (400, 404)
 GENERATES = (400, 404, 429, 503)
 ASKS_WORKER = (503,)
@@ -130,6 +132,12 @@ RELEASED: Answers = {
 }
 TOKENIZED: Answers = {200: {"model": Tokenized, "description": "The tokens."}}
 DETOKENIZED: Answers = {200: {"model": Detokenized, "description": "The text."}}
+TOKENIZER_INFO: Answers = {
+    200: {
+        "description": "The settings of tokenizer_config.json, and the chat template.",
+        **_of_kind("application/json", {"type": "object"}),
+    }
+}
 HEALTH: Answers = {
     200: {"model": Health, "description": "The service is healthy."},
     503: {"model": Health, "description": "The service is not healthy."},
@@ -159,9 +167,9 @@ class DocumentedApp(FastAPI):
         return document
 
 
-def responses(answers: Answers, errors: Iterable[int], needs_key: bool) -> Answers:
+def responses(answers: Answers, errors: Iterable[int]) -> Answers:
     """Returns the documented responses of a route: `answers`, and `errors` with OpenAI's error body."""
-    statuses = sorted({*errors, *ALWAYS, *((401,) if needs_key else ())})
+    statuses = sorted({*errors, *ALWAYS})
     return {status: {"model": ErrorBody, **_ERRORS[status]} for status in statuses} | answers
 
 

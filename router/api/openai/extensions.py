@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from lightkv.router.sampling_params import InvalidParams, SamplingParams
 from lightkv.router.text.beam_search import BeamParams
+from lightkv.router.token_set import TokenSet
 
 from .extras import Extras
 
@@ -32,6 +33,8 @@ Text = Annotated[str, AfterValidator(mended)]
 Object = Annotated[dict[str, Any], AfterValidator(_mended_values)]
 # fail_fast: a list of a million wrong items is one error, not a million.
 Ids = Annotated[list[int], Field(fail_fast=True)]
+# A list of token ids that becomes a set at once: lists of a whole vocabulary are never kept.
+TokenIdSet = Annotated[list[int], Field(fail_fast=True), AfterValidator(TokenSet.of)]
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 
 
@@ -57,7 +60,7 @@ class AnswerFields(BaseModel):
     model_config = ConfigDict(strict=True, hide_input_in_errors=True)
 
     bad_words: Texts | None = Field(None, description="Texts that an answer never has.")
-    allowed_token_ids: Ids | None = Field(None, description="Only these tokens are sampled.")
+    allowed_token_ids: TokenIdSet | None = Field(None, description="Only these tokens are sampled.")
     best_of: int | None = Field(
         None,
         description="Generate so many answers to each prompt, and return the n whose tokens are the likeliest "

@@ -8,7 +8,8 @@ support and this one does not are refused by name (`unsupported_fields.py`); unk
 from typing import Annotated, Any, Literal, NotRequired
 
 from msgspec.structs import replace
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from lightkv.router.api import unsupported_fields
@@ -55,7 +56,7 @@ class GenerationRequest(StructuredFields, RequestBody, AnswerFields, AliasFields
 
     model_config = ConfigDict(extra="allow")  # further fields are looked up among the unsupported ones
 
-    n: int | None = Field(None, description="Number of answers to each prompt; 1 by default.")
+    n: int | None = Field(None, ge=1, description="Number of answers to each prompt; 1 by default.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
@@ -102,7 +103,7 @@ class GenerationRequest(StructuredFields, RequestBody, AnswerFields, AliasFields
         ge=-MAX_PRIORITY,
         le=MAX_PRIORITY,
         description="Requests with a lower value run first; 0 by default. One unit counts as much as a minute "
-        "of waiting. Values below 0 need --allow-priority.",
+        "of waiting; below -10 and above 60 it counts no more. Values below 0 need --allow-priority.",
     )
     cache_salt: Text | None = Field(
         None,
@@ -248,6 +249,16 @@ class TextPart(BaseModel):
     text: Text
 
 
+def _only_text(content: Any) -> Any:
+    """Raises PydanticCustomError for a part of a content that is an image or the like."""
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            said = "a part of type {kind}, and this service takes text only; send parts of type text"
+            raise PydanticCustomError("text_only", said, {"kind": kind[:100]})
+    return content
+
+
 class ChatMessage(BaseModel):
     """One message of a chat. Further fields (name, tool_calls …) go unchanged to the chat template, but fields
     that no template supports are refused."""
@@ -255,7 +266,9 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: str
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: Annotated[
+        Text | Annotated[list[TextPart], Field(fail_fast=True)] | None, BeforeValidator(_only_text)
+    ] = None
     prefix: bool | None = Field(None, description="On the last message: the answer continues it.")
     partial: bool | None = Field(None, description="As prefix.")
 
@@ -449,31 +462,6 @@ class ChatChunk(TypedDict):
     choices: list[ChunkChoice]
     usage: NotRequired[Usage | None]
     prompt_token_ids: NotRequired[list[int]]
-
-
-class ErrorDetails(TypedDict):
-    """An error. `param`: the request field that caused it, if one did. `code`: the HTTP status."""
-
-    message: str
-    type: str
-    param: str | None
-    code: int
-
-
-class ErrorBody(TypedDict):
-    error: ErrorDetails
-
-
-def error_body(status: int, message: str, param: str | None = None) -> ErrorBody:
-    """Returns OpenAI's error object, whose `type` follows from the HTTP status."""
-    kinds = {
-        401: "authentication_error",
-        404: "not_found_error",
-        429: "rate_limit_error",
-        503: "service_unavailable_error",
-    }
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "internal_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def _by_token(logit_bias: dict[str, Any]) -> dict[int, Any]:

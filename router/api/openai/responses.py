@@ -210,7 +210,8 @@ def _text(content: Any) -> str:
         elif kind in _TEXT_PARTS:
             texts.append(_string(part, "text"))
         else:
-            raise InvalidParams("input", f"a part of type {kind!r}", f"one of {', '.join(_TEXT_PARTS)}")
+            allowed = f"text only, as parts of type {', '.join(_TEXT_PARTS)}"
+            raise InvalidParams("input", f"a part of type {kind!r}", allowed)
     return "\n".join(texts)
 
 

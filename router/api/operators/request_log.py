@@ -15,10 +15,11 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightkv.router.api.generation import Answered
-from lightkv.router.service.key_file import ApiKeys
+from lightkv.router.service.access.key_file import ApiKeys
 
 REQUEST_ID_HEADER = "X-Request-Id"
 WARM_UP = "lightkv.warm_up"  # the ASGI extension of requests that the service sends itself, and does not log
+_NOT_LOGGED = frozenset({"/health", "/ready", "/metrics"})  # routes that machines ask for again and again
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._~:/+=@-]{1,128}")
 
 
@@ -78,8 +79,8 @@ class RequestObserver:
     """Passes requests on to `app`, with a RequestRecord in their state; its id is the answer's X-Request-Id.
 
     An id that the client sent is kept if it has 1 to 128 letters, digits or characters of ._~:/+=@- and else
-    replaced by a new one. `write`: takes the line of each request that has ended, or None. `tracer`: is given
-    each record, or None.
+    replaced by a new one. `write`: takes the line of each request that has ended, or None; probes and metrics
+    have no line. `tracer`: is given each record, or None.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class RequestObserver:
         record.ended = time.monotonic()
         record.route = getattr(scope.get("route"), "path", None)
         record.key = self._keys.name(scope["state"].get("api_key"))
-        if self._write is not None:
+        if self._write is not None and record.route not in _NOT_LOGGED:
             self._write(msgspec.json.encode(record.line()))
         if self._tracer is not None:
             self._tracer.record(record)

@@ -6,16 +6,18 @@ page has no script, and its Content-Security-Policy lets it load nothing.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import jinja2
 
 from lightkv import __version__
 from lightkv.router.simulate.result import SimulationResult
+from lightkv.router.simulate.sweep import Repeats, is_above, repeats_of
 
 from .chart import HEIGHT, LEFT, PLOT_BOTTOM, PLOT_RIGHT, TOP, WIDTH, Chart
 from .charts import counts, duration, in_seconds, latencies, over_time, shares
-from .tables import Table, all_figures, in_words, policies, settings, source_of, step_times, turned
+from .tables import Table, all_figures, in_words, policies, settings, source_of, split, step_times
 
 TEMPLATE_FILE = Path(__file__).with_name("page.html.jinja")
 
@@ -36,9 +38,11 @@ class Part:
 
 
 def render(results: Sequence[SimulationResult]) -> str:
-    """Renders the page. Raises ValueError without a result."""
+    """Renders the page, with the results of several seeds as one policy. Raises ValueError without a result."""
     if not results:
         raise ValueError("no result; give at least one")
+    groups = repeats_of(results)
+    results = [group.mean for group in groups]
     names = labels(results)
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -46,11 +50,11 @@ def render(results: Sequence[SimulationResult]) -> str:
     template = environment.from_string(TEMPLATE_FILE.read_text(encoding="utf-8"))
     if len(results) == 1:
         title = f"{results[0].settings['trace']}: {names[0]}"
-        parts = _one(results[0])
+        parts = _one(groups[0])
     else:
         traces = sorted({str(result.settings["trace"]) for result in results})
         title = f"{', '.join(traces)}: {len(results)} simulations"
-        parts = _several(results, names)
+        parts = _several(groups, names)
     box = {
         "width": WIDTH, "height": HEIGHT, "left": LEFT, "right": PLOT_RIGHT, "top": TOP, "bottom": PLOT_BOTTOM,
     }  # fmt: skip
@@ -82,16 +86,17 @@ def _differing(results: Sequence[SimulationResult]) -> list[str]:
 # The parts
 
 
-def _one(result: SimulationResult) -> Iterator[Part]:
-    yield Part("In short", tuple(_summary(result)), tiles=_tiles(result))
+def _one(group: Repeats) -> Iterator[Part]:
+    result = group.mean
+    yield Part("In short", (*_summary(result), *_seeds([group])), tiles=_tiles(result))
     yield Part("Memory and requests over time", _means(result), charts=over_time(result))
     yield Part("Latencies", (_QUANTILES,), charts=latencies([result], [""]))
-    both = policies([result], labels([result]), comparable=False)
-    yield Part("Policy", tables=tuple(map(turned, both)))
-    yield from _last_parts([result], ["value"])
+    yield Part("Policy", tables=policies([group], labels([result]), comparable=False))
+    yield from _last_parts([group], ["value"])
 
 
-def _several(results: Sequence[SimulationResult], names: Sequence[str]) -> Iterator[Part]:
+def _several(groups: Sequence[Repeats], names: Sequence[str]) -> Iterator[Part]:
+    results = [group.mean for group in groups]
     others = [key for key in _differing(results) if key not in POLICY]
     if any(result.step_time != results[0].step_time for result in results) and "step_time" not in others:
         others.append("step_time")
@@ -103,9 +108,9 @@ def _several(results: Sequence[SimulationResult], names: Sequence[str]) -> Itera
         )
     yield Part(
         "In short",
-        tuple(_comparison(results, names, comparable=not others)),
+        (*_comparison(groups, names, comparable=not others), *_seeds(groups)),
         warning,
-        tables=policies(results, names, comparable=not others),
+        tables=_narrow(*policies(groups, names, comparable=not others)),
     )
     yield Part(
         "Memory and requests over time",
@@ -123,14 +128,20 @@ def _several(results: Sequence[SimulationResult], names: Sequence[str]) -> Itera
     yield Part("Latencies", (_QUANTILES,), charts=latencies(results, names))
     for name, result in zip(names, results, strict=True):
         yield Part(name, (*_summary(result), *_means(result)), charts=over_time(result))
-    yield from _last_parts(results, names)
+    yield from _last_parts(groups, names)
 
 
-def _last_parts(results: Sequence[SimulationResult], columns: Sequence[str]) -> Iterator[Part]:
-    yield Part("Step-time model", _step_time_words(results), tables=(step_times(results, columns),))
-    yield Part("Settings", tables=(settings(results, columns),))
+def _last_parts(groups: Sequence[Repeats], columns: Sequence[str]) -> Iterator[Part]:
+    results = [group.mean for group in groups]
+    yield Part("What is left out", _LEFT_OUT)
+    yield Part("Step-time model", _step_time_words(results), tables=_narrow(step_times(results, columns)))
+    yield Part("Settings", tables=_narrow(settings(results, columns)))
     words = "As in the JSON line: seconds are of the simulated clock, shares are of 1."
-    yield Part("Every figure", (words,), tables=(all_figures(results, columns),))
+    yield Part("Every figure", (words,), tables=_narrow(all_figures(groups, columns)))
+
+
+def _narrow(*tables: Table) -> tuple[Table, ...]:
+    return tuple(part for table in tables for part in split(table))
 
 
 # --------------------------------------------------------------------------------
@@ -140,6 +151,30 @@ _QUANTILES = (
     "A point gives the per cent of the requests that took at most this time. The horizontal axis gives each "
     "nine (90, 99, 99.9) the same width, to show the slowest requests. The target is dashed."
 )
+
+
+_LEFT_OUT = (
+    "What a page costs or saves in attention: every allocation has the times of one step-time model, whose "
+    "default was fitted to attention over single tokens. Kernels over pages may take less or more time; "
+    "docs/measured.md compares some. So a difference between allocations comes from memory alone.",
+    "Also left out: the tokenizer, HTTP and the other processes, the second step in flight, and everything "
+    "about the device's memory except its counts. Contiguous runs have no gaps here, as real ones do.",
+)
+
+
+def _seeds(groups: Sequence[Repeats]) -> Iterator[str]:
+    """Says over which seeds the figures are means, and what charts show."""
+    if all(len(group.results) == 1 for group in groups):
+        yield (
+            "Each figure is of one seed, and close ones may change places under another: --seeds 5 shows how "
+            "far they spread."
+        )
+        return
+    seeds = list(dict.fromkeys(seed for group in groups for seed in group.seeds))
+    yield (
+        f"Figures are means over the seeds {', '.join(map(str, seeds))}, and below them stand the least and "
+        "the greatest. Charts and settings are of the first seed."
+    )
 
 
 def _summary(result: SimulationResult) -> Iterator[str]:
@@ -199,20 +234,28 @@ def _tiles(result: SimulationResult) -> list[tuple[str, str, str]]:
     ]
 
 
-def _comparison(results: Sequence[SimulationResult], names: Sequence[str], comparable: bool) -> Iterator[str]:
+def _comparison(groups: Sequence[Repeats], names: Sequence[str], comparable: bool) -> Iterator[str]:
     if not comparable:
         return
-    ordered = sorted(zip(results, names, strict=True), key=lambda pair: -pair[0].figures.goodput)
+    results = [group.mean for group in groups]
+    ordered = sorted(zip(groups, names, strict=True), key=lambda pair: -pair[0].mean.figures.goodput)
     (first, name), (last, last_name) = ordered[0], ordered[-1]
-    f, goal = first.figures, _goal(first)
-    if f.goodput == last.figures.goodput:
+    f, lowest, goal = first.mean.figures, last.mean.figures, _goal(first.mean)
+    if f.goodput == lowest.goodput:
         yield f"All have the same goodput: {f.goodput:.2f} requests a second met both targets ({goal})."
+    elif not is_above(first, last, attrgetter("goodput")):
+        yield (
+            f"The order of the goodputs depends on the seed. Their means are from {lowest.goodput:.2f} "
+            f"({last_name}) to {f.goodput:.2f} ({name}) requests a second that met both targets ({goal})."
+        )
     else:
         yield (
             f"{name} has the highest goodput: {f.goodput:.2f} requests a second met both targets ({goal}). "
-            f"{last_name} has the lowest: {last.figures.goodput:.2f}, which is "
-            f"{last.figures.goodput / f.goodput:.0%} of that."
+            f"{last_name} has the lowest: {lowest.goodput:.2f}, {lowest.goodput / f.goodput:.0%} of that."
         )
+    close = [other for group, other in ordered[1:] if not is_above(first, group, attrgetter("goodput"))]
+    if close and f.goodput != lowest.goodput and last_name not in close:
+        yield f"With some seed it is no higher than that of {' and '.join(close)}."
     calm = [n for r, n in zip(results, names, strict=True) if not r.figures.num_preemptions]
     if len(calm) == len(results):
         yield "None of them preempted a request."

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any
 
 from lightkv.router.simulate.result import Figures, SimulationResult
+from lightkv.router.simulate.sweep import Repeats, is_above
 
 PARAMETERS = {
     "base": "every step",
@@ -23,10 +25,11 @@ _ERRORS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table. `best`: it is the best of its column."""
+    """A cell of a table. `best`: of its policies. `spread`: the least and the greatest over the seeds."""
 
     text: str
     best: bool = False
+    spread: str = ""
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,8 @@ class Table:
 
 
 @dataclass(frozen=True)
-class _Column:
-    """A column of a policy table. `better`: 1 for higher values, -1 for lower ones, 0 for neither."""
+class _Row:
+    """A row of a policy table. `better`: 1 for higher values, -1 for lower ones, 0 for neither."""
 
     heading: str
     value: Callable[[Figures], float]
@@ -50,33 +53,35 @@ class _Column:
 
 
 _SERVICE = (
-    _Column("arrivals /s", lambda f: f.offered_rate, ",.2f"),
-    _Column("load", lambda f: f.load, ".2f"),
-    _Column("goodput /s", lambda f: f.goodput, ",.2f", 1),
-    _Column("in time", lambda f: f.met_share, ".1%", 1),
-    _Column("served /s", lambda f: f.served_rate, ",.2f", 1),
-    _Column("TTFT p50, s", lambda f: f.ttft_p50, ",.2f", -1),
-    _Column("TTFT p99, s", lambda f: f.ttft_p99, ",.2f", -1),
-    _Column("TPOT p50, ms", lambda f: 1e3 * f.tpot_p50, ",.1f", -1),
-    _Column("TPOT p99, ms", lambda f: 1e3 * f.tpot_p99, ",.1f", -1),
+    _Row("arrivals /s", lambda f: f.offered_rate, ",.2f"),
+    _Row("load", lambda f: f.load, ".2f"),
+    _Row("goodput /s", lambda f: f.goodput, ",.2f", 1),
+    _Row("in time", lambda f: f.met_share, ".1%", 1),
+    _Row("served /s", lambda f: f.served_rate, ",.2f", 1),
+    _Row("TTFT p50, s", lambda f: f.ttft_p50, ",.2f", -1),
+    _Row("TTFT p99, s", lambda f: f.ttft_p99, ",.2f", -1),
+    _Row("TPOT p50, ms", lambda f: 1e3 * f.tpot_p50, ",.1f", -1),
+    _Row("TPOT p99, ms", lambda f: 1e3 * f.tpot_p99, ",.1f", -1),
 )
 _MEMORY = (
-    _Column("memory used", lambda f: f.memory_used_share, ".1%", 1),
-    _Column("waste", lambda f: f.memory_padding_share, ".2%", -1),
-    _Column("waste in a request", lambda f: f.last_page_waste_share, ".2%", -1),
-    _Column("cached", lambda f: f.memory_cached_share, ".1%"),
-    _Column("running", lambda f: f.mean_running, ",.0f"),
-    _Column("preemptions", lambda f: f.num_preemptions, ",", -1),
-    _Column("requests preempted", lambda f: f.preempted_share, ".2%", -1),
-    _Column("recomputed", lambda f: f.recomputed_tokens, ",", -1),
+    _Row("memory used", lambda f: f.memory_used_share, ".1%", 1),
+    _Row("waste", lambda f: f.memory_padding_share, ".2%", -1),
+    _Row("waste in a request", lambda f: f.last_page_waste_share, ".2%", -1),
+    _Row("cached", lambda f: f.memory_cached_share, ".1%"),
+    _Row("running", lambda f: f.mean_running, ",.0f"),
+    _Row("preemptions", lambda f: f.num_preemptions, ",", -1),
+    _Row("requests preempted", lambda f: f.preempted_share, ".2%", -1),
+    _Row("recomputed", lambda f: f.recomputed_tokens, ",", -1),
 )
 
 
-def policies(
-    results: Sequence[SimulationResult], names: Sequence[str], comparable: bool
-) -> tuple[Table, Table]:
-    """Returns the tables of service and of memory, with a row per result. `comparable`: marks the best."""
-    bold = " The best of each column is bold." if comparable else ""
+def policies(groups: Sequence[Repeats], names: Sequence[str], comparable: bool) -> tuple[Table, Table]:
+    """Returns the tables of service and of memory, with a column per policy. `comparable`: marks the best."""
+    bold = " The best of each row is bold." if comparable else ""
+    if any(len(group.results) > 1 for group in groups):
+        bold = f" Means over the seeds, with the least and the greatest below.{bold}"
+        if comparable:
+            bold = bold[:-1] + ", if it is better than the others with every seed."
     service = "Service. In time: requests that met both targets. Served: until the last admission."
     memory = (
         "Memory: means while loaded, as shares of the pool's capacity. Waste: slots held without a token. "
@@ -84,42 +89,70 @@ def policies(
         "preemptions."
     )
     return (
-        _policies(service + bold, _SERVICE, results, names, comparable),
-        _policies(memory + bold, _MEMORY, results, names, comparable),
+        _policies(service + bold, _SERVICE, groups, names, comparable),
+        _policies(memory + bold, _MEMORY, groups, names, comparable),
     )
 
 
 def _policies(
-    caption: str,
-    wanted: Sequence[_Column],
-    results: Sequence[SimulationResult],
-    names: Sequence[str],
-    comparable: bool,
+    caption: str, wanted: Sequence[_Row], groups: Sequence[Repeats], names: Sequence[str], comparable: bool
 ) -> Table:
-    columns = []
-    for column in wanted:
-        values = [column.value(result.figures) for result in results]
-        if column.heading in ("arrivals /s", "load") and not any(values):
+    rows = []
+    for row in wanted:
+        values = [row.value(group.mean.figures) for group in groups]
+        if row.heading in ("arrivals /s", "load") and not any(values):
             continue
-        texts = [format(value, column.form) for value in values]
-        best = format((max if column.better > 0 else min)(values), column.form)
-        is_marked = comparable and bool(column.better) and len(set(texts)) > 1
-        columns.append((column.heading, [Cell(text, is_marked and text == best) for text in texts]))
-    rows = [(name, [cells[i] for _, cells in columns]) for i, name in enumerate(names)]
-    return Table(caption, ["policy", *[heading for heading, _ in columns]], rows)
+        best = _best(row, groups) if comparable else None
+        cells = [
+            Cell(
+                format(value, row.form), best == format(value, row.form), _spread(row.value, row.form, group)
+            )
+            for value, group in zip(values, groups, strict=True)
+        ]
+        rows.append((row.heading, cells))
+    return Table(caption, ["", *names], rows)
 
 
-def turned(table: Table) -> Table:
-    """Transposes a table of one row."""
-    ((name, cells),) = table.rows
-    rows = [(column, [cell]) for column, cell in zip(table.columns[1:], cells, strict=True)]
-    return Table(table.caption, ["", name], rows)
+def _best(row: _Row, groups: Sequence[Repeats]) -> str | None:
+    """Returns the best value as it is shown; None where there is none, or another is as good with some seed."""
+    ordered = sorted(groups, key=lambda group: -row.better * row.value(group.mean.figures))
+    texts = [format(row.value(group.mean.figures), row.form) for group in ordered]
+    if not row.better or texts[0] == texts[-1]:
+        return None
+    others = [group for group, text in zip(ordered, texts, strict=True) if text != texts[0]]
+    is_best = all(is_above(ordered[0], group, lambda f: row.better * row.value(f)) for group in others)
+    return texts[0] if is_best else None
 
 
-def all_figures(results: Sequence[SimulationResult], columns: Sequence[str]) -> Table:
+def _spread(value: Callable[[Figures], float], form: str, group: Repeats) -> str:
+    low, high = (format(end, form) for end in group.spread(value))
+    return "" if low == high else f"{low} – {high}"
+
+
+def split(table: Table, most: int = 4) -> list[Table]:
+    """Splits a table into ones of at most `most` columns beside the headings, which fit a page's width."""
+    num = len(table.columns) - 1
+    if num <= most:
+        return [table]
+    tables = []
+    for start in range(0, num, most):
+        end = min(start + most, num)
+        rows = [(name, cells[start:end]) for name, cells in table.rows]
+        caption = f"{table.caption} ({start + 1} to {end} of {num})"
+        tables.append(Table(caption, ["", *table.columns[1 + start : 1 + end]], rows, table.numeric))
+    return tables
+
+
+def all_figures(groups: Sequence[Repeats], columns: Sequence[str]) -> Table:
     """Returns every figure by its name in the JSON line."""
-    values = [asdict(result.figures) for result in results]
-    rows = [(name, [Cell(_number(each[name])) for each in values]) for name in values[0]]
+    values = [asdict(group.mean.figures) for group in groups]
+    rows = []
+    for name in values[0]:
+        cells = []
+        for each, group in zip(values, groups, strict=True):
+            low, high = (_number(end) for end in group.spread(attrgetter(name)))
+            cells.append(Cell(_number(each[name]), spread="" if low == high else f"{low} – {high}"))
+        rows.append((name, cells))
     return Table("Figures by name", ["figure", *columns], rows)
 
 

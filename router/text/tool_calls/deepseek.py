@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .forms import Form, calls, either, json_of, tag
+from .forms import Form, arguments_of, calls, either, tag
 from .json_call import NAME, read_arguments
 from .source import CallBegins, Content, Source, Steps
 
@@ -49,9 +49,9 @@ def write(name: str, arguments: str) -> str:
 def form(tools: Mapping[str, Any], is_parallel: bool) -> Form:
     """Returns the form of an answer that is calls. `tools`: the schema of each function's arguments."""
     fenced = [
-        tag(f"{_BEGIN}function{_SEPARATOR}{name}\n{_FENCE}json\n", json_of(schema), f"\n{_FENCE}{_END}")
+        tag(f"{_BEGIN}function{_SEPARATOR}{name}\n{_FENCE}json\n", arguments_of(schema), f"\n{_FENCE}{_END}")
         for name, schema in tools.items()
     ]
-    plain = [tag(f"{_BEGIN}{name}{_SEPARATOR}", json_of(schema), _END) for name, schema in tools.items()]
+    plain = [tag(f"{_BEGIN}{name}{_SEPARATOR}", arguments_of(schema), _END) for name, schema in tools.items()]
     both = either([calls(fenced, "\n", is_parallel), calls(plain, "", is_parallel)])
     return tag(_ALL_BEGIN, both, _ALL_END)

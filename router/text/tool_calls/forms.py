@@ -5,6 +5,9 @@ from typing import Any
 
 Form = Mapping[str, Any]
 ANY_TEXT: Form = {"type": "any_text"}
+JSON_SEPARATORS = (", ", ": ")  # between elements and after a key, as chat templates dump JSON
+# What says which values a schema allows; a function's arguments are an object where it has none of them.
+_SAYS_VALUES = ("type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf")
 
 
 def constant(text: str) -> Form:
@@ -15,6 +18,24 @@ def constant(text: str) -> Form:
 def json_of(schema: Any) -> Form:
     """Returns the form of JSON that follows a schema."""
     return {"type": "json_schema", "json_schema": schema}
+
+
+def arguments_of(schema: Any, separators: tuple[str, str] = JSON_SEPARATORS) -> dict[str, Any]:
+    """Returns the form of arguments that follow a schema, with these texts between elements and after a key,
+    and no other white space."""
+    given = schema.get("x-guidance", {}) if isinstance(schema, Mapping) else None
+    if not isinstance(given, Mapping):
+        return dict(json_of(schema))  # which the grammar's compiler refuses
+    spaces = {
+        "whitespace_pattern": "",
+        "whitespace_flexible": False,
+        "item_separator": separators[0],
+        "key_separator": separators[1],
+    }
+    written = {**schema, "x-guidance": {**given, **spaces}}
+    if not any(key in schema for key in _SAYS_VALUES):
+        written["type"] = "object"
+    return dict(json_of(written))
 
 
 def row(*elements: Form) -> Form:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .forms import ANY_TEXT, Form, constant, either, json_of, optional, row, tag
+from .forms import ANY_TEXT, Form, arguments_of, constant, either, optional, row, tag
 from .json_call import NAME, read_arguments
 from .source import CallBegins, Content, Reasoning, Source, Steps
 
@@ -54,23 +54,22 @@ def write(name: str, arguments: str) -> str:
 
 
 def form(tools: Mapping[str, Any], is_parallel: bool) -> Form:
-    """Returns the form of an answer that is a call, which ends it, after reasoning or without. `tools`: the
-    schema of each function's arguments."""
-    return whole_form(tools, None)
-
-
-def whole_form(tools: Mapping[str, Any], answer: Form | None) -> Form:
-    """Returns the form of reasoning, which may be left out, and then a call of one of `tools` or `answer` on
-    the channel final."""
+    """Returns the form of a call, which ends an answer. `tools`: the schema of each function's arguments."""
     begins = (
         "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>",
         " to=functions.{}<|channel|>commentary <|constrain|>json<|message|>",
         " to=functions.{}<|channel|>commentary json<|message|>",
     )
-    last = [
-        row(either(constant(begin.format(name)) for begin in begins), json_of(schema))
+    return either(
+        row(either(constant(begin.format(name)) for begin in begins), arguments_of(schema))
         for name, schema in tools.items()
-    ]
+    )
+
+
+def whole_form(call: Form | None, answer: Form | None) -> Form:
+    """Returns the form of reasoning, which may be left out, and then `call`, or `answer` on the channel final.
+    At least one of the two is given."""
+    last = [] if call is None else [call]
     if answer is not None:
         finals = ("<|channel|>final<|message|>", "<|channel|>final <|constrain|>json<|message|>")
         last.append(row(either(map(constant, finals)), answer))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .forms import Form, calls, json_of, tag
+from .forms import Form, arguments_of, calls, tag
 from .json_call import read_call
 from .source import Content, Source, Steps
 
@@ -29,7 +29,7 @@ def write(name: str, arguments: str) -> str:
 def form(tools: Mapping[str, Any], is_parallel: bool) -> Form:
     """Returns the form of an answer that is calls. `tools`: the schema of each function's arguments."""
     tags = [
-        tag(f'{MARKS[0]}\n{{"name": "{name}", "arguments": ', json_of(schema), f"}}\n{MARKS[1]}")
+        tag(f'{MARKS[0]}\n{{"name": "{name}", "arguments": ', arguments_of(schema), f"}}\n{MARKS[1]}")
         for name, schema in tools.items()
     ]
     return calls(tags, "\n", is_parallel)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .forms import Form, calls, either, json_of, tag
+from .forms import Form, arguments_of, calls, either, tag
 from .json_call import NAME, read_arguments, read_list
 from .source import CallBegins, Content, Source, Steps
 
@@ -46,8 +46,8 @@ def write(name: str, arguments: str) -> str:
 def form(tools: Mapping[str, Any], is_parallel: bool) -> Form:
     """Returns the form of an answer that is calls. `tools`: the schema of each function's arguments."""
     listed = [
-        tag(f'{{"name": "{name}", "arguments": ', json_of(schema), "}") for name, schema in tools.items()
+        tag(f'{{"name": "{name}", "arguments": ', arguments_of(schema), "}") for name, schema in tools.items()
     ]
-    named = [tag(f"{MARKS[0]}{name}{MARKS[2]}", json_of(schema), "") for name, schema in tools.items()]
+    named = [tag(f"{MARKS[0]}{name}{MARKS[2]}", arguments_of(schema), "") for name, schema in tools.items()]
     in_list = tag(f"{MARKS[0]}[", calls(listed, ", ", is_parallel), "]")
     return either([in_list, calls(named, "", is_parallel)])

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .forms import Form, calls, tag
+from .forms import Form, arguments_of, calls, tag
 from .json_call import NAME, as_json
 from .source import Arguments, CallBegins, Content, Source, Steps
 
@@ -96,7 +96,7 @@ def form(tools: Mapping[str, Any], is_parallel: bool) -> Form:
     tags = [
         tag(
             f"{MARKS[0]}\n{_FUNCTION}{name}>\n",
-            {"type": "qwen_xml_parameter", "json_schema": schema},
+            arguments_of(schema) | {"type": "qwen_xml_parameter"},
             f"{_FUNCTION_END}\n{MARKS[1]}",
         )
         for name, schema in tools.items()

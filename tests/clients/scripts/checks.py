@@ -7,6 +7,7 @@ A script runs in the environment of its client, which has neither lightkv nor py
 import argparse
 import asyncio
 import inspect
+import secrets
 import time
 import traceback
 from collections.abc import Awaitable, Callable
@@ -87,6 +88,49 @@ QUESTION = "What is the weather?"
 RESULT = "It rains."  # what the function returned
 ANSWERS = ["Yes.", "No."]  # a text that ends, of a model that would write on
 CHOICE = {"structured_outputs": {"choice": ANSWERS}}
+
+# Ten turns of calls, each required or of a named function.
+SEARCH: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Searches the notes of a place.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "place": {
+                    "type": "object",
+                    "properties": {"city": {"type": "string", "enum": ["Paris", "Oslo", "São Paulo"]}},
+                    "required": ["city"],
+                },
+                "days": {
+                    "type": "array",
+                    "items": {"type": "integer", "minimum": 1, "maximum": 31},
+                    "maxItems": 2,
+                },
+            },
+            "required": ["place", "days"],
+        },
+    },
+}
+TURNS: list[Any] = ["required", {"type": "function", "function": {"name": "search"}}] * 5
+
+
+class TenTurns:
+    """Counts what each turn of a conversation found in the cache."""
+
+    def __init__(self) -> None:
+        self.num_known = 0
+        self.question = f"What do the notes {secrets.token_hex(8)} say of São Paulo?"  # in no cache
+
+    def check(self, usage: Any) -> None:
+        """The prompt begins with the last prompt and its answer, whose last token was never computed."""
+        assert usage.prompt_tokens > self.num_known
+        if self.num_known:
+            found = usage.prompt_tokens_details.cached_tokens
+            assert found == self.num_known - 1, f"{found} cached of {self.num_known - 1}"
+        self.num_known = usage.prompt_tokens + usage.completion_tokens
+
 
 # An example that a small model follows, where its answer may be any JSON object.
 EXAMPLES = [

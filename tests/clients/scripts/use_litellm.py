@@ -1,7 +1,9 @@
-"""litellm: `response_format` as a class, a schema and any object, tools, and responses, whole and streamed."""
+"""litellm: `response_format` as a class, a schema and any object, tools, and responses, whole and streamed; a
+prompt over the context is its ContextWindowExceededError, which falls back on another model."""
 
 import json
 import os
+from functools import partial
 from typing import Any
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else its import waits for a file of prices from GitHub
@@ -16,11 +18,14 @@ from checks import (
     MAX_TOKENS,
     QUESTION,
     RESULT,
+    SEARCH,
+    TURNS,
     WEATHER,
     City,
     Forecast,
     Report,
     Service,
+    TenTurns,
     main,
 )
 
@@ -90,6 +95,47 @@ def by_responses(service: Service) -> None:
     Forecast.model_validate_json(message.content[0].text)
 
 
+def over_the_context(service: Service) -> None:
+    text = "long " * 10_000
+    long = [{"role": "user", "content": text}]
+    for provider in PROVIDERS:
+        fields = fields_of(service, provider)
+        del fields["max_tokens"]
+        for call in (
+            partial(litellm.completion, messages=long),
+            partial(litellm.completion, messages=long, stream=True),
+            partial(litellm.completion, messages=ASK, max_tokens=100_000),
+            partial(litellm.text_completion, prompt=text),
+            partial(litellm.responses, input=text),
+        ):
+            message = ""
+            try:
+                call(**fields)
+            except litellm.ContextWindowExceededError as error:
+                message = str(error)
+            assert "maximum context length is 8192 tokens" in message
+
+
+def a_fallback_for_long_prompts(service: Service) -> None:
+    def deployment(name: str, base: str) -> dict[str, Any]:
+        params = {"model": f"openai/{service.model}", "api_base": base, "api_key": service.key}
+        return {"model_name": name, "litellm_params": params | {"max_retries": 0}}
+
+    router = litellm.Router(
+        model_list=[
+            deployment("short", service.url),
+            {
+                "model_name": "long",
+                "litellm_params": {"model": "openai/none", "api_key": "k", "mock_response": "yes"},
+            },
+        ],
+        context_window_fallbacks=[{"short": ["long"]}],
+        num_retries=0,
+    )
+    done = router.completion("short", messages=[{"role": "user", "content": "long " * 10_000}])
+    assert done.choices[0].message.content == "yes"
+
+
 def tools(service: Service) -> None:
     for provider in PROVIDERS:
         fields = fields_of(service, provider) | {"tools": [WEATHER]}
@@ -120,6 +166,28 @@ def tools_streamed(service: Service) -> None:
         City.model_validate_json(call.function.arguments)
 
 
+def ten_turns_hit_all_but_the_newest(service: Service) -> None:
+    for provider in PROVIDERS:
+        turns = TenTurns()
+        fields = fields_of(service, provider) | {"max_tokens": 200, "temperature": 0}
+        messages: Any = [{"role": "user", "content": turns.question}]
+        for number, choice in enumerate(TURNS):
+            done = litellm.completion(
+                messages=messages,
+                tools=[SEARCH, WEATHER],
+                tool_choice=choice,
+                parallel_tool_calls=False,
+                **fields,
+            )
+            turns.check(done.usage)
+            message = done.choices[0].message
+            (call,) = message.tool_calls
+            messages += [
+                message,
+                {"role": "tool", "tool_call_id": call.id, "content": f"{number}: {RESULT}"},
+            ]
+
+
 def a_class_of_free_texts(service: Service) -> None:
     messages = [*EXAMPLES, {"role": "user", "content": LAST}]
     fields = fields_of(service, "openai") | {"max_tokens": 100, "temperature": 0}
@@ -146,7 +214,10 @@ main(
             by_responses,
             tools,
             tools_streamed,
+            over_the_context,
+            a_fallback_for_long_prompts,
         ],
         "default": [a_class_of_free_texts, any_object],
+        "bytes": [ten_turns_hit_all_but_the_newest],
     }
 )

@@ -13,11 +13,14 @@ from checks import (
     MAX_TOKENS,
     QUESTION,
     RESULT,
+    SEARCH,
+    TURNS,
     WEATHER,
     City,
     Forecast,
     Report,
     Service,
+    TenTurns,
     main,
 )
 from openai import AsyncOpenAI, OpenAI, pydantic_function_tool
@@ -165,6 +168,29 @@ async def parse_with_the_asynchronous_client(service: Service) -> None:
     assert type(done.choices[0].message.parsed) is Forecast
 
 
+def ten_turns_hit_all_but_the_newest(service: Service) -> None:
+    client, turns = connect(service), TenTurns()
+    messages: Any = [{"role": "user", "content": turns.question}]
+    for number, choice in enumerate(TURNS):
+        fields: Any = {"model": service.model, "temperature": 0, "max_tokens": 200, "tool_choice": choice}
+        fields |= {"messages": messages, "tools": [SEARCH, WEATHER], "parallel_tool_calls": False}
+        if number % 2:
+            options = {"include_usage": True}
+            with client.chat.completions.stream(**fields, stream_options=options) as stream:
+                list(stream)
+                done: Any = stream.get_final_completion()
+        else:
+            done = client.chat.completions.create(**fields)
+        turns.check(done.usage)
+        message = done.choices[0].message
+        (call,) = message.tool_calls
+        json.loads(call.function.arguments)
+        called = {"name": call.function.name, "arguments": call.function.arguments}
+        made = [{"id": call.id, "type": "function", "function": called}]
+        messages.append({"role": "assistant", "content": message.content, "tool_calls": made})
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": f"{number}: {RESULT}"})
+
+
 def a_class_of_free_texts(service: Service) -> None:
     messages: Any = [*EXAMPLES, {"role": "user", "content": LAST}]
     fields: Any = {"model": service.model, "temperature": 0}
@@ -203,5 +229,6 @@ main(
             parse_with_the_asynchronous_client,
         ],
         "default": [a_class_of_free_texts, any_object],
+        "bytes": [ten_turns_hit_all_but_the_newest],
     }
 )

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,6 +57,7 @@ class Batch:
     decoding: int
     setting: Setting
     device: str = "cpu"
+    seed: int | None = None  # of the batch's numbers; None: drawn from torch's
     q: Tensor = field(init=False)
     k: Tensor = field(init=False)
     v: Tensor = field(init=False)
@@ -65,6 +67,9 @@ class Batch:
 
     def __post_init__(self) -> None:
         s, num = self.setting, sum(self.counts)
+        # numpy never changes the stream of a RandomState, so results for a seed can be recorded.
+        seed = int(torch.randint(2**31 - 1, ())) if self.seed is None else self.seed
+        self._random = np.random.RandomState(seed)
         self.q = self._randn(num, s.num_heads, s.head_dim)
         self.k, self.v = (self._randn(num, s.num_kv_heads, s.head_dim) for _ in range(2))
         self.k[:, :, 1] *= 6  # an outlier
@@ -78,7 +83,8 @@ class Batch:
         self.mask = self._mask()
 
     def _randn(self, *shape: int) -> Tensor:
-        return torch.randn(*shape).to(self.device, self.setting.dtype)
+        numbers = self._random.standard_normal(shape).astype(np.float32)
+        return torch.from_numpy(numbers).to(self.device, self.setting.dtype)
 
     @property
     def lengths(self) -> list[int]:
@@ -103,8 +109,9 @@ class Batch:
         mask = torch.full(shape, float("nan")).to(self.device, self.setting.dtype)
         for b in range(len(self.counts)):
             rows, columns = (slice(starts[b], starts[b + 1]) for starts in (self.seqstarts, self.kvstarts))
-            block = torch.randn(*shape[:-2], self.counts[b], self.lengths[b])
-            block[..., 1:][torch.rand(block[..., 1:].shape) < 0.2] = float("-inf")
+            block = self._randn(*shape[:-2], self.counts[b], self.lengths[b])
+            hidden = torch.from_numpy(self._random.random_sample(block[..., 1:].shape) < 0.2)
+            block[..., 1:][hidden.to(self.device)] = float("-inf")
             mask[..., rows, columns] = block.to(mask)
         return mask
 
@@ -138,8 +145,9 @@ class Batch:
             for head in range(s.num_heads):
                 k, v = tokens[:, :, head // (s.num_heads // s.num_kv_heads)].unbind(1)
                 scores = k @ self.q[first + count, head].double() / math.sqrt(s.head_dim)
-                if s.is_alibi:
-                    scores = scores + slope(head, s.num_heads) * (keys - position)
+                if s.is_alibi:  # the bias is -inf after the query, whether the layer is causal or not
+                    bias = slope(head, s.num_heads) * (keys - position)
+                    scores = scores + bias.masked_fill(keys > position, float("-inf"))
                 if self.mask is not None:
                     of_head = self.mask[head] if s.mask == "3d" else self.mask
                     scores = scores + of_head[first + count, self.kvstarts[b] : self.kvstarts[b + 1]].double()

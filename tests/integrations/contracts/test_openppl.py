@@ -77,8 +77,9 @@ def test_the_grid(setting: Setting) -> None:
 
 
 @pytest.mark.parametrize("decoding", [0, 3, 4])
-def test_sequences_that_decode_see_all_of_their_tokens(decoding: int) -> None:
-    check_grid(Setting(is_alibi=True), decoding)
+@pytest.mark.parametrize("is_alibi", [False, True])
+def test_sequences_that_decode_see_all_of_their_tokens_but_with_alibi(decoding: int, is_alibi: bool) -> None:
+    check_grid(Setting(is_alibi=is_alibi), decoding)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (6, 3), (12, 4)])

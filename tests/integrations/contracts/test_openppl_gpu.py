@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from openppl_authors import recorded, sample
 from openppl_reference import Batch, Place, Setting
 from test_openppl import COUNTS, GRID, PAST, PLACES, check, same_bytes, steps_of_two_sequences
 
@@ -33,6 +34,24 @@ LARGE = [
 def test_a_sample_of_the_grid(setting: Setting) -> None:
     torch.manual_seed(0)
     check(Batch(PAST, COUNTS, 2, setting, "cuda"), PLACES, slack=SLACK)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("decoding", [0, 3, 4])
+def test_no_key_after_a_query_is_seen_with_alibi(decoding: int, is_causal: bool) -> None:
+    torch.manual_seed(0)
+    setting = Setting(torch.float16, is_alibi=True, is_causal=is_causal)
+    check(Batch(PAST, COUNTS, decoding, setting, "cuda"), PLACES[::5], slack=SLACK)
+
+
+def test_the_authors_recorded_outputs() -> None:
+    expected = recorded()
+    for name, batch in sample("cuda").items():
+        for place in PLACES[::5]:
+            out = multi_head_cache_attention(**batch.arguments(place)).cpu()
+            limit = 8e-3 if out.dtype == torch.float16 else 1e-4
+            difference = (out - torch.from_numpy(expected[name])).abs()
+            assert bool((difference <= limit * (1 + out.abs())).all()), (name, place)
 
 
 @pytest.mark.slow

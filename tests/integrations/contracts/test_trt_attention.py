@@ -451,10 +451,40 @@ def test_any_cache_manager_will_do(device: torch.device) -> None:
     close_to(batch.backend().forward(batch.q[0], *batch.new_keys(), batch.metadata), batch.expected())
     params.block_ids_per_seq = [one[:1] for one in blocks]
     batch.metadata.prepare()
-    before = batch.metadata.buffers(0).view(torch.int16).clone()
+    before = batch.metadata.buffers(0)[0].view(torch.int16).clone()
     with pytest.raises(ValueError, match="1 blocks of 8"):
         batch.backend().forward(batch.q[0], *batch.new_keys(), batch.metadata)
-    assert torch.equal(batch.metadata.buffers(0).view(torch.int16), before)
+    assert torch.equal(batch.metadata.buffers(0)[0].view(torch.int16), before)
+
+
+class WrappedManager:
+    """A manager of the newer form behind a method that passes on what it gets."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._manager = batch.manager
+
+    def get_buffers(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._manager.get_buffers(*args, **kwargs)
+
+    def get_batch_cache_indices(self, request_ids: list[int]) -> list[list[int]]:
+        return self._manager.get_batch_cache_indices(request_ids)
+
+
+@pytest.mark.parametrize("kind", [ForeignManager, WrappedManager])
+@pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
+def test_blocks_of_as_many_tokens_as_heads(
+    num_kv_heads: int, kv_layout: str, kind: type, device: torch.device
+) -> None:
+    """The shape says nothing then: a manager that knows no layouts is NHD, whatever the metadata says."""
+    for tokens_per_block in (num_kv_heads, 2 * num_kv_heads):
+        batch = Batch(
+            device, **MIXED, num_kv_heads=num_kv_heads, num_heads=8, tokens_per_block=tokens_per_block
+        )
+        batch.metadata.kv_cache_manager = kind(batch)
+        batch.metadata.kv_layout = kv_layout
+        batch.metadata.prepare()
+        close_to(batch.backend().forward(batch.q[0], *batch.new_keys(), batch.metadata), batch.expected())
 
 
 def test_draft_tokens(device: torch.device) -> None:

@@ -24,6 +24,7 @@ from lightkv.integrations.contracts.tensorrt_llm import (
     KVCacheParams,
     PredefinedAttentionMask,
 )
+from lightkv.integrations.contracts.tensorrt_llm.arguments import HONOURED
 from lightkv.integrations.contracts.tensorrt_llm.upstream import INTERFACE, subclassed, upstream_interface
 
 CONTRACT = json.loads((Path(__file__).parent / "tensorrt_llm.json").read_text(encoding="utf-8"))
@@ -374,17 +375,129 @@ def test_kinds_of_cache() -> None:
         make_manager(kv_layout="DHN")
 
 
+@dataclasses.dataclass
+class FakePrediction:
+    """Stands for TensorRT-LLM's SparsePrediction."""
+
+    indices: torch.Tensor | None = None
+    block_size: int = 0
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class FakeForwardArgs(AttentionForwardArgs):
+    """Stands for TensorRT-LLM's own arguments: two are objects, and one is newer than lightkv."""
+
+    sparse_prediction: Any = dataclasses.field(default_factory=FakePrediction)
+    skip_softmax_kernel_params: Any = dataclasses.field(default_factory=FakePrediction)
+    of_tomorrow: float = 0.5
+
+
+NOT_HONOURED = sorted({one.name for one in dataclasses.fields(FakeForwardArgs)} - HONOURED)
+
+
+@pytest.mark.parametrize("name", NOT_HONOURED)
+def test_arguments_that_are_not_carried_out_are_refused_by_name(name: str) -> None:
+    metadata = make_metadata([5, 1], [0, 9], 1)
+    metadata.prepare()
+    buffer = metadata.kv_cache_manager.get_buffers(0).zero_()
+    values = [torch.zeros(1), 7, True]
+    if "sparse" in name or "softmax" in name:
+        values += [FakePrediction(block_size=4), FakePrediction(torch.zeros(2))]
+    for value in values:
+        forms = [{"forward_args": FakeForwardArgs(**{name: value})}]
+        if name != "of_tomorrow":
+            forms += [{name: value}, {"forward_args": AttentionForwardArgs(**{name: value})}]
+        for form in forms:
+            if name == "chunked_prefill_buffer_batch_size" and value is True:
+                continue  # it is 1
+            with pytest.raises(ValueError, match=f"{name} is given"):
+                run(metadata, **form)
+    assert not buffer.any()
+    assert run(metadata, FakeForwardArgs()).shape == (6, 64)
+
+
+NOT_READ: dict[str, Any] = {
+    "cache_indirection": torch.zeros(1),
+    "cu_q_seqlens": torch.zeros(1),
+    "cu_kv_seqlens": torch.zeros(1),
+    "multi_item_part_lens": [[1]],
+    "draft_kv_cache_manager": object(),
+    "sparse_metadata_params": object(),
+    "mamba_metadata": object(),
+    "enable_flash_mla": True,
+    "enable_context_mla_with_cached_kv": True,
+    "host_max_attention_window_sizes": torch.zeros(1),
+    "host_sink_token_length": torch.zeros(1),
+    "num_extra_kv_tokens": 2,
+}
+
+
+@pytest.mark.parametrize("name", NOT_READ)
+def test_fields_that_are_not_read_are_refused_by_name(name: str) -> None:
+    metadata = make_metadata([5, 1], [0, 9], 1)
+    metadata.prepare()
+    holder = metadata if hasattr(metadata, name) else metadata.kv_cache_params
+    old = getattr(holder, name)
+    setattr(holder, name, NOT_READ[name])
+    with pytest.raises(ValueError, match=f"{name} is .*does not read it"):
+        metadata.prepare()
+    run(metadata)  # the batch before it is still there
+    setattr(holder, name, False if name == "mamba_metadata" else old)
+    metadata.prepare()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "prepare_for_spec_dec",
+        "restore_from_spec_dec",
+        "update_spec_dec_param",
+        "update_for_spec_dec",
+        "on_update_kv_lens",
+        "update_helix_param",
+    ],
+)
+def test_steps_that_are_not_carried_out_say_so(name: str) -> None:
+    metadata = make_metadata([5, 1], [0, 9], 1)
+    metadata.prepare()
+    with pytest.raises(NotImplementedError, match=f"{name} is TensorRT-LLM's, and .* no such step: .*"):
+        getattr(metadata, name)("_seq_lens", of_any=1)
+    run(metadata)
+
+
+def test_an_encoders_batch_is_prepared_as_any() -> None:
+    metadata = make_metadata([5, 3], [0, 0], 2)
+    metadata.prepare_encoder_only()
+    assert metadata.step.lengths.tolist() == [5, 3]
+
+
 class FakeMetadata:
     """Stands for TensorRT-LLM's own."""
 
     seq_lens = "theirs"
+    of_theirs = 3
 
     def only_theirs(self) -> str:
-        return "kept"
+        return "a method that works on their fields"
+
+    def prepare_for_spec_dec(self, *fields: str) -> None:
+        for field in fields:
+            setattr(self, field, getattr(self, field).clone())
+
+    @staticmethod
+    def get_empty(size: int) -> list[int]:
+        return [0] * size
 
 
 class FakeBackend:
     """Stands for TensorRT-LLM's own."""
+
+    def of_theirs(self) -> None:
+        """A method that only they have."""
+
+    @classmethod
+    def support_tomorrow(cls) -> bool:
+        return False
 
 
 def test_classes_are_tensorrt_llms_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,11 +515,17 @@ def test_classes_are_tensorrt_llms_where_it_is_installed(monkeypatch: pytest.Mon
     assert backend_class.Metadata is metadata_class
     metadata = metadata_class(max_num_requests=2, max_num_tokens=4, seq_lens=int_tensor(1, 1))
     assert isinstance(metadata, FakeMetadata)
-    assert metadata.only_theirs() == "kept"
+    assert (metadata.of_theirs, metadata.get_empty(2)) == (3, [0, 0])
+    for step, remedy in (("only_theirs", "own backend"), ("prepare_for_spec_dec", "Verify drafts")):
+        with pytest.raises(NotImplementedError, match=f"{step} is TensorRT-LLM's.*{remedy}"):
+            getattr(metadata, step)()
     assert metadata.seq_lens.tolist() == [1, 1]
     assert type(metadata.create_cuda_graph_metadata(2)) is metadata_class
     metadata.prepare()
     q = torch.randn(2, 64).half()
+    assert not backend_class.support_tomorrow()
+    with pytest.raises(NotImplementedError, match="of_theirs is TensorRT-LLM's"):
+        backend_class(0, 4, 16, 2).of_theirs()
     assert backend_class(0, 4, 16, 2).forward(q, q[:, :32], q[:, 32:], metadata).shape == (2, 64)
 
 

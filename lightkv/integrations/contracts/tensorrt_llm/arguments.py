@@ -1,7 +1,7 @@
 """The arguments of TensorRT-LLM's attention contract that are plain data, with its names and defaults."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum, IntEnum, StrEnum
 from typing import Any
 
@@ -52,7 +52,8 @@ class KVCacheParams:
     `block_ids_per_seq`: the blocks of each sequence: one where the cache is linear, one for each page, or one
     for each token. None: the cache manager knows them (`get_batch_cache_indices`).
 
-    The other fields are TensorRT-LLM's, and are not read here.
+    The other fields are TensorRT-LLM's. They are not read here, so `AttentionMetadata.prepare` refuses those
+    that are set.
     """
 
     use_cache: bool
@@ -79,7 +80,8 @@ class AttentionForwardArgs:
     `update_kv_cache`: False: nothing is written. Where k and v are given, they are attended to; where they are
     None, the cache holds them already, as another layer's.
 
-    All others are of features that lightkv's kernels do not have, and have to keep their defaults.
+    All others are of features that lightkv's kernels do not have, and have to keep their defaults. In
+    TensorRT-LLM those of the last two are objects, whose fields all have to keep theirs.
     """
 
     output: torch.Tensor | None = None
@@ -118,6 +120,8 @@ class AttentionForwardArgs:
     is_fused_qkv: bool = False
     update_kv_cache: bool = True
     timestep: torch.Tensor | None = None
+    sparse_prediction: Any = None
+    skip_softmax_kernel_params: Any = None
 
 
 HONOURED = frozenset(
@@ -135,8 +139,6 @@ HONOURED = frozenset(
         "update_kv_cache",
     }
 )
-# These only matter to features that other arguments ask for.
-_IGNORED = frozenset({"chunked_prefill_buffer_batch_size", "relative_attention_max_distance"})
 _DEFAULTS: dict[str, Any] = {one.name: one.default for one in fields(AttentionForwardArgs)}
 
 
@@ -154,13 +156,32 @@ def merge_attention_forward_args(forward_args: Any | None, kwargs: Mapping[str, 
             f"both forward_args and the keywords {sorted(kwargs)} were given; put them all into one of the two"
         )
     args = AttentionForwardArgs(**kwargs) if forward_args is None else forward_args
-    for name, default in _DEFAULTS.items():
-        if name in HONOURED or name in _IGNORED:
-            continue
-        value = getattr(args, name, default)
-        if value is not default and (isinstance(value, torch.Tensor) or value != default):
+    defaults = dict(_DEFAULTS)
+    if is_dataclass(args):  # TensorRT-LLM's may have more fields
+        defaults |= {one.name: _default_of(one) for one in fields(args)}
+    for name, default in defaults.items():
+        if name not in HONOURED and not is_default(getattr(args, name, default), default):
             raise ValueError(
                 f"{name} is given, but lightkv's kernels have no such feature; leave it at {default!r}. They "
                 f"honour {sorted(HONOURED)}"
             )
     return args
+
+
+def is_default(value: Any, default: Any) -> bool:
+    """Returns whether a field has its default value. That is also so for None, and for a dataclass whose fields
+    all have theirs."""
+    if value is None or value is default:
+        return True
+    if isinstance(value, torch.Tensor):
+        return False
+    if is_dataclass(value):
+        return all(is_default(getattr(value, one.name), _default_of(one)) for one in fields(value))
+    return bool(value == default)
+
+
+def _default_of(one: Field[Any]) -> Any:
+    """Returns the default of a dataclass's field; None if it has none."""
+    if one.default_factory is not MISSING:
+        return one.default_factory()
+    return None if one.default is MISSING else one.default

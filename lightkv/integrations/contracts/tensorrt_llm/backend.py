@@ -272,7 +272,7 @@ class AttentionBackend:
         return output
 
     def _views(self, metadata: AttentionMetadata, device: torch.device) -> PageViews:
-        buffer = metadata.buffers(self.layer_idx)
+        buffer, layout = metadata.buffers(self.layer_idx)
         if buffer.device != device:
             raise ValueError(f"the cache is on {buffer.device}, and q on {device}; bring them together")
         mode = getattr(self.quant_config, "layer_quant_mode", None)
@@ -281,7 +281,7 @@ class AttentionBackend:
                 raise ValueError(
                     f"quant_config says {name}, and the cache is of {buffer.dtype}; make it {dtype}"
                 )
-        return PageViews.of(buffer, self.num_kv_heads, self.head_dim, metadata.kv_layout)
+        return PageViews.of(buffer, self.num_kv_heads, self.head_dim, layout)
 
     def _keys(
         self,

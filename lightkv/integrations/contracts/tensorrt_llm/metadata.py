@@ -11,11 +11,31 @@ import torch
 
 from lightkv.attention.step_plans import StepPlans
 
-from .arguments import AttentionRuntimeFeatures, KVCacheParams
+from .arguments import AttentionRuntimeFeatures, KVCacheParams, is_default
 from .step import BatchNumbers, StaticRoom, Step, check_blocks
+from .upstream import not_carried_out
 
-# Fields of features that lightkv's kernels do not have here.
-_UNSUPPORTED = ("cache_indirection", "cu_q_seqlens", "cu_kv_seqlens", "multi_item_part_lens")
+# Fields of features that lightkv's kernels do not have here, and the values that do not ask for these.
+_UNSUPPORTED = {
+    "cache_indirection": None,
+    "cu_q_seqlens": None,
+    "cu_kv_seqlens": None,
+    "multi_item_part_lens": None,
+    "draft_kv_cache_manager": None,
+    "sparse_metadata_params": None,
+    "mamba_metadata": False,
+    "enable_flash_mla": False,
+    "enable_context_mla_with_cached_kv": False,
+}
+_UNSUPPORTED_PARAMS = {
+    "host_max_attention_window_sizes": None,
+    "host_sink_token_length": None,
+    "num_extra_kv_tokens": 0,
+}
+_DRAFTS = (
+    "it changes a batch's lengths on the device between forward passes. Verify drafts with "
+    "runtime_features.has_speculative_draft_tokens, in a line, and call prepare() with each pass's lengths"
+)
 
 
 class _Followed:
@@ -53,7 +73,8 @@ class AttentionMetadata:
     encoder's. `num_tokens` counts the new keys then, as in TensorRT-LLM. `prompt_lens` only serve to recognise
     sequences in the wrong order.
 
-    Fields that are not named here are TensorRT-LLM's own, and are not read.
+    Fields that are not named here are TensorRT-LLM's own, and are not read. `prepare` refuses those that ask
+    for something (`_UNSUPPORTED`). Its methods for drafts and for helix parallelism raise NotImplementedError.
     """
 
     max_num_requests: int
@@ -226,6 +247,19 @@ class AttentionMetadata:
         self._step = Step(numbers, self.device, blocks, num_blocks, self._room)
         self.num_steps += 1
 
+    def prepare_encoder_only(self) -> None:
+        """Loads a batch of an encoder, as `prepare`."""
+        self.prepare()
+
+    prepare_for_spec_dec = not_carried_out("prepare_for_spec_dec", _DRAFTS)
+    restore_from_spec_dec = not_carried_out("restore_from_spec_dec", _DRAFTS)
+    update_spec_dec_param = not_carried_out("update_spec_dec_param", _DRAFTS)
+    update_for_spec_dec = not_carried_out("update_for_spec_dec", _DRAFTS)
+    on_update_kv_lens = not_carried_out("on_update_kv_lens", _DRAFTS)
+    update_helix_param = not_carried_out(
+        "update_helix_param", "a sequence's K/V lies on one rank; split the heads between ranks instead"
+    )
+
     def create_cuda_graph_metadata(
         self,
         max_batch_size: int,
@@ -316,14 +350,15 @@ class AttentionMetadata:
         )
         return self.cross
 
-    def buffers(self, layer_idx: int) -> torch.Tensor:
-        """Returns the cache manager's blocks of a layer, in `kv_layout` where the manager knows layouts."""
+    def buffers(self, layer_idx: int) -> tuple[torch.Tensor, str]:
+        """Returns the cache manager's blocks of a layer and their layout: `kv_layout`, or NHD from a manager of
+        the older form, whose `get_buffers` knows no layouts."""
         get_buffers = self.kv_cache_manager.get_buffers
-        if "kv_layout" in inspect.signature(get_buffers).parameters:
-            found: torch.Tensor = get_buffers(layer_idx, kv_layout=self.kv_layout)
-        else:
-            found = get_buffers(layer_idx)
-        return found
+        parameters = inspect.signature(get_buffers).parameters
+        takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+        if takes_any or "kv_layout" in parameters:
+            return get_buffers(layer_idx, kv_layout=self.kv_layout), self.kv_layout
+        return get_buffers(layer_idx), "NHD"
 
     def _fill_cross(
         self,
@@ -347,7 +382,7 @@ class AttentionMetadata:
     def _most_blocks(self) -> int:
         """Returns how many blocks a sequence can have."""
         most = getattr(self.kv_cache_manager, "max_blocks_per_seq", None)
-        return int(most) if isinstance(most, int) else len(self.buffers(0))
+        return int(most) if isinstance(most, int) else len(self.buffers(0)[0])
 
     def _blocks(self) -> tuple[Sequence[Sequence[int]] | torch.Tensor, Sequence[int]]:
         """Returns the blocks of each sequence, as lists or as a table on the device, and how many each has."""
@@ -370,9 +405,13 @@ class AttentionMetadata:
 
     def _checked_numbers(self) -> BatchNumbers:
         """Returns the batch's numbers. Raises ValueError where they break the rules."""
-        for name in _UNSUPPORTED:
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name} is set, which lightkv's kernels do not read here; leave it at None")
+        for holder, unsupported in ((self, _UNSUPPORTED), (self.kv_cache_params, _UNSUPPORTED_PARAMS)):
+            for name, default in unsupported.items():
+                value = getattr(holder, name, default)
+                if not is_default(value, default):
+                    raise ValueError(
+                        f"{name} is {value!r}, and lightkv's attention does not read it; leave it at {default}"
+                    )
         if self.seq_lens is None:
             raise ValueError("seq_lens is not set: give the tokens of each sequence, int [batch_size]")
         q_lens, kv_lens = (

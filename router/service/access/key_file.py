@@ -3,6 +3,8 @@ changes."""
 
 import hashlib
 import hmac
+import os
+import stat
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,9 +17,18 @@ CHECK_SECONDS = 1.0  # at most so often a request looks whether the file has cha
 
 def read_keys(path: Path) -> dict[str, str]:
     """Returns the names of a file's keys by key. A line is a key, or a name, spaces and a key; one that begins
-    with # is skipped. Raises OSError, and InvalidConfig if the file has no key, a key twice, or other lines."""
+    with # is skipped. Raises OSError, and InvalidConfig if the file has no key, a key twice, or other lines, or
+    is not a regular file: a pipe can be read only once, and reading it could wait for ever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise InvalidConfig(
+                f"--api-key-file {path} is not a regular file (but a pipe, a device or a directory); write the "
+                "keys into a file"
+            )
+        content = file.read()
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = content.decode("utf-8").splitlines()
     except ValueError as error:
         raise InvalidConfig(f"--api-key-file {path} is not UTF-8 text ({error}); write it anew") from error
     names: dict[str, str] = {}

@@ -1,0 +1,186 @@
+"""Writes docs/api.md, the reference of the public names, from their docstrings: `make reference`.
+
+griffe reads the sources without importing them, so the page does not depend on what is installed.
+"""
+
+import ast
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import griffe
+from griffe import ParameterKind as Kind
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "api.md"
+HEAD = """# API reference
+
+The public names, with their docstrings: `make reference` writes this page from the sources.
+[using.md](using.md) and [embedding.md](embedding.md) show them at work.
+"""
+# The packages and modules whose public names the page has: all of `__all__`, or these.
+MODULES: dict[str, tuple[str, ...]] = {
+    "lightkv": (),
+    "lightkv.ledger": (),
+    "lightkv.edits": ("encode", "decode"),
+    "lightkv.attention": (),
+    "lightkv.router": (),
+    "lightkv.integrations.cached_model": ("CachedModel",),
+    "lightkv.integrations.hf_cache": ("LightKVCache",),
+    "lightkv.integrations.sampling": ("sample_parallel", "beam_search"),
+    "lightkv.integrations.prompt_lookup": ("generate",),
+    "lightkv.integrations.streaming": ("Window", "Stream"),
+    "lightkv.integrations.eviction": ("HeavyHitters",),
+}
+_FIELD = re.compile(r"(\w+(?:, \w+)*): ")
+
+
+def page() -> str:
+    """Returns the text of the page."""
+    package: Any = griffe.load("lightkv", search_paths=[str(ROOT)], resolve_aliases=True)
+    parts, seen = [HEAD], set()
+    for path, given in MODULES.items():
+        module = package[path.removeprefix("lightkv.")] if path != "lightkv" else package
+        parts.append(f"## {path}\n")
+        for name in given or _public(module):
+            item = module[name]
+            item = item.final_target if item.is_alias else item
+            if item.path in seen:
+                parts.append(f"### {name}\n\nSee {name} above.\n")
+            else:
+                seen.add(item.path)
+                parts += _entry(item)
+    return "\n".join(parts)
+
+
+def _public(module: Any) -> list[str]:
+    """Returns the names that a package offers: those that it lists, or those of its lazy exports."""
+    if module.exports:
+        return sorted(map(str, module.exports))
+    return sorted(ast.literal_eval(str(module["_EXPORTS"].value)))
+
+
+def _entry(item: Any) -> Iterator[str]:
+    """Yields the lines of a class, a function or a constant."""
+    file = Path(item.filepath).resolve().relative_to(ROOT.resolve())
+    yield f"### {item.name}\n"
+    if item.is_attribute:
+        yield f"`{item.name} = {item.value}` (`{file}`)\n"
+    else:
+        bases = ", ".join(map(str, item.bases)) if item.is_class else ""
+        kind = f"class, a subclass of `{bases}`" if bases else "class" if item.is_class else "function"
+        yield f"{kind} (`{file}`)\n"
+        signature = _signature(item)
+        if item.is_function or not signature.endswith("()"):  # as of an error that takes any arguments
+            yield _code(signature)
+    yield _prose(item)
+    if item.is_class and (settings := _settings(item)):
+        yield settings
+    for member in item.members.values() if item.is_class else ():
+        if not member.name.startswith("_") and not member.is_alias and member.docstring:
+            yield f"#### {item.name}.{member.name}\n"
+            yield f"property: `{member.annotation}`\n" if member.is_attribute else _code(_signature(member))
+            yield _prose(member)
+
+
+def _signature(item: Any) -> str:
+    """Returns how it is called, one parameter a line where the line would be long."""
+    if _is_record(item):
+        parameters = _fields(item)
+    else:
+        taken = [one for one in item.parameters if one.name not in ("self", "cls", "unknown")]
+        parameters = list(map(_parameter, taken))
+        kinds = [one.kind for one in taken]
+        if Kind.keyword_only in kinds and Kind.var_positional not in kinds:
+            parameters.insert(kinds.index(Kind.keyword_only), "*")
+    result = f" -> {item.returns}" if item.is_function and item.returns is not None else ""
+    line = f"{item.name}({', '.join(parameters)}){result}"
+    if len(line) <= 100:
+        return line
+    return f"{item.name}(\n" + "".join(f"    {one},\n" for one in parameters) + f"){result}"
+
+
+def _is_record(item: Any) -> bool:
+    """Returns whether the fields of a class are its parameters, which griffe knows of dataclasses alone."""
+    return item.is_class and any(re.search(r"NamedTuple|Struct", str(base)) for base in item.bases)
+
+
+def _fields(item: Any) -> list[str]:
+    fields = [one for one in item.members.values() if one.is_attribute and "property" not in one.labels]
+    return [
+        f"{one.name}: {one.annotation}" + (f" = {one.value}" if one.value is not None else "")
+        for one in fields
+        if one.annotation is not None and not one.name.startswith("_")
+    ]
+
+
+def _settings(item: Any) -> str:
+    """Returns what the settings of a configuration mean: the help of their options."""
+    fields = [one for one in item.members.values() if str(getattr(one, "value", "")).startswith("setting(")]
+    shown = []
+    for one in fields:
+        text = ast.unparse(_call(str(one.value)).args[1])
+        shown.append(f"- `{one.name}`: {ast.literal_eval(text)}")
+    return "\n".join(shown) + "\n" if shown else ""
+
+
+def _parameter(one: Any) -> str:
+    """Returns a parameter as it is written, with the default of a setting without its help."""
+    stars = {Kind.var_positional: "*", Kind.var_keyword: "**"}.get(one.kind, "")
+    annotation = f": {one.annotation}" if one.annotation is not None else ""
+    if one.default is None or stars:
+        return f"{stars}{one.name}{annotation}"
+    default = str(one.default)
+    if default.startswith("setting("):
+        default = ast.unparse(_call(default).args[0])
+    return f"{one.name}{annotation} = {default}"
+
+
+def _call(text: str) -> ast.Call:
+    expression = ast.parse(text, mode="eval").body
+    assert isinstance(expression, ast.Call)
+    return expression
+
+
+def _prose(item: Any) -> str:
+    """Returns a docstring in Markdown: lists of fields become lists, examples are fenced."""
+    paragraphs = re.split(r"\n\s*\n", item.docstring.value.strip()) if item.docstring else []
+    return "\n\n".join(map(_paragraph, paragraphs)) + "\n"
+
+
+def _paragraph(text: str) -> str:
+    lines = text.splitlines()
+    if lines[0].lstrip().startswith(">>>"):
+        return _code(textwrap.dedent(text)).rstrip()
+    if re.fullmatch(r"[A-Z]\w+:", lines[0].strip()) and len(lines) > 1:  # "Args:" and the like
+        return f"{lines[0].strip()}\n\n{_list(textwrap.dedent(chr(10).join(lines[1:])).splitlines())}"
+    starts = [line for line in lines if _FIELD.match(line)]
+    if len(starts) > 1 and lines[0] in starts:
+        return _list(lines)
+    return text if not text.startswith(" ") else f"```text\n{textwrap.dedent(text)}\n```"
+
+
+def _list(lines: list[str]) -> str:
+    """Returns a list of what begins with a name and a colon; other lines go on with the one before them."""
+    shown = []
+    for line in lines:
+        field = _FIELD.match(line)
+        if field is None:
+            shown.append(f"  {line.strip()}" if shown else line)
+        else:
+            names = ", ".join(f"`{name}`" for name in field[1].split(", "))
+            shown.append(f"- {names}: {line[field.end() :]}")
+    return "\n".join(shown)
+
+
+def _code(text: str) -> str:
+    return f"```text\n{text}\n```\n"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--check"]:
+        sys.exit(None if PAGE.read_text(encoding="utf-8") == page() else f"{PAGE} is old; run make reference")
+    PAGE.write_text(page(), encoding="utf-8")

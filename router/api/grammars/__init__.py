@@ -1,0 +1,1 @@
+"""The check of requests' grammars, in a process that may die, before they are queued."""

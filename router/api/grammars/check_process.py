@@ -1,0 +1,207 @@
+"""The process that checks grammars. It compiles each as a worker would, in a child of its own that may die.
+
+The process reads the model's tokenizer once. For each grammar it forks: the child compiles the grammar with the
+worker's code, limits and tokens, but on a smaller stack, follows one text of it for a while, and answers. The
+kernel ends a child that takes too long, needs too much memory, or nests too deeply for its stack. So whatever
+passes fits in the worker, and no grammar makes this process read the tokenizer again.
+
+    standard input   Check ──► fork ──► the child's Checked ──► standard output
+                                └── its death ──► this process's Checked ─┘
+"""
+
+import ctypes
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import msgspec
+import numpy as np
+
+from lightkv.router.sampling_params import Grammar
+from lightkv.router.service.child_process import freeze_objects, ignore_signals
+from lightkv.router.service.frames import LENGTH
+from lightkv.router.text.grammars import InvalidGrammar, ModelTokens, heap_bytes, reason_of
+
+MAX_WORK_SECONDS = 0.25  # of the processor, to compile a grammar and to follow a short text of it
+KILL_SECONDS = 0.5  # of the processor, after which a child is ended
+WALL_SECONDS = 10.0  # in which a machine that is busy may not come to it
+STACK_BYTES = 4 * 2**20  # a sixteenth of the worker's
+MEMORY_BYTES = 2**30  # that a child may map beside what this process has
+NICENESS = 5  # of the children: steps go before checks
+_WALK_TOKENS = 48  # the length of the text that is followed
+_READ_BYTES = 2**18
+_PDEATHSIG = 1  # of prctl: the signal to get when the parent dies
+
+
+class Check(msgspec.Struct, frozen=True):
+    """Asks whether a grammar can be used. `number`: that of the answer."""
+
+    number: int
+    grammar: Grammar
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """The answer to a Check. `wrong`: why the grammar is refused, or an empty text. `failed`: why it is not
+    known whether it can be used, or an empty text. `num_bytes`: what it takes when it is compiled."""
+
+    number: int
+    wrong: str = ""
+    failed: str = ""
+    num_bytes: int = 0
+
+
+class _Child(NamedTuple):
+    """A child that checks a grammar. `begun`: when it did."""
+
+    pid: int
+    number: int
+    begun: float
+
+
+def check(grammar: Grammar, model: ModelTokens) -> tuple[str, int]:
+    """Returns why a grammar is refused, or an empty text, and what it takes when it is compiled. Follows one
+    text of the grammar for a while, since some limits are met there only."""
+    before, begun = heap_bytes(), time.process_time()
+    try:
+        matcher = model.compile(grammar, STACK_BYTES)
+    except InvalidGrammar as error:
+        return error.reason, 0
+    except MemoryError:
+        return "it takes too much memory to be compiled; simplify it", 0
+    for _ in range(_WALK_TOKENS):
+        if matcher.is_stopped() or time.process_time() - begun > MAX_WORK_SECONDS:
+            break
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        allowed = (token for token in np.flatnonzero(bits).tolist() if token not in model.end_ids)
+        token = next(allowed, None)
+        if matcher.is_error() or token is None or not matcher.consume_token(token):
+            break
+    taken, num_bytes = time.process_time() - begun, max(heap_bytes() - before, 0)
+    if taken > MAX_WORK_SECONDS:
+        return too_slow(taken), 0
+    return (reason_of(matcher.get_error()), 0) if matcher.is_error() else ("", num_bytes)
+
+
+def too_slow(seconds: float) -> str:
+    """Returns why a grammar is refused that takes so long."""
+    return f"it takes {seconds:.2f} s to compile, and at most {MAX_WORK_SECONDS} s are allowed; simplify it"
+
+
+class _Server:
+    """Answers checks until standard input ends, any number of them at once. `model`: its tokens, or why no
+    grammar can be used with it."""
+
+    def __init__(self, model: ModelTokens | str) -> None:
+        self._model = model
+        self._received = bytearray()
+        self._decoder = msgspec.msgpack.Decoder(Check)
+        self._children: dict[int, _Child] = {}  # by the descriptor that says when it has ended
+        self._poll = select.poll()
+        self._poll.register(sys.stdin.fileno(), select.POLLIN)
+
+    def run(self) -> None:
+        while True:
+            deadline = min((one.begun for one in self._children.values()), default=None)
+            wait = None if deadline is None else 1e3 * max(deadline + WALL_SECONDS - time.monotonic(), 0)
+            for descriptor, _ in self._poll.poll(wait):
+                if descriptor != sys.stdin.fileno():
+                    self._reap(descriptor)
+                elif not self._receive():
+                    return
+            for one in self._children.values():
+                if time.monotonic() - one.begun >= WALL_SECONDS:
+                    os.kill(one.pid, signal.SIGKILL)
+
+    def _receive(self) -> bool:
+        """Reads what has arrived and begins the checks. Returns False once the input has ended."""
+        data = os.read(sys.stdin.fileno(), _READ_BYTES)
+        self._received += data
+        while len(self._received) >= LENGTH.size:
+            end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
+            if len(self._received) < end:
+                break
+            request = self._decoder.decode(bytes(self._received[LENGTH.size : end]))
+            del self._received[:end]
+            self._begin(request)
+        return bool(data)
+
+    def _begin(self, request: Check) -> None:
+        if isinstance(self._model, str):
+            _write(Checked(request.number, self._model))
+            return
+        try:
+            pid = os.fork()
+        except OSError as error:
+            _write(Checked(request.number, failed=f"no process could be started: {error.strerror}"))
+            return
+        if pid == 0:
+            _check_and_exit(request, self._model)
+        descriptor = os.pidfd_open(pid)
+        self._children[descriptor] = _Child(pid, request.number, time.monotonic())
+        self._poll.register(descriptor, select.POLLIN)
+
+    def _reap(self, descriptor: int) -> None:
+        """Answers for a child that has ended without an answer of its own."""
+        self._poll.unregister(descriptor)
+        os.close(descriptor)
+        pid, number, begun = self._children.pop(descriptor)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code == -signal.SIGPROF:
+            _write(Checked(number, too_slow(KILL_SECONDS)))
+        elif -code in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT):
+            wrong = "it nests too deeply, or takes too much memory, to be compiled; simplify it"
+            _write(Checked(number, wrong))
+        elif time.monotonic() - begun >= WALL_SECONDS:
+            _write(Checked(number, failed=f"it was not checked within {WALL_SECONDS:g} s"))
+        elif code:
+            how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
+            _write(Checked(number, failed=f"the process that checked it {how}"))
+
+
+def _check_and_exit(request: Check, model: ModelTokens) -> NoReturn:
+    """Checks a grammar in a child process, and ends it."""
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+        os.nice(NICENESS)
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.setitimer(signal.ITIMER_PROF, KILL_SECONDS)  # SIGPROF ends a process that does not handle it
+        wrong, num_bytes = check(request.grammar, model)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _write(Checked(request.number, wrong, num_bytes=num_bytes))
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _write(answer: Checked) -> None:
+    """Writes an answer in one piece, which is short enough for a pipe to keep it whole."""
+    content = msgspec.msgpack.encode(answer)
+    assert len(content) + LENGTH.size <= select.PIPE_BUF
+    os.write(sys.stdout.fileno(), LENGTH.pack(len(content)) + content)
+
+
+def main() -> None:
+    """Runs the process for the model in a directory, with logits of a width, until standard input ends."""
+    ignore_signals()  # this process ends with the API process
+    directory, vocab_size = Path(sys.argv[1]), int(sys.argv[2])
+    model: ModelTokens | str
+    try:
+        model = ModelTokens.load(directory, vocab_size)
+        check(Grammar("json_object"), model)  # what is made once is not made in every child, and not counted
+    except InvalidGrammar as error:
+        model = error.reason
+    freeze_objects()
+    _write(Checked(0))
+    _Server(model).run()
+
+
+if __name__ == "__main__":
+    main()

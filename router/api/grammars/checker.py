@@ -1,0 +1,298 @@
+"""Checks grammars of requests before they are queued, in a process beside this one (`check_process.py`).
+
+Each key's grammars wait in their own line, and the lines take turns. A line that nobody waits in any more is
+left out, and at most MAX_WAITING wait in all. Answers are kept by the grammars' hashes.
+"""
+
+import asyncio
+import hashlib
+from asyncio.subprocess import PIPE, Process
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from lightkv.router.sampling_params import Grammar
+from lightkv.router.service.child_process import command
+from lightkv.router.service.frames import LENGTH
+from lightkv.router.service.router_client import RequestRefused
+from lightkv.router.text.grammars import InvalidGrammar
+
+from .check_process import WALL_SECONDS, Check, Checked
+
+MAX_SHORT = 4096  # characters of a grammar that does not wait for longer ones
+MAX_WAITING = 64  # short ones, and as many long ones
+MAX_KNOWN = 4096  # grammars whose answers are kept
+START_SECONDS = 60.0  # to read the tokenizer
+ANSWER_SECONDS = WALL_SECONDS + 5.0  # after which the process is started anew
+_ATTEMPTS = 2  # a child may be killed by another's need of memory
+
+
+class _Known(NamedTuple):
+    """What is known of a grammar: why it is refused, or nothing, and its bytes when it is compiled."""
+
+    wrong: str
+    num_bytes: int
+
+
+class _NoAnswer(Exception):
+    """It is not known whether a grammar can be used: another time it may be."""
+
+
+class _Waiting:
+    """A grammar that is to be checked. `num`: the requests that wait for it. `owner`: that of the first."""
+
+    def __init__(self, digest: bytes, grammar: Grammar, owner: bytes) -> None:
+        self.digest = digest
+        self.grammar = grammar
+        self.owner = owner
+        self.num = 0
+        self.answer: asyncio.Future[_Known] = asyncio.get_running_loop().create_future()
+
+    def refuse(self, error: RequestRefused) -> None:
+        self.answer.set_exception(error)
+        self.answer.exception()  # its clients may all have hung up
+
+
+class FairQueue:
+    """The grammars that wait, in a line for each owner. The lines take turns."""
+
+    def __init__(self, max_waiting: int = MAX_WAITING) -> None:
+        self._max_waiting = max_waiting
+        self._lines: OrderedDict[bytes, deque[_Waiting]] = OrderedDict()
+        self._num = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def push(self, one: _Waiting) -> _Waiting | None:
+        """Adds a grammar. Returns the one that has to leave, if the queue is full: the newest of the owner who
+        has the most, which may be `one` itself."""
+        line = self._lines.setdefault(one.owner, deque())
+        line.append(one)
+        self._num += 1
+        if self._num <= self._max_waiting:
+            return None
+        longest = max(self._lines.values(), key=len)
+        left = (line if len(line) == len(longest) else longest)[-1]
+        self.remove(left)
+        return left
+
+    def pop(self) -> _Waiting:
+        """Removes the grammar whose turn it is, and returns it. Raises IndexError where none waits."""
+        if not self._lines:
+            raise IndexError("no grammar waits")
+        owner, line = next(iter(self._lines.items()))
+        one = line[0]
+        self.remove(one)
+        if owner in self._lines:
+            self._lines.move_to_end(owner)
+        return one
+
+    def remove(self, one: _Waiting) -> bool:
+        """Removes a grammar. Returns False if it does not wait."""
+        line = self._lines.get(one.owner)
+        if line is None or one not in line:
+            return False
+        line.remove(one)
+        self._num -= 1
+        if not line:
+            del self._lines[one.owner]
+        return True
+
+
+class GrammarChecker:
+    """The process that checks grammars, which starts with the first of them, and its latest answers. Short
+    grammars do not wait for long ones, which are those that take long.
+
+    directory: that of the model. vocab_size: returns the width of its logits, once the service is ready.
+    """
+
+    def __init__(self, directory: Path, vocab_size: Callable[[], int]) -> None:
+        self._process = _CheckProcess(directory, vocab_size)
+        self._queues = FairQueue(), FairQueue()
+        self._working: list[asyncio.Task[None] | None] = [None, None]
+        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        self._waiting: dict[bytes, _Waiting] = {}  # those that are being checked included
+
+    async def check(self, grammar: Grammar, field: str, owner: bytes = b"") -> int:
+        """Returns the bytes that the grammar takes when it is compiled, once it is known to compile fast.
+
+        `owner`: what stands for the client's key. Raises InvalidGrammar, which names `field`, and
+        RequestRefused if too many wait or the check failed. A cancelled check leaves the queue.
+        """
+        digest = hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
+        known = self._known.get(digest)
+        if known is None:
+            known = await self._wait(self._waiting.get(digest) or self._begin(digest, grammar, owner))
+        else:
+            self._known.move_to_end(digest)
+        if known.wrong:
+            raise InvalidGrammar(field, known.wrong)
+        return known.num_bytes
+
+    async def close(self) -> None:
+        """Ends the process, and waits for its end. A later check starts another one."""
+        for task in self._working:
+            if task is not None:
+                task.cancel()
+        await self._process.close()
+
+    @property
+    def num_waiting(self) -> int:
+        """The grammars that wait for their check to begin."""
+        return sum(map(len, self._queues))
+
+    async def _wait(self, one: _Waiting) -> _Known:
+        one.num += 1
+        try:
+            return await asyncio.shield(one.answer)
+        finally:
+            one.num -= 1
+            if not one.num and any(queue.remove(one) for queue in self._queues):
+                self._forget(one)
+
+    def _begin(self, digest: bytes, grammar: Grammar, owner: bytes) -> _Waiting:
+        one = self._waiting[digest] = _Waiting(digest, grammar, owner)
+        lane = int(len(grammar.text) > MAX_SHORT)
+        left = self._queues[lane].push(one)
+        if left is not None:
+            self._forget(left)
+            text = f"{MAX_WAITING} grammars wait to be checked, which is the limit; try again in a moment"
+            left.refuse(RequestRefused("queue_full", text))
+        if self._working[lane] is None:
+            self._working[lane] = asyncio.create_task(self._work(lane))
+        return one
+
+    def _forget(self, one: _Waiting) -> None:
+        if self._waiting.get(one.digest) is one:
+            del self._waiting[one.digest]
+
+    async def _work(self, lane: int) -> None:
+        """Checks the grammars of a queue, one after the other, until it is empty."""
+        queue = self._queues[lane]
+        try:
+            while len(queue):
+                await self._answer(queue.pop())
+        finally:
+            self._working[lane] = None
+
+    async def _answer(self, one: _Waiting) -> None:
+        try:
+            known = await self._ask(one.grammar)
+        except _NoAnswer as error:
+            text = f"the grammar could not be checked ({error}); try again in a moment"
+            one.refuse(RequestRefused("unavailable", text))
+        except BaseException:
+            one.refuse(RequestRefused("unavailable", "the service is shutting down"))
+            raise
+        else:
+            one.answer.set_result(known)
+            self._known[one.digest] = known
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        finally:
+            self._forget(one)
+
+    async def _ask(self, grammar: Grammar) -> _Known:
+        """Raises _NoAnswer."""
+        failed = ""
+        for _ in range(_ATTEMPTS):
+            try:
+                answer = await self._process.ask(grammar)
+            except _NoAnswer as error:
+                failed = str(error)
+                continue
+            if not answer.failed:
+                return _Known(answer.wrong, answer.num_bytes)
+            failed = answer.failed
+        raise _NoAnswer(failed)
+
+
+class _CheckProcess:
+    """The process, and the checks that it has not answered."""
+
+    def __init__(self, directory: Path, vocab_size: Callable[[], int]) -> None:
+        self._directory = directory
+        self._vocab_size = vocab_size
+        self._process: Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        self._asked: dict[int, asyncio.Future[Checked]] = {}
+        self._numbers = count(1)
+
+    async def ask(self, grammar: Grammar) -> Checked:
+        """Returns the answer about a grammar. Raises _NoAnswer."""
+        process = await self._started()
+        number = next(self._numbers)
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        try:
+            content = msgspec.msgpack.encode(Check(number, grammar))
+            assert process.stdin is not None
+            process.stdin.write(LENGTH.pack(len(content)) + content)
+            return await asyncio.wait_for(answer, ANSWER_SECONDS)
+        except (TimeoutError, OSError) as error:
+            await self.close(process)
+            raise _NoAnswer(f"its process gave no answer within {ANSWER_SECONDS:g} s") from error
+        finally:
+            self._asked.pop(number, None)
+
+    async def close(self, process: Process | None = None) -> None:
+        """Ends the process, or only `process` if it still runs, and waits for its end."""
+        running = self._process
+        if running is None or process not in (None, running):
+            return
+        self._process = None
+        if self._reading is not None:
+            self._reading.cancel()
+        with suppress(ProcessLookupError):
+            running.kill()
+        await running.wait()
+
+    async def _started(self) -> Process:
+        async with self._starting:
+            if self._process is not None and self._process.returncode is None:
+                return self._process
+            await self.close()
+            arguments = (str(self._directory), str(self._vocab_size()))
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *command("api.grammars.check_process", *arguments), stdin=PIPE, stdout=PIPE
+                )
+            except OSError as error:
+                raise _NoAnswer(f"its process did not start: {error.strerror}") from error
+            self._process = process
+            try:
+                await asyncio.wait_for(_read(process), START_SECONDS)
+            except (TimeoutError, asyncio.IncompleteReadError) as error:
+                await self.close(process)
+                raise _NoAnswer("its process did not start") from error
+            except BaseException:
+                await self.close(process)
+                raise
+            self._reading = asyncio.create_task(self._read_answers(process))
+            return process
+
+    async def _read_answers(self, process: Process) -> None:
+        """Hands out the answers until the process ends."""
+        try:
+            while True:
+                answer = await _read(process)
+                waiting = self._asked.get(answer.number)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(answer)
+        except (asyncio.IncompleteReadError, OSError):
+            asked, self._asked = self._asked, {}
+            for waiting in asked.values():
+                if not waiting.done():
+                    waiting.set_exception(_NoAnswer("its process has ended"))
+
+
+async def _read(process: Process) -> Checked:
+    assert process.stdout is not None
+    (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+    return msgspec.msgpack.decode(await process.stdout.readexactly(size), type=Checked)

@@ -1,0 +1,248 @@
+"""Decides which grammars a device compiles, when a request may go on with its own, and which are forgotten.
+
+    hold ──► Compile ──► (the device compiles it) ──► Compiled ──► take ──► names of requests that may go on
+    release, orders ──► Forget
+
+A grammar is compiled before the request that needs it is queued, so that no step waits for it. The device
+compiles one at a time: if it dies meanwhile, it is known with which one. A compiled grammar is kept while a
+request holds it; after that, the latest are kept for later requests, for a time and up to a number of bytes.
+
+`GrammarDesk` does no I/O: the router's process drives it over a worker, and `LLM` over a runner in its process.
+"""
+
+import hashlib
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from lightkv.errors import CheckFailed
+from lightkv.router.sampling_params import Grammar, InvalidParams
+
+MAX_BYTES = 256 * 2**20  # of compiled grammars that requests hold; those beyond it wait to be compiled
+MAX_IDLE_BYTES = 24 * 2**20  # of those that no request holds
+# What is compiled grows with its use, up to some 12 MB, which nobody measures: so none is kept idle for longer.
+IDLE_SECONDS = 60.0
+LEAST_BYTES = 64 * 2**10  # that a compiled grammar counts for
+MAX_REFUSED = 1024
+
+
+class Compile(msgspec.Struct, frozen=True, tag=True):
+    """Asks a device to compile a grammar. It answers with Compiled."""
+
+    grammar_id: int
+    grammar: Grammar
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """Tells a device that no row will name this compiled grammar any more. It does not answer."""
+
+    grammar_id: int
+
+
+class Compiled(msgspec.Struct, frozen=True, tag=True):
+    """The answer to Compile. `error`: why the grammar cannot be used; empty if rows may name it from now on.
+    `num_bytes`: what it takes, where the device can measure that."""
+
+    grammar_id: int
+    error: str = ""
+    num_bytes: int | None = None
+
+
+class _Entry:
+    """One grammar. `names`: the requests that hold it. `grammar`: its text, until it is compiled."""
+
+    def __init__(self, grammar_id: int, digest: bytes, grammar: Grammar, num_bytes: int) -> None:
+        self.id = grammar_id
+        self.digest = digest
+        self.grammar: Grammar | None = grammar
+        self.num_bytes = num_bytes
+        self.names: set[str] = set()
+        self.is_ready = False
+
+
+class GrammarDesk:
+    """The grammars of one device, and the requests that hold them.
+
+    max_bytes: of compiled grammars that requests hold; None is no limit. One is compiled whatever its size.
+    """
+
+    def __init__(
+        self, max_bytes: int | None = MAX_BYTES, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._next_id = 1
+        self._by_id: dict[int, _Entry] = {}
+        self._by_digest: dict[bytes, _Entry] = {}  # those that later requests may share
+        self._by_name: dict[str, _Entry] = {}
+        self._queue: deque[_Entry] = deque()  # not compiled; those that nobody holds any more are skipped
+        self._compiling: _Entry | None = None
+        self._idle: OrderedDict[int, float] = OrderedDict()  # id → since when nobody holds it, oldest first
+        self._num_bytes = 0  # of those that are compiled, and of the one that is being compiled
+        self._idle_bytes = 0
+        self._unsent: list[Compile | Forget] = []
+        self._refused: OrderedDict[bytes, None] = OrderedDict()
+
+    def hold(self, names: Sequence[str], grammar: Grammar, num_bytes: int) -> int:
+        """Returns the id of the grammar that the requests `names` need, which stays until each is released.
+
+        `num_bytes`: what it takes when it is compiled. Raises InvalidParams for a grammar that was being
+        compiled when a device died, and ValueError for a name that holds one; nothing is held then.
+        """
+        for name in names:
+            if name in self._by_name:
+                raise ValueError(f"request {name!r} holds a grammar already; release it first")
+        digest = hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
+        if digest in self._refused:
+            raise InvalidParams(
+                "grammar", grammar.text, "another one: a worker died while it compiled this one"
+            )
+        entry = self._by_digest.get(digest)
+        if entry is None:
+            entry = _Entry(self._next_id, digest, grammar, max(num_bytes, LEAST_BYTES))
+            self._next_id += 1
+            self._by_id[entry.id] = self._by_digest[digest] = entry
+            self._queue.append(entry)
+        if self._idle.pop(entry.id, None) is not None:
+            self._idle_bytes -= entry.num_bytes
+        entry.names.update(names)
+        self._by_name.update((name, entry) for name in names)
+        return entry.id
+
+    def is_ready(self, grammar_id: int) -> bool:
+        """Returns whether a grammar that a request holds is compiled."""
+        return self._by_id[grammar_id].is_ready
+
+    def release(self, name: str, is_spoilt: bool = False) -> None:
+        """Notes that a request has ended, or will never run. Nothing happens if it holds no grammar.
+
+        `is_spoilt`: the request's text could not go on. What is compiled may have met a limit for good, so that
+        later requests get it compiled anew.
+        """
+        entry = self._by_name.pop(name, None)
+        if entry is None:
+            return
+        entry.names.discard(name)
+        if is_spoilt and self._by_digest.get(entry.digest) is entry:
+            del self._by_digest[entry.digest]
+        if entry.names:
+            return
+        if entry.is_ready:
+            self._leave_idle(entry)
+        elif entry is not self._compiling:
+            self._remove(entry)
+
+    def orders(self) -> list[Compile | Forget]:
+        """Returns what the device is to do now, in order."""
+        self._forget_idle(MAX_IDLE_BYTES)
+        while self._queue and self._by_id.get(self._queue[0].id) is not self._queue[0]:
+            self._queue.popleft()
+        if self._compiling is None and self._queue and self._has_room(self._queue[0].num_bytes):
+            entry = self._compiling = self._queue.popleft()
+            self._num_bytes += entry.num_bytes
+            assert entry.grammar is not None
+            self._unsent.append(Compile(entry.id, entry.grammar))
+        orders, self._unsent = self._unsent, []
+        return orders
+
+    def take(self, answer: Compiled) -> list[str]:
+        """Notes that the device has compiled a grammar, or could not. Returns the requests that hold it; after
+        an error they have to be ended. Raises ValueError for one that it was not told to compile."""
+        entry = self._compiling
+        if entry is None or entry.id != answer.grammar_id:
+            raise ValueError(f"grammar {answer.grammar_id} is not being compiled; report this")
+        self._compiling = None
+        entry.grammar = None
+        if answer.num_bytes is not None:
+            self._num_bytes -= entry.num_bytes
+            entry.num_bytes = max(answer.num_bytes, LEAST_BYTES)
+            self._num_bytes += entry.num_bytes
+        names = list(entry.names)
+        if answer.error:
+            for name in names:
+                del self._by_name[name]
+            entry.names.clear()
+            self._num_bytes -= entry.num_bytes
+            self._remove(entry)
+        else:
+            entry.is_ready = True
+            if not names:
+                self._leave_idle(entry)
+        return names
+
+    def lose_device(self) -> bool:
+        """Forgets everything, since the device has died. Returns whether it was compiling a grammar, which is
+        refused from now on."""
+        compiling = self._compiling
+        if compiling is not None:
+            self._refused[compiling.digest] = None
+            if len(self._refused) > MAX_REFUSED:
+                self._refused.popitem(last=False)
+        for kept in (self._by_id, self._by_digest, self._by_name, self._queue, self._idle, self._unsent):
+            kept.clear()
+        self._compiling = None
+        self._num_bytes = self._idle_bytes = 0
+        return compiling is not None
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether the device was told to compile a grammar and has not answered."""
+        return self._compiling is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all that is compiled, and of what is being compiled."""
+        return self._num_bytes
+
+    def check(self) -> None:
+        """Recounts the bytes and the holders. Raises CheckFailed."""
+        entries = self._by_id.values()
+        counted = sum(one.num_bytes for one in entries if one.is_ready or one is self._compiling)
+        idle = sum(self._by_id[one].num_bytes for one in self._idle)
+        if (counted, idle) != (self._num_bytes, self._idle_bytes):
+            raise CheckFailed(
+                f"grammars of {self._num_bytes} bytes are counted, {self._idle_bytes} of them idle; there are "
+                f"{counted} and {idle}"
+            )
+        held = {name: one for one in entries for name in one.names}
+        if held != self._by_name:
+            raise CheckFailed(f"{len(self._by_name)} requests hold grammars, and {len(held)} are noted there")
+        wrong = [one.id for one in entries if one.is_ready and bool(one.names) == (one.id in self._idle)]
+        if wrong:
+            raise CheckFailed(f"grammars {wrong} are idle and held, or neither")
+
+    def _has_room(self, num_bytes: int) -> bool:
+        """Returns whether a grammar of this size may be compiled, after idle ones have made room for it."""
+        if self._max_bytes is None:
+            return True
+        self._forget_idle(max(self._max_bytes - num_bytes - (self._num_bytes - self._idle_bytes), 0))
+        return self._num_bytes == 0 or self._num_bytes + num_bytes <= self._max_bytes
+
+    def _leave_idle(self, entry: _Entry) -> None:
+        self._idle[entry.id] = self._clock()
+        self._idle_bytes += entry.num_bytes
+        if self._by_digest.get(entry.digest) is not entry:  # no later request may share it
+            self._forget(entry)
+
+    def _forget_idle(self, max_bytes: int) -> None:
+        """Forgets what nobody has held for IDLE_SECONDS, and the oldest until at most `max_bytes` are idle."""
+        latest = self._clock() - IDLE_SECONDS
+        while self._idle:
+            oldest, since = next(iter(self._idle.items()))
+            if since >= latest and self._idle_bytes <= max_bytes:
+                return
+            self._forget(self._by_id[oldest])
+
+    def _forget(self, entry: _Entry) -> None:
+        del self._idle[entry.id]
+        self._idle_bytes -= entry.num_bytes
+        self._num_bytes -= entry.num_bytes
+        self._remove(entry)
+        self._unsent.append(Forget(entry.id))
+
+    def _remove(self, entry: _Entry) -> None:
+        del self._by_id[entry.id]
+        if self._by_digest.get(entry.digest) is entry:
+            del self._by_digest[entry.digest]

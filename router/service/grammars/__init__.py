@@ -1,0 +1,1 @@
+"""The grammars of a service: requests that wait for one, and the thread of the worker that compiles them."""

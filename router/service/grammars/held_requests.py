@@ -1,0 +1,110 @@
+"""Holds requests outside the engine until the worker has compiled their grammars.
+
+add ──► (the desk's orders to the worker) ──► Compiled ──► the request is queued in the engine
+                                                    └──► or ends, with the reason
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from lightkv.errors import LightKVError
+from lightkv.router.engine.grammar_desk import Compile, GrammarDesk
+from lightkv.router.engine.loop import Engine
+from lightkv.router.engine.request import Request
+from lightkv.router.sampling_params import Grammar
+from lightkv.router.service.worker_client import Worker, WorkerDied
+
+COMPILE_SECONDS = 60.0  # after which a worker that compiles a grammar is killed
+
+
+class HeldRequests:
+    """The requests of one router that wait for a grammar, and the grammars that all its requests hold.
+
+    `wake`: is called when the engine has got a request. `fail`: ends a request whose grammar cannot be used, by
+    its id, with the reason.
+    """
+
+    def __init__(self, wake: Callable[[], None], fail: Callable[[str, str], None]) -> None:
+        self._wake = wake
+        self._fail = fail
+        self._desk = GrammarDesk()
+        self._held: dict[str, Request] = {}
+        self._worker: Worker | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._asked = 0.0  # when the worker was last told to compile something
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def begin(self, worker: Worker, engine: Engine) -> None:
+        """Notes the worker that compiles from now on, and the engine that gets the requests."""
+        self._worker = worker
+        self._serving = asyncio.create_task(self._serve(worker, engine))
+
+    def lose_worker(self) -> bool:
+        """Forgets all requests, whose worker has ended. Returns whether it was compiling a grammar, which is
+        refused from now on."""
+        if self._serving is not None:
+            self._serving.cancel()
+        self._worker = self._serving = None
+        self._held.clear()
+        return self._desk.lose_device()
+
+    def add(self, engine: Engine, requests: Sequence[Request], grammar: Grammar, num_bytes: int) -> None:
+        """Queues the requests of one submission in the engine once their grammar, of `num_bytes` when it is
+        compiled, is ready.
+
+        Raises as `Request.validate` does, also for a grammar that is refused; nothing is held then.
+        """
+        scheduler, now = engine.scheduler, time.monotonic()
+        for request in requests:
+            request.validate(scheduler.limits, scheduler.ledger.capacity)
+        grammar_id = self._desk.hold([request.id for request in requests], grammar, num_bytes)
+        for request in requests:
+            request.queued, request.grammar = now, grammar_id
+        if self._desk.is_ready(grammar_id):
+            engine.add(*requests)
+        else:
+            self._held.update((request.id, request) for request in requests)
+        self.send_orders()
+
+    def end(self, name: str, is_spoilt: bool = False) -> None:
+        """Notes that a request has ended, or was aborted. `is_spoilt`: its text could not go on."""
+        self._held.pop(name, None)
+        self._desk.release(name, is_spoilt)
+
+    def send_orders(self) -> None:
+        """Sends the worker what it is to compile and to forget. To be called from time to time."""
+        if self._worker is None:
+            return
+        for order in self._desk.orders():
+            if isinstance(order, Compile):
+                self._asked = time.monotonic()
+            self._worker.send_grammar(order)
+
+    def check(self) -> None:
+        """Recounts the grammars. Raises CheckFailed."""
+        self._desk.check()
+
+    async def _serve(self, worker: Worker, engine: Engine) -> None:
+        while True:
+            try:
+                answer = await asyncio.wait_for(worker.take_grammar(), COMPILE_SECONDS)
+            except TimeoutError:
+                if self._desk.is_compiling and time.monotonic() - self._asked > COMPILE_SECONDS:
+                    worker.kill(f"a grammar took more than {COMPILE_SECONDS:g} s to compile")
+                continue
+            except WorkerDied:
+                return
+            for name in self._desk.take(answer):
+                request = self._held.pop(name)
+                if answer.error:
+                    self._fail(name, answer.error)
+                    continue
+                try:
+                    engine.add(request)
+                except LightKVError as error:  # the engine is dead
+                    self._fail(name, str(error))
+            self._wake()
+            self.send_orders()

@@ -1,0 +1,186 @@
+"""Standard output and error that never hold their process up.
+
+Writing to a pipe that nobody reads, or to a terminal that is stopped, waits. An event loop that does it
+serves nobody meanwhile, and hears no signal. So a process of the service queues what it writes, and a thread
+writes it. What the queue has no room for is dropped and counted.
+"""
+
+import atexit
+import io
+import os
+import select
+import sys
+import threading
+from collections import deque
+from typing import TextIO, cast
+
+MAX_WAITING_BYTES = 2**20  # of one stream, some four thousand lines of the log of requests
+_PIECE_BYTES = 4096  # a pipe takes pieces of this size whole, so that lines of two processes do not mix
+_LAST_SECONDS = 1.0  # for what is still queued when the process ends
+_NUM_LOST = 5  # the lines that are kept if they cannot be written
+
+
+class LogStream(io.TextIOBase):
+    """A text stream whose `write` neither waits nor raises: a thread writes to the descriptor of `stream`.
+
+    Text is queued by whole lines, or at `flush`. Beyond `max_bytes` lines are dropped. Once there is room
+    again, a line says how many.
+
+    Attributes:
+        num_dropped: the lines that were dropped, or that the descriptor refused (a full device, a closed pipe).
+        error: the descriptor's last error, if the last write failed; else None.
+        lost: the last few lines that the descriptor refused.
+    """
+
+    def __init__(self, stream: TextIO, max_bytes: int = MAX_WAITING_BYTES) -> None:
+        self.stream = stream
+        self.num_dropped = 0
+        self.error: OSError | None = None
+        self.lost: deque[str] = deque(maxlen=_NUM_LOST)
+        self._max_bytes = max_bytes
+        self._fd = stream.fileno()
+        self._line = ""  # of which the end has not come yet
+        self._pieces: deque[bytes] = deque()
+        self._num_bytes = 0  # queued, or being written
+        self._num_unsaid = 0  # dropped lines that no line has told of
+        self._changed = threading.Condition()
+        threading.Thread(target=self._write_all, name="log", daemon=True).start()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.stream.encoding
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        return self.stream.errors
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def isatty(self) -> bool:
+        return self.stream.isatty()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        """Queues the whole lines of `text`, and keeps the rest for the next call. Returns its length."""
+        with self._changed:
+            lines, end, rest = (self._line + text).rpartition("\n")
+            self._line = rest
+            if end:
+                self._queue(lines + end)
+            if len(rest) > _PIECE_BYTES:
+                self._queue_rest()
+        return len(text)
+
+    def flush(self) -> None:
+        """Queues a line that has not ended, too."""
+        with self._changed:
+            self._queue_rest()
+
+    def drain(self, seconds: float) -> bool:
+        """Waits until everything is written or has failed, at most so long. Returns whether it is."""
+        with self._changed:
+            self._queue_rest()
+            return self._changed.wait_for(lambda: not self._num_bytes, seconds)
+
+    def _queue_rest(self) -> None:
+        rest, self._line = self._line, ""
+        if rest:
+            self._queue(rest)
+
+    def _queue(self, text: str) -> None:
+        data = text.encode(self.encoding or "utf-8", "replace")
+        if self._num_bytes + len(data) > self._max_bytes:
+            num_lines = max(data.count(b"\n"), 1)
+            self.num_dropped += num_lines
+            self._num_unsaid += num_lines
+            return
+        if self._num_unsaid:
+            told = f"lightkv: {self._num_unsaid} lines were dropped here, because nothing read them in time\n"
+            self._num_unsaid = 0
+            data = told.encode() + data
+        self._pieces.append(data)
+        self._num_bytes += len(data)
+        self._changed.notify_all()
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pieces)
+                data = self._pieces.popleft()
+                while self._pieces and len(data) + len(self._pieces[0]) <= _PIECE_BYTES:
+                    data += self._pieces.popleft()
+            error = self._write(data)
+            with self._changed:
+                self.error = error
+                if error is not None:
+                    lines = data.decode(self.encoding or "utf-8", "replace").splitlines()
+                    self.num_dropped += len(lines)
+                    self.lost.extend(lines)
+                self._num_bytes -= len(data)
+                self._changed.notify_all()
+
+    def _write(self, data: bytes) -> OSError | None:
+        """Writes all of `data`, however long that takes. Returns the error that prevents it."""
+        left = memoryview(data)
+        while left:
+            try:
+                left = left[os.write(self._fd, left) :]
+            except BlockingIOError:  # another process that shares the pipe does not want to wait
+                select.select([], [self._fd], [])
+            except OSError as error:
+                return error
+        return None
+
+
+def write_in_background(also_stdout: bool = False) -> None:
+    """Replaces this process's standard error by a LogStream, and also its standard output if that is wanted.
+
+    When the process ends, what is queued has one more second. What standard error has refused by then, such
+    as the reason of the end, goes to standard output if that was replaced, too. A stream without a descriptor
+    stays as it is.
+    """
+    out = _replaced("stdout") if also_stdout else None
+    log = _replaced("stderr")
+    if log is None:
+        return
+
+    def say_what_was_lost() -> None:
+        if log.drain(0.0) and log.error is not None and out is not None:
+            out.write(f"lightkv: standard error cannot be written ({log.error.strerror}); its last lines:\n")
+            out.write("".join(f"{line}\n" for line in log.lost))
+
+    if out is not None:
+        atexit.register(_restore, "stdout", out)
+    atexit.register(say_what_was_lost)
+    atexit.register(_restore, "stderr", log)  # runs first
+
+
+def drain_log(seconds: float) -> None:
+    """Waits until this process's standard error is written, at most so long."""
+    if isinstance(sys.stderr, LogStream):
+        sys.stderr.drain(seconds)
+
+
+def num_dropped_lines() -> int:
+    """Returns how many lines this process's standard error has dropped; 0 if it is no LogStream."""
+    return sys.stderr.num_dropped if isinstance(sys.stderr, LogStream) else 0
+
+
+def _replaced(name: str) -> LogStream | None:
+    stream = getattr(sys, name)
+    try:
+        replaced = LogStream(stream)
+    except (OSError, ValueError, AttributeError):  # it has no descriptor, or is closed
+        return None
+    setattr(sys, name, cast(TextIO, replaced))
+    return replaced
+
+
+def _restore(name: str, replaced: LogStream) -> None:
+    """Gives what is queued its last second. The interpreter flushes its streams when threads run no more, so
+    the process ends with its own stream."""
+    replaced.drain(_LAST_SECONDS)
+    setattr(sys, name, replaced.stream)

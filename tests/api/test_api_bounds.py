@@ -1,0 +1,180 @@
+"""What clients can fill in the API process, and what happens when it is full."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from lightkv.router.api.request_body import FREE_BYTES
+from lightkv.router.token_set import TokenSet
+from tests.support.api_process import start_api_process
+from tests.support.fake_router import (
+    CHAT,
+    COMPLETIONS,
+    HELLO,
+    ApiUnderTest,
+    error_of,
+    metrics_text,
+    service,
+    wait_until,
+)
+
+KIB = 2**10
+
+
+@pytest.fixture
+def api(tmp_path: Path) -> Iterator[ApiUnderTest]:
+    with service(
+        tmp_path, max_body_bytes=800 * KIB, max_answers=128, max_open_bytes=300 * KIB
+    ).running() as api:
+        yield api
+
+
+def chat(num_bytes: int, **fields: object) -> bytes:
+    """A short chat whose body has so many bytes, in a field that is kept as long as the request."""
+    return json.dumps({**HELLO, "metadata": "x" * num_bytes, **fields}).encode()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bodies_of_unanswered_requests_have_a_bound(api: ApiUnderTest, stream: bool) -> None:
+    """The room is that of one body at least, which is 800 KiB here."""
+    api.router.hold = True
+    waiting = [api.connect() for _ in range(2)]
+    for num_before, connection in enumerate(waiting):
+        connection.request("POST", CHAT, chat(390 * KIB, stream=stream), {"Content-Type": "application/json"})
+        wait_until(lambda: len(api.router.submits) == num_before + 1)  # noqa: B023 (it is called at once)
+    status, headers, content = api.send("POST", CHAT, chat(390 * KIB))
+    assert (status, headers["retry-after"]) == (503, "5")
+    assert "not answered yet" in error_of(content)["message"]
+    assert len(api.router.submits) == 2
+    short = api.connect()  # what short requests need is never taken
+    short.request("POST", CHAT, chat(FREE_BYTES // 2), {"Content-Type": "application/json"})
+    wait_until(lambda: len(api.router.submits) == 3)
+    for connection in (*waiting, short):
+        connection.close()
+    wait_until(lambda: api.client.num_open == 0)
+    api.router.hold = False
+    for _ in range(4):  # the room was returned, and is returned at the end of every answer
+        assert api.send("POST", CHAT, chat(700 * KIB, max_tokens=1, stream=stream))[0] == 200
+    assert api.send("POST", CHAT, chat(700 * KIB, n="wrong"))[0] == 400
+    assert api.send("POST", CHAT, chat(700 * KIB, max_tokens=1))[0] == 200
+
+
+def test_a_list_of_the_whole_vocabulary_travels_once_and_as_bits(api: ApiUnderTest) -> None:
+    ids = list(range(49152))
+    asked = {"prompt": "a", "n": 128, "max_tokens": 1, "allowed_token_ids": ids}
+    assert len(api.post(COMPLETIONS, asked)["choices"]) == 128
+    assert len({id(one.submit) for one in api.router.submits}) == 1
+    assert api.router.submits[0].params.allowed == TokenSet.of(ids)
+    assert len(api.router.submits[0].params.allowed.bits) == len(ids) // 8
+    for wrong in ([-1], [2**22], [2**70], [True], ["1"], [1.5], 5, []):
+        error = api.post(COMPLETIONS, {**asked, "allowed_token_ids": wrong}, 400)["error"]
+        assert error["param"] == "allowed_token_ids"
+
+
+def test_a_client_cannot_add_series_to_the_metrics(api: ApiUnderTest) -> None:
+    def series() -> set[tuple[str, str]]:
+        families = text_string_to_metric_families(metrics_text(api))
+        return {(one.name, str(sorted(one.labels.items()))) for family in families for one in family.samples}
+
+    api.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1})
+    before = series()
+    for i in range(20):
+        assert api.send("POST", f"/unknown/{i}", b"{}")[0] == 404
+        assert api.send(f"METHOD{i}", COMPLETIONS)[0] == 405
+        api.post(COMPLETIONS, {"prompt": "a", "model": f"model {i}"}, 404)
+        api.send(
+            "POST", COMPLETIONS, {"prompt": "a", "max_tokens": 1, "user": str(i)}, {"X-Request-Id": str(i)}
+        )
+    assert series() == before
+
+
+WRITE_SECONDS, UNSENT = 0.5, 2**20
+
+
+@pytest.fixture
+def narrow(api: ApiUnderTest) -> Iterator[int]:
+    """The port of an API process with narrow limits on what clients leave unread."""
+    limits = {"write_seconds": WRITE_SECONDS, "max_unsent_bytes": UNSENT, "max_answers": 128}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        process = start_api_process(api, listener, limits)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            process.kill()
+            process.wait()
+
+
+def ask(port: int, **fields: object) -> socket.socket:
+    """Sends a request for a long answer on a connection that takes few bytes by itself."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(20)
+    connection.connect(("127.0.0.1", port))
+    body = json.dumps({"prompt": "a", "max_tokens": 900, "logprobs": 3, **fields}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return connection
+
+
+def rest_of(connection: socket.socket, pause: float = 0.0) -> bytes:
+    """Returns what arrives until the connection is closed or reset."""
+    received = b""
+    try:
+        while data := connection.recv(2**18):
+            received += data
+            time.sleep(pause)
+    except ConnectionResetError:
+        pass
+    return received
+
+
+def test_a_header_beyond_the_limit_is_refused(narrow: int) -> None:
+    for num_bytes, status in ((60 * KIB, b"200"), (70 * KIB, b"400")):
+        with socket.create_connection(("127.0.0.1", narrow), timeout=10) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Long: " + b"x" * num_bytes)
+            if status == b"200":
+                connection.sendall(b"\r\n\r\n")
+            assert connection.recv(2**14).split()[1] == status
+
+
+@pytest.mark.slow
+def test_a_client_that_takes_nothing_is_disconnected(api: ApiUnderTest, narrow: int) -> None:
+    """The kernel's buffers take some hundreds of kilobytes; the answer has megabytes."""
+    connection = ask(narrow, n=64, stream=True)
+    wait_until(lambda: len(api.router.submits) == 64)
+    wait_until(lambda: api.router.num_running == 0, 20)  # aborted, or complete
+    time.sleep(4 * WRITE_SECONDS)
+    assert b"[DONE]" not in rest_of(connection)
+    connection.close()
+
+
+def test_a_client_that_reads_slowly_gets_its_answer(api: ApiUnderTest, narrow: int) -> None:
+    connection = ask(narrow, n=2, stream=True)
+    received = b""
+    while b"[DONE]" not in received[-100:]:
+        received += connection.recv(2**14)
+        time.sleep(0.01)
+    assert received.count(b'"finish_reason":"length"') == 2
+    connection.close()
+
+
+@pytest.mark.slow
+def test_answers_that_clients_do_not_take_have_a_bound(api: ApiUnderTest, narrow: int) -> None:
+    """The connection that holds the most is closed; another one gets its answer."""
+    connection = ask(narrow, n=32)
+    wait_until(lambda: len(api.router.submits) == 32)
+    wait_until(lambda: api.router.num_running == 0, 20)
+    begun = time.monotonic()
+    assert len(rest_of(connection)) < 2**22  # whole, it has more
+    assert time.monotonic() - begun < 10
+    connection.close()
+    other = ask(narrow, max_tokens=2)
+    assert b"200 OK" in other.recv(2**14)
+    other.close()

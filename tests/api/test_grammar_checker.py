@@ -1,0 +1,329 @@
+"""The checker of grammars: it refuses what the worker could not take, its queue, and its process's end."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from lightkv.router.api.grammars import checker as checker_module
+from lightkv.router.api.grammars.check_process import (
+    KILL_SECONDS,
+    MAX_WORK_SECONDS,
+    STACK_BYTES,
+    check,
+)
+from lightkv.router.api.grammars.checker import MAX_KNOWN, MAX_WAITING, FairQueue, GrammarChecker, _Waiting
+from lightkv.router.model_files import DEFAULT_MODEL, resolve
+from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar
+from lightkv.router.service.router_client import RequestRefused
+from lightkv.router.text.grammars import COMPILE_STACK_BYTES, InvalidGrammar, ModelTokens
+from tests.api.test_structured_output import SLOW
+
+VOCAB_SIZE = 49_152
+DIGITS, LETTERS = Grammar("regex", "[0-9]+"), Grammar("regex", "[a-z]+")
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "cats"]
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelTokens:
+    return ModelTokens.load(resolve(DEFAULT_MODEL, lambda line: None), VOCAB_SIZE)
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[GrammarChecker]:
+    """Yields a checker whose process has started."""
+    checker = GrammarChecker(resolve(DEFAULT_MODEL, lambda line: None), lambda: VOCAB_SIZE)
+    await checker.check(Grammar("regex", "start"), "field")
+    try:
+        yield checker
+    finally:
+        await checker.close()
+
+
+def with_checker(scenario: Callable[[GrammarChecker], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with running() as checker:
+            await scenario(checker)
+
+    asyncio.run(run())
+
+
+def slow(title: str) -> Grammar:
+    return Grammar("json_schema", json.dumps({**SLOW, "title": title}))
+
+
+def chain(levels: int) -> Grammar:
+    """A schema whose objects refer to each other, `levels` deep."""
+    definitions: dict[str, object] = {
+        f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["a"]}
+        for i in range(levels)
+    }
+    definitions[f"d{levels}"] = {"type": "integer"}
+    return Grammar("json_schema", json.dumps({"$ref": "#/$defs/d0", "$defs": definitions}))
+
+
+def rules(levels: int) -> Grammar:
+    """Rules of a Lark grammar that name each other, `levels` deep."""
+    lines = [f'r{i}: "a" r{i + 1}' for i in range(levels)]
+    return Grammar("lark", "\n".join(["start: r0", *lines, f'r{levels}: "b"']))
+
+
+def tag(form: object) -> Grammar:
+    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("deep", [chain, rules])
+def test_what_fits_in_the_checkers_stack_fits_in_the_workers(
+    model: ModelTokens, deep: Callable[[int], Grammar]
+) -> None:
+    """The deepest grammar that passes compiles as the worker compiles it, and so does the one that is deeper by
+    one, which is refused; the longest that a request may have is refused, too. The process lives on."""
+    assert COMPILE_STACK_BYTES >= 4 * STACK_BYTES
+
+    async def scenario(checker: GrammarChecker) -> None:
+        assert checker._process._process is not None
+        pid = checker._process._process.pid
+
+        async def passes(levels: int) -> bool:
+            with suppress(InvalidGrammar):
+                return await checker.check(deep(levels), "field") > 0
+            with pytest.raises(InvalidGrammar, match="it nests too deeply"):
+                await checker.check(deep(levels), "field")
+            return False
+
+        low, high = 50, 14_000 if deep is rules else 2_600
+        assert len(deep(high).text) > 0.85 * MAX_GRAMMAR_BYTES
+        assert await passes(low)
+        assert not await passes(high)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if await passes(middle) else (low, middle)
+        for levels in (low - 1, low, high):
+            assert await passes(levels) is (levels <= low)
+            assert not model.compile(deep(levels)).is_error()
+        assert await checker.check(LETTERS, "field") > 0
+        assert checker._process._process.pid == pid
+
+    with_checker(scenario)
+
+
+def test_the_worker_compiles_the_deepest_grammar_that_a_request_may_have(model: ModelTokens) -> None:
+    """Nothing sends it one, but it would not die of it."""
+    for deep, levels in ((chain, 2_700), (rules, 14_500)):
+        assert not model.compile(deep(levels)).is_error()
+
+
+@pytest.mark.parametrize("num", [1, 4, 10])
+@pytest.mark.parametrize("special", [False, True])
+def test_the_checker_agrees_with_the_worker_on_excluded_texts(
+    model: ModelTokens, num: int, special: bool
+) -> None:
+    excludes = list(model.special)[:num] if special else WORDS[:num]
+    grammar = tag({"type": "any_text", "excludes": excludes})
+    wrong, num_bytes = check(grammar, model)
+    if wrong:
+        with pytest.raises(InvalidGrammar) as refused:
+            model.compile(grammar)
+        assert refused.value.reason == wrong
+    else:
+        assert not model.compile(grammar).is_error()
+        assert num_bytes > 0
+    assert bool(wrong) is (num > 1 and not special)
+
+
+def test_the_checker_knows_the_models_special_tokens(model: ModelTokens) -> None:
+    """A text that has one within it cannot be a trigger; a text of the same characters could."""
+    tags = [{"type": "tag", "begin": "a<|im_end|>b", "content": {"type": "any_text"}, "end": "c"}]
+    grammar = tag({"type": "triggered_tags", "triggers": ["a<|im_end|>"], "tags": tags})
+
+    async def scenario(checker: GrammarChecker) -> None:
+        with pytest.raises(InvalidGrammar, match="special token within it"):
+            await checker.check(grammar, "field")
+
+    with_checker(scenario)
+
+
+def test_the_checker_goes_on_after_a_grammar_that_takes_too_long() -> None:
+    async def scenario(checker: GrammarChecker) -> None:
+        for title in "ab":
+            begun = time.monotonic()
+            with pytest.raises(InvalidGrammar, match="s to compile, and at most"):
+                await checker.check(slow(title), "field")
+            assert time.monotonic() - begun < 4 * KILL_SECONDS
+        await checker.check(LETTERS, "field")
+        begun = time.monotonic()
+        await checker.check(LETTERS, "field")
+        assert time.monotonic() - begun < MAX_WORK_SECONDS
+
+    with_checker(scenario)
+
+
+def test_what_a_grammar_takes_is_measured() -> None:
+    small, large = chain(2), Grammar("choice", json.dumps([f"number {i * 7919}" for i in range(2000)]))
+
+    async def scenario(checker: GrammarChecker) -> None:
+        least, most = await checker.check(small, "field"), await checker.check(large, "field")
+        assert 10_000 < least < 1_500_000
+        assert 2_000_000 < most < 20_000_000
+        assert await checker.check(large, "field") == most  # it is known
+
+    with_checker(scenario)
+
+
+def test_a_model_without_a_usable_tokenizer_is_told(tmp_path: Path) -> None:
+    async def run() -> None:
+        checker = GrammarChecker(tmp_path, lambda: VOCAB_SIZE)
+        with pytest.raises(InvalidGrammar, match="not with this model"):
+            await checker.check(LETTERS, "field")
+        await checker.close()
+
+    asyncio.run(run())
+
+
+# The process
+
+
+def test_a_check_whose_process_was_killed_is_made_again() -> None:
+    async def scenario(checker: GrammarChecker) -> None:
+        for grammar in (DIGITS, LETTERS):
+            checking = asyncio.create_task(checker.check(grammar, "field"))
+            while not checker._process._asked:
+                await asyncio.sleep(0)
+            assert checker._process._process is not None
+            os.kill(checker._process._process.pid, signal.SIGKILL)
+            assert await checking > 0
+
+    with_checker(scenario)
+
+
+def test_an_honest_grammar_whose_checks_fail_is_not_refused_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(checker: GrammarChecker) -> None:
+        with monkeypatch.context() as busy:
+            busy.setattr(checker_module, "ANSWER_SECONDS", 0.0)
+            with pytest.raises(RequestRefused, match="try again in a moment") as refused:
+                await checker.check(DIGITS, "field")
+        assert refused.value.kind == "unavailable"  # 503
+        assert await checker.check(DIGITS, "field") > 0
+
+    with_checker(scenario)
+
+
+def test_a_child_that_is_killed_is_not_the_grammars_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(checker: GrammarChecker) -> None:
+        process = checker._process._process
+        assert process is not None
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while children.read_text():  # of the check that has been made
+            await asyncio.sleep(0.001)
+        checking = asyncio.create_task(checker.check(slow("a"), "field"))
+        killed: set[str] = set()
+        while len(killed) < 2:  # as many as there are attempts
+            await asyncio.sleep(0.001)
+            for pid in set(children.read_text().split()) - killed:
+                os.kill(int(pid), signal.SIGKILL)
+                killed.add(pid)
+        with pytest.raises(RequestRefused, match="was ended by signal 9"):
+            await checking
+
+    with_checker(scenario)
+
+
+# The queue
+
+
+def test_short_grammars_do_not_wait_for_long_ones() -> None:
+    async def scenario(checker: GrammarChecker) -> None:
+        tasks = [asyncio.create_task(checker.check(slow(title), "field")) for title in "abcd"]
+        await asyncio.sleep(0.1)
+        await checker.check(DIGITS, "field")
+        assert not any(task.done() for task in tasks[1:])
+        for task in tasks:
+            task.cancel()
+
+    with_checker(scenario)
+
+
+def test_grammars_whose_clients_hung_up_leave_the_queue() -> None:
+    async def scenario(checker: GrammarChecker) -> None:
+        many = [Grammar("regex", f"[a-z]{{{i}}}") for i in range(1, MAX_WAITING + 1)]
+        tasks = [asyncio.create_task(checker.check(one, "field")) for one in many]
+        await asyncio.sleep(0.001)
+        assert checker.num_waiting > MAX_WAITING // 2
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert checker.num_waiting == 0
+        await checker.check(DIGITS, "field")
+        assert len(checker._waiting) == 0
+
+    with_checker(scenario)
+
+
+def test_one_check_serves_all_that_ask_for_the_same_grammar() -> None:
+    async def scenario(checker: GrammarChecker) -> None:
+        first = asyncio.create_task(checker.check(LETTERS, "field"))
+        others = [asyncio.create_task(checker.check(LETTERS, "field")) for _ in range(4 * MAX_WAITING)]
+        await asyncio.sleep(0)
+        first.cancel()  # the others still wait for it
+        assert len(set(await asyncio.gather(*others))) == 1
+
+    with_checker(scenario)
+
+
+def test_beyond_its_bound_the_queue_refuses() -> None:
+    async def scenario(checker: GrammarChecker) -> None:
+        many = [Grammar("regex", f"[a-z]{{{i}}}") for i in range(1, MAX_WAITING + 10)]
+        tasks = [asyncio.create_task(checker.check(one, "field", b"greedy")) for one in many]
+        await asyncio.sleep(0)
+        honest = asyncio.create_task(checker.check(DIGITS, "field", b"honest"))
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        refused = [one for one in found if isinstance(one, RequestRefused)]
+        assert {one.kind for one in refused} == {"queue_full"}  # 429
+        assert len(refused) >= 9
+        assert await honest > 0
+
+    with_checker(scenario)
+
+
+def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MAX_KNOWN < 10_000
+
+    async def scenario(checker: GrammarChecker) -> None:
+        for i in range(3):
+            await checker.check(Grammar("regex", f"[a-z]{{{i}}}"), "field")
+        assert len(checker._known) == 2
+        assert all(len(one) == 32 for one in checker._known)  # hashes
+
+    monkeypatch.setattr(checker_module, "MAX_KNOWN", 2)
+    with_checker(scenario)
+
+
+def test_the_lines_of_a_queue_take_turns() -> None:
+    async def run() -> None:
+        queue = FairQueue(6)
+        made = {
+            name: _Waiting(name.encode(), LETTERS, name[:1].encode())
+            for name in ("a1", "a2", "a3", "a4", "b1", "c1")
+        }
+        assert [queue.push(one) for one in made.values()] == [None] * 6
+        late = _Waiting(b"b2", LETTERS, b"b")
+        assert queue.push(late) is made["a4"]  # the newest of the longest line
+        one_more = _Waiting(b"a5", LETTERS, b"a")
+        assert queue.push(one_more) is one_more
+        assert queue.remove(made["a2"])
+        assert not queue.remove(made["a2"])
+        order = [queue.pop().digest.decode() for _ in range(len(queue))]
+        assert order == ["a1", "b1", "c1", "a3", "b2"]
+        with pytest.raises(IndexError, match="no grammar waits"):
+            queue.pop()
+
+    asyncio.run(run())

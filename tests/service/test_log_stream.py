@@ -1,0 +1,145 @@
+"""Logs that nobody reads: a stream's bound, a full device, and whole processes beside them."""
+
+import fcntl
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+
+from lightkv.router.service.log_stream import LogStream
+from tests.support.fake_router import MODEL, idle, service
+from tests.support.served import Served, save_tiny_model
+
+LINE = "x" * 99 + "\n"
+
+
+@contextmanager
+def pipe_of(num_bytes: int) -> Iterator[tuple[int, TextIO]]:
+    """Yields the two ends of a pipe with room for so many bytes."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, num_bytes)
+    with os.fdopen(writer, "w") as end:
+        yield reader, end
+        with os.fdopen(reader, "rb", closefd=True):  # the stream's thread ends its write with an error
+            pass
+
+
+def read_now(reader: int) -> str:
+    """Returns what comes until the pipe has been empty for a while."""
+    text = b""
+    while select.select([reader], [], [], 0.3)[0]:
+        text += os.read(reader, 65536)
+    return text.decode()
+
+
+def test_lines_arrive_whole_and_in_order() -> None:
+    with pipe_of(4096) as (reader, end):
+        log = LogStream(end)
+        log.write("a")
+        assert not log.drain(0.0) or read_now(reader) == "a"
+        print("b", "c", file=log)
+        log.write("no end")
+        log.flush()
+        assert log.drain(5.0)
+        assert read_now(reader).endswith("b c\nno end")
+
+
+@pytest.mark.parametrize("beyond", [0, 1, 50])
+def test_beyond_its_bound_lines_are_dropped_and_counted(beyond: int) -> None:
+    with pipe_of(4096) as (reader, end):
+        os.write(end.fileno(), b"x" * 4096)  # the pipe is full
+        log = LogStream(end, max_bytes=100 * len(LINE))
+        begun = time.monotonic()
+        for _ in range(100 + beyond):
+            log.write(LINE)
+        log.flush()
+        assert not log.drain(0.0)
+        assert time.monotonic() - begun < 1.0
+        assert log.num_dropped == beyond
+        assert read_now(reader) == "x" * 4096 + 100 * LINE
+        log.write("again\n")
+        told = f"lightkv: {beyond} lines were dropped here, because nothing read them in time\n"
+        assert read_now(reader) == (told if beyond else "") + "again\n"
+
+
+def test_a_full_device_raises_nothing_and_its_lines_are_kept() -> None:
+    with open("/dev/full", "w") as full:
+        log = LogStream(full)
+        print("the reason", file=log)
+        assert log.drain(5.0)
+        assert log.error is not None
+        assert (log.num_dropped, list(log.lost)) == (1, ["the reason"])
+
+
+def test_a_service_answers_while_nobody_reads_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pipe_of(4096) as (reader, end):
+        monkeypatch.setattr(sys, "stderr", LogStream(end, max_bytes=8192))
+        with service(tmp_path, log_requests=True).running() as api:
+            idle(api)
+            connection = api.connect()
+            for _ in range(120):  # lines of more than 150 bytes
+                connection.request("GET", "/v1/models")
+                response = connection.getresponse()
+                assert MODEL in response.read().decode()
+            connection.request("GET", "/metrics")
+            text = connection.getresponse().read().decode()
+            connection.close()
+        (line,) = [line for line in text.splitlines() if line.startswith("lightkv:log_dropped_lines_total")]
+        assert float(line.split()[-1]) > 20
+        assert read_now(reader).startswith("{")
+
+
+def test_a_whole_service_starts_serves_and_stops_with_a_log_that_nobody_reads(tmp_path: Path) -> None:
+    fifo = tmp_path / "log"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    writer = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writer, b"x" * 4096)  # the pipe is full before the service starts
+    served = Served(save_tiny_model(tmp_path / "tiny"), fifo, "--log-requests")
+    try:
+        served.wait_ready()
+        for _ in range(3):
+            assert served.request("/v1/models")[0] == 200
+        served.complete()
+        served.signal(signal.SIGTERM)
+        assert served.wait(20.0) == 0
+    finally:
+        served.close()
+        os.close(reader)
+        os.close(writer)
+
+
+@pytest.mark.slow
+def test_a_full_device_does_not_end_a_service(tmp_path: Path) -> None:
+    served = Served(save_tiny_model(tmp_path / "tiny"), Path("/dev/full"), "--log-requests")
+    try:
+        served.wait_ready()
+        served.complete()
+        assert served.request("/health")[1]["healthy"]
+        served.signal(signal.SIGTERM)
+        assert served.wait(20.0) == 0
+    finally:
+        served.close()
+
+
+def test_the_reason_of_an_end_is_said_although_the_device_is_full() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, open("/dev/full", "w") as full:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "lightkv.router.cli", "serve", "--port", port]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True, timeout=60)
+    assert done.returncode == 1
+    first, second = done.stdout.splitlines()
+    assert first == "lightkv: standard error cannot be written (No space left on device); its last lines:"
+    assert f"cannot listen on 127.0.0.1 port {port}" in second

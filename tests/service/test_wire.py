@@ -1,0 +1,435 @@
+"""What is sent once for all answers of a request, and the bounds of what waits between the processes."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from lightkv.errors import CheckFailed
+from lightkv.ledger import TokenLedger
+from lightkv.router.engine.request import Request, validate_all
+from lightkv.router.engine.step import NewRow, PromptLogprobs, StepPlan, TokenEvent, TokenLogprobs
+from lightkv.router.sampling_params import Grammar, SamplerKind, SamplingParams
+from lightkv.router.service import loop_stream, router_client
+from lightkv.router.service.frames import MAX_FRAME_BYTES, FrameStream
+from lightkv.router.service.loop_stream import LoopStream
+from lightkv.router.service.messages import (
+    Abort,
+    Accepted,
+    Mapped,
+    NewAnswer,
+    NewPrompt,
+    Refused,
+    Submit,
+    ToApi,
+    ToRouter,
+)
+from lightkv.router.service.router_client import AnswerStream, RequestRefused, RouterClient
+from lightkv.router.service.wire import submitted
+from lightkv.router.service.wire.plan_message import PlanMessage
+from lightkv.router.service.wire.request_room import NoRoom, RequestRoom, request_bytes
+from lightkv.router.service.wire.submitted import SubmittedRequests, requests_of
+from tests.service.test_router import assert_idle, service
+from tests.support.fake_router import LIMITS, FakeRouter
+
+VOCABULARY = 49152
+encode = msgspec.msgpack.encode
+
+
+def submit_of(num_answers: int, num_prompts: int = 1, name: str = "a", **params: Any) -> Submit:
+    prompts = [
+        NewPrompt(bytes([1, 0, 0, 0]) * 8, [NewAnswer(f"{name}{i}.{k}", k) for k in range(num_answers)])
+        for i in range(num_prompts)
+    ]
+    return Submit(prompts, SamplingParams(**{"max_tokens": 5, "temperature": 0.0, **params}), [2])
+
+
+# What is shared is sent once
+
+
+def test_all_answers_of_a_request_share_its_token_set() -> None:
+    """128 answers over the whole vocabulary were 128 lists of 150 kB."""
+    submit = submit_of(128, allowed_token_ids=list(range(VOCABULARY)))
+    assert len(encode(submit)) < VOCABULARY // 8 + 128 * 24 + 512
+    requests = requests_of(msgspec.msgpack.decode(encode(submit), type=Submit))
+    assert len({request.id for request in requests}) == 128
+    assert len({id(request.params) for request in requests}) == 1
+    assert len({id(request.prompt_ids) for request in requests}) == 1
+    assert requests[0].params == submit.params
+
+
+def test_the_first_answer_to_each_prompt_alone_scores_the_prompt() -> None:
+    requests = requests_of(submit_of(3, num_prompts=2, prompt_logprobs=1))
+    assert [request.params.prompt_logprobs for request in requests] == [1, None, None] * 2
+
+
+def plan_with(new_rows: list[NewRow]) -> StepPlan:
+    return StepPlan(1, b"", [], [], [], 0, b"", [], SamplerKind.EDITED, {}, new_rows, 0)
+
+
+def test_rows_of_a_plan_share_their_parameters() -> None:
+    many = SamplingParams(allowed_token_ids=list(range(VOCABULARY)), stop=["x" * 1000] * 16)
+    other = SamplingParams(temperature=0.5, bad_words_ids=[[5], [6, 7]], logit_bias={3: 1.0})
+    plan = plan_with([NewRow(row, other if row == 7 else many, row) for row in range(1, 129)])
+    data = encode(PlanMessage.of(plan))
+    assert len(data) < VOCABULARY // 8 + 128 * 96
+    found = msgspec.msgpack.decode(data, type=PlanMessage).whole()
+    sent = {row.row: row.params for row in found.new_rows}
+    assert sent[7] == other
+    assert sent[1] == msgspec.structs.replace(many, stop=())  # texts are the API's alone
+    assert len({id(params) for params in sent.values()}) == 2
+    assert msgspec.structs.replace(found, new_rows=[]) == msgspec.structs.replace(plan, new_rows=[])
+    assert [(row.row, row.seed) for row in found.new_rows] == [(row, row) for row in range(1, 129)]
+
+
+def test_the_largest_plan_fits_a_message() -> None:
+    """256 rows, each with parameters of its own that are as large as the limits on requests allow."""
+    largest = {
+        "allowed_token_ids": list(range(256_000)),
+        "bad_words_ids": [[255_999] * 16] * 128,
+        "logit_bias": {255_000 + i: 0.5 for i in range(512)},
+    }
+    rows = [NewRow(row, SamplingParams(seed=row, **largest), row) for row in range(1, 9)]
+    assert len(encode(PlanMessage.of(plan_with(rows)))) / 8 * 256 < MAX_FRAME_BYTES / 2
+
+
+def test_a_plan_that_names_missing_parameters_is_refused() -> None:
+    message = PlanMessage.of(plan_with([NewRow(1, SamplingParams(), 1)]))
+    with pytest.raises(ValueError, match=r"names parameters \[0\], and 0 came"):
+        msgspec.structs.replace(message, params=[]).whole()
+
+
+# The router's memory
+
+
+def test_the_room_for_requests_is_claimed_returned_and_recounted() -> None:
+    one = submit_of(4, name="one", allowed_token_ids=list(range(VOCABULARY)), logit_bias={1: 1.0, 2: 2.0})
+    room = RequestRoom(2 * request_bytes(one) + 100)
+    first, second = room.claim(one), room.claim(one)
+    with pytest.raises(NoRoom, match=r"have taken \d+; try again"):
+        room.claim(one)
+    room.check([first] * 4 + [second] * 4)
+    with pytest.raises(CheckFailed, match="7 answers"):
+        room.check([first] * 4 + [second] * 3)
+    room.end(first, 3)
+    with pytest.raises(NoRoom):
+        room.claim(one)
+    room.end(first)
+    third = room.claim(one)
+    room.check([second] * 4 + [third] * 4)
+    for claim in (second, third):
+        room.end(claim, 4)
+    assert room.num_bytes == 0
+    with pytest.raises(NoRoom, match="fewer prompts") as refused:
+        RequestRoom(request_bytes(one) - 1).claim(one)
+    assert refused.value.is_too_large
+
+
+def test_a_request_is_counted_with_all_that_it_brings() -> None:
+    plain = request_bytes(submit_of(1))
+    assert request_bytes(submit_of(2)) - plain == 2**11
+    text = Grammar("regex", "a" * 1000)
+    assert request_bytes(submit_of(1, grammar=text)) - plain == 4000
+    assert request_bytes(submit_of(1, prompt_logprobs=19)) - plain >= 8 * 20 * 8
+    assert request_bytes(submit_of(1, allowed_token_ids=[8 * 1000 - 1])) - plain == 1000
+
+
+def test_requests_beyond_the_routers_memory_are_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with service(tmp_path, pause=0.01) as made:
+            client = await made.connect()
+            room = made.router._submitted.room
+            room.max_bytes = 2 * request_bytes(submit_of(2))
+            for name in "ab":
+                client.stream.send(submit_of(2, name=name, max_tokens=50))
+            client.stream.send(submit_of(2, name="c"))
+            answers: list[Any] = []
+            while len(answers) < 3:
+                if (message := await client.take()) is not None:
+                    answers.append(message)
+            assert answers[:2] == [Accepted("a0.0"), Accepted("b0.0")]
+            assert (answers[2].request_id, answers[2].kind) == ("c0.0", "queue_full")
+            await client.until_ended("a0.0", "a0.1", "b0.0", "b0.1")
+            assert room.num_bytes == 0
+            assert isinstance(await client.submit("next", [1]), Accepted)
+            room.max_bytes = 10
+            refused = await client.submit("never", [1])
+            assert isinstance(refused, Refused)
+            assert refused.kind == "never_fits"
+
+    asyncio.run(scenario())
+
+
+def test_answers_are_queued_together_or_not_at_all(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with service(tmp_path, max_queued=3) as made:
+            client = await made.connect()
+            same = submit_of(2)
+            same.prompts[0].answers[1] = same.prompts[0].answers[0]
+            for submit, kind in (
+                (submit_of(4), "queue_full"),
+                (same, "invalid"),
+                (submit_of(2, max_tokens=10**6), "never_fits"),
+                (submit_of(2, logit_bias={10**6: 1.0}), "invalid"),
+            ):
+                client.stream.send(submit)
+                while (answer := await client.take()) is None:
+                    pass
+                assert isinstance(answer, Refused)
+                assert (answer.request_id, answer.kind) == ("a0.0", kind)
+                assert made.router._submitted.ids() == []
+                assert made.router._submitted.room.num_bytes == 0
+            client.stream.send(submit_of(3))
+            await client.until_ended("a0.0", "a0.1", "a0.2")
+            assert_idle(await client.until(lambda status: not status.load.held))
+
+    asyncio.run(scenario())
+
+
+# A slow API process
+
+
+def test_an_api_process_that_does_not_read_is_refused_work_and_stays_connected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightkv.router.service.router.MAX_UNREAD_BYTES", 2**18)
+    monkeypatch.setattr(submitted, "MAX_KEPT_BYTES", 2**21)
+
+    async def scenario() -> None:
+        async with service(tmp_path, pause=0.01) as made:
+            client = await made.connect()
+            assert isinstance(await client.submit("long", [1, 2], 80), Accepted)
+            (ours,) = made.router._clients
+            ours.send(Mapped(None, "x" * 2**20))  # is not read yet
+            client.stream.send(submit_of(1, name="late"))
+            while ours.num_unread < 2**18 or "long" not in made.router._submitted:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.05)
+            assert made.router._submitted.ids() == ["long"]
+            ours.send(Mapped(None, "x" * 2**21))
+            for _ in range(1000):
+                if not made.router._submitted.ids():
+                    break
+                await asyncio.sleep(0.005)
+            answers = []
+            while len(answers) < 3:
+                if (message := await client.take()) is not None:
+                    answers.append(message)
+            (refused,) = [one for one in answers if isinstance(one, Refused)]
+            assert (refused.request_id, refused.kind) == ("late0.0", "unavailable")
+            end = (await client.until_ended("long"))["long"]
+            assert end.finish_reason == "lost"
+            assert "bytes of answers unread" in str(end.error)
+            assert isinstance(await client.submit("next", [1]), Accepted)  # over the same connection
+            await client.until_ended("next")
+            assert_idle(await client.until(lambda status: not status.load.held))
+
+    asyncio.run(scenario())
+
+
+def with_streams(
+    body: Callable[[FrameStream[ToRouter], FrameStream[ToApi]], Awaitable[None]],
+) -> None:
+    async def ends() -> None:
+        one, other = socket.socketpair()
+        ours = FrameStream[ToRouter](*await asyncio.open_unix_connection(sock=one), ToRouter)
+        theirs = FrameStream[ToApi](*await asyncio.open_unix_connection(sock=other), ToApi)
+        try:
+            await asyncio.wait_for(body(ours, theirs), 20)
+        finally:
+            ours.close()
+            theirs.close()
+
+    asyncio.run(ends())
+
+
+def test_log_probabilities_of_several_prompts_come_in_messages_of_their_own() -> None:
+    """Two prompts of four million scores in one message would have been beyond the limit of a message."""
+    scores = PromptLogprobs(b"\0" * 2**19, b"", b"", b"")
+
+    async def body(ours: FrameStream[ToRouter], theirs: FrameStream[ToApi]) -> None:
+        requests = SubmittedRequests()
+        submit = submit_of(2)
+        requests.add(ours, requests_of(submit), requests.room.claim(submit))
+        events = [TokenEvent(name, 1, "stop", None, None, 0, scores) for name in submit.request_ids]
+        requests.send(events)
+        for _ in range(2):
+            message: Any = await theirs.receive()
+            assert len(message.events) == 1
+        assert requests.ids() == []
+        assert requests.room.num_bytes == 0
+
+    with_streams(body)
+
+
+# The API's end
+
+
+def over_fake_router(tmp_path: Path, body: Callable[[FakeRouter, RouterClient], Awaitable[None]]) -> None:
+    async def scenario() -> None:
+        router = FakeRouter()
+        listener = await asyncio.start_unix_server(router.serve, tmp_path / "router")
+        client = await RouterClient.connect(tmp_path / "router")
+        await client.became_ready.wait()
+        try:
+            await asyncio.wait_for(body(router, client), 20)
+            assert client.status.state == "ready"  # the connection has survived
+        finally:
+            await client.close()
+            listener.close()
+
+    asyncio.run(scenario())
+
+
+def test_requests_that_the_router_does_not_read_have_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = len(FrameStream.frame(FakeStream(), submit_of(1, name="1")))
+    monkeypatch.setattr(router_client, "MAX_UNANSWERED_BYTES", 2 * size)
+
+    async def body(router: FakeRouter, client: RouterClient) -> None:
+        router.mute = True
+        waiting = [asyncio.create_task(client.submit(submit_of(1, name=name))) for name in "12"]
+        await asyncio.sleep(0.01)
+        with pytest.raises(RequestRefused, match="bytes of requests to read") as refused:
+            await client.submit(submit_of(1, name="3"))
+        assert refused.value.kind == "unavailable"
+        with pytest.raises(RequestRefused, match="fewer prompts") as refused:
+            await client.submit(submit_of(1, num_prompts=9))
+        assert refused.value.kind == "never_fits"
+        assert client.num_open == 2
+        assert router._stream is not None
+        for name in "12":
+            router._stream.send(Accepted(f"{name}0.0"))
+        for answers in await asyncio.gather(*waiting):
+            answers.close()
+        router.mute = False
+        (await client.submit(submit_of(1, name="4"))).close()
+        assert client.num_open == 0
+
+    over_fake_router(tmp_path, body)
+
+
+class FakeStream(FrameStream[ToRouter]):
+    """A stream that only makes frames."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+
+
+def test_events_that_no_consumer_takes_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_client, "MAX_EVENT_BYTES", 200 * 256)
+
+    async def body(router: FakeRouter, client: RouterClient) -> None:
+        slow = await client.submit(submit_of(2, name="slow", max_tokens=1000, temperature=1.0))
+        other = await client.submit(submit_of(1, name="other", max_tokens=300))
+        taken = [event async for events in other for event in events]  # this one reads
+        assert [event.finish_reason for event in taken[-1:]] == ["length"]
+        assert len(taken) == 300
+        while len(router.aborts) < 2:
+            await asyncio.sleep(0.001)
+        assert {abort.request_id for abort in router.aborts} == {"slow0.0", "slow0.1"}
+        left = [event async for events in slow for event in events]
+        assert [event.finish_reason for event in left] == ["lost"]
+        assert "were not read" in str(left[0].error)
+        slow.close()
+        other.close()
+        assert client.num_event_bytes == 0
+        assert client.num_open == 0
+
+    over_fake_router(tmp_path, body)
+
+
+def test_large_events_count_with_what_they_hold() -> None:
+    client: Any = type("Client", (), {"num_event_bytes": 0})()
+    answers = AnswerStream(client, submit_of(1))
+    answers.push(TokenEvent("a0.0", 1))
+    plain = answers.num_bytes
+    top = TokenLogprobs(-1.0, [1] * 20, [-1.0] * 20)
+    answers.push(TokenEvent("a0.0", 1, logprobs=top))
+    assert answers.num_bytes - 2 * plain >= 20 * 40
+    before = answers.num_bytes
+    answers.push(TokenEvent("a0.0", 1, prompt_logprobs=PromptLogprobs(b"x" * 1000, b"y" * 500, b"", b"")))
+    assert answers.num_bytes - before >= 1500
+    assert client.num_event_bytes == answers.num_bytes
+
+
+def test_calls_that_wait_for_a_reset_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_client, "MAX_RESETS", 3)
+
+    async def body(router: FakeRouter, client: RouterClient) -> None:
+        calls = [asyncio.create_task(client.reset_cache()) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(RequestRefused, match="no more may"):
+            await client.reset_cache()
+        assert await asyncio.gather(*calls) == [500] * 3
+        assert await client.reset_cache() == 500
+
+    over_fake_router(tmp_path, body)
+
+
+# The worker's end
+
+
+def test_a_message_of_the_worker_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_stream, "MAX_MESSAGE_BYTES", 2**17)
+
+    async def scenario() -> None:
+        theirs, ours = socket.socketpair()
+        ended = asyncio.Event()
+        stream = LoopStream(asyncio.get_running_loop(), ours, lambda: None, ended.set)
+        theirs.setblocking(False)
+        await asyncio.get_running_loop().sock_sendall(theirs, b"\xff\xff\xff\x00\x00" + b"x" * 2**18)
+        await asyncio.wait_for(ended.wait(), 5)
+        assert len(stream._received) <= 2**17
+        stream.close()
+        theirs.close()
+
+    asyncio.run(scenario())
+
+
+# What the ledger keeps of names
+
+
+def test_namespaces_without_tokens_are_forgotten() -> None:
+    """A client may send a new cache_salt with every request; a name lives as long as a token of its tree."""
+    ledger = TokenLedger(64, 4, 64)
+    for i in range(500):
+        sequence = ledger.open(b"\1\0\0\0\2\0\0\0", (f"salt {i}",))
+        ledger.extend([sequence], [2])
+        ledger.publish(sequence)
+        ledger.confirm(ledger.step)
+        ledger.close(sequence, b"", True)
+        ledger.step += 1
+        ledger.drain()
+    assert len(ledger._state.tree.roots) <= 64
+
+
+def test_an_abort_of_an_unknown_request_is_ignored(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with service(tmp_path) as made:
+            client = await made.connect()
+            for i in range(100):
+                client.stream.send(Abort(str(i)))
+            assert isinstance(await client.submit("a", [1]), Accepted)
+            await client.until_ended("a")
+
+    asyncio.run(scenario())
+
+
+def test_a_submission_without_answers_is_no_message() -> None:
+    for prompts in ([], [[b"\1\0\0\0", []]]):
+        data = encode({"type": "Submit", "prompts": prompts, "params": {}, "stop_ids": []})
+        with pytest.raises(msgspec.ValidationError, match="without"):
+            msgspec.msgpack.decode(data, type=ToRouter)
+
+
+def test_requests_of_one_submission_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+    monkeypatch.setattr(Request, "validate", lambda self, *_: checked.append(self.id))
+    validate_all(requests_of(submit_of(128, num_prompts=2)), LIMITS, 100)
+    assert checked == ["a0.0", "a1.0"]
