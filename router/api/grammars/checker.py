@@ -286,6 +286,11 @@ class _CheckProcess:
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer)
         except (asyncio.IncompleteReadError, OSError):
+            # Its end is seen here before its return code is known: the next check starts another one.
+            if self._process is process:
+                self._process = None
+            with suppress(ProcessLookupError):
+                process.kill()
             asked, self._asked = self._asked, {}
             for waiting in asked.values():
                 if not waiting.done():
