@@ -8,6 +8,7 @@ table and one contiguous run are the same kernel with another `shift`.
 import triton
 import triton.language as tl
 
+from lightkv.triton_kernels.attention.variants.hooks import change_scores, hide, load_ahead, offset_of
 from lightkv.triton_kernels.quantised.unpack import (
     are_in_one_word,
     columns_of,
@@ -32,7 +33,6 @@ from lightkv.triton_kernels.quantised.unpack import (
 )
 
 from .records import Sums
-from .variants.hooks import change_scores, hide, load_ahead, offset_of
 
 
 @triton.jit

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightkv.triton_kernels.attention.variants.variant import Scored, Variant, visible_reference
+
 from .paged_kv import AttentionOptions, PagedKV
-from .variants.variant import Scored, Variant, visible_reference
 
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, scored: Scored) -> Tensor:

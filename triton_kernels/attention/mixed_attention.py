@@ -38,11 +38,11 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention_reference,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
+from lightkv.triton_kernels.attention.variants.variant import limits
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
 from .attention_inputs import check_attention_inputs
 from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
-from .variants.variant import limits
 
 
 class MixedPlan(NamedTuple):
@@ -134,8 +134,8 @@ def mixed_attention(
         lengths: int32 `[B]`, tokens in the cache, the queries' own included; at most num_entries * 2**shift,
             which is not checked.
         num_queries: queries of each decode, at its last positions.
-        plan: the result of `mixed_plan` for the same rows, q_starts, lengths, limits, num_queries and shapes; it
-            serves all layers of a step, one after the other. If None, a plan is made here.
+        plan: the result of `mixed_plan` for the same rows, q_starts, lengths, limits, num_queries and shapes;
+            it serves all layers of a step, one after the other. If None, a plan is made here.
         out: `[T, H, Dv]` to write to; allocated in the dtype of q if None.
         lse: float32 `[T, H]`, contiguous, to write the log-sum-exp of the scores to, in base 2, the head's
             sink included; -inf where a query sees no key and has no sink. Not written if None.

@@ -100,8 +100,8 @@ class Together(NamedTuple):
 
 class FlatKV(NamedTuple):
     """A `PagedKV` as a registered operator takes it. `tensors`: K, V (words where quantised), scales of K and
-    of V, the index and its indirection. `numbers`: shift, sinks and size of the ring, `format_code`, and the bits
-    of an element of K and of V."""
+    of V, the index and its indirection. `numbers`: shift, sinks and size of the ring, `format_code`, and the
+    bits of an element of K and of V."""
 
     tensors: list[Tensor | None]
     numbers: list[int]

@@ -3,6 +3,15 @@
 import triton
 import triton.language as tl
 
+from lightkv.triton_kernels.attention.variants.hooks import (
+    Rows,
+    change_scores,
+    hide,
+    load_ahead,
+    offset_of,
+    start_rows,
+    start_softmax,
+)
 from lightkv.triton_kernels.quantised.unpack import (
     k_groups,
     k_has_middle,
@@ -13,7 +22,6 @@ from lightkv.triton_kernels.quantised.unpack import (
 )
 
 from .attend_keys import find_slots, key_scores, load_query, sum_query
-from .variants.hooks import Rows, change_scores, hide, load_ahead, offset_of, start_rows, start_softmax
 
 
 @triton.jit

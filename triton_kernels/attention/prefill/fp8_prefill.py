@@ -20,8 +20,8 @@ from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, Attention
 from lightkv.triton_kernels.attention.records import Outputs
 from lightkv.triton_kernels.attention.variants.variant import Scored, Variant, limits
 
-from .hopper_features import FP8_VARIANTS
 from .fp8_scratch import Fp8Scratch, to_fp8_reference
+from .hopper_features import FP8_VARIANTS
 from .prefill_combine import combine_tiles, empty_parts
 from .prefill_plan import PrefillPlan, prefill_plan
 
