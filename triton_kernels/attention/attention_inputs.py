@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightkv.triton_kernels.attention.variants import in_order
+from .variants import in_order
 from lightkv.triton_kernels.attention.variants.variant import Variant, limits
 from lightkv.triton_kernels.strides import has_unit_stride
 

@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.variants import VARIANTS
+from .variants import VARIANTS
 from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
 from lightkv.triton_kernels.attention.variants.variant import Flat, Scored, bind, flatten, rebuild
 

@@ -5,7 +5,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from lightkv.triton_kernels.attention.variants import in_order
+from .variants import in_order
 from lightkv.triton_kernels.attention.variants.variant import Variant
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 from lightkv.triton_kernels.quantised.quantise_reference import dequantise, split_columns
