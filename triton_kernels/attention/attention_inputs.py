@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from .variants import in_order
 from lightkv.triton_kernels.attention.variants.variant import Variant, limits
 from lightkv.triton_kernels.strides import has_unit_stride
 
 from .paged_kv import AttentionOptions, PagedKV
 from .ring import Ring
+from .variants import in_order
 
 
 def check_requests(rows: Tensor, lengths: Tensor) -> None:

@@ -14,7 +14,6 @@ import triton
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from .variants import VARIANTS
 from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
 from lightkv.triton_kernels.attention.variants.variant import Flat, Scored, bind, flatten, rebuild
 
@@ -23,6 +22,7 @@ from .attention_reference import change_reference, find_slots_reference, joined_
 from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 from .records import FlatKV, flatten_kv, heads_record, kv_records, shape_record
 from .scores_kernels import lse_kernel, scores_kernel
+from .variants import VARIANTS
 
 
 class ScoredBatch(NamedTuple):

@@ -5,13 +5,13 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .variants import in_order
 from lightkv.triton_kernels.attention.variants.variant import Variant
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 from lightkv.triton_kernels.quantised.quantise_reference import dequantise, split_columns
 from lightkv.triton_kernels.quantised.unpack import format_code
 
 from .ring import Ring
+from .variants import in_order
 
 Chosen = TypeVar("Chosen", bound=Variant)
 
