@@ -51,7 +51,7 @@ def added_by_masks(options: AttentionOptions, queries: slice, request: int, leng
         own = values.values[..., queries, column : column + length].cpu()
         if own.dtype == torch.bool:
             own = torch.zeros(own.shape).masked_fill(~own, -torch.inf)
-        own = own.double().view(-1, *own.shape[-2:])
+        own = own.double() if own.dim() == 3 else own.double()[None]
         added = torch.nn.functional.pad(own, (0, length - own.shape[2]), value=-torch.inf)
     if tree is not None:
         size = 8 * tree.bits.dtype.itemsize
@@ -62,9 +62,7 @@ def added_by_masks(options: AttentionOptions, queries: slice, request: int, leng
         count, shown = len(rows), min(len(rows), length)
         own = torch.tensor([[row >> query & 1 for query in range(count)] for row in rows]).view(count, count)
         added[..., length - shown :].masked_fill_(own[:, count - shown :] == 0, -torch.inf)
-    return added.to(
-        (tree.bits if tree is not None else values.values if values is not None else added).device
-    )
+    return added
 
 
 def lse_reference(
@@ -98,7 +96,7 @@ def lse_reference(
             visible = visible & (keys > positions - window.size)
         if chunk is not None:
             visible = visible & (keys // chunk.size == positions // chunk.size)
-        scores += added_by_masks(options, slice(begin, end), request, length).transpose(0, 1)
+        scores += added_by_masks(options, slice(begin, end), request, length).transpose(0, 1).to(q.device)
         lse[begin:end] = scores.masked_fill(~visible[:, None], -torch.inf).logsumexp(2) / math.log(2)
         if sinks is not None:
             lse[begin:end] = torch.logaddexp2(lse[begin:end], sinks.logits / math.log(2))
