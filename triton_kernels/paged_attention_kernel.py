@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightkv.triton_kernels.attention.attend_keys import LOG2_E, load_slopes
 from lightkv.triton_kernels.attention.decode.decode_plan import ITEM_FIELDS, PART_FIELDS, SHARE_FIELDS
+from lightkv.triton_kernels.attention.variants.alibi import load_slopes
+from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
 
 from . import tuning
 
@@ -181,7 +182,9 @@ def partition_kernel(
         if begin >= length:
             return
         end = tl.minimum(length, begin + partition_size)
-    slopes = load_slopes(alibi_slopes, heads, in_tile)
+    slopes = None
+    if alibi_slopes is not None:
+        slopes = load_slopes(alibi_slopes, heads, in_tile)
     acc, total, peak = _attend_blocks(
         q + seq * stride_q_seq + heads * stride_q_h, in_tile, slopes, k_cache + kv_head * stride_k_h,
         v_cache + kv_head * stride_v_h, block_tables + seq * stride_table, begin, end, length, stride_k_block,
@@ -254,7 +257,9 @@ def share_kernel(
         end = tl.load(fields + 3)
         num_parts = tl.load(parts + seq * _PART_FIELDS + 1)
         length = tl.load(seq_lens + seq)
-        slopes = load_slopes(alibi_slopes, heads, in_tile)
+        slopes = None
+        if alibi_slopes is not None:
+            slopes = load_slopes(alibi_slopes, heads, in_tile)
         acc, total, peak = _attend_blocks(
             q + seq * stride_q_seq + heads * stride_q_h, in_tile, slopes, k_cache + kv_head * stride_k_h,
             v_cache + kv_head * stride_v_h, block_tables + seq * stride_table, begin, end, length,

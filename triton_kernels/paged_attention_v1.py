@@ -17,11 +17,13 @@ the original, it stores no scores: its softmax is a running one. `paged_attentio
 import torch
 from torch import Tensor
 
-from lightkv.triton_kernels.attention.attend_keys import LOG2_E
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
 from lightkv.triton_kernels.attention.decode.decode_combine import combine_parts
 from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
+from lightkv.triton_kernels.attention.variants import Alibi
+from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
+from lightkv.triton_kernels.attention.variants.variant import Scored
 
 from .paged_attention_inputs import check_paged_inputs
 from .paged_attention_kernel import attend_partitions, share_kernel, tile_options
@@ -164,16 +166,11 @@ def _check_plan(plan: DecodePlan, num_seqs: int, partition_size: int) -> None:
         raise ValueError(
             f"a plan has shares instead of partitions, got both, with {partition_size} tokens; leave one"
         )
-    if len(plan.parts) != num_seqs or (plan.window, plan.num_queries, plan.chunk, plan.num_members) != (
-        0,
-        1,
-        0,
-        1,
-    ):
+    if (len(plan.parts), plan.limits, plan.num_queries, plan.num_members) != (num_seqs, (), 1, 1):
         raise ValueError(
-            f"the plan is for {len(plan.parts)} requests of {plan.num_queries} queries with a window of "
-            f"{plan.window}, chunks of {plan.chunk} and {plan.num_members} to a prefix, but the call has "
-            f"{num_seqs} sequences of one query, without any of these; make a plan for this call"
+            f"the plan is for {len(plan.parts)} requests of {plan.num_queries} queries with {plan.limits} and "
+            f"{plan.num_members} to a prefix, but the call has {num_seqs} sequences of one query, without any "
+            "of these; make a plan for this call"
         )
     if plan.ring is not None:
         raise ValueError(
@@ -210,14 +207,13 @@ def paged_attention_v1_reference(
     lengths on the host, so on a GPU it synchronises."""
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     block_size = k_cache.shape[3]
+    options = AttentionOptions(scale).plus(None if alibi_slopes is None else Alibi(alibi_slopes))
     for seq, length in enumerate(seq_lens.tolist()):
         positions = torch.arange(length, device=q.device)
         blocks, offsets = block_tables[seq, positions // block_size].long(), positions % block_size
         k = k_cache[blocks, :, :, offsets].flatten(2)  # [length, num_kv_heads, D]
         v = v_cache[blocks, :, :, offsets]
-        last = torch.tensor([length - 1], device=q.device)
-        result = attend_reference(
-            q[seq : seq + 1], k, v, last, AttentionOptions(scale, alibi_slopes=alibi_slopes)
-        )
+        scored = Scored.of_last(slice(seq, seq + 1), seq, length, q.device)
+        result = attend_reference(q[seq : seq + 1], k, v, options, scored)
         out[seq] = result[0].to(q.dtype)
     return out

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
+from lightkv.triton_kernels.attention.variants import Alibi
+from lightkv.triton_kernels.attention.variants.variant import Scored
 
 from . import tuning
 from .paged_attention_inputs import check_paged_inputs
@@ -177,7 +179,7 @@ def paged_attention_v2_reference(
     group, block_size = num_heads // k_cache.shape[1], k_cache.shape[3]
     exp_sums, max_logits = torch.zeros(2, num_seqs, num_heads, num_partitions, device=q.device)
     tmp_out = torch.zeros(num_seqs, num_heads, num_partitions, head_dim, device=q.device)
-    options = AttentionOptions(scale, alibi_slopes=alibi_slopes)
+    options = AttentionOptions(scale).plus(None if alibi_slopes is None else Alibi(alibi_slopes))
     for seq, length in enumerate(seq_lens.tolist()):
         for partition, begin in enumerate(range(0, length, partition_size)):
             positions = torch.arange(begin, min(begin + partition_size, length), device=q.device)
@@ -190,8 +192,7 @@ def paged_attention_v2_reference(
                 logits += alibi_slopes.double()[:, None] * (positions - (length - 1))
             max_logits[seq, :, partition] = logits.amax(1)
             exp_sums[seq, :, partition] = (logits - logits.amax(1, keepdim=True)).exp().sum(1)
-            last = torch.tensor(
-                [len(positions) - 1], device=q.device
-            )  # sees them all; ALiBi shifts all scores
-            tmp_out[seq, :, partition] = attend_reference(q[seq : seq + 1], k, v, last, options)[0].float()
+            # The query sees them all, and ALiBi shifts all scores, so it may be the last of them.
+            scored = Scored.of_last(slice(seq, seq + 1), seq, len(positions), q.device)
+            tmp_out[seq, :, partition] = attend_reference(q[seq : seq + 1], k, v, options, scored)[0].float()
     return exp_sums, max_logits, tmp_out

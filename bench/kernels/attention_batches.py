@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
-from lightkv.triton_kernels.attention.paged_kv import HeadShape, PagedKV
+from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, HeadShape, PagedKV
+from lightkv.triton_kernels.attention.variants.variant import Scored
 
 from .attention_rows import Row
 
@@ -102,7 +103,8 @@ def reference(batch: Batch) -> Tensor:
                 batch.q[q_begin + begin : q_begin + end],
                 k[:visible],
                 v[:visible],
-                torch.arange(visible - (end - begin), visible, device=out.device),
+                DEFAULT_OPTIONS,
+                Scored.of_last(slice(0, end - begin), 0, visible, out.device),
             )
         q_begin, kv_begin = q_begin + q_len, kv_begin + length
     return out

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from bench.common.device_clock import DEVICE, CapturedStep, Clock, measure_ceiling
 from bench.common.report import parser, print_json, print_machine, print_table, refuse, save_json
-from lightkv.triton_kernels.attention.alibi import alibi_slopes
-from lightkv.triton_kernels.attention.attention_mask import AttentionMask
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.decode.decode_plan import decode_plan
 from lightkv.triton_kernels.attention.decode.ring_step import sink_rotation
@@ -27,6 +25,8 @@ from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, Attention
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
 from lightkv.triton_kernels.attention.ring import Ring
+from lightkv.triton_kernels.attention.variants import Alibi, TreeMask, ValueMask
+from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
 
 from .attention_batches import Batch, make_batch, offsets, scatter
 from .attention_rows import Row, chunks, even
@@ -55,24 +55,23 @@ class Requests:
         self.lengths = torch.tensor(row.lengths, dtype=torch.int32, device=DEVICE)
         self.out = self.batch.empty_out()
 
-    def decode(self, options: AttentionOptions = DEFAULT_OPTIONS, mask: AttentionMask | None = None) -> Step:
+    def decode(self, options: AttentionOptions = DEFAULT_OPTIONS) -> Step:
         q, num_queries = self.batch.q, self.batch.q_lens[0]
         plan = decode_plan(
             self.rows, self.lengths, num_kv_heads=self.batch.num_kv_heads, num_queries=num_queries
         )
         return lambda: decode_attention(
-            q, self.kv, self.rows, self.lengths, options, num_queries=num_queries, plan=plan, out=self.out,
-            mask=mask,
+            q, self.kv, self.rows, self.lengths, options, num_queries=num_queries, plan=plan, out=self.out
         )  # fmt: skip
 
-    def prefill(self, options: AttentionOptions = DEFAULT_OPTIONS, mask: AttentionMask | None = None) -> Step:
+    def prefill(self, options: AttentionOptions = DEFAULT_OPTIONS) -> Step:
         q, starts = self.batch.q, offsets(self.batch.q_lens).to(DEVICE)
         plan = prefill_plan(
             self.rows, starts, self.lengths, HeadShape.of(q, self.kv), num_tokens=len(q), dtype=q.dtype,
-            after=options.after,
+            causal=options.causal,
         )  # fmt: skip
         return lambda: prefill_attention(
-            q, self.kv, self.rows, starts, self.lengths, options, plan=plan, out=self.out, mask=mask
+            q, self.kv, self.rows, starts, self.lengths, options, plan=plan, out=self.out
         )
 
     def ring_step(
@@ -95,7 +94,7 @@ class Requests:
 
 
 def alibi_cases() -> Iterator[Case]:
-    options = AttentionOptions(alibi_slopes=alibi_slopes(32, device=DEVICE))
+    options = AttentionOptions().plus(Alibi(alibi_slopes(32, device=DEVICE)))
     for name, row in (
         ("decode 64 × 4k", even("", 64, 4096)),
         ("decode 8 × 4k, 5 queries", chunks("", [5] * 8, [4091] * 8)),
@@ -118,14 +117,17 @@ def mask_cases() -> Iterator[Case]:
         name = str(dtype).removeprefix("torch.")
         requests = Requests(even("", 64, 4096))
         values = torch.randn(32, 64, 4096, device=DEVICE).to(dtype)
-        sides = {"without": requests.decode(), "with": requests.decode(mask=AttentionMask(values))}
+        masked = AttentionOptions().plus(ValueMask(values))
+        sides = {"without": requests.decode(), "with": requests.decode(masked)}
         yield Case(f"mask [32, 64, 4096] {name}, decode 64 × 4k", sides, values.nbytes)
         requests = Requests(chunks("", [2048], [2048]))
         values = torch.randn(32, 2048, 4096, device=DEVICE).to(dtype)
-        sides = {"without": requests.prefill(), "with": requests.prefill(mask=AttentionMask(values))}
+        masked = AttentionOptions().plus(ValueMask(values))
+        sides = {"without": requests.prefill(), "with": requests.prefill(masked)}
         yield Case(f"mask [32, 2048, 4096] {name}, prefill 2k after 2k", sides, values.nbytes)
     values = torch.rand(2048, 4096, device=DEVICE) < 0.9
-    sides = {"without": requests.prefill(), "with": requests.prefill(mask=AttentionMask(values))}
+    masked = AttentionOptions().plus(ValueMask(values))
+    sides = {"without": requests.prefill(), "with": requests.prefill(masked)}
     yield Case("mask [2048, 4096] bool, prefill 2k after 2k", sides, values.nbytes)
 
 
@@ -137,8 +139,8 @@ def tree_cases() -> Iterator[Case]:
             64, dtype=torch.int64, device=DEVICE
         )
         words = (bits << torch.arange(64, device=DEVICE)).sum(1)
-        mask = AttentionMask(bits=words[:, None].repeat(count, 1))
-        sides = {"in a line": requests.prefill(), "tree": requests.prefill(mask=mask)}
+        options = AttentionOptions().plus(TreeMask(words[:, None].repeat(count, 1)))
+        sides = {"in a line": requests.prefill(), "tree": requests.prefill(options)}
         yield Case(f"{count} × a tree of 64 after 8k", sides)
 
 

@@ -8,6 +8,7 @@ import torch
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.triton_kernels.attention.attention_inputs import check_ring
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
+from lightkv.triton_kernels.attention.variants.variant import limits
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
 from .cross import CrossMetadata
@@ -121,17 +122,15 @@ class AttentionBackend(ABC):
         """
         options, ring = self.options, metadata.ring
         num_sink_tokens = metadata.num_sink_tokens if ring is None else ring.sinks
-        bounded = options.window or options.chunk or options.alibi_slopes is not None or not options.causal
         if ring is not None:
             check_ring(ring, options)
         if metadata.ring_in_order is not None:
             check_ring(metadata.ring_in_order, options, metadata.ring_in_order.least_held)
-        if num_sink_tokens and (self.rotary is None or bounded):
+        if num_sink_tokens and (self.rotary is None or options.counts_positions):
             raise ValueError(
                 f"a step with {num_sink_tokens} sinks needs the rotary frequencies (rotary) and a "
-                f"causal layer without a window, chunks or ALiBi; layer {self.layer_idx} has a window of "
-                f"{options.window} and chunks of {options.chunk}, ALiBi {options.alibi_slopes is not None}, "
-                f"causal {options.causal}"
+                f"causal layer without a window, chunks or ALiBi; layer {self.layer_idx} has "
+                f"{options.variants}, causal {options.causal}"
             )
         num_tokens = metadata.num_tokens
         q = q.view(num_tokens, self.num_heads, self.head_dim)
@@ -139,7 +138,7 @@ class AttentionBackend(ABC):
         v = v.view(num_tokens, self.num_kv_heads, self.v_dim)
         out = q.new_empty(num_tokens, self.num_heads, self.v_dim)
         self._write(q, k, v, metadata, rotary)
-        if ring is not None and not options.window:
+        if ring is not None and not limits(options.variants):
             self._attend_to_rings(q, metadata, out)
         elif metadata.num_sink_tokens:
             self._attend_with_sinks(q, metadata, out)
@@ -168,8 +167,7 @@ class AttentionBackend(ABC):
         sequence reads. Their K/V is in the slots of `KVCache.open_cross` already. Returns `[num_tokens,
         num_heads * v_dim]`. Raises ValueError for a layer that is causal or has a window."""
         options = self.options
-        bounded = options.window or options.window_after or options.chunk
-        if options.causal or bounded or options.alibi_slopes is not None:
+        if options.causal or options._replace(causal=True).counts_positions:
             raise ValueError(
                 f"layer {self.layer_idx} attends to another sequence, so it sees all of its tokens, which have "
                 f"no distance: make it with causal=False, and no windows, chunks or ALiBi; it has {options}"

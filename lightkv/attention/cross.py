@@ -8,6 +8,7 @@ import torch
 from lightkv.memory.staging import packed_size, upload
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
+from lightkv.triton_kernels.attention.variants.variant import Scored
 
 from .metadata import AttentionMetadata
 
@@ -79,6 +80,6 @@ def attend_cross(
         if length:
             slots = metadata.memory.table.slots(row, 0, length).long()
             tokens = slice(begin, begin + count)
-            positions = torch.zeros(count, dtype=torch.int64, device=q.device)
-            attended = attend_reference(q[tokens], *read(slots), positions, options)
+            scored = Scored.of_last(tokens, 0, length, q.device)
+            attended = attend_reference(q[tokens], *read(slots), options, scored)
             out[tokens] = attended.to(out.dtype)

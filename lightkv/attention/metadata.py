@@ -15,9 +15,9 @@ from lightkv.ledger.shared_prefixes import SharedPrefix
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import packed_size, upload
 from lightkv.memory.token_table import TokenTable
-from lightkv.triton_kernels.attention.attention_mask import AttentionMask
 from lightkv.triton_kernels.attention.decode.decode_plan import SharedPrefixGroups
 from lightkv.triton_kernels.attention.ring import Ring
+from lightkv.triton_kernels.attention.variants import TreeMask, ValueMask
 
 
 class BatchShape(NamedTuple):
@@ -184,7 +184,7 @@ class AttentionMetadata:
         ring: Ring | None = None,
         prefixes: Sequence[SharedPrefix] | None = None,
         also: Sequence[np.ndarray] = (),
-        mask: AttentionMask | None = None,
+        mask: ValueMask | TreeMask | None = None,
         positions: Sequence[int] | None = None,
         indirection: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
@@ -226,7 +226,7 @@ class AttentionMetadata:
         if ring is not None:
             self._validate_ring(start, count, num_prefills, ring, bool(len(dropped) or num_sink_tokens))
         self._validate_tensors(start + count, num_prefills, ring, num_sink_tokens, mask, indirection)
-        if mask is not None and not mask.is_tree and any(dropped):
+        if isinstance(mask, ValueMask) and any(dropped):
             raise ValueError(
                 f"a mask of values and {list(dropped)} dropped tokens: its columns are positions, and these "
                 "sequences do not hold all of theirs; run them without a mask, or with one of bits"
@@ -366,7 +366,7 @@ class AttentionMetadata:
         num_prefills: int,
         ring: Ring | None,
         num_sink_tokens: int,
-        mask: AttentionMask | None,
+        mask: ValueMask | TreeMask | None,
         indirection: torch.Tensor | None,
     ) -> None:
         if mask is not None and (ring is not None or num_sink_tokens):

@@ -26,6 +26,7 @@ from lightkv.triton_kernels.attention.prefill.fp8_scratch import (
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention
 from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
 from lightkv.triton_kernels.attention.prefill.restore_kv import restore_kv
+from lightkv.triton_kernels.attention.variants.variant import limits
 
 SCRATCH_BYTES = 256 * 2**20
 
@@ -82,9 +83,8 @@ class RestoredPrefill(NamedTuple):
             heads,
             num_tokens=num_tokens,
             dtype=dtype,
-            window=options.window,
-            chunk=options.chunk,
-            after=options.after,
+            limits=limits(options.variants),
+            causal=options.causal,
         )
         begins = torch.where(fits, ends - room, 0).int()
         pool_starts = torch.where(fits, nothing, q_starts)

@@ -9,11 +9,16 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from lightkv.triton_kernels.attention.attend_keys import LOG2_E
-from lightkv.triton_kernels.attention.attention_mask import check_attention_mask, mask_reference
-from lightkv.triton_kernels.attention.attention_reference import slots_reference
+from lightkv.triton_kernels.attention.attention_inputs import check_variants
+from lightkv.triton_kernels.attention.attention_reference import joined_reference, slots_reference
 from lightkv.triton_kernels.attention.attention_scores import attention_scores_reference
 from lightkv.triton_kernels.attention.merge_states import merge_states_reference
+from lightkv.triton_kernels.attention.variants.chunk import Chunk
+from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
+from lightkv.triton_kernels.attention.variants.sink_logits import SinkLogits
+from lightkv.triton_kernels.attention.variants.softcap import Softcap
+from lightkv.triton_kernels.attention.variants.variant import Scored
+from lightkv.triton_kernels.attention.variants.window import Window
 from lightkv.triton_kernels.quantised.quantise_reference import rotate_heads
 
 from .backend import AttentionBackend
@@ -30,7 +35,7 @@ class TorchAttention(AttentionBackend):
     @property
     def _is_fused(self) -> bool:
         """Whether torch's own attention computes this layer, which knows no soft-cap and no sinks."""
-        return not self.options.softcap and self.options.sink_logits is None
+        return all(isinstance(one, Window | Chunk) for one in self.options.variants)
 
     def _write(
         self,
@@ -61,7 +66,7 @@ class TorchAttention(AttentionBackend):
         metadata: AttentionMetadata,
         out: torch.Tensor,
     ) -> None:
-        if self._has_bias or metadata.mask is not None or metadata.indirection is not None:
+        if self._is_general or metadata.mask is not None or metadata.indirection is not None:
             self._attend_each(q, metadata, out)
             return
         # Decodes come first: in a static batch, prefills write over the output of unused ones.
@@ -75,19 +80,19 @@ class TorchAttention(AttentionBackend):
             self._prefill(q[prefilled], k[prefilled], v[prefilled], metadata, out[prefilled])
 
     @property
-    def _has_bias(self) -> bool:
-        """Whether scores have a bias, or keys after the query are seen, which the paths by bucket and by tile
-        do not know."""
-        return self.options.alibi_slopes is not None or not self.options.causal
+    def _is_general(self) -> bool:
+        """Whether the layer has variants that the paths by bucket and by tile do not know, or keys after the
+        query are seen."""
+        known = Window | Chunk | Softcap | SinkLogits
+        return not self.options.causal or not all(isinstance(one, known) for one in self.options.variants)
 
     def _attend_each(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         """Attends sequence by sequence, decodes first: in a static batch, prefills write over the output of
         unused ones."""
-        num_prefills, mask = metadata.num_prefills, metadata.mask
-        kv, options = self.paged_kv(metadata), self.options
-        if mask is not None:
-            bounded = bool(options.window or options.chunk or options.alibi_slopes is not None)
-            check_attention_mask(mask, q, len(metadata.rows_host), bounded)
+        num_prefills, kv = metadata.num_prefills, self.paged_kv(metadata)
+        options = self.options.plus(metadata.mask)
+        check_variants(options.variants, q, len(metadata.rows_host))
+        window = options.of(Window)
         counts = metadata.q_lens.numpy()
         ends = np.cumsum(counts[:num_prefills]) + metadata.first_prefill_token
         decodes = np.arange(len(counts) - num_prefills) + metadata.first_decode_token + 1
@@ -99,11 +104,12 @@ class TorchAttention(AttentionBackend):
                 out[queries] = 0
                 continue
             # A ring does not hold what is before the window.
-            first = max(length - int(counts[idx]) - options.window + 1, 0) if options.window else 0
+            first = 0 if window is None else window.first_key(length - int(counts[idx]))
             slots = slots_reference(kv, row, torch.arange(first, length, device=q.device))
             keys, values = self._read(metadata, slots)
-            added = None if mask is None else mask_reference(mask, queries, idx, length)[..., first:]
-            out[queries] = attend_with_bias(q[queries], keys, values, options, added)
+            scored = Scored.of_last(queries, idx, length, q.device)
+            scored = scored._replace(keys=scored.keys[first:])
+            out[queries] = attend_with_bias(q[queries], keys, values, options, scored)
 
     def _prefill(
         self,
@@ -174,7 +180,10 @@ class TorchAttention(AttentionBackend):
             first = min(ring.first_key(length - 1), length)
             window = slots_reference(kv, row, torch.arange(first, length, device=q.device))
             if not ring.sinks:
-                out[queries] = attend_with_bias(q[queries], *self._read(metadata, window), self.options)
+                scored = Scored.of_last(queries, token, len(window), q.device)
+                out[queries] = attend_with_bias(
+                    q[queries], *self._read(metadata, window), self.options, scored
+                )
                 continue
             sinks = slots_reference(kv, row, torch.arange(min(ring.sinks, length), device=q.device))
             # Learned sinks join one of the parts, here the first.
@@ -216,9 +225,8 @@ class TorchAttention(AttentionBackend):
             metadata.q_starts,
             entries,
             metadata.kv_lens,
-            self.options,
+            self.options.plus(metadata.mask),
             width=width,
-            mask=metadata.mask,
         )
         return scores.float()
 
@@ -240,18 +248,20 @@ class TorchAttention(AttentionBackend):
             bias = torch.full_like(scores[0, 0], float("-inf")).triu_(1)
         if bias is not None:
             scores = scores + bias
-        if (sink_logits := self.options.sink_logits) is None:
-            weights = scores.softmax(-1)
-        else:
-            sinks = sink_logits.view(self.num_kv_heads, -1, *sink_dims)
-            weights = (scores - torch.logaddexp(scores.logsumexp(-1, keepdim=True), sinks)).exp()
+        joined = joined_reference(self.options.variants)
+        if not joined:
+            return torch.matmul(scores.softmax(-1).to(v.dtype), v)
+        lse = scores.logsumexp(-1, keepdim=True)
+        for joins in joined:
+            lse = torch.logaddexp(lse, joins.view(self.num_kv_heads, -1, *sink_dims))
+        weights = (scores - lse).exp()
         return torch.matmul(weights.to(v.dtype), v)
 
     def _scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """Computes the scores `[..., n, S]`, float32, of q `[..., n, D]` and k `[..., S, D]`."""
-        softcap = self.options.softcap
         scores = torch.matmul(q, k.transpose(-1, -2)).float() * self.scale
-        return softcap * torch.tanh(scores / softcap) if softcap else scores
+        softcap = self.options.of(Softcap)
+        return scores if softcap is None else softcap.cap_scores(scores)
 
     def _attend_part(
         self,
@@ -270,11 +280,16 @@ class TorchAttention(AttentionBackend):
         # Query heads that share a K/V head are its query rows: [num_kv_heads, group * T, D]
         rows = q.unflatten(1, (self.num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
         scores = self._scores(rows, k.to(q.dtype).transpose(0, 1)).unflatten(1, (-1, num_tokens))
+        scored = Scored.of_last(slice(0, num_tokens), 0, len(k), q.device)
+        for one in self.options.variants:
+            if not isinstance(one, Softcap):  # which `_scores` has applied
+                changed = one.scores_reference(scores.flatten(0, 1), scored)
+                scores = changed.view(scores.shape)
         if bias is not None:
-            scores += bias
+            scores = scores + bias
         lse = scores.logsumexp(-1)  # [num_kv_heads, group, T]
-        if with_sinks and self.options.sink_logits is not None:
-            lse = torch.logaddexp(lse, self.options.sink_logits.view(*lse.shape[:2], 1))
+        for joins in joined_reference(self.options.variants) if with_sinks else ():
+            lse = torch.logaddexp(lse, joins.view(*lse.shape[:2], 1))
         weights = scores.sub_(lse[..., None]).exp_().flatten(1, 2)
         attended = torch.matmul(weights.to(v.dtype), v.transpose(0, 1)).float().unflatten(1, (-1, num_tokens))
         return attended.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1, 2) * LOG2_E

@@ -9,6 +9,8 @@ import torch
 
 from lightkv.memory.staging import upload
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
+from lightkv.triton_kernels.attention.variants.chunk import Chunk
+from lightkv.triton_kernels.attention.variants.window import Window
 
 from .metadata import AttentionMetadata
 
@@ -18,6 +20,12 @@ PADDING_FRACTION = 0.25
 PADDING_TOKENS = 256
 # The most queries of a prefill tile that needs a bias, which has a row of the keys' length for each query.
 QUERY_TILE = 512
+
+
+def window_and_chunk(options: AttentionOptions) -> tuple[int, int]:
+    """Returns the sizes of a layer's window and of its chunks; 0 for none."""
+    window, chunk = options.of(Window), options.of(Chunk)
+    return 0 if window is None else window.size, 0 if chunk is None else chunk.size
 
 
 class PaddedBucket(NamedTuple):
@@ -99,14 +107,15 @@ class TorchPlan:
         self, metadata: AttentionMetadata, options: AttentionOptions, dtype: torch.dtype
     ) -> list[PaddedBucket]:
         """Returns the decodes of a step in buckets of similar length. `dtype` is that of the queries."""
-        key = options.window, options.chunk, dtype
+        window, chunk = window_and_chunk(options)
+        key = window, chunk, dtype
         padded = self._decode.get(key)
         if padded is None:
             lengths = metadata.kv_lens_host[metadata.num_prefills :]
-            if options.window:
-                lengths = np.minimum(lengths, options.window)
-            if options.chunk:
-                lengths = lengths - np.maximum(lengths - 1, 0) // options.chunk * options.chunk
+            if window:
+                lengths = np.minimum(lengths, window)
+            if chunk:
+                lengths = lengths - np.maximum(lengths - 1, 0) // chunk * chunk
             # A padding row of a static batch has length 0. Attention to no key is NaN, so it attends to slot 0.
             lengths = np.maximum(lengths, 1)
             buckets = bucket_lengths(lengths)
@@ -123,7 +132,7 @@ class TorchPlan:
         """Returns the prefills of a step in tiles. `dtype` is that of the queries. With `fused`, attention
         stores no scores, so a prefill without a prefix is one tile, whatever its length, or one in each
         chunk."""
-        window, chunk = options.window, options.chunk
+        window, chunk = window_and_chunk(options)
         key = window, chunk, dtype, fused
         plan = self._prefill.get(key)
         if plan is None:

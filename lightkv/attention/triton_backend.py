@@ -15,10 +15,12 @@ from lightkv.triton_kernels.attention.decode.ring_step import dropped_tokens, si
 from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
 from lightkv.triton_kernels.attention.paged_kv import HeadShape, PagedKV
-from lightkv.triton_kernels.attention.prefill.fp8_prefill import fp8_prefill_reason
+from lightkv.triton_kernels.attention.prefill.fp8_prefill import fp8_prefill_reason, unknown_in_fp8
 from lightkv.triton_kernels.attention.prefill.fp8_scratch import ALIGNMENT
 from lightkv.triton_kernels.attention.prefill.prefill_combine import most_part_bytes
 from lightkv.triton_kernels.attention.ring import Ring
+from lightkv.triton_kernels.attention.variants.sink_logits import SinkLogits
+from lightkv.triton_kernels.attention.variants.variant import Variant, limits
 from lightkv.triton_kernels.quantised.head_tiles import constants_of
 from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
 from lightkv.triton_kernels.quantised.write_quantised import write_quantised_kv
@@ -62,7 +64,9 @@ class TritonAttention(AttentionBackend):
 
     @property
     def prefix_members(self) -> int:
-        return 1 if self.options.window else tuning.prefix_members(1, self.num_heads // self.num_kv_heads)
+        if any(one.flags.is_short for one in self.options.variants):
+            return 1
+        return tuning.prefix_members(1, self.num_heads // self.num_kv_heads)
 
     def scratch_bytes(self, num_tokens: int, dtype: torch.dtype, device: torch.device) -> int:
         return most_part_bytes(tuning.device_class(device), self._heads, num_tokens, dtype.itemsize)
@@ -79,6 +83,8 @@ class TritonAttention(AttentionBackend):
             reason = "it reads K and V in fp8 with static scales (fp8-static)"
         if not (math.isfinite(q_scale) and q_scale > 0):
             reason = f"the scale of queries is {q_scale}, and has to be finite and above 0"
+        if unknown := unknown_in_fp8(self.options.variants):
+            reason = f"it does not know {', '.join(unknown)}"
         if reason is not None:
             raise ValueError(f"layer {self.layer_idx} cannot compute prefill in fp8: {reason}")
         self._fp8_q_scale = q_scale
@@ -141,11 +147,10 @@ class TritonAttention(AttentionBackend):
             metadata.rows,
             q_starts,
             metadata.kv_lens,
-            self.options,
+            self.options.plus(metadata.mask),
             plan=self._plan(q, q_starts, metadata.kv_lens, metadata),
             out=out,
             decodes_first=metadata.decodes_first,
-            mask=metadata.mask,
         )
         if restored is not None:  # after the decodes: prefills write over the output of unused ones
             if self._fp8_q_scale is None:
@@ -176,7 +181,6 @@ class TritonAttention(AttentionBackend):
         alignment = ALIGNMENT if in_fp8 else 1
         most = metadata.memory.capacity // alignment * alignment + num_prefills * alignment
         capacity = min(scratch_tokens(heads, torch.float8_e4m3fn if in_fp8 else q.dtype), most)
-        bounds = self.options.window, self.options.chunk, self.options.after
 
         def make() -> RestoredPrefill:
             return RestoredPrefill.make(
@@ -191,8 +195,13 @@ class TritonAttention(AttentionBackend):
                 alignment=alignment,
             )
 
-        key = "restored", *heads, *bounds, q.dtype, alignment
+        key = "restored", *heads, self._limits, q.dtype, alignment
         return StepPlans.of(metadata).get(key, metadata.step, self.layer_idx, make)
+
+    @property
+    def _limits(self) -> tuple[bool, tuple[Variant, ...]]:
+        """What the layer's plans depend on beside its heads."""
+        return self.options.causal, limits(self.options.variants)
 
     def _format(self, metadata: AttentionMetadata) -> KVFormat:
         return metadata.memory.pool.format(self.layer_idx)
@@ -211,18 +220,15 @@ class TritonAttention(AttentionBackend):
                 heads,
                 num_tokens=len(q),
                 dtype=q.dtype,
-                window=self.options.window,
-                chunk=self.options.chunk,
-                after=self.options.after,
+                options=self.options,
                 shared_prefixes=shared_prefixes,
                 decodes_first=metadata.decodes_first,
                 layer_format=layer_format,
             )
 
-        bounds = self.options.window, self.options.chunk, self.options.after
         # Scratches in fp8 and in 16 bits have room for different numbers of keys, so q_starts may differ.
         in_fp8 = self._fp8_q_scale is not None
-        shape = *heads, *bounds, q.dtype, shared_prefixes is not None, layer_format, in_fp8
+        shape = *heads, self._limits, q.dtype, shared_prefixes is not None, layer_format, in_fp8
         return StepPlans.of(metadata).get(shape, metadata.step, self.layer_idx, make)
 
     def _attend_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
@@ -254,7 +260,7 @@ class TritonAttention(AttentionBackend):
         rotated = self._rotated(self.rotary.rotate_back(q, dropped), kv.format.k, metadata)
         rows = metadata.rows.repeat_interleave(metadata.q_lens_on_device, output_size=num_tokens)
         lengths = torch.full((num_tokens,), num_sink_tokens, dtype=torch.int32, device=q.device)
-        options = self.options._replace(sink_logits=None)
+        options = self.options.without(SinkLogits)
         decode_attention(rotated, kv, rows, lengths, options, out=partial_out[1], lse=lse[1])
         merge_states(partial_out, lse, out=out)
         self._rotate_back(out, kv.format.v, metadata)
@@ -345,7 +351,7 @@ class TritonAttention(AttentionBackend):
             kv._replace(index=kv.index[:, ring.sinks :], ring=window),
             metadata.rows,
             parts.window_lengths,
-            self.options._replace(sink_logits=None),
+            self.options.without(SinkLogits),
             plan=parts.window,
             out=partial_out[1],
             lse=lse[1],
@@ -366,7 +372,7 @@ class TritonAttention(AttentionBackend):
                 heads,
                 num_tokens=len(q),
                 dtype=q.dtype,
-                after=self.options.after,
+                options=self.options,
                 decodes_first=metadata.decodes_first,
                 layer_format=kv.format,
             )
@@ -397,8 +403,7 @@ class TritonAttention(AttentionBackend):
             metadata.q_starts,
             entries,
             metadata.kv_lens,
-            self.options,
+            self.options.plus(metadata.mask),
             max_q_len=int(metadata.q_lens.max()),
             width=width,
-            mask=metadata.mask,
         )

@@ -39,8 +39,9 @@ from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.staging import upload
 from lightkv.token_ids import TokenIds, int32_bytes
-from lightkv.triton_kernels.attention.attention_mask import AttentionMask
 from lightkv.triton_kernels.attention.ring import Ring
+from lightkv.triton_kernels.attention.variants.tree import TreeMask
+from lightkv.triton_kernels.attention.variants.window import Window
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
 from .guess_tree import GuessTree
@@ -74,10 +75,10 @@ class CachedModel:
     ) -> None:
         shape = probe(model)
         # A chunk bounds what a layer attends to as a window does.
-        self.windows = sorted({layer.options.window or layer.options.chunk for layer in shape.layers} - {0})
+        self.windows = sorted({most for layer in shape.layers if (most := layer.options.most_keys)})
         # The most tokens that any layer sees, if all have windows.
-        windows = [0 if layer.options.chunk else layer.options.window for layer in shape.layers]
-        self._widest = max(windows) if all(windows) else 0
+        windows = [layer.options.of(Window) for layer in shape.layers]
+        self._widest = max((one.size for one in windows if one is not None), default=0) if all(windows) else 0
         self._ring_graphs: dict[tuple[Ring, int], RingGraph] = {}
         if exact_positions and self.windows:
             reason = (
@@ -157,7 +158,7 @@ class CachedModel:
                 return self._ring_graph(ring, len(rows)).replay(sequences, starts, packed).clone()
             mask = positions = None
             if tree is not None:
-                mask = AttentionMask(bits=torch.from_numpy(tree.bits()).to(self.model.device))
+                mask = TreeMask(torch.from_numpy(tree.bits()).to(self.model.device))
                 first = starts[0] + dropped[0]
                 positions = [first + depth for depth in tree.depths]
             metadata.prepare(

@@ -53,7 +53,7 @@ class GuessTree(NamedTuple):
         return self.depths == list(range(len(self.depths)))
 
     def bits(self) -> np.ndarray:
-        """Returns which nodes each node sees, itself and its ancestors, as `AttentionMask` takes it: int64
+        """Returns which nodes each node sees, itself and its ancestors, as `TreeMask` takes it: int64
         `[n, words]`."""
         count = len(self.tokens)
         seen = np.zeros((count, -(-count // 64)), dtype=np.uint64)

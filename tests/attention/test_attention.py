@@ -19,7 +19,8 @@ from lightkv.attention import (
     torch_plan,
 )
 from lightkv.memory.kv_memory import KVMemory
-from lightkv.triton_kernels.attention.alibi import alibi_slopes
+from lightkv.triton_kernels.attention.variants import Alibi, Chunk, SinkLogits, Softcap, Window
+from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 MAX_SEQUENCES = 8
@@ -30,30 +31,32 @@ CASES = {
     "mqa": LayerShape(4, 16, 1),
     "v-narrower": LayerShape(4, 24, 2, v_dim=16),
     "scale": LayerShape(2, 16, 1, AttentionOptions(scale=0.5)),
-    "window-1": LayerShape(2, 16, 1, AttentionOptions(window=1)),
-    "window-5": LayerShape(2, 16, 1, AttentionOptions(window=5)),
-    "softcap": LayerShape(2, 16, 1, AttentionOptions(scale=1.0, softcap=2.0)),
-    "softcap-window": LayerShape(4, 16, 2, AttentionOptions(scale=1.0, softcap=2.0, window=7)),
-    "chunk-5": LayerShape(2, 16, 1, AttentionOptions(chunk=5)),
-    "chunk-8-softcap": LayerShape(4, 16, 2, AttentionOptions(chunk=8, softcap=2.0)),
-    "sinks": LayerShape(6, 16, 2, AttentionOptions(sink_logits=torch.linspace(-3.0, 4.0, 6))),
+    "window-1": LayerShape(2, 16, 1, AttentionOptions().plus(Window(1))),
+    "window-5": LayerShape(2, 16, 1, AttentionOptions().plus(Window(5))),
+    "softcap": LayerShape(2, 16, 1, AttentionOptions(scale=1.0).plus(Softcap(2.0))),
+    "softcap-window": LayerShape(4, 16, 2, AttentionOptions(scale=1.0).plus(Softcap(2.0), Window(7))),
+    "chunk-5": LayerShape(2, 16, 1, AttentionOptions().plus(Chunk(5))),
+    "chunk-8-softcap": LayerShape(4, 16, 2, AttentionOptions().plus(Chunk(8), Softcap(2.0))),
+    "sinks": LayerShape(6, 16, 2, AttentionOptions().plus(SinkLogits(torch.linspace(-3.0, 4.0, 6)))),
     "sinks-window": LayerShape(
-        4, 16, 2, AttentionOptions(window=7, sink_logits=torch.linspace(-3.0, 4.0, 4))
+        4, 16, 2, AttentionOptions().plus(Window(7), SinkLogits(torch.linspace(-3.0, 4.0, 4)))
     ),
-    "alibi": LayerShape(6, 16, 2, AttentionOptions(alibi_slopes=alibi_slopes(6), softcap=2.0)),
-    "full": LayerShape(4, 16, 2, AttentionOptions(causal=False, sink_logits=torch.linspace(-3.0, 4.0, 4))),
-    "both-windows": LayerShape(2, 16, 1, AttentionOptions(window=5, causal=False, window_after=3)),
+    "alibi": LayerShape(6, 16, 2, AttentionOptions().plus(Alibi(alibi_slopes(6)), Softcap(2.0))),
+    "full": LayerShape(
+        4, 16, 2, AttentionOptions(causal=False).plus(SinkLogits(torch.linspace(-3.0, 4.0, 4)))
+    ),
+    "window-full": LayerShape(2, 16, 1, AttentionOptions(causal=False).plus(Window(5))),
 }
 
 
 def on(shape: LayerShape, device: torch.device) -> LayerShape:
     """Returns `shape` with its sinks and slopes on `device`."""
-    moved = {
-        name: None if numbers is None else numbers.to(device)
-        for name, numbers in shape.options._asdict().items()
-        if name in ("sink_logits", "alibi_slopes")
-    }
-    return replace(shape, options=shape.options._replace(**moved))
+    sinks, alibi = shape.options.of(SinkLogits), shape.options.of(Alibi)
+    moved = shape.options.without(SinkLogits, Alibi).plus(
+        None if sinks is None else SinkLogits(sinks.logits.to(device)),
+        None if alibi is None else Alibi(alibi.slopes.to(device)),
+    )
+    return replace(shape, options=moved)
 
 
 # (rows, counts, number of prefills) of each step: fresh prompts; a later chunk beside a fresh prompt, a chunk
@@ -115,21 +118,24 @@ class History:
         k = self.k[row].double().repeat_interleave(group, dim=1)
         scale = self.shape.head_dim**-0.5 if options.scale is None else options.scale
         scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
-        if options.softcap:
-            scores = options.softcap * torch.tanh(scores / options.softcap)
+        softcap, alibi, window, chunk, learned = (
+            options.of(kind) for kind in (Softcap, Alibi, Window, Chunk, SinkLogits)
+        )
+        if softcap is not None:
+            scores = softcap.cap * torch.tanh(scores / softcap.cap)
         key = torch.arange(len(k), device=k.device)
         query = key[-len(q) :, None]
-        if options.alibi_slopes is not None:
-            scores = scores + options.alibi_slopes.double()[:, None, None] * (key - query)
-        hidden = key > query + options.after
-        if options.window:
-            hidden |= query - key >= options.window
-        if options.chunk:
-            hidden |= query // options.chunk != key // options.chunk
+        if alibi is not None:
+            scores = scores + alibi.slopes.double()[:, None, None] * (key - query)
+        hidden = (key > query) & options.causal
+        if window is not None:
+            hidden |= query - key >= window.size
+        if chunk is not None:
+            hidden |= query // chunk.size != key // chunk.size
         scores = scores.masked_fill(hidden, float("-inf"))
-        if options.sink_logits is None:
+        if learned is None:
             return scores.softmax(-1)
-        sinks = options.sink_logits.double()[:, None, None].expand(*scores.shape[:2], 1)
+        sinks = learned.logits.double()[:, None, None].expand(*scores.shape[:2], 1)
         return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
 
 
@@ -193,7 +199,7 @@ def test_prefill_tiles_read_only_keys_that_are_seen(
     memory.table.req_to_token.view(-1).index_copy_(0, torch.arange(32, 96, device=device), slots)
     metadata = AttentionMetadata(4, 32, memory)
     metadata.prepare([1, 2, 3], [10, 0, 0], [9, 6, 3], 3)
-    options = AttentionOptions(window=window)
+    options = AttentionOptions().plus(Window(window) if window else None)
     plan = torch_plan.TorchPlan.of(metadata).prefill(metadata, options, torch.float32, fused=True)
     found = [(t.start, t.end, None if t.slots is None else t.slots.tolist()) for t in plan.tiles]
     firsts = [5, 9, 13] if window else [0, 0, 0]
@@ -367,7 +373,7 @@ def test_prefill_tiles_end_with_their_chunk(device: torch.device, monkeypatch: p
     metadata = AttentionMetadata(4, 32, memory)
     metadata.prepare([1, 2], [10, 0], [13, 12], 2)
     plan = torch_plan.TorchPlan.of(metadata).prefill(
-        metadata, AttentionOptions(chunk=8), torch.float32, fused=True
+        metadata, AttentionOptions().plus(Chunk(8)), torch.float32, fused=True
     )
     found = [(t.start, t.end, None if t.slots is None else t.slots.tolist()) for t in plan.tiles]
     # Entry e of row 1 is in slot e + 1.
@@ -379,7 +385,7 @@ def test_prefill_tiles_end_with_their_chunk(device: torch.device, monkeypatch: p
 def test_learned_sinks_join_a_step_with_sink_tokens_once(name: str, device: torch.device) -> None:
     torch.manual_seed(0)
     sink_logits = torch.tensor([1.0, -2.0], device=device)
-    shape = LayerShape(2, 16, 1, AttentionOptions(sink_logits=sink_logits))
+    shape = LayerShape(2, 16, 1, AttentionOptions().plus(SinkLogits(sink_logits)))
     rotary = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64, device=device))
     history = History(shape, torch.float32, device)
     (backend,) = make_backends(name, device, [shape], rotary)

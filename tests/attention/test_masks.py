@@ -6,22 +6,23 @@ from test_attention import MAX_SEQUENCES, History
 
 from lightkv.attention import AttentionMetadata, AttentionOptions, LayerShape, Rotary, make_backends
 from lightkv.attention.biased_attention import attend_with_bias
-from lightkv.triton_kernels.attention.attention_mask import AttentionMask, mask_reference
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
 from lightkv.triton_kernels.attention.ring import Ring
+from lightkv.triton_kernels.attention.variants import SinkLogits, TreeMask, ValueMask, Window
+from lightkv.triton_kernels.attention.variants.variant import Scored
 
 ROWS, COUNTS = [1, 4, 3, 2], [7, 3, 1, 1]  # two prefills, two decodes
 
 
-def masks(num_tokens: int, width: int, device: torch.device) -> dict[str, AttentionMask]:
+def masks(num_tokens: int, width: int, device: torch.device) -> dict[str, ValueMask | TreeMask]:
     shown = torch.rand(num_tokens, width) < 0.7
     shown[1] = False  # a query that sees nothing
     values = torch.randn(4, num_tokens, width).masked_fill(~shown, -torch.inf)
     bits = torch.randint(0, 2**20, (num_tokens, 1)) | (1 << torch.arange(num_tokens)[:, None])
     return {
-        "bool": AttentionMask(shown.to(device)),
-        "each head": AttentionMask(values.to(device)),
-        "tree": AttentionMask(bits=bits.to(device)),
+        "bool": ValueMask(shown.to(device)),
+        "each head": ValueMask(values.to(device)),
+        "tree": TreeMask(bits.to(device)),
     }
 
 
@@ -43,11 +44,9 @@ def test_a_step_with_a_mask(kind: str, name: str, device: torch.device) -> None:
         begin = 0
         for request, (row, count) in enumerate(zip(rows, counts, strict=True)):
             queries, length = slice(begin, begin + count), history.length(row)
-            added = None if mask is None else mask_reference(mask, queries, request, length)
-            positions = torch.arange(length - count, length, device=device)
-            expected = attend_reference(
-                q[queries], history.k[row], history.v[row], positions, history.shape.options, added
-            )
+            options = history.shape.options.plus(mask)
+            scored = Scored.of_last(queries, request, length, device)
+            expected = attend_reference(q[queries], history.k[row], history.v[row], options, scored)
             torch.testing.assert_close(out[queries].double(), expected, atol=2e-5, rtol=2e-5)
             begin += count
         scores = backend.entry_scores(q, metadata)
@@ -64,12 +63,13 @@ def test_a_query_whose_keys_all_have_a_huge_negative_value(
     torch.manual_seed(2)
     q = torch.randn(2, 4, 16, device=device)
     k, v = torch.randn(2, 9, 2, 16, device=device)
-    values = torch.zeros(1, 2, 9, dtype=torch.float64, device=device)
-    values[:, 0] = hidden
-    options = AttentionOptions(sink_logits=torch.zeros(4, device=device) if has_sinks else None)
-    found = attend_with_bias(q, k, v, options, values)
-    positions = torch.tensor([7, 8], device=device)
-    expected = attend_reference(q, k, v, positions, options, values)
+    values = torch.zeros(2, 9, device=device)
+    values[0] = hidden
+    sinks = SinkLogits(torch.zeros(4, device=device)) if has_sinks else None
+    options = AttentionOptions().plus(ValueMask(values), sinks)
+    scored = Scored.of_last(slice(0, 2), 0, 9, device)
+    found = attend_with_bias(q, k, v, options, scored)
+    expected = attend_reference(q, k, v, options, scored)
     mean = v[:8].mean(0).repeat_interleave(2, 0)  # the last key is after this query
     torch.testing.assert_close(found[0], torch.zeros_like(mean) if has_sinks else mean)
     torch.testing.assert_close(found[1].double(), expected[1], atol=1e-5, rtol=1e-5)
@@ -80,7 +80,7 @@ def test_a_query_whose_keys_all_have_a_huge_negative_value(
 def test_sink_tokens_and_masks_are_refused_together(device: torch.device) -> None:
     history = History(LayerShape(4, 16, 2), torch.float32, device)
     rotary = Rotary(torch.ones(8, device=device))
-    mask = AttentionMask(torch.ones(1, 9, dtype=torch.bool, device=device))
+    mask = ValueMask(torch.ones(1, 9, dtype=torch.bool, device=device))
     metadata = AttentionMetadata(MAX_SEQUENCES, 64, history.memory)
     metadata.prepare([1], history.place([1], [5]), [5], 1)
     history.append([1], [5], *(torch.zeros(5, 2, 16, device=device) for _ in range(2)))
@@ -92,7 +92,7 @@ def test_sink_tokens_and_masks_are_refused_together(device: torch.device) -> Non
     with pytest.raises(ValueError, match="its columns are positions"):
         metadata.prepare([1], starts, [1], 0, dropped=[3], mask=mask)
     assert metadata.step == step
-    tree = AttentionMask(bits=torch.ones(1, 1, dtype=torch.int32, device=device))
+    tree = TreeMask(torch.ones(1, 1, dtype=torch.int32, device=device))
     metadata.prepare([1], starts, [1], 0, dropped=[3], mask=tree)
     metadata.prepare([1], starts, [1], 1, dropped=[3], num_sink_tokens=2)
     q = torch.zeros(1, 64, device=device)
@@ -103,14 +103,14 @@ def test_sink_tokens_and_masks_are_refused_together(device: torch.device) -> Non
 
 
 def test_a_mask_that_does_not_fit_is_refused(device: torch.device) -> None:
-    history = History(LayerShape(4, 16, 2, AttentionOptions(window=4)), torch.float32, device)
+    history = History(LayerShape(4, 16, 2, AttentionOptions().plus(Window(4))), torch.float32, device)
     (backend,) = make_backends("torch", device, [history.shape])
     metadata = AttentionMetadata(MAX_SEQUENCES, 64, history.memory)
     q, k = torch.zeros(3, 64, device=device), torch.zeros(3, 32, device=device)
     starts = history.place([1], [3])
     for mask, match in [
-        (AttentionMask(torch.zeros(2, 9, device=device)), "a mask must be"),
-        (AttentionMask(bits=torch.zeros(3, 1, dtype=torch.int64, device=device)), "a tree of guesses"),
+        (ValueMask(torch.zeros(2, 9, device=device)), "a mask must be"),
+        (TreeMask(torch.zeros(3, 1, dtype=torch.int64, device=device)), "a guess's position is its depth"),
     ]:
         metadata.prepare([1], starts, [3], 1, mask=mask)
         with pytest.raises(ValueError, match=match):

@@ -10,6 +10,7 @@ from lightkv.attention.triton_backend import TritonAttention
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention_reference
+from lightkv.triton_kernels.attention.variants import Window
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -37,7 +38,7 @@ def test_prefill_over_a_scratch(name: str, dtype: torch.dtype, window: int, devi
     )
     q = torch.randn(sum(counts), 8, 64).to(device, dtype)
     q_starts = torch.tensor([0, 50, 90, 92], dtype=torch.int32, device=device)
-    options, heads = AttentionOptions(window=window), HeadShape(8, 2, 64, 64)
+    options, heads = AttentionOptions().plus(Window(window) if window else None), HeadShape(8, 2, 64, 64)
     expected = prefill_attention_reference(q, kv, rows, q_starts, on_device, options)
     for capacity in (137, 136):
         restored = RestoredPrefill.make(
@@ -71,7 +72,7 @@ def test_prefill_in_fp8_over_a_scratch(window: int) -> None:
     on_device = torch.tensor(lengths, dtype=torch.int32, device=device)
     q = torch.randn(sum(counts), 8, 64).to(device, dtype)
     q_starts = torch.tensor([0, 300, 440, 442], dtype=torch.int32, device=device)
-    options, heads = AttentionOptions(window=window), HeadShape(8, 2, 64, 64)
+    options, heads = AttentionOptions().plus(Window(window) if window else None), HeadShape(8, 2, 64, 64)
     expected = prefill_attention_reference(q, kv, rows, q_starts, on_device, options).float()
     for capacity in (896, 768):
         restored = RestoredPrefill.make(

@@ -13,9 +13,11 @@ from lightkv.attention import (
     Rotary,
     make_backends,
 )
-from lightkv.triton_kernels.attention.alibi import alibi_slopes
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
 from lightkv.triton_kernels.attention.ring import Ring
+from lightkv.triton_kernels.attention.variants import Alibi, Chunk, Window
+from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
+from lightkv.triton_kernels.attention.variants.variant import Scored
 
 HEADS, KV_HEADS, DIM = 4, 2, 32
 SPEC = KVSpec(1, KV_HEADS, DIM, DIM, torch.float32)
@@ -48,8 +50,8 @@ def tokens(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor
 def test_rings_step_by_step(backend: str, window: int, ring: Ring, alibi: bool, device: torch.device) -> None:
     """Chunks, then single tokens of two rings at different positions, against all that was ever written."""
     torch.manual_seed(0)
-    slopes = alibi_slopes(HEADS, device=device) if alibi else None
-    options = AttentionOptions(window=window, alibi_slopes=slopes)
+    bias = Alibi(alibi_slopes(HEADS, device=device)) if alibi else None
+    options = AttentionOptions().plus(Window(window) if window else None, bias)
     rotary = Rotary(10.0 ** -torch.arange(8, dtype=torch.float64, device=device))
     (layer,) = make_backends(
         backend, device, [LayerShape(HEADS, DIM, KV_HEADS, options)], rotary if ring.sinks else None
@@ -83,9 +85,9 @@ def test_rings_step_by_step(backend: str, window: int, ring: Ring, alibi: bool, 
                 dropped = torch.full((len(sinks),), -ring.dropped(position), device=device)
                 held_k[: len(sinks)] = rotary.rotate_back(held_k[: len(sinks)], dropped)
                 held_v = torch.stack([values[one.row][p] for p in seen])
-                newest = torch.tensor([len(seen) - 1], device=device)
-                near = AttentionOptions(alibi_slopes=slopes)
-                expected = attend_reference(q[token].view(1, HEADS, DIM), held_k, held_v, newest, near)
+                newest = Scored.of_last(slice(0, 1), 0, len(seen), device)
+                near = AttentionOptions().plus(bias)
+                expected = attend_reference(q[token].view(1, HEADS, DIM), held_k, held_v, near, newest)
                 torch.testing.assert_close(out[token : token + 1].double(), expected, atol=2e-5, rtol=2e-5)
     cache.check()
 
@@ -107,7 +109,7 @@ def test_steps_over_rings_that_cannot_be(device: torch.device) -> None:
     (layer,) = make_backends("torch", device, [LayerShape(HEADS, DIM, KV_HEADS)])
     with pytest.raises(ValueError, match="3 sinks needs the rotary"):
         layer.forward(*tokens(1, device), metadata)
-    for options in (AttentionOptions(chunk=8), AttentionOptions(window=15)):
+    for options in (AttentionOptions().plus(Chunk(8)), AttentionOptions().plus(Window(15))):
         (other,) = make_backends("torch", device, [LayerShape(HEADS, DIM, KV_HEADS, options)])
         with pytest.raises(ValueError, match="make the ring as large as the window, and have no chunks"):
             other.forward(*tokens(1, device), metadata)
@@ -122,7 +124,11 @@ def test_a_prefill_over_rings_holds_the_window_of_the_layer(backend: str, device
     ring = Ring(0, 14, 5)
     cache = make_cache(device)
     metadata = AttentionMetadata(2, 40, cache.memory)
-    for options in (AttentionOptions(window=11), AttentionOptions(window=20), AttentionOptions(chunk=8)):
+    for options in (
+        AttentionOptions().plus(Window(11)),
+        AttentionOptions().plus(Window(20)),
+        AttentionOptions().plus(Chunk(8)),
+    ):
         (layer,) = make_backends(backend, device, [LayerShape(HEADS, DIM, KV_HEADS, options)])
         metadata.prepare([1], [14], [5], 1, ring=ring)
         with pytest.raises(ValueError, match="over 10 tokens of Ring"):
@@ -130,7 +136,9 @@ def test_a_prefill_over_rings_holds_the_window_of_the_layer(backend: str, device
         metadata.prepare([1], [0], [5], 1, ring=ring)  # nothing is dropped yet
         layer.forward(*tokens(5, device), metadata)
     metadata.prepare([1], [14], [5], 1, ring=ring)
-    (layer,) = make_backends(backend, device, [LayerShape(HEADS, DIM, KV_HEADS, AttentionOptions(window=10))])
+    (layer,) = make_backends(
+        backend, device, [LayerShape(HEADS, DIM, KV_HEADS, AttentionOptions().plus(Window(10)))]
+    )
     layer.forward(*tokens(5, device), metadata)
     metadata.prepare([1], [20], [1], 0, ring=ring)
     assert metadata.ring_in_order is None
@@ -174,8 +182,8 @@ def test_cross_attention(backend: str, static: bool, device: torch.device) -> No
             assert not out[token].any()
             continue
         _, k, v = written[reads]
-        positions = torch.zeros(1, dtype=torch.int64, device=device)
-        expected = attend_reference(q[token].view(1, HEADS, DIM), k, v, positions, options)
+        scored = Scored.of_last(slice(0, 1), 0, len(k), device)
+        expected = attend_reference(q[token].view(1, HEADS, DIM), k, v, options, scored)
         torch.testing.assert_close(out[token : token + 1].double(), expected, atol=2e-5, rtol=2e-5)
     num_sequences = len(batch)
     for match, rows, lengths in [

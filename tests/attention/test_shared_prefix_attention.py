@@ -8,6 +8,7 @@ from lightkv import KVSpec
 from lightkv.attention import AttentionMetadata, AttentionOptions, LayerShape, make_backends, prefix_members
 from lightkv.ledger.shared_prefixes import SharedPrefix
 from lightkv.memory.kv_memory import KVMemory
+from lightkv.triton_kernels.attention.variants import Chunk, Window
 
 SHAPE = LayerShape(4, 16, 1)
 ENTRIES = 200
@@ -113,12 +114,12 @@ def test_members_are_as_many_as_every_layer_takes() -> None:
     def members(name: str, *shapes: LayerShape) -> int:
         return prefix_members(make_backends(name, cpu, shapes))
 
-    windowed = LayerShape(8, 64, 1, AttentionOptions(window=9))
+    windowed = LayerShape(8, 64, 1, AttentionOptions().plus(Window(9)))
     assert members("torch", SHAPE) == 1
     assert members("triton", SHAPE) == 16
     assert members("triton", SHAPE, windowed) == 16
     assert members("triton", windowed) == 1
-    assert members("triton", LayerShape(8, 64, 1, AttentionOptions(chunk=9))) == 8
+    assert members("triton", LayerShape(8, 64, 1, AttentionOptions().plus(Chunk(9)))) == 8
     assert members("triton", SHAPE, LayerShape(8, 64, 1)) == 8
     assert members("triton", LayerShape(64, 64, 1)) == 1
 
@@ -143,7 +144,9 @@ def test_reading_together_gives_what_reading_alone_does(
 ) -> None:
     """Also with a prefill before the decodes; layers with a window read nothing together."""
     rows, starts, found = BATCHES[batch]
-    shape = LayerShape(4, 16, 1, AttentionOptions(window=window, chunk=chunk))
+    shape = LayerShape(
+        4, 16, 1, AttentionOptions().plus(Window(window) if window else None, Chunk(chunk) if chunk else None)
+    )
     (backend,) = make_backends(name, memory.device, [shape])
     (reference,) = make_backends("torch", memory.device, [shape])
     metadata = AttentionMetadata(7, 64, memory, prefix_members=4)

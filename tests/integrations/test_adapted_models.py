@@ -31,6 +31,7 @@ from lightkv.router.model.build import assemble
 from lightkv.router.model.info import model_info
 from lightkv.router.model_files import resolve
 from lightkv.router.text.tokenizer import Tokenizer
+from lightkv.triton_kernels.attention.variants import Alibi, Window
 from tests.support.served import starting
 from tests.support.tiny_architectures import NUM_NEW, answers, own_answers, prompts, random_weights, tiny
 
@@ -229,7 +230,7 @@ def test_a_window_that_is_larger_by_one_is_found(dtype: torch.dtype) -> None:
     model: Any = model_of("gpt-neo").to(dtype)
     adapt(model)
     layer = model.transformer.h[1].attn.attention
-    assert probe(model).layers[1].options.window == 8
+    assert probe(model).layers[1].options.of(Window) == Window(8)
     layer.config.window_size = 9  # the module's own mask stays as it was made
     with pytest.raises(UnsupportedModel, match="lightkv's attention of layer 1 differs from its own by"):
         probe(model)
@@ -249,10 +250,10 @@ def test_slopes_are_those_of_transformers_to_the_bit(heads: int) -> None:
     for model, expected in ((bloom, wanted), (mpt, of_mpt), (falcon, rounded)):
         adapt(model)
         for layer in probe(model).layers:
-            slopes = layer.options.alibi_slopes
-            assert slopes is not None
-            assert slopes.dtype == torch.float32
-            assert torch.equal(slopes, expected)
+            bias = layer.options.of(Alibi)
+            assert bias is not None
+            assert bias.slopes.dtype == torch.float32
+            assert torch.equal(bias.slopes, expected)
 
 
 def test_a_model_that_names_no_context_needs_a_length(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from lightkv.integrations.model.hf_model import bind, forward, undo_binding
 from lightkv.integrations.model.probe import probe
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.router.model.model_config import position_limit
+from lightkv.triton_kernels.attention.variants import Chunk, SinkLogits, Softcap, Window
 
 VOCABULARY = 97
 SMALL = {
@@ -177,11 +178,11 @@ def test_only_the_selected_tokens_get_logits(device: torch.device) -> None:
 
 def test_probe_finds_the_options_that_each_layer_passes(device: torch.device) -> None:
     shape = probe(make_model(CONFIGS["gemma2"], device))
-    scale = pytest.approx(24**-0.5)
+    options = AttentionOptions(scale=pytest.approx(24**-0.5))  # type: ignore[arg-type]
     assert shape.spec == KVSpec(2, 2, 16, 16, torch.float32)
     assert shape.layers == (
-        LayerShape(4, 16, 2, AttentionOptions(scale, 6, 5.0), 16),  # type: ignore[arg-type]
-        LayerShape(4, 16, 2, AttentionOptions(scale, 0, 5.0), 16),  # type: ignore[arg-type]
+        LayerShape(4, 16, 2, options.plus(Window(6), Softcap(5.0)), 16),
+        LayerShape(4, 16, 2, options.plus(Softcap(5.0)), 16),
     )
 
 
@@ -255,12 +256,15 @@ def test_probe_finds_a_small_difference_in_every_type(
 def test_probe_finds_sinks_and_chunks(device: torch.device) -> None:
     model = make_model(CONFIGS["gpt-oss"], device)
     for found, layer in zip(probe(model).layers, model.model.layers, strict=True):
-        assert found.options.sink_logits.dtype == torch.float32
-        torch.testing.assert_close(found.options.sink_logits, layer.self_attn.sinks)
-        assert found.options.window == (layer.self_attn.sliding_window or 0)
+        sinks = found.options.of(SinkLogits)
+        assert sinks is not None
+        assert sinks.logits.dtype == torch.float32
+        torch.testing.assert_close(sinks.logits, layer.self_attn.sinks)
+        size = layer.self_attn.sliding_window
+        assert found.options.of(Window) == (Window(size) if size else None)
     model = make_model(LLAMA4, device)
-    assert [layer.options.chunk for layer in probe(model).layers] == [8, 0]
-    assert [layer.options.chunk for layer in probe(model.to("meta")).layers] == [8, 0]
+    assert [layer.options.variants for layer in probe(model).layers] == [(Chunk(8),), ()]
+    assert [layer.options.variants for layer in probe(model.to("meta")).layers] == [(Chunk(8),), ()]
 
 
 def test_a_chunk_is_compared_with_the_mask(device: torch.device) -> None:

@@ -47,6 +47,8 @@ from lightkv.router import EngineConfig
 from lightkv.router.model.loader import load_model
 from lightkv.router.model_files import resolve
 from lightkv.router.text.tokenizer import Tokenizer
+from lightkv.triton_kernels.attention.variants import Softcap
+from lightkv.triton_kernels.attention.variants.window import Window as AttentionWindow
 from tests.support.tiny_models import VOCABULARY, tiny_llama
 
 CONTEXT = 64
@@ -456,7 +458,9 @@ def test_metadata_and_backends_refuse_steps_with_inconsistent_sinks(device: torc
     q, k = torch.zeros(3, 32, device=device), torch.zeros(3, 16, device=device)
     rotary = Rotary(torch.ones(8, dtype=torch.float64, device=device))
     (plain,) = make_backends("torch", device, [shape])
-    (windowed,) = make_backends("torch", device, [LayerShape(2, 16, 1, AttentionOptions(window=4))], rotary)
+    (windowed,) = make_backends(
+        "torch", device, [LayerShape(2, 16, 1, AttentionOptions().plus(AttentionWindow(4)))], rotary
+    )
     for backend in (plain, windowed):
         with pytest.raises(ValueError, match="a step with 2 sinks needs"):
             backend.forward(q, k, k, metadata)
@@ -471,7 +475,9 @@ def test_sequences_with_different_gaps_in_one_step(
     torch.manual_seed(0)
     monkeypatch.setattr(torch_plan, "QUERY_TILE", 3 if name == "torch-tiles" else 512)
     heads, kv_heads, dim, v_dim, num_sink_tokens = 6, 2, 24, 16, 3
-    shape = LayerShape(heads, dim, kv_heads, AttentionOptions(scale=0.5, softcap=softcap), v_dim)
+    shape = LayerShape(
+        heads, dim, kv_heads, AttentionOptions(scale=0.5).plus(Softcap(softcap) if softcap else None), v_dim
+    )
     memory = KVMemory(KVSpec(1, kv_heads, dim, v_dim, torch.float32), 60, 3, 30, device)
     memory.pool.kv(0)[1:] = torch.nan
     rotary = Rotary(

@@ -1,5 +1,5 @@
-"""What changes scores or hides keys (ALiBi, masks, trees of guesses, windows on both sides, full attention),
-made for a batch, and the attention that it amounts to, key by key in float64."""
+"""What changes scores or hides keys (ALiBi, masks, trees of guesses, windows, full attention), made for a
+batch, and the attention that it amounts to, key by key in float64."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,11 +7,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightkv.triton_kernels.attention.alibi import alibi_slopes
-from lightkv.triton_kernels.attention.attend_keys import LOG2_E
-from lightkv.triton_kernels.attention.attention_mask import AttentionMask
 from lightkv.triton_kernels.attention.attention_reference import find_slots_reference
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
+from lightkv.triton_kernels.attention.variants import (
+    Alibi,
+    SinkLogits,
+    Softcap,
+    TreeMask,
+    ValueMask,
+    Variant,
+    Window,
+)
+from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
+from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
 
 
 class Batch(NamedTuple):
@@ -26,11 +34,6 @@ class Batch(NamedTuple):
     dtype: torch.dtype
 
 
-class Feature(NamedTuple):
-    options: AttentionOptions
-    mask: AttentionMask | None = None
-
-
 def _shown(batch: Batch, width: int) -> Tensor:
     """Returns a random bool mask, of which one row hides all keys."""
     shown = torch.rand(sum(batch.q_lens) + batch.surplus, width) < 0.7
@@ -38,7 +41,7 @@ def _shown(batch: Batch, width: int) -> Tensor:
     return shown
 
 
-def _values(batch: Batch, *heads: int, dtype: torch.dtype, width: int | None = None) -> AttentionMask:
+def _values(batch: Batch, *heads: int, dtype: torch.dtype, width: int | None = None) -> ValueMask:
     """Returns random values, -inf for some; NaN after a request's keys, and for queries of no request."""
     width = max(batch.lengths) + 5 if width is None else width
     shown = _shown(batch, width)
@@ -48,10 +51,10 @@ def _values(batch: Batch, *heads: int, dtype: torch.dtype, width: int | None = N
         values[..., begin : begin + count, length:] = torch.nan
         begin += count
     values[..., begin:, :] = torch.nan
-    return AttentionMask(values.to(batch.device, dtype))
+    return ValueMask(values.to(batch.device, dtype))
 
 
-def _blocks(batch: Batch) -> AttentionMask:
+def _blocks(batch: Batch) -> ValueMask:
     """Returns a mask whose columns are the keys of all requests, one after the other."""
     begins = torch.tensor([0, *batch.lengths]).cumsum(0)
     values = torch.full((sum(batch.q_lens) + batch.surplus, int(begins[-1]) + 3), torch.nan)
@@ -59,7 +62,7 @@ def _blocks(batch: Batch) -> AttentionMask:
     for count, length, begin in zip(batch.q_lens, batch.lengths, begins.tolist(), strict=False):
         values[queries : queries + count, begin : begin + length] = torch.randn(count, length)
         queries += count
-    return AttentionMask(values.to(batch.device), columns=begins[:-1].int().to(batch.device))
+    return ValueMask(values.to(batch.device), columns=begins[:-1].int().to(batch.device))
 
 
 def tree_bits(q_lens: list[int], surplus: int, words: int, dtype: torch.dtype) -> Tensor:
@@ -80,102 +83,105 @@ def tree_bits(q_lens: list[int], surplus: int, words: int, dtype: torch.dtype) -
     return torch.tensor(signed, dtype=dtype).view(len(rows), words)
 
 
-def _tree(batch: Batch, dtype: torch.dtype) -> AttentionMask:
+def _tree(batch: Batch, dtype: torch.dtype) -> TreeMask:
     words = -(-max(batch.q_lens) // (8 * dtype.itemsize))
-    return AttentionMask(bits=tree_bits(batch.q_lens, batch.surplus, words, dtype).to(batch.device))
+    return TreeMask(tree_bits(batch.q_lens, batch.surplus, words, dtype).to(batch.device))
 
 
-def _slopes(batch: Batch) -> Tensor:
-    return alibi_slopes(batch.num_heads, device=batch.device)
+def _alibi(batch: Batch) -> Alibi:
+    return Alibi(alibi_slopes(batch.num_heads, device=batch.device))
 
 
-def _sinks(batch: Batch) -> Tensor:
-    return torch.linspace(-3.0, 4.0, batch.num_heads).to(batch.device)
+def _sinks(batch: Batch) -> SinkLogits:
+    return SinkLogits(torch.linspace(-3.0, 4.0, batch.num_heads).to(batch.device))
 
 
-FEATURES: dict[str, Callable[[Batch], Feature]] = {
-    "ALiBi": lambda batch: Feature(AttentionOptions(alibi_slopes=_slopes(batch))),
-    "ALiBi, window, soft-cap, sinks": lambda batch: Feature(
-        AttentionOptions(window=20, softcap=5.0, sink_logits=_sinks(batch), alibi_slopes=_slopes(batch))
+def _full(*variants: Variant) -> AttentionOptions:
+    return AttentionOptions(causal=False).plus(*variants)
+
+
+FEATURES: dict[str, Callable[[Batch], AttentionOptions]] = {
+    "ALiBi": lambda batch: AttentionOptions().plus(_alibi(batch)),
+    "ALiBi, window, soft-cap, sinks": lambda batch: AttentionOptions().plus(
+        Window(20), Softcap(5.0), _sinks(batch), _alibi(batch)
     ),
-    "ALiBi, full": lambda batch: Feature(AttentionOptions(alibi_slopes=_slopes(batch), causal=False)),
-    "full": lambda _: Feature(AttentionOptions(causal=False)),
-    "window after": lambda _: Feature(AttentionOptions(causal=False, window_after=9)),
-    "windows on both sides": lambda _: Feature(AttentionOptions(window=20, causal=False, window_after=9)),
-    "mask, bool": lambda batch: Feature(
-        AttentionOptions(), AttentionMask(_shown(batch, max(batch.lengths)).to(batch.device))
+    "ALiBi, full": lambda batch: _full(_alibi(batch)),
+    "full": lambda _: _full(),
+    "window, full": lambda _: _full(Window(20)),
+    "mask, bool": lambda batch: AttentionOptions().plus(
+        ValueMask(_shown(batch, max(batch.lengths)).to(batch.device))
     ),
-    "mask, additive": lambda batch: Feature(AttentionOptions(), _values(batch, dtype=batch.dtype)),
-    "mask, additive, narrow": lambda batch: Feature(
-        AttentionOptions(), _values(batch, dtype=torch.float32, width=max(batch.lengths) // 2)
+    "mask, additive": lambda batch: AttentionOptions().plus(_values(batch, dtype=batch.dtype)),
+    "mask, additive, narrow": lambda batch: AttentionOptions().plus(
+        _values(batch, dtype=torch.float32, width=max(batch.lengths) // 2)
     ),
-    "mask, each head": lambda batch: Feature(
-        AttentionOptions(), _values(batch, batch.num_heads, dtype=torch.float32)
+    "mask, each head": lambda batch: AttentionOptions().plus(
+        _values(batch, batch.num_heads, dtype=torch.float32)
     ),
-    "mask, blocks, ALiBi, full": lambda batch: Feature(
-        AttentionOptions(alibi_slopes=_slopes(batch), causal=False), _blocks(batch)
+    "mask, blocks, ALiBi, full": lambda batch: _full(_alibi(batch), _blocks(batch)),
+    "mask, each head, window, sinks": lambda batch: AttentionOptions().plus(
+        Window(20), Softcap(5.0), _sinks(batch), _values(batch, batch.num_heads, dtype=batch.dtype)
     ),
-    "mask, each head, window, sinks": lambda batch: Feature(
-        AttentionOptions(window=20, softcap=5.0, sink_logits=_sinks(batch)),
-        _values(batch, batch.num_heads, dtype=batch.dtype),
-    ),
-    "tree": lambda batch: Feature(AttentionOptions(), _tree(batch, torch.int64)),
-    "tree, sinks": lambda batch: Feature(
-        AttentionOptions(sink_logits=_sinks(batch)), _tree(batch, torch.int32)
-    ),
+    "tree": lambda batch: AttentionOptions().plus(_tree(batch, torch.int64)),
+    "tree, sinks": lambda batch: AttentionOptions().plus(_sinks(batch), _tree(batch, torch.int32)),
 }
 
 
 def attend_each_key(
-    q: Tensor, kv: PagedKV, row: Tensor, request: int, length: int, first: int, feature: Feature
+    q: Tensor, kv: PagedKV, row: Tensor, request: int, length: int, first: int, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes one request's newest tokens, which are the queries from `first` on: the output `[n, H, Dv]`, the
     log-sum-exp `[n, H]` in base 2, and the probabilities `[H, n, length]`, float64."""
-    options, mask = feature
     num_queries, num_heads, key_dim = q.shape
     slots = find_slots_reference(kv.index[row], torch.arange(length, device=q.device), kv.shift)
     k, v = (cache[slots].double().repeat_interleave(num_heads // cache.shape[1], 1) for cache in kv[:2])
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * options.scale_for(key_dim)
-    if options.softcap:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
+    softcap, window, sinks = (options.of(kind) for kind in (Softcap, Window, SinkLogits))
+    if softcap is not None:
+        scores = softcap.cap * torch.tanh(scores / softcap.cap)
+    own_begin = length - num_queries
     for query in range(num_queries):
-        position = length - num_queries + query
+        position = own_begin + query
         for key in range(length):
-            bias = torch.zeros(num_heads, dtype=torch.float64, device=q.device)
-            if options.alibi_slopes is not None:
-                bias += options.alibi_slopes.double() * (key - position)
-            bias += _bias(mask, request, first + query, key, key - (length - num_queries))
-            after = key - position
-            if after > 0 and (options.causal or 0 < options.window_after < after):
+            bias = _bias(options, num_heads, request, first + query, key, position, own_begin).to(q.device)
+            if options.causal and key > position:
                 bias[:] = -torch.inf
-            if options.window and key <= position - options.window:
+            if window is not None and key <= position - window.size:
                 bias[:] = -torch.inf
             scores[:, query, key] += bias
     column = torch.full((num_heads, num_queries, 1), -torch.inf, dtype=torch.float64, device=q.device)
-    if options.sink_logits is not None:
-        column[:] = options.sink_logits.double()[:, None, None]
+    if sinks is not None:
+        column[:] = sinks.logits.double()[:, None, None]
     columns = torch.cat([scores, column], 2)
     weights = columns.softmax(2).nan_to_num(0.0)[..., :-1]
     return torch.einsum("hqk,khd->qhd", weights, v), columns.logsumexp(2).T * LOG2_E, weights
 
 
-def _bias(mask: AttentionMask | None, request: int, token: int, key: int, own: int) -> Tensor | float:
-    """Returns what a mask adds to the scores of a query at a key, which is its request's query `own`, or a key
-    before these if that is negative."""
-    if mask is None:
-        return 0.0
-    if mask.bits is not None:
-        size = 8 * mask.bits.dtype.itemsize
-        if own < 0 or (
-            own < size * mask.bits.shape[1] and int(mask.bits[token, own // size]) >> own % size & 1
-        ):
-            return 0.0
-        return -torch.inf
-    assert mask.values is not None
-    column = key if mask.columns is None else int(mask.columns[request]) + key
-    if column >= mask.values.shape[-1]:
-        return -torch.inf
-    value = mask.values[..., token, column]
-    if value.dtype == torch.bool:
-        return 0.0 if value else -torch.inf
-    return value.double()
+def _bias(
+    options: AttentionOptions,
+    num_heads: int,
+    request: int,
+    token: int,
+    key: int,
+    position: int,
+    own_begin: int,
+) -> Tensor:
+    """Returns what ALiBi and masks add to the scores of a query, token `token` of q, at a key, `[H]`."""
+    bias = torch.zeros(num_heads, dtype=torch.float64)
+    alibi, values, tree = (options.of(kind) for kind in (Alibi, ValueMask, TreeMask))
+    if alibi is not None:
+        bias += alibi.slopes.double().cpu() * (key - position)
+    if tree is not None and key >= own_begin:
+        size, own = 8 * tree.bits.dtype.itemsize, key - own_begin
+        has_bit = own < size * tree.bits.shape[1]
+        if not has_bit or not int(tree.bits[token, own // size]) >> own % size & 1:
+            bias[:] = -torch.inf
+    if values is not None:
+        column = key if values.columns is None else int(values.columns[request]) + key
+        if column >= values.values.shape[-1]:
+            bias[:] = -torch.inf
+        elif values.values.dtype == torch.bool:
+            bias += 0.0 if values.values[token, column] else -torch.inf
+        else:
+            bias += values.values[..., token, column].double().cpu()
+    return bias

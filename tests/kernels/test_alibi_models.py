@@ -16,9 +16,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lightkv.triton_kernels.attention.alibi import alibi_slopes
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention
+from lightkv.triton_kernels.attention.variants import Alibi
+from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
 
 HEADS, DIM, LENGTH = 6, 16, 40
 
@@ -77,5 +78,5 @@ def test_attention_is_that_of_the_models(name: str, device: torch.device) -> Non
     kv = PagedKV(k_cache, v_cache, slots.int()[None])
     numbers = [0], [0, LENGTH], [LENGTH]
     rows, q_starts, lengths = (torch.tensor(part, dtype=torch.int32, device=device) for part in numbers)
-    out = prefill_attention(q, kv, rows, q_starts, lengths, AttentionOptions(alibi_slopes=slopes))
+    out = prefill_attention(q, kv, rows, q_starts, lengths, AttentionOptions().plus(Alibi(slopes)))
     torch.testing.assert_close(out.flatten(1), seen["out"], atol=1e-5, rtol=1e-4)

@@ -17,6 +17,9 @@ from lightkv.triton_kernels.attention.attention_scores import (
     attention_scores_reference,
 )
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
+from lightkv.triton_kernels.attention.records import flatten_kv
+from lightkv.triton_kernels.attention.variants import SinkLogits, Softcap, Window
+from lightkv.triton_kernels.attention.variants.variant import flatten
 
 
 class Case(NamedTuple):
@@ -68,7 +71,9 @@ def make_case(
 
 
 def check(case: Case, *, window: int = 0, softcap: float = 0.0, width: int = 0) -> None:
-    options = AttentionOptions(window=window, softcap=softcap)
+    options = AttentionOptions().plus(
+        Window(window) if window else None, Softcap(softcap) if softcap else None
+    )
     width = width or int(case.lengths.max()) + 2
     most = int(case.q_starts.diff().max())
     expected, expected_lse = attention_scores_reference(*case.double(), options, width=width)
@@ -159,12 +164,11 @@ def test_stay_operators_under_torch_compile(device: torch.device) -> None:
     torch.manual_seed(4)
     case = make_case([20, 5], [2, 1], device)
     lse, out = torch.full((3, 6), float("-inf"), device=device), torch.zeros(2, 20, device=device)
-    settings = (0.125, 0, 0, 0, 0, 0.0, 0)
-    tensors = (case.q, case.kv.k, None, case.kv.index, *case[2:])
-    torch.library.opcheck(torch.ops.lightkv.attention_lse.default, (*tensors, *[None] * 4, lse, 2, *settings))
-    torch.library.opcheck(
-        torch.ops.lightkv.attention_scores.default, (*tensors, *[None] * 3, lse.zero_(), out, *settings)
-    )
+    variants = flatten((Softcap(3.0), SinkLogits(torch.zeros(6, device=device))))
+    tensors = case.q, *flatten_kv(case.kv), [*case[2:]], *variants
+    operators = torch.ops.lightkv
+    torch.library.opcheck(operators.attention_lse.default, (*tensors, lse, 2, 0.125, True))
+    torch.library.opcheck(operators.attention_scores.default, (*tensors, lse.zero_(), out, 0.125, True))
 
 
 @pytest.mark.gpu

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attend_keys import LOG2_E
 from lightkv.triton_kernels.attention.attention_reference import find_slots_reference
 from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
@@ -19,6 +18,10 @@ from lightkv.triton_kernels.attention.decode.decode_attention import (
 )
 from lightkv.triton_kernels.attention.decode.decode_plan import SharedPrefixGroups, decode_plan
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
+from lightkv.triton_kernels.attention.records import flatten_kv
+from lightkv.triton_kernels.attention.variants import SinkLogits, Softcap, Window
+from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
+from lightkv.triton_kernels.attention.variants.variant import flatten
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 MIXED = [130, 0, 1, 64, 63, 65]
@@ -102,7 +105,9 @@ def check(
     q = (torch.randn(*shape, key_dim) * spread).to(device, dtype)
     out = torch.full((*shape, cache.kv.v.shape[2]), torch.nan, dtype=dtype, device=device)
     lse = torch.full(shape, torch.nan, device=device)
-    options = AttentionOptions(window=window, softcap=softcap)
+    options = AttentionOptions().plus(
+        Window(window) if window else None, Softcap(softcap) if softcap else None
+    )
     result = decode_attention(q, *cache, options, num_queries=num_queries, out=out, lse=lse)
     assert result is out
     assert_close(out, decode_attention_reference(q, *cache, options, num_queries=num_queries))
@@ -112,7 +117,8 @@ def check(
 
 def assert_lse(lse: Tensor, q: Tensor, cache: Cache, options: AttentionOptions, *, num_queries: int) -> None:
     """Compares the log-sum-exp of every query's scores with float64."""
-    kv, scale, window, softcap = cache.kv, options.scale_for(q.shape[2]), options.window, options.softcap
+    kv, scale = cache.kv, options.scale_for(q.shape[2])
+    window, softcap = options.of(Window), options.of(Softcap)
     for request, length in enumerate(cache.lengths.tolist()):
         positions = torch.arange(length, device=q.device)
         slots = find_slots_reference(kv.index[cache.rows[request]], positions, kv.shift)
@@ -120,9 +126,9 @@ def assert_lse(lse: Tensor, q: Tensor, cache: Cache, options: AttentionOptions, 
         for query in range(num_queries):
             token, position = request * num_queries + query, length - num_queries + query
             scores = torch.einsum("hd,khd->hk", q[token].double(), keys) * scale
-            if softcap:
-                scores = softcap * torch.tanh(scores / softcap)
-            seen = (positions <= position) & (positions > (position - window if window else -1))
+            if softcap is not None:
+                scores = softcap.cap * torch.tanh(scores / softcap.cap)
+            seen = (positions <= position) & (positions > (-1 if window is None else position - window.size))
             expected = torch.logsumexp(scores[:, seen], 1) * LOG2_E
             torch.testing.assert_close(lse[token].double(), expected, atol=2e-2, rtol=1e-3)
 
@@ -198,7 +204,7 @@ def check_shared(
     shape = len(cache.rows) * num_queries, group * num_kv_heads
     q = torch.randn(*shape, key_dim).to(cache.kv.k)
     out, lse = torch.full_like(q, torch.nan), torch.full(shape, torch.nan, device=q.device)
-    options = AttentionOptions(softcap=softcap)
+    options = AttentionOptions().plus(Softcap(softcap) if softcap else None)
     plan = decode_plan(
         cache.rows,
         cache.lengths,
@@ -279,7 +285,7 @@ def test_the_reference_is_dense_attention() -> None:
     last = torch.nn.functional.scaled_dot_product_attention(
         q[:, :, None], k[:, :, -7:], v[:, :, -7:], enable_gqa=True
     )[:, :, 0]
-    assert_close(decode_attention_reference(q, *cache, AttentionOptions(window=7)), last)
+    assert_close(decode_attention_reference(q, *cache, AttentionOptions().plus(Window(7))), last)
 
 
 def test_refuses_what_does_not_fit(device: torch.device) -> None:
@@ -306,17 +312,18 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
 def test_refuses_a_plan_of_something_else(device: torch.device) -> None:
     cache = poisoned_cache([5, 6], device=device)
     q = torch.zeros(2, 4, 64, device=device)
-    plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2, window=3)
+    plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2, limits=(Window(3),))
     with pytest.raises(
-        ValueError,
-        match="a window of 3 and chunks of 0, but the call has 2 requests of 1 queries with a window",
+        ValueError, match=r"with \(Window\(size=3\),\), but the call has 2 requests of 1 queries with \(\)"
     ):
         decode_attention(q, *cache, plan=plan)
     with pytest.raises(ValueError, match="the plan is for 2 requests of 1 queries"):
-        decode_attention(q.repeat(2, 1, 1), *cache, AttentionOptions(window=3), num_queries=2, plan=plan)
+        decode_attention(
+            q.repeat(2, 1, 1), *cache, AttentionOptions().plus(Window(3)), num_queries=2, plan=plan
+        )
     one = cache._replace(rows=cache.rows[:1], lengths=cache.lengths[:1])
     with pytest.raises(ValueError, match="the call has 1 requests of 1"):
-        decode_attention(q[:1], *one, AttentionOptions(window=3), plan=plan)
+        decode_attention(q[:1], *one, AttentionOptions().plus(Window(3)), plan=plan)
     with pytest.raises(ValueError, match="300 queries of 2 heads to a K/V head are 600 rows"):
         decode_attention(q.repeat(300, 1, 1), *cache, num_queries=300)
 
@@ -327,21 +334,21 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     q = torch.randn(2, 4, 64, device=device)
     out = torch.empty_like(q)
     plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2)
-    none = [None] * 6  # sinks, their rotation, ALiBi and a mask
-    sizes = (1, 0.125, 0, [0, 0], False, 0, 0, 0, 0.0, 0, [16, 16])
+    options = AttentionOptions().plus(Softcap(3.0), SinkLogits(torch.zeros(4, device=device)))
+    variants, rotation = flatten(options.variants), (None, None)
     arguments = (
         q,
-        *cache.kv[:2],
-        None,
-        None,
-        cache.kv.index,
-        None,
+        *flatten_kv(cache.kv),
         *plan[:5],
         cache.lengths,
-        *none,
+        *variants,
+        *rotation,
         out,
         None,
-        *sizes,
+        1,
+        0.125,
+        False,
+        False,
     )
     torch.library.opcheck(torch.ops.lightkv.decode_attention.default, arguments)
 

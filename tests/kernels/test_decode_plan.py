@@ -13,6 +13,7 @@ from lightkv.triton_kernels.attention.decode.decode_plan import (
     decode_plan,
     decode_plan_reference,
 )
+from lightkv.triton_kernels.attention.variants import Chunk, Window
 
 UNIT = tuning.DECODE_UNIT
 
@@ -64,7 +65,8 @@ def test_any_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch, seed: 
         torch.tensor(rows, device=device),
         torch.tensor(lengths, dtype=torch.int32, device=device),
     )
-    mask = {"window": window, "chunk": chunk, "num_queries": num_queries}
+    limits = (Window(window),) if window else (Chunk(chunk),) if chunk else ()
+    mask = {"limits": limits, "num_queries": num_queries}
     plan = decode_plan(*on_device, num_kv_heads=1, **mask)
     expected = decode_plan_reference(*on_device, num_workers=num_workers, unit=UNIT, **mask)
     assert_equal(plan, expected)
@@ -104,10 +106,9 @@ def test_any_prefixes(device: torch.device, monkeypatch: pytest.MonkeyPatch, see
         *(torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in (members, keys, place))
     )
     chunk = rng.choice([0, 0, 100, 1500])
-    plan = decode_plan(*on_device, num_kv_heads=1, chunk=chunk, shared_prefixes=prefixes)
-    expected = decode_plan_reference(
-        *on_device, num_workers=num_workers, unit=UNIT, chunk=chunk, shared_prefixes=prefixes
-    )
+    settings = {"limits": (Chunk(chunk),) if chunk else (), "shared_prefixes": prefixes}
+    plan = decode_plan(*on_device, num_kv_heads=1, **settings)
+    expected = decode_plan_reference(*on_device, num_workers=num_workers, unit=UNIT, **settings)
     assert_equal(plan, expected)
     assert plan.own_parts == expected.own_parts
     chunks = [max(length - 1, 0) // chunk * chunk if chunk else 0 for length in lengths]
@@ -152,7 +153,7 @@ def test_refuses_prefixes_that_do_not_fit(device: torch.device) -> None:
     rows = torch.arange(3, dtype=torch.int32, device=device)
     prefixes = SharedPrefixGroups(rows.view(1, 3), rows[:1], rows)
     with pytest.raises(ValueError, match="without a window"):
-        decode_plan(rows, rows + 5, num_kv_heads=1, window=4, shared_prefixes=prefixes)
+        decode_plan(rows, rows + 5, num_kv_heads=1, limits=(Window(4),), shared_prefixes=prefixes)
     with pytest.raises(ValueError, match=r"places \(3,\) for 2 requests"):
         decode_plan(rows[:2], rows[:2] + 5, num_kv_heads=1, shared_prefixes=prefixes)
     for match, wrong in [

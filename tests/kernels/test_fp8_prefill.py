@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from lightkv import KVPool, KVSpec
-from lightkv.triton_kernels.attention.alibi import alibi_slopes
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
-from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
+from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.fp8_prefill import (
     fp8_prefill_attention,
     fp8_prefill_attention_reference,
@@ -21,6 +20,8 @@ from lightkv.triton_kernels.attention.prefill.fp8_scratch import (
     to_fp8_reference,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
+from lightkv.triton_kernels.attention.variants import Alibi, Chunk, SinkLogits, Softcap, Window
+from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from tests.support.random_kv import make_kv
 
@@ -100,21 +101,22 @@ def test_what_does_not_fit_is_refused() -> None:
         fp8_prefill_attention(q, scratch, starts, lengths, out=out, lse=torch.zeros(2, 5))
     with pytest.raises(ValueError, match=r"got 0\.02 of q and 0\.0 of the output"):
         fp8_prefill_attention(q, scratch, starts, lengths, q_scale=0.02, out=out, out_scale=0.0)
-    plan = prefill_plan(
-        rows, starts, lengths, HeadShape(2, 2, 64, 64), num_tokens=5, dtype=torch.bfloat16, window=3
-    )
-    with pytest.raises(ValueError, match=r"is for .* \(1, 3, 0, 0\), and the call has \(1, 0, 0, 0\)"):
+    sizes = {"num_tokens": 5, "dtype": torch.bfloat16}
+    plan = prefill_plan(rows, starts, lengths, HeadShape(2, 2, 64, 64), **sizes, limits=(Window(3),))
+    with pytest.raises(
+        ValueError, match=r"\(1, \(Window\(size=3\),\), True\), and the call has \(1, \(\), True\)"
+    ):
         fp8_prefill_attention(q, scratch, starts, lengths, out=out, plan=plan)
 
 
 CASES = {
-    "short": ([5, 1, 200], [5, 1, 200], {}),
-    "after a prefix": ([300, 1000, 129], [64, 130, 1], {}),
-    "few after many": ([6000], [16], {}),
-    "window": ([700, 300], [400, 300], {"window": 150}),
-    "chunks": ([700], [600], {"chunk": 256}),
-    "soft-cap": ([500], [500], {"softcap": 20.0}),
-    "not causal": ([300, 77], [300, 77], {"causal": False}),
+    "short": ([5, 1, 200], [5, 1, 200], DEFAULT_OPTIONS),
+    "after a prefix": ([300, 1000, 129], [64, 130, 1], DEFAULT_OPTIONS),
+    "few after many": ([6000], [16], DEFAULT_OPTIONS),
+    "window": ([700, 300], [400, 300], AttentionOptions().plus(Window(150))),
+    "chunks": ([700], [600], AttentionOptions().plus(Chunk(256))),
+    "soft-cap": ([500], [500], AttentionOptions().plus(Softcap(20.0))),
+    "not causal": ([300, 77], [300, 77], AttentionOptions(causal=False)),
 }
 
 
@@ -123,14 +125,13 @@ CASES = {
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("case", CASES)
 def test_attention_equals_float64_on_the_rounded_values(case: str, dim: int, extra: str) -> None:
-    lengths, queries, given = CASES[case]
+    lengths, queries, options = CASES[case]
     device, num_heads = torch.device("cuda"), 8
     torch.manual_seed(1)
-    options = AttentionOptions(**given)
     if extra == "sinks":
-        options = options._replace(sink_logits=torch.randn(num_heads, device=device))
+        options = options.plus(SinkLogits(torch.randn(num_heads, device=device)))
     if extra == "alibi":
-        options = options._replace(alibi_slopes=alibi_slopes(num_heads).to(device))
+        options = options.plus(Alibi(alibi_slopes(num_heads, device=device)))
     scratch = random_scratch(lengths, HeadShape(num_heads, 2, dim, dim), device)
     q_scale = 0.02
     q = to_fp8(torch.randn(sum(queries), num_heads, dim, device=device), q_scale)

@@ -20,8 +20,9 @@ from lightkv.triton_kernels.attention.mixed_attention import (
     mixed_attention_reference,
     mixed_plan,
 )
-from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
+from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention_reference
+from lightkv.triton_kernels.attention.variants import Softcap, Window
 
 PREFILLS = [(33, 40), (0, 7), (65, 0), (1, 5), (0, 0)]  # queries of a request, and tokens before them
 DECODES = [130, 0, 1, 65]  # tokens of a request
@@ -36,7 +37,7 @@ class Step(NamedTuple):
     q_starts: Tensor
     lengths: Tensor
 
-    def plan(self, *, window: int = 0, num_queries: int = 1) -> MixedPlan:
+    def plan(self, options: AttentionOptions = DEFAULT_OPTIONS, *, num_queries: int = 1) -> MixedPlan:
         return mixed_plan(
             self.rows,
             self.q_starts,
@@ -44,7 +45,7 @@ class Step(NamedTuple):
             HeadShape.of(self.q, self.kv),
             num_tokens=len(self.q),
             dtype=self.q.dtype,
-            window=window,
+            options=options,
             num_queries=num_queries,
         )
 
@@ -93,7 +94,9 @@ def check(
     end, begin = int(step.q_starts[-1]), len(q) - (len(step.rows) - num_prefills) * num_queries
     out = torch.full((*q.shape[:2], step.kv.v.shape[2]), torch.nan, dtype=q.dtype, device=q.device)
     lse = torch.full(q.shape[:2], torch.nan, device=q.device)
-    options = AttentionOptions(window=window, softcap=softcap)
+    options = AttentionOptions().plus(
+        Window(window) if window else None, Softcap(softcap) if softcap else None
+    )
     result = mixed_attention(*step, options, num_queries=num_queries, plan=plan, out=out, lse=lse)
     assert result is out
     expected = mixed_attention_reference(*step, options, num_queries=num_queries)
@@ -144,7 +147,7 @@ def test_values_of_another_dim(device: torch.device, dtype: torch.dtype) -> None
 def test_a_plan_serves_every_layer(device: torch.device, num_queries: int, surplus: int) -> None:
     torch.manual_seed(2)
     step = make_step(PREFILLS, DECODES, device=device, group=3, num_queries=num_queries, surplus=surplus)
-    plan = step.plan(window=20, num_queries=num_queries)
+    plan = step.plan(AttentionOptions().plus(Window(20)), num_queries=num_queries)
     for _ in range(2):
         check(step, window=20, num_queries=num_queries, plan=plan)
 
@@ -159,15 +162,15 @@ def test_decodes_first_with_unused_slots(device: torch.device, window: int) -> N
     q = torch.randn(num_tokens, *step.q.shape[1:], device=device)
     q_starts = torch.tensor([begin, 35, end, num_tokens], dtype=torch.int32, device=device)
     step = step._replace(q=q, q_starts=q_starts)
+    options = AttentionOptions().plus(Window(window) if window else None)
     plan = mixed_plan(
         *step[2:],
         HeadShape.of(q, step.kv),
         num_tokens=num_tokens,
         dtype=q.dtype,
-        window=window,
+        options=options,
         decodes_first=True,
     )
-    options = AttentionOptions(window=window)
     expected = mixed_attention_reference(*step, options, decodes_first=True)
     decoded = decode_attention_reference(q[:begin], step.kv, step.rows[3:5], step.lengths[3:5], options)
     assert_close(expected[:begin], decoded)

@@ -12,10 +12,11 @@ from test_decode_attention import assert_close, poisoned_cache, slow
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.alibi import alibi_slopes
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention_reference
 from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, SharedPrefixGroups, decode_plan
 from lightkv.triton_kernels.attention.ring import Ring
+from lightkv.triton_kernels.attention.variants import Window
+from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
 from lightkv.triton_kernels.paged_attention_v1 import (
     copy_to_blocks,
     paged_attention_v1,
@@ -272,7 +273,7 @@ def test_refuses_partials_and_plans_that_do_not_fit(device: torch.device) -> Non
     lens = blocks.seq_lens
     for match, wrong in [
         ("for 1 requests", {"plan": decode_plan(rows[:1], lens[:1], num_kv_heads=2)}),
-        ("window of 8", {"plan": decode_plan(rows, lens, num_kv_heads=2, window=8)}),
+        (r"Window\(size=8\)", {"plan": decode_plan(rows, lens, num_kv_heads=2, limits=(Window(8),))}),
         ("of 3 queries", {"plan": decode_plan(rows, lens, num_kv_heads=2, num_queries=3)}),
         ("2 to a prefix", {"plan": decode_plan(rows, lens, num_kv_heads=2, shared_prefixes=prefixes)}),
         ("no rings", {"plan": decode_plan(rows, lens, num_kv_heads=2, ring=Ring(0, 64))}),

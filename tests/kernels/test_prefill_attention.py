@@ -12,7 +12,6 @@ from test_decode_attention import Cache, assert_close, poisoned_cache, slow
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_mask import AttentionMask, mask_reference
 from lightkv.triton_kernels.attention.attention_reference import find_slots_reference
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
@@ -21,6 +20,17 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention_reference,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
+from lightkv.triton_kernels.attention.records import flatten_kv
+from lightkv.triton_kernels.attention.variants import (
+    Alibi,
+    Chunk,
+    SinkLogits,
+    Softcap,
+    TreeMask,
+    ValueMask,
+    Window,
+)
+from lightkv.triton_kernels.attention.variants.variant import flatten
 from lightkv.triton_kernels.write_kv import write_kv
 
 # (queries, tokens before them) of each request
@@ -32,6 +42,29 @@ def starts(q_lens: list[int], device: torch.device | str) -> Tensor:
     return torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32, device=device)
 
 
+def added_by_masks(options: AttentionOptions, queries: slice, request: int, length: int) -> Tensor:
+    """Returns what masks and trees of guesses add to a request's scores, `[1 or H, n, length]`."""
+    values, tree = options.of(ValueMask), options.of(TreeMask)
+    added = torch.zeros(1, queries.stop - queries.start, length, dtype=torch.float64)
+    if values is not None:
+        column = 0 if values.columns is None else int(values.columns[request])
+        own = values.values[..., queries, column : column + length].cpu()
+        if own.dtype == torch.bool:
+            own = torch.zeros(own.shape).masked_fill(~own, -torch.inf)
+        own = own.double() if own.dim() == 3 else own.double()[None]
+        added = torch.nn.functional.pad(own, (0, length - own.shape[2]), value=-torch.inf)
+    if tree is not None:
+        size = 8 * tree.bits.dtype.itemsize
+        rows = [
+            sum(word % 2**size << size * place for place, word in enumerate(words))
+            for words in tree.bits[queries].tolist()
+        ]
+        count, shown = len(rows), min(len(rows), length)
+        own = torch.tensor([[row >> query & 1 for query in range(count)] for row in rows]).view(count, count)
+        added[..., length - shown :].masked_fill_(own[:, count - shown :] == 0, -torch.inf)
+    return added
+
+
 def lse_reference(
     q: Tensor,
     kv: PagedKV,
@@ -39,11 +72,11 @@ def lse_reference(
     q_starts: Tensor,
     lengths: Tensor,
     options: AttentionOptions,
-    mask: AttentionMask | None = None,
 ) -> Tensor:
     """Computes the log-sum-exp of each query's scores and sink in base 2, in float64, and returns it as
     float32; -inf where it has neither."""
-    scale, window, softcap = options.scale_for(q.shape[2]), options.window, options.softcap
+    scale, sinks = options.scale_for(q.shape[2]), options.of(SinkLogits)
+    window, chunk = options.of(Window), options.of(Chunk)
     lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
     for request, row in enumerate(rows.tolist()):
         begin, end, length = int(q_starts[request]), int(q_starts[request + 1]), int(lengths[request])
@@ -51,21 +84,22 @@ def lse_reference(
         k = kv.k[find_slots_reference(kv.index[row], keys, kv.shift)].double()
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         scores = torch.einsum("qhd,khd->qhk", q[begin:end].double(), k) * scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
+        softcap = options.of(Softcap)
+        if softcap is not None:
+            scores = softcap.cap * torch.tanh(scores / softcap.cap)
         positions = torch.arange(length - (end - begin), length, device=q.device)[:, None]
-        if options.alibi_slopes is not None:
-            scores += options.alibi_slopes.double()[:, None] * (keys - positions)[:, None]
-        if mask is not None:
-            scores += mask_reference(mask, slice(begin, end), request, length).transpose(0, 1)
-        visible = (keys <= positions + options.after) & (
-            (keys > positions - window) if window else (keys >= 0)
-        )
-        if options.chunk:
-            visible &= keys // options.chunk == positions // options.chunk
+        alibi = options.of(Alibi)
+        if alibi is not None:
+            scores += alibi.slopes.double()[:, None] * (keys - positions)[:, None]
+        visible = (keys <= positions) if options.causal else (keys >= 0).expand(end - begin, -1)
+        if window is not None:
+            visible = visible & (keys > positions - window.size)
+        if chunk is not None:
+            visible = visible & (keys // chunk.size == positions // chunk.size)
+        scores += added_by_masks(options, slice(begin, end), request, length).transpose(0, 1).to(q.device)
         lse[begin:end] = scores.masked_fill(~visible[:, None], -torch.inf).logsumexp(2) / math.log(2)
-        if options.sink_logits is not None:
-            lse[begin:end] = torch.logaddexp2(lse[begin:end], options.sink_logits / math.log(2))
+        if sinks is not None:
+            lse[begin:end] = torch.logaddexp2(lse[begin:end], sinks.logits / math.log(2))
     return lse
 
 
@@ -97,7 +131,9 @@ def check(
     num_queries = sum(q_lens)
     q = (torch.randn(num_queries + 3, group * num_kv_heads, key_dim) * spread).to(device, dtype)
     out = torch.full((*q.shape[:2], value_dim), torch.nan, dtype=dtype, device=device)
-    options = AttentionOptions(window=window, softcap=softcap)
+    options = AttentionOptions().plus(
+        Window(window) if window else None, Softcap(softcap) if softcap else None
+    )
     args = (q, cache.kv, cache.rows, starts(q_lens, device), cache.lengths, options)
     lse = torch.full(q.shape[:2], torch.nan, device=device)
     result = prefill_attention(*args, out=out, lse=lse)
@@ -220,9 +256,10 @@ def test_refuses_a_plan_of_something_else(device: torch.device) -> None:
     cache = poisoned_cache([5, 6], device=device)
     q, q_starts = torch.zeros(4, 4, 64, device=device), starts([2, 2], device)
     heads = HeadShape.of(q, cache.kv)
-    plan = prefill_plan(cache.rows, q_starts, cache.lengths, heads, num_tokens=4, dtype=q.dtype, window=3)
+    sizes = {"num_tokens": 4, "dtype": q.dtype}
+    plan = prefill_plan(cache.rows, q_starts, cache.lengths, heads, **sizes, limits=(Window(3),))
     with pytest.raises(
-        ValueError, match=r"a window of 3, 0 tokens after .* but the call has 2 requests with a"
+        ValueError, match=r"with \(Window\(size=3\),\), causal True, but the call has 2 requests with \(\)"
     ):
         prefill_attention(q, cache.kv, cache.rows, q_starts, cache.lengths, plan=plan)
 
@@ -241,30 +278,16 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
         dtype=q.dtype,
     )
     lse = torch.empty(12, 4, device=device)
-    op_args = (
-        q,
-        *cache.kv[:2],
-        None,
-        None,
-        cache.kv.index,
-        None,
-        plan.items,
-        plan.counters,
-        None,
-        None,
-        None,
-        None,
-    )
-    op_args += (torch.empty_like(q), lse)
-    op_args += (plan.num_shares, plan.num_workers, *plan.launch)
-    settings = (0.125, 0, [0, 0], 0, 0, 0, 0.0, 0)
-    torch.library.opcheck(torch.ops.lightkv.prefill_attention.default, (*op_args, *settings))
+    options = AttentionOptions().plus(Softcap(3.0), SinkLogits(torch.zeros(4, device=device)))
+    op_args = q, *flatten_kv(cache.kv), plan.items, plan.counters, *flatten(options.variants)
+    op_args += torch.empty_like(q), lse, plan.num_shares, plan.num_workers, plan.launch, 0.125, True
+    torch.library.opcheck(torch.ops.lightkv.prefill_attention.default, op_args)
     num_tiles = len(plan.items) - plan.num_shares
     plan_args = (cache.rows, q_starts, cache.lengths, plan.items.new_empty(len(plan.items) + num_tiles, 12))
-    sizes = num_tiles, 10_000, 2, 2, plan.launch.block_m, 9, 0, 0
+    sizes = num_tiles, 10_000, 2, 2, plan.launch.block_m, *flatten((Window(9),)), True
     shares = tuning.prefill_shares(tuning.device_class(device), plan.launch, 2)
     op = torch.ops.lightkv.prefill_plan.default
-    torch.library.opcheck(op, (*plan_args, plan.counters, *sizes, *shares))
+    torch.library.opcheck(op, (*plan_args, plan.counters, *sizes, shares))
 
     def step(q: Tensor, k: Tensor, cache: Cache, slots: Tensor) -> Tensor:
         write_kv(k, -k, cache.kv.k, cache.kv.v, slots)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
+from lightkv.triton_kernels.attention.prefill import prefill_attention as prefill_module
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     _hopper,
     _hopper_launch,
@@ -19,6 +20,8 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention_reference,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
+from lightkv.triton_kernels.attention.variants import SinkLogits, Softcap, TreeMask, ValueMask, Window
+from lightkv.triton_kernels.attention.variants.variant import limits
 
 H200 = tuning.DeviceClass(num_multiprocessors=132, shared_memory=232448, major=9)
 A100 = H200._replace(major=8)
@@ -47,7 +50,11 @@ class Case:
         sink_logits: Tensor | None = None,
     ) -> None:
         value_dim = value_dim or head_dim
-        self.options = AttentionOptions(window=window, softcap=softcap, sink_logits=sink_logits)
+        self.options = AttentionOptions().plus(
+            Window(window) if window else None,
+            Softcap(softcap) if softcap else None,
+            None if sink_logits is None else SinkLogits(sink_logits),
+        )
         self.cache = poisoned_cache(
             [max(q_len + prefix, 0) for q_len, prefix in sequences],
             device="cuda",
@@ -74,7 +81,7 @@ class Case:
             HeadShape.of(self.q, self.cache.kv),
             num_tokens=len(self.q),
             dtype=self.q.dtype,
-            window=self.options.window,
+            limits=limits(self.options.variants),
             launch=launch,
         )
 
@@ -123,17 +130,22 @@ def test_devices_and_shapes_it_is_used_for() -> None:
 
 
 def test_only_where_it_can_copy_16_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper = pytest.importorskip("lightkv.triton_kernels.attention.prefill.prefill_hopper")
+    monkeypatch.setattr(prefill_module, "_hopper", lambda: hopper)
     monkeypatch.setattr(tuning, "device_class", lambda _: H200)
     q, k, v, out = torch.empty(4, 5, 8, 128, dtype=torch.float16)
-    assert _hopper_launch(q, k, v, out) == tuning.hopper_prefill_launch(H200, 128, 128, 2)
-    assert _hopper_launch(q, k, v, out.float()) is not None
-    assert _hopper_launch(q, k.bfloat16(), v, out) is None
-    assert _hopper_launch(q, k, v, out, torch.zeros(1, 5, 1, dtype=torch.int32)) is not None  # a tree
-    assert _hopper_launch(q, k, v, out, torch.zeros(1, 5, 9)) is None  # values
+    tree, values = TreeMask(torch.zeros(5, 1, dtype=torch.int32)), ValueMask(torch.zeros(5, 9))
+    launch = tuning.hopper_prefill_launch(H200, 128, 128, 2)
+    assert _hopper_launch(q, k, v, out, ()) == (hopper, launch)
+    assert _hopper_launch(q, k, v, out.float(), ()) is not None
+    assert _hopper_launch(q, k.bfloat16(), v, out, ()) is None
+    assert _hopper_launch(q, k, v, out, (Softcap(3.0), tree)) is not None
+    assert _hopper_launch(q, k, v, out, (values,)) is None  # a variant that it does not know
+    assert _hopper_launch(q, k, v, out, (Softcap(3.0), values)) is None
     wide = torch.empty(5, 8, 136, dtype=torch.float16)
-    assert _hopper_launch(wide[..., :128], k, v, out) is None  # strides of 136
+    assert _hopper_launch(wide[..., :128], k, v, out, ()) is None  # strides of 136
     shifted = torch.empty(5 * 8 * 128 + 1, dtype=torch.float16)[1:].view(5, 8, 128)
-    assert _hopper_launch(q, k, shifted, out) is None
+    assert _hopper_launch(q, k, shifted, out, ()) is None
 
 
 def test_pieces_of_head_dims() -> None:
@@ -330,7 +342,7 @@ def test_never_synchronises() -> None:
 @pytest.mark.gpu
 def test_prefill_attention_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     if tuning.device_class(torch.device("cuda")).major != 9:
-        assert _hopper_launch(*torch.empty(4, 5, 8, 128, dtype=torch.float16, device="cuda")) is None
+        assert _hopper_launch(*torch.empty(4, 5, 8, 128, dtype=torch.float16, device="cuda"), ()) is None
         return
     hopper = _hopper()
     assert hopper is not None

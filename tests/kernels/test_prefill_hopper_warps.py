@@ -20,12 +20,13 @@ from test_decode_attention import poisoned_cache
 from test_prefill_attention import lse_reference, starts
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attend_keys import score_scales
-from lightkv.triton_kernels.attention.attention_mask import AttentionMask
-from lightkv.triton_kernels.attention.paged_kv import ALL_AFTER, AttentionOptions, HeadShape
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape
+from lightkv.triton_kernels.attention.prefill.hopper_features import features_of
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention_reference
 from lightkv.triton_kernels.attention.prefill.prefill_combine import combine_tiles
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
+from lightkv.triton_kernels.attention.variants import Alibi, Chunk, SinkLogits, Softcap, TreeMask, Window
+from lightkv.triton_kernels.attention.variants.variant import limits
 
 hopper = pytest.importorskip("lightkv.triton_kernels.attention.prefill.prefill_hopper")
 tiles = pytest.importorskip("lightkv.triton_kernels.attention.prefill.prefill_hopper_tiles")
@@ -231,7 +232,8 @@ def run_program(
     rings = [Ring(count) for count in (128, 128, 2)]
     shared = (Shared(np.zeros(1, np.int64)), *smem, Barrier(1), Barrier(128), Barrier(2), *rings)
     kv_heads, group, shares = (sizes[name] for name in ("num_kv_heads", "group", "shares"))
-    window, chunk, after = sizes["window"], sizes["chunk"], sizes["after"]
+    features = sizes["features"]
+    bounds = features.WINDOW.value, features.CHUNK.value, features.AFTER.value
 
     def compute(half: int) -> None:
         settings = (
@@ -240,16 +242,14 @@ def run_program(
             shared,
             half,
             group,
-            window,
-            chunk,
-            after,
-            sizes["softcap"],
+            *bounds,
+            features.SOFTCAP.value,
             shares,
         )
         names["_compute"](outputs, kv_heads, *settings)
 
     def gather() -> None:
-        settings = group, 0, 0, 0, window, chunk, after, shares
+        settings = group, 0, 0, 0, *bounds, shares
         names["_gather"](inputs, kv_heads, sizes["strides"], shared, *settings)
 
     return [lambda: compute(0), lambda: compute(1), gather]
@@ -276,25 +276,25 @@ def run_all(tasks: list[Callable[[], None]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "softcap", "num_workers", "chunk", "with_sinks", "after", "extra"),
+    ("window", "softcap", "num_workers", "chunk", "with_sinks", "causal", "extra"),
     [
-        (0, 0.0, 0, 0, False, 0, ""),
-        (0, 0.0, 5, 0, True, 0, ""),
-        (0, 5.0, 9, 0, False, 0, ""),
-        (40, 0.0, 7, 0, True, 0, ""),
-        (0, 0.0, 60, 0, False, 0, ""),
-        (0, 0.0, 0, 64, True, 0, ""),
-        (0, 0.0, 0, 7, False, 0, ""),
-        (0, 0.0, 60, 48, True, 0, ""),
-        (0, 0.0, 60, 90, True, 0, ""),
-        (0, 0.0, 0, 0, False, ALL_AFTER, ""),
-        (0, 0.0, 60, 0, True, ALL_AFTER, "alibi"),
-        (0, 0.0, 60, 0, False, 11, "alibi"),
-        (20, 0.0, 9, 0, False, 9, ""),
-        (0, 5.0, 9, 0, True, 0, "alibi"),
-        (30, 0.0, 0, 0, False, 0, "alibi"),
-        (0, 0.0, 0, 0, False, 0, "tree"),
-        (0, 0.0, 60, 0, True, 0, "tree"),
+        (0, 0.0, 0, 0, False, True, ""),
+        (0, 0.0, 5, 0, True, True, ""),
+        (0, 5.0, 9, 0, False, True, ""),
+        (40, 0.0, 7, 0, True, True, ""),
+        (0, 0.0, 60, 0, False, True, ""),
+        (0, 0.0, 0, 64, True, True, ""),
+        (0, 0.0, 0, 7, False, True, ""),
+        (0, 0.0, 60, 48, True, True, ""),
+        (0, 0.0, 60, 90, True, True, ""),
+        (0, 0.0, 0, 0, False, False, ""),
+        (0, 0.0, 60, 0, True, False, "alibi"),
+        (0, 0.0, 60, 0, False, False, "alibi"),
+        (20, 0.0, 9, 0, False, False, ""),
+        (0, 5.0, 9, 0, True, True, "alibi"),
+        (30, 0.0, 0, 0, False, True, "alibi"),
+        (0, 0.0, 0, 0, False, True, "tree"),
+        (0, 0.0, 60, 0, True, True, "tree"),
     ],
     ids=str,
 )
@@ -306,7 +306,7 @@ def test_warpgroups(
     num_workers: int,
     chunk: int,
     with_sinks: bool,
-    after: int,
+    causal: bool,
     extra: str,
     group: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -328,14 +328,20 @@ def test_warpgroups(
     q = torch.randn(num_queries + 2, 2 * group, key_dim)
     sink_logits = torch.linspace(-2.0, 5.0, 2 * group) if with_sinks else None
     slopes = torch.linspace(0.05, 0.6, 2 * group) if extra == "alibi" else None
-    options = AttentionOptions(
-        None, window, softcap, chunk, sink_logits, slopes, not after, after % ALL_AFTER
-    )
-    mask = None
+    tree = None
     if extra == "tree":  # two words a row, of which the longest request needs both
         monkeypatch.setattr(sys.modules[__name__], "KEYS", 32)
         bits = torch.randint(-(2**31), 2**31, (len(q), 2), dtype=torch.int64).int()
-        mask = AttentionMask(bits=bits)
+        tree = TreeMask(bits)
+    options = AttentionOptions(causal=causal).plus(
+        Window(window) if window else None,
+        Softcap(softcap) if softcap else None,
+        Chunk(chunk) if chunk else None,
+        None if sink_logits is None else SinkLogits(sink_logits),
+        None if slopes is None else Alibi(slopes),
+        tree,
+    )
+    features, score_scale = features_of(options.variants, options.scale_for(key_dim), causal)
     args = q, cache.kv, cache.rows, q_starts, cache.lengths
     shares = tuning.NO_SHARES
     if num_workers:
@@ -345,9 +351,8 @@ def test_warpgroups(
         HeadShape.of(q, cache.kv),
         num_tokens=len(q),
         dtype=q.dtype,
-        window=window,
-        chunk=chunk,
-        after=after,
+        limits=limits(options.variants),
+        causal=causal,
         launch=tuning.Launch(2 * ROWS, KEYS, 4, STAGES),
         shares=shares,
     )
@@ -367,19 +372,16 @@ def test_warpgroups(
     q_, k_, v_, index_, *lists = map(pointer, (q, k, v, cache.kv.index, plan.items, plan.counters))
     inputs = q_, k_, v_, index_, None, *lists
     outputs = pointer(plan.items), pointer(out), pointer(lse), (pointer(partial_out), pointer(partial_lse))
-    tree = (None, None, None) if mask is None else (pointer(bits), 2, 2)
-    of_heads = (None if numbers is None else pointer(numbers) for numbers in (sink_logits, slopes))
-    outputs += ((*of_heads, tree),)
+    of_heads = [features.sink_logits, features.slopes, features.tree]
+    sinks, of_rows, words = (None if numbers is None else pointer(numbers) for numbers in of_heads)
+    outputs += ((sinks, of_rows, (words, features.tree_words, features.stride_tree)),)
     sizes = {
         "num_kv_heads": 2,
         "group": group,
-        "window": window,
-        "chunk": chunk,
-        "after": after,
-        "softcap": softcap != 0.0,
+        "features": features,
         "shares": num_workers > 0,
         "dims": dims,
-        "scales": score_scales(options.scale_for(key_dim), softcap),
+        "scales": (score_scale, features.cap_scale),
         "out_strides": out.stride()[:2],
         "strides": (q.stride()[:2], k.stride()[:2], v.stride()[:2], (cache.kv.index.stride(0), None)),
     }
@@ -391,21 +393,21 @@ def test_warpgroups(
     ]
     run_all(tasks)
     combine_tiles(partial_out, partial_lse, plan.items, out, lse)
-    expected = prefill_attention_reference(*args, options, mask=mask)
+    expected = prefill_attention_reference(*args, options)
     torch.testing.assert_close(out[:num_queries], expected[:num_queries], atol=1e-5, rtol=1e-5)
-    expected_lse = lse_reference(*args, options, mask=mask)
+    expected_lse = lse_reference(*args, options)
     torch.testing.assert_close(lse[:num_queries], expected_lse[:num_queries], atol=1e-5, rtol=1e-5)
     assert out[num_queries:].isnan().all()
     assert not plan.counters[:2].any()
 
 
 @pytest.mark.parametrize(
-    ("dims", "window", "num_workers", "after", "extra"),
+    ("dims", "window", "num_workers", "causal", "extra"),
     [
-        ((20, 20), 0, 9, 0, ""),
-        ((24, 24), 40, 0, 0, ""),
-        ((48, 32), 0, 60, 11, "alibi"),
-        ((28, 28), 0, 0, 0, "tree"),
+        ((20, 20), 0, 9, True, ""),
+        ((24, 24), 40, 0, True, ""),
+        ((48, 32), 0, 60, False, "alibi"),
+        ((28, 28), 0, 0, True, "tree"),
     ],
     ids=str,
 )
@@ -413,14 +415,14 @@ def test_head_dims_of_several_pieces(
     dims: tuple[int, int],
     window: int,
     num_workers: int,
-    after: int,
+    causal: bool,
     extra: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     widths = [tiles.piece_width(dims[0], i) for i in range(tiles.num_pieces(dims[0]))]
     assert sum(widths) == dims[0]
     assert len(widths) > 1
-    test_warpgroups(window, 0.0, num_workers, 0, True, after, extra, 3, monkeypatch, dims)
+    test_warpgroups(window, 0.0, num_workers, 0, True, causal, extra, 3, monkeypatch, dims)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 5, 8])

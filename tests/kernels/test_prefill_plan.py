@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.paged_kv import ALL_AFTER, HeadShape
+from lightkv.triton_kernels.attention.paged_kv import HeadShape
 from lightkv.triton_kernels.attention.prefill.prefill_plan import ALL_KEYS, PrefillPlan, prefill_plan
 from lightkv.triton_kernels.attention.prefill.prefill_plan_reference import (
     prefill_plan_reference,
     prefill_tiles_reference,
     share_reference,
 )
+from lightkv.triton_kernels.attention.variants import Window
 
 RAGGED = [(37, 0), (900, 512), (0, 7), (64, 8000), (1200, 128), (333, 3000), (4, 2), (18, 16000), (5, -3)]
 H200 = tuning.DeviceClass(num_multiprocessors=132, shared_memory=232448, major=9)
@@ -40,7 +41,7 @@ def check(
     group: int,
     block_m: int,
     window: int = 0,
-    after: int = 0,
+    causal: bool = True,
     num_kv_heads: int = 1,
     shares: tuning.PrefillShares = tuning.NO_SHARES,
 ) -> PrefillPlan:
@@ -51,8 +52,8 @@ def check(
         HeadShape(group * num_kv_heads, num_kv_heads, 64, 64),
         num_tokens=num_tokens + 3,
         dtype=torch.float16,
-        window=window,
-        after=after,
+        limits=(Window(window),) if window else (),
+        causal=causal,
         launch=launch,
         shares=shares,
     )
@@ -72,15 +73,15 @@ def test_ragged_batches(device: torch.device, group: int, block_m: int, window: 
     check(RAGGED, device=device, group=group, block_m=block_m, window=window)
 
 
-@pytest.mark.parametrize(("window", "after"), [(0, ALL_AFTER), (0, 40), (300, 40), (300, ALL_AFTER)], ids=str)
-def test_layers_that_are_not_causal(device: torch.device, window: int, after: int) -> None:
+@pytest.mark.parametrize("window", [0, 300], ids="window{}".format)
+def test_layers_that_are_not_causal(device: torch.device, window: int) -> None:
     """The tiles of a request that sees all keys are equally long, and come before those of shorter requests."""
-    torch.manual_seed(after)
+    torch.manual_seed(window)
     shares = tuning.PrefillShares(9, 12, 32, 1, ALWAYS)
     for chosen in (shares, tuning.NO_SHARES):
-        sizes = {"group": 3, "block_m": 64, "window": window, "after": after, "shares": chosen}
+        sizes = {"group": 3, "block_m": 64, "window": window, "causal": False, "shares": chosen}
         plan = check([(37, 0), (90, 512), (0, 7), (120, 128), (4, 2), (9, -4)], device=device, **sizes)
-    if after == ALL_AFTER and not window:
+    if not window:
         lengths = (plan.items[:, 5] + plan.items[:, 3] // 3)[plan.items[:, 0] >= 0].tolist()
         assert lengths == sorted(lengths, reverse=True)
 
@@ -147,7 +148,7 @@ def check_shares(plan: PrefillPlan) -> list[int]:
     parts, cut = [], []
     for found in pieces.values():
         found.sort(key=lambda item: item[6])
-        assert found[0][6] == 0 or plan.window
+        assert found[0][6] == 0 or plan.limits
         assert found[-1][7] == ALL_KEYS
         assert all(one[7] == other[6] for one, other in pairwise(found))
         if len(found) > 1:

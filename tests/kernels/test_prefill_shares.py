@@ -29,6 +29,8 @@ from lightkv.triton_kernels.attention.prefill.prefill_combine import (
     most_part_bytes,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
+from lightkv.triton_kernels.attention.variants import SinkLogits, Softcap, Window
+from lightkv.triton_kernels.attention.variants.variant import limits
 
 ALWAYS = -(2**30)  # as the least gain: keys are shared out in every batch
 SMALL = tuning.Launch(32, 32, 4, 2)
@@ -95,7 +97,7 @@ class Case(NamedTuple):
             HeadShape.of(self.q, self.cache.kv),
             num_tokens=len(self.q),
             dtype=self.q.dtype,
-            window=self.options.window,
+            limits=limits(self.options.variants),
             launch=launch,
             shares=shares,
         )
@@ -140,7 +142,9 @@ def test_query_heads_per_kv_head(device: torch.device, group: int, num_workers: 
 )
 def test_index_window_and_softcap(device: torch.device, shift: int, window: int, softcap: float) -> None:
     torch.manual_seed(window)
-    options = AttentionOptions(window=window, softcap=softcap)
+    options = AttentionOptions().plus(
+        Window(window) if window else None, Softcap(softcap) if softcap else None
+    )
     case = Case.make(FEW_AFTER_MANY, device, group=2, num_kv_heads=1, shift=shift, options=options)
     plan = case.plan(always(30), SMALL)
     assert num_parts(plan) > 1
@@ -238,7 +242,7 @@ def launches(head_dim: int) -> list[tuning.Launch]:
 )
 def test_bfloat16(head_dim: int, group: int, window: int) -> None:
     torch.manual_seed(group)
-    options = AttentionOptions(window=window, softcap=20.0 if window else 0.0)
+    options = AttentionOptions().plus(*((Window(window), Softcap(20.0)) if window else ()))
     sizes = {"group": group, "key_dim": head_dim, "dtype": torch.bfloat16, "options": options}
     case = Case.make(LONG, "cuda", **sizes)
     for launch in launches(head_dim):
@@ -258,7 +262,7 @@ def test_head_dims_that_are_no_powers_of_two(
     key_dim: int, value_dim: int, group: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(key_dim)
-    options = AttentionOptions(sink_logits=torch.linspace(-2.0, 5.0, 2 * group, device="cuda"))
+    options = AttentionOptions().plus(SinkLogits(torch.linspace(-2.0, 5.0, 2 * group, device="cuda")))
     sizes = {"group": group, "key_dim": key_dim, "value_dim": value_dim, "dtype": dtype, "options": options}
     case = Case.make(LONG, "cuda", **sizes)
     for num_workers in (3, 66, 1000):

@@ -10,7 +10,6 @@ from test_decode_attention import Cache, assert_close, share_first_keys, slow
 from torch import Tensor
 
 from lightkv import KVPool, KVSpec
-from lightkv.triton_kernels.attention.alibi import alibi_slopes
 from lightkv.triton_kernels.attention.attention_scores import attention_scores, attention_scores_reference
 from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
@@ -23,6 +22,8 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,
 )
+from lightkv.triton_kernels.attention.variants import Alibi, Chunk, SinkLogits, Softcap, Window
+from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
 COMMON = ("int8", "fp8", "int8-g8", "int4", "k16v8")
@@ -150,7 +151,11 @@ def test_head_dims(name: str, k_dim: int, v_dim: int, device: torch.device) -> N
 @pytest.mark.parametrize("name", ["int8", "int4"])
 @pytest.mark.parametrize(
     "options",
-    [AttentionOptions(window=20), AttentionOptions(softcap=5.0), AttentionOptions(chunk=32)],
+    [
+        AttentionOptions().plus(Window(20)),
+        AttentionOptions().plus(Softcap(5.0)),
+        AttentionOptions().plus(Chunk(32)),
+    ],
     ids=["window", "softcap", "chunk"],
 )
 @pytest.mark.parametrize("num_queries", [1, 3])
@@ -166,8 +171,8 @@ def test_decode_with_sinks_and_alibi(device: torch.device) -> None:
     slopes, sinks = alibi_slopes(8, device=device), torch.randn(8, device=device)
     for dtype in (torch.float32, torch.float16):
         cache = quantised_cache([70, 5, 133], "k8v4", device, dtype=dtype)
-        check_decode(cache, dtype, AttentionOptions(alibi_slopes=slopes))
-        check_decode(cache, dtype, AttentionOptions(sink_logits=sinks))
+        check_decode(cache, dtype, AttentionOptions().plus(Alibi(slopes)))
+        check_decode(cache, dtype, AttentionOptions().plus(SinkLogits(sinks)))
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

@@ -16,7 +16,6 @@ from test_prefill_attention import starts
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attend_keys import LOG2_E
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.attention_scores import attention_scores
 from lightkv.triton_kernels.attention.decode.decode_attention import (
@@ -32,12 +31,14 @@ from lightkv.triton_kernels.attention.decode.ring_step import (
     sink_rotation_reference,
 )
 from lightkv.triton_kernels.attention.mixed_attention import mixed_attention, mixed_attention_reference
-from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
+from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,
 )
 from lightkv.triton_kernels.attention.ring import Ring
+from lightkv.triton_kernels.attention.variants import Chunk, SinkLogits, Softcap, Window
+from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
 
 RINGS = {
     "sinks": Ring(4, 90, 16),
@@ -116,10 +117,11 @@ def dense(
     scores = torch.full((q.shape[0], len(keys) + 1), -torch.inf, dtype=torch.float64)
     for i, (key, query) in enumerate(zip(keys, queries, strict=True)):
         scores[:, i] = (query * key.repeat_interleave(group, 0)).sum(1) * options.scale_for(q.shape[1])
-    if options.softcap:
-        scores[:, :-1] = options.softcap * torch.tanh(scores[:, :-1] / options.softcap)
-    if options.sink_logits is not None:
-        scores[:, -1] = options.sink_logits.double().cpu()
+    softcap, sinks = options.of(Softcap), options.of(SinkLogits)
+    if softcap is not None:
+        scores[:, :-1] = softcap.cap * torch.tanh(scores[:, :-1] / softcap.cap)
+    if sinks is not None:
+        scores[:, -1] = sinks.logits.double().cpu()
     weights = scores.softmax(1).nan_to_num(0.0)
     out = torch.zeros(q.shape[0], values[0].shape[1] if values else 1, dtype=torch.float64)
     for i, value in enumerate(values):
@@ -134,7 +136,13 @@ def rotated_back(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned.real, turned.imag, q[:, 2 * n :]), 1)
 
 
-def check_stream(texts: Texts, *, group: int = 2, num_pairs: int = 24, **options: Any) -> None:
+def check_stream(
+    texts: Texts,
+    chosen: AttentionOptions = DEFAULT_OPTIONS,
+    *,
+    group: int = 2,
+    num_pairs: int = 24,
+) -> None:
     """Compares a decode step, whose queries see a ring's sinks and window, with the definition."""
     ring, lengths = texts.kv.ring, texts.lengths.tolist()
     assert ring is not None
@@ -143,7 +151,6 @@ def check_stream(texts: Texts, *, group: int = 2, num_pairs: int = 24, **options
     out = torch.full((*q.shape[:2], texts.kv.v.shape[2]), torch.nan, dtype=dtype, device=device)
     lse = torch.full(q.shape[:2], torch.nan, device=device)
     rotation = rotation_of(ring, lengths, num_pairs, device) if num_pairs and ring.sinks else None
-    chosen = AttentionOptions(**options)
     arguments = q, texts.kv, texts.rows, texts.lengths, chosen
     decode_attention(*arguments, out=out, lse=lse, sink_rotation=rotation)
     assert_close(decode_attention_reference(*arguments, sink_rotation=rotation), out)
@@ -182,21 +189,22 @@ def test_a_decode_step_of_a_stream(
 @pytest.mark.parametrize(
     ("options", "shape"),
     [
-        ({"softcap": 3.0, "scale": 0.4}, {"shift": 4}),
-        ({}, {"key_dim": 80, "value_dim": 64}),
-        ({}, {"num_pairs": 0}),
-        ({}, {"num_pairs": 32, "group": 20}),
-        ({"sink_logits": True}, {"dtype": torch.float16}),
+        (AttentionOptions(scale=0.4).plus(Softcap(3.0)), {"shift": 4}),
+        (DEFAULT_OPTIONS, {"key_dim": 80, "value_dim": 64}),
+        (DEFAULT_OPTIONS, {"num_pairs": 0}),
+        (DEFAULT_OPTIONS, {"num_pairs": 32, "group": 20}),
+        (AttentionOptions().plus(SinkLogits(torch.linspace(1.0, 3.0, 4))), {"dtype": torch.float16}),
     ],
-    ids=str,
+    ids=["soft-cap", "head dims", "no rotation", "group", "sinks"],
 )
-def test_options_and_shapes(options: dict[str, Any], shape: dict[str, Any], device: torch.device) -> None:
+def test_options_and_shapes(options: AttentionOptions, shape: dict[str, Any], device: torch.device) -> None:
     torch.manual_seed(1)
     cache = {name: value for name, value in shape.items() if name not in ("num_pairs", "group")}
     texts = written(RINGS["sinks"], [300, 0, 2, 95], device, **cache)
-    if "sink_logits" in options:
-        options = {"sink_logits": torch.randn(4).to(device) + 2.0}
-    check_stream(texts, **{name: value for name, value in shape.items() if name not in cache}, **options)
+    learned = options.of(SinkLogits)
+    if learned is not None:
+        options = options.without(SinkLogits).plus(SinkLogits(learned.logits.to(device)))
+    check_stream(texts, options, **{name: value for name, value in shape.items() if name not in cache})
 
 
 @pytest.mark.parametrize("num_workers", [1, 5, 30])
@@ -223,7 +231,7 @@ def test_a_layer_with_a_window_over_rings(shift: int, device: torch.device) -> N
     """Decode with one and three queries, prefill and both in one step, of rings that hold the window of each
     query; the ring's sinks are not seen."""
     torch.manual_seed(2)
-    options = AttentionOptions(window=50)
+    options = AttentionOptions().plus(Window(50))
     lengths = [400, 60, 3, 122, 1000]
     texts = written(WINDOWED, lengths, device, shift=shift)
     cases = [
@@ -256,8 +264,8 @@ def test_what_rings_cannot_do_is_refused(device: torch.device) -> None:
     q, rest = torch.zeros(1, 4, 64, device=device), texts[1:3]
     rotation = rotation_of(RINGS["sinks"], [100], 24, device)
     for match, kv, arguments in [
-        ("as large as the window", texts.kv, {"options": AttentionOptions(window=91)}),
-        ("have no chunks", texts.kv, {"options": AttentionOptions(chunk=10)}),
+        ("as large as the window", texts.kv, {"options": AttentionOptions().plus(Window(91))}),
+        ("have no chunks", texts.kv, {"options": AttentionOptions().plus(Chunk(10))}),
         ("one query a request", texts.kv, {"num_queries": 2}),
         ("sees no ring's sinks", texts.kv._replace(ring=None), {"sink_rotation": rotation}),
         ("n at most 32", texts.kv, {"sink_rotation": rotation_of(RINGS["sinks"], [100], 33, device)}),
@@ -269,7 +277,7 @@ def test_what_rings_cannot_do_is_refused(device: torch.device) -> None:
     for wrong in ((-1, 4, 1), (1, 4, 5), (1, 4, 0)):
         with pytest.raises(ValueError, match="the stride from 1 to the window's size"):
             Ring(*wrong)
-    with pytest.raises(ValueError, match=r"set options\.window"):
+    with pytest.raises(ValueError, match="add a Window"):
         prefill_attention(q, texts.kv, rest[0], starts([1], device), rest[1])
     positions = torch.zeros(1, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="a row's own entries"):
@@ -291,7 +299,7 @@ def test_beams_read_the_slots_of_other_beams(shift: int, window: int, device: to
     """Decode with one and two queries, prefill and both in one step are those of rows copied together."""
     torch.manual_seed(3)
     length = 150
-    options = AttentionOptions(window=window)
+    options = AttentionOptions().plus(Window(window) if window else None)
     cache = poisoned_cache([length] * 4, device=device, shift=shift)
     kv = beams_of(cache.kv, cache.rows, length)
     own = torch.zeros(len(kv.index), length, dtype=torch.int32, device=device)

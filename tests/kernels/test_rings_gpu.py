@@ -22,6 +22,7 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention_reference,
 )
 from lightkv.triton_kernels.attention.ring import Ring
+from lightkv.triton_kernels.attention.variants import Window
 
 pytestmark = pytest.mark.gpu
 
@@ -57,7 +58,7 @@ def test_prefill_and_mixed_steps(dtype: str, kind: str, shift: int, window: int)
     if kind == "ring" and not window:
         pytest.skip("prefill over rings is for layers with a window")
     torch.manual_seed(2)
-    options = AttentionOptions(window=window)
+    options = AttentionOptions().plus(Window(window) if window else None)
     sizes: dict[str, Any] = {"key_dim": 128, "value_dim": 128, "shift": shift}
     if kind == "ring":
         texts = written(Ring(2, 2048), [5000, 1300, 70, 9000], "cuda", TYPES[dtype], **sizes)

@@ -1,5 +1,5 @@
-"""Compares ALiBi, masks, trees of guesses, full attention and windows on both sides, in every attention kernel
-and its reference, with attention that is computed key by key in float64.
+"""Compares ALiBi, masks, trees of guesses, windows and full attention, in every attention kernel and its
+reference, with attention that is computed key by key in float64.
 
 The caches are those of `test_decode_attention`: shuffled slots, NaN in all free slots. Masks hold NaN where no
 request has keys. Tensors that a call allocates for itself, partial outputs above all, hold NaN, too.
@@ -10,14 +10,12 @@ from collections.abc import Collection, Iterable, Iterator
 import pytest
 import torch
 from feature_table import covers
-from score_features import FEATURES, Batch, Feature, attend_each_key
+from score_features import FEATURES, Batch, attend_each_key
 from test_decode_attention import TOLERANCE, Cache, assert_close, poisoned_cache, share_first_keys
 from test_prefill_attention import starts
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.alibi import alibi_slopes
-from lightkv.triton_kernels.attention.attention_mask import AttentionMask
 from lightkv.triton_kernels.attention.attention_scores import (
     attention_lse,
     attention_scores,
@@ -39,8 +37,11 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention_reference,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
+from lightkv.triton_kernels.attention.variants import Alibi, Chunk, TreeMask, ValueMask, Window
+from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
+from lightkv.triton_kernels.attention.variants.variant import limits
 
-QUICK = ["ALiBi", "windows on both sides", "mask, each head", "tree"]
+QUICK = ["ALiBi", "window, full", "mask, each head", "tree"]
 
 
 def some(names: Iterable[str], quick: Collection[str]) -> pytest.MarkDecorator:
@@ -67,7 +68,7 @@ def small_cache(lengths: list[int], device: torch.device, **sizes: int) -> Cache
     )
 
 
-def make(name: str, q: Tensor, cache: Cache, q_lens: list[int]) -> Feature:
+def make(name: str, q: Tensor, cache: Cache, q_lens: list[int]) -> AttentionOptions:
     lengths, surplus = cache.lengths.tolist(), len(q) - sum(q_lens)
     return FEATURES[name](Batch(q_lens, lengths, surplus, q.shape[1], q.device, q.dtype))
 
@@ -78,7 +79,7 @@ def outputs(q: Tensor) -> dict[str, Tensor]:
 
 
 def check_rows(
-    out: Tensor, lse: Tensor, q: Tensor, cache: Cache, q_lens: list[int], feature: Feature
+    out: Tensor, lse: Tensor, q: Tensor, cache: Cache, q_lens: list[int], options: AttentionOptions
 ) -> None:
     begin, tolerance = 0, TOLERANCE[out.dtype]
     for request, (row, length, count) in enumerate(
@@ -86,7 +87,7 @@ def check_rows(
     ):
         end = begin + count
         expected, expected_lse, _ = attend_each_key(
-            q[begin:end], cache.kv, row, request, length, begin, feature
+            q[begin:end], cache.kv, row, request, length, begin, options
         )
         torch.testing.assert_close(out[begin:end].double(), expected, atol=tolerance, rtol=tolerance)
         torch.testing.assert_close(lse[begin:end].double(), expected_lse, atol=1e-4, rtol=1e-4)
@@ -111,11 +112,11 @@ def test_decode(
     cache = small_cache([70, 0, 1, 33], device, shift=shift)
     q = torch.randn(4 * num_queries, group, 16, device=device)
     q_lens, written = [num_queries] * 4, outputs(q)
-    feature = make(name, q, cache, q_lens)
-    settings = {"num_queries": num_queries, "mask": feature.mask}
-    decode_attention(q, *cache, feature.options, **settings, **written)
-    check_rows(*written.values(), q, cache, q_lens, feature)
-    assert_close(decode_attention_reference(q, *cache, feature.options, **settings), written["out"])
+    options = make(name, q, cache, q_lens)
+    decode_attention(q, *cache, options, num_queries=num_queries, **written)
+    check_rows(*written.values(), q, cache, q_lens, options)
+    expected = decode_attention_reference(q, *cache, options, num_queries=num_queries)
+    assert_close(expected, written["out"])
 
 
 @without_window
@@ -129,13 +130,11 @@ def test_shared_prefix(
     prefixes = share_first_keys(cache, [(64, [0, 2, 4])], 4)
     q = torch.randn(5 * num_queries, 2, 16, device=device)
     q_lens, written = [num_queries] * 5, outputs(q)
-    feature = make(name, q, cache, q_lens)
+    options = make(name, q, cache, q_lens)
     sizes = {"num_kv_heads": 1, "num_queries": num_queries, "shared_prefixes": prefixes}
     plan = decode_plan(cache.rows, cache.lengths, **sizes)
-    decode_attention(
-        q, *cache, feature.options, num_queries=num_queries, plan=plan, mask=feature.mask, **written
-    )
-    check_rows(*written.values(), q, cache, q_lens, feature)
+    decode_attention(q, *cache, options, num_queries=num_queries, plan=plan, **written)
+    check_rows(*written.values(), q, cache, q_lens, options)
 
 
 PREFILLS = [(40, 30), (0, 5), (3, 62), (4, -2)]  # queries of a request, and tokens before them
@@ -153,16 +152,16 @@ def check_prefill(
     q_lens = [count for count, _ in sequences]
     cache = small_cache([count + before for count, before in sequences], device)
     q = torch.randn(sum(q_lens) + 2, group, 16, device=device)
-    feature, written = make(name, q, cache, q_lens), outputs(q)
+    options, written = make(name, q, cache, q_lens), outputs(q)
     args = q, cache.kv, cache.rows, starts(q_lens, device), cache.lengths
-    bounds = {"window": feature.options.window, "after": feature.options.after}
+    bounds = {"limits": limits(options.variants), "causal": options.causal}
     sizes = {"num_tokens": len(q), "dtype": q.dtype, "launch": launch, "shares": shares}
     plan = prefill_plan(*args[2:], HeadShape.of(q, cache.kv), **sizes, **bounds)
     assert shares is None or int((plan.items[:, 8] >= 0).sum()) > 1  # a tile is cut
-    prefill_attention(*args, feature.options, plan=plan, mask=feature.mask, **written)
-    check_rows(*written.values(), q, cache, q_lens, feature)
+    prefill_attention(*args, options, plan=plan, **written)
+    check_rows(*written.values(), q, cache, q_lens, options)
     used = sum(q_lens)
-    expected = prefill_attention_reference(*args, feature.options, mask=feature.mask)
+    expected = prefill_attention_reference(*args, options)
     assert_close(expected[:used], written["out"][:used])
     assert written["out"][used:].isnan().all()
 
@@ -182,6 +181,15 @@ def test_prefill_with_shared_out_keys(device: torch.device, name: str) -> None:
     check_prefill(name, device, group=2, launch=launch, shares=shares, sequences=sequences)
 
 
+def rolled(options: AttentionOptions) -> AttentionOptions:
+    """Returns the options where the last two rows of masks are the first."""
+    values, tree = options.of(ValueMask), options.of(TreeMask)
+    return options.without(ValueMask, TreeMask).plus(
+        None if values is None else ValueMask(values.values.roll(2, -2), values.columns),
+        None if tree is None else TreeMask(tree.bits.roll(2, 0)),
+    )
+
+
 @each_feature_slowly
 @pytest.mark.parametrize("decodes_first", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_mixed(device: torch.device, decodes_first: bool, name: str) -> None:
@@ -192,18 +200,13 @@ def test_mixed(device: torch.device, decodes_first: bool, name: str) -> None:
     q_starts = starts(q_lens, device) + (2 if decodes_first else 0)
     # The requests of the cache are the prefills, then the decodes; masks have rows and blocks in that order.
     made, written = make(name, q, cache, [*q_lens, 1, 1]), outputs(q)
-    feature = made
-    if decodes_first and made.mask is not None:
-        values, bits, columns = made.mask
-        rolled = [None if rows is None else rows.roll(2, -2) for rows in (values, bits)]
-        feature = Feature(made.options, AttentionMask(*rolled, columns))
+    options = rolled(made) if decodes_first else made
     args = cache.rows, q_starts, cache.lengths
     placed = {"decodes_first": decodes_first}
-    bounds = {"window": made.options.window, "after": made.options.after}
-    plan = mixed_plan(*args, HeadShape.of(q, cache.kv), num_tokens=15, dtype=q.dtype, **bounds, **placed)
-    settings = {"mask": feature.mask, **placed}
-    mixed_attention(q, cache.kv, *args, feature.options, plan=plan, **settings, **written)
-    assert_close(written["out"], mixed_attention_reference(q, cache.kv, *args, feature.options, **settings))
+    sizes = {"num_tokens": 15, "dtype": q.dtype, "options": made}
+    plan = mixed_plan(*args, HeadShape.of(q, cache.kv), **sizes, **placed)
+    mixed_attention(q, cache.kv, *args, options, plan=plan, **placed, **written)
+    assert_close(written["out"], mixed_attention_reference(q, cache.kv, *args, options, **placed))
     if decodes_first:
         q, *rows = (tensor.roll(-2, 0) for tensor in (q, *written.values()))
     else:
@@ -216,17 +219,17 @@ def test_scores(device: torch.device, name: str) -> None:
     torch.manual_seed(4)
     cache = small_cache([70, 34], device, num_kv_heads=2)
     q, q_lens = torch.randn(5, 4, 16, device=device), [3, 2]
-    feature = make(name, q, cache, q_lens)
+    options = make(name, q, cache, q_lens)
     positions = torch.tensor([67, 68, 69, 32, 33], dtype=torch.int32, device=device)
-    args = q, cache.kv, cache.rows, starts(q_lens, device), positions, cache.lengths, feature.options
-    scores = attention_scores(*args, max_q_len=3, width=80, mask=feature.mask)
-    lse = attention_lse(*args, max_q_len=3, mask=feature.mask)
-    expected, expected_lse = attention_scores_reference(*args, width=80, mask=feature.mask)
+    args = q, cache.kv, cache.rows, starts(q_lens, device), positions, cache.lengths, options
+    scores = attention_scores(*args, max_q_len=3, width=80)
+    lse = attention_lse(*args, max_q_len=3)
+    expected, expected_lse = attention_scores_reference(*args, width=80)
     torch.testing.assert_close(scores, expected, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(lse, expected_lse, atol=2e-5, rtol=2e-5)
     for request, (begin, end) in enumerate(((0, 3), (3, 5))):
         length = int(cache.lengths[request])
-        own = attend_each_key(q[begin:end], cache.kv, cache.rows[request], request, length, begin, feature)
+        own = attend_each_key(q[begin:end], cache.kv, cache.rows[request], request, length, begin, options)
         torch.testing.assert_close(
             scores[request, :length].double(), own[2].sum((0, 1)), atol=1e-4, rtol=1e-4
         )
@@ -241,13 +244,13 @@ def test_other_groups_and_strides_of_q(device: torch.device, name: str, group: i
     q = torch.randn(4, 3, 2 * group, 24, device=device)[:, 1]
     out = torch.full((4, 2 * group, 16), torch.nan, device=device)
     lse = torch.full(q.shape[:2], torch.nan, device=device)
-    feature = make(name, q, cache, [2, 2])
-    decode_attention(q, *cache, feature.options, num_queries=2, mask=feature.mask, out=out, lse=lse)
-    check_rows(out, lse, q, cache, [2, 2], feature)
+    options = make(name, q, cache, [2, 2])
+    decode_attention(q, *cache, options, num_queries=2, out=out, lse=lse)
+    check_rows(out, lse, q, cache, [2, 2], options)
     out.fill_(torch.nan)
-    args = q, cache.kv, cache.rows, starts([2, 2], device), cache.lengths, feature.options
-    prefill_attention(*args, mask=feature.mask, out=out, lse=lse)
-    check_rows(out, lse, q, cache, [2, 2], feature)
+    args = q, cache.kv, cache.rows, starts([2, 2], device), cache.lengths, options
+    prefill_attention(*args, out=out, lse=lse)
+    check_rows(out, lse, q, cache, [2, 2], options)
 
 
 @covers("keys of another sequence", "decode", "prefill", "mixed")
@@ -258,17 +261,17 @@ def test_keys_of_another_sequence(device: torch.device, num_queries: int) -> Non
     torch.manual_seed(num_queries)
     cache = small_cache([3, 40, 0], device)
     q, q_lens = torch.randn(3 * num_queries, 2, 16, device=device), [num_queries] * 3
-    feature, written = Feature(AttentionOptions(causal=False)), outputs(q)
-    decode_attention(q, *cache, feature.options, num_queries=num_queries, **written)
-    check_rows(*written.values(), q, cache, q_lens, feature)
+    options, written = AttentionOptions(causal=False), outputs(q)
+    decode_attention(q, *cache, options, num_queries=num_queries, **written)
+    check_rows(*written.values(), q, cache, q_lens, options)
     expected = written["out"].clone()
     assert not expected[2 * num_queries :].any()
-    args = q, cache.kv, cache.rows, starts(q_lens, device), cache.lengths, feature.options
+    args = q, cache.kv, cache.rows, starts(q_lens, device), cache.lengths, options
     prefill_attention(*args, **written)
     assert_close(written["out"], expected)
     q_starts = starts(q_lens[:2], device)
     mixed = mixed_attention(
-        q, cache.kv, cache.rows, q_starts, cache.lengths, feature.options, num_queries=num_queries
+        q, cache.kv, cache.rows, q_starts, cache.lengths, options, num_queries=num_queries
     )
     assert_close(mixed, expected)
 
@@ -284,7 +287,7 @@ def test_alibi_at_a_million_tokens(device: torch.device) -> None:
     lengths = torch.tensor([end], dtype=torch.int32, device=device)
     q = torch.randn(3, 2, 16, device=device)
     slopes = alibi_slopes(2, device=device)
-    options = AttentionOptions(window=50, alibi_slopes=slopes)
+    options = AttentionOptions().plus(Window(50), Alibi(slopes))
     near = PagedKV(k, k, torch.full_like(index, 2), 31)
     near_lengths = torch.full_like(lengths, end - begin)
     for count in (1, 3):
@@ -316,7 +319,7 @@ def test_no_bits_but_the_own_are_needed_for_a_line(device: torch.device) -> None
     q = torch.randn(6, 2, 16, device=device)
     bits = torch.tensor([[2 ** (query + 1) - 1] for query in range(6)], device=device)
     args = q, cache.kv, cache.rows, starts([6], device), cache.lengths
-    assert_close(prefill_attention(*args, mask=AttentionMask(bits=bits)), prefill_attention(*args))
+    assert_close(prefill_attention(*args, AttentionOptions().plus(TreeMask(bits))), prefill_attention(*args))
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
@@ -325,27 +328,23 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     slopes, values = alibi_slopes(4, device=device), torch.zeros(2, 6, device=device)
     bits = torch.zeros(2, 1, dtype=torch.int64, device=device)
     columns = torch.zeros(2, dtype=torch.int32, device=device)
-    none = AttentionOptions()
-    for match, options, mask in [
-        (r"alibi_slopes must be contiguous float32 \[4\]", AttentionOptions(alibi_slopes=slopes[:3]), None),
-        ("only a layer that is not causal has a window after", AttentionOptions(window_after=3), None),
-        ("chunks of 4 is causal", AttentionOptions(chunk=4, causal=False), None),
-        ("either values or bits", none, AttentionMask()),
-        ("either values or bits", none, AttentionMask(values, bits)),
-        (r"must be \[2, width\], or values \[4, 2, width\]", none, AttentionMask(values[:1])),
-        (r"must be \[2, width\], or values \[4, 2, width\]", none, AttentionMask(values.expand(3, 2, 6))),
-        ("a last stride of 1", none, AttentionMask(values[:, ::2])),
-        ("bool, float32, float16 or bfloat16", none, AttentionMask(values.double())),
-        ("int32 or int64", none, AttentionMask(bits=bits.short())),
-        ("a guess's position is its depth", AttentionOptions(window=3), AttentionMask(bits=bits)),
-        ("a guess's position is its depth", AttentionOptions(alibi_slopes=slopes), AttentionMask(bits=bits)),
-        (r"columns must be contiguous int32 \[2\]", none, AttentionMask(values, columns=columns[:1])),
-        ("beside values", none, AttentionMask(bits=bits, columns=columns)),
+    for match, variants in [
+        (r"slopes of ALiBi must be contiguous float32 \[4\]", [Alibi(slopes[:3])]),
+        (r"must be \[2, width\], or values \[4, 2, width\]", [ValueMask(values[:1])]),
+        (r"must be \[2, width\], or values \[4, 2, width\]", [ValueMask(values.expand(3, 2, 6))]),
+        ("a last stride of 1", [ValueMask(values[:, ::2])]),
+        ("bool, float32, float16 or bfloat16", [ValueMask(values.double())]),
+        ("int32 or int64", [TreeMask(bits.short())]),
+        (r"bits of a tree must be \[2, words\]", [TreeMask(bits[:1])]),
+        ("a guess's position is its depth", [Window(3), TreeMask(bits)]),
+        ("a guess's position is its depth", [Alibi(slopes), TreeMask(bits)]),
+        ("a guess's position is its depth", [Chunk(4), TreeMask(bits)]),
+        (r"columns must be contiguous int32 \[2\]", [ValueMask(values, columns=columns[:1])]),
     ]:
         with pytest.raises(ValueError, match=match):
-            decode_attention(q, *cache, options, mask=mask)
+            decode_attention(q, *cache, AttentionOptions().plus(*variants))
     q_starts = starts([1, 1], device)
     args = cache.rows, q_starts, cache.lengths
     plan = prefill_plan(*args, HeadShape.of(q, cache.kv), num_tokens=2, dtype=q.dtype)
-    with pytest.raises(ValueError, match="0 tokens after the query and chunks of 0, but the call"):
+    with pytest.raises(ValueError, match=r"2 requests with \(\), causal True, but the call .* causal False"):
         prefill_attention(q, cache.kv, *args, AttentionOptions(causal=False), plan=plan)

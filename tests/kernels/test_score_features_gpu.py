@@ -1,17 +1,16 @@
-"""Compares ALiBi, masks, trees of guesses, full attention and windows on both sides with the references in
-float64, on a GPU: 16-bit types, the sizes of models, Hopper's kernel, and CUDA graphs."""
+"""Compares ALiBi, masks, trees of guesses, windows and full attention with the references in float64, on a GPU:
+16-bit types, the sizes of models, Hopper's kernel, and CUDA graphs."""
 
 import pytest
 import torch
 from feature_table import covers
-from score_features import FEATURES, Batch, Feature
+from score_features import FEATURES, Batch
 from test_decode_attention import Cache, assert_close, poisoned_cache, share_first_keys
 from test_mixed_attention import make_step
 from test_prefill_attention import lse_reference, starts
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_mask import AttentionMask
 from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
     decode_attention_reference,
@@ -28,6 +27,8 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention_reference,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
+from lightkv.triton_kernels.attention.variants import ValueMask
+from lightkv.triton_kernels.attention.variants.variant import limits
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -35,7 +36,7 @@ each_feature = pytest.mark.parametrize("name", FEATURES)
 RAGGED = [(300, 0), (37, 512), (0, 9), (333, 1300), (18, 3000), (1, 127), (128, 128)]
 
 
-def make(name: str, q: Tensor, lengths: list[int], q_lens: list[int]) -> Feature:
+def make(name: str, q: Tensor, lengths: list[int], q_lens: list[int]) -> AttentionOptions:
     return FEATURES[name](Batch(q_lens, lengths, len(q) - sum(q_lens), q.shape[1], CUDA, q.dtype))
 
 
@@ -55,13 +56,12 @@ def test_decode(name: str, num_queries: int, group: int, head_dim: int, dtype: t
     lengths = [3000, 0, 1, 64, 1025, 2047, 517]
     cache = big_cache(lengths, head_dim, dtype)
     q = torch.randn(len(lengths) * num_queries, 2 * group, head_dim).to(CUDA, dtype)
-    options, mask = make(name, q, lengths, [num_queries] * len(lengths))
+    options = make(name, q, lengths, [num_queries] * len(lengths))
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan, device="cuda")
-    settings = {"num_queries": num_queries, "mask": mask}
-    decode_attention(q, *cache, options, out=out, lse=lse, **settings)
-    assert_close(out, decode_attention_reference(q, *cache, options, **settings))
+    decode_attention(q, *cache, options, num_queries=num_queries, out=out, lse=lse)
+    assert_close(out, decode_attention_reference(q, *cache, options, num_queries=num_queries))
     q_starts = starts([num_queries] * len(lengths), "cuda")
-    expected = lse_reference(q, cache.kv, cache.rows, q_starts, cache.lengths, options, mask)
+    expected = lse_reference(q, cache.kv, cache.rows, q_starts, cache.lengths, options)
     torch.testing.assert_close(lse, expected, atol=2e-2, rtol=1e-3)
 
 
@@ -73,12 +73,12 @@ def test_a_shared_prefix(name: str, num_queries: int) -> None:
     cache = big_cache(lengths, 128)
     prefixes = share_first_keys(cache, [(1950, list(range(0, 20, 2)))], tuning.prefix_members(num_queries, 4))
     q = torch.randn(20 * num_queries, 8, 128).to(cache.kv.k)
-    options, mask = make(name, q, lengths, [num_queries] * 20)
+    options = make(name, q, lengths, [num_queries] * 20)
     sizes = {"num_kv_heads": 2, "num_queries": num_queries, "shared_prefixes": prefixes}
     plan = decode_plan(cache.rows, cache.lengths, **sizes)
-    settings = {"num_queries": num_queries, "mask": mask}
-    out = decode_attention(q, *cache, options, plan=plan, out=torch.full_like(q, torch.nan), **settings)
-    assert_close(out, decode_attention_reference(q, *cache, options, **settings))
+    out = torch.full_like(q, torch.nan)
+    decode_attention(q, *cache, options, num_queries=num_queries, plan=plan, out=out)
+    assert_close(out, decode_attention_reference(q, *cache, options, num_queries=num_queries))
 
 
 def check_prefill(
@@ -103,17 +103,17 @@ def check_prefill(
     lengths, q_lens = [sum(pair) for pair in sequences], [count for count, _ in sequences]
     cache = big_cache(lengths, head_dim, dtype)
     q = torch.randn(sum(q_lens) + 3, group * 2, head_dim).to(CUDA, dtype)
-    options, mask = make(name, q, lengths, q_lens)
+    options = make(name, q, lengths, q_lens)
     args = q, cache.kv, cache.rows, starts(q_lens, "cuda"), cache.lengths
-    bounds = {"window": options.window, "after": options.after}
+    bounds = {"limits": limits(options.variants), "causal": options.causal}
     sizes = {"num_tokens": len(q), "dtype": dtype, "launch": tiles, "shares": shares}
     plan = prefill_plan(*args[2:], HeadShape.of(q, cache.kv), **sizes, **bounds)
     assert shares is None or "window" in name or int((plan.items[:, 8] >= 0).sum()) > 1  # a tile is cut
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan, device="cuda")
-    prefill_attention(*args, options, plan=plan, mask=mask, out=out, lse=lse)
+    prefill_attention(*args, options, plan=plan, out=out, lse=lse)
     used = sum(q_lens)
-    assert_close(out[:used], prefill_attention_reference(*args, options, mask=mask)[:used])
-    torch.testing.assert_close(lse[:used], lse_reference(*args, options, mask)[:used], atol=2e-2, rtol=1e-3)
+    assert_close(out[:used], prefill_attention_reference(*args, options)[:used])
+    torch.testing.assert_close(lse[:used], lse_reference(*args, options)[:used], atol=2e-2, rtol=1e-3)
 
 
 @pytest.mark.parametrize("hidden", [-1e9, -1e10, -1e30, -3e38])
@@ -128,15 +128,14 @@ def test_a_mask_that_hides_the_first_keys_by_huge_numbers(
     q = (torch.randn(num_queries, 8, 64) * 5).to(CUDA, dtype)
     values = torch.zeros(8, num_queries, 300, device=CUDA)
     values[:, :, :128] = hidden
-    mask = AttentionMask(values)
-    out, options = torch.full_like(q, torch.nan), AttentionOptions()
+    out, options = torch.full_like(q, torch.nan), AttentionOptions().plus(ValueMask(values))
     if num_queries == 1:
-        decode_attention(q, *cache, options, mask=mask, out=out)
-        expected = decode_attention_reference(q, *cache, options, mask=mask)
+        decode_attention(q, *cache, options, out=out)
+        expected = decode_attention_reference(q, *cache, options)
     else:
         args = q, cache.kv, cache.rows, starts([num_queries], "cuda"), cache.lengths
-        prefill_attention(*args, options, mask=mask, out=out)
-        expected = prefill_attention_reference(*args, options, mask=mask)
+        prefill_attention(*args, options, out=out)
+        expected = prefill_attention_reference(*args, options)
     assert_close(out, expected)
 
 
@@ -156,7 +155,7 @@ def test_prefill_of_keys_of_another_sequence(launch: str) -> None:
     check_prefill("full", launch, 128, sequences=[(700, -400), (37, 2000), (130, -130), (300, -299)])
 
 
-@pytest.mark.parametrize("name", ["ALiBi", "ALiBi, full", "full", "windows on both sides", "tree"])
+@pytest.mark.parametrize("name", ["ALiBi", "ALiBi, full", "full", "window, full", "tree"])
 @pytest.mark.parametrize("group", [1, 8, 16], ids="group{}".format)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_prefill_of_other_groups(name: str, group: int, dtype: torch.dtype) -> None:
@@ -184,35 +183,38 @@ def test_a_captured_step_follows_other_lengths(name: str) -> None:
     step = make_step(
         [(100, 400), (30, 0)], [900, 300, 64], device="cuda", dtype=torch.bfloat16, group=4, num_kv_heads=2
     )
-    options, mask = make(name, step.q, [900] * 5, [100, 30, 1, 1, 1])
-    if mask is not None and mask.values is not None and mask.values.is_floating_point():
-        mask = mask._replace(values=mask.values.nan_to_num(0.0, neginf=-torch.inf))
+    options = make(name, step.q, [900] * 5, [100, 30, 1, 1, 1])
+    mask = options.of(ValueMask)
+    if mask is not None and mask.values.is_floating_point():
+        shown = mask.values.nan_to_num(0.0, neginf=-torch.inf)
+        options = options.without(ValueMask).plus(ValueMask(shown, mask.columns))
     out = torch.empty_like(step.q)
-    mixed_attention(*step, options, out=out, mask=mask)  # compiles outside the capture
+    mixed_attention(*step, options, out=out)  # compiles outside the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        mixed_attention(*step, options, out=out, mask=mask)
+        mixed_attention(*step, options, out=out)
     step.q_starts.copy_(starts([60, 70], "cuda"))
     lengths = torch.tensor([270, 30, 513, 129, 1], dtype=torch.int32, device="cuda")
     for other in (lengths, lengths.roll(1).clamp(max=30)):
         step.lengths.copy_(other)
         out.fill_(torch.nan)
         graph.replay()
-        assert_close(out, mixed_attention_reference(*step, options, mask=mask))
+        assert_close(out, mixed_attention_reference(*step, options))
 
 
 def test_a_mixed_step_with_a_kept_plan() -> None:
     torch.manual_seed(10)
     step = make_step([(70, 2000), (30, 0)], [900, 300], device="cuda", dtype=torch.bfloat16, group=4)
-    options = AttentionOptions(causal=False)
+    full = AttentionOptions(causal=False)
     plan = mixed_plan(
         *step[2:],
         HeadShape.of(step.q, step.kv),
         num_tokens=len(step.q),
         dtype=step.q.dtype,
-        after=options.after,
+        options=full,
     )
     values = torch.randn(8, len(step.q), 2070, device="cuda")
-    for mask in (None, AttentionMask(values), AttentionMask(values[0].bfloat16())):
-        out = mixed_attention(*step, options, plan=plan, mask=mask, out=torch.full_like(step.q, torch.nan))
-        assert_close(out, mixed_attention_reference(*step, options, mask=mask))
+    for mask in (None, ValueMask(values), ValueMask(values[0].bfloat16())):
+        options = full.plus(mask)
+        out = mixed_attention(*step, options, plan=plan, out=torch.full_like(step.q, torch.nan))
+        assert_close(out, mixed_attention_reference(*step, options))

@@ -15,7 +15,6 @@ from test_prefill_attention import starts
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attend_keys import LOG2_E
 from lightkv.triton_kernels.attention.attention_reference import find_slots_reference
 from lightkv.triton_kernels.attention.attention_scores import (
     attention_lse,
@@ -39,6 +38,9 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention_reference,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
+from lightkv.triton_kernels.attention.variants import Chunk, SinkLogits, Softcap, Window
+from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
+from lightkv.triton_kernels.attention.variants.variant import limits
 
 LENGTHS = [130, 0, 1, 65]
 PREFILLS = [(40, 30), (0, 5), (3, 62)]  # queries of a request, and tokens before them
@@ -51,11 +53,11 @@ def _poison_allocations() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def sinks(num_heads: int, device: torch.device | str) -> Tensor:
+def sinks(num_heads: int, device: torch.device | str) -> SinkLogits:
     """Returns sinks around the largest scores, one far below all scores, and one far above."""
-    sink_logits = torch.randn(num_heads) + 2.0
-    sink_logits[0], sink_logits[-1] = -1e4, 60.0
-    return sink_logits.to(device)
+    logits = torch.randn(num_heads) + 2.0
+    logits[0], logits[-1] = -1e4, 60.0
+    return SinkLogits(logits.to(device))
 
 
 def dense(
@@ -67,14 +69,15 @@ def dense(
     slots = find_slots_reference(kv.index[row], torch.arange(length, device=q.device), kv.shift)
     k, v = (cache[slots].double().repeat_interleave(num_heads // cache.shape[1], 1) for cache in kv[:2])
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * options.scale_for(key_dim)
-    if options.softcap:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
+    chunk, window, softcap, sinks = (options.of(kind) for kind in (Chunk, Window, Softcap, SinkLogits))
+    if softcap is not None:
+        scores = softcap.cap * torch.tanh(scores / softcap.cap)
     positions = torch.arange(length - num_queries, length)
     visible = [
         [
             key <= position
-            and (not options.chunk or key // options.chunk == position // options.chunk)
-            and (not options.window or key > position - options.window)
+            and (chunk is None or key // chunk.size == position // chunk.size)
+            and (window is None or key > position - window.size)
             for key in range(length)
         ]
         for position in positions.tolist()
@@ -82,8 +85,8 @@ def dense(
     hidden = ~torch.tensor(visible, dtype=torch.bool, device=q.device).view(num_queries, length)
     scores = scores.masked_fill(hidden, -torch.inf)
     column = torch.full((num_heads, num_queries, 1), -torch.inf, dtype=torch.float64, device=q.device)
-    if options.sink_logits is not None:
-        column[:] = options.sink_logits.double()[:, None, None]
+    if sinks is not None:
+        column[:] = sinks.logits.double()[:, None, None]
     columns = torch.cat([scores, column], 2)
     weights = columns.softmax(2).nan_to_num(0.0)[..., :-1]
     return torch.einsum("hqk,khd->qhd", weights, v), columns.logsumexp(2).T * LOG2_E, weights
@@ -114,12 +117,12 @@ def check_decode(cache: Cache, options: AttentionOptions, *, group: int, num_que
 
 
 def masks(device: torch.device | str, num_heads: int) -> dict[str, AttentionOptions]:
-    sink_logits = sinks(num_heads, device)
+    learned = sinks(num_heads, device)
     return {
-        "sinks": AttentionOptions(sink_logits=sink_logits),
-        "chunks": AttentionOptions(chunk=48),
-        "both": AttentionOptions(chunk=32, sink_logits=sink_logits, softcap=5.0),
-        "window": AttentionOptions(window=20, sink_logits=sink_logits),
+        "sinks": AttentionOptions().plus(learned),
+        "chunks": AttentionOptions().plus(Chunk(48)),
+        "both": AttentionOptions().plus(Chunk(32), learned, Softcap(5.0)),
+        "window": AttentionOptions().plus(Window(20), learned),
     }
 
 
@@ -153,7 +156,7 @@ def test_chunks_of_any_length_with_queries_on_both_sides_of_a_border(
     lengths = [chunk - 1, chunk, chunk + 1, 2 * chunk + 1] if chunk < 1000 else [70]
     cache = poisoned_cache(lengths, device=device, num_kv_heads=2, key_dim=16, value_dim=16)
     for num_queries in (1, 4):
-        check_decode(cache, AttentionOptions(chunk=chunk), group=2, num_queries=num_queries)
+        check_decode(cache, AttentionOptions().plus(Chunk(chunk)), group=2, num_queries=num_queries)
 
 
 def check_shared(
@@ -166,7 +169,7 @@ def check_shared(
         cache.rows,
         cache.lengths,
         num_kv_heads=num_kv_heads,
-        chunk=options.chunk,
+        limits=limits(options.variants),
         num_queries=num_queries,
         shared_prefixes=prefixes,
     )
@@ -187,7 +190,7 @@ def test_a_shared_prefix(
     lengths = [140, 65, 145, 0, 131, 200]
     cache = poisoned_cache(lengths, device=device, num_kv_heads=1, key_dim=32, value_dim=32)
     prefixes = share_first_keys(cache, [(128, [0, 2, 4, 5])], 4)
-    options = AttentionOptions(chunk=chunk, sink_logits=sinks(4, device))
+    options = AttentionOptions().plus(Chunk(chunk) if chunk else None, sinks(4, device))
     check_shared(cache, prefixes, options, num_queries)
 
 
@@ -201,7 +204,7 @@ def test_a_tile_of_many_chunks_and_a_chunk_of_many_tiles(device: torch.device) -
     torch.manual_seed(2)
     launch = tuning.Launch(32, 16, 4, 2)
     for chunk in (5, 96):
-        options = AttentionOptions(chunk=chunk)
+        options = AttentionOptions().plus(Chunk(chunk))
         check_prefill(options, device, group=1, sequences=[(40, 90)], head_dim=16, launch=launch)
 
 
@@ -236,8 +239,7 @@ def check_prefill(
         HeadShape.of(q, cache.kv),
         num_tokens=len(q),
         dtype=dtype,
-        window=options.window,
-        chunk=options.chunk,
+        limits=limits(options.variants),
         launch=launch,
         shares=shares,
     )
@@ -252,7 +254,7 @@ def check_prefill(
 def test_a_prefill_whose_keys_are_shared_out(device: torch.device, mask: str) -> None:
     """The sinks join one of a tile's parts, and chunks begin inside of parts."""
     torch.manual_seed(3)
-    options = masks(device, 2) | {"chunks of 200": AttentionOptions(chunk=200, sink_logits=sinks(2, device))}
+    options = masks(device, 2) | {"chunks of 200": AttentionOptions().plus(Chunk(200), sinks(2, device))}
     shares = tuning.PrefillShares(4, 4, 32, 1, -1000)
     launch = tuning.Launch(32, 16, 4, 2)
     sequences = [(20, 390), (3, 30), (0, 9)]
@@ -264,12 +266,12 @@ def test_a_prefill_whose_keys_are_shared_out(device: torch.device, mask: str) ->
 def test_more_queries_than_tokens_gives_zeros_and_the_sink(device: torch.device) -> None:
     torch.manual_seed(3)
     cache = poisoned_cache([2], device=device, num_kv_heads=1, key_dim=16, value_dim=16)
-    options = AttentionOptions(chunk=8, sink_logits=sinks(4, device))
+    options = AttentionOptions().plus(Chunk(8), sinks(4, device))
     q = torch.randn(5, 4, 16, device=device)
     out, lse = torch.full_like(q, torch.nan), torch.full((5, 4), torch.nan, device=device)
     prefill_attention(q, cache.kv, cache.rows, starts([5], device), cache.lengths, options, out=out, lse=lse)
     assert not out[:3].any()
-    torch.testing.assert_close(lse[:3], (options.sink_logits * LOG2_E).expand(3, 4))
+    torch.testing.assert_close(lse[:3], (options.of(SinkLogits).logits * LOG2_E).expand(3, 4))
     check_rows(out[3:], lse[3:], q[3:], cache, [2], options)
 
 
@@ -290,13 +292,13 @@ def test_mixed_where_keys_are_shared_out(device: torch.device, decodes_first: bo
     torch.manual_seed(7)
     num_decodes, q_lens, sizes = 3, [9, 4], {"num_kv_heads": 1, "key_dim": 32, "value_dim": 32}
     cache = poisoned_cache([260, 200, 130, 1, 97], device=device, **sizes)
-    options = AttentionOptions(chunk=192, sink_logits=sinks(4, device))
+    options = AttentionOptions().plus(Chunk(192), sinks(4, device))
     q = torch.randn(num_decodes + 13, 4, 32, device=device)
     q_starts = starts(q_lens, device) + (num_decodes if decodes_first else 0)
     args = cache.rows, q_starts, cache.lengths
     placed = {"decodes_first": decodes_first}
     plan = mixed_plan(
-        *args, HeadShape.of(q, cache.kv), num_tokens=len(q), dtype=q.dtype, chunk=options.chunk, **placed
+        *args, HeadShape.of(q, cache.kv), num_tokens=len(q), dtype=q.dtype, options=options, **placed
     )
     assert plan.prefill is not None
     assert device.type == "cuda" or int((plan.prefill.items[:, 8] >= 0).sum()) > 1  # a tile is cut
@@ -334,7 +336,7 @@ def test_parts_merge_if_one_of_them_has_the_sinks(device: torch.device) -> None:
     torch.manual_seed(6)
     cache = poisoned_cache([90], device=device, num_kv_heads=1, key_dim=32, value_dim=32)
     q = torch.randn(1, 4, 32, device=device)
-    options = AttentionOptions(sink_logits=sinks(4, device))
+    options = AttentionOptions().plus(sinks(4, device))
     halves = [cache.kv._replace(index=cache.kv.index[:, begin:]) for begin in (0, 40)]
     out, lse = torch.empty(2, 1, 4, 32, device=device), torch.empty(2, 1, 4, device=device)
     for part, (kv, length) in enumerate(zip(halves, (40, 50), strict=True)):
@@ -349,20 +351,20 @@ def test_a_decode_reads_the_newest_chunk_alone(device: torch.device) -> None:
     """The index of all earlier chunks names slots that do not exist."""
     torch.manual_seed(7)
     cache = poisoned_cache([150, 96], device=device, num_kv_heads=1, key_dim=16, value_dim=16)
-    options = AttentionOptions(chunk=48)
+    options = AttentionOptions().plus(Chunk(48))
     q = torch.randn(2, 2, 16, device=device)
     expected = decode_attention_reference(q, *cache, options)
     for row, first in zip(cache.rows.tolist(), (144, 48), strict=True):
         cache.kv.index[row, :first] = -(2**30)
     assert_close(decode_attention(q, *cache, options), expected)
-    plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=1, chunk=48)
+    plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=1, limits=(Chunk(48),))
     assert plan.items[:2, 2:].tolist() == [[144, 150], [48, 80]]
 
 
 def test_a_prefill_reads_the_chunks_of_its_tile_alone(device: torch.device) -> None:
     torch.manual_seed(8)
     cache = poisoned_cache([150], device=device, num_kv_heads=1, key_dim=16, value_dim=16)
-    options = AttentionOptions(chunk=48)
+    options = AttentionOptions().plus(Chunk(48))
     q = torch.randn(20, 2, 16, device=device)
     args = q, cache.kv, cache.rows, starts([20], device), cache.lengths, options
     expected = prefill_attention_reference(*args)
@@ -375,16 +377,19 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     q = torch.zeros(2, 4, 64, device=device)
     good = torch.zeros(4, device=device)
     for match, options in [
-        ("a window, or chunks, or neither", AttentionOptions(window=3, chunk=4)),
-        ("chunks of -1", AttentionOptions(chunk=-1)),
-        (r"sink_logits must be contiguous float32 \[4\]", AttentionOptions(sink_logits=good.half())),
-        ("one for each query head", AttentionOptions(sink_logits=good[:3])),
+        ("a window, or chunks, or neither", AttentionOptions().plus(Window(3), Chunk(4))),
+        ("a chunk must be positive, got -1", AttentionOptions().plus(Chunk(-1))),
+        (
+            r"logits of sinks must be contiguous float32 \[4\]",
+            AttentionOptions().plus(SinkLogits(good.half())),
+        ),
+        ("one for each query head", AttentionOptions().plus(SinkLogits(good[:3]))),
     ]:
         with pytest.raises(ValueError, match=match):
             decode_attention(q, *cache, options)
-    plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2, chunk=3)
-    with pytest.raises(ValueError, match=r"chunks of 3, but the call .* chunks of 4"):
-        decode_attention(q, *cache, AttentionOptions(chunk=4), plan=plan)
+    plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2, limits=(Chunk(3),))
+    with pytest.raises(ValueError, match=r"Chunk\(size=3\).* but the call .*Chunk\(size=4\)"):
+        decode_attention(q, *cache, AttentionOptions().plus(Chunk(4)), plan=plan)
     prefill = prefill_plan(
         cache.rows,
         starts([1, 1], device),
@@ -392,16 +397,16 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         HeadShape.of(q, cache.kv),
         num_tokens=2,
         dtype=q.dtype,
-        chunk=3,
+        limits=(Chunk(3),),
     )
-    with pytest.raises(ValueError, match=r"chunks of 3, but the call .* chunks of 4"):
+    with pytest.raises(ValueError, match=r"Chunk\(size=3\).* but the call .*Chunk\(size=4\)"):
         prefill_attention(
             q,
             cache.kv,
             cache.rows,
             starts([1, 1], device),
             cache.lengths,
-            AttentionOptions(chunk=4),
+            AttentionOptions().plus(Chunk(4)),
             plan=prefill,
         )
 
@@ -415,7 +420,7 @@ RAGGED = [(300, 0), (37, 512), (0, 9), (333, 1300), (18, 3000), (1, 127), (128, 
 def test_decode_in_bfloat16(num_queries: int, mask: str) -> None:
     torch.manual_seed(num_queries)
     options = masks("cuda", 8)
-    options["long"] = AttentionOptions(chunk=1024, sink_logits=options["sinks"].sink_logits)
+    options["long"] = AttentionOptions().plus(Chunk(1024), *options["sinks"].variants)
     for head_dim in (64, 128):
         cache = poisoned_cache(
             [3000, 0, 1, 64, 1025, 2047, 517],
@@ -435,7 +440,7 @@ def test_a_shared_prefix_in_bfloat16(chunk: int, num_queries: int) -> None:
     lengths = [2000 + 37 * request for request in range(20)]
     cache = poisoned_cache(lengths, device="cuda", dtype=torch.bfloat16)
     prefixes = share_first_keys(cache, [(1950, list(range(0, 20, 2)))], tuning.prefix_members(num_queries, 4))
-    options = AttentionOptions(chunk=chunk, sink_logits=sinks(8, "cuda"))
+    options = AttentionOptions().plus(Chunk(chunk) if chunk else None, sinks(8, "cuda"))
     check_shared(cache, prefixes, options, num_queries)
 
 
@@ -446,7 +451,7 @@ def test_a_shared_prefix_in_bfloat16(chunk: int, num_queries: int) -> None:
 def test_prefill_in_bfloat16(launch: str, head_dim: int, mask: str) -> None:
     torch.manual_seed(head_dim)
     options = masks("cuda", 8)
-    options["long"] = AttentionOptions(chunk=256, sink_logits=options["sinks"].sink_logits)
+    options["long"] = AttentionOptions().plus(Chunk(256), *options["sinks"].variants)
     device_class = tuning.device_class(torch.device("cuda"))
     tiles = tuning.hopper_prefill_launch(device_class, head_dim, head_dim, 2)
     if launch == "general":
@@ -471,7 +476,7 @@ def test_prefill_in_bfloat16(launch: str, head_dim: int, mask: str) -> None:
 def test_a_prefill_whose_keys_are_shared_out_in_bfloat16(launch: str, mask: str) -> None:
     torch.manual_seed(5)
     options = masks("cuda", 8)
-    options["long"] = AttentionOptions(chunk=5000, sink_logits=options["sinks"].sink_logits)
+    options["long"] = AttentionOptions().plus(Chunk(5000), *options["sinks"].variants)
     device_class = tuning.device_class(torch.device("cuda"))
     tiles = tuning.hopper_prefill_launch(device_class, 128, 128, 2)
     if launch == "general":
@@ -497,7 +502,7 @@ def test_a_captured_step_follows_chunks_of_other_lengths() -> None:
     step = make_step(
         [(100, 400), (30, 0)], [900, 300, 64], device="cuda", dtype=torch.bfloat16, group=4, num_kv_heads=2
     )
-    options = AttentionOptions(chunk=128, sink_logits=sinks(8, "cuda"))
+    options = AttentionOptions().plus(Chunk(128), sinks(8, "cuda"))
     out = torch.empty_like(step.q)
     mixed_attention(*step, options, out=out)  # compiles outside the capture
     graph = torch.cuda.CUDAGraph()

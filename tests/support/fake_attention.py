@@ -12,9 +12,10 @@ from torch import Tensor
 from bench.kernels import attention_batches as batches
 from bench.kernels import attention_peers as peers
 from bench.kernels import attention_rows as rows
-from lightkv.triton_kernels.attention.attend_keys import LOG2_E
 from lightkv.triton_kernels.attention.merge_states import merge_states_reference
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
+from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
+from lightkv.triton_kernels.attention.variants.variant import Scored
 
 UNEVEN = rows.Row("uneven", (1, 40, 16), (1, 1, 1), 4, 2, 16, torch.float16)
 EVEN = UNEVEN._replace(name="even", lengths=(20, 20), q_lens=(1, 1), num_heads=2, num_kv_heads=1)
@@ -60,12 +61,9 @@ class PagedWrapper:
             length = (len(own) - 1) * page_size + int(last_page_len[request])
             k, v = (half[own].flatten(0, 1)[:length] for half in pages)
             queries = slice(int(q_starts[request]), int(q_starts[request + 1]))
-            positions = torch.arange(length - (queries.stop - queries.start), length, device=q.device)
-            if not self.causal:
-                positions = torch.full_like(positions, length - 1)
-            out[queries] = batches.attend_reference(
-                q[queries], k, v, positions, AttentionOptions(sm_scale)
-            ).to(out.dtype)
+            options = AttentionOptions(sm_scale, self.causal)
+            scored = Scored.of_last(queries, request, length, q.device)
+            out[queries] = batches.attend_reference(q[queries], k, v, options, scored).to(out.dtype)
             if return_lse:  # in base 2, as FlashInfer's is
                 keys = k.float().repeat_interleave(q.shape[1] // k.shape[1], 1)
                 scores = torch.einsum("qhd,khd->qhk", q[queries].float(), keys) * sm_scale

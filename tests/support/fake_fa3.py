@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bench.kernels.attention_batches import attend_reference
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
+from lightkv.triton_kernels.attention.variants.variant import Scored
 
 # As `torch.ops._vllm_fa3_C.fwd.default._schema` and that of `get_scheduler_metadata` print them.
 FORWARD = """fwd(
@@ -71,9 +72,9 @@ def forward(*arguments: Any) -> list[Tensor]:
     for request, length in enumerate(lengths.tolist()):
         key, value = (half[table[request].long()].flatten(0, 1)[:length] for half in (k, v))
         queries = slice(int(starts[request]), int(starts[request + 1]))
-        positions = torch.arange(length - (queries.stop - queries.start), length, device=q.device)
         options = AttentionOptions(given["softmax_scale"])
-        out[queries] = attend_reference(q[queries], key, value, positions, options).to(out.dtype)
+        scored = Scored.of_last(queries, request, length, q.device)
+        out[queries] = attend_reference(q[queries], key, value, options, scored).to(out.dtype)
     return [q.new_zeros(1)]  # the library returns out too, which torch forbids operators in Python
 
 

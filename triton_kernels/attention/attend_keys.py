@@ -5,11 +5,10 @@ One formula finds a token, `slot = index[row, pos >> shift] + (pos & (2**shift -
 table and one contiguous run are the same kernel with another `shift`.
 """
 
-import math
-
 import triton
 import triton.language as tl
 
+from lightkv.triton_kernels.attention.variants.hooks import change_scores, hide, load_ahead, offset_of
 from lightkv.triton_kernels.quantised.unpack import (
     are_in_one_word,
     columns_of,
@@ -33,29 +32,32 @@ from lightkv.triton_kernels.quantised.unpack import (
     words_of,
 )
 
-from .attention_mask import add_values, is_in_tree, load_values
-
-LOG2_E = math.log2(math.e)
-_LOG2_E = tl.constexpr(LOG2_E)
+from .records import Sums
 
 
 @triton.jit
-def find_slots(index_row, positions, valid, SHIFT: tl.constexpr):
-    """Returns the slots, int64, of the tokens at `positions` of a row. Positions that are not valid read no
-    index entry.
+def slots_at(index_row, positions, valid, SHIFT: tl.constexpr):
+    """Returns the slots, int64, of the tokens at `positions` of the row that begins at `index_row`. Positions
+    that are not valid read no index entry."""
+    entries = tl.load(index_row + (positions >> SHIFT), mask=valid, other=0)
+    return (entries + (positions & (2**SHIFT - 1))).to(tl.int64)
 
-    `index_row`: a pointer to the row of the index; a pointer to that of the indirection, or None; the stride of
-    the index's rows; a ring's sinks and its size, or zeros. With an indirection, each position has a row of its
-    own, and the first pointer is to the whole index.
-    """
-    start, rows, stride, SINKS, RING = index_row
-    if rows is not None:
-        start += tl.load(rows + positions, mask=valid, other=0).to(tl.int64) * stride
+
+@triton.jit
+def find_slots(index, row, positions, valid):
+    """Returns the slots, int64, of the tokens at `positions` of a row, int64, of the index `Index`. Positions
+    that are not valid read no index entry."""
+    SINKS: tl.constexpr = index.SINKS
+    RING: tl.constexpr = index.RING
+    if index.indirection is not None:  # each position has a row of its own
+        rows = index.indirection + row * index.stride_indirection
+        start = index.entries + tl.load(rows + positions, mask=valid, other=0).to(tl.int64) * index.stride
+    else:
+        start = index.entries + row * index.stride
     if RING > 0:
         within = SINKS + (positions - SINKS) % RING
         positions = tl.where(positions < SINKS, positions, within)
-    entries = tl.load(start + (positions >> SHIFT), mask=valid, other=0)
-    return (entries + (positions & ((1 << SHIFT) - 1))).to(tl.int64)
+    return slots_at(start, positions, valid, index.SHIFT)
 
 
 @triton.jit
@@ -105,14 +107,14 @@ def _dot(a, b, acc):
 
 
 @triton.jit
-def load_query(
-    heads, in_tile, DK: tl.constexpr, BLOCK_DK: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr
-):
+def load_query(heads, in_tile, shape):
     """Loads the tile of the query heads that the pointers `heads`, [BLOCK_M, 1], begin at: a tuple of one tile
     for each field of a word of K, [BLOCK_M, BLOCK_DK / fields], or of the whole heads if K is not quantised."""
+    FORMAT: tl.constexpr = shape.FORMAT
+    PACKED: tl.constexpr = shape.PACKED
     KIND: tl.constexpr = k_kind(FORMAT)
-    words = tl.arange(0, word_block(BLOCK_DK, KIND))
-    mask = in_tile[:, None] & (words < words_of(DK, KIND))[None, :]
+    words = tl.arange(0, word_block(shape.BLOCK_DK, KIND))
+    mask = in_tile[:, None] & (words < words_of(shape.DK, KIND))[None, :]
     FIELDS: tl.constexpr = fields_of(KIND)
     return tuple_of(
         _load_query_part(heads, words, 0, mask, KIND, PACKED),
@@ -120,17 +122,6 @@ def load_query(
         _load_query_part(heads, words, 2, mask, KIND, PACKED) if FIELDS == 4 else None,
         _load_query_part(heads, words, 3, mask, KIND, PACKED) if FIELDS == 4 else None,
     )
-
-
-@triton.jit
-def head_columns(columns, v_columns, kv_head, stride_slot, stride_head, FORMAT: tl.constexpr):
-    """Returns pointers to the scales of K and of V of a head, and the stride of slots. `v_columns`: where V's
-    stand apart; or None."""
-    of_k = columns + kv_head * stride_head
-    of_v = of_k + k_groups(FORMAT) * (2 if k_has_middle(FORMAT) else 1)
-    if v_columns is not None:
-        of_v = v_columns + kv_head * stride_head
-    return of_k, of_v, stride_slot
 
 
 @triton.jit
@@ -272,173 +263,101 @@ def add_weighted(
 
 
 @triton.jit
-def first_key(positions, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """Returns the first key that queries at `positions` see; 0 where there is neither a window nor a chunk."""
-    first = tl.zeros_like(positions)
-    if WINDOW > 0:
-        first = tl.maximum(positions - WINDOW + 1, 0)
-    if CHUNK > 0:
-        first = tl.maximum(positions, 0) // CHUNK * CHUNK
-    return first
-
-
-@triton.jit
-def start_softmax(sink_logits, heads, joins, BLOCK_M: tl.constexpr):
-    """Returns the peak and the sum, each [BLOCK_M], with which the running softmax of a tile's rows starts.
-
-    A sink is a score without a value, so the rows that it joins start at its score, with a sum of 1. A row
-    whose keys are cut into parts has to be joined by its sink in one of them. `heads`, `joins`: [BLOCK_M].
-    """
-    # The peak starts at a finite number and not at -inf, so that a row whose keys are all masked has weights of
-    # 0 instead of NaN.
-    peak = tl.full([BLOCK_M], -1.0e30, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    if sink_logits is not None:
-        sinks = tl.load(sink_logits + heads, mask=joins, other=float("-inf")) * _LOG2_E
-        peak = tl.maximum(peak, sinks)
-        total = tl.exp2(sinks - peak)
-    return peak, total
-
-
-@triton.jit
-def load_slopes(alibi_slopes, heads, in_tile):
-    """Returns the slopes of a tile's rows in base 2, [BLOCK_M]; None without ALiBi."""
-    slopes = None
-    if alibi_slopes is not None:
-        slopes = tl.load(alibi_slopes + heads, mask=in_tile, other=0.0) * _LOG2_E
-    return slopes
-
-
-@triton.jit
 def attend_keys(
     q,  # of `load_query`
     q_sums,  # of `sum_query`
-    acc,  # of `start_output`, float32
-    total,  # [BLOCK_M] float32, sum of the weights
-    peak,  # [BLOCK_M] float32, largest score so far, in base 2
-    slots,  # [BLOCK_N] int64, slots of the tile at `begin`; loaded one tile ahead, so loads of K need not wait
-    k_head,  # pointers to elements, or to int16 words where quantised
-    v_head,
-    of_head,  # of `head_columns`; or three times None
-    index_row,  # of `find_slots`
+    sums,  # `Sums` so far; its slots are loaded one tile ahead, so that loads of K need not wait
+    cache,  # `Cache`
+    kv_head,  # int64
+    index,  # `Index`
+    row,  # of the index, int64
     query_positions,  # [BLOCK_M]
-    slopes,  # [BLOCK_M] float32, of ALiBi, in base 2; or None
-    mask,  # pointers and widths of `mask_rows`, and the request's first query; or three times None
+    variants,
+    states,  # of `start_rows`
     begin,
     end,  # tiles start in [begin, end)
     num_keys,  # no key at num_keys or beyond is read
-    stride_k_slot,
-    stride_v_slot,
     score_scale,
-    cap_scale,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SHIFT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    AFTER: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    shape,  # `Shape`
     MASKED: tl.constexpr,
-    FORMAT: tl.constexpr,  # of `format_code`
-    PACKED: tl.constexpr,
 ):
     """Attends to the keys of the tiles in [begin, end) with a running softmax.
 
-    Unless MASKED, every key of every tile has to be visible to every query, as far as the values of a mask do
-    not hide it, and lie within these. Returns acc, total, peak, and the slots of the next tile.
+    Unless MASKED, every key of every tile has to be visible to every query, as far as no score hook hides it,
+    and lie within what variants have loaded. Returns `Sums`.
     """
-    NUM_K: tl.constexpr = words_of(DK, k_kind(FORMAT))
-    NUM_V: tl.constexpr = words_of(DV, v_kind(FORMAT))
-    BLOCK_K: tl.constexpr = word_block(BLOCK_DK, k_kind(FORMAT))
-    BLOCK_V: tl.constexpr = word_block(BLOCK_DV, v_kind(FORMAT))
+    acc, total, peak, slots = sums
+    FORMAT: tl.constexpr = shape.FORMAT
+    PACKED: tl.constexpr = shape.PACKED
+    BLOCK_N: tl.constexpr = shape.BLOCK_N
+    NUM_K: tl.constexpr = words_of(shape.DK, k_kind(FORMAT))
+    NUM_V: tl.constexpr = words_of(shape.DV, v_kind(FORMAT))
+    BLOCK_K: tl.constexpr = word_block(shape.BLOCK_DK, k_kind(FORMAT))
+    BLOCK_V: tl.constexpr = word_block(shape.BLOCK_DV, v_kind(FORMAT))
     # K that is unpacked says nothing about the type of V that is not.
-    DTYPE: tl.constexpr = q[0].dtype if k_kind(FORMAT) == 0 or not PACKED else v_head.dtype.element_ty
-    k_columns, v_columns, stride_columns = of_head
+    DTYPE: tl.constexpr = q[0].dtype if k_kind(FORMAT) == 0 or not PACKED else cache.v.dtype.element_ty
     IN_ONE_WORD: tl.constexpr = FORMAT > 0 and are_in_one_word(
-        FORMAT, k_columns.dtype.element_ty.primitive_bitwidth
+        FORMAT, cache.scales.dtype.element_ty.primitive_bitwidth
     )
-    mask_pointers, mask_widths, own_begin = mask
-    is_tree: tl.constexpr = mask_pointers is not None and mask_pointers.dtype.element_ty == tl.int32
-    # The few tiles with keys of a tree are not pipelined, since the tree's tiles would take memory of K and V.
-    STAGES: tl.constexpr = 1 if is_tree and MASKED else None
-    if mask_pointers is not None and not is_tree:  # loaded one tile ahead, as slots
-        first_positions = begin + tl.arange(0, BLOCK_N)
-        values = load_values(mask_pointers, mask_widths, first_positions, begin < end, MASKED)
+    k_head = cache.k + kv_head * cache.stride_k_head
+    v_head = cache.v + kv_head * cache.stride_v_head
+    if FORMAT > 0:
+        k_scales = cache.scales + kv_head * cache.stride_scales_head
+        v_scales = k_scales + k_groups(FORMAT) * (2 if k_has_middle(FORMAT) else 1)
+        if cache.v_scales is not None:
+            v_scales = cache.v_scales + kv_head * cache.stride_scales_head
+    # The few tiles in which a variant hides some keys only are not pipelined, since what it reads of them would
+    # take memory of K and V.
+    STAGES: tl.constexpr = 1 if variants.flags.hides_own and MASKED else None
+    loaded = load_ahead(variants, states, begin + tl.arange(0, BLOCK_N), begin < end, MASKED)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         positions = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         valid = positions < num_keys
         # [BLOCK_N, BLOCK_DK] and [BLOCK_N, BLOCK_DV], of elements or of words; V transposed where `_dot` wants
         # that, since unpacked elements would have to be rearranged
-        k = _load_rows(k_head, slots, valid, stride_k_slot, NUM_K, BLOCK_K, MASKED, False)
-        v = _load_rows(v_head, slots, valid, stride_v_slot, NUM_V, BLOCK_V, MASKED, peak.shape[0] < 16)
+        k = _load_rows(k_head, slots, valid, cache.stride_k_slot, NUM_K, BLOCK_K, MASKED, False)
+        v = _load_rows(v_head, slots, valid, cache.stride_v_slot, NUM_V, BLOCK_V, MASKED, peak.shape[0] < 16)
         beside_k = None, None
         beside_v = None, None
         if IN_ONE_WORD:
-            word = load_word_beside(k_columns, slots, valid, stride_columns, MASKED)
-            beside_k, beside_v = columns_of(word, FORMAT, k_columns.dtype.element_ty)
+            word = load_word_beside(k_scales, slots, valid, cache.stride_scales_slot, MASKED)
+            beside_k, beside_v = columns_of(word, FORMAT, cache.scales.dtype.element_ty)
         if k_groups(FORMAT) > 0 and not IN_ONE_WORD:
             beside_k = load_columns(
-                k_columns, slots, valid, stride_columns, k_groups(FORMAT), BLOCK_K, NUM_K,
+                k_scales, slots, valid, cache.stride_scales_slot, k_groups(FORMAT), BLOCK_K, NUM_K,
                 k_has_middle(FORMAT), MASKED,
             )  # fmt: skip
         if v_groups(FORMAT) > 0 and not IN_ONE_WORD:
             beside_v = load_columns(
-                v_columns, slots, valid, stride_columns, v_groups(FORMAT), BLOCK_V, NUM_V,
+                v_scales, slots, valid, cache.stride_scales_slot, v_groups(FORMAT), BLOCK_V, NUM_V,
                 v_has_middle(FORMAT), MASKED,
             )  # fmt: skip
-        slots = find_slots(index_row, positions + BLOCK_N, positions + BLOCK_N < num_keys, SHIFT)
+        slots = find_slots(index, row, positions + BLOCK_N, positions + BLOCK_N < num_keys)
 
         scores = key_scores(q, q_sums, k, beside_k, FORMAT, PACKED)
-        if SOFTCAP:
-            scores = 2.0 * tl.sigmoid(scores * cap_scale) - 1.0  # tanh
-        if slopes is not None:
-            # One multiply-add a score; what a row adds to all scores of the tile is added to its peak.
-            columns = tl.arange(0, BLOCK_N).to(tl.float32)
-            scores += (slopes / score_scale)[:, None] * columns[None, :]
-        if mask_pointers is not None and not is_tree:
-            scores = add_values(scores, values, _LOG2_E / score_scale)
-            values = load_values(
-                mask_pointers, mask_widths, positions + BLOCK_N, start + BLOCK_N < end, MASKED
-            )
+        scores = change_scores(variants, states, loaded, scores, score_scale)
+        loaded = load_ahead(variants, states, positions + BLOCK_N, start + BLOCK_N < end, MASKED)
         if MASKED:
-            last_keys = query_positions
-            if AFTER > 0:
-                last_keys += AFTER
-            visible = valid[None, :] & (positions[None, :] <= last_keys[:, None])
-            if WINDOW > 0:
-                visible = visible & (positions[None, :] > query_positions[:, None] - WINDOW)
-            if CHUNK > 0:
-                visible = visible & (positions[None, :] >= (query_positions // CHUNK * CHUNK)[:, None])
-            if is_tree:
-                visible = visible & is_in_tree(mask_pointers, mask_widths, positions, own_begin)
+            visible = tl.broadcast_to(valid[None, :], scores.shape)
+            if shape.CAUSAL:
+                visible = visible & (positions[None, :] <= query_positions[:, None])
+            visible = hide(variants, states, visible, query_positions, positions)
             scores = tl.where(visible, scores, float("-inf"))
 
-        if slopes is not None:
-            # Positions are subtracted as integers, so large ones lose no precision.
-            distance = slopes * (start - query_positions).to(tl.float32)
-            new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale + distance)
-            weights = tl.exp2(scores * score_scale - (new_peak - distance)[:, None])
+        if variants.flags.has_offset:
+            offset = offset_of(variants, states, start, query_positions)
+            new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale + offset)
+            exponents = scores * score_scale - (new_peak - offset)[:, None]
         else:
             new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale)
             exponents = scores * score_scale - new_peak[:, None]
-            if mask_pointers is not None and not is_tree:
-                # Where all keys so far have a value like -1e10, the product above, which is rounded only after
-                # the subtraction, may exceed the peak by hundreds.
-                exponents = tl.minimum(exponents, 0.0)
-            weights = tl.exp2(exponents)
+        if variants.flags.may_exceed:
+            # Where all keys so far have a value like -1e10, the product above, which is rounded only after the
+            # subtraction, may exceed the peak by hundreds.
+            exponents = tl.minimum(exponents, 0.0)
+        weights = tl.exp2(exponents)
         decay = tl.exp2(peak - new_peak)
         total = total * decay + tl.sum(weights, 1)
         acc = add_weighted(acc, weights, v, decay, beside_v, DTYPE, FORMAT, PACKED)
         peak = new_peak
-    return acc, total, peak, slots
-
-
-def score_scales(scale: float, softcap: float) -> tuple[float, float]:
-    """Returns `(score_scale, cap_scale)`. A score in base 2 is `score_scale * s`, where s is the dot product
-    or, with a soft-cap, `tanh(x) = 2 * sigmoid(2 * x) - 1` with `2 * x = cap_scale * dot product`."""
-    if softcap:
-        return softcap * LOG2_E, 2.0 * scale / softcap
-    return scale * LOG2_E, 0.0
+    return Sums(acc, total, peak, slots)

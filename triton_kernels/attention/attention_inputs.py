@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
+from lightkv.triton_kernels.attention.variants.variant import Variant, limits
 from lightkv.triton_kernels.strides import has_unit_stride
 
-from .attention_mask import AttentionMask, check_attention_mask
 from .paged_kv import AttentionOptions, PagedKV
 from .ring import Ring
+from .variants import in_order
 
 
 def check_requests(rows: Tensor, lengths: Tensor) -> None:
@@ -28,7 +29,6 @@ def check_attention_inputs(
     options: AttentionOptions,
     out: Tensor | None,
     lse: Tensor | None,
-    mask: AttentionMask | None = None,
 ) -> float:
     """Returns the layer's scale. Raises ValueError where shapes, strides, dtypes or numbers do not fit; reads
     no tensor's contents."""
@@ -80,29 +80,34 @@ def check_attention_inputs(
         check_ring(ring, options)
     check_requests(rows, lengths)
     scale = options.scale_for(key_dim)
-    if not scale > 0 or not 0 <= shift <= 31 or options.softcap < 0:
-        raise ValueError(
-            f"scale must be positive, shift in 0..31, softcap 0 (off) or more; got scale {scale}, "
-            f"shift {shift}, softcap {options.softcap}"
-        )
-    if options.window_after < 0 or (options.causal and options.window_after):
-        raise ValueError(
-            f"only a layer that is not causal has a window after the query; got {options.window_after} tokens "
-            f"after it, and causal {options.causal}"
-        )
-    check_window(options.window, options.chunk, options.after)
-    for name, numbers in (("sink_logits", options.sink_logits), ("alibi_slopes", options.alibi_slopes)):
-        if numbers is not None and (
-            numbers.dtype != torch.float32 or numbers.shape != (num_heads,) or not numbers.is_contiguous()
-        ):
-            raise ValueError(
-                f"{name} must be contiguous float32 [{num_heads}], one for each query head; got "
-                f"{numbers.dtype} {tuple(numbers.shape)}"
-            )
-    if mask is not None:
-        bounded = bool(options.window or options.chunk or options.alibi_slopes is not None)
-        check_attention_mask(mask, q, len(rows), bounded)
+    if not scale > 0 or not 0 <= shift <= 31:
+        raise ValueError(f"scale must be positive and shift in 0..31; got scale {scale} and shift {shift}")
+    check_variants(options.variants, q, len(rows))
+    if not options.causal and any(not one.flags.is_short for one in limits(options.variants)):
+        raise ValueError(f"a layer with chunks is causal; got {options}")
     return scale
+
+
+def check_variants(variants: tuple[Variant, ...], q: Tensor, num_requests: int) -> None:
+    """Raises ValueError where a variant does not fit q `[T, H, D]` of so many requests, or another variant."""
+    for one in variants:
+        one.check(q, num_requests)
+    if len({type(one) for one in variants}) < len(variants) or in_order(variants) != variants:
+        names = [type(one).__name__ for one in variants]
+        raise ValueError(f"variants are given once each and in the order of VARIANTS; got {names}")
+    check_limits(limits(variants))
+    positional = [one for one in variants if one.flags.reads_positions or one.flags.has_first_key]
+    if positional and any(one.flags.hides_own for one in variants):
+        raise ValueError(
+            "a tree of guesses is for layers without a window, chunks or ALiBi: a guess's position is its "
+            "depth in the tree, and these would count its place among the queries; verify guesses in a line"
+        )
+
+
+def check_limits(limits: tuple[Variant, ...]) -> None:
+    """Raises ValueError for more than one variant that limits the first key that a query sees."""
+    if len(limits) > 1:
+        raise ValueError(f"a layer has a window, or chunks, or neither; got {limits}")
 
 
 def check_scales(kv: PagedKV) -> None:
@@ -155,21 +160,10 @@ def check_scales_apart(kv: PagedKV) -> None:
 def check_ring(ring: Ring, options: AttentionOptions, num_held: int | None = None) -> None:
     """Raises ValueError for a layer that sees more than `num_held` tokens of the ring, by default its size."""
     held = ring.size if num_held is None else num_held
-    if options.window > held or options.chunk:
-        raise ValueError(
-            f"a layer with a window of {options.window} and chunks of {options.chunk} over {held} tokens of "
-            f"{ring}: make the ring as large as the window, and have no chunks"
-        )
-
-
-def check_window(window: int, chunk: int, after: int) -> None:
-    """Raises ValueError for a window or chunk below 0, for both at once, and for chunks that are not causal."""
-    if window < 0 or chunk < 0 or (window and chunk):
-        raise ValueError(
-            f"a layer has a window, or chunks, or neither (0); got a window of {window} and chunks of {chunk}"
-        )
-    if after < 0 or (chunk and after):
-        raise ValueError(
-            f"a layer with chunks of {chunk} is causal, and no layer sees {after} tokens after a query if that "
-            "is negative"
-        )
+    for one in limits(options.variants):
+        most = one.most_keys()
+        if not one.flags.is_short or most is None or most > held:
+            raise ValueError(
+                f"a layer with {one} over {held} tokens of {ring}: make the ring as large as the window, and "
+                "have no chunks"
+            )

@@ -1,63 +1,36 @@
 """Attention of one request in plain torch and float64: what the kernels of decode and prefill compute."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
+from lightkv.triton_kernels.attention.variants.variant import Scored, Variant, visible_reference
+
+from .paged_kv import AttentionOptions, PagedKV
 
 
-def attend_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_positions: Tensor,
-    options: AttentionOptions = DEFAULT_OPTIONS,
-    mask: Tensor | None = None,
-) -> Tensor:
+def attend_reference(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, scored: Scored) -> Tensor:
     """Computes attention of one request in float64: q `[n, H, Dk]`, k `[L, num_kv_heads, Dk]`, v `[L,
-    num_kv_heads, Dv]`, query_positions int `[n]` -> `[n, H, Dv]`. The output of a query that sees no key is
-    zeros. `mask`: float64 `[1 or H, n, L]` (`mask_reference`), added to the scores."""
-    scale, softcap = options.scale_for(q.shape[2]), options.softcap
+    num_kv_heads, Dv]` -> `[n, H, Dv]`. The output of a query that sees no key is zeros."""
     group = q.shape[1] // k.shape[1]
     k = k.double().repeat_interleave(group, dim=1)
     v = v.double().repeat_interleave(group, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = bias_reference(scores, query_positions, torch.arange(len(k), device=q.device), options, mask)
-    return torch.einsum("hqk,khd->qhd", softmax_reference(scores, options.sink_logits), v)
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * options.scale_for(q.shape[2])
+    scores = change_reference(scores, options, scored)
+    return torch.einsum("hqk,khd->qhd", softmax_reference(scores, options.variants), v)
 
 
-def bias_reference(
-    scores: Tensor,
-    query_positions: Tensor,
-    key_positions: Tensor,
-    options: AttentionOptions,
-    mask: Tensor | None = None,
-) -> Tensor:
-    """Returns scores `[H, n, L]` with the bias of ALiBi and the mask added, -inf where a key is not visible."""
-    if options.alibi_slopes is not None:
-        distances = key_positions[None, :] - query_positions[:, None]
-        scores = scores + options.alibi_slopes.to(scores.dtype)[:, None, None] * distances
-    if mask is not None:
-        scores = scores + mask.to(scores.dtype)
-    visible = visible_reference(query_positions, key_positions, options)
+def change_reference(scores: Tensor, options: AttentionOptions, scored: Scored) -> Tensor:
+    """Returns scaled scores `[H, n, L]` as the variants change them, -inf where a key is not visible."""
+    for one in options.variants:
+        scores = one.scores_reference(scores, scored)
+    visible = visible_reference(options.variants, options.causal, scored)
     return scores.masked_fill(~visible, float("-inf"))
 
 
-def visible_reference(query_positions: Tensor, key_positions: Tensor, options: AttentionOptions) -> Tensor:
-    """Returns which keys the queries see, bool `[n, L]`: by causality, the windows or the chunks."""
-    queries, keys = query_positions[:, None], key_positions[None, :]
-    visible = keys <= queries + options.after
-    if options.window:
-        visible &= keys > queries - options.window
-    if options.chunk:
-        visible &= keys >= queries // options.chunk * options.chunk
-    return visible
-
-
-def softmax_reference(scores: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Returns the weights of scores `[H, n, L]` (base e) that the heads' sinks join; zeros where a query sees
+def softmax_reference(scores: Tensor, variants: Sequence[Variant]) -> Tensor:
+    """Returns the weights of scores `[H, n, L]` (base e), with what joins their sums; zeros where a query sees
     no key.
 
     Weights are divided by their sum, and not made with the log-sum-exp: beside a peak of -1e9, as of a query
@@ -66,19 +39,19 @@ def softmax_reference(scores: Tensor, sink_logits: Tensor | None) -> Tensor:
     peak = scores.new_full((*scores.shape[:2], 1), -1e30)  # finite, so that hidden keys weigh 0 and not NaN
     if scores.shape[2]:
         peak = torch.maximum(peak, scores.amax(2, keepdim=True))
-    sinks = None if sink_logits is None else sink_logits.to(scores.dtype)[:, None, None]
-    if sinks is not None:
-        peak = torch.maximum(peak, sinks)
+    joined = [one.to(scores.dtype)[:, None, None] for one in joined_reference(variants)]
+    for one in joined:
+        peak = torch.maximum(peak, one)
     weights = (scores - peak).exp()
     total = weights.sum(2, keepdim=True)
-    if sinks is not None:
-        total += (sinks - peak).exp()
+    for one in joined:
+        total += (one - peak).exp()
     return weights / total.masked_fill(total == 0, 1.0)
 
 
-def join_sinks_reference(lse: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Returns the log-sum-exp `[H, n]` (base e) of scores and the heads' sinks, from that of the scores."""
-    return lse if sink_logits is None else torch.logaddexp(lse, sink_logits.to(lse.dtype)[:, None])
+def joined_reference(variants: Sequence[Variant]) -> list[Tensor]:
+    """Returns the scores, `[H]` each, that join the sums of the softmax."""
+    return [joins for one in variants if (joins := one.joins_reference()) is not None]
 
 
 def slots_reference(kv: PagedKV, row: int, positions: Tensor) -> Tensor:

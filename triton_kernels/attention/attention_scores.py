@@ -6,84 +6,68 @@ probabilities summed over heads and queries. One program sums up a key in a fixe
 equal bits.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple, Optional
+
 import torch
 import triton
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.quantised.unpack import as_words, is_packed
+from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
+from lightkv.triton_kernels.attention.variants.variant import Flat, Scored, bind, flatten, rebuild
 
-from .attend_keys import LOG2_E, score_scales
 from .attention_inputs import check_attention_inputs
-from .attention_mask import AttentionMask, mask_reference, mask_strides
-from .attention_reference import bias_reference, find_slots_reference, join_sinks_reference
+from .attention_reference import change_reference, find_slots_reference, joined_reference
 from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
+from .records import FlatKV, flatten_kv, heads_record, kv_records, shape_record
 from .scores_kernels import lse_kernel, scores_kernel
+from .variants import VARIANTS
+
+
+class ScoredBatch(NamedTuple):
+    """The requests of a call, as `attention_scores` takes them."""
+
+    rows: Tensor
+    q_starts: Tensor
+    query_positions: Tensor
+    lengths: Tensor
 
 
 @torch.library.custom_op("lightkv::attention_lse", mutates_args=("lse",))
 def _attention_lse(
     q: Tensor,
-    k_cache: Tensor,
-    columns: Tensor | None,
-    index: Tensor,
-    rows: Tensor,
-    q_starts: Tensor,
-    query_positions: Tensor,
-    lengths: Tensor,
-    sink_logits: Tensor | None,
-    alibi_slopes: Tensor | None,
-    mask: Tensor | None,
-    mask_columns: Tensor | None,
+    kv_tensors: Sequence[Optional[Tensor]],  # noqa: UP045  # the form that torch reads
+    kv_numbers: Sequence[int],
+    batch: Sequence[Tensor],
+    variants: str,
+    variant_tensors: Sequence[Tensor],
+    variant_numbers: Sequence[float],
     lse: Tensor,
     max_q_len: int,
     scale: float,
-    shift: int,
-    window: int,
-    chunk: int,
-    after: int,
-    softcap: float,
-    layer_format: int,
+    causal: bool,
 ) -> None:
-    num_requests, num_kv_heads = len(rows), k_cache.shape[1]
+    num_requests = len(batch[0])
     if num_requests == 0 or max_q_len == 0:
         return
-    group = q.shape[1] // num_kv_heads
+    flat = FlatKV(list(kv_tensors), list(kv_numbers))
+    cache, index = kv_records(flat)
+    num_kv_heads = cache.k.shape[1]
     launch = tuning.scores_launch(q.shape[2], q.element_size())
-    score_scale, cap_scale = score_scales(scale, softcap)
-    lse_kernel[(num_kv_heads, triton.cdiv(max_q_len * group, launch.block_m), num_requests)](
-        q,
-        k_cache,
-        columns,
+    shape = shape_record(q, flat, q.shape[2], launch.block_m, launch.block_n, causal)
+    used = rebuild(Flat(variants, list(variant_tensors), list(variant_numbers)), VARIANTS)
+    bound, score_scale = bind(used, scale)
+    num_tiles = triton.cdiv(max_q_len * (q.shape[1] // num_kv_heads), launch.block_m)
+    lse_kernel[(num_kv_heads, num_tiles, num_requests)](
+        heads_record(q),
+        cache,
         index,
-        rows,
-        q_starts,
-        query_positions,
-        lengths,
-        sink_logits,
-        alibi_slopes,
-        mask,
-        mask_columns,
+        ScoredBatch(*batch),
         lse,
         score_scale,
-        cap_scale,
-        *q.stride()[:2],
-        *k_cache.stride()[:2],
-        *(None, None) if columns is None else columns.stride()[:2],
-        index.stride(0),
-        *mask_strides(mask),
-        GROUP=group,
-        DK=q.shape[2],
-        BLOCK_M=launch.block_m,
-        BLOCK_DK=tuning.padded_dim(q.shape[2]),
-        BLOCK_N=launch.block_n,
-        SHIFT=shift,
-        WINDOW=window,
-        CHUNK=chunk,
-        AFTER=after,
-        SOFTCAP=softcap != 0.0,
-        FORMAT=layer_format,
-        PACKED=layer_format != 0 and is_packed(q),
+        bound,
+        shape,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
@@ -95,67 +79,39 @@ _attention_lse.register_fake(lambda *_: None)  # the output is an argument
 @torch.library.custom_op("lightkv::attention_scores", mutates_args=("out",))
 def _attention_scores(
     q: Tensor,
-    k_cache: Tensor,
-    columns: Tensor | None,
-    index: Tensor,
-    rows: Tensor,
-    q_starts: Tensor,
-    query_positions: Tensor,
-    lengths: Tensor,
-    alibi_slopes: Tensor | None,
-    mask: Tensor | None,
-    mask_columns: Tensor | None,
+    kv_tensors: Sequence[Optional[Tensor]],  # noqa: UP045  # the form that torch reads
+    kv_numbers: Sequence[int],
+    batch: Sequence[Tensor],
+    variants: str,
+    variant_tensors: Sequence[Tensor],
+    variant_numbers: Sequence[float],
     lse: Tensor,
     out: Tensor,
     scale: float,
-    shift: int,
-    window: int,
-    chunk: int,
-    after: int,
-    softcap: float,
-    layer_format: int,
+    causal: bool,
 ) -> None:
     num_requests, width = out.shape
     if num_requests == 0 or width == 0:
         return
+    flat = FlatKV(list(kv_tensors), list(kv_numbers))
+    cache, index = kv_records(flat)
     launch = tuning.scores_launch(q.shape[2], q.element_size())
-    score_scale, cap_scale = score_scales(scale, softcap)
+    shape = shape_record(q, flat, q.shape[2], launch.block_m, launch.block_n, causal)
+    used = rebuild(Flat(variants, list(variant_tensors), list(variant_numbers)), VARIANTS)
+    bound, score_scale = bind(used, scale)
     scores_kernel[(triton.cdiv(width, launch.block_n), num_requests)](
-        q,
-        k_cache,
-        columns,
+        heads_record(q),
+        cache,
         index,
-        rows,
-        q_starts,
-        query_positions,
-        lengths,
-        alibi_slopes,
-        mask,
-        mask_columns,
+        ScoredBatch(*batch),
         lse,
         out,
-        k_cache.shape[1],
+        cache.k.shape[1],
         width,
-        score_scale,
-        cap_scale,
-        *q.stride()[:2],
-        *k_cache.stride()[:2],
-        *(None, None) if columns is None else columns.stride()[:2],
-        index.stride(0),
         out.stride(0),
-        *mask_strides(mask),
-        GROUP=q.shape[1] // k_cache.shape[1],
-        DK=q.shape[2],
-        BLOCK_M=launch.block_m,
-        BLOCK_DK=tuning.padded_dim(q.shape[2]),
-        BLOCK_N=launch.block_n,
-        SHIFT=shift,
-        WINDOW=window,
-        CHUNK=chunk,
-        AFTER=after,
-        SOFTCAP=softcap != 0.0,
-        FORMAT=layer_format,
-        PACKED=layer_format != 0 and is_packed(q),
+        score_scale,
+        bound,
+        shape,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
@@ -174,40 +130,20 @@ def attention_lse(
     options: AttentionOptions = DEFAULT_OPTIONS,
     *,
     max_q_len: int,
-    mask: AttentionMask | None = None,
 ) -> Tensor:
     """Computes the log-sum-exp of each query's scores, in base 2, the head's sink included: float32 `[T, H]`,
     -inf where a query sees no key and has no sink, or belongs to no request. Arguments and errors are those of
     `attention_scores`."""
-    scale = check_attention_inputs(q, kv, rows, lengths, options, None, None, mask)
+    scale = check_attention_inputs(q, kv, rows, lengths, options, None, None)
     _check_queries(q, rows, q_starts, query_positions)
     if kv.ring is not None or kv.indirection is not None:
         raise ValueError("scores are those of a row's own entries; pass kv without a ring and an indirection")
     if max_q_len < 0:
         raise ValueError(f"max_q_len must be 0 or more, got {max_q_len}")
     lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
+    batch = ScoredBatch(rows, q_starts, query_positions, lengths)
     _attention_lse(
-        q,
-        as_words(kv.k, kv.format.k),
-        kv.scales,
-        kv.index,
-        rows,
-        q_starts,
-        query_positions,
-        lengths,
-        options.sink_logits,
-        options.alibi_slopes,
-        None if mask is None else mask.for_kernel(),
-        None if mask is None else mask.columns,
-        lse,
-        max_q_len,
-        scale,
-        kv.shift,
-        options.window,
-        options.chunk,
-        options.after,
-        options.softcap,
-        kv.format_code,
+        q, *flatten_kv(kv), batch, *flatten(options.variants), lse, max_q_len, scale, options.causal
     )
     return lse
 
@@ -223,7 +159,6 @@ def attention_scores(
     *,
     max_q_len: int,
     width: int,
-    mask: AttentionMask | None = None,
 ) -> Tensor:
     """Computes how much the queries attend to each entry of their row: probabilities, summed over queries and
     heads.
@@ -239,9 +174,8 @@ def attention_scores(
             checked.
         max_q_len: an upper bound on the queries of a request, which sizes the grid.
         width: the number of entries to return scores for.
-        options: scale, windows, soft-cap, chunk, sinks, ALiBi, and whether the layer is causal.
-        mask: what hides keys or changes scores beside the options, with a row for each query of q. A tree's
-            queries are at the last entries.
+        options: the scale, whether the layer is causal, and its variants. The queries of a tree of guesses are
+            at the last entries.
 
     Returns:
         float32 `[B, width]`, zero beyond a request's length. If `width` covers them, a request's entries add up
@@ -252,31 +186,17 @@ def attention_scores(
     """
     if width < 0:
         raise ValueError(f"width must be 0 or more, got {width}")
-    lse = attention_lse(
-        q, kv, rows, q_starts, query_positions, lengths, options, max_q_len=max_q_len, mask=mask
-    )
+    lse = attention_lse(q, kv, rows, q_starts, query_positions, lengths, options, max_q_len=max_q_len)
     out = torch.empty(len(rows), width, dtype=torch.float32, device=q.device)
     _attention_scores(
         q,
-        as_words(kv.k, kv.format.k),
-        kv.scales,
-        kv.index,
-        rows,
-        q_starts,
-        query_positions,
-        lengths,
-        options.alibi_slopes,
-        None if mask is None else mask.for_kernel(),
-        None if mask is None else mask.columns,
+        *flatten_kv(kv),
+        ScoredBatch(rows, q_starts, query_positions, lengths),
+        *flatten(options.variants),
         lse,
         out,
         options.scale_for(q.shape[2]),
-        kv.shift,
-        options.window,
-        options.chunk,
-        options.after,
-        options.softcap,
-        kv.format_code,
+        options.causal,
     )
     return out
 
@@ -303,13 +223,12 @@ def attention_scores_reference(
     options: AttentionOptions = DEFAULT_OPTIONS,
     *,
     width: int,
-    mask: AttentionMask | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes `attention_scores` `[B, width]` and `attention_lse` `[T, H]` in plain torch, one request at a
     time, in float32, or in float64 where q is. Reads rows, q_starts and lengths on the host, so on a GPU it
     synchronises."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    scale, softcap = options.scale_for(q.shape[2]), options.softcap
+    scale = options.scale_for(q.shape[2])
     num_heads, num_kv_heads = q.shape[1], kv.k.shape[1]
     out = torch.zeros(len(rows), width, dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:2], float("-inf"), dtype=dtype, device=q.device)
@@ -322,13 +241,16 @@ def attention_scores_reference(
         # [num_kv_heads, group * n, Dk]: query heads that share a K/V head are rows of one matrix
         q_rows = q[queries].to(dtype).unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
         scores = torch.matmul(q_rows, k.permute(1, 2, 0)) * scale
-        scores = scores.view(num_heads, queries.stop - queries.start, length)
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        values = None if mask is None else mask_reference(mask, queries, request, length)
-        scores = bias_reference(scores, query_positions[queries].long(), entries, options, values)
+        num_queries = queries.stop - queries.start
+        scores = scores.view(num_heads, num_queries, length)
+        scored = Scored(
+            queries, request, query_positions[queries].long(), entries, length, length - num_queries
+        )
+        scores = change_reference(scores, options, scored)
         # [H, n], -inf where a query sees no key
-        row_lse = join_sinks_reference(scores.logsumexp(2), options.sink_logits)
+        row_lse = scores.logsumexp(2)
+        for joins in joined_reference(options.variants):
+            row_lse = torch.logaddexp(row_lse, joins.to(dtype)[:, None])
         lse[queries] = row_lse.T * LOG2_E
         weights = scores.sub_(row_lse.clamp(min=-1e30)[..., None]).exp_()
         shown = min(length, width)

@@ -38,10 +38,10 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention_reference,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
+from lightkv.triton_kernels.attention.variants.variant import limits
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
 from .attention_inputs import check_attention_inputs
-from .attention_mask import AttentionMask
 from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 
 
@@ -60,28 +60,27 @@ def mixed_plan(
     *,
     num_tokens: int,
     dtype: torch.dtype,
-    window: int = 0,
-    chunk: int = 0,
-    after: int = 0,
+    options: AttentionOptions = DEFAULT_OPTIONS,
     num_queries: int = 1,
     shared_prefixes: SharedPrefixGroups | None = None,
     decodes_first: bool = False,
     layer_format: KVFormat = AS_COMPUTED,
 ) -> MixedPlan:
-    """Makes the work lists of a step, which serve all layers with these heads and this window or these chunks.
+    """Makes the work lists of a step, which serve all layers with these heads and limits.
 
     Args:
         rows, q_starts, lengths, num_queries, decodes_first: as in `mixed_attention`; read on the device.
         heads: of the layers.
         num_tokens: T of q.
         dtype: of q.
-        window, chunk, after: as in `AttentionOptions`.
+        options: of the layers; what limits the first key that a query sees, and causality count.
         shared_prefixes: of the decodes, which are numbered from 0; as in `decode_plan`.
         layer_format: how the layers' K/V is stored.
     """
     num_prefills, num_requests = q_starts.shape[0] - 1, rows.shape[0]
     num_decodes = 0 if decodes_first else num_requests - num_prefills
     prefill = decode = None
+    limited = limits(options.variants)
     if num_prefills:
         prefill = prefill_plan(
             rows[:num_prefills],
@@ -90,17 +89,15 @@ def mixed_plan(
             heads,
             num_tokens=num_tokens - num_decodes * num_queries,
             dtype=dtype,
-            window=window,
-            chunk=chunk,
-            after=after,
+            limits=limited,
+            causal=options.causal,
         )
     if num_requests > num_prefills:
         decode = decode_plan(
             rows[num_prefills:],
             lengths[num_prefills:],
             num_kv_heads=heads.num_kv_heads,
-            window=window,
-            chunk=chunk,
+            limits=limited,
             num_queries=num_queries,
             shared_prefixes=shared_prefixes,
             key_bytes=heads.key_bytes(dtype),
@@ -122,7 +119,6 @@ def mixed_attention(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     decodes_first: bool = False,
-    mask: AttentionMask | None = None,
 ) -> Tensor:
     """Computes attention of each request's last tokens to all its tokens. Their K/V is in the cache before the
     call.
@@ -138,14 +134,13 @@ def mixed_attention(
         lengths: int32 `[B]`, tokens in the cache, the queries' own included; at most num_entries * 2**shift,
             which is not checked.
         num_queries: queries of each decode, at its last positions.
-        plan: the result of `mixed_plan` for the same rows, q_starts, lengths, windows, chunk, num_queries and
-            shapes; it serves all layers of a step, one after the other. If None, a plan is made here.
+        plan: the result of `mixed_plan` for the same rows, q_starts, lengths, limits, num_queries and shapes;
+            it serves all layers of a step, one after the other. If None, a plan is made here.
         out: `[T, H, Dv]` to write to; allocated in the dtype of q if None.
         lse: float32 `[T, H]`, contiguous, to write the log-sum-exp of the scores to, in base 2, the head's
             sink included; -inf where a query sees no key and has no sink. Not written if None.
         decodes_first: the decodes' queries are the first of q instead of the last, and q_starts[0] may be any
             of T. A query of both a prefill and a decode gets the output of the prefill.
-        mask: what hides keys or changes scores beside the options, with a row for each query of q.
 
     Returns:
         `[T, H, Dv]`, `out`.
@@ -153,7 +148,7 @@ def mixed_attention(
     Raises:
         ValueError: shapes, strides, dtypes or numbers do not fit; nothing has been launched.
     """
-    check_attention_inputs(q, kv, rows, lengths, options, out, lse, mask)
+    check_attention_inputs(q, kv, rows, lengths, options, out, lse)
     if q_starts.dtype != torch.int32 or q_starts.dim() != 1 or not q_starts.is_contiguous():
         raise ValueError(
             f"q_starts must be contiguous int32 [prefills + 1], got {q_starts.dtype} {tuple(q_starts.shape)}"
@@ -181,12 +176,11 @@ def mixed_attention(
             kv,
             rows[num_prefills:],
             lengths[num_prefills:],
-            options,
+            _options_of(options, decoded, num_prefills, num_requests),
             num_queries=num_queries,
             plan=decode,
             out=out[decoded],
             lse=None if lse is None else lse[decoded],
-            mask=_mask_of(mask, decoded, num_prefills, num_requests),
         )
     if num_prefills:
         prefilled = slice(num_tokens if decodes_first else first_decode)
@@ -196,20 +190,17 @@ def mixed_attention(
             rows[:num_prefills],
             q_starts,
             lengths[:num_prefills],
-            options,
+            _options_of(options, prefilled, 0, num_prefills),
             plan=prefill,
             out=out[prefilled],
             lse=None if lse is None else lse[prefilled],
-            mask=_mask_of(mask, prefilled, 0, num_prefills),
         )
     return out
 
 
-def _mask_of(mask: AttentionMask | None, queries: slice, begin: int, end: int) -> AttentionMask | None:
-    """Returns the mask of some queries, those of the requests [begin, end)."""
-    if mask is None:
-        return None
-    return mask.queries(queries.start or 0, queries.stop).requests(begin, end)
+def _options_of(options: AttentionOptions, queries: slice, begin: int, end: int) -> AttentionOptions:
+    """Returns the options for some queries, those of the requests [begin, end)."""
+    return options.of_queries(queries.start or 0, queries.stop).of_requests(begin, end)
 
 
 def mixed_attention_reference(
@@ -222,7 +213,6 @@ def mixed_attention_reference(
     *,
     num_queries: int = 1,
     decodes_first: bool = False,
-    mask: AttentionMask | None = None,
 ) -> Tensor:
     """Computes `mixed_attention` in plain torch and float64, one request at a time; the output of queries that
     belong to no request is zero. Reads lengths, rows and q_starts on the host, so on a GPU it synchronises."""
@@ -235,9 +225,8 @@ def mixed_attention_reference(
         kv,
         rows[num_prefills:],
         lengths[num_prefills:],
-        options,
+        _options_of(options, queries, num_prefills, len(rows)),
         num_queries=num_queries,
-        mask=_mask_of(mask, queries, num_prefills, len(rows)),
     )
     out = prefill_attention_reference(
         q,
@@ -245,8 +234,7 @@ def mixed_attention_reference(
         rows[:num_prefills],
         q_starts,
         lengths[:num_prefills],
-        options,
-        mask=_mask_of(mask, slice(0, len(q)), 0, num_prefills),
+        _options_of(options, slice(0, len(q)), 0, num_prefills),
     )
     is_decoded = torch.zeros(len(q), dtype=torch.bool, device=q.device)
     is_decoded[queries] = True

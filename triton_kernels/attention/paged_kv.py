@@ -1,15 +1,19 @@
 """What the attention operators share: where a layer's K/V is, its heads, and how the layer attends."""
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightkv.triton_kernels.attention.variants.variant import Variant
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 from lightkv.triton_kernels.quantised.quantise_reference import dequantise, split_columns
 from lightkv.triton_kernels.quantised.unpack import format_code
 
 from .ring import Ring
+from .variants import in_order
+
+Chosen = TypeVar("Chosen", bound=Variant)
 
 
 class PagedKV(NamedTuple):
@@ -134,44 +138,56 @@ def beam_indirection(cache_indirection: Tensor, rows: Tensor, out: Tensor) -> No
     out.index_copy_(0, rows.flatten(), chosen.view(batch * beams, positions).int())
 
 
-ALL_AFTER = 2**30  # more tokens than a request has; positions plus this fit in int32
-
-
 class AttentionOptions(NamedTuple):
     """How a layer attends.
 
     `scale`: multiplies q·k, positive; None stands for head_dim ** -0.5.
-    `window`: a query attends to itself and to the `window - 1` tokens before it; 0 for all tokens before it.
-    `softcap`: scores become softcap * tanh(score / softcap); 0 for no cap.
-    `chunk`: a query at position p attends to the tokens from p // chunk * chunk to p, as in Llama-4; 0 for all
-    tokens before it. A layer has no window and chunks at once.
-    `sink_logits`: float32 `[num_heads]`, contiguous, a score of each query head that joins the softmax's sum
-    and has no value, as in gpt-oss: it is neither scaled nor capped. None for no sinks. A log-sum-exp contains
-    it, so of several results that are merged, only one may have sinks.
-    `alibi_slopes`: float32 `[num_heads]`, contiguous: slope * (key position - query position) is added to the
-    scaled and capped score, as in ALiBi (`alibi.alibi_slopes`), also for keys after the query. None for none.
     `causal`: whether a query sees no key after itself. False: it sees all keys of its request, as in an
     encoder, or as with the keys of another sequence (cross attention), where positions mean nothing.
-    `window_after`: with `causal` False, how many tokens after itself a query sees; 0 for all.
+    `variants`: what changes scores and hides keys, in the order of `variants.VARIANTS`.
     """
 
     scale: float | None = None
-    window: int = 0
-    softcap: float = 0.0
-    chunk: int = 0
-    sink_logits: Tensor | None = None
-    alibi_slopes: Tensor | None = None
     causal: bool = True
-    window_after: int = 0
-
-    @property
-    def after(self) -> int:
-        """How many tokens after itself a query sees: 0 if causal, `ALL_AFTER` for all."""
-        return 0 if self.causal else self.window_after or ALL_AFTER
+    variants: tuple[Variant, ...] = ()
 
     def scale_for(self, head_dim: int) -> float:
         """Returns `scale`, or its default for heads of `head_dim`."""
         return head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def most_keys(self) -> int | None:
+        """The most tokens that a query sees; None for any number."""
+        bounds = [most for one in self.variants if (most := one.most_keys()) is not None]
+        return min(bounds, default=None)
+
+    @property
+    def counts_positions(self) -> bool:
+        """Whether what a query sees depends on true positions, of itself and of keys after it, too."""
+        return not self.causal or any(
+            one.flags.has_first_key or one.flags.reads_positions for one in self.variants
+        )
+
+    def plus(self, *variants: Variant | None) -> "AttentionOptions":
+        """Returns the options with more variants."""
+        more = tuple(one for one in variants if one is not None)
+        return self._replace(variants=in_order((*self.variants, *more))) if more else self
+
+    def without(self, *kinds: type[Variant]) -> "AttentionOptions":
+        """Returns the options without the variants of these classes."""
+        return self._replace(variants=tuple(one for one in self.variants if not isinstance(one, kinds)))
+
+    def of_queries(self, begin: int, end: int) -> "AttentionOptions":
+        """Returns the options for the queries [begin, end) of q alone."""
+        return self._replace(variants=tuple(one.of_queries(begin, end) for one in self.variants))
+
+    def of_requests(self, begin: int, end: int) -> "AttentionOptions":
+        """Returns the options for the requests [begin, end) alone."""
+        return self._replace(variants=tuple(one.of_requests(begin, end) for one in self.variants))
+
+    def of(self, kind: type[Chosen]) -> Chosen | None:
+        """Returns the variant of a class; None if there is none."""
+        return next((one for one in self.variants if isinstance(one, kind)), None)
 
 
 DEFAULT_OPTIONS = AttentionOptions()

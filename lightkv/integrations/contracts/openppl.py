@@ -12,10 +12,11 @@ from torch import Tensor
 from lightkv.attention.biased_attention import attend_with_bias
 from lightkv.errors import UnknownBackend
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_mask import AttentionMask, mask_reference
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
-from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
+from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention
+from lightkv.triton_kernels.attention.variants import Alibi, ValueMask
+from lightkv.triton_kernels.attention.variants.variant import Scored
 from lightkv.triton_kernels.strides import has_unit_stride
 
 from .openppl_cache import LayerCache, Slots, layer_of
@@ -195,16 +196,17 @@ def _multi_head_cache_attention(
         None if scale is None or not quant_bit else layer_of(cache_layout, scale, layer_idx),
         quant_bit,
     )
-    mask = None
+    options = DEFAULT_OPTIONS
+    if is_alibi:
+        options = options.plus(Alibi(slopes_on(query.device, num_heads)))
     if attn_mask is not None:
         values = attn_mask if has_unit_stride(attn_mask) else attn_mask.contiguous()
-        mask = AttentionMask(values, columns=kvstarts[:-1].int())
+        options = options.plus(ValueMask(values, columns=kvstarts[:-1].int()))
     step = _Step(
         query if has_unit_stride(query) else query.contiguous(),
         seqstarts.int(),
         (kvstarts[1:] - kvstarts[:-1]).int(),
-        AttentionOptions(alibi_slopes=slopes_on(query.device, num_heads) if is_alibi else None),
-        mask,
+        options,
         num_whole=_num_whole(len(start_pos), decoding_batches, is_causal, is_alibi),
     )
     of_layer.write(_slots_of_queries(slots, seqstarts, start_pos, len(query)), current_key, current_value)
@@ -258,7 +260,6 @@ class _Step(NamedTuple):
     q_starts: Tensor  # int32 [B + 1]
     lengths: Tensor  # int32 [B], the tokens of each sequence
     options: AttentionOptions
-    mask: AttentionMask | None
     num_whole: int  # the first sequences, whose queries see all of their tokens
 
 
@@ -289,12 +290,12 @@ def slopes_on(device: torch.device, num_heads: int) -> Tensor:
 
 def _attend_with_kernels(step: _Step, kv: PagedKV, max_seqlen: int, out: Tensor) -> None:
     """Writes the attention of all queries to `out`, by the kernels."""
-    q, q_starts, lengths, options, mask, num_whole = step
+    q, q_starts, lengths, options, num_whole = step
     batch = len(lengths)
     rows = torch.arange(batch, device=q.device, dtype=torch.int32)
     if max_seqlen == 1 and len(q) == batch and q.shape[1] // kv.k.shape[1] <= tuning.MOST_DECODE_ROWS:
         # Every sequence has one query, its newest token, which sees all of its tokens in any layer.
-        decode_attention(q, kv, rows, lengths, options, out=out, mask=mask)
+        decode_attention(q, kv, rows, lengths, options, out=out)
         return
     # How many queries a sequence that decodes has is known on the device alone, so prefill's kernel, which
     # reads q_starts there, takes them, too.
@@ -306,15 +307,14 @@ def _attend_with_kernels(step: _Step, kv: PagedKV, max_seqlen: int, out: Tensor)
                 rows[begin:end],
                 q_starts[begin : end + 1],
                 lengths[begin:end],
-                options._replace(causal=causal),
+                options.of_requests(begin, end)._replace(causal=causal),
                 out=out,
-                mask=None if mask is None else mask.requests(begin, end),
             )
 
 
 def _attend_in_torch(step: _Step, of_layer: LayerCache, slots: Slots, out: Tensor) -> None:
     """Writes the attention of all queries to `out`, sequence by sequence and in float32."""
-    q, q_starts, lengths, options, mask, num_whole = step
+    q, q_starts, lengths, options, num_whole = step
     starts = q_starts.tolist()
     for sequence, length in enumerate(lengths.tolist()):
         queries = slice(starts[sequence], starts[sequence + 1])
@@ -322,6 +322,6 @@ def _attend_in_torch(step: _Step, of_layer: LayerCache, slots: Slots, out: Tenso
             continue
         positions = torch.arange(length, device=q.device)
         k, v = of_layer.read(slots.find(torch.full_like(positions, sequence), positions))
-        added = None if mask is None else mask_reference(mask, queries, sequence, length)
+        scored = Scored.of_last(queries, sequence, length, q.device)
         causal = options._replace(causal=sequence >= num_whole)
-        out[queries] = attend_with_bias(q[queries].float(), k.float(), v.float(), causal, added).to(q.dtype)
+        out[queries] = attend_with_bias(q[queries].float(), k.float(), v.float(), causal, scored).to(q.dtype)

@@ -19,6 +19,7 @@ from lightkv.attention import AttentionOptions, LayerShape
 from lightkv.errors import LightKVError, UnsupportedModel
 from lightkv.integrations.model.adapters.proof import num_tokens_for, require_own_attention
 from lightkv.memory.kv_spec import KVSpec
+from lightkv.triton_kernels.attention.variants import Alibi, Chunk, SinkLogits, Softcap, Window
 
 from .attention_call import AttentionCall, KeptHandler, compute, kept_handler, switch_attention
 from .context import context_length
@@ -140,7 +141,14 @@ class _ShapeRecorder:
             chunk = self._chunk(call.mask, window, call)
         elif call.mask is not None:
             raise self._unsupported("it makes an attention mask of its own")
-        return AttentionOptions(scale, int(window), float(softcap), chunk, sink_logits, alibi_slopes)
+        variants = (
+            Softcap(float(softcap)) if softcap else None,
+            None if alibi_slopes is None else Alibi(alibi_slopes),
+            Window(int(window)) if window else None,
+            Chunk(chunk) if chunk else None,
+            None if sink_logits is None else SinkLogits(sink_logits),
+        )
+        return AttentionOptions(scale).plus(*variants)
 
     def _sink_logits(self, sinks: Any, call: AttentionCall) -> torch.Tensor | None:
         """Returns a layer's learned sinks, float32 `[num_heads]`, from what its module passes as `s_aux`."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightkv.integrations.contracts.openppl import multi_head_cache_attention, slopes_on
 from lightkv.integrations.contracts.openppl_cache import LayerCache
-from lightkv.triton_kernels.attention.alibi import alibi_slopes
+from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
 
 PAST, COUNTS = [7, 1, 4, 9], [1, 1, 5, 3]
 PLACES = [Place(layout, page) for layout in range(4) for page in (0, 1, 16, 128)]

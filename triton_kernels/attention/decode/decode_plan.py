@@ -22,8 +22,9 @@ its M members. Item i of a prefix has the parts from i * M on, item i of a reque
     parts  0 ├─ M parts of item 0 ─┼─ M of item 1 ─┼ … ┤ own_parts ├─ one part per item of a request …
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -31,10 +32,13 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attend_keys import first_key
-from lightkv.triton_kernels.attention.attention_inputs import check_requests, check_window
+from lightkv.triton_kernels.attention.attention_inputs import check_limits, check_requests
 from lightkv.triton_kernels.attention.paged_kv import HeadShape
+from lightkv.triton_kernels.attention.records import Together
 from lightkv.triton_kernels.attention.ring import Ring
+from lightkv.triton_kernels.attention.variants import VARIANTS
+from lightkv.triton_kernels.attention.variants.hooks import first_key
+from lightkv.triton_kernels.attention.variants.variant import Flat, Variant, bind, flatten, rebuild
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
 ITEM_FIELDS = 4  # request (or -1 - prefix), row, first key, end of the keys
@@ -70,7 +74,7 @@ class DecodePlan(NamedTuple):
     prefix, whose parts lie M apart. A request with a single part writes its output at once, and no part.
     `split`: int32: the requests that have several parts, then -1.
     `members`: `[P, M]`, the requests that share each prefix; None without shared prefixes.
-    `window`, `num_queries`, `chunk`, `ring`: what the plan was made for.
+    `limits`, `num_queries`, `ring`: what the plan was made for.
     """
 
     items: Tensor
@@ -78,9 +82,8 @@ class DecodePlan(NamedTuple):
     parts: Tensor
     split: Tensor
     members: Tensor | None
-    window: int = 0
+    limits: tuple[Variant, ...] = ()
     num_queries: int = 1
-    chunk: int = 0
     ring: Ring | None = None
 
     @property
@@ -101,11 +104,19 @@ class DecodePlan(NamedTuple):
         return self.own_parts + self.items.shape[0]
 
 
+class _RingSizes(NamedTuple):
+    """The numbers of a `Ring`."""
+
+    SINKS: Any
+    SIZE: Any
+    STRIDE: Any
+
+
 @triton.jit
-def _first_in_ring(positions, SINKS: tl.constexpr, RING: tl.constexpr, STRIDE: tl.constexpr):
+def _first_in_ring(positions, ring):
     """Returns the first key after the sinks that queries at `positions` see (`Ring.first_key`)."""
-    beyond = positions - (SINKS + RING)
-    return SINKS + tl.where(beyond < 0, 0, (beyond // STRIDE + 1) * STRIDE)
+    beyond = positions - (ring.SINKS + ring.SIZE)
+    return ring.SINKS + tl.where(beyond < 0, 0, (beyond // ring.STRIDE + 1) * ring.STRIDE)
 
 
 @triton.jit
@@ -137,42 +148,41 @@ def _plan_kernel(
     num_prefixes,
     num_workers,
     num_listed,
+    limits,  # `Variants`
+    ring,  # `_RingSizes`; None where rows are no rings
+    together,  # `Together`
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
     UNIT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SINKS: tl.constexpr,
-    RING: tl.constexpr,  # 0: the rows are no rings
-    STRIDE: tl.constexpr,
-    NUM_QUERIES: tl.constexpr,
-    MEMBERS: tl.constexpr,
 ):
+    NUM_QUERIES: tl.constexpr = together.NUM_QUERIES
+    MEMBERS: tl.constexpr = together.MEMBERS
+    IS_LIMITED: tl.constexpr = limits.flags.has_first_key
     run = tl.arange(0, BLOCK_R)  # those of prefixes, then those of requests
     request = run - num_prefixes
     is_request = (request >= 0) & (request < num_requests)
     end_key = tl.load(lengths + request, mask=is_request, other=0)
     row = tl.load(rows + request, mask=is_request, other=0).to(tl.int32)
-    begin_key = first_key(end_key - NUM_QUERIES, WINDOW, CHUNK)
-    if RING > 0:
-        begin_key = _first_in_ring(end_key - 1, SINKS, RING, STRIDE)
+    begin_key = first_key(limits, end_key - NUM_QUERIES)
+    if ring is not None:
+        begin_key = _first_in_ring(end_key - 1, ring)
     own_place = tl.full([BLOCK_R], -1, tl.int32)
     if MEMBERS > 1:
         own_place = tl.load(place + request, mask=is_request, other=-1)
         own_begin = tl.load(keys + own_place // MEMBERS, mask=own_place >= 0, other=0)
-        begin_key = tl.maximum(begin_key, own_begin) if CHUNK > 0 else own_begin
+        begin_key = tl.maximum(begin_key, own_begin) if IS_LIMITED else own_begin
         is_prefix = run < num_prefixes
         shared = tl.load(keys + run, mask=is_prefix, other=0)
         leader = tl.load(members + run * MEMBERS, mask=is_prefix & (shared > 0), other=0)
         row = tl.where(is_prefix, tl.load(rows + leader, mask=is_prefix, other=0).to(tl.int32), row)
-        if CHUNK > 0:
-            # A prefix is read from the first chunk on that one of its members sees.
+        if IS_LIMITED:
+            # A prefix is read from the first key on that one of its members sees.
             prefix_begin = shared
             for place_in_prefix in range(MEMBERS):
                 listed = members + run * MEMBERS + place_in_prefix
                 member = tl.load(listed, mask=is_prefix & (shared > 0), other=-1)
                 length = tl.load(lengths + member, mask=member >= 0, other=0)
-                seen_from = first_key(length - NUM_QUERIES, WINDOW, CHUNK)
+                seen_from = first_key(limits, length - NUM_QUERIES)
                 prefix_begin = tl.where(member >= 0, tl.minimum(prefix_begin, seen_from), prefix_begin)
             begin_key = tl.where(is_prefix, prefix_begin, begin_key)
         end_key = tl.where(is_prefix, shared, end_key)
@@ -241,9 +251,10 @@ def _decode_plan(
     parts: Tensor,
     split: Tensor,
     prefix_parts: Tensor,
-    window: int,
-    chunk: int,
-    ring: list[int],
+    limits: str,
+    limit_tensors: Sequence[Tensor],
+    limit_numbers: Sequence[float],
+    ring: Sequence[int],
     num_queries: int,
 ) -> None:
     num_requests, num_workers = rows.shape[0], shares.shape[0] - 1
@@ -251,6 +262,7 @@ def _decode_plan(
         return
     num_prefixes, num_members = (0, 1) if members is None else members.shape
     block_r = tuning.block_for(num_prefixes + num_requests)
+    known = rebuild(Flat(limits, list(limit_tensors), list(limit_numbers)), VARIANTS)
     _plan_kernel[(1,)](
         rows,
         lengths,
@@ -266,16 +278,12 @@ def _decode_plan(
         num_prefixes,
         num_workers,
         split.shape[0],
+        bind(known, 1.0)[0],
+        _RingSizes(*map(tl.constexpr, ring)) if ring else None,
+        Together(tl.constexpr(num_queries if known else 1), tl.constexpr(num_members), tl.constexpr(False)),
         BLOCK_R=block_r,
         BLOCK_W=64,
         UNIT=tuning.DECODE_UNIT,
-        WINDOW=window,
-        CHUNK=chunk,
-        SINKS=ring[0],
-        RING=ring[1],
-        STRIDE=ring[2],
-        NUM_QUERIES=num_queries if window or chunk else 1,
-        MEMBERS=num_members,
         num_warps=4 if block_r <= 512 else 8,
     )
 
@@ -309,21 +317,19 @@ def decode_plan(
     lengths: Tensor,
     *,
     num_kv_heads: int,
-    window: int = 0,
-    chunk: int = 0,
+    limits: tuple[Variant, ...] = (),
     num_queries: int = 1,
     shared_prefixes: SharedPrefixGroups | None = None,
     key_bytes: int = 512,
     num_programs: int | None = None,
     ring: Ring | None = None,
 ) -> DecodePlan:
-    """Makes the work list of a decode step, which serves all layers with `num_kv_heads` and this window or
-    these chunks.
+    """Makes the work list of a decode step, which serves all layers with `num_kv_heads` and these limits.
 
     Args:
         rows, lengths: as in `decode_attention`; read on the device.
         num_kv_heads: of the layers.
-        window, chunk: as in `AttentionOptions`.
+        limits: what limits the first key that a query sees (`variants.limits`).
         num_queries: queries of each request, at its last positions.
         shared_prefixes: the prefixes to read once for several requests. They are read on the device, so a
             captured plan follows them, too; their values are not checked. With one member each they are
@@ -331,23 +337,23 @@ def decode_plan(
         key_bytes: of K and V of a token for one K/V head. With more than 512, fewer programs run at once, and
             the keys are cut into fewer shares.
         num_programs: programs of a multiprocessor that run at once; None for as many as `key_bytes` allows.
-        ring: what the rows are rings of, for layers without a window: the plan has the keys after the sinks
-            that a ring's query sees. None for other layers, and for rows that are no rings.
+        ring: what the rows are rings of, for layers without limits: the plan has the keys after the sinks that
+            a ring's query sees. None for other layers, and for rows that are no rings.
 
     Raises:
         ValueError: rows, lengths or prefixes do not fit, there are prefixes and a window or a ring, or a ring
-            and several queries or a window.
+            and several queries or limits.
     """
     num_requests = len(rows)
     check_requests(rows, lengths)
-    if ring is not None and (window or chunk or num_queries > 1 or shared_prefixes is not None):
+    if ring is not None and (limits or num_queries > 1 or shared_prefixes is not None):
         raise ValueError(
-            f"a plan for {ring} has one query a request, no window, chunks or shared prefixes; got "
-            f"{num_queries} queries, a window of {window} and chunks of {chunk}"
+            f"a plan for {ring} has one query a request, no limits and no shared prefixes; got {num_queries} "
+            f"queries and {limits}"
         )
-    check_window(window, chunk, 0)
+    check_limits(limits)
     if shared_prefixes is not None:
-        _check_prefixes(shared_prefixes, num_requests, window)
+        _check_prefixes(shared_prefixes, num_requests, limits)
         if shared_prefixes.members.shape[1] < 2:
             shared_prefixes = None
     num_prefixes, num_members = (0, 1) if shared_prefixes is None else shared_prefixes.members.shape
@@ -380,19 +386,18 @@ def decode_plan(
         parts,
         split,
         prefix_parts,
-        window,
-        chunk,
-        [0, 0, 1] if ring is None else [ring.sinks, ring.size, ring.stride],
+        *flatten(limits),
+        [] if ring is None else [ring.sinks, ring.size, ring.stride],
         num_queries,
     )
-    return DecodePlan(items, shares, parts, split, members, window, num_queries, chunk, ring)
+    return DecodePlan(items, shares, parts, split, members, limits, num_queries, ring)
 
 
-def _check_prefixes(prefixes: SharedPrefixGroups, num_requests: int, window: int) -> None:
-    if window or prefixes.place.shape != (num_requests,):
+def _check_prefixes(prefixes: SharedPrefixGroups, num_requests: int, limits: Sequence[Variant]) -> None:
+    if any(one.flags.is_short for one in limits) or prefixes.place.shape != (num_requests,):
         raise ValueError(
-            f"shared prefixes are for layers without a window, and have a place for each request; got a window "
-            f"of {window} and places {tuple(prefixes.place.shape)} for {num_requests} requests"
+            f"shared prefixes are for layers without a window, and have a place for each request; got {limits} "
+            f"and places {tuple(prefixes.place.shape)} for {num_requests} requests"
         )
     if prefixes.members.dim() != 2 or prefixes.keys.shape != prefixes.members.shape[:1]:
         raise ValueError(
@@ -410,8 +415,7 @@ def decode_plan_reference(
     *,
     num_workers: int,
     unit: int,
-    window: int = 0,
-    chunk: int = 0,
+    limits: tuple[Variant, ...] = (),
     num_queries: int = 1,
     shared_prefixes: SharedPrefixGroups | None = None,
     ring: Ring | None = None,
@@ -428,17 +432,12 @@ def decode_plan_reference(
         places = shared_prefixes.place.tolist()
         leaders, keys = shared_prefixes.members[:, 0].tolist(), shared_prefixes.keys.tolist()
         for prefix, (leader, shared) in enumerate(zip(leaders, keys, strict=True)):
-            chosen = shared_prefixes.members[prefix].tolist() if shared and chunk else []
-            seen_from = [
-                max(lengths_host[one] - num_queries, 0) // chunk * chunk for one in chosen if one >= 0
-            ]
-            begin = min([shared, *seen_from]) if chunk else 0
+            chosen = shared_prefixes.members[prefix].tolist() if shared and limits else []
+            seen_from = [_first_key(limits, lengths_host[one] - num_queries) for one in chosen if one >= 0]
+            begin = min([shared, *seen_from]) if limits else 0
             runs.append([-1 - prefix, rows_host[leader] if shared else 0, begin, shared])
     for request, (row, length) in enumerate(zip(rows_host, lengths_host, strict=True)):
-        first_position = max(length - num_queries, 0)
-        first = max(first_position - window + 1, 0) if window else 0
-        if chunk:
-            first = first_position // chunk * chunk
+        first = _first_key(limits, length - num_queries)
         if ring is not None:
             first = ring.first_key(length - 1)
         if places[request] >= 0:
@@ -479,4 +478,8 @@ def decode_plan_reference(
     members = None if shared_prefixes is None else shared_prefixes.members
     listed = (torch.tensor(numbers, dtype=torch.int32) for numbers in (items, shares, parts, split))
     on_device = [numbers.to(lengths.device) for numbers in listed]
-    return DecodePlan._make([*on_device, members, window, num_queries, chunk, ring])
+    return DecodePlan._make([*on_device, members, limits, num_queries, ring])
+
+
+def _first_key(limits: Sequence[Variant], position: int) -> int:
+    return max((one.first_key(max(position, 0)) for one in limits), default=0)

@@ -5,7 +5,7 @@ Keys of sinks stay as they were computed. A query is rotated back by the number 
 attends to the sinks before it attends, unrotated, to the window: both are parts of one softmax.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,9 +15,11 @@ from torch import Tensor
 from lightkv.triton_kernels.attention.attend_keys import attend_keys, find_slots, query_for, sum_query
 from lightkv.triton_kernels.attention.attention_reference import attend_reference, slots_reference
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
+from lightkv.triton_kernels.attention.records import Shape, Sums
+from lightkv.triton_kernels.attention.variants.variant import Scored
 from lightkv.triton_kernels.quantised.unpack import fields_of, k_kind, tuple_of, word_block, words_of
 
-SINK_TILE = 16  # keys; the fewest that a dot product takes
+_SINK_TILE = tl.constexpr(16)  # keys; the fewest that a dot product takes
 
 
 class SinkRotation(NamedTuple):
@@ -29,6 +31,16 @@ class SinkRotation(NamedTuple):
 
     cos: Tensor
     sin: Tensor
+
+
+class RingSinks(NamedTuple):
+    """The sinks of rows that are rings: the rotation `SinkRotation` of each request's query, which is as it is
+    where `cos` is None. `ARE_SEEN`: whether there are any for the layer. `PAIRS`: of dims that are rotated."""
+
+    cos: Any
+    sin: Any
+    ARE_SEEN: Any
+    PAIRS: Any
 
 
 @triton.jit
@@ -54,15 +66,14 @@ def _load_rotated_back(
 
 
 @triton.jit
-def _load_query_rotated_back(
-    heads, cos, sin, in_tile, DK: tl.constexpr, BLOCK_DK: tl.constexpr, PAIRS: tl.constexpr,
-    FORMAT: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
+def _load_query_rotated_back(heads, cos, sin, in_tile, PAIRS: tl.constexpr, shape):
     """Loads what `load_query` loads, rotated back."""
+    FORMAT: tl.constexpr = shape.FORMAT
+    PACKED: tl.constexpr = shape.PACKED
     KIND: tl.constexpr = k_kind(FORMAT)
     FIELDS: tl.constexpr = fields_of(KIND)
-    words = tl.arange(0, word_block(BLOCK_DK, KIND))
-    in_head = words < words_of(DK, KIND)
+    words = tl.arange(0, word_block(shape.BLOCK_DK, KIND))
+    in_head = words < words_of(shape.DK, KIND)
     dims = FIELDS * words
     return tuple_of(
         _load_rotated_back(heads, dims, in_head, cos, sin, in_tile, PAIRS, KIND, PACKED),
@@ -82,74 +93,62 @@ def _load_query_rotated_back(
 def attend_sinks(
     heads,  # [BLOCK_M, 1] pointers to the query's heads
     in_tile,  # [BLOCK_M]
-    acc,
-    total,
-    peak,
-    k_head,
-    v_head,
-    columns,  # of `head_columns`
-    index_row,  # of `find_slots`
+    request,
+    sums,  # `Sums`
+    cache,  # `Cache`
+    kv_head,
+    index,  # `Index`
+    row,
     num_sinks,  # that the query sees here; with 0 nothing is done
-    cos,  # the query's cosines, [PAIRS]; or None
-    sin,
-    stride_k_slot,
-    stride_v_slot,
+    sinks,  # `RingSinks`
+    variants,
+    states,
     score_scale,
-    cap_scale,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    SHIFT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    PAIRS: tl.constexpr,
-    TILE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    PACKED: tl.constexpr,
+    shape,
 ):
-    """Attends from one request's query, rotated back, to its first `num_sinks` keys. Returns acc, total and
-    peak, as `attend_keys` takes them."""
+    """Attends from one request's query, rotated back, to its first `num_sinks` keys. Returns `Sums`."""
+    TILE: tl.constexpr = _SINK_TILE
     here = in_tile & (num_sinks > 0)
-    q_tiles = _load_query_rotated_back(heads, cos, sin, here, DK, BLOCK_DK, PAIRS, FORMAT, PACKED)
+    cos = sinks.cos
+    sin = sinks.sin
+    if cos is not None:
+        cos += request * sinks.PAIRS
+        sin += request * sinks.PAIRS
+    q = _load_query_rotated_back(heads, cos, sin, here, sinks.PAIRS, shape)
     positions = tl.arange(0, TILE)
-    slots = find_slots(index_row, positions, positions < num_sinks, SHIFT)
-    newest = tl.zeros_like(total).to(tl.int32) + (num_sinks - 1)  # every sink is visible
-    acc, total, peak, _ = attend_keys(
-        q_tiles,
-        sum_query(q_tiles, FORMAT, PACKED),
-        acc,
-        total,
-        peak,
-        slots,
-        k_head,
-        v_head,
-        columns,
-        index_row,
+    slots = find_slots(index, row, positions, positions < num_sinks)
+    newest = tl.zeros_like(sums.total).to(tl.int32) + (num_sinks - 1)  # every sink is visible
+    found = attend_keys(
+        q,
+        sum_query(q, shape.FORMAT, shape.PACKED),
+        Sums(sums.acc, sums.total, sums.peak, slots),
+        cache,
+        kv_head,
+        index,
+        row,
         newest,
-        None,
-        (None, None, None),
+        variants,
+        states,
         0,
         num_sinks,
         num_sinks,
-        stride_k_slot,
-        stride_v_slot,
         score_scale,
-        cap_scale,
-        DK,
-        DV,
-        BLOCK_DK,
-        BLOCK_DV,
-        TILE,
-        SHIFT,
-        0,
-        0,
-        0,
-        SOFTCAP,
+        # Assigned to a variable, its constants would be none.
+        Shape(
+            shape.GROUP,
+            shape.DK,
+            shape.DV,
+            shape.BLOCK_M,
+            shape.BLOCK_DK,
+            shape.BLOCK_DV,
+            TILE,
+            shape.CAUSAL,
+            shape.FORMAT,
+            shape.PACKED,
+        ),
         True,
-        FORMAT,
-        PACKED,
     )
-    return acc, total, peak
+    return Sums(found.acc, found.total, found.peak, sums.slots)
 
 
 def check_rotation(rotation: SinkRotation, num_tokens: int, key_dim: int) -> None:
@@ -192,5 +191,4 @@ def attend_ring_reference(
         )
         k[: len(sinks), :, :num_pairs] = first * cos - second * sin
         k[: len(sinks), :, num_pairs : 2 * num_pairs] = second * cos + first * sin
-    newest = torch.tensor([len(slots) - 1], device=q.device)
-    return attend_reference(q, k, v, newest, options)
+    return attend_reference(q, k, v, options, Scored.of_last(slice(0, 1), 0, len(slots), q.device))

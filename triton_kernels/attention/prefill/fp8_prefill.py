@@ -9,16 +9,19 @@ The first part of a layer is `fill_fp8_scratch`, which lays K and V out as the p
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attend_keys import score_scales
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape
+from lightkv.triton_kernels.attention.records import Outputs
+from lightkv.triton_kernels.attention.variants.variant import Scored, Variant, limits
 
 from .fp8_scratch import Fp8Scratch, to_fp8_reference
+from .hopper_features import FP8_VARIANTS
 from .prefill_combine import combine_tiles, empty_parts
 from .prefill_plan import PrefillPlan, prefill_plan
 
@@ -37,6 +40,11 @@ def fp8_prefill_reason(device: torch.device, heads: HeadShape) -> str | None:
     except ImportError as error:
         return f"it is written in Triton's Gluon, which cannot be imported ({error})"
     return None
+
+
+def unknown_in_fp8(variants: Sequence[Variant]) -> list[str]:
+    """Returns the names of the variants that `fp8_prefill_attention` does not know."""
+    return [type(one).__name__ for one in variants if not isinstance(one, FP8_VARIANTS)]
 
 
 def fp8_prefill_attention(
@@ -70,6 +78,8 @@ def fp8_prefill_attention(
     Raises:
         ValueError: shapes, dtypes or the device do not fit.
     """
+    if unknown := unknown_in_fp8(options.variants):
+        raise ValueError(f"prefill in fp8 does not know {', '.join(unknown)}; use prefill_attention")
     heads = HeadShape(q.shape[1], scratch.k.shape[1], q.shape[2], scratch.v.shape[1])
     _check_requests(q, scratch, q_starts, lengths, options, plan, lse)
     if not (0 < q_scale < math.inf and 0 < out_scale < math.inf):
@@ -104,9 +114,8 @@ def fp8_prefill_attention(
             heads,
             num_tokens=len(q),
             dtype=torch.bfloat16,
-            window=options.window,
-            chunk=options.chunk,
-            after=options.after,
+            limits=limits(options.variants),
+            causal=options.causal,
         )
     launch = tuning.fp8_prefill_launch(heads.key_dim)
     if plan.launch.block_m != launch.block_m:
@@ -117,9 +126,8 @@ def fp8_prefill_attention(
     if plan.num_shares == 0:
         return out
     # Triton's Gluon, which the kernel is written in, needs a GPU, and its import takes time.
-    from .prefill_fp8_hopper import launch_fp8_prefill
+    from .prefill_fp8_hopper import Fp8Keys, Fp8Scales, launch_fp8_prefill
 
-    score_scale, cap_scale = score_scales(options.scale_for(heads.key_dim), options.softcap)
     partial_out = partial_lse = None
     if plan.num_workers:
         partial_out, partial_lse = empty_parts(
@@ -127,28 +135,12 @@ def fp8_prefill_attention(
         )
     launch_fp8_prefill(
         q,
-        scratch.k,
-        scratch.v,
-        scratch.begins,
-        plan.items,
-        plan.counters,
-        scratch.scales,
-        options.sink_logits,
-        options.alibi_slopes,
-        out,
-        lse,
-        partial_out,
-        partial_lse,
+        Fp8Keys(scratch.k, scratch.v, scratch.begins, scratch.k.stride(0), scratch.v.stride(1)),
+        plan,
+        Outputs(out, out.stride(0), out.stride(1), lse, partial_out, partial_lse),
         launch,
-        num_shares=plan.num_shares,
-        score_scale=score_scale,
-        cap_scale=cap_scale,
-        q_scale=q_scale,
-        out_factor=1.0 / out_scale if out.dtype == _FP8 else 1.0,
-        window=options.window,
-        chunk=options.chunk,
-        after=options.after,
-        softcap=options.softcap != 0.0,
+        Fp8Scales(scratch.scales, q_scale, 1.0 / out_scale if out.dtype == _FP8 else 1.0),
+        options,
     )
     if partial_out is not None and partial_lse is not None:
         combine_tiles(partial_out, partial_lse, plan.items, out, lse)
@@ -180,11 +172,11 @@ def _check_requests(
         )
     if plan is None:
         return
-    asked = num_requests, options.window, options.chunk, options.after
-    made = plan.num_requests, plan.window, plan.chunk, plan.after
+    asked = num_requests, limits(options.variants), options.causal
+    made = plan.num_requests, plan.limits, plan.causal
     if made != asked:
         raise ValueError(
-            f"the plan is for (requests, window, chunk, tokens after the query) {made}, and the call has "
+            f"the plan is for (requests, limits, causal) {made}, and the call has "
             f"{asked}; make a plan for this call"
         )
 
@@ -204,10 +196,9 @@ def fp8_prefill_attention_reference(
     starts = q_starts.tolist()
     for request, length in enumerate(lengths.tolist()):
         queries = slice(starts[request], starts[request + 1])
-        num = queries.stop - queries.start
-        positions = torch.arange(length - num, length, device=q.device)
+        scored = Scored.of_last(queries, request, length, q.device)
         found = attend_reference(
-            q[queries].float() * q_scale, *scratch.read(request, length), positions, options
+            q[queries].float() * q_scale, *scratch.read(request, length), options, scored
         )
         out[queries] = to_fp8_reference(found, out_scale) if out.dtype == _FP8 else found.to(out.dtype)
     return out

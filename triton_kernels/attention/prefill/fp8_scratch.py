@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attend_keys import find_slots
+from lightkv.triton_kernels.attention.attend_keys import slots_at
 from lightkv.triton_kernels.attention.attention_inputs import check_scales
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.paged_kv import HeadShape, PagedKV
@@ -87,7 +87,7 @@ def _load_keys(source, index_row, keys, length, words, SHIFT: tl.constexpr):
     """Returns the words of keys, zeros for those that are not there."""
     head, stride, WORDS = source
     valid = keys < length
-    slots = find_slots(index_row, keys, valid, SHIFT)
+    slots = slots_at(index_row, keys, valid, SHIFT)
     mask = valid[:, None] & (words < WORDS)[None, :]
     return tl.load(head + slots[:, None] * stride + words[None, :], mask=mask, other=0)
 
@@ -163,7 +163,7 @@ def _fill_kernel(
         length = tl.load(lengths + request, mask=found, other=0)
         begin = first - tl.load(begins + request, mask=found, other=0)
         row = tl.load(rows + request, mask=found, other=0).to(tl.int64)
-        index_row = (index + row * stride_index, None, stride_index, 0, 0)
+        index_row = index + row * stride_index
         if program < KV_HEADS:
             head = program.to(tl.int64)
             source = k + head * stride_k_h, stride_k_slot, K_WORDS

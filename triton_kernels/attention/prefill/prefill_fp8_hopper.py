@@ -16,6 +16,8 @@ Hopper's fp8 products ask for.
                                 │ ── softmax j ──      │              │            │ ── softmax j-1 ──
 """
 
+from typing import Any, NamedTuple
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,7 +29,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
+from lightkv.triton_kernels.attention.records import Outputs, Shape, heads_record
 
+from .hopper_features import features_of
 from .prefill_fp8_tiles import (
     begin_part,
     begin_scores,
@@ -53,6 +58,7 @@ from .prefill_hopper_items import (
     write_tile,
 )
 from .prefill_hopper_tiles import WARPS
+from .prefill_plan import PrefillPlan
 
 _REGISTERS = gl.constexpr(504)  # of three threads, one of each warpgroup
 _COMPUTE_REGISTERS = gl.constexpr(224)  # of a thread that computes; with fewer, the loop spills
@@ -274,49 +280,50 @@ def _compute(
         item = gl.max(item_smem.load(one), 0)
 
 
-@gluon.jit(
-    do_not_specialize=["num_kv_heads"],
-    do_not_specialize_on_alignment=[
-        "begins", "items", "counters", "lse", "kv_scales", "sink_logits", "alibi_slopes",
-    ],
-)  # fmt: skip
+class Fp8Scales(NamedTuple):
+    """`kv_scales`: float32 `[num_kv_heads, 2]`, of K and V; `q_scale`: of q; `out_factor`: multiplies the
+    output."""
+
+    kv_scales: Any
+    q_scale: Any
+    out_factor: Any
+
+
+class Fp8Keys(NamedTuple):
+    """A scratch: `k` e4m3 `[capacity, num_kv_heads, DK]`, `v` e4m3 `[num_kv_heads, DV, capacity]`, and where
+    each request's keys begin in it, `begins` int32 `[P]`, multiples of BLOCK_N."""
+
+    k: Any
+    v: Any
+    begins: Any
+    stride_k_t: Any
+    stride_v_d: Any
+
+
+@gluon.jit(do_not_specialize=["num_kv_heads"], do_not_specialize_on_alignment=["items", "counters"])
 def _fp8_kernel(
-    q,  # [T, H, DK] e4m3
-    k,  # [capacity, num_kv_heads, DK] e4m3
-    v,  # [num_kv_heads, DV, capacity] e4m3
-    begins,  # [P] int32, multiples of BLOCK_N: where each request's keys begin in the scratch
+    q,  # `Heads`, e4m3
+    keys,  # `Fp8Keys`
     items,  # [items, 12]
     counters,  # [4]: items taken, programs finished, items to begin at, heads of a section
-    kv_scales,  # [num_kv_heads, 2] float32, of K and V
-    sink_logits,  # [H] float32; or None
-    alibi_slopes,  # [H] float32; or None
-    out,
-    lse,  # [T, H] float32, base 2; or None
-    partial_out,  # [parts, num_kv_heads, BLOCK_M, DV] float32; None if no tile is ever cut
-    partial_lse,  # [parts, num_kv_heads, BLOCK_M] float32, base 2
+    outputs,  # `Outputs`; its parts are [parts, num_kv_heads, BLOCK_M, DV] and [parts, num_kv_heads, BLOCK_M]
     num_kv_heads,
     score_scale,
-    cap_scale,
-    q_scale,
-    out_factor,
-    stride_q_t,
-    stride_q_h,
-    stride_k_t,
-    stride_v_d,
-    stride_out_t,
-    stride_out_h,
-    GROUP: gl.constexpr,
-    DK: gl.constexpr,
-    DV: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    fp8_scales,  # `Fp8Scales`
+    features,  # `HopperFeatures`
+    shape,  # `Shape`
     STAGES: gl.constexpr,
-    WINDOW: gl.constexpr,
-    CHUNK: gl.constexpr,
-    AFTER: gl.constexpr,
-    SOFTCAP: gl.constexpr,
     SHARES: gl.constexpr,
 ):
+    GROUP: gl.constexpr = shape.GROUP
+    DK: gl.constexpr = shape.DK
+    DV: gl.constexpr = shape.DV
+    BLOCK_M: gl.constexpr = shape.BLOCK_M
+    BLOCK_N: gl.constexpr = shape.BLOCK_N
+    WINDOW: gl.constexpr = features.WINDOW
+    CHUNK: gl.constexpr = features.CHUNK
+    AFTER: gl.constexpr = features.AFTER
+    SOFTCAP: gl.constexpr = features.SOFTCAP
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     item_smem = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_smem = gl.allocate_shared_memory(gl.float8e4nv, [2, BLOCK_M // 2, DK], tile_layout(DK))
@@ -338,19 +345,20 @@ def _fp8_kernel(
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     shared = (item_smem, q_smem, k_smem, v_smem, item_full, q_full, q_empty, k_full, v_full, empty)
-    outputs = items, out, lse, (partial_out, partial_lse), (sink_logits, alibi_slopes), kv_scales
-    inputs = q, k, v, begins, items, counters
-    scales = score_scale, cap_scale, q_scale, out_factor
-    strides = (stride_q_t, stride_q_h), stride_k_t, stride_v_d
-    out_strides = stride_out_t, stride_out_h
+    of_scores, partials = (features.sink_logits, features.slopes), (outputs.partial_out, outputs.partial_lse)
+    tensors = items, outputs.out, outputs.lse, partials, of_scores, fp8_scales.kv_scales
+    inputs = q.data, keys.k, keys.v, keys.begins, items, counters
+    scales = score_scale, features.cap_scale, fp8_scales.q_scale, fp8_scales.out_factor
+    strides = (q.stride_token, q.stride_head), keys.stride_k_t, keys.stride_v_d
+    out_strides = outputs.stride_token, outputs.stride_head
     gl.warp_specialize(
         [
             (_compute, (
-                outputs, num_kv_heads, scales, out_strides, shared, 0, GROUP, WINDOW, CHUNK, AFTER, SOFTCAP,
+                tensors, num_kv_heads, scales, out_strides, shared, 0, GROUP, WINDOW, CHUNK, AFTER, SOFTCAP,
                 SHARES,
             )),
             (_compute, (
-                outputs, num_kv_heads, scales, out_strides, shared, 1, GROUP, WINDOW, CHUNK, AFTER, SOFTCAP,
+                tensors, num_kv_heads, scales, out_strides, shared, 1, GROUP, WINDOW, CHUNK, AFTER, SOFTCAP,
                 SHARES,
             )),
             (_gather, (inputs, num_kv_heads, strides, shared, GROUP, WINDOW, CHUNK, AFTER, SHARES)),
@@ -362,52 +370,35 @@ def _fp8_kernel(
 
 def launch_fp8_prefill(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    begins: Tensor,
-    items: Tensor,
-    counters: Tensor,
-    kv_scales: Tensor,
-    sink_logits: Tensor | None,
-    alibi_slopes: Tensor | None,
-    out: Tensor,
-    lse: Tensor | None,
-    partial_out: Tensor | None,
-    partial_lse: Tensor | None,
+    keys: Fp8Keys,
+    plan: PrefillPlan,
+    outputs: Outputs,
     launch: tuning.Launch,
-    *,
-    num_shares: int,
-    score_scale: float,
-    cap_scale: float,
-    q_scale: float,
-    out_factor: float,
-    window: int,
-    chunk: int,
-    after: int,
-    softcap: bool,
+    fp8_scales: Fp8Scales,
+    options: AttentionOptions,
 ) -> None:
     """Computes the items of a plan, whose tiles have to be as high as `launch` says, in fp8; the arguments are
-    those of `fp8_prefill_attention` and of the kernel. Nothing is checked."""
+    those of `fp8_prefill_attention`. Nothing is checked."""
     num_heads, key_dim = q.shape[1:]
-    num_kv_heads, value_dim = v.shape[:2]
-    num_programs = min(num_kv_heads * num_shares, tuning.device_class(q.device).num_multiprocessors)
-    _fp8_kernel[(num_programs,)](
-        q, k, v, begins, items, counters, kv_scales, sink_logits, alibi_slopes, out, lse, partial_out,
-        partial_lse, num_kv_heads, score_scale, cap_scale, q_scale, out_factor,
-        *q.stride()[:2],
-        k.stride(0),
-        v.stride(1),
-        *out.stride()[:2],
-        GROUP=num_heads // num_kv_heads,
-        DK=key_dim,
-        DV=value_dim,
-        BLOCK_M=launch.block_m,
-        BLOCK_N=launch.block_n,
-        STAGES=launch.num_stages,
-        WINDOW=window,
-        CHUNK=chunk,
-        AFTER=after,
-        SOFTCAP=softcap,
-        SHARES=partial_out is not None,
-        num_warps=4,  # of the first warpgroup
+    num_kv_heads, value_dim = keys.v.shape[:2]
+    num_programs = min(num_kv_heads * plan.num_shares, tuning.device_class(q.device).num_multiprocessors)
+    features, score_scale = features_of(options.variants, options.scale_for(key_dim), options.causal)
+    numbers = (
+        num_heads // num_kv_heads, key_dim, value_dim, launch.block_m, key_dim, value_dim, launch.block_n,
+        options.causal, 0, False,
     )  # fmt: skip
+    _fp8_kernel[(num_programs,)](
+        heads_record(q),
+        keys,
+        plan.items,
+        plan.counters,
+        outputs,
+        num_kv_heads,
+        score_scale,
+        fp8_scales,
+        features,
+        Shape(*map(gl.constexpr, numbers)),
+        STAGES=launch.num_stages,
+        SHARES=outputs.partial_out is not None,
+        num_warps=4,  # of the first warpgroup
+    )

@@ -23,6 +23,8 @@ It computes the same as the kernel of `prefill_kernel.py`, which is easier to re
 `tuning.py` say on which devices, for which shapes and strides this kernel runs, and how large its tiles are.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,7 +35,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.records import Cache, Index, Outputs, Shape, heads_record
+from lightkv.triton_kernels.attention.variants.variant import Variant
 
+from .hopper_features import VARIANTS, features_of
 from .prefill_hopper_items import (
     item_at,
     keys_of,
@@ -66,6 +71,8 @@ from .prefill_hopper_tiles import (
     tile_at,
     wait_output,
 )
+
+__all__ = ["VARIANTS", "launch_hopper_prefill"]
 
 _REGISTERS = gl.constexpr(504)  # of three threads, one of each warpgroup
 
@@ -290,59 +297,35 @@ def _compute(
         item = gl.max(item_smem.load(one), 0)
 
 
-@gluon.jit(
-    do_not_specialize=["num_kv_heads", "stride_index", "stride_indirection", "tree_words", "stride_tree"],
-    do_not_specialize_on_alignment=[
-        "index", "indirection", "items", "counters", "lse", "sink_logits", "alibi_slopes", "tree",
-    ],
-)  # fmt: skip
+@gluon.jit(do_not_specialize=["num_kv_heads"], do_not_specialize_on_alignment=["items", "counters"])
 def _hopper_kernel(
-    q,
-    k_cache,
-    v_cache,
-    index,
-    indirection,
+    q,  # `Heads`
+    cache,  # `Cache`
+    index,  # `Index`
     items,  # [capacity, 12]
     counters,  # [4]: items taken, programs finished, items to begin at, heads of a section
-    sink_logits,  # [H] float32; or None
-    alibi_slopes,  # [H] float32; or None
-    tree,  # [T, tree_words], bits of a tree of guesses; or None
-    out,
-    lse,  # [T, H] float32, base 2; or None
-    partial_out,  # [parts, num_kv_heads, BLOCK_M, DV] float32; None if no tile is ever cut
-    partial_lse,  # [parts, num_kv_heads, BLOCK_M] float32, base 2
+    outputs,  # `Outputs`; its parts are [parts, num_kv_heads, BLOCK_M, DV] and [parts, num_kv_heads, BLOCK_M]
     num_kv_heads,
     score_scale,
-    cap_scale,
-    stride_q_t,
-    stride_q_h,
-    stride_k_slot,
-    stride_k_h,
-    stride_v_slot,
-    stride_v_h,
-    stride_index,
-    stride_indirection,
-    stride_out_t,
-    stride_out_h,
-    tree_words,
-    stride_tree,
-    GROUP: gl.constexpr,
-    DK: gl.constexpr,
-    DV: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    features,  # `HopperFeatures`
+    shape,  # `Shape`
     STAGES: gl.constexpr,
-    SHIFT: gl.constexpr,
-    SINKS: gl.constexpr,
-    RING: gl.constexpr,
-    WINDOW: gl.constexpr,
-    CHUNK: gl.constexpr,
-    AFTER: gl.constexpr,
-    SOFTCAP: gl.constexpr,
     SHARES: gl.constexpr,
 ):
+    GROUP: gl.constexpr = shape.GROUP
+    DK: gl.constexpr = shape.DK
+    DV: gl.constexpr = shape.DV
+    BLOCK_M: gl.constexpr = shape.BLOCK_M
+    BLOCK_N: gl.constexpr = shape.BLOCK_N
+    SHIFT: gl.constexpr = index.SHIFT
+    SINKS: gl.constexpr = index.SINKS
+    RING: gl.constexpr = index.RING
+    WINDOW: gl.constexpr = features.WINDOW
+    CHUNK: gl.constexpr = features.CHUNK
+    AFTER: gl.constexpr = features.AFTER
+    SOFTCAP: gl.constexpr = features.SOFTCAP
     COMPUTE_REGISTERS: gl.constexpr = 208 if DV > 128 else 200
-    dtype: gl.constexpr = q.dtype.element_ty
+    dtype: gl.constexpr = q.data.dtype.element_ty
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     item_smem = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_smem = allocate_tiles(dtype, 2, BLOCK_M // 2, DK)
@@ -364,20 +347,28 @@ def _hopper_kernel(
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     shared = (item_smem, q_smem, k_smem, v_smem, item_full, q_full, q_empty, k_full, v_full, empty)
-    of_scores = sink_logits, alibi_slopes, (tree, tree_words, stride_tree)
-    outputs = items, out, lse, (partial_out, partial_lse), of_scores
-    inputs = q, k_cache, v_cache, index, indirection, items, counters
-    scales, out_strides = (score_scale, cap_scale), (stride_out_t, stride_out_h)
-    k_strides, v_strides = (stride_k_slot, stride_k_h), (stride_v_slot, stride_v_h)
-    strides = ((stride_q_t, stride_q_h), k_strides, v_strides, (stride_index, stride_indirection))
+    of_scores = (
+        features.sink_logits,
+        features.slopes,
+        (features.tree, features.tree_words, features.stride_tree),
+    )
+    tensors = items, outputs.out, outputs.lse, (outputs.partial_out, outputs.partial_lse), of_scores
+    inputs = q.data, cache.k, cache.v, index.entries, index.indirection, items, counters
+    scales, out_strides = (score_scale, features.cap_scale), (outputs.stride_token, outputs.stride_head)
+    k_strides, v_strides = (
+        (cache.stride_k_slot, cache.stride_k_head),
+        (cache.stride_v_slot, cache.stride_v_head),
+    )
+    index_strides = index.stride, index.stride_indirection
+    strides = ((q.stride_token, q.stride_head), k_strides, v_strides, index_strides)
     gl.warp_specialize(
         [
             (_compute, (
-                outputs, num_kv_heads, scales, out_strides, shared, 0, GROUP, WINDOW, CHUNK, AFTER, SOFTCAP,
+                tensors, num_kv_heads, scales, out_strides, shared, 0, GROUP, WINDOW, CHUNK, AFTER, SOFTCAP,
                 SHARES,
             )),
             (_compute, (
-                outputs, num_kv_heads, scales, out_strides, shared, 1, GROUP, WINDOW, CHUNK, AFTER, SOFTCAP,
+                tensors, num_kv_heads, scales, out_strides, shared, 1, GROUP, WINDOW, CHUNK, AFTER, SOFTCAP,
                 SHARES,
             )),
             (_gather, (
@@ -391,65 +382,44 @@ def _hopper_kernel(
 
 def launch_hopper_prefill(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    index: Tensor,
-    indirection: Tensor | None,
+    cache: Cache,
+    index: Index,
     items: Tensor,
     counters: Tensor,
-    sink_logits: Tensor | None,
-    alibi_slopes: Tensor | None,
-    tree: Tensor | None,
-    out: Tensor,
-    lse: Tensor | None,
-    partial_out: Tensor | None,
-    partial_lse: Tensor | None,
+    outputs: Outputs,
     launch: tuning.Launch,
-    *,
+    variants: Sequence[Variant],
     num_shares: int,
-    score_scale: float,
-    cap_scale: float,
-    shift: int,
-    ring: list[int],
-    window: int,
-    chunk: int,
-    after: int,
-    softcap: bool,
+    scale: float,
+    causal: bool,
 ) -> None:
     """Computes the items of a plan, whose tiles have to be as high as `launch` says
     (`tuning.hopper_prefill_launch`).
 
     The tensors are as in `prefill_attention`, with q and the caches of one 16-bit type. The strides of q, the
-    caches and out, except the last ones, and their addresses in bytes have to be multiples of 16. `tree`: int32
-    `[1, T, words]`, the bits of a mask. Nothing is checked.
+    caches and out, except the last ones, and their addresses in bytes have to be multiples of 16. The variants
+    are of `VARIANTS`. Nothing is checked.
     """
     num_heads, key_dim = q.shape[1:]
-    num_kv_heads, value_dim = v_cache.shape[1:]
+    num_kv_heads, value_dim = cache.v.shape[1:]
     num_programs = min(num_kv_heads * num_shares, tuning.device_class(q.device).num_multiprocessors)
-    _hopper_kernel[(num_programs,)](
-        q, k_cache, v_cache, index, indirection, items, counters, sink_logits, alibi_slopes, tree, out, lse,
-        partial_out, partial_lse, num_kv_heads, score_scale, cap_scale,
-        *q.stride()[:2],
-        *k_cache.stride()[:2],
-        *v_cache.stride()[:2],
-        index.stride(0),
-        None if indirection is None else indirection.stride(0),
-        *out.stride()[:2],
-        None if tree is None else tree.shape[2],
-        None if tree is None else tree.stride(1),
-        GROUP=num_heads // num_kv_heads,
-        DK=key_dim,
-        DV=value_dim,
-        BLOCK_M=launch.block_m,
-        BLOCK_N=launch.block_n,
-        STAGES=launch.num_stages,
-        SHIFT=shift,
-        SINKS=ring[0],
-        RING=ring[1],
-        WINDOW=window,
-        CHUNK=chunk,
-        AFTER=after,
-        SOFTCAP=softcap,
-        SHARES=partial_out is not None,
-        num_warps=4,  # of the first warpgroup
+    features, score_scale = features_of(variants, scale, causal)
+    numbers = (
+        num_heads // num_kv_heads, key_dim, value_dim, launch.block_m, key_dim, value_dim, launch.block_n,
+        causal, 0, False,
     )  # fmt: skip
+    _hopper_kernel[(num_programs,)](
+        heads_record(q),
+        cache,
+        index,
+        items,
+        counters,
+        outputs,
+        num_kv_heads,
+        score_scale,
+        features,
+        Shape(*map(gl.constexpr, numbers)),
+        STAGES=launch.num_stages,
+        SHARES=outputs.partial_out is not None,
+        num_warps=4,  # of the first warpgroup
+    )

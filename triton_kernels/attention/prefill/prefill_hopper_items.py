@@ -5,7 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from lightkv.triton_kernels.attention.attend_keys import LOG2_E
+from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
 
 from . import prefill_plan
 

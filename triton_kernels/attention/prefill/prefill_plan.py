@@ -27,6 +27,7 @@ begins inside share w, part num_workers + w. `prefill_combine.py` combines them.
 for each worker.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,9 +36,11 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attend_keys import first_key
-from lightkv.triton_kernels.attention.attention_inputs import check_requests, check_window
-from lightkv.triton_kernels.attention.paged_kv import ALL_AFTER, HeadShape
+from lightkv.triton_kernels.attention.attention_inputs import check_limits, check_requests
+from lightkv.triton_kernels.attention.paged_kv import HeadShape
+from lightkv.triton_kernels.attention.variants import VARIANTS
+from lightkv.triton_kernels.attention.variants.hooks import first_key
+from lightkv.triton_kernels.attention.variants.variant import Flat, Variant, bind, flatten, rebuild
 
 # 0 to 5: request, row, first of its rows, rows of the request, first query, keys before it
 # 6 to 9: first key, end of the keys, part (-1: the whole tile), next item of the share (-1: none)
@@ -62,7 +65,7 @@ class PrefillPlan(NamedTuple):
     `counters`: int32 `[4]`: two zeros, where `prefill_hopper` counts the items that its programs have taken and
     the programs that have finished, and which it resets, so one run at a time may use a plan; the number of
     items that programs begin at; and the K/V heads of a section (`tuning.SECTION_BYTES`).
-    `launch`, `window`, `num_requests`, `chunk`, `after`: what the plan was made for.
+    `launch`, `num_requests`, `limits`, `causal`: what the plan was made for.
     """
 
     items: Tensor
@@ -70,10 +73,9 @@ class PrefillPlan(NamedTuple):
     num_workers: int
     counters: Tensor
     launch: tuning.Launch
-    window: int
     num_requests: int
-    chunk: int = 0
-    after: int = 0
+    limits: tuple[Variant, ...] = ()
+    causal: bool = True
 
 
 @triton.jit(do_not_specialize=["num_requests", "section_keys", "num_kv_heads"])
@@ -156,10 +158,9 @@ def _load_units(
     capacity,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    limits,  # `Variants`
     UNIT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    AFTER: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):
     """Returns the first unit of keys that each tile's queries see, and how many they see; 0 for no tile, and at
     least 1 for a tile, whose output has to be written."""
@@ -169,10 +170,8 @@ def _load_units(
     num_rows = tl.load(fields + 3, mask=is_tile, other=0)
     prefix = tl.load(fields + 5, mask=is_tile, other=0)
     last_row = tl.minimum(first_row + BLOCK_M, num_rows) - 1
-    end = tl.maximum(prefix + last_row // GROUP + 1, 0)
-    if AFTER > 0:
-        end = tl.maximum(tl.minimum(prefix + last_row // GROUP + 1 + AFTER, prefix + num_rows // GROUP), 0)
-    begin = first_key(prefix + first_row // GROUP, WINDOW, CHUNK)
+    end = tl.maximum(prefix + (last_row // GROUP + 1 if CAUSAL else num_rows // GROUP), 0)
+    begin = first_key(limits, prefix + first_row // GROUP)
     units = tl.maximum(tl.cdiv(end, UNIT) - begin // UNIT, 1)
     return begin // UNIT, tl.where(is_tile, units, 0)
 
@@ -194,12 +193,11 @@ def _share_kernel(
     num_kv_heads,
     least_units,
     least_gain,
+    limits,  # `Variants`
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     UNIT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    AFTER: tl.constexpr,
+    CAUSAL: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     # How long the device is busy with whole tiles, in units. Programs take them in descending order, so one
@@ -210,7 +208,7 @@ def _share_kernel(
     whole = 0
     for start in range(0, capacity, BLOCK_T):
         tile = start + tl.arange(0, BLOCK_T)  # [BLOCK_T]
-        _first_unit, units = _load_units(tiles, tile, capacity, GROUP, BLOCK_M, UNIT, WINDOW, CHUNK, AFTER)
+        _first_unit, units = _load_units(tiles, tile, capacity, GROUP, BLOCK_M, limits, UNIT, CAUSAL)
         preceding = (total + tl.cumsum(units, 0) - units).to(tl.int64) * num_kv_heads // num_programs
         first_turn = tl.cdiv(tile * num_kv_heads, num_programs)
         turns = tl.cdiv((tile + 1) * num_kv_heads, num_programs) - first_turn
@@ -227,7 +225,7 @@ def _share_kernel(
     before = 0
     for start in range(0, capacity, BLOCK_T):
         tile = start + tl.arange(0, BLOCK_T)
-        first_unit, units = _load_units(tiles, tile, capacity, GROUP, BLOCK_M, UNIT, WINDOW, CHUNK, AFTER)
+        first_unit, units = _load_units(tiles, tile, capacity, GROUP, BLOCK_M, limits, UNIT, CAUSAL)
         end = before + tl.cumsum(units, 0)  # in units, of the tile among all tiles
         begin = end - units
         before += tl.sum(units, 0)
@@ -270,14 +268,11 @@ def _prefill_plan(
     num_kv_heads: int,
     group: int,
     block_m: int,
-    window: int,
-    chunk: int,
-    after: int,
-    num_workers: int,
-    num_programs: int,
-    unit: int,
-    least_units: int,
-    least_gain: int,
+    limits: str,
+    limit_tensors: Sequence[Tensor],
+    limit_numbers: Sequence[float],
+    causal: bool,
+    shares: Sequence[int],
 ) -> None:
     num_requests = rows.shape[0]
     numbers.fill_(-1)
@@ -288,6 +283,7 @@ def _prefill_plan(
     # Long requests have many tiles, so several programs share one request; but then the requests are few.
     programs = min(64, triton.cdiv(capacity, block_t * num_requests))
     items, tiles = numbers[:-capacity], numbers[-capacity:]
+    known = rebuild(Flat(limits, list(limit_tensors), list(limit_numbers)), VARIANTS)
     _plan_kernel[(num_requests, programs)](
         rows,
         q_starts,
@@ -301,10 +297,11 @@ def _prefill_plan(
         BLOCK_M=block_m,
         BLOCK_T=block_t,
         BLOCK_B=block_b,
-        MOST_KEYS=key_bound(window, chunk, after, block_m, group),
-        FULL=is_full(window, after),
+        MOST_KEYS=key_bound(known, causal, block_m, group),
+        FULL=is_full(known, causal),
         num_warps=4,
     )
+    num_workers, num_programs, unit, least_units, least_gain = shares
     if num_workers:
         _share_kernel[(1,)](
             tiles,
@@ -317,12 +314,11 @@ def _prefill_plan(
             num_kv_heads,
             least_units,
             least_gain,
+            bind(known, 1.0)[0],
             GROUP=group,
             BLOCK_M=block_m,
             UNIT=unit,
-            WINDOW=window,
-            CHUNK=chunk,
-            AFTER=after,
+            CAUSAL=causal,
             BLOCK_T=min(1024, tuning.block_for(capacity)),
             num_warps=4,
         )
@@ -331,17 +327,16 @@ def _prefill_plan(
 _prefill_plan.register_fake(lambda *_: None)  # the outputs are arguments
 
 
-def key_bound(window: int, chunk: int, after: int, block_m: int, group: int) -> int:
+def key_bound(limits: Sequence[Variant], causal: bool, block_m: int, group: int) -> int:
     """Returns an upper bound on the keys that a tile's queries see together. Tiles with more keys before them
-    count as many, which orders those of chunks roughly: their keys depend on their place in the chunk. Where a
-    window ends after the query, tiles are in the order of the keys up to their queries."""
-    bounded = (window or chunk) and after < ALL_AFTER
-    return (window or chunk) + after + triton.cdiv(block_m, group) if bounded else 2**31 - 1
+    count as many, which orders those of chunks roughly: their keys depend on their place in the chunk."""
+    bounds = [most for one in limits if (most := one.most_keys()) is not None]
+    return min(bounds) + triton.cdiv(block_m, group) if bounds and causal else 2**31 - 1
 
 
-def is_full(window: int, after: int) -> bool:
+def is_full(limits: Sequence[Variant], causal: bool) -> bool:
     """Returns whether every query sees all keys of its request."""
-    return after == ALL_AFTER and not window
+    return not causal and not limits
 
 
 def prefill_plan(
@@ -352,21 +347,20 @@ def prefill_plan(
     *,
     num_tokens: int,
     dtype: torch.dtype,
-    window: int = 0,
-    chunk: int = 0,
-    after: int = 0,
+    limits: tuple[Variant, ...] = (),
+    causal: bool = True,
     launch: tuning.Launch | None = None,
     shares: tuning.PrefillShares | None = None,
 ) -> PrefillPlan:
-    """Makes the work list of a prefill step, which serves all layers with these heads and this window or these
-    chunks.
+    """Makes the work list of a prefill step, which serves all layers with these heads and limits.
 
     Args:
         rows, q_starts, lengths: as in `prefill_attention`; read on the device.
         heads: of the layers.
         num_tokens: T of q.
         dtype: of q.
-        window, chunk, after: as in `AttentionOptions`.
+        limits: what limits the first key that a query sees (`variants.limits`).
+        causal: as in `AttentionOptions`.
         launch: tile sizes and launch options; those of `tuning.prefill_launch` if None.
         shares: how keys are shared out where tiles are few; `tuning.prefill_shares` if None, and
             `tuning.NO_SHARES` for never.
@@ -375,7 +369,7 @@ def prefill_plan(
         ValueError: rows or lengths do not fit.
     """
     check_requests(rows, lengths)
-    check_window(window, chunk, after)
+    check_limits(limits)
     group, device = heads.num_heads // heads.num_kv_heads, tuning.device_class(rows.device)
     if launch is None:
         launch = tuning.prefill_launch(
@@ -401,7 +395,7 @@ def prefill_plan(
     numbers = torch.empty(num_items + capacity, ITEM_FIELDS, dtype=torch.int32, device=rows.device)
     counters = torch.empty(4, dtype=torch.int32, device=rows.device)
     section_keys = tuning.SECTION_BYTES // heads.key_bytes(dtype)
-    sizes = capacity, section_keys, heads.num_kv_heads, group, block_m, window, chunk, after
-    _prefill_plan(rows, q_starts, lengths, numbers, counters, *sizes, *shares)
+    sizes = capacity, section_keys, heads.num_kv_heads, group, block_m
+    _prefill_plan(rows, q_starts, lengths, numbers, counters, *sizes, *flatten(limits), causal, shares)
     items = numbers[: num_items or capacity]
-    return PrefillPlan(items, num_shares, num_workers, counters, launch, window, len(rows), chunk, after)
+    return PrefillPlan(items, num_shares, num_workers, counters, launch, len(rows), limits, causal)

@@ -1,11 +1,13 @@
 """The work list of a prefill step in plain Python, which the kernels of `prefill_plan.py` are compared with."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.variants.variant import Variant
 
 from .prefill_plan import ALL_KEYS, ITEM_FIELDS, PrefillPlan, is_full, key_bound
 
@@ -17,12 +19,11 @@ def prefill_tiles_reference(
     *,
     group: int,
     block_m: int,
-    window: int = 0,
-    chunk: int = 0,
-    after: int = 0,
+    limits: tuple[Variant, ...] = (),
+    causal: bool = True,
 ) -> list[list[int]]:
     """Computes the tiles of `prefill_plan` in plain Python, in their order, each with the fields of an item."""
-    most_keys = key_bound(window, chunk, after, block_m, group)
+    most_keys = key_bound(limits, causal, block_m, group)
     starts, tiles = q_starts.tolist(), []
     for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         q_begin, q_end = starts[request : request + 2]
@@ -30,7 +31,7 @@ def prefill_tiles_reference(
         for first_row in range(0, num_rows, block_m):
             last_query = (min(first_row + block_m, num_rows) - 1) // group
             num_keys = min(max(prefix + last_query + 1, 0), most_keys)
-            if is_full(window, after):
+            if is_full(limits, causal):
                 num_keys = length
             fields = [request, row, first_row, num_rows, q_begin, prefix, 0, ALL_KEYS, -1, -1, -1, -1]
             tiles.append((-num_keys, request, -first_row, fields))
@@ -38,16 +39,13 @@ def prefill_tiles_reference(
 
 
 def _units_reference(
-    tile: list[int], group: int, block_m: int, window: int, chunk: int, after: int, unit: int
+    tile: list[int], group: int, block_m: int, limits: Sequence[Variant], causal: bool, unit: int
 ) -> tuple[int, int]:
     """Returns the first unit of keys that a tile's queries see, and how many they see, at least 1."""
     first_row, num_rows, prefix = tile[2], tile[3], tile[5]
     last_row = min(first_row + block_m, num_rows) - 1
-    end = max(min(prefix + last_row // group + 1 + after, prefix + num_rows // group), 0)
-    first_position = prefix + first_row // group
-    begin = max(first_position - window + 1, 0) if window else 0
-    if chunk:
-        begin = max(first_position, 0) // chunk * chunk
+    end = max(prefix + (last_row // group + 1 if causal else num_rows // group), 0)
+    begin = max((one.first_key(prefix + first_row // group) for one in limits), default=0)
     return begin // unit, max(-(-end // unit) - begin // unit, 1)
 
 
@@ -82,11 +80,11 @@ def prefill_plan_reference(
     """Computes the items of `plan`, of which unused ones are -1, and its counters in plain Python, from what it
     was made for. `key_bytes`: of K and V of a token for one K/V head."""
     block_m, num_workers, unit = plan.launch.block_m, shares.num_workers, shares.unit
-    window, chunk, after = plan.window, plan.chunk, plan.after
+    limits, causal = plan.limits, plan.causal
     tiles = prefill_tiles_reference(
-        rows, q_starts, lengths, group=group, block_m=block_m, window=window, chunk=chunk, after=after
+        rows, q_starts, lengths, group=group, block_m=block_m, limits=limits, causal=causal
     )
-    units = [_units_reference(tile, group, block_m, window, chunk, after, unit) for tile in tiles]
+    units = [_units_reference(tile, group, block_m, limits, causal, unit) for tile in tiles]
     total = sum(size for _, size in units)
     share = share_reference([size for _, size in units], num_kv_heads, shares)
     items = [[-1] * ITEM_FIELDS for _ in range(len(plan.items))]
@@ -109,7 +107,7 @@ def prefill_plan_reference(
                 item[10:] = len(parts), parts[0]
             items[plan.num_shares + tile if first % share else first // share] = item
         begin = end
-    num_keys, most_keys = 1, key_bound(window, chunk, after, block_m, group)
+    num_keys, most_keys = 1, key_bound(limits, causal, block_m, group)
     for length, q_len in zip(lengths.tolist(), q_starts.diff().tolist(), strict=True):
         num_keys += q_len + min(max(length - q_len, 0), most_keys)
     section_heads = min(max(tuning.SECTION_BYTES // key_bytes // num_keys, 1), num_kv_heads)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attend_keys import find_slots
+from lightkv.triton_kernels.attention.attend_keys import slots_at
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.paged_kv import PagedKV
 from lightkv.triton_kernels.quantised.head_tiles import constants_of
@@ -132,8 +132,7 @@ def _restore_kv_kernel(
         length = tl.load(lengths + request, mask=is_found, other=0)
         valid = is_found & (position < length) & (tokens < capacity)
         row = tl.load(rows + request, mask=valid, other=0).to(tl.int64)
-        index_row = (index + row * stride_index, None, stride_index, 0, 0)
-        slot = find_slots(index_row, position, valid, SHIFT)[:, None]  # [BLOCK_T, 1]
+        slot = slots_at(index + row * stride_index, position, valid, SHIFT)[:, None]  # [BLOCK_T, 1]
         token = tokens.to(tl.int64)[:, None]
         columns = scales + slot * stride_scales_slot if scales is not None else None
         if program < KV_HEADS:

@@ -12,6 +12,8 @@ from lightkv.triton_kernels.attention.mixed_attention import (
     mixed_plan,
 )
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
+from lightkv.triton_kernels.attention.variants import Chunk, SinkLogits, Window
+from lightkv.triton_kernels.attention.variants.variant import limits
 from lightkv.triton_kernels.quantised.write_quantised import (
     write_quantised_kv,
     write_quantised_kv_reference,
@@ -251,8 +253,10 @@ class AttentionBackend:
         is_causal = args.attention_mask == PredefinedAttentionMask.CAUSAL and not metadata.is_cross
         if self._chunk and not is_causal:
             raise ValueError(f"a layer with chunks of {self._chunk} tokens is causal; the mask is FULL")
-        return AttentionOptions(
-            scale=self._scale, window=window, chunk=self._chunk, sink_logits=sinks, causal=is_causal
+        return AttentionOptions(self._scale, is_causal).plus(
+            Window(window) if window else None,
+            Chunk(self._chunk) if self._chunk else None,
+            None if sinks is None else SinkLogits(sinks),
         )
 
     def _checked_output(self, args: Any, q: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor | None:
@@ -362,9 +366,8 @@ class AttentionBackend:
             out.copy_(mixed_attention_reference(q, kv, step.rows, step.q_starts, step.lengths, options))
             return
         heads = HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim)
-        bounds = options.window, options.chunk, options.after
         plan = metadata.plans.get(
-            (*heads, *bounds, q.dtype, len(q), kv.format),
+            (*heads, options.causal, limits(options.variants), q.dtype, len(q), kv.format),
             metadata.num_steps,
             self.layer_idx,
             lambda: mixed_plan(
@@ -374,9 +377,7 @@ class AttentionBackend:
                 heads,
                 num_tokens=len(q),
                 dtype=q.dtype,
-                window=options.window,
-                chunk=options.chunk,
-                after=options.after,
+                options=options,
                 layer_format=kv.format,
             ),
         )

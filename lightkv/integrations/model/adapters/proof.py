@@ -15,6 +15,7 @@ from lightkv.attention import LayerShape
 from lightkv.errors import UnsupportedModel
 from lightkv.integrations.model.attention_call import AttentionCall, KeptHandler
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
+from lightkv.triton_kernels.attention.variants.variant import Scored
 
 from .adapt import adapted_modules
 
@@ -36,14 +37,14 @@ class _Reference:
             return call.q.new_zeros(call.output_shape)
         call = call.rotated()
         q, k, v = (heads[0].transpose(0, 1) for heads in (call.q, call.k, call.v))
-        positions = torch.arange(len(q), device=q.device)
         options = self.layers[call.module.layer_idx].options
-        return attend_reference(q, k, v, positions, options)[None].to(q.dtype)
+        scored = Scored.of_last(slice(0, len(q)), 0, len(q), q.device)
+        return attend_reference(q, k, v, options, scored)[None].to(q.dtype)
 
 
 def num_tokens_for(layers: Sequence[LayerShape], context: int | None) -> int:
     """Returns how many tokens the text of `require_own_attention` should have, to reach past the windows."""
-    widest = max(layer.options.window for layer in layers)
+    widest = max(layer.options.most_keys or 0 for layer in layers)
     return min(max(_MIN_TOKENS, widest + 8), _MAX_TOKENS, context or _MAX_TOKENS)
 
 

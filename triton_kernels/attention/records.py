@@ -1,0 +1,172 @@
+"""What the attention kernels take together: named tuples of pointers, strides and constants. Names in capitals
+are constants of a compilation."""
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+from torch import Tensor
+
+from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.quantised.unpack import as_words, is_packed
+
+from .paged_kv import PagedKV
+
+
+class Heads(NamedTuple):
+    """Rows of heads, `[T, H, D]`, as of q."""
+
+    data: Any
+    stride_token: Any
+    stride_head: Any
+
+
+class Outputs(NamedTuple):
+    """What a kernel writes: `out` `[T, H, DV]`; `lse` float32 `[T, H]`, base 2, or None; and of parts that
+    another kernel combines, `partial_out` and `partial_lse`, float32, base 2; None where there are none."""
+
+    out: Any
+    stride_token: Any
+    stride_head: Any
+    lse: Any
+    partial_out: Any
+    partial_lse: Any
+
+
+class Cache(NamedTuple):
+    """K and V of a layer, of int16 words where quantised, and their scales and middles: those of K, then those
+    of V, which may stand apart; None where nothing is quantised. `FORMAT`: of `format_code`."""
+
+    k: Any
+    v: Any
+    scales: Any
+    v_scales: Any
+    stride_k_slot: Any
+    stride_k_head: Any
+    stride_v_slot: Any
+    stride_v_head: Any
+    stride_scales_slot: Any
+    stride_scales_head: Any
+    FORMAT: Any
+
+
+class Index(NamedTuple):
+    """The index that finds a token's slot, `PagedKV.index`. `indirection`: or None. `SINKS`, `RING`: of rows
+    that are rings; zeros for others."""
+
+    entries: Any
+    indirection: Any
+    stride: Any
+    stride_indirection: Any
+    SHIFT: Any
+    SINKS: Any
+    RING: Any
+
+
+class Sums(NamedTuple):
+    """What the running softmax of a tile of queries has so far: the un-normalised output of `start_output`, the
+    sum of the weights and the largest score in base 2, each float32 `[BLOCK_M]`; and the slots, int64
+    `[BLOCK_N]`, of the next tile of keys."""
+
+    acc: Any
+    total: Any
+    peak: Any
+    slots: Any
+
+
+class Shape(NamedTuple):
+    """The constants of a launch. `GROUP`: query heads of a K/V head. `CAUSAL`: a query sees no key after
+    itself. `PACKED`: of `is_packed`."""
+
+    GROUP: Any
+    DK: Any
+    DV: Any
+    BLOCK_M: Any
+    BLOCK_DK: Any
+    BLOCK_DV: Any
+    BLOCK_N: Any
+    CAUSAL: Any
+    FORMAT: Any
+    PACKED: Any
+
+
+class Together(NamedTuple):
+    """Which queries a tile holds: `NUM_QUERIES` of each request, of up to `MEMBERS` requests of a prefix.
+    `ALIGNED`: whether all items begin at multiples of 16 keys."""
+
+    NUM_QUERIES: Any
+    MEMBERS: Any
+    ALIGNED: Any
+
+
+class FlatKV(NamedTuple):
+    """A `PagedKV` as a registered operator takes it. `tensors`: K, V (words where quantised), scales of K and
+    of V, the index and its indirection. `numbers`: shift, sinks and size of the ring, `format_code`, and the
+    bits of an element of K and of V."""
+
+    tensors: list[Tensor | None]
+    numbers: list[int]
+
+
+def flatten_kv(kv: PagedKV) -> FlatKV:
+    """Returns `kv` as an operator takes it."""
+    k, v = as_words(kv.k, kv.format.k), as_words(kv.v, kv.format.v)
+    tensors = [k, v, kv.scales, kv.v_scales, kv.index, kv.indirection]
+    return FlatKV(tensors, [kv.shift, *kv.ring_sizes, kv.format_code, kv.format.k.bits, kv.format.v.bits])
+
+
+def kv_records(flat: FlatKV) -> tuple[Cache, Index]:
+    """Returns what `flatten_kv` was given as kernels take it."""
+    k, v, scales, v_scales, index, indirection = flat.tensors
+    assert k is not None
+    assert v is not None
+    assert index is not None
+    shift, sinks, ring, layer_format = flat.numbers[:4]
+    stride_scales_slot, stride_scales_head = (None, None) if scales is None else scales.stride()[:2]
+    cache = Cache(
+        k,
+        v,
+        scales,
+        v_scales,
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        stride_scales_slot,
+        stride_scales_head,
+        tl.constexpr(layer_format),
+    )
+    rows = Index(
+        index,
+        indirection,
+        index.stride(0),
+        None if indirection is None else indirection.stride(0),
+        tl.constexpr(shift),
+        tl.constexpr(sinks),
+        tl.constexpr(ring),
+    )
+    return cache, rows
+
+
+def shape_record(q: Tensor, flat: FlatKV, value_dim: int, block_m: int, block_n: int, causal: bool) -> Shape:
+    """Returns the constants of a launch over tiles of `block_m` rows and `block_n` keys."""
+    num_heads, key_dim = q.shape[1:]
+    assert flat.tensors[0] is not None
+    group, layer_format = num_heads // flat.tensors[0].shape[1], flat.numbers[3]
+    numbers = (
+        group,
+        key_dim,
+        value_dim,
+        block_m,
+        tuning.padded_dim(key_dim),
+        tuning.padded_dim(value_dim),
+        block_n,
+        causal,
+        layer_format,
+        layer_format != 0 and is_packed(q),
+    )
+    return Shape(*map(tl.constexpr, numbers))
+
+
+def heads_record(heads: Tensor) -> Heads:
+    """Returns rows of heads as kernels take them."""
+    return Heads(heads, heads.stride(0), heads.stride(1))
