@@ -237,7 +237,8 @@ class ModelTokens(NamedTuple):
 class RowGrammar:
     """The grammar of one row: it says which tokens may follow, and takes the token that was sampled.
 
-    Its matcher, which may take megabytes, goes with the last of `max_tokens` tokens, those of `output_ids` included.
+    Its matcher, which may take megabytes, goes with the last of `max_tokens` tokens, those of `output_ids`
+    included.
     """
 
     def __init__(
@@ -351,7 +352,7 @@ class Grammars:
             self._released.append(grammar_id)
 
     def trim(self) -> None:
-        """Returns the memory of released grammars, and of texts that have ended, to the system. For when no step
+        """Returns the memory of released grammars and of texts that have ended to the system. For when no step
         waits."""
         has_ended = any(one.has_ended for one in self._rows.values())
         self._rows = {row: one for row, one in self._rows.items() if not one.has_ended}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
+import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
@@ -409,6 +410,30 @@ def test_released_grammars_leave_their_rows(directory: Path) -> None:
         grammars.release(grammar_id)
     grammars.trim()
     assert (grammars.num_compiled, grammars.num_rows) == (0, 0)
+
+
+def test_a_row_lets_go_of_its_text_with_its_last_token(directory: Path) -> None:
+    _, runner = make(directory, 2000, 2, estimates=False)
+    grammars = runner.grammars
+    grammars.compile(1, GRAMMARS[0])
+    for max_tokens, tokens, has_ended in ((3, 2, False), (3, 3, True), (None, 3, False)):
+        grammars.set_row(5, 1, b"", max_tokens)
+        row = grammars.of(5)
+        assert row is not None
+        masks = np.zeros((1, grammars.mask_words), np.int32)
+        for _ in range(tokens):
+            assert not grammars.fill(masks, [(0, row)])
+            allowed = np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little"))
+            row.take(next(int(token) for token in allowed if token != END))
+        assert row.has_ended is has_ended
+    grammars.trim()
+    assert grammars.num_rows == 1
+    grammars.set_row(5, 1, b"", 1)
+    row = grammars.of(5)
+    assert row is not None
+    row.drop()
+    grammars.trim()
+    assert grammars.num_rows == 0
 
 
 def test_answers_leave_no_grammar_held(llm: LLM) -> None:
