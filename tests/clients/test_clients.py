@@ -33,12 +33,13 @@ CLIENTS = [
     ("openai", "use_pydantic_ai.py"),
     ("instructor", "use_instructor.py"),
     ("litellm", "use_litellm.py"),
+    ("smolagents", "use_smolagents.py"),
 ]
 # Those that also ask for any JSON object and for free texts, which a model of random weights never ends.
-OF_TEXTS = [(environment, script) for environment, script in CLIENTS if script != "use_openai_agents.py"]
-# Those with a loop of calls, of which each turn hits the ones before to the token. A random model may write a
-# text in other tokens than the tokenizer does, but for one whose tokens are bytes.
-OF_LOOPS = [pair for pair in CLIENTS if pair[1] in ("use_openai.py", "use_litellm.py")]
+OF_TEXTS = [pair for pair in CLIENTS if pair[1] not in ("use_openai_agents.py", "use_smolagents.py")]
+# Those with a loop of calls, of which each turn hits what it repeats of the ones before, to the token. A random
+# model may write a text in other tokens than the tokenizer does, but for one whose tokens are bytes.
+OF_LOOPS = [pair for pair in CLIENTS if pair[1] in ("use_openai.py", "use_litellm.py", "use_smolagents.py")]
 
 pytestmark = pytest.mark.slow
 
