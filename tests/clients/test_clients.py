@@ -34,9 +34,12 @@ CLIENTS = [
     ("instructor", "use_instructor.py"),
     ("litellm", "use_litellm.py"),
     ("smolagents", "use_smolagents.py"),
+    ("dspy", "use_dspy.py"),
 ]
 # Those that also ask for any JSON object and for free texts, which a model of random weights never ends.
-OF_TEXTS = [pair for pair in CLIENTS if pair[1] not in ("use_openai_agents.py", "use_smolagents.py")]
+OF_TEXTS = [
+    pair for pair in CLIENTS if pair[1] not in ("use_openai_agents.py", "use_smolagents.py", "use_dspy.py")
+]
 # Those with a loop of calls, of which each turn hits what it repeats of the ones before, to the token. A random
 # model may write a text in other tokens than the tokenizer does, but for one whose tokens are bytes.
 OF_LOOPS = [pair for pair in CLIENTS if pair[1] in ("use_openai.py", "use_litellm.py", "use_smolagents.py")]
