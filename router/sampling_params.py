@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from lightkv.errors import LightKVError
-
-from .token_set import MAX_TOKEN_ID, TokenSet
+from lightkv.token_set import MAX_TOKEN_ID, TokenSet
 
 MAX_COUNT = 2**31 - 1  # of tokens and of top_k, which are int32 on the device
 MAX_TEMPERATURE = 3.4028234663852886e38  # the largest float32, so that every finite temperature is allowed

@@ -43,7 +43,9 @@ Body = dict[str, Any]
 
 ANSWER_SECONDS = 120.0
 HEALTH_SECONDS = 0.25
-REST_SECONDS = 90.0  # after which compiled grammars that nobody holds are forgotten, and memory is returned
+REST_SECONDS = (
+    90.0  # after which compiled grammars that no request holds are forgotten, and memory is returned
+)
 MAX_GAP_SECONDS = 0.5
 MAX_GROWTH_BYTES = 50e6
 COMPLETIONS = "/v1/completions"

@@ -26,7 +26,7 @@ from .fair_queue import FairQueue
 
 MAX_BYTES = 256 * 2**20  # of compiled grammars that requests hold; those beyond it wait to be compiled
 MAX_IDLE_BYTES = 24 * 2**20  # of those that no request holds
-# What is compiled grows with its use, up to some 12 MB, which nobody measures: so none is kept idle for longer.
+# What is compiled grows with its use, up to some 12 MB, which is not measured: so none is kept idle for longer.
 IDLE_SECONDS = 60.0
 LEAST_BYTES = 64 * 2**10  # that a compiled grammar counts for
 MAX_REFUSED = 1024
@@ -92,7 +92,9 @@ class GrammarDesk:
         self._by_name: dict[str, _Entry] = {}
         self._queue: FairQueue[_Entry] = FairQueue()  # those that are to be compiled
         self._compiling: _Entry | None = None
-        self._idle: OrderedDict[int, float] = OrderedDict()  # id → since when nobody holds it, oldest first
+        self._idle: OrderedDict[int, float] = (
+            OrderedDict()
+        )  # id → since when no request holds it, oldest first
         self._num_bytes = 0  # of those that are compiled, and of the one that is being compiled
         self._idle_bytes = 0
         self._unsent: list[Compile | Forget] = []
@@ -258,7 +260,7 @@ class GrammarDesk:
             self._forget(entry)
 
     def _forget_idle(self, max_bytes: int) -> None:
-        """Forgets what nobody has held for IDLE_SECONDS, and the oldest until at most `max_bytes` are idle."""
+        """Forgets what no request has held for IDLE_SECONDS, and the oldest while over `max_bytes` are idle."""
         latest = self._clock() - IDLE_SECONDS
         while self._idle:
             oldest, since = next(iter(self._idle.items()))

@@ -1,7 +1,7 @@
 """Standard output and error that never hold their process up.
 
-Writing to a pipe that nobody reads, or to a terminal that is stopped, waits. An event loop that does it
-serves nobody meanwhile, and hears no signal. So a process of the service queues what it writes, and a thread
+Writing to a pipe that is not read, or to a terminal that is stopped, waits. An event loop that does it serves
+no client meanwhile, and hears no signal. So a process of the service queues what it writes, and a thread
 writes it. What the queue has no room for is dropped and counted.
 """
 

@@ -318,10 +318,11 @@ class Router:
                 engine.add(*requests)
             else:
                 self._held.add(engine, requests, message)
-        except (NeverFits, TooManyGrammars, InvalidParams, InvalidPrompt, ValueError) as error:
+        except TooManyGrammars as error:
             self._submitted.room.end(claim, message.num_answers)
-            if isinstance(error, TooManyGrammars):
-                return Refused(name, "queue_full", str(error))
+            return Refused(name, "queue_full", str(error))
+        except (NeverFits, InvalidParams, InvalidPrompt, ValueError) as error:
+            self._submitted.room.end(claim, message.num_answers)
             return Refused(name, "never_fits" if isinstance(error, NeverFits) else "invalid", str(error))
         if message.session is not None:
             session = engine.scheduler.ledger.open_session(message.session)

@@ -99,14 +99,6 @@ def _of_schema(schema: str) -> str:
     raise ValueError("a JSON schema is an object, or true")
 
 
-def compile_grammar(
-    grammar: Grammar, tokenizer: LLTokenizer, special: Mapping[str, int] = _NO_TOKENS
-) -> LLMatcher:
-    """Returns a matcher at the beginning of a text. `special` is that of `source_of`. Raises InvalidGrammar,
-    also where no text matches. The stack of the calling thread bounds how deep a grammar may nest."""
-    return _built(_checked_source(grammar, special), tokenizer)
-
-
 def _checked_source(grammar: Grammar, special: Mapping[str, int]) -> str:
     try:
         return source_of(grammar, special)

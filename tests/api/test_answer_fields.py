@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from lightkv.router.model_files import DEFAULT_MODEL, resolve
-from lightkv.router.token_set import TokenSet
+from lightkv.token_set import TokenSet
 from tests.support.fake_router import (
     CHAT,
     COMPLETIONS,

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lightkv.router.api.request_body import FREE_BYTES
-from lightkv.router.token_set import TokenSet
+from lightkv.token_set import TokenSet
 from tests.support.api_process import start_api_process
 from tests.support.fake_router import (
     CHAT,

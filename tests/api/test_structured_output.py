@@ -11,8 +11,8 @@ import pytest
 from llguidance import LLTokenizer
 
 from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar
-from lightkv.router.text.grammars import compile_grammar
 from tests.support.fake_router import CHAT, COMPLETIONS, HELLO, ApiUnderTest, idle, service
+from tests.support.grammars import compile_grammar
 
 TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "é"}}
 TAG_TEXT = '{"type":"structural_tag","format":{"type":"const_string","value":"é"}}'
@@ -238,7 +238,10 @@ def test_adversarial_grammars_are_refused_within_a_second_and_streams_go_on(api:
         error = api.post(COMPLETIONS, body(COMPLETIONS, fields), 400)["error"]
         taken = time.monotonic() - begun
         assert error["param"] == next(iter(fields)), name
-        assert taken < 5, (name, taken)  # 0.5 s of the processor, which a busy machine gives slowly
+        assert taken < 1.5, (
+            name,
+            taken,
+        )  # 0.5 s of the processor, and what a machine that does much else adds
     done.set()
     reading.join()
     assert max(gaps) < 0.5, max(gaps)

@@ -20,8 +20,9 @@ from lightkv.router.api.openai.tools import Function, ToolUse
 from lightkv.router.config import InvalidConfig, ServiceConfig
 from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar
 from lightkv.router.service.api_settings import ApiSettings
-from lightkv.router.text.grammars import InvalidGrammar, compile_grammar
+from lightkv.router.text.grammars import InvalidGrammar
 from tests.support.fake_router import CHAT, MODEL, ApiUnderTest, ids_of, service
+from tests.support.grammars import compile_grammar
 
 TEMPLATE = """
 {%- if tools %}<|im_start|>system

@@ -15,11 +15,12 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from lightkv.router.model_files import DEFAULT_MODEL, resolve
 from lightkv.router.sampling_params import Grammar
 from lightkv.router.text.answer_reader import joined
-from lightkv.router.text.grammars import Grammars, InvalidGrammar, compile_grammar
+from lightkv.router.text.grammars import Grammars, InvalidGrammar
 from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.router.text.tool_calls.constrained import read_calls_or_format
 from lightkv.router.text.tool_calls.families import FAMILIES, Family
 from lightkv.router.text.tool_calls.source import Reader
+from tests.support.grammars import compile_grammar
 
 ANY = {"type": "any_text"}
 JSON = {

@@ -1,7 +1,7 @@
 """Checks grammars of requests before they are queued, in a process beside this one (`check_process.py`).
 
-Each key's grammars wait in their own line, and the lines take turns. A line that nobody waits in any more is
-left out, and at most MAX_WAITING wait in all. Answers are kept by the grammars' hashes.
+Each key's grammars wait in their own line, and the lines take turns. At most MAX_WAITING wait in
+all. Answers are kept by the grammars' hashes.
 """
 
 import asyncio

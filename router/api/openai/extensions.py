@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from lightkv.router.sampling_params import InvalidParams, SamplingParams
 from lightkv.router.text.beam_search import BeamParams
-from lightkv.router.token_set import TokenSet
+from lightkv.token_set import TokenSet
 
 from .extras import Extras
 

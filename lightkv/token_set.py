@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-MAX_TOKEN_ID = 2**22 - 1  # no vocabulary is larger (`lightkv.router.model.draw.MAX_VOCAB_SIZE`)
+MAX_TOKEN_ID = 2**22 - 1  # no vocabulary is larger
 
 
 class TokenSet(msgspec.Struct, frozen=True):
