@@ -14,6 +14,8 @@ import threading
 from collections import deque
 from typing import TextIO, cast
 
+from .child_process import signals_held_back
+
 MAX_WAITING_BYTES = 2**20  # of one stream, some four thousand lines of the log of requests
 _PIECE_BYTES = 4096  # a pipe takes pieces of this size whole, so that lines of two processes do not mix
 _LAST_SECONDS = 1.0  # for what is still queued when the process ends
@@ -44,7 +46,10 @@ class LogStream(io.TextIOBase):
         self._num_bytes = 0  # queued, or being written
         self._num_unsaid = 0  # dropped lines that no line has told of
         self._changed = threading.Condition()
-        threading.Thread(target=self._write_all, name="log", daemon=True).start()
+        with (
+            signals_held_back()
+        ):  # the thread inherits this: a signal that others hold back must not come by it
+            threading.Thread(target=self._write_all, name="log", daemon=True).start()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]

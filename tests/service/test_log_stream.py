@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -165,3 +166,15 @@ def test_the_routers_dropped_lines_are_counted_with_and_without_an_engine(
         router._start_engine(INFO)
         assert router.load().num_dropped_log_lines == log.num_dropped
         monkeypatch.undo()
+
+
+def test_a_signal_that_is_held_back_does_not_come_by_the_thread_of_the_log() -> None:
+    before = set(threading.enumerate())
+    with open(os.devnull, "w") as sink:
+        stream = LogStream(sink)
+        (thread,) = set(threading.enumerate()) - before
+        status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+        blocked = int(status.split("SigBlk:")[1].split()[0], 16)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            assert blocked >> (number - 1) & 1
+        assert stream.drain(5.0)
