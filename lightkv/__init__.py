@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from lightkv.memory.kv_pool import KVPool as KVPool
     from lightkv.memory.kv_spec import KVSpec as KVSpec
     from lightkv.memory.token_table import TokenTable as TokenTable
-    from lightkv.triton_kernels.attention.ring import Ring as Ring
+    from lightkv.triton_kernels.layout.ring import Ring as Ring
     from lightkv.triton_kernels.quantised.kv_format import KVFormat as KVFormat
 
     from .attention import AttentionMetadata as AttentionMetadata
@@ -47,7 +47,7 @@ _EXPORTS = {
     "OutOfMemory": ".errors",
     "OutOfRows": ".errors",
     "OutOfTokens": ".errors",
-    "Ring": ".triton_kernels.attention.ring",
+    "Ring": ".triton_kernels.layout.ring",
     "SequenceTooLong": ".errors",
     "TokenAllocator": ".memory.allocator",
     "TokenLedger": ".ledger",

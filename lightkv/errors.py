@@ -3,7 +3,7 @@
 A verb that raises one of these has changed nothing.
 """
 
-from lightkv.triton_kernels.slots.slot_flags import describe_flags
+from lightkv.triton_kernels.layout.slot_flags import describe_flags
 
 
 def how_to_install(extra: str) -> str:

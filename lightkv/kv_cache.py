@@ -21,7 +21,7 @@ from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.memory.staging import upload
 from lightkv.memory.token_table import KVIndices
-from lightkv.triton_kernels.attention.ring import Ring
+from lightkv.triton_kernels.layout.ring import Ring
 
 from .counts import checked_counts, checked_integer
 from .edits import Edit

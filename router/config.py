@@ -9,7 +9,7 @@ from types import NoneType
 from typing import Any, get_args, get_origin
 
 from lightkv.errors import LightKVError
-from lightkv.triton_kernels.quantised.format_names import split_name
+from lightkv.triton_kernels.layout.format_names import split_name
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = ("torch", "triton")

@@ -19,7 +19,7 @@ import lightkv.router
 from lightkv.router import LLM, EngineConfig
 from lightkv.router.cli.app import app
 from lightkv.router.model_files import resolve
-from lightkv.triton_kernels.quantised.format_names import NAMES
+from lightkv.triton_kernels.layout.format_names import NAMES
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from tests.support.served import save_tiny_model, starting
 from tests.support.tiny_models import VOCABULARY, tiny_llama

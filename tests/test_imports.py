@@ -19,13 +19,13 @@ PICKLES = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "job
 
 # Each room imports itself and the rooms above it. A file's room is the longest name that begins its own.
 ROOMS = (
+    "lightkv.triton_kernels.layout",
     "lightkv.triton_kernels.tuning",
-    "lightkv.triton_kernels.strides",
     "lightkv.triton_kernels.slots",
-    "lightkv.triton_kernels.write_kv_inputs",
-    "lightkv.triton_kernels.write_kv_reference",
     "lightkv.triton_kernels.quantised",
+    "lightkv.triton_kernels.write",
     "lightkv.triton_kernels.attention",
+    "lightkv.triton_kernels.classic",
     "lightkv.triton_kernels",
     "lightkv.errors",
     "lightkv.counts",
@@ -70,9 +70,9 @@ WITH_TORCH = (
 )
 # These stand in such a room and must not load torch.
 WITHOUT_TORCH = (
-    "lightkv.triton_kernels.quantised.format_names",
-    "lightkv.triton_kernels.attention.ring",
-    "lightkv.triton_kernels.slots.slot_flags",
+    "lightkv.triton_kernels.layout.format_names",
+    "lightkv.triton_kernels.layout.ring",
+    "lightkv.triton_kernels.layout.slot_flags",
     "lightkv.integrations.model.context",
 )
 MAX_FILES, MAX_LINES = 14, 500

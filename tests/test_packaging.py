@@ -23,7 +23,7 @@ FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
 IMPORTS = """
 import importlib.util, pathlib
 import lightkv, lightkv.ledger, lightkv.router, lightkv.router.config, lightkv.triton_kernels
-assert importlib.util.find_spec("lightkv.triton_kernels.write_kv") is not None
+assert importlib.util.find_spec("lightkv.triton_kernels.write.write_kv") is not None
 assert (pathlib.Path(lightkv.__file__).parent / "integrations" / "hf_cache.py").is_file()
 print(pathlib.Path(lightkv.__file__).parent)
 """
@@ -89,7 +89,7 @@ def test_the_wheel_holds_every_module_and_nothing_outside_lightkv(built: tuple[P
         names = {name for name in wheel.namelist() if not re.match(r"lightkv-[\d.]+\.dist-info/", name)}
         assert names == modules(ROOT) | DATA
         assert all((entry.external_attr >> 28) != 0xA for entry in wheel.infolist()), "a link in the wheel"
-        for name in ("lightkv/router/engine/scheduler.py", "lightkv/triton_kernels/write_kv.py"):
+        for name in ("lightkv/router/engine/scheduler.py", "lightkv/triton_kernels/write/write_kv.py"):
             assert wheel.read(name) == (ROOT / name).read_bytes()
 
 

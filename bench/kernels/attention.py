@@ -54,7 +54,7 @@ from bench.common.report import (
     refuse,
     save_json,
 )
-from lightkv.triton_kernels.write_kv import write_kv
+from lightkv.triton_kernels.write.write_kv import write_kv
 
 from .attention_batches import check, make_batch, reference, scatter, split_heads
 from .attention_fa3 import FlashAttention3

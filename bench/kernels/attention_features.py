@@ -24,9 +24,9 @@ from lightkv.triton_kernels.attention.decode.ring_step import sink_rotation
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
-from lightkv.triton_kernels.attention.ring import Ring
 from lightkv.triton_kernels.attention.variants import Alibi, TreeMask, ValueMask
 from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
+from lightkv.triton_kernels.layout.ring import Ring
 
 from .attention_batches import Batch, make_batch, offsets, scatter
 from .attention_rows import Row, chunks, even

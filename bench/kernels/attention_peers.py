@@ -25,8 +25,8 @@ from lightkv.triton_kernels.attention.decode.decode_plan import SharedPrefixGrou
 from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
-from lightkv.triton_kernels.paged_attention_v1 import copy_to_blocks, paged_attention_v1
-from lightkv.triton_kernels.paged_attention_v2 import paged_attention_v2
+from lightkv.triton_kernels.classic.paged_attention_v1 import copy_to_blocks, paged_attention_v1
+from lightkv.triton_kernels.classic.paged_attention_v2 import paged_attention_v2
 
 from .attention_batches import Batch, Paged, offsets, scatter
 

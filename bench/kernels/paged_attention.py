@@ -20,7 +20,7 @@ from torch import Tensor
 from bench.common.device_clock import DEVICE, Clock, captured, measure_ceiling
 from bench.common.report import parser, print_json, print_machine, print_table, refuse, save_json
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.paged_attention_v2 import PARTITION_SIZE, paged_attention_v2
+from lightkv.triton_kernels.classic.paged_attention_v2 import PARTITION_SIZE, paged_attention_v2
 from lightkv.triton_kernels.tuning import Launch
 
 from .attention_batches import Batch, Paged, check, make_batch, reference, scatter

@@ -16,8 +16,8 @@ from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import packed_size, upload
 from lightkv.memory.token_table import TokenTable
 from lightkv.triton_kernels.attention.decode.decode_plan import SharedPrefixGroups
-from lightkv.triton_kernels.attention.ring import Ring
 from lightkv.triton_kernels.attention.variants import TreeMask, ValueMask
+from lightkv.triton_kernels.layout.ring import Ring
 
 
 class BatchShape(NamedTuple):

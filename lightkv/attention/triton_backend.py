@@ -18,13 +18,13 @@ from lightkv.triton_kernels.attention.paged_kv import HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.fp8_prefill import fp8_prefill_reason, unknown_in_fp8
 from lightkv.triton_kernels.attention.prefill.fp8_scratch import ALIGNMENT
 from lightkv.triton_kernels.attention.prefill.prefill_combine import most_part_bytes
-from lightkv.triton_kernels.attention.ring import Ring
 from lightkv.triton_kernels.attention.variants.sink_logits import SinkLogits
 from lightkv.triton_kernels.attention.variants.variant import Variant, limits
-from lightkv.triton_kernels.quantised.head_tiles import constants_of
+from lightkv.triton_kernels.layout.ring import Ring
 from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
-from lightkv.triton_kernels.quantised.write_quantised import write_quantised_kv
-from lightkv.triton_kernels.write_kv import write_kv
+from lightkv.triton_kernels.write.head_tiles import constants_of
+from lightkv.triton_kernels.write.write_kv import write_kv
+from lightkv.triton_kernels.write.write_quantised import write_quantised_kv
 
 from .backend import AttentionBackend, LayerShape
 from .cross import CrossMetadata

@@ -39,9 +39,9 @@ from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.staging import upload
 from lightkv.token_ids import TokenIds, int32_bytes
-from lightkv.triton_kernels.attention.ring import Ring
 from lightkv.triton_kernels.attention.variants.tree import TreeMask
 from lightkv.triton_kernels.attention.variants.window import Window
+from lightkv.triton_kernels.layout.ring import Ring
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
 from .guess_tree import GuessTree

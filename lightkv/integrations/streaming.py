@@ -30,7 +30,7 @@ import torch
 
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.token_ids import TokenIds, int32_bytes
-from lightkv.triton_kernels.attention.ring import Ring
+from lightkv.triton_kernels.layout.ring import Ring
 
 from .cached_model import CachedModel
 

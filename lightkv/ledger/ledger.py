@@ -20,7 +20,7 @@ from lightkv.counts import checked_count
 from lightkv.edits import Alloc, Edit
 from lightkv.errors import OutOfRows, OutOfTokens, SequenceTooLong
 from lightkv.holdings import HeldRow, Holdings
-from lightkv.triton_kernels.attention.ring import Ring
+from lightkv.triton_kernels.layout.ring import Ring
 
 from . import branching, rings
 from .prefix_tree import TOKEN_BYTES, Namespace, Segment

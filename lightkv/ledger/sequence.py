@@ -5,7 +5,7 @@ import reprlib
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
-from lightkv.triton_kernels.attention.ring import Ring
+from lightkv.triton_kernels.layout.ring import Ring
 
 from .prefix_tree import Namespace, Segment
 from .sessions import Session

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightkv.counts import checked_count
 from lightkv.errors import CheckFailed, InvalidFree, OutOfTokens
+from lightkv.triton_kernels.layout.slot_flags import describe_flags
 from lightkv.triton_kernels.slots.allocate import (
     SlotFlag,
     TableEntries,
@@ -22,7 +23,6 @@ from lightkv.triton_kernels.slots.allocate import (
     free_slots_reference,
     new_slot_state,
 )
-from lightkv.triton_kernels.slots.slot_flags import describe_flags
 
 from .device import usable_device
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from lightkv.counts import checked_count
-from lightkv.triton_kernels.attention.ring import Ring
+from lightkv.triton_kernels.layout.ring import Ring
 
 from .device import usable_device
 from .staging import upload

@@ -230,7 +230,8 @@ class StepResult(msgspec.Struct, frozen=True):
 
     Attributes:
         tokens: `tokens[i]` was sampled for `StepPlan.sample[i]`.
-        num_free, flags: the allocator's free slots and error flags (`lightkv.triton_kernels.slots.slot_flags`).
+        num_free, flags: the allocator's free slots and error flags
+            (`lightkv.triton_kernels.layout.slot_flags`).
         logprobs: by index into `tokens`, where the plan asked for them.
         scored: one for each of the plan's `scored`.
         errors: by index into `tokens`, why a request cannot go on; only this request ends.

@@ -8,7 +8,7 @@ from test_attention import CASES, MAX_SEQUENCES, History, on
 from lightkv.attention import AttentionMetadata, LayerShape, make_backends
 from lightkv.ledger.shared_prefixes import SharedPrefix
 from lightkv.triton_kernels.attention.paged_kv import beam_indirection
-from lightkv.triton_kernels.attention.ring import Ring
+from lightkv.triton_kernels.layout.ring import Ring
 
 BEAMS = [4, 1, 3]  # the rows of one request's beams
 STEPS = [

@@ -7,9 +7,9 @@ from test_attention import MAX_SEQUENCES, History
 from lightkv.attention import AttentionMetadata, AttentionOptions, LayerShape, Rotary, make_backends
 from lightkv.attention.biased_attention import attend_with_bias
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
-from lightkv.triton_kernels.attention.ring import Ring
 from lightkv.triton_kernels.attention.variants import SinkLogits, TreeMask, ValueMask, Window
 from lightkv.triton_kernels.attention.variants.variant import Scored
+from lightkv.triton_kernels.layout.ring import Ring
 
 ROWS, COUNTS = [1, 4, 3, 2], [7, 3, 1, 1]  # two prefills, two decodes
 

@@ -14,10 +14,10 @@ from lightkv.attention import (
     make_backends,
 )
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
-from lightkv.triton_kernels.attention.ring import Ring
 from lightkv.triton_kernels.attention.variants import Alibi, Chunk, Window
 from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
 from lightkv.triton_kernels.attention.variants.variant import Scored
+from lightkv.triton_kernels.layout.ring import Ring
 
 HEADS, KV_HEADS, DIM = 4, 2, 32
 SPEC = KVSpec(1, KV_HEADS, DIM, DIM, torch.float32)

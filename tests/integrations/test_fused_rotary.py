@@ -42,7 +42,7 @@ from lightkv.integrations.model.probe import probe
 from lightkv.integrations.streaming import Stream, Window
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.router.model.packed_linear import pack_linears
-from lightkv.triton_kernels.write_kv_reference import rotate_reference
+from lightkv.triton_kernels.write.write_kv_reference import rotate_reference
 
 BOTH = [0, 1]
 # Without head_dim, a head has 32 / 4 = 8 dimensions.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightkv.triton_kernels.ban_tokens import ban_tokens, ban_tokens_reference
+from lightkv.triton_kernels.layers.ban_tokens import ban_tokens, ban_tokens_reference
 
 
 def random_masks(num: int, num_tokens: int) -> torch.Tensor:

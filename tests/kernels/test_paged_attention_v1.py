@@ -14,15 +14,15 @@ from torch import Tensor
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention_reference
 from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, SharedPrefixGroups, decode_plan
-from lightkv.triton_kernels.attention.ring import Ring
 from lightkv.triton_kernels.attention.variants import Window
 from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
-from lightkv.triton_kernels.paged_attention_v1 import (
+from lightkv.triton_kernels.classic.paged_attention_v1 import (
     copy_to_blocks,
     paged_attention_v1,
     paged_attention_v1_reference,
 )
-from lightkv.triton_kernels.paged_attention_v2 import paged_attention_v2, paged_attention_v2_reference
+from lightkv.triton_kernels.classic.paged_attention_v2 import paged_attention_v2, paged_attention_v2_reference
+from lightkv.triton_kernels.layout.ring import Ring
 
 MIXED = [130, 0, 1, 64, 63, 65, 16]
 

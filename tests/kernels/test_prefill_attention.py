@@ -31,7 +31,7 @@ from lightkv.triton_kernels.attention.variants import (
     Window,
 )
 from lightkv.triton_kernels.attention.variants.variant import flatten
-from lightkv.triton_kernels.write_kv import write_kv
+from lightkv.triton_kernels.write.write_kv import write_kv
 
 # (queries, tokens before them) of each request
 FRESH = [(65, 0), (1, 0), (64, 0)]

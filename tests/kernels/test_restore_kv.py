@@ -10,7 +10,7 @@ from torch import Tensor
 from lightkv import KVPool, KVSpec
 from lightkv.triton_kernels.attention.paged_kv import PagedKV
 from lightkv.triton_kernels.attention.prefill.restore_kv import restore_kv, restore_kv_reference
-from lightkv.triton_kernels.attention.ring import Ring
+from lightkv.triton_kernels.layout.ring import Ring
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from tests.support.random_kv import make_kv
 

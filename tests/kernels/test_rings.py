@@ -36,9 +36,9 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,
 )
-from lightkv.triton_kernels.attention.ring import Ring
 from lightkv.triton_kernels.attention.variants import Chunk, SinkLogits, Softcap, Window
 from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
+from lightkv.triton_kernels.layout.ring import Ring
 
 RINGS = {
     "sinks": Ring(4, 90, 16),

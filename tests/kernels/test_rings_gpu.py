@@ -21,8 +21,8 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,
 )
-from lightkv.triton_kernels.attention.ring import Ring
 from lightkv.triton_kernels.attention.variants import Window
+from lightkv.triton_kernels.layout.ring import Ring
 
 pytestmark = pytest.mark.gpu
 

@@ -4,8 +4,8 @@ padding."""
 import pytest
 import torch
 
-from lightkv.triton_kernels.write_kv import write_kv
-from lightkv.triton_kernels.write_kv_reference import write_kv_reference
+from lightkv.triton_kernels.write.write_kv import write_kv
+from lightkv.triton_kernels.write.write_kv_reference import write_kv_reference
 
 NUM_SLOTS = 64
 

@@ -13,8 +13,8 @@ from transformers.models.glm import modeling_glm
 from transformers.models.gptj import modeling_gptj
 from transformers.models.llama import modeling_llama
 
-from lightkv.triton_kernels.write_kv import split_qkv, write_kv
-from lightkv.triton_kernels.write_kv_reference import rotate_reference, write_kv_reference
+from lightkv.triton_kernels.write.write_kv import split_qkv, write_kv
+from lightkv.triton_kernels.write.write_kv_reference import rotate_reference, write_kv_reference
 
 NUM_SLOTS = 64
 NUM_POSITIONS = 40

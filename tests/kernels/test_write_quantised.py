@@ -11,8 +11,8 @@ from torch import Tensor
 from lightkv import KVPool, KVSpec
 from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
 from lightkv.triton_kernels.quantised.quantise_reference import hadamard, split_columns, unpack
-from lightkv.triton_kernels.quantised.write_quantised import write_quantised_kv, write_quantised_kv_reference
-from lightkv.triton_kernels.write_kv import split_qkv
+from lightkv.triton_kernels.write.write_kv import split_qkv
+from lightkv.triton_kernels.write.write_quantised import write_quantised_kv, write_quantised_kv_reference
 
 NUM_SLOTS = 64
 NUM_POSITIONS = 40

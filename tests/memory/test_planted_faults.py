@@ -11,7 +11,7 @@ from lightkv import InvalidFree, KVCache, KVSpec
 from lightkv.errors import CheckFailed
 from lightkv.ledger.sequence import Sequence
 from lightkv.ledger.state import LedgerState
-from lightkv.triton_kernels.attention.ring import Ring
+from lightkv.triton_kernels.layout.ring import Ring
 from tests.support.cache_life import Life
 
 SPEC = KVSpec(num_layers=1, num_kv_heads=1, k_dim=1, v_dim=1, dtype=torch.float32)

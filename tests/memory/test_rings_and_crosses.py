@@ -15,7 +15,7 @@ from lightkv import KVCache, KVSpec, OutOfRows, OutOfTokens, SequenceTooLong
 from lightkv.edits import Edit, decode, encode
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.kv_memory import KVMemory
-from lightkv.triton_kernels.attention.ring import Ring
+from lightkv.triton_kernels.layout.ring import Ring
 
 SPEC = KVSpec(num_layers=1, num_kv_heads=1, k_dim=1, v_dim=1, dtype=torch.float64)
 

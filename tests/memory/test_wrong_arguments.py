@@ -20,7 +20,7 @@ from lightkv import (
 )
 from lightkv.ledger import Sequence
 from lightkv.memory.kv_memory import KVMemory
-from lightkv.triton_kernels.quantised.format_names import NAMES
+from lightkv.triton_kernels.layout.format_names import NAMES
 from lightkv.triton_kernels.quantised.kv_format import Elements
 
 SPEC = KVSpec(2, 2, 4, 4, torch.float32)

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels.attention.variants.variant import Variant, limits
-from lightkv.triton_kernels.strides import has_unit_stride
+from lightkv.triton_kernels.layout.ring import Ring
+from lightkv.triton_kernels.layout.strides import has_unit_stride
 
 from .paged_kv import AttentionOptions, PagedKV
-from .ring import Ring
 from .variants import in_order
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.strides import has_unit_stride
+from lightkv.triton_kernels.layout.strides import has_unit_stride
 
 
 @triton.jit(do_not_specialize=["num_parts"])

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels.attention.variants.variant import Variant
+from lightkv.triton_kernels.layout.ring import Ring
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 from lightkv.triton_kernels.quantised.quantise_reference import dequantise, split_columns
 from lightkv.triton_kernels.quantised.unpack import format_code
 
-from .ring import Ring
 from .variants import in_order
 
 Chosen = TypeVar("Chosen", bound=Variant)

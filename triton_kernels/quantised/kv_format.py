@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from .format_names import GROUPED_NAMES, split_name
+from lightkv.triton_kernels.layout.format_names import GROUPED_NAMES, split_name
 
 
 class Elements(NamedTuple):

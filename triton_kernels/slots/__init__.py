@@ -1,2 +1,1 @@
-"""Kernels that allocate and free slots. It imports nothing, because `lightkv.errors` needs the flags without
-torch."""
+"""Kernels that allocate and free slots."""

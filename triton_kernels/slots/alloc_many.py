@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightkv.triton_kernels.layout.slot_flags import SlotFlag
 from lightkv.triton_kernels.tuning import device_class, many_tiles, run_search
 
-from .slot_flags import SlotFlag
 from .slot_search import entries_of, highest_bit, larger, num_bits
 from .slot_state import (
     BLOCK_FREE,

@@ -23,10 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightkv.triton_kernels.layout.slot_flags import SlotFlag
 from lightkv.triton_kernels.tuning import MAX_IN_ONE_KERNEL, alloc_launch, block_for, few_tiles
 
 from .alloc_many import alloc_many
-from .slot_flags import SlotFlag
 from .slot_search import entries_of, num_bits, place_of_bit
 from .slot_state import (
     BLOCK_FREE,

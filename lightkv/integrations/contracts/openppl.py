@@ -17,7 +17,7 @@ from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, Attention
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention
 from lightkv.triton_kernels.attention.variants import Alibi, ValueMask
 from lightkv.triton_kernels.attention.variants.variant import Scored
-from lightkv.triton_kernels.strides import has_unit_stride
+from lightkv.triton_kernels.layout.strides import has_unit_stride
 
 from .openppl_cache import LayerCache, Slots, layer_of
 from .openppl_inputs import Attributes, check_contents, check_inputs

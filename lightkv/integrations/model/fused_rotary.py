@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lightkv.attention import RotaryEmbedding
-from lightkv.triton_kernels.write_kv import split_qkv
+from lightkv.triton_kernels.write.write_kv import split_qkv
 
 from .attention_call import ATTENTION, AttentionCall, AttentionHandler, compute
 from .context import context_length

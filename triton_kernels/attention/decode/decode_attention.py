@@ -35,7 +35,6 @@ from lightkv.triton_kernels.attention.records import (
     kv_records,
     shape_record,
 )
-from lightkv.triton_kernels.attention.ring import Ring
 from lightkv.triton_kernels.attention.variants import VARIANTS
 from lightkv.triton_kernels.attention.variants.variant import (
     Flat,
@@ -46,6 +45,7 @@ from lightkv.triton_kernels.attention.variants.variant import (
     limits,
     rebuild,
 )
+from lightkv.triton_kernels.layout.ring import Ring
 from lightkv.triton_kernels.quantised.unpack import most_warps
 
 from .decode_combine import combine_parts

@@ -35,10 +35,10 @@ from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_inputs import check_limits, check_requests
 from lightkv.triton_kernels.attention.paged_kv import HeadShape
 from lightkv.triton_kernels.attention.records import Together
-from lightkv.triton_kernels.attention.ring import Ring
 from lightkv.triton_kernels.attention.variants import VARIANTS
 from lightkv.triton_kernels.attention.variants.hooks import first_key
 from lightkv.triton_kernels.attention.variants.variant import Flat, Variant, bind, flatten, rebuild
+from lightkv.triton_kernels.layout.ring import Ring
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
 ITEM_FIELDS = 4  # request (or -1 - prefix), row, first key, end of the keys

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightkv.triton_kernels.attention.ring import Ring
+from lightkv.triton_kernels.layout.ring import Ring
 
 from .decode_sinks import SinkRotation
 

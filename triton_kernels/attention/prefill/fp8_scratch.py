@@ -23,7 +23,7 @@ from lightkv.triton_kernels.attention.attend_keys import slots_at
 from lightkv.triton_kernels.attention.attention_inputs import check_scales
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.paged_kv import HeadShape, PagedKV
-from lightkv.triton_kernels.strides import has_unit_stride
+from lightkv.triton_kernels.layout.strides import has_unit_stride
 
 from .restore_kv import find_requests
 

@@ -14,8 +14,8 @@ from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attend_keys import slots_at
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.paged_kv import PagedKV
-from lightkv.triton_kernels.quantised.head_tiles import constants_of
-from lightkv.triton_kernels.strides import has_unit_stride
+from lightkv.triton_kernels.layout.strides import has_unit_stride
+from lightkv.triton_kernels.write.head_tiles import constants_of
 
 
 @triton.jit

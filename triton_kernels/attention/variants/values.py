@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightkv.triton_kernels.strides import has_unit_stride
+from lightkv.triton_kernels.layout.strides import has_unit_stride
 
 from .hooks import LOG2_E, Flags, Hooks
 from .variant import Scored, Variant

@@ -14,12 +14,12 @@ from lightkv.triton_kernels.attention.mixed_attention import (
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.variants import Chunk, SinkLogits, Window
 from lightkv.triton_kernels.attention.variants.variant import limits
-from lightkv.triton_kernels.quantised.write_quantised import (
+from lightkv.triton_kernels.write.write_kv import write_kv
+from lightkv.triton_kernels.write.write_kv_reference import write_kv_reference
+from lightkv.triton_kernels.write.write_quantised import (
     write_quantised_kv,
     write_quantised_kv_reference,
 )
-from lightkv.triton_kernels.write_kv import write_kv
-from lightkv.triton_kernels.write_kv_reference import write_kv_reference
 
 from .arguments import AttentionInputType, PredefinedAttentionMask, merge_attention_forward_args
 from .joined_keys import join_keys

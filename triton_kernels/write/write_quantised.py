@@ -7,13 +7,13 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.strides import has_unit_stride
-from lightkv.triton_kernels.write_kv_inputs import check_inputs
-from lightkv.triton_kernels.write_kv_reference import rotate_reference
+from lightkv.triton_kernels.layout.strides import has_unit_stride
+from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
+from lightkv.triton_kernels.quantised.quantise_reference import quantise, split_columns
 
 from .head_tiles import constants_of, write_elements
-from .kv_format import Elements, KVFormat
-from .quantise_reference import quantise, split_columns
+from .write_inputs import check_inputs
+from .write_kv_reference import rotate_reference
 
 
 @triton.jit

@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import tuning
-from .strides import has_unit_stride
-from .write_kv_inputs import check_inputs
+from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.layout.strides import has_unit_stride
+
+from .write_inputs import check_inputs
 
 
 @triton.jit

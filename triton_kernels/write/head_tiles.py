@@ -4,8 +4,12 @@ reference is `quantise`."""
 import triton
 import triton.language as tl
 
-from .kv_format import Elements
-from .quantise_reference import LARGEST_SCALE, LARGEST_WITH_MIDDLE, SMALLEST_SCALE
+from lightkv.triton_kernels.quantised.kv_format import Elements
+from lightkv.triton_kernels.quantised.quantise_reference import (
+    LARGEST_SCALE,
+    LARGEST_WITH_MIDDLE,
+    SMALLEST_SCALE,
+)
 
 _SMALLEST, _LARGEST = tl.constexpr(SMALLEST_SCALE), tl.constexpr(LARGEST_SCALE)
 _MOST = tl.constexpr(LARGEST_WITH_MIDDLE)

@@ -11,11 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.decode.decode_plan import ITEM_FIELDS, PART_FIELDS, SHARE_FIELDS
 from lightkv.triton_kernels.attention.variants.alibi import load_slopes
 from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
-
-from . import tuning
 
 _LOG2_E = tl.constexpr(LOG2_E)
 _UNIT = tl.constexpr(tuning.DECODE_UNIT)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .strides import has_unit_stride
+from lightkv.triton_kernels.layout.strides import has_unit_stride
 
 
 def check_inputs(

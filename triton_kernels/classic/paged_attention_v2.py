@@ -11,12 +11,12 @@ import torch
 import triton
 from torch import Tensor
 
+from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
 from lightkv.triton_kernels.attention.variants import Alibi
 from lightkv.triton_kernels.attention.variants.variant import Scored
 
-from . import tuning
 from .paged_attention_inputs import check_paged_inputs
 from .paged_attention_kernel import attend_partitions, combine_kernel, tile_options
 

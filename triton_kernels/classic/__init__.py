@@ -1,0 +1,1 @@
+"""PagedAttention v1 and v2, with their published signatures."""

@@ -1,0 +1,1 @@
+"""Kernels that write new K/V to the cache."""
