@@ -135,7 +135,7 @@ def _strides(tensor: Tensor | None, count: int) -> tuple[int | None, ...]:
     return (None,) * count if tensor is None else tensor.stride()[:count]
 
 
-@cache  # records of constants take longer to make than the rest of a launch
+@cache  # here and below: constants are made once, and not at each launch
 def _elements_of(fields: tuple[int, ...]) -> tuple[Elements, Elements]:
     """Returns the elements of K and of V from the fields that the operator takes."""
     if not fields:
@@ -164,8 +164,10 @@ def _new_heads(
     heads: Tensor | None, bias: Tensor | None, constants: tuple[int, int, bool, Elements]
 ) -> NewHeads:
     """Returns q, k or v and its bias as the kernel takes them."""
-    has_bias = bias is not None
-    return NewHeads(heads, *_strides(heads, 2), bias, *_strides(bias, 1), *_constants(has_bias, *constants))
+    stride_token, stride_head = _strides(heads, 2)
+    (stride_bias,) = _strides(bias, 1)
+    of_heads = _constants(bias is not None, *constants)
+    return NewHeads(heads, stride_token, stride_head, bias, stride_bias, *of_heads)
 
 
 def _stored_heads(data: Tensor, scales: Tensor | None, is_static: bool, first_column: int) -> StoredHeads:
@@ -173,8 +175,16 @@ def _stored_heads(data: Tensor, scales: Tensor | None, is_static: bool, first_co
     has_scales = scales is not None
     stride_slot, stride_head = _strides(scales, 2)
     stride_slot = 0 if is_static else stride_slot
-    columns = tl.constexpr(has_scales), tl.constexpr(first_column)
-    return StoredHeads(data, *data.stride()[:2], scales, stride_slot, stride_head, *columns)
+    return StoredHeads(
+        data,
+        data.stride(0),
+        data.stride(1),
+        scales,
+        stride_slot,
+        stride_head,
+        tl.constexpr(has_scales),
+        tl.constexpr(first_column),
+    )
 
 
 def write_kv(
