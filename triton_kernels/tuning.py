@@ -5,7 +5,6 @@ stays right when lengths change between replays. There is no search at run time;
 values.
 """
 
-import math
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
@@ -309,28 +308,6 @@ def prefill_launch(
         if fits and not too_few and not too_wide:
             return launch
     return Launch(block_m=16, block_n=16, num_warps=4, num_stages=2)
-
-
-def write_launch(
-    device: DeviceClass, num_tokens: int, num_kv_heads: int, num_heads: int, num_pairs: int
-) -> tuple[int, int]:
-    """Returns how many tokens and how many heads a program of `write_kv` writes. With rotary positions it
-    writes several heads, since cosines and sines are more bytes than a head, as long as every multiprocessor
-    has several programs."""
-    block_t, heads = 16, 1
-    blocks = triton.cdiv(num_tokens, block_t)
-    shared = math.gcd(num_kv_heads, num_heads)
-    while num_pairs and heads < 4 and shared % (2 * heads) == 0:
-        if blocks * (num_kv_heads + num_heads) // (2 * heads) < 8 * device.num_multiprocessors:
-            break
-        heads *= 2
-    return block_t, heads
-
-
-def quantised_write_launch(width: int) -> Launch:
-    """Returns the launch of `write_quantised_kv`, with the tokens of a program in `block_m`, for heads that are
-    padded to `width`: a program holds a head of each of its tokens as one float32 tile."""
-    return Launch(block_m=16, block_n=0, num_warps=4 if width <= 128 else 8, num_stages=1)
 
 
 def restore_launch(width: int) -> Launch:

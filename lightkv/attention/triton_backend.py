@@ -23,8 +23,8 @@ from lightkv.triton_kernels.attention.variants.variant import Variant, limits
 from lightkv.triton_kernels.layout.ring import Ring
 from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
 from lightkv.triton_kernels.write.head_tiles import constants_of
+from lightkv.triton_kernels.write.inputs import Rotation, StoredKV
 from lightkv.triton_kernels.write.write_kv import write_kv
-from lightkv.triton_kernels.write.write_quantised import write_quantised_kv
 
 from .backend import AttentionBackend, LayerShape
 from .cross import CrossMetadata
@@ -101,32 +101,13 @@ class TritonAttention(AttentionBackend):
         metadata: AttentionMetadata,
         rotary: RotaryEmbedding | None,
     ) -> None:
-        pool, slots = metadata.memory.pool, metadata.slot_mapping
-        k_cache, v_cache = pool.k(self.layer_idx), pool.v(self.layer_idx)
-        scales, layer_format = pool.scales(self.layer_idx), pool.format(self.layer_idx)
+        pool, layer, slots = metadata.memory.pool, self.layer_idx, metadata.slot_mapping
+        stored = StoredKV(pool.k(layer), pool.v(layer), pool.scales(layer), pool.format(layer))
         if rotary is None:
-            if scales is None:
-                write_kv(k, v, k_cache, v_cache, slots)
-            else:
-                write_quantised_kv(k, v, k_cache, v_cache, scales, layer_format, slots)
-            return
-        cos, sin, interleaved = rotary.cos, rotary.sin, rotary.interleaved
-        if scales is None:
-            write_kv(k, v, k_cache, v_cache, slots, q=q, cos=cos, sin=sin, interleaved=interleaved)
+            write_kv(k, v, stored, slots)
         else:
-            write_quantised_kv(
-                k,
-                v,
-                k_cache,
-                v_cache,
-                scales,
-                layer_format,
-                slots,
-                q=q,
-                cos=cos,
-                sin=sin,
-                interleaved=interleaved,
-            )
+            rotation = Rotation(rotary.cos, rotary.sin, rotary.interleaved)
+            write_kv(k, v, stored, slots, q=q, rotation=rotation)
 
     def _attend(
         self,

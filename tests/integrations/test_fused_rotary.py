@@ -42,7 +42,8 @@ from lightkv.integrations.model.probe import probe
 from lightkv.integrations.streaming import Stream, Window
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.router.model.packed_linear import pack_linears
-from lightkv.triton_kernels.write.write_kv_reference import rotate_reference
+from lightkv.triton_kernels.write.inputs import Rotation
+from lightkv.triton_kernels.write.write_kv import rotate_reference
 
 BOTH = [0, 1]
 # Without head_dim, a head has 32 / 4 = 8 dimensions.
@@ -197,7 +198,7 @@ OWN_ROTATION, OWN_FORWARD = modeling_llama.apply_rotary_pos_emb, modeling_llama.
 def neighbours(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
     half = cos.shape[-1] // 2
     return tuple(
-        rotate_reference(x[0].transpose(0, 1), cos[0, :, :half], sin[0, :, :half], True)
+        rotate_reference(x[0].transpose(0, 1), Rotation(cos[0, :, :half], sin[0, :, :half], True))
         .transpose(0, 1)[None]
         .to(x)
         for x in (q, k)
@@ -415,7 +416,7 @@ def test_rotate_has_the_bits_of_the_reference(
     torch.manual_seed(num_pairs)
     x = torch.randn(7, 3, 2 * 16, device=device).to(dtype)[..., 3:19]  # a view
     cos, sin = (torch.randn(7, num_pairs, device=device).to(dtype) for _ in range(2))
-    expected = rotate_reference(x, cos, sin, interleaved).to(dtype)
+    expected = rotate_reference(x, Rotation(cos, sin, interleaved)).to(dtype)
     RotaryEmbedding(cos, sin, interleaved).rotate(x)
     assert torch.equal(x, expected)
 

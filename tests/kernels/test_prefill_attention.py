@@ -31,6 +31,7 @@ from lightkv.triton_kernels.attention.variants import (
     Window,
 )
 from lightkv.triton_kernels.attention.variants.variant import flatten
+from lightkv.triton_kernels.write.inputs import StoredKV
 from lightkv.triton_kernels.write.write_kv import write_kv
 
 # (queries, tokens before them) of each request
@@ -290,7 +291,7 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     torch.library.opcheck(op, (*plan_args, plan.counters, *sizes, shares))
 
     def step(q: Tensor, k: Tensor, cache: Cache, slots: Tensor) -> Tensor:
-        write_kv(k, -k, cache.kv.k, cache.kv.v, slots)
+        write_kv(k, -k, StoredKV(cache.kv.k, cache.kv.v), slots)
         return prefill_attention(q * 2, cache.kv, cache.rows, q_starts, cache.lengths) + 1
 
     # The write has to stay before the read.

@@ -14,12 +14,8 @@ from lightkv.triton_kernels.attention.mixed_attention import (
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.variants import Chunk, SinkLogits, Window
 from lightkv.triton_kernels.attention.variants.variant import limits
-from lightkv.triton_kernels.write.write_kv import write_kv
-from lightkv.triton_kernels.write.write_kv_reference import write_kv_reference
-from lightkv.triton_kernels.write.write_quantised import (
-    write_quantised_kv,
-    write_quantised_kv_reference,
-)
+from lightkv.triton_kernels.write.inputs import StoredKV
+from lightkv.triton_kernels.write.write_kv import write_kv, write_kv_reference
 
 from .arguments import AttentionInputType, PredefinedAttentionMask, merge_attention_forward_args
 from .joined_keys import join_keys
@@ -318,12 +314,8 @@ class AttentionBackend:
         if step.sources is not None:
             sources, slots = step.sources[: len(k)], slots[: len(k)]
             k, v = k.index_select(0, sources), v.index_select(0, sources)
-        if written is None:
-            write = write_kv if self._runs_kernels(k) else write_kv_reference
-            write(k, v, views.k, views.v, slots)
-        else:
-            write_quantised = write_quantised_kv if self._runs_kernels(k) else write_quantised_kv_reference
-            write_quantised(k, v, views.k, views.v, written, views.format, slots)
+        write = write_kv if self._runs_kernels(k) else write_kv_reference
+        write(k, v, StoredKV(views.k, views.v, written, views.format), slots)
         return kv
 
     def _scales(
