@@ -81,6 +81,7 @@ _REGISTERS = gl.constexpr(504)  # of three threads, one of each warpgroup
 @gluon.jit
 def _gather(
     tensors,
+    index,
     num_kv_heads,
     strides,
     shared,
@@ -90,7 +91,7 @@ def _gather(
     AFTER: gl.constexpr,
     SHARES: gl.constexpr,
 ):
-    q, k_cache, v_cache, _index, items, counters = tensors
+    q, k_cache, v_cache, items, counters = tensors
     q_strides, k_strides, v_strides = strides
     _item, q_smem, k_smem, v_smem, _item_full, q_full, _q_empty, k_full, v_full, empty = shared
     STAGES: gl.constexpr = k_smem[0].shape[0]
@@ -107,17 +108,15 @@ def _gather(
         if end > 0:
             k_head = k_cache + tile[0] * k_strides[1]
             v_head = v_cache + tile[0] * v_strides[1]
-            slots = find_slots_of_pieces(tensors[3], tile[1], last, begin, end, k_smem)
+            slots = find_slots_of_pieces(index, tile[1], last, begin, end, k_smem)
             for j in range(last - first + 1):
                 stage = count % STAGES
                 here = slots
                 # The index is loaded a tile ahead, since the copy of K needs its values.
                 if WINDOW > 0 or CHUNK > 0:
-                    slots = find_slots_of_pieces(tensors[3], tile[1], last - 1 - j, begin, end, k_smem)
+                    slots = find_slots_of_pieces(index, tile[1], last - 1 - j, begin, end, k_smem)
                 else:
-                    slots = find_inner_slots_of_pieces(
-                        tensors[3], tile[1], last - 1 - j, j < last - first, k_smem
-                    )
+                    slots = find_inner_slots_of_pieces(index, tile[1], last - 1 - j, j < last - first, k_smem)
                 mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
                 copy_rows(k_head, here, k_strides[0], tile_at(k_smem, stage), k_full.index(stage))
                 if j == 0:
@@ -345,7 +344,7 @@ def _hopper_kernel(
         (features.tree, features.tree_words, features.stride_tree),
     )
     tensors = items, outputs.out, outputs.lse, (outputs.partial_out, outputs.partial_lse), of_scores
-    inputs = q.data, cache.k, cache.v, index, items, counters
+    inputs = q.data, cache.k, cache.v, items, counters
     scales, out_strides = (score_scale, features.cap_scale), (outputs.stride_token, outputs.stride_head)
     k_strides, v_strides = (
         (cache.stride_k_slot, cache.stride_k_head),
@@ -363,7 +362,7 @@ def _hopper_kernel(
                 SHARES,
             )),
             (_gather, (
-                inputs, num_kv_heads, strides, shared, GROUP, WINDOW, CHUNK, AFTER, SHARES,
+                inputs, index, num_kv_heads, strides, shared, GROUP, WINDOW, CHUNK, AFTER, SHARES,
             )),
         ],
         [WARPS, WARPS],
