@@ -17,12 +17,11 @@ from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention_reference,
 )
 from lightkv.triton_kernels.attention.decode.decode_plan import SharedPrefixGroups, decode_plan
-from lightkv.triton_kernels.attention.flat_kv import flatten_kv
 from lightkv.triton_kernels.attention.lookups import Pages
+from lightkv.triton_kernels.attention.operands import flatten_operands
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.variants import SinkLogits, Softcap, Window
 from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
-from lightkv.triton_kernels.attention.variants.variant import flatten
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 MIXED = [130, 0, 1, 64, 63, 65]
@@ -338,10 +337,9 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     options = AttentionOptions().plus(Softcap(3.0), SinkLogits(torch.zeros(4, device=device)))
     arguments = (
         q,
-        *flatten_kv(cache.kv),
+        *flatten_operands(cache.kv, options.variants),
         *plan[:5],
         cache.lengths,
-        *flatten(options.variants),
         out,
         None,
         1,

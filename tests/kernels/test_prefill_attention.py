@@ -14,7 +14,7 @@ from torch import Tensor
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
-from lightkv.triton_kernels.attention.flat_kv import flatten_kv
+from lightkv.triton_kernels.attention.operands import flatten_operands
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention,
@@ -279,7 +279,7 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     )
     lse = torch.empty(12, 4, device=device)
     options = AttentionOptions().plus(Softcap(3.0), SinkLogits(torch.zeros(4, device=device)))
-    op_args = q, *flatten_kv(cache.kv), plan.items, plan.counters, *flatten(options.variants)
+    op_args = q, *flatten_operands(cache.kv, options.variants), plan.items, plan.counters
     op_args += torch.empty_like(q), lse, plan.num_shares, plan.num_workers, plan.launch, 0.125, True
     torch.library.opcheck(torch.ops.lightkv.prefill_attention.default, op_args)
     num_tiles = len(plan.items) - plan.num_shares

@@ -1,7 +1,6 @@
 """What the attention kernels take together: named tuples of pointers, strides and constants. Names in capitals
 are constants of a compilation."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import triton.language as tl
@@ -95,30 +94,10 @@ class Together(NamedTuple):
     ALIGNED: Any
 
 
-class FlatKV(NamedTuple):
-    """A `PagedKV` as a registered operator takes it (`flat_kv.py`). `tensors`: K, V (words where quantised),
-    scales of K and of V, the index, and those of the lookup. `numbers`: `format_code`, the bits of an element
-    of K and of V, which of `LOOKUPS` it is, and the lookup's own."""
-
-    tensors: Sequence[Tensor | None]
-    numbers: Sequence[int]
-
-    @property
-    def format_code(self) -> int:
-        """`PagedKV.format_code`."""
-        return self.numbers[0]
-
-    @property
-    def element_bits(self) -> Sequence[int]:
-        """The bits of an element of K and of V."""
-        return self.numbers[1:3]
-
-
-def shape_record(q: Tensor, flat: FlatKV, value_dim: int, block_m: int, block_n: int, causal: bool) -> Shape:
+def shape_record(q: Tensor, cache: Cache, value_dim: int, block_m: int, block_n: int, causal: bool) -> Shape:
     """Returns the constants of a launch over tiles of `block_m` rows and `block_n` keys."""
     num_heads, key_dim = q.shape[1:]
-    assert flat.tensors[0] is not None
-    group, layer_format = num_heads // flat.tensors[0].shape[1], flat.format_code
+    group, layer_format = num_heads // cache.k.shape[1], cache.FORMAT.value
     numbers = (
         group,
         key_dim,

@@ -25,18 +25,13 @@ from torch import Tensor
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_inputs import check_attention_inputs
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
-from lightkv.triton_kernels.attention.flat_kv import flatten_kv, kv_records
+from lightkv.triton_kernels.attention.operands import Operands, flatten_operands, rebuild_operands
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
-from lightkv.triton_kernels.attention.records import FlatKV, Outputs, Together, heads_record, shape_record
-from lightkv.triton_kernels.attention.variants import VARIANTS
+from lightkv.triton_kernels.attention.records import Outputs, Together, heads_record, shape_record
 from lightkv.triton_kernels.attention.variants.variant import (
-    Flat,
     Scored,
-    Variant,
     bind,
-    flatten,
     limits,
-    rebuild,
 )
 from lightkv.triton_kernels.quantised.unpack import most_warps
 
@@ -48,17 +43,15 @@ from .decode_plan import DecodePlan, decode_plan, num_programs_for
 @torch.library.custom_op("lightkv::decode_attention", mutates_args=("out", "lse"))
 def _decode_attention(
     q: Tensor,
-    kv_tensors: Sequence[Optional[Tensor]],  # noqa: UP045  # the form that torch reads
-    kv_numbers: Sequence[int],
+    variants: str,
+    tensors: Sequence[Optional[Tensor]],  # noqa: UP045  # the form that torch reads
+    numbers: Sequence[float],
     items: Tensor,
     shares: Tensor,
     parts: Tensor,
     split: Tensor,
     members: Tensor | None,
     lengths: Tensor,
-    variants: str,
-    variant_tensors: Sequence[Tensor],
-    variant_numbers: Sequence[float],
     out: Tensor,
     lse: Tensor | None,
     num_queries: int,
@@ -68,24 +61,23 @@ def _decode_attention(
     num_tokens, num_heads = q.shape[:2]
     if num_tokens == 0:
         return
-    flat, value_dim = FlatKV(kv_tensors, kv_numbers), out.shape[2]
-    cache, index = kv_records(flat)
+    operands, value_dim = rebuild_operands(variants, tensors, numbers), out.shape[2]
+    cache, used = operands.cache, operands.variants
     plan = DecodePlan(items, shares, parts, split, members)
     together = plan.num_members * num_queries
-    used = rebuild(Flat(variants, list(variant_tensors), list(variant_numbers)), VARIANTS)
     is_aligned = not limits(used) and plan.num_members == 1
     if together == 1:  # the plan has applied what limits the first key
         used = tuple(one for one in used if not one.flags.has_first_key)
     bound, score_scale = bind(used, scale)
-    launch, options = _launch(q, value_dim, cache.k.shape[1], together, flat, used)
-    shape = shape_record(q, flat, value_dim, launch.block_m, launch.block_n, causal)
+    launch, options = _launch(q, value_dim, together, operands._replace(variants=used))
+    shape = shape_record(q, cache, value_dim, launch.block_m, launch.block_n, causal)
     partial_shape = plan.num_parts, num_queries * num_heads
     partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=q.device)
     partial_out = torch.empty((*partial_shape, value_dim), dtype=torch.float32, device=q.device)
     decode_kernel[(cache.k.shape[1], shares.shape[0] - 1)](
         heads_record(q),
         cache,
-        index,
+        operands.index,
         items,
         shares,
         parts,
@@ -98,7 +90,7 @@ def _decode_attention(
         Together(tl.constexpr(num_queries), tl.constexpr(plan.num_members), tl.constexpr(is_aligned)),
         shape,
         EARLY="launch_pdl" in options,
-        num_warps=min(launch.num_warps, most_warps(flat.format_code)),
+        num_warps=min(launch.num_warps, most_warps(operands.format_code)),
         num_stages=launch.num_stages,
         **options,
     )
@@ -109,20 +101,12 @@ _decode_attention.register_fake(lambda *_: None)  # the outputs are arguments
 
 
 def _launch(
-    q: Tensor,
-    value_dim: int,
-    num_kv_heads: int,
-    together: int,
-    flat: FlatKV,
-    variants: Sequence[Variant],
+    q: Tensor, value_dim: int, together: int, operands: Operands
 ) -> tuple[tuning.Launch, dict[str, Any]]:
     """Returns the tiles of a launch, and Triton's options for it. `together`: queries that share an item."""
-    device, num_rows, key_dim = (
-        tuning.device_class(q.device),
-        together * q.shape[1] // num_kv_heads,
-        q.shape[2],
-    )
-    layer_format, element_bits = flat.format_code, flat.element_bits
+    device, key_dim = tuning.device_class(q.device), q.shape[2]
+    num_rows = together * q.shape[1] // operands.cache.k.shape[1]
+    layer_format, element_bits = operands.format_code, operands.element_bits
     grouped = max(layer_format >> 8 & 4095, layer_format >> 20) > 1
     launch = tuning.decode_launch(
         device,
@@ -132,7 +116,7 @@ def _launch(
         value_dim,
         q.element_size(),
         element_bits,
-        max((one.loaded_bytes for one in variants), default=0),
+        max((one.loaded_bytes for one in operands.variants), default=0),
         grouped,
     )
     options: dict[str, Any] = {}
@@ -228,14 +212,13 @@ def decode_attention(
         )
     _decode_attention(
         q,
-        *flatten_kv(kv._replace(lookup=kv.lookup.of_layer(own_limits))),
+        *flatten_operands(kv._replace(lookup=kv.lookup.of_layer(own_limits)), options.variants),
         plan.items,
         plan.shares,
         plan.parts,
         plan.split,
         plan.members,
         lengths,
-        *flatten(options.variants),
         out,
         lse,
         num_queries,

@@ -28,18 +28,14 @@ from torch import Tensor
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_inputs import check_attention_inputs
 from lightkv.triton_kernels.attention.attention_reference import attend_reference, slots_reference
-from lightkv.triton_kernels.attention.flat_kv import flatten_kv, kv_records
+from lightkv.triton_kernels.attention.operands import flatten_operands, rebuild_operands
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
-from lightkv.triton_kernels.attention.records import FlatKV, Outputs, heads_record, shape_record
-from lightkv.triton_kernels.attention.variants import VARIANTS
+from lightkv.triton_kernels.attention.records import Outputs, heads_record, shape_record
 from lightkv.triton_kernels.attention.variants.variant import (
-    Flat,
     Scored,
     Variant,
     bind,
-    flatten,
     limits,
-    rebuild,
 )
 from lightkv.triton_kernels.quantised.unpack import most_warps
 
@@ -82,13 +78,11 @@ def _hopper_launch(
 @torch.library.custom_op("lightkv::prefill_attention", mutates_args=("counters", "out", "lse"))
 def _prefill_attention(
     q: Tensor,
-    kv_tensors: Sequence[Optional[Tensor]],  # noqa: UP045  # the form that torch reads
-    kv_numbers: Sequence[int],
+    variants: str,
+    tensors: Sequence[Optional[Tensor]],  # noqa: UP045  # the form that torch reads
+    numbers: Sequence[float],
     items: Tensor,
     counters: Tensor,
-    variants: str,
-    variant_tensors: Sequence[Tensor],
-    variant_numbers: Sequence[float],
     out: Tensor,
     lse: Tensor | None,
     num_shares: int,
@@ -99,10 +93,8 @@ def _prefill_attention(
 ) -> None:
     if num_shares == 0:
         return
-    flat, value_dim = FlatKV(kv_tensors, kv_numbers), out.shape[2]
-    cache, index = kv_records(flat)
-    num_kv_heads, layer_format = cache.k.shape[1], flat.format_code
-    used = rebuild(Flat(variants, list(variant_tensors), list(variant_numbers)), VARIANTS)
+    cache, index, used, layer_format, _ = rebuild_operands(variants, tensors, numbers)
+    num_kv_heads, value_dim = cache.k.shape[1], out.shape[2]
     block_m, block_n, num_warps, num_stages = launch
     partial_out = partial_lse = None
     if num_workers:
@@ -128,7 +120,7 @@ def _prefill_attention(
             num_kv_heads,
             score_scale,
             bound,
-            shape_record(q, flat, value_dim, block_m, block_n, causal),
+            shape_record(q, cache, value_dim, block_m, block_n, causal),
             SHARES=num_workers > 0,
             num_warps=num_warps,
             num_stages=num_stages,
@@ -219,10 +211,9 @@ def prefill_attention(
         )
     _prefill_attention(
         q,
-        *flatten_kv(kv),
+        *flatten_operands(kv, options.variants),
         plan.items,
         plan.counters,
-        *flatten(options.variants),
         out,
         lse,
         plan.num_shares,
