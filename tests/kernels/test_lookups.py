@@ -46,7 +46,6 @@ LOOKED_UP = {
     "ring without sinks": RingRows(Ring(0, 16)),
     "beams": BeamTable(TABLE),
     "beams over pages": BeamTable(TABLE, 2),
-    "beams of some positions": BeamTable(torch.cat((TABLE, TABLE + 9), 1)[:, :48], 1),
 }
 
 
