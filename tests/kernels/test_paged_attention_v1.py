@@ -11,17 +11,19 @@ import torch
 from test_decode_attention import assert_close, poisoned_cache, slow
 from torch import Tensor
 
+from bench.kernels.attention_batches import copy_to_blocks
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention_reference
 from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, SharedPrefixGroups, decode_plan
 from lightkv.triton_kernels.attention.variants import Window
 from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
-from lightkv.triton_kernels.classic.paged_attention_v1 import (
-    copy_to_blocks,
-    paged_attention_v1,
-    paged_attention_v1_reference,
+from lightkv.triton_kernels.classic.paged_attention_kernel import paged_attention_launch
+from lightkv.triton_kernels.classic.paged_attention_v1 import paged_attention_v1, paged_attention_v1_reference
+from lightkv.triton_kernels.classic.paged_attention_v2 import (
+    fitting_partition_size,
+    paged_attention_v2,
+    paged_attention_v2_reference,
 )
-from lightkv.triton_kernels.classic.paged_attention_v2 import paged_attention_v2, paged_attention_v2_reference
 from lightkv.triton_kernels.layout.ring import Ring
 
 MIXED = [130, 0, 1, 64, 63, 65, 16]
@@ -220,7 +222,7 @@ def test_alibi(device: torch.device, group: int) -> None:
 
 def test_groups_of_more_heads_than_a_tile(device: torch.device) -> None:
     torch.manual_seed(8)
-    assert tuning.paged_attention_launch(tuning.device_class(device), 71, 64, 2).block_m == 64
+    assert paged_attention_launch(tuning.device_class(device), 71, 64, 2).block_m == 64
     check(poisoned_blocks([33, 0, 70], device=device, num_kv_heads=1), group=71)
 
 
@@ -245,8 +247,8 @@ def test_what_a_partition_writes(device: torch.device, dtype: torch.dtype, biase
 def test_partitions_fill_the_device() -> None:
     hopper = tuning.DeviceClass(132, 227 * 1024, 9)
     for num_programs, num_tokens, size in [(8, 1024, 32), (8, 8192, 128), (64, 4096, 512), (512, 8192, 512)]:
-        assert tuning.paged_partition_size(hopper, num_programs, num_tokens, 16) == size
-    assert tuning.paged_partition_size(hopper, 8, 1024, 128) == 128
+        assert fitting_partition_size(hopper, num_programs, num_tokens, 16) == size
+    assert fitting_partition_size(hopper, 8, 1024, 128) == 128
 
 
 def test_refuses_partials_and_plans_that_do_not_fit(device: torch.device) -> None:

@@ -321,6 +321,14 @@ def combine_kernel(
     tl.store(pointers_out, acc.to(out.dtype.element_ty), mask=dims < D)
 
 
+def paged_attention_launch(
+    device: tuning.DeviceClass, group: int, head_dim: int, element_size: int
+) -> tuning.Launch:
+    """Returns the tiles of `paged_attention_v1` for `group` query heads that share a K/V head: those of decode,
+    but with at most 64 heads in a tile; other programs have the rest of a larger group."""
+    return tuning.decode_launch(device, min(group, 64), False, head_dim, head_dim, element_size)
+
+
 def tile_options(q: Tensor, k_cache: Tensor) -> tuple[int, dict[str, Any]]:
     """Returns how many programs attend to one sequence's tokens, all heads together, and the shapes, tiles and
     launch options of `partition_kernel` and `share_kernel`. `q`: `[num_seqs, H, D]`; `k_cache`: as in
@@ -329,7 +337,7 @@ def tile_options(q: Tensor, k_cache: Tensor) -> tuple[int, dict[str, Any]]:
     num_kv_heads, _, block_size, x = k_cache.shape[1:]
     group = num_heads // num_kv_heads
     device = tuning.device_class(q.device)
-    launch = tuning.paged_attention_launch(device, group, head_dim, k_cache.element_size())
+    launch = paged_attention_launch(device, group, head_dim, k_cache.element_size())
     early = tuning.has_early_launch(device)
     options: dict[str, Any] = {"launch_pdl": True} if early else {}
     options |= {

@@ -119,7 +119,7 @@ def paged_attention_v2(
     if partition_size is None:
         num_programs = len(q) * tile_options(q, k_cache)[0]
         device = tuning.device_class(q.device)
-        partition_size = tuning.paged_partition_size(device, num_programs, longest, block_size)
+        partition_size = fitting_partition_size(device, num_programs, longest, block_size)
     if partition_size < 1 or partition_size % block_size:
         raise ValueError(
             f"partition_size must be a multiple of the {block_size} tokens of a block, got {partition_size}"
@@ -136,6 +136,18 @@ def paged_attention_v2(
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     _paged_attention_v2(*arguments, alibi_slopes, out, exp_sums, max_logits, tmp_out, scale, partition_size)
     return out
+
+
+def fitting_partition_size(
+    device: tuning.DeviceClass, num_programs: int, num_tokens: int, block_size: int
+) -> int:
+    """Returns the tokens of a partition of `paged_attention_v2`: the classic 512, or fewer where `num_programs`
+    for each partition of a batch whose longest sequence has `num_tokens` would leave the device idle."""
+    size = PARTITION_SIZE
+    enough = 3 * device.num_multiprocessors
+    while size > tuning.DECODE_UNIT and num_programs * triton.cdiv(num_tokens, size) < enough:
+        size //= 2
+    return max(size, block_size)
 
 
 def _check_partials(q: Tensor, exp_sums: Tensor, max_logits: Tensor, tmp_out: Tensor, least: int) -> None:

@@ -33,6 +33,11 @@ class Norm(NamedTuple):
     rounded_before: bool = True
 
 
+def _num_warps(dim: int) -> int:
+    """Returns the warps of a program for rows of `dim`."""
+    return 4 if dim <= 2048 else 8 if dim <= 8192 else 16
+
+
 @triton.jit
 def _normalise(
     x,  # [BLOCK] float32, 0 beyond C
@@ -182,7 +187,7 @@ def residual_norm(
             POST_PLUS_ONE=of_x.plus_one,
             POST_ROUNDED_BEFORE=of_x.rounded_before,
             EARLY=early,
-            num_warps=tuning.norm_warps(dim),
+            num_warps=_num_warps(dim),
             enable_fp_fusion=False,  # a product is rounded before it is added, as in torch
             **options,
         )
