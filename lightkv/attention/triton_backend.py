@@ -8,6 +8,7 @@ import torch
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_scores import attention_scores
+from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, decode_plan, num_programs_for
 from lightkv.triton_kernels.attention.lookups import TOKEN_TABLE, Lookup, RingRows
@@ -66,7 +67,7 @@ class TritonAttention(AttentionBackend):
     def prefix_members(self) -> int:
         if any(one.flags.is_short for one in self.options.variants):
             return 1
-        return tuning.prefix_members(1, self.num_heads // self.num_kv_heads)
+        return decode_tuning.prefix_members(1, self.num_heads // self.num_kv_heads)
 
     def scratch_bytes(self, num_tokens: int, dtype: torch.dtype, device: torch.device) -> int:
         return most_part_bytes(tuning.device_class(device), self._heads, num_tokens, dtype.itemsize)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
+from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
     decode_attention_reference,
@@ -231,12 +231,12 @@ def test_shared_prefixes_are_read_once(
     softcap: float,
 ) -> None:
     torch.manual_seed(num_splits)
-    monkeypatch.setattr(tuning, "decode_workers", lambda *_: num_splits)
+    monkeypatch.setattr(decode_tuning, "decode_workers", lambda *_: num_splits)
     cache = poisoned_cache(
         [140, 300, 132, 0, 131, 150, 40, 180, 260, 135, 67], device=device, shift=shift, num_kv_heads=1
     )
     sets = [(128, [1, 2, 4, 5, 7, 9]), (64, [8, 10])]
-    prefixes = share_first_keys(cache, sets, min(tuning.prefix_members(num_queries, group), 5))
+    prefixes = share_first_keys(cache, sets, min(decode_tuning.prefix_members(num_queries, group), 5))
     check_shared(cache, prefixes, group=group, num_queries=num_queries, softcap=softcap)
 
 
@@ -246,7 +246,7 @@ def test_any_number_of_splits(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, num_splits: int, window: int
 ) -> None:
     torch.manual_seed(num_splits)
-    monkeypatch.setattr(tuning, "decode_workers", lambda *_: num_splits)
+    monkeypatch.setattr(decode_tuning, "decode_workers", lambda *_: num_splits)
     cache = poisoned_cache([*MIXED, 1300], device=device, num_kv_heads=1, key_dim=16, value_dim=16)
     check(cache, group=2, window=window)
 
@@ -255,7 +255,7 @@ def test_large_scores_neither_overflow_nor_lose_a_split(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(tuning, "decode_workers", lambda *_: 3)
+    monkeypatch.setattr(decode_tuning, "decode_workers", lambda *_: 3)
     cache = poisoned_cache([190], device=device, num_kv_heads=1)
     q = torch.randn(1, 2, 64, device=device) * 100  # scores of a few hundred: one key takes all
     options = AttentionOptions(scale=1.0)
@@ -381,7 +381,7 @@ def test_shared_prefixes_in_bfloat16(group: int, num_queries: int, head_dim: int
     lengths = [2000 + 37 * request for request in range(40)]
     cache = poisoned_cache(lengths, device="cuda", dtype=torch.bfloat16, key_dim=head_dim, value_dim=head_dim)
     sets = [(1950, list(range(0, 40, 2))), (333, [1, 5, 9])]
-    prefixes = share_first_keys(cache, sets, tuning.prefix_members(num_queries, group))
+    prefixes = share_first_keys(cache, sets, decode_tuning.prefix_members(num_queries, group))
     check_shared(cache, prefixes, group=group, num_queries=num_queries)
 
 
@@ -389,7 +389,7 @@ def test_shared_prefixes_in_bfloat16(group: int, num_queries: int, head_dim: int
 def test_captured_decode_follows_its_shared_prefixes() -> None:
     torch.manual_seed(6)
     cache = poisoned_cache([700] * 6, device="cuda", dtype=torch.bfloat16)
-    prefixes = share_first_keys(cache, [(512, [0, 1, 2, 3, 4, 5])], tuning.prefix_members(1, 4))
+    prefixes = share_first_keys(cache, [(512, [0, 1, 2, 3, 4, 5])], decode_tuning.prefix_members(1, 4))
     q = torch.randn(6, 8, 64, dtype=torch.bfloat16, device="cuda")
     out = torch.empty_like(q)
 

@@ -17,7 +17,7 @@ from lightkv.triton_kernels.attention.variants import Alibi, Softcap, Window
 from lightkv.triton_kernels.layout.ring import Ring
 
 POSITIONS = [0, 1, 2, 3, 4, 9, 15, 16, 17, 31, 33, 47]
-TABLE = (torch.arange(4 * 48) * 7 % 4).int().view(4, 48)
+TABLE = ((torch.arange(4)[:, None] + 7 * torch.arange(48)) % 4).int()
 
 
 @triton.jit

@@ -15,9 +15,9 @@ from test_decode_attention import TOLERANCE, assert_close, poisoned_cache
 from test_prefill_attention import starts
 from torch import Tensor
 
-from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.attention_scores import attention_scores
+from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
     decode_attention_reference,
@@ -177,7 +177,7 @@ def test_a_decode_step_of_a_stream(
     name: str, num_splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(tuning, "decode_workers", lambda *_: num_splits)
+    monkeypatch.setattr(decode_tuning, "decode_workers", lambda *_: num_splits)
     check_stream(written(RINGS[name], LENGTHS, device))
 
 
@@ -204,14 +204,14 @@ def test_options_and_shapes(options: AttentionOptions, shape: dict[str, Any], de
 
 @pytest.mark.parametrize("num_workers", [1, 5, 30])
 def test_the_plan_of_rings(num_workers: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "decode_workers", lambda *_: num_workers)
+    monkeypatch.setattr(decode_tuning, "decode_workers", lambda *_: num_workers)
     ring = Ring(4, 300, 64)
     lengths = torch.tensor([0, 1, 4, 5, 304, 305, 10_000], dtype=torch.int32, device=device)
     rows = torch.arange(7, device=device)
     limits = RingRows(ring).limits(())
     plan = decode_plan(rows, lengths, num_kv_heads=2, limits=limits)
     expected = decode_plan_reference(
-        rows, lengths, num_workers=num_workers, unit=tuning.DECODE_UNIT, limits=limits
+        rows, lengths, num_workers=num_workers, unit=decode_tuning.DECODE_UNIT, limits=limits
     )
     assert plan.parts.tolist() == expected.parts.tolist()
     assert plan.items[: len(expected.items)].tolist() == expected.items.tolist()

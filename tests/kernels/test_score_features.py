@@ -21,6 +21,7 @@ from lightkv.triton_kernels.attention.attention_scores import (
     attention_scores,
     attention_scores_reference,
 )
+from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
     decode_attention_reference,
@@ -109,7 +110,7 @@ def test_decode(
     name: str,
 ) -> None:
     torch.manual_seed(num_queries)
-    monkeypatch.setattr(tuning, "decode_workers", lambda *_: num_splits)
+    monkeypatch.setattr(decode_tuning, "decode_workers", lambda *_: num_splits)
     cache = small_cache([70, 0, 1, 33], device, shift=shift)
     q = torch.randn(4 * num_queries, group, 16, device=device)
     q_lens, written = [num_queries] * 4, outputs(q)
@@ -126,7 +127,7 @@ def test_shared_prefix(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, num_queries: int, name: str
 ) -> None:
     torch.manual_seed(num_queries)
-    monkeypatch.setattr(tuning, "decode_workers", lambda *_: 5)
+    monkeypatch.setattr(decode_tuning, "decode_workers", lambda *_: 5)
     cache = small_cache([75, 40, 80, 0, 66], device)
     prefixes = share_first_keys(cache, [(64, [0, 2, 4])], 4)
     q = torch.randn(5 * num_queries, 2, 16, device=device)

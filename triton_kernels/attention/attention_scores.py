@@ -34,6 +34,14 @@ class ScoredBatch(NamedTuple):
     lengths: Tensor
 
 
+def scores_launch(key_dim: int, element_size: int) -> tuning.Launch:
+    """Returns the tiles of `attention_scores`: small ones for float32, whose exact dot is unrolled."""
+    if element_size >= 4:
+        return tuning.Launch(block_m=16, block_n=32, num_warps=4, num_stages=2)
+    wide = tuning.padded_dim(key_dim) > 128
+    return tuning.Launch(block_m=32 if wide else 64, block_n=64, num_warps=4, num_stages=2)
+
+
 @torch.library.custom_op("lightkv::attention_scores", mutates_args=("lse", "out"))
 def _attention_scores(
     q: Tensor,
@@ -50,7 +58,7 @@ def _attention_scores(
     operands, requests = rebuild_operands(variants, tensors, numbers), ScoredBatch(*batch)
     cache, index, num_requests = operands.cache, operands.index, len(requests.rows)
     num_kv_heads = cache.k.shape[1]
-    launch = tuning.scores_launch(q.shape[2], q.element_size())
+    launch = scores_launch(q.shape[2], q.element_size())
     shape = shape_record(q, cache, q.shape[2], launch.block_m, launch.block_n, causal)
     bound, score_scale = bind(operands.variants, scale)
     num_tiles = triton.cdiv(max_q_len * (q.shape[1] // num_kv_heads), launch.block_m)

@@ -35,6 +35,7 @@ from lightkv.triton_kernels.attention.variants.variant import (
 )
 from lightkv.triton_kernels.quantised.unpack import most_warps
 
+from . import decode_tuning
 from .decode_combine import combine_parts
 from .decode_kernel import decode_kernel
 from .decode_plan import DecodePlan, decode_plan, num_programs_for
@@ -108,7 +109,7 @@ def _launch(
     num_rows = together * q.shape[1] // operands.cache.k.shape[1]
     layer_format, element_bits = operands.format_code, operands.element_bits
     grouped = max(layer_format >> 8 & 4095, layer_format >> 20) > 1
-    launch = tuning.decode_launch(
+    launch = decode_tuning.decode_launch(
         device,
         num_rows,
         together > 1,
@@ -123,7 +124,7 @@ def _launch(
     if tuning.has_early_launch(device):
         options["launch_pdl"] = True
         if min(element_bits) < 16:
-            options["maxnreg"] = tuning.quantised_decode(
+            options["maxnreg"] = decode_tuning.quantised_decode(
                 num_rows, together > 1, key_dim, value_dim, element_bits, grouped
             ).max_registers
     return launch, options
@@ -182,10 +183,10 @@ def decode_attention(
     own_limits = limits(options.variants)
     limited = kv.lookup.limits(own_limits)
     group = q.shape[1] // kv.k.shape[1]
-    if group * num_queries > tuning.MOST_DECODE_ROWS:
+    if group * num_queries > decode_tuning.MOST_DECODE_ROWS:
         raise ValueError(
             f"{num_queries} queries of {group} heads to a K/V head are {group * num_queries} rows, and a tile "
-            f"holds {tuning.MOST_DECODE_ROWS}; use prefill_attention, which takes any number of queries"
+            f"holds {decode_tuning.MOST_DECODE_ROWS}; use prefill_attention, which takes any number of queries"
         )
     kv.lookup.check_decode(q, options.variants, kv.format)
     if plan is not None and (plan.limits, plan.num_queries, len(plan.parts)) != (

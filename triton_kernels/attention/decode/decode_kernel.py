@@ -15,13 +15,7 @@ from lightkv.triton_kernels.attention.attend_keys import (
 )
 from lightkv.triton_kernels.attention.lookups.lookup import KeptQuery
 from lightkv.triton_kernels.attention.records import Sums
-from lightkv.triton_kernels.attention.variants.hooks import (
-    Rows,
-    first_key,
-    start_rows,
-    start_softmax,
-    whole_end,
-)
+from lightkv.triton_kernels.attention.variants import hooks
 from lightkv.triton_kernels.quantised.unpack import fields_of, v_kind
 
 from .decode_plan import ITEM_FIELDS, PART_FIELDS, SHARE_FIELDS
@@ -76,7 +70,7 @@ def _find_rows(
         positions = tl.load(lengths + tl.where(in_tile, owner, 0)) - NUM_QUERIES + queries
     tokens = owner * NUM_QUERIES + queries  # [BLOCK_M]
     requests = tl.zeros_like(heads) + owner
-    return Rows(heads, tokens, requests, positions, in_tile, own_begin), seen_by_all
+    return hooks.Rows(heads, tokens, requests, positions, in_tile, own_begin), seen_by_all
 
 
 @triton.jit(
@@ -145,15 +139,15 @@ def decode_kernel(
             seen_by_all = begin
         elif variants.flags.has_first_key:
             # If a query sees keys after `begin` alone, all tiles are masked.
-            seen_from = tl.where(rows.in_tile, first_key(variants, rows.positions), 0)
+            seen_from = tl.where(rows.in_tile, hooks.first_key(variants, rows.positions), 0)
             seen_by_all = tl.where(tl.max(seen_from, 0) > begin, begin, seen_by_all)
         full_end = begin + tl.maximum(seen_by_all - begin, 0) // BLOCK_N * BLOCK_N
 
         # Of a request's parts, the first one of its own is where its softmax starts.
         is_first = (request >= 0) & (tl.load(of_request) == own_parts + item)
-        peak, total = start_softmax(variants, rows, rows.in_tile & is_first, BLOCK_M)
-        states = start_rows(variants, rows)
-        full_end = whole_end(variants, states, begin, full_end, rows.in_tile, BLOCK_N)
+        peak, total = hooks.start_softmax(variants, rows, rows.in_tile & is_first, BLOCK_M)
+        states = hooks.start_rows(variants, rows)
+        full_end = hooks.whole_end(variants, states, begin, full_end, rows.in_tile, BLOCK_N)
         if variants.flags.has_load and together.ALIGNED:  # so what variants load is loaded in whole vectors
             begin = begin // 16 * 16
             full_end = full_end // 16 * 16

@@ -41,6 +41,8 @@ from lightkv.triton_kernels.attention.variants.hooks import first_key
 from lightkv.triton_kernels.attention.variants.variant import Flat, Variant, bind, flatten, rebuild
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
+from . import decode_tuning
+
 ITEM_FIELDS = 4  # request (or -1 - prefix), row, first key, end of the keys
 SHARE_FIELDS = 8  # first item, and its fields
 PART_FIELDS = 4  # first of the request's own parts, their number; the same of its shared prefix
@@ -52,7 +54,8 @@ _PART_FIELDS = tl.constexpr(PART_FIELDS)
 class SharedPrefixGroups(NamedTuple):
     """Sets of requests that share a prefix, which is read once for all members of a set.
 
-    `members`: int32 `[P, M]`, the requests that share each prefix, then -1; M is `tuning.prefix_members`.
+    `members`: int32 `[P, M]`, the requests that share each prefix, then -1; M is `prefix_members` of
+    `decode_tuning.py`.
     `keys`: int32 `[P]`, how many first keys the members have in the same slots, all of them before any query; 0
     for a prefix that is not used.
     `place`: int32 `[B]`, each request's prefix * M + its place among the members; -1 for a request without one.
@@ -262,7 +265,7 @@ def _decode_plan(
         Together(tl.constexpr(num_queries if known else 1), tl.constexpr(num_members), tl.constexpr(False)),
         BLOCK_R=block_r,
         BLOCK_W=64,
-        UNIT=tuning.DECODE_UNIT,
+        UNIT=decode_tuning.DECODE_UNIT,
         num_warps=4 if block_r <= 512 else 8,
     )
 
@@ -286,7 +289,7 @@ def num_programs_for(
         (layer_format.k.bits, layer_format.v.bits),
     )
     grouped = bool(layer_format.k.group or layer_format.v.group)
-    return tuning.quantised_decode(
+    return decode_tuning.quantised_decode(
         num_rows, together > 1, heads.key_dim, heads.value_dim, bits, grouped
     ).num_programs
 
@@ -332,8 +335,8 @@ def decode_plan(
     num_prefixes, num_members = (0, 1) if shared_prefixes is None else shared_prefixes.members.shape
     device = tuning.device_class(rows.device)
     if num_programs is None:
-        num_programs = tuning.decode_programs(num_members * num_queries, key_bytes)
-    num_workers = tuning.decode_workers(device, num_programs, num_kv_heads)
+        num_programs = decode_tuning.decode_programs(num_members * num_queries, key_bytes)
+    num_workers = decode_tuning.decode_workers(device, num_programs, num_kv_heads)
     # Without prefixes, only a request in which a worker's share ends has several parts.
     num_listed = min(num_requests, num_workers) if shared_prefixes is None else num_requests
     sizes = (
