@@ -20,6 +20,14 @@ def check_requests(rows: Tensor, lengths: Tensor) -> None:
         raise ValueError(f"rows and lengths must be [B], got {tuple(rows.shape)} and {tuple(lengths.shape)}")
 
 
+def check_starts(name: str, tensor: Tensor, length: int) -> None:
+    """Raises ValueError unless this is contiguous int32 `[length]`. Reads no tensor's contents."""
+    if tensor.dtype != torch.int32 or tensor.shape != (length,) or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous int32 [{length}], got {tensor.dtype} {tuple(tensor.shape)}"
+        )
+
+
 def check_attention_inputs(
     q: Tensor,
     kv: PagedKV,

@@ -17,7 +17,7 @@ from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
 from lightkv.triton_kernels.attention.variants.variant import Scored, bind
 
-from .attention_inputs import check_attention_inputs
+from .attention_inputs import check_attention_inputs, check_starts
 from .attention_reference import change_reference, joined_reference, slots_reference
 from .operands import flatten_operands, rebuild_operands
 from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
@@ -169,7 +169,8 @@ def _compute(
 ) -> Tensor:
     """Checks the arguments, writes the probabilities to `out`, if given, and returns the log-sum-exps."""
     scale = check_attention_inputs(q, kv, batch.rows, batch.lengths, options, None, None)
-    _check_queries(q, batch.rows, batch.q_starts, batch.query_positions)
+    check_starts("q_starts", batch.q_starts, len(batch.rows) + 1)
+    check_starts("query_positions", batch.query_positions, len(q))
     if not kv.lookup.is_plain:
         raise ValueError(
             f"scores are those of a row's own entries, which {type(kv.lookup).__name__} does not read in order"
@@ -181,18 +182,6 @@ def _compute(
         q, *flatten_operands(kv, options.variants), batch, lse, out, max_q_len, scale, options.causal
     )
     return lse
-
-
-def _check_queries(q: Tensor, rows: Tensor, q_starts: Tensor, query_positions: Tensor) -> None:
-    """Raises ValueError where q_starts or query_positions do not fit. Reads no tensor's contents."""
-    for name, tensor, length in (
-        ("q_starts", q_starts, len(rows) + 1),
-        ("query_positions", query_positions, len(q)),
-    ):
-        if tensor.dtype != torch.int32 or tensor.shape != (length,) or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be contiguous int32 [{length}], got {tensor.dtype} {tuple(tensor.shape)}"
-            )
 
 
 def attention_scores_reference(

@@ -26,7 +26,7 @@ import triton
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_inputs import check_attention_inputs
+from lightkv.triton_kernels.attention.attention_inputs import check_attention_inputs, check_starts
 from lightkv.triton_kernels.attention.attention_reference import attend_reference, slots_reference
 from lightkv.triton_kernels.attention.operands import flatten_operands, rebuild_operands
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
@@ -178,15 +178,7 @@ def prefill_attention(
     scale = check_attention_inputs(q, kv, rows, lengths, options, out, lse)
     limited = limits(options.variants)
     kv.lookup.check_prefill(options.variants, options.causal)
-    if (
-        q_starts.dtype != torch.int32
-        or q_starts.shape != (rows.shape[0] + 1,)
-        or not q_starts.is_contiguous()
-    ):
-        raise ValueError(
-            f"q_starts must be contiguous int32 [{rows.shape[0] + 1}], got {q_starts.dtype} "
-            f"{tuple(q_starts.shape)}"
-        )
+    check_starts("q_starts", q_starts, len(rows) + 1)
     if plan is not None and (plan.limits, plan.causal, plan.num_requests) != (
         limited,
         options.causal,
