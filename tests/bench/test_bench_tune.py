@@ -1,4 +1,4 @@
-"""What `bench/kernels/tune.py` times: every candidate is launched as it says, and leaves `tuning` as it was."""
+"""What `bench/kernels/tune.py` times: every candidate is launched as it says, and leaves launches as before."""
 
 import json
 import sys
@@ -15,6 +15,9 @@ from bench.kernels.attention_batches import Batch, Paged
 from bench.kernels.attention_peers import Side, ours_decode, ours_prefill
 from bench.kernels.attention_rows import DECODE, PREFILL, PREFILL_DIMS, Row
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention import merge_states
+from lightkv.triton_kernels.attention.decode import decode_tuning
+from lightkv.triton_kernels.classic import paged_attention_kernel
 from lightkv.triton_kernels.tuning import DeviceClass, Launch
 from tests.support.fake_clock import CountingClock, replayed
 
@@ -22,11 +25,11 @@ HOPPER = DeviceClass(num_multiprocessors=132, shared_memory=227 * 1024, major=9)
 DECODES = Row("decodes", (1, 40, 16), (1, 1, 1), 4, 2, 16, torch.float16)
 CHUNKS = DECODES._replace(name="chunks", lengths=(20, 33, 5), q_lens=(20, 3, 1))
 FUNCTIONS = (
-    "decode_launch",
-    "decode_workers",
-    "prefill_launch",
-    "hopper_prefill_launch",
-    "paged_attention_launch",
+    (decode_tuning, "decode_launch"),
+    (decode_tuning, "decode_workers"),
+    (tuning, "prefill_launch"),
+    (tuning, "hopper_prefill_launch"),
+    (paged_attention_kernel, "paged_attention_launch"),
 )
 
 
@@ -62,7 +65,7 @@ def options(**named: object) -> SimpleNamespace:
 def test_every_candidate_is_measured(
     named: dict[str, object], row: Row, names: list[str], clock: Clock
 ) -> None:
-    before = [getattr(tuning, name) for name in FUNCTIONS]
+    before = [getattr(*function) for function in FUNCTIONS]
     kernel = tune.kernel_of(options(**named))
     results = tune.measure(row, kernel, clock)
     assert list(results) == names
@@ -70,7 +73,7 @@ def test_every_candidate_is_measured(
         assert list(found["candidates"]) == list(kernel.candidates(row))
         assert len(found["candidates"]) >= 2
         assert found["table"] == max(found["candidates"].values()) + 1  # the clock runs up
-    assert [getattr(tuning, name) for name in FUNCTIONS] == before
+    assert [getattr(*function) for function in FUNCTIONS] == before
 
 
 @pytest.mark.slow
@@ -116,7 +119,7 @@ def test_every_head_dim_of_hoppers_kernel_is_tuned() -> None:
 
 def test_the_table_is_among_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     for group in (1, 4, 128):
-        launch = tuning.paged_attention_launch(HOPPER, group, 128, 2)
+        launch = paged_attention_kernel.paged_attention_launch(HOPPER, group, 128, 2)
         assert tune.text(launch[1:]) in tune.classic_candidates(DECODE[0])
     monkeypatch.setattr(tuning, "hopper_prefill_launch", lambda *_: None)
     monkeypatch.setattr(tuning, "device_class", lambda _: HOPPER)
@@ -133,11 +136,11 @@ def test_what_does_not_fit_or_is_wrong_is_left_out(clock: Clock, capsys: pytest.
 
     def side(batch: Batch, paged: Paged) -> Side:
         right = ours_decode(batch, paged)
-        return right._replace(run=lambda: right.run() + (tuning.merge_launch(1, 1) is None))
+        return right._replace(run=lambda: right.run() + (merge_states.merge_launch(1, 1) is None))
 
     functions: dict[str, tune.Functions] = {
-        "broken": {"decode_launch": broken},
-        "wrong": {"merge_launch": lambda *_: None},
+        "broken": {(decode_tuning, "decode_launch"): broken},
+        "wrong": {(merge_states, "merge_launch"): lambda *_: None},
         "right": {},
     }
     kernel = tune.Kernel([DECODES], 0, lambda _: functions, {"": side})

@@ -29,6 +29,7 @@ from lightkv.triton_kernels.attention.attention_scores import (
     attention_scores,
     attention_scores_reference,
 )
+from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
     decode_attention_reference,
@@ -219,7 +220,7 @@ class Case(NamedTuple):
 def test_decode(
     kinds: list[type[Variant]], num_queries: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "decode_workers", lambda *_: 3)
+    monkeypatch.setattr(decode_tuning, "decode_workers", lambda *_: 3)
     case = Case.make(kinds, [num_queries] * 2, [90, 35], device)
     expected = decode_attention_reference(case.q, *case.cache, case.options, num_queries=num_queries)
     assert_close(case.decoded(), expected)
