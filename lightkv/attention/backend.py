@@ -81,7 +81,7 @@ class AttentionBackend(ABC):
     def paged_kv(self, step: Step) -> PagedKV:
         """Returns the layer's K/V in the pool, with the index that the layer reads it by. This is the one place
         where that index is chosen: here it is the step's."""
-        return self.cross_kv(step)._replace(index=step.index, **step.lookup._asdict())
+        return self.cross_kv(step)._replace(index=step.index, lookup=step.lookup)
 
     def cross_kv(self, step: Step) -> PagedKV:
         """Returns the layer's K/V in the pool, with the token table, in which cross sequences have rows."""

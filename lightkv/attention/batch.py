@@ -90,7 +90,7 @@ class Batch:
         (`attention.prefix_members` of the backends); with 1, each reads its own. Raises ValueError."""
         if most_members <= 1:
             return self
-        if not self.form.is_table:
+        if not self.form.lookup.is_plain:
             raise ValueError(
                 f"prefixes {prefixes} of sequences of {self.form}: there each sequence reads its own; run "
                 "these apart"

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from lightkv.attention.forms.form import Form, Seen
-from lightkv.attention.forms.lookup import Lookup
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import upload
 from lightkv.triton_kernels.attention.decode.decode_plan import SharedPrefixGroups
+from lightkv.triton_kernels.attention.lookups import Lookup
 from lightkv.triton_kernels.attention.variants import TreeMask, ValueMask
 
 from .batch import Batch

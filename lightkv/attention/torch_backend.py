@@ -67,7 +67,7 @@ class TorchAttention(AttentionBackend):
     ) -> None:
         """Writes the attention of q `[T, H, Dk]` to all that the step's index and lookup find to `out` `[T, H,
         Dv]`. k and v are the step's."""
-        if self._is_general or step.mask is not None or not step.form.is_table:
+        if self._is_general or step.mask is not None or not step.lookup.is_plain:
             self._attend_each(q, step, out)
             return
         host = step.host

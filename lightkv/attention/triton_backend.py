@@ -147,7 +147,7 @@ class TritonAttention(AttentionBackend):
     ) -> RestoredPrefill | None:
         """Returns how the step's prefills read restored keys; None if they read the pool."""
         num_prefills, heads = step.host.num_prefills, self.heads
-        plain = step.mask is None and step.form.is_table
+        plain = step.mask is None and step.lookup.is_plain
         # On a GPU even a few queries read restored keys sooner: the general kernel unpacks them for each tile.
         if not (num_prefills and kv.format.is_quantised and plain and q.is_cuda and q.element_size() == 2):
             return None

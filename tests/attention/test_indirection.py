@@ -10,7 +10,7 @@ from lightkv.attention.forms.beams import over_beams
 from lightkv.attention.forms.gaps import with_gaps
 from lightkv.attention.forms.rings import over_rings
 from lightkv.ledger.shared_prefixes import SharedPrefix
-from lightkv.triton_kernels.attention.paged_kv import beam_indirection
+from lightkv.triton_kernels.attention.lookups.beam_table import beam_indirection
 from lightkv.triton_kernels.layout.ring import Ring
 
 BEAMS = [4, 1, 3]  # the rows of one request's beams
@@ -82,7 +82,7 @@ def test_indirections_that_cannot_be(device: torch.device) -> None:
         ("got torch.int64", decodes, indirection.long()),
         ("nothing may be dropped", with_gaps(decodes, [0, 3]), indirection),
         ("each sequence reads its own", decodes.sharing(prefixes, 2), indirection),
-        ("1 prefills over", over_rings(Batch.of([1], [6], [2], 1), Ring(0, 16)), indirection),
+        ("a ring or reads from other rows", over_rings(Batch.of([1], [6], [2], 1), Ring(0, 16)), indirection),
     ]:
         with pytest.raises(ValueError, match=match):
             Step.of(over_beams(batch, given), history.memory)

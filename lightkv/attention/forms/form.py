@@ -7,9 +7,8 @@ import numpy as np
 import torch
 
 from lightkv.memory.token_table import TokenTable
+from lightkv.triton_kernels.attention.lookups import TOKEN_TABLE, Lookup
 from lightkv.triton_kernels.attention.variants.variant import Variant
-
-from .lookup import TABLE, Lookup
 
 
 class Numbers(NamedTuple):
@@ -40,11 +39,6 @@ class Form:
     """
 
     @property
-    def is_table(self) -> bool:
-        """Whether the entries of a row are, in order, those of the tokens that its sequence holds."""
-        return True
-
-    @property
     def is_static(self) -> bool:
         """Whether a CUDA graph can take it: the tensors of its steps have the same shapes each time."""
         return True
@@ -57,7 +51,7 @@ class Form:
     @property
     def lookup(self) -> Lookup:
         """How a row's index finds the slot of a position."""
-        return TABLE
+        return TOKEN_TABLE
 
     def check_mask(self, mask: Variant) -> None:
         """Raises ValueError for a mask that has no meaning for these sequences."""

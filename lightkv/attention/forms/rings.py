@@ -19,12 +19,12 @@ from lightkv.attention.torch_backend import TorchAttention
 from lightkv.attention.triton_backend import TritonAttention
 from lightkv.memory.staging import upload
 from lightkv.memory.token_table import TokenTable
-from lightkv.triton_kernels.attention.attention_inputs import check_ring
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, decode_plan, num_programs_for
-from lightkv.triton_kernels.attention.decode.decode_sinks import SinkRotation
-from lightkv.triton_kernels.attention.decode.ring_step import dropped_tokens, ring_slots, sink_rotation
+from lightkv.triton_kernels.attention.lookups import TOKEN_TABLE, Lookup, RingRows
+from lightkv.triton_kernels.attention.lookups.ring_rows import check_held, ring_slots
+from lightkv.triton_kernels.attention.lookups.ring_sinks import dropped_tokens
 from lightkv.triton_kernels.attention.merge_states import merge_states, merge_states_reference
 from lightkv.triton_kernels.attention.paged_kv import PagedKV
 from lightkv.triton_kernels.attention.variants.sink_logits import SinkLogits
@@ -32,7 +32,6 @@ from lightkv.triton_kernels.attention.variants.variant import Scored, Variant, l
 from lightkv.triton_kernels.layout.ring import Ring
 
 from .form import PLAIN, Form, Numbers, Seen
-from .lookup import Lookup
 from .sinks import attend_apart_by_kernels, attend_apart_in_torch, check_sinks
 
 
@@ -86,10 +85,10 @@ class _OnRings(Form):
 
 
 class _Plan(NamedTuple):
-    """What the layers of a decode step share; no rotation where there are no sinks."""
+    """What the layers of a decode step share."""
 
     decode: DecodePlan
-    rotation: SinkRotation | None
+    lookup: RingRows
 
 
 class _Parts(NamedTuple):
@@ -109,15 +108,11 @@ class Rings(_OnRings):
     dropped, to its sinks; a layer with a window or chunks of its own sees what these let it see."""
 
     @property
-    def is_table(self) -> bool:
-        return False
-
-    @property
     def lookup(self) -> Lookup:
-        return Lookup(ring=self.ring)
+        return RingRows(self.ring)
 
     def check_layer(self, layer: AttentionBackend) -> None:
-        check_ring(self.ring, layer.options)
+        check_held(self.ring, layer.options.variants)
         if self.ring.sinks:
             check_sinks(layer, self.ring.sinks)
 
@@ -136,22 +131,22 @@ class Rings(_OnRings):
             return
 
         def make() -> _Plan:
-            plan = _decode_plan(layer, q, kv, step, step.kv_lens, self.ring)
+            rows = RingRows(self.ring)
+            plan = _decode_plan(layer, q, kv, step, step.kv_lens, rows)
             if not self.ring.sinks:
-                return _Plan(plan, None)
+                return _Plan(plan, rows)
             assert layer.rotary is not None
-            return _Plan(plan, sink_rotation(step.kv_lens, self.ring, layer.rotary.inverse))
+            return _Plan(plan, rows.rotated(step.kv_lens, layer.rotary.inverse))
 
         plan = step.plans.get((*layer.heads, self.ring, q.dtype, kv.format), layer.layer_idx, make)
         decode_attention(
             layer.as_stored(q, kv.format.k, step),
-            kv,
+            kv._replace(lookup=plan.lookup),
             step.rows,
             step.kv_lens,
             layer.options,
             plan=plan.decode,
             out=out,
-            sink_rotation=plan.rotation,
         )
         layer.restore_heads(out, kv.format.v, step)
 
@@ -163,12 +158,12 @@ class Rings(_OnRings):
         assert layer.rotary is not None
         ring, lengths = self.ring, step.kv_lens
         # Without the columns of the sinks, a row is a ring without sinks.
-        window = Ring(0, ring.size, ring.stride)
+        window = RingRows(Ring(0, ring.size, ring.stride))
 
         def make() -> _Parts:
             sink_lengths, window_lengths = lengths.clamp(max=ring.sinks), (lengths - ring.sinks).clamp(min=0)
             return _Parts(
-                _decode_plan(layer, q, kv, step, sink_lengths, None),
+                _decode_plan(layer, q, kv, step, sink_lengths, TOKEN_TABLE),
                 sink_lengths,
                 _decode_plan(layer, q, kv, step, window_lengths, window),
                 window_lengths,
@@ -182,7 +177,7 @@ class Rings(_OnRings):
         # Learned sinks join the part that always has keys.
         decode_attention(
             layer.as_stored(layer.rotary.rotate_back(q, parts.dropped), kv.format.k, step),
-            kv._replace(ring=None),
+            kv._replace(lookup=TOKEN_TABLE),
             step.rows,
             parts.sink_lengths,
             layer.options,
@@ -192,7 +187,7 @@ class Rings(_OnRings):
         )
         decode_attention(
             layer.as_stored(q, kv.format.k, step),
-            kv._replace(index=kv.index[:, ring.sinks :], ring=window),
+            kv._replace(index=kv.index[:, ring.sinks :], lookup=window),
             step.rows,
             parts.window_lengths,
             layer.options.without(SinkLogits),
@@ -257,7 +252,7 @@ class RingPrompts(_OnRings):
 
     def check_layer(self, layer: AttentionBackend) -> None:
         if self.has_gaps:
-            check_ring(self.ring, layer.options, self.ring.least_held)
+            check_held(self.ring, layer.options.variants, self.ring.least_held)
             if self.ring.sinks:
                 check_sinks(layer, self.ring.sinks)
 
@@ -304,16 +299,16 @@ def _decode_plan(
     kv: PagedKV,
     step: Step,
     lengths: torch.Tensor,
-    ring: Ring | None,
+    lookup: Lookup,
 ) -> DecodePlan:
-    """Makes the work list of decodes that read so many tokens of rings; None: of entries in order."""
+    """Makes the work list of decodes that read so many tokens of rows in which `lookup` finds them."""
     return decode_plan(
         step.rows,
         lengths,
         num_kv_heads=layer.heads.num_kv_heads,
         key_bytes=layer.heads.key_bytes(q.dtype),
         num_programs=num_programs_for(layer.heads, kv.format),
-        ring=ring,
+        limits=lookup.limits(()),
     )
 
 
