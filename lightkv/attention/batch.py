@@ -105,9 +105,9 @@ def _positions(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Returns `starts[i] : starts[i] + counts[i]` for each sequence, packed."""
     if len(counts) == 1:  # a prompt
         return np.arange(starts[0], starts[0] + max(int(counts[0]), 0))
-    ends = counts.cumsum()
-    if not len(ends) or (ends[-1] == len(counts) and counts.min() == 1):  # a decode step
+    if not len(counts) or counts.min() < 1:  # no batch, as the checks will say
         return starts
-    if counts.min() < 1:  # no batch, as the checks will say
+    ends = counts.cumsum()
+    if ends[-1] == len(counts):  # a decode step
         return starts
     return np.repeat(starts - ends + counts, counts) + np.arange(ends[-1])
