@@ -152,7 +152,7 @@ class AttentionBackend(ABC):
         if options.causal or options._replace(causal=True).counts_positions:
             raise ValueError(
                 f"layer {self.layer_idx} attends to another sequence, so it sees all of its tokens, which have "
-                f"no distance: make it with causal=False, and no windows, chunks or ALiBi; it has {options}"
+                f"no distance: make it with causal=False, and nothing that counts positions; it has {options}"
             )
         q = q.view(cross.step.num_tokens, self.num_heads, self.head_dim)
         out = q.new_empty(len(q), self.num_heads, self.v_dim)

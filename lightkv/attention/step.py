@@ -132,8 +132,8 @@ class Step:
         mask: ValueMask | TreeMask | None = None,
         also: Sequence[np.ndarray] = (),
     ) -> "Step":
-        """Makes the step of a batch over `memory`, with one upload (two for prompts of rings that have dropped
-        tokens) and without synchronising.
+        """Makes the step of a batch over `memory`, with one upload (two where prompts are put in order that
+        have dropped tokens) and without synchronising.
 
         mask: with a row for each token of the batch, on the device. also: one-dimensional arrays of the
         caller's, to upload with the batch. Raises ValueError where the batch's form takes no such mask or does

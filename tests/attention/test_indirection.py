@@ -82,7 +82,11 @@ def test_indirections_that_cannot_be(device: torch.device) -> None:
         ("got torch.int64", decodes, indirection.long()),
         ("nothing may be dropped", with_gaps(decodes, [0, 3]), indirection),
         ("each sequence reads its own", decodes.sharing(prefixes, 2), indirection),
-        ("a ring or reads from other rows", over_rings(Batch.of([1], [6], [2], 1), Ring(0, 16)), indirection),
+        (
+            "rows hold their own tokens in order",
+            over_rings(Batch.of([1], [6], [2], 1), Ring(0, 16)),
+            indirection,
+        ),
     ]:
         with pytest.raises(ValueError, match=match):
             Step.of(over_beams(batch, given), history.memory)

@@ -48,13 +48,13 @@ def over_beams(batch: Batch, indirection: torch.Tensor) -> Batch:
     (`Beams`), and write new K/V to their own slots. A captured graph reads the tensor that it was captured
     with.
 
-    Raises ValueError where sequences have dropped tokens, are rings, or read prefixes together. Whether the
-    tensor fits is checked when a step is made.
+    Raises ValueError where sequences have dropped tokens, are of another form, or read prefixes together.
+    Whether the tensor fits is checked when a step is made.
     """
     if batch.form != PLAIN or batch.shared is not None:
         raise ValueError(
             f"an indirection with {batch.form}, prefixes {batch.shared}: it names a row for each position, so "
-            "nothing may be dropped, a row is a ring or reads from other rows, and each sequence reads its "
+            "nothing may be dropped, rows hold their own tokens in order, and each sequence reads its "
             "own; run these apart"
         )
     return replace(batch, form=Beams(indirection))

@@ -44,11 +44,6 @@ class Form:
         return True
 
     @property
-    def has_gaps(self) -> bool:
-        """Whether a sequence has dropped tokens, so that its positions are not its entries."""
-        return False
-
-    @property
     def lookup(self) -> Lookup:
         """How a row's index finds the slot of a position."""
         return TOKEN_TABLE

@@ -22,10 +22,6 @@ class Gaps(Form):
     def is_static(self) -> bool:
         return False  # a graph moves positions on as entries
 
-    @property
-    def has_gaps(self) -> bool:
-        return True
-
     def check_mask(self, mask: Variant) -> None:
         if not isinstance(mask, TreeMask):
             raise ValueError(

@@ -248,6 +248,7 @@ class RingPrompts(_OnRings):
 
     @property
     def has_gaps(self) -> bool:
+        """Whether they have dropped tokens, so that their entries are put in order."""
         return any(self.dropped)
 
     def check_layer(self, layer: AttentionBackend) -> None:
