@@ -32,7 +32,7 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
-from lightkv.attention import AttentionMetadata, RotaryEmbedding, make_backends
+from lightkv.attention import Batch, BatchShape, RotaryEmbedding, StaticStep, Step, make_backends
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.eviction import HeavyHitters
 from lightkv.integrations.model.attention_call import AttentionCall, compute
@@ -145,13 +145,12 @@ class Steps:
         memory, device = self.memory, self.memory.device
         for layer_idx in range(memory.pool.spec.num_layers):
             memory.pool.kv(layer_idx).fill_(float("nan"))[0] = 0.0
-        metadata = AttentionMetadata(2, 32, memory)
         lengths = {1: 0, 2: 0}
         logits = []
         for rows, counts, num_prefills in STEPS:
-            metadata.prepare(rows, [lengths[row] for row in rows], counts, num_prefills)
+            step = Step.of(Batch.of(rows, [lengths[row] for row in rows], counts, num_prefills), memory)
             input_ids = torch.arange(3, 3 + sum(counts), device=device)
-            logits.append(forward(self.model, input_ids, metadata, self.backends, None))
+            logits.append(forward(self.model, input_ids, step, self.backends, None))
             for row, count in zip(rows, counts, strict=True):
                 lengths[row] += count
         return logits
@@ -437,28 +436,29 @@ def test_a_captured_bf16_step_is_the_unfused_one(name: str) -> None:
     backends = make_backends("triton", device, shape.layers)
     bind(model)
     assert fused_layers(model) == BOTH
-    metadata = AttentionMetadata(4, 4, memory).create_cuda_graph_metadata(4)
     input_ids = torch.tensor([5, 9, 0, 0], device=device)
 
-    def step() -> torch.Tensor:
-        return forward(model, input_ids, metadata, backends, None)
+    static = StaticStep(BatchShape.of_decodes(4), memory)
+    step = static.load(Batch.empty())
+
+    def run() -> torch.Tensor:
+        return forward(model, input_ids, step, backends, None)
 
     with torch.inference_mode():
-        metadata.prepare([], [], [], 0)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            step()
+            run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = step()
-        metadata.prepare([1, 2], [5, 30], [1, 1], 0)
+            captured = run()
+        step = static.load(Batch.of([1, 2], [5, 30], [1, 1], 0))
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
             graph.replay()
-            eager = step()
+            eager = run()
         finally:
             torch.cuda.set_sync_debug_mode("default")
         keys = [memory.pool.k(layer_idx)[[6, 63]].clone() for layer_idx in range(2)]

@@ -298,7 +298,7 @@ class AttentionBackend:
             return PagedKV(k, v, step.kv_starts, lookup=CONTIGUOUS)
         views = self._views(metadata, step.rows.device)
         key = "pages", views.page_size, views.slots_per_block
-        table = metadata.plans.get(key, metadata.num_steps, self.layer_idx, lambda: views.table(step))
+        table = metadata.plans.get(key, self.layer_idx, lambda: views.table(step))
         written, read = self._scales(views, metadata, args)
         kv = views.paged_kv(table, read)
         if k is None or v is None:
@@ -360,7 +360,6 @@ class AttentionBackend:
         heads = HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim)
         plan = metadata.plans.get(
             (*heads, options.causal, limits(options.variants), q.dtype, len(q), kv.format),
-            metadata.num_steps,
             self.layer_idx,
             lambda: mixed_plan(
                 step.rows,
