@@ -45,7 +45,10 @@ class Tree:
 
     def __init__(self, folder: Path, cache: Path, device: str) -> None:
         cache.mkdir(parents=True, exist_ok=True)
-        environment = os.environ | {"PYTHONPATH": str(folder), "TRITON_CACHE_DIR": str(cache)}
+        path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)}
+        if device == "cpu":
+            environment["OMP_NUM_THREADS"] = "1"  # both processes are at work at the same time
         # -P: beside the worker's file are others whose names could hide those of packages.
         command = [sys.executable, "-P", str(Path(__file__).with_name("alternate_worker.py")), device]
         self._process = subprocess.Popen(

@@ -132,7 +132,8 @@ class Worker:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    tree, device = Path(os.environ["PYTHONPATH"]).resolve(), torch.device(sys.argv[1])
+    tree = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0]).resolve()
+    device = torch.device(sys.argv[1])
     import lightkv
 
     if device.type == "cpu":
