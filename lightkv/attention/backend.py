@@ -62,6 +62,11 @@ class AttentionBackend(ABC):
         reads a prefix for several decodes."""
         return 1
 
+    @property
+    def most_decode_queries(self) -> int:
+        """The most tokens of a decode (`AttentionMetadata.num_queries`)."""
+        return 1
+
     def scratch_bytes(self, num_tokens: int, dtype: torch.dtype, device: torch.device) -> int:
         """Returns how many bytes, beside `out`, the layer's attention needs on `device` while it computes up to
         `num_tokens` queries of `dtype`, as far as they are worth counting. The next layer uses the same."""
@@ -116,11 +121,17 @@ class AttentionBackend(ABC):
             `[num_tokens, num_heads * v_dim]` of q's type.
 
         Raises:
-            ValueError: the step has sink tokens, and the layer has windows, chunks or ALiBi, is not causal, or
-                was made without `rotary`; or it is over rings that are smaller than the layer's window (for
-                prefills, `Ring.least_held` is), or the layer has chunks. Nothing is written then.
+            ValueError: decodes have more tokens than `most_decode_queries`; or the step has sink tokens, and
+                the layer has windows, chunks or ALiBi, is not causal, or was made without `rotary`; or it is
+                over rings that are smaller than the layer's window (for prefills, `Ring.least_held` is), or the
+                layer has chunks. Nothing is written then.
         """
         options, ring = self.options, metadata.ring
+        if metadata.num_queries > self.most_decode_queries:
+            raise ValueError(
+                f"decodes of {metadata.num_queries} tokens; this backend attends from "
+                f"{self.most_decode_queries} of each: run them as prefills"
+            )
         num_sink_tokens = metadata.num_sink_tokens if ring is None else ring.sinks
         if ring is not None:
             check_ring(ring, options)

@@ -1,7 +1,8 @@
 """What every layer's attention needs to know about a step: its sequences, their lengths, and where their K/V
 is.
 
-A batch is packed: first the prefills, each with any number of tokens, then the decodes, with one token each.
+A batch is packed: first the prefills, each with any number of tokens, then the decodes, with one token each, or
+each with the same few (`num_queries`).
 Static batches, which CUDA graphs are captured on, have the decodes' tokens first (`BatchShape`).
 """
 
@@ -86,7 +87,8 @@ class AttentionMetadata:
       `first_decode_token` (where the tokens of prefills and of decodes begin); `num_sequences` and
       `num_real_prefills` (padding aside); `q_lens` int32 `[B]` on the CPU (this step's tokens of each
       sequence), `prefill_lens` (those of the prefills), `rows_host` and `kv_lens_host` int64 `[B]`,
-      `num_sink_tokens` (0 unless sequences that have dropped tokens still hold the first ones);
+      `num_sink_tokens` (0 unless sequences that have dropped tokens still hold the first ones), `num_queries`
+      (this step's tokens of each decode);
     - on the device: `q_lens_on_device` int32 `[B]`, `position_ids` int64 `[T]`, `rows` int64 `[B]` (of the
       token table), `kv_lens` int32 `[B]` (tokens in the cache, this step's included), `q_starts`
       int32 `[B + 1]`, `slot_mapping` int64 `[T]` (the slots that this step's K/V is written to), `dropped`
@@ -179,6 +181,7 @@ class AttentionMetadata:
         counts: Sequence[int] | np.ndarray,
         num_prefills: int,
         *,
+        num_queries: int = 1,
         dropped: Sequence[int] = (),
         num_sink_tokens: int = 0,
         ring: Ring | None = None,
@@ -195,6 +198,9 @@ class AttentionMetadata:
             starts: how many entries of its row have K/V before this step.
             counts: how many tokens it computes in this step; their slots are in the table already.
             num_prefills: the first so many sequences are prefills, all others decodes.
+            num_queries: how many tokens each decode computes, as to verify guesses; at most what the backends
+                take (`AttentionBackend.most_decode_queries`). One in static tensors and in a step over rings,
+                and where prefixes are read together.
             dropped: how many tokens each sequence has dropped so far; the position of an entry is the entry
                 plus that number. Empty if no sequence has dropped tokens.
             num_sink_tokens: how many first entries every sequence still holds after dropping (see the class).
@@ -222,7 +228,12 @@ class AttentionMetadata:
             ValueError: the batch breaks these rules or exceeds the maxima.
         """
         row, start, count = (np.array(numbers, dtype=np.int64) for numbers in (rows, starts, counts))
-        self._validate(row, start, count, num_prefills)
+        self._validate(row, start, count, num_prefills, num_queries)
+        if num_queries > 1 and (self.shape is not None or ring is not None or prefixes):
+            raise ValueError(
+                f"decodes of {num_queries} tokens in static tensors of {self.shape}, over {ring} or with the "
+                f"prefixes {prefixes}: there each has one; run them eagerly, or as prefills"
+            )
         if ring is not None:
             self._validate_ring(start, count, num_prefills, ring, bool(len(dropped) or num_sink_tokens))
         self._validate_tensors(start + count, num_prefills, ring, num_sink_tokens, mask, indirection)
@@ -292,7 +303,7 @@ class AttentionMetadata:
         self.num_sequences, self.num_real_prefills = num_sequences, num_real_prefills
         self.mask, self.indirection = mask, indirection
         self.rows_host, self.kv_lens_host = row, kv_len
-        self.num_prefills = num_prefills
+        self.num_prefills, self.num_queries = num_prefills, num_queries
         self.num_decodes = len(row) - num_prefills
         self.num_tokens = len(entries)
         self.num_prefill_tokens = num_prefill_tokens
@@ -335,7 +346,9 @@ class AttentionMetadata:
         self.dropped = upload([np.repeat(gap, count)], device)[0] if gap.any() else None
         return uploaded[len(uploaded) - len(also) :]
 
-    def _validate(self, row: np.ndarray, start: np.ndarray, count: np.ndarray, num_prefills: int) -> None:
+    def _validate(
+        self, row: np.ndarray, start: np.ndarray, count: np.ndarray, num_prefills: int, num_queries: int
+    ) -> None:
         if not len(row) == len(start) == len(count):
             raise ValueError(
                 f"{len(row)} rows, {len(start)} starts and {len(count)} counts: give one each a sequence"
@@ -354,10 +367,10 @@ class AttentionMetadata:
             raise ValueError(
                 f"{len(row) - num_prefills} decodes; there are slots for {self.shape.num_decodes} here"
             )
-        if (count < 1).any() or (count[num_prefills:] != 1).any():
+        if (count < 1).any() or (count[num_prefills:] != num_queries).any():
             raise ValueError(
                 f"counts {count.tolist()} with {num_prefills} prefills: a prefill computes at least one "
-                "token, a decode exactly one, and the prefills come first"
+                f"token, a decode exactly one, or here num_queries {num_queries}, and the prefills come first"
             )
 
     def _validate_tensors(

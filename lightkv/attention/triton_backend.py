@@ -68,6 +68,10 @@ class TritonAttention(AttentionBackend):
             return 1
         return tuning.prefix_members(1, self.num_heads // self.num_kv_heads)
 
+    @property
+    def most_decode_queries(self) -> int:
+        return tuning.MOST_DECODE_ROWS // (self.num_heads // self.num_kv_heads)
+
     def scratch_bytes(self, num_tokens: int, dtype: torch.dtype, device: torch.device) -> int:
         return most_part_bytes(tuning.device_class(device), self._heads, num_tokens, dtype.itemsize)
 
@@ -148,6 +152,7 @@ class TritonAttention(AttentionBackend):
             q_starts,
             metadata.kv_lens,
             self.options.plus(metadata.mask),
+            num_queries=metadata.num_queries,
             plan=self._plan(q, q_starts, metadata.kv_lens, metadata),
             out=out,
             decodes_first=metadata.decodes_first,
@@ -221,6 +226,7 @@ class TritonAttention(AttentionBackend):
                 num_tokens=len(q),
                 dtype=q.dtype,
                 options=self.options,
+                num_queries=metadata.num_queries,
                 shared_prefixes=shared_prefixes,
                 decodes_first=metadata.decodes_first,
                 layer_format=layer_format,

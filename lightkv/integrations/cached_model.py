@@ -128,15 +128,18 @@ class CachedModel:
         all_logits: bool = False,
         handler: AttentionHandler | None = None,
         tree: GuessTree | None = None,
+        as_decodes: bool = False,
     ) -> torch.Tensor:
         """Computes `token_ids[i]` at the end of `sequences[i]`, for all sequences in one call of the model.
 
         Returns the logits after the last token of each sequence, `[len(sequences), vocabulary]`, or with
         `all_logits` those after every token, packed in order. `handler` gets the attention calls instead of
         `step`, and has to pass them on to it. With a `tree`, the tokens are its nodes, at the end of one
-        sequence, and each attends to its ancestors alone; `take` keeps those that were right. Raises the errors
-        of `KVCache.extend`, and ValueError where tokens were dropped and this model, or these sequences
-        together, would not be computed right. After an error the sequences are as before.
+        sequence, and each attends to its ancestors alone; `take` keeps those that were right. With
+        `as_decodes`, sequences with several tokens each are decodes, if `can_decode` them, and otherwise
+        prefills as ever. Raises the errors of `KVCache.extend`, and ValueError where tokens were dropped and
+        this model, or these sequences together, would not be computed right. After an error the sequences are
+        as before.
         """
         ids = [np.frombuffer(int32_bytes(one), dtype=np.int32) for one in token_ids]
         counts = [len(one) for one in ids]
@@ -153,7 +156,8 @@ class CachedModel:
             rows, dropped = [one.row for one in sequences], [one.dropped for one in sequences]
             packed = np.concatenate(ids).astype(np.int64)
             # A step with sinks consists of prefills only.
-            num_prefills = len(rows) if num_sink_tokens or max(counts) > 1 else 0
+            num_queries = counts[0] if as_decodes and not num_sink_tokens and self.can_decode(counts) else 1
+            num_prefills = len(rows) if num_sink_tokens or max(counts) > num_queries else 0
             if ring is not None and not num_prefills and handler is None and self._captures_rings:
                 return self._ring_graph(ring, len(rows)).replay(sequences, starts, packed).clone()
             mask = positions = None
@@ -166,6 +170,7 @@ class CachedModel:
                 starts,
                 counts,
                 num_prefills,
+                num_queries=num_queries,
                 dropped=dropped if ring is None else (),
                 num_sink_tokens=num_sink_tokens,
                 ring=ring,
@@ -179,6 +184,13 @@ class CachedModel:
         except BaseException:
             self.cache.shrink(sequences, counts)
             raise
+
+    def can_decode(self, counts: Seq[int]) -> bool:
+        """Returns whether sequences with so many new tokens each can be the decodes of a step: all have the
+        same number, of at most what the backends of all layers take."""
+        return len(set(counts)) == 1 and counts[0] <= min(
+            one.most_decode_queries for one in self.step.backends
+        )
 
     @property
     def _captures_rings(self) -> bool:
