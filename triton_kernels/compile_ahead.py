@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from triton import JITFunction, knobs
+from triton import JITFunction
 
 MOST_THREADS = 12
 
@@ -26,31 +26,31 @@ def compile_ahead(device: torch.device) -> Iterator[None]:
     kernels are compiled, but for those that cannot be, whose next launch raises the error. Other threads must
     launch nothing meanwhile.
     """
-    caller, compiling = threading.get_ident(), dict[tuple[str, str], Future[Any]]()
+    caller, compiling = threading.get_ident(), dict[tuple[int, str], Future[Any]]()
     threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), initializer=_select(device))
 
-    def note(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        """Has a thread compile the kernel. Triton skips the launch of a kernel for which this returns True."""
-        if threading.get_ident() != caller:  # a thread of ours, which is to compile it
-            return False
-        if (fn.name, key) not in compiling:
-            compiling[fn.name, key] = threads.submit(fn.jit_function.preload, compile["specialization_data"])
-        return True
+    def note(kernel: Any, key: str, *arguments: Any) -> Any:
+        """Stands in for JITFunction._do_compile: has a thread compile the kernel, and returns none, so Triton
+        does not launch it. The thread gets Triton's own objects: a form of them in text, as `preload` takes it,
+        has lost the names in records."""
+        if threading.get_ident() != caller:  # a thread of ours
+            return compile_now(kernel, key, *arguments)
+        if (id(kernel), key) not in compiling:
+            compiling[id(kernel), key] = threads.submit(compile_now, kernel, key, *arguments)
+        return None
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
         """Stands in for JITFunction.run, since a kernel that is compiled already must not run, either. Returns
         no kernel: `slots/relaunch.py` would keep it, and launch it without JITFunction.run."""
         run(kernel, *args, grid=grid, warmup=True, **named)
 
-    run, hook = JITFunction.run, knobs.runtime.jit_cache_hook
-    JITFunction.run = compile_only
-    knobs.runtime.jit_cache_hook = note
+    run, compile_now = JITFunction.run, JITFunction._do_compile
+    JITFunction.run, JITFunction._do_compile = compile_only, note
     try:
         with threads:  # waits for them at the end
             yield
     finally:
-        JITFunction.run = run
-        knobs.runtime.jit_cache_hook = hook
+        JITFunction.run, JITFunction._do_compile = run, compile_now
 
 
 def _select(device: torch.device) -> Callable[[], None]:

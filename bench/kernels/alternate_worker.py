@@ -24,9 +24,10 @@ REPLAYS = 10  # timed in a turn
 Measure = Callable[[], list[float]]  # runs once, and returns times in µs
 
 
-def load_rows(name: str) -> Any:
-    """Imports a file beside this one, which the tree in PYTHONPATH may not have."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+def load(path: Path) -> Any:
+    """Imports a file of the new tree, which the tree in PYTHONPATH may not have, or in another form."""
+    name = path.stem
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -55,7 +56,7 @@ class Worker:
         device_clock.DEVICE = device  # before the benches import it
         self._rows: dict[str, Callable[[], dict[str, Any]]] = {}
         for name in ("alternate_rows", "alternate_models"):
-            self._rows |= load_rows(name).rows(device)
+            self._rows |= load(Path(__file__).with_name(f"{name}.py")).rows(device)
         self._open: dict[str, Measure] = {}
         self._clock = device_clock.Clock(REPLAYS) if device.type == "cuda" else None
 
@@ -68,10 +69,8 @@ class Worker:
 
         What is missed, say because a row's rest depends on what a kernel computes, is compiled when the row is
         opened."""
-        from lightkv.triton_kernels.compile_ahead import compile_ahead
-
-        failed = {}
-        with torch.inference_mode(), compile_ahead(self._device):
+        ahead, failed = load(Path(__file__).parents[2] / "triton_kernels" / "compile_ahead.py"), {}
+        with torch.inference_mode(), ahead.compile_ahead(self._device):
             for name in names:
                 try:
                     torch.manual_seed(0)
