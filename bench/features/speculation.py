@@ -24,12 +24,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.common.model_shapes import SHAPES, with_layers
+from bench.common.random_model import random_model
 from bench.common.report import Spread, alternate, parser, print_json, print_machine, print_table, refuse
 from bench.features.generate import read_bandwidth
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.guess_tree import GuessTree
 from lightkv.integrations.prompt_lookup import VERIFICATION, Generated, Verification, generate, verify
-from lightkv.router.model.loader import random_model
 from lightkv.router.model_files import DEFAULT_MODEL, resolve
 
 SAME = 0.95  # of choices: with random weights many tokens have nearly the same logit

@@ -79,10 +79,6 @@ class PromptLookup:
                     places.appendleft(end)
             self._tokens.append(token)
 
-    def propose(self, count: int) -> list[int]:
-        """Returns up to `count` tokens that followed the latest earlier match of the longest run at the end."""
-        return next(iter(self.propose_lines(count, 1)), [])
-
     def propose_lines(self, count: int, most_lines: int) -> list[list[int]]:
         """Returns up to `most_lines` different lines of up to `count` tokens that followed earlier matches of
         the runs at the end, the longest run first, and of each run the latest match first."""

@@ -47,19 +47,19 @@ def test_the_example_in_the_docstring_runs() -> None:
 
 def test_the_latest_match_of_the_longest_run_is_proposed() -> None:
     lookup = PromptLookup([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3], 1, 3)
-    assert lookup.propose(2) == [4, 9]  # after 1 2 3, although 2 3 occurred later
-    assert lookup.propose(0) == []
-    assert lookup.propose(99) == [4, 9, 2, 3, 5, 1, 2, 3]
+    assert lookup.propose_lines(2, 1) == [[4, 9]]  # after 1 2 3, although 2 3 occurred later
+    assert lookup.propose_lines(0, 1) == [[]]
+    assert lookup.propose_lines(99, 1) == [[4, 9, 2, 3, 5, 1, 2, 3]]
     lookup.extend([7])
-    assert lookup.propose(3) == []
+    assert lookup.propose_lines(3, 1) == []
     lookup.extend([2, 3])
-    assert lookup.propose(3) == [7, 2, 3]  # after 2 3, the last of three matches
+    assert lookup.propose_lines(3, 1) == [[7, 2, 3]]  # after 2 3, the last of three matches
     shorter = PromptLookup([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3], 1, 2)
-    assert shorter.propose(2) == [5, 1]
+    assert shorter.propose_lines(2, 1) == [[5, 1]]
     shorter = PromptLookup([1, 2, 3, 4, 2], 2, 3)
-    assert shorter.propose(2) == []  # only 2 occurred before, which is too short
-    assert PromptLookup([7], 1, 3).propose(2) == []
-    assert PromptLookup([7, 7], 1, 3).propose(2) == [7]
+    assert shorter.propose_lines(2, 1) == []  # only 2 occurred before, which is too short
+    assert PromptLookup([7], 1, 3).propose_lines(2, 1) == []
+    assert PromptLookup([7, 7], 1, 3).propose_lines(2, 1) == [[7]]
 
 
 @pytest.mark.parametrize("num_proposed", [0, 1, 4, 10, 100])
