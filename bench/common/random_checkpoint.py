@@ -14,7 +14,7 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers
 
-from lightkv.router.model.loader import random_model
+from bench.common.random_model import random_model
 
 from .model_shapes import LLAMA_3_8B, with_layers
 

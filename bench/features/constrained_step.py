@@ -22,6 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bench.common.model_shapes import SHAPES
+from bench.common.random_model import random_model
 from bench.common.report import Spread, parser, print_json, print_machine, print_table, refuse
 from bench.features.grammar import PERSON
 from lightkv.router import SamplingParams
@@ -29,7 +30,6 @@ from lightkv.router.config import EngineConfig
 from lightkv.router.engine.loop import LocalEngine, make_scheduler
 from lightkv.router.engine.request import Request
 from lightkv.router.model.build import assemble
-from lightkv.router.model.loader import random_model
 from lightkv.router.model_files import resolve
 from lightkv.router.sampling_params import Grammar
 from lightkv.router.text.tokenizer import Tokenizer

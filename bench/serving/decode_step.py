@@ -31,6 +31,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bench.common.model_shapes import SHAPES, with_layers
+from bench.common.random_model import random_model
 from bench.common.report import Spread, parser, print_json, print_machine, print_table, refuse, save_json
 from lightkv import KVSpec
 from lightkv.router import EngineConfig, SamplingParams
@@ -38,7 +39,6 @@ from lightkv.router.engine.loop import LocalEngine, make_scheduler
 from lightkv.router.engine.request import Request
 from lightkv.router.model.build import assemble
 from lightkv.router.model.cuda_graph import GraphKey
-from lightkv.router.model.loader import random_model
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import SamplerKind
 from lightkv.triton_kernels.quantised.kv_format import KVFormat

@@ -15,12 +15,12 @@ from array import array
 import torch
 
 from bench.common.model_shapes import SHAPES, with_layers
+from bench.common.random_model import random_model
 from bench.common.report import Spread, parser, print_json, print_machine, print_table, refuse
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.loop import LocalEngine, make_scheduler
 from lightkv.router.engine.request import Request
 from lightkv.router.model.build import assemble
-from lightkv.router.model.loader import random_model
 
 WARM_UP = 3  # turns
 

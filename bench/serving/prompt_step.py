@@ -23,6 +23,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bench.common.model_shapes import LLAMA_3_8B, with_layers
+from bench.common.random_model import random_model
 from bench.common.report import Spread, alternate, parser, print_json, print_machine, print_table, refuse
 from bench.serving.decode_step import read_bandwidth
 from lightkv.attention import BatchShape
@@ -31,7 +32,6 @@ from lightkv.router import EngineConfig
 from lightkv.router.engine.step import StepPlan
 from lightkv.router.model.build import assemble
 from lightkv.router.model.cuda_graph import Capture, PromptGraph, SharedLogits, StepGraphs
-from lightkv.router.model.loader import random_model
 from lightkv.router.model.parts import StepOutput
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import SamplerKind

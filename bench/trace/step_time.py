@@ -29,6 +29,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bench.common.model_shapes import LLAMA_3_8B
+from bench.common.random_model import random_model
 from bench.common.report import (
     machine,
     parser,
@@ -47,7 +48,6 @@ from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import ExpectedMemory, StepPlan, StepResult
 from lightkv.router.engine.step_time import PARAMETERS, StepTime, Work, fit
 from lightkv.router.model.build import assemble
-from lightkv.router.model.loader import random_model
 from lightkv.router.model.runner import ModelRunner
 
 DECODE_STEPS = 12  # of a level, without prompts

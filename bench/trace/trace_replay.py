@@ -42,6 +42,7 @@ import torch
 
 from bench.common.child import ChildFailed
 from bench.common.model_shapes import LLAMA_3_8B, with_layers
+from bench.common.random_model import random_model
 from bench.common.report import (
     engine_help,
     machine,
@@ -64,7 +65,6 @@ from lightkv.router.config import ADMISSIONS
 from lightkv.router.engine.step import RunnerInfo
 from lightkv.router.engine.step_time import LEAST_STEPS, StepTime, fit
 from lightkv.router.model.build import assemble, build_runner
-from lightkv.router.model.loader import random_model
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.simulate.config import ALLOCATIONS, SimulationConfig
 from lightkv.router.simulate.result import Figures

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from bench.common.child import ask, serve
 from bench.common.model_shapes import LLAMA_3_8B, with_layers
+from bench.common.random_model import random_model
 from bench.serving.continuous_batching import BLOCK_TOKENS, WAYS, batching_config
-from lightkv.router.model.loader import random_model
 from lightkv.router.model_files import resolve
 from lightkv.router.simulate.record import Distribution
 

@@ -14,7 +14,8 @@ from .shared_reads import SharedReads
 @dataclass(frozen=True, eq=False)
 class Batch:
     """The sequences of a step, packed: first the prefills, each with any number of tokens, then the decodes,
-    with one token each. For B sequences with T tokens in all, on the host:
+    with one token each, or each with the same few, as to verify guesses. For B sequences with T tokens in all,
+    on the host:
 
         tokens    ├──── prefill 0 ────┼─ prefill 1 ─┼ decode 2 ┼ decode 3 ┤
         counts             6                 4            1          1
@@ -24,7 +25,9 @@ class Batch:
     - `num_prefills`: the first so many sequences are prefills;
     - `positions`: int64 `[T]`, the true position of each token;
     - `form`: how the sequences hold their tokens;
-    - `shared`: which decodes read their first entries together (`sharing`).
+    - `shared`: which decodes read their first entries together (`sharing`);
+    - `num_queries`: the tokens of each decode, at most what the backends take
+      (`AttentionBackend.most_decode_queries`); 1 in static tensors, over rings and where prefixes are shared.
 
     `Batch.of` makes one in which every row has an entry for each token. A file of `lightkv.attention.forms`
     makes another form of it: `with_gaps`, `with_sinks`, `over_rings`, `over_beams`. Raises ValueError where the
@@ -38,6 +41,7 @@ class Batch:
     positions: np.ndarray
     form: Form = PLAIN
     shared: SharedReads | None = None
+    num_queries: int = 1
 
     def __post_init__(self) -> None:
         rows, starts, counts, num_prefills = self.rows, self.starts, self.counts, self.num_prefills
@@ -47,10 +51,10 @@ class Batch:
             )
         if not 0 <= num_prefills <= len(rows):
             raise ValueError(f"{num_prefills} prefills; there can be 0 to {len(rows)} here")
-        if len(rows) and (counts.min() < 1 or (counts[num_prefills:] != 1).any()):
+        if len(rows) and (counts.min() < 1 or (counts[num_prefills:] != self.num_queries).any()):
             raise ValueError(
                 f"counts {counts.tolist()} with {num_prefills} prefills: a prefill computes at least one "
-                "token, a decode exactly one, and the prefills come first"
+                f"token, a decode exactly {self.num_queries} (num_queries), and the prefills come first"
             )
         if len(self.positions) != (num_tokens := int(counts.sum())):
             raise ValueError(f"{len(self.positions)} positions of {num_tokens} tokens: give one each")
@@ -62,12 +66,14 @@ class Batch:
         starts: Sequence[int] | np.ndarray,
         counts: Sequence[int] | np.ndarray,
         num_prefills: int,
+        num_queries: int = 1,
     ) -> "Batch":
         """Returns the batch of these numbers. The slots of its tokens have to be in the token table before a
         step is made of it. Raises ValueError."""
         row, start, count = (np.array(numbers, dtype=np.int64) for numbers in (rows, starts, counts))
         same = len(start) == len(count)  # if not, the batch says so
-        return cls(row, start, count, num_prefills, _positions(start, count) if same else start)
+        positions = _positions(start, count) if same else start
+        return cls(row, start, count, num_prefills, positions, num_queries=num_queries)
 
     @classmethod
     def empty(cls) -> "Batch":
@@ -90,10 +96,10 @@ class Batch:
         (`attention.prefix_members` of the backends); with 1, each reads its own. Raises ValueError."""
         if most_members <= 1:
             return self
-        if not self.form.lookup.is_plain:
+        if not self.form.lookup.is_plain or self.num_queries > 1:
             raise ValueError(
-                f"prefixes {prefixes} of sequences of {self.form}: there each sequence reads its own; run "
-                "these apart"
+                f"prefixes {prefixes} of sequences of {self.form}, whose decodes have {self.num_queries} "
+                "tokens: only decodes of one token, with an entry for each, read them together; run these apart"
             )
         begin = self.num_prefills
         return replace(

@@ -98,6 +98,7 @@ class BatchShape(NamedTuple):
             first_prefill_token=first_prefill_token,
             first_decode_token=0,
             decodes_first=self.decodes_first,
+            num_queries=1,
         )
 
 
@@ -191,6 +192,11 @@ class StaticStep:
                 f"{len(batch.positions)} tokens, {num_prefills} prefills and {num_sequences - num_prefills} "
                 f"decodes; there are places for {shape.num_tokens} tokens, {shape.most_prefills} prefills and "
                 f"{shape.num_decodes} decodes here: split the step, or run it eagerly (Step.of)"
+            )
+        if batch.num_queries > 1:
+            raise ValueError(
+                f"decodes of {batch.num_queries} tokens: in static tensors each has one; run this step eagerly "
+                "(Step.of), or as prefills"
             )
         if not batch.form.is_static:
             raise ValueError(

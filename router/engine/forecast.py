@@ -183,11 +183,6 @@ class Forecast:
         return self._sum_final
 
     @property
-    def num_exact(self) -> int:
-        """The exact sequences."""
-        return len(self._exact)
-
-    @property
     def num_estimated(self) -> int:
         """The estimated sequences."""
         return len(self._final) - len(self._exact)

@@ -98,7 +98,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """The requests that are admitted and not finished."""
-        return len(self._prefilling) + len(self._decoding)
+        return self.num_prefilling + len(self._decoding)
 
     @property
     def num_waiting_estimated(self) -> int:
@@ -373,7 +373,7 @@ class Scheduler:
         room = self.ledger.num_available - growth
         if room < 0 or (not room and not decodes and self._prefilling):
             return True
-        if room >= self.limits.prefill_budget + self._admission.slack * len(self._prefilling):
+        if room >= self.limits.prefill_budget + self._admission.slack * self.num_prefilling:
             return False
         num = max([i for i, request in enumerate(self._prefilling, 1) if request.is_exact], default=0)
         budget = self._step_budget(decodes)

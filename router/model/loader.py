@@ -1,4 +1,4 @@
-"""Loads a model from its files onto a device with transformers' auto classes, or makes one of random weights.
+"""Loads a model from its files onto a device with transformers' auto classes.
 
 Weights are read from safetensors files only. Pickle is never loaded, and code that comes with a model is never
 run.
@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightkv.errors import LightKVError
 from lightkv.integrations.model.kv_scales import without_kv_scheme
 from lightkv.memory.kv_pool import _free_bytes
 from lightkv.router.model_files import UnreadableWeights, one_line, stored_bytes, weight_files
 
-from .model_config import check_supported, load_checked_config, quiet_transformers
+from .model_config import load_checked_config, quiet_transformers
 
 Report = Callable[[str], None]
 
@@ -96,39 +96,6 @@ def load_model(
         report(f"left out {len(unexpected)} tensors unknown to {type(model).__name__}, {unexpected[0]} first")
     report(f"loaded {type(model).__name__} in {time.perf_counter() - started:.1f} s")
     return model.requires_grad_(False).eval()
-
-
-def random_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """Makes a model of `config`'s shape with random weights on `device`, for benchmarks and tests.
-
-    Matrices are normal with standard deviation 1/sqrt(fan-in), so that activations keep their size; biases
-    are zero and norms are one; buffers (the rotary frequencies) are those of a real model. The weights are the
-    same after the same `torch.manual_seed`.
-    """
-    from accelerate import init_empty_weights
-
-    check_supported(config)
-    with init_empty_weights(
-        include_buffers=False
-    ):  # parameters take no memory yet; buffers are made for real
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.tie_weights()
-    made: dict[
-        int, torch.nn.Parameter
-    ] = {}  # by the id of the parameter replaced, so that tied ones stay tied
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) not in made:
-                data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                if data.dim() >= 2:
-                    data.normal_(std=data.shape[-1] ** -0.5)
-                else:
-                    data.fill_(0.0 if name.endswith("bias") else 1.0)
-                made[id(parameter)] = torch.nn.Parameter(data, requires_grad=False)
-            setattr(module, name, made[id(parameter)])
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, buffer.to(device))
-    return model.eval()
 
 
 def _auto_dtype(device: torch.device, declared: torch.dtype | None, stored: set[str]) -> torch.dtype:

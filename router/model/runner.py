@@ -95,15 +95,6 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs.announce = report
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Runs one step. See `fatal` for what an error means."""
-        try:
-            self.launch(plan)
-            return self.collect()
-        except BaseException:  # also Ctrl-C between the two calls
-            self._in_flight.clear()
-            raise
-
     @torch.inference_mode()
     def warm_up(self, plans: Iterable[StepPlan]) -> None:
         """Runs `plans` eagerly, without their edits, so that the kernels of such steps are compiled.

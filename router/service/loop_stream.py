@@ -62,11 +62,6 @@ class LoopStream(Stream):
         loop.add_reader(self._fd, self._on_readable)
 
     @property
-    def num_unsent(self) -> int:
-        """Bytes that the socket has not accepted yet."""
-        return len(self._unsent)
-
-    @property
     def closed(self) -> bool:
         return self._socket.fileno() < 0
 

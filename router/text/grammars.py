@@ -313,11 +313,6 @@ class Grammars:
         return (self._vocab_size + 31) // 32
 
     @property
-    def num_compiled(self) -> int:
-        """The compiled grammars that are kept."""
-        return len(self._compiled)
-
-    @property
     def num_rows(self) -> int:
         """The rows that have a grammar."""
         return len(self._rows)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.common import random_checkpoint
-from lightkv.router.model.loader import random_model
+from bench.common.random_model import random_model
 from tests.support.two_layers import TWO_LAYERS
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bench.common.model_shapes import SHAPES, with_layers
+from bench.common.random_model import random_model
 from bench.serving.decode_step import output_tokens, same_choices, weight_bytes
-from lightkv.router.model.loader import random_model
 
 # Billions of parameters outside the embedding, and those of the LM head.
 PARAMETERS = {"llama-3-8b": 7.5, "llama-3.2-3b": 3.21, "llama-3-70b": 69.5, "qwen3-moe": 30.2}

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from bench.common import random_checkpoint
+from bench.common.random_model import random_model
 from bench.serving import replay
 from bench.serving.replay import Decoding, Level, NoReplay, replays
 from lightkv.router import EngineConfig
 from lightkv.router.model.build import assemble
-from lightkv.router.model.loader import random_model
 from tests.support.two_layers import TWO_LAYERS
 
 

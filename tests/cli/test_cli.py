@@ -15,11 +15,11 @@ import typer
 from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
+from bench.common.random_model import random_model
 from lightkv.router import LLM, EngineConfig, SamplingParams
 from lightkv.router.cli.app import app
 from lightkv.router.model.build import build_runner
 from lightkv.router.model.info import model_info
-from lightkv.router.model.loader import random_model
 from lightkv.router.model_files import resolve
 
 SMALL = ["--device", "cpu", "--max-total-tokens", "2048"]

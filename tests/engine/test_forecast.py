@@ -61,7 +61,7 @@ class Life:
         for exact in (False, True):
             expected = peak_tokens(self.demands(prefills, exact), self.lag)
             assert self.forecast.peak(prefills, exact) == expected
-        assert self.forecast.num_exact == len(self.exact)
+        assert len(self.forecast._exact) == len(self.exact)
         assert self.forecast.num_estimated == self.ledger.num_open - len(self.exact)
 
     def step(self) -> None:

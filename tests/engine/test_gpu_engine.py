@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
+from bench.common.random_model import random_model
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.loop import LocalEngine
@@ -16,7 +17,6 @@ from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import TokenEvent
 from lightkv.router.model.build import assemble
-from lightkv.router.model.loader import random_model
 from lightkv.router.model.runner import ModelRunner
 from tests.support.model_worker import assert_idle
 

@@ -20,6 +20,7 @@ from lightkv.router.model.build import assemble
 from lightkv.router.model.cuda_graph import Capture, PromptGraph, StepGraphs
 from lightkv.router.model.runner import ModelRunner
 from tests.support.model_worker import assert_idle
+from tests.support.run_step import run_step
 from tests.support.tiny_models import VOCABULARY, tiny_llama
 
 pytestmark = pytest.mark.gpu
@@ -104,7 +105,7 @@ def test_replays_equal_eager_steps(num_steps: int, shared: bool) -> None:
     def finish() -> None:
         nonlocal num_tokens, num_different
         plan, result = in_flight.popleft(), runner.collect()
-        expected = eager.execute(plan)
+        expected = run_step(eager, plan)
         assert (result.step, result.num_free, result.flags) == (expected.step, expected.num_free, 0)
         assert result.num_free == plan.num_free
         assert result.logprobs.keys() == expected.logprobs.keys()

@@ -5,13 +5,13 @@ import torch
 from test_gpu_engine import CONFIG, add_requests, make, run, share_alike
 from transformers import PreTrainedModel
 
+from bench.common.random_model import random_model
 from lightkv.integrations.model.kv_scales import LayerScales
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.model.build import assemble
-from lightkv.router.model.loader import random_model
 from tests.support.model_worker import assert_idle
 
 pytestmark = pytest.mark.gpu

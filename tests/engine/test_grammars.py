@@ -405,11 +405,11 @@ def test_released_grammars_leave_their_rows(directory: Path) -> None:
     engine, runner = make(directory, 2000, 2, estimates=False)
     run(engine)
     grammars = runner.grammars
-    assert (grammars.num_compiled, grammars.num_rows > 0) == (3, True)
+    assert (len(grammars._compiled), grammars.num_rows > 0) == (3, True)
     for grammar_id in (1, 2, 3):
         grammars.release(grammar_id)
     grammars.trim()
-    assert (grammars.num_compiled, grammars.num_rows) == (0, 0)
+    assert (len(grammars._compiled), grammars.num_rows) == (0, 0)
 
 
 def test_a_row_lets_go_of_its_text_with_its_last_token(directory: Path) -> None:

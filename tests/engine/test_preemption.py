@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from bench.common.random_model import random_model
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.admission import Admission, OutputLengths
@@ -15,7 +16,6 @@ from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits, TokenEvent
 from lightkv.router.model.build import assemble
-from lightkv.router.model.loader import random_model
 from tests.support.model_worker import STOP, ModelWorker, assert_idle, run
 
 VOCABULARY = 300

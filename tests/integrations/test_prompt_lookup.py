@@ -2,17 +2,18 @@
 
 import doctest
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lightkv import OutOfTokens
-from lightkv.attention import AttentionBackend, Step
+from lightkv.attention import AttentionBackend, Step, triton_backend
 from lightkv.integrations import cached_model, prompt_lookup
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.model.hf_model import PackedStep
-from lightkv.integrations.prompt_lookup import PromptLookup, generate
+from lightkv.integrations.prompt_lookup import PromptLookup, Verification, generate
 from lightkv.router import EngineConfig
 from lightkv.router.model_files import resolve
 from tests.support.tiny_models import tiny_llama
@@ -48,19 +49,19 @@ def test_the_example_in_the_docstring_runs() -> None:
 
 def test_the_latest_match_of_the_longest_run_is_proposed() -> None:
     lookup = PromptLookup([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3], 1, 3)
-    assert lookup.propose(2) == [4, 9]  # after 1 2 3, although 2 3 occurred later
-    assert lookup.propose(0) == []
-    assert lookup.propose(99) == [4, 9, 2, 3, 5, 1, 2, 3]
+    assert lookup.propose_lines(2, 1) == [[4, 9]]  # after 1 2 3, although 2 3 occurred later
+    assert lookup.propose_lines(0, 1) == [[]]
+    assert lookup.propose_lines(99, 1) == [[4, 9, 2, 3, 5, 1, 2, 3]]
     lookup.extend([7])
-    assert lookup.propose(3) == []
+    assert lookup.propose_lines(3, 1) == []
     lookup.extend([2, 3])
-    assert lookup.propose(3) == [7, 2, 3]  # after 2 3, the last of three matches
+    assert lookup.propose_lines(3, 1) == [[7, 2, 3]]  # after 2 3, the last of three matches
     shorter = PromptLookup([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3], 1, 2)
-    assert shorter.propose(2) == [5, 1]
+    assert shorter.propose_lines(2, 1) == [[5, 1]]
     shorter = PromptLookup([1, 2, 3, 4, 2], 2, 3)
-    assert shorter.propose(2) == []  # only 2 occurred before, which is too short
-    assert PromptLookup([7], 1, 3).propose(2) == []
-    assert PromptLookup([7, 7], 1, 3).propose(2) == [7]
+    assert shorter.propose_lines(2, 1) == []  # only 2 occurred before, which is too short
+    assert PromptLookup([7], 1, 3).propose_lines(2, 1) == []
+    assert PromptLookup([7, 7], 1, 3).propose_lines(2, 1) == [[7]]
 
 
 @pytest.mark.parametrize("num_proposed", [0, 1, 4, 10, 100])
@@ -86,6 +87,42 @@ def test_the_output_is_that_of_greedy_decoding(num_proposed: int, device: torch.
         assert num_wrong > 10
     else:
         assert num_right == num_wrong == 0
+
+
+@pytest.mark.parametrize(
+    ("backend", "verification"), [("torch", "decode"), ("torch", "tree"), ("triton", "decode")]
+)
+def test_every_verification_gives_the_greedy_text(
+    backend: str, verification: Verification, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queries: list[int] = []
+    attend = triton_backend.mixed_attention
+
+    def watch(*args: Any, **named: Any) -> torch.Tensor:
+        queries.append(named["num_queries"])
+        return attend(*args, **named)
+
+    monkeypatch.setattr(triton_backend, "mixed_attention", watch)
+    prompt = PROMPTS[1]
+    expected = reference(tiny_model(device), prompt, 5, None)
+    lm = CachedModel(tiny_model(device), 200, backend=backend)
+    found = generate(lm, prompt, 5, num_proposed=3, shortest_run=1, verification=verification)
+    assert found.token_ids == expected
+    assert found.num_proposed > 0
+    assert (max(queries, default=1) > 1) == (backend == "triton")
+    assert lm.cache.num_held == 0
+    lm.cache.check()
+
+
+def test_a_tree_is_refused_where_layers_have_windows(device: torch.device) -> None:
+    lm = CachedModel(tiny_model(device), 40)
+    lm.windows = [4]
+    for wrong in ({"num_lines": 2}, {"verification": "tree"}):
+        with pytest.raises(ValueError, match="windows or chunks"):
+            generate(lm, [1, 2], 4, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="choose one of"):
+        generate(lm, [1, 2], 4, verification="guess")  # type: ignore[arg-type]
+    assert lm.cache.ledger.num_open == 0
 
 
 def test_passes_and_tokens_are_counted(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from bench.common.random_model import random_model
 from lightkv.errors import UnsupportedModel
 from lightkv.router.model import loader
-from lightkv.router.model.loader import ModelTooLarge, load_model, random_model
+from lightkv.router.model.loader import ModelTooLarge, load_model
 from lightkv.router.model.model_config import check_supported, position_limit
 from lightkv.router.model_files import UnreadableWeights, resolve
 from tests.support.tiny_files import save_tiny, tiny_config

@@ -94,14 +94,14 @@ def test_a_large_message_waits_for_its_peer_without_blocking_the_loop(
             for data in (MESSAGE, b"", MESSAGE[::-1]):
                 answers.append(asyncio.get_running_loop().create_future())
                 send(data).add_callback(lambda result, to=answers[-1]: to.set_result(result.value))
-            assert end.stream.num_unsent > len(MESSAGE)
+            assert len(end.stream._unsent) > len(MESSAGE)
             blocked = asyncio.create_task(longest_block(answers[-1]))
             await asyncio.sleep(0.1)
             assert not answers[0].done()
             echo.may_answer.set()
             assert await asyncio.wait_for(asyncio.gather(*answers), 10) == [MESSAGE, b"", MESSAGE[::-1]]
             assert await blocked < 2  # and not the ten seconds that the peer may take
-            assert end.stream.num_unsent == 0
+            assert len(end.stream._unsent) == 0
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(work())

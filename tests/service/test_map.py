@@ -13,6 +13,7 @@ import torch
 from test_router import FakeWorker, Service
 from transformers import LlamaConfig
 
+from bench.common.random_model import random_model
 from lightkv.edits import decode, encode
 from lightkv.ledger import TokenLedger
 from lightkv.memory_map import CACHED, OWN, SHARED, MemoryMap
@@ -22,10 +23,10 @@ from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import PoolMap, SlotOwners, StepResult
 from lightkv.router.model import runner as model_runner
 from lightkv.router.model.build import build_runner
-from lightkv.router.model.loader import random_model
 from lightkv.router.service.messages import Abort, AskMap, Mapped, WorkerError
 from lightkv.router.service.worker_client import WorkerFailed
 from tests.support.fake_router import wait_until
+from tests.support.run_step import run_step
 from tests.support.served import API_KEY, Served, save_tiny_model
 
 TINY = LlamaConfig(
@@ -74,7 +75,7 @@ def run(config: EngineConfig, maps: list[tuple[PoolMap, tuple[int, int, int]]] |
         scheduler.add(Request(str(i), array("i", ids).tobytes(), params, seed=i))
     results = []
     while (plan := scheduler.plan()) is not None:
-        results.append(runner.execute(plan))
+        results.append(run_step(runner, plan))
         scheduler.complete(results[-1])
         if maps is not None:
             owners = owners_of(ledger)

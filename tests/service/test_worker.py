@@ -22,6 +22,7 @@ from lightkv.router.service.messages import Done, WorkerError, WorkerStart
 from lightkv.router.service.wire.plan_message import PlanMessage
 from lightkv.router.service.worker import RPYC_CONFIG, StepPipeline, Worker, connect
 from tests.support.recorded_steps import Recording, assert_same, saved, with_unknown_token
+from tests.support.run_step import run_step
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def test_a_launch_does_not_wait(config: EngineConfig) -> None:
     plans = Recording(gpu_config).plans
     runner, _ = build_runner(gpu_config, lambda line: None)
     for plan in plans[:-6]:
-        runner.execute(plan)
+        run_step(runner, plan)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for plan in plans[-6:]:

@@ -6,7 +6,7 @@ import tokenizers
 import torch
 from tokenizers import AddedToken, decoders, pre_tokenizers
 
-from lightkv.router.model.loader import random_model
+from bench.common.random_model import random_model
 
 from .chat_templates import FamilyTemplate
 from .tiny_files import tiny_config

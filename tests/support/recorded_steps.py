@@ -10,6 +10,7 @@ import tokenizers
 import torch
 from transformers import LlamaConfig
 
+from bench.common.random_model import random_model
 from lightkv.edits import encode
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
@@ -17,7 +18,7 @@ from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import ExpectedMemory, StepPlan, StepResult
 from lightkv.router.model.build import build_runner
-from lightkv.router.model.loader import random_model
+from tests.support.run_step import run_step
 
 CONFIG = LlamaConfig(
     vocab_size=64,
@@ -62,7 +63,7 @@ class Recording:
         self.results: list[StepResult] = []
         while (plan := scheduler.plan()) is not None:
             self.plans.append(plan)
-            self.results.append(runner.execute(plan))
+            self.results.append(run_step(runner, plan))
             scheduler.complete(self.results[-1])
         self.edits = encode(ledger.drain())
         self.holding = ExpectedMemory(ledger.num_free, ledger.holdings())

@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 import torch
 from transformers import LlamaConfig
 
+from bench.common.random_model import random_model
 from lightkv.router.cli.http_client import UnixConnection
 from lightkv.router.config import EngineConfig
-from lightkv.router.model.loader import random_model
 from lightkv.router.model_files import resolve
 
 PROCESSES = {

@@ -7,7 +7,7 @@ import tokenizers
 import torch
 from transformers import LlamaConfig
 
-from lightkv.router.model.loader import random_model
+from bench.common.random_model import random_model
 
 
 def tiny_config(**changes: Any) -> LlamaConfig:

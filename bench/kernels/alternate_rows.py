@@ -1,0 +1,153 @@
+"""The rows of `alternate.py` that time kernels. They are those of the tree's own benches of kernels.
+
+This file is loaded in the process of each tree. It uses what both have.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from bench.kernels import attention_features as features
+from bench.kernels import attention_quantised as in_formats
+from bench.kernels.attention_batches import make_batch, scatter
+from bench.kernels.attention_peers import ours_decode, ours_mixed, ours_prefill
+from bench.kernels.attention_rows import (
+    DECODE,
+    GROUPS,
+    MIXED,
+    SEVERAL_QUERIES,
+    Row,
+    chosen,
+    rows_to_measure,
+)
+from lightkv import KVPool, KVSpec
+from lightkv.triton_kernels.quantised.kv_format import KVFormat
+from lightkv.triton_kernels.write import write_kv as writing
+
+SMALLER = 32  # a CPU, where nothing is timed, gets rows with so many times fewer tokens
+TOKENS = (1, 64, 2048)  # of a write
+WRITTEN_FORMATS = ("auto", "int8", "fp8-static", "int8-g8", "int4", "k8v4")
+WRITES = 16  # in a graph: a single one takes about as long as an empty kernel
+SLOTS = 2**18  # of a pool that is written to: more than fit the L2 cache
+
+Sides = dict[str, Callable[[], Any]]
+
+
+def rows(device: torch.device) -> dict[str, Callable[[], Sides]]:
+    """Returns what makes the sides of each row, by `part: row`."""
+    found: dict[str, Callable[[], Sides]] = {}
+    small = SMALLER if device.type == "cpu" else 1
+    for part, own in rows_to_measure((), (), quick=True).items():
+        for row in own:
+            found[f"{part}: {row.name}"] = partial(_attention, _smaller(row, small), device)
+    for row in chosen(DECODE, ("B1 × 1k", "B1 × 8k", "B32 × 1k", "B64 skewed")):
+        found[f"decode: {row.name}"] = partial(_attention, _smaller(row, small), device)
+    for row in DECODE:
+        if row.name in SEVERAL_QUERIES:
+            count = SEVERAL_QUERIES[row.name]
+            several = _smaller(row, small)._replace(q_lens=(count,) * len(row.lengths))
+            found[f"queries: {count}, {row.name}"] = partial(_decode, several, device)
+    for row in MIXED:
+        found[f"mixed: {row.name}"] = partial(_mixed, _smaller(row, small), device)
+    for row in GROUPS:
+        found[f"groups: {row.name}"] = partial(_groups, _smaller(row, small), device)
+    for case in features.CASES:
+        found[f"features: {case}"] = partial(_features, case)
+    for kind, own in ((in_formats.Decode, in_formats.DECODE), (in_formats.Prefill, in_formats.PREFILL)):
+        for row in own:
+            name = f"quantised: {kind.__name__.lower()} {row.name}"
+            found[name] = partial(_quantised, kind, _smaller(row, small))
+    for name in WRITTEN_FORMATS:
+        found[f"write: {name}"] = partial(_writes, name, device)
+    return found
+
+
+def _smaller(row: Row, times: int) -> Row:
+    def less(lengths: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(-(-length // times) for length in lengths)
+
+    return row._replace(lengths=less(row.lengths), q_lens=less(row.q_lens), shared=row.shared // times)
+
+
+def _attention(row: Row, device: torch.device) -> Sides:
+    batch = make_batch(row, device)
+    ours = ours_prefill if row.is_prefill else ours_decode
+    return {"": ours(batch, scatter(batch, 0)).run}
+
+
+def _decode(row: Row, device: torch.device) -> Sides:
+    batch = make_batch(row, device)
+    return {"": ours_decode(batch, scatter(batch, 0)).run}
+
+
+def _mixed(row: Row, device: torch.device) -> Sides:
+    batch = make_batch(row, device)
+    return {"": ours_mixed(batch, scatter(batch, 0)).run}
+
+
+def _groups(row: Row, device: torch.device) -> Sides:
+    batch = make_batch(row, device)
+    return {"": ours_decode(batch, scatter(batch, 0), share=True).run}
+
+
+def _features(name: str) -> Sides:
+    cases: Iterator[Any] = features.CASES[name]()
+    return {f"{case.name}, {side}": step for case in cases for side, step in case.sides.items()}
+
+
+def _quantised(kind: Any, row: Row) -> Sides:
+    step = kind(row)
+    sides: Sides = {}
+    for name in in_formats.FORMATS:
+        kv = in_formats.quantised(step.batch, step.paged, name)
+        sides[name] = partial(step.run, kv, step.batch.empty_out())
+        if name == "int8" and isinstance(step, in_formats.Prefill):
+            sides[f"{name}, no scratch"] = partial(step.run_directly, kv, step.batch.empty_out())
+    return sides
+
+
+def _writes(name: str, device: torch.device) -> Sides:
+    """Returns writes of steps of several sizes, with rotation and without."""
+    spec = KVSpec(1, 8, 128, 128, torch.bfloat16, KVFormat.parse(name))
+    pool = KVPool(spec, SLOTS if device.type == "cuda" else max(TOKENS) + 1, device)
+    if spec.format.is_static:
+        pool.set_static_scales(0, torch.tensor([0.01], device=device), torch.tensor([0.01], device=device))
+    sides: Sides = {}
+    for count in TOKENS:
+        slots = 1 + torch.randperm(len(pool.k(0)) - 1, device=device)[:count]
+        fused = torch.randn(count, 48, 128, device=device, dtype=torch.bfloat16)
+        q, k, v = fused.split((32, 8, 8), 1)
+        angles = torch.rand(count, 64, device=device)
+        plain = _write(pool, k, v, slots)
+        rotated = _write(pool, k, v, slots, q, (angles.cos(), angles.sin()))
+        sides |= {
+            f"{count} tokens": partial(_repeat, plain),
+            f"{count} tokens, rotated": partial(_repeat, rotated),
+        }
+    return sides
+
+
+def _repeat(write: Callable[[], Any]) -> None:
+    for _ in range(WRITES):
+        write()
+
+
+def _write(
+    pool: KVPool, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, q: Any = None, tables: Any = None
+) -> Callable[[], Any]:
+    """Returns a call that writes K and V, by the functions that the tree has."""
+    stored, scales, layer_format = (pool.k(0), pool.v(0)), pool.scales(0), pool.format(0)
+    if "stored" in inspect.signature(writing.write_kv).parameters:
+        target = writing.StoredKV(*stored, scales, layer_format)
+        rotation = None if tables is None else writing.Rotation(*tables)
+        return lambda: writing.write_kv(k, v, target, slots, q=q, rotation=rotation)
+    named = {} if tables is None else {"q": q, "cos": tables[0], "sin": tables[1]}
+    if scales is None:
+        return lambda: writing.write_kv(k, v, *stored, slots, **named)
+    # The tree from before one kernel wrote all formats.
+    from lightkv.triton_kernels.write.write_quantised import write_quantised_kv
+
+    return lambda: write_quantised_kv(k, v, *stored, scales, layer_format, slots, **named)
