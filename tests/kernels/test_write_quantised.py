@@ -80,7 +80,7 @@ def check(
     }
     if num_pairs:
         cos, sin = torch.randn(num_tokens, 2, num_pairs, device=device).to(table_dtype).unbind(1)
-        settings["rotation"] = Rotation(cos, sin, interleaved)
+        settings["rotation"] = Rotation(cos.contiguous(), sin, interleaved)  # rows of two strides
     slots = (torch.randperm(NUM_SLOTS - 1, device=device)[:num_tokens] + 1).to(slot_dtype)
 
     pools, queries = [], []
@@ -202,6 +202,42 @@ def test_the_rotation_is_that_of_hadamard(device: torch.device) -> None:
         step = scales[slots, :, :1]
         torch.testing.assert_close(step, expected.abs().amax(-1, keepdim=True) / 127, rtol=1e-4, atol=0.0)
         assert ((caches[0][slots] * step - expected).abs() <= 0.501 * step).all()
+
+
+@pytest.mark.parametrize("name", ["auto", "int8"])
+def test_tokens_after_the_last_one_are_left_alone(name: str, device: torch.device) -> None:
+    torch.manual_seed(9)
+    qkv = torch.randn(9, 3, 16, device=device)
+    before, slots = qkv.clone(), torch.arange(1, 10, device=device)
+    pool = make_pool(name, 1, (16, 16), torch.float32, device)
+    q, k, v = split_qkv(qkv[:5].flatten(1), 1, 1, 16)
+    by = Rotation(*torch.randn(2, 5, 8, device=device))
+    write_kv(k, v, stored_in(pool), slots[:5], q=q, rotation=by)
+    assert torch.equal(qkv[5:], before[5:])
+    assert not torch.equal(qkv[4, 0], before[4, 0])
+    for buffer in pool.buffers:
+        stored = buffer.view(torch.uint8)
+        assert (stored[6:] == 0x35).all()
+        assert (stored[1:6] != 0x35).any()
+
+
+def test_static_scales_are_read_and_stay(device: torch.device) -> None:
+    torch.manual_seed(8)
+    elements = Elements(8, is_static=True)
+    k, v = torch.randn(2, 6, 2, 16, device=device)
+    scales = torch.tensor([[0.01, 0.02], [0.03, 0.04]], device=device)  # of K and V, for each head
+    slots = torch.tensor([3, 61, 9, 2, 7, 8], device=device)
+    caches, others = torch.zeros(2, 2, NUM_SLOTS, 2, 16, dtype=torch.int8, device=device)
+    before, of_every_slot = scales.clone(), scales.expand(NUM_SLOTS, 2, 2)
+    write_kv(k, v, StoredKV(*caches, of_every_slot, KVFormat(elements, elements)), slots)
+    for column, (x, cache) in enumerate(zip((k, v), caches, strict=True)):
+        expected = (x * (1 / scales[:, column, None])).round().clamp(-127, 127)
+        assert torch.equal(cache[slots].float(), expected)
+    assert torch.equal(scales, before)
+    # Compiled, the operator may get the scales with another stride of slots.
+    fields, nothing = [int(field) for field in elements] * 2, [None] * 3
+    torch.ops.lightkv.write_kv(k, v, *others, before[None], fields, slots, *nothing, False, nothing)
+    assert torch.equal(caches, others)
 
 
 def test_refuses_what_does_not_fit(device: torch.device) -> None:

@@ -1,13 +1,13 @@
 """Quantising heads of K and V in plain torch: the specification of what the kernels write and read.
 
     scale   = max |x| / largest                      symmetric; largest is 127, 7 or 448
-    scale   = (max x - min x) / 15                   with a middle, which is min x + 8 * scale
-    element = round((x - middle) / scale)            to even; stored as two's complement, or as e4m3
-    x       ≈ element * scale + middle
+    scale   = (max x - min x) / 15                   with a zero point, which is min x + 8 * scale
+    element = round((x - zero_point) / scale)        to even; stored as two's complement, or as e4m3
+    x       ≈ element * scale + zero_point
 
-With a middle, x is cut off at ±65,280 first, so that the middle and every value that is read are finite in
-float16, whatever the scale is rounded to. The element 2i of 4 bits is the low nibble of byte i. Scales are
-rounded to their type before they are used, so reading applies the numbers that writing did.
+With a zero point, x is cut off at ±65,280 first, so that the zero point and every value that is read are
+finite in float16, whatever the scale is rounded to. The element 2i of 4 bits is the low nibble of byte i.
+Scales are rounded to their type before they are used, so reading applies the numbers that writing did.
 """
 
 import torch
@@ -17,11 +17,11 @@ from .kv_format import Elements, KVFormat
 
 SMALLEST_SCALE = 2.0**-17  # float16 has seven bits of precision there
 LARGEST_SCALE = 65504.0
-LARGEST_WITH_MIDDLE = 65280.0  # of a value: the largest of float16, less what rounding may add
+LARGEST_WITH_ZERO_POINT = 65280.0  # of a value: the largest of float16, less what rounding may add
 
 
 def hadamard(dim: int, device: torch.device | None = None) -> Tensor:
-    """Returns the matrix of a rotation, float32 `[dim, dim]`, symmetric and its own inverse: Hadamard's, in
+    """Returns the matrix of the Hadamard transform, float32 `[dim, dim]`, symmetric and its own inverse, in
     blocks of the largest power of 2 that divides `dim`."""
     block = dim & -dim
     rows = torch.arange(dim, device=device)
@@ -44,36 +44,36 @@ def quantise(
     """Quantises heads.
 
     Args:
-        x: `[..., dim]`, before the rotation.
+        x: `[..., dim]`, before the Hadamard transform.
         elements: how they are stored; quantised.
         scale_dtype: of the scales.
         static: the scales, if the elements have static ones: broadcasts with `[..., 1]`.
 
     Returns:
         The elements, `[..., dim]` of `elements.stored`, or `[..., dim / 2]` of 4 bits, and the scales `[...,
-        elements.columns(dim)]`, those of the groups and then their middles.
+        elements.columns(dim)]`, those of the groups and then their zero points.
     """
     dim = x.shape[-1]
     x = x.float()
     if elements.is_rotated:
         x = rotate_heads(x)
     if elements.has_middle:
-        x = x.clamp(-LARGEST_WITH_MIDDLE, LARGEST_WITH_MIDDLE)
+        x = x.clamp(-LARGEST_WITH_ZERO_POINT, LARGEST_WITH_ZERO_POINT)
     x = x.unflatten(-1, (elements.groups(dim), -1))
-    middle = None
+    zero_point = None
     if elements.is_static:
         assert static is not None
         scale = static.float().expand(*x.shape[:-2], 1)
     elif elements.has_middle:
         low, high = x.amin(-1), x.amax(-1)
         scale = rounded((high - low) * (1 / 15), scale_dtype)
-        middle = (low + scale * 8).to(scale_dtype).float()
+        zero_point = (low + scale * 8).to(scale_dtype).float()
     else:
         scale = rounded(x.abs().amax(-1) * (1 / elements.largest), scale_dtype)
-    if middle is not None:
-        x = x - middle[..., None]
+    if zero_point is not None:
+        x = x - zero_point[..., None]
     x = (x * (1.0 / scale)[..., None]).flatten(-2)
-    columns = scale if middle is None else torch.cat((scale, middle), -1)
+    columns = scale if zero_point is None else torch.cat((scale, zero_point), -1)
     return pack(x, elements), columns.to(scale_dtype)
 
 

@@ -7,19 +7,19 @@ import triton.language as tl
 from lightkv.triton_kernels.quantised.kv_format import Elements
 from lightkv.triton_kernels.quantised.quantise_reference import (
     LARGEST_SCALE,
-    LARGEST_WITH_MIDDLE,
+    LARGEST_WITH_ZERO_POINT,
     SMALLEST_SCALE,
 )
 
 _SMALLEST, _LARGEST = tl.constexpr(SMALLEST_SCALE), tl.constexpr(LARGEST_SCALE)
-_MOST = tl.constexpr(LARGEST_WITH_MIDDLE)
+_MOST = tl.constexpr(LARGEST_WITH_ZERO_POINT)
 _ROUNDING = tl.constexpr(1.5 * 2.0**23)  # a float32 that is added to this is rounded to an integer, to even
 
 
 def constants_of(elements: Elements, dim: int) -> tuple[int, bool, int, bool, bool, int]:
     """Returns what kernels know of the elements of a head of `dim`, as constants: bits, whether they are fp8,
-    the elements of a group (0: all of the head), whether there is a middle, whether scales are static, and the
-    logarithm of the rotation's block (0: not rotated).
+    the elements of a group (0: all of the head), whether there is a zero point, whether scales are static, and
+    the logarithm of the Hadamard transform's block (0: none).
 
     Raises ValueError where a head does not fit them: groups have to be a power of 2, and of 4 bits at least 2
     elements.
@@ -48,7 +48,7 @@ def _power_of_2(exponent):
 
 
 @triton.jit
-def _rotate_blocks(tile, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, LOG_BLOCK: tl.constexpr):
+def _apply_hadamard(tile, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, LOG_BLOCK: tl.constexpr):
     """Multiplies each row by `hadamard`: each turn replaces neighbours by their sum and their difference, and
     puts all sums before all differences."""
     BLOCK: tl.constexpr = _power_of_2(LOG_BLOCK)
@@ -65,7 +65,7 @@ def _rotate_blocks(tile, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, LOG_BLOCK
 def write_elements(
     tile,  # [BLOCK_T, BLOCK_D] float32
     target,  # [BLOCK_T, 1] pointers to the head of each token
-    columns,  # [BLOCK_T, 1] pointers to its scales; to those of every token, if they are static
+    scales,  # [BLOCK_T, 1] pointers to its scales; to those of every token, if they are static
     valid,  # [BLOCK_T]
     ELEMENTS,  # of `constants_of`, constants
     D: tl.constexpr,
@@ -76,7 +76,7 @@ def write_elements(
     BITS: tl.constexpr = ELEMENTS[0]
     IS_FLOAT: tl.constexpr = ELEMENTS[1]
     GROUP: tl.constexpr = ELEMENTS[2]
-    HAS_MIDDLE: tl.constexpr = ELEMENTS[3]
+    HAS_ZERO_POINT: tl.constexpr = ELEMENTS[3]
     IS_STATIC: tl.constexpr = ELEMENTS[4]
     LOG_BLOCK: tl.constexpr = ELEMENTS[5]
     dims = tl.arange(0, BLOCK_D)
@@ -89,18 +89,18 @@ def write_elements(
         GROUPS: tl.constexpr = D // GROUP if GROUP > 0 else 1
         BLOCK_GROUPS: tl.constexpr = BLOCK_D // BLOCK_GROUP
         if LOG_BLOCK > 0:
-            tile = _rotate_blocks(tile, BLOCK_T, BLOCK_D, LOG_BLOCK)
-        if HAS_MIDDLE:
+            tile = _apply_hadamard(tile, BLOCK_T, BLOCK_D, LOG_BLOCK)
+        if HAS_ZERO_POINT:
             tile = tl.minimum(tl.maximum(tile, -_MOST), _MOST)
         groups = tl.arange(0, BLOCK_GROUPS)
-        columns += groups[None, :]
-        in_columns = valid[:, None] & (groups < GROUPS)[None, :]
-        scale_type = columns.dtype.element_ty
+        scales += groups[None, :]
+        in_scales = valid[:, None] & (groups < GROUPS)[None, :]
+        scale_type = scales.dtype.element_ty
         grouped = tl.reshape(tile, [BLOCK_T, BLOCK_GROUPS, BLOCK_GROUP])
         if IS_STATIC:
-            scale = tl.load(columns, mask=in_columns, other=1.0).to(tl.float32)  # [BLOCK_T, BLOCK_GROUPS]
+            scale = tl.load(scales, mask=in_scales, other=1.0).to(tl.float32)  # [BLOCK_T, BLOCK_GROUPS]
         else:
-            if HAS_MIDDLE:
+            if HAS_ZERO_POINT:
                 in_head = (dims < D)[None, :]
                 shape: tl.constexpr = [BLOCK_T, BLOCK_GROUPS, BLOCK_GROUP]
                 low = tl.min(tl.reshape(tl.where(in_head, tile, float("inf")), shape), 2)
@@ -109,15 +109,15 @@ def write_elements(
             else:
                 scale = tl.max(tl.abs(grouped), 2) * (1.0 / LARGEST)
             stored_scale = tl.minimum(tl.maximum(scale, _SMALLEST), _LARGEST).to(scale_type)
-            tl.store(columns, stored_scale, mask=in_columns)
+            tl.store(scales, stored_scale, mask=in_scales)
             scale = stored_scale.to(tl.float32)
-            if HAS_MIDDLE:
-                middle = (low + scale * 8.0).to(scale_type)
-                tl.store(columns + GROUPS, middle, mask=in_columns)
-                grouped -= middle.to(tl.float32)[:, :, None]
+            if HAS_ZERO_POINT:
+                zero_point = (low + scale * 8.0).to(scale_type)
+                tl.store(scales + GROUPS, zero_point, mask=in_scales)
+                grouped -= zero_point.to(tl.float32)[:, :, None]
         inverse = tl.div_rn(tl.full([BLOCK_T, BLOCK_GROUPS], 1.0, tl.float32), scale)
         numbers = tl.reshape(grouped * inverse[:, :, None], [BLOCK_T, BLOCK_D])
-        LOWEST: tl.constexpr = -8.0 if HAS_MIDDLE else -LARGEST
+        LOWEST: tl.constexpr = -8.0 if HAS_ZERO_POINT else -LARGEST
         numbers = tl.minimum(tl.maximum(numbers, LOWEST), LARGEST)
         if IS_FLOAT:
             stored = numbers.to(tl.float8e4nv)
