@@ -24,9 +24,8 @@ from lightkv.triton_kernels.write.write_quantised import (
 from .arguments import AttentionInputType, PredefinedAttentionMask, merge_attention_forward_args
 from .joined_keys import join_keys
 from .metadata import AttentionMetadata
-from .page_views import PageViews
+from .page_views import PageViews, in_runs
 
-ONE_RUN = 31  # the shift of an index whose rows are one run each
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
 # What TensorRT-LLM's models give every backend, and says nothing about attention here.
@@ -299,7 +298,7 @@ class AttentionBackend:
                     raise ValueError(
                         f"the batch has {step.numbers.num_keys} keys, no cache holds them, and no k is given"
                     )
-            return PagedKV(k, v, step.kv_starts, shift=ONE_RUN)
+            return in_runs(k, v, step.kv_starts)
         views = self._views(metadata, step.rows.device)
         key = "pages", views.page_size, views.slots_per_block
         table = metadata.plans.get(key, metadata.num_steps, self.layer_idx, lambda: views.table(step))
@@ -313,7 +312,7 @@ class AttentionBackend:
                     "k and v with update_kv_cache=False under a CUDA graph: their keys are laid out beside the "
                     "cached ones by numbers of the host; give None for both if the cache holds them"
                 )
-            return join_keys(k, v, kv, step)
+            return join_keys(k, v, kv, table, step)
         slots = table.slots
         if step.sources is not None:
             sources, slots = step.sources[: len(k)], slots[: len(k)]

@@ -6,13 +6,14 @@ import torch
 from lightkv.memory.staging import upload
 from lightkv.triton_kernels.attention.paged_kv import PagedKV
 
+from .page_views import PageTable, in_runs
 from .step import Step
 
 
-def join_keys(k: torch.Tensor, v: torch.Tensor, kv: PagedKV, step: Step) -> PagedKV:
-    """Returns K and V of all keys of a batch, each sequence's in one run: the cached ones, copied from `kv`,
-    and then this step's, k and v `[num_kv_tokens, num_kv_heads, head_dim]`. Writes nothing to `kv`, and needs
-    memory for all keys."""
+def join_keys(k: torch.Tensor, v: torch.Tensor, kv: PagedKV, table: PageTable, step: Step) -> PagedKV:
+    """Returns K and V of all keys of a batch, each sequence's in one run: the cached ones, which are copied
+    from `kv`, where `table` finds them, and then this step's, k and v `[num_kv_tokens, num_kv_heads,
+    head_dim]`. Writes nothing to `kv`, and needs memory for all keys."""
     numbers = step.numbers
     cached, lengths = numbers.cached, numbers.lengths
     begins = np.cumsum(lengths) - lengths
@@ -23,14 +24,13 @@ def join_keys(k: torch.Tensor, v: torch.Tensor, kv: PagedKV, step: Step) -> Page
     old_rows, old_positions, old_places, new_places, starts = upload(
         [*arrays, new, begins.astype(np.int32)], k.device
     )
-    page, within = old_positions >> kv.shift, old_positions & ((1 << kv.shift) - 1)
-    old_k, old_v = kv.read(kv.index[old_rows, page].long() + within)
+    old_k, old_v = kv.read(table.slots_of(old_rows, old_positions))
     joined = []
     for old, own in ((old_k, k), (old_v, v)):
         keys = own.new_empty(int(lengths.sum()), *own.shape[1:])
         keys.index_copy_(0, old_places, old.to(own.dtype))
         joined.append(keys.index_copy_(0, new_places, own))
-    return PagedKV(joined[0], joined[1], starts[:, None], shift=31)
+    return in_runs(joined[0], joined[1], starts[:, None])
 
 
 def _counted(counts: np.ndarray) -> np.ndarray:

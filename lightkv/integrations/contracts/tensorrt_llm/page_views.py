@@ -17,11 +17,20 @@ _FORMATS = {torch.float8_e4m3fn: STATIC_FP8, torch.int8: STATIC_INT8}
 
 class PageTable(NamedTuple):
     """Where the keys of a batch are in a layer's views: `index` int32 `[B, n]` with `shift` as in `PagedKV`,
-    and `slots`, int64 `[T]`, of this step's keys."""
+    `slots`, int64 `[T]`, of this step's keys, and `beam_rows` as in `Step`."""
 
     index: torch.Tensor  # type: ignore[assignment]  # hides the method of tuples
     shift: int
     slots: torch.Tensor
+    beam_rows: torch.Tensor | None
+
+    def slots_of(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Returns the slots from which sequences read keys, int64 `[n]`, by their `rows` and the keys'
+        `positions`, int64 `[n]` each."""
+        if self.beam_rows is not None:
+            rows = self.beam_rows[rows, positions].long()
+        page = self.index[rows, positions >> self.shift].long()
+        return page + (positions & ((1 << self.shift) - 1))
 
 
 class PageViews(NamedTuple):
@@ -89,9 +98,9 @@ class PageViews(NamedTuple):
         slots = firsts[rows, page].long() + step.token_positions % self.page_size
         shift = self.page_size.bit_length() - 1
         if self.page_size == 1 << shift:
-            return PageTable(firsts, shift, slots)
+            return PageTable(firsts, shift, slots, step.beam_rows)
         within = torch.arange(self.page_size, dtype=torch.int32, device=firsts.device)
-        return PageTable((firsts[:, :, None] + within).flatten(1), 0, slots)
+        return PageTable((firsts[:, :, None] + within).flatten(1), 0, slots, step.beam_rows)
 
     def scales(self, scale: torch.Tensor) -> torch.Tensor | None:
         """Returns the scales as kernels read them, for K and V of all slots, float32 `[num_slots, num_kv_heads,
@@ -104,4 +113,18 @@ class PageViews(NamedTuple):
 
     def paged_kv(self, table: PageTable, scales: torch.Tensor | None) -> PagedKV:
         """Returns the layer's K and V with the index of a batch."""
-        return PagedKV(self.k, self.v, table.index, shift=table.shift, scales=scales, format=self.format)
+        return PagedKV(
+            self.k,
+            self.v,
+            table.index,
+            shift=table.shift,
+            indirection=table.beam_rows,
+            scales=scales,
+            format=self.format,
+        )
+
+
+def in_runs(k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor) -> PagedKV:
+    """Returns K and V, `[num_keys, num_kv_heads, head_dim]`, of which each sequence has one run, from `starts`
+    on, int32 `[B, 1]`."""
+    return PagedKV(k, v, starts, shift=31)
