@@ -1,15 +1,13 @@
 """The rules of TensorRT-LLM's batches, which metadata keep before they are loaded to the device."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
-from .arguments import is_default
+from .arguments import KVCacheParams, is_default
 from .beams import Beams
 from .step import BatchNumbers, StaticRoom
-
-if TYPE_CHECKING:
-    from .metadata import AttentionMetadata
 
 # Fields of features that lightkv's kernels do not have here, and the values that do not ask for these.
 UNSUPPORTED = {
@@ -29,9 +27,33 @@ UNSUPPORTED_PARAMS = {
 }
 
 
-def checked_numbers(metadata: "AttentionMetadata") -> BatchNumbers:
-    """Returns the numbers of the batch that the fields of `metadata` describe. Raises ValueError where they
-    break the rules; it reads no table of beams and no blocks."""
+class BatchFields(Protocol):
+    """The fields of `AttentionMetadata` that describe a batch."""
+
+    max_num_requests: int
+    max_num_tokens: int
+    max_num_sequences: int | None
+    seq_lens: Any
+    seq_lens_kv: Any
+    num_contexts: int
+    beam_width: int | Sequence[int]
+    prompt_lens: list[int] | None
+    kv_cache_params: KVCacheParams | None
+    runtime_features: Any
+    is_cuda_graph: bool
+
+    @property
+    def uses_cache(self) -> bool:
+        """Whether K and V are kept."""
+
+    @property
+    def is_cross(self) -> bool:
+        """Whether keys are those of other sequences."""
+
+
+def checked_numbers(metadata: BatchFields, room: StaticRoom | None) -> BatchNumbers:
+    """Returns the numbers of the batch that the fields of `metadata` describe, in the room of a CUDA graph.
+    Raises ValueError where they break the rules; it reads no table of beams and no blocks."""
     for holder, unsupported in ((metadata, UNSUPPORTED), (metadata.kv_cache_params, UNSUPPORTED_PARAMS)):
         for name, default in unsupported.items():
             value = getattr(holder, name, default)
@@ -68,8 +90,8 @@ def checked_numbers(metadata: "AttentionMetadata") -> BatchNumbers:
                 f"num_cached_tokens_per_seq is {cached.tolist()}; a number of tokens is 0 or more"
             )
     numbers = BatchNumbers(q_lens, kv_lens, cached, num_contexts, beams)
-    if metadata._room is not None:
-        _check_room(metadata, numbers, metadata._room)
+    if room is not None:
+        _check_room(metadata, numbers, room)
     if beams is not None and metadata.uses_cache:
         _check_beams(metadata, numbers, beams)
     if not metadata.is_cross:
@@ -77,7 +99,7 @@ def checked_numbers(metadata: "AttentionMetadata") -> BatchNumbers:
     return numbers
 
 
-def _check_size(metadata: "AttentionMetadata", q_lens: np.ndarray, beams: Beams | None) -> None:
+def _check_size(metadata: BatchFields, q_lens: np.ndarray, beams: Beams | None) -> None:
     """Raises ValueError for more sequences or tokens than the metadata takes."""
     widest = 1 if beams is None else int(beams.widths.max())
     most = metadata.max_num_sequences or metadata.max_num_requests * widest
@@ -89,7 +111,7 @@ def _check_size(metadata: "AttentionMetadata", q_lens: np.ndarray, beams: Beams 
         )
 
 
-def _check_room(metadata: "AttentionMetadata", numbers: BatchNumbers, room: StaticRoom) -> None:
+def _check_room(metadata: BatchFields, numbers: BatchNumbers, room: StaticRoom) -> None:
     """Raises ValueError if a CUDA graph has no room for the batch."""
     if (
         len(numbers.q_lens) != room.num_sequences
@@ -109,7 +131,7 @@ def _check_room(metadata: "AttentionMetadata", numbers: BatchNumbers, room: Stat
         )
 
 
-def _check_beams(metadata: "AttentionMetadata", numbers: BatchNumbers, beams: Beams) -> None:
+def _check_beams(metadata: BatchFields, numbers: BatchNumbers, beams: Beams) -> None:
     """Raises ValueError where the lengths of beams do not fit each other."""
     beams.check_lengths(numbers.q_lens, numbers.cached)
     prompts = metadata.prompt_lens
@@ -120,7 +142,7 @@ def _check_beams(metadata: "AttentionMetadata", numbers: BatchNumbers, beams: Be
         )
 
 
-def _check_order(metadata: "AttentionMetadata", numbers: BatchNumbers) -> None:
+def _check_order(metadata: BatchFields, numbers: BatchNumbers) -> None:
     """Raises ValueError for a generation before a context, as far as the numbers show one."""
     remedy = "put all contexts before all generations, and let num_contexts count them"
     cached, q_lens = numbers.cached.tolist(), numbers.q_lens.tolist()

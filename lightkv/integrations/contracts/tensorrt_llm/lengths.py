@@ -10,23 +10,23 @@ class SequenceLengths:
     """One length for each sequence of a batch: `host`, int `[B]` on the CPU, and `on_device`, its copy in
     int32. Both are None until `set`, and metadata that share their sequences share this object.
 
-    `version` counts the calls of `set`. `is_static`: the copy never moves, as a CUDA graph needs it.
+    `version` counts the calls of `set`.
     """
 
-    def __init__(self, is_static: bool = False) -> None:
+    def __init__(self) -> None:
         self.host: torch.Tensor | None = None
         self.on_device: torch.Tensor | None = None
         self.version = 0
-        self._is_static = is_static
 
-    def set(self, name: str, lens: Any, device: torch.device) -> None:
-        """Replaces the lengths; None takes them away. Raises ValueError, with nothing changed, for anything but
-        an int tensor `[B]` on the CPU, and for another B than that of a CUDA graph; `name` is the field's."""
+    def set(self, name: str, lens: Any, device: torch.device, is_static: bool) -> None:
+        """Replaces the lengths; None takes them away. `name` is the field's. `is_static`: the copy on the
+        device never moves, as a CUDA graph needs it. Raises ValueError, with nothing changed, for anything but
+        an int tensor `[B]` on the CPU, and for another B than that of a CUDA graph."""
         if lens is not None:
             if not isinstance(lens, torch.Tensor) or lens.dim() != 1 or lens.is_cuda or _is_float(lens):
                 raise ValueError(f"{name} must be an int tensor [batch_size] on the CPU, got {lens!r}")
             held = self.on_device
-            if not self._is_static or held is None:
+            if not is_static or held is None:
                 self.on_device = lens.to(device, torch.int32, copy=True)
             elif held.shape != lens.shape:
                 raise ValueError(

@@ -25,11 +25,11 @@ _DRAFTS = (
 
 
 def _set_seq_lens(metadata: "AttentionMetadata", value: Any) -> None:
-    metadata._queries.set("seq_lens", value, metadata.device)
+    metadata._queries.set("seq_lens", value, metadata.device, metadata.is_cuda_graph)
 
 
 def _set_seq_lens_kv(metadata: "AttentionMetadata", value: Any) -> None:
-    metadata._keys.set("seq_lens_kv", value, metadata.device)
+    metadata._keys.set("seq_lens_kv", value, metadata.device, metadata.is_cuda_graph)
 
 
 def _seq_lens_kv(metadata: "AttentionMetadata") -> torch.Tensor | None:
@@ -204,7 +204,7 @@ class AttentionMetadata:
         Raises ValueError for a batch that breaks the rules, such as one with a generation before a context; the
         batch before it stays loaded then.
         """
-        numbers = checked_numbers(self)
+        numbers = checked_numbers(self, self._room)
         prompts = np.zeros_like(numbers.cached) if self.prompt_lens is None else np.array(self.prompt_lens)
         beam_rows = self._beam_rows(numbers, prompts)
         blocks: Sequence[Sequence[int]] | torch.Tensor | None = None
@@ -270,9 +270,9 @@ class AttentionMetadata:
         only_decodes = not (encode_only or max_draft_tokens)
         max_blocks = self._most_blocks() if self.uses_cache else 1
         made._room = StaticRoom(max_batch_size, num_tokens, max_blocks, only_decodes)
-        made._keys = SequenceLengths(is_static=True)
+        made._keys = SequenceLengths()
         if not sub_cross_metadata:
-            made._queries = SequenceLengths(is_static=True)
+            made._queries = SequenceLengths()
             tokens = 1 if encode_only else 1 + max_draft_tokens
             made.seq_lens = torch.full((max_batch_size,), tokens, dtype=torch.int32)
         if self.is_cross:
@@ -298,11 +298,15 @@ class AttentionMetadata:
 
         `encoder_seq_lens`: the encoder's tokens whose K and V this step brings: all in a sequence's first step,
         0 later. `cross_kv_cache_manager`: where they are kept; None: nowhere, so each step brings them.
-        `encoder_num_cached_tokens_per_seq`: those that are kept already; None for 0.
+        `encoder_num_cached_tokens_per_seq`: those that are kept already; None for 0. Each has a number for each
+        sequence. In beam search all beams of a request read the same keys, so its one number in `request_ids`
+        may be that of a request with one beam.
+
+        Raises ValueError for other numbers than there are sequences.
         """
         made = copy.copy(self)
         made._forget()
-        made._keys = SequenceLengths(is_static=self.is_cuda_graph)
+        made._keys = SequenceLengths()
         made.cross = None
         if self._room is not None:
             room = self._room
@@ -320,7 +324,8 @@ class AttentionMetadata:
         encoder_num_cached_tokens_per_seq: Sequence[int] | None = None,
     ) -> "AttentionMetadata":
         """Gives `cross` the sequences of this metadata and other numbers, as `create_cross_metadata`, and
-        returns it. Its tensors do not move under a CUDA graph. Raises RuntimeError if there is none."""
+        returns it. Its tensors do not move under a CUDA graph. Raises RuntimeError if there is none, and
+        ValueError for other numbers than there are sequences, with nothing changed."""
         if not self.has_cross_sub_metadata:
             raise RuntimeError("there is no metadata of cross attention to update; set cross first")
         assert self.cross is not None
@@ -353,15 +358,22 @@ class AttentionMetadata:
         manager: Any,
         cached: Sequence[int] | None,
     ) -> None:
+        new = torch.tensor(list(encoder_seq_lens), dtype=torch.int32)
+        kept = [0] * len(new) if cached is None else list(cached)
+        if self.seq_lens is not None and not len(new) == len(kept) == self.num_seqs:
+            raise ValueError(
+                f"encoder_seq_lens {new.tolist()} and {kept} cached tokens of an encoder, in a batch of "
+                f"{self.num_seqs} sequences: give one each"
+            )
         made.kv_cache_manager = manager
         made._queries = self._queries  # sequences are the same ones, so their lengths are held once
-        made.seq_lens_kv = torch.tensor(list(encoder_seq_lens), dtype=torch.int32)
+        made.seq_lens_kv = new
         made.prompt_lens, made.request_ids = self.prompt_lens, self.request_ids
         made.num_contexts, made.beam_width = self.num_contexts, self.beam_width
         base = self.kv_cache_params
         made.kv_cache_params = KVCacheParams(
             use_cache=manager is not None if base is None else base.use_cache,
-            num_cached_tokens_per_seq=[0] * len(made.seq_lens_kv) if cached is None else list(cached),
+            num_cached_tokens_per_seq=kept,
         )
 
     def _most_blocks(self) -> int:

@@ -122,6 +122,11 @@ class Step:
         num_blocks: Sequence[int] | None,
         room: StaticRoom | None,
     ) -> None:
+        if room is not None and isinstance(blocks, torch.Tensor) and blocks.shape[1] > room.max_blocks:
+            raise ValueError(
+                f"a sequence of {blocks.shape[1]} blocks, and the CUDA graph has room for {room.max_blocks}; "
+                "make its metadata with the cache manager that they are of"
+            )
         self.numbers = numbers
         self.num_prefills = num_prefills = numbers.num_prefills
         if room is not None:
