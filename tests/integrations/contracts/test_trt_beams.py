@@ -22,7 +22,7 @@ MOST = 40  # tokens of a sequence
 
 class Search:
     """Beam search of several requests: their blocks, their table of beams, and a dense copy of each beam's K
-    and V, float64 `[length, KV_HEADS, DIM]`, which a step reorders.
+    and V, float64 `[length, KV_HEADS, dim]`, which a step reorders.
 
     The first step has one sequence for each request, its prompt; later ones have one for each beam. The table
     has nonsense where TensorRT-LLM's kernels do not read it: in the prompt, and from the newest token on.
@@ -36,16 +36,18 @@ class Search:
         kind: type[AttentionBackend] = AttentionBackend,
         dtype: torch.dtype = torch.float16,
         cache_dtype: torch.dtype | None = None,
+        dim: int = DIM,
         **changes: Any,
     ) -> None:
         torch.manual_seed(1)
+        self.dim = dim
         self.device, self.dtype, self.widths, self.prompts = device, dtype, list(widths), list(prompts)
         self.requests = [7 + number for number in range(len(widths))]
         settings: dict[str, Any] = {"tokens_per_block": 16, "max_seq_len": MOST}
         self.manager = KVCacheManager(
             num_layers=1,
             num_kv_heads=KV_HEADS,
-            head_dim=DIM,
+            head_dim=dim,
             max_batch_size=len(widths),
             max_beam_width=max(widths),
             dtype=cache_dtype or dtype,
@@ -58,7 +60,7 @@ class Search:
         if self.int8:
             self.manager.set_kv_scale(0, 0.04)
         self.manager.get_buffers(0)[1:] = 77 if self.int8 else float("nan")
-        self.layer = kind(0, HEADS, DIM, KV_HEADS)
+        self.layer = kind(0, HEADS, dim, KV_HEADS)
         self.held: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in widths]
         shape = len(widths) + 1, max(widths) + 1, MOST
         self.table = torch.full(shape, max(widths) - 1, dtype=torch.int32, device=device)
@@ -72,14 +74,16 @@ class Search:
 
     def draw(self, count: int) -> list[torch.Tensor]:
         """q, k and v of some tokens."""
-        made = [torch.randn(count, heads * DIM, device=self.device) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+        made = [
+            torch.randn(count, heads * self.dim, device=self.device) for heads in (HEADS, KV_HEADS, KV_HEADS)
+        ]
         if self.int8:
             made[1:] = [(one / 0.04).round().clamp(-127, 127) * 0.04 for one in made[1:]]
         return [one.to(self.dtype) for one in made]
 
     def attend(self, q: torch.Tensor, held: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Causal attention of a sequence's last tokens in float64."""
-        heads = q.double().view(len(q), HEADS, DIM).transpose(0, 1)
+        heads = q.double().view(len(q), HEADS, self.dim).transpose(0, 1)
         k, v = (one.transpose(0, 1) for one in held)
         seen = torch.ones(len(q), k.shape[1], dtype=torch.bool, device=q.device).tril(k.shape[1] - len(q))
         out = torch.nn.functional.scaled_dot_product_attention(heads, k, v, attn_mask=seen, enable_gqa=True)
@@ -88,7 +92,7 @@ class Search:
     def append(
         self, held: tuple[torch.Tensor, torch.Tensor] | None, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        new = [one.double().view(len(one), KV_HEADS, DIM) for one in (k, v)]
+        new = [one.double().view(len(one), KV_HEADS, self.dim) for one in (k, v)]
         if held is None:
             return new[0], new[1]
         return torch.cat((held[0], new[0])), torch.cat((held[1], new[1]))
@@ -227,22 +231,25 @@ def test_a_window_and_keys_that_are_not_kept(device: torch.device) -> None:
         close_to(near, torch.cat([search.attend(q[at : at + 1], held) for at, held in enumerate(last)]))
 
 
-def test_a_prompt_beside_beams(device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("dim", "prompt", "tokens_per_block"), [(16, 9, 16), pytest.param(128, 300, 64, marks=pytest.mark.gpu)]
+)
+def test_a_prompt_beside_beams(device: torch.device, dim: int, prompt: int, tokens_per_block: int) -> None:
     """A context has one sequence, in front of the beams of the others."""
-    search = Search(device, [3, 2], [9, 6])
+    blocks: dict[str, Any] = {"tokens_per_block": tokens_per_block, "max_seq_len": 2 * prompt}
+    search = Search(device, [3, 2], [prompt, 6], dim=dim, **blocks)
     search.requests, search.prompts, search.widths = [8], [6], [2]
     held, search.held = search.held, [[]]
     search.prefill()
     search.held = [held[0], search.held[0]]
-    search.requests, search.prompts, search.widths = [7, 8], [9, 6], [3, 2]
+    search.requests, search.prompts, search.widths = [7, 8], [prompt, 6], [3, 2]
     search.manager.resize(8, 7)
-    search.load([9, 1, 1], [0, 6, 6], 1)
-    q, k, v = search.draw(11)
+    search.load([prompt, 1, 1], [0, 6, 6], 1)
+    q, k, v = search.draw(prompt + 2)
     out = search.layer.forward(q, k, v, search.metadata)
-    prompt = search.append(None, k[:9], v[:9])
-    close_to(out[:9], search.attend(q[:9], prompt))
+    close_to(out[:prompt], search.attend(q[:prompt], search.append(None, k[:prompt], v[:prompt])))
     search.held[0] = []
-    close_to(out[9:], search.wanted(q[9:], k[9:], v[9:]))
+    close_to(out[prompt:], search.wanted(q[prompt:], k[prompt:], v[prompt:]))
 
 
 @pytest.mark.parametrize("tokens_per_block", [1, *slow(16)])
@@ -311,6 +318,8 @@ def rude(search: Search) -> dict[str, tuple[dict[str, Any], str]]:
     cases["an uneven number"] = {"beam_width": 2}, "beam_width is 2, and 5 of 5"
     cases["too many"] = {"beam_width": [3, 3]}, r"beam_width is \[3, 3\], and 5 of 5"
     cases["zero"] = {"beam_width": 0}, "beam_width is 0"
+    cases["fractions"] = {"beam_width": [2.5, 2.5]}, r"beam_width is \[2.5, 2.5\]"
+    cases["nothing"] = {"beam_width": None}, "beam_width is None"
     cases["negative"] = {"beam_width": [6, -1]}, r"beam_width is \[6, -1\]"
     cases["lengths that differ"] = (
         {"kv_cache_params": KVCacheParams(True, [6, 5, 6, 18, 18])},
@@ -390,6 +399,22 @@ def test_a_graph_of_beams_and_one_without(device: torch.device) -> None:
     of_beams.kv_cache_params = KVCacheParams(True, [6, 6, 6, 70, 70], block_ids_per_seq=[[1] * 9] * 5)
     with pytest.raises(ValueError, match="of 71 tokens in beam search, and the CUDA graph has room for 41"):
         of_beams.prepare()
+
+
+@pytest.mark.parametrize("beam_width", [1, [1, 1]], ids=str)
+def test_one_beam_reads_no_table(device: torch.device, beam_width: Any) -> None:
+    search = Search(device, [1, 1], [5, 17])
+    search.prefill()
+    search.metadata.cache_indirection = None
+    search.load([1, 1], search.grow(), 0)
+    search.metadata.beam_width = beam_width
+    search.metadata.prepare()
+    assert search.metadata.step.beam_rows is None
+    q, k, v = search.draw(2)
+    close_to(search.layer.forward(q, k, v, search.metadata), search.wanted(q, k, v))
+    search.load(search.prompts, [0, 0], 2)
+    search.metadata.beam_width = []
+    search.metadata.prepare()
 
 
 def test_a_manager_that_knows_no_beams(device: torch.device) -> None:

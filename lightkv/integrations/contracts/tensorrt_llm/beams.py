@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -24,22 +25,29 @@ class Beams:
     @classmethod
     def of(cls, beam_width: int | Sequence[int], num_contexts: int, num_sequences: int) -> "Beams | None":
         """Returns the beams of a batch: `beam_width` for each request in the generation phase, or a number for
-        all; None if that is 1. Raises ValueError where the sequences are not so many."""
+        all; None if each has 1. Raises ValueError for anything but positive integers, and where the sequences
+        are not so many."""
         num_generations = num_sequences - num_contexts
-        if isinstance(beam_width, int):
-            if beam_width == 1 or (beam_width > 1 and not num_generations):
+        if isinstance(beam_width, Integral):
+            width = int(beam_width)
+            if width == 1 or (width > 1 and not num_generations):
                 return None
-            each = max(beam_width, 1)
-            widths = np.full(num_generations // each, beam_width, dtype=np.int64)
+            widths = np.full(num_generations // max(width, 1), width)
         else:
-            widths = np.array(beam_width, dtype=np.int64)
-        if (widths < 1).any() or widths.ndim != 1 or int(widths.sum()) != num_generations:
+            widths = np.array(beam_width)
+        is_of_integers = np.issubdtype(widths.dtype, np.integer) or not widths.size
+        if (
+            widths.ndim != 1
+            or not is_of_integers
+            or (widths < 1).any()
+            or int(widths.sum()) != num_generations
+        ):
             raise ValueError(
                 f"beam_width is {beam_width}, and {num_generations} of {num_sequences} sequences come after "
                 f"{num_contexts} contexts: each request in the generation phase has one sequence for each of "
                 "its beams, at least one"
             )
-        return cls(widths, num_contexts)
+        return None if (widths == 1).all() else cls(widths.astype(np.int64), num_contexts)
 
     @property
     def widths_of_requests(self) -> list[int]:
