@@ -88,7 +88,7 @@ class StaticRoom:
         if self._beam_rows.shape[1] < longest:
             raise ValueError(
                 f"sequences of {longest} tokens in beam search, and the CUDA graph has room for "
-                f"{self._beam_rows.shape[1]}, as its first cache_indirection: make that one for the longest"
+                f"{self._beam_rows.shape[1]}, as its first table of beams: make that one for the longest"
             )
         return self._beam_rows
 
