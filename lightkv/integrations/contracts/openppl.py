@@ -221,36 +221,9 @@ def _multi_head_cache_attention(
     return out
 
 
-@_multi_head_cache_attention.register_fake
-def _(
-    query: Tensor,
-    current_key: Tensor,
-    current_value: Tensor,
-    seqstarts: Tensor,
-    kvstarts: Tensor,
-    cachestarts: Tensor,
-    start_pos: Tensor,
-    decoding_batches: int,
-    max_seqlen: int,
-    max_kvlen: int,
-    cache: Tensor,
-    scale: Tensor | None,
-    attn_mask: Tensor | None,
-    num_heads: int,
-    head_dim: int,
-    is_causal: bool,
-    is_alibi: bool,
-    num_kv_heads: int,
-    num_layer: int,
-    layer_idx: int,
-    quant_bit: int,
-    quant_group: int,
-    cache_mode: int,
-    cache_layout: int,
-    page_size: int,
-    backend: str | None,
-) -> Tensor:
-    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+_multi_head_cache_attention.register_fake(
+    lambda query, *_: torch.empty(query.shape, dtype=query.dtype, device=query.device)
+)
 
 
 class _Step(NamedTuple):

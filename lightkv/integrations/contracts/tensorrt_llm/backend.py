@@ -15,13 +15,15 @@ from lightkv.triton_kernels.attention.mixed_attention import (
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.variants import Chunk, SinkLogits, Window
 from lightkv.triton_kernels.attention.variants.variant import limits
-from lightkv.triton_kernels.write.inputs import StoredKV
+from lightkv.triton_kernels.write.inputs import Biases, StoredKV
 from lightkv.triton_kernels.write.write_kv import write_kv, write_kv_reference
 
 from .arguments import AttentionInputType, PredefinedAttentionMask, merge_attention_forward_args
 from .joined_keys import join_keys
 from .metadata import AttentionMetadata
-from .page_views import PageViews
+from .page_views import PageTable, PageViews
+from .qkv_bias import biased, qkv_biases
+from .step import Step
 
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
@@ -54,12 +56,13 @@ class AttentionBackend:
 
         `quant_config`: TensorRT-LLM's, of which `layer_quant_mode` is compared with the cache's type. Of its
         other keywords these are known: `q_scaling` (scores are divided by it, too), `attention_chunk_size` (a
-        query sees the tokens of its chunk), and `pos_embd_params`, which has to be None, because the model
-        applies positions before. Raises ValueError for others that are set, and for heads that do not fit.
+        query sees the tokens of its chunk), `qkv_bias`, and `pos_embd_params`, which has to be None, because
+        the model applies positions before. Raises ValueError for others that are set, and for heads that do not
+        fit.
         """
         shape = LayerShape(num_heads, head_dim, num_kv_heads or num_heads)
         q_scaling, chunk = kwargs.pop("q_scaling", None), kwargs.pop("attention_chunk_size", None)
-        positions = kwargs.pop("pos_embd_params", None)
+        positions, qkv_bias = kwargs.pop("pos_embd_params", None), kwargs.pop("qkv_bias", None)
         unknown = sorted(name for name, value in kwargs.items() if value and name not in _NO_MEANING)
         if positions is not None or unknown:
             raise ValueError(
@@ -75,6 +78,22 @@ class AttentionBackend:
         self.quant_config = quant_config
         self._scale = head_dim**-0.5 / (1.0 if q_scaling is None else q_scaling)
         self._chunk = chunk or 0
+        self.qkv_bias = qkv_bias
+
+    @property
+    def qkv_bias(self) -> torch.Tensor | None:
+        """The bias of the projection to q, K and V, in this order: floats `[(num_heads + 2 * num_kv_heads) *
+        head_dim]` on the cache's device, which are added to q, and to this step's K and V before they are
+        stored. None for a projection that has none, or adds it itself, as it must where the model rotates q and
+        k. Setting it raises ValueError for another shape or type.
+
+        A captured graph reads the tensor that was set when it was captured."""
+        return self._qkv_bias
+
+    @qkv_bias.setter
+    def qkv_bias(self, bias: torch.Tensor | None) -> None:
+        made = None if bias is None else qkv_biases(bias, self.num_heads, self.num_kv_heads, self.head_dim)
+        self._qkv_bias, self._bias = bias, made
 
     @classmethod
     def support_fused_rope(cls) -> bool:
@@ -146,6 +165,10 @@ class AttentionBackend:
 
         num_tokens = len(q) if step.is_padded else numbers.num_queries
         heads = q[:num_tokens].unflatten(1, (self.num_heads, self.head_dim))
+        if self._bias is not None:
+            if self._bias.q.device != q.device:
+                raise ValueError(f"qkv_bias is on {self._bias.q.device}, and q on {q.device}; move it there")
+            heads = biased(heads, self._bias.q)
         is_direct = output is not None and output.dtype == q.dtype and output.is_contiguous()
         found = output if is_direct and output is not None else q.new_empty(out_shape)
         out = found.view(len(q), self.num_heads, self.head_dim)
@@ -228,7 +251,7 @@ class AttentionBackend:
                     f"{name} must be [{num_keys}, {kv_width}], the new keys of the batch; got "
                     f"{tuple(heads.shape)}"
                 )
-        if not metadata.is_cuda_graph:  # a graph's later batches may have more of the rows
+        if not metadata.step.is_padded:  # a padded graph's later batches may have more of the rows
             k, v = k[:num_keys], v[:num_keys]
         k, v = (heads.unflatten(1, (self.num_kv_heads, self.head_dim)) for heads in (k, v))
         return q, k, v
@@ -295,7 +318,7 @@ class AttentionBackend:
                     raise ValueError(
                         f"the batch has {step.numbers.num_keys} keys, no cache holds them, and no k is given"
                     )
-            return PagedKV(k, v, step.kv_starts, lookup=CONTIGUOUS)
+            return PagedKV(*self._biased_keys(k, v), step.kv_starts, lookup=CONTIGUOUS)
         views = self._views(metadata, step.rows.device)
         key = "pages", views.page_size, views.slots_per_block
         table = metadata.plans.get(key, self.layer_idx, lambda: views.table(step))
@@ -309,14 +332,31 @@ class AttentionBackend:
                     "k and v with update_kv_cache=False under a CUDA graph: their keys are laid out beside the "
                     "cached ones by numbers of the host; give None for both if the cache holds them"
                 )
-            return join_keys(k, v, kv, step)
+            return join_keys(*self._biased_keys(k, v), kv, step)
+        self._write(k, v, views, table, written, step)
+        return kv
+
+    def _biased_keys(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (k, v) if self._bias is None else (biased(k, self._bias.k), biased(v, self._bias.v))
+
+    def _write(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        views: PageViews,
+        table: PageTable,
+        scales: torch.Tensor | None,
+        step: Step,
+    ) -> None:
+        """Writes this step's K and V with their biases to the slots of `table`, divided by `scales` where the
+        cache is quantised."""
         slots = table.slots
         if step.sources is not None:
             sources, slots = step.sources[: len(k)], slots[: len(k)]
             k, v = k.index_select(0, sources), v.index_select(0, sources)
+        biases = Biases() if self._bias is None else self._bias._replace(q=None)
         write = write_kv if self._runs_kernels(k) else write_kv_reference
-        write(k, v, StoredKV(views.k, views.v, written, views.format), slots)
-        return kv
+        write(k, v, StoredKV(views.k, views.v, scales, views.format), slots, biases=biases)
 
     def _scales(
         self, views: PageViews, metadata: AttentionMetadata, args: Any

@@ -11,9 +11,9 @@ from .step import Step
 
 
 def join_keys(k: torch.Tensor, v: torch.Tensor, kv: PagedKV, step: Step) -> PagedKV:
-    """Returns K and V of all keys of a batch, each sequence's in one run: the cached ones, copied from `kv`,
-    and then this step's, k and v `[num_kv_tokens, num_kv_heads, head_dim]`. Writes nothing to `kv`, and needs
-    memory for all keys."""
+    """Returns K and V of all keys of a batch, each sequence's in one run: the cached ones, which are copied
+    from `kv`, where `table` finds them, and then this step's, k and v `[num_kv_tokens, num_kv_heads,
+    head_dim]`. Writes nothing to `kv`, and needs memory for all keys."""
     numbers = step.numbers
     cached, lengths = numbers.cached, numbers.lengths
     begins = np.cumsum(lengths) - lengths

@@ -11,51 +11,33 @@ import torch
 
 from lightkv.attention.step_plans import StepPlans
 
-from .arguments import AttentionRuntimeFeatures, KVCacheParams, is_default
-from .step import BatchNumbers, StaticRoom, Step, check_blocks
+from .arguments import AttentionRuntimeFeatures, KVCacheParams
+from .batch_rules import checked_numbers
+from .beams import Beams
+from .lengths import FieldProperty, SequenceLengths
+from .step import BatchNumbers, StaticRoom, Step, check_blocks, own_rows
 from .upstream import not_carried_out
 
-# Fields of features that lightkv's kernels do not have here, and the values that do not ask for these.
-_UNSUPPORTED = {
-    "cache_indirection": None,
-    "cu_q_seqlens": None,
-    "cu_kv_seqlens": None,
-    "multi_item_part_lens": None,
-    "draft_kv_cache_manager": None,
-    "sparse_metadata_params": None,
-    "mamba_metadata": False,
-    "enable_flash_mla": False,
-    "enable_context_mla_with_cached_kv": False,
-}
-_UNSUPPORTED_PARAMS = {
-    "host_max_attention_window_sizes": None,
-    "host_sink_token_length": None,
-    "num_extra_kv_tokens": 0,
-}
 _DRAFTS = (
     "it changes a batch's lengths on the device between forward passes. Verify drafts with "
     "runtime_features.has_speculative_draft_tokens, in a line, and call prepare() with each pass's lengths"
 )
 
 
-class _Followed:
-    """A field of the metadata whose assignment changes others (`AttentionMetadata._assign`)."""
+def _set_seq_lens(metadata: "AttentionMetadata", value: Any) -> None:
+    metadata._queries.set("seq_lens", value, metadata.device, metadata.is_cuda_graph)
 
-    def __init__(self, default: Any, fallback: str | None = None) -> None:
-        self._default = default
-        self._fallback = fallback  # the field that is read where this one is not set
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+def _set_seq_lens_kv(metadata: "AttentionMetadata", value: Any) -> None:
+    metadata._keys.set("seq_lens_kv", value, metadata.device, metadata.is_cuda_graph)
 
-    def __get__(self, metadata: Any, owner: type) -> Any:
-        if metadata is None:  # a dataclass asks for the default
-            return self._default
-        value = getattr(metadata, f"_{self._name}", self._default)
-        return getattr(metadata, self._fallback) if value is None and self._fallback else value
 
-    def __set__(self, metadata: Any, value: Any) -> None:
-        metadata._assign(self._name, value)
+def _seq_lens_kv(metadata: "AttentionMetadata") -> torch.Tensor | None:
+    return metadata._queries.host if metadata._keys.host is None else metadata._keys.host
+
+
+_SEQ_LENS = FieldProperty(lambda metadata: metadata._queries.host, _set_seq_lens)
+_SEQ_LENS_KV = FieldProperty(_seq_lens_kv, _set_seq_lens_kv)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -69,14 +51,26 @@ class AttentionMetadata:
     `kv_cache_params.use_cache` is False, tokens attend to this step's tokens alone. `seq_lens_cuda` is the copy
     on the device, int32; under a CUDA graph (`create_cuda_graph_metadata`) it never moves.
 
+    In beam search, `beam_width` tells how many sequences each request in the generation phase has: its beams,
+    one after the other, each with one token in this step. It is one number for all of these requests, or one
+    for each. `cache_indirection`, int32 `[requests in the generation phase or more, beams, positions]` on the
+    device, tells which of the request's beams each beam reads K and V from at each position; `prepare` reads
+    it. Positions of the prompt (`prompt_lens`) are read from the first beam, which computed them, and the
+    newest token from the beam itself, whatever the table says there. `request_ids` has one number for a request
+    then, where the cache manager knows beams (`KVCacheManager`), or one for each sequence. With a `beam_width`
+    of 1 the table is not read.
+
     `seq_lens_kv` is set for cross attention alone: this step's new keys of each sequence, which are an
-    encoder's. `num_tokens` counts the new keys then, as in TensorRT-LLM. `prompt_lens` only serve to recognise
-    sequences in the wrong order.
+    encoder's. `num_tokens` counts the new keys then, as in TensorRT-LLM. Without beams, `prompt_lens` only
+    serve to recognise sequences in the wrong order.
 
     Fields that are not named here are TensorRT-LLM's own, and are not read. `prepare` refuses those that ask
-    for something (`_UNSUPPORTED`). Its methods for drafts and for helix parallelism raise NotImplementedError.
+    for something (`batch_rules.UNSUPPORTED`). Its methods for drafts and for helix parallelism raise
+    NotImplementedError.
     """
 
+    _queries: SequenceLengths = field(init=False, repr=False, default_factory=SequenceLengths)
+    _keys: SequenceLengths = field(init=False, repr=False, default_factory=SequenceLengths)
     max_num_requests: int
     max_num_tokens: int
     max_num_sequences: int | None = None
@@ -88,11 +82,11 @@ class AttentionMetadata:
     enable_flash_mla: bool = False
     enable_context_mla_with_cached_kv: bool = False
     is_cuda_graph: bool = field(default=False, repr=False)
-    seq_lens: Any = _Followed(None)
-    num_contexts: Any = _Followed(0)
+    seq_lens: Any = _SEQ_LENS
+    num_contexts: int = 0
     position_ids: torch.Tensor | None = None
     kv_cache_params: KVCacheParams | None = None
-    seq_lens_kv: Any = _Followed(None, fallback="seq_lens")
+    seq_lens_kv: Any = _SEQ_LENS_KV
     cross: "AttentionMetadata | None" = None
     request_ids: list[int] | None = None
     prompt_lens: list[int] | None = None
@@ -104,6 +98,7 @@ class AttentionMetadata:
     mamba_chunk_size: int = 128
     padded_num_tokens: int | None = None
     cache_indirection: torch.Tensor | None = None
+    beam_width: int | Sequence[int] = 1
     cuda_graph_buffers: Any = None
     num_heads_per_kv: int | None = 1
     multi_item_part_lens: list[list[int]] | None = None
@@ -126,34 +121,9 @@ class AttentionMetadata:
     def _forget(self) -> None:
         """Drops what belongs to the object that this one was copied from."""
         self._step: Step | None = None
+        self._step_of: tuple[int, int, int] | None = None  # the batch that it was made from
         self._room: StaticRoom | None = None
         self.plans = StepPlans()
-
-    def _assign(self, name: str, value: Any) -> None:
-        """Sets a followed field, and what depends on it."""
-        if name != "num_contexts" and value is not None:
-            if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.is_cuda or _is_float(value):
-                raise ValueError(f"{name} must be an int tensor [batch_size] on the CPU, got {value!r}")
-            self._copy_to_device(name, value)
-        self.__dict__[f"_{name}"] = value
-        self._step = None  # the batch is another one until `prepare`
-        cross = self.__dict__.get("cross")
-        if name == "seq_lens" and cross is not None and cross is not self:
-            cross.__dict__["_seq_lens"] = value
-            cross.__dict__["_seq_lens_cuda"] = self.seq_lens_cuda
-            cross._step = None
-
-    def _copy_to_device(self, name: str, value: torch.Tensor) -> None:
-        held = self.__dict__.get(f"_{name}_cuda")
-        if not (self.is_cuda_graph and held is not None):
-            self.__dict__[f"_{name}_cuda"] = value.to(self.device, torch.int32, copy=True)
-            return
-        if held.shape != value.shape:
-            raise ValueError(
-                f"{name} of {len(value)} sequences, and the CUDA graph has {len(held)}: fill the batch up with "
-                "requests of one token (add_dummy_requests of the cache manager), or capture another graph"
-            )
-        held.copy_(value, non_blocking=True)
 
     @property
     def device(self) -> torch.device:
@@ -166,14 +136,12 @@ class AttentionMetadata:
     @property
     def seq_lens_cuda(self) -> torch.Tensor | None:
         """`seq_lens` on the device, int32 `[B]`."""
-        held: torch.Tensor | None = self.__dict__.get("_seq_lens_cuda")
-        return held
+        return self._queries.on_device
 
     @property
     def seq_lens_kv_cuda(self) -> torch.Tensor | None:
         """`seq_lens_kv` on the device, int32 `[B]`."""
-        held: torch.Tensor | None = self.__dict__.get("_seq_lens_kv_cuda")
-        return self.seq_lens_cuda if held is None else held
+        return (self._queries if self._keys.host is None else self._keys).on_device
 
     @property
     def num_seqs(self) -> int:
@@ -221,7 +189,7 @@ class AttentionMetadata:
     @property
     def step(self) -> Step:
         """The batch on the device. Raises ValueError if `prepare` was not called for it."""
-        if self._step is None:
+        if self._step is None or self._step_of != self._batch():
             raise ValueError(
                 "the metadata is not prepared for its batch: call prepare() after setting seq_lens, "
                 "num_contexts or seq_lens_kv, and before forward"
@@ -235,15 +203,27 @@ class AttentionMetadata:
         Raises ValueError for a batch that breaks the rules, such as one with a generation before a context; the
         batch before it stays loaded then.
         """
-        numbers = self._checked_numbers()
+        numbers = checked_numbers(self, self._room)
+        prompts = np.zeros_like(numbers.cached) if self.prompt_lens is None else np.array(self.prompt_lens)
+        beam_rows = self._beam_rows(numbers, prompts)
         blocks: Sequence[Sequence[int]] | torch.Tensor | None = None
         num_blocks: Sequence[int] | None = None
         if self.uses_cache:
-            blocks, num_blocks = self._blocks()
+            blocks, num_blocks = self._blocks(numbers.beams)
             page_size = getattr(self.kv_cache_manager, "tokens_per_block", None)
             if isinstance(page_size, int):
                 check_blocks(numbers, num_blocks, page_size)
-        self._step = Step(numbers, self.device, blocks, num_blocks, self._room)
+        step = Step(numbers, self.device, blocks, num_blocks, self._room)
+        if beam_rows is not None:
+            written = beam_rows[:, : int(numbers.lengths.max())]
+            step.beam_rows = beam_rows
+            written.copy_(own_rows(len(written), written.shape[1], self.device))
+            if numbers.beams is not None:
+                assert self.cache_indirection is not None
+                numbers.beams.rows(self.cache_indirection, numbers.cached, prompts, written)
+        if self._room is not None and self._room.reads_beams is None:
+            self._room.reads_beams = beam_rows is not None
+        self._step, self._step_of = step, self._batch()
         self.plans = StepPlans()
 
     def prepare_encoder_only(self) -> None:
@@ -289,20 +269,19 @@ class AttentionMetadata:
         only_decodes = not (encode_only or max_draft_tokens)
         max_blocks = self._most_blocks() if self.uses_cache else 1
         made._room = StaticRoom(max_batch_size, num_tokens, max_blocks, only_decodes)
-        if self.has_cross_sub_metadata:
-            assert self.cross is not None
-            made.cross = self.cross.create_cuda_graph_metadata(
-                max_batch_size, True, max_draft_tokens, buffers, encode_only
-            )
-        for name in ("_seq_lens_cuda", "_seq_lens_kv_cuda"):
-            if not (sub_cross_metadata and name == "_seq_lens_cuda"):
-                made.__dict__.pop(name, None)
+        made._keys = SequenceLengths()
         if not sub_cross_metadata:
+            made._queries = SequenceLengths()
             tokens = 1 if encode_only else 1 + max_draft_tokens
             made.seq_lens = torch.full((max_batch_size,), tokens, dtype=torch.int32)
         if self.is_cross:
             made.seq_lens_kv = torch.zeros(max_batch_size, dtype=torch.int32)
             made.cross = made
+        elif self.cross is not None:
+            made.cross = self.cross.create_cuda_graph_metadata(
+                max_batch_size, True, max_draft_tokens, buffers, encode_only
+            )
+            made.cross._queries = made._queries
         if not encode_only:
             made.num_contexts = 0
         return made
@@ -318,11 +297,15 @@ class AttentionMetadata:
 
         `encoder_seq_lens`: the encoder's tokens whose K and V this step brings: all in a sequence's first step,
         0 later. `cross_kv_cache_manager`: where they are kept; None: nowhere, so each step brings them.
-        `encoder_num_cached_tokens_per_seq`: those that are kept already; None for 0.
+        `encoder_num_cached_tokens_per_seq`: those that are kept already; None for 0. Each has a number for each
+        sequence. In beam search all beams of a request read the same keys, so its one number in `request_ids`
+        may be that of a request with one beam.
+
+        Raises ValueError for other numbers than there are sequences.
         """
         made = copy.copy(self)
         made._forget()
-        made.__dict__.pop("_seq_lens_kv_cuda", None)
+        made._keys = SequenceLengths()
         made.cross = None
         if self._room is not None:
             room = self._room
@@ -340,7 +323,8 @@ class AttentionMetadata:
         encoder_num_cached_tokens_per_seq: Sequence[int] | None = None,
     ) -> "AttentionMetadata":
         """Gives `cross` the sequences of this metadata and other numbers, as `create_cross_metadata`, and
-        returns it. Its tensors do not move under a CUDA graph. Raises RuntimeError if there is none."""
+        returns it. Its tensors do not move under a CUDA graph. Raises RuntimeError if there is none, and
+        ValueError for other numbers than there are sequences, with nothing changed."""
         if not self.has_cross_sub_metadata:
             raise RuntimeError("there is no metadata of cross attention to update; set cross first")
         assert self.cross is not None
@@ -348,6 +332,10 @@ class AttentionMetadata:
             self.cross, encoder_seq_lens, cross_kv_cache_manager, encoder_num_cached_tokens_per_seq
         )
         return self.cross
+
+    def _batch(self) -> tuple[int, int, int]:
+        """Returns what tells this batch from others that were set."""
+        return self._queries.version, self._keys.version, self.num_contexts
 
     def buffers(self, layer_idx: int) -> tuple[torch.Tensor, str]:
         """Returns the cache manager's blocks of a layer and their layout: `kv_layout` if `get_buffers` names
@@ -369,16 +357,22 @@ class AttentionMetadata:
         manager: Any,
         cached: Sequence[int] | None,
     ) -> None:
+        new = torch.tensor(list(encoder_seq_lens), dtype=torch.int32)
+        kept = [0] * len(new) if cached is None else list(cached)
+        if self.seq_lens is not None and not len(new) == len(kept) == self.num_seqs:
+            raise ValueError(
+                f"encoder_seq_lens {new.tolist()} and {kept} cached tokens of an encoder, in a batch of "
+                f"{self.num_seqs} sequences: give one each"
+            )
         made.kv_cache_manager = manager
-        made.__dict__["_seq_lens"] = self.seq_lens
-        made.__dict__["_seq_lens_cuda"] = self.seq_lens_cuda
-        made.seq_lens_kv = torch.tensor(list(encoder_seq_lens), dtype=torch.int32)
+        made._queries = self._queries  # sequences are the same ones, so their lengths are held once
+        made.seq_lens_kv = new
         made.prompt_lens, made.request_ids = self.prompt_lens, self.request_ids
-        made.num_contexts = self.num_contexts
+        made.num_contexts, made.beam_width = self.num_contexts, self.beam_width
         base = self.kv_cache_params
         made.kv_cache_params = KVCacheParams(
             use_cache=manager is not None if base is None else base.use_cache,
-            num_cached_tokens_per_seq=[0] * len(made.seq_lens_kv) if cached is None else list(cached),
+            num_cached_tokens_per_seq=kept,
         )
 
     def _most_blocks(self) -> int:
@@ -386,109 +380,53 @@ class AttentionMetadata:
         most = getattr(self.kv_cache_manager, "max_blocks_per_seq", None)
         return int(most) if isinstance(most, int) else len(self.buffers(0)[0])
 
-    def _blocks(self) -> tuple[Sequence[Sequence[int]] | torch.Tensor, Sequence[int]]:
+    def _beam_rows(self, numbers: BatchNumbers, prompts: np.ndarray) -> torch.Tensor | None:
+        """Returns room for `Step.beam_rows`; None for a batch that needs none. Raises ValueError for a table of
+        beams that does not fit the batch."""
+        room, table = self._room, self.cache_indirection
+        if self.is_cross or not self.uses_cache:  # all beams of a request read the same keys
+            return None
+        longest, most = int(numbers.lengths.max()), 0
+        if numbers.beams is not None:
+            if room is not None and room.reads_beams is False:
+                raise ValueError(
+                    f"beam_width is {self.beam_width} in metadata of a CUDA graph whose first batch had one "
+                    "beam for each request: make other metadata by create_cuda_graph_metadata, and "
+                    "capture on them"
+                )
+            numbers.beams.check_table(table, numbers.cached, prompts, self.device)
+            assert table is not None
+            most = table.shape[2] + 1  # a beam's newest token needs no place in the table
+        if room is None:
+            is_read = numbers.beams is not None
+            return own_rows(len(numbers.q_lens), longest, self.device) if is_read else None
+        reads_beams = numbers.beams is not None if room.reads_beams is None else room.reads_beams
+        return room.beam_rows(longest, most, self.device) if reads_beams else None
+
+    def _blocks(self, beams: Beams | None) -> tuple[Sequence[Sequence[int]] | torch.Tensor, Sequence[int]]:
         """Returns the blocks of each sequence, as lists or as a table on the device, and how many each has."""
         params, manager = self.kv_cache_params, self.kv_cache_manager
         given = None if params is None else params.block_ids_per_seq
         if given is None:
-            if self.request_ids is None or len(self.request_ids) != self.num_seqs:
+            widths = [1] * self.num_seqs
+            if beams is not None and len(self.request_ids or ()) == len(beams.widths_of_requests):
+                widths = beams.widths_of_requests
+            if self.request_ids is None or len(self.request_ids) != len(widths):
                 raise ValueError(
                     f"request_ids {self.request_ids} of {self.num_seqs} sequences: give one each, by which the "
-                    "cache manager finds their blocks"
+                    "cache manager finds their blocks; or one for all beams of a request"
                 )
             if hasattr(manager, "block_table"):
-                table: tuple[torch.Tensor, list[int]] = manager.block_table(self.request_ids)
+                table: tuple[torch.Tensor, list[int]] = manager.block_table(self.request_ids, widths)
                 return table
-            given = manager.get_batch_cache_indices(self.request_ids)
+            if max(widths) > 1 and not self.is_cross:
+                raise ValueError(
+                    f"request_ids {self.request_ids} of requests with {widths} beams, and the cache manager "
+                    "gives the blocks of one: give those of each beam as block_ids_per_seq of kv_cache_params"
+                )
+            found = manager.get_batch_cache_indices(self.request_ids)
+            given = [one for one, width in zip(found, widths, strict=True) for _ in range(width)]
         blocks = [list(one) for one in given]
         if len(blocks) != self.num_seqs:
             raise ValueError(f"the blocks of {len(blocks)} sequences in a batch of {self.num_seqs}")
         return blocks, [len(one) for one in blocks]
-
-    def _checked_numbers(self) -> BatchNumbers:
-        """Returns the batch's numbers. Raises ValueError where they break the rules."""
-        for holder, unsupported in ((self, _UNSUPPORTED), (self.kv_cache_params, _UNSUPPORTED_PARAMS)):
-            for name, default in unsupported.items():
-                value = getattr(holder, name, default)
-                if not is_default(value, default):
-                    raise ValueError(
-                        f"{name} is {value!r}, and lightkv's attention does not read it; leave it at {default}"
-                    )
-        if self.seq_lens is None:
-            raise ValueError("seq_lens is not set: give the tokens of each sequence, int [batch_size]")
-        q_lens, kv_lens = (
-            np.array(lens.tolist(), dtype=np.int64) for lens in (self.seq_lens, self.seq_lens_kv)
-        )
-        most = self.max_num_sequences or self.max_num_requests
-        num_sequences, num_tokens = len(q_lens), int(q_lens.sum())
-        if num_sequences > most or num_tokens > self.max_num_tokens:
-            raise ValueError(
-                f"{num_sequences} sequences of {num_tokens} tokens; this metadata takes {most} of "
-                f"{self.max_num_tokens}: split the batch, or make it larger"
-            )
-        if len(kv_lens) != num_sequences or (q_lens < 1).any() or (kv_lens < 0).any():
-            raise ValueError(
-                f"seq_lens {q_lens.tolist()} and seq_lens_kv {kv_lens.tolist()}: give one each for a sequence, "
-                "with at least one query"
-            )
-        if not 0 <= self.num_contexts <= num_sequences:
-            raise ValueError(f"num_contexts is {self.num_contexts}, in a batch of {num_sequences} sequences")
-        cached = np.zeros(num_sequences, dtype=np.int64)
-        if self.uses_cache:
-            params = self.kv_cache_params
-            if params is None or len(params.num_cached_tokens_per_seq) != num_sequences:
-                raise ValueError(
-                    f"kv_cache_params is {params} for {num_sequences} sequences: with a cache manager, it "
-                    "has to give the cached tokens of each"
-                )
-            cached[:] = params.num_cached_tokens_per_seq
-        numbers = BatchNumbers(q_lens, kv_lens, cached, self.num_contexts)
-        if self._room is not None:
-            self._check_room(numbers, self._room)
-        if not self.is_cross:
-            self._check_order(numbers)
-        return numbers
-
-    def _check_room(self, numbers: BatchNumbers, room: StaticRoom) -> None:
-        """Raises ValueError if a CUDA graph has no room for the batch."""
-        if (
-            len(numbers.q_lens) != room.num_sequences
-            or numbers.num_queries > room.num_tokens
-            or (room.only_decodes and (numbers.num_prefills or numbers.num_queries != room.num_sequences))
-        ):
-            shape = "one token each" if room.only_decodes else f"{room.num_tokens} tokens in all"
-            raise ValueError(
-                f"seq_lens {numbers.q_lens.tolist()} with {self.num_contexts} contexts; the CUDA graph is of "
-                f"{room.num_sequences} sequences of {shape}: create_cuda_graph_metadata takes max_draft_tokens "
-                "and encode_only for others"
-            )
-        if self.is_cross and self.uses_cache and numbers.num_keys:
-            raise ValueError(
-                f"{numbers.num_keys} new keys of an encoder under a CUDA graph: cache them in an eager step "
-                "first, and give encoder_seq_lens of 0"
-            )
-
-    def _check_order(self, numbers: BatchNumbers) -> None:
-        """Raises ValueError for a generation before a context, as far as the numbers show one."""
-        remedy = "put all contexts before all generations, and let num_contexts count them"
-        cached, q_lens = numbers.cached.tolist(), numbers.q_lens.tolist()
-        prompts = self.prompt_lens if self.uses_cache else None
-        if prompts is not None and len(prompts) == len(cached):
-            for number in range(self.num_contexts):
-                if cached[number] >= prompts[number]:
-                    raise ValueError(
-                        f"sequence {number} is one of {self.num_contexts} contexts, but {cached[number]} "
-                        f"tokens of its prompt of {prompts[number]} are cached, so it is a generation: {remedy}"
-                    )
-        drafts = self.is_cuda_graph or getattr(self.runtime_features, "has_speculative_draft_tokens", False)
-        for number in range(self.num_contexts, len(cached)):
-            if q_lens[number] > 1 and not drafts:
-                raise ValueError(
-                    f"sequence {number} comes after {self.num_contexts} contexts and has {q_lens[number]} "
-                    f"tokens, and a generation has one: {remedy}; or, if these are draft tokens, set "
-                    "runtime_features.has_speculative_draft_tokens"
-                )
-
-
-def _is_float(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightkv.triton_kernels.attention.lookups import Pages
+from lightkv.triton_kernels.attention.lookups import Lookup
 from lightkv.triton_kernels.attention.paged_kv import PagedKV
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, Elements, KVFormat
 
@@ -17,11 +17,11 @@ _FORMATS = {torch.float8_e4m3fn: STATIC_FP8, torch.int8: STATIC_INT8}
 
 
 class PageTable(NamedTuple):
-    """Where the keys of a batch are in a layer's views: `index` int32 `[B, n]` with `shift` as in `PagedKV`,
+    """Where the keys of a batch are in a layer's views: `index` int32 `[B, n]` with `lookup` as in `PagedKV`,
     and `slots`, int64 `[T]`, of this step's keys."""
 
     index: torch.Tensor  # type: ignore[assignment]  # hides the method of tuples
-    shift: int
+    lookup: Lookup
     slots: torch.Tensor
 
 
@@ -90,9 +90,9 @@ class PageViews(NamedTuple):
         slots = firsts[rows, page].long() + step.token_positions % self.page_size
         shift = self.page_size.bit_length() - 1
         if self.page_size == 1 << shift:
-            return PageTable(firsts, shift, slots)
+            return PageTable(firsts, step.lookup(shift), slots)
         within = torch.arange(self.page_size, dtype=torch.int32, device=firsts.device)
-        return PageTable((firsts[:, :, None] + within).flatten(1), 0, slots)
+        return PageTable((firsts[:, :, None] + within).flatten(1), step.lookup(0), slots)
 
     def scales(self, scale: torch.Tensor) -> torch.Tensor | None:
         """Returns the scales as kernels read them, for K and V of all slots, float32 `[num_slots, num_kv_heads,
@@ -105,6 +105,4 @@ class PageViews(NamedTuple):
 
     def paged_kv(self, table: PageTable, scales: torch.Tensor | None) -> PagedKV:
         """Returns the layer's K and V with the index of a batch."""
-        return PagedKV(
-            self.k, self.v, table.index, lookup=Pages(table.shift), scales=scales, format=self.format
-        )
+        return PagedKV(self.k, self.v, table.index, lookup=table.lookup, scales=scales, format=self.format)

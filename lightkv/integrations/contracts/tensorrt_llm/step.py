@@ -7,18 +7,23 @@ import numpy as np
 import torch
 
 from lightkv.memory.staging import packed_size, upload
+from lightkv.triton_kernels.attention.lookups import BeamTable, Lookup, Pages
+
+from .beams import Beams
 
 
 @dataclass(frozen=True)
 class BatchNumbers:
     """A batch on the host: int64 `[B]` each. `q_lens`: this step's queries. `kv_lens`: this step's keys, which
     are other tokens' in cross attention. `cached`: keys that are in the cache before. `num_contexts`: the first
-    so many sequences are in the context phase."""
+    so many sequences are in the context phase. `beams`: which of the others are beams of one request, or
+    None."""
 
     q_lens: np.ndarray
     kv_lens: np.ndarray
     cached: np.ndarray
     num_contexts: int
+    beams: Beams | None = None
 
     @property
     def num_queries(self) -> int:
@@ -57,6 +62,10 @@ class StaticRoom:
         self.only_decodes = only_decodes
         self._packed: torch.Tensor | None = None
         self._blocks: torch.Tensor | None = None
+        self._beam_rows: torch.Tensor | None = None
+        self.reads_beams: bool | None = (
+            None  # whether the first batch was in beam search, as a graph's kernels
+        )
 
     def packed(self, arrays: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
         """Returns uint8 room for the arrays of every step, which have the same sizes."""
@@ -72,6 +81,24 @@ class StaticRoom:
         self._blocks[:, : blocks.shape[1]].copy_(blocks)
         return self._blocks
 
+    def beam_rows(self, longest: int, most: int, device: torch.device) -> torch.Tensor:
+        """Returns `own_rows` of all sequences, which keep what was written to them, for `longest` positions;
+        the first call makes them, for `most`. Raises ValueError for more positions than that."""
+        if self._beam_rows is None:
+            self._beam_rows = own_rows(self.num_sequences, max(longest, most), device)
+        if self._beam_rows.shape[1] < longest:
+            raise ValueError(
+                f"sequences of {longest} tokens in beam search, and the CUDA graph has room for "
+                f"{self._beam_rows.shape[1]}, as its first table of beams: make that one for the longest"
+            )
+        return self._beam_rows
+
+
+def own_rows(num_sequences: int, num_positions: int, device: torch.device) -> torch.Tensor:
+    """Returns int32 `[num_sequences, num_positions]`, in which each row holds its own number."""
+    own = torch.arange(num_sequences, dtype=torch.int32, device=device)
+    return own[:, None].repeat(1, num_positions)
+
 
 class Step:
     """One batch, uploaded without synchronising. For B sequences, of which the first P are prefills, with T
@@ -81,8 +108,9 @@ class Step:
     - on the device: `rows` int64 `[B]` (0, 1, 2 …), `lengths` int32 `[B]` (keys of each sequence, this step's
       included), `q_starts` int32 `[P + 1]`, `kv_starts` int32 `[B, 1]` (where each sequence's keys of this step
       begin), `token_rows` and `token_positions` int64 `[T]` (which key of which sequence each is), `sources`
-      int64 `[T]` (the row of k that it is in; None where that is its own number), and `blocks` int32 `[B, n]`
-      (None without a cache).
+      int64 `[T]` (the row of k that it is in; None where that is its own number), `blocks` int32 `[B, n]` (None
+      without a cache), and `beam_rows` int32 `[B, n]` (whose keys each sequence reads at each position; None
+      for its own).
 
     Under a CUDA graph T is the room's, and the keys beyond the batch's repeat the last one.
     """
@@ -95,6 +123,11 @@ class Step:
         num_blocks: Sequence[int] | None,
         room: StaticRoom | None,
     ) -> None:
+        if room is not None and isinstance(blocks, torch.Tensor) and blocks.shape[1] > room.max_blocks:
+            raise ValueError(
+                f"a sequence of {blocks.shape[1]} blocks, and the CUDA graph has room for {room.max_blocks}; "
+                "make its metadata with the cache manager that they are of"
+            )
         self.numbers = numbers
         self.num_prefills = num_prefills = numbers.num_prefills
         if room is not None:
@@ -125,18 +158,26 @@ class Step:
         ]
         if blocks is not None and not isinstance(blocks, torch.Tensor):
             table = _block_table(blocks, None if room is None else room.max_blocks)
-            arrays.append(table.reshape(-1))
+            if room is None:
+                arrays.append(table.reshape(-1))
+            else:  # a graph's steps may have them as lists or on the device, and its arrays have fixed sizes
+                blocks = upload([table.reshape(-1)], device)[0].view(table.shape)
         out = None if room is None else room.packed(arrays, device)
         uploaded = upload(arrays, device, out=out)
         self.rows, self.lengths, self.q_starts = uploaded[:3]
         self.kv_starts = uploaded[3][:, None]
         self.token_rows, self.token_positions = uploaded[4:6]
         self.sources = uploaded[6] if self.is_padded and len(sources) else None
+        self.beam_rows: torch.Tensor | None = None
         self.blocks: torch.Tensor | None = None
         if isinstance(blocks, torch.Tensor):
             self.blocks = blocks if room is None else room.hold(blocks)
         elif blocks is not None:
             self.blocks = uploaded[7].view(table.shape)
+
+    def lookup(self, page_shift: int) -> Lookup:
+        """Returns how the keys of a sequence are found in an index of pages of `2**page_shift` tokens."""
+        return Pages(page_shift) if self.beam_rows is None else BeamTable(self.beam_rows, page_shift)
 
 
 def check_blocks(numbers: BatchNumbers, num_blocks: Sequence[int], page_size: int) -> None:

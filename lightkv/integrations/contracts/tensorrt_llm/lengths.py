@@ -1,0 +1,59 @@
+"""The lengths of a batch's sequences, which the host sets and the device has a copy of."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class SequenceLengths:
+    """One length for each sequence of a batch: `host`, int `[B]` on the CPU, and `on_device`, its copy in
+    int32. Both are None until `set`, and metadata that share their sequences share this object.
+
+    `version` counts the calls of `set`.
+    """
+
+    def __init__(self) -> None:
+        self.host: torch.Tensor | None = None
+        self.on_device: torch.Tensor | None = None
+        self.version = 0
+
+    def set(self, name: str, lens: Any, device: torch.device, is_static: bool) -> None:
+        """Replaces the lengths; None takes them away. `name` is the field's. `is_static`: the copy on the
+        device never moves, as a CUDA graph needs it. Raises ValueError, with nothing changed, for anything but
+        an int tensor `[B]` on the CPU, and for another B than that of a CUDA graph."""
+        if lens is not None:
+            if not isinstance(lens, torch.Tensor) or lens.dim() != 1 or lens.is_cuda or _is_float(lens):
+                raise ValueError(f"{name} must be an int tensor [batch_size] on the CPU, got {lens!r}")
+            held = self.on_device
+            if not is_static or held is None:
+                self.on_device = lens.to(device, torch.int32, copy=True)
+            elif held.shape != lens.shape:
+                raise ValueError(
+                    f"{name} of {len(lens)} sequences, and the CUDA graph has {len(held)}: fill the batch up "
+                    "with requests of one token (add_dummy_requests of the cache manager), or capture another "
+                    "graph"
+                )
+            else:
+                held.copy_(lens, non_blocking=True)
+        self.host = lens
+        self.version += 1
+
+
+class FieldProperty:
+    """A property that is a dataclass's field, too, with the default None; `read` and `write` are what reading
+    and setting it do."""
+
+    def __init__(self, read: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> None:
+        self._read = read
+        self._write = write
+
+    def __get__(self, owner: Any, kind: type) -> Any:
+        return None if owner is None else self._read(owner)  # a dataclass asks its class for the default
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        self._write(owner, value)
+
+
+def _is_float(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
