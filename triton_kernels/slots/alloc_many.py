@@ -72,9 +72,7 @@ def run_search(device: DeviceClass, num_words: int, word_slots: int, n: int, max
 
 
 @triton.jit
-def _find_run(
-    metadata, n, part, chunk, back, layout, TILE: tl.constexpr,
-):  # fmt: skip
+def _find_run(metadata, n, part, chunk, back, layout, TILE: tl.constexpr):
     """Returns the start of the lowest n consecutive free slots that this part of the words contains, or
     _NO_RUN.
 
@@ -268,7 +266,8 @@ def alloc_many(
     num_words = num_blocks * state.block_words
     search = run_search(device_class(out.device), num_words, state.word_slots, max_n, MAX_FOUND)
     num_parts = search.num_programs if find_run else 0
-    in_table, given = table_arguments(state, entries), Given.of(count, entries)
+    in_table = table_arguments(state, entries)
+    given, given_entries = Given.of(count, entries), Given.of(None, entries)
     blocks = max(1, _TILE_SLOTS // state.block_slots)
 
     def plan_options() -> dict[str, Any]:
@@ -282,7 +281,12 @@ def alloc_many(
         }
 
     def alloc_options() -> dict[str, Any]:
-        return {"given": given.constants(), "layout": state.layout(), "BLOCKS": blocks, "num_warps": 8}
+        return {
+            "given": given_entries.constants(),
+            "layout": state.layout(),
+            "BLOCKS": blocks,
+            "num_warps": 8,
+        }
 
     counted = state.metadata if count is None else count
     state.launches.launch(
@@ -294,7 +298,7 @@ def alloc_many(
     )
     state.launches.launch(
         _alloc_many_kernel,
-        ("alloc many", given),
+        ("alloc many", given_entries),
         min(-(-num_blocks // blocks), _ALLOC_PROGRAMS),
         (state.mem_state, state.metadata, out, *in_table, max_n, num_parts),
         alloc_options,

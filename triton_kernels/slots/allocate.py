@@ -112,9 +112,7 @@ def _pass_blocks(metadata, start, total, ranks, layout, TILE: tl.constexpr, RANK
 
 
 @triton.jit
-def _find_slots(
-    metadata, ranks, first_rank, first_block, num_alloc, layout, tiles, RANKS: tl.constexpr,
-):  # fmt: skip
+def _find_slots(metadata, ranks, first_rank, first_block, num_alloc, layout, tiles, RANKS: tl.constexpr):
     """Returns the slots of these ranks; 0 for ranks from num_alloc on."""
     WORDS: tl.constexpr = layout.WORDS
     passed, before, total = _pass_blocks(metadata, first_block, 0, ranks, layout, tiles.first, RANKS)
@@ -146,8 +144,8 @@ def _find_slots(
 
 @triton.jit
 def _write_metadata(
-    metadata, out, num_alloc, num_free, wanted, layout, ALL_RANKS: tl.constexpr, CACHE: tl.constexpr,
-):  # fmt: skip
+    metadata, out, num_alloc, num_free, wanted, layout, ALL_RANKS: tl.constexpr, CACHE: tl.constexpr
+):
     """Updates the metadata once all slots of `out` are allocated, from the first and last slot of each word and
     block.
 
