@@ -15,7 +15,9 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from lightkv.triton_kernels.layout.ring import Ring as Ring
     from lightkv.triton_kernels.quantised.kv_format import KVFormat as KVFormat
 
-    from .attention import AttentionMetadata as AttentionMetadata
+    from .attention import Batch as Batch
+    from .attention import StaticStep as StaticStep
+    from .attention import Step as Step
     from .errors import CheckFailed as CheckFailed
     from .errors import InvalidDevice as InvalidDevice
     from .errors import InvalidFree as InvalidFree
@@ -33,7 +35,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "AttentionMetadata": ".attention",
+    "Batch": ".attention",
     "CheckFailed": ".errors",
     "InvalidDevice": ".errors",
     "InvalidFree": ".errors",
@@ -49,6 +51,8 @@ _EXPORTS = {
     "OutOfTokens": ".errors",
     "Ring": ".triton_kernels.layout.ring",
     "SequenceTooLong": ".errors",
+    "StaticStep": ".attention",
+    "Step": ".attention",
     "TokenAllocator": ".memory.allocator",
     "TokenLedger": ".ledger",
     "TokenTable": ".memory.token_table",

@@ -328,11 +328,12 @@ class KVCache:
 
     def shared_prefixes(self, sequences: Seq[Sequence], max_members: int) -> list[SharedPrefix]:
         """Returns which sequences of a decode batch share a prefix that is worth reading once for all of them:
-        for `AttentionMetadata.prepare`.
+        for `Batch.sharing`.
 
         Call it once the step's slots are allocated (`extend`). The answer stays right while these sequences are
-        open and drop no tokens. `max_members`: sequences that one read serves (`metadata.prefix_members`).
-        Prefixes that save too little are left out (`shared_prefixes.PrefixSharing`). Raises ValueError.
+        open and drop no tokens. `max_members`: sequences that one read serves (`attention.prefix_members` of
+        the backends). Prefixes that save too little are left out (`shared_prefixes.PrefixSharing`). Raises
+        ValueError.
         """
         self._require_owner()
         require_list(sequences)

@@ -114,7 +114,7 @@ class Side:
         self, model: Any, kv_format: KVFormat, capacity: int, rounds: tuple[Round, Round] | None = None
     ) -> None:
         self.lm = CachedModel(model, capacity, kv_format=kv_format)
-        self._handler = None if rounds is None else RoundedStep(self.lm.step, *rounds)
+        self._handler = None if rounds is None else partial(RoundedStep, k_round=rounds[0], v_round=rounds[1])
 
     @property
     def bytes_per_token(self) -> int:

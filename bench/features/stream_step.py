@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.common.device_clock import CapturedStep, Clock
 from bench.common.report import parser, print_json, print_machine, refuse, save_json
+from lightkv.attention import Batch, BatchShape, StaticStep
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.model.attention_call import compute
 from lightkv.integrations.model.hf_model import PackedStep
@@ -47,21 +48,19 @@ def measure(model: Any, window: Window, clock: Clock, steps: int) -> dict[str, A
     (ring_graph,) = lm._ring_graphs.values()
     plain = lm.cache.open([1])
     lm.forward([plain], [[TOKEN] * window.capacity])
-    metadata = lm.step.metadata.create_cuda_graph_metadata(1)
-    metadata.prepare([plain.row], [window.capacity - 1], [1], 0)
+    static = StaticStep(BatchShape.of_decodes(1), lm.cache.memory)
+    loaded = static.load(Batch.of([plain.row], [window.capacity - 1], [1], 0))
     ids = torch.full((1,), TOKEN, device="cuda")
 
     def plain_step() -> None:
-        step = PackedStep(metadata, lm.step.backends)
-        compute(model, ids, metadata.position_ids, step, None)
+        compute(model, ids, loaded.position_ids, PackedStep(loaded, lm.backends), None)
 
     with torch.no_grad():
         plain_step()
         plain_graph = CapturedStep(plain_step)
     found: dict[str, Any] = {"positions": {}}
     for position in (window.capacity + 1, *POSITIONS):
-        ring_graph._metadata.prepare([stream.sequence.row], [position], [1], 0, ring=window.ring)
-        ring_graph._next = None  # the stream's next step prepares its own again
+        ring_graph.load([stream.sequence.row], [position])  # the stream's next step loads its own again
         times = clock.replay_in_turns({"plain": plain_graph, "stream": ring_graph._graph})
         found["positions"][position] = times = {name: timing._asdict() for name, timing in times.items()}
         times["ratio"] = times["stream"]["median"] / times["plain"]["median"]

@@ -54,6 +54,7 @@ from bench.common.report import (
     refuse,
     save_json,
 )
+from lightkv.triton_kernels.write.inputs import StoredKV
 from lightkv.triton_kernels.write.write_kv import write_kv
 
 from .attention_batches import check, make_batch, reference, scatter, split_heads
@@ -238,7 +239,7 @@ def measure_write(row: Row, clock: Clock) -> Results:
         outputs = []
         for layer in range(LAYERS):
             if with_write:
-                write_kv(k, v, *pools[layer % num_pools].caches, slots)
+                write_kv(k, v, StoredKV(*pools[layer % num_pools].caches), slots)
             outputs.append(layers[layer % num_pools].run())
         return outputs[-1]
 

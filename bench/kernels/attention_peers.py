@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.decode.decode_plan import SharedPrefixGroups, decode_plan
 from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
@@ -65,7 +65,7 @@ def replaced(functions: Functions) -> Iterator[None]:
 def _one_prefix(batch: Batch, num_queries: int) -> SharedPrefixGroups:
     """Makes the shared prefix of all requests, cut into sets of as many members as a tile holds."""
     num_requests, device = len(batch.lengths), batch.q.device
-    size = tuning.prefix_members(num_queries, batch.q.shape[1] // batch.num_kv_heads)
+    size = decode_tuning.prefix_members(num_queries, batch.q.shape[1] // batch.num_kv_heads)
     members = torch.arange(-(-num_requests // size) * size, dtype=torch.int32, device=device)
     place = members[:num_requests].clone()
     members[num_requests:] = -1

@@ -19,6 +19,7 @@ import torch
 from bench.common.device_clock import DEVICE, Clock, captured
 from bench.common.report import parser, print_json, print_machine, print_table, refuse, save_json
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.classic import paged_attention_kernel
 from lightkv.triton_kernels.tuning import Launch
 
@@ -86,8 +87,8 @@ def decode_candidates(row: Row) -> dict[str, Functions]:
             return max(1, waves * device.num_multiprocessors // num_kv_heads)
 
         found[f"{text(launch)} waves {waves}"] = {
-            (tuning, "decode_launch"): constant(launch),
-            (tuning, "decode_workers"): num_workers,
+            (decode_tuning, "decode_launch"): constant(launch),
+            (decode_tuning, "decode_workers"): num_workers,
         }
     return found
 

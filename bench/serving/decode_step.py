@@ -52,7 +52,7 @@ PREFILL_CHUNK = 8192
 # Parts of the names of kernels, by purpose.
 KERNELS = {
     "attention": ("decode_kernel", "_combine_kernel", "_plan_kernel"),
-    "memory": ("_write_kv_kernel", "_write_quantised_kernel", "_alloc_few_kernel", "_alloc_many_kernel"),
+    "memory": ("_write_kv_kernel", "_alloc_few_kernel", "_alloc_many_kernel"),
     "products": ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitK"),
 }
 

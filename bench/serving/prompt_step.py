@@ -32,7 +32,7 @@ from lightkv.router.engine.step import StepPlan
 from lightkv.router.model.build import assemble
 from lightkv.router.model.cuda_graph import Capture, PromptGraph, SharedLogits, StepGraphs
 from lightkv.router.model.loader import random_model
-from lightkv.router.model.parts import StepInputs, StepOutput
+from lightkv.router.model.parts import StepOutput
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import SamplerKind
 
@@ -115,8 +115,7 @@ class Step:
     def agrees(self, graph: PromptGraph) -> bool:
         """Returns whether the logits of a graph's replay are those of an eager step, up to rounding."""
         self._memory.apply(self._allocs)
-        parts, metadata = self._runner._parts, self._runner._metadata
-        expected = StepInputs.load(self.plan, metadata).logits(parts, metadata)
+        expected = self._runner._logits(self.plan).logits
         graph.replay(self.plan)
         _, logits = graph._graphs[False]
         difference = (logits[: len(expected)] - expected).abs().max()
@@ -144,7 +143,7 @@ def make_runner(model: PreTrainedModel, cases: list[Case]) -> ModelRunner:
 def exact_graph(runner: ModelRunner, case: Case) -> PromptGraph:
     """Captures a graph of exactly the case's tokens, prompt and decodes."""
     shape = BatchShape(case.num_tokens, 2, case.decodes)
-    graph = PromptGraph(runner._parts, shape, runner._metadata, SharedLogits(1 + case.decodes))
+    graph = PromptGraph(runner._parts, shape, runner.limits, SharedLogits(1 + case.decodes))
     graph.capture(False, Capture(torch.cuda.graph_pool_handle(), torch.cuda.Stream()))
     return graph
 
@@ -209,7 +208,7 @@ def main() -> None:
         host = {side: statistics.median(host for _, host in times) for side, times in found.items()}
         best = min(wall["exact"].median, wall["eager"].median)
         ratio = wall["bucket"].median / best if "bucket" in wall else None
-        size = bucket._metadata.num_tokens if isinstance(bucket, PromptGraph) else None
+        size = bucket.shape.num_tokens if isinstance(bucket, PromptGraph) else None
         rows.append(
             [case.text(), f"{floor:.2f}", str(size or "none"),
              *(wall[side].text() if side in wall else "-" for side in ("bucket", "exact", "eager")),

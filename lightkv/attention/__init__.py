@@ -1,4 +1,5 @@
-"""Attention over the K/V pool: the metadata of a step, and the backends that compute it layer by layer."""
+"""Attention over the K/V pool: what a step computes (`Batch`), the step on the device (`Step`), and the
+backends that compute it layer by layer. `forms` has the ways in which sequences hold their tokens."""
 
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.variants import (
@@ -12,26 +13,31 @@ from lightkv.triton_kernels.attention.variants import (
 )
 
 from .backend import AttentionBackend, LayerShape
-from .cross import CrossMetadata
-from .metadata import AttentionMetadata, BatchShape
+from .batch import Batch
+from .cross import CrossStep, StaticCross
 from .rotary import Rotary, RotaryEmbedding
 from .select import BACKENDS, make_backends, pick_backend, prefix_members
+from .static_step import BatchShape, StaticStep
+from .step import Step
 
 __all__ = [
     "BACKENDS",
     "Alibi",
     "AttentionBackend",
-    "AttentionMetadata",
     "AttentionOptions",
+    "Batch",
     "BatchShape",
     "Chunk",
-    "CrossMetadata",
+    "CrossStep",
     "LayerShape",
     "PagedKV",
     "Rotary",
     "RotaryEmbedding",
     "SinkLogits",
     "Softcap",
+    "StaticCross",
+    "StaticStep",
+    "Step",
     "TreeMask",
     "ValueMask",
     "Window",

@@ -3,17 +3,18 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.kv_spec import KVSpec
-from lightkv.triton_kernels.attention.attention_inputs import check_ring
+from lightkv.memory.staging import upload
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
-from lightkv.triton_kernels.attention.variants.variant import limits
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
-from .cross import CrossMetadata
-from .metadata import AttentionMetadata
+from .cross import CrossStep
 from .rotary import Rotary, RotaryEmbedding
+from .step import Step
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class AttentionBackend(ABC):
     """Attention of one layer over the pool, for packed batches of prefills and decodes.
 
     `layer_idx` is the layer's number in the pool. `rotary` holds the frequencies that q and k are rotated by;
-    only steps with sinks need it.
+    only steps need it in which queries attend from other positions (`forms/sinks.py`).
     """
 
     supports_cuda_graph = False  # True: decode reads lengths on the device, so a captured step follows them
@@ -77,18 +78,18 @@ class AttentionBackend(ABC):
             f"{type(self).__name__} has no prefill in fp8; the triton backend has, on Hopper GPUs"
         )
 
-    def paged_kv(self, metadata: AttentionMetadata) -> PagedKV:
-        """Returns the layer's K/V in the pool, with the step's index."""
-        kv = self.cross_kv(metadata)
-        return kv._replace(index=metadata.index, ring=metadata.ring, indirection=metadata.indirection)
+    def paged_kv(self, step: Step) -> PagedKV:
+        """Returns the layer's K/V in the pool, with the index that the layer reads it by. This is the one place
+        where that index is chosen: here it is the step's."""
+        return self.cross_kv(step)._replace(index=step.index, lookup=step.lookup)
 
-    def cross_kv(self, metadata: AttentionMetadata) -> PagedKV:
+    def cross_kv(self, step: Step) -> PagedKV:
         """Returns the layer's K/V in the pool, with the token table, in which cross sequences have rows."""
-        pool, layer_idx = metadata.memory.pool, self.layer_idx
+        pool, layer_idx = step.memory.pool, self.layer_idx
         return PagedKV(
             pool.k(layer_idx),
             pool.v(layer_idx),
-            metadata.memory.table.req_to_token,
+            step.memory.table.req_to_token,
             scales=pool.scales(layer_idx),
             format=pool.format(layer_idx),
         )
@@ -98,17 +99,17 @@ class AttentionBackend(ABC):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        metadata: AttentionMetadata,
+        step: Step,
         rotary: RotaryEmbedding | None = None,
     ) -> torch.Tensor:
-        """Writes k and v to the slots `metadata.slot_mapping`, then attends from q.
+        """Writes k and v to the slots `step.slot_mapping`, then attends from q.
 
         Args:
             q: `[num_tokens, num_heads * head_dim]` on the pool's device, or with the heads as a dimension of
                 its own; likewise k and v.
             k: `[num_tokens, num_kv_heads * head_dim]`.
             v: `[num_tokens, num_kv_heads * v_dim]`.
-            metadata: the step's.
+            step: the step.
             rotary: rotates q and k, where they arrive without positions; None where positions are applied
                 already. q is then rotated in place, so that it is what `entry_scores` takes, and k may be, too.
 
@@ -116,43 +117,24 @@ class AttentionBackend(ABC):
             `[num_tokens, num_heads * v_dim]` of q's type.
 
         Raises:
-            ValueError: the step has sink tokens, and the layer has windows, chunks or ALiBi, is not causal, or
-                was made without `rotary`; or it is over rings that are smaller than the layer's window (for
-                prefills, `Ring.least_held` is), or the layer has chunks. Nothing is written then.
+            ValueError: the layer cannot attend to sequences of the step's form (`Form.check_layer`). Nothing is
+                written then.
         """
-        options, ring = self.options, metadata.ring
-        num_sink_tokens = metadata.num_sink_tokens if ring is None else ring.sinks
-        if ring is not None:
-            check_ring(ring, options)
-        if metadata.ring_in_order is not None:
-            check_ring(metadata.ring_in_order, options, metadata.ring_in_order.least_held)
-        if num_sink_tokens and (self.rotary is None or options.counts_positions):
-            raise ValueError(
-                f"a step with {num_sink_tokens} sinks needs the rotary frequencies (rotary) and a "
-                f"causal layer without a window, chunks or ALiBi; layer {self.layer_idx} has "
-                f"{options.variants}, causal {options.causal}"
-            )
-        num_tokens = metadata.num_tokens
+        step.form.check_layer(self)
+        num_tokens = step.num_tokens
         q = q.view(num_tokens, self.num_heads, self.head_dim)
         k = k.view(num_tokens, self.num_kv_heads, self.head_dim)
         v = v.view(num_tokens, self.num_kv_heads, self.v_dim)
         out = q.new_empty(num_tokens, self.num_heads, self.v_dim)
-        self._write(q, k, v, metadata, rotary)
-        if ring is not None and not limits(options.variants):
-            self._attend_to_rings(q, metadata, out)
-        elif metadata.num_sink_tokens:
-            self._attend_with_sinks(q, metadata, out)
-        else:
-            self._attend(q, k, v, metadata, out)
+        self._write(q, k, v, step, rotary)
+        self._attend(q, k, v, step, out)
         return out.flatten(1)
 
-    def write_cross(
-        self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, metadata: AttentionMetadata
-    ) -> None:
+    def write_cross(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, memory: KVMemory) -> None:
         """Writes a cross sequence's K and V, `[n, num_kv_heads * head_dim]` and `[n, num_kv_heads * v_dim]`, to
         its slots, int `[n]` on the pool's device (`KVCache.open_cross`). Later steps only read them. Raises
         ValueError for other numbers of tokens or dims; nothing is written then."""
-        pool, num_tokens, heads = metadata.memory.pool, len(slots), self.num_kv_heads
+        pool, num_tokens, heads = memory.pool, len(slots), self.num_kv_heads
         for name, new, dim in (("k", k, self.head_dim), ("v", v, self.v_dim)):
             if len(new) != num_tokens or new.numel() != num_tokens * heads * dim:
                 raise ValueError(
@@ -162,7 +144,7 @@ class AttentionBackend(ABC):
         k, v = k.reshape(num_tokens, heads, self.head_dim), v.reshape(num_tokens, heads, self.v_dim)
         pool.write(self.layer_idx, slots.long(), k, v)
 
-    def cross(self, q: torch.Tensor, cross: CrossMetadata) -> torch.Tensor:
+    def cross(self, q: torch.Tensor, cross: CrossStep) -> torch.Tensor:
         """Attends from q, `[num_tokens, num_heads * head_dim]`, to all tokens of the cross sequence that each
         sequence reads. Their K/V is in the slots of `KVCache.open_cross` already. Returns `[num_tokens,
         num_heads * v_dim]`. Raises ValueError for a layer that is causal or has a window."""
@@ -170,37 +152,26 @@ class AttentionBackend(ABC):
         if options.causal or options._replace(causal=True).counts_positions:
             raise ValueError(
                 f"layer {self.layer_idx} attends to another sequence, so it sees all of its tokens, which have "
-                f"no distance: make it with causal=False, and no windows, chunks or ALiBi; it has {options}"
+                f"no distance: make it with causal=False, and nothing that counts positions; it has {options}"
             )
-        q = q.view(cross.metadata.num_tokens, self.num_heads, self.head_dim)
+        q = q.view(cross.step.num_tokens, self.num_heads, self.head_dim)
         out = q.new_empty(len(q), self.num_heads, self.v_dim)
         self._attend_cross(q, cross, out)
         return out.flatten(1)
 
-    def entry_scores(self, q: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    def entry_scores(self, q: torch.Tensor, step: Step) -> torch.Tensor:
         """Computes how much this step's queries attend to each entry: probabilities, summed over queries and
         heads.
 
         q is as for `forward`, which has to run first because it writes the keys. Returns float32 `[B,
-        longest]`, zero past a sequence's entries. Raises ValueError for a step with sinks, over rings, or with
-        an indirection.
+        longest]`, zero past a sequence's entries. Raises ValueError for a step whose form has no scores by
+        entry (`Form.check_scores`).
         """
-        if metadata.ring is not None or metadata.indirection is not None:
-            raise ValueError(
-                f"a step over {metadata.ring}, with an indirection {metadata.indirection is not None}, is not "
-                "scored by entries; use rows that are no rings and hold their own tokens"
-            )
-        if metadata.num_sink_tokens:
-            raise ValueError(
-                f"a step with {metadata.num_sink_tokens} sinks attends to them from other positions, which are "
-                "not scored; evict by the window alone"
-            )
-        entries = metadata.position_ids
-        if metadata.dropped is not None:
-            entries = entries - metadata.dropped
-        width = int(metadata.kv_lens_host.max(initial=0))
-        q = q.view(metadata.num_tokens, self.num_heads, self.head_dim)
-        return self._entry_scores(q, entries.int(), width, metadata)
+        step.form.check_scores()
+        width = int(step.host.kv_lens.max(initial=0))
+        q = q.view(step.num_tokens, self.num_heads, self.head_dim)
+        entries = step.plans.get("entries of queries", self.layer_idx, lambda: _entries_of(step))
+        return self._entry_scores(q, entries, width, step)
 
     @abstractmethod
     def _write(
@@ -208,7 +179,7 @@ class AttentionBackend(ABC):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        metadata: AttentionMetadata,
+        step: Step,
         rotary: RotaryEmbedding | None,
     ) -> None:
         """Writes this step's K/V to its slots, k rotated by `rotary`, and rotates q in place.
@@ -222,31 +193,25 @@ class AttentionBackend(ABC):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        metadata: AttentionMetadata,
+        step: Step,
         out: torch.Tensor,
     ) -> None:
-        """Writes the attention of all tokens to `out`. k and v are this step's, and are in the pool already."""
+        """Writes the attention of all tokens to `out`, as the step's form has it (`Form`). k and v are this
+        step's, and are in the pool already."""
 
     @abstractmethod
-    def _attend_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
-        """Writes the attention of all tokens, which belong to prefills, to `out`, in a step with sinks.
-
-        Two results are merged: q's over the entries after the sinks, causally, and that of q, rotated back by
-        the number of dropped tokens, over the sinks.
-        """
-
-    @abstractmethod
-    def _attend_to_rings(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
-        """Writes the attention of all tokens, decodes whose rows are rings, to `out`: q attends to a ring's
-        window, and, rotated back by the tokens that were dropped, to its sinks."""
-
-    @abstractmethod
-    def _attend_cross(self, q: torch.Tensor, cross: CrossMetadata, out: torch.Tensor) -> None:
+    def _attend_cross(self, q: torch.Tensor, cross: CrossStep, out: torch.Tensor) -> None:
         """Writes the attention of all tokens to their cross sequences to `out`."""
 
     @abstractmethod
-    def _entry_scores(
-        self, q: torch.Tensor, entries: torch.Tensor, width: int, metadata: AttentionMetadata
-    ) -> torch.Tensor:
+    def _entry_scores(self, q: torch.Tensor, entries: torch.Tensor, width: int, step: Step) -> torch.Tensor:
         """Computes the scores of q `[num_tokens, num_heads, head_dim]` at `entries` int32 `[num_tokens]`:
         float32 `[B, width]`."""
+
+
+def _entries_of(step: Step) -> torch.Tensor:
+    """Returns which entry of its row each token has, int32 `[T]`."""
+    host = step.host
+    entries = [np.arange(end - count, end) for end, count in zip(host.kv_lens, host.counts, strict=True)]
+    packed = np.concatenate([np.zeros(0, dtype=np.int64), *entries])
+    return upload([packed.astype(np.int32)], step.memory.device)[0]

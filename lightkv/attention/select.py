@@ -24,8 +24,8 @@ def pick_backend(name: str | None, device: torch.device) -> type[AttentionBacken
 
 
 def prefix_members(backends: Sequence[AttentionBackend]) -> int:
-    """Returns how many decodes may read one shared prefix together, for the `AttentionMetadata` of a model of
-    these layers: the least of the layers that read prefixes together; 1 if none does."""
+    """Returns how many decodes may read one shared prefix together (`Batch.sharing`) in a model of these
+    layers: the least of the layers that read prefixes together; 1 if none does."""
     return min((layer.prefix_members for layer in backends if layer.prefix_members > 1), default=1)
 
 

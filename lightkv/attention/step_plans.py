@@ -1,37 +1,34 @@
-"""What the layers of a step derive from its metadata on the device, made once and shared."""
+"""What the layers of a step derive from it on the device, made once and shared."""
 
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
-from .metadata import AttentionMetadata
-
-Plan = TypeVar("Plan")
+Made = TypeVar("Made")
 
 
 class StepPlans:
-    """What the layers of a step share, such as work lists, one for each shape of layer; the first layer with a
-    shape makes its list.
+    """What the layers of one step share, such as work lists, one for each shape of layer; the first layer with
+    a shape makes its list.
 
-    When that layer attends again, another pass of the model has begun, even if `prepare` was not called in
-    between (a graph is warmed up and captured on one step): so each pass makes its lists, and a captured pass
-    contains them.
+    When that layer attends again, another pass of the model has begun over the same step (a graph is warmed up
+    and captured on one step): so each pass makes its lists, and a captured pass contains them.
     """
 
     def __init__(self) -> None:
-        self._made: dict[Hashable, tuple[int, int, Any]] = {}
+        self._made: dict[Hashable, tuple[int, Any]] = {}
+        self._kept: dict[Hashable, Any] = {}
 
-    def get(self, key: Hashable, step: int, layer_idx: int, make: Callable[[], Plan]) -> Plan:
-        """Returns the lists for layer `layer_idx` in a step; calls `make` if they are not there or of an
-        earlier pass."""
+    def get(self, key: Hashable, layer_idx: int, make: Callable[[], Made]) -> Made:
+        """Returns the lists for layer `layer_idx`; calls `make` if they are not there or of an earlier pass."""
         made = self._made.get(key)
-        if made is None or made[0] != step or made[1] == layer_idx:
-            made = self._made[key] = step, layer_idx, make()
-        plan: Plan = made[2]
-        return plan
+        if made is None or made[0] == layer_idx:
+            made = self._made[key] = layer_idx, make()
+        found: Made = made[1]
+        return found
 
-    @staticmethod
-    def of(metadata: AttentionMetadata) -> "StepPlans":
-        """Returns the lists that `metadata` carries."""
-        if not isinstance(metadata.plan, StepPlans):
-            metadata.plan = StepPlans()
-        return metadata.plan
+    def keep(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """Returns what all passes over the step share, such as scratch memory; the first call makes it."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        kept: Made = self._kept[key]
+        return kept

@@ -12,7 +12,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from lightkv.triton_kernels.attention.attention_inputs import check_variants
 from lightkv.triton_kernels.attention.attention_reference import joined_reference, slots_reference
 from lightkv.triton_kernels.attention.attention_scores import attention_scores_reference
-from lightkv.triton_kernels.attention.merge_states import merge_states_reference
 from lightkv.triton_kernels.attention.variants.chunk import Chunk
 from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
 from lightkv.triton_kernels.attention.variants.sink_logits import SinkLogits
@@ -23,10 +22,10 @@ from lightkv.triton_kernels.quantised.quantise_reference import rotate_heads
 
 from .backend import AttentionBackend
 from .biased_attention import attend_with_bias
-from .cross import CrossMetadata, attend_cross
-from .metadata import AttentionMetadata
+from .cross import CrossStep, attend_cross
 from .rotary import RotaryEmbedding
-from .torch_plan import TorchPlan
+from .step import Step
+from .torch_plan import PaddedBucket, Scratch, TiledPrefill, decode_buckets, tiled_prefill, window_and_chunk
 
 
 class TorchAttention(AttentionBackend):
@@ -42,42 +41,43 @@ class TorchAttention(AttentionBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        metadata: AttentionMetadata,
+        step: Step,
         rotary: RotaryEmbedding | None,
     ) -> None:
         if rotary is not None:
             rotary.rotate(q)
             rotary.rotate(k)
-        metadata.memory.pool.write(self.layer_idx, metadata.slot_mapping, k, v)
+        step.memory.pool.write(self.layer_idx, step.slot_mapping, k, v)
 
-    def _read(self, metadata: AttentionMetadata, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, step: Step, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns K and V of slots, int64 `[n]`, which may be valid until the next call only."""
-        pool = metadata.memory.pool
+        pool = step.memory.pool
         if pool.format(self.layer_idx).is_quantised:
             return pool.read(self.layer_idx, slots)
-        rows = TorchPlan.of(metadata).gather(pool.kv(self.layer_idx), slots)
+        rows = step.plans.keep("scratch", Scratch).gather(pool.kv(self.layer_idx), slots)
         return pool.spec.split(rows, self.layer_idx)
 
     def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        metadata: AttentionMetadata,
-        out: torch.Tensor,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, out: torch.Tensor
     ) -> None:
-        if self._is_general or metadata.mask is not None or metadata.indirection is not None:
-            self._attend_each(q, metadata, out)
+        step.form.attend_in_torch(self, q, k, v, step, out)
+
+    def attend_plain(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, out: torch.Tensor
+    ) -> None:
+        """Writes the attention of q `[T, H, Dk]` to all that the step's index and lookup find to `out` `[T, H,
+        Dv]`. k and v are the step's."""
+        if self._is_general or step.mask is not None or not step.lookup.is_plain:
+            self._attend_each(q, step, out)
             return
+        host = step.host
         # Decodes come first: in a static batch, prefills write over the output of unused ones.
-        if metadata.num_decodes:
-            start = metadata.first_decode_token
-            decoded = slice(start, start + metadata.num_decodes)
-            self._decode(q[decoded], metadata, out[decoded])
-        if metadata.num_prefills:
-            start = metadata.first_prefill_token
-            prefilled = slice(start, start + metadata.num_prefill_tokens)
-            self._prefill(q[prefilled], k[prefilled], v[prefilled], metadata, out[prefilled])
+        if host.num_decodes:
+            decoded = slice(host.first_decode_token, host.first_decode_token + host.num_decodes)
+            self._decode(q[decoded], step, out[decoded])
+        if host.num_prefills:
+            prefilled = slice(host.first_prefill_token, host.first_prefill_token + host.num_prefill_tokens)
+            self._prefill(q[prefilled], k[prefilled], v[prefilled], step, out[prefilled])
 
     @property
     def _is_general(self) -> bool:
@@ -86,27 +86,27 @@ class TorchAttention(AttentionBackend):
         known = Window | Chunk | Softcap | SinkLogits
         return not self.options.causal or not all(isinstance(one, known) for one in self.options.variants)
 
-    def _attend_each(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+    def _attend_each(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
         """Attends sequence by sequence, decodes first: in a static batch, prefills write over the output of
         unused ones."""
-        num_prefills, kv = metadata.num_prefills, self.paged_kv(metadata)
-        options = self.options.plus(metadata.mask)
-        check_variants(options.variants, q, len(metadata.rows_host))
+        host, kv = step.host, self.paged_kv(step)
+        num_prefills, counts = host.num_prefills, host.counts
+        options = self.options.plus(step.mask)
+        check_variants(options.variants, q, len(host.rows))
         window = options.of(Window)
-        counts = metadata.q_lens.numpy()
-        ends = np.cumsum(counts[:num_prefills]) + metadata.first_prefill_token
-        decodes = np.arange(len(counts) - num_prefills) + metadata.first_decode_token + 1
+        ends = np.cumsum(counts[:num_prefills]) + host.first_prefill_token
+        decodes = np.arange(host.num_decodes) + host.first_decode_token + 1
         ends = np.concatenate([ends, decodes])
         for idx in (*range(num_prefills, len(counts)), *range(num_prefills)):
             queries = slice(int(ends[idx] - counts[idx]), int(ends[idx]))
-            row, length = int(metadata.rows_host[idx]), int(metadata.kv_lens_host[idx])
+            row, length = int(host.rows[idx]), int(host.kv_lens[idx])
             if not length:
                 out[queries] = 0
                 continue
-            # A ring does not hold what is before the window.
+            # What is before the window may not be held any more.
             first = 0 if window is None else window.first_key(length - int(counts[idx]))
             slots = slots_reference(kv, row, torch.arange(first, length, device=q.device))
-            keys, values = self._read(metadata, slots)
+            keys, values = self.read(step, slots)
             scored = Scored.of_last(queries, idx, length, q.device)
             scored = scored._replace(keys=scored.keys[first:])
             out[queries] = attend_with_bias(q[queries], keys, values, options, scored)
@@ -116,24 +116,24 @@ class TorchAttention(AttentionBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        metadata: AttentionMetadata,
+        step: Step,
         out: torch.Tensor,
     ) -> None:
-        pool = metadata.memory.pool
-        plan = TorchPlan.of(metadata).prefill(metadata, self.options, q.dtype, fused=self._is_fused)
+        pool = step.memory.pool
+        plan = self.tiles(q, step, fused=self._is_fused)
         group = self.num_heads // self.num_kv_heads
-        if metadata.is_cuda_graph:
+        if step.host.decodes_first:
             out.zero_()  # also the padding, so that what is computed of it stays finite
         for tile in plan.tiles:
             if tile.slots is None:
                 # The pool's type may be narrower than the model's: attend to what a later step will read.
                 own = slice(tile.start, tile.end)
                 if pool.format(self.layer_idx).is_quantised:
-                    keys, values = self._read(metadata, metadata.slot_mapping[own])
+                    keys, values = self.read(step, step.slot_mapping[own])
                 else:
                     keys, values = k[own].to(pool.spec.dtype), v[own].to(pool.spec.dtype)
             else:
-                keys, values = self._read(metadata, tile.slots)
+                keys, values = self.read(step, tile.slots)
             # [T, H, D] as [num_kv_heads, group, T, D]; keys [S, num_kv_heads, D] are repeated along the group
             queries = q[tile.start : tile.end].unflatten(1, (-1, group)).permute(1, 2, 0, 3)
             attended = self._attend_keys(
@@ -146,61 +146,26 @@ class TorchAttention(AttentionBackend):
             )
             out[tile.start : tile.end].unflatten(1, (-1, group)).copy_(attended.permute(2, 0, 1, 3))
 
-    def _attend_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
-        plan = TorchPlan.of(metadata).prefill(metadata, self.options, q.dtype, fused=False)
-        assert self.rotary is not None
-        assert metadata.dropped is not None
-        rotated = self.rotary.rotate_back(q, metadata.dropped)
-        for tile, sink_tokens in zip(plan.tiles, plan.sink_tokens, strict=True):
-            assert tile.slots is not None
-            parts = ((q, tile.slots, plan.bias_of(tile)), (rotated, sink_tokens, None))
-            states = []
-            for part, (queries, slots, bias) in enumerate(parts):
-                keys, values = self._read(metadata, slots)
-                # Learned sinks join one of the parts, here the first.
-                states.append(
-                    self._attend_part(queries[tile.start : tile.end], keys, values, bias, part == 0)
-                )
-            partial_out, partial_lse = (torch.stack(part) for part in zip(*states, strict=True))
-            out[tile.start : tile.end] = merge_states_reference(partial_out, partial_lse)[0]
+    def tiles(self, q: torch.Tensor, step: Step, fused: bool, skipped: int = 0) -> TiledPrefill:
+        """Returns the step's prefills in tiles, for queries as q. With `fused`, attention stores no scores.
+        `skipped`: how many first entries of a row are left out."""
+        key = "tiles", *window_and_chunk(self.options), q.dtype, fused, skipped
+        return step.plans.get(
+            key, self.layer_idx, lambda: tiled_prefill(step, self.options, q.dtype, fused, skipped)
+        )
 
-    def _attend_to_rings(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
-        kv, ring, lengths = self.paged_kv(metadata), metadata.ring, metadata.kv_lens_host.tolist()
-        assert ring is not None
-        rotated = q
-        if ring.sinks:
-            assert self.rotary is not None
-            dropped = torch.tensor([ring.dropped(length - 1) for length in lengths], device=q.device)
-            rotated = self.rotary.rotate_back(q, dropped)
-        out.zero_()  # also the padding of a static batch
-        for token, (row, length) in enumerate(zip(metadata.rows_host.tolist(), lengths, strict=True)):
-            if not length:
-                continue
-            queries = slice(token, token + 1)
-            first = min(ring.first_key(length - 1), length)
-            window = slots_reference(kv, row, torch.arange(first, length, device=q.device))
-            if not ring.sinks:
-                scored = Scored.of_last(queries, token, len(window), q.device)
-                out[queries] = attend_with_bias(
-                    q[queries], *self._read(metadata, window), self.options, scored
-                )
-                continue
-            sinks = slots_reference(kv, row, torch.arange(min(ring.sinks, length), device=q.device))
-            # Learned sinks join one of the parts, here the first.
-            states = [self._attend_part(rotated[queries], *self._read(metadata, sinks), None, True)]
-            if first < length:
-                states.append(self._attend_part(q[queries], *self._read(metadata, window), None, False))
-            outs, lses = (torch.stack(part) for part in zip(*states, strict=True))
-            out[queries] = merge_states_reference(outs, lses)[0]
+    def _buckets(self, q: torch.Tensor, step: Step) -> list[PaddedBucket]:
+        """Returns the step's decodes in buckets, for queries as q."""
+        key = "buckets", *window_and_chunk(self.options), q.dtype
+        return step.plans.get(key, self.layer_idx, lambda: decode_buckets(step, self.options, q.dtype))
 
-    def _attend_cross(self, q: torch.Tensor, cross: CrossMetadata, out: torch.Tensor) -> None:
-        attend_cross(q, lambda slots: self._read(cross.metadata, slots), cross, self.options, out)
+    def _attend_cross(self, q: torch.Tensor, cross: CrossStep, out: torch.Tensor) -> None:
+        attend_cross(q, lambda slots: self.read(cross.step, slots), cross, self.options, out)
 
-    def _decode(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
-        plan = TorchPlan.of(metadata)
-        for members, slots, width, bias in plan.decode_buckets(metadata, self.options, q.dtype):
+    def _decode(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
+        for members, slots, width, bias in self._buckets(q, step):
             queries = q if members is None else q.index_select(0, members)
-            keys, values = self._read(metadata, slots)
+            keys, values = self.read(step, slots)
             # Query heads that share a K/V head are its query rows: K and V are read once, not per head.
             attended = self._attend_keys(
                 queries.unflatten(1, (self.num_kv_heads, -1)),  # [n, num_kv_heads, group, D]
@@ -214,18 +179,16 @@ class TorchAttention(AttentionBackend):
             else:
                 out.index_copy_(0, members, attended)
 
-    def _entry_scores(
-        self, q: torch.Tensor, entries: torch.Tensor, width: int, metadata: AttentionMetadata
-    ) -> torch.Tensor:
-        kv = self.paged_kv(metadata)
+    def _entry_scores(self, q: torch.Tensor, entries: torch.Tensor, width: int, step: Step) -> torch.Tensor:
+        kv = self.paged_kv(step)
         scores, _ = attention_scores_reference(
             rotate_heads(q) if kv.format.k.is_rotated else q,
             kv,
-            metadata.rows,
-            metadata.q_starts,
+            step.rows,
+            step.q_starts,
             entries,
-            metadata.kv_lens,
-            self.options.plus(metadata.mask),
+            step.kv_lens,
+            self.options.plus(step.mask),
             width=width,
         )
         return scores.float()
@@ -263,7 +226,7 @@ class TorchAttention(AttentionBackend):
         softcap = self.options.of(Softcap)
         return scores if softcap is None else softcap.cap_scores(scores)
 
-    def _attend_part(
+    def attend_part(
         self,
         q: torch.Tensor,
         k: torch.Tensor,

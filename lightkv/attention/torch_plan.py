@@ -12,7 +12,7 @@ from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
 from lightkv.triton_kernels.attention.variants.chunk import Chunk
 from lightkv.triton_kernels.attention.variants.window import Window
 
-from .metadata import AttentionMetadata
+from .step import Step
 
 # Decode pads sequences to the longest of their bucket. A bucket ends where its padding would exceed a quarter
 # of its tokens, unless the padding is so small that the calls for another bucket cost more.
@@ -42,6 +42,7 @@ class PrefillTile(NamedTuple):
 
     start: int  # the queries are the packed tokens [start, end)
     end: int
+    row: int  # of the step's index
     slots: torch.Tensor | None  # int64 [S], up to the last query's own; None: the queries' own keys
 
 
@@ -56,7 +57,6 @@ class TiledPrefill(NamedTuple):
     """
 
     tiles: list[PrefillTile]
-    sink_tokens: list[torch.Tensor]  # int64 [num_sink_tokens] for each tile; empty in a step without sinks
     bias: torch.Tensor | None  # [at most QUERY_TILE, S of the longest tile], 0 and -inf
 
     def bias_of(self, tile: PrefillTile) -> torch.Tensor | None:
@@ -69,77 +69,47 @@ class TiledPrefill(NamedTuple):
         return self.bias[-num_queries:, -len(tile.slots) :].contiguous()
 
 
-class TorchPlan:
-    """What all layers of a step share: indices, masks, and the memory that K/V is gathered into.
-
-    It is kept in the metadata and renewed with each step. Layers with the same window and chunk share an entry.
-    """
+class Scratch:
+    """The memory that the layers of a step gather K/V into, one after the other."""
 
     def __init__(self) -> None:
-        self._step = -1
-        self._decode: dict[tuple[int, int, torch.dtype], list[PaddedBucket]] = {}
-        self._prefill: dict[tuple[int, int, torch.dtype, bool], TiledPrefill] = {}
         self._scratch: torch.Tensor | None = None
-
-    @staticmethod
-    def of(metadata: AttentionMetadata) -> "TorchPlan":
-        """Returns the plan for the current step of `metadata`."""
-        plan = metadata.plan
-        if not isinstance(plan, TorchPlan):
-            plan = metadata.plan = TorchPlan()
-        if plan._step != metadata.step:
-            plan._step = metadata.step
-            plan._decode.clear()
-            plan._prefill.clear()
-        return plan
 
     def gather(self, buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Returns `buffer[slots]`, `[len(slots), width]`, which is valid until the next call."""
         numel = len(slots) * buffer.shape[1]
         scratch = self._scratch
         if scratch is None or scratch.numel() < numel or scratch.dtype != buffer.dtype:
-            # Half as much again, since sequences grow by a token per step.
-            scratch = self._scratch = buffer.new_empty(numel + numel // 2)
+            scratch = self._scratch = buffer.new_empty(numel)
         gathered = scratch[:numel].view(len(slots), buffer.shape[1])
         return torch.index_select(buffer, 0, slots, out=gathered)
 
-    def decode_buckets(
-        self, metadata: AttentionMetadata, options: AttentionOptions, dtype: torch.dtype
-    ) -> list[PaddedBucket]:
-        """Returns the decodes of a step in buckets of similar length. `dtype` is that of the queries."""
-        window, chunk = window_and_chunk(options)
-        key = window, chunk, dtype
-        padded = self._decode.get(key)
-        if padded is None:
-            lengths = metadata.kv_lens_host[metadata.num_prefills :]
-            if window:
-                lengths = np.minimum(lengths, window)
-            if chunk:
-                lengths = lengths - np.maximum(lengths - 1, 0) // chunk * chunk
-            # A padding row of a static batch has length 0. Attention to no key is NaN, so it attends to slot 0.
-            lengths = np.maximum(lengths, 1)
-            buckets = bucket_lengths(lengths)
-            padded = [
-                _padded_bucket(metadata, lengths, members if len(buckets) > 1 else None, dtype)
-                for members in buckets
-            ]
-            self._decode[key] = padded
-        return padded
 
-    def prefill(
-        self, metadata: AttentionMetadata, options: AttentionOptions, dtype: torch.dtype, fused: bool
-    ) -> TiledPrefill:
-        """Returns the prefills of a step in tiles. `dtype` is that of the queries. With `fused`, attention
-        stores no scores, so a prefill without a prefix is one tile, whatever its length, or one in each
-        chunk."""
-        window, chunk = window_and_chunk(options)
-        key = window, chunk, dtype, fused
-        plan = self._prefill.get(key)
-        if plan is None:
-            tiles, sink_tokens = _prefill_tiles(metadata, window, chunk, fused)
-            plan = TiledPrefill(tiles, sink_tokens, _tile_bias(tiles, window, dtype))
-            self._prefill[key] = plan
-        return plan
+def decode_buckets(step: Step, options: AttentionOptions, dtype: torch.dtype) -> list[PaddedBucket]:
+    """Returns the decodes of a step in buckets of similar length. `dtype` is that of the queries."""
+    window, chunk = window_and_chunk(options)
+    lengths = step.host.kv_lens[step.host.num_prefills :]
+    if window:
+        lengths = np.minimum(lengths, window)
+    if chunk:
+        lengths = lengths - np.maximum(lengths - 1, 0) // chunk * chunk
+    # A padding row of a static batch has length 0. Attention to no key is NaN, so it attends to slot 0.
+    lengths = np.maximum(lengths, 1)
+    buckets = bucket_lengths(lengths)
+    return [
+        _padded_bucket(step, lengths, members if len(buckets) > 1 else None, dtype) for members in buckets
+    ]
+
+
+def tiled_prefill(
+    step: Step, options: AttentionOptions, dtype: torch.dtype, fused: bool, skipped: int = 0
+) -> TiledPrefill:
+    """Returns the prefills of a step in tiles. `dtype` is that of the queries. With `fused`, attention stores
+    no scores, so a prefill without a prefix is one tile, whatever its length, or one in each chunk. `skipped`:
+    how many first entries of a row are left out."""
+    window, chunk = window_and_chunk(options)
+    tiles = _prefill_tiles(step, window, chunk, fused, skipped)
+    return TiledPrefill(tiles, _tile_bias(tiles, window, dtype))
 
 
 def bucket_lengths(lengths: np.ndarray) -> list[np.ndarray]:
@@ -160,20 +130,17 @@ def bucket_lengths(lengths: np.ndarray) -> list[np.ndarray]:
 
 
 def _padded_bucket(
-    metadata: AttentionMetadata, lengths: np.ndarray, members: np.ndarray | None, dtype: torch.dtype
+    step: Step, lengths: np.ndarray, members: np.ndarray | None, dtype: torch.dtype
 ) -> PaddedBucket:
-    table = metadata.memory.table
-    rows = metadata.rows_host[metadata.num_prefills :]
-    ends = np.maximum(metadata.kv_lens_host[metadata.num_prefills :], 1)
+    table, host = step.memory.table, step.host
+    rows = host.rows[host.num_prefills :]
+    ends = np.maximum(host.kv_lens[host.num_prefills :], 1)
     if members is not None:
         rows, ends, lengths = rows[members], ends[members], lengths[members]
     width = int(lengths.max())
     offsets = np.arange(width)
     padded = offsets >= lengths[:, None]  # [G, width]
     entries = (ends - lengths)[:, None] + offsets
-    if (ring := metadata.ring) is not None:
-        within = ring.sinks + (entries - ring.sinks) % ring.size
-        entries = np.where(entries < ring.sinks, entries, within)
     entries += rows[:, None] * table.max_entries
     # Padding reads row 0, hence slot 0, whose K/V is finite. The row's own entries there are stale: a free slot
     # may hold NaN, which no bias masks.
@@ -187,18 +154,15 @@ def _padded_bucket(
     return PaddedBucket(chosen[0] if chosen else None, table.read(where).long(), width, bias)
 
 
-def _prefill_tiles(
-    metadata: AttentionMetadata, window: int, chunk: int, fused: bool
-) -> tuple[list[PrefillTile], list[torch.Tensor]]:
-    """Returns the prefills in tiles, and the slots of each tile's sink tokens. No tile has queries of two
-    chunks, so within a tile every query sees all keys of its chunk up to its own."""
-    index, num_sink_tokens = metadata.index, metadata.num_sink_tokens
+def _prefill_tiles(step: Step, window: int, chunk: int, fused: bool, skipped: int) -> list[PrefillTile]:
+    """Returns the prefills in tiles. No tile has queries of two chunks, so within a tile every query sees all
+    keys of its chunk up to its own."""
+    index, host = step.index, step.host
     tiles = []
-    sink_tokens = []
     packed_end = 0
-    for idx, num_tokens in enumerate(metadata.prefill_lens.tolist()):
+    for idx, num_tokens in enumerate(host.counts[: host.num_prefills].tolist()):
         packed_end += num_tokens
-        row, kv_len = int(metadata.rows_host[idx]), int(metadata.kv_lens_host[idx])
+        row, kv_len = int(host.rows[idx]), int(host.kv_lens[idx])
         if not kv_len:  # padding of a static batch
             continue
         prefix = kv_len - num_tokens
@@ -208,18 +172,16 @@ def _prefill_tiles(
             floor = begin // chunk * chunk if chunk else 0
             sees_all = begin == floor and (not window or stop - begin <= window)
             if sees_all and (fused or stop - begin <= QUERY_TILE):
-                tiles.append(PrefillTile(begin + shift, stop + shift, None))
+                tiles.append(PrefillTile(begin + shift, stop + shift, row, None))
                 continue
-            # The first keys are seen by no query (a window), or only by queries rotated back (sink tokens).
-            skipped = max(0, begin - window + 1) if window else floor + num_sink_tokens
-            slots = index[row, skipped:stop].long()
+            begin_keys = max(0, begin - window + 1) if window else floor + skipped
+            slots = index[row, begin_keys:stop].long()
             for start in range(begin, stop, QUERY_TILE):
                 end = min(start + QUERY_TILE, stop)
-                first = max(0, start - window + 1) if window else skipped
-                tiles.append(PrefillTile(start + shift, end + shift, slots[first - skipped : end - skipped]))
-                if num_sink_tokens:
-                    sink_tokens.append(index[row, :num_sink_tokens].long())
-    return tiles, sink_tokens
+                first = max(0, start - window + 1) if window else begin_keys
+                keys = slots[first - begin_keys : end - begin_keys]
+                tiles.append(PrefillTile(start + shift, end + shift, row, keys))
+    return tiles
 
 
 def _chunks_of(begin: int, end: int, chunk: int) -> Iterator[tuple[int, int]]:

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lightkv.attention import AttentionMetadata
+from lightkv.attention import Batch, Step
+from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import upload
 from lightkv.memory.token_table import TokenTable
 
@@ -117,21 +118,22 @@ def _seen_entries(table: TokenTable, rows: list[int], padding: list[int], width:
 
 
 def pack_step(
-    metadata: AttentionMetadata,
+    memory: KVMemory,
     rows: list[int],
     parts: list[Part],
     same_as: list[int],
     call: ModelCall,
     num_before: int,
-) -> dict[str, torch.Tensor]:
-    """Prepares a call on lightkv's attention, which computes `parts` alone: fills `metadata`, and returns the
-    changed arguments of the call.
+) -> tuple[Step, dict[str, torch.Tensor]]:
+    """Prepares a call on lightkv's attention, which computes `parts` alone. Returns the step and the changed
+    arguments of the call.
 
     `rows` of the table belong to the rows of the batch, which has `num_before` columns before the call;
     `same_as` has for each the first row with the same text, whose logits it gets.
     """
     _, starts, counts = (list(numbers) for numbers in zip(*parts, strict=True))
-    metadata.prepare([rows[part.row] for part in parts], starts, counts, len(parts) if max(counts) > 1 else 0)
+    num_prefills = len(parts) if max(counts) > 1 else 0
+    step = Step.of(Batch.of([rows[part.row] for part in parts], starts, counts, num_prefills), memory)
     ends = dict(zip((part.row for part in parts), np.cumsum(counts).tolist(), strict=True))
     length = {part.row: part.num_tokens for part in parts}
     wanted = [
@@ -142,9 +144,9 @@ def pack_step(
     ]
     source = _sources(parts, call.padding, num_before, call.input_ids.shape[1])
     source_there, wanted_there = upload([source, np.array(wanted, dtype=np.int64)], call.input_ids.device)
-    return {
+    return step, {
         "input_ids": call.input_ids.flatten().index_select(0, source_there)[None],
-        "position_ids": metadata.position_ids[None],
+        "position_ids": step.position_ids[None],
         "logits_to_keep": wanted_there,
     }
 

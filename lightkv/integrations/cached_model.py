@@ -18,6 +18,7 @@ The decoding loops beside this file (`sampling`, `prompt_lookup`) use it, and a 
 (7, 93)
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -25,7 +26,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lightkv.attention import AttentionMetadata, Rotary, make_backends
+from lightkv.attention import AttentionBackend, Batch, Rotary, Step, make_backends
+from lightkv.attention.forms.rings import over_rings
+from lightkv.attention.forms.sinks import with_sinks
 from lightkv.counts import checked_count
 from lightkv.errors import OutOfRows, UnsupportedModel
 from lightkv.integrations.model.attention_call import AttentionHandler, compute
@@ -90,7 +93,7 @@ class CachedModel:
         self.model = model
         self.context = context_length(model.config.get_text_config()) or capacity
         self.exact_positions = exact_positions
-        self.cache, self.step = assemble(
+        self.cache, self.backends = assemble(
             model, shape, capacity, max_sequences, max_entries, backend, rotary, kv_format
         )
         bind(model)
@@ -126,17 +129,18 @@ class CachedModel:
         sequences: Seq[Sequence],
         token_ids: Seq[TokenIds],
         all_logits: bool = False,
-        handler: AttentionHandler | None = None,
+        handler: Callable[[PackedStep], AttentionHandler] | None = None,
         tree: GuessTree | None = None,
     ) -> torch.Tensor:
         """Computes `token_ids[i]` at the end of `sequences[i]`, for all sequences in one call of the model.
 
         Returns the logits after the last token of each sequence, `[len(sequences), vocabulary]`, or with
-        `all_logits` those after every token, packed in order. `handler` gets the attention calls instead of
-        `step`, and has to pass them on to it. With a `tree`, the tokens are its nodes, at the end of one
-        sequence, and each attends to its ancestors alone; `take` keeps those that were right. Raises the errors
-        of `KVCache.extend`, and ValueError where tokens were dropped and this model, or these sequences
-        together, would not be computed right. After an error the sequences are as before.
+        `all_logits` those after every token, packed in order. `handler` is called with the step, and what it
+        returns gets the step's attention calls, and has to pass them on to it. With a `tree`, the tokens are
+        its nodes, at the end of one sequence, and each attends to its ancestors alone; `take` keeps those that
+        were right. Raises the errors of `KVCache.extend`, and ValueError where tokens were dropped and this
+        model, or these sequences together, would not be computed right. After an error the sequences are as
+        before.
         """
         ids = [np.frombuffer(int32_bytes(one), dtype=np.int32) for one in token_ids]
         counts = [len(one) for one in ids]
@@ -149,33 +153,25 @@ class CachedModel:
         starts = [one.length if ring is None else one.position for one in sequences]
         self.cache.extend(sequences, counts)
         try:
-            metadata = self.step.metadata
             rows, dropped = [one.row for one in sequences], [one.dropped for one in sequences]
             packed = np.concatenate(ids).astype(np.int64)
             # A step with sinks consists of prefills only.
             num_prefills = len(rows) if num_sink_tokens or max(counts) > 1 else 0
             if ring is not None and not num_prefills and handler is None and self._captures_rings:
                 return self._ring_graph(ring, len(rows)).replay(sequences, starts, packed).clone()
-            mask = positions = None
+            batch, mask = Batch.of(rows, starts, counts, num_prefills), None
+            held = with_sinks(batch, dropped, num_sink_tokens) if ring is None else over_rings(batch, ring)
             if tree is not None:
                 mask = TreeMask(torch.from_numpy(tree.bits()).to(self.model.device))
                 first = starts[0] + dropped[0]
-                positions = [first + depth for depth in tree.depths]
-            metadata.prepare(
-                rows,
-                starts,
-                counts,
-                num_prefills,
-                dropped=dropped if ring is None else (),
-                num_sink_tokens=num_sink_tokens,
-                ring=ring,
-                mask=mask,
-                positions=positions,
-            )
+                held = held.at_positions([first + depth for depth in tree.depths])
+            step = Step.of(held, self.cache.memory, mask=mask)
+            packed_step = PackedStep(step, self.backends)
             last = np.cumsum(np.array(counts, dtype=np.int64)) - 1
             input_ids, wanted = upload([packed, last], self.model.device)
             index = None if all_logits else wanted
-            return compute(self.model, input_ids, metadata.position_ids, handler or self.step, index)
+            attends = packed_step if handler is None else handler(packed_step)
+            return compute(self.model, input_ids, step.position_ids, attends, index)
         except BaseException:
             self.cache.shrink(sequences, counts)
             raise
@@ -183,14 +179,15 @@ class CachedModel:
     @property
     def _captures_rings(self) -> bool:
         return self.cache.memory.device.type == "cuda" and all(
-            backend.supports_cuda_graph for backend in self.step.backends
+            backend.supports_cuda_graph for backend in self.backends
         )
 
     def _ring_graph(self, ring: Ring, size: int) -> RingGraph:
         """Returns the graph of a decode step of `size` such rings, which the first call captures."""
         graph = self._ring_graphs.get((ring, size))
         if graph is None:
-            graph = self._ring_graphs[ring, size] = RingGraph(self.model, self.step, ring, size)
+            graph = RingGraph(self.model, self.cache.memory, self.backends, ring, size)
+            self._ring_graphs[ring, size] = graph
         return graph
 
     def _ring_of(self, sequences: Seq[Sequence]) -> Ring | None:
@@ -263,8 +260,8 @@ def assemble(
     backend: str | None,
     rotary: Rotary | None = None,
     kv_format: KVFormat = AS_COMPUTED,
-) -> tuple[KVCache, PackedStep]:
-    """Returns a cache for the K/V of `model`, of the shape that `probe` found, and a step that attends over it.
+) -> tuple[KVCache, list[AttentionBackend]]:
+    """Returns a cache for the K/V of `model`, of the shape that `probe` found, and the backends of its layers.
 
     The arguments are those of `CachedModel`. The model does not change. Raises UnknownBackend, OutOfMemory and
     ValueError.
@@ -277,8 +274,7 @@ def assemble(
     for layer in backends:
         layer.check_format(kv_format.of_layer(layer.layer_idx))
     cache = KVCache(spec, capacity, max_sequences, max_entries, model.device)
-    metadata = AttentionMetadata(max_sequences, max_sequences * max_entries, cache.memory)
-    return cache, PackedStep(metadata, backends)
+    return cache, backends
 
 
 def select(cache: KVCache, sequences: Seq[Sequence], order: Seq[int]) -> list[Sequence]:

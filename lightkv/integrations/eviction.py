@@ -91,12 +91,12 @@ class HeavyHitters:
             )
         self._follow(sequence)
         start = sequence.length
-        scored_step = _ScoredStep(self._lm.step)
-        logits = self._lm.forward([sequence], [ids], all_logits, scored_step)
-        assert scored_step.scores is not None
+        scored = _Scores()
+        logits = self._lm.forward([sequence], [ids], all_logits, scored.of_step)
+        assert scored.scores is not None
         own = self._scores[sequence.row, : sequence.length]
         own[start:] = 0.0  # these are scores of tokens that the row held before
-        own += scored_step.scores[0]
+        own += scored.scores[0]
         self._note(sequence)
         return logits
 
@@ -142,16 +142,27 @@ class HeavyHitters:
         self._note(sequence)
 
 
+class _Scores:
+    """Sums up, over the layers of a step, the attention to each entry: `scores`, float32 `[B, longest]`."""
+
+    def __init__(self) -> None:
+        self.scores: torch.Tensor | None = None
+
+    def of_step(self, step: PackedStep) -> "_ScoredStep":
+        """Returns the handler of a step that adds its scores to these."""
+        return _ScoredStep(step, self)
+
+
 @dataclass
 class _ScoredStep:
-    """The AttentionHandler of a step that also sums up, over the layers, the attention to each entry."""
+    """The AttentionHandler of a step that also adds the attention to each entry to `total`."""
 
-    step: PackedStep
-    scores: torch.Tensor | None = None  # float32 [B, longest]
+    packed: PackedStep
+    total: _Scores
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        out = self.step.attend(call)  # which applies positions to q
-        backend = self.step.backends[call.module.layer_idx]
-        scores = backend.entry_scores(call.q[0].transpose(0, 1), self.step.metadata)
-        self.scores = scores if self.scores is None else self.scores + scores
+        out = self.packed.attend(call)  # which applies positions to q
+        backend = self.packed.backends[call.module.layer_idx]
+        scores, before = backend.entry_scores(call.q[0].transpose(0, 1), self.packed.step), self.total.scores
+        self.total.scores = scores if before is None else before + scores
         return out

@@ -45,6 +45,7 @@ import torch
 from torch import nn
 from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 
+from lightkv.attention import AttentionBackend
 from lightkv.counts import checked_count
 from lightkv.errors import OutOfRows
 from lightkv.integrations.model.attention_call import ATTENTION
@@ -119,14 +120,17 @@ class LightKVCache(Cache):
     ) -> None:
         shape = probe(model)
         require_plain_cache(model, shape)
-        kv, step = assemble(model, shape, capacity, max_sequences, max_entries, backend, kv_format=kv_format)
+        kv, backends = assemble(
+            model, shape, capacity, max_sequences, max_entries, backend, kv_format=kv_format
+        )
         owner = weakref.proxy(self)
         Cache.__init__(self, layers=[CacheLayer(owner, idx) for idx in range(shape.spec.num_layers)])
-        self._start(model, kv, step)
+        self._start(model, kv, backends)
 
-    def _start(self, module: nn.Module, kv: KVCache, step: PackedStep | None) -> None:
-        """Sets the cache up without a batch, and puts its hooks on the forward pass of `module`."""
-        self.kv, self._step = kv, step
+    def _start(self, module: nn.Module, kv: KVCache, backends: list[AttentionBackend]) -> None:
+        """Sets the cache up without a batch, and puts its hooks on the forward pass of `module`. `backends`: of
+        the layers of a model that may be bound to lightkv's attention."""
+        self.kv, self._backends = kv, backends
         self._gatherer = KVGatherer(kv.memory.pool)
         self._sequences: list[Sequence] = []  # one for each row of the batch
         self._padding: list[int] = []
@@ -245,12 +249,14 @@ class LightKVCache(Cache):
         self._pending = pending
         kwargs = dict(kwargs)
         rows = [sequence.row for sequence in self._sequences]
-        if self._step is not None and model.config.get_text_config()._attn_implementation == ATTENTION:
-            kwargs |= pack_step(self._step.metadata, rows, parts, same_as, call, self.num_columns)
-            kwargs.update(lightkv=self._step, use_cache=False)
+        if self._backends and model.config.get_text_config()._attn_implementation == ATTENTION:
+            made, arguments = pack_step(self.kv.memory, rows, parts, same_as, call, self.num_columns)
+            packed = PackedStep(made, self._backends)
+            kwargs |= arguments
+            kwargs.update(lightkv=packed, use_cache=False)
             del kwargs["past_key_values"]
             kwargs.pop("attention_mask", None)
-            self._pending = pending._replace(step=self._step)
+            self._pending = pending._replace(step=packed)
         else:
             table = self.kv.memory.table
             step, first, positions = gather_step(table, rows, parts, call, self.num_columns)
@@ -348,13 +354,17 @@ class LightKVCache(Cache):
     def _end(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Runs after the model's forward pass: records what it computed."""
         pending = self._pending
-        is_packed = self._step is not None and kwargs.get("lightkv") is self._step
-        if pending is None or not (is_packed or kwargs.get("past_key_values") is self):
+        if pending is None:
+            return None
+        is_packed = isinstance(pending.step, PackedStep)
+        if not (
+            kwargs.get("lightkv") is pending.step if is_packed else kwargs.get("past_key_values") is self
+        ):
             return None
         self._pending = None
         self.kv.confirm()
         self._ids = torch.cat((self._ids, pending.input_ids), 1) if len(self._ids) else pending.input_ids
-        if isinstance(pending.step, PackedStep):
+        if is_packed:
             output["logits"] = output.logits[0].unflatten(0, (-1, pending.num_logits))
             output["past_key_values"] = self
         return output
@@ -389,7 +399,7 @@ class _EncoderDecoderKVCache(LightKVCache, EncoderDecoderCache):
         owner, layers = weakref.proxy(self), range(spec.num_layers)
         own = Cache(layers=[ReadableLayer(owner, layer_idx) for layer_idx in layers])
         cross = Cache(layers=[CrossLayer(owner, layer_idx) for layer_idx in layers])
-        self._start(model.get_decoder(), kv, None)
+        self._start(model.get_decoder(), kv, [])
         EncoderDecoderCache.__init__(self, own, cross)
 
     @property

@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightkv.attention import (
     AttentionBackend,
-    AttentionMetadata,
     make_backends,
     pick_backend,
     prefix_members,
@@ -302,11 +301,9 @@ def assemble(
     parts = RunnerParts(model, backends, memory, sampler)
     graphs, buckets = None, list[int]()
     if with_graphs:
-        members = limits.prefix_sharing.max_members
         most = limits.max_step_tokens
-        metadata = AttentionMetadata(limits.max_num_seqs, most, memory, prefix_members=members)
         buckets = token_buckets(linear_layers(model, joined), limits.prefill_budget, most, report)
-        graphs = StepGraphs(parts, metadata, buckets)
+        graphs = StepGraphs(parts, limits, buckets)
     if device.type == "cuda":
         report("compiling kernels")
         with compile_ahead():

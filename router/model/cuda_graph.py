@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from lightkv.attention import AttentionMetadata, BatchShape
+from lightkv.attention import Batch, BatchShape, StaticStep
 from lightkv.ledger.shared_prefixes import SharedPrefix
-from lightkv.router.engine.step import StepPlan
+from lightkv.router.engine.step import Limits, StepPlan
 from lightkv.router.sampling_params import SamplerKind
 from lightkv.triton_kernels.slots.allocate import TableEntries
 
@@ -117,13 +117,12 @@ class DecodeGraph:
 
     allocates = True  # the slots of its decodes
 
-    def __init__(
-        self, parts: RunnerParts, size: int, metadata: AttentionMetadata, logits: "SharedLogits"
-    ) -> None:
+    def __init__(self, parts: RunnerParts, size: int, prefix_members: int, logits: "SharedLogits") -> None:
         memory = parts.memory
         self._parts = parts
         self._logits = logits
-        self._metadata = metadata.create_cuda_graph_metadata(size)
+        self._static = StaticStep(BatchShape.of_decodes(size), memory, prefix_members=prefix_members)
+        self._step = self._static.load(Batch.empty())
         self._slots = torch.zeros(size, dtype=torch.int32, device=memory.device)
         self._count = torch.zeros(1, dtype=torch.int32, device=memory.device)
         self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
@@ -144,7 +143,7 @@ class DecodeGraph:
             self._parts.sampler.enable_logit_edits()
         self._load_padding(key)
         if not key.has_masks:
-            self._graphs[key] = shared.graph(lambda: self._step(key.kind))
+            self._graphs[key] = shared.graph(lambda: self._run(key.kind))
             return
         if key.shares_prefixes not in self._forwards:
             self._forwards[key.shares_prefixes] = shared.graph(self._forward)
@@ -156,7 +155,7 @@ class DecodeGraph:
         """Launches what `capture` would capture, once."""
         self._load_padding(key)
         if not key.has_masks:
-            self._step(key.kind)
+            self._run(key.kind)
             return
         inputs, logits, _ = self._forward()
         inputs.sample(self._parts, logits, key.kind, self._logits.masks(len(logits)))
@@ -182,7 +181,10 @@ class DecodeGraph:
     def _replay(self, plan: StepPlan, graph: torch.cuda.CUDAGraph) -> None:
         count = len(plan.rows)
         if self._loaded is None or (plan.step - 1, plan.rows, plan.prefixes) != self._loaded:
-            self._metadata.prepare(plan.rows, plan.starts, plan.counts, 0, prefixes=plan.prefixes or None)
+            batch = Batch.of(plan.rows, plan.starts, plan.counts, 0)
+            if plan.prefixes:
+                batch = batch.sharing(plan.prefixes, self._static.prefix_members)
+            self._step = self._static.load(batch)
             self._count.fill_(count)
         self._parts.memory.allocator.claim(count)
         graph.replay()
@@ -190,10 +192,13 @@ class DecodeGraph:
 
     def _load_padding(self, key: GraphKey) -> None:
         self._loaded = None
-        self._metadata.prepare([], [], [], 0, prefixes=[] if key.shares_prefixes else None)
+        batch = Batch.empty()
+        if key.shares_prefixes:
+            batch = batch.sharing([], self._static.prefix_members)
+        self._step = self._static.load(batch)
         self._count.zero_()
 
-    def _step(self, kind: SamplerKind) -> StepOutput:
+    def _run(self, kind: SamplerKind) -> StepOutput:
         inputs, logits = self._compute()
         return inputs.sample(self._parts, logits, kind)
 
@@ -203,16 +208,16 @@ class DecodeGraph:
 
     def _compute(self) -> tuple[StepInputs, torch.Tensor]:
         """Computes the logits, and moves every row one position on."""
-        memory, metadata = self._parts.memory, self._metadata
-        rows = metadata.rows
-        entries = TableEntries(memory.table.req_to_token, metadata.position_ids, rows)
+        memory, step = self._parts.memory, self._step
+        rows = step.rows
+        entries = TableEntries(memory.table.req_to_token, step.position_ids, rows)
         memory.allocator.alloc_into(self._slots, self._count, entries)
-        metadata.slot_mapping.copy_(self._slots)
-        inputs = StepInputs(None, rows, None, rows, metadata.kv_lens.long())
-        logits = inputs.logits(self._parts, metadata)
+        step.slot_mapping.copy_(self._slots)
+        inputs = StepInputs(step, None, rows, None, rows, step.kv_lens.long())
+        logits = inputs.logits(self._parts)
         active = rows > 0
-        metadata.position_ids.add_(active)
-        metadata.kv_lens.add_(active)
+        step.position_ids.add_(active)
+        step.kv_lens.add_(active)
         return inputs, logits
 
 
@@ -247,15 +252,15 @@ class PromptGraph:
 
     allocates = False
 
-    def __init__(
-        self, parts: RunnerParts, shape: BatchShape, metadata: AttentionMetadata, logits: SharedLogits
-    ) -> None:
+    def __init__(self, parts: RunnerParts, shape: BatchShape, limits: Limits, logits: SharedLogits) -> None:
+        self.shape = shape
         self._parts = parts
         self._logits = logits
-        most = min(shape.num_tokens, metadata.max_num_requests)
+        most = min(shape.num_tokens, limits.max_num_seqs)
         self._num_samples = min(shape.num_prefills - 1 + shape.num_decodes, most)
         room = StepInputs.bytes_for(shape.num_tokens, self._num_samples)
-        self._metadata = metadata.create_static(shape, room)
+        members = limits.prefix_sharing.max_members
+        self._static = StaticStep(shape, parts.memory, prefix_members=members, room=room)
         self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     def has(self, shares_prefixes: bool) -> bool:
@@ -267,12 +272,13 @@ class PromptGraph:
 
         Meanwhile the static tensors hold padding alone.
         """
-        inputs = self._load(_PADDING, shares_prefixes)
-        self._graphs[shares_prefixes] = shared.graph(lambda: self._compute(inputs))
+        self._load(_PADDING, shares_prefixes)
+        self._graphs[shares_prefixes] = shared.graph(self._compute)
 
     def rehearse(self) -> None:
         """Launches what `capture` would capture without shared prefixes, once."""
-        self._compute(self._load(_PADDING, False))
+        self._load(_PADDING, False)
+        self._compute()
 
     def replay(self, plan: StepPlan) -> StepOutput:
         """Runs a plan whose slots are allocated, and samples."""
@@ -285,36 +291,36 @@ class PromptGraph:
 
     def _replay(self, plan: StepPlan) -> StepLogits:
         shares_prefixes = bool(plan.prefixes)
-        inputs = self._load(plan, shares_prefixes)
+        self._load(plan, shares_prefixes)
         graph, logits = self._graphs[shares_prefixes]
         graph.replay()
-        return StepLogits(inputs, logits).first(len(plan.sample))
+        return StepLogits(self._inputs, logits).first(len(plan.sample))
 
-    def _load(self, plan: StepPlan, shares_prefixes: bool) -> StepInputs:
-        return StepInputs.load(plan, self._metadata, self._num_samples, shares_prefixes)
+    def _load(self, plan: StepPlan, shares_prefixes: bool) -> None:
+        self._inputs = StepInputs.load(plan, self._static, self._num_samples, shares_prefixes)
 
-    def _compute(self, inputs: StepInputs) -> torch.Tensor:
-        return self._logits.store(inputs.logits(self._parts, self._metadata))
+    def _compute(self) -> torch.Tensor:
+        return self._logits.store(self._inputs.logits(self._parts))
 
 
 class StepGraphs:
     """The graphs of all steps. They share one memory pool, since they never run at the same time.
 
-    `metadata` is that of eager steps; it says how large a step can be. `buckets` are the numbers of tokens of
-    prompt graphs, ascending. `announce` is called with a line before a graph is captured while requests run.
+    `limits`: how large a step can be. `buckets` are the numbers of tokens of prompt graphs, ascending.
+    `announce` is called with a line before a graph is captured while requests run.
     """
 
-    def __init__(self, parts: RunnerParts, metadata: AttentionMetadata, buckets: Sequence[int]) -> None:
+    def __init__(self, parts: RunnerParts, limits: Limits, buckets: Sequence[int]) -> None:
         self.announce: Callable[[str], None] = lambda line: None
-        self._may_share = metadata.prefix_members > 1
-        max_num_seqs = metadata.max_num_requests
+        members, max_num_seqs = limits.prefix_sharing.max_members, limits.max_num_seqs
+        self._may_share = members > 1
         logits = SharedLogits(max_num_seqs)
         self._prompts = {
-            size: {shape: PromptGraph(parts, shape, metadata, logits) for shape in shapes}
+            size: {shape: PromptGraph(parts, shape, limits, logits) for shape in shapes}
             for size, shapes in prompt_shapes(buckets, max_num_seqs).items()
         }
         self._decodes = {
-            size: DecodeGraph(parts, size, metadata, logits) for size in batch_sizes(max_num_seqs)
+            size: DecodeGraph(parts, size, members, logits) for size in batch_sizes(max_num_seqs)
         }
         # There was no memory for these, so that their steps run eagerly.
         self._refused: set[tuple[DecodeGraph | PromptGraph, GraphKey | bool]] = set()

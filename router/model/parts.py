@@ -1,5 +1,5 @@
 """The objects that the runner and its CUDA graphs share, and what a step reads and returns: every step, eager
-or captured, is `StepInputs.load`, `StepInputs.logits`, `StepInputs.sample`."""
+or captured, is `StepInputs.of` or `load`, `StepInputs.logits`, `StepInputs.sample`."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lightkv.attention import AttentionBackend, AttentionMetadata
+from lightkv.attention import AttentionBackend, Batch, StaticStep, Step
 from lightkv.integrations.model.hf_model import forward, forward_slices
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import packed_size, upload
@@ -55,12 +55,13 @@ class StepOutput(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """What a step reads on the device beside its metadata: the tokens of prompts, and what is sampled.
+    """What a step reads on the device: the step itself, the tokens of prompts, and what is sampled.
 
     In a static batch of T tokens and up to n samples all of them have fixed sizes; unused ones are 0, and
     sample for row 0.
     """
 
+    step: Step
     token_ids: torch.Tensor | None  # int64 [T]; None if there are decodes only
     next_of: torch.Tensor  # int64 [T], the rows whose last sampled tokens are the inputs; 0 for token_ids
     last_tokens: torch.Tensor | None  # int64 [n], which tokens are sampled; None for all
@@ -69,57 +70,48 @@ class StepInputs(NamedTuple):
 
     @staticmethod
     def bytes_for(num_tokens: int, num_samples: int) -> int:
-        """Returns the bytes that `load` uploads beside the metadata of a static batch with prefill slots."""
+        """Returns the bytes that `load` uploads beside a static batch with places for prefills."""
         sizes = num_tokens, num_tokens, num_samples, num_samples, num_samples
         return packed_size([np.empty(size, dtype=np.int64) for size in sizes])
 
     @classmethod
+    def of(cls, plan: StepPlan, memory: KVMemory, most_members: int) -> "StepInputs":
+        """Makes the step of a plan and its inputs, all in one upload. `most_members`: as in `Batch.sharing`."""
+        packed = _PackedPlan.of(plan)
+        batch = packed.batch
+        if plan.prefixes:
+            batch = batch.sharing(plan.prefixes, most_members)
+        samples = packed.samples(plan, batch.counts.cumsum(), len(plan.sample))
+        step = Step.of(batch, memory, also=[packed.ids, packed.next_of, *samples])
+        token_ids, *others = step.also
+        return cls(step, token_ids if plan.num_prefills else None, *others)
+
+    @classmethod
     def load(
-        cls,
-        plan: StepPlan,
-        metadata: AttentionMetadata,
-        num_samples: int | None = None,
-        shares_prefixes: bool = False,
+        cls, plan: StepPlan, static: StaticStep, num_samples: int, shares_prefixes: bool
     ) -> "StepInputs":
-        """Loads a step into `metadata` and returns its inputs, all in one upload.
-
-        num_samples: how many there are in a static batch; the plan's own number if None.
-        shares_prefixes: the static batch is of a graph with shared prefixes, even if the plan has none.
+        """Loads a plan into static tensors with room for `num_samples`, and returns its inputs there, all in
+        one upload. `shares_prefixes`: they are those of a graph with shared prefixes, even if the plan has
+        none.
         """
-        num_prefills = plan.num_prefills
-        rows, starts, count = (
-            np.array(numbers, dtype=np.int64) for numbers in (plan.rows, plan.starts, plan.counts)
-        )
-        prompt_ids = np.frombuffer(plan.token_ids, dtype=np.int32).astype(np.int64)
-        num_prompt, num_decodes = len(prompt_ids), len(rows) - num_prefills
-        shape = metadata.shape
-        ids = np.concatenate((prompt_ids, np.zeros(num_decodes, dtype=np.int64)))
-        next_of = np.concatenate((np.zeros(num_prompt, dtype=np.int64), rows[num_prefills:]))
-        ends = count.cumsum()
-        if shape is not None:
-            ids, next_of = (shape.place_tokens(numbers, num_prompt) for numbers in (ids, next_of))
-            ends = np.where(np.arange(len(rows)) < num_prefills, ends + num_decodes, ends - num_prompt)
-        sample = np.array(plan.sample, dtype=np.int64)
-        sampled = np.zeros((3, len(sample) if num_samples is None else num_samples), dtype=np.int64)
-        sampled[0, : len(sample)] = ends[sample] - 1
-        sampled[1, : len(sample)] = rows[sample]
-        sampled[2, : len(sample)] = starts[sample] + count[sample]
-        uploaded = metadata.prepare(
-            rows,
-            starts,
-            count,
-            num_prefills,
-            prefixes=plan.prefixes if plan.prefixes or shares_prefixes else None,
-            also=[ids, next_of, *sampled],
-        )
-        return cls(uploaded[0] if num_prefills or shape is not None else None, *uploaded[1:])
+        packed, shape = _PackedPlan.of(plan), static.shape
+        batch, num_prefills = packed.batch, plan.num_prefills
+        if shares_prefixes:
+            batch = batch.sharing(plan.prefixes, static.prefix_members)
+        num_decodes = len(plan.rows) - num_prefills
+        num_prompt = len(packed.ids) - num_decodes
+        ends = batch.counts.cumsum()
+        ends = np.where(np.arange(len(ends)) < num_prefills, ends + num_decodes, ends - num_prompt)
+        tokens = [shape.place_tokens(numbers, num_prompt) for numbers in (packed.ids, packed.next_of)]
+        step = static.load(batch, also=[*tokens, *packed.samples(plan, ends, num_samples)])
+        return cls(step, *step.also)
 
-    def logits(self, parts: RunnerParts, metadata: AttentionMetadata) -> torch.Tensor:
-        """Runs the model over the step that `metadata` holds. Returns the logits of the samples, `[n, V]`."""
-        return forward(parts.model, self._input_ids(parts), metadata, parts.backends, self.last_tokens)
+    def logits(self, parts: RunnerParts) -> torch.Tensor:
+        """Runs the model over the step. Returns the logits of the samples, `[n, V]`."""
+        return forward(parts.model, self._input_ids(parts), self.step, parts.backends, self.last_tokens)
 
     def logits_and_scores(
-        self, parts: RunnerParts, metadata: AttentionMetadata, plan: StepPlan, at_once: int
+        self, parts: RunnerParts, plan: StepPlan, at_once: int
     ) -> tuple[torch.Tensor, list[PromptScores]]:
         """Returns `logits`, and what the plan's `scored` asks for, of at most `at_once` tokens at a time."""
         begins = np.cumsum([0, *plan.counts])
@@ -140,7 +132,7 @@ class StepInputs(NamedTuple):
         if sampled is None:
             sampled = torch.arange(begins[-1], device=device)
         found = forward_slices(
-            parts.model, self._input_ids(parts), metadata, parts.backends, [sampled, *slices]
+            parts.model, self._input_ids(parts), self.step, parts.backends, [sampled, *slices]
         )
         logits = next(found)
         scores = [
@@ -166,6 +158,36 @@ class StepInputs(NamedTuple):
         num = len(logits)
         sampled = parts.sampler.sample(logits, self.rows[:num], self.positions[:num], kind, masks)
         return StepOutput.of(sampled, parts.memory)
+
+
+class _PackedPlan(NamedTuple):
+    """A plan's numbers on the host: the batch, and for each token its id if it is a prompt's, else the row
+    whose last sampled token it is, int64 `[T]`; 0 in the others."""
+
+    batch: Batch
+    ids: np.ndarray
+    next_of: np.ndarray
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> "_PackedPlan":
+        """Packs a plan."""
+        batch = Batch.of(plan.rows, plan.starts, plan.counts, plan.num_prefills)
+        prompt_ids = np.frombuffer(plan.token_ids, dtype=np.int32)
+        num_prompt, num_tokens = len(prompt_ids), len(batch.positions)
+        ids, next_of = np.zeros((2, num_tokens), dtype=np.int64)
+        ids[:num_prompt] = prompt_ids
+        next_of[num_prompt:] = batch.rows[plan.num_prefills :]
+        return cls(batch, ids, next_of)
+
+    def samples(self, plan: StepPlan, ends: np.ndarray, num_samples: int) -> np.ndarray:
+        """Returns the tokens, rows and positions of the plan's samples, int64 `[3, num_samples]`; `ends`:
+        behind each sequence's tokens in the step."""
+        batch, sample = self.batch, np.array(plan.sample, dtype=np.int64)
+        sampled = np.zeros((3, num_samples), dtype=np.int64)
+        sampled[0, : len(sample)] = ends[sample] - 1
+        sampled[1, : len(sample)] = batch.rows[sample]
+        sampled[2, : len(sample)] = batch.starts[sample] + batch.counts[sample]
+        return sampled
 
 
 # Samples a step whose logits are being computed. It takes the masks of its samples, as in `Sampler.sample` but

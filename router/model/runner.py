@@ -20,7 +20,6 @@ from functools import partial
 import torch
 from msgspec.structs import replace
 
-from lightkv.attention import AttentionMetadata
 from lightkv.edits import decode
 from lightkv.errors import CheckFailed
 from lightkv.memory_map import CACHED, OWN, MemoryMap
@@ -89,12 +88,7 @@ class ModelRunner:
         self._in_flight: deque[_StepInFlight] = deque()
         # There is memory for the logits of so many tokens, since a step may sample as many.
         self._scored_at_once = min(max(limits.max_num_seqs, 16), 256)
-        self._metadata = AttentionMetadata(
-            limits.max_num_seqs,
-            limits.max_step_tokens,
-            parts.memory,
-            prefix_members=limits.prefix_sharing.max_members,
-        )
+        self.limits = limits
 
     def announce(self, report: Report) -> None:
         """Calls `report` with a line before a step captures a graph, from now on."""
@@ -270,12 +264,10 @@ class ModelRunner:
 
     def _logits(self, plan: StepPlan) -> StepLogits:
         """Runs a step eagerly, after its edits, up to its logits."""
-        inputs = StepInputs.load(plan, self._metadata)
+        inputs = StepInputs.of(plan, self._parts.memory, self.limits.prefix_sharing.max_members)
         if not plan.scored:
-            return StepLogits(inputs, inputs.logits(self._parts, self._metadata))
-        return StepLogits(
-            inputs, *inputs.logits_and_scores(self._parts, self._metadata, plan, self._scored_at_once)
-        )
+            return StepLogits(inputs, inputs.logits(self._parts))
+        return StepLogits(inputs, *inputs.logits_and_scores(self._parts, plan, self._scored_at_once))
 
     def _forward(self, plan: StepPlan) -> MaskedSampling:
         """Runs a step eagerly, after its edits, up to its logits."""

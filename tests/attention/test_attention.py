@@ -1,7 +1,7 @@
 """Compares both backends with attention in float64, over shuffled slots in a pool full of NaN."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
 import pytest
@@ -9,18 +9,26 @@ import torch
 
 from lightkv import KVSpec
 from lightkv.attention import (
-    AttentionBackend,
-    AttentionMetadata,
     AttentionOptions,
+    Batch,
+    BatchShape,
     LayerShape,
     Rotary,
+    StaticStep,
+    Step,
     make_backends,
     pick_backend,
     torch_plan,
 )
+from lightkv.attention.forms.beams import over_beams
+from lightkv.attention.forms.gaps import with_gaps
+from lightkv.attention.forms.rings import over_rings
+from lightkv.attention.forms.sinks import with_sinks
+from lightkv.ledger.shared_prefixes import SharedPrefix
 from lightkv.memory.kv_memory import KVMemory
-from lightkv.triton_kernels.attention.variants import Alibi, Chunk, SinkLogits, Softcap, Window
+from lightkv.triton_kernels.attention.variants import Alibi, Chunk, SinkLogits, Softcap, TreeMask, Window
 from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
+from lightkv.triton_kernels.layout.ring import Ring
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 MAX_SEQUENCES = 8
@@ -144,16 +152,15 @@ def run_steps(name: str, shape: LayerShape, dtype: torch.dtype, device: torch.de
     shape = on(shape, device)
     history = History(shape, dtype, device)
     backend = make_backends(name, device, [shape, shape])[1]
-    metadata = AttentionMetadata(MAX_SEQUENCES, 64, history.memory)
     for rows, counts, num_prefills in STEPS:
         total = sum(counts)
         starts = history.place(rows, counts)
-        metadata.prepare(rows, starts, counts, num_prefills)
+        step = Step.of(Batch.of(rows, starts, counts, num_prefills), history.memory)
         q = torch.randn(total, shape.num_heads, shape.head_dim, device=device, dtype=dtype)
         k = torch.randn(total, shape.num_kv_heads, shape.head_dim, device=device, dtype=dtype)
         v = torch.randn(total, shape.num_kv_heads, history.v_dim, device=device, dtype=dtype)
         history.append(rows, counts, k, v)
-        out = backend.forward(q.flatten(1), k.flatten(1), v.flatten(1), metadata)
+        out = backend.forward(q.flatten(1), k.flatten(1), v.flatten(1), step)
         assert out.shape == (total, shape.num_heads * history.v_dim)
         expected = torch.cat(
             [history.attend(row, part) for row, part in zip(rows, q.split(counts), strict=True)]
@@ -197,10 +204,9 @@ def test_prefill_tiles_read_only_keys_that_are_seen(
     slots = torch.arange(1, 65, dtype=torch.int32, device=device)
     # Row 1: 1.., row 2: 33..
     memory.table.req_to_token.view(-1).index_copy_(0, torch.arange(32, 96, device=device), slots)
-    metadata = AttentionMetadata(4, 32, memory)
-    metadata.prepare([1, 2, 3], [10, 0, 0], [9, 6, 3], 3)
+    step = Step.of(Batch.of([1, 2, 3], [10, 0, 0], [9, 6, 3], 3), memory)
     options = AttentionOptions().plus(Window(window) if window else None)
-    plan = torch_plan.TorchPlan.of(metadata).prefill(metadata, options, torch.float32, fused=True)
+    plan = torch_plan.tiled_prefill(step, options, torch.float32, fused=True)
     found = [(t.start, t.end, None if t.slots is None else t.slots.tolist()) for t in plan.tiles]
     firsts = [5, 9, 13] if window else [0, 0, 0]
     keys = [list(range(1 + first, 1 + end)) for first, end in zip(firsts, [14, 18, 19], strict=True)]
@@ -236,95 +242,127 @@ def test_a_narrower_pool_is_read_back_by_prefill_too(device: torch.device) -> No
     (backend,) = make_backends("torch", device, [LayerShape(1, 16, 1)])
     slots = torch.arange(5, 10, dtype=torch.int32, device=device)
     memory.table.req_to_token.view(-1).index_copy_(0, torch.arange(32, 37, device=device), slots)
-    metadata = AttentionMetadata(4, 8, memory)
     q, k, v = (torch.randn(5, 16, device=device) for _ in range(3))
-    metadata.prepare([1], [0], [5], 1)
-    fresh = backend.forward(q, k, v, metadata)
-    metadata.prepare([1], [4], [1], 0)
-    decoded = backend.forward(q[4:], k[4:], v[4:], metadata)
+    step = Step.of(Batch.of([1], [0], [5], 1), memory)
+    fresh = backend.forward(q, k, v, step)
+    step = Step.of(Batch.of([1], [4], [1], 0), memory)
+    decoded = backend.forward(q[4:], k[4:], v[4:], step)
     assert fresh.dtype == torch.float32
     torch.testing.assert_close(fresh[4:], decoded, rtol=1e-6, atol=1e-6)
 
 
-def test_metadata_fields_of_a_mixed_batch(memory: KVMemory) -> None:
+def test_what_a_step_says_of_a_mixed_batch(memory: KVMemory) -> None:
     slots = torch.arange(1, 1 + 32 * 3, dtype=torch.int32, device=memory.device)
     # Row 1: 1.., row 2: 33..
     memory.table.req_to_token.view(-1).index_copy_(0, torch.arange(32, 32 * 4, device=memory.device), slots)
-    metadata = AttentionMetadata(8, 16, memory)
-    metadata.prepare([2, 1, 3], [4, 0, 9], [3, 2, 1], 2)
-    assert (metadata.num_prefills, metadata.num_decodes) == (2, 1)
-    assert (metadata.num_tokens, metadata.num_prefill_tokens) == (6, 5)
-    assert metadata.q_lens.tolist() == metadata.q_lens_on_device.tolist() == [3, 2, 1]
-    assert metadata.q_lens.device.type == "cpu"
-    assert metadata.prefill_lens.tolist() == [3, 2]
-    assert metadata.position_ids.tolist() == [4, 5, 6, 0, 1, 9]
-    assert metadata.rows.tolist() == [2, 1, 3]
-    assert metadata.kv_lens.tolist() == [7, 2, 10]
-    assert metadata.q_starts.tolist() == [0, 3, 5, 6]
-    assert metadata.slot_mapping.tolist() == [37, 38, 39, 1, 2, 74]
-    assert metadata.rows_host.tolist() == [2, 1, 3]
-    assert metadata.kv_lens_host.tolist() == [7, 2, 10]
-    dtypes = [metadata.rows.dtype, metadata.position_ids.dtype, metadata.slot_mapping.dtype]
+    step = Step.of(Batch.of([2, 1, 3], [4, 0, 9], [3, 2, 1], 2), memory)
+    assert (step.host.num_prefills, step.host.num_decodes) == (2, 1)
+    assert (step.num_tokens, step.host.num_prefill_tokens) == (6, 5)
+    assert step.q_lens.tolist() == step.host.counts.tolist() == [3, 2, 1]
+    assert step.position_ids.tolist() == [4, 5, 6, 0, 1, 9]
+    assert step.rows.tolist() == [2, 1, 3]
+    assert step.kv_lens.tolist() == [7, 2, 10]
+    assert step.q_starts.tolist() == [0, 3, 5, 6]
+    assert step.slot_mapping.tolist() == [37, 38, 39, 1, 2, 74]
+    assert step.host.rows.tolist() == [2, 1, 3]
+    assert step.host.kv_lens.tolist() == [7, 2, 10]
+    dtypes = [step.rows.dtype, step.position_ids.dtype, step.slot_mapping.dtype]
     assert dtypes == [torch.int64] * 3
-    assert {t.dtype for t in (metadata.kv_lens, metadata.q_starts, metadata.q_lens)} == {torch.int32}
+    assert {t.dtype for t in (step.kv_lens, step.q_starts, step.q_lens)} == {torch.int32}
 
 
-def test_graph_metadata_pads_and_never_moves(memory: KVMemory) -> None:
+def test_a_static_step_pads_and_never_moves(memory: KVMemory) -> None:
     memory.table.req_to_token.view(-1).index_copy_(
         0,
         torch.tensor([32 + 4, 96 + 9], device=memory.device),
         torch.tensor([11, 12], dtype=torch.int32, device=memory.device),
     )
-    metadata = AttentionMetadata(8, 16, memory).create_cuda_graph_metadata(4)
 
-    def addresses() -> list[int]:
+    static = StaticStep(BatchShape.of_decodes(4), memory)
+
+    def addresses(step: Step) -> list[int]:
         names = ("rows", "kv_lens", "position_ids", "slot_mapping")
-        return [getattr(metadata, name).data_ptr() for name in names]
+        return [getattr(step, name).data_ptr() for name in names]
 
-    before = addresses()
-    assert metadata.is_cuda_graph
-    assert (metadata.num_tokens, metadata.num_decodes) == (4, 4)
-    assert not metadata.rows.any()
-    metadata.prepare([1, 3], [4, 9], [1, 1], 0)
-    assert metadata.rows.tolist() == [1, 3, 0, 0]
-    assert metadata.kv_lens.tolist() == [5, 10, 0, 0]
-    assert metadata.position_ids.tolist() == [4, 9, 0, 0]
-    assert metadata.slot_mapping.tolist() == [11, 12, 0, 0]
-    assert metadata.kv_lens_host.tolist() == [5, 10, 0, 0]
-    metadata.prepare([3], [9], [1], 0)
-    assert metadata.rows.tolist() == [3, 0, 0, 0]
-    assert metadata.slot_mapping.tolist() == [12, 0, 0, 0]
-    assert addresses() == before
+    step = static.load(Batch.empty())
+    before = addresses(step)
+    assert (step.num_tokens, step.host.num_decodes) == (4, 4)
+    assert not step.rows.any()
+    step = static.load(Batch.of([1, 3], [4, 9], [1, 1], 0))
+    assert step.rows.tolist() == [1, 3, 0, 0]
+    assert step.kv_lens.tolist() == [5, 10, 0, 0]
+    assert step.position_ids.tolist() == [4, 9, 0, 0]
+    assert step.slot_mapping.tolist() == [11, 12, 0, 0]
+    assert step.host.kv_lens.tolist() == [5, 10, 0, 0]
+    assert addresses(step) == before
+    step = static.load(Batch.of([3], [9], [1], 0))
+    assert step.rows.tolist() == [3, 0, 0, 0]
+    assert step.slot_mapping.tolist() == [12, 0, 0, 0]
+    assert addresses(step) == before
 
 
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
         (([1, 2], [0], [1, 1], 0), "one each a sequence"),
-        (([1] * 5, [0] * 5, [1] * 5, 0), "5 sequences of 5 tokens"),
-        (([1], [0], [9], 1), "1 sequences of 9 tokens"),
         (([1], [0], [2], 0), "exactly one"),
         (([1], [0], [0], 1), "at least one"),
         (([1], [0], [1], 2), "2 prefills"),
     ],
 )
-def test_metadata_refuses_a_batch_that_breaks_the_rules(
-    memory: KVMemory, batch: tuple[list[int], list[int], list[int], int], message: str
+def test_a_batch_that_breaks_the_rules_is_refused(
+    batch: tuple[list[int], list[int], list[int], int], message: str
 ) -> None:
-    metadata = AttentionMetadata(4, 8, memory)
     with pytest.raises(ValueError, match=message):
-        metadata.prepare(*batch)
+        Batch.of(*batch)
 
 
-def test_metadata_refuses_positions_outside_the_table(memory: KVMemory) -> None:
+def test_positions_outside_the_table_are_refused(memory: KVMemory) -> None:
     with pytest.raises(IndexError, match="32 entries"):
-        AttentionMetadata(4, 8, memory).prepare([1], [30], [3], 1)
+        Step.of(Batch.of([1], [30], [3], 1), memory)
 
 
-def test_graph_metadata_refuses_prefills(memory: KVMemory) -> None:
-    metadata = AttentionMetadata(4, 8, memory).create_cuda_graph_metadata(4)
-    with pytest.raises(ValueError, match="1 prefills; there can be 0 to 0"):
-        metadata.prepare([1], [0], [1], 1)
+def test_a_refused_load_changes_nothing(memory: KVMemory) -> None:
+    static = StaticStep(BatchShape.of_decodes(4), memory, prefix_members=3)
+    step = static.load(Batch.of([2], [5], [1], 0))
+    assert static._packed is not None
+    before = static._packed.clone(), step.slot_mapping.clone()
+    decodes = Batch.of([1, 2], [4, 4], [1, 1], 0)
+    prompts = Batch.of([1], [4], [1], 1)
+    for batch, message in (
+        (
+            prompts,
+            "1 prefills and 0 decodes; there are places for 4 tokens, 0 prefills and 4 decodes",
+        ),
+        (
+            Batch.of([1] * 5, [0] * 5, [1] * 5, 0),
+            "5 tokens, 0 prefills and 5 decodes; there are places for 4",
+        ),
+        (with_gaps(decodes, [3, 0]), "a CUDA graph takes entries for positions"),
+        (decodes.sharing([SharedPrefix((1, 2), 3)], 5), "up to 5 decodes, where a read here serves 3"),
+        (over_rings(decodes, Ring(0, 33)), "32 entries"),
+        (Batch.of([1], [32], [1], 0), "32 entries"),
+        (over_beams(decodes, torch.zeros(1, 9, dtype=torch.int32)), "indirection must be int32"),
+    ):
+        with pytest.raises((ValueError, IndexError), match=message):
+            static.load(batch)
+    mask = TreeMask(torch.ones(2, 1, dtype=torch.int32, device=memory.device))
+    with pytest.raises(ValueError, match="a mask in a step over Ring"):
+        static.load(over_rings(decodes, Ring(0, 8)), mask=mask)
+    assert torch.equal(static._packed, before[0])
+    assert torch.equal(step.slot_mapping, before[1])
+
+
+def test_a_step_and_its_batch_are_immutable(memory: KVMemory) -> None:
+    batch = Batch.of([1], [0], [3], 1)
+    step = Step.of(batch, memory)
+    with pytest.raises(FrozenInstanceError):
+        batch.num_prefills = 0  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        step.mask = None  # type: ignore[misc]
+    with pytest.raises(ValueError, match="2 positions of 3 tokens"):
+        batch.at_positions([0, 1])
+    assert Step.of(batch.at_positions([4, 5, 5]), memory).position_ids.tolist() == [4, 5, 5]
 
 
 def test_default_backends_and_an_unknown_name(device: torch.device) -> None:
@@ -342,10 +380,10 @@ def test_scores_of_entries(name: str, case: str, device: torch.device) -> None:
     shape = on(CASES[case], device)
     history = History(shape, torch.float32, device)
     backend = make_backends(name, device, [shape, shape])[1]
-    metadata = AttentionMetadata(MAX_SEQUENCES, 64, history.memory)
     for rows, counts, num_prefills in STEPS[:3]:
         starts = history.place(rows, counts)
-        metadata.prepare(rows, starts, counts, num_prefills, dropped=[3 * row for row in rows])
+        batch = with_gaps(Batch.of(rows, starts, counts, num_prefills), [3 * row for row in rows])
+        step = Step.of(batch, history.memory)
         q, k, v = (
             torch.randn(sum(counts), heads, dim, device=device)
             for heads, dim in (
@@ -355,8 +393,8 @@ def test_scores_of_entries(name: str, case: str, device: torch.device) -> None:
             )
         )
         history.append(rows, counts, k, v)
-        backend.forward(q, k, v, metadata)
-        scores = backend.entry_scores(q.flatten(1), metadata)
+        backend.forward(q, k, v, step)
+        scores = backend.entry_scores(q.flatten(1), step)
         assert scores.shape == (len(rows), max(history.length(row) for row in rows))
         for own, row, queries in zip(scores, rows, q.split(counts), strict=True):
             expected = history.weights(row, queries).sum((0, 1))
@@ -370,11 +408,8 @@ def test_prefill_tiles_end_with_their_chunk(device: torch.device, monkeypatch: p
     memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float32), 100, MAX_SEQUENCES, 32, device)
     slots = torch.arange(1, 65, dtype=torch.int32, device=device)
     memory.table.req_to_token.view(-1).index_copy_(0, torch.arange(32, 96, device=device), slots)
-    metadata = AttentionMetadata(4, 32, memory)
-    metadata.prepare([1, 2], [10, 0], [13, 12], 2)
-    plan = torch_plan.TorchPlan.of(metadata).prefill(
-        metadata, AttentionOptions().plus(Chunk(8)), torch.float32, fused=True
-    )
+    step = Step.of(Batch.of([1, 2], [10, 0], [13, 12], 2), memory)
+    plan = torch_plan.tiled_prefill(step, AttentionOptions().plus(Chunk(8)), torch.float32, fused=True)
     found = [(t.start, t.end, None if t.slots is None else t.slots.tolist()) for t in plan.tiles]
     # Entry e of row 1 is in slot e + 1.
     parts = [(0, 4, list(range(9, 15))), (4, 6, list(range(9, 17)))]
@@ -389,17 +424,16 @@ def test_learned_sinks_join_a_step_with_sink_tokens_once(name: str, device: torc
     rotary = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64, device=device))
     history = History(shape, torch.float32, device)
     (backend,) = make_backends(name, device, [shape], rotary)
-    metadata = AttentionMetadata(MAX_SEQUENCES, 64, history.memory)
     entries, dropped = 9, 5
     history.place([1], [entries])
-    metadata.prepare([1], [0], [entries], 1)
+    step = Step.of(Batch.of([1], [0], [entries], 1), history.memory)
     k, v = torch.randn(2, entries, 1, 16, device=device)
-    backend.forward(torch.randn(entries, 2, 16, device=device), k, v, metadata)
+    backend.forward(torch.randn(entries, 2, 16, device=device), k, v, step)
     history.append([1], [entries], k, v)
     history.place([1], [1])
-    metadata.prepare([1], [entries], [1], 1, dropped=[dropped], num_sink_tokens=2)
+    step = Step.of(with_sinks(Batch.of([1], [entries], [1], 1), [dropped], 2), history.memory)
     q, (k, v) = torch.randn(1, 2, 16, device=device), torch.randn(2, 1, 1, 16, device=device)
-    out = backend.forward(q, k, v, metadata)
+    out = backend.forward(q, k, v, step)
     history.append([1], [1], k, v)
     back = rotary.rotate_back(q, torch.tensor([dropped], device=device))
     of_sinks, of_rest = (torch.einsum("qhd,kgd->hk", one, history.k[1]).double() / 4 for one in (back, q))
@@ -411,10 +445,9 @@ def test_learned_sinks_join_a_step_with_sink_tokens_once(name: str, device: torc
 def test_scores_of_a_step_with_sinks_are_refused(device: torch.device) -> None:
     (backend,) = make_backends("torch", device, [LayerShape(1, 16, 1)])
     memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float32), 10, 4, 8, device)
-    metadata = AttentionMetadata(4, 8, memory)
-    metadata.prepare([1], [4], [1], 1, dropped=[2], num_sink_tokens=2)
+    step = Step.of(with_sinks(Batch.of([1], [4], [1], 1), [2], 2), memory)
     with pytest.raises(ValueError, match="a step with 2 sinks"):
-        backend.entry_scores(torch.zeros(1, 16, device=device), metadata)
+        backend.entry_scores(torch.zeros(1, 16, device=device), step)
 
 
 @pytest.mark.parametrize(
@@ -452,33 +485,29 @@ def test_buckets_bound_the_padding(lengths: np.ndarray) -> None:
         assert padding <= max(torch_plan.PADDING_FRACTION * total, torch_plan.PADDING_TOKENS)
 
 
-def triton_decode(memory: KVMemory) -> tuple[AttentionBackend, AttentionMetadata, list[torch.Tensor]]:
-    (backend,) = make_backends("triton", memory.device, [LayerShape(4, 16, 1)])
-    metadata = AttentionMetadata(8, 16, memory).create_cuda_graph_metadata(4)
-    qkv = [torch.randn(4, heads * 16, device=memory.device) for heads in (4, 1, 1)]
-    return backend, metadata, qkv
-
-
 @pytest.mark.gpu
-def test_a_decode_graph_follows_its_metadata(memory: KVMemory) -> None:
+def test_a_decode_graph_follows_its_static_step(memory: KVMemory) -> None:
     for row in (1, 2, 3):
         slots = 1 + torch.randperm(32, device=memory.device) + 32 * (row - 1)
         memory.table.req_to_token.view(-1).index_copy_(
             0, torch.arange(32, device=memory.device) + 32 * row, slots.int()
         )
     memory.pool.kv(0).normal_()
-    backend, metadata, qkv = triton_decode(memory)
-    backend.forward(*qkv, metadata)
+    (backend,) = make_backends("triton", memory.device, [LayerShape(4, 16, 1)])
+    qkv = [torch.randn(4, heads * 16, device=memory.device) for heads in (4, 1, 1)]
+    static = StaticStep(BatchShape.of_decodes(4), memory)
+    step = static.load(Batch.empty())
+    backend.forward(*qkv, step)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = backend.forward(*qkv, metadata)
+        out = backend.forward(*qkv, step)
     for rows, starts in (([1, 2, 3], [3, 20, 7]), ([2], [21]), ([3, 1, 2], [8, 4, 31])):
-        metadata.prepare(rows, starts, [1] * len(rows), 0)
+        step = static.load(Batch.of(rows, starts, [1] * len(rows), 0))
         graph.replay()
         got = out.clone()
-        torch.testing.assert_close(got, backend.forward(*qkv, metadata))
+        torch.testing.assert_close(got, backend.forward(*qkv, step))
         (reference,) = make_backends("torch", memory.device, [LayerShape(4, 16, 1)])
-        expected = reference.forward(*qkv, metadata)
+        expected = reference.forward(*qkv, step)
         torch.testing.assert_close(got[: len(rows)], expected[: len(rows)], rtol=1e-4, atol=1e-4)
 
 
@@ -486,21 +515,20 @@ def test_a_decode_graph_follows_its_metadata(memory: KVMemory) -> None:
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_a_step_never_synchronises(memory: KVMemory, name: str) -> None:
     (backend,) = make_backends(name, memory.device, [LayerShape(4, 16, 1)])
-    metadata = AttentionMetadata(8, 16, memory)
-    graph_metadata = metadata.create_cuda_graph_metadata(4)
+    static = StaticStep(BatchShape.of_decodes(4), memory)
     q, k, v = (torch.randn(6, heads * 16, device=memory.device) for heads in (4, 1, 1))
 
-    def step() -> None:
-        metadata.prepare([1, 2, 3], [3, 0, 20], [3, 2, 1], 2)
-        backend.forward(q, k, v, metadata)
-        graph_metadata.prepare([3], [21], [1], 0)
+    def run() -> None:
+        step = Step.of(Batch.of([1, 2, 3], [3, 0, 20], [3, 2, 1], 2), memory)
+        backend.forward(q, k, v, step)
+        static.load(Batch.of([3], [21], [1], 0))
 
     memory.pool.kv(0).zero_()
-    step()
+    run()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step()
+        run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -509,12 +537,11 @@ def test_a_step_never_synchronises(memory: KVMemory, name: str) -> None:
 def test_a_table_of_one_entry_and_a_step_without_tokens(name: str, device: torch.device) -> None:
     memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float32), 3, 1, 1, device)
     memory.table.req_to_token[1, 0] = 2
-    metadata = AttentionMetadata(1, 1, memory)
     (layer,) = make_backends(name, device, [LayerShape(2, 16, 1)])
     q, k, v = (torch.randn(1, heads * 16, device=device) for heads in (2, 1, 1))
     for num_prefills in (1, 0):
-        metadata.prepare([1], [0], [1], num_prefills)
+        step = Step.of(Batch.of([1], [0], [1], num_prefills), memory)
         # A single token attends to itself alone.
-        torch.testing.assert_close(layer.forward(q.clone(), k, v, metadata), v.repeat(1, 2))
-    metadata.prepare([], [], [], 0)
-    assert layer.forward(q[:0], k[:0], v[:0], metadata).shape == (0, 32)
+        torch.testing.assert_close(layer.forward(q.clone(), k, v, step), v.repeat(1, 2))
+    step = Step.of(Batch.empty(), memory)
+    assert layer.forward(q[:0], k[:0], v[:0], step).shape == (0, 32)

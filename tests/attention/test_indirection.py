@@ -3,11 +3,14 @@ beams that such steps are made from."""
 
 import pytest
 import torch
-from test_attention import CASES, MAX_SEQUENCES, History, on
+from test_attention import CASES, History, on
 
-from lightkv.attention import AttentionMetadata, LayerShape, make_backends
+from lightkv.attention import Batch, BatchShape, LayerShape, StaticStep, Step, make_backends
+from lightkv.attention.forms.beams import over_beams
+from lightkv.attention.forms.gaps import with_gaps
+from lightkv.attention.forms.rings import over_rings
 from lightkv.ledger.shared_prefixes import SharedPrefix
-from lightkv.triton_kernels.attention.paged_kv import beam_indirection
+from lightkv.triton_kernels.attention.lookups.beam_table import beam_indirection
 from lightkv.triton_kernels.layout.ring import Ring
 
 BEAMS = [4, 1, 3]  # the rows of one request's beams
@@ -35,27 +38,26 @@ def test_rows_that_read_the_slots_of_other_rows(
     history = History(on(CASES[case], device), torch.float32, device)
     shape = history.shape
     backend = make_backends(backend_name, device, [shape])[0]
-    eager = AttentionMetadata(MAX_SEQUENCES, 64, history.memory)
-    graphs = eager.create_cuda_graph_metadata(4)
+    graphs = StaticStep(BatchShape.of_decodes(4), history.memory)
     num_rows = len(history.memory.table.req_to_token)
     indirection = torch.zeros(num_rows, 64, dtype=torch.int32, device=device)
-    for step, (rows, counts, num_prefills) in enumerate(STEPS):
+    for at, (rows, counts, num_prefills) in enumerate(STEPS):
         starts = history.place(rows, counts)
         indirection.copy_(torch.arange(num_rows, device=device)[:, None])
-        if step:
+        if at:
             for row in set(rows) & set(BEAMS):
                 first = starts[rows.index(row)]
                 known = min(history.length(other) for other in BEAMS)
                 chosen = torch.randint(len(BEAMS), (min(first, known),))
                 indirection[row, : len(chosen)] = torch.tensor(BEAMS)[chosen].int().to(device)
-        metadata = graphs if static and not num_prefills else eager
-        metadata.prepare(rows, starts, counts, num_prefills, indirection=indirection)
+        batch = over_beams(Batch.of(rows, starts, counts, num_prefills), indirection)
+        step = graphs.load(batch) if static and not num_prefills else Step.of(batch, history.memory)
         total = sum(counts)
-        q = torch.randn(metadata.num_tokens, shape.num_heads, shape.head_dim, device=device)
-        k = torch.randn(metadata.num_tokens, shape.num_kv_heads, shape.head_dim, device=device)
-        v = torch.randn(metadata.num_tokens, shape.num_kv_heads, history.v_dim, device=device)
+        q = torch.randn(step.num_tokens, shape.num_heads, shape.head_dim, device=device)
+        k = torch.randn(step.num_tokens, shape.num_kv_heads, shape.head_dim, device=device)
+        v = torch.randn(step.num_tokens, shape.num_kv_heads, history.v_dim, device=device)
         history.append(rows, counts, k[:total], v[:total])
-        out = backend.forward(q, k, v, metadata)
+        out = backend.forward(q, k, v, step)
         own = dict(history.k), dict(history.v)
         expected = []
         for row, part in zip(rows, q[:total].split(counts), strict=True):
@@ -71,25 +73,31 @@ def test_indirections_that_cannot_be(device: torch.device) -> None:
     history = History(LayerShape(4, 16, 2), torch.float32, device)
     num_rows = len(history.memory.table.req_to_token)
     indirection = torch.zeros(num_rows, 20, dtype=torch.int32, device=device)
-    metadata = AttentionMetadata(MAX_SEQUENCES, 64, history.memory, prefix_members=2)
     history.place([1, 2], [19, 19])
     prefixes = [SharedPrefix((1, 2), 4)]
-    decodes, step = ([1, 2], [18, 18], [1, 1], 0), metadata.step
-    for match, batch, given, others in [
-        (rf"int32 \[{num_rows}, n\] on", decodes, indirection[1:], {}),
-        ("n of 21 or more", ([1], [20], [1], 0), indirection, {}),
-        ("got torch.int64", decodes, indirection.long(), {}),
-        ("nothing may be dropped", decodes, indirection, {"dropped": [0, 3]}),
-        ("each sequence reads its own", decodes, indirection, {"prefixes": prefixes}),
-        ("1 prefills over", ([1], [6], [2], 1), indirection, {"ring": Ring(0, 16)}),
+    decodes = Batch.of([1, 2], [18, 18], [1, 1], 0)
+    for match, batch, given in [
+        (rf"int32 \[{num_rows}, n\] on", decodes, indirection[1:]),
+        ("n of 21 or more", Batch.of([1], [20], [1], 0), indirection),
+        ("got torch.int64", decodes, indirection.long()),
+        ("nothing may be dropped", with_gaps(decodes, [0, 3]), indirection),
+        ("each sequence reads its own", decodes.sharing(prefixes, 2), indirection),
+        (
+            "rows hold their own tokens in order",
+            over_rings(Batch.of([1], [6], [2], 1), Ring(0, 16)),
+            indirection,
+        ),
     ]:
         with pytest.raises(ValueError, match=match):
-            metadata.prepare(*batch, indirection=given, **others)
-    assert metadata.step == step
-    metadata.prepare(*decodes, indirection=indirection)
+            Step.of(over_beams(batch, given), history.memory)
+    with pytest.raises(ValueError, match="tokens dropped by sequences of Beams"):
+        with_gaps(over_beams(decodes, indirection), [0, 3])
+    with pytest.raises(ValueError, match="each sequence reads its own"):
+        over_beams(decodes, indirection).sharing(prefixes, 2)
+    step = Step.of(over_beams(decodes, indirection), history.memory)
     (backend,) = make_backends("torch", device, [history.shape])
     with pytest.raises(ValueError, match="with an indirection"):
-        backend.entry_scores(torch.zeros(2, 64, device=device), metadata)
+        backend.entry_scores(torch.zeros(2, 64, device=device), step)
 
 
 def test_a_table_of_beams_names_rows(device: torch.device) -> None:

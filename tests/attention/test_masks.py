@@ -2,10 +2,20 @@
 
 import pytest
 import torch
-from test_attention import MAX_SEQUENCES, History
+from test_attention import History
 
-from lightkv.attention import AttentionMetadata, AttentionOptions, LayerShape, Rotary, make_backends
+from lightkv.attention import (
+    AttentionOptions,
+    Batch,
+    LayerShape,
+    Rotary,
+    Step,
+    make_backends,
+)
 from lightkv.attention.biased_attention import attend_with_bias
+from lightkv.attention.forms.gaps import with_gaps
+from lightkv.attention.forms.rings import over_rings
+from lightkv.attention.forms.sinks import with_sinks
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
 from lightkv.triton_kernels.attention.variants import SinkLogits, TreeMask, ValueMask, Window
 from lightkv.triton_kernels.attention.variants.variant import Scored
@@ -32,15 +42,14 @@ def test_a_step_with_a_mask(kind: str, name: str, device: torch.device) -> None:
     torch.manual_seed(1)
     history = History(LayerShape(4, 16, 2), torch.float32, device)
     (backend,) = make_backends(name, device, [history.shape])
-    metadata = AttentionMetadata(MAX_SEQUENCES, 64, history.memory)
     history.memory.pool.kv(0)[1:] = torch.nan
-    for step, (rows, counts, num_prefills) in enumerate([(ROWS, [5, 2, 9, 3], 4), (ROWS, COUNTS, 2)]):
+    for at, (rows, counts, num_prefills) in enumerate([(ROWS, [5, 2, 9, 3], 4), (ROWS, COUNTS, 2)]):
         total, starts = sum(counts), history.place(rows, counts)
-        mask = masks(total, 20, device)[kind] if step else None
-        metadata.prepare(rows, starts, counts, num_prefills, mask=mask)
+        mask = masks(total, 20, device)[kind] if at else None
+        step = Step.of(Batch.of(rows, starts, counts, num_prefills), history.memory, mask=mask)
         q, k, v = (torch.randn(total, heads, 16, device=device) for heads in (4, 2, 2))
         history.append(rows, counts, k, v)
-        out = backend.forward(q, k, v, metadata).unflatten(1, (4, 16))
+        out = backend.forward(q, k, v, step).unflatten(1, (4, 16))
         begin = 0
         for request, (row, count) in enumerate(zip(rows, counts, strict=True)):
             queries, length = slice(begin, begin + count), history.length(row)
@@ -49,7 +58,7 @@ def test_a_step_with_a_mask(kind: str, name: str, device: torch.device) -> None:
             expected = attend_reference(q[queries], history.k[row], history.v[row], options, scored)
             torch.testing.assert_close(out[queries].double(), expected, atol=2e-5, rtol=2e-5)
             begin += count
-        scores = backend.entry_scores(q, metadata)
+        scores = backend.entry_scores(q, step)
         seen = 4.0 * (0 if mask is None else kind != "tree")  # the heads of the query that sees nothing
         assert scores.sum().item() == pytest.approx(4.0 * total - seen, rel=1e-4)
 
@@ -81,37 +90,36 @@ def test_sink_tokens_and_masks_are_refused_together(device: torch.device) -> Non
     history = History(LayerShape(4, 16, 2), torch.float32, device)
     rotary = Rotary(torch.ones(8, device=device))
     mask = ValueMask(torch.ones(1, 9, dtype=torch.bool, device=device))
-    metadata = AttentionMetadata(MAX_SEQUENCES, 64, history.memory)
-    metadata.prepare([1], history.place([1], [5]), [5], 1)
+    step = Step.of(Batch.of([1], history.place([1], [5]), [5], 1), history.memory)
     history.append([1], [5], *(torch.zeros(5, 2, 16, device=device) for _ in range(2)))
-    starts, step = history.place([1], [1]), metadata.step
-    with pytest.raises(ValueError, match="a mask in a step over None with 2 sinks"):
-        metadata.prepare([1], starts, [1], 1, dropped=[3], num_sink_tokens=2, mask=mask)
-    with pytest.raises(ValueError, match="a mask in a step over Ring"):
-        metadata.prepare([1], [9], [1], 0, ring=Ring(0, 8), mask=mask)
+    starts = history.place([1], [1])
+    decode, prompt = Batch.of([1], starts, [1], 0), Batch.of([1], starts, [1], 1)
+    with pytest.raises(ValueError, match="a mask in a step with 2 sinks"):
+        Step.of(with_sinks(prompt, [3], 2), history.memory, mask=mask)
+    for rings in (over_rings(decode, Ring(0, 8)), over_rings(prompt, Ring(0, 8))):
+        with pytest.raises(ValueError, match="a mask in a step over Ring"):
+            Step.of(rings, history.memory, mask=mask)
     with pytest.raises(ValueError, match="its columns are positions"):
-        metadata.prepare([1], starts, [1], 0, dropped=[3], mask=mask)
-    assert metadata.step == step
+        Step.of(with_gaps(decode, [3]), history.memory, mask=mask)
     tree = TreeMask(torch.ones(1, 1, dtype=torch.int32, device=device))
-    metadata.prepare([1], starts, [1], 0, dropped=[3], mask=tree)
-    metadata.prepare([1], starts, [1], 1, dropped=[3], num_sink_tokens=2)
+    Step.of(with_gaps(decode, [3]), history.memory, mask=tree)
+    step = Step.of(with_sinks(prompt, [3], 2), history.memory)
     q = torch.zeros(1, 64, device=device)
     options = AttentionOptions(causal=False)
     (backend,) = make_backends("torch", device, [LayerShape(4, 16, 2, options)], rotary)
     with pytest.raises(ValueError, match="causal False"):
-        backend.forward(q, q[:, :32], q[:, :32], metadata)
+        backend.forward(q, q[:, :32], q[:, :32], step)
 
 
 def test_a_mask_that_does_not_fit_is_refused(device: torch.device) -> None:
     history = History(LayerShape(4, 16, 2, AttentionOptions().plus(Window(4))), torch.float32, device)
     (backend,) = make_backends("torch", device, [history.shape])
-    metadata = AttentionMetadata(MAX_SEQUENCES, 64, history.memory)
     q, k = torch.zeros(3, 64, device=device), torch.zeros(3, 32, device=device)
     starts = history.place([1], [3])
     for mask, match in [
         (ValueMask(torch.zeros(2, 9, device=device)), "a mask must be"),
         (TreeMask(torch.zeros(3, 1, dtype=torch.int64, device=device)), "a guess's position is its depth"),
     ]:
-        metadata.prepare([1], starts, [3], 1, mask=mask)
+        step = Step.of(Batch.of([1], starts, [3], 1), history.memory, mask=mask)
         with pytest.raises(ValueError, match=match):
-            backend.forward(q, k, k, metadata)
+            backend.forward(q, k, k, step)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightkv import KVSpec
-from lightkv.attention import AttentionMetadata, LayerShape, RotaryEmbedding, make_backends
+from lightkv.attention import Batch, LayerShape, RotaryEmbedding, Step, make_backends
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
@@ -23,8 +23,7 @@ def written(name: str, backend: str, rotated: bool, device: torch.device) -> lis
     slots = 1 + torch.randperm(59, device=device)[:32].int()
     memory.table.req_to_token[2] = slots
     layers = make_backends(backend, device, [LayerShape(4, DIM, 2)] * 2)
-    metadata = AttentionMetadata(4, 32, memory)
-    metadata.prepare([2], [0], [21], 1)
+    step = Step.of(Batch.of([2], [0], [21], 1), memory)
     q = torch.randn(21, 4 * DIM, device=device)
     k, v = (torch.randn(2, 21, 2 * DIM, device=device) * 3).unbind()
     rotary = None
@@ -34,7 +33,7 @@ def written(name: str, backend: str, rotated: bool, device: torch.device) -> lis
     queries = []
     for layer in layers:
         queries.append(q.clone())
-        layer.forward(queries[-1], k.clone(), v.clone(), metadata, rotary)
+        layer.forward(queries[-1], k.clone(), v.clone(), step, rotary)
     return [*memory.pool.buffers, *queries]
 
 

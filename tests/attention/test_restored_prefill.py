@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightkv import KVPool, KVSpec
-from lightkv.attention import AttentionMetadata, LayerShape
+from lightkv.attention import Batch, LayerShape, Step
 from lightkv.attention.restored_prefill import RestoredPrefill
 from lightkv.attention.triton_backend import TritonAttention
 from lightkv.memory.kv_memory import KVMemory
@@ -102,11 +102,10 @@ def test_layers_in_fp8_and_in_16_bits_have_work_lists_of_their_own(device: torch
     memory = KVMemory(KVSpec(2, 1, 16, 16, torch.float32), 100, 4, 32, device)
     in_fp8, in_16_bits = (TritonAttention(layer, LayerShape(1, 16, 1)) for layer in range(2))
     in_fp8._fp8_q_scale = 1.0
-    metadata = AttentionMetadata(4, 16, memory)
-    metadata.prepare([1], [0], [9], 1)
-    q, lengths = torch.zeros(9, 1, 16, device=device), metadata.kv_lens
-    plan = in_fp8._plan(q, torch.full_like(metadata.q_starts, 9), lengths, metadata)
-    other = in_16_bits._plan(q, metadata.q_starts, lengths, metadata)
+    step = Step.of(Batch.of([1], [0], [9], 1), memory)
+    q, lengths = torch.zeros(9, 1, 16, device=device), step.kv_lens
+    plan = in_fp8.mixed_plan(q, torch.full_like(step.q_starts, 9), lengths, step)
+    other = in_16_bits.mixed_plan(q, step.q_starts, lengths, step)
     assert plan.prefill is not None
     assert other.prefill is not None
     assert int(plan.prefill.items[0, 0]) == -1  # no queries

@@ -1,18 +1,25 @@
 """Backends over rings and over cross sequences, compared with float64; free slots hold NaN."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from lightkv import KVCache, KVSpec
 from lightkv.attention import (
-    AttentionMetadata,
     AttentionOptions,
+    Batch,
     BatchShape,
-    CrossMetadata,
+    CrossStep,
     LayerShape,
     Rotary,
+    StaticCross,
+    StaticStep,
+    Step,
     make_backends,
 )
+from lightkv.attention.forms.gaps import with_gaps
+from lightkv.attention.forms.rings import over_rings
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
 from lightkv.triton_kernels.attention.variants import Alibi, Chunk, Window
 from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
@@ -57,7 +64,6 @@ def test_rings_step_by_step(backend: str, window: int, ring: Ring, alibi: bool, 
         backend, device, [LayerShape(HEADS, DIM, KV_HEADS, options)], rotary if ring.sinks else None
     )
     cache = make_cache(device)
-    metadata = AttentionMetadata(2, 40, cache.memory)
     sequences = [cache.open([1] * 60, ring=ring) for _ in range(2)]
     keys: dict[int, list[torch.Tensor]] = {one.row: [] for one in sequences}
     values: dict[int, list[torch.Tensor]] = {one.row: [] for one in sequences}
@@ -69,8 +75,9 @@ def test_rings_step_by_step(backend: str, window: int, ring: Ring, alibi: bool, 
         q, k, v = tokens(count * len(batch), device)
         cache.extend(batch, [count] * len(batch))
         num_prefills = len(batch) if count > 1 else 0
-        metadata.prepare([one.row for one in batch], starts, [count] * len(batch), num_prefills, ring=ring)
-        out = layer.forward(q, k, v, metadata).view(-1, HEADS, DIM)
+        made = Batch.of([one.row for one in batch], starts, [count] * len(batch), num_prefills)
+        step = Step.of(over_rings(made, ring), cache.memory)
+        out = layer.forward(q, k, v, step).view(-1, HEADS, DIM)
         for i, one in enumerate(batch):
             for token in range(i * count, (i + 1) * count):
                 keys[one.row].append(k[token].view(KV_HEADS, DIM))
@@ -95,27 +102,29 @@ def test_rings_step_by_step(backend: str, window: int, ring: Ring, alibi: bool, 
 def test_steps_over_rings_that_cannot_be(device: torch.device) -> None:
     cache = make_cache(device)
     ring = Ring(3, 14, 5)
-    metadata = AttentionMetadata(2, 40, cache.memory)
     for match, arguments in [
         ("prefills or decodes only", ([1, 2], [40, 40], [2, 1], 1)),
         ("all have dropped tokens or none", ([1, 2], [40, 2], [2, 2], 2)),
         ("at most", ([1], [40], [9], 1)),
     ]:
         with pytest.raises(ValueError, match=match):
-            metadata.prepare(*arguments, ring=ring)
+            over_rings(Batch.of(*arguments), ring)
+    decode = Batch.of([1], [40], [1], 0)
     with pytest.raises(ValueError, match="gets positions instead of dropped"):
-        metadata.prepare([1], [40], [1], 0, ring=ring, dropped=[3])
-    metadata.prepare([1], [40], [1], 0, ring=ring)
+        over_rings(with_gaps(decode, [3]), ring)
+    with pytest.raises(ValueError, match="tokens are dropped by sequences whose rows are their own"):
+        with_gaps(over_rings(decode, ring), [3])
+    step = Step.of(over_rings(decode, ring), cache.memory)
     (layer,) = make_backends("torch", device, [LayerShape(HEADS, DIM, KV_HEADS)])
     with pytest.raises(ValueError, match="3 sinks needs the rotary"):
-        layer.forward(*tokens(1, device), metadata)
+        layer.forward(*tokens(1, device), step)
     for options in (AttentionOptions().plus(Chunk(8)), AttentionOptions().plus(Window(15))):
         (other,) = make_backends("torch", device, [LayerShape(HEADS, DIM, KV_HEADS, options)])
         with pytest.raises(ValueError, match="make the ring as large as the window, and have no chunks"):
-            other.forward(*tokens(1, device), metadata)
+            other.forward(*tokens(1, device), step)
     assert cache.memory.pool.kv(0)[1:].isnan().all()
     with pytest.raises(ValueError, match="not scored by entries"):
-        layer.entry_scores(tokens(1, device)[0], metadata)
+        layer.entry_scores(tokens(1, device)[0], step)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -123,25 +132,22 @@ def test_a_prefill_over_rings_holds_the_window_of_the_layer(backend: str, device
     """Its entries begin with what is not dropped, which may be fewer than the ring has."""
     ring = Ring(0, 14, 5)
     cache = make_cache(device)
-    metadata = AttentionMetadata(2, 40, cache.memory)
     for options in (
         AttentionOptions().plus(Window(11)),
         AttentionOptions().plus(Window(20)),
         AttentionOptions().plus(Chunk(8)),
     ):
         (layer,) = make_backends(backend, device, [LayerShape(HEADS, DIM, KV_HEADS, options)])
-        metadata.prepare([1], [14], [5], 1, ring=ring)
+        step = Step.of(over_rings(Batch.of([1], [14], [5], 1), ring), cache.memory)
         with pytest.raises(ValueError, match="over 10 tokens of Ring"):
-            layer.forward(*tokens(5, device), metadata)
-        metadata.prepare([1], [0], [5], 1, ring=ring)  # nothing is dropped yet
-        layer.forward(*tokens(5, device), metadata)
-    metadata.prepare([1], [14], [5], 1, ring=ring)
+            layer.forward(*tokens(5, device), step)
+        step = Step.of(over_rings(Batch.of([1], [0], [5], 1), ring), cache.memory)  # nothing is dropped yet
+        layer.forward(*tokens(5, device), step)
+    step = Step.of(over_rings(Batch.of([1], [14], [5], 1), ring), cache.memory)
     (layer,) = make_backends(
         backend, device, [LayerShape(HEADS, DIM, KV_HEADS, AttentionOptions().plus(Window(10)))]
     )
-    layer.forward(*tokens(5, device), metadata)
-    metadata.prepare([1], [20], [1], 0, ring=ring)
-    assert metadata.ring_in_order is None
+    layer.forward(*tokens(5, device), step)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -152,12 +158,11 @@ def test_cross_attention(backend: str, static: bool, device: torch.device) -> No
     options = AttentionOptions(causal=False)
     (layer,) = make_backends(backend, device, [LayerShape(HEADS, DIM, KV_HEADS, options)])
     cache = make_cache(device)
-    metadata = AttentionMetadata(4, 20, cache.memory)
     written = []
     for length in (33, 5):
         cross = cache.open_cross(length)
         _, k, v = tokens(length, device)
-        layer.write_cross(k, v, cache.slots(cross), metadata)
+        layer.write_cross(k, v, cache.slots(cross), cache.memory)
         written.append((cross, k.view(-1, KV_HEADS, DIM), v.view(-1, KV_HEADS, DIM)))
     first = cache.open([1, 2, 3, 4], cross=written[0][0])
     cache.extend([first], [4])
@@ -166,16 +171,22 @@ def test_cross_attention(backend: str, static: bool, device: torch.device) -> No
     batch = [readers[2], readers[0], readers[1], readers[3]]  # a prefill of 7, then decodes
     starts = [one.length for one in batch]
     cache.extend(batch, [7, 1, 1, 1])
-    if static:
-        metadata = metadata.create_static(BatchShape(14, 2, 5))
-    cross_metadata = CrossMetadata(metadata)
-    metadata.prepare([one.row for one in batch], starts, [7, 1, 1, 1], 1)
+    made = Batch.of([one.row for one in batch], starts, [7, 1, 1, 1], 1)
     read = [one.cross for one in batch]
-    cross_metadata.prepare(
-        [0 if one is None else one.row for one in read], [0 if one is None else one.length for one in read]
+    numbers = (
+        [0 if one is None else one.row for one in read],
+        [0 if one is None else one.length for one in read],
     )
-    q, _, _ = tokens(metadata.num_tokens, device)
-    out = layer.cross(q, cross_metadata).view(-1, HEADS, DIM)
+    if static:
+        tensors = StaticStep(BatchShape(14, 2, 5), cache.memory)
+        step, static_cross = tensors.load(made), StaticCross(tensors)
+        make_cross = partial(static_cross.load, step)
+    else:
+        step = Step.of(made, cache.memory)
+        make_cross = partial(CrossStep.of, step)
+    cross_step = make_cross(*numbers)
+    q, _, _ = tokens(step.num_tokens, device)
+    out = layer.cross(q, cross_step).view(-1, HEADS, DIM)
     order = [3, 4, 5, 6, 7, 8, 9, 0, 1, 2] if static else [*range(7), 7, 8, 9]
     for token, reads in zip(order, [1] * 7 + [0, 0, None], strict=True):
         if reads is None:
@@ -193,14 +204,14 @@ def test_cross_attention(backend: str, static: bool, device: torch.device) -> No
         ("rows 0 to 6", [-1] * num_sequences, [1] * num_sequences),
     ]:
         with pytest.raises(ValueError, match=match):
-            cross_metadata.prepare(rows, lengths)
+            make_cross(rows, lengths)
     before = cache.memory.pool.kv(0).clone()
     _, k, v = tokens(5, device)
     for wrong in ((k, v[:4]), (k[:, :-1], v)):
         with pytest.raises(ValueError, match=r"of 5 slots must be \[5, 64\]"):
-            layer.write_cross(*wrong, cache.slots(written[1][0]), metadata)
+            layer.write_cross(*wrong, cache.slots(written[1][0]), cache.memory)
     torch.testing.assert_close(cache.memory.pool.kv(0), before, rtol=0, atol=0, equal_nan=True)
     (causal,) = make_backends(backend, device, [LayerShape(HEADS, DIM, KV_HEADS)])
     with pytest.raises(ValueError, match="causal=False"):
-        causal.cross(q, cross_metadata)
+        causal.cross(q, cross_step)
     cache.check()

@@ -1,11 +1,20 @@
-"""Decodes that read a shared prefix together: the tensors that the metadata makes for the kernels, and the
+"""Decodes that read a shared prefix together: the tensors that a step has for the kernels, and the
 output."""
 
 import pytest
 import torch
 
 from lightkv import KVSpec
-from lightkv.attention import AttentionMetadata, AttentionOptions, LayerShape, make_backends, prefix_members
+from lightkv.attention import (
+    AttentionOptions,
+    Batch,
+    BatchShape,
+    LayerShape,
+    StaticStep,
+    Step,
+    make_backends,
+    prefix_members,
+)
 from lightkv.ledger.shared_prefixes import SharedPrefix
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.triton_kernels.attention.variants import Chunk, Window
@@ -27,36 +36,35 @@ def memory(device: torch.device) -> KVMemory:
     return memory
 
 
-def dense(metadata: AttentionMetadata) -> tuple[list[list[int]], list[int], list[int]]:
+def dense(step: Step) -> tuple[list[list[int]], list[int], list[int]]:
     """Returns members without the padding, keys, and place."""
-    assert metadata.shared_prefixes is not None
-    members, keys, place = (tensor.tolist() for tensor in metadata.shared_prefixes)
-    assert {tensor.dtype for tensor in metadata.shared_prefixes} == {torch.int32}
+    assert step.shared_prefixes is not None
+    members, keys, place = (tensor.tolist() for tensor in step.shared_prefixes)
+    assert {tensor.dtype for tensor in step.shared_prefixes} == {torch.int32}
     return [[member for member in some if member >= 0] for some in members], keys, place
 
 
 def test_prefixes_name_the_decodes_that_share_them(memory: KVMemory) -> None:
-    metadata = AttentionMetadata(7, 64, memory, prefix_members=3)
     prefixes = [SharedPrefix((2, 4), 90), SharedPrefix((3, 5), 120)]
-    metadata.prepare(
-        [7, 4, 3, 6, 5, 2], [0, 150, 150, 160, 120, 91], [9, 1, 1, 1, 1, 1], 1, prefixes=prefixes
-    )
-    assert dense(metadata) == ([[4, 0], [1, 3]], [90, 120], [1, 3, -1, 4, 0])
-    metadata.prepare([7, 4], [150, 150], [1, 1], 0)
-    assert metadata.shared_prefixes is None
-    metadata.prepare([7, 4], [150, 150], [1, 1], 0, prefixes=[])
-    assert metadata.shared_prefixes is None
-    AttentionMetadata(7, 64, memory).prepare([2, 4], [99, 99], [1, 1], 0, prefixes=prefixes[:1])
+    batch = Batch.of([7, 4, 3, 6, 5, 2], [0, 150, 150, 160, 120, 91], [9, 1, 1, 1, 1, 1], 1)
+    step = Step.of(batch.sharing(prefixes, 3), memory)
+    assert dense(step) == ([[4, 0], [1, 3]], [90, 120], [1, 3, -1, 4, 0])
+    step = Step.of(Batch.of([7, 4], [150, 150], [1, 1], 0), memory)
+    assert step.shared_prefixes is None
+    step = Step.of(Batch.of([7, 4], [150, 150], [1, 1], 0).sharing([], 3), memory)
+    assert step.shared_prefixes is None
+    step = Step.of(Batch.of([2, 4], [99, 99], [1, 1], 0).sharing(prefixes[:1], 1), memory)
+    assert step.shared_prefixes is None
 
 
 @pytest.mark.parametrize(("num_rows", "sizes"), [(2, [2]), (3, [3]), (4, [2, 2]), (5, [3, 2]), (6, [3, 3])])
 def test_prefixes_with_too_many_members_are_divided(
     memory: KVMemory, num_rows: int, sizes: list[int]
 ) -> None:
-    metadata = AttentionMetadata(7, 64, memory, prefix_members=3)
     rows = list(range(1, num_rows + 1))
-    metadata.prepare(rows, [150] * num_rows, [1] * num_rows, 0, prefixes=[SharedPrefix(tuple(rows), 140)])
-    members, keys, place = dense(metadata)
+    batch = Batch.of(rows, [150] * num_rows, [1] * num_rows, 0)
+    step = Step.of(batch.sharing([SharedPrefix(tuple(rows), 140)], 3), memory)
+    members, keys, place = dense(step)
     assert [len(some) for some in members if some] == sizes
     assert len(members) == num_rows // 2
     assert keys == [140] * len(sizes) + [0] * (len(members) - len(sizes))
@@ -65,26 +73,26 @@ def test_prefixes_with_too_many_members_are_divided(
 
 
 def test_a_member_that_is_left_over_reads_alone(memory: KVMemory) -> None:
-    metadata = AttentionMetadata(7, 64, memory, prefix_members=2)
-    metadata.prepare([1, 2, 3], [150] * 3, [1] * 3, 0, prefixes=[SharedPrefix((1, 2, 3), 140)])
-    assert dense(metadata) == ([[0, 1]], [140], [0, 1, -1])
+    batch = Batch.of([1, 2, 3], [150] * 3, [1] * 3, 0)
+    step = Step.of(batch.sharing([SharedPrefix((1, 2, 3), 140)], 2), memory)
+    assert dense(step) == ([[0, 1]], [140], [0, 1, -1])
 
 
-def test_graph_metadata_has_room_for_prefixes_and_never_moves(memory: KVMemory) -> None:
-    metadata = AttentionMetadata(7, 64, memory, prefix_members=3).create_cuda_graph_metadata(5)
-    assert metadata.shared_prefixes is None
-    metadata.prepare([], [], [], 0, prefixes=[])
-    assert dense(metadata) == ([[], []], [0, 0], [-1] * 5)
-    assert metadata.shared_prefixes is not None
-    before = [tensor.data_ptr() for tensor in metadata.shared_prefixes]
-    metadata.prepare([6, 2, 3], [151, 150, 160], [1] * 3, 0, prefixes=[SharedPrefix((3, 6), 150)])
-    assert dense(metadata) == ([[2, 0], []], [150, 0], [1, -1, 0, -1, -1])
-    assert [tensor.data_ptr() for tensor in metadata.shared_prefixes] == before
-    metadata.prepare([6, 2, 3], [152, 151, 161], [1] * 3, 0)
-    assert metadata.shared_prefixes is None
-    alone = metadata.create_cuda_graph_metadata(1)
-    alone.prepare([1], [5], [1], 0, prefixes=[])
-    assert alone.shared_prefixes is None
+def test_a_static_step_has_room_for_prefixes_and_never_moves(memory: KVMemory) -> None:
+    static = StaticStep(BatchShape.of_decodes(5), memory, prefix_members=3)
+    assert static.load(Batch.empty()).shared_prefixes is None
+    step = static.load(Batch.empty().sharing([], 3))
+    assert dense(step) == ([[], []], [0, 0], [-1] * 5)
+    assert step.shared_prefixes is not None
+    before = [tensor.data_ptr() for tensor in step.shared_prefixes]
+    batch = Batch.of([6, 2, 3], [151, 150, 160], [1] * 3, 0)
+    step = static.load(batch.sharing([SharedPrefix((3, 6), 150)], 3))
+    assert step.shared_prefixes is not None
+    assert dense(step) == ([[2, 0], []], [150, 0], [1, -1, 0, -1, -1])
+    assert [tensor.data_ptr() for tensor in step.shared_prefixes] == before
+    assert static.load(Batch.of([6, 2, 3], [152, 151, 161], [1] * 3, 0)).shared_prefixes is None
+    alone = StaticStep(BatchShape.of_decodes(1), memory, prefix_members=3)
+    assert alone.load(Batch.of([1], [5], [1], 0).sharing([], 3)).shared_prefixes is None
 
 
 @pytest.mark.parametrize(
@@ -99,13 +107,10 @@ def test_graph_metadata_has_room_for_prefixes_and_never_moves(memory: KVMemory) 
     ],
     ids=["not in the batch", "no row", "a prefill", "too long", "twice", "in two"],
 )
-def test_prefixes_that_break_the_rules_are_refused(memory: KVMemory, prefixes: list[SharedPrefix]) -> None:
-    metadata = AttentionMetadata(7, 64, memory, prefix_members=3)
-    metadata.prepare([5], [9], [1], 0)
-    step, rows = metadata.step, metadata.rows
+def test_prefixes_that_break_the_rules_are_refused(prefixes: list[SharedPrefix]) -> None:
+    batch = Batch.of([3, 1, 2, 6], [120, 150, 150, 150], [4, 1, 1, 1], 1)
     with pytest.raises(ValueError, match=r"rows \(.*\) are to read .* entries together"):
-        metadata.prepare([3, 1, 2, 6], [120, 150, 150, 150], [4, 1, 1, 1], 1, prefixes=prefixes)
-    assert (metadata.step, metadata.rows) == (step, rows)
+        batch.sharing(prefixes, 3)
 
 
 def test_members_are_as_many_as_every_layer_takes() -> None:
@@ -149,7 +154,6 @@ def test_reading_together_gives_what_reading_alone_does(
     )
     (backend,) = make_backends(name, memory.device, [shape])
     (reference,) = make_backends("torch", memory.device, [shape])
-    metadata = AttentionMetadata(7, 64, memory, prefix_members=4)
     for num_prefills in (0, 1):
         counts = [1] * len(rows)
         prefill = [7] if num_prefills and 7 not in rows else []
@@ -157,33 +161,33 @@ def test_reading_together_gives_what_reading_alone_does(
         batch_counts = [3] * len(prefill) + counts
         q, k, v = (torch.randn(sum(batch_counts), heads * 16, device=memory.device) for heads in (4, 1, 1))
         prefixes = [SharedPrefix(*prefix) for prefix in found]
-        metadata.prepare(batch_rows, batch_starts, batch_counts, len(prefill))
-        expected = reference.forward(q, k, v, metadata)
-        metadata.prepare(batch_rows, batch_starts, batch_counts, len(prefill), prefixes=prefixes)
-        assert (metadata.shared_prefixes is not None) == bool(found)
-        torch.testing.assert_close(backend.forward(q, k, v, metadata), expected, rtol=1e-4, atol=1e-5)
+        made = Batch.of(batch_rows, batch_starts, batch_counts, len(prefill))
+        expected = reference.forward(q, k, v, Step.of(made, memory))
+        step = Step.of(made.sharing(prefixes, 4), memory)
+        assert (step.shared_prefixes is not None) == bool(found)
+        torch.testing.assert_close(backend.forward(q, k, v, step), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu
-def test_a_decode_graph_with_shared_prefixes_follows_its_metadata(memory: KVMemory) -> None:
+def test_a_decode_graph_with_shared_prefixes_follows_its_static_step(memory: KVMemory) -> None:
     (backend,) = make_backends("triton", memory.device, [SHAPE])
     (reference,) = make_backends("torch", memory.device, [SHAPE])
-    metadata = AttentionMetadata(7, 64, memory, prefix_members=4).create_cuda_graph_metadata(7)
+    static = StaticStep(BatchShape.of_decodes(7), memory, prefix_members=4)
     qkv = [torch.randn(7, heads * 16, device=memory.device) for heads in (4, 1, 1)]
-    metadata.prepare([], [], [], 0, prefixes=[])
-    backend.forward(*qkv, metadata)
+    step = static.load(Batch.empty().sharing([], 4))
+    backend.forward(*qkv, step)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = backend.forward(*qkv, metadata)
+        out = backend.forward(*qkv, step)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for batch in [*BATCHES, *reversed(BATCHES)]:
             rows, starts, found = BATCHES[batch]
             prefixes = [SharedPrefix(*prefix) for prefix in found]
-            metadata.prepare(rows, starts, [1] * len(rows), 0, prefixes=prefixes)
+            loaded = static.load(Batch.of(rows, starts, [1] * len(rows), 0).sharing(prefixes, 4))
             graph.replay()
             got = out[: len(rows)].clone()
-            expected = reference.forward(*qkv, metadata)[: len(rows)]
+            expected = reference.forward(*qkv, loaded)[: len(rows)]
             torch.cuda.set_sync_debug_mode("default")
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
             torch.cuda.set_sync_debug_mode("error")

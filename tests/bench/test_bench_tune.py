@@ -1,4 +1,4 @@
-"""What `bench/kernels/tune.py` times: every candidate is launched as it says, and leaves the launches as before."""
+"""What `bench/kernels/tune.py` times: every candidate is launched as it says, and leaves launches as before."""
 
 import json
 import sys
@@ -15,6 +15,8 @@ from bench.kernels.attention_batches import Batch, Paged
 from bench.kernels.attention_peers import Side, ours_decode, ours_prefill
 from bench.kernels.attention_rows import DECODE, PREFILL, PREFILL_DIMS, Row
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention import merge_states
+from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.classic import paged_attention_kernel
 from lightkv.triton_kernels.tuning import DeviceClass, Launch
 from tests.support.fake_clock import CountingClock, replayed
@@ -23,8 +25,8 @@ HOPPER = DeviceClass(num_multiprocessors=132, shared_memory=227 * 1024, major=9)
 DECODES = Row("decodes", (1, 40, 16), (1, 1, 1), 4, 2, 16, torch.float16)
 CHUNKS = DECODES._replace(name="chunks", lengths=(20, 33, 5), q_lens=(20, 3, 1))
 FUNCTIONS = (
-    (tuning, "decode_launch"),
-    (tuning, "decode_workers"),
+    (decode_tuning, "decode_launch"),
+    (decode_tuning, "decode_workers"),
     (tuning, "prefill_launch"),
     (tuning, "hopper_prefill_launch"),
     (paged_attention_kernel, "paged_attention_launch"),
@@ -134,11 +136,11 @@ def test_what_does_not_fit_or_is_wrong_is_left_out(clock: Clock, capsys: pytest.
 
     def side(batch: Batch, paged: Paged) -> Side:
         right = ours_decode(batch, paged)
-        return right._replace(run=lambda: right.run() + (tuning.merge_launch(1, 1) is None))
+        return right._replace(run=lambda: right.run() + (merge_states.merge_launch(1, 1) is None))
 
     functions: dict[str, tune.Functions] = {
-        "broken": {(tuning, "decode_launch"): broken},
-        "wrong": {(tuning, "merge_launch"): lambda *_: None},
+        "broken": {(decode_tuning, "decode_launch"): broken},
+        "wrong": {(merge_states, "merge_launch"): lambda *_: None},
         "right": {},
     }
     kernel = tune.Kernel([DECODES], 0, lambda _: functions, {"": side})

@@ -204,7 +204,7 @@ def test_what_does_not_fit_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None
     capture = PromptGraph.capture
 
     def refused(graph: PromptGraph, shares_prefixes: bool, shared: Capture) -> None:
-        if graph._metadata.num_tokens > 48:
+        if graph.shape.num_tokens > 48:
             raise torch.OutOfMemoryError("no memory for this one")
         capture(graph, shares_prefixes, shared)
 

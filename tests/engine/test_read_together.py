@@ -10,6 +10,7 @@ import torch
 from msgspec.structs import replace
 from test_gpu_engine import no_waits, share_alike, take
 
+from lightkv.attention import Batch, Step
 from lightkv.ledger import TokenLedger
 from lightkv.ledger.shared_prefixes import SharedPrefix
 from lightkv.router import EngineConfig, SamplingParams
@@ -95,19 +96,20 @@ def test_a_graph_is_updated_only_when_the_shared_prefixes_change(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, runner, _ = make(device, cuda_graphs=False)
-    graph = DecodeGraph(runner._parts, 4, runner._metadata, SharedLogits(4))
+    graph = DecodeGraph(runner._parts, 4, runner.limits.prefix_sharing.max_members, SharedLogits(4))
     replayed: list[GraphKey] = []
     for form in (GraphKey(SamplerKind.GREEDY), GraphKey(SamplerKind.GREEDY, shares_prefixes=True)):
         stand_in = SimpleNamespace(replay=lambda form=form: replayed.append(form))
         graph._graphs[form] = (stand_in, None)  # type: ignore[assignment]
     told: list[object] = []
-    prepare = graph._metadata.prepare
+    load = graph._static.load
 
-    def counted(*numbers: object, prefixes: object) -> None:
-        told.append(prefixes)
-        prepare(*numbers, prefixes=prefixes)  # type: ignore[arg-type]
+    def counted(batch: Batch) -> Step:
+        reads = None if batch.shared is None else batch.shared.reads
+        told.append(None if reads is None else [(len(decodes), count) for decodes, count in reads])
+        return load(batch)
 
-    monkeypatch.setattr(graph._metadata, "prepare", counted)
+    monkeypatch.setattr(graph._static, "load", counted)
     three, two = [SharedPrefix((1, 2, 4), 40)], [SharedPrefix((1, 4), 40)]
     steps: list[tuple[list[int], list[SharedPrefix], bool]] = [
         ([1, 2, 4], three, True),
@@ -122,7 +124,8 @@ def test_a_graph_is_updated_only_when_the_shared_prefixes_change(
     for step, (rows, prefixes, is_new) in enumerate(steps):
         told.clear()
         graph.replay(decodes(step, rows, prefixes))
-        assert told == ([prefixes or None] if is_new else [])
+        expected = [(len(one.rows), one.num_tokens) for one in prefixes] or None
+        assert told == ([expected] if is_new else [])
         assert replayed[-1].shares_prefixes == bool(prefixes)
 
 

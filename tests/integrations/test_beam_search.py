@@ -1,7 +1,7 @@
 """Beams and parallel samples equal Hugging Face's, token by token, and share K/V instead of copying it."""
 
 import doctest
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -9,8 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lightkv import OutOfRows, OutOfTokens
+from lightkv.attention import AttentionBackend, Step
 from lightkv.integrations import cached_model, sampling
 from lightkv.integrations.cached_model import CachedModel, select
+from lightkv.integrations.model.hf_model import PackedStep
 from lightkv.integrations.sampling import Beam, beam_search, sample_parallel
 from lightkv.router import EngineConfig
 from lightkv.router.model_files import resolve
@@ -107,26 +109,24 @@ class Counted:
         self.most_held = 0
         self.pool = lm.cache.memory.pool
         self.before = self.snapshot()
-        metadata = lm.step.metadata
-        prepare = metadata.prepare
 
-        def counted(*arguments: Any, **named: Any) -> None:
-            prepare(*arguments, **named)
-            self.num_computed += metadata.num_tokens
+        def counted(step: Step, backends: Sequence[AttentionBackend]) -> PackedStep:
+            self.num_computed += step.num_tokens
+            return PackedStep(step, backends)
 
-        monkeypatch.setattr(metadata, "prepare", counted)
+        monkeypatch.setattr(cached_model, "PackedStep", counted)
 
         def count_edits(edits: list[Any], kept: list[torch.Tensor]) -> None:
             self.num_allocated += sum(sum(edit.counts) for edit in edits if hasattr(edit, "counts"))
             self.most_held = max(self.most_held, lm.cache.num_held)
 
         lm.cache.on_edits = count_edits
-        for backend in lm.step.backends:
+        for backend in lm.backends:
             write = backend._write
 
-            def write_and_count(q, k, v, metadata, rotary, write=write):  # type: ignore[no-untyped-def]
+            def write_and_count(q, k, v, step, rotary, write=write):  # type: ignore[no-untyped-def]
                 assert self.same(), "K/V was written between two steps"
-                write(q, k, v, metadata, rotary)
+                write(q, k, v, step, rotary)
                 self.num_bytes += k.nbytes + v.nbytes
                 self.before = self.snapshot()
 

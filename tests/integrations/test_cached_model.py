@@ -40,7 +40,7 @@ def test_a_chunk_that_fails_and_is_computed_again_leaves_no_wrong_kv(
     sequence = lm.cache.open(prompt)
     lm.forward([sequence], [prompt[:4]])
     with monkeypatch.context() as patch:
-        patch.setattr(lm.step.backends[1], "_write", fail)
+        patch.setattr(lm.backends[1], "_write", fail)
         with pytest.raises(RuntimeError, match="gone"):
             lm.forward([sequence], [prompt[4:]])
     assert (sequence.length, lm.cache.num_held) == (4, 4)

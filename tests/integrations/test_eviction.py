@@ -214,7 +214,7 @@ def test_a_step_that_fails_leaves_the_scores(monkeypatch: pytest.MonkeyPatch) ->
         raise RuntimeError("the device is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(lm.step.backends[1], "_write", fail)
+        patch.setattr(lm.backends[1], "_write", fail)
         with pytest.raises(RuntimeError, match="gone"):
             hitters.forward(sequence, [3, 4])
     assert torch.equal(hitters.scores(sequence), before)

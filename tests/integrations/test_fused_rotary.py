@@ -32,7 +32,7 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
-from lightkv.attention import AttentionMetadata, RotaryEmbedding, make_backends
+from lightkv.attention import Batch, BatchShape, RotaryEmbedding, StaticStep, Step, make_backends
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.eviction import HeavyHitters
 from lightkv.integrations.model.attention_call import AttentionCall, compute
@@ -42,7 +42,8 @@ from lightkv.integrations.model.probe import probe
 from lightkv.integrations.streaming import Stream, Window
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.router.model.packed_linear import pack_linears
-from lightkv.triton_kernels.write.write_kv_reference import rotate_reference
+from lightkv.triton_kernels.write.inputs import Rotation
+from lightkv.triton_kernels.write.write_kv import rotate_reference
 
 BOTH = [0, 1]
 # Without head_dim, a head has 32 / 4 = 8 dimensions.
@@ -144,13 +145,12 @@ class Steps:
         memory, device = self.memory, self.memory.device
         for layer_idx in range(memory.pool.spec.num_layers):
             memory.pool.kv(layer_idx).fill_(float("nan"))[0] = 0.0
-        metadata = AttentionMetadata(2, 32, memory)
         lengths = {1: 0, 2: 0}
         logits = []
         for rows, counts, num_prefills in STEPS:
-            metadata.prepare(rows, [lengths[row] for row in rows], counts, num_prefills)
+            step = Step.of(Batch.of(rows, [lengths[row] for row in rows], counts, num_prefills), memory)
             input_ids = torch.arange(3, 3 + sum(counts), device=device)
-            logits.append(forward(self.model, input_ids, metadata, self.backends, None))
+            logits.append(forward(self.model, input_ids, step, self.backends, None))
             for row, count in zip(rows, counts, strict=True):
                 lengths[row] += count
         return logits
@@ -197,7 +197,7 @@ OWN_ROTATION, OWN_FORWARD = modeling_llama.apply_rotary_pos_emb, modeling_llama.
 def neighbours(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
     half = cos.shape[-1] // 2
     return tuple(
-        rotate_reference(x[0].transpose(0, 1), cos[0, :, :half], sin[0, :, :half], True)
+        rotate_reference(x[0].transpose(0, 1), Rotation(cos[0, :, :half], sin[0, :, :half], True))
         .transpose(0, 1)[None]
         .to(x)
         for x in (q, k)
@@ -415,7 +415,7 @@ def test_rotate_has_the_bits_of_the_reference(
     torch.manual_seed(num_pairs)
     x = torch.randn(7, 3, 2 * 16, device=device).to(dtype)[..., 3:19]  # a view
     cos, sin = (torch.randn(7, num_pairs, device=device).to(dtype) for _ in range(2))
-    expected = rotate_reference(x, cos, sin, interleaved).to(dtype)
+    expected = rotate_reference(x, Rotation(cos, sin, interleaved)).to(dtype)
     RotaryEmbedding(cos, sin, interleaved).rotate(x)
     assert torch.equal(x, expected)
 
@@ -436,28 +436,29 @@ def test_a_captured_bf16_step_is_the_unfused_one(name: str) -> None:
     backends = make_backends("triton", device, shape.layers)
     bind(model)
     assert fused_layers(model) == BOTH
-    metadata = AttentionMetadata(4, 4, memory).create_cuda_graph_metadata(4)
     input_ids = torch.tensor([5, 9, 0, 0], device=device)
 
-    def step() -> torch.Tensor:
-        return forward(model, input_ids, metadata, backends, None)
+    static = StaticStep(BatchShape.of_decodes(4), memory)
+    step = static.load(Batch.empty())
+
+    def run() -> torch.Tensor:
+        return forward(model, input_ids, step, backends, None)
 
     with torch.inference_mode():
-        metadata.prepare([], [], [], 0)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            step()
+            run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = step()
-        metadata.prepare([1, 2], [5, 30], [1, 1], 0)
+            captured = run()
+        step = static.load(Batch.of([1, 2], [5, 30], [1, 1], 0))
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
             graph.replay()
-            eager = step()
+            eager = run()
         finally:
             torch.cuda.set_sync_debug_mode("default")
         keys = [memory.pool.k(layer_idx)[[6, 63]].clone() for layer_idx in range(2)]

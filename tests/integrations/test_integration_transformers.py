@@ -31,7 +31,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from lightkv import KVSpec
-from lightkv.attention import AttentionMetadata, AttentionOptions, LayerShape, make_backends
+from lightkv.attention import AttentionOptions, Batch, LayerShape, Step, make_backends
 from lightkv.errors import UnsupportedModel
 from lightkv.integrations.model import probe as probe_module
 from lightkv.integrations.model.hf_model import bind, forward, undo_binding
@@ -113,7 +113,6 @@ def assert_packed_equals_own_forward(
     for layer_idx in range(shape.spec.num_layers):
         memory.pool.kv(layer_idx)[1:] = float("nan")
     free = (1 + torch.randperm(199)).to(device, torch.int32)
-    metadata = AttentionMetadata(4, 64, memory)
     backends = make_backends(name, device, shape.layers)
     bind(model)
     for rows, counts, num_prefills in steps:
@@ -121,11 +120,11 @@ def assert_packed_equals_own_forward(
         entries = torch.from_numpy(memory.table.entries(rows, starts, counts)).to(device)
         memory.table.req_to_token.view(-1).index_copy_(0, entries, free[: len(entries)])
         free = free[len(entries) :]
-        metadata.prepare(rows, starts, counts, num_prefills)
+        step = Step.of(Batch.of(rows, starts, counts, num_prefills), memory)
         parts = [(row, start, start + n) for row, start, n in zip(rows, starts, counts, strict=True)]
         input_ids = torch.cat([tokens[row][start:end] for row, start, end in parts])
         wanted = torch.arange(len(input_ids), device=device).flip(0)  # in another order than the tokens
-        logits = forward(model, input_ids, metadata, backends, wanted).flip(0)
+        logits = forward(model, input_ids, step, backends, wanted).flip(0)
         own = torch.cat([expected[row][start:end] for row, start, end in parts])
         torch.testing.assert_close(logits, own, rtol=1e-4, atol=1e-4)
         lengths.update((row, end) for row, _, end in parts)
@@ -163,15 +162,14 @@ def test_only_the_selected_tokens_get_logits(device: torch.device) -> None:
     memory = KVMemory(shape.spec, 20, 2, 16, device)
     slots = torch.arange(1, 6, dtype=torch.int32, device=device)
     memory.table.req_to_token.view(-1).index_copy_(0, torch.arange(16, 21, device=device), slots)
-    metadata = AttentionMetadata(2, 16, memory)
-    metadata.prepare([1], [0], [5], 1)
+    step = Step.of(Batch.of([1], [0], [5], 1), memory)
     tokens, wanted = torch.arange(3, 8, device=device), torch.tensor([4], device=device)
     with torch.no_grad():
         everything = model(tokens[None]).logits[0]
         bind(model)
         backends = make_backends("torch", device, shape.layers)
-        logits = forward(model, tokens, metadata, backends, wanted)
-        all_logits = forward(model, tokens, metadata, backends, None)
+        logits = forward(model, tokens, step, backends, wanted)
+        all_logits = forward(model, tokens, step, backends, None)
     torch.testing.assert_close(logits, everything[4:], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(all_logits, everything, rtol=1e-4, atol=1e-4)
 

@@ -1,15 +1,17 @@
 """Speculation by prompt look-up: the output of greedy decoding, in fewer passes, and no slots left held."""
 
 import doctest
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lightkv import OutOfTokens
-from lightkv.integrations import prompt_lookup
+from lightkv.attention import AttentionBackend, Step
+from lightkv.integrations import cached_model, prompt_lookup
 from lightkv.integrations.cached_model import CachedModel
+from lightkv.integrations.model.hf_model import PackedStep
 from lightkv.integrations.prompt_lookup import PromptLookup, generate
 from lightkv.router import EngineConfig
 from lightkv.router.model_files import resolve
@@ -89,14 +91,12 @@ def test_the_output_is_that_of_greedy_decoding(num_proposed: int, device: torch.
 def test_passes_and_tokens_are_counted(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = CachedModel(tiny_model(device), 200)
     computed: list[int] = []
-    metadata = lm.step.metadata
-    prepare = metadata.prepare
 
-    def counted(*arguments: Any, **named: Any) -> None:
-        prepare(*arguments, **named)
-        computed.append(metadata.num_tokens)
+    def counted(step: Step, backends: Sequence[AttentionBackend]) -> PackedStep:
+        computed.append(step.num_tokens)
+        return PackedStep(step, backends)
 
-    monkeypatch.setattr(metadata, "prepare", counted)
+    monkeypatch.setattr(cached_model, "PackedStep", counted)
     found = generate(lm, PROMPTS[1], 30, num_proposed=5)
     assert len(found.token_ids) == 30
     assert found.num_forwards == len(computed)

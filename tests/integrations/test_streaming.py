@@ -27,13 +27,18 @@ from transformers.models.llama import modeling_llama
 from bench.features.streaming import token_losses
 from lightkv import KVSpec
 from lightkv.attention import (
-    AttentionMetadata,
     AttentionOptions,
+    Batch,
+    BatchShape,
     LayerShape,
     Rotary,
+    StaticStep,
+    Step,
     make_backends,
     torch_plan,
 )
+from lightkv.attention.forms.gaps import with_gaps
+from lightkv.attention.forms.sinks import Sinks, with_sinks
 from lightkv.errors import UnsupportedModel
 from lightkv.integrations import streaming
 from lightkv.integrations.cached_model import CachedModel
@@ -310,7 +315,7 @@ def test_steps_of_streams_move_on_by_themselves(
     """What a graph would capture is run step by step: lengths, positions and slots are those on the device."""
 
     def capture(graph: RingGraph) -> tuple[Replays, torch.Tensor]:
-        graph._metadata.prepare([], [], [], 0, ring=graph._ring)
+        graph.load([], [])
         replays = Replays(graph)
         replays.replay()  # padding alone
         return replays, replays.logits
@@ -323,11 +328,11 @@ def test_steps_of_streams_move_on_by_themselves(
     expected = fed(streamer(model, window.capacity, backend="torch"), ids, window, [3, 10])
     lm = streamer(model, 2 * window.capacity, max_sequences=2, max_entries=8, backend="triton")
     uploads: list[int] = []
-    prepare = AttentionMetadata.prepare
+    load = StaticStep.load
 
-    def counted(metadata: AttentionMetadata, *args: Any, **arguments: Any) -> Any:
+    def counted(static: StaticStep, batch: Batch) -> Step:
         uploads.append(1)
-        return prepare(metadata, *args, **arguments)
+        return load(static, batch)
 
     first, second = (Stream(lm, window, ids[:1].tolist()) for _ in range(2))
     torch.testing.assert_close(next(first.feed(ids[:7].tolist())), expected[6:7], rtol=1e-4, atol=1e-4)
@@ -335,7 +340,7 @@ def test_steps_of_streams_move_on_by_themselves(
     for step in range(2):  # a token each, of both, at different positions
         logits = lm.decode([first.sequence, second.sequence], [int(ids[7 + step]), int(ids[9 + step])])
         torch.testing.assert_close(logits, expected[[7 + step, 9 + step]], rtol=1e-4, atol=1e-4)
-    monkeypatch.setattr(AttentionMetadata, "prepare", counted)
+    monkeypatch.setattr(StaticStep, "load", counted)
     (graph,) = (graph for key, graph in lm._ring_graphs.items() if key == (window.ring, 2))
     logits = lm.decode([first.sequence, second.sequence], [int(ids[9]), int(ids[11])])
     torch.testing.assert_close(logits, expected[[9, 11]], rtol=1e-4, atol=1e-4)
@@ -382,7 +387,7 @@ def test_a_failed_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(lm.step.backends[1], "_write", fails)
+    monkeypatch.setattr(lm.backends[1], "_write", fails)
     with pytest.raises(RuntimeError, match="out of memory"):
         list(flow.feed(ids[40:41].tolist()))
     assert flow.position == 40
@@ -435,26 +440,27 @@ def test_a_rotation_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert len(model.model.rotary_emb._forward_hooks) == 1
 
 
-def test_metadata_and_backends_refuse_steps_with_inconsistent_sinks(device: torch.device) -> None:
+def test_batches_and_backends_refuse_inconsistent_sinks(device: torch.device) -> None:
     shape = LayerShape(2, 16, 1)
     memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float32), 40, 2, 20, device)
-    metadata = AttentionMetadata(2, 20, memory)
-    for match, arguments in [
-        ("one number a sequence", {"dropped": [1]}),
-        ("0 or more", {"dropped": [1, -1]}),
-        ("is a prefill", {"dropped": [3, 3], "num_sink_tokens": 2, "num_prefills": 1}),
-        ("has dropped tokens", {"dropped": [3, 0], "num_sink_tokens": 2}),
-        ("holds the sinks", {"dropped": [3, 3], "num_sink_tokens": 5}),
+    for match, num_prefills, dropped, num_sinks in [
+        ("one number a sequence", 2, [1], 0),
+        ("0 or more", 2, [1, -1], 0),
+        ("0 or more", 2, [1, 1], -1),
+        ("is a prefill", 1, [3, 3], 2),
+        ("has dropped tokens", 2, [3, 0], 2),
+        ("has dropped tokens", 2, [0, 0], 2),
+        ("holds the sinks", 2, [3, 3], 5),
     ]:
         with pytest.raises(ValueError, match=match):
-            metadata.prepare([1, 2], [4, 4], [1, 1], arguments.pop("num_prefills", 2), **arguments)
-    graph = metadata.create_cuda_graph_metadata(2)
+            with_sinks(Batch.of([1, 2], [4, 4], [1, 1], num_prefills), dropped, num_sinks)
+    static = StaticStep(BatchShape.of_decodes(2), memory)
     with pytest.raises(ValueError, match="a CUDA graph takes entries for positions"):
-        graph.prepare([1], [4], [1], 0, dropped=[2])
-    metadata.prepare([1, 2], [4, 4], [2, 1], 2, dropped=[3, 5], num_sink_tokens=2)
-    assert metadata.position_ids.tolist() == [7, 8, 9]
-    assert metadata.dropped is not None
-    assert metadata.dropped.tolist() == [3, 3, 5]
+        static.load(with_gaps(Batch.of([1], [4], [1], 0), [2]))
+    step = Step.of(with_sinks(Batch.of([1, 2], [4, 4], [2, 1], 2), [3, 5], 2), memory)
+    assert step.position_ids.tolist() == [7, 8, 9]
+    assert isinstance(step.form, Sinks)
+    assert step.form.dropped == (3, 5)
     q, k = torch.zeros(3, 32, device=device), torch.zeros(3, 16, device=device)
     rotary = Rotary(torch.ones(8, dtype=torch.float64, device=device))
     (plain,) = make_backends("torch", device, [shape])
@@ -463,7 +469,7 @@ def test_metadata_and_backends_refuse_steps_with_inconsistent_sinks(device: torc
     )
     for backend in (plain, windowed):
         with pytest.raises(ValueError, match="a step with 2 sinks needs"):
-            backend.forward(q, k, k, metadata)
+            backend.forward(q, k, k, step)
 
 
 @pytest.mark.parametrize("name", ["torch", "torch-tiles", "triton"])
@@ -509,10 +515,10 @@ def test_sequences_with_different_gaps_in_one_step(
             score = softcap * torch.tanh(score / softcap)
         score.masked_fill_(entry > entry[start:, None], float("-inf"))
         expected.append(torch.einsum("hqk,khd->qhd", score.softmax(-1), values))
-    metadata = AttentionMetadata(3, 60, memory)
-    metadata.prepare(rows, starts, counts, 2, dropped=dropped, num_sink_tokens=num_sink_tokens)
+    batch = with_sinks(Batch.of(rows, starts, counts, 2), dropped, num_sink_tokens)
+    step = Step.of(batch, memory)
     (backend,) = make_backends(name.split("-")[0], device, [shape], rotary)
-    out = backend.forward(q, torch.cat(new_k), torch.cat(new_v), metadata)
+    out = backend.forward(q, torch.cat(new_k), torch.cat(new_v), step)
     torch.testing.assert_close(out.double(), torch.cat(expected).flatten(1), rtol=2e-5, atol=2e-5)
 
 

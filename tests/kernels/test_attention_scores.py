@@ -16,10 +16,10 @@ from lightkv.triton_kernels.attention.attention_scores import (
     attention_scores,
     attention_scores_reference,
 )
+from lightkv.triton_kernels.attention.lookups import Pages
+from lightkv.triton_kernels.attention.operands import flatten_operands
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
-from lightkv.triton_kernels.attention.records import flatten_kv
 from lightkv.triton_kernels.attention.variants import SinkLogits, Softcap, Window
-from lightkv.triton_kernels.attention.variants.variant import flatten
 
 
 class Case(NamedTuple):
@@ -66,7 +66,7 @@ def make_case(
     q = (torch.randn(sum(counts), group * num_kv_heads, dim) * spread).to(device, dtype)
     k_cache = k_cache.to(device, dtype)
     numbers = rows, q_starts.int(), torch.cat(ends).int(), torch.tensor(lengths, dtype=torch.int32)
-    kv = PagedKV(k_cache, k_cache, index.to(device), shift)
+    kv = PagedKV(k_cache, k_cache, index.to(device), Pages(shift))
     return Case(q, kv, *(tensor.to(device) for tensor in numbers))
 
 
@@ -164,11 +164,11 @@ def test_stay_operators_under_torch_compile(device: torch.device) -> None:
     torch.manual_seed(4)
     case = make_case([20, 5], [2, 1], device)
     lse, out = torch.full((3, 6), float("-inf"), device=device), torch.zeros(2, 20, device=device)
-    variants = flatten((Softcap(3.0), SinkLogits(torch.zeros(6, device=device))))
-    tensors = case.q, *flatten_kv(case.kv), [*case[2:]], *variants
-    operators = torch.ops.lightkv
-    torch.library.opcheck(operators.attention_lse.default, (*tensors, lse, 2, 0.125, True))
-    torch.library.opcheck(operators.attention_scores.default, (*tensors, lse.zero_(), out, 0.125, True))
+    variants = Softcap(3.0), SinkLogits(torch.zeros(6, device=device))
+    given = case.q, *flatten_operands(case.kv, variants), [*case[2:]]
+    for written in (None, out):
+        operator = torch.ops.lightkv.attention_scores.default
+        torch.library.opcheck(operator, (*given, lse, written, 2, 0.125, True))
 
 
 @pytest.mark.gpu

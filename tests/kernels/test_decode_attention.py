@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_reference import find_slots_reference
+from lightkv.triton_kernels.attention.attention_reference import slots_reference
+from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
     decode_attention_reference,
 )
 from lightkv.triton_kernels.attention.decode.decode_plan import SharedPrefixGroups, decode_plan
+from lightkv.triton_kernels.attention.lookups import Pages
+from lightkv.triton_kernels.attention.operands import flatten_operands
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
-from lightkv.triton_kernels.attention.records import flatten_kv
 from lightkv.triton_kernels.attention.variants import SinkLogits, Softcap, Window
 from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
-from lightkv.triton_kernels.attention.variants.variant import flatten
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 MIXED = [130, 0, 1, 64, 63, 65]
@@ -78,7 +78,7 @@ def poisoned_cache(
     else:
         k_cache, v_cache = k_cache.to(device, dtype), v_cache.to(device, dtype)
     return Cache(
-        PagedKV(k_cache, v_cache, index.to(device), shift),
+        PagedKV(k_cache, v_cache, index.to(device), Pages(shift)),
         rows.to(device),
         torch.tensor(lengths, dtype=torch.int32, device=device),
     )
@@ -121,7 +121,7 @@ def assert_lse(lse: Tensor, q: Tensor, cache: Cache, options: AttentionOptions, 
     window, softcap = options.of(Window), options.of(Softcap)
     for request, length in enumerate(cache.lengths.tolist()):
         positions = torch.arange(length, device=q.device)
-        slots = find_slots_reference(kv.index[cache.rows[request]], positions, kv.shift)
+        slots = slots_reference(kv, cache.rows[request], positions)
         keys = kv.k[slots].double().repeat_interleave(q.shape[1] // kv.k.shape[1], 1)
         for query in range(num_queries):
             token, position = request * num_queries + query, length - num_queries + query
@@ -177,7 +177,7 @@ def share_first_keys(cache: Cache, sets: list[tuple[int, list[int]]], num_member
     """Makes each set (keys, requests) share its first keys, in the slots of the first request; the slots that
     the others had become NaN. More requests than `num_members` are several prefixes; one prefix is left
     unused."""
-    kv, shift = cache.kv, cache.kv.shift
+    kv, shift = cache.kv, cache.kv.lookup.page_shift
     members, keys, place = [[-1] * num_members], [0], [-1] * len(cache.rows)
     for count, requests in sets:
         first, *others = (kv.index[row] for row in cache.rows[requests].tolist())
@@ -231,12 +231,12 @@ def test_shared_prefixes_are_read_once(
     softcap: float,
 ) -> None:
     torch.manual_seed(num_splits)
-    monkeypatch.setattr(tuning, "decode_workers", lambda *_: num_splits)
+    monkeypatch.setattr(decode_tuning, "decode_workers", lambda *_: num_splits)
     cache = poisoned_cache(
         [140, 300, 132, 0, 131, 150, 40, 180, 260, 135, 67], device=device, shift=shift, num_kv_heads=1
     )
     sets = [(128, [1, 2, 4, 5, 7, 9]), (64, [8, 10])]
-    prefixes = share_first_keys(cache, sets, min(tuning.prefix_members(num_queries, group), 5))
+    prefixes = share_first_keys(cache, sets, min(decode_tuning.prefix_members(num_queries, group), 5))
     check_shared(cache, prefixes, group=group, num_queries=num_queries, softcap=softcap)
 
 
@@ -246,7 +246,7 @@ def test_any_number_of_splits(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, num_splits: int, window: int
 ) -> None:
     torch.manual_seed(num_splits)
-    monkeypatch.setattr(tuning, "decode_workers", lambda *_: num_splits)
+    monkeypatch.setattr(decode_tuning, "decode_workers", lambda *_: num_splits)
     cache = poisoned_cache([*MIXED, 1300], device=device, num_kv_heads=1, key_dim=16, value_dim=16)
     check(cache, group=2, window=window)
 
@@ -255,7 +255,7 @@ def test_large_scores_neither_overflow_nor_lose_a_split(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(tuning, "decode_workers", lambda *_: 3)
+    monkeypatch.setattr(decode_tuning, "decode_workers", lambda *_: 3)
     cache = poisoned_cache([190], device=device, num_kv_heads=1)
     q = torch.randn(1, 2, 64, device=device) * 100  # scores of a few hundred: one key takes all
     options = AttentionOptions(scale=1.0)
@@ -293,7 +293,7 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
     q = torch.zeros(2, 4, 64, device=device)
     long_index = cache._replace(kv=cache.kv._replace(index=cache.kv.index.long()))
     long_lengths = cache._replace(lengths=cache.lengths.long())
-    shifted = cache._replace(kv=cache.kv._replace(shift=32))
+    shifted = cache._replace(kv=cache.kv._replace(lookup=Pages(32)))
     for match, bad_q, bad_cache, options, out in [
         ("a multiple of", q[:, :3], cache, AttentionOptions(), None),
         ("head dim", q[:, :, :32], cache, AttentionOptions(), None),
@@ -302,7 +302,7 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
         ("lengths must be contiguous int32", q, long_lengths, AttentionOptions(), None),
         ("1 queries for each of 2 rows", q[:1], cache, AttentionOptions(), None),
         ("scale must be positive", q, cache, AttentionOptions(scale=0.0), None),
-        ("shift in 0..31", q, shifted, AttentionOptions(), None),
+        ("must be in 0..31", q, shifted, AttentionOptions(), None),
         ("out must have shape", q, cache, AttentionOptions(), q[:, :2]),
     ]:
         with pytest.raises(ValueError, match=match):
@@ -335,19 +335,15 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     out = torch.empty_like(q)
     plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2)
     options = AttentionOptions().plus(Softcap(3.0), SinkLogits(torch.zeros(4, device=device)))
-    variants, rotation = flatten(options.variants), (None, None)
     arguments = (
         q,
-        *flatten_kv(cache.kv),
+        *flatten_operands(cache.kv, options.variants),
         *plan[:5],
         cache.lengths,
-        *variants,
-        *rotation,
         out,
         None,
         1,
         0.125,
-        False,
         False,
     )
     torch.library.opcheck(torch.ops.lightkv.decode_attention.default, arguments)
@@ -385,7 +381,7 @@ def test_shared_prefixes_in_bfloat16(group: int, num_queries: int, head_dim: int
     lengths = [2000 + 37 * request for request in range(40)]
     cache = poisoned_cache(lengths, device="cuda", dtype=torch.bfloat16, key_dim=head_dim, value_dim=head_dim)
     sets = [(1950, list(range(0, 40, 2))), (333, [1, 5, 9])]
-    prefixes = share_first_keys(cache, sets, tuning.prefix_members(num_queries, group))
+    prefixes = share_first_keys(cache, sets, decode_tuning.prefix_members(num_queries, group))
     check_shared(cache, prefixes, group=group, num_queries=num_queries)
 
 
@@ -393,7 +389,7 @@ def test_shared_prefixes_in_bfloat16(group: int, num_queries: int, head_dim: int
 def test_captured_decode_follows_its_shared_prefixes() -> None:
     torch.manual_seed(6)
     cache = poisoned_cache([700] * 6, device="cuda", dtype=torch.bfloat16)
-    prefixes = share_first_keys(cache, [(512, [0, 1, 2, 3, 4, 5])], tuning.prefix_members(1, 4))
+    prefixes = share_first_keys(cache, [(512, [0, 1, 2, 3, 4, 5])], decode_tuning.prefix_members(1, 4))
     q = torch.randn(6, 8, 64, dtype=torch.bfloat16, device="cuda")
     out = torch.empty_like(q)
 

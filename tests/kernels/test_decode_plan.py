@@ -7,15 +7,17 @@ import pytest
 import torch
 
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.decode.decode_plan import (
     DecodePlan,
     SharedPrefixGroups,
     decode_plan,
     decode_plan_reference,
 )
+from lightkv.triton_kernels.attention.decode.decode_tuning import decode_programs, decode_workers
 from lightkv.triton_kernels.attention.variants import Chunk, Window
 
-UNIT = tuning.DECODE_UNIT
+UNIT = decode_tuning.DECODE_UNIT
 
 
 def assert_complete(plan: DecodePlan, runs: list[list[int]], num_prefixes: int) -> None:
@@ -58,7 +60,7 @@ def test_any_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch, seed: 
     rng = random.Random(seed)
     num_workers, window = rng.choice([1, 2, 5, 16, 70]), rng.choice([0, 0, 40, 500])
     chunk, num_queries = rng.choice([0, 48, 1000]) if not window else 0, rng.choice([1, 3])
-    monkeypatch.setattr(tuning, "decode_workers", lambda *_: num_workers)
+    monkeypatch.setattr(decode_tuning, "decode_workers", lambda *_: num_workers)
     lengths = [rng.choice([0, 1, UNIT, UNIT + 1, rng.randint(0, 3000)]) for _ in range(rng.randint(1, 40))]
     rows = rng.sample(range(100), len(lengths))
     on_device = (
@@ -84,7 +86,7 @@ def test_any_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch, seed: 
 def test_any_prefixes(device: torch.device, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     rng = random.Random(seed)
     num_workers, num_members = rng.choice([1, 2, 7, 40]), rng.choice([2, 3, 16])
-    monkeypatch.setattr(tuning, "decode_workers", lambda *_: num_workers)
+    monkeypatch.setattr(decode_tuning, "decode_workers", lambda *_: num_workers)
     num_prefixes, num_requests = rng.randint(1, 5), rng.randint(1, 30)
     members = [[-1] * num_members for _ in range(num_prefixes)]
     keys, place, lengths = [0] * num_prefixes, [-1] * num_requests, []
@@ -132,7 +134,7 @@ def test_any_prefixes(device: torch.device, monkeypatch: pytest.MonkeyPatch, see
 
 
 def test_workers_have_equal_shares(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "decode_workers", lambda *_: 10)
+    monkeypatch.setattr(decode_tuning, "decode_workers", lambda *_: 10)
     lengths = torch.tensor([40 * UNIT, 1, 7 * UNIT, 300 * UNIT, UNIT], dtype=torch.int32, device=device)
     plan = decode_plan(torch.arange(5, device=device), lengths, num_kv_heads=1)
     keys = (plan.items[:, 3] - plan.items[:, 2]).tolist()
@@ -180,7 +182,7 @@ def test_launches_fit_the_shared_memory(shared_memory: int, head_dim: int) -> No
     device = tuning.DeviceClass(40, shared_memory, 8)
     for num_rows in (1, 4, 16, 64, 128):
         for several in (False, True):
-            launch = tuning.decode_launch(device, num_rows, several, head_dim, head_dim, 2)
+            launch = decode_tuning.decode_launch(device, num_rows, several, head_dim, head_dim, 2)
             assert launch.block_m >= num_rows
             dim = tuning.padded_dim(head_dim)
             if launch.block_m <= 64:
@@ -198,13 +200,10 @@ def test_as_many_programs_as_run_at_once() -> None:
         (256, 1024, 2),
         (1024, 4096, 1),
     ):
-        assert tuning.decode_workers(device, tuning.decode_programs(1, key_bytes), 8) == programs * 132 // 8
-        assert (
-            tuning.decode_workers(device, tuning.decode_programs(8, key_bytes), 8)
-            == min(programs, 2) * 132 // 8
-        )
+        assert decode_workers(device, decode_programs(1, key_bytes), 8) == programs * 132 // 8
+        assert decode_workers(device, decode_programs(8, key_bytes), 8) == min(programs, 2) * 132 // 8
         if dims <= 256:
-            launch = tuning.decode_launch(device, 8, False, dims, dims, 2)
+            launch = decode_tuning.decode_launch(device, 8, False, dims, dims, 2)
             padded = 2 * 2 * tuning.padded_dim(dims)
             if dims in (64, 128, 256):
                 assert programs * launch.num_stages * launch.block_n * padded <= device.shared_memory

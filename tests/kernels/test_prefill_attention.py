@@ -12,15 +12,15 @@ from test_decode_attention import Cache, assert_close, poisoned_cache, slow
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_reference import find_slots_reference
+from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
+from lightkv.triton_kernels.attention.operands import flatten_operands
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
-from lightkv.triton_kernels.attention.records import flatten_kv
 from lightkv.triton_kernels.attention.variants import (
     Alibi,
     Chunk,
@@ -31,6 +31,7 @@ from lightkv.triton_kernels.attention.variants import (
     Window,
 )
 from lightkv.triton_kernels.attention.variants.variant import flatten
+from lightkv.triton_kernels.write.inputs import StoredKV
 from lightkv.triton_kernels.write.write_kv import write_kv
 
 # (queries, tokens before them) of each request
@@ -81,7 +82,7 @@ def lse_reference(
     for request, row in enumerate(rows.tolist()):
         begin, end, length = int(q_starts[request]), int(q_starts[request + 1]), int(lengths[request])
         keys = torch.arange(length, device=q.device)
-        k = kv.k[find_slots_reference(kv.index[row], keys, kv.shift)].double()
+        k = kv.k[slots_reference(kv, row, keys)].double()
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         scores = torch.einsum("qhd,khd->qhk", q[begin:end].double(), k) * scale
         softcap = options.of(Softcap)
@@ -279,7 +280,7 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     )
     lse = torch.empty(12, 4, device=device)
     options = AttentionOptions().plus(Softcap(3.0), SinkLogits(torch.zeros(4, device=device)))
-    op_args = q, *flatten_kv(cache.kv), plan.items, plan.counters, *flatten(options.variants)
+    op_args = q, *flatten_operands(cache.kv, options.variants), plan.items, plan.counters
     op_args += torch.empty_like(q), lse, plan.num_shares, plan.num_workers, plan.launch, 0.125, True
     torch.library.opcheck(torch.ops.lightkv.prefill_attention.default, op_args)
     num_tiles = len(plan.items) - plan.num_shares
@@ -290,7 +291,7 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     torch.library.opcheck(op, (*plan_args, plan.counters, *sizes, shares))
 
     def step(q: Tensor, k: Tensor, cache: Cache, slots: Tensor) -> Tensor:
-        write_kv(k, -k, cache.kv.k, cache.kv.v, slots)
+        write_kv(k, -k, StoredKV(cache.kv.k, cache.kv.v), slots)
         return prefill_attention(q * 2, cache.kv, cache.rows, q_starts, cache.lengths) + 1
 
     # The write has to stay before the read.

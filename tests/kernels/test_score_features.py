@@ -21,11 +21,13 @@ from lightkv.triton_kernels.attention.attention_scores import (
     attention_scores,
     attention_scores_reference,
 )
+from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
     decode_attention_reference,
 )
 from lightkv.triton_kernels.attention.decode.decode_plan import decode_plan
+from lightkv.triton_kernels.attention.lookups import CONTIGUOUS
 from lightkv.triton_kernels.attention.mixed_attention import (
     mixed_attention,
     mixed_attention_reference,
@@ -108,7 +110,7 @@ def test_decode(
     name: str,
 ) -> None:
     torch.manual_seed(num_queries)
-    monkeypatch.setattr(tuning, "decode_workers", lambda *_: num_splits)
+    monkeypatch.setattr(decode_tuning, "decode_workers", lambda *_: num_splits)
     cache = small_cache([70, 0, 1, 33], device, shift=shift)
     q = torch.randn(4 * num_queries, group, 16, device=device)
     q_lens, written = [num_queries] * 4, outputs(q)
@@ -125,7 +127,7 @@ def test_shared_prefix(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, num_queries: int, name: str
 ) -> None:
     torch.manual_seed(num_queries)
-    monkeypatch.setattr(tuning, "decode_workers", lambda *_: 5)
+    monkeypatch.setattr(decode_tuning, "decode_workers", lambda *_: 5)
     cache = small_cache([75, 40, 80, 0, 66], device)
     prefixes = share_first_keys(cache, [(64, [0, 2, 4])], 4)
     q = torch.randn(5 * num_queries, 2, 16, device=device)
@@ -283,12 +285,12 @@ def test_alibi_at_a_million_tokens(device: torch.device) -> None:
     k = torch.full((64, 1, 16), torch.nan, device=device)
     k[2:62] = torch.randn(60, 1, 16)
     index = torch.tensor([[2 - begin]], dtype=torch.int32, device=device)  # one run
-    kv, rows = PagedKV(k, k, index, 31), torch.zeros(1, dtype=torch.int32, device=device)
+    kv, rows = PagedKV(k, k, index, CONTIGUOUS), torch.zeros(1, dtype=torch.int32, device=device)
     lengths = torch.tensor([end], dtype=torch.int32, device=device)
     q = torch.randn(3, 2, 16, device=device)
     slopes = alibi_slopes(2, device=device)
     options = AttentionOptions().plus(Window(50), Alibi(slopes))
-    near = PagedKV(k, k, torch.full_like(index, 2), 31)
+    near = PagedKV(k, k, torch.full_like(index, 2), CONTIGUOUS)
     near_lengths = torch.full_like(lengths, end - begin)
     for count in (1, 3):
         decode, near_decode = outputs(q[:count]), outputs(q[:count])

@@ -16,6 +16,7 @@ from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention_reference,
 )
 from lightkv.triton_kernels.attention.decode.decode_plan import decode_plan
+from lightkv.triton_kernels.attention.decode.decode_tuning import prefix_members
 from lightkv.triton_kernels.attention.mixed_attention import (
     mixed_attention,
     mixed_attention_reference,
@@ -71,7 +72,7 @@ def test_a_shared_prefix(name: str, num_queries: int) -> None:
     torch.manual_seed(4)
     lengths = [2000 + 37 * request for request in range(20)]
     cache = big_cache(lengths, 128)
-    prefixes = share_first_keys(cache, [(1950, list(range(0, 20, 2)))], tuning.prefix_members(num_queries, 4))
+    prefixes = share_first_keys(cache, [(1950, list(range(0, 20, 2)))], prefix_members(num_queries, 4))
     q = torch.randn(20 * num_queries, 8, 128).to(cache.kv.k)
     options = make(name, q, lengths, [num_queries] * 20)
     sizes = {"num_kv_heads": 2, "num_queries": num_queries, "shared_prefixes": prefixes}

@@ -15,17 +15,19 @@ from test_prefill_attention import starts
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_reference import find_slots_reference
+from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.attention_scores import (
     attention_lse,
     attention_scores,
     attention_scores_reference,
 )
+from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
     decode_attention_reference,
 )
 from lightkv.triton_kernels.attention.decode.decode_plan import SharedPrefixGroups, decode_plan
+from lightkv.triton_kernels.attention.decode.decode_tuning import prefix_members
 from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.mixed_attention import (
     mixed_attention,
@@ -66,7 +68,7 @@ def dense(
     """Computes one request's newest tokens as a softmax over keys and sink: the output `[n, H, Dv]`, the
     log-sum-exp `[n, H]` in base 2, and the probabilities `[H, n, length]`, float64."""
     num_queries, num_heads, key_dim = q.shape
-    slots = find_slots_reference(kv.index[row], torch.arange(length, device=q.device), kv.shift)
+    slots = slots_reference(kv, row, torch.arange(length, device=q.device))
     k, v = (cache[slots].double().repeat_interleave(num_heads // cache.shape[1], 1) for cache in kv[:2])
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * options.scale_for(key_dim)
     chunk, window, softcap, sinks = (options.of(kind) for kind in (Chunk, Window, Softcap, SinkLogits))
@@ -143,7 +145,7 @@ def test_decode(
     mask: str,
 ) -> None:
     torch.manual_seed(num_splits)
-    monkeypatch.setattr(tuning, "decode_workers", lambda *_: num_splits)
+    monkeypatch.setattr(decode_tuning, "decode_workers", lambda *_: num_splits)
     cache = poisoned_cache(LENGTHS, device=device, shift=shift, num_kv_heads=1, key_dim=32, value_dim=32)
     check_decode(cache, masks(device, group)[mask], group=group, num_queries=num_queries)
 
@@ -186,7 +188,7 @@ def test_a_shared_prefix(
     """With chunks of 48, the members' queries are in the chunk where the prefix ends, in later ones, or on both
     sides of a border; one of them sees none of the prefix."""
     torch.manual_seed(num_splits)
-    monkeypatch.setattr(tuning, "decode_workers", lambda *_: num_splits)
+    monkeypatch.setattr(decode_tuning, "decode_workers", lambda *_: num_splits)
     lengths = [140, 65, 145, 0, 131, 200]
     cache = poisoned_cache(lengths, device=device, num_kv_heads=1, key_dim=32, value_dim=32)
     prefixes = share_first_keys(cache, [(128, [0, 2, 4, 5])], 4)
@@ -439,7 +441,7 @@ def test_a_shared_prefix_in_bfloat16(chunk: int, num_queries: int) -> None:
     torch.manual_seed(4)
     lengths = [2000 + 37 * request for request in range(20)]
     cache = poisoned_cache(lengths, device="cuda", dtype=torch.bfloat16)
-    prefixes = share_first_keys(cache, [(1950, list(range(0, 20, 2)))], tuning.prefix_members(num_queries, 4))
+    prefixes = share_first_keys(cache, [(1950, list(range(0, 20, 2)))], prefix_members(num_queries, 4))
     options = AttentionOptions().plus(Chunk(chunk) if chunk else None, sinks(8, "cuda"))
     check_shared(cache, prefixes, options, num_queries)
 

@@ -20,7 +20,8 @@ from test_prefill_attention import starts
 from torch import Tensor
 
 from lightkv import KVSpec
-from lightkv.attention import AttentionMetadata, LayerShape, make_backends
+from lightkv.attention import Batch as StepBatch
+from lightkv.attention import LayerShape, Step, make_backends
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention import variants as known
@@ -29,6 +30,7 @@ from lightkv.triton_kernels.attention.attention_scores import (
     attention_scores,
     attention_scores_reference,
 )
+from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
     decode_attention_reference,
@@ -219,7 +221,7 @@ class Case(NamedTuple):
 def test_decode(
     kinds: list[type[Variant]], num_queries: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "decode_workers", lambda *_: 3)
+    monkeypatch.setattr(decode_tuning, "decode_workers", lambda *_: 3)
     case = Case.make(kinds, [num_queries] * 2, [90, 35], device)
     expected = decode_attention_reference(case.q, *case.cache, case.options, num_queries=num_queries)
     assert_close(case.decoded(), expected)
@@ -359,16 +361,15 @@ def test_a_variant_of_this_file_in_both_backends(
         slots = torch.arange(1, 193, dtype=torch.int32, device=device)
         memory.table.req_to_token[1:4] = slots.view(3, 64)
         (backend,) = make_backends(name, device, [shape])
-        metadata = AttentionMetadata(6, 64, memory)
         outs.append([])
         for (rows, begins, counts, num_prefills), heads in zip(steps, tensors, strict=True):
             q, k, v = heads.split([4, 2, 2], 1)
             if shape is shapes[1]:
                 q = q * factors(device)[:, None]
-            metadata.prepare(rows, begins, counts, num_prefills)
+            step = Step.of(StepBatch.of(rows, begins, counts, num_prefills), memory)
             q, k, v = (part.contiguous() for part in (q, k, v))
-            outs[-1].append(backend.forward(q, k, v, metadata))
-        scores.append(backend.entry_scores(q.flatten(1), metadata))
+            outs[-1].append(backend.forward(q, k, v, step))
+        scores.append(backend.entry_scores(q.flatten(1), step))
     for one, other in zip(*outs, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(*scores, atol=1e-5, rtol=1e-5)

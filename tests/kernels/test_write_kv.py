@@ -4,8 +4,8 @@ padding."""
 import pytest
 import torch
 
-from lightkv.triton_kernels.write.write_kv import write_kv
-from lightkv.triton_kernels.write.write_kv_reference import write_kv_reference
+from lightkv.triton_kernels.write.inputs import StoredKV
+from lightkv.triton_kernels.write.write_kv import write_kv, write_kv_reference
 
 NUM_SLOTS = 64
 
@@ -21,7 +21,7 @@ def check(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, cache_dtype: to
         else:
             k_cache = torch.full((NUM_SLOTS, heads, key_dim), 7.0, dtype=cache_dtype, device=k.device)
             v_cache = torch.full((NUM_SLOTS, heads, value_dim), 7.0, dtype=cache_dtype, device=k.device)
-        write(k, v, k_cache, v_cache, slots)
+        write(k, v, StoredKV(k_cache, v_cache), slots)
         caches.append((k_cache, v_cache))
     for ours, reference in zip(*caches, strict=True):
         assert torch.equal(ours[1:], reference[1:])
@@ -65,7 +65,7 @@ def test_slot_0_takes_any_number_of_padding_tokens(device: torch.device) -> None
     cache = torch.zeros(NUM_SLOTS, 2, 16, device=device)
     slots = torch.zeros(40, dtype=torch.int32, device=device)
     slots[3] = 5
-    write_kv(k, -k, cache[:, :1], cache[:, 1:], slots)
+    write_kv(k, -k, StoredKV(cache[:, :1], cache[:, 1:]), slots)
     assert torch.equal(cache[5], torch.stack([k[3, 0], -k[3, 0]]))
     padding = cache[0, 0, 0].item()
     assert padding in set(range(1, 41)) - {4}
@@ -77,14 +77,14 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
     k = torch.zeros(4, 2, 16, device=device)
     cache = torch.zeros(NUM_SLOTS, 2, 16, device=device)
     slots = torch.arange(1, 5, device=device)
-    with pytest.raises(ValueError, match="same heads and dim"):
-        write_kv(k, k, cache[:, :1], cache, slots)
+    with pytest.raises(ValueError, match="with 2 heads and a last dim of 16"):
+        write_kv(k, k, StoredKV(cache[:, :1], cache), slots)
     with pytest.raises(ValueError, match="number of tokens"):
-        write_kv(k, k, cache, cache, slots[:3])
+        write_kv(k, k, StoredKV(cache, cache), slots[:3])
     with pytest.raises(ValueError, match="int32 or int64"):
-        write_kv(k, k, cache, cache, slots.float())
+        write_kv(k, k, StoredKV(cache, cache), slots.float())
     with pytest.raises(ValueError, match="last stride"):
-        write_kv(k.transpose(1, 2).contiguous().transpose(1, 2), k, cache, cache, slots)
+        write_kv(k.transpose(1, 2).contiguous().transpose(1, 2), k, StoredKV(cache, cache), slots)
 
 
 def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
@@ -93,16 +93,16 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     slots = torch.tensor([3, 1, 9, 2, 7, 8], device=device)
     buffer = torch.zeros(10, 2, 16, device=device)
     expected = buffer.clone()
-    nothing = (None,) * 5
-    arguments = (k, v, buffer[:, :1], buffer[:, 1:], slots, *nothing, False, None, None, None)
+    nothing = (None,) * 3
+    arguments = (k, v, buffer[:, :1], buffer[:, 1:], None, [], slots, None, None, None, False, nothing)
     torch.library.opcheck(torch.ops.lightkv.write_kv.default, arguments)
 
     def step(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        write_kv(k * 2, v, buffer[:, :1], buffer[:, 1:], slots)
+        write_kv(k * 2, v, StoredKV(buffer[:, :1], buffer[:, 1:]), slots)
         return buffer.sum()
 
     total = torch.compile(step, fullgraph=True, backend="aot_eager")(k, v, buffer, slots)
-    write_kv_reference(k * 2, v, expected[:, :1], expected[:, 1:], slots)
+    write_kv_reference(k * 2, v, StoredKV(expected[:, :1], expected[:, 1:]), slots)
     assert torch.equal(buffer, expected)
     assert torch.equal(total, expected.sum())
 
@@ -112,7 +112,7 @@ def test_more_tokens_than_the_second_axis_of_a_grid_has_programs() -> None:
     num_tokens = 16 * 65536 + 5
     k = torch.arange(num_tokens, device="cuda").remainder(251).half()[:, None, None].repeat(1, 2, 16)
     cache = torch.zeros(num_tokens + 1, 4, 16, dtype=torch.float16, device="cuda")
-    write_kv(k, -k, cache[:, :2], cache[:, 2:], torch.arange(1, num_tokens + 1, device="cuda"))
+    write_kv(k, -k, StoredKV(cache[:, :2], cache[:, 2:]), torch.arange(1, num_tokens + 1, device="cuda"))
     assert torch.equal(cache[1:, :2], k)
     assert torch.equal(cache[1:, 2:], -k)
 
@@ -125,7 +125,7 @@ def test_bfloat16_in_a_pool_past_2_to_the_31_elements() -> None:
     assert buffer.numel() > 2**31
     k, v = torch.randn(2, 100, 8, 128, dtype=torch.bfloat16, device="cuda")
     slots = num_slots - 1 - torch.randperm(500, device="cuda")[:100].int()
-    write_kv(k, v, buffer[:, :8], buffer[:, 8:], slots)
+    write_kv(k, v, StoredKV(buffer[:, :8], buffer[:, 8:]), slots)
     assert torch.equal(buffer[slots.long(), :8], k)
     assert torch.equal(buffer[slots.long(), 8:], v)
     assert not buffer[: num_slots - 500].any()
@@ -137,15 +137,15 @@ def test_captured_write_follows_its_slots() -> None:
     k, v = torch.randn(2, 8, 2, 64, dtype=torch.bfloat16, device="cuda")
     cache = torch.zeros(NUM_SLOTS, 4, 64, dtype=torch.bfloat16, device="cuda")
     slots = torch.zeros(8, dtype=torch.int32, device="cuda")
-    write_kv(k, v, cache[:, :2], cache[:, 2:], slots)  # compiles outside the capture
+    write_kv(k, v, StoredKV(cache[:, :2], cache[:, 2:]), slots)  # compiles outside the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        write_kv(k, v, cache[:, :2], cache[:, 2:], slots)
+        write_kv(k, v, StoredKV(cache[:, :2], cache[:, 2:]), slots)
     slots.copy_(torch.tensor([9, 3, 60, 5, 0, 0, 0, 0], device="cuda"))
     cache.zero_()
     graph.replay()
     expected = torch.zeros_like(cache)
-    write_kv_reference(k, v, expected[:, :2], expected[:, 2:], slots)
+    write_kv_reference(k, v, StoredKV(expected[:, :2], expected[:, 2:]), slots)
     assert torch.equal(cache[1:], expected[1:])
 
 
@@ -154,9 +154,9 @@ def test_never_synchronises() -> None:
     k, v = torch.randn(2, 8, 2, 64, device="cuda")
     cache = torch.zeros(NUM_SLOTS, 4, 64, device="cuda")
     slots = torch.arange(1, 9, device="cuda")
-    write_kv(k, v, cache[:, :2], cache[:, 2:], slots)
+    write_kv(k, v, StoredKV(cache[:, :2], cache[:, 2:]), slots)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        write_kv(k, v, cache[:, :2], cache[:, 2:], slots)
+        write_kv(k, v, StoredKV(cache[:, :2], cache[:, 2:]), slots)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -13,8 +13,8 @@ from transformers.models.glm import modeling_glm
 from transformers.models.gptj import modeling_gptj
 from transformers.models.llama import modeling_llama
 
-from lightkv.triton_kernels.write.write_kv import split_qkv, write_kv
-from lightkv.triton_kernels.write.write_kv_reference import rotate_reference, write_kv_reference
+from lightkv.triton_kernels.write.inputs import Biases, Rotation, StoredKV
+from lightkv.triton_kernels.write.write_kv import rotate_reference, split_qkv, write_kv, write_kv_reference
 
 NUM_SLOTS = 64
 NUM_POSITIONS = 40
@@ -31,6 +31,19 @@ def tables(
     return both[:, 0], both[:, 1]
 
 
+def rotation(
+    num_tokens: int,
+    num_pairs: int,
+    device: torch.device | str,
+    interleaved: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Rotation:
+    """Returns the rotation by random positions, whose tables are views of one buffer."""
+    positions = torch.randint(NUM_POSITIONS, (num_tokens,), device=device)
+    rows = torch.stack(tables(num_pairs, device), 1)[positions].to(dtype)
+    return Rotation(rows[:, 0], rows[:, 1], interleaved)
+
+
 def check_rotary(
     *,
     device: torch.device | str,
@@ -42,32 +55,20 @@ def check_rotary(
     num_pairs: int = 32,
     interleaved: bool = False,
     biases: str = "",
-    in_place: bool = False,
     with_q: bool = True,
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype | None = None,
-    out_dtype: torch.dtype | None = None,
-    position_dtype: torch.dtype = torch.int64,
-    own_rows: bool = False,
     table_dtype: torch.dtype = torch.float32,
 ) -> None:
     """Compares a fused projection and its bias with the reference; other elements have to stay as they were."""
     sizes = (num_heads, num_kv_heads, key_dim, value_dim)
     width = num_heads * key_dim + num_kv_heads * (key_dim + value_dim)
     qkv = torch.randn(num_tokens, width).to(device, dtype)
-    q_bias, k_bias, v_bias = split_qkv(torch.randn(width).to(device, dtype), *sizes)
-    settings: dict[str, Any] = {"interleaved": interleaved}
-    if num_pairs:
-        cos, sin = tables(num_pairs, device)
-        positions = torch.randint(NUM_POSITIONS, (num_tokens,), device=device).to(position_dtype)
-        if own_rows:
-            rows = torch.stack((cos, sin), 1)[positions.long()].to(table_dtype)
-            settings |= {"cos": rows[:, 0], "sin": rows[:, 1]}
-        else:
-            settings |= {"positions": positions, "cos": cos.to(table_dtype), "sin": sin.to(table_dtype)}
-    for name, bias in (("q", q_bias), ("k", k_bias), ("v", v_bias)):
-        if name in biases:
-            settings[f"{name}_bias"] = bias
+    bias = split_qkv(torch.randn(width).to(device, dtype), *sizes)
+    settings: dict[str, Any] = {
+        "rotation": rotation(num_tokens, num_pairs, device, interleaved, table_dtype) if num_pairs else None,
+        "biases": Biases(*(one if name in biases else None for name, one in zip("qkv", bias, strict=True))),
+    }
     slots = (torch.randperm(NUM_SLOTS - 1, device=device)[:num_tokens] + 1).int()
 
     results = []
@@ -76,31 +77,23 @@ def check_rotary(
         shape = (NUM_SLOTS, num_kv_heads)
         k_cache = torch.full((*shape, key_dim), torch.nan, dtype=cache_dtype or dtype, device=device)
         v_cache = torch.full((*shape, value_dim), torch.nan, dtype=cache_dtype or dtype, device=device)
-        q_out = torch.full((num_tokens + 2, *q.shape[1:]), torch.nan, dtype=out_dtype or dtype, device=device)
-        if with_q:
-            settings["q"] = q
-            settings["q_out"] = None if in_place else q_out[:num_tokens]
-        write(k, v, k_cache, v_cache, slots, **settings)
-        results.append((q, k, v, k_cache, v_cache, q_out))
+        write(k, v, StoredKV(k_cache, v_cache), slots, q=q if with_q else None, **settings)
+        results.append((q, k, v, k_cache, v_cache))
     for ours, reference in zip(*results, strict=True):
         torch.testing.assert_close(ours, reference, rtol=0.0, atol=0.0, equal_nan=True)
-    q, k, v, k_cache, _, q_out = results[0]
+    _, k, v, k_cache, _ = results[0]
     original = split_qkv(qkv, *sizes)
     assert torch.equal(k, original[1])
     assert torch.equal(v, original[2])
     assert not k_cache[slots.long()].isnan().any()
-    if with_q and not in_place:
-        assert torch.equal(q, original[0])
-        assert not q_out[:num_tokens].isnan().any()
 
 
 @covers("rotary, all dims", "NeoX", "GPT-J")
 @pytest.mark.parametrize("interleaved", [False, True], ids=["neox", "gptj"])
-@pytest.mark.parametrize("in_place", [False, True], ids=["to_an_output", "in_place"])
 @pytest.mark.parametrize("num_tokens", [0, 1, 16, 33], ids="T{}".format)
-def test_rotates_q_and_k(device: torch.device, num_tokens: int, in_place: bool, interleaved: bool) -> None:
+def test_rotates_q_and_k(device: torch.device, num_tokens: int, interleaved: bool) -> None:
     torch.manual_seed(num_tokens)
-    check_rotary(device=device, num_tokens=num_tokens, in_place=in_place, interleaved=interleaved)
+    check_rotary(device=device, num_tokens=num_tokens, interleaved=interleaved)
 
 
 @covers("rotary, some of the dims", "NeoX", "GPT-J")
@@ -126,8 +119,7 @@ def test_partial_rotary_dims(
 ) -> None:
     torch.manual_seed(key_dim)
     dims = {"key_dim": key_dim, "value_dim": value_dim, "num_pairs": num_pairs}
-    for in_place in (False, True):
-        check_rotary(device=device, interleaved=interleaved, biases=biases, in_place=in_place, **dims)
+    check_rotary(device=device, interleaved=interleaved, biases=biases, **dims)
 
 
 @covers("QKV bias", "NeoX", "not rotated")
@@ -151,11 +143,11 @@ def test_heads_are_divided_among_programs(device: torch.device, num_heads: int, 
 def test_casts_each_result_once(device: torch.device) -> None:
     torch.manual_seed(6)
     for settings in (
-        {"dtype": torch.float16, "in_place": True},
-        {"dtype": torch.float16, "out_dtype": torch.float32, "cache_dtype": torch.float32},
-        {"dtype": torch.float32, "out_dtype": torch.float16, "cache_dtype": torch.float16},
+        {"dtype": torch.float16},
+        {"dtype": torch.float16, "cache_dtype": torch.float32},
+        {"dtype": torch.float32, "cache_dtype": torch.float16},
     ):
-        check_rotary(device=device, biases="qkv", position_dtype=torch.int32, **settings)
+        check_rotary(device=device, biases="qkv", **settings)
 
 
 @covers("tables with a row for each token", "NeoX", "GPT-J")
@@ -165,19 +157,15 @@ def test_tables_in_the_models_type_with_a_row_for_each_token(
     device: torch.device, dtype: torch.dtype, interleaved: bool
 ) -> None:
     for num_tokens in (1, 20, 33):
-        for in_place in (False, True):
-            torch.manual_seed(num_tokens)
-            check_rotary(
-                device=device,
-                num_tokens=num_tokens,
-                num_pairs=24,
-                interleaved=interleaved,
-                in_place=in_place,
-                dtype=dtype,
-                own_rows=True,
-                table_dtype=dtype,
-            )
-    check_rotary(device=device, dtype=dtype, table_dtype=dtype)
+        torch.manual_seed(num_tokens)
+        check_rotary(
+            device=device,
+            num_tokens=num_tokens,
+            num_pairs=24,
+            interleaved=interleaved,
+            dtype=dtype,
+            table_dtype=dtype,
+        )
 
 
 SCALINGS: list[dict[str, Any]] = [
@@ -213,14 +201,12 @@ def test_every_scaling_of_transformers_is_a_table(device: torch.device, scaling:
     cos, sin = (table[0] for table in embedding(q, every))  # [200, 64], both halves alike
     wanted_q, wanted_k = modeling_llama.apply_rotary_pos_emb(q, k, cos[positions], sin[positions])
 
-    cos, sin, positions = cos[:, :32].to(device), sin[:, :32].to(device), positions.to(device)
-    out = torch.full_like(q, torch.nan, device=device)
+    by = Rotation(cos[positions, :32].to(device), sin[positions, :32].to(device))
     cache = torch.full((NUM_SLOTS, 4, 64), torch.nan, device=device)
     slots = torch.randperm(NUM_SLOTS - 1, device=device)[:20] + 1
     q, k = q.to(device), k.to(device)
-    rotary = {"positions": positions, "cos": cos, "sin": sin}
-    write_kv(k, k, cache[:, :2], cache[:, 2:], slots, q=q, q_out=out, **rotary)
-    torch.testing.assert_close(out.cpu(), wanted_q, rtol=1e-6, atol=1e-6)
+    write_kv(k, k, StoredKV(cache[:, :2], cache[:, 2:]), slots, q=q, rotation=by)
+    torch.testing.assert_close(q.cpu(), wanted_q, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(cache[slots, :2].cpu(), wanted_k, rtol=1e-6, atol=1e-6)
     assert torch.equal(cache[slots, 2:], k)
 
@@ -236,31 +222,28 @@ def test_interleaved_pairs_are_those_of_gptj_and_glm(device: torch.device) -> No
         of_gptj = modeling_gptj.apply_rotary_pos_emb(
             x[None, ..., :32], per_token[1][None], per_token[0][None]
         )
-        ours = rotate_reference(x, *per_token, interleaved=True)
+        ours = rotate_reference(x, Rotation(*per_token, interleaved=True))
         torch.testing.assert_close(ours, of_glm, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(ours, torch.cat((of_gptj[0], x[..., 32:]), 2), rtol=1e-6, atol=1e-6)
 
-    out = torch.full_like(q, torch.nan, device=device)
     cache = torch.full((NUM_SLOTS, 4, 64), torch.nan, device=device)
     slots = torch.randperm(NUM_SLOTS - 1, device=device)[:10] + 1
-    q, k, positions, cos, sin = (x.to(device) for x in (q, k, positions, cos, sin))
-    rotary = {"positions": positions, "cos": cos, "sin": sin, "interleaved": True}
-    write_kv(k, k, cache[:, :2], cache[:, 2:], slots, q=q, q_out=out, **rotary)
-    torch.testing.assert_close(out.cpu(), glm[0], rtol=1e-6, atol=1e-6)
+    q, k, cos, sin = (x.to(device) for x in (q, k, *per_token))
+    by = Rotation(cos, sin, interleaved=True)
+    write_kv(k, k, StoredKV(cache[:, :2], cache[:, 2:]), slots, q=q, rotation=by)
+    torch.testing.assert_close(q.cpu(), glm[0], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(cache[slots, :2].cpu(), glm[1], rtol=1e-6, atol=1e-6)
 
 
 def test_padding_tokens_write_slot_0_alone(device: torch.device) -> None:
     torch.manual_seed(9)
     q, k, v = torch.randn(3, 8, 2, 16, device=device)
-    cos, sin = tables(8, device)
     cache = torch.zeros(NUM_SLOTS, 4, 16, device=device)
     slots = torch.tensor([7, 3, 0, 0, 0, 0, 0, 0], device=device)
-    positions = torch.tensor([39, 5, 0, 0, 0, 0, 0, 0], device=device)
     expected = cache.clone()
-    rotary = {"positions": positions, "cos": cos, "sin": sin}
-    write_kv(k, v, cache[:, :2], cache[:, 2:], slots, q=q.clone(), **rotary)
-    write_kv_reference(k, v, expected[:, :2], expected[:, 2:], slots, q=q.clone(), **rotary)
+    by = rotation(8, 8, device)
+    write_kv(k, v, StoredKV(cache[:, :2], cache[:, 2:]), slots, q=q.clone(), rotation=by)
+    write_kv_reference(k, v, StoredKV(expected[:, :2], expected[:, 2:]), slots, q=q.clone(), rotation=by)
     assert torch.equal(cache[1:], expected[1:])
 
 
@@ -289,19 +272,16 @@ def test_a_fused_projection_with_its_fused_bias(
     slots = 1 + torch.randperm(num_tokens, device=device)
     k_cache, v_cache = torch.full((2, num_tokens + 2, kv_heads, dim), torch.nan, dtype=dtype, device=device)
     q, k, v = split_qkv(qkv, heads, kv_heads, dim)
-    q_bias, k_bias, v_bias = split_qkv(bias, heads, kv_heads, dim)
-    q_out = torch.empty(num_tokens, heads, dim, dtype=dtype, device=device)
-    settings: dict[str, Any] = {"q_bias": q_bias, "k_bias": k_bias, "v_bias": v_bias}
+    biases = Biases(*split_qkv(bias, heads, kv_heads, dim))
+    q_before, by = q.clone(), None
     turn = torch.ones(num_tokens, 1, 0, dtype=torch.complex128, device=device)
     if num_pairs:
-        cos, sin = tables(num_pairs, device)
-        positions = torch.randint(len(cos), (num_tokens,), device=device)
-        turn = torch.complex(cos.double(), sin.double())[positions][:, None]
-        settings |= {"positions": positions, "cos": cos, "sin": sin, "interleaved": interleaved}
-    write_kv(k, v, k_cache, v_cache, slots, q=q, q_out=q_out, **settings)
+        by = rotation(num_tokens, num_pairs, device, interleaved)
+        turn = torch.complex(by.cos.double(), by.sin.double())[:, None]
+    write_kv(k, v, StoredKV(k_cache, v_cache), slots, q=q, rotation=by, biases=biases)
 
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
-    for written, raw, added in ((q_out, q, q_bias), (k_cache[slots], k, k_bias)):
+    for written, raw, added in ((q, q_before, biases.q), (k_cache[slots], k, biases.k)):
         expected = raw.double() + added.double()
         turned = expected[..., : 2 * num_pairs]
         if interleaved:
@@ -313,7 +293,7 @@ def test_a_fused_projection_with_its_fused_bias(
         expected = torch.cat((turned, expected[..., 2 * num_pairs :]), 2)
         torch.testing.assert_close(written.double(), expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(
-        v_cache[slots].double(), v.double() + v_bias.double(), atol=tolerance, rtol=tolerance
+        v_cache[slots].double(), v.double() + biases.v.double(), atol=tolerance, rtol=tolerance
     )
     assert k_cache[num_tokens + 1].isnan().all()
 
@@ -323,76 +303,77 @@ def test_refuses_a_rotation_that_does_not_fit(device: torch.device) -> None:
     q = torch.randn(4, 6, 16, device=device)
     cache = torch.zeros(NUM_SLOTS, 4, 16, device=device)
     slots = torch.arange(1, 5, device=device)
-    positions = torch.arange(4, device=device)
-    cos, sin = tables(8, device)
-    wide = torch.zeros(40, 9, device=device)
-    good: dict[str, Any] = {"q": q, "positions": positions, "cos": cos, "sin": sin}
+    cos, sin, _ = by = rotation(4, 8, device)
+    wide = torch.zeros(4, 9, device=device)
+    good: dict[str, Any] = {"q": q, "rotation": by}
     before = q.clone()
     for match, change in [
-        ("go together", {"sin": None}),
-        ("need a row for each", {"positions": None, "q": None}),
-        ("nothing is to be done", {"positions": None, "cos": None, "sin": None}),
-        ("pass q as well", {"q": None, "q_out": q}),
+        ("nothing is to be done", {"rotation": None}),
+        ("nothing is to be done", {"rotation": None, "biases": Biases(k=k[0])}),
         ("q must be", {"q": q[:3]}),
         ("q must be", {"q": q[..., :8]}),
         ("q must be", {"q": q.mT.contiguous().mT}),
-        ("q_out must be", {"q_out": q[:, :4]}),
-        ("need a row for each of the 4 tokens; cos has 40", {"positions": None}),
-        ("cos and sin go together", {"positions": None, "cos": None, "q": None}),
-        ("positions must be contiguous", {"positions": positions[:3]}),
-        ("int32 or int64", {"positions": positions.float()}),
-        ("cos must be float32", {"cos": cos.half()}),
-        ("sin must be float32", {"sin": sin[0]}),
-        ("sin must be float32", {"sin": sin.mT.contiguous().mT}),
-        ("one shape", {"sin": sin[:, :4]}),
-        ("at most 8 columns", {"cos": wide, "sin": wide}),
-        ("q_bias must be", {"q_bias": q[0, :2]}),
-        ("k_bias must be", {"k_bias": q[0]}),
-        ("v_bias must be", {"v_bias": k[0].flatten()}),
-        ("v_bias must be", {"v_bias": k[0].mT.contiguous().mT}),
-        ("q_bias must be", {"q": None, "q_bias": q[0]}),
+        ("need a row for each of the 4 tokens; cos has 40", {"rotation": Rotation(*tables(8, device))}),
+        ("cos must be float32", {"rotation": Rotation(cos.half(), sin)}),
+        ("sin must be float32", {"rotation": Rotation(cos, sin[0])}),
+        ("sin must be float32", {"rotation": Rotation(cos, sin.mT.contiguous().mT)}),
+        ("one shape", {"rotation": Rotation(cos, sin[:, :4])}),
+        ("at most 8 columns", {"rotation": Rotation(wide, wide)}),
+        ("bias of q must be", {"biases": Biases(q=q[0, :2])}),
+        ("bias of k must be", {"biases": Biases(k=q[0])}),
+        ("bias of v must be", {"biases": Biases(v=k[0].flatten())}),
+        ("bias of v must be", {"biases": Biases(v=k[0].mT.contiguous().mT)}),
+        ("a bias of q is given, and no q", {"q": None, "biases": Biases(q=q[0])}),
     ]:
-        with pytest.raises(ValueError, match=match):
-            write_kv(k, k, cache[:, :2], cache[:, 2:], slots, **good | change)
+        for write in (write_kv, write_kv_reference):
+            with pytest.raises(ValueError, match=match):
+                write(k, k, StoredKV(cache[:, :2], cache[:, 2:]), slots, **good | change)
     assert not cache.any()
     assert torch.equal(q, before)
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["to_an_output", "in_place"])
-def test_rotation_stays_one_operator_under_torch_compile(device: torch.device, in_place: bool) -> None:
+def test_rotation_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     torch.manual_seed(10)
     qkv = torch.randn(6, 8 * 16, device=device)
     slots = torch.tensor([3, 1, 9, 2, 7, 8], device=device)
-    positions = torch.arange(6, device=device)
-    cos, sin = tables(8, device)
+    by = rotation(6, 8, device)
     buffer = torch.zeros(10, 4, 16, device=device)
     expected = buffer.clone()
     q, k, v = split_qkv(qkv.clone(), 4, 2, 16)
-    q, out = (None, q.clone()) if in_place else (q, torch.empty_like(q))
     k_cache, v_cache = buffer.clone()[:, :2], buffer.clone()[:, 2:]
-    arguments = (k, v, k_cache, v_cache, slots, q, out, positions, cos, sin, False, None, None, None)
+    arguments = (
+        k,
+        v,
+        k_cache,
+        v_cache,
+        None,
+        [],
+        slots,
+        q.clone(),
+        by.cos,
+        by.sin,
+        False,
+        [None, k[0], None],
+    )
     torch.library.opcheck(torch.ops.lightkv.write_kv.default, arguments)
 
     def step(qkv: Tensor, buffer: Tensor) -> Tensor:
         q, k, v = split_qkv(qkv * 2, 4, 2, 16)
-        out = q if in_place else torch.empty_like(q)
-        rotary = {"positions": positions, "cos": cos, "sin": sin}
-        write_kv(k, v, buffer[:, :2], buffer[:, 2:], slots, q=q, q_out=out, **rotary)
-        return out + buffer.sum()
+        write_kv(k, v, StoredKV(buffer[:, :2], buffer[:, 2:]), slots, q=q, rotation=by)
+        return q + buffer.sum()
 
     result = torch.compile(step, fullgraph=True, backend="aot_eager")(qkv, buffer)
     assert torch.equal(result, step(qkv, expected))
     assert torch.equal(buffer, expected)
     q, k, v = split_qkv(qkv * 2, 4, 2, 16)
-    assert torch.equal(buffer[slots, :2], rotate_reference(k, cos[positions], sin[positions], False))
+    assert torch.equal(buffer[slots, :2], rotate_reference(k, by))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("in_place", [False, True], ids=["to_an_output", "in_place"])
-def test_bfloat16_rotation_has_the_bits_of_the_reference(in_place: bool) -> None:
+def test_bfloat16_rotation_has_the_bits_of_the_reference() -> None:
     torch.manual_seed(11)
     for num_tokens, key_dim, num_pairs in ((1, 128, 64), (60, 128, 32), (60, 80, 40), (60, 256, 128)):
-        for interleaved, own_rows in product((False, True), (False, True)):
+        for interleaved, table_dtype in product((False, True), (torch.float32, torch.bfloat16)):
             check_rotary(
                 device="cuda",
                 num_tokens=num_tokens,
@@ -403,59 +384,52 @@ def test_bfloat16_rotation_has_the_bits_of_the_reference(in_place: bool) -> None
                 num_pairs=num_pairs,
                 interleaved=interleaved,
                 biases="qkv",
-                in_place=in_place,
                 dtype=torch.bfloat16,
-                own_rows=own_rows,
-                table_dtype=torch.bfloat16 if own_rows else torch.float32,
+                table_dtype=table_dtype,
             )
 
 
 @pytest.mark.gpu
-def test_captured_rotation_follows_its_positions() -> None:
+def test_captured_rotation_follows_its_tables() -> None:
     torch.manual_seed(12)
-    q, k, v = torch.randn(3, 8, 2, 64, dtype=torch.bfloat16, device="cuda")
-    cos, sin = tables(32, "cuda")
+    before, k, v = torch.randn(3, 8, 2, 64, dtype=torch.bfloat16, device="cuda")
     cache = torch.zeros(NUM_SLOTS, 4, 64, dtype=torch.bfloat16, device="cuda")
     slots = torch.arange(1, 9, device="cuda")
-    positions = torch.zeros(8, dtype=torch.int64, device="cuda")
-    out = torch.empty_like(q)
-    rotary = {"q": q, "q_out": out, "positions": positions, "cos": cos, "sin": sin}
-    write_kv(k, v, cache[:, :2], cache[:, 2:], slots, **rotary)  # compiles outside the capture
+    q, by = before.clone(), rotation(8, 32, "cuda")
+    stored = StoredKV(cache[:, :2], cache[:, 2:])
+    write_kv(k, v, stored, slots, q=q, rotation=by)  # compiles outside the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        write_kv(k, v, cache[:, :2], cache[:, 2:], slots, **rotary)
-    positions.copy_(torch.tensor([39, 3, 20, 5, 0, 1, 0, 7], device="cuda"))
+        write_kv(k, v, stored, slots, q=q, rotation=by)
+    for table, other in zip(by[:2], rotation(8, 32, "cuda")[:2], strict=True):
+        table.copy_(other)
     cache.zero_()
-    out.fill_(torch.nan)
+    q.copy_(before)
     graph.replay()
-    ours, expected = out.clone(), torch.zeros_like(cache)
-    write_kv_reference(k, v, expected[:, :2], expected[:, 2:], slots, **rotary)
+    expected = torch.zeros_like(cache)
+    write_kv_reference(k, v, StoredKV(expected[:, :2], expected[:, 2:]), slots, q=before, rotation=by)
     assert torch.equal(cache[1:], expected[1:])
-    assert torch.equal(ours, out)
+    assert torch.equal(q, before)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 3], ids="T{}".format)
-@pytest.mark.parametrize("own_rows", [False, True], ids=["positions", "own_rows"])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["neox", "gptj"])
 def test_a_single_pair_whose_tables_have_any_stride(
-    device: torch.device, num_tokens: int, own_rows: bool, interleaved: bool
+    device: torch.device, num_tokens: int, interleaved: bool
 ) -> None:
     torch.manual_seed(0)
     columns = torch.randn(NUM_POSITIONS, 2, device=device)
     cos, sin = columns[:, :1].expand(-1, 1), columns[:, ::2].cos()
     cos = cos.as_strided(cos.shape, (2, 2))  # the strides of a slice of every other column
-    positions = torch.randint(NUM_POSITIONS, (num_tokens,), device=device)
-    tables = {"cos": cos, "sin": sin, "positions": positions}
-    if own_rows:
-        tables = {"cos": cos[:num_tokens], "sin": sin[:num_tokens]}
+    by = Rotation(cos[:num_tokens], sin[:num_tokens], interleaved)
     slots = torch.arange(1, num_tokens + 1, device=device)
     k, v, q = (torch.randn(num_tokens, heads, 2, device=device) for heads in (1, 1, 2))
     results = []
     for write in (write_kv, write_kv_reference):
         k_cache, v_cache = torch.zeros(2, 8, 1, 2, device=device)
-        q_out = torch.empty_like(q)
-        write(k, v, k_cache, v_cache, slots, q=q, q_out=q_out, interleaved=interleaved, **tables)
-        results.append((k_cache, v_cache, q_out))
+        queries = q.clone()
+        write(k, v, StoredKV(k_cache, v_cache), slots, q=queries, rotation=by)
+        results.append((k_cache, v_cache, queries))
     for ours, reference in zip(*results, strict=True):
         assert torch.equal(ours, reference)
 
@@ -466,8 +440,8 @@ def test_no_tokens_of_any_stride_and_heads_of_one_dim(device: torch.device) -> N
     k = torch.randn(3, 2, 4, device=device)[:, :, ::4]
     for write in (write_kv, write_kv_reference):
         cache = torch.zeros(9, 2, 8, device=device)
-        write(none, none, cache, cache, slots[:0])
+        write(none, none, StoredKV(cache, cache), slots[:0])
         assert not cache.any()
         cache = torch.zeros(9, 2, 1, device=device)
-        write(k, k, cache, cache.clone(), slots)
+        write(k, k, StoredKV(cache, cache.clone()), slots)
         assert torch.equal(cache[1:4], k)

@@ -1,6 +1,6 @@
-"""Compares `write_quantised_kv` with its reference: bytes, scales and the slots that are not written, in every
-format, with biases and rotary positions. Where heads are rotated by a Hadamard matrix, sums are in another
-order, so there an element may be off by one."""
+"""Compares `write_kv` with its reference where K or V is quantised: bytes, scales and the slots that are not
+written, in every format, with biases and rotary positions. Where heads are multiplied by a Hadamard matrix,
+sums are in another order, so there an element may be off by one."""
 
 from typing import Any
 
@@ -11,11 +11,10 @@ from torch import Tensor
 from lightkv import KVPool, KVSpec
 from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
 from lightkv.triton_kernels.quantised.quantise_reference import hadamard, split_columns, unpack
-from lightkv.triton_kernels.write.write_kv import split_qkv
-from lightkv.triton_kernels.write.write_quantised import write_quantised_kv, write_quantised_kv_reference
+from lightkv.triton_kernels.write.inputs import Biases, Rotation, StoredKV
+from lightkv.triton_kernels.write.write_kv import split_qkv, write_kv, write_kv_reference
 
 NUM_SLOTS = 64
-NUM_POSITIONS = 40
 # The interpreter rounds to fp8 in another way.
 INTEGERS = ("int8", "int8-g8", "int4", "int4-g16", "int4-sym-g8", "k16v8", "k8v4")
 FORMATS = [*INTEGERS, *(pytest.param(name, marks=pytest.mark.gpu) for name in ("fp8", "fp8-static"))]
@@ -31,11 +30,9 @@ def make_pool(name: str, heads: int, dims: tuple[int, int], dtype: torch.dtype, 
     return pool
 
 
-def arguments(pool: KVPool) -> tuple[Tensor, Tensor, Tensor, KVFormat]:
-    """Returns the caches, the scales and the format of the pool's layer, as both functions take them."""
-    scales = pool.scales(0)
-    assert scales is not None
-    return pool.k(0), pool.v(0), scales, pool.format(0)
+def stored_in(pool: KVPool) -> StoredKV:
+    """Returns the pool's layer, as both functions take it."""
+    return StoredKV(pool.k(0), pool.v(0), pool.scales(0), pool.format(0))
 
 
 def assert_equal_heads(
@@ -68,37 +65,31 @@ def check(
     num_pairs: int = 32,
     interleaved: bool = False,
     biases: str = "",
-    in_place: bool = False,
     with_q: bool = True,
     dtype: torch.dtype = torch.float32,
     slot_dtype: torch.dtype = torch.int64,
-    own_rows: bool = False,
+    table_dtype: torch.dtype = torch.float32,
 ) -> None:
     """Writes views of a fused projection to one pool by the kernel, and to another one by the reference."""
     sizes = (num_heads, num_kv_heads, *dims)
     width = num_heads * dims[0] + num_kv_heads * sum(dims)
     qkv = (torch.randn(num_tokens, width) * 3 + 1).to(device, dtype)
     split_bias = split_qkv(torch.randn(width).to(device, dtype), *sizes)
-    settings: dict[str, Any] = {"interleaved": interleaved}
+    settings: dict[str, Any] = {
+        "biases": Biases(*(x if one in biases else None for one, x in zip("qkv", split_bias, strict=True)))
+    }
     if num_pairs:
-        cos, sin = torch.randn(2, NUM_POSITIONS, num_pairs, device=device)
-        positions = torch.randint(NUM_POSITIONS, (num_tokens,), device=device)
-        settings |= {"cos": cos, "sin": sin, "positions": positions}
-        if own_rows:
-            settings |= {"cos": cos[positions].to(dtype), "sin": sin[positions].to(dtype), "positions": None}
-    settings |= {f"{one}_bias": bias for one, bias in zip("qkv", split_bias, strict=True) if one in biases}
+        cos, sin = torch.randn(num_tokens, 2, num_pairs, device=device).to(table_dtype).unbind(1)
+        settings["rotation"] = Rotation(cos, sin, interleaved)
     slots = (torch.randperm(NUM_SLOTS - 1, device=device)[:num_tokens] + 1).to(slot_dtype)
 
     pools, queries = [], []
-    for write in (write_quantised_kv, write_quantised_kv_reference):
+    for write in (write_kv, write_kv_reference):
         pool = make_pool(name, num_kv_heads, dims, dtype, device)
         q, k, v = split_qkv(qkv.clone(), *sizes)
-        q_out = torch.full((num_tokens + 2, *q.shape[1:]), 5.0, dtype=dtype, device=device)
-        if with_q:
-            settings |= {"q": q, "q_out": None if in_place else q_out[:num_tokens]}
-        write(k, v, *arguments(pool), slots, **settings)
+        write(k, v, stored_in(pool), slots, q=q if with_q else None, **settings)
         pools.append(pool)
-        queries.append((q, k, v, q_out))
+        queries.append((q, k, v))
     for ours, theirs in zip(*queries, strict=True):
         assert torch.equal(ours, theirs)
     assert torch.equal(queries[0][1], split_qkv(qkv, *sizes)[1])
@@ -106,7 +97,7 @@ def check(
     for buffer in pools[0].buffers:
         assert (buffer.view(torch.uint8)[others] == 0x35).all()
     written = slots.long()
-    ours, theirs = map(arguments, pools)
+    ours, theirs = map(stored_in, pools)
     layer_format = ours[3]
     parts = (split_columns(one[2][written], layer_format, dims[0]) for one in (ours, theirs))
     for part, (elements, our_columns, columns) in enumerate(zip(layer_format[:2], *parts, strict=True)):
@@ -125,12 +116,9 @@ def test_formats(name: str, dim: int, device: torch.device) -> None:
     ["int8", "int4", *(pytest.param(name, marks=pytest.mark.slow) for name in FORMATS[1:2] + FORMATS[3:7])],
 )
 @pytest.mark.parametrize("interleaved", [False, True], ids=["neox", "gptj"])
-@pytest.mark.parametrize("in_place", [False, True], ids=["to_an_output", "in_place"])
-def test_partial_rotary_dims_and_biases(
-    name: str, interleaved: bool, in_place: bool, device: torch.device
-) -> None:
+def test_partial_rotary_dims_and_biases(name: str, interleaved: bool, device: torch.device) -> None:
     torch.manual_seed(1)
-    settings: dict[str, Any] = {"interleaved": interleaved, "in_place": in_place, "device": device}
+    settings: dict[str, Any] = {"interleaved": interleaved, "device": device}
     check(name, dims=(80, 80), num_pairs=16, biases="qkv", **settings)
     check(name, dims=(64, 64), num_pairs=24, biases="k", **settings)
 
@@ -159,14 +147,14 @@ def test_numbers_of_tokens(name: str, num_tokens: int, device: torch.device) -> 
 @pytest.mark.parametrize("name", INTEGERS)
 def test_float16_with_a_row_of_angles_for_each_token(name: str, device: torch.device) -> None:
     torch.manual_seed(4)
-    check(name, device=device, dtype=torch.float16, own_rows=True, in_place=True)
+    check(name, device=device, dtype=torch.float16, table_dtype=torch.float16)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [*INTEGERS, "fp8", "fp8-static"])
 def test_bfloat16(name: str) -> None:
     torch.manual_seed(5)
-    check(name, device="cuda", dtype=torch.bfloat16, own_rows=True, in_place=True)
+    check(name, device="cuda", dtype=torch.bfloat16, table_dtype=torch.bfloat16)
     check(name, device="cuda", dtype=torch.bfloat16, dims=(256, 256), num_pairs=128, num_tokens=50)
 
 
@@ -178,9 +166,9 @@ def test_heads_of_zeros_tiny_and_huge_values(name: str, device: torch.device) ->
         k[:, :, 5] = 8 * value
         slots = torch.tensor([4, 9, 1], device=device)
         pools = [make_pool(name, 1, (64, 64), torch.float32, device) for _ in range(2)]
-        for pool, write in zip(pools, (write_quantised_kv, write_quantised_kv_reference), strict=True):
-            write(k, k, *arguments(pool), slots)
-        ours, theirs = map(arguments, pools)
+        for pool, write in zip(pools, (write_kv, write_kv_reference), strict=True):
+            write(k, k, stored_in(pool), slots)
+        ours, theirs = map(stored_in, pools)
         for one, other in zip(ours[:3], theirs[:3], strict=True):
             assert torch.equal(one, other)
         assert ours[2].isfinite().all()
@@ -193,8 +181,8 @@ def test_slot_0_takes_any_number_of_padding_tokens(device: torch.device) -> None
     for name in ("int8", "int4-sym-g8"):
         pool = make_pool(name, 1, (64, 64), torch.float32, device)
         expected = make_pool(name, 1, (64, 64), torch.float32, device)
-        write_quantised_kv(k, -k, *arguments(pool), slots)
-        write_quantised_kv_reference(k[3:4], -k[3:4], *arguments(expected), slots[3:4])
+        write_kv(k, -k, stored_in(pool), slots)
+        write_kv_reference(k[3:4], -k[3:4], stored_in(expected), slots[3:4])
         for ours, theirs in zip(pool.buffers, expected.buffers, strict=True):
             assert torch.equal(ours[1:], theirs[1:])
 
@@ -209,7 +197,7 @@ def test_the_rotation_is_that_of_hadamard(device: torch.device) -> None:
         caches = torch.zeros(2, NUM_SLOTS, 2, dim, dtype=torch.int8, device=device).unbind()
         scales = torch.zeros(NUM_SLOTS, 2, 2, device=device)
         slots = torch.arange(1, 7, device=device)
-        write_quantised_kv(k, v, *caches, scales, layer_format, slots)
+        write_kv(k, v, StoredKV(*caches, scales, layer_format), slots)
         expected = k @ hadamard(dim, k.device)
         step = scales[slots, :, :1]
         torch.testing.assert_close(step, expected.abs().amax(-1, keepdim=True) / 127, rtol=1e-4, atol=0.0)
@@ -219,40 +207,40 @@ def test_the_rotation_is_that_of_hadamard(device: torch.device) -> None:
 def test_refuses_what_does_not_fit(device: torch.device) -> None:
     k = torch.zeros(4, 2, 80, device=device)
     pool = make_pool("int8", 2, (80, 80), torch.float32, device)
-    k_cache, v_cache, scales, layer_format = arguments(pool)
+    stored = stored_in(pool)
+    assert stored.scales is not None
+    bytes_of_k, scales = stored.k.view(torch.uint8), stored.scales
+    strided = stored.v.transpose(1, 2).contiguous().transpose(1, 2)
     slots = torch.arange(1, 5, device=device)
-    good: dict[str, Any] = {
-        "k": k,
-        "v": k,
-        "k_cache": k_cache,
-        "v_cache": v_cache,
-        "scales": scales,
-        "layer_format": layer_format,
-        "slots": slots,
-    }
+    good: dict[str, Any] = {"k": k, "v": k, "stored": stored, "slots": slots}
     before = pool.kv(0).clone()
     for change, told in (
         ({"k": k[0]}, r"k must be \[tokens, kv_heads, dim\]"),
-        ({"v_cache": v_cache[:, :1]}, "2 heads and a last dim of 80"),
-        ({"layer_format": KVFormat.parse("int4-sym")}, "a last dim of 40"),
-        ({"k_cache": k_cache.view(torch.uint8)}, "k must be torch.int8 in this format, got torch.uint8"),
-        ({"layer_format": KVFormat.parse("k16v8")}, "k must be of a floating type"),
-        ({"v_cache": v_cache.transpose(1, 2).contiguous().transpose(1, 2)}, "last stride"),
-        ({"scales": scales.half()}, r"scales must be torch.float32 .*got torch.float16"),
-        ({"scales": scales[:9]}, "scales must be"),
-        ({"scales": scales[..., :1]}, "scales must be"),
-        ({"layer_format": KVFormat.parse("int8-g40")}, "powers of 2"),
-        ({"layer_format": KVFormat.parse("int8-g7")}, "do not fit 7 elements"),
+        ({"v": k[:3]}, "k and v must agree"),
+        ({"stored": stored._replace(v=stored.v[:, :1])}, "2 heads and a last dim of 80"),
+        ({"stored": stored._replace(format=KVFormat.parse("int4-sym"))}, "a last dim of 40"),
+        ({"stored": stored._replace(k=bytes_of_k)}, "k must be torch.int8 in this format, got torch.uint8"),
+        ({"stored": stored._replace(format=KVFormat.parse("k16v8"))}, "k must be of a floating type"),
+        ({"stored": stored._replace(v=strided)}, "last stride"),
+        (
+            {"stored": stored._replace(scales=scales.half())},
+            r"scales must be torch.float32 .*got torch.float16",
+        ),
+        ({"stored": stored._replace(scales=scales[:9])}, "scales must be"),
+        ({"stored": stored._replace(scales=scales[..., :1])}, "scales must be"),
+        ({"stored": stored._replace(scales=None)}, "scales must be .*got None"),
+        ({"stored": stored._replace(format=KVFormat.parse("int8-g40"))}, "powers of 2"),
+        ({"stored": stored._replace(format=KVFormat.parse("int8-g7"))}, "do not fit 7 elements"),
+        ({"stored": StoredKV(k, k, scales)}, "scales are given, and neither K nor V is quantised"),
         ({"slots": slots[:3]}, "number of tokens"),
         ({"slots": slots.float()}, "int32 or int64"),
         ({"q": k}, "nothing is to be done to q"),
-        ({"cos": k[:, 0, :40]}, "cos and sin go together"),
-        ({"k_bias": k[0, :1]}, "k_bias must be"),
+        ({"rotation": Rotation(k[:, 0, :41], k[:, 0, :41])}, "at most 40 columns"),
+        ({"biases": Biases(k=k[0, :1])}, "bias of k must be"),
     ):
-        with pytest.raises(ValueError, match=told):
-            write_quantised_kv(**good | change)
-    with pytest.raises(ValueError, match="write it by write_kv"):
-        write_quantised_kv(**good | {"k_cache": k, "v_cache": k, "layer_format": KVFormat()})
+        for write in (write_kv, write_kv_reference):
+            with pytest.raises(ValueError, match=told):
+                write(**good | change)
     assert torch.equal(pool.kv(0), before)
 
 
@@ -261,21 +249,20 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     k, v = torch.randn(2, 6, 1, 16, device=device)
     slots = torch.tensor([3, 1, 9, 2, 7, 8], device=device)
     ours, theirs = (make_pool("int8-g8", 1, (16, 16), torch.float32, device) for _ in range(2))
-    k_cache, v_cache, scales, layer_format = arguments(ours)
+    layer_format = ours.format(0)
     fields = [int(field) for elements in layer_format[:2] for field in elements]
-    caches = k_cache.clone(), v_cache.clone(), scales.clone()  # compiled, views of two types may not share
-    operator = torch.ops.lightkv.write_quantised_kv.default
-    nothing = (None,) * 5
-    copies = (cache.clone() for cache in caches)
-    torch.library.opcheck(operator, (k, v, *copies, fields, slots, *nothing, False, None, None, None))
+    caches = [cache.clone() for cache in stored_in(ours)[:3]]  # compiled, views of two types may not share
+    copies = [cache.clone() for cache in caches]
+    arguments = (k, v, *copies, fields, slots, None, None, None, False, [None] * 3)
+    torch.library.opcheck(torch.ops.lightkv.write_kv.default, arguments)
 
     def step(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, scales: Tensor) -> Tensor:
-        write_quantised_kv(k * 2, v, k_cache, v_cache, scales, layer_format, slots)
+        write_kv(k * 2, v, StoredKV(k_cache, v_cache, scales, layer_format), slots)
         return scales.sum()
 
     total = torch.compile(step, fullgraph=True, backend="aot_eager")(k, v, *caches)
-    write_quantised_kv_reference(k * 2, v, *arguments(theirs), slots)
-    for one, other in zip(caches, arguments(theirs), strict=False):
+    write_kv_reference(k * 2, v, stored_in(theirs), slots)
+    for one, other in zip(caches, stored_in(theirs)[:3], strict=True):
         assert torch.equal(one, other)
     assert torch.equal(total, caches[2].sum())
 
@@ -287,16 +274,16 @@ def test_captured_write_follows_its_slots(name: str) -> None:
     k, v = torch.randn(2, 8, 2, 64, dtype=torch.bfloat16, device="cuda")
     ours, theirs = (make_pool(name, 2, (64, 64), torch.bfloat16, "cuda") for _ in range(2))
     slots = torch.zeros(8, dtype=torch.int32, device="cuda")
-    write_quantised_kv(k, v, *arguments(ours), slots)  # compiles outside the capture
+    write_kv(k, v, stored_in(ours), slots)  # compiles outside the capture
     graph = torch.cuda.CUDAGraph()
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.cuda.graph(graph):
-            write_quantised_kv(k, v, *arguments(ours), slots)
+            write_kv(k, v, stored_in(ours), slots)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     slots.copy_(torch.tensor([9, 3, 60, 5, 0, 0, 0, 0], device="cuda"))
     graph.replay()
-    write_quantised_kv(k, v, *arguments(theirs), slots)
+    write_kv(k, v, stored_in(theirs), slots)
     for one, other in zip(ours.buffers, theirs.buffers, strict=True):
         assert torch.equal(one[1:], other[1:])

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightkv.attention import AttentionMetadata, BatchShape
+from lightkv.attention import Batch, BatchShape, StaticStep
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.loop import LocalEngine
@@ -47,8 +47,8 @@ def recomputed_graphs(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> S
     capture = SimpleNamespace(graph=lambda compute: (Recomputed(compute), compute()))
     monkeypatch.setattr(StepGraphs, "_shared", capture)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
-    buckets = token_buckets([], 0, runner._metadata.max_num_tokens, lambda line: None)
-    graphs = StepGraphs(runner._parts, runner._metadata, buckets)
+    buckets = token_buckets([], 0, runner.limits.max_step_tokens, lambda line: None)
+    graphs = StepGraphs(runner._parts, runner.limits, buckets)
     graphs._decodes.clear()
     runner._graphs = graphs
     return graphs
@@ -113,33 +113,36 @@ def test_a_static_batch_has_decodes_first_and_padding_last(device: torch.device)
     memory = runner._parts.memory
     table = memory.table.req_to_token
     table[1:] = torch.arange(1, table[1:].numel() + 1, dtype=torch.int32).view(table[1:].shape) % 500
-    metadata = AttentionMetadata(8, 16, memory).create_static(BatchShape(16, 4, 3))
-    metadata.prepare([4, 2, 5, 1], [7, 0, 20, 30], [3, 2, 1, 1], 2)
-    assert metadata.rows.tolist() == [4, 2, 0, 0, 5, 1, 0]
-    assert metadata.kv_lens.tolist() == [10, 2, 0, 0, 21, 31, 0]
-    assert metadata.q_starts.tolist() == [2, 5, 7, 7, 16]
-    assert metadata.position_ids.tolist() == [20, 30, 7, 8, 9, 0, 1, *[0] * 9]
+    static = StaticStep(BatchShape(16, 4, 3), memory)
+    step = static.load(Batch.of([4, 2, 5, 1], [7, 0, 20, 30], [3, 2, 1, 1], 2))
+    assert step.rows.tolist() == [4, 2, 0, 0, 5, 1, 0]
+    assert step.kv_lens.tolist() == [10, 2, 0, 0, 21, 31, 0]
+    assert step.q_starts.tolist() == [2, 5, 7, 7, 16]
+    assert step.position_ids.tolist() == [20, 30, 7, 8, 9, 0, 1, *[0] * 9]
     places = [(5, 20), (1, 30), (4, 7), (4, 8), (4, 9), (2, 0), (2, 1)]
-    assert metadata.slot_mapping.tolist() == [int(table[place]) for place in places] + [0] * 9
-    assert (metadata.num_prefills, metadata.num_decodes, metadata.num_tokens) == (4, 3, 16)
-    assert (metadata.first_decode_token, metadata.first_prefill_token, metadata.num_prefill_tokens) == (
-        0,
-        2,
-        14,
-    )
-    before = metadata.q_starts.data_ptr(), metadata.slot_mapping.data_ptr()
-    metadata.prepare([], [], [], 0)
-    assert metadata.q_starts.tolist() == [0, 0, 0, 0, 16]
-    assert not metadata.rows.any()
-    assert not metadata.slot_mapping.any()
-    assert before == (metadata.q_starts.data_ptr(), metadata.slot_mapping.data_ptr())
+    assert step.slot_mapping.tolist() == [int(table[place]) for place in places] + [0] * 9
+    host = step.host
+    assert (host.num_prefills, host.num_decodes, host.num_tokens) == (4, 3, 16)
+    assert (host.first_decode_token, host.first_prefill_token, host.num_prefill_tokens) == (0, 2, 14)
+    before = step.q_starts.data_ptr(), step.slot_mapping.data_ptr()
+    step = static.load(Batch.empty())
+    assert step.q_starts.tolist() == [0, 0, 0, 0, 16]
+    assert not step.rows.any()
+    assert not step.slot_mapping.any()
+    assert before == (step.q_starts.data_ptr(), step.slot_mapping.data_ptr())
     for batch, message in (
-        (([1, 2, 3, 4], [0] * 4, [1] * 4, 4), "4 prefills; there can be 0 to 3"),
-        (([1, 2, 3, 4], [9] * 4, [1] * 4, 0), "4 decodes; there are slots for 3"),
-        (([1], [0], [17], 1), "1 sequences of 17 tokens"),
+        (
+            ([1, 2, 3, 4], [0] * 4, [1] * 4, 4),
+            "4 prefills and 0 decodes; there are places for 16 tokens, 3 pre",
+        ),
+        (
+            ([1, 2, 3, 4], [9] * 4, [1] * 4, 0),
+            "4 decodes; .* tokens, 3 prefills and 3 decodes here",
+        ),
+        (([1], [0], [17], 1), "17 tokens, 1 prefills"),
     ):
         with pytest.raises(ValueError, match=message):
-            metadata.prepare(*batch)
+            static.load(Batch.of(*batch))
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_total_tokens": 260}], ids=["", "small"])
@@ -183,7 +186,7 @@ def compare(backend: str, count: int, settings: dict[str, object], monkeypatch: 
 def test_every_kind_of_shape_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """In each power of two of tokens, though not every bucket has all kinds."""
     _, runner = make("torch", cuda_graphs=False)
-    graphs = StepGraphs(runner._parts, runner._metadata, [16, 24, 32, 36, 40, 44, 48])
+    graphs = StepGraphs(runner._parts, runner.limits, [16, 24, 32, 36, 40, 44, 48])
     of_graph = {graph: shape for shapes in graphs._prompts.values() for shape, graph in shapes.items()}
     assert [len(shapes) for shapes in graphs._prompts.values()] == [3, 3, 3, 2, 2, 2, 3]
     rehearsed: list[BatchShape] = []
@@ -206,7 +209,7 @@ def test_what_has_no_memory_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> Non
     capture = PromptGraph.capture
 
     def refusing(graph: PromptGraph, shares_prefixes: bool, shared: Capture) -> None:
-        if graph._metadata.num_tokens > 24:
+        if graph.shape.num_tokens > 24:
             raise torch.OutOfMemoryError("no memory for this one")
         capture(graph, shares_prefixes, shared)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightkv.attention import AttentionMetadata, LayerShape
+from lightkv.attention import LayerShape
 from lightkv.integrations.model.probe import probe
 from lightkv.router import EngineConfig
 from lightkv.router.model import build
@@ -43,7 +43,7 @@ def test_the_partial_outputs_of_prefill_are_counted(monkeypatch: pytest.MonkeyPa
 
 def test_what_graphs_keep_holds_no_partial_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer's parts are free when its attention has been launched. So the graphs, which have one memory
-    pool, use the same memory, and no set of parts belongs to a graph or to its metadata."""
+    pool, use the same memory, and no set of parts belongs to a graph or to its step."""
     made: list[weakref.ref[torch.Tensor]] = []
 
     def noted(*sizes: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,13 +57,12 @@ def test_what_graphs_keep_holds_no_partial_outputs(monkeypatch: pytest.MonkeyPat
         device="cpu", attention_backend="triton", max_num_seqs=3, prefill_chunk=40, max_total_tokens=200
     )
     runner, _ = assemble(tiny_llama(CPU, context=160), config, lambda line: None)
-    parts, metadata = runner._parts, AttentionMetadata(3, 24, runner._parts.memory)
     graphs = [
-        PromptGraph(parts, shapes[0], metadata, SharedLogits(3))
+        PromptGraph(runner._parts, shapes[0], runner.limits, SharedLogits(3))
         for shapes in prompt_shapes([16, 24], 3).values()
     ]
     for graph in graphs:
         graph.rehearse()
     assert len(made) == len(graphs) * 2 * 2 == 8  # outputs and log-sum-exps of two layers
     assert all(part() is None for part in made)
-    assert all(graph._metadata.plan is not None for graph in graphs)
+    assert all(graph._inputs.step.plans._made for graph in graphs)

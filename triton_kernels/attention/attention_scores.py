@@ -15,14 +15,14 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
-from lightkv.triton_kernels.attention.variants.variant import Flat, Scored, bind, flatten, rebuild
+from lightkv.triton_kernels.attention.variants.variant import Scored, bind
 
-from .attention_inputs import check_attention_inputs
-from .attention_reference import change_reference, find_slots_reference, joined_reference
+from .attention_inputs import check_attention_inputs, check_starts
+from .attention_reference import change_reference, joined_reference, slots_reference
+from .operands import flatten_operands, rebuild_operands
 from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
-from .records import FlatKV, flatten_kv, heads_record, kv_records, shape_record
+from .records import heads_record, shape_record
 from .scores_kernels import lse_kernel, scores_kernel
-from .variants import VARIANTS
 
 
 class ScoredBatch(NamedTuple):
@@ -34,90 +34,68 @@ class ScoredBatch(NamedTuple):
     lengths: Tensor
 
 
-@torch.library.custom_op("lightkv::attention_lse", mutates_args=("lse",))
-def _attention_lse(
+def scores_launch(key_dim: int, element_size: int) -> tuning.Launch:
+    """Returns the tiles of `attention_scores`: small ones for float32, whose exact dot is unrolled."""
+    if element_size >= 4:
+        return tuning.Launch(block_m=16, block_n=32, num_warps=4, num_stages=2)
+    wide = tuning.padded_dim(key_dim) > 128
+    return tuning.Launch(block_m=32 if wide else 64, block_n=64, num_warps=4, num_stages=2)
+
+
+@torch.library.custom_op("lightkv::attention_scores", mutates_args=("lse", "out"))
+def _attention_scores(
     q: Tensor,
-    kv_tensors: Sequence[Optional[Tensor]],  # noqa: UP045  # the form that torch reads
-    kv_numbers: Sequence[int],
-    batch: Sequence[Tensor],
     variants: str,
-    variant_tensors: Sequence[Tensor],
-    variant_numbers: Sequence[float],
+    tensors: Sequence[Optional[Tensor]],  # noqa: UP045  # the form that torch reads
+    numbers: Sequence[float],
+    batch: Sequence[Tensor],
     lse: Tensor,
+    out: Tensor | None,
     max_q_len: int,
     scale: float,
     causal: bool,
 ) -> None:
-    num_requests = len(batch[0])
-    if num_requests == 0 or max_q_len == 0:
-        return
-    flat = FlatKV(list(kv_tensors), list(kv_numbers))
-    cache, index = kv_records(flat)
+    operands, requests = rebuild_operands(variants, tensors, numbers), ScoredBatch(*batch)
+    cache, index, num_requests = operands.cache, operands.index, len(requests.rows)
     num_kv_heads = cache.k.shape[1]
-    launch = tuning.scores_launch(q.shape[2], q.element_size())
-    shape = shape_record(q, flat, q.shape[2], launch.block_m, launch.block_n, causal)
-    used = rebuild(Flat(variants, list(variant_tensors), list(variant_numbers)), VARIANTS)
-    bound, score_scale = bind(used, scale)
+    launch = scores_launch(q.shape[2], q.element_size())
+    shape = shape_record(q, cache, q.shape[2], launch.block_m, launch.block_n, causal)
+    bound, score_scale = bind(operands.variants, scale)
     num_tiles = triton.cdiv(max_q_len * (q.shape[1] // num_kv_heads), launch.block_m)
-    lse_kernel[(num_kv_heads, num_tiles, num_requests)](
-        heads_record(q),
-        cache,
-        index,
-        ScoredBatch(*batch),
-        lse,
-        score_scale,
-        bound,
-        shape,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-    )
+    if num_requests and num_tiles:
+        lse_kernel[(num_kv_heads, num_tiles, num_requests)](
+            heads_record(q),
+            cache,
+            index,
+            requests,
+            lse,
+            score_scale,
+            bound,
+            shape,
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+        )
+    if out is not None and out.numel():
+        width = out.shape[1]
+        scores_kernel[(triton.cdiv(width, launch.block_n), num_requests)](
+            heads_record(q),
+            cache,
+            index,
+            requests,
+            lse,
+            out,
+            num_kv_heads,
+            width,
+            out.stride(0),
+            score_scale,
+            bound,
+            shape,
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+        )
 
 
-_attention_lse.register_fake(lambda *_: None)  # the output is an argument
-
-
-@torch.library.custom_op("lightkv::attention_scores", mutates_args=("out",))
-def _attention_scores(
-    q: Tensor,
-    kv_tensors: Sequence[Optional[Tensor]],  # noqa: UP045  # the form that torch reads
-    kv_numbers: Sequence[int],
-    batch: Sequence[Tensor],
-    variants: str,
-    variant_tensors: Sequence[Tensor],
-    variant_numbers: Sequence[float],
-    lse: Tensor,
-    out: Tensor,
-    scale: float,
-    causal: bool,
-) -> None:
-    num_requests, width = out.shape
-    if num_requests == 0 or width == 0:
-        return
-    flat = FlatKV(list(kv_tensors), list(kv_numbers))
-    cache, index = kv_records(flat)
-    launch = tuning.scores_launch(q.shape[2], q.element_size())
-    shape = shape_record(q, flat, q.shape[2], launch.block_m, launch.block_n, causal)
-    used = rebuild(Flat(variants, list(variant_tensors), list(variant_numbers)), VARIANTS)
-    bound, score_scale = bind(used, scale)
-    scores_kernel[(triton.cdiv(width, launch.block_n), num_requests)](
-        heads_record(q),
-        cache,
-        index,
-        ScoredBatch(*batch),
-        lse,
-        out,
-        cache.k.shape[1],
-        width,
-        out.stride(0),
-        score_scale,
-        bound,
-        shape,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-    )
-
-
-_attention_scores.register_fake(lambda *_: None)  # the output is an argument
+_attention_scores.register_fake(lambda *_: None)  # the outputs are arguments
 
 
 def attention_lse(
@@ -134,18 +112,8 @@ def attention_lse(
     """Computes the log-sum-exp of each query's scores, in base 2, the head's sink included: float32 `[T, H]`,
     -inf where a query sees no key and has no sink, or belongs to no request. Arguments and errors are those of
     `attention_scores`."""
-    scale = check_attention_inputs(q, kv, rows, lengths, options, None, None)
-    _check_queries(q, rows, q_starts, query_positions)
-    if kv.ring is not None or kv.indirection is not None:
-        raise ValueError("scores are those of a row's own entries; pass kv without a ring and an indirection")
-    if max_q_len < 0:
-        raise ValueError(f"max_q_len must be 0 or more, got {max_q_len}")
-    lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
     batch = ScoredBatch(rows, q_starts, query_positions, lengths)
-    _attention_lse(
-        q, *flatten_kv(kv), batch, *flatten(options.variants), lse, max_q_len, scale, options.causal
-    )
-    return lse
+    return _compute(q, kv, batch, options, max_q_len, None)
 
 
 def attention_scores(
@@ -170,8 +138,8 @@ def attention_scores(
         rows: int32 or int64 `[B]`, each request's row of the index.
         q_starts: int32 `[B + 1]`: the queries of request b are q[q_starts[b] : q_starts[b + 1]].
         query_positions: int32 `[T]`, the entry of each query, which attends to it and to the entries before.
-        lengths: int32 `[B]`, how many entries a request's row has; at most num_entries * 2**shift, which is not
-            checked.
+        lengths: int32 `[B]`, how many entries a request's row has; at most num_entries * 2**page_shift, which
+            is not checked.
         max_q_len: an upper bound on the queries of a request, which sizes the grid.
         width: the number of entries to return scores for.
         options: the scale, whether the layer is causal, and its variants. The queries of a tree of guesses are
@@ -186,31 +154,34 @@ def attention_scores(
     """
     if width < 0:
         raise ValueError(f"width must be 0 or more, got {width}")
-    lse = attention_lse(q, kv, rows, q_starts, query_positions, lengths, options, max_q_len=max_q_len)
     out = torch.empty(len(rows), width, dtype=torch.float32, device=q.device)
-    _attention_scores(
-        q,
-        *flatten_kv(kv),
-        ScoredBatch(rows, q_starts, query_positions, lengths),
-        *flatten(options.variants),
-        lse,
-        out,
-        options.scale_for(q.shape[2]),
-        options.causal,
-    )
+    _compute(q, kv, ScoredBatch(rows, q_starts, query_positions, lengths), options, max_q_len, out)
     return out
 
 
-def _check_queries(q: Tensor, rows: Tensor, q_starts: Tensor, query_positions: Tensor) -> None:
-    """Raises ValueError where q_starts or query_positions do not fit. Reads no tensor's contents."""
-    for name, tensor, length in (
-        ("q_starts", q_starts, len(rows) + 1),
-        ("query_positions", query_positions, len(q)),
-    ):
-        if tensor.dtype != torch.int32 or tensor.shape != (length,) or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be contiguous int32 [{length}], got {tensor.dtype} {tuple(tensor.shape)}"
-            )
+def _compute(
+    q: Tensor,
+    kv: PagedKV,
+    batch: ScoredBatch,
+    options: AttentionOptions,
+    max_q_len: int,
+    out: Tensor | None,
+) -> Tensor:
+    """Checks the arguments, writes the probabilities to `out`, if given, and returns the log-sum-exps."""
+    scale = check_attention_inputs(q, kv, batch.rows, batch.lengths, options, None, None)
+    check_starts("q_starts", batch.q_starts, len(batch.rows) + 1)
+    check_starts("query_positions", batch.query_positions, len(q))
+    if not kv.lookup.is_plain:
+        raise ValueError(
+            f"scores are those of a row's own entries, which {type(kv.lookup).__name__} does not read in order"
+        )
+    if max_q_len < 0:
+        raise ValueError(f"max_q_len must be 0 or more, got {max_q_len}")
+    lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
+    _attention_scores(
+        q, *flatten_operands(kv, options.variants), batch, lse, out, max_q_len, scale, options.causal
+    )
+    return lse
 
 
 def attention_scores_reference(
@@ -236,7 +207,7 @@ def attention_scores_reference(
     for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         queries = slice(starts[request], starts[request + 1])
         entries = torch.arange(length, device=q.device)
-        k, _ = kv.read(find_slots_reference(kv.index[row], entries, kv.shift))
+        k, _ = kv.read(slots_reference(kv, row, entries))
         k = k.to(dtype)  # [L, num_kv_heads, Dk]
         # [num_kv_heads, group * n, Dk]: query heads that share a K/V head are rows of one matrix
         q_rows = q[queries].to(dtype).unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)

@@ -15,6 +15,16 @@ from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.layout.strides import has_unit_stride
 
 
+@triton.jit
+def add_parts(acc, total, peak, tile, part_lse):
+    """Adds normalised outputs, [BLOCK_P, BLOCK_DV], whose log-sum-exps are `part_lse`, to the weighted sum of
+    those before; returns it, the sum of the weights and the largest log-sum-exp."""
+    new_peak = tl.maximum(peak, tl.max(part_lse, 0))
+    weights = tl.exp2(part_lse - new_peak)
+    decay = tl.exp2(peak - new_peak)
+    return acc * decay + tl.sum(weights[:, None] * tile, 0), total * decay + tl.sum(weights, 0), new_peak
+
+
 @triton.jit(do_not_specialize=["num_parts"])
 def _merge_kernel(
     partial_out,
@@ -55,17 +65,18 @@ def _merge_kernel(
             mask=written[:, None] & (dims < DV)[None, :],
             other=0.0,
         )  # [BLOCK_P, BLOCK_DV]
-        new_peak = tl.maximum(peak, tl.max(part_lse, 0))
-        weights = tl.exp2(part_lse - new_peak)
-        decay = tl.exp2(peak - new_peak)
-        total = total * decay + tl.sum(weights, 0)
-        acc = acc * decay + tl.sum(weights[:, None] * tile, 0)
-        peak = new_peak
-
+        acc, total, peak = add_parts(acc, total, peak, tile, part_lse)
     acc = acc / tl.where(total > 0.0, total, 1.0)
     pointers = out + token * stride_out_t + head * stride_out_h + dims
     tl.store(pointers, acc.to(out.dtype.element_ty), mask=dims < DV)
     tl.store(lse + token * stride_lse_t + head * stride_lse_h, peak + tl.log2(total))
+
+
+def merge_launch(num_parts: int, value_dim: int) -> tuning.Launch:
+    """Returns the launch of `merge_states`, with the parts that a program reads at a time in `block_n`: a tile
+    that stays in registers."""
+    block_parts = min(triton.next_power_of_2(num_parts), max(1, 4096 // tuning.padded_dim(value_dim)))
+    return tuning.Launch(block_m=0, block_n=block_parts, num_warps=1 if num_parts <= 4 else 4, num_stages=2)
 
 
 @torch.library.custom_op("lightkv::merge_states", mutates_args=("out", "lse"))
@@ -73,7 +84,7 @@ def _merge_states(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Te
     num_parts, num_tokens, num_heads, value_dim = partial_out.shape
     if num_tokens == 0:
         return
-    launch = tuning.merge_launch(num_parts, value_dim)
+    launch = merge_launch(num_parts, value_dim)
     _merge_kernel[(num_heads, num_tokens)](
         partial_out,
         partial_lse,

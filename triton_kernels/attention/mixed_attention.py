@@ -41,7 +41,7 @@ from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, p
 from lightkv.triton_kernels.attention.variants.variant import limits
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
-from .attention_inputs import check_attention_inputs
+from .attention_inputs import check_attention_inputs, check_starts
 from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 
 
@@ -126,7 +126,7 @@ def mixed_attention(
     Args:
         q: `[T, H, Dk]`: the queries of P prefills, request after request, then `num_queries` of each of the B -
             P decodes; H is a multiple of num_kv_heads.
-        kv, options: as in `decode_attention`.
+        kv, options, out, lse: as in `decode_attention`, for the T queries.
         rows: int32 or int64 `[B]`, each request's row of the index, the prefills first.
         q_starts: int32 `[P + 1]`: the queries of prefill p are q[q_starts[p] : q_starts[p + 1]]. The decodes'
             queries are the last of q, wherever the prefills' end; queries in between belong to no request, and
@@ -136,9 +136,6 @@ def mixed_attention(
         num_queries: queries of each decode, at its last positions.
         plan: the result of `mixed_plan` for the same rows, q_starts, lengths, limits, num_queries and shapes;
             it serves all layers of a step, one after the other. If None, a plan is made here.
-        out: `[T, H, Dv]` to write to; allocated in the dtype of q if None.
-        lse: float32 `[T, H]`, contiguous, to write the log-sum-exp of the scores to, in base 2, the head's
-            sink included; -inf where a query sees no key and has no sink. Not written if None.
         decodes_first: the decodes' queries are the first of q instead of the last, and q_starts[0] may be any
             of T. A query of both a prefill and a decode gets the output of the prefill.
 
@@ -149,10 +146,7 @@ def mixed_attention(
         ValueError: shapes, strides, dtypes or numbers do not fit; nothing has been launched.
     """
     check_attention_inputs(q, kv, rows, lengths, options, out, lse)
-    if q_starts.dtype != torch.int32 or q_starts.dim() != 1 or not q_starts.is_contiguous():
-        raise ValueError(
-            f"q_starts must be contiguous int32 [prefills + 1], got {q_starts.dtype} {tuple(q_starts.shape)}"
-        )
+    check_starts("q_starts", q_starts, q_starts.numel())
     num_tokens, num_prefills, num_requests = q.shape[0], q_starts.shape[0] - 1, rows.shape[0]
     if not 0 <= num_prefills <= num_requests:
         raise ValueError(

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.decode.decode_combine import combine_parts
 from lightkv.triton_kernels.attention.decode.decode_plan import (
     ITEM_FIELDS,
@@ -35,7 +36,7 @@ from lightkv.triton_kernels.attention.variants.variant import bind
 from .paged_attention_inputs import PagedInputs
 
 _LOG2_E = tl.constexpr(LOG2_E)
-_UNIT = tl.constexpr(tuning.DECODE_UNIT)
+_UNIT = tl.constexpr(decode_tuning.DECODE_UNIT)
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
 _PART_FIELDS = tl.constexpr(PART_FIELDS)
@@ -337,7 +338,7 @@ def paged_attention_launch(
 ) -> tuning.Launch:
     """Returns the tiles of `paged_attention_v1` for `group` query heads that share a K/V head: those of decode,
     but with at most 64 heads in a tile; other programs have the rest of a larger group."""
-    return tuning.decode_launch(device, min(group, 64), False, head_dim, head_dim, element_size)
+    return decode_tuning.decode_launch(device, min(group, 64), False, head_dim, head_dim, element_size)
 
 
 class PagedLaunch(NamedTuple):

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_reference import attend_reference, change_reference
+from lightkv.triton_kernels.attention.decode import decode_tuning
+from lightkv.triton_kernels.attention.merge_states import merge_launch
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
 from lightkv.triton_kernels.attention.variants import Alibi
 from lightkv.triton_kernels.attention.variants.variant import Scored
@@ -55,7 +57,7 @@ def _paged_attention_v2(
         return
     attend_partitions(inputs, tmp_out, exp_sums, max_logits, partition_size)
     num_seqs, num_heads, num_partitions, head_dim = tmp_out.shape
-    launch = tuning.merge_launch(num_partitions, head_dim)
+    launch = merge_launch(num_partitions, head_dim)
     early = tuning.has_early_launch(tuning.device_class(out.device))
     combine_kernel[(num_heads, num_seqs)](
         tmp_out,
@@ -168,7 +170,7 @@ def fitting_partition_size(
     for each partition of a batch whose longest sequence has `num_tokens` would leave the device idle."""
     size = PARTITION_SIZE
     enough = 3 * device.num_multiprocessors
-    while size > tuning.DECODE_UNIT and num_programs * triton.cdiv(num_tokens, size) < enough:
+    while size > decode_tuning.DECODE_UNIT and num_programs * triton.cdiv(num_tokens, size) < enough:
         size //= 2
     return max(size, block_size)
 

@@ -42,11 +42,16 @@ def constants_of(elements: Elements, dim: int) -> tuple[int, bool, int, bool, bo
     )
 
 
+@triton.constexpr_function
+def _power_of_2(exponent):
+    return 1 << exponent
+
+
 @triton.jit
 def _rotate_blocks(tile, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, LOG_BLOCK: tl.constexpr):
     """Multiplies each row by `hadamard`: each turn replaces neighbours by their sum and their difference, and
     puts all sums before all differences."""
-    BLOCK: tl.constexpr = 1 << LOG_BLOCK
+    BLOCK: tl.constexpr = _power_of_2(LOG_BLOCK)
     ROWS: tl.constexpr = BLOCK_T * BLOCK_D // BLOCK
     tile = tl.reshape(tile, [ROWS, BLOCK])
     for _ in tl.static_range(LOG_BLOCK):
@@ -62,7 +67,7 @@ def write_elements(
     target,  # [BLOCK_T, 1] pointers to the head of each token
     columns,  # [BLOCK_T, 1] pointers to its scales; to those of every token, if they are static
     valid,  # [BLOCK_T]
-    ELEMENTS: tl.constexpr,  # of `constants_of`
+    ELEMENTS,  # of `constants_of`, constants
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -79,7 +84,7 @@ def write_elements(
         element = target.dtype.element_ty
         tl.store(target + dims[None, :], tile.to(element), mask=valid[:, None] & (dims < D)[None, :])
     else:
-        LARGEST: tl.constexpr = 448.0 if IS_FLOAT else (1 << (BITS - 1)) - 1.0
+        LARGEST: tl.constexpr = 448.0 if IS_FLOAT else 127.0 if BITS == 8 else 7.0
         BLOCK_GROUP: tl.constexpr = GROUP if GROUP > 0 else BLOCK_D
         GROUPS: tl.constexpr = D // GROUP if GROUP > 0 else 1
         BLOCK_GROUPS: tl.constexpr = BLOCK_D // BLOCK_GROUP

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightkv.attention.biased_attention import attend_with_bias
 from lightkv.errors import UnknownBackend
-from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention
@@ -293,7 +293,7 @@ def _attend_with_kernels(step: _Step, kv: PagedKV, max_seqlen: int, out: Tensor)
     q, q_starts, lengths, options, num_whole = step
     batch = len(lengths)
     rows = torch.arange(batch, device=q.device, dtype=torch.int32)
-    if max_seqlen == 1 and len(q) == batch and q.shape[1] // kv.k.shape[1] <= tuning.MOST_DECODE_ROWS:
+    if max_seqlen == 1 and len(q) == batch and q.shape[1] // kv.k.shape[1] <= decode_tuning.MOST_DECODE_ROWS:
         # Every sequence has one query, its newest token, which sees all of its tokens in any layer.
         decode_attention(q, kv, rows, lengths, options, out=out)
         return

@@ -82,7 +82,7 @@ class KeptHandler:
 
     def __call__(self, *args: Any, lightkv: AttentionHandler | None = None, **kwargs: Any) -> Any:
         """Runs the model's own forward pass, with `lightkv` kept while it runs. Arguments that it does not name
-        are left out then: models with ALiBi take no positions."""
+        are left out then: some models take no positions."""
         if lightkv is None:
             return type(self.model).forward(self.model, *args, **kwargs)
         arguments = {name: value for name, value in kwargs.items() if name in self._names}

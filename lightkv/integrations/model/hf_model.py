@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lightkv.attention import AttentionBackend, AttentionMetadata
+from lightkv.attention import AttentionBackend, Step
 
 from .attention_call import ATTENTION, AttentionCall, compute, switch_attention
 from .fused_rotary import fuse, fused_forwards, set_fused_forwards
@@ -26,7 +26,7 @@ class PackedStep:
     `logits_index`: the tokens whose logits are computed, int64 `[n]`; None for all.
     """
 
-    metadata: AttentionMetadata
+    step: Step
     backends: Sequence[AttentionBackend]
     logits_index: torch.Tensor | None = None
 
@@ -35,26 +35,26 @@ class PackedStep:
         module, q, k, v, _, _, rotary = call
         backend = self.backends[module.layer_idx]
         q, k, v = (heads[0].transpose(0, 1) for heads in (q, k, v))
-        out = backend.forward(q, k, v, self.metadata, rotary=rotary)
+        out = backend.forward(q, k, v, self.step, rotary=rotary)
         return out.unflatten(1, (backend.num_heads, backend.v_dim))[None]
 
 
 def forward(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
-    metadata: AttentionMetadata,
+    step: Step,
     backends: Sequence[AttentionBackend],
     logits_index: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Runs `compute` over the batch that `metadata` was prepared for; `input_ids` follow its order."""
-    step = PackedStep(metadata, backends, logits_index)
-    return compute(model, input_ids, metadata.position_ids, step, logits_index)
+    """Runs `compute` over a step; `input_ids` follow its order."""
+    packed = PackedStep(step, backends, logits_index)
+    return compute(model, input_ids, step.position_ids, packed, logits_index)
 
 
 def forward_slices(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
-    metadata: AttentionMetadata,
+    step: Step,
     backends: Sequence[AttentionBackend],
     slices: Sequence[torch.Tensor],
 ) -> Iterator[torch.Tensor]:
@@ -67,9 +67,9 @@ def forward_slices(
     base = model.base_model
     returned: list[Any] = []
     hook = base.register_forward_hook(lambda module, args, output: returned.append(output))
-    step = PackedStep(metadata, backends)  # the last layer computes every token
+    packed = PackedStep(step, backends)  # the last layer computes every token
     try:
-        first = compute(model, input_ids, metadata.position_ids, step, slices[0])
+        first = compute(model, input_ids, step.position_ids, packed, slices[0])
     finally:
         hook.remove()
     yield first
@@ -78,7 +78,7 @@ def forward_slices(
         if base is not model:
             base.forward = lambda *args, **arguments: returned[0]
         try:
-            logits = compute(model, input_ids, metadata.position_ids, step, one)
+            logits = compute(model, input_ids, step.position_ids, packed, one)
         finally:
             if own is not None:
                 base.forward = own

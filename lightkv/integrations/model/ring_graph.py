@@ -6,9 +6,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from lightkv.attention import AttentionBackend, Batch, BatchShape, StaticStep
+from lightkv.attention.forms.rings import over_rings, write_ring_slots
 from lightkv.ledger.sequence import Sequence
+from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import upload
-from lightkv.triton_kernels.attention.decode.ring_step import ring_slots
 from lightkv.triton_kernels.layout.ring import Ring
 
 from .attention_call import compute
@@ -22,12 +24,19 @@ class RingGraph:
     allocate in it: their slots are there already.
     """
 
-    def __init__(self, model: PreTrainedModel, step: PackedStep, ring: Ring, size: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        memory: KVMemory,
+        backends: Seq[AttentionBackend],
+        ring: Ring,
+        size: int,
+    ) -> None:
         self._model = model
         self._ring = ring
-        self._metadata = step.metadata.create_cuda_graph_metadata(size)
-        self._step = PackedStep(self._metadata, step.backends)
-        self._input_ids = torch.zeros(size, dtype=torch.int64, device=self._metadata.memory.device)
+        self._static = StaticStep(BatchShape.of_decodes(size), memory)
+        self._backends = backends
+        self._input_ids = torch.zeros(size, dtype=torch.int64, device=memory.device)
         self._next: tuple[list[int], list[int]] | None = None  # rows and positions that the tensors hold
         self._graph, self._logits = self._capture()
 
@@ -36,7 +45,7 @@ class RingGraph:
         which the next replay overwrites. `token_ids`: int64 `[size]`."""
         rows = [one.row for one in sequences]
         if self._next != (rows, starts):
-            self._metadata.prepare(rows, starts, [1] * len(rows), 0, ring=self._ring)
+            self.load(rows, starts)
         self._next = None  # in case this fails
         self._input_ids.copy_(upload([token_ids], self._input_ids.device)[0])
         self._graph.replay()
@@ -45,17 +54,23 @@ class RingGraph:
 
     def compute(self) -> torch.Tensor:
         """Runs what is captured: the step, and the move to the next one."""
-        metadata = self._metadata
-        rows, positions = metadata.rows, metadata.position_ids
-        ring_slots(metadata.index, rows, positions, self._ring, metadata.slot_mapping)
-        logits = compute(self._model, self._input_ids, positions, self._step, None)
-        active = rows > 0
-        positions.add_(active)
-        metadata.kv_lens.add_(active)
+        step = self._step
+        write_ring_slots(step, self._ring)
+        packed = PackedStep(step, self._backends)
+        logits = compute(self._model, self._input_ids, step.position_ids, packed, None)
+        active = step.rows > 0
+        step.position_ids.add_(active)
+        step.kv_lens.add_(active)
         return logits
 
+    def load(self, rows: list[int], starts: list[int]) -> None:
+        """Loads the numbers of a step at positions `starts`."""
+        batch = Batch.of(rows, starts, [1] * len(rows), 0)
+        self._next = None
+        self._step = self._static.load(over_rings(batch, self._ring))
+
     def _capture(self) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        self._metadata.prepare([], [], [], 0, ring=self._ring)  # padding alone
+        self.load([], [])  # padding alone
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -16,7 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.merge_states import add_parts
 
+from . import decode_tuning
 from .decode_plan import PART_FIELDS, DecodePlan
 
 _PART_FIELDS = tl.constexpr(PART_FIELDS)
@@ -77,12 +79,7 @@ def _combine_kernel(
             mask=is_part[:, None] & (dims < DV)[None, :],
             other=0.0,
         )  # [BLOCK_P, BLOCK_DV]
-        new_peak = tl.maximum(peak, tl.max(part_lse, 0))
-        weights = tl.exp2(part_lse - new_peak)
-        decay = tl.exp2(peak - new_peak)
-        total = total * decay + tl.sum(weights, 0)
-        acc = acc * decay + tl.sum(weights[:, None] * tile, 0)
-        peak = new_peak
+        acc, total, peak = add_parts(acc, total, peak, tile, part_lse)
     acc = acc / tl.where(total > 0.0, total, 1.0)
     tl.store(
         out + token * stride_out_b + head * stride_out_h + dims, acc.to(out.dtype.element_ty), mask=dims < DV
@@ -111,7 +108,7 @@ def combine_parts(
         num_queries: queries of each request.
     """
     num_heads, value_dim = out.shape[1:]
-    launch = tuning.combine_launch(out.shape[0] // num_queries)
+    launch = decode_tuning.combine_launch(out.shape[0] // num_queries)
     early = tuning.has_early_launch(tuning.device_class(out.device))
     options = {"launch_pdl": True} if early else {}
     _combine_kernel[(num_heads, num_queries, plan.split.shape[0])](

@@ -13,18 +13,12 @@ from lightkv.triton_kernels.attention.attend_keys import (
     start_output,
     sum_query,
 )
+from lightkv.triton_kernels.attention.lookups.lookup import KeptQuery
 from lightkv.triton_kernels.attention.records import Sums
-from lightkv.triton_kernels.attention.variants.hooks import (
-    Rows,
-    first_key,
-    start_rows,
-    start_softmax,
-    whole_end,
-)
+from lightkv.triton_kernels.attention.variants import hooks
 from lightkv.triton_kernels.quantised.unpack import fields_of, v_kind
 
 from .decode_plan import ITEM_FIELDS, PART_FIELDS, SHARE_FIELDS
-from .decode_sinks import attend_sinks
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
@@ -76,7 +70,7 @@ def _find_rows(
         positions = tl.load(lengths + tl.where(in_tile, owner, 0)) - NUM_QUERIES + queries
     tokens = owner * NUM_QUERIES + queries  # [BLOCK_M]
     requests = tl.zeros_like(heads) + owner
-    return Rows(heads, tokens, requests, positions, in_tile, own_begin), seen_by_all
+    return hooks.Rows(heads, tokens, requests, positions, in_tile, own_begin), seen_by_all
 
 
 @triton.jit(
@@ -96,7 +90,6 @@ def decode_kernel(
     outputs,  # `Outputs`; its parts are [parts, num_queries * H, DV] and [parts, num_queries * H]
     score_scale,
     variants,  # `Variants`
-    sinks,  # `RingSinks`
     together,  # `Together`
     shape,  # `Shape`
     EARLY: tl.constexpr,
@@ -146,29 +139,21 @@ def decode_kernel(
             seen_by_all = begin
         elif variants.flags.has_first_key:
             # If a query sees keys after `begin` alone, all tiles are masked.
-            seen_from = tl.where(rows.in_tile, first_key(variants, rows.positions), 0)
+            seen_from = tl.where(rows.in_tile, hooks.first_key(variants, rows.positions), 0)
             seen_by_all = tl.where(tl.max(seen_from, 0) > begin, begin, seen_by_all)
         full_end = begin + tl.maximum(seen_by_all - begin, 0) // BLOCK_N * BLOCK_N
 
         # Of a request's parts, the first one of its own is where its softmax starts.
-        joins = rows.in_tile
-        if variants.flags.has_join:
-            joins = rows.in_tile & (request >= 0) & (tl.load(of_request) == own_parts + item)
-        peak, total = start_softmax(variants, rows, joins, BLOCK_M)
-        states = start_rows(variants, rows)
-        full_end = whole_end(variants, states, begin, full_end, rows.in_tile, BLOCK_N)
+        is_first = (request >= 0) & (tl.load(of_request) == own_parts + item)
+        peak, total = hooks.start_softmax(variants, rows, rows.in_tile & is_first, BLOCK_M)
+        states = hooks.start_rows(variants, rows)
+        full_end = hooks.whole_end(variants, states, begin, full_end, rows.in_tile, BLOCK_N)
         if variants.flags.has_load and together.ALIGNED:  # so what variants load is loaded in whole vectors
             begin = begin // 16 * 16
             full_end = full_end // 16 * 16
         sums = Sums(start_output(BLOCK_M, shape.BLOCK_DV, shape.FORMAT), total, peak, slots)
-        if sinks.ARE_SEEN:  # in the request's first part
-            is_first = tl.load(of_request) == own_parts + item
-            num_sinks = tl.where(is_first, tl.minimum(tl.load(lengths + request), index.SINKS), 0)
-            heads_of = q.data + request * q.stride_token + heads[:, None] * q.stride_head
-            sums = attend_sinks(
-                heads_of, rows.in_tile, request, sums, cache, kv_head, index, row, num_sinks, sinks, variants,
-                states, score_scale, shape,
-            )  # fmt: skip
+        query = KeptQuery(q_heads, rows.in_tile, request, kv_head, is_first, lengths)
+        sums = index.hooks.attend_kept(query, sums, cache, index, row, variants, states, score_scale, shape)
         for MASKED in tl.static_range(0, 2):
             sums = attend_keys(
                 q_tiles,

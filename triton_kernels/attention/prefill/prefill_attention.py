@@ -26,26 +26,16 @@ import triton
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_inputs import check_attention_inputs
+from lightkv.triton_kernels.attention.attention_inputs import check_attention_inputs, check_starts
 from lightkv.triton_kernels.attention.attention_reference import attend_reference, slots_reference
+from lightkv.triton_kernels.attention.operands import flatten_operands, rebuild_operands
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
-from lightkv.triton_kernels.attention.records import (
-    FlatKV,
-    Outputs,
-    flatten_kv,
-    heads_record,
-    kv_records,
-    shape_record,
-)
-from lightkv.triton_kernels.attention.variants import VARIANTS
+from lightkv.triton_kernels.attention.records import Outputs, heads_record, shape_record
 from lightkv.triton_kernels.attention.variants.variant import (
-    Flat,
     Scored,
     Variant,
     bind,
-    flatten,
     limits,
-    rebuild,
 )
 from lightkv.triton_kernels.quantised.unpack import most_warps
 
@@ -88,13 +78,11 @@ def _hopper_launch(
 @torch.library.custom_op("lightkv::prefill_attention", mutates_args=("counters", "out", "lse"))
 def _prefill_attention(
     q: Tensor,
-    kv_tensors: Sequence[Optional[Tensor]],  # noqa: UP045  # the form that torch reads
-    kv_numbers: Sequence[int],
+    variants: str,
+    tensors: Sequence[Optional[Tensor]],  # noqa: UP045  # the form that torch reads
+    numbers: Sequence[float],
     items: Tensor,
     counters: Tensor,
-    variants: str,
-    variant_tensors: Sequence[Tensor],
-    variant_numbers: Sequence[float],
     out: Tensor,
     lse: Tensor | None,
     num_shares: int,
@@ -105,10 +93,8 @@ def _prefill_attention(
 ) -> None:
     if num_shares == 0:
         return
-    flat, value_dim = FlatKV(list(kv_tensors), list(kv_numbers)), out.shape[2]
-    cache, index = kv_records(flat)
-    num_kv_heads, layer_format = cache.k.shape[1], kv_numbers[3]
-    used = rebuild(Flat(variants, list(variant_tensors), list(variant_numbers)), VARIANTS)
+    cache, index, used, layer_format, _ = rebuild_operands(variants, tensors, numbers)
+    num_kv_heads, value_dim = cache.k.shape[1], out.shape[2]
     block_m, block_n, num_warps, num_stages = launch
     partial_out = partial_lse = None
     if num_workers:
@@ -134,7 +120,7 @@ def _prefill_attention(
             num_kv_heads,
             score_scale,
             bound,
-            shape_record(q, flat, value_dim, block_m, block_n, causal),
+            shape_record(q, cache, value_dim, block_m, block_n, causal),
             SHARES=num_workers > 0,
             num_warps=num_warps,
             num_stages=num_stages,
@@ -174,8 +160,8 @@ def prefill_attention(
         q_starts: int32 `[B + 1]`: the queries of request b are q[q_starts[b] : q_starts[b + 1]]. Queries from
             q_starts[B] on belong to no request, and their part of the output is not written.
         lengths: int32 `[B]`, the request's tokens in the cache, the queries' own included; at most num_entries
-            * 2**shift, which is not checked. If the rows are rings, n queries need a ring of `window` + n - 1
-            tokens, which is not checked either.
+            * 2**page_shift, which is not checked. A lookup that has entries for a number of tokens alone has to
+            have them for the windows of all queries, which is not checked either.
         options: the scale, whether the layer is causal, and its variants.
         plan: the result of `prefill_plan` for the same rows, q_starts, lengths, limits and shapes; it serves
             all layers of a step, one after the other. If None, a plan is made here.
@@ -191,21 +177,8 @@ def prefill_attention(
     """
     scale = check_attention_inputs(q, kv, rows, lengths, options, out, lse)
     limited = limits(options.variants)
-    masked = any(one.flags.has_load or one.flags.hides_own for one in options.variants)
-    if kv.ring is not None and (not limited or not options.causal or masked):
-        raise ValueError(
-            f"prefill over rows that are rings, {kv.ring}, is for a causal layer with a window, which says "
-            "what each query sees, and without a mask; add a Window"
-        )
-    if (
-        q_starts.dtype != torch.int32
-        or q_starts.shape != (rows.shape[0] + 1,)
-        or not q_starts.is_contiguous()
-    ):
-        raise ValueError(
-            f"q_starts must be contiguous int32 [{rows.shape[0] + 1}], got {q_starts.dtype} "
-            f"{tuple(q_starts.shape)}"
-        )
+    kv.lookup.check_prefill(options.variants, options.causal)
+    check_starts("q_starts", q_starts, len(rows) + 1)
     if plan is not None and (plan.limits, plan.causal, plan.num_requests) != (
         limited,
         options.causal,
@@ -230,10 +203,9 @@ def prefill_attention(
         )
     _prefill_attention(
         q,
-        *flatten_kv(kv),
+        *flatten_operands(kv, options.variants),
         plan.items,
         plan.counters,
-        *flatten(options.variants),
         out,
         lse,
         plan.num_shares,

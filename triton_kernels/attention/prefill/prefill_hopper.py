@@ -7,7 +7,7 @@ the first, so the masked ones on the diagonal come first.
 
     gathering       slots j-1 │ K j, V j │ slots j-2 │ K j-1, V j-1 │ …          next item: K, q, V │ …
                                    │ full        ▲ empty
-    shared memory      K: a ring of 3 tiles    V: a ring of 3 tiles    q: one tile    (at head dim 128)
+    shared memory      K: 3 tiles in turn      V: 3 tiles in turn      q: one tile    (at head dim 128)
                                    │ full        ▲ empty
     computing (2)      scores j │ ─── output j+1 ───          │ scores j-1 │ ─── output j ───         (wgmma)
                                 │ ─── softmax j  ─── wait for │            │ ─── softmax j-1 ───
@@ -40,6 +40,7 @@ from lightkv.triton_kernels.attention.variants.variant import Variant
 
 from .hopper_features import VARIANTS, features_of
 from .prefill_hopper_items import (
+    in_gluon,
     item_at,
     keys_of,
     load_slopes,
@@ -80,20 +81,18 @@ _REGISTERS = gl.constexpr(504)  # of three threads, one of each warpgroup
 @gluon.jit
 def _gather(
     tensors,
+    index,
     num_kv_heads,
     strides,
     shared,
     GROUP: gl.constexpr,
-    SHIFT: gl.constexpr,
-    SINKS: gl.constexpr,
-    RING: gl.constexpr,
     WINDOW: gl.constexpr,
     CHUNK: gl.constexpr,
     AFTER: gl.constexpr,
     SHARES: gl.constexpr,
 ):
-    q, k_cache, v_cache, index, indirection, items, counters = tensors
-    q_strides, k_strides, v_strides, index_strides = strides
+    q, k_cache, v_cache, items, counters = tensors
+    q_strides, k_strides, v_strides = strides
     _item, q_smem, k_smem, v_smem, _item_full, q_full, _q_empty, k_full, v_full, empty = shared
     STAGES: gl.constexpr = k_smem[0].shape[0]
     BLOCK_N: gl.constexpr = k_smem[0].shape[1]
@@ -107,22 +106,17 @@ def _gather(
         piece = piece_of(items, item, num_kv_heads, SHARES)
         begin, end, first, last = keys_of(tile, piece, BLOCK_M, BLOCK_N, GROUP, WINDOW, CHUNK, AFTER, SHARES)
         if end > 0:
-            index_row = index + tile[1] * index_strides[0], indirection, index_strides[0], SINKS, RING
-            if indirection is not None:
-                index_row = index, indirection + tile[1] * index_strides[1], index_strides[0], SINKS, RING
             k_head = k_cache + tile[0] * k_strides[1]
             v_head = v_cache + tile[0] * v_strides[1]
-            slots = find_slots_of_pieces(index_row, last, begin, end, k_smem, SHIFT)
+            slots = find_slots_of_pieces(index, tile[1], last, begin, end, k_smem)
             for j in range(last - first + 1):
                 stage = count % STAGES
                 here = slots
                 # The index is loaded a tile ahead, since the copy of K needs its values.
                 if WINDOW > 0 or CHUNK > 0:
-                    slots = find_slots_of_pieces(index_row, last - 1 - j, begin, end, k_smem, SHIFT)
+                    slots = find_slots_of_pieces(index, tile[1], last - 1 - j, begin, end, k_smem)
                 else:
-                    slots = find_inner_slots_of_pieces(
-                        index_row, last - 1 - j, j < last - first, k_smem, SHIFT
-                    )
+                    slots = find_inner_slots_of_pieces(index, tile[1], last - 1 - j, j < last - first, k_smem)
                 mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
                 copy_rows(k_head, here, k_strides[0], tile_at(k_smem, stage), k_full.index(stage))
                 if j == 0:
@@ -317,9 +311,6 @@ def _hopper_kernel(
     DV: gl.constexpr = shape.DV
     BLOCK_M: gl.constexpr = shape.BLOCK_M
     BLOCK_N: gl.constexpr = shape.BLOCK_N
-    SHIFT: gl.constexpr = index.SHIFT
-    SINKS: gl.constexpr = index.SINKS
-    RING: gl.constexpr = index.RING
     WINDOW: gl.constexpr = features.WINDOW
     CHUNK: gl.constexpr = features.CHUNK
     AFTER: gl.constexpr = features.AFTER
@@ -353,14 +344,13 @@ def _hopper_kernel(
         (features.tree, features.tree_words, features.stride_tree),
     )
     tensors = items, outputs.out, outputs.lse, (outputs.partial_out, outputs.partial_lse), of_scores
-    inputs = q.data, cache.k, cache.v, index.entries, index.indirection, items, counters
+    inputs = q.data, cache.k, cache.v, items, counters
     scales, out_strides = (score_scale, features.cap_scale), (outputs.stride_token, outputs.stride_head)
     k_strides, v_strides = (
         (cache.stride_k_slot, cache.stride_k_head),
         (cache.stride_v_slot, cache.stride_v_head),
     )
-    index_strides = index.stride, index.stride_indirection
-    strides = ((q.stride_token, q.stride_head), k_strides, v_strides, index_strides)
+    strides = ((q.stride_token, q.stride_head), k_strides, v_strides)
     gl.warp_specialize(
         [
             (_compute, (
@@ -372,7 +362,7 @@ def _hopper_kernel(
                 SHARES,
             )),
             (_gather, (
-                inputs, num_kv_heads, strides, shared, GROUP, SHIFT, SINKS, RING, WINDOW, CHUNK, AFTER, SHARES,
+                inputs, index, num_kv_heads, strides, shared, GROUP, WINDOW, CHUNK, AFTER, SHARES,
             )),
         ],
         [WARPS, WARPS],
@@ -411,7 +401,7 @@ def launch_hopper_prefill(
     _hopper_kernel[(num_programs,)](
         heads_record(q),
         cache,
-        index,
+        in_gluon(index),
         items,
         counters,
         outputs,

@@ -1,10 +1,14 @@
 """What `prefill_hopper.py` does around its loop over key tiles: it reads the items of the work list, finds
 the rows of K and V, starts and continues the softmax of a warpgroup's rows, and writes their output (Gluon)."""
 
+from functools import cache
+
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from lightkv.triton_kernels.attention.records import Index
 from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
 
 from . import prefill_plan
@@ -91,40 +95,35 @@ def keys_of(
     return begin, end, begin // BLOCK_N, gl.cdiv(gl.maximum(end, 0), BLOCK_N) - 1
 
 
-@gluon.jit
-def _place_of(index_row, positions, mask):
-    """Returns where the index's entries of `positions` begin, and their places from there. Positions where
-    `mask` is false, if there is a mask, read no row. `index_row` is as in `attend_keys.find_slots`."""
-    start, rows, stride, SINKS, RING = index_row
-    if rows is not None:
-        start += gl.load(rows + positions, mask=mask).to(gl.int64) * stride
-    if RING > 0:
-        within = SINKS + (positions - SINKS) % RING
-        positions = gl.where(positions < SINKS, positions, within)
-    return start, positions
+@cache
+def _in_gluon(hook: triton.JITFunction) -> triton.JITFunction:
+    return gluon.jit(hook.fn)
+
+
+def in_gluon(index: Index) -> Index:
+    """Returns an index whose lookup Gluon's kernels can call."""
+    hooks = index.hooks
+    return index._replace(hooks=hooks._replace(place=gl.constexpr(_in_gluon(hooks.place.value))))
 
 
 @gluon.jit
-def find_slots(
-    index_row, key_tile, begin, end, BLOCK_N: gl.constexpr, SHIFT: gl.constexpr, layout: gl.constexpr
-):
+def find_slots(index, row, key_tile, begin, end, BLOCK_N: gl.constexpr, layout: gl.constexpr):
     """Returns the slots of a key tile; for a key outside [begin, end), the slot of the nearest key inside, so
     that no free slot is read."""
     positions = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout)
     positions = gl.minimum(gl.maximum(positions, begin), end - 1)
-    start, positions = _place_of(index_row, positions, None)
-    return gl.load(start + (positions >> SHIFT)) + (positions & ((1 << SHIFT) - 1))
+    start, entries = index.hooks.place(index, row, positions, None)
+    return gl.load(start + (entries >> index.SHIFT)) + (entries & ((1 << index.SHIFT) - 1))
 
 
 @gluon.jit
-def find_inner_slots(
-    index_row, key_tile, exists, BLOCK_N: gl.constexpr, SHIFT: gl.constexpr, layout: gl.constexpr
-):
+def find_inner_slots(index, row, key_tile, exists, BLOCK_N: gl.constexpr, layout: gl.constexpr):
     """Returns the slots of a key tile of which every key is read; zeros if it does not exist."""
     positions = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout)
     mask = gl.full([BLOCK_N], exists, gl.int1, layout)
-    start, positions = _place_of(index_row, positions, mask)
-    return gl.load(start + (positions >> SHIFT), mask=mask, other=0) + (positions & ((1 << SHIFT) - 1))
+    start, entries = index.hooks.place(index, row, positions, mask)
+    slots = gl.load(start + (entries >> index.SHIFT), mask=mask, other=0)
+    return slots + (entries & ((1 << index.SHIFT) - 1))
 
 
 @gluon.jit

@@ -86,26 +86,24 @@ def tile_at(tiles, i):
 
 
 @gluon.jit
-def find_slots_of_pieces(index_row, key_tile, begin, end, tiles, SHIFT: gl.constexpr):
+def find_slots_of_pieces(index, row, key_tile, begin, end, tiles):
     """Returns the result of `find_slots` for the copy of each piece."""
     slots = ()  # type: tuple
     for i in gl.static_range(len(tiles)):
         slots += (
-            find_slots(
-                index_row, key_tile, begin, end, tiles[i].shape[1], SHIFT, slots_layout(tiles[i].shape[2])
-            ),
+            find_slots(index, row, key_tile, begin, end, tiles[i].shape[1], slots_layout(tiles[i].shape[2])),
         )
     return slots
 
 
 @gluon.jit
-def find_inner_slots_of_pieces(index_row, key_tile, exists, tiles, SHIFT: gl.constexpr):
+def find_inner_slots_of_pieces(index, row, key_tile, exists, tiles):
     """Returns the result of `find_inner_slots` for the copy of each piece."""
     slots = ()  # type: tuple
     for i in gl.static_range(len(tiles)):
         slots += (
             find_inner_slots(
-                index_row, key_tile, exists, tiles[i].shape[1], SHIFT, slots_layout(tiles[i].shape[2])
+                index, row, key_tile, exists, tiles[i].shape[1], slots_layout(tiles[i].shape[2])
             ),
         )
     return slots

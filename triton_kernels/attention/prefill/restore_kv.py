@@ -172,7 +172,7 @@ def restore_kv(
     no token has stay as they were. The values of rows, lengths and starts are not checked.
 
     Args:
-        kv: the K/V of a layer and its index, without a ring and without an indirection.
+        kv: the K/V of a layer and its index, with a plain lookup.
         rows: int32 or int64 `[B]`, contiguous: each request's row of the index.
         lengths: int32 `[B]`, contiguous.
         starts: int32 `[B]`, contiguous, ascending, each at least the one before and its length: prefix sums of
@@ -181,7 +181,7 @@ def restore_kv(
         out_v: `[capacity, num_kv_heads, Dv]` of the same type, likewise; both may be views of one buffer.
 
     Raises:
-        ValueError: shapes, strides or dtypes do not fit, `kv` has a ring or an indirection, or groups are not a
+        ValueError: shapes, strides or dtypes do not fit, the lookup is not plain, or groups are not a
             power of 2 of elements. Nothing is written then.
     """
     _check(kv, rows, lengths, starts, out_k, out_v)
@@ -216,7 +216,7 @@ def restore_kv(
         K_ELEMENTS=constants_of(kv.format.k, key_dim),
         V_ELEMENTS=constants_of(kv.format.v, value_dim),
         K_COLUMNS=kv.format.k.columns(key_dim),
-        SHIFT=kv.shift,
+        SHIFT=kv.lookup.page_shift,
         TURNS=tuning.block_for(num_requests).bit_length(),
         BLOCK_T=launch.block_m,
         BLOCK_DK=block_dk,
@@ -228,10 +228,8 @@ def restore_kv(
 
 def _check(kv: PagedKV, rows: Tensor, lengths: Tensor, starts: Tensor, out_k: Tensor, out_v: Tensor) -> None:
     """Raises ValueError where the arguments of `restore_kv` do not fit each other."""
-    if kv.ring is not None or kv.indirection is not None:
-        raise ValueError(
-            "K/V of rings, or with an indirection, is not restored; attend to it by the decode kernels instead"
-        )
+    if not kv.lookup.is_plain:
+        raise ValueError(f"K/V that {type(kv.lookup).__name__} finds is not restored; attend to it as it is")
     if rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64) or not rows.is_contiguous():
         raise ValueError(f"rows must be contiguous int32 or int64 [B], got {rows.dtype} {tuple(rows.shape)}")
     for name, tensor in (("lengths", lengths), ("starts", starts)):

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 
 from lightkv.attention.backend import LayerShape
+from lightkv.triton_kernels.attention.lookups import CONTIGUOUS
 from lightkv.triton_kernels.attention.mixed_attention import (
     mixed_attention,
     mixed_attention_reference,
@@ -14,19 +15,14 @@ from lightkv.triton_kernels.attention.mixed_attention import (
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.variants import Chunk, SinkLogits, Window
 from lightkv.triton_kernels.attention.variants.variant import limits
-from lightkv.triton_kernels.write.write_kv import write_kv
-from lightkv.triton_kernels.write.write_kv_reference import write_kv_reference
-from lightkv.triton_kernels.write.write_quantised import (
-    write_quantised_kv,
-    write_quantised_kv_reference,
-)
+from lightkv.triton_kernels.write.inputs import StoredKV
+from lightkv.triton_kernels.write.write_kv import write_kv, write_kv_reference
 
 from .arguments import AttentionInputType, PredefinedAttentionMask, merge_attention_forward_args
 from .joined_keys import join_keys
 from .metadata import AttentionMetadata
 from .page_views import PageViews
 
-ONE_RUN = 31  # the shift of an index whose rows are one run each
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
 # What TensorRT-LLM's models give every backend, and says nothing about attention here.
@@ -299,10 +295,10 @@ class AttentionBackend:
                     raise ValueError(
                         f"the batch has {step.numbers.num_keys} keys, no cache holds them, and no k is given"
                     )
-            return PagedKV(k, v, step.kv_starts, shift=ONE_RUN)
+            return PagedKV(k, v, step.kv_starts, lookup=CONTIGUOUS)
         views = self._views(metadata, step.rows.device)
         key = "pages", views.page_size, views.slots_per_block
-        table = metadata.plans.get(key, metadata.num_steps, self.layer_idx, lambda: views.table(step))
+        table = metadata.plans.get(key, self.layer_idx, lambda: views.table(step))
         written, read = self._scales(views, metadata, args)
         kv = views.paged_kv(table, read)
         if k is None or v is None:
@@ -318,12 +314,8 @@ class AttentionBackend:
         if step.sources is not None:
             sources, slots = step.sources[: len(k)], slots[: len(k)]
             k, v = k.index_select(0, sources), v.index_select(0, sources)
-        if written is None:
-            write = write_kv if self._runs_kernels(k) else write_kv_reference
-            write(k, v, views.k, views.v, slots)
-        else:
-            write_quantised = write_quantised_kv if self._runs_kernels(k) else write_quantised_kv_reference
-            write_quantised(k, v, views.k, views.v, written, views.format, slots)
+        write = write_kv if self._runs_kernels(k) else write_kv_reference
+        write(k, v, StoredKV(views.k, views.v, written, views.format), slots)
         return kv
 
     def _scales(
@@ -368,7 +360,6 @@ class AttentionBackend:
         heads = HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim)
         plan = metadata.plans.get(
             (*heads, options.causal, limits(options.variants), q.dtype, len(q), kv.format),
-            metadata.num_steps,
             self.layer_idx,
             lambda: mixed_plan(
                 step.rows,

@@ -128,7 +128,6 @@ class AttentionMetadata:
         self._step: Step | None = None
         self._room: StaticRoom | None = None
         self.plans = StepPlans()
-        self.num_steps = 0  # counts calls of `prepare`
 
     def _assign(self, name: str, value: Any) -> None:
         """Sets a followed field, and what depends on it."""
@@ -245,7 +244,7 @@ class AttentionMetadata:
             if isinstance(page_size, int):
                 check_blocks(numbers, num_blocks, page_size)
         self._step = Step(numbers, self.device, blocks, num_blocks, self._room)
-        self.num_steps += 1
+        self.plans = StepPlans()
 
     def prepare_encoder_only(self) -> None:
         """Loads a batch of an encoder, as `prepare`."""

@@ -23,8 +23,8 @@ class Family:
     """How the attention of a family of models is adapted.
 
     `module`: the class of the attention modules. `attend`: computes one of their calls; None where the module
-    calls AttentionInterface, and only has to be given the handler. `slopes`: returns those of a model's ALiBi.
-    `needs_mask`: whether the model's forward pass fails without an attention mask.
+    calls AttentionInterface, and only has to be given the handler. `slopes`: returns those of a model's bias by
+    distance. `needs_mask`: whether the model's forward pass fails without an attention mask.
     """
 
     module: str

@@ -20,8 +20,8 @@ from lightkv.triton_kernels.attention.variants.variant import Scored
 from .adapt import adapted_modules
 
 _MIN_TOKENS, _MAX_TOKENS = 24, 512
-# Of a token's attention output. Modules are compared in float32, but the bias of ALiBi that they are given is
-# rounded to the model's type, and by Falcon to bfloat16.
+# Of a token's attention output. Modules are compared in float32, but the bias by distance that they are given
+# is rounded to the model's type, and by Falcon to bfloat16.
 _TOLERANCE = 2.0**-6
 
 

@@ -1,0 +1,324 @@
+"""Sequences whose rows are rings (`Ring`): a new token takes the entry of the oldest one.
+
+A decode reads its ring where it is. The prompts of a step are read in order: their index has a row for each
+sequence, with the sinks and then what its first query sees, so that to attention they are sequences that have
+dropped tokens.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lightkv.attention.backend import AttentionBackend
+from lightkv.attention.batch import Batch
+from lightkv.attention.biased_attention import attend_with_bias
+from lightkv.attention.step import Step
+from lightkv.attention.torch_backend import TorchAttention
+from lightkv.attention.triton_backend import TritonAttention
+from lightkv.memory.staging import upload
+from lightkv.memory.token_table import TokenTable
+from lightkv.triton_kernels.attention.attention_reference import slots_reference
+from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
+from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, decode_plan, num_programs_for
+from lightkv.triton_kernels.attention.lookups import TOKEN_TABLE, Lookup, RingRows
+from lightkv.triton_kernels.attention.lookups.ring_rows import check_held, ring_slots
+from lightkv.triton_kernels.attention.lookups.ring_sinks import dropped_tokens
+from lightkv.triton_kernels.attention.merge_states import merge_states, merge_states_reference
+from lightkv.triton_kernels.attention.paged_kv import PagedKV
+from lightkv.triton_kernels.attention.variants.sink_logits import SinkLogits
+from lightkv.triton_kernels.attention.variants.variant import Scored, Variant, limits
+from lightkv.triton_kernels.layout.ring import Ring
+
+from .form import PLAIN, Form, Numbers, Seen
+from .sinks import attend_apart_by_kernels, attend_apart_in_torch, check_sinks
+
+
+def over_rings(batch: Batch, ring: Ring) -> Batch:
+    """Returns a batch of the same sequences, whose rows are such rings; their `starts` are positions.
+
+    All are decodes, or all are prefills, of which either each has dropped tokens before this step or none has.
+    A prefill takes up to `ring.room` tokens. Raises ValueError otherwise, and where sequences have dropped
+    tokens in another way or read prefixes together.
+    """
+    num_prefills, starts = batch.num_prefills, batch.starts.tolist()
+    if batch.form != PLAIN or batch.shared is not None or num_prefills not in (0, len(starts)):
+        raise ValueError(
+            f"{num_prefills} prefills among {len(starts)} rings, which are {batch.form} already and read "
+            f"{batch.shared} together: a step over rings has prefills or decodes only, and gets positions "
+            "instead of dropped tokens and sinks; run the others in another step"
+        )
+    if not num_prefills:
+        return replace(batch, form=Rings(ring))
+    dropped = tuple(ring.dropped(start) for start in starts)
+    rooms = [ring.room(start) for start in starts]
+    if any(dropped) != all(dropped) or (batch.counts > rooms).any():
+        raise ValueError(
+            f"prefills of {batch.counts.tolist()} tokens at {starts} of {ring}: all have dropped tokens or "
+            f"none has, and at most {rooms} are computed at once; cut them, or run them apart"
+        )
+    return replace(batch, form=RingPrompts(ring, dropped))
+
+
+def write_ring_slots(step: Step, ring: Ring) -> None:
+    """Writes the slots of the tokens at the positions of `step`, decodes over rings, to its `slot_mapping`, on
+    the device: so a captured step finds them after it has moved its positions on."""
+    ring_slots(step.index, step.rows, step.position_ids, ring, step.slot_mapping)
+
+
+@dataclass(frozen=True)
+class _OnRings(Form):
+    """What decodes and prompts over rings have in common."""
+
+    ring: Ring
+
+    def check_mask(self, mask: Variant) -> None:
+        raise ValueError(
+            f"a mask in a step over {self.ring}: its columns are the positions of sequences that hold all "
+            "their tokens; run the sequences with a mask in a step of their own"
+        )
+
+    def places(self, numbers: Numbers, table: TokenTable) -> np.ndarray:
+        rings = [self.ring] * len(numbers.rows)
+        return table.entries_in_rings(numbers.rows, numbers.starts, numbers.counts, rings)
+
+
+class _Plan(NamedTuple):
+    """What the layers of a decode step share."""
+
+    decode: DecodePlan
+    lookup: RingRows
+
+
+class _Parts(NamedTuple):
+    """What they share where the sinks are attended to apart from the window: the keys of each part, and by how
+    many positions queries are rotated back for the sinks."""
+
+    sinks: DecodePlan
+    sink_lengths: torch.Tensor
+    window: DecodePlan
+    window_lengths: torch.Tensor
+    dropped: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Rings(_OnRings):
+    """Decodes over rings. A query attends to its ring's window, and, rotated back by the tokens that were
+    dropped, to its sinks; a layer with a window or chunks of its own sees what these let it see."""
+
+    @property
+    def lookup(self) -> Lookup:
+        return RingRows(self.ring)
+
+    def check_layer(self, layer: AttentionBackend) -> None:
+        check_held(self.ring, layer.options.variants)
+        if self.ring.sinks:
+            check_sinks(layer, self.ring.sinks)
+
+    def check_scores(self) -> None:
+        raise ValueError(f"a step over {self.ring} is not scored by entries; use rows that are no rings")
+
+    def attend_by_kernels(
+        self, layer: TritonAttention, q: torch.Tensor, step: Step, out: torch.Tensor
+    ) -> None:
+        if limits(layer.options.variants):
+            layer.attend_plain(q, step, out)
+            return
+        kv = layer.paged_kv(step)
+        if self.ring.sinks and kv.format.k.is_rotated:
+            self._attend_to_parts(layer, q, kv, step, out)
+            return
+
+        def make() -> _Plan:
+            rows = RingRows(self.ring)
+            plan = _decode_plan(layer, q, kv, step, step.kv_lens, rows)
+            if not self.ring.sinks:
+                return _Plan(plan, rows)
+            assert layer.rotary is not None
+            return _Plan(plan, rows.rotated(step.kv_lens, layer.rotary.inverse))
+
+        plan = step.plans.get((*layer.heads, self.ring, q.dtype, kv.format), layer.layer_idx, make)
+        decode_attention(
+            layer.as_stored(q, kv.format.k, step),
+            kv._replace(lookup=plan.lookup),
+            step.rows,
+            step.kv_lens,
+            layer.options,
+            plan=plan.decode,
+            out=out,
+        )
+        layer.restore_heads(out, kv.format.v, step)
+
+    def _attend_to_parts(
+        self, layer: TritonAttention, q: torch.Tensor, kv: PagedKV, step: Step, out: torch.Tensor
+    ) -> None:
+        """Attends to rings with sinks whose keys are stored rotated. A query is rotated back for the sinks
+        before it is rotated as the keys are, which the kernel cannot do, so the two parts are merged here."""
+        assert layer.rotary is not None
+        ring, lengths = self.ring, step.kv_lens
+        # Without the columns of the sinks, a row is a ring without sinks.
+        window = RingRows(Ring(0, ring.size, ring.stride))
+
+        def make() -> _Parts:
+            sink_lengths, window_lengths = lengths.clamp(max=ring.sinks), (lengths - ring.sinks).clamp(min=0)
+            return _Parts(
+                _decode_plan(layer, q, kv, step, sink_lengths, TOKEN_TABLE),
+                sink_lengths,
+                _decode_plan(layer, q, kv, step, window_lengths, window),
+                window_lengths,
+                dropped_tokens(lengths, ring),
+            )
+
+        key = "parts", *layer.heads, ring, q.dtype, kv.format
+        parts = step.plans.get(key, layer.layer_idx, make)
+        partial_out = torch.empty((2, *out.shape), dtype=torch.float32, device=out.device)
+        lse = torch.empty((2, *q.shape[:2]), dtype=torch.float32, device=q.device)
+        # Learned sinks join the part that always has keys.
+        decode_attention(
+            layer.as_stored(layer.rotary.rotate_back(q, parts.dropped), kv.format.k, step),
+            kv._replace(lookup=TOKEN_TABLE),
+            step.rows,
+            parts.sink_lengths,
+            layer.options,
+            plan=parts.sinks,
+            out=partial_out[0],
+            lse=lse[0],
+        )
+        decode_attention(
+            layer.as_stored(q, kv.format.k, step),
+            kv._replace(index=kv.index[:, ring.sinks :], lookup=window),
+            step.rows,
+            parts.window_lengths,
+            layer.options.without(SinkLogits),
+            plan=parts.window,
+            out=partial_out[1],
+            lse=lse[1],
+        )
+        merge_states(partial_out, lse, out=out)
+        layer.restore_heads(out, kv.format.v, step)
+
+    def attend_in_torch(
+        self,
+        layer: TorchAttention,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        step: Step,
+        out: torch.Tensor,
+    ) -> None:
+        if limits(layer.options.variants):
+            layer.attend_plain(q, k, v, step, out)
+            return
+        kv, ring, lengths = layer.paged_kv(step), self.ring, step.host.kv_lens.tolist()
+        rotated = q
+        if ring.sinks:
+            assert layer.rotary is not None
+            dropped = torch.tensor([ring.dropped(length - 1) for length in lengths], device=q.device)
+            rotated = layer.rotary.rotate_back(q, dropped)
+        out.zero_()  # also the padding of a static batch
+        for token, (row, length) in enumerate(zip(step.host.rows.tolist(), lengths, strict=True)):
+            if not length:
+                continue
+            queries = slice(token, token + 1)
+            first = min(ring.first_key(length - 1), length)
+            window = slots_reference(kv, row, torch.arange(first, length, device=q.device))
+            if not ring.sinks:
+                scored = Scored.of_last(queries, token, len(window), q.device)
+                out[queries] = attend_with_bias(q[queries], *layer.read(step, window), layer.options, scored)
+                continue
+            sinks = slots_reference(kv, row, torch.arange(min(ring.sinks, length), device=q.device))
+            # Learned sinks join one of the parts, here the first.
+            states = [layer.attend_part(rotated[queries], *layer.read(step, sinks), None, True)]
+            if first < length:
+                states.append(layer.attend_part(q[queries], *layer.read(step, window), None, False))
+            outs, lses = (torch.stack(part) for part in zip(*states, strict=True))
+            out[queries] = merge_states_reference(outs, lses)[0]
+
+
+@dataclass(frozen=True)
+class RingPrompts(_OnRings):
+    """Prefills over rings. `dropped`: how many tokens each had dropped before this step."""
+
+    dropped: tuple[int, ...]
+
+    @property
+    def is_static(self) -> bool:
+        return False
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether they have dropped tokens, so that their entries are put in order."""
+        return any(self.dropped)
+
+    def check_layer(self, layer: AttentionBackend) -> None:
+        if self.has_gaps:
+            check_held(self.ring, layer.options.variants, self.ring.least_held)
+            if self.ring.sinks:
+                check_sinks(layer, self.ring.sinks)
+
+    def check_scores(self) -> None:
+        if self.has_gaps and self.ring.sinks:
+            raise ValueError(
+                f"prompts over {self.ring} attend to its sinks from other positions, which are not scored; use "
+                "rows that are no rings"
+            )
+
+    def seen(self, numbers: Numbers, table: TokenTable) -> Seen:
+        if not self.has_gaps:
+            return super().seen(numbers, table)
+        gaps = np.array(self.dropped, dtype=np.int64)
+        index = _in_order(table, numbers.rows, gaps, self.ring)
+        return Seen(index, np.arange(len(gaps)), numbers.starts - gaps)
+
+    def attend_by_kernels(
+        self, layer: TritonAttention, q: torch.Tensor, step: Step, out: torch.Tensor
+    ) -> None:
+        if self.has_gaps and self.ring.sinks:
+            attend_apart_by_kernels(layer, q, step, out, self.ring.sinks, self.dropped)
+        else:
+            layer.attend_plain(q, step, out)
+
+    def attend_in_torch(
+        self,
+        layer: TorchAttention,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        step: Step,
+        out: torch.Tensor,
+    ) -> None:
+        if self.has_gaps and self.ring.sinks:
+            attend_apart_in_torch(layer, q, step, out, self.ring.sinks, self.dropped)
+        else:
+            layer.attend_plain(q, k, v, step, out)
+
+
+def _decode_plan(
+    layer: TritonAttention,
+    q: torch.Tensor,
+    kv: PagedKV,
+    step: Step,
+    lengths: torch.Tensor,
+    lookup: Lookup,
+) -> DecodePlan:
+    """Makes the work list of decodes that read so many tokens of rows in which `lookup` finds them."""
+    return decode_plan(
+        step.rows,
+        lengths,
+        num_kv_heads=layer.heads.num_kv_heads,
+        key_bytes=layer.heads.key_bytes(q.dtype),
+        num_programs=num_programs_for(layer.heads, kv.format),
+        limits=lookup.limits(()),
+    )
+
+
+def _in_order(table: TokenTable, rows: np.ndarray, gaps: np.ndarray, ring: Ring) -> torch.Tensor:
+    """Returns an index of rings, int32 `[B, capacity]`: the slots of the sinks, then those of the tokens from
+    the first one on that is not dropped."""
+    column = np.arange(ring.size)
+    window = ring.sinks + (gaps[:, None] + column) % ring.size
+    sinks = np.broadcast_to(np.arange(ring.sinks), (len(rows), ring.sinks))
+    entries = np.concatenate((sinks, window), 1) + rows[:, None] * table.max_entries
+    (on_device,) = upload([entries.reshape(-1)], table.device)
+    return table.read(on_device).view(len(rows), ring.capacity)

@@ -1,0 +1,81 @@
+"""What the attention operators take that is a record elsewhere: a layer's K/V and its variants. They are
+flattened for registered operators, and rebuilt for kernels, here alone."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import triton.language as tl
+from torch import Tensor
+
+from lightkv.triton_kernels.quantised.unpack import as_words
+
+from .lookups import LOOKUPS
+from .lookups.lookup import FlatLookup
+from .paged_kv import PagedKV
+from .records import Cache, Index
+from .variants import VARIANTS
+from .variants.variant import Flat, Variant, flatten, rebuild
+
+_KV_TENSORS, _KV_NUMBERS = 5, 6  # those of the lookup and of the variants follow
+
+
+class FlatOperands(NamedTuple):
+    """K/V and variants as a registered operator takes them.
+
+    `variants`: `Flat.names`. `tensors`: K, V (words where quantised), scales of K and of V, the index, and
+    those of the lookup and of the variants. `numbers`: `format_code`, the bits of an element of K and of V,
+    which of `LOOKUPS` it is, how many tensors and numbers it has, its numbers, and those of the variants.
+    """
+
+    variants: str
+    tensors: Sequence[Tensor | None]
+    numbers: Sequence[float]
+
+
+class Operands(NamedTuple):
+    """K/V and variants as a launcher takes them."""
+
+    cache: Cache
+    index: Index
+    variants: tuple[Variant, ...]
+    format_code: int
+    element_bits: tuple[int, int]  # of K and of V
+
+
+def flatten_operands(kv: PagedKV, variants: Sequence[Variant]) -> FlatOperands:
+    """Returns K/V and variants as an operator takes them."""
+    lookup, flat, stored = kv.lookup.flat(), flatten(variants), kv.format
+    k, v = as_words(kv.k, stored.k), as_words(kv.v, stored.v)
+    which = LOOKUPS.index(type(kv.lookup))
+    sizes = len(lookup.tensors), len(lookup.numbers)
+    return FlatOperands(
+        flat.names,
+        [k, v, kv.scales, kv.v_scales, kv.index, *lookup.tensors, *flat.tensors],
+        [kv.format_code, stored.k.bits, stored.v.bits, which, *sizes, *lookup.numbers, *flat.numbers],
+    )
+
+
+def rebuild_operands(variants: str, tensors: Sequence[Tensor | None], numbers: Sequence[float]) -> Operands:
+    """Returns what `flatten_operands` was given."""
+    code, k_bits, v_bits, which, num_tensors, num_numbers = map(int, numbers[:_KV_NUMBERS])
+    k, v, scales, v_scales, index = tensors[:_KV_TENSORS]
+    assert k is not None
+    assert v is not None
+    assert index is not None
+    cache = Cache(
+        k,
+        v,
+        scales,
+        v_scales,
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *((None, None) if scales is None else scales.stride()[:2]),
+        tl.constexpr(code),
+    )
+    end_tensors, end_numbers = _KV_TENSORS + num_tensors, _KV_NUMBERS + num_numbers
+    lookup = LOOKUPS[which].rebuild(
+        FlatLookup(tensors[_KV_TENSORS:end_tensors], [int(one) for one in numbers[_KV_NUMBERS:end_numbers]])
+    )
+    found = Index(index, index.stride(0), tl.constexpr(lookup.page_shift), lookup.hooks, lookup.data())
+    flat = Flat(variants, list(tensors[end_tensors:]), list(numbers[end_numbers:]))  # type: ignore[arg-type]
+    return Operands(cache, found, rebuild(flat, VARIANTS), code, (k_bits, v_bits))

@@ -1,0 +1,97 @@
+"""What the kernel that writes K/V takes together: named tuples of pointers, strides and constants. Names in
+capitals are constants of a compilation."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class NewHeads(NamedTuple):
+    """The heads of q, K or V as they are projected, `[T, heads, DIM]`, and their bias, `[heads, DIM]`, or None.
+    The first 2 * PAIRS dims are rotated, INTERLEAVED or by halves. ELEMENTS: of `constants_of`, how the heads
+    are stored."""
+
+    data: Any
+    stride_token: Any
+    stride_head: Any
+    bias: Any
+    stride_bias: Any
+    HAS_BIAS: Any
+    DIM: Any
+    PAIRS: Any
+    INTERLEAVED: Any
+    ELEMENTS: Any
+
+
+class StoredHeads(NamedTuple):
+    """Where the heads of K or V are stored by slot, and where their scales and zero points are, from
+    FIRST_COLUMN on; None where nothing is quantised."""
+
+    data: Any
+    stride_slot: Any
+    stride_head: Any
+    scales: Any
+    stride_scales_slot: Any
+    stride_scales_head: Any
+    HAS_SCALES: Any
+    FIRST_COLUMN: Any
+
+
+class Angles(NamedTuple):
+    """Cosines and sines, a row for each token; None for no rotation."""
+
+    cos: Any
+    sin: Any
+    stride_cos: Any
+    stride_sin: Any
+
+
+class Tile(NamedTuple):
+    """The tokens of a program, each `[BLOCK_T]`: which of the step they are, and which of them exist."""
+
+    token: Any
+    valid: Any
+
+
+class Store(NamedTuple):
+    """How a program writes a head of each of its tokens, as two hooks.
+
+    `angles(angles, tile, PAIRS)` returns what `write` needs of the rotation, once a program.
+    `write(source, target, scales, heads, head, angles, tile, IN_PLACE)` loads a head of each token from
+    `source`, adds its bias, rotates it, and stores it at `target` with its scales; all three are pointers
+    `[BLOCK_T, 1]`, and those to scales have no meaning where elements have none.
+    APART: two programs write K and V of a head, and not one.
+    """
+
+    angles: Any
+    write: Any
+    APART: Any
+
+
+class Shape(NamedTuple):
+    """The constants of a launch: programs of K and V, programs of q, heads and tokens of each; and whether the
+    next launch may begin early."""
+
+    KV_PROGRAMS: Any
+    Q_PROGRAMS: Any
+    HEADS: Any
+    BLOCK_T: Any
+    EARLY: Any
+
+
+@triton.constexpr_function
+def dims_block(dims):
+    """Returns the width of a tile of so many dims, as `tuning.padded_dim` does."""
+    return max(16, triton.next_power_of_2(dims))
+
+
+@triton.jit
+def load_dims(source, heads, head, dims, in_head, valid):
+    """Loads `dims` of a head of each token, [BLOCK_T, dims]; in float32 with the bias added, if there is
+    one."""
+    tile = tl.load(source + dims[None, :], mask=valid[:, None] & in_head[None, :], other=0.0)
+    if heads.HAS_BIAS:
+        bias = tl.load(heads.bias + head * heads.stride_bias + dims, mask=in_head, other=0.0)
+        tile = tile.to(tl.float32) + bias.to(tl.float32)[None, :]
+    return tile
