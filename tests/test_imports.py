@@ -73,6 +73,7 @@ WITHOUT_TORCH = (
     "lightkv.triton_kernels.layout.format_names",
     "lightkv.triton_kernels.layout.ring",
     "lightkv.triton_kernels.layout.slot_flags",
+    "lightkv.triton_kernels.layout.strides",
     "lightkv.integrations.model.context",
 )
 MAX_FILES, MAX_LINES = 14, 500

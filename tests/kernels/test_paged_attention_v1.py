@@ -311,9 +311,9 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     out, sums = torch.zeros_like(q), torch.zeros(2, 4, 3, device=device)
     partials = sums, sums.clone(), torch.zeros(2, 4, 3, 64, device=device)
     ops = torch.ops.lightkv
-    torch.library.opcheck(ops.paged_attention_v1.default, (*flat, out))
+    torch.library.opcheck(ops.paged_attention_v1.default, (*flat, out, []))
     torch.library.opcheck(ops.paged_attention_v2.default, (*flat, out, *partials, 32))
-    torch.library.opcheck(ops.paged_attention_shares.default, (*flat, out, *plan[:4]))
+    torch.library.opcheck(ops.paged_attention_v1.default, (*flat, out, list(plan[:4])))
 
     forms: list[dict[str, Any]] = [{}, {"partition_size": 32}, {"plan": plan}]
 

@@ -38,30 +38,17 @@ def _paged_attention_v1(
     variant_numbers: Sequence[float],
     scale: float,
     out: Tensor,
+    plan: Sequence[Tensor],  # the first four fields of a `DecodePlan`, or empty
 ) -> None:
     inputs = PagedInputs.of_flat(tensors, variants, variant_tensors, variant_numbers, scale)
-    attend_partitions(inputs, out, None, None, 0)
+    if plan:
+        items, shares, parts, split = plan
+        attend_shares(inputs, DecodePlan(items, shares, parts, split, None), out)
+    else:
+        attend_partitions(inputs, out, None, None, 0)
 
 
-@torch.library.custom_op("lightkv::paged_attention_shares", mutates_args=("out",))
-def _paged_attention_shares(
-    tensors: Sequence[Tensor],
-    variants: str,
-    variant_tensors: Sequence[Tensor],
-    variant_numbers: Sequence[float],
-    scale: float,
-    out: Tensor,
-    items: Tensor,
-    shares: Tensor,
-    parts: Tensor,
-    split: Tensor,
-) -> None:
-    inputs = PagedInputs.of_flat(tensors, variants, variant_tensors, variant_numbers, scale)
-    attend_shares(inputs, DecodePlan(items, shares, parts, split, None), out)
-
-
-for _operator in (_paged_attention_v1, _paged_attention_shares):
-    _operator.register_fake(lambda *_: None)  # the outputs are arguments
+_paged_attention_v1.register_fake(lambda *_: None)  # the output is an argument
 
 
 def paged_attention_v1(
@@ -114,10 +101,7 @@ def paged_attention_v1(
     if plan is not None:
         _check_plan(plan, len(q), partition_size)
     out = inputs.output(out)
-    if plan is None:
-        _paged_attention_v1(*inputs.flat(), out)
-    else:
-        _paged_attention_shares(*inputs.flat(), out, *plan[:4])
+    _paged_attention_v1(*inputs.flat(), out, [] if plan is None else list(plan[:4]))
     return out
 
 

@@ -24,9 +24,10 @@ from .slot_state import (
     MAX_FOUND,
     NUM_FREE,
     SPAN,
+    Given,
     SlotState,
     TableEntries,
-    table_pointers,
+    table_arguments,
 )
 
 _SHORT = tl.constexpr(int(SlotFlag.SHORT))
@@ -71,17 +72,16 @@ def run_search(device: DeviceClass, num_words: int, word_slots: int, n: int, max
 
 
 @triton.jit
-def _find_run(
-    metadata, n, part, chunk, back, FREE_BITS: tl.constexpr, NUM_WORDS: tl.constexpr,
-    WORD_SLOTS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def _find_run(metadata, n, part, chunk, back, layout, TILE: tl.constexpr):
     """Returns the start of the lowest n consecutive free slots that this part of the words contains, or
     _NO_RUN.
 
     Slots before the words it reads count as used. The parts overlap by so many words (`back`) that at least one
     of them contains the lowest run of the pool.
     """
-    free_bits = metadata + FREE_BITS
+    NUM_WORDS: tl.constexpr = layout.NUM_BLOCKS * layout.WORDS
+    WORD_SLOTS: tl.constexpr = layout.WORD_SLOTS
+    free_bits = metadata + layout.FREE_BITS
     first = tl.maximum(part * chunk - back, 0)
     end = tl.minimum(part * chunk + chunk, NUM_WORDS)
     last_used = first * WORD_SLOTS - 1
@@ -93,7 +93,7 @@ def _find_run(
         follows = valid & (words + 1 < NUM_WORDS)
         next_bits = tl.load(free_bits + words + 1, mask=follows, other=0).to(tl.uint32, bitcast=True)
         # A run that reaches the end of a word begins after the last used slot and continues in the next word.
-        used = bits ^ ((1 << WORD_SLOTS) - 1)
+        used = bits ^ (2**WORD_SLOTS - 1)
         last = tl.where(used != 0, words * WORD_SLOTS + highest_bit(used), -1)
         last = tl.maximum(tl.associative_scan(last, 0, larger), last_used)
         num_next = num_bits(((next_bits ^ 0xFFFFFFFF) & (next_bits + 1)) - 1)
@@ -112,20 +112,18 @@ def _find_run(
 
 
 @triton.jit
-def _scan_blocks(
-    metadata, start, total, num_alloc, CUM_SUM: tl.constexpr, NUM_BLOCKS: tl.constexpr, TILE: tl.constexpr
-):
+def _scan_blocks(metadata, start, total, num_alloc, layout, TILE: tl.constexpr):
     """Writes the prefix sum over the blocks start .. start + TILE - 1; `total` is the sum before them.
 
     Returns the first block and the end of the blocks with ranks below num_alloc, and the sum after the last.
     """
     blocks = start + tl.arange(0, TILE)
-    within = blocks < NUM_BLOCKS
+    within = blocks < layout.NUM_BLOCKS
     free = tl.load(metadata + _BLOCK_FREE + blocks, mask=within, other=0)
     rank_after = total + tl.cumsum(free, 0)
-    tl.store(metadata + CUM_SUM + blocks, rank_after, mask=within)
+    tl.store(metadata + layout.CUM_SUM + blocks, rank_after, mask=within)
     holds = (free > 0) & (rank_after - free < num_alloc)
-    first_block = tl.min(tl.where(holds, blocks, NUM_BLOCKS), 0)
+    first_block = tl.min(tl.where(holds, blocks, layout.NUM_BLOCKS), 0)
     end_block = tl.max(tl.where(holds, blocks + 1, 0), 0)
     return first_block, end_block, tl.max(rank_after, 0)
 
@@ -145,16 +143,9 @@ def _plan_kernel(
     max_n,
     chunk,
     back,
-    HAS_COUNT: tl.constexpr,
-    HAS_TABLE: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    CUM_SUM: tl.constexpr,
-    FREE_BITS: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    NUM_WORDS: tl.constexpr,
-    WORD_SLOTS: tl.constexpr,
-    SCAN: tl.constexpr,
-    LATER_SCAN: tl.constexpr,
+    given,  # `Given`
+    layout,  # `Layout`
+    tiles,  # `CountTiles`
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -162,24 +153,22 @@ def _plan_kernel(
     run."""
     part = tl.program_id(0) - 1
     if part >= 0:
-        found = _find_run(metadata, max_n, part, chunk, back, FREE_BITS, NUM_WORDS, WORD_SLOTS, TILE)
+        found = _find_run(metadata, max_n, part, chunk, back, layout, TILE)
         tl.store(metadata + _FOUND + part, found)
     else:
         num_free = tl.load(metadata + _NUM_FREE)
         start = tl.load(metadata + _FIRST_BLOCK)
         wanted = max_n
-        if HAS_COUNT:
+        if given.COUNT:
             wanted = tl.load(count)
         num_alloc = tl.maximum(tl.minimum(tl.minimum(wanted, max_n), num_free), 0)
-        first_block, end_block, total = _scan_blocks(metadata, start, 0, num_alloc, CUM_SUM, NUM_BLOCKS, SCAN)
-        start += SCAN
-        while (total < num_alloc) & (start < NUM_BLOCKS):
-            first, end, total = _scan_blocks(
-                metadata, start, total, num_alloc, CUM_SUM, NUM_BLOCKS, LATER_SCAN
-            )
+        first_block, end_block, total = _scan_blocks(metadata, start, 0, num_alloc, layout, tiles.first)
+        start += tiles.first
+        while (total < num_alloc) & (start < layout.NUM_BLOCKS):
+            first, end, total = _scan_blocks(metadata, start, total, num_alloc, layout, tiles.later)
             first_block = tl.minimum(first_block, first)
             end_block = tl.maximum(end_block, end)
-            start += LATER_SCAN
+            start += tiles.later
         tl.store(metadata + _NUM_FREE, num_free - num_alloc)
         if num_alloc < wanted:
             tl.atomic_or(metadata + _FLAGS, _SHORT, sem="relaxed")
@@ -190,8 +179,8 @@ def _plan_kernel(
             places = start + tl.arange(0, BLOCK)
             within = places < max_n
             tl.store(out + places, tl.zeros([BLOCK], tl.int32), mask=within)
-            if HAS_TABLE:
-                entries = entries_of(positions, rows, table_stride, places, within, HAS_ROWS)
+            if given.TABLE:
+                entries = entries_of(positions, rows, table_stride, places, within, given.ROWS)
                 tl.store(table + entries, tl.zeros([BLOCK], tl.int32), mask=within)
 
 
@@ -209,16 +198,14 @@ def _alloc_many_kernel(
     table_stride,
     n,
     num_found,
-    HAS_TABLE: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    CUM_SUM: tl.constexpr,
-    FREE_BITS: tl.constexpr,
-    WORDS: tl.constexpr,
-    WORD_SLOTS: tl.constexpr,
+    given,  # `Given`
+    layout,  # `Layout`
     BLOCKS: tl.constexpr,
 ):
     """Allocates the run that was found, or else the ranks that were planned. Each block belongs to one
     program."""
+    WORDS: tl.constexpr = layout.WORDS
+    WORD_SLOTS: tl.constexpr = layout.WORD_SLOTS
     parts = tl.arange(0, _MAX_FOUND)
     found = tl.load(metadata + _FOUND + parts, mask=parts < num_found, other=_NO_RUN)
     first_block = tl.load(metadata + _SPAN)
@@ -233,8 +220,8 @@ def _alloc_many_kernel(
     end_block = tl.where(is_run, (run + (n - 1)) // (WORDS * WORD_SLOTS) + 1, end_block)
 
     block_free = metadata + _BLOCK_FREE
-    mem_cum_sum = metadata + CUM_SUM
-    free_bits = metadata + FREE_BITS
+    mem_cum_sum = metadata + layout.CUM_SUM
+    free_bits = metadata + layout.FREE_BITS
     bit = tl.arange(0, WORD_SLOTS)
     for tile in range(
         first_block // BLOCKS + tl.program_id(0), tl.cdiv(end_block, BLOCKS), tl.num_programs(0)
@@ -256,8 +243,8 @@ def _alloc_many_kernel(
         zeros = tl.zeros([BLOCKS, WORDS, WORD_SLOTS], tl.int32)
         tl.store(out + places, slots, mask=taken)
         tl.store(mem_state + slots, zeros, mask=taken)
-        if HAS_TABLE:
-            entries = entries_of(positions, rows, table_stride, places, taken, HAS_ROWS)
+        if given.TABLE:
+            entries = entries_of(positions, rows, table_stride, places, taken, given.ROWS)
             tl.store(table + entries, slots, mask=taken)
         gone = tl.sum(tl.where(taken, one, 0), 2).to(tl.uint32)  # [BLOCKS, WORDS]
         num_gone = tl.sum(num_bits(gone), 1)
@@ -275,29 +262,19 @@ def alloc_many(
     `mem_cum_sum` the inclusive prefix sum of `block_free` from before the call, for the blocks that were
     scanned: from the first one with a free slot to beyond the last one of the plan.
     """
-    max_n, num_blocks, block_words = len(out), len(state.block_free), state.block_words
-    num_words = num_blocks * block_words
+    max_n, num_blocks = len(out), len(state.block_free)
+    num_words = num_blocks * state.block_words
     search = run_search(device_class(out.device), num_words, state.word_slots, max_n, MAX_FOUND)
     num_parts = search.num_programs if find_run else 0
-    table, positions, rows = table_pointers(state, entries)
-    table_stride = table.stride(0)
-    has_count, has_table = count is not None, entries is not None
-    has_rows = entries is not None and entries.rows is not None
+    in_table = table_arguments(state, entries)
+    given, given_entries = Given.of(count, entries), Given.of(None, entries)
     blocks = max(1, _TILE_SLOTS // state.block_slots)
 
     def plan_options() -> dict[str, Any]:
-        tiles = many_tiles(num_blocks)
         return {
-            "HAS_COUNT": has_count,
-            "HAS_TABLE": has_table,
-            "HAS_ROWS": has_rows,
-            "CUM_SUM": state.mem_cum_sum.storage_offset(),
-            "FREE_BITS": state.free_bits.storage_offset(),
-            "NUM_BLOCKS": num_blocks,
-            "NUM_WORDS": num_words,
-            "WORD_SLOTS": state.word_slots,
-            "SCAN": tiles.first,
-            "LATER_SCAN": tiles.later,
+            "given": given.constants(),
+            "layout": state.layout(),
+            "tiles": many_tiles(num_blocks).constants(),
             "TILE": search.tile,
             "BLOCK": 256,
             "num_warps": 8,
@@ -305,48 +282,24 @@ def alloc_many(
 
     def alloc_options() -> dict[str, Any]:
         return {
-            "HAS_TABLE": has_table,
-            "HAS_ROWS": has_rows,
-            "CUM_SUM": state.mem_cum_sum.storage_offset(),
-            "FREE_BITS": state.free_bits.storage_offset(),
-            "WORDS": block_words,
-            "WORD_SLOTS": state.word_slots,
+            "given": given_entries.constants(),
+            "layout": state.layout(),
             "BLOCKS": blocks,
             "num_warps": 8,
         }
 
+    counted = state.metadata if count is None else count
     state.launches.launch(
         _plan_kernel,
-        ("plan", has_count, has_table, has_rows),
+        ("plan", given),
         1 + num_parts,
-        (
-            state.metadata,
-            out,
-            state.metadata if count is None else count,
-            table,
-            positions,
-            rows,
-            table_stride,
-            max_n,
-            search.chunk,
-            search.back,
-        ),
+        (state.metadata, out, counted, *in_table, max_n, search.chunk, search.back),
         plan_options,
     )
     state.launches.launch(
         _alloc_many_kernel,
-        ("alloc many", has_table, has_rows),
+        ("alloc many", given_entries),
         min(-(-num_blocks // blocks), _ALLOC_PROGRAMS),
-        (
-            state.mem_state,
-            state.metadata,
-            out,
-            table,
-            positions,
-            rows,
-            table_stride,
-            max_n,
-            num_parts,
-        ),
+        (state.mem_state, state.metadata, out, *in_table, max_n, num_parts),
         alloc_options,
     )

@@ -34,10 +34,11 @@ from .slot_state import (
     FLAGS,
     NUM_FREE,
     TICKET,
+    Given,
     SlotState,
     TableEntries,
     new_slot_state,
-    table_pointers,
+    table_arguments,
 )
 
 __all__ = [
@@ -96,13 +97,11 @@ def alloc_launch(max_ranks: int) -> AllocLaunch:
 
 
 @triton.jit
-def _pass_blocks(
-    metadata, start, total, ranks, NUM_BLOCKS: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr
-):
+def _pass_blocks(metadata, start, total, ranks, layout, TILE: tl.constexpr, RANKS: tl.constexpr):
     """Returns for each rank how many of the blocks start .. start + TILE - 1 end before it and their prefix sum
     (0 if there are none), and the sum over all these blocks. `total`: the sum before `start`."""
     blocks = start + tl.arange(0, TILE)
-    within = blocks < NUM_BLOCKS
+    within = blocks < layout.NUM_BLOCKS
     sums = total + tl.cumsum(tl.load(metadata + _BLOCK_FREE + blocks, mask=within, other=0), 0)
     after = tl.where(within, sums, _NEVER)
     # The ranks from a block's prefix sum on pass the block. It is counted at the first of them, then summed.
@@ -113,44 +112,40 @@ def _pass_blocks(
 
 
 @triton.jit
-def _find_slots(
-    metadata, ranks, first_rank, first_block, num_alloc, FREE_BITS: tl.constexpr, NUM_BLOCKS: tl.constexpr,
-    WORDS: tl.constexpr, WORD_SLOTS: tl.constexpr, TILE: tl.constexpr, LATER_TILE: tl.constexpr,
-    RANKS: tl.constexpr,
-):  # fmt: skip
+def _find_slots(metadata, ranks, first_rank, first_block, num_alloc, layout, tiles, RANKS: tl.constexpr):
     """Returns the slots of these ranks; 0 for ranks from num_alloc on."""
-    passed, before, total = _pass_blocks(metadata, first_block, 0, ranks, NUM_BLOCKS, TILE, RANKS)
+    WORDS: tl.constexpr = layout.WORDS
+    passed, before, total = _pass_blocks(metadata, first_block, 0, ranks, layout, tiles.first, RANKS)
     block = first_block + passed
-    if NUM_BLOCKS > TILE:
-        start = first_block + TILE
+    if tiles.first < layout.NUM_BLOCKS:
+        start = first_block + tiles.first
         end_rank = tl.where(first_rank < num_alloc, tl.minimum(first_rank + RANKS, num_alloc), 0)
-        while (total < end_rank) & (start < NUM_BLOCKS):
+        while (total < end_rank) & (start < layout.NUM_BLOCKS):
             passed, sum_passed, total = _pass_blocks(
-                metadata, start, total, ranks, NUM_BLOCKS, LATER_TILE, RANKS
+                metadata, start, total, ranks, layout, tiles.later, RANKS
             )
             block += passed
             before = tl.maximum(before, sum_passed)
-            start += LATER_TILE
+            start += tiles.later
     taken = ranks < num_alloc
     nth = ranks - before  # which of the block's free slots
 
     columns = tl.arange(0, WORDS)
     words = (block * WORDS)[:, None] + columns[None, :]
-    bits = tl.load(metadata + FREE_BITS + words, mask=taken[:, None], other=0)
+    bits = tl.load(metadata + layout.FREE_BITS + words, mask=taken[:, None], other=0)
     num_set = num_bits(bits.to(tl.uint32, bitcast=True))
     passed_words = tl.cumsum(num_set, 1) <= nth[:, None]
     column = tl.sum(passed_words.to(tl.int32), 1)
     nth -= tl.sum(tl.where(passed_words, num_set, 0), 1)  # which of the word's
     word = tl.sum(tl.where(columns[None, :] == column[:, None], bits, 0), 1)
     place = place_of_bit(word.to(tl.uint32, bitcast=True), nth)
-    return tl.where(taken, (block * WORDS + column) * WORD_SLOTS + place, 0)
+    return tl.where(taken, (block * WORDS + column) * layout.WORD_SLOTS + place, 0)
 
 
 @triton.jit
 def _write_metadata(
-    metadata, out, num_alloc, num_free, wanted, FREE_BITS: tl.constexpr, WORDS: tl.constexpr,
-    WORD_SLOTS: tl.constexpr, ALL_RANKS: tl.constexpr, CACHE: tl.constexpr,
-):  # fmt: skip
+    metadata, out, num_alloc, num_free, wanted, layout, ALL_RANKS: tl.constexpr, CACHE: tl.constexpr
+):
     """Updates the metadata once all slots of `out` are allocated, from the first and last slot of each word and
     block.
 
@@ -158,6 +153,8 @@ def _write_metadata(
     bits up to its last allocated slot are cleared, and each block's count falls by the ranks from its first to
     its last.
     """
+    WORD_SLOTS: tl.constexpr = layout.WORD_SLOTS
+    BLOCK_SLOTS: tl.constexpr = layout.WORDS * WORD_SLOTS
     ranks = tl.arange(0, ALL_RANKS)
     taken = ranks < num_alloc
     slots = tl.load(out + ranks, mask=taken, other=0, cache_modifier=CACHE)
@@ -166,8 +163,7 @@ def _write_metadata(
     words = slots // WORD_SLOTS
     above = tl.full([ALL_RANKS], -2, tl.int32) << slots % WORD_SLOTS
     ends_word = taken & (words != higher // WORD_SLOTS)
-    tl.atomic_and(metadata + FREE_BITS + words, above, mask=ends_word, sem="relaxed")
-    BLOCK_SLOTS: tl.constexpr = WORDS * WORD_SLOTS
+    tl.atomic_and(metadata + layout.FREE_BITS + words, above, mask=ends_word, sem="relaxed")
     blocks = slots // BLOCK_SLOTS
     begins = taken & (blocks != lower // BLOCK_SLOTS)
     ends = taken & (blocks != higher // BLOCK_SLOTS)
@@ -193,15 +189,9 @@ def _alloc_few_kernel(
     rows,
     table_stride,
     max_n,
-    HAS_COUNT: tl.constexpr,
-    HAS_TABLE: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    FREE_BITS: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    WORDS: tl.constexpr,
-    WORD_SLOTS: tl.constexpr,
-    TILE: tl.constexpr,
-    LATER_TILE: tl.constexpr,
+    given,  # `Given`
+    layout,  # `Layout`
+    tiles,  # `CountTiles`
     RANKS: tl.constexpr,
     ALL_RANKS: tl.constexpr,
 ):
@@ -213,15 +203,12 @@ def _alloc_few_kernel(
     num_free = tl.load(metadata + _NUM_FREE)
     first_block = tl.load(metadata + _FIRST_BLOCK)
     wanted = max_n
-    if HAS_COUNT:
+    if given.COUNT:
         wanted = tl.load(count)
-    if HAS_TABLE:
-        entries = entries_of(positions, rows, table_stride, ranks, within, HAS_ROWS)
+    if given.TABLE:
+        entries = entries_of(positions, rows, table_stride, ranks, within, given.ROWS)
     num_alloc = tl.maximum(tl.minimum(tl.minimum(wanted, max_n), num_free), 0)
-    slots = _find_slots(
-        metadata, ranks, first_rank, first_block, num_alloc, FREE_BITS, NUM_BLOCKS, WORDS, WORD_SLOTS, TILE,
-        LATER_TILE, RANKS,
-    )  # fmt: skip
+    slots = _find_slots(metadata, ranks, first_rank, first_block, num_alloc, layout, tiles, RANKS)
     tl.store(out + ranks, slots, mask=within)
     # Every thread has read what it needs of the metadata and written its part of `out`.
     tl.debug_barrier()
@@ -230,13 +217,11 @@ def _alloc_few_kernel(
     CACHE: tl.constexpr = ".cg" if ALL_RANKS > RANKS else ""
     if ALL_RANKS > RANKS:
         is_last = tl.atomic_add(metadata + _TICKET, 1, sem="acq_rel") == tl.num_programs(0) - 1
-    if HAS_TABLE:
+    if given.TABLE:
         tl.store(table + entries, slots, mask=within)
     tl.store(mem_state + slots, tl.zeros([RANKS], tl.int32), mask=ranks < num_alloc)
     if is_last:
-        _write_metadata(
-            metadata, out, num_alloc, num_free, wanted, FREE_BITS, WORDS, WORD_SLOTS, ALL_RANKS, CACHE
-        )  # fmt: skip
+        _write_metadata(metadata, out, num_alloc, num_free, wanted, layout, ALL_RANKS, CACHE)
         if ALL_RANKS > RANKS:
             tl.store(metadata + _TICKET, 0)
 
@@ -294,45 +279,25 @@ def alloc_slots(
     if max_n > MAX_IN_ONE_KERNEL:
         alloc_many(state, out, count, entries, find_run=False)
         return
-    has_count, has_table = count is not None, entries is not None
-    has_rows = entries is not None and entries.rows is not None
-    table, positions, rows = table_pointers(state, entries)
-    all_ranks = block_for(max_n)
+    given, all_ranks = Given.of(count, entries), block_for(max_n)
     shape = alloc_launch(all_ranks)
 
     def options() -> dict[str, Any]:
-        num_blocks = len(state.block_free)
-        tiles = few_tiles(num_blocks)
         return {
-            "HAS_COUNT": has_count,
-            "HAS_TABLE": has_table,
-            "HAS_ROWS": has_rows,
-            "FREE_BITS": state.free_bits.storage_offset(),
-            "NUM_BLOCKS": num_blocks,
-            "WORDS": state.block_words,
-            "WORD_SLOTS": state.word_slots,
-            "TILE": tiles.first,
-            "LATER_TILE": tiles.later,
+            "given": given.constants(),
+            "layout": state.layout(),
+            "tiles": few_tiles(len(state.block_free)).constants(),
             "RANKS": shape.ranks,
             "ALL_RANKS": all_ranks,
             "num_warps": shape.num_warps,
         }
 
+    counted = state.metadata if count is None else count
     state.launches.launch(
         _alloc_few_kernel,
-        ("alloc few", all_ranks, has_count, has_table, has_rows),
+        ("alloc few", all_ranks, given),
         shape.num_programs,
-        (
-            state.mem_state,
-            state.metadata,
-            out,
-            state.metadata if count is None else count,
-            table,
-            positions,
-            rows,
-            table.stride(0),
-            max_n,
-        ),
+        (state.mem_state, state.metadata, out, counted, *table_arguments(state, entries), max_n),
         options,
     )
 

@@ -1,6 +1,6 @@
 """What the allocator's kernels share: the tiles of a search, bits of a word, places in a table."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -10,8 +10,12 @@ from triton.language.extra.cuda import libdevice
 class CountTiles(NamedTuple):
     """How many counts of blocks a search for free slots reads in its first turn, and in each later turn."""
 
-    first: int
-    later: int
+    first: Any
+    later: Any
+
+    def constants(self) -> "CountTiles":
+        """Returns it as kernels take it."""
+        return CountTiles(*map(tl.constexpr, self))
 
 
 @triton.jit

@@ -8,10 +8,11 @@ Every operation that changes one level changes all three. The layout of the meta
 alone; kernels are told the offsets of its parts. The compiled kernels of a pool are kept with it.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from .relaunch import Launches
@@ -56,6 +57,22 @@ class SlotState(NamedTuple):
     def block_words(self) -> int:
         """Words of `free_bits` per block."""
         return self.block_slots // self.word_slots
+
+    def layout(self) -> "Layout":
+        """Returns where kernels find the parts of the metadata."""
+        offsets = self.mem_cum_sum.storage_offset(), self.free_bits.storage_offset()
+        return Layout(*map(tl.constexpr, (*offsets, len(self.block_free), self.block_words, self.word_slots)))
+
+
+class Layout(NamedTuple):
+    """A pool's constants as kernels take them: where the parts of `metadata` begin that have no fixed place,
+    the number of blocks, words of a block, and slots of a word."""
+
+    CUM_SUM: Any
+    FREE_BITS: Any
+    NUM_BLOCKS: Any
+    WORDS: Any
+    WORD_SLOTS: Any
 
 
 def new_slot_state(num_slots: int, device: torch.device | str, block_slots: int = BLOCK_SLOTS) -> SlotState:
@@ -104,8 +121,26 @@ class TableEntries(NamedTuple):
     rows: Tensor | None = None  # int64 [max_n], contiguous; None: positions index the flattened table
 
 
-def table_pointers(state: SlotState, entries: TableEntries | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns table, positions and rows as kernel arguments; any tensor in place of those that are not read."""
+def table_arguments(state: SlotState, entries: TableEntries | None) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Returns table, positions, rows and the table's stride as kernel arguments; any tensor in place of those
+    that are not read."""
     if entries is None:
-        return state.metadata, state.metadata, state.metadata
-    return entries.table, entries.positions, entries.positions if entries.rows is None else entries.rows
+        return state.metadata, state.metadata, state.metadata, 1
+    table, positions, rows = entries
+    return table, positions, positions if rows is None else rows, table.stride(0)
+
+
+class Given(NamedTuple):
+    """What an allocation has beside its output: a count on the device, entries of a table, and their rows."""
+
+    COUNT: Any
+    TABLE: Any
+    ROWS: Any
+
+    @classmethod
+    def of(cls, count: Tensor | None, entries: TableEntries | None) -> "Given":
+        return cls(count is not None, entries is not None, entries is not None and entries.rows is not None)
+
+    def constants(self) -> "Given":
+        """Returns it as kernels take it."""
+        return Given(*map(tl.constexpr, self))
