@@ -128,8 +128,7 @@ class Router:
         engine.complete(_decode_result(self._in_flight.popleft()))
         room = 2 * load.prompt if load.churn else 0
         spare = ledger.capacity - scheduler.forecast_peak() - room
-        ledger.evict(max(spare - ledger.num_free, 0))  # what has ended is cached
-        ledger.reduce_capacity(spare)  # so that the pool is full
+        ledger.open_cross(spare)  # holds the rest, so that the pool is full
         scheduler.check()
         return engine
 

@@ -245,9 +245,9 @@ class AttentionMetadata:
             entries = table.entries(row, start, count)
             token_positions = entries + np.repeat(gap - row * table.max_entries, count)
         else:
-            entries = table.entries_in_rings(row, start, count, [ring] * len(row))
             spans = [np.arange(*span) for span in zip(start, start + count, strict=True)]
             token_positions = np.concatenate([np.zeros(0, dtype=np.int64), *spans])
+            entries = table.places(np.repeat(row, count), ring.entries(token_positions))
             if num_prefills:
                 gap = np.array([ring.dropped(first) for first in start.tolist()], dtype=np.int64)
                 num_sink_tokens = ring.sinks if gap.any() else 0
