@@ -16,19 +16,19 @@ WRITTEN_ONCE = "a cross sequence is written once and keeps its length; extend wh
 class CrossSequence(Sequence):
     """Tokens that are written once and read by other sequences, which keep it open.
 
-    readers: the rows of the open sequences that read it. reader_namespaces: where its readers' tokens are
-    cached, in the order of the first reader of each. is_kept: False once it was closed; it then goes when its
+    readers: the rows of the open sequences that read it. namespaces: where its readers' tokens are cached, in
+    the order of the first reader of each. is_kept: False once it was closed; it then goes when its
     last reader closes.
     """
 
-    __slots__ = ("is_kept", "reader_namespaces", "readers")
+    __slots__ = ("is_kept", "namespaces", "readers")
 
     takes_every_slot: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__(b"")
         self.readers: set[int] = set()
-        self.reader_namespaces: dict[Namespace, None] = {}
+        self.namespaces: dict[Namespace, None] = {}
         self.is_kept = True
 
     @property
@@ -41,10 +41,6 @@ class CrossSequence(Sequence):
             raise ValueError(f"{self} is closed, and stays only for those that read it")
         self.is_kept = False
         return not self.readers
-
-    @property
-    def namespaces(self) -> Iterable[Namespace]:
-        return self.reader_namespaces
 
     def slots_needed(self, count: int) -> NoReturn:
         raise ValueError(WRITTEN_ONCE)
@@ -90,7 +86,7 @@ class ReaderSequence(Sequence):
     def enter(self, row: int, root: Segment, node: Segment, shared: int) -> None:
         super().enter(row, root, node, shared)
         self.cross.readers.add(row)
-        self.cross.reader_namespaces[root.namespace] = None
+        self.cross.namespaces[root.namespace] = None
 
     def twin(self) -> "ReaderSequence":
         twin = ReaderSequence(self.prompt, self.session, self.cross)
@@ -116,7 +112,7 @@ class ReaderSequence(Sequence):
         of_cross = cross.root.namespace
         if (
             self.row not in cross.readers
-            or namespace not in cross.reader_namespaces
+            or namespace not in cross.namespaces
             or namespace[-len(of_cross) :] != of_cross
         ):
             raise CheckFailed(f"{self} reads {cross}, which does not know it")

@@ -26,7 +26,7 @@ from . import branching
 from .crosses import CrossSequence, ReaderSequence
 from .prefix_tree import TOKEN_BYTES, Namespace, Segment
 from .rings import RingSequence
-from .sequence import Sequence, require_lists, require_sequences
+from .sequence import Sequence, require_lists, require_sequence
 from .sessions import Session, SessionCounts
 from .state import LedgerState
 
@@ -154,7 +154,7 @@ class TokenLedger:
         bytes; sequences of different `namespace` share nothing. `session`: protects the tokens that are cached
         when the sequence closes (`open_session`). Raises OutOfRows, SequenceTooLong, ValueError.
         """
-        return self._open(token_ids, namespace, Sequence(token_ids, session))
+        return self._open(Sequence(token_ids, session), _num_tokens(token_ids), namespace)
 
     def open_ring(
         self, token_ids: bytes, ring: Ring, namespace: Namespace = (), session: Session | None = None
@@ -162,7 +162,9 @@ class TokenLedger:
         """Opens a sequence in a row of `ring.capacity` entries, which get their slots as it fills and are then
         written again; a prompt of any length may follow. At most its sinks are shared. Raises what `open`
         does."""
-        return self._open(token_ids, namespace, RingSequence(token_ids, session, ring))
+        sequence = RingSequence(token_ids, session, ring)
+        _num_tokens(token_ids)
+        return self._open(sequence, ring.capacity, namespace)
 
     def open_reader(
         self,
@@ -175,7 +177,7 @@ class TokenLedger:
         shares tokens only with other readers. Raises what `open` does, and ValueError for any other `cross`."""
         self.require_open(cross)
         reader = ReaderSequence(token_ids, session, cross)
-        return self._open(token_ids, namespace, reader, cross.root.namespace)
+        return self._open(reader, _num_tokens(token_ids), namespace, cross.root.namespace)
 
     def open_cross(self, length: int) -> CrossSequence:
         """Opens a cross sequence: `length` tokens of an encoder, say, whose K/V is written once and read by the
@@ -197,12 +199,12 @@ class TokenLedger:
         sequence.length = length
         return sequence
 
-    def _open(self, token_ids: bytes, namespace: Namespace, sequence: S, within: Namespace = ()) -> S:
-        """Opens `sequence` in a namespace of those of `within`."""
+    def _open(self, sequence: S, num_entries: int, namespace: Namespace, within: Namespace = ()) -> S:
+        """Opens `sequence` in a row of at least `num_entries` entries, and in a namespace of those of
+        `within`."""
         if not isinstance(namespace, tuple):
             raise TypeError(f"namespace is {namespace!r} ({type(namespace).__name__}); give a tuple")
-        _num_tokens(token_ids)
-        self._require_row(sequence.least_entries)
+        self._require_row(num_entries)
         self._state.open(sequence, namespace + within)
         return sequence
 
@@ -316,7 +318,11 @@ class TokenLedger:
     def _set_batch(self, sequences: Seq[Sequence]) -> None:
         """Checks the sequences of a batch, once for as long as the same ones are extended. Raises
         ValueError."""
-        kinds = require_sequences(sequences)
+        takes_every_slot = True
+        for sequence in sequences:
+            if not isinstance(sequence, Sequence):
+                require_sequence(sequence)
+            takes_every_slot = takes_every_slot and sequence.takes_every_slot
         rows = tuple([sequence.row for sequence in sequences])
         batch = list(sequences)
         if list(map(self._state.sequences.get, rows)) != batch:
@@ -324,7 +330,7 @@ class TokenLedger:
                 self.require_open(sequence)
         if len(rows) > 1 and len(set(rows)) < len(rows):
             raise ValueError("a sequence occurs twice; give it one count")
-        self._takes_every_slot = all(kind.takes_every_slot for kind in kinds)
+        self._takes_every_slot = takes_every_slot
         self._batch = batch
         self._batch_rows = rows
         self._batch_end = self.max_entries  # so that the next `extend` looks it up

@@ -38,10 +38,6 @@ class RingSequence(Sequence):
         return self.end <= self.ring.capacity  # no token ever took the slot of another one
 
     @property
-    def least_entries(self) -> int:
-        return self.ring.capacity
-
-    @property
     def lookup_key(self) -> bytes:
         return self.prompt[: (self.ring.sinks + 1) * TOKEN_BYTES]
 
@@ -91,7 +87,11 @@ class RingSequence(Sequence):
 
     @property
     def num_publishable(self) -> int:
-        return min(super().num_publishable, self.ring.sinks)
+        return 0 if self.dropped else min(super().num_publishable, self.ring.sinks)
+
+    @property
+    def is_cacheable(self) -> bool:
+        return self.is_whole
 
     def entries_at(self, positions: Any) -> Any:
         return self.ring.entries(positions)

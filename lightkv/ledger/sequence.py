@@ -25,15 +25,6 @@ def require_sequence(value: object) -> None:
         )
 
 
-def require_sequences(values: Iterable[object]) -> "set[type[Sequence]]":
-    """Returns the kinds of these sequences. Raises TypeError unless all are sequences of a ledger."""
-    kinds: set[Any] = set(map(type, values))
-    if not all(issubclass(kind, Sequence) for kind in kinds):
-        for value in values:
-            require_sequence(value)
-    return kinds
-
-
 def require_list(sequences: Seq["Sequence"]) -> None:
     """Raises TypeError unless these can be the sequences of a batch."""
     if not isinstance(sequences, Seq):
@@ -70,14 +61,20 @@ class Sequence:
     # Whether every new token takes a slot, so that `extend` need not call `slots_needed`.
     takes_every_slot: ClassVar[bool] = True
 
+    # The namespaces in which nothing can be hit any more once it is closed.
+    namespaces: Iterable[Namespace] = ()
+
+    row: int
     root: Segment
     node: Segment
+    shared: int
+    length: int
+    num_hit: int
 
     def __init__(self, prompt: bytes, session: Session | None = None) -> None:
-        self.row = 0
+        """Makes one without a row (`enter`)."""
         self.prompt = prompt
         self.session = session
-        self.shared = self.length = self.num_hit = 0
         self.gap: Gap = NO_GAP
 
     @property
@@ -112,11 +109,6 @@ class Sequence:
     # Opening and closing
 
     @property
-    def least_entries(self) -> int:
-        """The entries that its row has to have for the sequence to be opened."""
-        return len(self.prompt) // TOKEN_BYTES
-
-    @property
     def lookup_key(self) -> bytes:
         """The tokens whose cached prefix, less the last token, it may share."""
         return self.prompt
@@ -144,11 +136,6 @@ class Sequence:
         self.row = 0
         return ()
 
-    @property
-    def namespaces(self) -> Iterable[Namespace]:
-        """The namespaces in which nothing can be hit any more once it is closed."""
-        return ()
-
     # Growing and shrinking
 
     def slots_needed(self, count: int) -> int:
@@ -162,7 +149,7 @@ class Sequence:
 
     def require_shrink(self, count: int) -> None:
         """Raises ValueError unless its last `count` tokens can be undone."""
-        if not 0 <= count <= self.num_private:
+        if not 0 <= count <= self.length - self.shared:
             raise ValueError(f"{self} cannot free {count} of {self.num_private} private tokens")
 
     def shrink(self, count: int) -> int:
@@ -178,12 +165,12 @@ class Sequence:
     @property
     def num_publishable(self) -> int:
         """The first entries that others may hit while it runs."""
-        return 0 if self.dropped else min(self.length, len(self.prompt) // TOKEN_BYTES)
+        return 0 if self.gap.dropped else min(self.length, len(self.prompt) // TOKEN_BYTES)
 
     @property
     def is_cacheable(self) -> bool:
         """Whether its tokens can be hit once it is closed."""
-        return self.is_whole
+        return not self.gap.dropped
 
     # Entries and positions
 

@@ -206,7 +206,7 @@ PLANTED: dict[str, dict[str, Callable[[World], object]]] = {
         "one more": lambda world: world.cross.readers.add(world.plain.row),
         "a row that is not open": lambda world: world.cross.readers.add(12),
         "one less": lambda world: world.cross.readers.clear(),
-        "their namespaces": lambda world: world.cross.reader_namespaces.clear(),
+        "their namespaces": lambda world: world.cross.namespaces.clear(),
     },
     "sessions": {
         "its protection": add(
