@@ -1,8 +1,8 @@
 """One open sequence: its row of the token table, what it shares, and how many slots it has. Only the ledger
 changes one.
 
-`Sequence` is the plain kind, whose every token has an entry and a slot of its own until it is dropped. Other
-kinds (`rings.py`, `crosses.py`) derive from it and answer the same questions, so the ledger's verbs name none.
+`Sequence` is the plain kind, whose every token has an entry and a slot of its own until it is dropped. The other
+kinds, in files of their own, derive from it and answer the same questions, so the ledger's verbs name none.
 """
 
 import reprlib
