@@ -23,7 +23,7 @@ class CrossSequence(Sequence):
 
     __slots__ = ("is_kept", "namespaces", "readers")
 
-    takes_every_slot: ClassVar[bool] = False
+    slot_per_token: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__(b"")

@@ -58,7 +58,7 @@ class TokenLedger:
         self._batch: list[Sequence] = []
         self._batch_rows: tuple[int, ...] = ()
         self._batch_end = 0
-        self._takes_every_slot = True  # whether each new token of that batch takes a slot
+        self._slot_per_token = True  # whether each new token of that batch takes a slot of its own
 
     @property
     def capacity(self) -> int:
@@ -262,7 +262,7 @@ class TokenLedger:
             return Alloc((), (), ())
         if sequences != self._batch:
             self._set_batch(sequences)
-        if not self._takes_every_slot:
+        if not self._slot_per_token:
             return self._extend_each(sequences, counts)
         starts = [sequence.length for sequence in sequences]
         is_decode = counts.count(1) == len(starts)  # one token each
@@ -318,11 +318,11 @@ class TokenLedger:
     def _set_batch(self, sequences: Seq[Sequence]) -> None:
         """Checks the sequences of a batch, once for as long as the same ones are extended. Raises
         ValueError."""
-        takes_every_slot = True
+        slot_per_token = True
         for sequence in sequences:
             if not isinstance(sequence, Sequence):
                 require_sequence(sequence)
-            takes_every_slot = takes_every_slot and sequence.takes_every_slot
+            slot_per_token = slot_per_token and sequence.slot_per_token
         rows = tuple([sequence.row for sequence in sequences])
         batch = list(sequences)
         if list(map(self._state.sequences.get, rows)) != batch:
@@ -330,7 +330,7 @@ class TokenLedger:
                 self.require_open(sequence)
         if len(rows) > 1 and len(set(rows)) < len(rows):
             raise ValueError("a sequence occurs twice; give it one count")
-        self._takes_every_slot = takes_every_slot
+        self._slot_per_token = slot_per_token
         self._batch = batch
         self._batch_rows = rows
         self._batch_end = self.max_entries  # so that the next `extend` looks it up

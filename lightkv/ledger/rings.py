@@ -22,7 +22,7 @@ class RingSequence(Sequence):
 
     __slots__ = ("dropped", "end", "ring", "undone")
 
-    takes_every_slot: ClassVar[bool] = False
+    slot_per_token: ClassVar[bool] = False
 
     dropped: int
 
@@ -96,8 +96,9 @@ class RingSequence(Sequence):
     def entries_at(self, positions: Any) -> Any:
         return self.ring.entries(positions)
 
-    def positions_of(self, entries: Any) -> Any:
-        return self.ring.positions(entries, self.position)
+    def positions_of(self, known: Any) -> Any:
+        # No edit tells of tokens that a ring drops, so `known` are its entries.
+        return self.ring.positions(known, self.position)
 
     def check(self, sequences: Mapping[int, Sequence]) -> None:
         super().check(sequences)

@@ -1,7 +1,7 @@
 """One open sequence: its row of the token table, what it shares, and how many slots it has. Only the ledger
 changes one.
 
-`Sequence` is the plain kind, whose every token has an entry and a slot of its own until it is dropped. The other
+`Sequence` is the plain kind: each token has an entry and a slot of its own until it is dropped. The other
 kinds, in files of their own, derive from it and answer the same questions, so the ledger's verbs name none.
 """
 
@@ -58,8 +58,8 @@ class Sequence:
 
     __slots__ = ("gap", "length", "node", "num_hit", "prompt", "root", "row", "session", "shared")
 
-    # Whether every new token takes a slot, so that `extend` need not call `slots_needed`.
-    takes_every_slot: ClassVar[bool] = True
+    # Whether each new token takes a slot of its own, so that `extend` need not ask `slots_needed`.
+    slot_per_token: ClassVar[bool] = True
 
     # The namespaces in which nothing can be hit any more once it is closed.
     namespaces: Iterable[Namespace] = ()
@@ -175,13 +175,13 @@ class Sequence:
     # Entries and positions
 
     def entries_at(self, positions: Any) -> Any:
-        """Returns the entries of its newest positions, which are a numpy array of integers."""
+        """Returns the entries of its newest tokens, by their positions: a tensor or an array of numpy."""
         return positions - self.gap.dropped
 
-    def positions_of(self, entries: Any) -> Any:
-        """Returns the positions of its first entries, a tensor or array. `entries`: their positions by the
-        edits alone, which is all that the device memory knows."""
-        return entries
+    def positions_of(self, known: Any) -> Any:
+        """Returns the positions of its entries. `known`: what the device memory has for them, which has learned
+        from edits what was dropped; a tensor or an array of numpy."""
+        return known
 
     def check(self, sequences: "Mapping[int, Sequence]") -> None:
         """Raises CheckFailed unless its numbers fit each other and those of the other open `sequences`, by

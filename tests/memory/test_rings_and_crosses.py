@@ -6,13 +6,16 @@ slot with two owners, a lost slot and one that is freed too early all show.
 
 import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from lightkv import KVCache, KVSpec, OutOfRows, OutOfTokens, SequenceTooLong
-from lightkv.edits import Edit, decode, encode
+from lightkv.edits import Alloc, Edit, decode, encode
 from lightkv.ledger.crosses import ReaderSequence
 from lightkv.ledger.rings import RingSequence
 from lightkv.ledger.sequence import Sequence
@@ -233,6 +236,53 @@ def test_random_lives(seed: int, device: torch.device) -> None:
     life.check()
     life.cache.evict(life.cache.num_cached)
     assert life.cache.num_free == life.cache.capacity
+
+
+@pytest.mark.parametrize("ring", [Ring(2, 6, 2), Ring(0, 5), Ring(4, 1), Ring(7, 3, 3)])
+@pytest.mark.parametrize("numbers", [np.array, torch.tensor], ids=["numpy", "torch"])
+def test_entries_and_positions_of_a_ring(ring: Ring, numbers: Callable[[list[int]], Any]) -> None:
+    newest: dict[int, int] = {}  # of each entry
+    entries = [p if p < ring.sinks else ring.sinks + (p - ring.sinks) % ring.size for p in range(40)]
+    assert ring.entries(numbers(list(range(40)))).tolist() == entries
+    for position, entry in enumerate(entries):
+        assert ring.entries(position) == entry
+        newest[entry] = position
+        used = sorted(newest)
+        assert used == list(range(min(position + 1, ring.capacity)))
+        assert ring.positions(numbers(used), position + 1).tolist() == [newest[one] for one in used]
+
+
+def test_rings_and_plain_sequences_grow_in_one_step(device: torch.device) -> None:
+    """A full ring takes no slot, one that is not takes its last one, and the slots of all come in order."""
+    cache = make_cache(device)
+    full, nearly = cache.open_ring([1] * 30, Ring(2, 6, 3)), cache.open_ring([2] * 30, Ring(0, 5, 3))
+    plain = cache.open([3, 4, 5])
+    cache.extend([full, nearly, plain], [8, 4, 3])
+    cache.release(plain, 1)
+    edits: list[Edit] = []
+    cache.on_edits = lambda new, _: edits.extend(new)
+    slots = cache.extend([plain, full, nearly], [2, 3, 1]).tolist()
+    (edit,) = edits
+    assert edit == Alloc((plain.row, nearly.row), (2, 4), (2, 1))
+    expected = [*cache.slots(plain)[2:4].tolist(), *cache.slots(full)[2:5].tolist()]
+    assert slots == [*expected, *cache.slots(nearly)[4:].tolist()]
+    cache.check()
+    held = [(one.length, one.position) for one in (full, nearly, plain)]
+    edits.clear()
+    for count, match in [(4, "which takes 3 at once"), (0, "at least one of each")]:
+        with pytest.raises(ValueError, match=match):
+            cache.extend([plain, full], [1, count])
+    assert held == [(one.length, one.position) for one in (full, nearly, plain)]
+    assert edits == []
+
+
+def test_places_outside_the_table_are_refused(device: torch.device) -> None:
+    table = make_cache(device, rows=6, entries=24).memory.table
+    assert table.places(np.array([2, 0]), np.array([23, 0])).tolist() == [2 * 24 + 23, 0]
+    assert table.places(np.zeros(0, np.int64), np.zeros(0, np.int64)).tolist() == []
+    for row, entry in [(7, 0), (-1, 0), (1, 24), (1, -1)]:
+        with pytest.raises(IndexError, match="7 rows of 24 entries"):
+            table.places(np.array([1, row]), np.array([1, entry]))
 
 
 def test_a_ring_keeps_its_slots(device: torch.device) -> None:
