@@ -29,6 +29,10 @@ class Gap(NamedTuple):
         """Returns the gap once `count` more tokens are dropped, and the first `start` ones stay."""
         return Gap(start, self.dropped + count, self.node)
 
+    def after(self, node: Segment | None) -> "Gap":
+        """Returns the gap once `node` is the last segment before it."""
+        return self if node is self.node else Gap(self.start, self.dropped, node)
+
     def cut(self, length: int) -> "Gap":
         """Returns the gap once only the first `length` entries are left: none if they all come before it."""
         return NO_GAP if length <= self.start else self

@@ -280,12 +280,12 @@ class LedgerState:
         num_kept_or_left = num_below + sum(start <= first < end for first in firsts)
         above = path[num_kept_or_left] if num_kept_or_left < len(path) else sequence.root
         if num_below:
-            sequence.gap = sequence.gap._replace(node=above)
+            sequence.gap = sequence.gap.after(above)
             self._gapped.add(sequence.row)
         else:
             sequence.node = above
             if start <= sequence.gap.start:  # no segment is left below the gap
-                sequence.gap = sequence.gap._replace(node=None)
+                sequence.gap = sequence.gap.after(None)
                 self._gapped.discard(sequence.row)
         sequence.shared -= end - start
         self.leave(sequence, path[num_below:num_kept_or_left])
@@ -320,7 +320,7 @@ class LedgerState:
             node = node.parent
         above = sequence.gap.node
         if above is not None and sequence.row not in node.holders:
-            node, sequence.gap = above, sequence.gap._replace(node=None)
+            node, sequence.gap = above, sequence.gap.after(None)
             self._gapped.discard(sequence.row)
         sequence.node = node
 
