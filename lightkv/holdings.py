@@ -8,8 +8,7 @@ class HeldRow(NamedTuple):
     """An open sequence's row of the token table.
 
     Its first `shared` entries are the slots of `segments`, one after the other; the entries [shared, length)
-    are its own. `dropped`: positions that it has dropped before its next token; 0 for a ring, whose positions
-    follow from its entries.
+    are its own. `dropped`: positions before its next token that edits have dropped.
     """
 
     row: int

@@ -14,7 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from lightkv.ledger.crosses import CrossSequence, ReaderSequence
 from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace
+from lightkv.ledger.rings import RingSequence
 from lightkv.ledger.sequence import Sequence, require_list
 from lightkv.ledger.shared_prefixes import PrefixSharing, SharedPrefix, shared_prefixes
 from lightkv.memory.kv_memory import KVMemory
@@ -130,34 +132,46 @@ class KVCache:
         self._require_owner()
         return self.ledger.match(int32_bytes(token_ids), namespace).num_tokens
 
-    def open(
-        self,
-        token_ids: TokenIds,
-        namespace: Namespace = (),
-        *,
-        ring: Ring | None = None,
-        cross: Sequence | None = None,
-    ) -> Sequence:
+    def open(self, token_ids: TokenIds, namespace: Namespace = ()) -> Sequence:
         """Opens a sequence that holds the longest cached prefix of its prompt: its first `length` tokens.
 
-        At least one token is always left to compute. Sequences of different `namespace` share nothing.
-
-        `ring`: the row becomes a ring of `ring.capacity` entries, for a stream of any length in constant
-        memory. It gets slots as it fills, and then writes to them again: nothing is freed, moved or copied. It
-        shares its sinks at most, and cannot be forked or cut. `cross`: the cross sequence that this one and its
-        forks read, and keep open (`open_cross`); tokens are shared with its other readers only. Raises
+        At least one token is always left to compute. Sequences of different `namespace` share nothing. Raises
         OutOfRows, SequenceTooLong, ValueError.
         """
         self._require_no_callback()
-        sequence = self.ledger.open(int32_bytes(token_ids), namespace, ring=ring, cross=cross)
+        sequence = self.ledger.open(int32_bytes(token_ids), namespace)
         self._apply()
         return sequence
 
-    def open_cross(self, length: int) -> Sequence:
+    def open_ring(self, token_ids: TokenIds, ring: Ring, namespace: Namespace = ()) -> RingSequence:
+        """Opens a sequence whose row is a ring of `ring.capacity` entries, for a stream of any length in
+        constant memory.
+
+        It gets slots as it fills, and then writes to them again: nothing is freed, moved or copied. It shares
+        its sinks at most, and cannot be forked or cut. Raises OutOfRows, SequenceTooLong, ValueError.
+        """
+        self._require_no_callback()
+        sequence = self.ledger.open_ring(int32_bytes(token_ids), ring, namespace)
+        self._apply()
+        return sequence
+
+    def open_reader(
+        self, token_ids: TokenIds, cross: CrossSequence, namespace: Namespace = ()
+    ) -> ReaderSequence:
+        """Opens a sequence that reads a cross sequence (`open_cross`), and keeps it open; so do its forks.
+
+        It shares tokens with the other readers only. Raises OutOfRows, SequenceTooLong, ValueError.
+        """
+        self._require_no_callback()
+        sequence = self.ledger.open_reader(int32_bytes(token_ids), cross, namespace)
+        self._apply()
+        return sequence
+
+    def open_cross(self, length: int) -> CrossSequence:
         """Opens a cross sequence of `length` tokens, such as an encoder's output, and allocates its slots
         (`slots`), which are to be written once.
 
-        `open` takes it as `cross`. Its tokens are held once, however many sequences read it. `close` ends the
+        `open_reader` takes it. Its tokens are held once, however many sequences read it. `close` ends the
         caller's hold, and may be called as soon as there are readers: the slots are freed with the last of
         them, and so are the tokens that readers have left cached. Raises OutOfTokens, OutOfRows,
         SequenceTooLong, ValueError.
@@ -176,9 +190,10 @@ class KVCache:
         ValueError.
         """
         self._require_no_callback()
-        self.ledger.extend(sequences, checked_counts("counts", counts))
+        counts = checked_counts("counts", counts)
+        edit = self.ledger.extend(sequences, counts)
         slots = self._apply()
-        if sequences and self.ledger.extends_rings:
+        if edit.counts != tuple(counts):  # some tokens took no slot of their own
             return self._newest_slots(sequences, counts)
         if slots is None:  # no sequence was given
             return torch.empty(0, dtype=torch.int64, device=self.memory.device)
@@ -256,9 +271,9 @@ class KVCache:
         to be dropped one by one.
 
         `entries`: int64 `[n]` on the device, distinct, in any order, from `sequence.shared` (or
-        `num_sink_tokens` if that is more, because sinks stay) to `sequence.length`. They move down in the row
-        in their old order. The host does not read them: for an entry that is repeated or out of range another
-        entry of the range stays. Returns how many slots this frees. Raises ValueError, and TypeError if
+        `sequence.gap.start` if that is more, because sinks stay) to `sequence.length`. They move down in the
+        row in their old order. The host does not read them: for an entry that is repeated or out of range
+        another entry of the range stays. Returns how many slots this frees. Raises ValueError, and TypeError if
         `entries` is not a tensor.
         """
         self._require_no_callback()
@@ -310,12 +325,8 @@ class KVCache:
         """
         self._require_owner()
         self.ledger.require_open(sequence)
-        if (ring := sequence.ring) is not None:
-            entry = torch.arange(sequence.length, device=self.memory.device)
-            # The newest position at each entry is the last one before `position` that the entry is for.
-            newest = sequence.position - 1 - (sequence.position - 1 - entry) % ring.size
-            return torch.where(entry < ring.sinks, entry, newest) if sequence.dropped else entry
-        return self.memory.positions(sequence.row, sequence.length)
+        positions: torch.Tensor = sequence.positions_of(self.memory.positions(sequence.row, sequence.length))
+        return positions
 
     def kv_indices(self, sequences: Seq[Sequence]) -> KVIndices:
         """Returns the batch's slots in FlashInfer's form with a page size of one. Raises ValueError."""
@@ -350,7 +361,7 @@ class KVCache:
         """
         self._require_owner()
         self.ledger.require_open(sequence)
-        if sequence.dropped or sequence.was_overwritten:
+        if not sequence.is_whole:
             raise ValueError(
                 f"{sequence} has dropped tokens, so a prompt's K/V cannot be made of it; run it anew"
             )
@@ -422,16 +433,14 @@ class KVCache:
         self.memory.check(self.ledger.holdings())
 
     def _newest_slots(self, sequences: Seq[Sequence], counts: Seq[int]) -> torch.Tensor:
-        """Returns the slots of the last `counts[i]` tokens of sequences that may be rings."""
+        """Returns the slots of the last `counts[i]` tokens of each sequence, wherever they are in its row."""
         table = self.memory.table
-        starts = [
-            (sequence.length if sequence.ring is None else sequence.position) - count
-            for sequence, count in zip(sequences, counts, strict=True)
+        spans = [
+            one.entries_at(np.arange(one.position - count, one.position))
+            for one, count in zip(sequences, counts, strict=True)
         ]
-        rows, rings = [one.row for one in sequences], [one.ring for one in sequences]
-        where = np.array((rows, starts, counts), dtype=np.int64)
-        entries = table.entries_in_rings(where[0], where[1], where[2], rings)
-        return table.read(upload([entries], self.memory.device)[0]).long()
+        places = table.places(np.repeat([one.row for one in sequences], counts), np.concatenate(spans))
+        return table.read(upload([places], self.memory.device)[0]).long()
 
     def _require_owner(self) -> None:
         caller = threading.current_thread()

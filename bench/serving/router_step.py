@@ -81,8 +81,6 @@ class Router:
         self.queue_times: list[int] = []
         self.profiler: cProfile.Profile | None = None
         self.profiled = ""
-        self._rng = np.random.default_rng(0)
-        self._number = 0
         self._in_flight: deque[bytes] = deque()
         # With churn a request lasts as many steps as there are requests, and each is one step older.
         self._max_tokens = load.num_running if load.churn else 2 * steps
@@ -112,9 +110,24 @@ class Router:
 
     def _running(self) -> Engine:
         """Returns an engine in which all requests run, in a pool of just the size that the forecast needs."""
+        room = 2 * self.load.prompt if self.load.churn else 0
+        roomy = self._started(MAX_TOKENS).scheduler
+        engine = self._started(roomy.forecast_peak() + room)  # the same requests, and no token to spare
+        if engine.scheduler.num_running != roomy.num_running:
+            refuse(
+                f"{engine.scheduler.num_running} of {roomy.num_running} requests run in a pool of their size"
+            )
+        engine.scheduler.check()
+        return engine
+
+    def _started(self, capacity: int) -> Engine:
+        """Returns an engine with this many tokens, which has completed its first step of all requests."""
+        self._rng = np.random.default_rng(0)
+        self._number = 0
+        self._in_flight.clear()
         load = self.load
         limits = Limits(2 * load.num_running, MAX_TOKENS, MAX_TOKENS, VOCAB_SIZE, load.sharing)
-        ledger = TokenLedger(MAX_TOKENS, limits.max_num_seqs, limits.max_model_len)
+        ledger = TokenLedger(capacity, limits.max_num_seqs, limits.max_model_len)
         scheduler = Scheduler(ledger, limits, load.depth)
         for i in range(load.num_running):
             age = i if load.churn else 0
@@ -126,11 +139,6 @@ class Router:
             result = StepResult(plan.step, [10] * len(plan.sample), plan.num_free, 0)
             self._in_flight.append(_encode(result))
         engine.complete(_decode_result(self._in_flight.popleft()))
-        room = 2 * load.prompt if load.churn else 0
-        spare = ledger.capacity - scheduler.forecast_peak() - room
-        ledger.evict(max(spare - ledger.num_free, 0))  # what has ended is cached
-        ledger.reduce_capacity(spare)  # so that the pool is full
-        scheduler.check()
         return engine
 
     def _arrive(self) -> None:

@@ -72,7 +72,7 @@ class Batch:
         step is made of it. Raises ValueError."""
         row, start, count = (np.array(numbers, dtype=np.int64) for numbers in (rows, starts, counts))
         same = len(start) == len(count)  # if not, the batch says so
-        positions = _positions(start, count) if same else start
+        positions = packed_positions(start, count) if same else start
         return cls(row, start, count, num_prefills, positions, num_queries=num_queries)
 
     @classmethod
@@ -107,7 +107,7 @@ class Batch:
         )
 
 
-def _positions(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def packed_positions(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Returns `starts[i] : starts[i] + counts[i]` for each sequence, packed."""
     if len(counts) == 1:  # a prompt
         return np.arange(starts[0], starts[0] + max(int(counts[0]), 0))

@@ -39,6 +39,7 @@ from lightkv.integrations.model.probe import ModelShape, probe
 from lightkv.integrations.model.ring_graph import RingGraph
 from lightkv.kv_cache import KVCache
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
+from lightkv.ledger.rings import RingSequence
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.staging import upload
 from lightkv.token_ids import TokenIds, int32_bytes
@@ -203,7 +204,8 @@ class CachedModel:
 
         Raises ValueError for a step of several kinds, and for a ring that this model's layers cannot have.
         """
-        ring, *others = {one.ring for one in sequences} or {None}
+        rings = {one.ring if isinstance(one, RingSequence) else None for one in sequences}
+        ring, *others = rings or {None}
         if others:
             raise ValueError(
                 f"sequences of {ring} and {others} cannot share a step: run each kind in a step of its own"
@@ -245,7 +247,7 @@ class CachedModel:
                 f"{gapped[0]} has dropped tokens, but this model's layers have windows or chunks of their own "
                 f"({self.windows}), which count positions, not entries: close it, and run its text again"
             )
-        found = {one.num_sink_tokens if one.dropped else 0 for one in sequences} or {0}
+        found = {one.gap.start for one in sequences} or {0}
         if len(found) > 1:
             raise ValueError(
                 f"sequences with {sorted(found)} sinks cannot share a step: run each kind in a step of its own"

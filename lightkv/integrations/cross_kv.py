@@ -7,7 +7,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from lightkv.kv_cache import KVCache
-from lightkv.ledger.sequence import Sequence
+from lightkv.ledger.crosses import CrossSequence
 from lightkv.memory.staging import upload
 
 from .cache_layers import KV, write_tokens
@@ -63,7 +63,7 @@ class CrossKV:
     """The cross sequences of a batch, and which of them each row reads: `which`, one number for each row.
 
     `kv` gets one for each request of `output`, with as many tokens as it has columns that are no padding. The
-    caller opens the rows' sequences with `sequence(row)` as `cross`, and then calls `release`: a cross sequence
+    caller opens the rows' sequences as readers of `sequence(row)`, and then calls `release`: a cross sequence
     is freed with the last sequence that reads it. Raises OutOfTokens, OutOfRows, SequenceTooLong, with nothing
     open.
     """
@@ -72,7 +72,7 @@ class CrossKV:
         self.which, self.width = output.which, output.real.shape[1]
         self._kv = kv
         self._lengths = output.real.sum(1).tolist()
-        self._sequences: list[Sequence] = []
+        self._sequences: list[CrossSequence] = []
         try:
             for length in self._lengths:
                 self._sequences.append(kv.open_cross(length))
@@ -96,7 +96,7 @@ class CrossKV:
         """Tokens of all encoder outputs that are read."""
         return sum(self._lengths[request] for request in set(self.which))
 
-    def sequence(self, row: int) -> Sequence:
+    def sequence(self, row: int) -> CrossSequence:
         """Returns the cross sequence that a row reads."""
         return self._sequences[self.which[row]]
 

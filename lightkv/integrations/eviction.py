@@ -128,7 +128,7 @@ class HeavyHitters:
     def _follow(self, sequence: Sequence) -> None:
         """Makes sure that the row of `sequence` holds its scores. Raises ValueError if it cannot."""
         self._lm.cache.ledger.require_open(sequence)
-        if sequence.ring is not None:
+        if not sequence.slot_per_token:
             raise ValueError("a stream evicts by its window alone: run its steps with CachedModel.forward")
         counted = self._counted.get(sequence.row)
         if counted is None or counted.sequence is not sequence or not sequence.length:

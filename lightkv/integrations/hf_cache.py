@@ -487,7 +487,7 @@ class _EncoderDecoderKVCache(LightKVCache, EncoderDecoderCache):
 
     def _open_row(self, row: int, prompt: list[int]) -> Sequence:
         assert self._cross is not None
-        return self.kv.open(prompt, (self._padding[row],), cross=self._cross.sequence(row))
+        return self.kv.open_reader(prompt, self._cross.sequence(row), (self._padding[row],))
 
 
 def _call(method: weakref.WeakMethod[Any], call: tuple[Any, ...]) -> Any:

@@ -81,7 +81,7 @@ class Stream:
             raise ValueError("a stream exceeds the context: make its CachedModel with exact_positions=True")
         self._lm = lm
         self._window = window
-        self.sequence = lm.cache.open(int32_bytes(start), ring=window.ring)
+        self.sequence = lm.cache.open_ring(int32_bytes(start), window.ring)
 
     @property
     def position(self) -> int:

@@ -14,7 +14,7 @@ After every verb `num_free + num_cached + num_held == capacity`.
 from collections.abc import Iterable, Iterator, Set
 from collections.abc import Sequence as Seq
 from operator import add, index
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from lightkv.counts import checked_count
 from lightkv.edits import Alloc, Edit
@@ -22,11 +22,15 @@ from lightkv.errors import OutOfRows, OutOfTokens, SequenceTooLong
 from lightkv.holdings import HeldRow, Holdings
 from lightkv.triton_kernels.layout.ring import Ring
 
-from . import branching, rings
+from . import branching
+from .crosses import CrossSequence, ReaderSequence
 from .prefix_tree import TOKEN_BYTES, Namespace, Segment
+from .rings import RingSequence
 from .sequence import Sequence, require_lists, require_sequence
 from .sessions import Session, SessionCounts
 from .state import LedgerState
+
+S = TypeVar("S", bound=Sequence)
 
 
 class Match(NamedTuple):
@@ -54,9 +58,7 @@ class TokenLedger:
         self._batch: list[Sequence] = []
         self._batch_rows: tuple[int, ...] = ()
         self._batch_end = 0
-        self.extends_rings = False  # whether there are rings in the last batch of `extend`
-        self._num_rings = 0  # rings so far
-        self._num_crosses = 0  # cross sequences so far
+        self._slot_per_token = True  # whether each new token of that batch takes a slot of its own
 
     @property
     def capacity(self) -> int:
@@ -134,8 +136,7 @@ class TokenLedger:
             path = list(sequence.path())[::-1]
             segments.update((segment.id, segment.length) for segment in path)
             ids = tuple(segment.id for segment in path)
-            dropped = sequence.dropped if sequence.ring is None else 0
-            rows.append(HeldRow(row, ids, sequence.shared, sequence.length, dropped))
+            rows.append(HeldRow(row, ids, sequence.shared, sequence.length, sequence.gap.dropped))
         return Holdings(rows, segments)
 
     def require_open(self, sequence: Sequence) -> None:
@@ -146,67 +147,41 @@ class TokenLedger:
         """Returns the edits since the last call, in order. The caller has to have them applied."""
         return self._state.drain()
 
-    def reduce_capacity(self, count: int) -> None:
-        """Removes `count` free tokens from the pool for good. Raises OutOfTokens, ValueError.
-
-        No edit is emitted: this is for a ledger without device memory, whose pool would not shrink with it.
-        """
-        if count < 0:
-            raise ValueError(f"asked to remove {count} tokens")
-        if count > self.num_free:
-            raise OutOfTokens(count, self.num_free, self.capacity)
-        self._state.reduce_capacity(count)
-
-    def open(
-        self,
-        token_ids: bytes,
-        namespace: Namespace = (),
-        session: Session | None = None,
-        *,
-        ring: Ring | None = None,
-        cross: Sequence | None = None,
-    ) -> Sequence:
+    def open(self, token_ids: bytes, namespace: Namespace = (), session: Session | None = None) -> Sequence:
         """Opens a sequence that holds the longest cached prefix of its prompt (`match`).
 
         At least one token is left to compute, so that there are logits to sample from. `token_ids` is int32
         bytes; sequences of different `namespace` share nothing. `session`: protects the tokens that are cached
-        when the sequence closes (`open_session`).
-
-        `ring`: its row is a ring of `ring.capacity` entries, which get their slots as it fills; a prompt of any
-        length may follow. At most its sinks are shared with other sequences, since the others' slots are
-        written again. `cross`: the cross sequence that it reads and keeps open (`open_cross`); it shares tokens
-        only with other readers. Raises OutOfRows, SequenceTooLong, ValueError.
+        when the sequence closes (`open_session`). Raises OutOfRows, SequenceTooLong, ValueError.
         """
-        if not isinstance(namespace, tuple):
-            raise TypeError(f"namespace is {namespace!r} ({type(namespace).__name__}); give a tuple")
-        if ring is not None and not isinstance(ring, Ring):
-            raise TypeError(f"ring is {ring!r} ({type(ring).__name__}); give a Ring")
-        length = _num_tokens(token_ids) if ring is None else ring.capacity
-        if length > self.max_entries:
-            raise SequenceTooLong(length, self.max_entries)
-        if not self._state.has_free_row:
-            raise OutOfRows(self.max_sequences)
-        if cross is not None:
-            self.require_open(cross)
-            if cross.num_readers is None:
-                raise ValueError(f"{cross} is no cross sequence; open_cross makes one")
-            namespace = (*namespace, *cross.root.namespace)
-        known = token_ids
-        if ring is not None:
-            _num_tokens(token_ids)
-            known = token_ids[: (ring.sinks + 1) * TOKEN_BYTES]
-            self._num_rings += 1
-        sequence = self._state.open(known, namespace, session)
-        sequence.prompt, sequence.ring = token_ids, ring
-        if ring is not None:
-            sequence.ring_end = sequence.length
-        if cross is not None:
-            self._state.read_cross(sequence, cross)
-        return sequence
+        return self._open(Sequence(token_ids, session), _num_tokens(token_ids), namespace)
 
-    def open_cross(self, length: int) -> Sequence:
+    def open_ring(
+        self, token_ids: bytes, ring: Ring, namespace: Namespace = (), session: Session | None = None
+    ) -> RingSequence:
+        """Opens a sequence in a row of `ring.capacity` entries, which get their slots as it fills and are then
+        written again; a prompt of any length may follow. At most its sinks are shared. Raises what `open`
+        does."""
+        sequence = RingSequence(token_ids, session, ring)
+        _num_tokens(token_ids)
+        return self._open(sequence, ring.capacity, namespace)
+
+    def open_reader(
+        self,
+        token_ids: bytes,
+        cross: CrossSequence,
+        namespace: Namespace = (),
+        session: Session | None = None,
+    ) -> ReaderSequence:
+        """Opens a sequence that reads a cross sequence (`open_cross`) and keeps it open, as its forks do. It
+        shares tokens only with other readers. Raises what `open` does, and ValueError for any other `cross`."""
+        self.require_open(cross)
+        reader = ReaderSequence(token_ids, session, cross)
+        return self._open(reader, _num_tokens(token_ids), namespace, cross.root.namespace)
+
+    def open_cross(self, length: int) -> CrossSequence:
         """Opens a cross sequence: `length` tokens of an encoder, say, whose K/V is written once and read by the
-        sequences that are opened with it (`open`), their forks included.
+        sequences that are opened with it (`open_reader`), their forks included.
 
         All slots are allocated here, cached tokens being evicted as needed, and counted once however many
         sequences read them. `close` ends the caller's hold; the slots are freed once the last reader has
@@ -215,18 +190,30 @@ class TokenLedger:
         """
         if length < 1:
             raise ValueError(f"a cross sequence of {length} tokens; give at least one")
-        if length > self.max_entries:
-            raise SequenceTooLong(length, self.max_entries)
-        if not self._state.has_free_row:
-            raise OutOfRows(self.max_sequences)
+        self._require_row(length)
         self._make_room(length)
-        self._num_crosses += 1
+        sequence = CrossSequence()
         # An object of its own, so that no namespace of a caller's is that of its readers.
-        sequence = self._state.open(b"", (object(),))
+        self._state.open(sequence, (object(),))
         self._state.alloc(Alloc((sequence.row,), (0,), (length,)), length)
         sequence.length = length
-        sequence.num_readers = 0
         return sequence
+
+    def _open(self, sequence: S, num_entries: int, namespace: Namespace, within: Namespace = ()) -> S:
+        """Opens `sequence` in a row of at least `num_entries` entries, and in a namespace of those of
+        `within`."""
+        if not isinstance(namespace, tuple):
+            raise TypeError(f"namespace is {namespace!r} ({type(namespace).__name__}); give a tuple")
+        self._require_row(num_entries)
+        self._state.open(sequence, namespace + within)
+        return sequence
+
+    def _require_row(self, num_entries: int) -> None:
+        """Raises SequenceTooLong, OutOfRows unless there is a free row of so many entries."""
+        if num_entries > self.max_entries:
+            raise SequenceTooLong(num_entries, self.max_entries)
+        if not self._state.has_free_row:
+            raise OutOfRows(self.max_sequences)
 
     def open_session(self, name: str) -> Session:
         """Returns the session `name`, which is opened if it is not open.
@@ -259,15 +246,14 @@ class TokenLedger:
         return Match(tuple(path[::-1]), tip, tip + sum(segment.length for segment in path[:-1]))
 
     def growth(self, sequences: Seq[Sequence], count: int = 1) -> int:
-        """Returns how many available slots are needed to extend each of these by `count` tokens; rings that are
-        full need none of them."""
+        """Returns how many available slots are enough to extend each of these by `count` tokens."""
         return count * len(sequences)
 
     def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
         """Allocates `counts[i]` more slots for `sequences[i]`, all or none; evicts cached tokens as needed.
 
-        Returns the edit of the allocation, which `drain` hands out, too, unless it allocates nothing. A ring
-        that is full is extended without slots; it takes up to `Ring.room` tokens at once.
+        Returns the edit of the allocation, which `drain` hands out, too, unless it allocates nothing: some
+        kinds of sequence are extended with fewer slots than tokens (`Sequence.slots_needed`).
 
         Raises OutOfTokens only when free and cached tokens together are too few; SequenceTooLong, ValueError.
         """
@@ -276,8 +262,8 @@ class TokenLedger:
             return Alloc((), (), ())
         if sequences != self._batch:
             self._set_batch(sequences)
-        if self.extends_rings:
-            return self._extend_rings(sequences, counts)
+        if not self._slot_per_token:
+            return self._extend_each(sequences, counts)
         starts = [sequence.length for sequence in sequences]
         is_decode = counts.count(1) == len(starts)  # one token each
         if is_decode:
@@ -303,19 +289,22 @@ class TokenLedger:
                 sequence.length += count
         return edit
 
-    def _extend_rings(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
-        """Extends a batch in which there are rings."""
+    def _extend_each(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
+        """Extends a batch in which some tokens may take no slot."""
         if min(counts) < 1:
             raise ValueError(f"asked for {min(counts)} tokens; ask for at least one of each sequence")
-        edit = rings.plan_extend(sequences, counts)
-        end = max(map(add, edit.starts, edit.counts), default=0)
+        needed = [one.slots_needed(index(count)) for one, count in zip(sequences, counts, strict=True)]
+        growing = [(one.row, one.length, more) for one, more in zip(sequences, needed, strict=True) if more]
+        rows, starts, missing = zip(*growing, strict=True) if growing else ((), (), ())
+        edit = Alloc(rows, starts, missing)
+        end = max(map(add, starts, missing), default=0)
         if end > self.max_entries:
             raise SequenceTooLong(end, self.max_entries)
-        if edit.rows:
-            needed = sum(edit.counts)
-            self._make_room(needed)
-            self._state.alloc(edit, needed)
-        rings.advance(sequences, counts)
+        if growing:
+            self._make_room(sum(needed))
+            self._state.alloc(edit, sum(needed))
+        for sequence, count in zip(sequences, counts, strict=True):
+            sequence.advance(count)
         return edit
 
     def _make_room(self, needed: int) -> None:
@@ -329,8 +318,11 @@ class TokenLedger:
     def _set_batch(self, sequences: Seq[Sequence]) -> None:
         """Checks the sequences of a batch, once for as long as the same ones are extended. Raises
         ValueError."""
+        slot_per_token = True
         for sequence in sequences:
-            require_sequence(sequence)
+            if not isinstance(sequence, Sequence):
+                require_sequence(sequence)
+            slot_per_token = slot_per_token and sequence.slot_per_token
         rows = tuple([sequence.row for sequence in sequences])
         batch = list(sequences)
         if list(map(self._state.sequences.get, rows)) != batch:
@@ -338,9 +330,7 @@ class TokenLedger:
                 self.require_open(sequence)
         if len(rows) > 1 and len(set(rows)) < len(rows):
             raise ValueError("a sequence occurs twice; give it one count")
-        if self._num_crosses and any(sequence.num_readers is not None for sequence in batch):
-            raise ValueError("a cross sequence is written once and keeps its length; extend what reads it")
-        self.extends_rings = self._num_rings > 0 and any(sequence.ring is not None for sequence in batch)
+        self._slot_per_token = slot_per_token
         self._batch = batch
         self._batch_rows = rows
         self._batch_end = self.max_entries  # so that the next `extend` looks it up
@@ -354,21 +344,12 @@ class TokenLedger:
         if sequences != self._batch:
             self._set_batch(sequences)
         for sequence, count in zip(sequences, counts, strict=True):
-            if sequence.ring is not None:
-                if not rings.may_shrink(sequence, count):
-                    raise ValueError(f"{sequence} cannot go {count} tokens back: others took their entries")
-            elif not 0 <= count <= sequence.num_private:
-                raise ValueError(f"{sequence} cannot free {count} of {sequence.num_private} private tokens")
+            sequence.require_shrink(count)
         for sequence, count in zip(sequences, counts, strict=True):
-            if sequence.ring is not None:
-                if num_freed := rings.shrink(sequence, count):
-                    self._state.free_range(sequence.row, sequence.length, sequence.length + num_freed)
-            elif count:
-                end = sequence.length
-                sequence.length -= count
-                self._state.free_range(sequence.row, end - count, end)
-                if sequence.dropped:
-                    self._state.set_gap(sequence.row, end - count, sequence.dropped)
+            if num_freed := sequence.shrink(count):
+                self._state.free_range(sequence.row, sequence.length, sequence.length + num_freed)
+                if sequence.gap.dropped:
+                    self._state.set_gap(sequence.row, sequence.length, sequence.gap.dropped)
 
     def set_prompt(self, sequence: Sequence, token_ids: bytes) -> None:
         """Replaces the sequence's prompt (int32 bytes), which `publish` and `close` store its tokens under.
@@ -387,13 +368,11 @@ class TokenLedger:
         """
         state = self._state
         state.require_open(sequence)
-        if sequence.dropped or sequence.num_readers is not None:
+        start, end = sequence.shared, sequence.num_publishable
+        if not end:
             return
         if not sequence.node.indexed:
             state.publish_path(sequence, self.step)
-        start, end = sequence.shared, min(sequence.length, len(sequence.prompt) // TOKEN_BYTES)
-        if sequence.ring is not None:
-            end = min(end, sequence.ring.sinks)
         if end > start and sequence.node.indexed:
             tokens = sequence.prompt[start * TOKEN_BYTES : end * TOKEN_BYTES]
             state.publish_tail(sequence, tokens, self.step)
@@ -423,16 +402,10 @@ class TokenLedger:
         """
         state = self._state
         state.require_open(sequence)
-        if sequence.num_readers is not None:
-            if not sequence.is_kept:
-                raise ValueError(f"{sequence} is closed, and stays only for those that read it")
-            sequence.is_kept = False
-            state.close_cross(sequence)
+        if not sequence.let_go():
             return
         start, end = sequence.shared, sequence.length
-        if (cross := sequence.cross) is not None and not cross.is_kept and cross.num_readers == 1:
-            cache = False  # nothing can hit tokens that depend on a cross sequence that goes
-        if cache and not sequence.dropped and not sequence.was_overwritten:
+        if cache and sequence.is_cacheable:
             start = state.cache_tail(sequence, sequence.prompt + output_ids)
         if end > start:
             state.free_range(sequence.row, start, end)

@@ -1,77 +1,113 @@
-"""The ledger's verbs for sequences that are rings: a row gets slots until it is full, and then writes to them
-again. `TokenLedger.extend` and `shrink` document them."""
+"""Sequences that are rings: a row gets slots until it is full, and then writes to them again."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-from lightkv.edits import Alloc
 from lightkv.errors import CheckFailed
+from lightkv.triton_kernels.layout.ring import Ring
 
+from .prefix_tree import TOKEN_BYTES, Segment
 from .sequence import Sequence
+from .sessions import Session
 
 
-def plan_extend(sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
-    """Returns the allocation of the slots that these sequences, rings or not, still lack. Raises ValueError for
-    more tokens than a ring takes at once."""
-    rows, starts, missing = [], [], []
-    for sequence, count in zip(sequences, counts, strict=True):
-        needed = count
-        if (ring := sequence.ring) is not None:
-            if count > (room := ring.room(sequence.position)):
-                raise ValueError(
-                    f"{count} tokens at position {sequence.position} of {ring}, which takes {room} at once, as "
-                    "the others would overwrite what the first one sees; compute them in several steps"
-                )
-            needed = min(count, ring.capacity - sequence.length)
-        if needed:
-            rows.append(sequence.row)
-            starts.append(sequence.length)
-            missing.append(needed)
-    return Alloc(tuple(rows), tuple(starts), tuple(missing))
+class RingSequence(Sequence):
+    """A sequence whose row is a ring: once `length` is `ring.capacity`, new tokens take the slots of old ones,
+    and `dropped` grows instead. At most its sinks are shared, since the others' slots are written again.
 
+    dropped: positions that it has passed and no longer holds. end: the highest `position` that it ever had,
+    also by steps that were undone (`shrink`), which have written to its slots. undone: how many of these tokens
+    were undone and not computed again, so that `position + undone == end`.
+    """
 
-def advance(sequences: Seq[Sequence], counts: Seq[int]) -> None:
-    """Moves the sequences on by tokens whose slots are allocated."""
-    for sequence, count in zip(sequences, counts, strict=True):
-        added = count
-        if sequence.ring is not None:
-            added = min(count, sequence.ring.capacity - sequence.length)
-        sequence.length += added
-        sequence.dropped += count - added
-        if sequence.ring is not None:
-            # These are not derived from `position`, so that `check` can compare them with it.
-            sequence.ring_end += max(count - sequence.ring_undone, 0)
-            sequence.ring_undone = max(sequence.ring_undone - count, 0)
+    __slots__ = ("dropped", "end", "ring", "undone")
 
+    slot_per_token: ClassVar[bool] = False
 
-def may_shrink(sequence: Sequence, count: int) -> bool:
-    """Returns whether a ring without its last `count` tokens still holds all that its next token sees. Tokens
-    that were undone before have overwritten others, too."""
-    position, ring = sequence.position, sequence.ring
-    assert ring is not None
-    if not 0 <= count <= position - sequence.shared:
-        return False
-    return not count or ring.dropped(position - count) == ring.dropped(sequence.ring_end - 1)
+    dropped: int
 
+    def __init__(self, prompt: bytes, session: Session | None, ring: Ring) -> None:
+        if not isinstance(ring, Ring):
+            raise TypeError(f"ring is {ring!r} ({type(ring).__name__}); give a Ring")
+        super().__init__(prompt, session)
+        self.ring = ring
+        self.dropped = self.end = self.undone = 0
 
-def check(sequence: Sequence) -> None:
-    """Raises CheckFailed for a ring whose numbers do not fit each other."""
-    ring, position, end, undone = sequence.ring, sequence.position, sequence.ring_end, sequence.ring_undone
-    assert ring is not None
-    if sequence.length != min(position, ring.capacity) or sequence.shared > ring.sinks:
-        raise CheckFailed(f"{sequence} has {sequence.length} slots of {ring}, at position {position}")
-    # It was undone by no more tokens than `may_shrink` allows.
-    may_be_undone = undone > 0 and ring.dropped(position) == ring.dropped(end - 1)
-    if position + undone != end or (undone and not may_be_undone):
-        raise CheckFailed(
-            f"{sequence} of {ring} is at position {position}, and {undone} tokens of {end} are undone"
+    @property
+    def is_whole(self) -> bool:
+        return self.end <= self.ring.capacity  # no token ever took the slot of another one
+
+    @property
+    def lookup_key(self) -> bytes:
+        return self.prompt[: (self.ring.sinks + 1) * TOKEN_BYTES]
+
+    def enter(self, row: int, root: Segment, node: Segment, shared: int) -> None:
+        super().enter(row, root, node, shared)
+        self.end = shared
+
+    def slots_needed(self, count: int) -> int:
+        """Returns how many slots it lacks for its next `count` tokens. Raises ValueError for more tokens than a
+        ring takes at once."""
+        if count > (room := self.ring.room(self.position)):
+            raise ValueError(
+                f"{count} tokens at position {self.position} of {self.ring}, which takes {room} at once, as "
+                "the others would overwrite what the first one sees; compute them in several steps"
+            )
+        return min(count, self.ring.capacity - self.length)
+
+    def advance(self, count: int) -> None:
+        added = min(count, self.ring.capacity - self.length)
+        self.length += added
+        self.dropped += count - added
+        # These are not derived from `position`, so that `check` can compare them with it.
+        self.end += max(count - self.undone, 0)
+        self.undone = max(self.undone - count, 0)
+
+    def require_shrink(self, count: int) -> None:
+        """Raises ValueError unless the ring without its last `count` tokens still holds all that its next token
+        sees. Tokens that were undone before have overwritten others, too."""
+        ring, position = self.ring, self.position
+        if not 0 <= count <= position - self.shared or (
+            count and ring.dropped(position - count) != ring.dropped(self.end - 1)
+        ):
+            raise ValueError(f"{self} cannot go {count} tokens back: others took their entries")
+
+    def shrink(self, count: int) -> int:
+        position, length = self.position - count, self.length
+        self.length = min(position, self.ring.capacity)
+        self.dropped = position - self.length
+        self.undone += count
+        return length - self.length
+
+    def require_branching(self) -> None:
+        raise ValueError(
+            f"{self} is a ring, whose slots are written again: it is extended, published (its sinks) and "
+            "closed, and no more. Open another one for the same text, or a sequence without a ring"
         )
 
+    @property
+    def num_publishable(self) -> int:
+        return 0 if self.dropped else min(super().num_publishable, self.ring.sinks)
 
-def shrink(sequence: Sequence, count: int) -> int:
-    """Moves a ring back by `count` tokens. Returns how many of its last entries are to be freed."""
-    ring, position, length = sequence.ring, sequence.position - count, sequence.length
-    assert ring is not None
-    sequence.length = min(position, ring.capacity)
-    sequence.dropped = position - sequence.length
-    sequence.ring_undone += count
-    return length - sequence.length
+    @property
+    def is_cacheable(self) -> bool:
+        return self.is_whole
+
+    def entries_at(self, positions: Any) -> Any:
+        return self.ring.entries(positions)
+
+    def positions_of(self, known: Any) -> Any:
+        # No edit tells of tokens that a ring drops, so `known` are its entries.
+        return self.ring.positions(known, self.position)
+
+    def check(self, sequences: Mapping[int, Sequence]) -> None:
+        super().check(sequences)
+        ring, position, end, undone = self.ring, self.position, self.end, self.undone
+        if self.length != min(position, ring.capacity) or self.shared > ring.sinks:
+            raise CheckFailed(f"{self} has {self.length} slots of {ring}, at position {position}")
+        # It was undone by no more tokens than `require_shrink` allows.
+        may_be_undone = undone > 0 and ring.dropped(position) == ring.dropped(end - 1)
+        if position + undone != end or (undone and not may_be_undone):
+            raise CheckFailed(
+                f"{self} of {ring} is at position {position}, and {undone} tokens of {end} are undone"
+            )

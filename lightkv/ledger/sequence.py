@@ -1,13 +1,19 @@
 """One open sequence: its row of the token table, what it shares, and how many slots it has. Only the ledger
-changes one."""
+changes one.
+
+`Sequence` is the plain kind: each token has an entry and a slot of its own until it is dropped. The other
+kinds, in files of their own, derive from it and answer the same questions, so the ledger's verbs name none.
+"""
 
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from typing import Any, ClassVar, Self
 
-from lightkv.triton_kernels.layout.ring import Ring
+from lightkv.errors import CheckFailed
 
-from .prefix_tree import Namespace, Segment
+from .gap import NO_GAP, Gap
+from .prefix_tree import TOKEN_BYTES, Namespace, Segment
 from .sessions import Session
 
 
@@ -43,68 +49,33 @@ class Sequence:
 
     An entry is a position less the positions that were dropped before it (`release`, `keep`). Entries and
     positions are the same while nothing was dropped. Once something was dropped out of the path, the path has
-    two parts:
-
-        position   0       num_sink_tokens         num_sink_tokens + dropped
-                   ├─ sink_node ─┤   dropped, no entries   ├─ node ──┼─ private tail ─┤
+    two parts, which end at `gap.node` and at `node` (`Gap`).
 
     row: 1 and up; 0 once closed. prompt: int32 bytes. node: the last segment of the path, or the root. shared:
     entries that are in segments. length: entries that have a slot. num_hit: tokens found in the cache by
-    `open`. dropped: positions that the sequence has passed and no longer holds; the next token's position is
-    `length + dropped`. num_sink_tokens: the first entries, which stay when others are dropped (`release`).
-    session: the one that protects its tokens once it has closed, if any.
-
-    ring: its row is a ring: once `length` is `ring.capacity`, new tokens take the slots of old ones, and
-    `dropped` grows instead. ring_end: the highest `position` that a ring ever had, also by steps that were
-    undone (`shrink`), which have written to its slots. ring_undone: how many of these tokens were undone and
-    not computed again, so that `position + ring_undone == ring_end`.
-
-    cross: the cross sequence that it reads (`TokenLedger.open_cross`). num_readers: None except for a cross
-    sequence; how many open sequences read it. reader_namespaces: of a cross sequence; where its readers' tokens
-    are cached. is_kept: False for a cross sequence that was closed, and goes when its last reader closes.
+    `open`. gap: what was dropped. session: the one that protects its tokens once it has closed, if any.
     """
 
-    __slots__ = (
-        "cross",
-        "dropped",
-        "is_kept",
-        "length",
-        "node",
-        "num_hit",
-        "num_readers",
-        "num_sink_tokens",
-        "prompt",
-        "reader_namespaces",
-        "ring",
-        "ring_end",
-        "ring_undone",
-        "root",
-        "row",
-        "session",
-        "shared",
-        "sink_node",
-    )
+    __slots__ = ("gap", "length", "node", "num_hit", "prompt", "root", "row", "session", "shared")
 
-    def __init__(self, row: int, prompt: bytes, root: Segment, node: Segment, shared: int) -> None:
-        self.row = row
+    # Whether each new token takes a slot of its own, so that `extend` need not ask `slots_needed`.
+    slot_per_token: ClassVar[bool] = True
+
+    # The namespaces in which nothing can be hit any more once it is closed.
+    namespaces: Iterable[Namespace] = ()
+
+    row: int
+    root: Segment
+    node: Segment
+    shared: int
+    length: int
+    num_hit: int
+
+    def __init__(self, prompt: bytes, session: Session | None = None) -> None:
+        """Makes one without a row (`enter`)."""
         self.prompt = prompt
-        self.root = root
-        self.node = node
-        # The last segment before the gap, or the root where none is held there; None: the path has no gap.
-        self.sink_node: Segment | None = None
-        self.shared = shared
-        self.length = shared
-        self.num_hit = shared
-        self.dropped = 0
-        self.num_sink_tokens = 0
-        self.session: Session | None = None
-        self.ring: Ring | None = None
-        self.ring_end = 0
-        self.ring_undone = 0
-        self.cross: Sequence | None = None
-        self.num_readers: int | None = None
-        self.reader_namespaces: dict[Namespace, None] = {}  # in the order of the first reader of each
-        self.is_kept = True
+        self.session = session
+        self.gap: Gap = NO_GAP
 
     @property
     def num_private(self) -> int:
@@ -112,24 +83,115 @@ class Sequence:
         return self.length - self.shared
 
     @property
+    def dropped(self) -> int:
+        """Positions that it has passed and no longer holds."""
+        return self.gap.dropped
+
+    @property
     def position(self) -> int:
         """The position of its next token."""
         return self.length + self.dropped
 
     @property
-    def was_overwritten(self) -> bool:
-        """Whether new tokens of a ring ever took slots of old ones; its tokens are then not cached."""
-        return self.ring is not None and self.ring_end > self.ring.capacity
+    def is_whole(self) -> bool:
+        """Whether its entries are its first tokens, unchanged since they were computed."""
+        return not self.gap.dropped
 
     def path(self) -> Iterator[Segment]:
         """Yields the segments that it holds, the deepest first."""
         row = self.row
-        for end in (self.node, self.sink_node):
+        for end in (self.node, self.gap.node):
             node = end
             while node is not None and node.parent is not None and row in node.holders:
                 yield node
                 node = node.parent
 
+    # Opening and closing
+
+    @property
+    def lookup_key(self) -> bytes:
+        """The tokens whose cached prefix, less the last token, it may share."""
+        return self.prompt
+
+    def enter(self, row: int, root: Segment, node: Segment, shared: int) -> None:
+        """Takes a row, whose first `shared` entries are those of the path from `root` to `node`."""
+        self.row = row
+        self.root = root
+        self.node = node
+        self.shared = self.length = shared
+
+    def twin(self) -> Self:
+        """Returns another sequence of this kind for the same text, which has no row yet."""
+        twin = type(self)(self.prompt, self.session)
+        twin.num_hit, twin.gap = self.num_hit, self.gap
+        return twin
+
+    def let_go(self) -> bool:
+        """Ends the hold of whoever has opened it. Returns whether it closes now. Raises ValueError if the hold
+        has ended before."""
+        return True
+
+    def leave(self) -> "Iterable[Sequence]":
+        """Gives up its row. Returns the sequences that close with it, because it alone has kept them open."""
+        self.row = 0
+        return ()
+
+    # Growing and shrinking
+
+    def slots_needed(self, count: int) -> int:
+        """Returns how many slots its next `count` tokens take. Raises ValueError if it cannot be extended by
+        so many."""
+        return count
+
+    def advance(self, count: int) -> None:
+        """Moves it on by `count` tokens, whose slots are allocated."""
+        self.length += count
+
+    def require_shrink(self, count: int) -> None:
+        """Raises ValueError unless its last `count` tokens can be undone."""
+        if not 0 <= count <= self.length - self.shared:
+            raise ValueError(f"{self} cannot free {count} of {self.num_private} private tokens")
+
+    def shrink(self, count: int) -> int:
+        """Moves it back by `count` tokens. Returns how many of its last entries are to be freed."""
+        self.length -= count
+        return count
+
+    def require_branching(self) -> None:
+        """Raises ValueError unless it can be forked, and tokens of it dropped."""
+
+    # What others may hit
+
+    @property
+    def num_publishable(self) -> int:
+        """The first entries that others may hit while it runs."""
+        return 0 if self.gap.dropped else min(self.length, len(self.prompt) // TOKEN_BYTES)
+
+    @property
+    def is_cacheable(self) -> bool:
+        """Whether its tokens can be hit once it is closed."""
+        return not self.gap.dropped
+
+    # Entries and positions
+
+    def entries_at(self, positions: Any) -> Any:
+        """Returns the entries of its newest tokens, by their positions: a tensor or an array of numpy."""
+        return positions - self.gap.dropped
+
+    def positions_of(self, known: Any) -> Any:
+        """Returns the positions of its entries. `known`: what the device memory has for them, which has learned
+        from edits what was dropped; a tensor or an array of numpy."""
+        return known
+
+    def check(self, sequences: "Mapping[int, Sequence]") -> None:
+        """Raises CheckFailed unless its numbers fit each other and those of the other open `sequences`, by
+        row."""
+        path = list(self.path())
+        if sequences.get(self.row) is not self or self.shared != sum(segment.length for segment in path):
+            raise CheckFailed(f"{self} in row {self.row} has a path of {path}")
+        if self.length < self.shared:
+            raise CheckFailed(f"{self} is shorter than its path")
+
     def __repr__(self) -> str:
         dropped = f", dropped={self.dropped}" if self.dropped else ""
-        return f"Sequence(row={self.row}, length={self.length}, shared={self.shared}{dropped})"
+        return f"{type(self).__name__}(row={self.row}, length={self.length}, shared={self.shared}{dropped})"

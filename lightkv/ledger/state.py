@@ -23,10 +23,9 @@ from lightkv.edits import (
 )
 from lightkv.errors import CheckFailed
 
-from . import crosses, rings
 from .prefix_tree import TOKEN_BYTES, Namespace, PrefixTree, Segment
 from .sequence import Sequence, require_sequence
-from .sessions import Session, Sessions
+from .sessions import Sessions
 
 HITS_A_TURNOVER = 32  # hits that let a segment stay for as long as it takes to allocate the whole pool once
 
@@ -67,18 +66,13 @@ class LedgerState:
         edits, self._edits = self._edits, []
         return edits
 
-    def reduce_capacity(self, count: int) -> None:
-        """Removes `count` free tokens from the pool for good."""
-        self.capacity -= count
-        self.num_free -= count
-
     # Sequences
 
-    def open(self, prompt: bytes, namespace: Namespace, session: Session | None = None) -> Sequence:
-        """Opens a sequence in a free row; it holds the longest cached prefix of its prompt."""
-        tree = self.tree
+    def open(self, sequence: Sequence, namespace: Namespace) -> None:
+        """Gives a sequence a free row and the longest cached prefix that it may share."""
+        tree, tokens = self.tree, sequence.lookup_key
         root = tree.root(namespace)
-        path, matched = tree.find(root, prompt, 0, len(prompt) - TOKEN_BYTES)
+        path, matched = tree.find(root, tokens, 0, len(tokens) - TOKEN_BYTES)
         row = self._free_rows.pop()
         root.holders.add(row)
         node, shared = root, 0
@@ -90,9 +84,9 @@ class LedgerState:
             tree.hit(path)
             shared = sum([len(segment.tokens) for segment in path]) // TOKEN_BYTES
             self._edits.append(MapSegments(row, tuple([segment.id for segment in path])))
-        sequence = self.sequences[row] = Sequence(row, prompt, root, node, shared)
-        sequence.session = session
-        return sequence
+        self.sequences[row] = sequence
+        sequence.enter(row, root, node, shared)
+        sequence.num_hit = shared
 
     def fork(self, sequence: Sequence) -> Sequence:
         """Opens a sequence in a free row that holds the same path as `sequence`, which has no private tail
@@ -101,58 +95,36 @@ class LedgerState:
         self.tree.add_holder(sequence.path(), row)
         self._merge_unindexed(sequence)
         sequence.root.holders.add(row)
-        fork = Sequence(row, sequence.prompt, sequence.root, sequence.node, sequence.shared)
-        fork.num_hit = sequence.num_hit
-        fork.session = sequence.session
-        if sequence.cross is not None:
-            self.read_cross(fork, sequence.cross)
-        fork.sink_node, fork.num_sink_tokens, fork.dropped = (
-            sequence.sink_node,
-            sequence.num_sink_tokens,
-            sequence.dropped,
-        )
+        fork = self.sequences[row] = sequence.twin()
+        fork.enter(row, sequence.root, sequence.node, sequence.shared)
         if sequence.row in self._gapped:
             self._gapped.add(row)
-        self.sequences[row] = fork
         self._edits.append(CopyRow(row, sequence.row, sequence.length))
         return fork
 
-    def read_cross(self, sequence: Sequence, cross: Sequence) -> None:
-        """Makes `sequence` a reader of a cross sequence."""
-        assert cross.num_readers is not None
-        cross.num_readers += 1
-        cross.reader_namespaces[sequence.root.namespace] = None
-        sequence.cross = cross
-
     def close(self, sequence: Sequence) -> None:
-        """Closes a sequence whose private tail is cached or freed: it leaves its path, and its row is free."""
+        """Closes a sequence whose private tail is cached or freed, and those that it alone has kept open: it
+        leaves its path, its row is free, and what nothing can hit any more is freed."""
         row, root = sequence.row, sequence.root
         self.leave(sequence, sequence.path())
         root.holders.remove(row)
         self.tree.note_unheld(root)
         self._gapped.discard(row)
-        if sequence.dropped:
+        if sequence.gap.dropped:
             self._edits.append(SetGap(row, 0, 0))
         del self.sequences[row]
         self._free_rows.append(row)
-        sequence.row = 0
-        if (cross := sequence.cross) is not None:
-            assert cross.num_readers is not None
-            cross.num_readers -= 1
-            sequence.cross = None
-            self.close_cross(cross)
+        for namespace in sequence.namespaces:
+            self._clear(namespace)
+        for other in sequence.leave():
+            self.free_range(other.row, other.shared, other.length)
+            self.close(other)
 
-    def close_cross(self, cross: Sequence) -> None:
-        """Closes a cross sequence unless it is read or kept, and frees its slots and what its readers have left
-        cached, which nothing can hit any more."""
-        if cross.num_readers or cross.is_kept:
-            return
-        for namespace in cross.reader_namespaces:
-            root = self.tree.roots.get(namespace)
-            for segment in root.below() if root is not None else ():
-                self._trim(segment, 0)
-        self.free_range(cross.row, 0, cross.length)
-        self.close(cross)
+    def _clear(self, namespace: Namespace) -> None:
+        """Frees what is cached in a namespace, in which no sequence is open."""
+        root = self.tree.roots.get(namespace)
+        for segment in root.below() if root is not None else ():
+            self._trim(segment, 0)
 
     # Entries of rows
 
@@ -308,13 +280,12 @@ class LedgerState:
         num_kept_or_left = num_below + sum(start <= first < end for first in firsts)
         above = path[num_kept_or_left] if num_kept_or_left < len(path) else sequence.root
         if num_below:
-            sequence.sink_node = above
+            sequence.gap = sequence.gap.after(above)
             self._gapped.add(sequence.row)
         else:
             sequence.node = above
-            if sequence.sink_node is not None and start <= sequence.num_sink_tokens:
-                # no segment is left below the gap
-                sequence.sink_node = None
+            if start <= sequence.gap.start:  # no segment is left below the gap
+                sequence.gap = sequence.gap.after(None)
                 self._gapped.discard(sequence.row)
         sequence.shared -= end - start
         self.leave(sequence, path[num_below:num_kept_or_left])
@@ -347,8 +318,9 @@ class LedgerState:
             sequence.shared -= node.length
             node.holders.clear()
             node = node.parent
-        if sequence.sink_node is not None and sequence.row not in node.holders:
-            node, sequence.sink_node = sequence.sink_node, None
+        above = sequence.gap.node
+        if above is not None and sequence.row not in node.holders:
+            node, sequence.gap = above, sequence.gap.after(None)
             self._gapped.discard(sequence.row)
         sequence.node = node
 
@@ -447,20 +419,14 @@ class LedgerState:
         holders: dict[Segment, set[int]] = {}
         private = 0
         for row, sequence in self.sequences.items():
-            path = list(sequence.path())
-            if sequence.row != row or sequence.shared != sum(segment.length for segment in path):
-                raise CheckFailed(f"{sequence} in row {row} has a path of {path}")
-            if sequence.length < sequence.shared:
-                raise CheckFailed(f"{sequence} is shorter than its path")
+            sequence.check(self.sequences)
             private += sequence.num_private
+            path = list(sequence.path())
             for segment in path:
                 holders.setdefault(segment, set()).add(row)
-            has_gap = sequence.sink_node is not None
+            has_gap = sequence.gap.node is not None
             if (row in self._gapped) != has_gap or row not in sequence.root.holders:
                 raise CheckFailed(f"{sequence} has a path of {path}, and its gap or its root does not say so")
-            if sequence.ring is not None:
-                rings.check(sequence)
-        crosses.check(self.sequences)
         cached = shared = 0
         for segment in {*self.tree, *holders}:
             if segment.holders != holders.get(segment, set()):

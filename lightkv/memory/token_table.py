@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from lightkv.counts import checked_count
-from lightkv.triton_kernels.layout.ring import Ring
 
 from .device import usable_device
 from .staging import upload
@@ -64,21 +63,22 @@ class TokenTable:
             return first
         return np.repeat(first - ends + count, count) + np.arange(ends[-1] if ends.size else 0)
 
-    def entries_in_rings(
-        self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, rings: Sequence[Ring | None]
-    ) -> np.ndarray:
-        """Returns what `entries` returns, for rows that are rings or, where None, are not; `starts` are
-        positions. Raises IndexError."""
-        parts = []
-        for row, start, count, ring in zip(rows, starts, counts, rings, strict=True):
-            if ring is None:
-                parts.append(self.entries([row], [start], [count]))
-                continue
-            self.entries([row], [0], [ring.capacity])  # raises for rows that the ring does not fit
-            positions = np.arange(start, start + count)
-            within = ring.sinks + (positions - ring.sinks) % ring.size
-            parts.append(row * self.max_entries + np.where(positions < ring.sinks, positions, within))
-        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+    def places(self, rows: np.ndarray, entries: np.ndarray) -> np.ndarray:
+        """Returns where entry `entries[i]` of row `rows[i]` is in the flattened table, for integers of any
+        order.
+
+        int64 `[n]` on the host. Raises IndexError for places outside the table.
+        """
+        if len(rows) and (
+            min(rows.min(), entries.min()) < 0
+            or rows.max() > self.max_sequences
+            or entries.max() >= self.max_entries
+        ):
+            raise IndexError(
+                f"rows {rows.min()} to {rows.max()} and entries {entries.min()} to {entries.max()}, in a table "
+                f"of {self.max_sequences + 1} rows of {self.max_entries} entries"
+            )
+        return rows * self.max_entries + entries
 
     def read(self, entries: torch.Tensor) -> torch.Tensor:
         """Returns the slots at `entries` (int64 `[n]` on the table's device): int32 `[n]`."""

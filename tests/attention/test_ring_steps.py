@@ -64,7 +64,7 @@ def test_rings_step_by_step(backend: str, window: int, ring: Ring, alibi: bool, 
         backend, device, [LayerShape(HEADS, DIM, KV_HEADS, options)], rotary if ring.sinks else None
     )
     cache = make_cache(device)
-    sequences = [cache.open([1] * 60, ring=ring) for _ in range(2)]
+    sequences = [cache.open_ring([1] * 60, ring) for _ in range(2)]
     keys: dict[int, list[torch.Tensor]] = {one.row: [] for one in sequences}
     values: dict[int, list[torch.Tensor]] = {one.row: [] for one in sequences}
     plan = [([0], 17), ([0], 3), ([1], 9), ([0], 1), ([0], 3), *[([0, 1], 1)] * 14, ([0, 1], 1), ([1], 2)]
@@ -164,19 +164,16 @@ def test_cross_attention(backend: str, static: bool, device: torch.device) -> No
         _, k, v = tokens(length, device)
         layer.write_cross(k, v, cache.slots(cross), cache.memory)
         written.append((cross, k.view(-1, KV_HEADS, DIM), v.view(-1, KV_HEADS, DIM)))
-    first = cache.open([1, 2, 3, 4], cross=written[0][0])
+    first = cache.open_reader([1, 2, 3, 4], written[0][0])
     cache.extend([first], [4])
-    readers = [first, cache.fork(first), cache.open([5] * 7, cross=written[1][0]), cache.open([6])]
+    fork, other = cache.fork(first), cache.open_reader([5] * 7, written[1][0])
     assert cache.num_held == 38 + 4
-    batch = [readers[2], readers[0], readers[1], readers[3]]  # a prefill of 7, then decodes
+    batch = [other, first, fork, cache.open([6])]  # a prefill of 7, then decodes
     starts = [one.length for one in batch]
     cache.extend(batch, [7, 1, 1, 1])
     made = Batch.of([one.row for one in batch], starts, [7, 1, 1, 1], 1)
-    read = [one.cross for one in batch]
-    numbers = (
-        [0 if one is None else one.row for one in read],
-        [0 if one is None else one.length for one in read],
-    )
+    read = [written[1][0], written[0][0], written[0][0]]
+    numbers = [*(one.row for one in read), 0], [*(one.length for one in read), 0]
     if static:
         tensors = StaticStep(BatchShape(14, 2, 5), cache.memory)
         step, static_cross = tensors.load(made), StaticCross(tensors)

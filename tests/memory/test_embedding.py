@@ -331,7 +331,7 @@ def random_verbs(cache: KVCache, rng: random.Random, num_verbs: int) -> set[str]
                 case "truncate" if one:
                     cache.truncate(one, rng.randint(0, one.length))
                 case "release" if one:
-                    cache.release(one, rng.randint(0, one.length // 2), one.num_sink_tokens)
+                    cache.release(one, rng.randint(0, one.length // 2), one.gap.start)
                 case "keep" if one:
                     entries = rng.sample(range(one.shared, one.length), rng.randint(0, one.num_private))
                     cache.keep(one, torch.tensor(entries, dtype=torch.int64, device=cache.memory.device))

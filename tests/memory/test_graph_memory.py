@@ -98,11 +98,11 @@ def test_replays_and_eager_verbs_mix_freely() -> None:
         elif kind == "truncate":
             ledger.truncate(chosen, rng.randint(0, chosen.length))
         elif kind == "release":
-            sink_tokens = chosen.num_sink_tokens if chosen.dropped else min(4, chosen.length)
+            sink_tokens = chosen.gap.start if chosen.dropped else min(4, chosen.length)
             num_released_again += chosen.dropped > 0
             ledger.release(chosen, rng.randint(0, chosen.length - sink_tokens), sink_tokens)
         elif kind == "keep":
-            choice = range(max(chosen.shared, chosen.num_sink_tokens), chosen.length)
+            choice = range(max(chosen.shared, chosen.gap.start), chosen.length)
             entries = rng.sample(choice, rng.randint(0, len(choice)))
             if ledger.keep(chosen, len(entries)):
                 kept.append(torch.tensor(entries, dtype=torch.int64))

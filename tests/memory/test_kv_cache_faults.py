@@ -11,6 +11,7 @@ import torch
 from lightkv import KVCache, KVSpec, LightKVError, OutOfTokens, WrongThread
 from lightkv.kv_cache import ExportedKV
 from lightkv.ledger.sequence import Sequence
+from lightkv.triton_kernels.layout.ring import Ring
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=1, k_dim=2, v_dim=1, dtype=torch.float32)
 IDS = [1, 2, 3, 4]
@@ -64,6 +65,8 @@ CHANGING: dict[str, Callable[[KVCache, Sequence], object]] = {
     "close": lambda cache, one: cache.close(one),
     "evict": lambda cache, one: cache.evict(0),
     "open_cross": lambda cache, one: cache.open_cross(2),
+    "open_reader": lambda cache, one: cache.open_reader([5], cache.open_cross(2)),
+    "open_ring": lambda cache, one: cache.open_ring([5], Ring(1, 4)),
     "import_sequence": lambda cache, one: cache.import_sequence([7, 8, 9], exported()),
 }
 READING: dict[str, Callable[[KVCache, Sequence], object]] = {
@@ -113,7 +116,8 @@ def test_a_verb_of_another_thread_is_refused(name: str, device: torch.device) ->
 
 NAMING = sorted(
     set(VERBS)
-    - {"open", "open_cross", "match", "confirm", "retract", "evict", "import_sequence", "memory_map", "check"}
+    - {"open", "open_cross", "open_reader", "open_ring", "match", "confirm", "retract", "evict"}
+    - {"import_sequence", "memory_map", "check"}
 )
 
 

@@ -9,6 +9,7 @@ import torch
 
 from lightkv import InvalidFree, KVCache, KVSpec
 from lightkv.errors import CheckFailed
+from lightkv.ledger.crosses import CrossSequence, ReaderSequence
 from lightkv.ledger.sequence import Sequence
 from lightkv.ledger.state import LedgerState
 from lightkv.triton_kernels.layout.ring import Ring
@@ -30,8 +31,8 @@ class World:
     evicted: Sequence  # has dropped private tokens
     ring: Sequence  # is full and has written over its slots
     young: Sequence  # a ring that is not full
-    cross: Sequence
-    reader: Sequence
+    cross: CrossSequence
+    reader: ReaderSequence
 
     @property
     def state(self) -> LedgerState:
@@ -65,12 +66,13 @@ def make_world(device: torch.device) -> World:
     cache.release(gapped, 4, sink_tokens=2)
     evicted = fill(cache.open([30, 31, 32, 33, 34]), 5)
     cache.keep(evicted, torch.tensor([0, 2, 4], device=device))
-    ring = fill(cache.open([40, 41, 42], ring=WINDOW), 3)
+    ring = fill(cache.open_ring([40, 41, 42], WINDOW), 3)
     for _ in range(10):
         fill(ring, 1)
-    young = fill(cache.open([43, 44], ring=WINDOW), 2)
+    young = fill(cache.open_ring([43, 44], WINDOW), 2)
     cross = cache.open_cross(5)
-    reader = fill(cache.open([70, 71], cross=cross), 2)
+    reader = cache.open_reader([70, 71], cross)
+    cache.extend([reader], [2])
     cache.check()
     return World(cache, plain, fork, gapped, evicted, ring, young, cross, reader)
 
@@ -92,6 +94,10 @@ def add_at(tensor: Callable[[World], torch.Tensor], at: int, by: int) -> Callabl
         tensor(world)[at] += by
 
     return plant
+
+
+def add_dropped(sequence: Sequence, by: int) -> None:
+    sequence.gap = sequence.gap._replace(dropped=sequence.gap.dropped + by)
 
 
 def swap_slots(slots: torch.Tensor) -> None:
@@ -132,16 +138,14 @@ def forget_end(world: World) -> None:
 
 def swap_cross(world: World) -> None:
     other = world.cache.open_cross(2)
-    assert other.num_readers is not None
-    assert world.cross.num_readers is not None
-    other.num_readers += 1
-    world.cross.num_readers -= 1
+    other.readers.add(world.reader.row)
+    world.cross.readers.clear()
     world.reader.cross = other
 
 
 def close_cross_row(world: World) -> None:
     world.cache.close(world.cross)
-    world.cross.num_readers = 0
+    world.cross.readers.clear()
 
 
 PLANTED: dict[str, dict[str, Callable[[World], object]]] = {
@@ -178,12 +182,16 @@ PLANTED: dict[str, dict[str, Callable[[World], object]]] = {
         "a holder less": lambda world: world.plain.node.holders.discard(world.fork.row),
     },
     "dropped": {
-        "one more, of its path": add(lambda world: world.gapped, "dropped", 1),
-        "one less, of its path": add(lambda world: world.gapped, "dropped", -1),
-        "one more, of its own": add(lambda world: world.evicted, "dropped", 1),
-        "none": lambda world: setattr(world.evicted, "dropped", 0),
-        "one, of none": add(lambda world: world.plain, "dropped", 1),
-        "one, of a fork's none": add(lambda world: world.fork, "dropped", 1),
+        "one more, of its path": lambda world: add_dropped(world.gapped, 1),
+        "one less, of its path": lambda world: add_dropped(world.gapped, -1),
+        "one more, of its own": lambda world: add_dropped(world.evicted, 1),
+        "none": lambda world: add_dropped(world.evicted, -world.evicted.dropped),
+        "one, of none": lambda world: add_dropped(world.plain, 1),
+        "one, of a fork's none": lambda world: add_dropped(world.fork, 1),
+        "one, of a ring by edits": lambda world: add_dropped(world.ring, 1),
+        "its end in the path": lambda world: setattr(
+            world.gapped, "gap", world.gapped.gap._replace(node=None)
+        ),
         "one more, of a ring": add(lambda world: world.ring, "dropped", 1),
         "one less, of a ring": add(lambda world: world.ring, "dropped", -1),
         "one, of a young ring": add(lambda world: world.young, "dropped", 1),
@@ -195,11 +203,10 @@ PLANTED: dict[str, dict[str, Callable[[World], object]]] = {
         "positions beyond its next": shift_positions,
     },
     "readers": {
-        "one more": add(lambda world: world.cross, "num_readers", 1),
-        "one less": add(lambda world: world.cross, "num_readers", -1),
-        "none of a cross sequence": lambda world: setattr(world.cross, "num_readers", None),
-        "of a sequence that is none": lambda world: setattr(world.plain, "num_readers", 1),
-        "their namespaces": lambda world: world.cross.reader_namespaces.clear(),
+        "one more": lambda world: world.cross.readers.add(world.plain.row),
+        "a row that is not open": lambda world: world.cross.readers.add(12),
+        "one less": lambda world: world.cross.readers.clear(),
+        "their namespaces": lambda world: world.cross.namespaces.clear(),
     },
     "sessions": {
         "its protection": add(
@@ -214,14 +221,13 @@ PLANTED: dict[str, dict[str, Callable[[World], object]]] = {
     "rings": {
         "a slot less": add(lambda world: world.ring, "length", -1),
         "a slot more": add(lambda world: world.young, "length", 1),
-        "tokens undone": add(lambda world: world.ring, "ring_undone", 1),
-        "where it was": add(lambda world: world.ring, "ring_end", -1),
-        "where it never was": add(lambda world: world.young, "ring_end", 1),
+        "tokens undone": add(lambda world: world.ring, "undone", 1),
+        "where it was": add(lambda world: world.ring, "end", -1),
+        "where it never was": add(lambda world: world.young, "end", 1),
         "another ring": lambda world: setattr(world.ring, "ring", Ring(sinks=2, size=5)),
-        "no ring": lambda world: setattr(world.ring, "ring", None),
     },
     "cross": {
-        "read by none": lambda world: setattr(world.reader, "cross", None),
+        "not in its row": lambda world: setattr(world.reader, "row", world.plain.row),
         "another one": swap_cross,
         "a sequence that is none": lambda world: setattr(world.reader, "cross", world.plain),
         "closed while it is read": close_cross_row,
@@ -258,9 +264,9 @@ def test_wrong_entries_and_counts_are_found_in_any_state(device: torch.device) -
     for step in range(240):
         life.step()
         for sequence in list(life.cache.ledger.sequences) if step % 8 == 0 else ():
-            sequence.dropped += 1
+            add_dropped(sequence, 1)
             assert is_found(life.cache)
-            sequence.dropped -= 1
+            add_dropped(sequence, -1)
             if sequence.row in dropped:
                 positions, count = dropped[sequence.row]
                 dropped[sequence.row] = positions, count - 1

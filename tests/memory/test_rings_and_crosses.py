@@ -6,13 +6,18 @@ slot with two owners, a lost slot and one that is freed too early all show.
 
 import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from lightkv import KVCache, KVSpec, OutOfRows, OutOfTokens, SequenceTooLong
-from lightkv.edits import Edit, decode, encode
+from lightkv.edits import Alloc, Edit, decode, encode
+from lightkv.ledger.crosses import ReaderSequence
+from lightkv.ledger.rings import RingSequence
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.triton_kernels.layout.ring import Ring
@@ -34,9 +39,13 @@ class Text:
     written: list[int] = field(default_factory=list)
     cross: "Text | None" = None
 
+    @property
+    def ring(self) -> Ring | None:
+        return self.sequence.ring if isinstance(self.sequence, RingSequence) else None
+
     def held(self) -> list[int]:
         """The positions of its entries, by the definition of a ring."""
-        ring, count = self.sequence.ring, len(self.written)
+        ring, count = self.ring, len(self.written)
         if ring is None:
             return list(range(count))
         entries: dict[int, int] = {}
@@ -73,11 +82,17 @@ class Life:
     def open(self) -> None:
         rng = self.rng
         prompt = [rng.randrange(2) for _ in range(rng.randint(1, 12))]
-        ring = rng.choice([None, Ring(2, 8, 3), Ring(4, 5, 1), Ring(0, 6, 6)])
-        cross = rng.choice([None, None, *self.crosses])
-        sequence = self.cache.open(prompt, (), ring=ring, cross=None if cross is None else cross.sequence)
-        text = Text(sequence, prompt, 0 if cross is None else cross.namespace, cross=cross)
-        assert ring is None or sequence.length <= ring.sinks
+        cross = rng.choice([None, None, None, *self.crosses])
+        if cross is not None:
+            sequence: Sequence = self.cache.open_reader(prompt, cross.sequence)
+            text = Text(sequence, prompt, cross.namespace, cross=cross)
+        elif (ring := rng.choice([None, Ring(2, 8, 3), Ring(4, 5, 1), Ring(0, 6, 6)])) is not None:
+            sequence = self.cache.open_ring(prompt, ring)
+            text = Text(sequence, prompt, 0)
+            assert sequence.length <= ring.sinks
+        else:
+            sequence = self.cache.open(prompt)
+            text = Text(sequence, prompt, 0)
         for _ in range(sequence.length):
             text.written.append(self.number(text))
         self.texts.append(text)
@@ -98,7 +113,7 @@ class Life:
         batch = self.rng.sample(self.texts, self.rng.randint(0, len(self.texts)))
         counts = []
         for text in batch:
-            ring = text.sequence.ring
+            ring = text.ring
             counts.append(self.rng.randint(1, 3 if ring is None else ring.room(text.sequence.position)))
         slots = self.cache.extend([text.sequence for text in batch], counts)
         numbers = []
@@ -113,19 +128,19 @@ class Life:
         if not self.texts:
             return
         text = self.rng.choice(self.texts)
-        sequence = text.sequence
-        count = 2 if sequence.ring is None else sequence.ring.room(sequence.position)
+        sequence, ring = text.sequence, text.ring
+        count = 2 if ring is None else ring.room(sequence.position)
         before = sequence.length, sequence.position
-        seen = None if sequence.ring is None else sequence.ring.first_key(sequence.position - 1)
+        seen = None if ring is None else ring.first_key(sequence.position - 1)
         slots = self.cache.extend([sequence], [count])
         positions = range(before[1], before[1] + count)
         self.cache.memory.pool.kv(0)[slots] = -1.0
         self.cache.shrink([sequence], [count])
         assert (sequence.length, sequence.position) == before
-        if sequence.ring is not None and sequence.position >= sequence.ring.capacity:
+        if ring is not None and sequence.position >= ring.capacity:
             # What the failed step overwrote is dropped: it is not what the next token sees.
-            gone = {position - sequence.ring.size for position in positions}
-            first = sequence.ring.first_key(sequence.position)
+            gone = {position - ring.size for position in positions}
+            first = ring.first_key(sequence.position)
             assert all(position < first for position in gone)
             assert seen is not None
             for position in gone:
@@ -140,12 +155,15 @@ class Life:
         if not self.texts:
             return
         text = self.rng.choice(self.texts)
-        if text.sequence.ring is not None:
+        if text.ring is not None:
             with pytest.raises(ValueError, match="is a ring, whose slots are written again"):
                 self.cache.fork(text.sequence)
             return
         fork = self.cache.fork(text.sequence)
-        assert fork.cross is text.sequence.cross
+        assert type(fork) is type(text.sequence)
+        if isinstance(fork, ReaderSequence):
+            assert text.cross is not None
+            assert fork.cross is text.cross.sequence
         self.texts.append(Text(fork, list(text.prompt), text.namespace, list(text.written), text.cross))
 
     def close(self) -> None:
@@ -220,9 +238,56 @@ def test_random_lives(seed: int, device: torch.device) -> None:
     assert life.cache.num_free == life.cache.capacity
 
 
+@pytest.mark.parametrize("ring", [Ring(2, 6, 2), Ring(0, 5), Ring(4, 1), Ring(7, 3, 3)])
+@pytest.mark.parametrize("numbers", [np.array, torch.tensor], ids=["numpy", "torch"])
+def test_entries_and_positions_of_a_ring(ring: Ring, numbers: Callable[[list[int]], Any]) -> None:
+    newest: dict[int, int] = {}  # of each entry
+    entries = [p if p < ring.sinks else ring.sinks + (p - ring.sinks) % ring.size for p in range(40)]
+    assert ring.entries(numbers(list(range(40)))).tolist() == entries
+    for position, entry in enumerate(entries):
+        assert ring.entries(position) == entry
+        newest[entry] = position
+        used = sorted(newest)
+        assert used == list(range(min(position + 1, ring.capacity)))
+        assert ring.positions(numbers(used), position + 1).tolist() == [newest[one] for one in used]
+
+
+def test_rings_and_plain_sequences_grow_in_one_step(device: torch.device) -> None:
+    """A full ring takes no slot, one that is not takes its last one, and the slots of all come in order."""
+    cache = make_cache(device)
+    full, nearly = cache.open_ring([1] * 30, Ring(2, 6, 3)), cache.open_ring([2] * 30, Ring(0, 5, 3))
+    plain = cache.open([3, 4, 5])
+    cache.extend([full, nearly, plain], [8, 4, 3])
+    cache.release(plain, 1)
+    edits: list[Edit] = []
+    cache.on_edits = lambda new, _: edits.extend(new)
+    slots = cache.extend([plain, full, nearly], [2, 3, 1]).tolist()
+    (edit,) = edits
+    assert edit == Alloc((plain.row, nearly.row), (2, 4), (2, 1))
+    expected = [*cache.slots(plain)[2:4].tolist(), *cache.slots(full)[2:5].tolist()]
+    assert slots == [*expected, *cache.slots(nearly)[4:].tolist()]
+    cache.check()
+    held = [(one.length, one.position) for one in (full, nearly, plain)]
+    edits.clear()
+    for count, match in [(4, "which takes 3 at once"), (0, "at least one of each")]:
+        with pytest.raises(ValueError, match=match):
+            cache.extend([plain, full], [1, count])
+    assert held == [(one.length, one.position) for one in (full, nearly, plain)]
+    assert edits == []
+
+
+def test_places_outside_the_table_are_refused(device: torch.device) -> None:
+    table = make_cache(device, rows=6, entries=24).memory.table
+    assert table.places(np.array([2, 0]), np.array([23, 0])).tolist() == [2 * 24 + 23, 0]
+    assert table.places(np.zeros(0, np.int64), np.zeros(0, np.int64)).tolist() == []
+    for row, entry in [(7, 0), (-1, 0), (1, 24), (1, -1)]:
+        with pytest.raises(IndexError, match="7 rows of 24 entries"):
+            table.places(np.array([1, row]), np.array([1, entry]))
+
+
 def test_a_ring_keeps_its_slots(device: torch.device) -> None:
     cache = make_cache(device)
-    sequence = cache.open([1] * 30, ring=Ring(2, 6, 2))
+    sequence = cache.open_ring([1] * 30, Ring(2, 6, 2))
     edits: list[Edit] = []
     cache.extend([sequence], [8])
     slots = cache.slots(sequence).tolist()
@@ -250,7 +315,7 @@ def test_a_ring_keeps_its_slots(device: torch.device) -> None:
 
 def test_a_ring_whose_failed_step_overwrote_tokens_caches_none(device: torch.device) -> None:
     cache = make_cache(device)
-    sequence = cache.open([1, 2, 3, 4, 5, 6, 7], ring=Ring(1, 4, 2))
+    sequence = cache.open_ring([1, 2, 3, 4, 5, 6, 7], Ring(1, 4, 2))
     cache.extend([sequence], [5])
     cache.extend([sequence], [2])  # the slots of positions 1 and 2
     cache.shrink([sequence], [2])
@@ -268,7 +333,7 @@ def test_steps_of_a_ring_are_not_undone_one_by_one_past_what_they_overwrote(
     ring: Ring, steps: list[int], device: torch.device
 ) -> None:
     cache = make_cache(device)
-    sequence = cache.open([1] * 30, ring=ring)
+    sequence = cache.open_ring([1] * 30, ring)
     for count in steps:
         cache.extend([sequence], [count])
     end = sequence.position
@@ -287,11 +352,11 @@ def test_a_ring_shares_its_sinks_alone(device: torch.device) -> None:
     plain = cache.open([1, 2, 3, 4, 5, 6])
     cache.extend([plain], [6])
     cache.publish(plain)
-    first = cache.open([1, 2, 3, 4, 5, 6, 7], ring=Ring(3, 6))
+    first = cache.open_ring([1, 2, 3, 4, 5, 6, 7], Ring(3, 6))
     assert (first.length, first.shared, cache.num_held) == (3, 3, 6)
     with pytest.raises(SequenceTooLong):
-        cache.open([1], ring=Ring(3, 22))
-    other = cache.open([9, 8, 7, 6], ring=Ring(3, 6))
+        cache.open_ring([1], Ring(3, 22))
+    other = cache.open_ring([9, 8, 7, 6], Ring(3, 6))
     cache.extend([other], [4])
     cache.publish(other)
     assert cache.match([9, 8, 7, 6, 5]) == 3
@@ -305,7 +370,7 @@ def test_a_cross_sequence_goes_with_its_last_reader(device: torch.device) -> Non
     cross = cache.open_cross(10)
     slots = cache.slots(cross).tolist()
     assert len(set(slots)) == 10
-    first = cache.open([1, 2, 3], cross=cross)
+    first = cache.open_reader([1, 2, 3], cross)
     cache.extend([first], [3])
     beams = [cache.fork(first) for _ in range(3)]
     assert (cache.num_held, cross.num_readers) == (13, 4)
@@ -314,7 +379,7 @@ def test_a_cross_sequence_goes_with_its_last_reader(device: torch.device) -> Non
         ("written once, read", lambda: cache.truncate(cross, 2)),
         ("keeps its length", lambda: cache.extend([cross], [1])),
         ("keeps its length", lambda: cache.shrink([cross], [1])),
-        ("no cross sequence", lambda: cache.open([1], cross=first)),
+        ("no cross sequence", lambda: cache.open_reader([1], first)),
         ("at least one", lambda: cache.open_cross(0)),
     ]:
         with pytest.raises(ValueError, match=match):
@@ -334,11 +399,11 @@ def test_a_cross_sequence_goes_with_its_last_reader(device: torch.device) -> Non
 def test_only_readers_of_one_cross_sequence_share_tokens(device: torch.device) -> None:
     cache = make_cache(device)
     crosses = [cache.open_cross(2), cache.open_cross(2)]
-    first = cache.open([1, 2, 3], cross=crosses[0])
+    first = cache.open_reader([1, 2, 3], crosses[0])
     cache.extend([first], [3])
     cache.publish(first)
-    assert cache.open([1, 2, 3], cross=crosses[0]).num_hit == 2
-    assert cache.open([1, 2, 3], cross=crosses[1]).num_hit == 0
+    assert cache.open_reader([1, 2, 3], crosses[0]).num_hit == 2
+    assert cache.open_reader([1, 2, 3], crosses[1]).num_hit == 0
     assert cache.open([1, 2, 3]).num_hit == 0
 
 
@@ -351,12 +416,12 @@ def test_what_readers_leave_cached_goes_with_the_cross_sequence(order: str, devi
     cache.close(plain)
     cross = cache.open_cross(2)
     for namespace in ((), ("salt",)):
-        first = cache.open([1, 2, 3], namespace, cross=cross)
+        first = cache.open_reader([1, 2, 3], cross, namespace)
         cache.extend([first], [3])
         cache.publish(first)
         cache.confirm()
         cache.close(first)
-    last = cache.open([1, 2, 9], cross=cross)
+    last = cache.open_reader([1, 2, 9], cross)
     cache.extend([last], [1])
     cache.publish(last)
     assert (last.num_hit, cache.num_cached) == (2, 4 + 1 + 3)
@@ -372,7 +437,7 @@ def test_what_readers_leave_cached_goes_with_the_cross_sequence(order: str, devi
 
 def test_readers_of_a_cross_sequence_have_namespaces_that_no_caller_can_name(device: torch.device) -> None:
     cache = make_cache(device)
-    first = cache.open([1, 2, 3], cross=cache.open_cross(2))
+    first = cache.open_reader([1, 2, 3], cache.open_cross(2))
     cache.extend([first], [3])
     cache.publish(first)
     assert cache.match([1, 2, 3], ("cross", 1)) == 0

@@ -42,8 +42,8 @@ VERBS: dict[str, tuple[Callable[[KVCache, Any], object], str]] = {
         r"\{1, 2\}.*give a list of integers",
     ),
     "a namespace in a list": (lambda cache, one: cache.open([1], ["a"]), r"\['a'\].*give a tuple"),
-    "a number as ring": (lambda cache, one: cache.open([1], ring=5), "ring is 5.*give a Ring"),
-    "a number as cross": (lambda cache, one: cache.open([1], cross=5), "got 5.*open or fork returned"),
+    "a number as ring": (lambda cache, one: cache.open_ring([1], 5), "ring is 5.*give a Ring"),
+    "a number as cross": (lambda cache, one: cache.open_reader([1], 5), "got 5.*open or fork returned"),
     "one sequence": (
         lambda cache, one: cache.extend(one, [1]),
         r"sequences is Sequence.*such as \[sequence\]",

@@ -182,7 +182,7 @@ class Life:
             return
         count = self.rng.randint(1, length - sink_tokens)
         free = self.cache.num_free
-        has_both = shadow.sequence.sink_node is not None
+        has_both = shadow.sequence.gap.node is not None
         if shadow.dropped and (
             sink_tokens > shadow.num_sink_tokens or (sink_tokens < shadow.num_sink_tokens and has_both)
         ):

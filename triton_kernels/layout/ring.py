@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -53,3 +54,14 @@ class Ring:
         """Returns how many tokens from `position` on may be written at once: none takes the entry of a token
         that one of them sees."""
         return self.capacity + self.dropped(position) - position
+
+    def entries(self, positions: Any) -> Any:
+        """Returns the entry of each position: integers, alone or in an array of numpy or a tensor."""
+        beyond = positions - self.sinks
+        return positions - (beyond - beyond % self.size) * (beyond >= 0)
+
+    def positions(self, entries: Any, end: int) -> Any:
+        """Returns the newest position at each entry before `end`, the position of the next token. `entries`:
+        integers that are in use, alone or in an array of numpy or a tensor."""
+        latest = end - 1 - (end - 1 - entries) % self.size
+        return entries + (latest - entries) * (entries >= self.sinks)

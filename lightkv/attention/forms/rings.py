@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lightkv.attention.backend import AttentionBackend
-from lightkv.attention.batch import Batch
+from lightkv.attention.batch import Batch, packed_positions
 from lightkv.attention.biased_attention import attend_with_bias
 from lightkv.attention.step import Step
 from lightkv.attention.torch_backend import TorchAttention
@@ -82,8 +82,8 @@ class _OnRings(Form):
         )
 
     def places(self, numbers: Numbers, table: TokenTable) -> np.ndarray:
-        rings = [self.ring] * len(numbers.rows)
-        return table.entries_in_rings(numbers.rows, numbers.starts, numbers.counts, rings)
+        positions = packed_positions(numbers.starts, numbers.counts)
+        return table.places(np.repeat(numbers.rows, numbers.counts), self.ring.entries(positions))
 
 
 class _Plan(NamedTuple):
