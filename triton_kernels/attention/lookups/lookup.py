@@ -99,8 +99,8 @@ class Lookup(ABC):
         return ()
 
     def kept(self) -> Any:
-        """Returns the tensors that `attend_kept` gets as `index.kept`. In a tuple with tensors, Triton 3.6 loses
-        constants, so `data` has those."""
+        """Returns the tensors that `attend_kept` gets as `index.kept`. In a tuple with tensors, Triton 3.6
+        loses constants, so `data` has those."""
         return ()
 
     @abstractmethod
