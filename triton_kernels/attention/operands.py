@@ -76,6 +76,8 @@ def rebuild_operands(variants: str, tensors: Sequence[Tensor | None], numbers: S
     lookup = LOOKUPS[which].rebuild(
         FlatLookup(tensors[_KV_TENSORS:end_tensors], [int(one) for one in numbers[_KV_NUMBERS:end_numbers]])
     )
-    found = Index(index, index.stride(0), tl.constexpr(lookup.page_shift), lookup.hooks, lookup.data())
+    found = Index(
+        index, index.stride(0), tl.constexpr(lookup.page_shift), lookup.hooks, lookup.data(), lookup.kept()
+    )
     flat = Flat(variants, list(tensors[end_tensors:]), list(numbers[end_numbers:]))  # type: ignore[arg-type]
     return Operands(cache, found, rebuild(flat, VARIANTS), code, (k_bits, v_bits))

@@ -48,14 +48,15 @@ class Cache(NamedTuple):
 
 
 class Index(NamedTuple):
-    """`PagedKV.index`, and how it finds a token's slot: `SHIFT` of pages, and `hooks` and `data` of the
-    lookup (`lookups/lookup.py`)."""
+    """`PagedKV.index`, and how it finds a token's slot: `SHIFT` of pages, and `hooks`, `data` and `kept`
+    of the lookup (`lookups/lookup.py`)."""
 
     entries: Any
     stride: Any
     SHIFT: Any
     hooks: Any
     data: Any
+    kept: Any
 
 
 class Sums(NamedTuple):

@@ -98,6 +98,11 @@ class Lookup(ABC):
         """Returns what its hooks get as `index.data`, a named tuple."""
         return ()
 
+    def kept(self) -> Any:
+        """Returns the tensors that `attend_kept` gets as `index.kept`. In a tuple with tensors, Triton 3.6
+        loses constants, so `data` has those."""
+        return ()
+
     @abstractmethod
     def flat(self) -> FlatLookup:
         """Returns it as an operator takes it."""

@@ -19,11 +19,9 @@ from .ring_sinks import SinkRotation, attend_sinks, check_rotation, rotation_for
 
 
 class _Data(NamedTuple):
-    """`cos`, `sin`: of `SinkRotation`, or None. `PAIRS`: of dims that it rotates. `SEEN`: the sinks that the
+    """`PAIRS`: of dims that the rotation turns. `SEEN`: the sinks that the
     layer sees, all or none."""
 
-    cos: Tensor | None
-    sin: Tensor | None
     SINKS: Any
     SIZE: Any
     SEEN: Any
@@ -138,14 +136,16 @@ class RingRows(Lookup):
         return replace(self, is_limited=True) if limits else self
 
     def data(self) -> _Data:
-        cos, sin = self.rotation or (None, None)
         numbers = (
             self.ring.sinks,
             self.ring.size,
             0 if self.is_limited else self.ring.sinks,
-            0 if cos is None else cos.shape[1],
+            0 if self.rotation is None else self.rotation.cos.shape[1],
         )
-        return _Data(cos, sin, *map(tl.constexpr, numbers))
+        return _Data(*map(tl.constexpr, numbers))
+
+    def kept(self) -> SinkRotation | tuple[None, None]:
+        return self.rotation or (None, None)
 
     def flat(self) -> FlatLookup:
         ring = self.ring

@@ -95,8 +95,8 @@ def attend_sinks(
     PAIRS: tl.constexpr = index.data.PAIRS
     count = tl.where(query.is_first, tl.minimum(tl.load(query.lengths + query.request), index.data.SEEN), 0)
     here = query.in_tile & (count > 0)
-    cos = index.data.cos
-    sin = index.data.sin
+    cos = index.kept[0]
+    sin = index.kept[1]
     if cos is not None:
         cos += query.request * PAIRS
         sin += query.request * PAIRS
