@@ -33,7 +33,7 @@ class Launch(NamedTuple):
 
 
 # The interpreter counts as a small GPU, so that tests on a CPU have several tiles and several splits.
-_INTERPRETER = DeviceClass(num_multiprocessors=4, shared_memory=64 * 1024, major=8)
+INTERPRETER = DeviceClass(num_multiprocessors=4, shared_memory=64 * 1024, major=8)
 
 DECODE_UNIT = 32  # keys; every part of a request except its last has a multiple of it
 MOST_DECODE_ROWS = 256  # of a tile; more do not fit in registers
@@ -58,22 +58,12 @@ _HOPPER_LAUNCHES = {
 }
 _REDUCTION_BYTES = 2048  # of shared memory, for the softmax's reductions
 
-# How many counts of blocks a search for free slots reads at a time: few at first, since enough free slots are
-# usually close behind the first block that has one, then many, so that passing used blocks takes few turns.
-_FEW_FIRST, _FEW_LATER = 256, 2048
-_MANY_FIRST, _MANY_LATER = 1024, 8192
-
-LINEAR_ROWS = 64  # rows of a weight that a program of `linear` multiplies with several tokens
-MAX_LINEAR_TOKENS = 64  # more are left to cuBLAS
-
-MAX_IN_ONE_KERNEL = 512  # slots; each costs a search through the words of its block
-
 
 @cache
 def device_class(device: torch.device) -> DeviceClass:
     """Returns the class of a CUDA device; for any other device, that of Triton's interpreter."""
     if device.type != "cuda":
-        return _INTERPRETER
+        return INTERPRETER
     properties = torch.cuda.get_device_properties(device)
     shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     return DeviceClass(properties.multi_processor_count, shared_memory, properties.major)
@@ -254,7 +244,7 @@ NO_SHARES = PrefillShares(0, 1, 1, 1, 1)  # without workers, the other numbers s
 def prefill_shares(device: DeviceClass, launch: Launch, num_kv_heads: int) -> PrefillShares:
     """Returns how prefill with these tiles shares out keys. Each program computes one share, or several if
     otherwise many programs had none, because the K/V heads do not divide them."""
-    interpreted = device is _INTERPRETER
+    interpreted = device is INTERPRETER
     # Tiles of 8 warps, and those of `prefill_hopper`, have a multiprocessor to themselves.
     num_programs = device.num_multiprocessors * (2 if launch.num_warps <= 4 or interpreted else 1)
     num_workers = num_programs // num_kv_heads
@@ -339,126 +329,11 @@ def restore_launch(width: int) -> Launch:
     return Launch(block_m=max(8, 8192 // width), block_n=0, num_warps=4, num_stages=1)
 
 
-class LinearLaunch(NamedTuple):
-    """Tiles (rows of the weight, columns), launch options, and how many programs share the rows of a tile."""
-
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    splits: int
-
-
-def linear_launch(
-    device: DeviceClass, num_tokens: int, num_rows: int, num_columns: int, element_size: int
-) -> LinearLaunch | None:
-    """Returns the launch of `linear` for a weight of so many rows and columns; None where its kernels cannot
-    run. `bench.kernels.linear` compares it with cuBLAS."""
-    interpreted = device is _INTERPRETER
-    if (device.major != 9 or element_size != 2) and not interpreted:
-        return None
-    if num_tokens == 1:
-        return LinearLaunch(2, min(4096, triton.next_power_of_2(num_columns)), 4, 1, 1)
-    block_n, block_k = (LINEAR_ROWS, 128) if not interpreted else (16, 16)
-    if num_rows % block_n or num_columns % block_k:
-        return None
-    blocks = num_rows // block_n
-    most = device.num_multiprocessors  # programs that run at once with deep pipelines
-    splits = 1
-    while 2 * blocks * splits <= most and num_columns > 8 * block_k * splits:
-        splits *= 2
-    if interpreted or blocks * splits <= most:
-        # With one program on a multiprocessor, more of the weight has to be on its way.
-        return LinearLaunch(block_n, block_k, 4, 4 if num_tokens > 32 else 6, splits)
-    if 2 * blocks < 3 * most:  # few multiprocessors have a second program, which better comes after the first
-        return LinearLaunch(block_n, block_k, 4, 6, 1) if num_tokens <= 32 else None
-    if blocks <= 2 * most:  # the pipelines of two programs have to fit on a multiprocessor
-        return LinearLaunch(block_n, block_k, 4, 3 if num_tokens > 32 else 4 if num_tokens > 16 else 5, 1)
-    if num_tokens <= 16 or num_rows % 128:
-        return LinearLaunch(block_n, block_k, 4, 4, 1)
-    return LinearLaunch(128, 128, 8, 4, 1) if num_tokens <= 32 else LinearLaunch(128, 64, 8, 6, 1)
-
-
-def norm_warps(dim: int) -> int:
-    """Returns the warps of a program of `residual_norm` for rows of `dim`."""
-    return 4 if dim <= 2048 else 8 if dim <= 8192 else 16
-
-
-class CountTiles(NamedTuple):
-    """How many counts of blocks a search for free slots reads in its first turn, and in each later turn."""
-
-    first: int
-    later: int
-
-
-def few_tiles(num_blocks: int) -> CountTiles:
-    """Returns the tiles of an allocation in one kernel, where every program searches by itself."""
-    num = max(32, triton.next_power_of_2(num_blocks))
-    return CountTiles(min(_FEW_FIRST, num), min(_FEW_LATER, num))
-
-
-def many_tiles(num_blocks: int) -> CountTiles:
-    """Returns the tiles of an allocation in two kernels, where one program searches for all."""
-    num = triton.next_power_of_2(num_blocks)
-    return CountTiles(min(_MANY_FIRST, num), min(_MANY_LATER, num))
-
-
-class AllocLaunch(NamedTuple):
-    """How an allocation in one kernel divides its slots among programs."""
-
-    ranks: int  # slots per program
-    num_programs: int
-    num_warps: int
-
-
-def alloc_launch(max_ranks: int) -> AllocLaunch:
-    """Returns the launch for a power of two of slots: one program as long as that is faster, since it need not
-    find out which program is last."""
-    if max_ranks <= 64:
-        return AllocLaunch(max_ranks, 1, 4 if max_ranks <= 16 else 8)
-    return AllocLaunch(16, max_ranks // 16, 4)
-
-
-class Search(NamedTuple):
-    """How the programs of a search for a run divide the words of a pool's bits."""
-
-    num_programs: int
-    chunk: int  # words in which one program finds the runs that end there
-    back: int  # words before the chunk that it reads as well, since a run may begin there
-    tile: int  # words that it reads at a time
-
-
-def run_search(device: DeviceClass, num_words: int, word_slots: int, n: int, max_programs: int) -> Search:
-    """Returns the search for n consecutive free slots by at most `max_programs` programs."""
-    tile = 32 if device is _INTERPRETER else 2048  # the interpreter's scans make a call per element
-    # This runs for every prompt, and a call of triton.cdiv takes a microsecond.
-    back = -(-n // word_slots) + 2
-    least = max(tile // 2, -(-num_words // max_programs))
-    chunk = -(-(least + back) // tile) * tile - back  # chunk + back is a whole number of tiles
-    return Search(-(-num_words // chunk), chunk, back, tile)
-
-
 def merge_launch(num_parts: int, value_dim: int) -> Launch:
     """Returns the launch of `merge_states`, with the parts that a program reads at a time in `block_n`: a tile
     that stays in registers."""
     block_parts = min(triton.next_power_of_2(num_parts), max(1, 4096 // padded_dim(value_dim)))
     return Launch(block_m=0, block_n=block_parts, num_warps=1 if num_parts <= 4 else 4, num_stages=2)
-
-
-def paged_attention_launch(device: DeviceClass, group: int, head_dim: int, element_size: int) -> Launch:
-    """Returns the tiles of `paged_attention_v1` for `group` query heads that share a K/V head: those of decode,
-    but with at most 64 heads in a tile; other programs have the rest of a larger group."""
-    return decode_launch(device, min(group, 64), False, head_dim, head_dim, element_size)
-
-
-def paged_partition_size(device: DeviceClass, num_programs: int, num_tokens: int, block_size: int) -> int:
-    """Returns the tokens of a partition of `paged_attention_v2`: the classic 512, or fewer where `num_programs`
-    for each partition of a batch whose longest sequence has `num_tokens` would leave the device idle."""
-    size = 512
-    enough = 3 * device.num_multiprocessors
-    while size > DECODE_UNIT and num_programs * triton.cdiv(num_tokens, size) < enough:
-        size //= 2
-    return max(size, block_size)
 
 
 def scores_launch(key_dim: int, element_size: int) -> Launch:

@@ -168,6 +168,21 @@ class Paged(NamedTuple):
         return self.pool.unflatten(1, (-1, dims & -dims))
 
 
+def copy_to_blocks(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies K/V of a pool to the layout of `paged_attention_v1`. k_cache and v_cache are `[num_slots,
+    num_kv_heads, D]`; slots, an integer tensor `[num_blocks, block_size]`, names the slot to copy to each place
+    of each block. Returns k_cache and v_cache of num_blocks blocks. Raises ValueError if D is not a multiple of
+    the x dims in 16 bytes."""
+    x = 16 // k_cache.element_size()
+    if k_cache.shape != v_cache.shape or k_cache.shape[2] % x:
+        raise ValueError(
+            f"K and V must be alike, with a multiple of {x} dims; got {tuple(k_cache.shape)} and "
+            f"{tuple(v_cache.shape)}"
+        )
+    k, v = k_cache[slots.long()], v_cache[slots.long()]  # [num_blocks, block_size, num_kv_heads, D]
+    return k.unflatten(3, (-1, x)).permute(0, 2, 3, 1, 4).contiguous(), v.permute(0, 2, 3, 1).contiguous()
+
+
 def scatter(batch: Batch, shift: int) -> Paged:
     """Writes the batch's K/V to the pages, or runs, of a new pool."""
     device, page = batch.kv.device, 1 << shift

@@ -9,10 +9,12 @@ graph can capture; its plan is made before.
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -25,10 +27,10 @@ from lightkv.triton_kernels.attention.decode.decode_plan import SharedPrefixGrou
 from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
-from lightkv.triton_kernels.classic.paged_attention_v1 import copy_to_blocks, paged_attention_v1
+from lightkv.triton_kernels.classic.paged_attention_v1 import paged_attention_v1
 from lightkv.triton_kernels.classic.paged_attention_v2 import paged_attention_v2
 
-from .attention_batches import Batch, Paged, offsets, scatter
+from .attention_batches import Batch, Paged, copy_to_blocks, offsets, scatter
 
 CLASSIC_FORMS = ("one pass", "partitions", "work list")
 
@@ -47,21 +49,17 @@ class Side(NamedTuple):
 # --------------------------------------------------------------------------------
 # lightkv
 
-# Functions of `tuning`, by name, and their replacements.
-Functions = Mapping[str, Callable[..., Any]]
+# The functions that choose a launch, by module and name, and their replacements.
+Functions = Mapping[tuple[ModuleType, str], Callable[..., Any]]
 
 
 @contextmanager
 def replaced(functions: Functions) -> Iterator[None]:
-    """Replaces these functions of `tuning` within the context."""
-    before = {name: getattr(tuning, name) for name in functions}
-    for name, function in functions.items():
-        setattr(tuning, name, function)
-    try:
+    """Replaces these functions within the context."""
+    with ExitStack() as stack:
+        for (module, name), function in functions.items():
+            stack.enter_context(mock.patch.object(module, name, function))
         yield
-    finally:
-        for name, function in before.items():
-            setattr(tuning, name, function)
 
 
 def _one_prefix(batch: Batch, num_queries: int) -> SharedPrefixGroups:

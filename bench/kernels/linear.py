@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from bench.common.report import Spread, alternate, parser, print_json, print_machine, print_table, refuse
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.layers.linear import linear, tickets_for
+from lightkv.triton_kernels.layers.linear import linear, linear_launch, tickets_for
 
 # Rows and columns of the weights: joined q, k and v; attention's output; joined gate and up; down; the head.
 SHAPES = {
@@ -95,7 +95,7 @@ def main() -> None:
             device = tuning.device_class(weights[0].device)
             for num_tokens in options.tokens:
                 found = measure(num_tokens, weights)
-                launch = tuning.linear_launch(device, num_tokens, num_rows, dim, 2)
+                launch = linear_launch(device, num_tokens, num_rows, dim, 2)
                 ratio = found["lightkv"].median / found["cublas"].median
                 rows.append(
                     [

@@ -20,11 +20,20 @@ from torch import Tensor
 from bench.common.device_clock import DEVICE, Clock, captured, measure_ceiling
 from bench.common.report import parser, print_json, print_machine, print_table, refuse, save_json
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.classic import paged_attention_kernel
 from lightkv.triton_kernels.classic.paged_attention_v2 import PARTITION_SIZE, paged_attention_v2
 from lightkv.triton_kernels.tuning import Launch
 
 from .attention_batches import Batch, Paged, check, make_batch, reference, scatter
-from .attention_peers import CLASSIC_FORMS, Side, classic_blocks, classic_decode, ours_decode, replaced
+from .attention_peers import (
+    CLASSIC_FORMS,
+    Functions,
+    Side,
+    classic_blocks,
+    classic_decode,
+    ours_decode,
+    replaced,
+)
 from .attention_rows import Row, chosen, even, skewed
 
 ROWS = (
@@ -54,10 +63,10 @@ def fixed_partitions(batch: Batch, paged: Paged, blocks: tuple[Tensor, Tensor]) 
     )  # fmt: skip
 
 
-def sides(batch: Batch, paged: Paged, tiles: bool) -> dict[str, tuple[Callable[[], Side], dict[str, Any]]]:
-    """Returns functions that make the sides, by name, and what of `tuning` they replace."""
+def sides(batch: Batch, paged: Paged, tiles: bool) -> dict[str, tuple[Callable[[], Side], Functions]]:
+    """Returns functions that make the sides, by name, and the functions that they replace."""
     blocks = classic_blocks(paged)
-    made: dict[str, tuple[Callable[[], Side], dict[str, Any]]] = {
+    made: dict[str, tuple[Callable[[], Side], Functions]] = {
         OURS: (partial(ours_decode, batch, paged), {}),
         "partitions of 512": (partial(fixed_partitions, batch, paged, blocks), {}),
     }
@@ -66,7 +75,7 @@ def sides(batch: Batch, paged: Paged, tiles: bool) -> dict[str, tuple[Callable[[
         made[form] = make, {}
         for tile in TILES if tiles else ():
             launch = Launch(tuning.padded_dim(batch.q.shape[1] // batch.num_kv_heads), *tile)
-            other = {"paged_attention_launch": lambda *_, launch=launch: launch}
+            other = {(paged_attention_kernel, "paged_attention_launch"): lambda *_, launch=launch: launch}
             made[f"{form}, {'x'.join(map(str, tile))}"] = make, other
     return made
 

@@ -4,9 +4,9 @@
     python -m bench.kernels.tune --prefill --out bench/results/tune-prefill-h200.json  more head dims, too
     python -m bench.kernels.tune --v1 --out bench/results/tune-v1-h200.json  the classic kernel
 
-`triton_kernels/tuning.py` has the candidates that are the fastest over all rows; the output shows them beside
-the fastest of each row. Each candidate is checked before it is timed, as in `bench.kernels.attention`;
-candidates that do not fit on the device are left out.
+The functions that choose a launch, such as `paged_attention_launch`, return the candidates that are the fastest
+over all rows; the output shows them beside the fastest of each row. Each candidate is checked before it is
+timed, as in `bench.kernels.attention`; candidates that do not fit on the device are left out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +19,7 @@ import torch
 from bench.common.device_clock import DEVICE, Clock, captured
 from bench.common.report import parser, print_json, print_machine, print_table, refuse, save_json
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.classic import paged_attention_kernel
 from lightkv.triton_kernels.tuning import Launch
 
 from .attention_batches import Batch, Paged, check, make_batch, reference, scatter
@@ -85,14 +86,21 @@ def decode_candidates(row: Row) -> dict[str, Functions]:
             return max(1, waves * device.num_multiprocessors // num_kv_heads)
 
         found[f"{text(launch)} waves {waves}"] = {
-            "decode_launch": constant(launch),
-            "decode_workers": num_workers,
+            (tuning, "decode_launch"): constant(launch),
+            (tuning, "decode_workers"): num_workers,
         }
     return found
 
 
 def constant(value: Launch | None) -> Callable[..., Any]:
     return lambda *_: value
+
+
+def prefill_functions(launch: Launch, hopper: Launch | None) -> Functions:
+    return {
+        (tuning, "prefill_launch"): constant(launch),
+        (tuning, "hopper_prefill_launch"): constant(hopper),
+    }
 
 
 def prefill_candidates(row: Row) -> dict[str, Functions]:
@@ -103,21 +111,19 @@ def prefill_candidates(row: Row) -> dict[str, Functions]:
     for launch in (Launch(*tile) for tile in PREFILL_TILES):
         elements = launch.block_m * row.head_dim + launch.num_stages * launch.block_n * row.dims
         if elements * size < device.shared_memory:
-            functions = {"prefill_launch": constant(launch), "hopper_prefill_launch": constant(None)}
-            found[f"general {text(launch)}"] = functions
+            found[f"general {text(launch)}"] = prefill_functions(launch, None)
     usual = tuning.hopper_prefill_launch(device, *dims, size)
     if usual is not None:
         for block_n, num_stages in HOPPER_TILES[dims]:
             launch = usual._replace(block_n=block_n, num_stages=num_stages)
-            functions = {"prefill_launch": constant(launch), "hopper_prefill_launch": constant(launch)}
-            found[f"hopper {text(launch)}"] = functions
+            found[f"hopper {text(launch)}"] = prefill_functions(launch, launch)
     return found
 
 
 def classic_candidates(row: Row) -> dict[str, Functions]:
     rows = tuning.padded_dim(min(row.num_heads // row.num_kv_heads, 64))
-    launches = (Launch(rows, *tile) for tile in CLASSIC_TILES)
-    return {text(launch[1:]): {"paged_attention_launch": constant(launch)} for launch in launches}
+    name = (paged_attention_kernel, "paged_attention_launch")
+    return {text(tile): {name: constant(Launch(rows, *tile))} for tile in CLASSIC_TILES}
 
 
 def time_us(side: Side, expected: torch.Tensor, clock: Clock) -> float:

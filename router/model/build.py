@@ -309,7 +309,7 @@ def assemble(
         graphs = StepGraphs(parts, metadata, buckets)
     if device.type == "cuda":
         report("compiling kernels")
-        with compile_ahead(device):
+        with compile_ahead():
             _warm_up(memory, limits)
             if graphs is not None:
                 graphs.rehearse()

@@ -1,4 +1,4 @@
-"""What `bench/kernels/tune.py` times: every candidate is launched as it says, and leaves `tuning` as it was."""
+"""What `bench/kernels/tune.py` times: every candidate is launched as it says, and leaves the launches as before."""
 
 import json
 import sys
@@ -15,6 +15,7 @@ from bench.kernels.attention_batches import Batch, Paged
 from bench.kernels.attention_peers import Side, ours_decode, ours_prefill
 from bench.kernels.attention_rows import DECODE, PREFILL, PREFILL_DIMS, Row
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.classic import paged_attention_kernel
 from lightkv.triton_kernels.tuning import DeviceClass, Launch
 from tests.support.fake_clock import CountingClock, replayed
 
@@ -22,11 +23,11 @@ HOPPER = DeviceClass(num_multiprocessors=132, shared_memory=227 * 1024, major=9)
 DECODES = Row("decodes", (1, 40, 16), (1, 1, 1), 4, 2, 16, torch.float16)
 CHUNKS = DECODES._replace(name="chunks", lengths=(20, 33, 5), q_lens=(20, 3, 1))
 FUNCTIONS = (
-    "decode_launch",
-    "decode_workers",
-    "prefill_launch",
-    "hopper_prefill_launch",
-    "paged_attention_launch",
+    (tuning, "decode_launch"),
+    (tuning, "decode_workers"),
+    (tuning, "prefill_launch"),
+    (tuning, "hopper_prefill_launch"),
+    (paged_attention_kernel, "paged_attention_launch"),
 )
 
 
@@ -62,7 +63,7 @@ def options(**named: object) -> SimpleNamespace:
 def test_every_candidate_is_measured(
     named: dict[str, object], row: Row, names: list[str], clock: Clock
 ) -> None:
-    before = [getattr(tuning, name) for name in FUNCTIONS]
+    before = [getattr(*function) for function in FUNCTIONS]
     kernel = tune.kernel_of(options(**named))
     results = tune.measure(row, kernel, clock)
     assert list(results) == names
@@ -70,7 +71,7 @@ def test_every_candidate_is_measured(
         assert list(found["candidates"]) == list(kernel.candidates(row))
         assert len(found["candidates"]) >= 2
         assert found["table"] == max(found["candidates"].values()) + 1  # the clock runs up
-    assert [getattr(tuning, name) for name in FUNCTIONS] == before
+    assert [getattr(*function) for function in FUNCTIONS] == before
 
 
 @pytest.mark.slow
@@ -116,7 +117,7 @@ def test_every_head_dim_of_hoppers_kernel_is_tuned() -> None:
 
 def test_the_table_is_among_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     for group in (1, 4, 128):
-        launch = tuning.paged_attention_launch(HOPPER, group, 128, 2)
+        launch = paged_attention_kernel.paged_attention_launch(HOPPER, group, 128, 2)
         assert tune.text(launch[1:]) in tune.classic_candidates(DECODE[0])
     monkeypatch.setattr(tuning, "hopper_prefill_launch", lambda *_: None)
     monkeypatch.setattr(tuning, "device_class", lambda _: HOPPER)
@@ -136,8 +137,8 @@ def test_what_does_not_fit_or_is_wrong_is_left_out(clock: Clock, capsys: pytest.
         return right._replace(run=lambda: right.run() + (tuning.merge_launch(1, 1) is None))
 
     functions: dict[str, tune.Functions] = {
-        "broken": {"decode_launch": broken},
-        "wrong": {"merge_launch": lambda *_: None},
+        "broken": {(tuning, "decode_launch"): broken},
+        "wrong": {(tuning, "merge_launch"): lambda *_: None},
         "right": {},
     }
     kernel = tune.Kernel([DECODES], 0, lambda _: functions, {"": side})

@@ -21,7 +21,7 @@ from lightkv.triton_kernels.slots.allocate import (
     lowest_run,
     new_slot_state,
 )
-from lightkv.triton_kernels.tuning import CountTiles
+from lightkv.triton_kernels.slots.slot_search import CountTiles
 from tests.support.slot_model import Model, Operations, both, in_programs, in_two_kernels, number, poisoned
 
 WINDOWS = [1, 2, 5, 31, 32, 33, 63, 64, 65, 100, 300, 700]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lightkv.triton_kernels.slots import allocate
 from lightkv.triton_kernels.slots.allocate import new_slot_state
-from lightkv.triton_kernels.tuning import CountTiles
+from lightkv.triton_kernels.slots.slot_search import CountTiles
 from tests.support.slot_model import (
     KERNELS,
     REFERENCES,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 SCRIPT = '''
 import json, threading
+from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
@@ -44,6 +45,29 @@ def add(x, n, BLOCK: tl.constexpr, BIAS: tl.constexpr):
     tl.store(x + place, value, mask=place < n)
 
 
+class Record(NamedTuple):
+    """As kernels of attention take them: pointers, None, constants and functions."""
+
+    bias: Any
+    nothing: Any
+    BLOCK: Any
+    CHANGE: Any
+
+
+@triton.jit
+def twice(value):
+    return 2 * value
+
+
+@triton.jit
+def records(x, record, n):
+    place = tl.arange(0, record.BLOCK)
+    value = record.CHANGE(tl.load(x + place, mask=place < n))
+    if record.nothing is None:
+        value += tl.load(record.bias + place)
+    tl.store(x + place, value, mask=place < n)
+
+
 @triton.jit
 def broken(x, BLOCK: tl.constexpr):
     tl.store(x + tl.arange(0, BLOCK), undefined)
@@ -53,21 +77,24 @@ compiled, launches = [], Launches()
 triton.knobs.compilation.listener = lambda **event: compiled.append(event["src"].name)
 before = triton.JITFunction.run
 x = torch.zeros(64)
-with compile_ahead(torch.device("cpu")):
+record = Record(torch.zeros(64), None, tl.constexpr(64), tl.constexpr(twice))
+with compile_ahead():
     for block in (32, 64, 32, 64):
         for bias in (None, 2):
             add[(1,)](x, 5, BLOCK=block, BIAS=bias)
     add[(1,)](torch.zeros(64, dtype=torch.int32), 5, BLOCK=32, BIAS=None)
+    records[(1,)](x, record, 5)
     broken[(1,)](x, BLOCK=32)
 ahead = sorted(compiled)
 add.warmup(x, 7, BLOCK=64, BIAS=2, grid=(1,))  # compiled already
+records.run(x, record, 7, grid=(1,), warmup=True)
 known = len(compiled) == len(ahead)
 try:
-    broken.warmup(x, BLOCK=32, grid=(1,))
+    broken[(1,)](x, BLOCK=32)
     error = ""
 except Exception as raised:
     error = type(raised).__name__
-with compile_ahead(torch.device("cpu")):
+with compile_ahead():
     for _ in range(3):  # not launched, either
         add[(1,)](x, 5, BLOCK=64, BIAS=2)
         launches.launch(add, "add", 1, (x, 5), lambda: {"BLOCK": 64, "BIAS": 2})
@@ -84,5 +111,5 @@ def test_kernels_are_compiled_once_and_not_launched(tmp_path: Path) -> None:
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run([sys.executable, str(file)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    expected = '[["add", "add", "add", "add", "add"], true, "CompilationError", 0.0, true, 1]'
+    expected = '[["add", "add", "add", "add", "add", "records"], true, "CompilationError", 0.0, true, 1]'
     assert done.stdout.splitlines()[-1] == expected

@@ -12,7 +12,7 @@ from lightkv.triton_kernels.layers.gated_activation import (
     gated_activation,
     gated_activation_reference,
 )
-from lightkv.triton_kernels.layers.linear import linear, tickets_for
+from lightkv.triton_kernels.layers.linear import linear, linear_launch, tickets_for
 from lightkv.triton_kernels.layers.residual_norm import Norm, residual_norm, residual_norm_reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -137,7 +137,7 @@ def test_products_of_few_tokens(device: torch.device, num_tokens: int) -> None:
 def test_rows_shared_by_programs_give_the_same_bits_each_time(device: torch.device) -> None:
     torch.manual_seed(3)
     num_rows, dim = (1024, 4096) if device.type == "cuda" else (16, 256)
-    launch = tuning.linear_launch(tuning.device_class(device), 8, num_rows, dim, 2)
+    launch = linear_launch(tuning.device_class(device), 8, num_rows, dim, 2)
     assert launch is None or launch.splits > 1
     x = torch.randn(8, dim, device=device).half()
     weight = torch.randn(num_rows, dim, device=device).half()

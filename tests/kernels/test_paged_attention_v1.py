@@ -11,17 +11,21 @@ import torch
 from test_decode_attention import assert_close, poisoned_cache, slow
 from torch import Tensor
 
+from bench.kernels.attention_batches import copy_to_blocks
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention_reference
 from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, SharedPrefixGroups, decode_plan
-from lightkv.triton_kernels.attention.variants import Window
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
+from lightkv.triton_kernels.attention.variants import Alibi, Window
 from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
-from lightkv.triton_kernels.classic.paged_attention_v1 import (
-    copy_to_blocks,
-    paged_attention_v1,
-    paged_attention_v1_reference,
+from lightkv.triton_kernels.classic.paged_attention_inputs import PagedInputs
+from lightkv.triton_kernels.classic.paged_attention_kernel import paged_attention_launch
+from lightkv.triton_kernels.classic.paged_attention_v1 import paged_attention_v1, paged_attention_v1_reference
+from lightkv.triton_kernels.classic.paged_attention_v2 import (
+    fitting_partition_size,
+    paged_attention_v2,
+    paged_attention_v2_reference,
 )
-from lightkv.triton_kernels.classic.paged_attention_v2 import paged_attention_v2, paged_attention_v2_reference
 from lightkv.triton_kernels.layout.ring import Ring
 
 MIXED = [130, 0, 1, 64, 63, 65, 16]
@@ -71,6 +75,10 @@ def plan_of(blocks: Blocks) -> DecodePlan:
     return decode_plan(rows, blocks.seq_lens, num_kv_heads=blocks.k_cache.shape[1])
 
 
+def inputs_of(q: Tensor, blocks: Blocks, scale: float, slopes: Tensor | None = None) -> PagedInputs:
+    return PagedInputs(q, *blocks, AttentionOptions(scale).plus(None if slopes is None else Alibi(slopes)))
+
+
 def check(
     blocks: Blocks,
     *,
@@ -84,7 +92,7 @@ def check(
     dtype, device = blocks.v_cache.dtype, blocks.v_cache.device
     q = (torch.randn(len(blocks.seq_lens), group * num_kv_heads, head_dim) * spread).to(device, dtype)
     scale = head_dim**-0.5
-    expected = paged_attention_v1_reference(q, *blocks, scale=scale, alibi_slopes=slopes)
+    expected = paged_attention_v1_reference(inputs_of(q, blocks, scale, slopes))
     assert not expected.isnan().any()
     forms: list[dict[str, Any]] = [{"partition_size": size} for size in partition_sizes]
     for form in (*forms, {"plan": plan_of(blocks)}):
@@ -147,7 +155,7 @@ def test_agrees_with_attention_over_a_pool_of_slots(device: torch.device) -> Non
     q = torch.randn(len(lengths), 4, 64, device=device)
     expected = decode_attention_reference(q, *cache)
     arguments = (q, k_cache, v_cache, tables, cache.lengths)
-    assert_close(paged_attention_v1_reference(*arguments, scale=0.125), expected)
+    assert_close(paged_attention_v1_reference(PagedInputs(*arguments, AttentionOptions(0.125))), expected)
     assert_close(paged_attention_v1(*arguments, scale=0.125), expected)
     assert_close(paged_attention_v1(*arguments, scale=0.125, partition_size=32), expected)
 
@@ -159,7 +167,7 @@ def test_strides_and_a_bound_on_the_lengths(device: torch.device) -> None:
     q = torch.randn(2, 2, 4, 64, device=device)[:, 1]
     out = torch.full((2, 4, 96), torch.nan, device=device)
     arguments = (q, blocks.k_cache, wide[:, 0], *blocks[2:])
-    expected = paged_attention_v1_reference(q, *blocks, scale=0.125)
+    expected = paged_attention_v1_reference(inputs_of(q, blocks, 0.125))
     settings = {"scale": 0.125, "partition_size": 32, "max_seq_len": 70, "out": out[..., :64]}
     assert_close(paged_attention_v1(*arguments, **settings), expected)
     assert out[..., 64:].isnan().all()
@@ -220,7 +228,7 @@ def test_alibi(device: torch.device, group: int) -> None:
 
 def test_groups_of_more_heads_than_a_tile(device: torch.device) -> None:
     torch.manual_seed(8)
-    assert tuning.paged_attention_launch(tuning.device_class(device), 71, 64, 2).block_m == 64
+    assert paged_attention_launch(tuning.device_class(device), 71, 64, 2).block_m == 64
     check(poisoned_blocks([33, 0, 70], device=device, num_kv_heads=1), group=71)
 
 
@@ -236,8 +244,9 @@ def test_what_a_partition_writes(device: torch.device, dtype: torch.dtype, biase
     partials = {name: torch.zeros(len(MIXED), 4, 7, device=device) for name in names[:2]}
     partials["tmp_out"] = torch.zeros(len(MIXED), 4, 7, 64, dtype=dtype, device=device)
     out = paged_attention_v2(q, *blocks, **settings, **partials)
-    assert_close(out, paged_attention_v1_reference(q, *blocks, scale=0.125, alibi_slopes=slopes))
-    expected = paged_attention_v2_reference(q, *blocks, **settings, num_partitions=7)
+    inputs = inputs_of(q, blocks, 0.125, slopes)
+    assert_close(out, paged_attention_v1_reference(inputs))
+    expected = paged_attention_v2_reference(inputs, 32, num_partitions=7)
     for name, one in zip(names, expected, strict=True):
         torch.testing.assert_close(partials[name], one.to(partials[name].dtype), rtol=5e-3, atol=5e-3)
 
@@ -245,8 +254,8 @@ def test_what_a_partition_writes(device: torch.device, dtype: torch.dtype, biase
 def test_partitions_fill_the_device() -> None:
     hopper = tuning.DeviceClass(132, 227 * 1024, 9)
     for num_programs, num_tokens, size in [(8, 1024, 32), (8, 8192, 128), (64, 4096, 512), (512, 8192, 512)]:
-        assert tuning.paged_partition_size(hopper, num_programs, num_tokens, 16) == size
-    assert tuning.paged_partition_size(hopper, 8, 1024, 128) == 128
+        assert fitting_partition_size(hopper, num_programs, num_tokens, 16) == size
+    assert fitting_partition_size(hopper, 8, 1024, 128) == 128
 
 
 def test_refuses_partials_and_plans_that_do_not_fit(device: torch.device) -> None:
@@ -291,21 +300,16 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     blocks = poisoned_blocks([40, 3], device=device)
     plan = plan_of(blocks)
     q = torch.randn(2, 4, 64, device=device)
-    whole = (
-        q,
-        blocks.k_cache.nan_to_num(),
-        blocks.v_cache.nan_to_num(),
-        blocks.block_tables.clamp(max=0),
-        blocks.seq_lens,
-        alibi_slopes(4, device=device),
-    )
+    k_cache, v_cache = blocks.k_cache.nan_to_num(), blocks.v_cache.nan_to_num()
+    whole = blocks._replace(k_cache=k_cache, v_cache=v_cache, block_tables=blocks.block_tables.clamp(max=0))
+    flat = inputs_of(q, whole, 0.125, alibi_slopes(4, device=device)).flat()
     # Zeros, since opcheck compares all elements, also those that no partition writes.
     out, sums = torch.zeros_like(q), torch.zeros(2, 4, 3, device=device)
     partials = sums, sums.clone(), torch.zeros(2, 4, 3, 64, device=device)
     ops = torch.ops.lightkv
-    torch.library.opcheck(ops.paged_attention_v1.default, (*whole, out, 0.125))
-    torch.library.opcheck(ops.paged_attention_v2.default, (*whole, out, *partials, 0.125, 32))
-    torch.library.opcheck(ops.paged_attention_shares.default, (*whole, *plan[:4], out, 0.125))
+    torch.library.opcheck(ops.paged_attention_v1.default, (*flat, out))
+    torch.library.opcheck(ops.paged_attention_v2.default, (*flat, out, *partials, 32))
+    torch.library.opcheck(ops.paged_attention_shares.default, (*flat, out, *plan[:4]))
 
     forms: list[dict[str, Any]] = [{}, {"partition_size": 32}, {"plan": plan}]
 
@@ -333,14 +337,14 @@ def test_captured_follows_its_lengths(form: str) -> None:
         paged_attention_v1(q, *blocks, **settings)
 
     step()  # compiles outside the capture
-    assert_close(out, paged_attention_v1_reference(q, *blocks, scale=128**-0.5))
+    assert_close(out, paged_attention_v1_reference(inputs_of(q, blocks, 128**-0.5)))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
     blocks.seq_lens.copy_(torch.tensor([513, 0, 0, 1000], device="cuda"))
     out.fill_(torch.nan)
     graph.replay()
-    assert_close(out, paged_attention_v1_reference(q, *blocks, scale=128**-0.5))
+    assert_close(out, paged_attention_v1_reference(inputs_of(q, blocks, 128**-0.5)))
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightkv.triton_kernels.slots import alloc_many as alloc_many
 from lightkv.triton_kernels.slots import allocate
 from lightkv.triton_kernels.slots.allocate import (
+    AllocLaunch,
     SlotFlag,
     SlotState,
     alloc_run,
@@ -22,8 +23,8 @@ from lightkv.triton_kernels.slots.allocate import (
     free_slots,
     free_slots_reference,
 )
+from lightkv.triton_kernels.slots.slot_search import CountTiles
 from lightkv.triton_kernels.slots.slot_state import TICKET
-from lightkv.triton_kernels.tuning import AllocLaunch, CountTiles
 
 
 class Operations(NamedTuple):

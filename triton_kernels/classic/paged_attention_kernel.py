@@ -5,22 +5,65 @@ A head's part of a block is contiguous, and is loaded as it lies in memory: a wa
 and writes them side by side into shared memory. What the products read from there is in their own order.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.decode.decode_plan import ITEM_FIELDS, PART_FIELDS, SHARE_FIELDS
-from lightkv.triton_kernels.attention.variants.alibi import load_slopes
-from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
+from lightkv.triton_kernels.attention.decode.decode_combine import combine_parts
+from lightkv.triton_kernels.attention.decode.decode_plan import (
+    ITEM_FIELDS,
+    PART_FIELDS,
+    SHARE_FIELDS,
+    DecodePlan,
+)
+from lightkv.triton_kernels.attention.records import Heads, heads_record
+from lightkv.triton_kernels.attention.variants.hooks import (
+    LOG2_E,
+    Rows,
+    Variants,
+    change_scores,
+    load_ahead,
+    offset_of,
+    start_rows,
+)
+from lightkv.triton_kernels.attention.variants.variant import bind
+
+from .paged_attention_inputs import PagedInputs
 
 _LOG2_E = tl.constexpr(LOG2_E)
 _UNIT = tl.constexpr(tuning.DECODE_UNIT)
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
 _PART_FIELDS = tl.constexpr(PART_FIELDS)
+
+
+class Blocks(NamedTuple):
+    """K and V of a layer in blocks."""
+
+    k: Any
+    v: Any
+    stride_k_block: Any
+    stride_k_head: Any
+    stride_v_block: Any
+    stride_v_head: Any
+
+
+class Shape(NamedTuple):
+    """The constants of a launch. `GROUP`: query heads of a K/V head. `X`: dims of a vector of K. `BLOCK_SIZE`:
+    tokens of a block."""
+
+    GROUP: Any
+    D: Any
+    X: Any
+    BLOCK_SIZE: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    BLOCK_D: Any
+    EARLY: Any
 
 
 @triton.jit
@@ -44,28 +87,46 @@ def _load_tile(pointers, is_read, ranks, NUM: tl.constexpr, PADDED: tl.constexpr
 
 
 @triton.jit
+def _heads_of_program(shape):
+    """Returns the K/V head, int64, that this program's first coordinate stands for, the number of all query
+    heads, and [BLOCK_M] those of its tile, int64, and which of them there are. A K/V head has as many programs
+    as its query heads have tiles."""
+    TILES: tl.constexpr = tl.cdiv(shape.GROUP, shape.BLOCK_M)
+    kv_head = tl.program_id(0).to(tl.int64) // TILES
+    in_group = tl.program_id(0) % TILES * shape.BLOCK_M + tl.arange(0, shape.BLOCK_M)
+    num_heads = tl.num_programs(0) // TILES * shape.GROUP
+    return kv_head, num_heads, kv_head * shape.GROUP + in_group, in_group < shape.GROUP
+
+
+@triton.jit
 def _attend_blocks(
-    q_heads,  # pointers to the query heads, [BLOCK_M]
-    in_tile,  # [BLOCK_M]
-    slopes,  # [BLOCK_M] float32, of ALiBi, in base 2; or None
-    k_head,  # pointers to a K/V head of block 0
-    v_head,
+    q,  # `Heads`
+    blocks,  # `Blocks`
     table,  # pointer to the sequence's blocks
+    seq,  # int64
+    kv_head,
+    heads,  # [BLOCK_M]
+    in_tile,  # [BLOCK_M]
     begin,
     end,
     length,  # of the sequence
-    stride_k_block,
-    stride_v_block,
+    variants,
     score_scale,
-    D: tl.constexpr,
-    X: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    shape,  # `Shape`
 ):
     """Returns the output of the tokens in [begin, end), float32 `[BLOCK_M, BLOCK_D]`, and `[BLOCK_M]` the sum
     of the weights and the largest score, in base 2."""
+    D: tl.constexpr = shape.D
+    X: tl.constexpr = shape.X
+    BLOCK_SIZE: tl.constexpr = shape.BLOCK_SIZE
+    BLOCK_M: tl.constexpr = shape.BLOCK_M
+    BLOCK_N: tl.constexpr = shape.BLOCK_N
+    BLOCK_D: tl.constexpr = shape.BLOCK_D
+    q_heads = q.data + seq * q.stride_token + heads * q.stride_head
+    k_head = blocks.k + kv_head * blocks.stride_k_head
+    v_head = blocks.v + kv_head * blocks.stride_v_head
+    query_positions = tl.zeros([BLOCK_M], tl.int32) + (length - 1)
+    states = start_rows(variants, Rows(heads, seq, seq, query_positions, in_tile, length - 1))
     # K and V of a tile are loaded as [blocks, elements of a block]:
     #   K   vector 0 of each token, vector 1 of each token, ...; a vector has X dims
     #   V   dim 0 of each token, dim 1 of each token, ...
@@ -85,7 +146,7 @@ def _attend_blocks(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     num_blocks = tl.cdiv(end, BLOCK_SIZE)
-    blocks = _find_blocks(table, begin + ranks * IN_BLOCK, num_blocks, BLOCK_SIZE)  # one tile ahead
+    numbers = _find_blocks(table, begin + ranks * IN_BLOCK, num_blocks, BLOCK_SIZE)  # one tile ahead
     full_end = begin + (end - begin) // BLOCK_N * BLOCK_N
     for MASKED in tl.static_range(0, 2):
         for start in tl.range(full_end if MASKED else begin, end if MASKED else full_end, BLOCK_N):
@@ -94,23 +155,24 @@ def _attend_blocks(
             firsts = start + ranks * IN_BLOCK
             # Whole blocks are read as vectors; what the last one has after the end may be NaN.
             is_read = (firsts // BLOCK_SIZE < num_blocks)[:, None]
-            k_blocks = blocks.to(tl.int64) * stride_k_block + firsts % BLOCK_SIZE * X
+            k_blocks = numbers.to(tl.int64) * blocks.stride_k_block + firsts % BLOCK_SIZE * X
             k = _load_tile(
                 k_pointers + k_blocks[:, None], is_read, k_vectors[None, :], D // X, BLOCK_D // X, MASKED
             )
             k = tl.reshape(k, (NUM_BLOCKS, BLOCK_D // X, IN_BLOCK, X))
             k = tl.reshape(tl.permute(k, (1, 3, 0, 2)), (BLOCK_D, BLOCK_N))
             scores = tl.dot(q, k, input_precision="ieee")
-            v_blocks = blocks.to(tl.int64) * stride_v_block + firsts % BLOCK_SIZE
+            v_blocks = numbers.to(tl.int64) * blocks.stride_v_block + firsts % BLOCK_SIZE
             v = _load_tile(v_pointers + v_blocks[:, None], is_read, v_dims[None, :], D, BLOCK_D, MASKED)
             v = tl.permute(tl.reshape(v, (NUM_BLOCKS, BLOCK_D, IN_BLOCK)), (0, 2, 1))
             v = tl.reshape(v, (BLOCK_N, BLOCK_D))
             if MASKED:
                 v = tl.where(valid[:, None], v, 0.0)
-            blocks = _find_blocks(table, firsts + BLOCK_N, num_blocks, BLOCK_SIZE)
-            scores *= score_scale
-            if slopes is not None:
-                scores += slopes[:, None] * (positions - (length - 1)).to(tl.float32)[None, :]
+            numbers = _find_blocks(table, firsts + BLOCK_N, num_blocks, BLOCK_SIZE)
+            loaded = load_ahead(variants, states, positions, True, MASKED)
+            scores = change_scores(variants, states, loaded, scores, score_scale) * score_scale
+            if variants.flags.has_offset:
+                scores += offset_of(variants, states, start, query_positions)[:, None]
             if MASKED:
                 scores = tl.where(valid[None, :], scores, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1))
@@ -125,50 +187,30 @@ def _attend_blocks(
 
 @triton.jit(
     do_not_specialize=["num_partitions", "partition_size"],
-    do_not_specialize_on_alignment=["block_tables", "seq_lens", "alibi_slopes", "exp_sums", "max_logits"],
+    do_not_specialize_on_alignment=["block_tables", "seq_lens", "exp_sums", "max_logits"],
 )
 def partition_kernel(
-    q,
-    k_cache,
-    v_cache,
+    q,  # `Heads`
+    blocks,  # `Blocks`
     block_tables,
+    stride_table,
     seq_lens,
-    alibi_slopes,  # [H] float32; or None
-    out,  # [num_seqs, H, D], or in partitions [num_seqs, H, num_partitions, D], contiguous
+    out,  # `Heads` of [num_seqs, H, D], or in partitions of [num_seqs, H, num_partitions, D], contiguous
     exp_sums,  # float32 [num_seqs, H, num_partitions]; None in one pass
     max_logits,  # likewise
     num_partitions,
     partition_size,
+    variants,
     score_scale,
-    stride_q_seq,
-    stride_q_h,
-    stride_k_block,
-    stride_k_h,
-    stride_v_block,
-    stride_v_h,
-    stride_table,
-    stride_out_seq,
-    stride_out_h,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    X: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    shape,  # `Shape`
     IN_PARTITIONS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Attends to one partition of a sequence's tokens. The grid is (K/V heads times tiles of a group,
     sequences, partitions)."""
-    TILES: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
-    kv_head = tl.program_id(0).to(tl.int64) // TILES
+    kv_head, num_heads, heads, in_tile = _heads_of_program(shape)
     seq = tl.program_id(1).to(tl.int64)
     partition = tl.program_id(2)
-    in_group = tl.program_id(0) % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
-    in_tile = in_group < GROUP
-    heads = kv_head * GROUP + in_group
-    if EARLY:
+    if shape.EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     length = tl.load(seq_lens + seq)
@@ -176,76 +218,49 @@ def partition_kernel(
     end = length
     if IN_PARTITIONS:
         begin = partition * (
-            partition_size // BLOCK_SIZE * BLOCK_SIZE
+            partition_size // shape.BLOCK_SIZE * shape.BLOCK_SIZE
         )  # so that the compiler knows the multiple
         if begin >= length:
             return
         end = tl.minimum(length, begin + partition_size)
-    slopes = None
-    if alibi_slopes is not None:
-        slopes = load_slopes(alibi_slopes, heads, in_tile)
     acc, total, peak = _attend_blocks(
-        q + seq * stride_q_seq + heads * stride_q_h, in_tile, slopes, k_cache + kv_head * stride_k_h,
-        v_cache + kv_head * stride_v_h, block_tables + seq * stride_table, begin, end, length, stride_k_block,
-        stride_v_block, score_scale, D, X, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
+        q, blocks, block_tables + seq * stride_table, seq, kv_head, heads, in_tile, begin, end, length,
+        variants, score_scale, shape,
     )  # fmt: skip
-    out += seq * stride_out_seq
+    of_seq = out.data + seq * out.stride_token
     if IN_PARTITIONS:
-        out += partition * D
-        of_head = (seq * (tl.num_programs(0) // TILES * GROUP) + heads) * num_partitions + partition
+        of_seq += partition * shape.D
+        of_head = (seq * num_heads + heads) * num_partitions + partition
         tl.store(exp_sums + of_head, total, mask=in_tile)
         tl.store(max_logits + of_head, peak / _LOG2_E, mask=in_tile)
-    dims = tl.arange(0, BLOCK_D)
-    pointers = out + (heads * stride_out_h)[:, None] + dims[None, :]
-    tl.store(pointers, acc.to(out.dtype.element_ty), mask=in_tile[:, None] & (dims < D)[None, :])
+    dims = tl.arange(0, shape.BLOCK_D)
+    pointers = of_seq + (heads * out.stride_head)[:, None] + dims[None, :]
+    tl.store(pointers, acc.to(out.data.dtype.element_ty), mask=in_tile[:, None] & (dims < shape.D)[None, :])
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=["block_tables", "seq_lens", "alibi_slopes", "items", "shares", "parts"]
-)
+@triton.jit(do_not_specialize_on_alignment=["block_tables", "seq_lens", "items", "shares", "parts"])
 def share_kernel(
-    q,
-    k_cache,
-    v_cache,
+    q,  # `Heads`
+    blocks,  # `Blocks`
     block_tables,
+    stride_table,
     seq_lens,
-    alibi_slopes,  # [H] float32; or None
     items,  # of a `DecodePlan`
     shares,
     parts,
-    out,  # [num_seqs, H, D]
+    out,  # `Heads` of [num_seqs, H, D]
     partial_out,  # [parts, H, D] float32
     partial_lse,  # [parts, H] float32, base 2
+    variants,
     score_scale,
-    stride_q_seq,
-    stride_q_h,
-    stride_k_block,
-    stride_k_h,
-    stride_v_block,
-    stride_v_h,
-    stride_table,
-    stride_out_seq,
-    stride_out_h,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    X: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    EARLY: tl.constexpr,
+    shape,  # `Shape`
 ):
     """Attends to a share of the batch's tokens, item by item. The grid is (K/V heads times tiles of a group,
     workers)."""
-    TILES: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
-    kv_head = tl.program_id(0).to(tl.int64) // TILES
-    num_heads = tl.num_programs(0) // TILES * GROUP
-    in_group = tl.program_id(0) % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
-    in_tile = in_group < GROUP
-    heads = kv_head * GROUP + in_group
-    dims = tl.arange(0, BLOCK_D)
-    out_mask = in_tile[:, None] & (dims < D)[None, :]
-    if EARLY:
+    kv_head, num_heads, heads, in_tile = _heads_of_program(shape)
+    dims = tl.arange(0, shape.BLOCK_D)
+    out_mask = in_tile[:, None] & (dims < shape.D)[None, :]
+    if shape.EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     share = shares + tl.program_id(1) * _SHARE_FIELDS
@@ -256,20 +271,16 @@ def share_kernel(
         end = tl.load(fields + 3)
         num_parts = tl.load(parts + seq * _PART_FIELDS + 1)
         length = tl.load(seq_lens + seq)
-        slopes = None
-        if alibi_slopes is not None:
-            slopes = load_slopes(alibi_slopes, heads, in_tile)
         acc, total, peak = _attend_blocks(
-            q + seq * stride_q_seq + heads * stride_q_h, in_tile, slopes, k_cache + kv_head * stride_k_h,
-            v_cache + kv_head * stride_v_h, block_tables + seq * stride_table, begin, end, length,
-            stride_k_block, stride_v_block, score_scale, D, X, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
+            q, blocks, block_tables + seq * stride_table, seq, kv_head, heads, in_tile, begin, end, length,
+            variants, score_scale, shape,
         )  # fmt: skip
         if num_parts == 1:
-            pointers = out + seq * stride_out_seq + (heads * stride_out_h)[:, None] + dims[None, :]
-            tl.store(pointers, acc.to(out.dtype.element_ty), mask=out_mask)
+            pointers = out.data + seq * out.stride_token + (heads * out.stride_head)[:, None] + dims[None, :]
+            tl.store(pointers, acc.to(out.data.dtype.element_ty), mask=out_mask)
         else:
             partials = item * num_heads + heads  # heads are int64
-            tl.store(partial_out + partials[:, None] * D + dims[None, :], acc, mask=out_mask)
+            tl.store(partial_out + partials[:, None] * shape.D + dims[None, :], acc, mask=out_mask)
             tl.store(partial_lse + partials, peak + tl.log2(total), mask=in_tile)
 
 
@@ -321,69 +332,114 @@ def combine_kernel(
     tl.store(pointers_out, acc.to(out.dtype.element_ty), mask=dims < D)
 
 
-def tile_options(q: Tensor, k_cache: Tensor) -> tuple[int, dict[str, Any]]:
-    """Returns how many programs attend to one sequence's tokens, all heads together, and the shapes, tiles and
-    launch options of `partition_kernel` and `share_kernel`. `q`: `[num_seqs, H, D]`; `k_cache`: as in
-    `paged_attention_v1`."""
+def paged_attention_launch(
+    device: tuning.DeviceClass, group: int, head_dim: int, element_size: int
+) -> tuning.Launch:
+    """Returns the tiles of `paged_attention_v1` for `group` query heads that share a K/V head: those of decode,
+    but with at most 64 heads in a tile; other programs have the rest of a larger group."""
+    return tuning.decode_launch(device, min(group, 64), False, head_dim, head_dim, element_size)
+
+
+class PagedLaunch(NamedTuple):
+    """What `partition_kernel` and `share_kernel` have in common: the programs that attend to one sequence's
+    tokens, all heads together; their arguments; and the options of a launch."""
+
+    num_programs: int
+    q: Heads
+    blocks: Blocks
+    variants: Variants
+    score_scale: float
+    shape: Shape
+    options: dict[str, Any]
+
+
+def num_programs_for(q: Tensor, k_cache: Tensor) -> int:
+    """Returns how many programs attend to one sequence's tokens, all heads together."""
+    num_kv_heads = k_cache.shape[1]
+    group = q.shape[1] // num_kv_heads
+    launch = paged_attention_launch(tuning.device_class(q.device), group, q.shape[2], k_cache.element_size())
+    return num_kv_heads * triton.cdiv(group, launch.block_m)
+
+
+def launch_of(inputs: PagedInputs) -> PagedLaunch:
+    """Returns how a kernel of these inputs is launched."""
+    q, k_cache, v_cache = inputs[:3]
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, _, block_size, x = k_cache.shape[1:]
-    group = num_heads // num_kv_heads
-    device = tuning.device_class(q.device)
-    launch = tuning.paged_attention_launch(device, group, head_dim, k_cache.element_size())
+    group, device = num_heads // num_kv_heads, tuning.device_class(q.device)
+    launch = paged_attention_launch(device, group, head_dim, k_cache.element_size())
     early = tuning.has_early_launch(device)
-    options: dict[str, Any] = {"launch_pdl": True} if early else {}
-    options |= {
-        "GROUP": group,
-        "D": head_dim,
-        "X": x,
-        "BLOCK_SIZE": block_size,
-        "BLOCK_M": launch.block_m,
-        "BLOCK_N": launch.block_n,
-        "BLOCK_D": tuning.padded_dim(head_dim),
-        "EARLY": early,
-        "num_warps": launch.num_warps,
-        "num_stages": launch.num_stages,
-    }
-    return num_kv_heads * triton.cdiv(group, launch.block_m), options
+    numbers = (
+        group,
+        head_dim,
+        x,
+        block_size,
+        launch.block_m,
+        launch.block_n,
+        tuning.padded_dim(head_dim),
+        early,
+    )
+    options: dict[str, Any] = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    return PagedLaunch(
+        num_kv_heads * triton.cdiv(group, launch.block_m),
+        heads_record(q),
+        Blocks(k_cache, v_cache, *k_cache.stride()[:2], *v_cache.stride()[:2]),
+        *bind(inputs.options.variants, inputs.options.scale_for(head_dim)),
+        Shape(*map(tl.constexpr, numbers)),
+        options | ({"launch_pdl": True} if early else {}),
+    )
 
 
 def attend_partitions(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    alibi_slopes: Tensor | None,
-    out: Tensor,
-    exp_sums: Tensor | None,
-    max_logits: Tensor | None,
-    scale: float,
-    partition_size: int,
+    inputs: PagedInputs, out: Tensor, exp_sums: Tensor | None, max_logits: Tensor | None, partition_size: int
 ) -> None:
     """Launches `partition_kernel`, with the arguments of `paged_attention_v2`: in partitions `out` is its
     `tmp_out`, and without sums and logits there is one pass."""
-    if len(q) == 0:
+    num_seqs, tables = len(inputs.q), inputs.block_tables
+    if num_seqs == 0:
         return
     num_partitions = 1 if exp_sums is None else exp_sums.shape[2]
-    num_programs, options = tile_options(q, k_cache)
-    partition_kernel[(num_programs, len(q), num_partitions)](
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        seq_lens,
-        alibi_slopes,
-        out,
+    launch = launch_of(inputs)
+    partition_kernel[(launch.num_programs, num_seqs, num_partitions)](
+        launch.q,
+        launch.blocks,
+        tables,
+        tables.stride(0),
+        inputs.seq_lens,
+        heads_record(out),
         exp_sums,
         max_logits,
         num_partitions,
         partition_size,
-        scale * LOG2_E,
-        *q.stride()[:2],
-        *k_cache.stride()[:2],
-        *v_cache.stride()[:2],
-        block_tables.stride(0),
-        *out.stride()[:2],
+        launch.variants,
+        launch.score_scale,
+        launch.shape,
         IN_PARTITIONS=exp_sums is not None,
-        **options,
+        **launch.options,
     )
+
+
+def attend_shares(inputs: PagedInputs, plan: DecodePlan, out: Tensor) -> None:
+    """Launches `share_kernel`, and adds up the parts of the plan."""
+    num_seqs, num_heads, head_dim = inputs.q.shape
+    if num_seqs == 0:
+        return
+    tables, launch = inputs.block_tables, launch_of(inputs)
+    partial_lse = torch.empty((plan.num_parts, num_heads), dtype=torch.float32, device=out.device)
+    partial_out = torch.empty((plan.num_parts, num_heads, head_dim), dtype=torch.float32, device=out.device)
+    share_kernel[(launch.num_programs, len(plan.shares) - 1)](
+        launch.q,
+        launch.blocks,
+        tables,
+        tables.stride(0),
+        inputs.seq_lens,
+        *plan[:3],
+        heads_record(out),
+        partial_out,
+        partial_lse,
+        launch.variants,
+        launch.score_scale,
+        launch.shape,
+        **launch.options,
+    )
+    combine_parts(partial_out, partial_lse, plan, out, None, 1)

@@ -14,79 +14,50 @@ equal share of the tokens of all sequences, as in `decode_attention`, however fe
 the original, it stores no scores: its softmax is a running one. `paged_attention_v2.py` has partitions.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
-from lightkv.triton_kernels.attention.decode.decode_combine import combine_parts
 from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
 from lightkv.triton_kernels.attention.variants import Alibi
-from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
 from lightkv.triton_kernels.attention.variants.variant import Scored
 
-from .paged_attention_inputs import check_paged_inputs
-from .paged_attention_kernel import attend_partitions, share_kernel, tile_options
-from .paged_attention_v2 import paged_attention_v2
+from .paged_attention_inputs import PagedInputs
+from .paged_attention_kernel import attend_partitions, attend_shares
+from .paged_attention_v2 import attend_in_partitions
 
 
 @torch.library.custom_op("lightkv::paged_attention_v1", mutates_args=("out",))
 def _paged_attention_v1(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    alibi_slopes: Tensor | None,
-    out: Tensor,
+    tensors: Sequence[Tensor],
+    variants: str,
+    variant_tensors: Sequence[Tensor],
+    variant_numbers: Sequence[float],
     scale: float,
+    out: Tensor,
 ) -> None:
-    attend_partitions(q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes, out, None, None, scale, 0)
+    inputs = PagedInputs.of_flat(tensors, variants, variant_tensors, variant_numbers, scale)
+    attend_partitions(inputs, out, None, None, 0)
 
 
 @torch.library.custom_op("lightkv::paged_attention_shares", mutates_args=("out",))
 def _paged_attention_shares(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    alibi_slopes: Tensor | None,
+    tensors: Sequence[Tensor],
+    variants: str,
+    variant_tensors: Sequence[Tensor],
+    variant_numbers: Sequence[float],
+    scale: float,
+    out: Tensor,
     items: Tensor,
     shares: Tensor,
     parts: Tensor,
     split: Tensor,
-    out: Tensor,
-    scale: float,
 ) -> None:
-    if len(q) == 0:
-        return
-    plan = DecodePlan(items, shares, parts, split, None)
-    num_programs, options = tile_options(q, k_cache)
-    partial_lse = torch.empty((plan.num_parts, q.shape[1]), dtype=torch.float32, device=q.device)
-    partial_out = torch.empty((*partial_lse.shape, q.shape[2]), dtype=torch.float32, device=q.device)
-    share_kernel[(num_programs, len(shares) - 1)](
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        seq_lens,
-        alibi_slopes,
-        items,
-        shares,
-        parts,
-        out,
-        partial_out,
-        partial_lse,
-        scale * LOG2_E,
-        *q.stride()[:2],
-        *k_cache.stride()[:2],
-        *v_cache.stride()[:2],
-        block_tables.stride(0),
-        *out.stride()[:2],
-        **options,
-    )
-    combine_parts(partial_out, partial_lse, plan, out, None, 1)
+    inputs = PagedInputs.of_flat(tensors, variants, variant_tensors, variant_numbers, scale)
+    attend_shares(inputs, DecodePlan(items, shares, parts, split, None), out)
 
 
 for _operator in (_paged_attention_v1, _paged_attention_shares):
@@ -135,29 +106,18 @@ def paged_attention_v1(
         ValueError: shapes, strides, dtypes or numbers do not fit, there is a plan for another step, or there
             are both a plan and partitions.
     """
+    options = AttentionOptions(scale).plus(None if alibi_slopes is None else Alibi(alibi_slopes))
+    inputs = PagedInputs(q, k_cache, v_cache, block_tables, seq_lens, options)
     if partition_size != 0 and plan is None:
-        return paged_attention_v2(
-            q,
-            k_cache,
-            v_cache,
-            block_tables,
-            seq_lens,
-            scale=scale,
-            alibi_slopes=alibi_slopes,
-            partition_size=partition_size,
-            max_seq_len=max_seq_len,
-            out=out,
-        )
-    arguments = (q, k_cache, v_cache, block_tables, seq_lens)
-    check_paged_inputs(*arguments, alibi_slopes, out, scale)
+        return attend_in_partitions(inputs, partition_size, max_seq_len, out, None)
+    inputs.check()
     if plan is not None:
         _check_plan(plan, len(q), partition_size)
-    if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = inputs.output(out)
     if plan is None:
-        _paged_attention_v1(*arguments, alibi_slopes, out, scale)
+        _paged_attention_v1(*inputs.flat(), out)
     else:
-        _paged_attention_shares(*arguments, alibi_slopes, *plan[:4], out, scale)
+        _paged_attention_shares(*inputs.flat(), out, *plan[:4])
     return out
 
 
@@ -178,42 +138,13 @@ def _check_plan(plan: DecodePlan, num_seqs: int, partition_size: int) -> None:
         )
 
 
-def copy_to_blocks(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Copies K/V of a pool to this kernel's layout. k_cache and v_cache are `[num_slots, num_kv_heads, D]`;
-    slots, an integer tensor `[num_blocks, block_size]`, names the slot to copy to each place of each block.
-    Returns k_cache and v_cache of num_blocks blocks. Raises ValueError if D is not a multiple of the x dims in
-    16 bytes."""
-    x = 16 // k_cache.element_size()
-    if k_cache.shape != v_cache.shape or k_cache.shape[2] % x:
-        raise ValueError(
-            f"K and V must be alike, with a multiple of {x} dims; got {tuple(k_cache.shape)} and "
-            f"{tuple(v_cache.shape)}"
-        )
-    k, v = k_cache[slots.long()], v_cache[slots.long()]  # [num_blocks, block_size, num_kv_heads, D]
-    return k.unflatten(3, (-1, x)).permute(0, 2, 3, 1, 4).contiguous(), v.permute(0, 2, 3, 1).contiguous()
-
-
-def paged_attention_v1_reference(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
-    alibi_slopes: Tensor | None = None,
-) -> Tensor:
+def paged_attention_v1_reference(inputs: PagedInputs) -> Tensor:
     """Computes `paged_attention_v1` in plain torch and float64, one sequence at a time. Reads tables and
     lengths on the host, so on a GPU it synchronises."""
+    q = inputs.q
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    block_size = k_cache.shape[3]
-    options = AttentionOptions(scale).plus(None if alibi_slopes is None else Alibi(alibi_slopes))
-    for seq, length in enumerate(seq_lens.tolist()):
-        positions = torch.arange(length, device=q.device)
-        blocks, offsets = block_tables[seq, positions // block_size].long(), positions % block_size
-        k = k_cache[blocks, :, :, offsets].flatten(2)  # [length, num_kv_heads, D]
-        v = v_cache[blocks, :, :, offsets]
+    for seq, length in enumerate(inputs.seq_lens.tolist()):
         scored = Scored.of_last(slice(seq, seq + 1), seq, length, q.device)
-        result = attend_reference(q[seq : seq + 1], k, v, options, scored)
-        out[seq] = result[0].to(q.dtype)
+        k, v = inputs.keys(seq, 0, length)
+        out[seq] = attend_reference(q[seq : seq + 1], k, v, inputs.options, scored)[0].to(q.dtype)
     return out

@@ -7,53 +7,61 @@ the largest score, the sum of the exponentials of the scores less that one, and 
 alone.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_reference import attend_reference
+from lightkv.triton_kernels.attention.attention_reference import attend_reference, change_reference
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
 from lightkv.triton_kernels.attention.variants import Alibi
 from lightkv.triton_kernels.attention.variants.variant import Scored
 
-from .paged_attention_inputs import check_paged_inputs
-from .paged_attention_kernel import attend_partitions, combine_kernel, tile_options
+from .paged_attention_inputs import PagedInputs
+from .paged_attention_kernel import attend_partitions, combine_kernel, num_programs_for
 
 PARTITION_SIZE = 512  # of the original
+
+
+class Partials(NamedTuple):
+    """What partitions write: `exp_sums` and `max_logits`, float32 `[num_seqs, H, partitions]`, and `tmp_out`
+    `[num_seqs, H, partitions, D]`; contiguous."""
+
+    exp_sums: Tensor
+    max_logits: Tensor
+    tmp_out: Tensor
 
 
 @torch.library.custom_op(
     "lightkv::paged_attention_v2", mutates_args=("out", "exp_sums", "max_logits", "tmp_out")
 )
 def _paged_attention_v2(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    alibi_slopes: Tensor | None,
+    tensors: Sequence[Tensor],
+    variants: str,
+    variant_tensors: Sequence[Tensor],
+    variant_numbers: Sequence[float],
+    scale: float,
     out: Tensor,
     exp_sums: Tensor,
     max_logits: Tensor,
     tmp_out: Tensor,
-    scale: float,
     partition_size: int,
 ) -> None:
-    if len(q) == 0:
+    inputs = PagedInputs.of_flat(tensors, variants, variant_tensors, variant_numbers, scale)
+    if len(inputs.q) == 0:
         return
-    attend_partitions(
-        q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes, tmp_out, exp_sums, max_logits, scale,
-        partition_size,
-    )  # fmt: skip
+    attend_partitions(inputs, tmp_out, exp_sums, max_logits, partition_size)
     num_seqs, num_heads, num_partitions, head_dim = tmp_out.shape
     launch = tuning.merge_launch(num_partitions, head_dim)
-    early = tuning.has_early_launch(tuning.device_class(q.device))
+    early = tuning.has_early_launch(tuning.device_class(out.device))
     combine_kernel[(num_heads, num_seqs)](
         tmp_out,
         exp_sums,
         max_logits,
-        seq_lens,
+        inputs.seq_lens,
         out,
         num_partitions,
         partition_size,
@@ -107,40 +115,67 @@ def paged_attention_v2(
     Raises:
         ValueError: shapes, strides, dtypes or numbers do not fit, or only some of the last three are given.
     """
-    arguments = (q, k_cache, v_cache, block_tables, seq_lens)
-    check_paged_inputs(*arguments, alibi_slopes, out, scale)
-    block_size = k_cache.shape[3]
-    room = block_tables.shape[1] * block_size
+    options = AttentionOptions(scale).plus(None if alibi_slopes is None else Alibi(alibi_slopes))
+    inputs = PagedInputs(q, k_cache, v_cache, block_tables, seq_lens, options)
+    partials = None
+    if exp_sums is not None and max_logits is not None and tmp_out is not None:
+        partials = Partials(exp_sums, max_logits, tmp_out)
+    elif exp_sums is not None or max_logits is not None or tmp_out is not None:
+        raise ValueError("exp_sums, max_logits and tmp_out must be given together, or none of them")
+    return attend_in_partitions(inputs, partition_size, max_seq_len, out, partials)
+
+
+def attend_in_partitions(
+    inputs: PagedInputs,
+    partition_size: int | None,
+    max_seq_len: int | None,
+    out: Tensor | None,
+    partials: Partials | None,
+) -> Tensor:
+    """Computes `paged_attention_v2` of these inputs; the other arguments are described there."""
+    inputs.check()
+    out = inputs.output(out)
+    q, block_size = inputs.q, inputs.k_cache.shape[3]
+    room = inputs.block_tables.shape[1] * block_size
     longest = room if max_seq_len is None else max_seq_len
     if not 0 <= longest <= room:
         raise ValueError(f"max_seq_len must be at most the {room} tokens of a table, got {longest}")
-    if partition_size is None and exp_sums is not None:
+    if partition_size is None and partials is not None:
         partition_size = max(PARTITION_SIZE, block_size)
     if partition_size is None:
-        num_programs = len(q) * tile_options(q, k_cache)[0]
+        num_programs = len(q) * num_programs_for(q, inputs.k_cache)
         device = tuning.device_class(q.device)
-        partition_size = tuning.paged_partition_size(device, num_programs, longest, block_size)
+        partition_size = fitting_partition_size(device, num_programs, longest, block_size)
     if partition_size < 1 or partition_size % block_size:
         raise ValueError(
             f"partition_size must be a multiple of the {block_size} tokens of a block, got {partition_size}"
         )
     least = max(1, triton.cdiv(longest, partition_size))
-    if exp_sums is None and max_logits is None and tmp_out is None:
-        exp_sums, max_logits = torch.empty((2, *q.shape[:2], least), dtype=torch.float32, device=q.device)
+    if partials is None:
+        sums, logits = torch.empty((2, *q.shape[:2], least), dtype=torch.float32, device=q.device)
         tmp_out = torch.empty((*q.shape[:2], least, q.shape[2]), dtype=torch.float32, device=q.device)
-    elif exp_sums is None or max_logits is None or tmp_out is None:
-        raise ValueError("exp_sums, max_logits and tmp_out must be given together, or none of them")
+        partials = Partials(sums, logits, tmp_out)
     else:
-        _check_partials(q, exp_sums, max_logits, tmp_out, least)
-    if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    _paged_attention_v2(*arguments, alibi_slopes, out, exp_sums, max_logits, tmp_out, scale, partition_size)
+        _check_partials(q, partials, least)
+    _paged_attention_v2(*inputs.flat(), out, *partials, partition_size)
     return out
 
 
-def _check_partials(q: Tensor, exp_sums: Tensor, max_logits: Tensor, tmp_out: Tensor, least: int) -> None:
+def fitting_partition_size(
+    device: tuning.DeviceClass, num_programs: int, num_tokens: int, block_size: int
+) -> int:
+    """Returns the tokens of a partition of `paged_attention_v2`: the classic 512, or fewer where `num_programs`
+    for each partition of a batch whose longest sequence has `num_tokens` would leave the device idle."""
+    size = PARTITION_SIZE
+    enough = 3 * device.num_multiprocessors
+    while size > tuning.DECODE_UNIT and num_programs * triton.cdiv(num_tokens, size) < enough:
+        size //= 2
+    return max(size, block_size)
+
+
+def _check_partials(q: Tensor, partials: Partials, least: int) -> None:
     num_seqs, num_heads, head_dim = q.shape
-    shapes = [tuple(tensor.shape) for tensor in (exp_sums, max_logits, tmp_out)]
+    shapes = [tuple(tensor.shape) for tensor in partials]
     most = shapes[0][-1] if shapes[0] else 0
     right = [(num_seqs, num_heads, most)] * 2 + [(num_seqs, num_heads, most, head_dim)]
     if shapes != right or most < least:
@@ -149,10 +184,8 @@ def _check_partials(q: Tensor, exp_sums: Tensor, max_logits: Tensor, tmp_out: Te
             f"{num_heads}, partitions, {head_dim}], of at least {least} partitions; got {shapes[0]}, "
             f"{shapes[1]} and {shapes[2]}"
         )
-    for name, tensor in (("exp_sums", exp_sums), ("max_logits", max_logits), ("tmp_out", tmp_out)):
-        wrong_type = (
-            tensor.dtype != torch.float32 if tensor is not tmp_out else not tensor.is_floating_point()
-        )
+    for name, tensor in partials._asdict().items():
+        wrong_type = not tensor.is_floating_point() if name == "tmp_out" else tensor.dtype != torch.float32
         if wrong_type or not tensor.is_contiguous():
             raise ValueError(
                 f"{name} must be contiguous and float32 (tmp_out of any floating type), got {tensor.dtype} "
@@ -160,39 +193,25 @@ def _check_partials(q: Tensor, exp_sums: Tensor, max_logits: Tensor, tmp_out: Te
             )
 
 
-def paged_attention_v2_reference(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
-    partition_size: int,
-    num_partitions: int,
-    alibi_slopes: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `exp_sums`, `max_logits` and `tmp_out` of `paged_attention_v2` in plain torch, in float32, with
-    zeros where nothing is written; the output is that of `paged_attention_v1_reference`. Reads tables and
-    lengths on the host, so on a GPU it synchronises."""
+def paged_attention_v2_reference(inputs: PagedInputs, partition_size: int, num_partitions: int) -> Partials:
+    """Computes what the partitions of `paged_attention_v2` write in plain torch, in float32, with zeros where
+    nothing is written; the output is that of `paged_attention_v1_reference`. Reads tables and lengths on the
+    host, so on a GPU it synchronises."""
+    q, options = inputs.q, inputs.options
     num_seqs, num_heads, head_dim = q.shape
-    group, block_size = num_heads // k_cache.shape[1], k_cache.shape[3]
-    exp_sums, max_logits = torch.zeros(2, num_seqs, num_heads, num_partitions, device=q.device)
+    max_logits, exp_sums = torch.zeros(2, num_seqs, num_heads, num_partitions, device=q.device)
     tmp_out = torch.zeros(num_seqs, num_heads, num_partitions, head_dim, device=q.device)
-    options = AttentionOptions(scale).plus(None if alibi_slopes is None else Alibi(alibi_slopes))
-    for seq, length in enumerate(seq_lens.tolist()):
+    for seq, length in enumerate(inputs.seq_lens.tolist()):
+        whole = Scored.of_last(slice(seq, seq + 1), seq, length, q.device)
         for partition, begin in enumerate(range(0, length, partition_size)):
-            positions = torch.arange(begin, min(begin + partition_size, length), device=q.device)
-            blocks, offsets = block_tables[seq, positions // block_size].long(), positions % block_size
-            k = k_cache[blocks, :, :, offsets].flatten(2)  # [tokens, num_kv_heads, D]
-            v = v_cache[blocks, :, :, offsets]
-            heads = k.double().repeat_interleave(group, dim=1)
-            logits = torch.einsum("hd,nhd->hn", q[seq].double(), heads) * scale
-            if alibi_slopes is not None:
-                logits += alibi_slopes.double()[:, None] * (positions - (length - 1))
-            max_logits[seq, :, partition] = logits.amax(1)
-            exp_sums[seq, :, partition] = (logits - logits.amax(1, keepdim=True)).exp().sum(1)
-            # The query sees them all, and ALiBi shifts all scores, so it may be the last of them.
-            scored = Scored.of_last(slice(seq, seq + 1), seq, len(positions), q.device)
+            end = min(begin + partition_size, length)
+            k, v = inputs.keys(seq, begin, end)
+            scored = whole._replace(keys=whole.keys[begin:end])
+            heads = k.double().repeat_interleave(num_heads // k.shape[1], dim=1)
+            products = torch.einsum("hd,nhd->hn", q[seq].double(), heads) * options.scale_for(head_dim)
+            scores = change_reference(products[:, None], options, scored)[:, 0]
+            peaks = scores.amax(1)
+            max_logits[seq, :, partition] = peaks
+            exp_sums[seq, :, partition] = (scores - peaks[:, None]).exp().sum(1)
             tmp_out[seq, :, partition] = attend_reference(q[seq : seq + 1], k, v, options, scored)[0].float()
-    return exp_sums, max_logits, tmp_out
+    return Partials(exp_sums, max_logits, tmp_out)

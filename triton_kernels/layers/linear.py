@@ -1,9 +1,9 @@
 """Linear layers over a few tokens, which read the weights at the speed of memory.
 
-For up to `tuning.MAX_LINEAR_TOKENS` tokens a product takes as long as its weights take to read, and cuBLAS
-reads them at well below the bandwidth (`bench.kernels.linear` compares). There are two kernels here. One token
-is a matrix times a vector, on the ordinary cores. Several tokens use the matrix units, with the weights as the
-left operand, since these units take tiles of 64 rows:
+For up to `MAX_TOKENS` tokens a product takes as long as its weights take to read, and cuBLAS reads them at well
+below the bandwidth (`bench.kernels.linear` compares). There are two kernels here. One token is a matrix times a
+vector, on the ordinary cores. Several tokens use the matrix units, with the weights as the left operand, since
+these units take tiles of 64 rows:
 
     out^T [N, T]  =  weight [N, K]  ·  x^T [K, T]         a program: 64 rows of the weight, one part of K
 
@@ -11,6 +11,8 @@ Both are launched while the kernel before them still runs (programmatic dependen
 before they read x; the first one loads weights before it waits. Where N is small, several programs share 64
 rows, each with a part of K. The last one of them adds up the parts, in their order, so results do not vary.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,7 +22,49 @@ from torch.nn import functional
 
 from lightkv.triton_kernels import tuning
 
-_LEAST_ROWS = 16  # of a program, in the interpreter
+MAX_TOKENS = 64  # more are left to cuBLAS
+_ROWS = 64  # of the weight, which a program multiplies with several tokens
+_LEAST_ROWS = 16  # the same in the interpreter
+
+
+class LinearLaunch(NamedTuple):
+    """Tiles (rows of the weight, columns), launch options, and how many programs share the rows of a tile."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    splits: int
+
+
+def linear_launch(
+    device: tuning.DeviceClass, num_tokens: int, num_rows: int, num_columns: int, element_size: int
+) -> LinearLaunch | None:
+    """Returns the launch of `linear` for a weight of so many rows and columns; None where its kernels cannot
+    run. `bench.kernels.linear` compares it with cuBLAS."""
+    interpreted = device is tuning.INTERPRETER
+    if (device.major != 9 or element_size != 2) and not interpreted:
+        return None
+    if num_tokens == 1:
+        return LinearLaunch(2, min(4096, triton.next_power_of_2(num_columns)), 4, 1, 1)
+    block_n, block_k = (_ROWS, 128) if not interpreted else (_LEAST_ROWS, 16)
+    if num_rows % block_n or num_columns % block_k:
+        return None
+    blocks = num_rows // block_n
+    most = device.num_multiprocessors  # programs that run at once with deep pipelines
+    splits = 1
+    while 2 * blocks * splits <= most and num_columns > 8 * block_k * splits:
+        splits *= 2
+    if interpreted or blocks * splits <= most:
+        # With one program on a multiprocessor, more of the weight has to be on its way.
+        return LinearLaunch(block_n, block_k, 4, 4 if num_tokens > 32 else 6, splits)
+    if 2 * blocks < 3 * most:  # few multiprocessors have a second program, which better comes after the first
+        return LinearLaunch(block_n, block_k, 4, 6, 1) if num_tokens <= 32 else None
+    if blocks <= 2 * most:  # the pipelines of two programs have to fit on a multiprocessor
+        return LinearLaunch(block_n, block_k, 4, 3 if num_tokens > 32 else 4 if num_tokens > 16 else 5, 1)
+    if num_tokens <= 16 or num_rows % 128:
+        return LinearLaunch(block_n, block_k, 4, 4, 1)
+    return LinearLaunch(128, 128, 8, 4, 1) if num_tokens <= 32 else LinearLaunch(128, 64, 8, 6, 1)
 
 
 @triton.jit
@@ -132,7 +176,7 @@ def tickets_for(weight: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tickets: Tensor | None = None) -> Tensor:
-    """Returns x · weight^T + bias, by the kernel that is fastest for the shape (`tuning.linear_launch`).
+    """Returns x · weight^T + bias, by the kernel that is fastest for the shape (`linear_launch`).
 
     Args:
         x: `[..., K]`.
@@ -146,7 +190,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tickets: Tenso
     """
     dim = x.shape[-1]
     num_tokens = x.numel() // max(dim, 1)
-    launch = _launch(x, weight, num_tokens) if 0 < num_tokens <= tuning.MAX_LINEAR_TOKENS else None
+    launch = _launch(x, weight, num_tokens) if 0 < num_tokens <= MAX_TOKENS else None
     if launch is None or (launch.splits > 1 and tickets is None):
         return functional.linear(x, weight, bias)
     num_rows = weight.shape[0]
@@ -201,11 +245,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tickets: Tenso
     return out
 
 
-def _launch(x: Tensor, weight: Tensor, num_tokens: int) -> tuning.LinearLaunch | None:
+def _launch(x: Tensor, weight: Tensor, num_tokens: int) -> LinearLaunch | None:
     """Returns the launch of a kernel here; None where cuBLAS is faster, or a kernel cannot run."""
     if not x.is_cuda and isinstance(_vector_kernel, triton.JITFunction):
         return None
     if x.dtype != weight.dtype or weight.stride(1) != 1 or (x.dim() > 1 and x.stride(-1) != 1):
         return None
     device = tuning.device_class(x.device)
-    return tuning.linear_launch(device, num_tokens, weight.shape[0], weight.shape[1], x.element_size())
+    return linear_launch(device, num_tokens, weight.shape[0], weight.shape[1], x.element_size())

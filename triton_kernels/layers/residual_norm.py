@@ -5,7 +5,7 @@
 Each arrow rounds to the dtype of x, where the modules of a model would round.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,32 +33,43 @@ class Norm(NamedTuple):
     rounded_before: bool = True
 
 
+def _num_warps(dim: int) -> int:
+    """Returns the warps of a program for rows of `dim`."""
+    return 4 if dim <= 2048 else 8 if dim <= 8192 else 16
+
+
+class _Bound(NamedTuple):
+    """A `Norm` as the kernel takes it, with its flags as constants."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    CENTRED: Any
+    PLUS_ONE: Any
+    ROUNDED_BEFORE: Any
+
+
 @triton.jit
 def _normalise(
     x,  # [BLOCK] float32, 0 beyond C
-    weight,
-    bias,
+    norm,  # a `_Bound`
     dims,
     in_row,
-    eps,
     C: tl.constexpr,
     DTYPE: tl.constexpr,
-    CENTRED: tl.constexpr,
-    PLUS_ONE: tl.constexpr,
-    ROUNDED_BEFORE: tl.constexpr,
 ):
-    if CENTRED:
+    if norm.CENTRED:
         x = tl.where(in_row, x - tl.sum(x, 0) / C, 0.0)
-    y = x * tl.rsqrt(tl.sum(x * x, 0) / C + eps)
-    if ROUNDED_BEFORE:
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / C + norm.eps)
+    if norm.ROUNDED_BEFORE:
         y = y.to(DTYPE).to(tl.float32)
-    if weight is not None:
-        factor = tl.load(weight + dims, mask=in_row, other=0.0).to(tl.float32)
-        if PLUS_ONE:
+    if norm.weight is not None:
+        factor = tl.load(norm.weight + dims, mask=in_row, other=0.0).to(tl.float32)
+        if norm.PLUS_ONE:
             factor += 1.0
         y = y * factor
-    if bias is not None:
-        y += tl.load(bias + dims, mask=in_row, other=0.0).to(tl.float32)
+    if norm.bias is not None:
+        y += tl.load(norm.bias + dims, mask=in_row, other=0.0).to(tl.float32)
     return y.to(DTYPE)
 
 
@@ -68,25 +79,15 @@ def _residual_norm_kernel(
     residual,  # [T, C] or None
     hidden,  # [T, C], written; None if it is x itself
     normed,  # [T, C], written; None without a norm
-    weight,
-    bias,
-    eps,
-    post_weight,
-    post_bias,
-    post_eps,
+    norm,  # a `_Bound`, or None
+    post,  # likewise
     scale,
     stride_x,
     stride_residual,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_SCALE: tl.constexpr,
-    CENTRED: tl.constexpr,
-    PLUS_ONE: tl.constexpr,
-    ROUNDED_BEFORE: tl.constexpr,
     HAS_POST: tl.constexpr,
-    POST_CENTRED: tl.constexpr,
-    POST_PLUS_ONE: tl.constexpr,
-    POST_ROUNDED_BEFORE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -98,10 +99,7 @@ def _residual_norm_kernel(
         tl.extra.cuda.gdc_wait()
     value = tl.load(x + row * stride_x + dims, mask=in_row, other=0.0).to(tl.float32)
     if HAS_POST:
-        value = _normalise(
-            value, post_weight, post_bias, dims, in_row, post_eps, C, DTYPE, POST_CENTRED, POST_PLUS_ONE,
-            POST_ROUNDED_BEFORE,
-        ).to(tl.float32)  # fmt: skip
+        value = _normalise(value, post, dims, in_row, C, DTYPE).to(tl.float32)
     if HAS_SCALE:
         value = (value * scale).to(DTYPE).to(tl.float32)
     if residual is not None:
@@ -110,10 +108,18 @@ def _residual_norm_kernel(
     if hidden is not None:
         tl.store(hidden + row * C + dims, value.to(DTYPE), mask=in_row)
     if normed is not None:
-        y = _normalise(
-            value, weight, bias, dims, in_row, eps, C, DTYPE, CENTRED, PLUS_ONE, ROUNDED_BEFORE
-        )  # fmt: skip
+        y = _normalise(value, norm, dims, in_row, C, DTYPE)
         tl.store(normed + row * C + dims, y, mask=in_row)
+
+
+_FLAGS = (tl.constexpr(False), tl.constexpr(True))
+
+
+def _bound(norm: Norm | None) -> _Bound | None:
+    if norm is None:
+        return None
+    weight, bias, eps, centred, plus_one, rounded_before = norm
+    return _Bound(weight, bias, eps, _FLAGS[centred], _FLAGS[plus_one], _FLAGS[rounded_before])
 
 
 def residual_norm(
@@ -154,7 +160,6 @@ def residual_norm(
     hidden = torch.empty_like(x, memory_format=torch.contiguous_format) if changes else x
     normed = torch.empty_like(x, memory_format=torch.contiguous_format) if norm is not None else hidden
     if rows.shape[0] and (changes or norm is not None):
-        of_sum, of_x = norm or Norm(None, None, 0.0), post or Norm(None, None, 0.0)
         early = x.is_cuda and tuning.has_early_launch(tuning.device_class(x.device))
         options = {"launch_pdl": True} if early else {}
         _residual_norm_kernel[(rows.shape[0],)](
@@ -162,27 +167,17 @@ def residual_norm(
             others,
             hidden if changes else None,
             normed if norm is not None else None,
-            of_sum.weight,
-            of_sum.bias,
-            of_sum.eps,
-            of_x.weight,
-            of_x.bias,
-            of_x.eps,
+            _bound(norm),
+            _bound(post),
             scale,
             rows.stride(0),
             0 if others is None else others.stride(0),
             C=dim,
             BLOCK=triton.next_power_of_2(dim),
             HAS_SCALE=scale != 1.0,
-            CENTRED=of_sum.centred,
-            PLUS_ONE=of_sum.plus_one,
-            ROUNDED_BEFORE=of_sum.rounded_before,
             HAS_POST=post is not None,
-            POST_CENTRED=of_x.centred,
-            POST_PLUS_ONE=of_x.plus_one,
-            POST_ROUNDED_BEFORE=of_x.rounded_before,
             EARLY=early,
-            num_warps=tuning.norm_warps(dim),
+            num_warps=_num_warps(dim),
             enable_fp_fusion=False,  # a product is rounded before it is added, as in torch
             **options,
         )

@@ -6,16 +6,16 @@ programs handles a few blocks, and reads the result of the search by itself. Ref
 `alloc_slots_reference`, `alloc_run_reference`.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels.layout.slot_flags import SlotFlag
-from lightkv.triton_kernels.tuning import device_class, many_tiles, run_search
+from lightkv.triton_kernels.tuning import INTERPRETER, DeviceClass, device_class
 
-from .slot_search import entries_of, highest_bit, larger, num_bits
+from .slot_search import CountTiles, entries_of, highest_bit, larger, num_bits
 from .slot_state import (
     BLOCK_FREE,
     FIRST_BLOCK,
@@ -41,6 +41,33 @@ _NO_RUN = tl.constexpr(2**31 - 1)
 
 _TILE_SLOTS = 2048  # slots that a program of the second kernel handles at once
 _ALLOC_PROGRAMS = 264
+# Counts of blocks that the search reads in a turn: passing used blocks should take few turns.
+_FIRST_TILE, _LATER_TILE = 1024, 8192
+
+
+def many_tiles(num_blocks: int) -> CountTiles:
+    """Returns the tiles of an allocation in two kernels, where one program searches for all."""
+    num = triton.next_power_of_2(num_blocks)
+    return CountTiles(min(_FIRST_TILE, num), min(_LATER_TILE, num))
+
+
+class Search(NamedTuple):
+    """How the programs of a search for a run divide the words of a pool's bits."""
+
+    num_programs: int
+    chunk: int  # words in which one program finds the runs that end there
+    back: int  # words before the chunk that it reads as well, since a run may begin there
+    tile: int  # words that it reads at a time
+
+
+def run_search(device: DeviceClass, num_words: int, word_slots: int, n: int, max_programs: int) -> Search:
+    """Returns the search for n consecutive free slots by at most `max_programs` programs."""
+    tile = 32 if device is INTERPRETER else 2048  # the interpreter's scans make a call per element
+    # This runs for every prompt, and a call of triton.cdiv takes a microsecond.
+    back = -(-n // word_slots) + 2
+    least = max(tile // 2, -(-num_words // max_programs))
+    chunk = -(-(least + back) // tile) * tile - back  # chunk + back is a whole number of tiles
+    return Search(-(-num_words // chunk), chunk, back, tile)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ An operation that cannot be done raises no error: it does as much as it can with
 and sets a flag in device memory (`SlotFlag`).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,10 +24,10 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels.layout.slot_flags import SlotFlag
-from lightkv.triton_kernels.tuning import MAX_IN_ONE_KERNEL, alloc_launch, block_for, few_tiles
+from lightkv.triton_kernels.tuning import block_for
 
 from .alloc_many import alloc_many
-from .slot_search import entries_of, num_bits, place_of_bit
+from .slot_search import CountTiles, entries_of, num_bits, place_of_bit
 from .slot_state import (
     BLOCK_FREE,
     FIRST_BLOCK,
@@ -66,6 +66,33 @@ _NEVER = tl.constexpr(2**31 - 1)  # larger than any rank
 _NO_SLOT = tl.constexpr(-(2**30))  # in no word and no block
 
 _FREE_BLOCK = 256
+
+MAX_IN_ONE_KERNEL = 512  # slots; each costs a search through the words of its block
+# Counts of blocks that a search reads in a turn: few at first, since enough free slots are usually close behind
+# the first block that has one.
+_FIRST_TILE, _LATER_TILE = 256, 2048
+
+
+def few_tiles(num_blocks: int) -> CountTiles:
+    """Returns the tiles of an allocation in one kernel, where every program searches by itself."""
+    num = max(32, triton.next_power_of_2(num_blocks))
+    return CountTiles(min(_FIRST_TILE, num), min(_LATER_TILE, num))
+
+
+class AllocLaunch(NamedTuple):
+    """How an allocation in one kernel divides its slots among programs."""
+
+    ranks: int  # slots per program
+    num_programs: int
+    num_warps: int
+
+
+def alloc_launch(max_ranks: int) -> AllocLaunch:
+    """Returns the launch for a power of two of slots: one program as long as that is faster, since it need not
+    find out which program is last."""
+    if max_ranks <= 64:
+        return AllocLaunch(max_ranks, 1, 4 if max_ranks <= 16 else 8)
+    return AllocLaunch(16, max_ranks // 16, 4)
 
 
 @triton.jit

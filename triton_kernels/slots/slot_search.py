@@ -1,8 +1,17 @@
-"""Device functions that the allocator's kernels share: bits of a word, and places in a table."""
+"""What the allocator's kernels share: the tiles of a search, bits of a word, places in a table."""
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
+
+
+class CountTiles(NamedTuple):
+    """How many counts of blocks a search for free slots reads in its first turn, and in each later turn."""
+
+    first: int
+    later: int
 
 
 @triton.jit
