@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
+from lightkv.triton_kernels.attention.lookups import Pages
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.variants.variant import Scored
 
@@ -151,7 +152,7 @@ class Paged(NamedTuple):
     @property
     def kv(self) -> PagedKV:
         """The pool and the index, as lightkv's operators take them."""
-        return PagedKV(*self.caches, self.first_slots, self.shift)
+        return PagedKV(*self.caches, self.first_slots, Pages(self.shift))
 
     @property
     def pages(self) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from bench.common.device_clock import DEVICE, CapturedStep, Clock, measure_ceili
 from bench.common.report import parser, print_json, print_machine, print_table, refuse, save_json
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.decode.decode_plan import decode_plan
-from lightkv.triton_kernels.attention.decode.ring_step import sink_rotation
+from lightkv.triton_kernels.attention.lookups import TOKEN_TABLE, BeamTable, RingRows
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
@@ -81,14 +81,18 @@ class Requests:
         q, lengths = self.batch.q, self.lengths
         if position is not None:
             lengths = torch.full_like(lengths, position)
-        kv = self.kv._replace(ring=ring, indirection=beams)
+        lookup = TOKEN_TABLE if beams is None else BeamTable(beams)
+        if ring is not None:
+            lookup = RingRows(ring)
+        limits = lookup.limits(())
         frequencies = 1e4 ** -(torch.arange(64, device=DEVICE, dtype=torch.float64) / 64)
 
         def step() -> None:
-            plan = decode_plan(self.rows, lengths, num_kv_heads=self.batch.num_kv_heads, ring=ring)
-            rotation = sink_rotation(lengths, ring, frequencies) if ring is not None and ring.sinks else None
+            plan = decode_plan(self.rows, lengths, num_kv_heads=self.batch.num_kv_heads, limits=limits)
+            turned = lookup.rotated(lengths, frequencies) if isinstance(lookup, RingRows) else lookup
+            kv = self.kv._replace(lookup=turned)
             for _ in range(LAYERS):
-                decode_attention(q, kv, self.rows, lengths, plan=plan, out=self.out, sink_rotation=rotation)
+                decode_attention(q, kv, self.rows, lengths, plan=plan, out=self.out)
 
         return step
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from lightkv.memory.kv_spec import KVSpec
-from lightkv.triton_kernels.attention.attention_inputs import check_ring
+from lightkv.triton_kernels.attention.lookups.ring_rows import check_held
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.variants.variant import limits
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
@@ -80,7 +80,7 @@ class AttentionBackend(ABC):
     def paged_kv(self, metadata: AttentionMetadata) -> PagedKV:
         """Returns the layer's K/V in the pool, with the step's index."""
         kv = self.cross_kv(metadata)
-        return kv._replace(index=metadata.index, ring=metadata.ring, indirection=metadata.indirection)
+        return kv._replace(index=metadata.index, lookup=metadata.lookup)
 
     def cross_kv(self, metadata: AttentionMetadata) -> PagedKV:
         """Returns the layer's K/V in the pool, with the token table, in which cross sequences have rows."""
@@ -123,9 +123,9 @@ class AttentionBackend(ABC):
         options, ring = self.options, metadata.ring
         num_sink_tokens = metadata.num_sink_tokens if ring is None else ring.sinks
         if ring is not None:
-            check_ring(ring, options)
+            check_held(ring, options.variants)
         if metadata.ring_in_order is not None:
-            check_ring(metadata.ring_in_order, options, metadata.ring_in_order.least_held)
+            check_held(metadata.ring_in_order, options.variants, metadata.ring_in_order.least_held)
         if num_sink_tokens and (self.rotary is None or options.counts_positions):
             raise ValueError(
                 f"a step with {num_sink_tokens} sinks needs the rotary frequencies (rotary) and a "
@@ -185,10 +185,10 @@ class AttentionBackend(ABC):
         longest]`, zero past a sequence's entries. Raises ValueError for a step with sinks, over rings, or with
         an indirection.
         """
-        if metadata.ring is not None or metadata.indirection is not None:
+        if not metadata.lookup.is_plain:
             raise ValueError(
-                f"a step over {metadata.ring}, with an indirection {metadata.indirection is not None}, is not "
-                "scored by entries; use rows that are no rings and hold their own tokens"
+                f"a step whose tokens {type(metadata.lookup).__name__} finds is not scored by entries; use "
+                "rows that hold their own tokens in order"
             )
         if metadata.num_sink_tokens:
             raise ValueError(

@@ -16,6 +16,7 @@ from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import packed_size, upload
 from lightkv.memory.token_table import TokenTable
 from lightkv.triton_kernels.attention.decode.decode_plan import SharedPrefixGroups
+from lightkv.triton_kernels.attention.lookups import TOKEN_TABLE, BeamTable, Lookup, RingRows
 from lightkv.triton_kernels.attention.variants import TreeMask, ValueMask
 from lightkv.triton_kernels.layout.ring import Ring
 
@@ -211,7 +212,7 @@ class AttentionMetadata:
                 none in a step over rings, or with sinks; where tokens were dropped, only a tree of guesses.
             positions: of each token, where they do not follow from the entries, as those of a tree of guesses.
             indirection: int32 `[table rows, n]` on the device, with n as large as the longest sequence: the row
-                whose slot is read for each position of a row, as of beams (`PagedKV.indirection`). New K/V is
+                whose slot is read for each position of a row, as of beams (`BeamTable.indirection`). New K/V is
                 written to a row's own slots. A captured graph reads the tensor that it was captured with. No
                 sequence has dropped tokens then, no prefill is of a ring, and no prefixes are read together.
 
@@ -331,6 +332,9 @@ class AttentionMetadata:
         self.index = index
         self.ring = None if in_order or num_prefills else ring
         self.ring_in_order = ring if in_order else None
+        self.lookup: Lookup = TOKEN_TABLE if indirection is None else BeamTable(indirection)
+        if self.ring is not None:
+            self.lookup = RingRows(self.ring)
         self.num_sink_tokens = num_sink_tokens
         self.dropped = upload([np.repeat(gap, count)], device)[0] if gap.any() else None
         return uploaded[len(uploaded) - len(also) :]
@@ -390,10 +394,9 @@ class AttentionMetadata:
                 f"of {longest} or more; got {indirection.dtype} {tuple(indirection.shape)} on "
                 f"{indirection.device}"
             )
-        if ring is not None and num_prefills:
+        if ring is not None:
             raise ValueError(
-                f"{num_prefills} prefills over {ring} with an indirection: only decodes over rings have one; "
-                "compute the prompts without it"
+                f"a step over {ring} with an indirection: a row is a ring or reads from other rows, not both"
             )
 
     def _validate_dropped(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightkv.triton_kernels.attention.lookups import CONTIGUOUS
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.fp8_prefill import fp8_prefill_attention
 from lightkv.triton_kernels.attention.prefill.fp8_scratch import (
@@ -99,7 +100,7 @@ class RestoredPrefill(NamedTuple):
         restore_kv(kv, self.rows, self.lengths, self.begins, k, v)
         prefill_attention(
             q,
-            PagedKV(k, v, self.begins[:, None], shift=31),
+            PagedKV(k, v, self.begins[:, None], lookup=CONTIGUOUS),
             torch.arange(len(self.rows), device=q.device),
             self.q_starts,
             self.lengths,

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from lightkv.triton_kernels.attention.attention_inputs import check_variants
 from lightkv.triton_kernels.attention.attention_reference import joined_reference, slots_reference
 from lightkv.triton_kernels.attention.attention_scores import attention_scores_reference
+from lightkv.triton_kernels.attention.lookups import BeamTable
 from lightkv.triton_kernels.attention.merge_states import merge_states_reference
 from lightkv.triton_kernels.attention.variants.chunk import Chunk
 from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
@@ -66,7 +67,7 @@ class TorchAttention(AttentionBackend):
         metadata: AttentionMetadata,
         out: torch.Tensor,
     ) -> None:
-        if self._is_general or metadata.mask is not None or metadata.indirection is not None:
+        if self._is_general or metadata.mask is not None or isinstance(metadata.lookup, BeamTable):
             self._attend_each(q, metadata, out)
             return
         # Decodes come first: in a static batch, prefills write over the output of unused ones.

@@ -10,8 +10,8 @@ from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_scores import attention_scores
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, decode_plan, num_programs_for
-from lightkv.triton_kernels.attention.decode.decode_sinks import SinkRotation
-from lightkv.triton_kernels.attention.decode.ring_step import dropped_tokens, sink_rotation
+from lightkv.triton_kernels.attention.lookups import TOKEN_TABLE, Lookup, RingRows
+from lightkv.triton_kernels.attention.lookups.ring_sinks import dropped_tokens
 from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
 from lightkv.triton_kernels.attention.paged_kv import HeadShape, PagedKV
@@ -35,10 +35,10 @@ from .step_plans import StepPlans
 
 
 class _RingPlan(NamedTuple):
-    """What the layers of a decode step over rings share; no rotation where there are no sinks."""
+    """What the layers of a decode step over rings share."""
 
     decode: DecodePlan
-    rotation: SinkRotation | None
+    lookup: RingRows
 
 
 class _RingParts(NamedTuple):
@@ -173,7 +173,7 @@ class TritonAttention(AttentionBackend):
     ) -> RestoredPrefill | None:
         """Returns how the step's prefills read restored keys; None if they read the pool."""
         num_prefills, heads = metadata.num_prefills, self._heads
-        plain = metadata.mask is None and kv.ring is None and kv.indirection is None
+        plain = metadata.mask is None and kv.lookup.is_plain
         # On a GPU even a few queries read restored keys sooner: the general kernel unpacks them for each tile.
         if not (num_prefills and kv.format.is_quantised and plain and q.is_cuda and q.element_size() == 2):
             return None
@@ -269,6 +269,7 @@ class TritonAttention(AttentionBackend):
         kv, heads = self.paged_kv(metadata), self._heads
         ring, lengths = metadata.ring, metadata.kv_lens
         assert ring is not None
+        rows = RingRows(ring)
         if ring.sinks and kv.format.k.is_rotated:
             self._attend_to_ring_parts(q, kv, ring, metadata, out)
             return
@@ -280,24 +281,23 @@ class TritonAttention(AttentionBackend):
                 num_kv_heads=heads.num_kv_heads,
                 key_bytes=heads.key_bytes(q.dtype),
                 num_programs=num_programs_for(heads, kv.format),
-                ring=ring,
+                limits=rows.limits(()),
             )
             if not ring.sinks:
-                return _RingPlan(plan, None)
+                return _RingPlan(plan, rows)
             assert self.rotary is not None
-            return _RingPlan(plan, sink_rotation(lengths, ring, self.rotary.inverse))
+            return _RingPlan(plan, rows.rotated(lengths, self.rotary.inverse))
 
         key = *heads, ring, q.dtype, kv.format
         plan = StepPlans.of(metadata).get(key, metadata.step, self.layer_idx, make)
         decode_attention(
             self._rotated(q, kv.format.k, metadata),
-            kv,
+            kv._replace(lookup=plan.lookup),
             metadata.rows,
             lengths,
             self.options,
             plan=plan.decode,
             out=out,
-            sink_rotation=plan.rotation,
         )
         self._rotate_back(out, kv.format.v, metadata)
 
@@ -309,22 +309,22 @@ class TritonAttention(AttentionBackend):
         assert self.rotary is not None
         heads, lengths = self._heads, metadata.kv_lens
         # Without the columns of the sinks, a row is a ring without sinks.
-        window = Ring(0, ring.size, ring.stride)
+        window = RingRows(Ring(0, ring.size, ring.stride))
 
-        def plan_for(part_lengths: torch.Tensor, part: Ring | None) -> DecodePlan:
+        def plan_for(part_lengths: torch.Tensor, part: Lookup) -> DecodePlan:
             return decode_plan(
                 metadata.rows,
                 part_lengths,
                 num_kv_heads=heads.num_kv_heads,
                 key_bytes=heads.key_bytes(q.dtype),
                 num_programs=num_programs_for(heads, kv.format),
-                ring=part,
+                limits=part.limits(()),
             )
 
         def make() -> _RingParts:
             sink_lengths, window_lengths = lengths.clamp(max=ring.sinks), (lengths - ring.sinks).clamp(min=0)
             return _RingParts(
-                plan_for(sink_lengths, None),
+                plan_for(sink_lengths, TOKEN_TABLE),
                 sink_lengths,
                 plan_for(window_lengths, window),
                 window_lengths,
@@ -338,7 +338,7 @@ class TritonAttention(AttentionBackend):
         # Learned sinks join the part that always has keys.
         decode_attention(
             self._rotated(self.rotary.rotate_back(q, parts.dropped), kv.format.k, metadata),
-            kv._replace(ring=None),
+            kv._replace(lookup=TOKEN_TABLE),
             metadata.rows,
             parts.sink_lengths,
             self.options,
@@ -348,7 +348,7 @@ class TritonAttention(AttentionBackend):
         )
         decode_attention(
             self._rotated(q, kv.format.k, metadata),
-            kv._replace(index=kv.index[:, ring.sinks :], ring=window),
+            kv._replace(index=kv.index[:, ring.sinks :], lookup=window),
             metadata.rows,
             parts.window_lengths,
             self.options.without(SinkLogits),

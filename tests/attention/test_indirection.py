@@ -7,7 +7,7 @@ from test_attention import CASES, MAX_SEQUENCES, History, on
 
 from lightkv.attention import AttentionMetadata, LayerShape, make_backends
 from lightkv.ledger.shared_prefixes import SharedPrefix
-from lightkv.triton_kernels.attention.paged_kv import beam_indirection
+from lightkv.triton_kernels.attention.lookups.beam_table import beam_indirection
 from lightkv.triton_kernels.layout.ring import Ring
 
 BEAMS = [4, 1, 3]  # the rows of one request's beams
@@ -81,14 +81,14 @@ def test_indirections_that_cannot_be(device: torch.device) -> None:
         ("got torch.int64", decodes, indirection.long(), {}),
         ("nothing may be dropped", decodes, indirection, {"dropped": [0, 3]}),
         ("each sequence reads its own", decodes, indirection, {"prefixes": prefixes}),
-        ("1 prefills over", ([1], [6], [2], 1), indirection, {"ring": Ring(0, 16)}),
+        ("a ring or reads from other rows", ([1], [6], [2], 1), indirection, {"ring": Ring(0, 16)}),
     ]:
         with pytest.raises(ValueError, match=match):
             metadata.prepare(*batch, indirection=given, **others)
     assert metadata.step == step
     metadata.prepare(*decodes, indirection=indirection)
     (backend,) = make_backends("torch", device, [history.shape])
-    with pytest.raises(ValueError, match="with an indirection"):
+    with pytest.raises(ValueError, match="whose tokens BeamTable finds"):
         backend.entry_scores(torch.zeros(2, 64, device=device), metadata)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightkv.triton_kernels.attention.attention_reference import find_slots_reference
+from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.variants import (
     Alibi,
@@ -133,7 +133,7 @@ def attend_each_key(
     """Computes one request's newest tokens, which are the queries from `first` on: the output `[n, H, Dv]`, the
     log-sum-exp `[n, H]` in base 2, and the probabilities `[H, n, length]`, float64."""
     num_queries, num_heads, key_dim = q.shape
-    slots = find_slots_reference(kv.index[row], torch.arange(length, device=q.device), kv.shift)
+    slots = slots_reference(kv, row, torch.arange(length, device=q.device))
     k, v = (cache[slots].double().repeat_interleave(num_heads // cache.shape[1], 1) for cache in kv[:2])
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * options.scale_for(key_dim)
     softcap, window, sinks = (options.of(kind) for kind in (Softcap, Window, SinkLogits))

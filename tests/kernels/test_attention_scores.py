@@ -16,8 +16,9 @@ from lightkv.triton_kernels.attention.attention_scores import (
     attention_scores,
     attention_scores_reference,
 )
+from lightkv.triton_kernels.attention.flat_kv import flatten_kv
+from lightkv.triton_kernels.attention.lookups import Pages
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
-from lightkv.triton_kernels.attention.records import flatten_kv
 from lightkv.triton_kernels.attention.variants import SinkLogits, Softcap, Window
 from lightkv.triton_kernels.attention.variants.variant import flatten
 
@@ -66,7 +67,7 @@ def make_case(
     q = (torch.randn(sum(counts), group * num_kv_heads, dim) * spread).to(device, dtype)
     k_cache = k_cache.to(device, dtype)
     numbers = rows, q_starts.int(), torch.cat(ends).int(), torch.tensor(lengths, dtype=torch.int32)
-    kv = PagedKV(k_cache, k_cache, index.to(device), shift)
+    kv = PagedKV(k_cache, k_cache, index.to(device), Pages(shift))
     return Case(q, kv, *(tensor.to(device) for tensor in numbers))
 
 

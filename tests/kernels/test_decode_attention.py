@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_reference import find_slots_reference
+from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
     decode_attention_reference,
 )
 from lightkv.triton_kernels.attention.decode.decode_plan import SharedPrefixGroups, decode_plan
+from lightkv.triton_kernels.attention.flat_kv import flatten_kv
+from lightkv.triton_kernels.attention.lookups import Pages
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
-from lightkv.triton_kernels.attention.records import flatten_kv
 from lightkv.triton_kernels.attention.variants import SinkLogits, Softcap, Window
 from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
 from lightkv.triton_kernels.attention.variants.variant import flatten
@@ -78,7 +79,7 @@ def poisoned_cache(
     else:
         k_cache, v_cache = k_cache.to(device, dtype), v_cache.to(device, dtype)
     return Cache(
-        PagedKV(k_cache, v_cache, index.to(device), shift),
+        PagedKV(k_cache, v_cache, index.to(device), Pages(shift)),
         rows.to(device),
         torch.tensor(lengths, dtype=torch.int32, device=device),
     )
@@ -121,7 +122,7 @@ def assert_lse(lse: Tensor, q: Tensor, cache: Cache, options: AttentionOptions, 
     window, softcap = options.of(Window), options.of(Softcap)
     for request, length in enumerate(cache.lengths.tolist()):
         positions = torch.arange(length, device=q.device)
-        slots = find_slots_reference(kv.index[cache.rows[request]], positions, kv.shift)
+        slots = slots_reference(kv, cache.rows[request], positions)
         keys = kv.k[slots].double().repeat_interleave(q.shape[1] // kv.k.shape[1], 1)
         for query in range(num_queries):
             token, position = request * num_queries + query, length - num_queries + query
@@ -177,7 +178,7 @@ def share_first_keys(cache: Cache, sets: list[tuple[int, list[int]]], num_member
     """Makes each set (keys, requests) share its first keys, in the slots of the first request; the slots that
     the others had become NaN. More requests than `num_members` are several prefixes; one prefix is left
     unused."""
-    kv, shift = cache.kv, cache.kv.shift
+    kv, shift = cache.kv, cache.kv.lookup.page_shift
     members, keys, place = [[-1] * num_members], [0], [-1] * len(cache.rows)
     for count, requests in sets:
         first, *others = (kv.index[row] for row in cache.rows[requests].tolist())
@@ -293,7 +294,7 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
     q = torch.zeros(2, 4, 64, device=device)
     long_index = cache._replace(kv=cache.kv._replace(index=cache.kv.index.long()))
     long_lengths = cache._replace(lengths=cache.lengths.long())
-    shifted = cache._replace(kv=cache.kv._replace(shift=32))
+    shifted = cache._replace(kv=cache.kv._replace(lookup=Pages(32)))
     for match, bad_q, bad_cache, options, out in [
         ("a multiple of", q[:, :3], cache, AttentionOptions(), None),
         ("head dim", q[:, :, :32], cache, AttentionOptions(), None),
@@ -302,7 +303,7 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
         ("lengths must be contiguous int32", q, long_lengths, AttentionOptions(), None),
         ("1 queries for each of 2 rows", q[:1], cache, AttentionOptions(), None),
         ("scale must be positive", q, cache, AttentionOptions(scale=0.0), None),
-        ("shift in 0..31", q, shifted, AttentionOptions(), None),
+        ("must be in 0..31", q, shifted, AttentionOptions(), None),
         ("out must have shape", q, cache, AttentionOptions(), q[:, :2]),
     ]:
         with pytest.raises(ValueError, match=match):
@@ -335,19 +336,16 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     out = torch.empty_like(q)
     plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2)
     options = AttentionOptions().plus(Softcap(3.0), SinkLogits(torch.zeros(4, device=device)))
-    variants, rotation = flatten(options.variants), (None, None)
     arguments = (
         q,
         *flatten_kv(cache.kv),
         *plan[:5],
         cache.lengths,
-        *variants,
-        *rotation,
+        *flatten(options.variants),
         out,
         None,
         1,
         0.125,
-        False,
         False,
     )
     torch.library.opcheck(torch.ops.lightkv.decode_attention.default, arguments)

@@ -15,7 +15,6 @@ PLACES = [
     "ring, its sinks and window",
     "ring, a layer with a window",
     "positions read from other rows",
-    "ring, read from other rows",
     "keys of another sequence",
 ]
 WRITES = [

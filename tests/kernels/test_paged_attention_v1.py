@@ -15,6 +15,7 @@ from bench.kernels.attention_batches import copy_to_blocks
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention_reference
 from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, SharedPrefixGroups, decode_plan
+from lightkv.triton_kernels.attention.lookups import RingRows
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
 from lightkv.triton_kernels.attention.variants import Alibi, Window
 from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
@@ -279,13 +280,16 @@ def test_refuses_partials_and_plans_that_do_not_fit(device: torch.device) -> Non
     rows, plan = torch.arange(2, device=device), plan_of(blocks)
     numbers = torch.zeros(1, 2, dtype=torch.int32, device=device)
     prefixes = SharedPrefixGroups(numbers, numbers[:, 0].contiguous(), numbers[0])
-    lens = blocks.seq_lens
+    lens, held = blocks.seq_lens, RingRows(Ring(0, 64)).limits(())
     for match, wrong in [
         ("for 1 requests", {"plan": decode_plan(rows[:1], lens[:1], num_kv_heads=2)}),
         (r"Window\(size=8\)", {"plan": decode_plan(rows, lens, num_kv_heads=2, limits=(Window(8),))}),
         ("of 3 queries", {"plan": decode_plan(rows, lens, num_kv_heads=2, num_queries=3)}),
         ("2 to a prefix", {"plan": decode_plan(rows, lens, num_kv_heads=2, shared_prefixes=prefixes)}),
-        ("no rings", {"plan": decode_plan(rows, lens, num_kv_heads=2, ring=Ring(0, 64))}),
+        (
+            "HeldTokens",
+            {"plan": decode_plan(rows, lens, num_kv_heads=2, limits=held)},
+        ),
         ("instead of partitions", {"plan": plan, "partition_size": 32}),
         ("must be positive", {"plan": plan, "scale": -1.0}),
         ("float32 \\[4\\]", {"alibi_slopes": torch.zeros(3, device=device)}),

@@ -12,15 +12,15 @@ from test_decode_attention import Cache, assert_close, poisoned_cache, slow
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_reference import find_slots_reference
+from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
+from lightkv.triton_kernels.attention.flat_kv import flatten_kv
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
-from lightkv.triton_kernels.attention.records import flatten_kv
 from lightkv.triton_kernels.attention.variants import (
     Alibi,
     Chunk,
@@ -81,7 +81,7 @@ def lse_reference(
     for request, row in enumerate(rows.tolist()):
         begin, end, length = int(q_starts[request]), int(q_starts[request + 1]), int(lengths[request])
         keys = torch.arange(length, device=q.device)
-        k = kv.k[find_slots_reference(kv.index[row], keys, kv.shift)].double()
+        k = kv.k[slots_reference(kv, row, keys)].double()
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         scores = torch.einsum("qhd,khd->qhk", q[begin:end].double(), k) * scale
         softcap = options.of(Softcap)

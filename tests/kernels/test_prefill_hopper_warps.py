@@ -24,6 +24,7 @@ from test_prefill_attention import lse_reference, starts
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
+from lightkv.triton_kernels.attention.lookups import TOKEN_TABLE
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape
 from lightkv.triton_kernels.attention.prefill.hopper_features import features_of
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention_reference
@@ -440,7 +441,8 @@ def compare(case: Case, monkeypatch: pytest.MonkeyPatch, kind: str = "prefill_ho
             k, v, index = cache.kv.k, cache.kv.v, cache.kv.index
             strides = *k.stride()[:2], *v.stride()[:2], None, None
             records = pointers(Cache(k, v, None, None, *strides, 0))
-            entries = pointers(Index(index, None, index.stride(0), None, 0, 0, 0))
+            hooks = TOKEN_TABLE.hooks._replace(place=TOKEN_TABLE.hooks.place.value.fn)
+            entries = pointers(Index(index, index.stride(0), 0, hooks, ()))
             names["_hopper_kernel"](heads, records, entries, *lists, written, 2, score_scale, *of_call)
         else:
             keys, scales = scratch_of(cache, names["Fp8Keys"], names["Fp8Scales"])

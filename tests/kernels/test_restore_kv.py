@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightkv import KVPool, KVSpec
+from lightkv.triton_kernels.attention.lookups import BeamTable, RingRows
 from lightkv.triton_kernels.attention.paged_kv import PagedKV
 from lightkv.triton_kernels.attention.prefill.restore_kv import restore_kv, restore_kv_reference
 from lightkv.triton_kernels.layout.ring import Ring
@@ -133,8 +134,8 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
         "out_v": out.clone(),
     }
     for change, told in (
-        ({"kv": kv._replace(ring=Ring(0, 8))}, "K/V of rings"),
-        ({"kv": kv._replace(indirection=kv.index)}, "with an indirection"),
+        ({"kv": kv._replace(lookup=RingRows(Ring(0, 8)))}, "K/V that RingRows finds"),
+        ({"kv": kv._replace(lookup=BeamTable(kv.index))}, "K/V that BeamTable finds"),
         ({"kv": kv._replace(index=kv.index.long())}, "the index must be int32"),
         ({"kv": kv._replace(scales=None)}, "pass KVPool.scales"),
         ({"kv": kv._replace(format=KVFormat.parse("int8-g8"))}, "16 scales and middles"),

@@ -1,4 +1,4 @@
-"""Compares attention over rows that are rings, and over rows with an indirection, with float64, in every
+"""Compares attention over rows that are rings, and over rows with a beam table, with float64, in every
 attention kernel and its reference.
 
 Every position of a text has K and V of its own; of these, a ring holds what was written last. Slots are
@@ -23,13 +23,9 @@ from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention_reference,
 )
 from lightkv.triton_kernels.attention.decode.decode_plan import decode_plan, decode_plan_reference
-from lightkv.triton_kernels.attention.decode.decode_sinks import SinkRotation
-from lightkv.triton_kernels.attention.decode.ring_step import (
-    ring_slots,
-    ring_slots_reference,
-    sink_rotation,
-    sink_rotation_reference,
-)
+from lightkv.triton_kernels.attention.lookups import BeamTable, RingRows
+from lightkv.triton_kernels.attention.lookups.ring_rows import ring_slots, ring_slots_reference
+from lightkv.triton_kernels.attention.lookups.ring_sinks import SinkRotation, rotation_for, rotation_reference
 from lightkv.triton_kernels.attention.mixed_attention import mixed_attention, mixed_attention_reference
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
@@ -74,16 +70,14 @@ def written(
     *,
     key_dim: int = 64,
     value_dim: int = 64,
-    shift: int = 0,
 ) -> Texts:
     """Writes texts to rings, position after position (only the last of each entry, in fact)."""
-    page = 1 << shift
-    columns = -(-ring.capacity // page)
-    pages = 1 + torch.randperm(len(lengths) * columns + 5)
+    columns = ring.capacity
+    slots = 1 + torch.randperm(len(lengths) * columns + 5)
     index = torch.zeros(len(lengths) + 1, columns, dtype=torch.int32)
     rows = 1 + torch.randperm(len(lengths))
-    index[rows] = (pages[: len(lengths) * columns] * page).view(-1, columns).int()
-    num_slots = (len(pages) + 1) * page
+    index[rows] = slots[: len(lengths) * columns].view(-1, columns).int()
+    num_slots = len(slots) + 1
     k, v = torch.full((num_slots, 2, key_dim), torch.nan), torch.full((num_slots, 2, value_dim), torch.nan)
     k[0] = v[0] = 1e4
     all_keys, all_values = [], []
@@ -92,11 +86,11 @@ def written(
         new_k, new_v = (torch.randn(len(held), 2, dim).to(dtype) for dim in (key_dim, value_dim))
         for i, position in enumerate(held):
             entry = position if position < ring.sinks else ring.sinks + (position - ring.sinks) % ring.size
-            slot = int(index[row, entry // page]) + entry % page
+            slot = int(index[row, entry])
             k[slot], v[slot] = new_k[i], new_v[i]
         all_keys.append(dict(zip(held, new_k.double(), strict=True)))
         all_values.append(dict(zip(held, new_v.double(), strict=True)))
-    kv = PagedKV(k.to(device, dtype), v.to(device, dtype), index.to(device), shift, ring)
+    kv = PagedKV(k.to(device, dtype), v.to(device, dtype), index.to(device), RingRows(ring))
     return Texts(
         kv, rows.to(device), torch.tensor(lengths, dtype=torch.int32, device=device), all_keys, all_values
     )
@@ -144,16 +138,17 @@ def check_stream(
     num_pairs: int = 24,
 ) -> None:
     """Compares a decode step, whose queries see a ring's sinks and window, with the definition."""
-    ring, lengths = texts.kv.ring, texts.lengths.tolist()
-    assert ring is not None
+    assert isinstance(texts.kv.lookup, RingRows)
+    ring, lengths = texts.kv.lookup.ring, texts.lengths.tolist()
     device, dtype = texts.kv.k.device, texts.kv.k.dtype
     q = torch.randn(len(lengths), 2 * group, texts.kv.k.shape[2]).to(device, dtype)
     out = torch.full((*q.shape[:2], texts.kv.v.shape[2]), torch.nan, dtype=dtype, device=device)
     lse = torch.full(q.shape[:2], torch.nan, device=device)
     rotation = rotation_of(ring, lengths, num_pairs, device) if num_pairs and ring.sinks else None
-    arguments = q, texts.kv, texts.rows, texts.lengths, chosen
-    decode_attention(*arguments, out=out, lse=lse, sink_rotation=rotation)
-    assert_close(decode_attention_reference(*arguments, sink_rotation=rotation), out)
+    kv = texts.kv._replace(lookup=RingRows(ring, rotation))
+    arguments = q, kv, texts.rows, texts.lengths, chosen
+    decode_attention(*arguments, out=out, lse=lse)
+    assert_close(decode_attention_reference(*arguments), out)
     tolerance = TOLERANCE[dtype]
     for request, length in enumerate(lengths):
         query = q[request].double().cpu()
@@ -189,7 +184,7 @@ def test_a_decode_step_of_a_stream(
 @pytest.mark.parametrize(
     ("options", "shape"),
     [
-        (AttentionOptions(scale=0.4).plus(Softcap(3.0)), {"shift": 4}),
+        (AttentionOptions(scale=0.4).plus(Softcap(3.0)), {}),
         (DEFAULT_OPTIONS, {"key_dim": 80, "value_dim": 64}),
         (DEFAULT_OPTIONS, {"num_pairs": 0}),
         (DEFAULT_OPTIONS, {"num_pairs": 32, "group": 20}),
@@ -213,9 +208,10 @@ def test_the_plan_of_rings(num_workers: int, device: torch.device, monkeypatch: 
     ring = Ring(4, 300, 64)
     lengths = torch.tensor([0, 1, 4, 5, 304, 305, 10_000], dtype=torch.int32, device=device)
     rows = torch.arange(7, device=device)
-    plan = decode_plan(rows, lengths, num_kv_heads=2, ring=ring)
+    limits = RingRows(ring).limits(())
+    plan = decode_plan(rows, lengths, num_kv_heads=2, limits=limits)
     expected = decode_plan_reference(
-        rows, lengths, num_workers=num_workers, unit=tuning.DECODE_UNIT, ring=ring
+        rows, lengths, num_workers=num_workers, unit=tuning.DECODE_UNIT, limits=limits
     )
     assert plan.parts.tolist() == expected.parts.tolist()
     assert plan.items[: len(expected.items)].tolist() == expected.items.tolist()
@@ -226,14 +222,13 @@ WINDOWED = Ring(2, 120)  # holds the window of 50 of up to 71 queries of a step
 
 
 @covers("ring, a layer with a window", "decode", "prefill", "mixed")
-@pytest.mark.parametrize("shift", [0, SLOW_PAGES], ids="shift{}".format)
-def test_a_layer_with_a_window_over_rings(shift: int, device: torch.device) -> None:
+def test_a_layer_with_a_window_over_rings(device: torch.device) -> None:
     """Decode with one and three queries, prefill and both in one step, of rings that hold the window of each
     query; the ring's sinks are not seen."""
     torch.manual_seed(2)
     options = AttentionOptions().plus(Window(50))
     lengths = [400, 60, 3, 122, 1000]
-    texts = written(WINDOWED, lengths, device, shift=shift)
+    texts = written(WINDOWED, lengths, device)
     cases = [
         (decode_attention, decode_attention_reference, {"num_queries": 1}, [1] * 5, ()),
         (decode_attention, decode_attention_reference, {"num_queries": 3}, [3] * 5, ()),
@@ -263,12 +258,17 @@ def test_what_rings_cannot_do_is_refused(device: torch.device) -> None:
     texts = written(RINGS["sinks"], [100], device)
     q, rest = torch.zeros(1, 4, 64, device=device), texts[1:3]
     rotation = rotation_of(RINGS["sinks"], [100], 24, device)
+
+    def turned(rotation: SinkRotation) -> PagedKV:
+        return texts.kv._replace(lookup=RingRows(RINGS["sinks"], rotation))
+
     for match, kv, arguments in [
         ("as large as the window", texts.kv, {"options": AttentionOptions().plus(Window(91))}),
         ("have no chunks", texts.kv, {"options": AttentionOptions().plus(Chunk(10))}),
         ("one query a request", texts.kv, {"num_queries": 2}),
-        ("sees no ring's sinks", texts.kv._replace(ring=None), {"sink_rotation": rotation}),
-        ("n at most 32", texts.kv, {"sink_rotation": rotation_of(RINGS["sinks"], [100], 33, device)}),
+        ("sees no ring's sinks", turned(rotation), {"options": AttentionOptions().plus(Window(9))}),
+        ("sees no ring's sinks", texts.kv._replace(lookup=RingRows(Ring(0, 90), rotation)), {}),
+        ("n at most 32", turned(rotation_of(RINGS["sinks"], [100], 33, device)), {}),
         ("the plan is for", texts.kv, {"plan": decode_plan(*rest, num_kv_heads=2)}),
     ]:
         queries = arguments.get("num_queries", 1)
@@ -286,10 +286,11 @@ def test_what_rings_cannot_do_is_refused(device: torch.device) -> None:
         )
 
 
-def beams_of(kv: PagedKV, rows: Tensor, length: int) -> PagedKV:
-    """Lets every row read each position from a random one of `rows`, which all have `length` tokens."""
+def beams_of(kv: PagedKV, rows: Tensor, length: int) -> Tensor:
+    """Returns a table by which every row reads each position from a random one of `rows`, which all have
+    `length` tokens."""
     chosen = rows[torch.randint(len(rows), (len(kv.index), length), device=rows.device)]
-    return kv._replace(indirection=chosen.int())
+    return chosen.int()
 
 
 @covers("positions read from other rows", "decode", "prefill", "mixed")
@@ -301,11 +302,12 @@ def test_beams_read_the_slots_of_other_beams(shift: int, window: int, device: to
     length = 150
     options = AttentionOptions().plus(Window(window) if window else None)
     cache = poisoned_cache([length] * 4, device=device, shift=shift)
-    kv = beams_of(cache.kv, cache.rows, length)
+    table = beams_of(cache.kv, cache.rows, length)
+    kv = cache.kv._replace(lookup=BeamTable(table, shift))
     own = torch.zeros(len(kv.index), length, dtype=torch.int32, device=device)
     for row in cache.rows.tolist():
         for position in range(length):
-            other = int(kv.indirection[row, position])  # type: ignore[index]
+            other = int(table[row, position])
             own[row, position] = slots_reference(cache.kv, other, torch.tensor([position], device=device))
     copied = PagedKV(kv.k, kv.v, own)
     cases = [
@@ -323,21 +325,7 @@ def test_beams_read_the_slots_of_other_beams(shift: int, window: int, device: to
         assert_close(reference(q, kv, *rest, **arguments), expected)  # type: ignore[operator]
         assert_close(kernel(q, kv, *rest, **arguments), expected)  # type: ignore[operator]
     with pytest.raises(ValueError, match=r"indirection must be int32 \[5, positions\]"):
-        decode_attention(q[:4], kv._replace(indirection=own.long()), cache.rows, cache.lengths)
-
-
-@covers("ring, read from other rows", "decode")
-def test_a_ring_whose_entries_are_read_from_other_rows(device: torch.device) -> None:
-    torch.manual_seed(4)
-    ring = Ring(3, 20)
-    texts = written(ring, [40, 40], device)
-    # Both rows see the first text at even positions, and the second at odd ones.
-    indirection = torch.zeros(3, 40, dtype=torch.int32, device=device)
-    indirection[:, ::2], indirection[:, 1::2] = texts.rows[0], texts.rows[1]
-    for held in (texts.keys, texts.values):
-        for position in range(40):
-            held[0][position] = held[1][position] = held[position % 2].get(position, torch.tensor(torch.nan))
-    check_stream(texts._replace(kv=texts.kv._replace(indirection=indirection)))
+        decode_attention(q[:4], kv._replace(lookup=BeamTable(own.long())), cache.rows, cache.lengths)
 
 
 @pytest.mark.parametrize("name", RINGS)
@@ -349,17 +337,17 @@ def test_slots_and_angles_of_a_step(name: str, device: torch.device) -> None:
     rows = torch.tensor([4, 1, 0, 3, 2], device=device)
     slots = torch.zeros(5, dtype=torch.int64, device=device)
     ring_slots(index, rows, positions, ring, slots)
-    kv = PagedKV(index.view(5, -1, 1), index.view(5, -1, 1), index, 0, ring)
+    kv = PagedKV(index.view(5, -1, 1), index.view(5, -1, 1), index, RingRows(ring))
     expected = [int(slots_reference(kv, int(row), at[None])) for row, at in zip(rows, positions, strict=True)]
     assert slots.tolist() == expected
     ring_slots_reference(index, rows, positions, ring, slots.zero_())
     assert slots.tolist() == expected
     inverse = 10.0 ** -torch.arange(24, dtype=torch.float64, device=device)
     lengths = torch.tensor([0, 1, ring.capacity, ring.capacity + 1, 100_000_007], device=device).int()
-    found = sink_rotation(lengths, ring, inverse)
+    found = rotation_for(lengths, ring, inverse)
     for request, length in enumerate(lengths.tolist()):
         angles = ring.dropped(length - 1) * inverse
         for angle, function in zip(found, (torch.cos, torch.sin), strict=True):
             torch.testing.assert_close(angle[request], function(angles).float(), atol=1e-6, rtol=0)
-    for angle, other in zip(found, sink_rotation_reference(lengths, ring, inverse), strict=True):
+    for angle, other in zip(found, rotation_reference(lengths, ring, inverse), strict=True):
         torch.testing.assert_close(angle, other, atol=1e-6, rtol=0)

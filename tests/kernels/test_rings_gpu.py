@@ -1,4 +1,4 @@
-"""Rings and indirections on a GPU: bf16, long texts, Hopper's kernel, and replays of a captured step."""
+"""Rings and beam tables on a GPU: bf16, long texts, Hopper's kernel, and replays of a captured step."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention_reference,
 )
 from lightkv.triton_kernels.attention.decode.decode_plan import decode_plan
-from lightkv.triton_kernels.attention.decode.ring_step import sink_rotation
+from lightkv.triton_kernels.attention.lookups import BeamTable, RingRows
 from lightkv.triton_kernels.attention.mixed_attention import mixed_attention, mixed_attention_reference
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
@@ -65,7 +65,8 @@ def test_prefill_and_mixed_steps(dtype: str, kind: str, shift: int, window: int)
         kv, rows, lengths = texts[:3]
     else:
         cache = poisoned_cache([3000] * 4, device="cuda", dtype=TYPES[dtype], **sizes)
-        kv, rows, lengths = beams_of(cache.kv, cache.rows, 3000), cache.rows, cache.lengths
+        table = beams_of(cache.kv, cache.rows, 3000)
+        kv, rows, lengths = cache.kv._replace(lookup=BeamTable(table)), cache.rows, cache.lengths
     q_lens = [1024, 700, 33, 1]
     q = torch.randn(sum(q_lens), 8, 128, device="cuda").to(TYPES[dtype])
     step = q, kv, rows, starts(q_lens, "cuda"), lengths, options
@@ -93,9 +94,9 @@ def test_a_captured_step_follows_its_lengths() -> None:
     out = torch.empty_like(q)
 
     def step() -> None:
-        plan = decode_plan(rows, lengths, num_kv_heads=2, ring=ring)
-        rotation = sink_rotation(lengths, ring, inverse)
-        decode_attention(q, kv, rows, lengths, plan=plan, out=out, sink_rotation=rotation)
+        plan = decode_plan(rows, lengths, num_kv_heads=2, limits=RingRows(ring).limits(()))
+        turned = kv._replace(lookup=RingRows(ring).rotated(lengths, inverse))
+        decode_attention(q, turned, rows, lengths, plan=plan, out=out)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -109,4 +110,5 @@ def test_a_captured_step_follows_its_lengths() -> None:
         rotation = rotation_of(ring, now, 64, "cuda")._replace(
             cos=torch.stack(angles).cos().float(), sin=torch.stack(angles).sin().float()
         )
-        assert_close(out, decode_attention_reference(q, kv, rows, lengths, sink_rotation=rotation))
+        turned = kv._replace(lookup=RingRows(ring, rotation))
+        assert_close(out, decode_attention_reference(q, turned, rows, lengths))

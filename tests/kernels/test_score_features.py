@@ -26,6 +26,7 @@ from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention_reference,
 )
 from lightkv.triton_kernels.attention.decode.decode_plan import decode_plan
+from lightkv.triton_kernels.attention.lookups import CONTIGUOUS
 from lightkv.triton_kernels.attention.mixed_attention import (
     mixed_attention,
     mixed_attention_reference,
@@ -283,12 +284,12 @@ def test_alibi_at_a_million_tokens(device: torch.device) -> None:
     k = torch.full((64, 1, 16), torch.nan, device=device)
     k[2:62] = torch.randn(60, 1, 16)
     index = torch.tensor([[2 - begin]], dtype=torch.int32, device=device)  # one run
-    kv, rows = PagedKV(k, k, index, 31), torch.zeros(1, dtype=torch.int32, device=device)
+    kv, rows = PagedKV(k, k, index, CONTIGUOUS), torch.zeros(1, dtype=torch.int32, device=device)
     lengths = torch.tensor([end], dtype=torch.int32, device=device)
     q = torch.randn(3, 2, 16, device=device)
     slopes = alibi_slopes(2, device=device)
     options = AttentionOptions().plus(Window(50), Alibi(slopes))
-    near = PagedKV(k, k, torch.full_like(index, 2), 31)
+    near = PagedKV(k, k, torch.full_like(index, 2), CONTIGUOUS)
     near_lengths = torch.full_like(lengths, end - begin)
     for count in (1, 3):
         decode, near_decode = outputs(q[:count]), outputs(q[:count])

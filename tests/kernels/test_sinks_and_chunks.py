@@ -15,7 +15,7 @@ from test_prefill_attention import starts
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_reference import find_slots_reference
+from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.attention_scores import (
     attention_lse,
     attention_scores,
@@ -66,7 +66,7 @@ def dense(
     """Computes one request's newest tokens as a softmax over keys and sink: the output `[n, H, Dv]`, the
     log-sum-exp `[n, H]` in base 2, and the probabilities `[H, n, length]`, float64."""
     num_queries, num_heads, key_dim = q.shape
-    slots = find_slots_reference(kv.index[row], torch.arange(length, device=q.device), kv.shift)
+    slots = slots_reference(kv, row, torch.arange(length, device=q.device))
     k, v = (cache[slots].double().repeat_interleave(num_heads // cache.shape[1], 1) for cache in kv[:2])
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * options.scale_for(key_dim)
     chunk, window, softcap, sinks = (options.of(kind) for kind in (Chunk, Window, Softcap, SinkLogits))

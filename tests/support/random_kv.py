@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lightkv import KVPool, KVSpec
+from lightkv.triton_kernels.attention.lookups import Pages
 from lightkv.triton_kernels.attention.paged_kv import PagedKV
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
@@ -41,5 +42,7 @@ def make_kv(
         slots = (index[row][positions // page] + positions % page).long().to(device)
         k, v = ((torch.randn(length, heads, dim) * 3 + 1).to(device) for dim in dims)
         pool.write(0, slots, k, v)
-    kv = PagedKV(pool.k(0), pool.v(0), index.to(device), shift, scales=pool.scales(0), format=pool.format(0))
+    kv = PagedKV(
+        pool.k(0), pool.v(0), index.to(device), Pages(shift), scales=pool.scales(0), format=pool.format(0)
+    )
     return kv, rows.to(device)

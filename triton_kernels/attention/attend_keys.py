@@ -1,8 +1,7 @@
 """Attention of a tile of queries to a range of keys: the loop that decode and prefill share.
 Its reference is in `attention_reference.py`.
 
-One formula finds a token, `slot = index[row, pos >> shift] + (pos & (2**shift - 1))`, so a token table, a page
-table and one contiguous run are the same kernel with another `shift`.
+Where a token is says the index, and how it says so is a lookup (`lookups/`).
 """
 
 import triton
@@ -47,17 +46,8 @@ def slots_at(index_row, positions, valid, SHIFT: tl.constexpr):
 def find_slots(index, row, positions, valid):
     """Returns the slots, int64, of the tokens at `positions` of a row, int64, of the index `Index`. Positions
     that are not valid read no index entry."""
-    SINKS: tl.constexpr = index.SINKS
-    RING: tl.constexpr = index.RING
-    if index.indirection is not None:  # each position has a row of its own
-        rows = index.indirection + row * index.stride_indirection
-        start = index.entries + tl.load(rows + positions, mask=valid, other=0).to(tl.int64) * index.stride
-    else:
-        start = index.entries + row * index.stride
-    if RING > 0:
-        within = SINKS + (positions - SINKS) % RING
-        positions = tl.where(positions < SINKS, positions, within)
-    return slots_at(start, positions, valid, index.SHIFT)
+    start, entries = index.hooks.place(index, row, positions, valid)
+    return slots_at(start, entries, valid, index.SHIFT)
 
 
 @triton.jit

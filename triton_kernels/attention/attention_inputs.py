@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels.attention.variants.variant import Variant, limits
-from lightkv.triton_kernels.layout.ring import Ring
 from lightkv.triton_kernels.layout.strides import has_unit_stride
 
 from .paged_kv import AttentionOptions, PagedKV
@@ -32,7 +31,7 @@ def check_attention_inputs(
 ) -> float:
     """Returns the layer's scale. Raises ValueError where shapes, strides, dtypes or numbers do not fit; reads
     no tensor's contents."""
-    k_cache, v_cache, index, shift, ring, indirection = kv[:6]
+    k_cache, v_cache, index = kv[:3]
     if q.dim() != 3 or k_cache.dim() != 3 or v_cache.dim() != 3:
         raise ValueError(
             f"q must be [tokens, heads, dim] and the caches [slots, kv_heads, dim]; got {tuple(q.shape)}, "
@@ -54,7 +53,6 @@ def check_attention_inputs(
         ("k_cache", k_cache),
         ("v_cache", v_cache),
         ("index", index),
-        ("indirection", indirection),
         ("out", out),
     ):
         if tensor is not None and not has_unit_stride(tensor):
@@ -69,19 +67,11 @@ def check_attention_inputs(
         )
     if index.dim() != 2 or index.dtype != torch.int32:
         raise ValueError(f"index must be int32 [rows, entries], got {index.dtype} {tuple(index.shape)}")
-    if indirection is not None and (
-        indirection.dim() != 2 or indirection.dtype != torch.int32 or len(indirection) != len(index)
-    ):
-        raise ValueError(
-            f"indirection must be int32 [{len(index)}, positions], a row for each of the index; got "
-            f"{indirection.dtype} {tuple(indirection.shape)}"
-        )
-    if ring is not None:
-        check_ring(ring, options)
+    kv.lookup.check(index, options.variants)
     check_requests(rows, lengths)
     scale = options.scale_for(key_dim)
-    if not scale > 0 or not 0 <= shift <= 31:
-        raise ValueError(f"scale must be positive and shift in 0..31; got scale {scale} and shift {shift}")
+    if not scale > 0:
+        raise ValueError(f"scale must be positive; got {scale}")
     check_variants(options.variants, q, len(rows))
     if not options.causal and any(not one.flags.is_short for one in limits(options.variants)):
         raise ValueError(f"a layer with chunks is causal; got {options}")
@@ -155,15 +145,3 @@ def check_scales_apart(kv: PagedKV) -> None:
             f"scales of K and of V that stand apart must be float32 or float16 {wanted[0]} and {wanted[1]} "
             f"with equal strides, the last 1, for {kv.format}; got {found}"
         )
-
-
-def check_ring(ring: Ring, options: AttentionOptions, num_held: int | None = None) -> None:
-    """Raises ValueError for a layer that sees more than `num_held` tokens of the ring, by default its size."""
-    held = ring.size if num_held is None else num_held
-    for one in limits(options.variants):
-        most = one.most_keys()
-        if not one.flags.is_short or most is None or most > held:
-            raise ValueError(
-                f"a layer with {one} over {held} tokens of {ring}: make the ring as large as the window, and "
-                "have no chunks"
-            )

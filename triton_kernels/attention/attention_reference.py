@@ -55,19 +55,5 @@ def joined_reference(variants: Sequence[Variant]) -> list[Tensor]:
 
 
 def slots_reference(kv: PagedKV, row: int, positions: Tensor) -> Tensor:
-    """Returns the slots, int64, of the tokens at `positions` of a row, which may be a ring or have an
-    indirection."""
-    positions = entries = positions.long()
-    if kv.ring is not None:
-        sinks, size = kv.ring.sinks, kv.ring.size
-        entries = torch.where(positions < sinks, positions, sinks + (positions - sinks) % size)
-    if kv.indirection is None:
-        return find_slots_reference(kv.index[row], entries, kv.shift)
-    index = kv.index[kv.indirection[row, positions].long(), entries >> kv.shift].long()
-    return index + (entries & ((1 << kv.shift) - 1))
-
-
-def find_slots_reference(index_row: Tensor, positions: Tensor, shift: int) -> Tensor:
-    """Returns the slots, int64, of the tokens at `positions` of one row of the index."""
-    positions = positions.long()
-    return index_row[positions >> shift].long() + (positions & ((1 << shift) - 1))
+    """Returns the slots, int64, of the tokens at `positions` of a row."""
+    return kv.lookup.slots_reference(kv.index, row, positions.long())

@@ -18,9 +18,10 @@ from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
 from lightkv.triton_kernels.attention.variants.variant import Flat, Scored, bind, flatten, rebuild
 
 from .attention_inputs import check_attention_inputs
-from .attention_reference import change_reference, find_slots_reference, joined_reference
+from .attention_reference import change_reference, joined_reference, slots_reference
+from .flat_kv import flatten_kv, kv_records
 from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
-from .records import FlatKV, flatten_kv, heads_record, kv_records, shape_record
+from .records import FlatKV, heads_record, shape_record
 from .scores_kernels import lse_kernel, scores_kernel
 from .variants import VARIANTS
 
@@ -51,7 +52,7 @@ def _attention_lse(
     num_requests = len(batch[0])
     if num_requests == 0 or max_q_len == 0:
         return
-    flat = FlatKV(list(kv_tensors), list(kv_numbers))
+    flat = FlatKV(kv_tensors, kv_numbers)
     cache, index = kv_records(flat)
     num_kv_heads = cache.k.shape[1]
     launch = tuning.scores_launch(q.shape[2], q.element_size())
@@ -93,7 +94,7 @@ def _attention_scores(
     num_requests, width = out.shape
     if num_requests == 0 or width == 0:
         return
-    flat = FlatKV(list(kv_tensors), list(kv_numbers))
+    flat = FlatKV(kv_tensors, kv_numbers)
     cache, index = kv_records(flat)
     launch = tuning.scores_launch(q.shape[2], q.element_size())
     shape = shape_record(q, flat, q.shape[2], launch.block_m, launch.block_n, causal)
@@ -136,8 +137,10 @@ def attention_lse(
     `attention_scores`."""
     scale = check_attention_inputs(q, kv, rows, lengths, options, None, None)
     _check_queries(q, rows, q_starts, query_positions)
-    if kv.ring is not None or kv.indirection is not None:
-        raise ValueError("scores are those of a row's own entries; pass kv without a ring and an indirection")
+    if not kv.lookup.is_plain:
+        raise ValueError(
+            f"scores are those of a row's own entries, which {type(kv.lookup).__name__} does not read in order"
+        )
     if max_q_len < 0:
         raise ValueError(f"max_q_len must be 0 or more, got {max_q_len}")
     lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
@@ -170,8 +173,8 @@ def attention_scores(
         rows: int32 or int64 `[B]`, each request's row of the index.
         q_starts: int32 `[B + 1]`: the queries of request b are q[q_starts[b] : q_starts[b + 1]].
         query_positions: int32 `[T]`, the entry of each query, which attends to it and to the entries before.
-        lengths: int32 `[B]`, how many entries a request's row has; at most num_entries * 2**shift, which is not
-            checked.
+        lengths: int32 `[B]`, how many entries a request's row has; at most num_entries * 2**page_shift, which
+            is not checked.
         max_q_len: an upper bound on the queries of a request, which sizes the grid.
         width: the number of entries to return scores for.
         options: the scale, whether the layer is causal, and its variants. The queries of a tree of guesses are
@@ -236,7 +239,7 @@ def attention_scores_reference(
     for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         queries = slice(starts[request], starts[request + 1])
         entries = torch.arange(length, device=q.device)
-        k, _ = kv.read(find_slots_reference(kv.index[row], entries, kv.shift))
+        k, _ = kv.read(slots_reference(kv, row, entries))
         k = k.to(dtype)  # [L, num_kv_heads, Dk]
         # [num_kv_heads, group * n, Dk]: query heads that share a K/V head are rows of one matrix
         q_rows = q[queries].to(dtype).unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)

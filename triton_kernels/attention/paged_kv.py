@@ -6,28 +6,24 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels.attention.variants.variant import Variant
-from lightkv.triton_kernels.layout.ring import Ring
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 from lightkv.triton_kernels.quantised.quantise_reference import dequantise, split_columns
 from lightkv.triton_kernels.quantised.unpack import format_code
 
+from .lookups import TOKEN_TABLE, Lookup
 from .variants import in_order
 
 Chosen = TypeVar("Chosen", bound=Variant)
 
 
 class PagedKV(NamedTuple):
-    """K/V of one layer, and the index that finds a token in it: `index[row, pos >> shift] + (pos & mask)` is
-    the slot of the token at position `pos` of a row, where `mask` is `2**shift - 1`.
+    """K/V of one layer, and the index in which a lookup finds the slot of each token.
 
     `k`: `[num_slots, num_kv_heads, Dk]`, `v`: `[num_slots, num_kv_heads, Dv]`, with any strides except that the
     last one is 1; both may be views of one buffer. Two elements of 4 bits share a byte, so there the last dim
     is half of Dk or Dv.
-    `index`: int32 `[num_rows, num_entries]`, the first slot of each `2**shift` tokens of a row.
-    `shift`: 0 for a token table, log2(page) for a page table, 31 for one contiguous run per row.
-    `ring`: the rows are rings, so `pos` above is the entry of a position. None: they are not.
-    `indirection`: int32 `[num_rows, positions]`: the token at a position of row r is found in row
-    `indirection[r, position]` of the index instead (`beam_indirection` makes it). None for r itself.
+    `index`: int32 `[num_rows, num_entries]`, the first slot of each `2**lookup.page_shift` tokens of a row.
+    `lookup`: which entry the token at a position of a row has, one of `LOOKUPS`.
     `format`: how K and V are stored. Where K is rotated, queries have to be, too, and where V is rotated, so is
     the output (`rotate_heads`).
     `scales`: `[num_slots, num_kv_heads, columns]` of `format.scale_dtype`, the last stride 1: the scales and
@@ -40,9 +36,7 @@ class PagedKV(NamedTuple):
     k: Tensor
     v: Tensor
     index: Tensor  # type: ignore[assignment]  # hides the method of tuples
-    shift: int = 0
-    ring: Ring | None = None
-    indirection: Tensor | None = None
+    lookup: Lookup = TOKEN_TABLE
     scales: Tensor | None = None
     format: KVFormat = AS_COMPUTED
     v_scales: Tensor | None = None
@@ -78,11 +72,6 @@ class PagedKV(NamedTuple):
         """The number that kernels are compiled for, `unpack.format_code`."""
         return format_code(self.format, self.key_dim, self.value_dim, apart=self.v_scales is not None)
 
-    @property
-    def ring_sizes(self) -> list[int]:
-        """Sinks and size of the ring, as the operators take them; zeros without a ring."""
-        return [0, 0] if self.ring is None else [self.ring.sinks, self.ring.size]
-
 
 class HeadShape(NamedTuple):
     """The heads of a layer: their numbers, and the dims of a head of q and K, and of V."""
@@ -102,40 +91,6 @@ class HeadShape(NamedTuple):
         return layer_format.k.head_bytes(self.key_dim, dtype) + layer_format.v.head_bytes(
             self.value_dim, dtype
         )
-
-
-def beam_indirection(cache_indirection: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Writes the indirection of beams' rows to `out`, from a table of beams as TensorRT-LLM's decode takes it.
-
-    Everything is read on the device, so a captured call may be replayed.
-
-    Args:
-        cache_indirection: int32 `[batch, beams, positions]`, the beam of the same request whose K/V a beam has
-            at each position. Unlike in TensorRT-LLM, this holds for a beam's newest token, too: its K/V is the
-            beam's own, so its number is that of the beam.
-        rows: int64 `[batch, beams]`, the row of the index that each beam writes to.
-        out: int32 `[num_rows, positions]`, `PagedKV.indirection`, of which the rows in `rows` are written.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit. Nothing is written then. The numbers are not checked.
-    """
-    if (
-        cache_indirection.dim() != 3
-        or cache_indirection.dtype != torch.int32
-        or rows.shape != cache_indirection.shape[:2]
-        or rows.dtype != torch.int64
-        or out.dim() != 2
-        or out.dtype != torch.int32
-        or out.shape[1] != cache_indirection.shape[2]
-    ):
-        raise ValueError(
-            "cache_indirection must be int32 [batch, beams, positions], rows int64 [batch, beams] and out "
-            f"int32 [num_rows, positions]; got {cache_indirection.dtype} {tuple(cache_indirection.shape)}, "
-            f"{rows.dtype} {tuple(rows.shape)} and {out.dtype} {tuple(out.shape)}"
-        )
-    batch, beams, positions = cache_indirection.shape
-    chosen = rows[:, None].expand(batch, beams, beams).gather(2, cache_indirection.long())
-    out.index_copy_(0, rows.flatten(), chosen.view(batch * beams, positions).int())
 
 
 class AttentionOptions(NamedTuple):

@@ -1,15 +1,14 @@
 """What the attention kernels take together: named tuples of pointers, strides and constants. Names in capitals
 are constants of a compilation."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.quantised.unpack import as_words, is_packed
-
-from .paged_kv import PagedKV
+from lightkv.triton_kernels.quantised.unpack import is_packed
 
 
 class Heads(NamedTuple):
@@ -50,16 +49,14 @@ class Cache(NamedTuple):
 
 
 class Index(NamedTuple):
-    """The index that finds a token's slot, `PagedKV.index`. `indirection`: or None. `SINKS`, `RING`: of rows
-    that are rings; zeros for others."""
+    """`PagedKV.index`, and how it finds a token's slot: `SHIFT` of pages, and `hooks` and `data` of the
+    lookup (`lookups/lookup.py`)."""
 
     entries: Any
-    indirection: Any
     stride: Any
-    stride_indirection: Any
     SHIFT: Any
-    SINKS: Any
-    RING: Any
+    hooks: Any
+    data: Any
 
 
 class Sums(NamedTuple):
@@ -99,59 +96,29 @@ class Together(NamedTuple):
 
 
 class FlatKV(NamedTuple):
-    """A `PagedKV` as a registered operator takes it. `tensors`: K, V (words where quantised), scales of K and
-    of V, the index and its indirection. `numbers`: shift, sinks and size of the ring, `format_code`, and the
-    bits of an element of K and of V."""
+    """A `PagedKV` as a registered operator takes it (`flat_kv.py`). `tensors`: K, V (words where quantised),
+    scales of K and of V, the index, and those of the lookup. `numbers`: `format_code`, the bits of an element
+    of K and of V, which of `LOOKUPS` it is, and the lookup's own."""
 
-    tensors: list[Tensor | None]
-    numbers: list[int]
+    tensors: Sequence[Tensor | None]
+    numbers: Sequence[int]
 
+    @property
+    def format_code(self) -> int:
+        """`PagedKV.format_code`."""
+        return self.numbers[0]
 
-def flatten_kv(kv: PagedKV) -> FlatKV:
-    """Returns `kv` as an operator takes it."""
-    k, v = as_words(kv.k, kv.format.k), as_words(kv.v, kv.format.v)
-    tensors = [k, v, kv.scales, kv.v_scales, kv.index, kv.indirection]
-    return FlatKV(tensors, [kv.shift, *kv.ring_sizes, kv.format_code, kv.format.k.bits, kv.format.v.bits])
-
-
-def kv_records(flat: FlatKV) -> tuple[Cache, Index]:
-    """Returns what `flatten_kv` was given as kernels take it."""
-    k, v, scales, v_scales, index, indirection = flat.tensors
-    assert k is not None
-    assert v is not None
-    assert index is not None
-    shift, sinks, ring, layer_format = flat.numbers[:4]
-    stride_scales_slot, stride_scales_head = (None, None) if scales is None else scales.stride()[:2]
-    cache = Cache(
-        k,
-        v,
-        scales,
-        v_scales,
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        stride_scales_slot,
-        stride_scales_head,
-        tl.constexpr(layer_format),
-    )
-    rows = Index(
-        index,
-        indirection,
-        index.stride(0),
-        None if indirection is None else indirection.stride(0),
-        tl.constexpr(shift),
-        tl.constexpr(sinks),
-        tl.constexpr(ring),
-    )
-    return cache, rows
+    @property
+    def element_bits(self) -> Sequence[int]:
+        """The bits of an element of K and of V."""
+        return self.numbers[1:3]
 
 
 def shape_record(q: Tensor, flat: FlatKV, value_dim: int, block_m: int, block_n: int, causal: bool) -> Shape:
     """Returns the constants of a launch over tiles of `block_m` rows and `block_n` keys."""
     num_heads, key_dim = q.shape[1:]
     assert flat.tensors[0] is not None
-    group, layer_format = num_heads // flat.tensors[0].shape[1], flat.numbers[3]
+    group, layer_format = num_heads // flat.tensors[0].shape[1], flat.format_code
     numbers = (
         group,
         key_dim,

@@ -93,7 +93,7 @@ def paged_attention_v1(
         scale: multiplies the scores; positive.
         alibi_slopes: float32 `[H]`, contiguous; ALiBi adds slope * (position - position of the query) to a
             score. None for none.
-        plan: the work list of `decode_plan` for seq_lens, without window, chunks, prefixes or rings; one serves
+        plan: the work list of `decode_plan` for seq_lens, without limits and prefixes; one serves
             all layers of a step. None for one pass, a program for each K/V head of a sequence.
         partition_size: tokens of a partition, a multiple of block_size, for `paged_attention_v2`; 0 for none.
         max_seq_len: bounds the partitions; see `paged_attention_v2`.
@@ -131,10 +131,6 @@ def _check_plan(plan: DecodePlan, num_seqs: int, partition_size: int) -> None:
             f"the plan is for {len(plan.parts)} requests of {plan.num_queries} queries with {plan.limits} and "
             f"{plan.num_members} to a prefix, but the call has {num_seqs} sequences of one query, without any "
             "of these; make a plan for this call"
-        )
-    if plan.ring is not None:
-        raise ValueError(
-            f"the plan is for {plan.ring}, but block tables are no rings; make a plan without one"
         )
 
 

@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightkv.triton_kernels.attention.lookups import CONTIGUOUS, Pages
 from lightkv.triton_kernels.attention.paged_kv import PagedKV
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, Elements, KVFormat
 from lightkv.triton_kernels.quantised.quantise_reference import pack, unpack
 
 SMALLEST_SCALE = 1e-5  # of the contract's quantiser, also of a group of zeros
 LAYOUTS = ("(T, L, 2, H, D)", "(L, T, 2, H, D)", "(L, 2, T, H, D)", "(L, 2, H, T, D)")
-_CONTIGUOUS = 31  # the shift of one run per sequence
 
 
 def shape_of(layout: int, num_slots: int, num_layers: int, num_heads: int, dim: int) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class Slots(NamedTuple):
         """Returns the index of `PagedKV`, int32, and its shift: for pages of a size that is no power of two, it
         has an entry for each of `max_kvlen` tokens."""
         if not self.page_size:
-            return self.starts[:, None].int(), _CONTIGUOUS
+            return self.starts[:, None].int(), CONTIGUOUS.shift
         if self.page_size & (self.page_size - 1):
             return self.all_until(max(max_kvlen, 1)).int(), 0
         return self.starts.int().contiguous(), self.page_size.bit_length() - 1
@@ -126,7 +126,7 @@ class LayerCache(NamedTuple):
         """Returns the layer as kernels read it, in place. It has to suit them."""
         k, v = self.kv[:, 0], self.kv[:, 1]
         if self.scales is None:
-            return PagedKV(k, v, index, shift)
+            return PagedKV(k, v, index, Pages(shift))
         groups = self.scales.shape[-1]
         elements = _elements(self.bits)
         if groups > 1:
@@ -135,7 +135,7 @@ class LayerCache(NamedTuple):
             k,
             v,
             index,
-            shift,
+            Pages(shift),
             scales=self.scales[:, 0],
             format=KVFormat(elements, elements),
             v_scales=self.scales[:, 1],
@@ -147,7 +147,7 @@ class LayerCache(NamedTuple):
         batch, num = slots.shape
         k, v = self.read(slots.flatten().clamp(0, len(self.kv) - 1))
         index = torch.arange(batch, device=slots.device, dtype=torch.int32)[:, None] * num
-        return PagedKV(k.to(dtype), v.to(dtype), index, _CONTIGUOUS, format=AS_COMPUTED)
+        return PagedKV(k.to(dtype), v.to(dtype), index, CONTIGUOUS, format=AS_COMPUTED)
 
 
 def _elements(bits: int) -> Elements:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.staging import upload
-from lightkv.triton_kernels.attention.decode.ring_step import ring_slots
+from lightkv.triton_kernels.attention.lookups.ring_rows import ring_slots
 from lightkv.triton_kernels.layout.ring import Ring
 
 from .attention_call import compute

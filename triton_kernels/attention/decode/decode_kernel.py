@@ -13,6 +13,7 @@ from lightkv.triton_kernels.attention.attend_keys import (
     start_output,
     sum_query,
 )
+from lightkv.triton_kernels.attention.lookups.lookup import KeptQuery
 from lightkv.triton_kernels.attention.records import Sums
 from lightkv.triton_kernels.attention.variants.hooks import (
     Rows,
@@ -24,7 +25,6 @@ from lightkv.triton_kernels.attention.variants.hooks import (
 from lightkv.triton_kernels.quantised.unpack import fields_of, v_kind
 
 from .decode_plan import ITEM_FIELDS, PART_FIELDS, SHARE_FIELDS
-from .decode_sinks import attend_sinks
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
@@ -96,7 +96,6 @@ def decode_kernel(
     outputs,  # `Outputs`; its parts are [parts, num_queries * H, DV] and [parts, num_queries * H]
     score_scale,
     variants,  # `Variants`
-    sinks,  # `RingSinks`
     together,  # `Together`
     shape,  # `Shape`
     EARLY: tl.constexpr,
@@ -151,24 +150,16 @@ def decode_kernel(
         full_end = begin + tl.maximum(seen_by_all - begin, 0) // BLOCK_N * BLOCK_N
 
         # Of a request's parts, the first one of its own is where its softmax starts.
-        joins = rows.in_tile
-        if variants.flags.has_join:
-            joins = rows.in_tile & (request >= 0) & (tl.load(of_request) == own_parts + item)
-        peak, total = start_softmax(variants, rows, joins, BLOCK_M)
+        is_first = (request >= 0) & (tl.load(of_request) == own_parts + item)
+        peak, total = start_softmax(variants, rows, rows.in_tile & is_first, BLOCK_M)
         states = start_rows(variants, rows)
         full_end = whole_end(variants, states, begin, full_end, rows.in_tile, BLOCK_N)
         if variants.flags.has_load and together.ALIGNED:  # so what variants load is loaded in whole vectors
             begin = begin // 16 * 16
             full_end = full_end // 16 * 16
         sums = Sums(start_output(BLOCK_M, shape.BLOCK_DV, shape.FORMAT), total, peak, slots)
-        if sinks.ARE_SEEN:  # in the request's first part
-            is_first = tl.load(of_request) == own_parts + item
-            num_sinks = tl.where(is_first, tl.minimum(tl.load(lengths + request), index.SINKS), 0)
-            heads_of = q.data + request * q.stride_token + heads[:, None] * q.stride_head
-            sums = attend_sinks(
-                heads_of, rows.in_tile, request, sums, cache, kv_head, index, row, num_sinks, sinks, variants,
-                states, score_scale, shape,
-            )  # fmt: skip
+        query = KeptQuery(q_heads, rows.in_tile, request, kv_head, is_first, lengths)
+        sums = index.hooks.attend_kept(query, sums, cache, index, row, variants, states, score_scale, shape)
         for MASKED in tl.static_range(0, 2):
             sums = attend_keys(
                 q_tiles,

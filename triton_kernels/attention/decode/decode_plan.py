@@ -24,7 +24,7 @@ its M members. Item i of a prefix has the parts from i * M on, item i of a reque
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -33,12 +33,12 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_inputs import check_limits, check_requests
+from lightkv.triton_kernels.attention.lookups import PLAN_LIMITS
 from lightkv.triton_kernels.attention.paged_kv import HeadShape
 from lightkv.triton_kernels.attention.records import Together
 from lightkv.triton_kernels.attention.variants import VARIANTS
 from lightkv.triton_kernels.attention.variants.hooks import first_key
 from lightkv.triton_kernels.attention.variants.variant import Flat, Variant, bind, flatten, rebuild
-from lightkv.triton_kernels.layout.ring import Ring
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
 ITEM_FIELDS = 4  # request (or -1 - prefix), row, first key, end of the keys
@@ -74,7 +74,7 @@ class DecodePlan(NamedTuple):
     prefix, whose parts lie M apart. A request with a single part writes its output at once, and no part.
     `split`: int32: the requests that have several parts, then -1.
     `members`: `[P, M]`, the requests that share each prefix; None without shared prefixes.
-    `limits`, `num_queries`, `ring`: what the plan was made for.
+    `limits`, `num_queries`: what the plan was made for.
     """
 
     items: Tensor
@@ -84,7 +84,6 @@ class DecodePlan(NamedTuple):
     members: Tensor | None
     limits: tuple[Variant, ...] = ()
     num_queries: int = 1
-    ring: Ring | None = None
 
     @property
     def num_members(self) -> int:
@@ -102,21 +101,6 @@ class DecodePlan(NamedTuple):
     def num_parts(self) -> int:
         """How many parts there can be."""
         return self.own_parts + self.items.shape[0]
-
-
-class _RingSizes(NamedTuple):
-    """The numbers of a `Ring`."""
-
-    SINKS: Any
-    SIZE: Any
-    STRIDE: Any
-
-
-@triton.jit
-def _first_in_ring(positions, ring):
-    """Returns the first key after the sinks that queries at `positions` see (`Ring.first_key`)."""
-    beyond = positions - (ring.SINKS + ring.SIZE)
-    return ring.SINKS + tl.where(beyond < 0, 0, (beyond // ring.STRIDE + 1) * ring.STRIDE)
 
 
 @triton.jit
@@ -149,7 +133,6 @@ def _plan_kernel(
     num_workers,
     num_listed,
     limits,  # `Variants`
-    ring,  # `_RingSizes`; None where rows are no rings
     together,  # `Together`
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -164,8 +147,6 @@ def _plan_kernel(
     end_key = tl.load(lengths + request, mask=is_request, other=0)
     row = tl.load(rows + request, mask=is_request, other=0).to(tl.int32)
     begin_key = first_key(limits, end_key - NUM_QUERIES)
-    if ring is not None:
-        begin_key = _first_in_ring(end_key - 1, ring)
     own_place = tl.full([BLOCK_R], -1, tl.int32)
     if MEMBERS > 1:
         own_place = tl.load(place + request, mask=is_request, other=-1)
@@ -254,7 +235,6 @@ def _decode_plan(
     limits: str,
     limit_tensors: Sequence[Tensor],
     limit_numbers: Sequence[float],
-    ring: Sequence[int],
     num_queries: int,
 ) -> None:
     num_requests, num_workers = rows.shape[0], shares.shape[0] - 1
@@ -262,7 +242,7 @@ def _decode_plan(
         return
     num_prefixes, num_members = (0, 1) if members is None else members.shape
     block_r = tuning.block_for(num_prefixes + num_requests)
-    known = rebuild(Flat(limits, list(limit_tensors), list(limit_numbers)), VARIANTS)
+    known = rebuild(Flat(limits, list(limit_tensors), list(limit_numbers)), (*VARIANTS, *PLAN_LIMITS))
     _plan_kernel[(1,)](
         rows,
         lengths,
@@ -279,7 +259,6 @@ def _decode_plan(
         num_workers,
         split.shape[0],
         bind(known, 1.0)[0],
-        _RingSizes(*map(tl.constexpr, ring)) if ring else None,
         Together(tl.constexpr(num_queries if known else 1), tl.constexpr(num_members), tl.constexpr(False)),
         BLOCK_R=block_r,
         BLOCK_W=64,
@@ -322,14 +301,13 @@ def decode_plan(
     shared_prefixes: SharedPrefixGroups | None = None,
     key_bytes: int = 512,
     num_programs: int | None = None,
-    ring: Ring | None = None,
 ) -> DecodePlan:
     """Makes the work list of a decode step, which serves all layers with `num_kv_heads` and these limits.
 
     Args:
         rows, lengths: as in `decode_attention`; read on the device.
         num_kv_heads: of the layers.
-        limits: what limits the first key that a query sees (`variants.limits`).
+        limits: what limits the first key that a query sees (`variants.limits`, changed by `Lookup.limits`).
         num_queries: queries of each request, at its last positions.
         shared_prefixes: the prefixes to read once for several requests. They are read on the device, so a
             captured plan follows them, too; their values are not checked. With one member each they are
@@ -337,21 +315,16 @@ def decode_plan(
         key_bytes: of K and V of a token for one K/V head. With more than 512, fewer programs run at once, and
             the keys are cut into fewer shares.
         num_programs: programs of a multiprocessor that run at once; None for as many as `key_bytes` allows.
-        ring: what the rows are rings of, for layers without limits: the plan has the keys after the sinks that
-            a ring's query sees. None for other layers, and for rows that are no rings.
 
     Raises:
-        ValueError: rows, lengths or prefixes do not fit, there are prefixes and a window or a ring, or a ring
-            and several queries or limits.
+        ValueError: rows, lengths or prefixes do not fit, there are prefixes and a window, or several queries
+            and limits that are for one.
     """
     num_requests = len(rows)
     check_requests(rows, lengths)
-    if ring is not None and (limits or num_queries > 1 or shared_prefixes is not None):
-        raise ValueError(
-            f"a plan for {ring} has one query a request, no limits and no shared prefixes; got {num_queries} "
-            f"queries and {limits}"
-        )
     check_limits(limits)
+    if num_queries > 1 and any(one.is_for_one_query for one in limits):
+        raise ValueError(f"a plan with {limits} has one query a request; got {num_queries}")
     if shared_prefixes is not None:
         _check_prefixes(shared_prefixes, num_requests, limits)
         if shared_prefixes.members.shape[1] < 2:
@@ -387,10 +360,9 @@ def decode_plan(
         split,
         prefix_parts,
         *flatten(limits),
-        [] if ring is None else [ring.sinks, ring.size, ring.stride],
         num_queries,
     )
-    return DecodePlan(items, shares, parts, split, members, limits, num_queries, ring)
+    return DecodePlan(items, shares, parts, split, members, limits, num_queries)
 
 
 def _check_prefixes(prefixes: SharedPrefixGroups, num_requests: int, limits: Sequence[Variant]) -> None:
@@ -418,7 +390,6 @@ def decode_plan_reference(
     limits: tuple[Variant, ...] = (),
     num_queries: int = 1,
     shared_prefixes: SharedPrefixGroups | None = None,
-    ring: Ring | None = None,
 ) -> DecodePlan:
     """Computes `decode_plan` in plain Python.
 
@@ -438,8 +409,6 @@ def decode_plan_reference(
             runs.append([-1 - prefix, rows_host[leader] if shared else 0, begin, shared])
     for request, (row, length) in enumerate(zip(rows_host, lengths_host, strict=True)):
         first = _first_key(limits, length - num_queries)
-        if ring is not None:
-            first = ring.first_key(length - 1)
         if places[request] >= 0:
             first = max(first, runs[places[request] // num_members][3])
         runs.append([request, row, first, length])
@@ -478,7 +447,7 @@ def decode_plan_reference(
     members = None if shared_prefixes is None else shared_prefixes.members
     listed = (torch.tensor(numbers, dtype=torch.int32) for numbers in (items, shares, parts, split))
     on_device = [numbers.to(lengths.device) for numbers in listed]
-    return DecodePlan._make([*on_device, members, limits, num_queries, ring])
+    return DecodePlan._make([*on_device, members, limits, num_queries])
 
 
 def _first_key(limits: Sequence[Variant], position: int) -> int:

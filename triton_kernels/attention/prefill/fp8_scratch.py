@@ -178,7 +178,7 @@ def fill_fp8_scratch(kv: PagedKV, rows: Tensor, lengths: Tensor, scratch: Fp8Scr
     keys, rounded up to a multiple of 128, have to end before those of the next, and within the scratch.
 
     Args:
-        kv: the K/V of a layer and its index, without a ring and without an indirection, in e4m3 with static
+        kv: the K/V of a layer and its index, with a plain lookup, in e4m3 with static
             scales. Its strides and head dims are multiples of 16.
         rows: int32 or int64 `[B]`, contiguous: each request's row of the index.
         lengths: int32 `[B]`, contiguous.
@@ -202,7 +202,7 @@ def fill_fp8_scratch(kv: PagedKV, rows: Tensor, lengths: Tensor, scratch: Fp8Scr
         capacity,
         kv.index.stride(0),
         KV_HEADS=num_kv_heads,
-        SHIFT=kv.shift,
+        SHIFT=kv.lookup.page_shift,
         TURNS=tuning.block_for(len(rows)).bit_length(),
         BLOCK_T=ALIGNMENT,
         num_warps=4,
@@ -218,8 +218,10 @@ def _words_of(stored: Tensor, out: Tensor, dim: int) -> _Words:
 
 def _check(kv: PagedKV, rows: Tensor, lengths: Tensor, scratch: Fp8Scratch) -> None:
     """Raises ValueError where the arguments of `fill_fp8_scratch` do not fit each other."""
-    if kv.ring is not None or kv.indirection is not None:
-        raise ValueError("K/V of rings, or with an indirection, is not copied to a scratch in fp8")
+    if not kv.lookup.is_plain:
+        raise ValueError(
+            f"K/V that {type(kv.lookup).__name__} finds is not copied to a scratch in fp8; use the token table"
+        )
     if not (kv.format.k.is_static and kv.format.v.is_static):
         raise ValueError(
             f"the K/V is stored as {kv.format.k} and {kv.format.v}; prefill in fp8 reads fp8 with "

@@ -1,22 +1,23 @@
 """How the kernel of `prefill_hopper.py` finds the slots of a tile of keys (Gluon)."""
 
+from functools import cache
+
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from lightkv.triton_kernels.attention.records import Index
 
-@gluon.jit
-def _entries_of(index, row, positions, mask):
-    """Returns where the row's entries of `positions` begin, and their places from there. Positions where `mask`
-    is false, if there is a mask, read nothing. `index`: `Index`."""
-    if index.indirection is not None:  # each position has a row of its own
-        rows = index.indirection + row * index.stride_indirection
-        start = index.entries + gl.load(rows + positions, mask=mask).to(gl.int64) * index.stride
-    else:
-        start = index.entries + row * index.stride
-    if index.RING > 0:
-        within = index.SINKS + (positions - index.SINKS) % index.RING
-        positions = gl.where(positions < index.SINKS, positions, within)
-    return start, positions
+
+@cache
+def _in_gluon(hook: triton.JITFunction) -> triton.JITFunction:
+    return gluon.jit(hook.fn)
+
+
+def in_gluon(index: Index) -> Index:
+    """Returns an index whose lookup Gluon's kernels can call."""
+    hooks = index.hooks
+    return index._replace(hooks=hooks._replace(place=gl.constexpr(_in_gluon(hooks.place.value))))
 
 
 @gluon.jit
@@ -25,8 +26,8 @@ def find_slots(index, row, key_tile, begin, end, BLOCK_N: gl.constexpr, layout: 
     that no free slot is read."""
     positions = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout)
     positions = gl.minimum(gl.maximum(positions, begin), end - 1)
-    start, positions = _entries_of(index, row, positions, None)
-    return gl.load(start + (positions >> index.SHIFT)) + (positions & ((1 << index.SHIFT) - 1))
+    start, entries = index.hooks.place(index, row, positions, None)
+    return gl.load(start + (entries >> index.SHIFT)) + (entries & ((1 << index.SHIFT) - 1))
 
 
 @gluon.jit
@@ -34,6 +35,6 @@ def find_inner_slots(index, row, key_tile, exists, BLOCK_N: gl.constexpr, layout
     """Returns the slots of a key tile of which every key is read; zeros if it does not exist."""
     positions = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout)
     mask = gl.full([BLOCK_N], exists, gl.int1, layout)
-    start, positions = _entries_of(index, row, positions, mask)
-    entries = gl.load(start + (positions >> index.SHIFT), mask=mask, other=0)
-    return entries + (positions & ((1 << index.SHIFT) - 1))
+    start, entries = index.hooks.place(index, row, positions, mask)
+    slots = gl.load(start + (entries >> index.SHIFT), mask=mask, other=0)
+    return slots + (entries & ((1 << index.SHIFT) - 1))

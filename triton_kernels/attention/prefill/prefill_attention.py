@@ -28,15 +28,9 @@ from torch import Tensor
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_inputs import check_attention_inputs
 from lightkv.triton_kernels.attention.attention_reference import attend_reference, slots_reference
+from lightkv.triton_kernels.attention.flat_kv import flatten_kv, kv_records
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
-from lightkv.triton_kernels.attention.records import (
-    FlatKV,
-    Outputs,
-    flatten_kv,
-    heads_record,
-    kv_records,
-    shape_record,
-)
+from lightkv.triton_kernels.attention.records import FlatKV, Outputs, heads_record, shape_record
 from lightkv.triton_kernels.attention.variants import VARIANTS
 from lightkv.triton_kernels.attention.variants.variant import (
     Flat,
@@ -105,9 +99,9 @@ def _prefill_attention(
 ) -> None:
     if num_shares == 0:
         return
-    flat, value_dim = FlatKV(list(kv_tensors), list(kv_numbers)), out.shape[2]
+    flat, value_dim = FlatKV(kv_tensors, kv_numbers), out.shape[2]
     cache, index = kv_records(flat)
-    num_kv_heads, layer_format = cache.k.shape[1], kv_numbers[3]
+    num_kv_heads, layer_format = cache.k.shape[1], flat.format_code
     used = rebuild(Flat(variants, list(variant_tensors), list(variant_numbers)), VARIANTS)
     block_m, block_n, num_warps, num_stages = launch
     partial_out = partial_lse = None
@@ -174,8 +168,8 @@ def prefill_attention(
         q_starts: int32 `[B + 1]`: the queries of request b are q[q_starts[b] : q_starts[b + 1]]. Queries from
             q_starts[B] on belong to no request, and their part of the output is not written.
         lengths: int32 `[B]`, the request's tokens in the cache, the queries' own included; at most num_entries
-            * 2**shift, which is not checked. If the rows are rings, n queries need a ring of `window` + n - 1
-            tokens, which is not checked either.
+            * 2**page_shift, which is not checked. A lookup that has entries for a number of tokens alone has to
+            have them for the windows of all queries, which is not checked either.
         options: the scale, whether the layer is causal, and its variants.
         plan: the result of `prefill_plan` for the same rows, q_starts, lengths, limits and shapes; it serves
             all layers of a step, one after the other. If None, a plan is made here.
@@ -191,12 +185,7 @@ def prefill_attention(
     """
     scale = check_attention_inputs(q, kv, rows, lengths, options, out, lse)
     limited = limits(options.variants)
-    masked = any(one.flags.has_load or one.flags.hides_own for one in options.variants)
-    if kv.ring is not None and (not limited or not options.causal or masked):
-        raise ValueError(
-            f"prefill over rows that are rings, {kv.ring}, is for a causal layer with a window, which says "
-            "what each query sees, and without a mask; add a Window"
-        )
+    kv.lookup.check_prefill(options.variants, options.causal)
     if (
         q_starts.dtype != torch.int32
         or q_starts.shape != (rows.shape[0] + 1,)

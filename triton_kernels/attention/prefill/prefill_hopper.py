@@ -13,6 +13,7 @@ runs, and how large its tiles are.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -23,6 +24,7 @@ from lightkv.triton_kernels.attention.records import Cache, Index, Outputs, Shap
 from lightkv.triton_kernels.attention.variants.variant import Variant
 
 from .hopper_features import VARIANTS, features_of
+from .hopper_slots import in_gluon
 from .prefill_hopper_skeleton import Kind, Loading, Weighing, Work, run_program
 from .prefill_hopper_tiles import (
     allocate_tiles,
@@ -40,36 +42,42 @@ from .prefill_hopper_tiles import (
 __all__ = ["VARIANTS", "launch_hopper_prefill"]
 
 
+class _Rows(NamedTuple):
+    """Where rows of K and V are: what the hooks for loading get."""
+
+    cache: Cache
+    index: Index
+
+
 @gluon.jit
 def _start_rows(source, tile, keys, tiles):
-    cache, _index = source
-    k_head = cache.k + tile[0] * cache.stride_k_head
-    v_head = cache.v + tile[0] * cache.stride_v_head
+    k_head = source.cache.k + tile[0] * source.cache.stride_k_head
+    v_head = source.cache.v + tile[0] * source.cache.stride_v_head
     return tile[1], k_head, v_head
 
 
 @gluon.jit
 def _find_last(source, place, keys, tiles):
-    return find_slots_of_pieces(source[1], place[0], keys[3], keys[0], keys[1], tiles.k)
+    return find_slots_of_pieces(source.index, place[0], keys[3], keys[0], keys[1], tiles.k)
 
 
 @gluon.jit
 def _find_before(source, place, keys, tiles, key_tile, exists, FROM_ZERO: gl.constexpr):
     if FROM_ZERO:
-        slots = find_inner_slots_of_pieces(source[1], place[0], key_tile, exists, tiles.k)
+        slots = find_inner_slots_of_pieces(source.index, place[0], key_tile, exists, tiles.k)
     else:
-        slots = find_slots_of_pieces(source[1], place[0], key_tile, keys[0], keys[1], tiles.k)
+        slots = find_slots_of_pieces(source.index, place[0], key_tile, keys[0], keys[1], tiles.k)
     return slots
 
 
 @gluon.jit
 def _copy_k(source, place, slots, key_tile, target, full):
-    copy_rows(place[1], slots, source[0].stride_k_slot, target, full)
+    copy_rows(place[1], slots, source.cache.stride_k_slot, target, full)
 
 
 @gluon.jit
 def _copy_v(source, place, slots, key_tile, target, full):
-    copy_rows(place[2], slots, source[0].stride_v_slot, target, full)
+    copy_rows(place[2], slots, source.cache.stride_v_slot, target, full)
 
 
 @gluon.jit
@@ -111,7 +119,7 @@ def _hopper_kernel(
         allocate_tiles(dtype, 2, shape.BLOCK_M // 2, shape.DK),
         allocate_tiles(dtype, STAGES, shape.BLOCK_N, shape.DK),
         allocate_tiles(dtype, STAGES, shape.BLOCK_N, shape.DV),
-        (cache, index),
+        _Rows(cache, index),
         (),
         Work(items, counters, num_kv_heads),
         outputs,
@@ -171,7 +179,7 @@ def launch_hopper_prefill(
     _hopper_kernel[(num_programs,)](
         heads_record(q),
         cache,
-        index,
+        in_gluon(index),
         items,
         counters,
         outputs,

@@ -138,7 +138,7 @@ def restore_kv(
     no token has stay as they were. The values of rows, lengths and starts are not checked.
 
     Args:
-        kv: the K/V of a layer and its index, without a ring and without an indirection.
+        kv: the K/V of a layer and its index, with a plain lookup.
         rows: int32 or int64 `[B]`, contiguous: each request's row of the index.
         lengths: int32 `[B]`, contiguous.
         starts: int32 `[B]`, contiguous, ascending, each at least the one before and its length: prefix sums of
@@ -147,7 +147,7 @@ def restore_kv(
         out_v: `[capacity, num_kv_heads, Dv]` of the same type, likewise; both may be views of one buffer.
 
     Raises:
-        ValueError: shapes, strides or dtypes do not fit, `kv` has a ring or an indirection, or groups are not a
+        ValueError: shapes, strides or dtypes do not fit, the lookup is not plain, or groups are not a
             power of 2 of elements. Nothing is written then.
     """
     _check(kv, rows, lengths, starts, out_k, out_v)
@@ -167,7 +167,7 @@ def restore_kv(
         capacity,
         kv.index.stride(0),
         KV_HEADS=num_kv_heads,
-        SHIFT=kv.shift,
+        SHIFT=kv.lookup.page_shift,
         TURNS=tuning.block_for(num_requests).bit_length(),
         BLOCK_T=launch.block_m,
         num_warps=launch.num_warps,
@@ -196,10 +196,8 @@ def _heads_record(kv: PagedKV, stored: Tensor, out: Tensor, elements: Elements, 
 
 def _check(kv: PagedKV, rows: Tensor, lengths: Tensor, starts: Tensor, out_k: Tensor, out_v: Tensor) -> None:
     """Raises ValueError where the arguments of `restore_kv` do not fit each other."""
-    if kv.ring is not None or kv.indirection is not None:
-        raise ValueError(
-            "K/V of rings, or with an indirection, is not restored; attend to it by the decode kernels instead"
-        )
+    if not kv.lookup.is_plain:
+        raise ValueError(f"K/V that {type(kv.lookup).__name__} finds is not restored; attend to it as it is")
     check_requests_of(kv, rows, lengths, starts, "starts")
     for name, out, cache, dim in (("out_k", out_k, kv.k, kv.key_dim), ("out_v", out_v, kv.v, kv.value_dim)):
         wanted = (len(out_k), cache.shape[1], dim)

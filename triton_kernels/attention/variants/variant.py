@@ -47,6 +47,7 @@ class Variant:
 
     hooks: ClassVar[Hooks] = Hooks()
     flags: ClassVar[Flags] = Flags()
+    is_for_one_query: ClassVar[bool] = False  # whether plans apply it, which then have one query a request
 
     @property
     def loaded_bytes(self) -> int:

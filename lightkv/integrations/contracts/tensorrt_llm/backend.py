@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 
 from lightkv.attention.backend import LayerShape
+from lightkv.triton_kernels.attention.lookups import CONTIGUOUS
 from lightkv.triton_kernels.attention.mixed_attention import (
     mixed_attention,
     mixed_attention_reference,
@@ -26,7 +27,6 @@ from .joined_keys import join_keys
 from .metadata import AttentionMetadata
 from .page_views import PageViews
 
-ONE_RUN = 31  # the shift of an index whose rows are one run each
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
 # What TensorRT-LLM's models give every backend, and says nothing about attention here.
@@ -299,7 +299,7 @@ class AttentionBackend:
                     raise ValueError(
                         f"the batch has {step.numbers.num_keys} keys, no cache holds them, and no k is given"
                     )
-            return PagedKV(k, v, step.kv_starts, shift=ONE_RUN)
+            return PagedKV(k, v, step.kv_starts, lookup=CONTIGUOUS)
         views = self._views(metadata, step.rows.device)
         key = "pages", views.page_size, views.slots_per_block
         table = metadata.plans.get(key, metadata.num_steps, self.layer_idx, lambda: views.table(step))

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from lightkv.memory.staging import upload
+from lightkv.triton_kernels.attention.lookups import CONTIGUOUS
 from lightkv.triton_kernels.attention.paged_kv import PagedKV
 
 from .step import Step
@@ -23,14 +24,13 @@ def join_keys(k: torch.Tensor, v: torch.Tensor, kv: PagedKV, step: Step) -> Page
     old_rows, old_positions, old_places, new_places, starts = upload(
         [*arrays, new, begins.astype(np.int32)], k.device
     )
-    page, within = old_positions >> kv.shift, old_positions & ((1 << kv.shift) - 1)
-    old_k, old_v = kv.read(kv.index[old_rows, page].long() + within)
+    old_k, old_v = kv.read(kv.lookup.slots_reference(kv.index, old_rows, old_positions))
     joined = []
     for old, own in ((old_k, k), (old_v, v)):
         keys = own.new_empty(int(lengths.sum()), *own.shape[1:])
         keys.index_copy_(0, old_places, old.to(own.dtype))
         joined.append(keys.index_copy_(0, new_places, own))
-    return PagedKV(joined[0], joined[1], starts[:, None], shift=31)
+    return PagedKV(joined[0], joined[1], starts[:, None], lookup=CONTIGUOUS)
 
 
 def _counted(counts: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from lightkv.triton_kernels.attention.lookups import Pages
 from lightkv.triton_kernels.attention.paged_kv import PagedKV
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, Elements, KVFormat
 
@@ -104,4 +105,6 @@ class PageViews(NamedTuple):
 
     def paged_kv(self, table: PageTable, scales: torch.Tensor | None) -> PagedKV:
         """Returns the layer's K and V with the index of a batch."""
-        return PagedKV(self.k, self.v, table.index, shift=table.shift, scales=scales, format=self.format)
+        return PagedKV(
+            self.k, self.v, table.index, lookup=Pages(table.shift), scales=scales, format=self.format
+        )

@@ -1,11 +1,11 @@
-"""What decode does for the sinks of a ring: its queries attend to them from the positions that they would have
-if the dropped tokens had never been there.
+"""The sinks of a ring: decode's queries attend to them from the positions that they would have if the dropped
+tokens had never been there.
 
 Keys of sinks stay as they were computed. A query is rotated back by the number of tokens that were dropped, and
 attends to the sinks before it attends, unrotated, to the window: both are parts of one softmax.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,10 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels.attention.attend_keys import attend_keys, find_slots, query_for, sum_query
-from lightkv.triton_kernels.attention.attention_reference import attend_reference, slots_reference
-from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.records import Shape, Sums
-from lightkv.triton_kernels.attention.variants.variant import Scored
+from lightkv.triton_kernels.layout.ring import Ring
 from lightkv.triton_kernels.quantised.unpack import fields_of, k_kind, tuple_of, word_block, words_of
 
 _SINK_TILE = tl.constexpr(16)  # keys; the fewest that a dot product takes
@@ -31,16 +29,6 @@ class SinkRotation(NamedTuple):
 
     cos: Tensor
     sin: Tensor
-
-
-class RingSinks(NamedTuple):
-    """The sinks of rows that are rings: the rotation `SinkRotation` of each request's query, which is as it is
-    where `cos` is None. `ARE_SEEN`: whether there are any for the layer. `PAIRS`: of dims that are rotated."""
-
-    cos: Any
-    sin: Any
-    ARE_SEEN: Any
-    PAIRS: Any
 
 
 @triton.jit
@@ -91,47 +79,45 @@ def _load_query_rotated_back(heads, cos, sin, in_tile, PAIRS: tl.constexpr, shap
 
 @triton.jit
 def attend_sinks(
-    heads,  # [BLOCK_M, 1] pointers to the query's heads
-    in_tile,  # [BLOCK_M]
-    request,
+    query,  # `KeptQuery`
     sums,  # `Sums`
     cache,  # `Cache`
-    kv_head,
-    index,  # `Index`
+    index,  # `Index`, whose data are those of `RingRows`
     row,
-    num_sinks,  # that the query sees here; with 0 nothing is done
-    sinks,  # `RingSinks`
     variants,
     states,
     score_scale,
     shape,
 ):
-    """Attends from one request's query, rotated back, to its first `num_sinks` keys. Returns `Sums`."""
+    """Attends from one request's query, rotated back, to the sinks; in the request's first part alone. Returns
+    `Sums`."""
     TILE: tl.constexpr = _SINK_TILE
-    here = in_tile & (num_sinks > 0)
-    cos = sinks.cos
-    sin = sinks.sin
+    PAIRS: tl.constexpr = index.data.PAIRS
+    count = tl.where(query.is_first, tl.minimum(tl.load(query.lengths + query.request), index.data.SEEN), 0)
+    here = query.in_tile & (count > 0)
+    cos = index.data.cos
+    sin = index.data.sin
     if cos is not None:
-        cos += request * sinks.PAIRS
-        sin += request * sinks.PAIRS
-    q = _load_query_rotated_back(heads, cos, sin, here, sinks.PAIRS, shape)
+        cos += query.request * PAIRS
+        sin += query.request * PAIRS
+    q = _load_query_rotated_back(query.heads, cos, sin, here, PAIRS, shape)
     positions = tl.arange(0, TILE)
-    slots = find_slots(index, row, positions, positions < num_sinks)
-    newest = tl.zeros_like(sums.total).to(tl.int32) + (num_sinks - 1)  # every sink is visible
+    slots = find_slots(index, row, positions, positions < count)
+    newest = tl.zeros_like(sums.total).to(tl.int32) + (count - 1)  # every sink is visible
     found = attend_keys(
         q,
         sum_query(q, shape.FORMAT, shape.PACKED),
         Sums(sums.acc, sums.total, sums.peak, slots),
         cache,
-        kv_head,
+        query.kv_head,
         index,
         row,
         newest,
         variants,
         states,
         0,
-        num_sinks,
-        num_sinks,
+        count,
+        count,
         score_scale,
         # Assigned to a variable, its constants would be none.
         Shape(
@@ -166,29 +152,65 @@ def check_rotation(rotation: SinkRotation, num_tokens: int, key_dim: int) -> Non
         )
 
 
-def attend_ring_reference(
-    q: Tensor,
-    kv: PagedKV,
-    row: int,
-    length: int,
-    angles: tuple[Tensor, Tensor] | None,
-    options: AttentionOptions,
-) -> Tensor:
-    """Computes what the newest token of a row that is a ring attends to, in float64: q `[1, H, Dk]` ->
-    `[1, H, Dv]`. `angles`: cos and sin of this query's rotation, `[n]` each."""
-    assert kv.ring is not None
-    sinks = torch.arange(min(kv.ring.sinks, length), device=q.device)
-    window = torch.arange(min(kv.ring.first_key(length - 1), length), length, device=q.device)
-    slots = slots_reference(kv, row, torch.cat((sinks, window)))
-    k, v = kv.read(slots)
-    k = k.double()
-    if angles is not None:  # q rotated back sees a key as q sees the key rotated forward
-        cos, sin = (part.double() for part in angles)
-        num_pairs = len(cos)
-        first, second = (
-            k[: len(sinks), :, :num_pairs].clone(),
-            k[: len(sinks), :, num_pairs : 2 * num_pairs].clone(),
+def turn_forward(k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Returns keys `[L, num_kv_heads, Dk]` rotated by the angles of pairs, `[n]`: a query that is rotated back
+    sees a key as the query itself sees the key rotated forward."""
+    num_pairs = len(cos)
+    first, second, rest = k[..., :num_pairs], k[..., num_pairs : 2 * num_pairs], k[..., 2 * num_pairs :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+@triton.jit(do_not_specialize_on_alignment=["lengths"])
+def _rotation_kernel(
+    lengths,
+    inverse,  # [PAIRS] float64, radians a position
+    cos,  # [B, PAIRS] float32
+    sin,
+    CAPACITY: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0)
+    pairs = tl.arange(0, BLOCK)
+    beyond = tl.load(lengths + request) - 1 - CAPACITY
+    dropped = tl.where(beyond < 0, 0, (beyond // STRIDE + 1) * STRIDE)
+    # float32 would leave the angles of far positions no fraction.
+    angles = dropped.to(tl.float64) * tl.load(inverse + pairs, mask=pairs < PAIRS, other=0.0)
+    tl.store(cos + request * PAIRS + pairs, tl.cos(angles).to(tl.float32), mask=pairs < PAIRS)
+    tl.store(sin + request * PAIRS + pairs, tl.sin(angles).to(tl.float32), mask=pairs < PAIRS)
+
+
+def rotation_for(lengths: Tensor, ring: Ring, inverse: Tensor) -> SinkRotation:
+    """Returns the angles by which the newest token of each ring is rotated back for the sinks, in one launch.
+
+    `lengths`: int32 `[B]`, tokens so far, the newest included. `inverse`: float64 `[n]`, contiguous, radians
+    per position of each pair.
+    """
+    num_requests, num_pairs = len(lengths), len(inverse)
+    cos, sin = (torch.empty(num_requests, num_pairs, device=lengths.device) for _ in range(2))
+    if num_requests:
+        _rotation_kernel[(num_requests,)](
+            lengths,
+            inverse,
+            cos,
+            sin,
+            CAPACITY=ring.capacity,
+            STRIDE=ring.stride,
+            PAIRS=num_pairs,
+            BLOCK=triton.next_power_of_2(num_pairs),
+            num_warps=1,
         )
-        k[: len(sinks), :, :num_pairs] = first * cos - second * sin
-        k[: len(sinks), :, num_pairs : 2 * num_pairs] = second * cos + first * sin
-    return attend_reference(q, k, v, options, Scored.of_last(slice(0, 1), 0, len(slots), q.device))
+    return SinkRotation(cos, sin)
+
+
+def rotation_reference(lengths: Tensor, ring: Ring, inverse: Tensor) -> SinkRotation:
+    """Computes `rotation_for` in plain torch."""
+    angles = dropped_tokens(lengths, ring).double()[:, None] * inverse
+    return SinkRotation(angles.cos().float(), angles.sin().float())
+
+
+def dropped_tokens(lengths: Tensor, ring: Ring) -> Tensor:
+    """Returns what `Ring.dropped` says of the newest token of each ring of so many tokens, int64 `[B]`."""
+    beyond = lengths.long() - 1 - ring.capacity
+    return torch.where(beyond < 0, 0, (beyond // ring.stride + 1) * ring.stride)
