@@ -26,6 +26,7 @@ from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.lookups import TOKEN_TABLE
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape
+from lightkv.triton_kernels.attention.prefill import prefill_tuning
 from lightkv.triton_kernels.attention.prefill.hopper_features import features_of
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention_reference
 from lightkv.triton_kernels.attention.prefill.prefill_combine import combine_tiles
@@ -365,7 +366,7 @@ def compare(case: Case, monkeypatch: pytest.MonkeyPatch, kind: str = "prefill_ho
     torch.manual_seed(group + num_workers)
     key_dim, value_dim = dims
     if group == 3:  # one K/V head after the other
-        monkeypatch.setattr(tuning, "SECTION_BYTES", 1)
+        monkeypatch.setattr(prefill_tuning, "SECTION_BYTES", 1)
         monkeypatch.setattr(sys.modules[__name__], "STAGES", 3)
     sequences = [(5, 100), (0, 9), (20, 30), (1, 60), (3, -2), (40, 0)]
     cache = poisoned_cache(
@@ -395,9 +396,9 @@ def compare(case: Case, monkeypatch: pytest.MonkeyPatch, kind: str = "prefill_ho
     args = q, cache.kv, cache.rows, q_starts, cache.lengths
     # In a scratch in fp8, requests have their own order.
     rows = cache.rows if kind == "prefill_hopper" else torch.arange(len(sequences))
-    shares = tuning.NO_SHARES
+    shares = prefill_tuning.NO_SHARES
     if num_workers:
-        shares = tuning.PrefillShares(num_workers, 8, 2 * KEYS, 1, -(2**30))
+        shares = prefill_tuning.PrefillShares(num_workers, 8, 2 * KEYS, 1, -(2**30))
     plan = prefill_plan(
         rows,
         q_starts,

@@ -20,6 +20,7 @@ from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, Attention
 from lightkv.triton_kernels.attention.records import Outputs
 from lightkv.triton_kernels.attention.variants.variant import Scored, Variant, limits
 
+from . import prefill_tuning
 from .fp8_scratch import Fp8Scratch, to_fp8_reference
 from .hopper_features import FP8_VARIANTS
 from .prefill_combine import combine_tiles, empty_parts
@@ -117,7 +118,7 @@ def fp8_prefill_attention(
             limits=limits(options.variants),
             causal=options.causal,
         )
-    launch = tuning.fp8_prefill_launch(heads.key_dim)
+    launch = prefill_tuning.fp8_prefill_launch(heads.key_dim)
     if plan.launch.block_m != launch.block_m:
         raise ValueError(
             f"the plan has tiles of {plan.launch.block_m} rows, and prefill in fp8 {launch.block_m}; make it "

@@ -162,7 +162,7 @@ def launch_hopper_prefill(
     causal: bool,
 ) -> None:
     """Computes the items of a plan, whose tiles have to be as high as `launch` says
-    (`tuning.hopper_prefill_launch`).
+    (`prefill_tuning.hopper_prefill_launch`).
 
     The tensors are as in `prefill_attention`, with q and the caches of one 16-bit type. The strides of q, the
     caches and out, except the last ones, and their addresses in bytes have to be multiples of 16. The variants

@@ -127,6 +127,12 @@ def _restore_kv_kernel(
             _restore_head(v, (program - KV_HEADS).to(tl.int64), slot, token, valid, BLOCK_T)
 
 
+def _launch_for(width: int) -> tuning.Launch:
+    """Returns the launch, with the tokens of a program in `block_m`, for heads that are padded
+    to `width`: each thread has 64 elements, so that several of its loads are on their way at once."""
+    return tuning.Launch(block_m=max(8, 8192 // width), block_n=0, num_warps=4, num_stages=1)
+
+
 def restore_kv(
     kv: PagedKV, rows: Tensor, lengths: Tensor, starts: Tensor, out_k: Tensor, out_v: Tensor
 ) -> None:
@@ -155,7 +161,7 @@ def restore_kv(
     if not capacity or not num_requests:
         return
     num_kv_heads, key_dim, value_dim = kv.k.shape[1], kv.key_dim, kv.value_dim
-    launch = tuning.restore_launch(tuning.padded_dim(max(key_dim, value_dim)))
+    launch = _launch_for(tuning.padded_dim(max(key_dim, value_dim)))
     _restore_kv_kernel[(2 * num_kv_heads * triton.cdiv(capacity, launch.block_m),)](
         _heads_record(kv, kv.k, out_k, kv.format.k, 0),
         _heads_record(kv, kv.v, out_v, kv.format.v, kv.format.k.columns(key_dim)),
