@@ -227,21 +227,9 @@ def _compute(
         mbarrier.wait(tiles.q_full, turn & 1)
         if computes:
             out, peak, total, count = _attend(
-                out,
-                peak,
-                total,
-                count,
-                source,
-                tile,
-                keys,
-                scales,
-                tiles,
-                features,
-                shape,
-                kind,
-                HALF,
+                out, peak, total, count, source, tile, keys, scales, tiles, features, shape, kind, HALF,
                 SHARES,
-            )
+            )  # fmt: skip
         else:
             mbarrier.arrive(tiles.q_empty)
             if SHARES:
