@@ -131,7 +131,7 @@ def test_devices_and_shapes_it_is_used_for() -> None:
 
 
 def test_only_where_it_can_copy_16_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    hopper = pytest.importorskip("lightkv.triton_kernels.attention.prefill.prefill_hopper")
+    hopper = pytest.importorskip("lightkv.triton_kernels.attention.prefill.hopper.prefill_hopper")
     monkeypatch.setattr(prefill_module, "_hopper", lambda: hopper)
     monkeypatch.setattr(tuning, "device_class", lambda _: H200)
     q, k, v, out = torch.empty(4, 5, 8, 128, dtype=torch.float16)
@@ -150,7 +150,7 @@ def test_only_where_it_can_copy_16_bytes_at_a_time(monkeypatch: pytest.MonkeyPat
 
 
 def test_pieces_of_head_dims() -> None:
-    tiles = pytest.importorskip("lightkv.triton_kernels.attention.prefill.prefill_hopper_tiles")
+    tiles = pytest.importorskip("lightkv.triton_kernels.attention.prefill.hopper.prefill_hopper_tiles")
 
     def widths(dim: int) -> list[int]:
         return [tiles.piece_width(dim, piece) for piece in range(tiles.num_pieces(dim))]

@@ -27,7 +27,7 @@ from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.lookups import TOKEN_TABLE
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape
 from lightkv.triton_kernels.attention.prefill import prefill_tuning
-from lightkv.triton_kernels.attention.prefill.hopper_features import features_of
+from lightkv.triton_kernels.attention.prefill.hopper.hopper_features import features_of
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention_reference
 from lightkv.triton_kernels.attention.prefill.prefill_combine import combine_tiles
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
@@ -35,8 +35,8 @@ from lightkv.triton_kernels.attention.records import Cache, Heads, Index, Output
 from lightkv.triton_kernels.attention.variants import Alibi, Chunk, SinkLogits, Softcap, TreeMask, Window
 from lightkv.triton_kernels.attention.variants.variant import limits
 
-skeleton = pytest.importorskip("lightkv.triton_kernels.attention.prefill.prefill_hopper_skeleton")
-tiles = pytest.importorskip("lightkv.triton_kernels.attention.prefill.prefill_hopper_tiles")
+skeleton = pytest.importorskip("lightkv.triton_kernels.attention.prefill.hopper.prefill_hopper_skeleton")
+tiles = pytest.importorskip("lightkv.triton_kernels.attention.prefill.hopper.prefill_hopper_tiles")
 
 _SHARED = ("hopper_scores", "hopper_slots", "prefill_hopper_items", "prefill_hopper_tiles")
 MODULES = {
@@ -243,7 +243,9 @@ def numpy_gluon(program: int, num_programs: int, kind: str = "prefill_hopper") -
     }
     known: dict[str, Any] = {}
     for module in MODULES[kind]:  # the kind's own come last
-        known.update(vars(importlib.import_module(f"lightkv.triton_kernels.attention.prefill.{module}")))
+        known.update(
+            vars(importlib.import_module(f"lightkv.triton_kernels.attention.prefill.hopper.{module}"))
+        )
     for name, value in known.items():
         if hasattr(value, "fn") and isinstance(value.fn, types.FunctionType):
             function = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)

@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
+from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan
 from lightkv.triton_kernels.attention.records import Outputs, Shape, heads_record
 
 from .hopper_features import features_of
@@ -37,7 +38,6 @@ from .prefill_fp8_tiles import (
     pack_fours,
 )
 from .prefill_hopper_skeleton import Kind, Loading, Weighing, Work, run_program
-from .prefill_plan import PrefillPlan
 
 _COMPUTE_REGISTERS = gl.constexpr(224)  # of a thread that computes; with fewer, the loop spills
 _EXTRA_BITS = gl.constexpr(8)  # by which weights are larger than in 16 bits

@@ -4,7 +4,7 @@ warpgroup's rows (Gluon)."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from . import prefill_plan
+from lightkv.triton_kernels.attention.prefill import prefill_plan
 
 ITEM_FIELDS = gl.constexpr(prefill_plan.ITEM_FIELDS)
 
