@@ -98,6 +98,17 @@ def start_softmax(tile, joins, features, shape, HALF: gl.constexpr, layout: gl.c
 
 
 @gluon.jit
+def scales_in(scales, unit, features):
+    """Returns the `scales` of `online_softmax` for scores that have to be multiplied with `unit`."""
+    score_scale, cap_scale = scales
+    if features.SOFTCAP:
+        cap_scale *= unit
+    else:
+        score_scale *= unit
+    return score_scale, cap_scale
+
+
+@gluon.jit
 def start_rows(tile, end, peak, score_scale, features, shape, HALF: gl.constexpr, layout: gl.constexpr):
     """Returns the `SoftmaxRows` of a warpgroup, whose keys end at `end`, and the peak as the loop counts it."""
     ROWS: gl.constexpr = shape.BLOCK_M // 2

@@ -93,14 +93,8 @@ def _copy_v(keys, place, _found, key_tile, target, full):
 
 
 @gluon.jit
-def _scale(fp8_scales, tile, scales, SOFTCAP: gl.constexpr):
-    score_scale, cap_scale = scales
-    k_scale = gl.load(fp8_scales.kv_scales + 2 * tile[0]) * fp8_scales.q_scale
-    if SOFTCAP:
-        cap_scale *= k_scale
-    else:
-        score_scale *= k_scale
-    return score_scale, cap_scale
+def _unit(fp8_scales, tile):
+    return gl.load(fp8_scales.kv_scales + 2 * tile[0]) * fp8_scales.q_scale
 
 
 @gluon.jit
@@ -145,7 +139,7 @@ def _fp8_kernel(
         Kind(
             Loading(_start_tiles, _find_last, _find_before, _copy_k, _copy_v, copy_q),
             Weighing(
-                _scale, empty_output, begin_scores, pack_fours, begin_part, _add_part, _finish, True,
+                _unit, empty_output, begin_scores, pack_fours, begin_part, _add_part, _finish, True,
                 _EXTRA_BITS, True,
             ),
             False,

@@ -81,8 +81,8 @@ def _copy_v(source, place, slots, key_tile, target, full):
 
 
 @gluon.jit
-def _same_scale(source, tile, scales, SOFTCAP: gl.constexpr):
-    return scales
+def _no_unit(source, tile):
+    return 1.0
 
 
 @gluon.jit
@@ -129,7 +129,7 @@ def _hopper_kernel(
         Kind(
             Loading(_start_rows, _find_last, _find_before, _copy_k, _copy_v, copy_q),
             Weighing(
-                _same_scale,
+                _no_unit,
                 empty_output,
                 begin_scores,
                 pack_pairs,

@@ -35,6 +35,7 @@ from .hopper_scores import (
     joins_sinks,
     keys_of,
     online_softmax,
+    scales_in,
     start_rows,
     start_softmax,
     thread_sums,
@@ -73,12 +74,12 @@ class Tiles(NamedTuple):
 class Loading(NamedTuple):
     """How K and V come to shared memory, as jit functions. `source`: a record of the kind's own.
 
-    `start(source, tile, keys, tiles)` returns a tuple: what the copies for an item need.
-    `find_last(source, place, keys, tiles)` returns a tuple: where the item's last key tile is, which is copied
-        first. `place`: of `start`.
-    `find_before(source, place, keys, tiles, key_tile, exists, FROM_ZERO)` returns the same for the key tile
-        that is copied next, if it exists; it is called before `found` of the key tile after that is copied.
-        FROM_ZERO: queries see the keys from the first one on.
+    `start(source, tile, keys, tiles)` returns `place`, a tuple: what the copies for an item need.
+    `find_last(source, place, keys, tiles)` returns `found`, a tuple: where the item's last key tile is, which
+        is copied first.
+    `find_before(source, place, keys, tiles, key_tile, exists, FROM_ZERO)` returns `found` of another key tile,
+        if it exists, while the key tile after it has yet to be copied. FROM_ZERO: queries see the keys from the
+        first one on.
     `copy_k(source, place, found, key_tile, target, full)` starts the copy of a tile of K, and has the barrier
         `full` complete when it has arrived; `copy_v` likewise.
     `copy_q(q, tile, target, full, GROUP)` does so for a tile's queries.
@@ -96,7 +97,7 @@ class Weighing(NamedTuple):
     """How scores are computed and weights are multiplied with V, as jit functions. `source`: a record of the
     kind's own. An output is a tuple of pieces.
 
-    `scale(source, tile, scales, SOFTCAP)` returns the two numbers of `online_softmax` for an item.
+    `unit(source, tile)` returns the number that an item's products of q and K have to be multiplied with.
     `start(tiles, ROWS)` returns the output before the first key tile.
     `score(k_tile, q_half)` starts the product of a tile's scores.
     `pack(weights, q_half)` returns the weights as the loop carries them.
@@ -111,7 +112,7 @@ class Weighing(NamedTuple):
     of `online_softmax`.
     """
 
-    scale: Any
+    unit: Any
     start: Any
     score: Any
     pack: Any
@@ -268,7 +269,7 @@ def _attend(
     STAGES: gl.constexpr = tiles.k[0].shape[0]
     row: gl.constexpr = peak.type.layout
     _begin, end, first, last = keys
-    scales = kind.weighing.scale(source, tile, scales, features.SOFTCAP)
+    scales = scales_in(scales, kind.weighing.unit(source, tile), features)
     rows, peak = start_rows(tile, end, peak, scales[0], features, shape, HALF, row)
     whole = end_of_whole(tile, keys, features, shape, HALF, SHARES)
     q_half = tile_at(tiles.q, HALF)
