@@ -56,7 +56,7 @@ def _hopper() -> ModuleType | None:
     if not isinstance(prefill_kernel, triton.JITFunction):
         return None
     try:
-        from .hopper import prefill_hopper
+        from lightkv.triton_kernels.attention.prefill.hopper import prefill_hopper
     except ImportError:
         return None
     return prefill_hopper
