@@ -20,6 +20,7 @@ from bench.common.device_clock import DEVICE, Clock, captured
 from bench.common.report import parser, print_json, print_machine, print_table, refuse, save_json
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.decode import decode_tuning
+from lightkv.triton_kernels.attention.prefill import prefill_tuning
 from lightkv.triton_kernels.classic import paged_attention_kernel
 from lightkv.triton_kernels.tuning import Launch
 
@@ -99,8 +100,8 @@ def constant(value: Launch | None) -> Callable[..., Any]:
 
 def prefill_functions(launch: Launch, hopper: Launch | None) -> Functions:
     return {
-        (tuning, "prefill_launch"): constant(launch),
-        (tuning, "hopper_prefill_launch"): constant(hopper),
+        (prefill_tuning, "prefill_launch"): constant(launch),
+        (prefill_tuning, "hopper_prefill_launch"): constant(hopper),
     }
 
 
@@ -113,7 +114,7 @@ def prefill_candidates(row: Row) -> dict[str, Functions]:
         elements = launch.block_m * row.head_dim + launch.num_stages * launch.block_n * row.dims
         if elements * size < device.shared_memory:
             found[f"general {text(launch)}"] = prefill_functions(launch, None)
-    usual = tuning.hopper_prefill_launch(device, *dims, size)
+    usual = prefill_tuning.hopper_prefill_launch(device, *dims, size)
     if usual is not None:
         for block_n, num_stages in HOPPER_TILES[dims]:
             launch = usual._replace(block_n=block_n, num_stages=num_stages)

@@ -24,7 +24,7 @@ Report = Callable[[str], None]
 # grows with its tokens.
 MOST_TOKENS = 2304
 # The prefill slots of most prompt graphs, the one for padding included. With more slots the general kernel of
-# prefill would have smaller tiles, as for prefills of few tokens each (`tuning.prefill_launch`).
+# prefill would have smaller tiles, as for prefills of few tokens each (`prefill_tuning.prefill_launch`).
 FEW_PREFILLS = 8
 
 # These are not measured, since the limit on padding needs each of them.

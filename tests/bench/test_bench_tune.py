@@ -17,6 +17,7 @@ from bench.kernels.attention_rows import DECODE, PREFILL, PREFILL_DIMS, Row
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention import merge_states
 from lightkv.triton_kernels.attention.decode import decode_tuning
+from lightkv.triton_kernels.attention.prefill import prefill_tuning
 from lightkv.triton_kernels.classic import paged_attention_kernel
 from lightkv.triton_kernels.tuning import DeviceClass, Launch
 from tests.support.fake_clock import CountingClock, replayed
@@ -27,8 +28,8 @@ CHUNKS = DECODES._replace(name="chunks", lengths=(20, 33, 5), q_lens=(20, 3, 1))
 FUNCTIONS = (
     (decode_tuning, "decode_launch"),
     (decode_tuning, "decode_workers"),
-    (tuning, "prefill_launch"),
-    (tuning, "hopper_prefill_launch"),
+    (prefill_tuning, "prefill_launch"),
+    (prefill_tuning, "hopper_prefill_launch"),
     (paged_attention_kernel, "paged_attention_launch"),
 )
 
@@ -81,7 +82,7 @@ def test_a_kernel_is_launched_as_its_candidate_says(clock: Clock) -> None:
     launches = []
 
     def side(batch: Batch, paged: Paged) -> Side:
-        launches.append(tuning.prefill_launch(HOPPER, 3, 2, 48, 16, 16, 2))
+        launches.append(prefill_tuning.prefill_launch(HOPPER, 3, 2, 48, 16, 16, 2))
         return ours_prefill(batch, paged)
 
     kernel = tune.kernel_of(options(prefill=True))._replace(forms={"": side})
@@ -93,26 +94,26 @@ def test_hopper_has_candidates_of_its_own_that_fit(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tuning, "device_class", lambda _: HOPPER)
     for dims, tiles in tune.HOPPER_TILES.items():
         row = PREFILL[0]._replace(head_dim=dims[0], value_dim=dims[1])
-        usual = tuning.hopper_prefill_launch(HOPPER, *dims, 2)
+        usual = prefill_tuning.hopper_prefill_launch(HOPPER, *dims, 2)
         assert usual is not None
         found = tune.prefill_candidates(row)
         names = [name for name in found if name.startswith("hopper")]
         assert len(names) == len(tiles)
         for name in names:
             with tune.replaced(found[name]):
-                launch = tuning.hopper_prefill_launch(HOPPER, *dims, 2)
-                assert tuning.prefill_launch(HOPPER, 1, 8, 4096, *dims, 2) == launch
+                launch = prefill_tuning.hopper_prefill_launch(HOPPER, *dims, 2)
+                assert prefill_tuning.prefill_launch(HOPPER, 1, 8, 4096, *dims, 2) == launch
             assert launch is not None
             assert launch.block_m == usual.block_m
             elements = launch.block_m * dims[0] + launch.num_stages * launch.block_n * sum(dims)
             assert 2 * elements + 1024 <= HOPPER.shared_memory
         assert f"hopper {tune.text(usual)}" in names
         with tune.replaced(found[next(iter(found))]):
-            assert tuning.hopper_prefill_launch(HOPPER, *dims, 2) is None
+            assert prefill_tuning.hopper_prefill_launch(HOPPER, *dims, 2) is None
 
 
 def test_every_head_dim_of_hoppers_kernel_is_tuned() -> None:
-    assert list(tune.HOPPER_TILES) == list(tuning._HOPPER_LAUNCHES)
+    assert list(tune.HOPPER_TILES) == list(prefill_tuning._HOPPER_LAUNCHES)
     rows = tune.kernel_of(options(prefill=True)).rows
     assert {(row.head_dim, row.dims - row.head_dim) for row in rows} == set(tune.HOPPER_TILES)
 
@@ -121,12 +122,12 @@ def test_the_table_is_among_the_candidates(monkeypatch: pytest.MonkeyPatch) -> N
     for group in (1, 4, 128):
         launch = paged_attention_kernel.paged_attention_launch(HOPPER, group, 128, 2)
         assert tune.text(launch[1:]) in tune.classic_candidates(DECODE[0])
-    monkeypatch.setattr(tuning, "hopper_prefill_launch", lambda *_: None)
+    monkeypatch.setattr(prefill_tuning, "hopper_prefill_launch", lambda *_: None)
     monkeypatch.setattr(tuning, "device_class", lambda _: HOPPER)
     for row in (*PREFILL, *PREFILL_DIMS):
         num_rows = sum(row.q_lens) * row.num_heads // row.num_kv_heads
         dims = row.head_dim, row.dims - row.head_dim
-        launch = tuning.prefill_launch(HOPPER, len(row.lengths), row.num_kv_heads, num_rows, *dims, 2)
+        launch = prefill_tuning.prefill_launch(HOPPER, len(row.lengths), row.num_kv_heads, num_rows, *dims, 2)
         assert f"general {tune.text(launch)}" in tune.prefill_candidates(row)
 
 

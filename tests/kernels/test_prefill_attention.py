@@ -16,6 +16,7 @@ from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.operands import flatten_operands
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
+from lightkv.triton_kernels.attention.prefill import prefill_tuning
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,
@@ -286,7 +287,7 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     num_tiles = len(plan.items) - plan.num_shares
     plan_args = (cache.rows, q_starts, cache.lengths, plan.items.new_empty(len(plan.items) + num_tiles, 12))
     sizes = num_tiles, 10_000, 2, 2, plan.launch.block_m, *flatten((Window(9),)), True
-    shares = tuning.prefill_shares(tuning.device_class(device), plan.launch, 2)
+    shares = prefill_tuning.prefill_shares(tuning.device_class(device), plan.launch, 2)
     op = torch.ops.lightkv.prefill_plan.default
     torch.library.opcheck(op, (*plan_args, plan.counters, *sizes, shares))
 

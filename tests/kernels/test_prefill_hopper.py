@@ -13,6 +13,7 @@ from torch import Tensor
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill import prefill_attention as prefill_module
+from lightkv.triton_kernels.attention.prefill import prefill_tuning
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     _hopper,
     _hopper_launch,
@@ -73,7 +74,7 @@ class Case:
 
     def plan(self, launch: tuning.Launch | None = None) -> PrefillPlan:
         """Makes a plan with tiles as high as those of `launch`, by default those of `prefill_hopper`."""
-        launch = launch or tuning.hopper_prefill_launch(H200, self.q.shape[2], self.out.shape[2], 2)
+        launch = launch or prefill_tuning.hopper_prefill_launch(H200, self.q.shape[2], self.out.shape[2], 2)
         return prefill_plan(
             self.cache.rows,
             self.q_starts,
@@ -106,15 +107,15 @@ class Case:
 
 def test_devices_and_shapes_it_is_used_for() -> None:
     for dim, value_dim in ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)):
-        launch = tuning.hopper_prefill_launch(H200, dim, value_dim, 2)
+        launch = prefill_tuning.hopper_prefill_launch(H200, dim, value_dim, 2)
         assert launch is not None
         tiles_size = launch.block_m * dim + launch.num_stages * launch.block_n * (dim + value_dim)
         assert 2 * tiles_size + 1024 <= H200.shared_memory
         # A plan has Hopper's tiles, however few there are: then their keys are shared out.
         for num_requests, num_rows in ((1, 65536), (1, 4), (64, 64 * 8 * 4)):
-            tiles = tuning.prefill_launch(H200, num_requests, 8, num_rows, dim, value_dim, 2)
+            tiles = prefill_tuning.prefill_launch(H200, num_requests, 8, num_rows, dim, value_dim, 2)
             assert tiles.block_m == launch.block_m
-            shares = tuning.prefill_shares(H200, tiles, 8)
+            shares = prefill_tuning.prefill_shares(H200, tiles, 8)
             assert shares.num_workers == 16
             assert shares.unit % launch.block_n == 0
     for device, key_dim, value_dim, size in [
@@ -124,18 +125,18 @@ def test_devices_and_shapes_it_is_used_for() -> None:
         (H200, 112, 112, 2),
         (H200, 128, 128, 4),
     ]:
-        assert tuning.hopper_prefill_launch(device, key_dim, value_dim, size) is None
-    assert tuning.prefill_launch(A100, 1, 8, 512 * 4, 128, 128, 2).block_m < 128
-    assert tuning.prefill_launch(H200, 1, 8, 64 * 4, 112, 112, 2).block_m < 128
+        assert prefill_tuning.hopper_prefill_launch(device, key_dim, value_dim, size) is None
+    assert prefill_tuning.prefill_launch(A100, 1, 8, 512 * 4, 128, 128, 2).block_m < 128
+    assert prefill_tuning.prefill_launch(H200, 1, 8, 64 * 4, 112, 112, 2).block_m < 128
 
 
 def test_only_where_it_can_copy_16_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    hopper = pytest.importorskip("lightkv.triton_kernels.attention.prefill.prefill_hopper")
+    hopper = pytest.importorskip("lightkv.triton_kernels.attention.prefill.hopper.prefill_hopper")
     monkeypatch.setattr(prefill_module, "_hopper", lambda: hopper)
     monkeypatch.setattr(tuning, "device_class", lambda _: H200)
     q, k, v, out = torch.empty(4, 5, 8, 128, dtype=torch.float16)
     tree, values = TreeMask(torch.zeros(5, 1, dtype=torch.int32)), ValueMask(torch.zeros(5, 9))
-    launch = tuning.hopper_prefill_launch(H200, 128, 128, 2)
+    launch = prefill_tuning.hopper_prefill_launch(H200, 128, 128, 2)
     assert _hopper_launch(q, k, v, out, ()) == (hopper, launch)
     assert _hopper_launch(q, k, v, out.float(), ()) is not None
     assert _hopper_launch(q, k.bfloat16(), v, out, ()) is None
@@ -149,7 +150,7 @@ def test_only_where_it_can_copy_16_bytes_at_a_time(monkeypatch: pytest.MonkeyPat
 
 
 def test_pieces_of_head_dims() -> None:
-    tiles = pytest.importorskip("lightkv.triton_kernels.attention.prefill.prefill_hopper_tiles")
+    tiles = pytest.importorskip("lightkv.triton_kernels.attention.prefill.hopper.prefill_hopper_tiles")
 
     def widths(dim: int) -> list[int]:
         return [tiles.piece_width(dim, piece) for piece in range(tiles.num_pieces(dim))]
@@ -158,7 +159,7 @@ def test_pieces_of_head_dims() -> None:
     assert [widths(dim) for dim in (128, 192, 256)] == [[128], [128, 64], [256]]
     for dim in range(16, 257, 8):
         for value_dim in range(16, 257, 8):
-            if tuning.hopper_prefill_launch(H200, dim, value_dim, 2):
+            if prefill_tuning.hopper_prefill_launch(H200, dim, value_dim, 2):
                 assert widths(dim)[: len(widths(value_dim))] == widths(value_dim)
 
 

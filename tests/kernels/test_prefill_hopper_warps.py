@@ -1,17 +1,20 @@
-"""Runs the functions of `prefill_hopper` in Python, a thread in place of each warpgroup, and compares them with
-the reference: which keys and rows they take, where they write, and that no barrier is waited for in vain.
+"""Runs the kernels of `prefill_hopper` and `prefill_fp8_hopper` in Python, a thread in place of each warpgroup,
+and compares them with the reference: which keys and rows they take, where they write, and that no barrier is
+waited for in vain.
 
 Gluon has no interpreter. Here its operations work on NumPy arrays, copies and products are done at once, and
 barriers count arrivals as `mbarrier` does.
 """
 
+import functools
+import importlib
 import random
 import sys
 import threading
 import time
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,17 +23,26 @@ from test_decode_attention import poisoned_cache
 from test_prefill_attention import lse_reference, starts
 
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.attention_reference import slots_reference
+from lightkv.triton_kernels.attention.lookups import TOKEN_TABLE
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape
-from lightkv.triton_kernels.attention.prefill.hopper_features import features_of
+from lightkv.triton_kernels.attention.prefill import prefill_tuning
+from lightkv.triton_kernels.attention.prefill.hopper.hopper_features import features_of
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention_reference
 from lightkv.triton_kernels.attention.prefill.prefill_combine import combine_tiles
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
+from lightkv.triton_kernels.attention.records import Cache, Heads, Index, Outputs, Shape
 from lightkv.triton_kernels.attention.variants import Alibi, Chunk, SinkLogits, Softcap, TreeMask, Window
 from lightkv.triton_kernels.attention.variants.variant import limits
 
-hopper = pytest.importorskip("lightkv.triton_kernels.attention.prefill.prefill_hopper")
-tiles = pytest.importorskip("lightkv.triton_kernels.attention.prefill.prefill_hopper_tiles")
+skeleton = pytest.importorskip("lightkv.triton_kernels.attention.prefill.hopper.prefill_hopper_skeleton")
+tiles = pytest.importorskip("lightkv.triton_kernels.attention.prefill.hopper.prefill_hopper_tiles")
 
+_SHARED = ("hopper_scores", "hopper_slots", "prefill_hopper_items", "prefill_hopper_tiles")
+MODULES = {
+    "prefill_hopper": (*_SHARED, "prefill_hopper_skeleton", "prefill_hopper"),
+    "prefill_fp8_hopper": (*_SHARED, "prefill_hopper_skeleton", "prefill_fp8_tiles", "prefill_fp8_hopper"),
+}
 SECONDS = 20.0  # that a thread waits for a barrier before the test fails
 KEYS, ROWS, STAGES = 16, 8, 2
 
@@ -70,7 +82,7 @@ class Pointer:
 class Shared:
     """A tensor in shared memory."""
 
-    dtype = None
+    dtype = types.SimpleNamespace(primitive_bitwidth=16)
 
     def __init__(self, values: np.ndarray) -> None:
         self.values, self.shape = values, values.shape
@@ -89,9 +101,12 @@ class Shared:
 
 
 class Barrier:
-    def __init__(self, count: int) -> None:
-        self.count, self.pending, self.phase = count, count, 0
+    def __init__(self) -> None:
+        self.count = self.pending = self.phase = 0
         self.changed = threading.Condition()
+
+    def init(self, count: int) -> None:
+        self.count = self.pending = count
 
     def arrive(self, num: int = 1) -> None:
         time.sleep(random.random() * 1e-4)
@@ -107,9 +122,11 @@ class Barrier:
             assert self.changed.wait_for(lambda: self.phase != int(phase), SECONDS), "waited in vain"
 
 
-class Ring:
-    def __init__(self, count: int) -> None:
-        self.barriers = [Barrier(count) for _ in range(STAGES)]
+class Barriers:
+    """A barrier for each stage."""
+
+    def __init__(self, num: int) -> None:
+        self.barriers = [Barrier() for _ in range(num)]
 
     def index(self, i: Any) -> Barrier:
         return self.barriers[int(i)]
@@ -141,11 +158,27 @@ def product(a: Any, b: Shared, acc: Array, use_acc: bool = True, is_async: bool 
     return array((acc if use_acc else 0) + left @ b.values)
 
 
-def numpy_gluon(program: int, num_programs: int) -> dict[str, Any]:
-    """Returns the globals of `prefill_hopper` for a program: Gluon's names, on NumPy."""
+def allocate(dtype: object, shape: list[int], layout: object) -> Any:
+    """Returns what Gluon's `allocate_shared_memory` would."""
+    if layout == "barriers":
+        return Barrier() if len(shape) == 1 else Barriers(shape[0])
+    return Shared(np.zeros(shape, np.int64) if dtype == "int32" else np.full(shape, np.nan, np.float32))
+
+
+def numpy_gluon(program: int, num_programs: int, kind: str = "prefill_hopper") -> dict[str, Any]:
+    """Returns the globals of a module with a kernel, for a program: Gluon's names, on NumPy. Under "tasks" are
+    the calls of the warpgroups that the kernel has started."""
 
     def ignored(*_: object, **__: object) -> None:
         return None
+
+    def unchanged(values: Any, *_: object) -> Any:
+        return values
+
+    tasks: list[Callable[[], None]] = []
+
+    def warp_specialize(calls: list[tuple[Callable[..., None], tuple[Any, ...]]], *_: object) -> None:
+        tasks.extend(functools.partial(function, *args) for function, args in calls)
 
     language = types.SimpleNamespace(
         program_id=lambda _: array(program),
@@ -165,24 +198,25 @@ def numpy_gluon(program: int, num_programs: int) -> dict[str, Any]:
         exp2=np.exp2,
         log2=np.log2,
         cdiv=lambda a, b: array(-(-a // b)),
-        convert_layout=lambda a, _layout: a,
+        convert_layout=unchanged,
+        max_contiguous=unchanged,
+        multiple_of=unchanged,
         static_range=range,
+        warp_specialize=warp_specialize,
+        allocate_shared_memory=allocate,
         **dict.fromkeys(
             (
                 "SliceLayout",
                 "BlockedLayout",
                 "NVMMADistributedLayout",
                 "NVMMASharedLayout",
+                "SwizzledSharedLayout",
                 "DotOperandLayout",
             ),
             ignored,
         ),
-        allocate_shared_memory=lambda _dtype, shape, _layout: Shared(np.full(shape, np.nan, np.float32)),
-        int1=None,
-        int32=None,
-        int64=None,
-        float32=None,
-        constexpr=None,
+        int32="int32",
+        **dict.fromkeys(("int1", "int64", "float32", "float8e4nv", "constexpr")),
     )
 
     def copy(target: Shared, source: Pointer) -> None:
@@ -193,7 +227,9 @@ def numpy_gluon(program: int, num_programs: int) -> dict[str, Any]:
 
     names: dict[str, Any] = {
         "gl": language,
-        "mbarrier": types.SimpleNamespace(wait=Barrier.wait, arrive=Barrier.arrive),
+        "mbarrier": types.SimpleNamespace(
+            MBarrierLayout=lambda: "barriers", init=Barrier.init, wait=Barrier.wait, arrive=Barrier.arrive
+        ),
         "async_copy": types.SimpleNamespace(
             async_copy_global_to_shared=copy,
             mbarrier_arrive=lambda barrier, increment_count: barrier.arrive(128),
@@ -203,56 +239,35 @@ def numpy_gluon(program: int, num_programs: int) -> dict[str, Any]:
         "fence_async_shared": ignored,
         "range": range,
         "_row_pieces": ignored,
+        "tasks": tasks,
     }
-    items = __import__(hopper.keys_of.fn.__module__, fromlist=["keys_of"])
-    for module in (items, tiles, hopper):
-        for name, value in vars(module).items():
-            if hasattr(value, "fn") and isinstance(value.fn, types.FunctionType):
-                names.setdefault(name, types.FunctionType(value.fn.__code__, names, name))
-            elif isinstance(getattr(value, "value", None), int | float):
-                names[name] = value.value
+    known: dict[str, Any] = {}
+    for module in MODULES[kind]:  # the kind's own come last
+        known.update(
+            vars(importlib.import_module(f"lightkv.triton_kernels.attention.prefill.hopper.{module}"))
+        )
+    for name, value in known.items():
+        if hasattr(value, "fn") and isinstance(value.fn, types.FunctionType):
+            function = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
+            names.setdefault(name, function)
+        elif isinstance(getattr(value, "value", None), int | float):
+            names[name] = value.value
+        elif isinstance(value, type) and hasattr(value, "_fields"):
+            names[name] = value
     # What threads hold, and how, exists on the device alone.
-    names["_thread_max"] = lambda s: s
+    names["_thread_max"] = names["_after_both"] = unchanged
     names["row_pointers"] = lambda head, slots, stride, _layout, dim: (
         head + (slots * stride)[:, None] + np.arange(dim)
     )
-    names["pack_pairs"] = lambda weights, _dtype: weights
-    names["unpack_pairs"] = lambda pairs, _dtype, _layout: pairs
+    names["pack_pairs"] = names["unpack_pairs"] = names["unpack_fours"] = unchanged
+    names["pack_fours"] = lambda weights, _q: weights[:, keys_of_places(weights.shape[1])]
     return names
 
 
-def run_program(
-    program: int, num_programs: int, inputs: Any, outputs: Any, sizes: dict[str, Any]
-) -> list[Callable[[], None]]:
-    """Returns what the three warpgroups of a program do."""
-    names = numpy_gluon(program, num_programs)
-    key_dim, value_dim = sizes["dims"]
-    shapes = ((2, ROWS, key_dim), (STAGES, KEYS, key_dim), (STAGES, KEYS, value_dim))
-    smem = [names["allocate_tiles"](None, *shape) for shape in shapes]
-    rings = [Ring(count) for count in (128, 128, 2)]
-    shared = (Shared(np.zeros(1, np.int64)), *smem, Barrier(1), Barrier(128), Barrier(2), *rings)
-    kv_heads, group, shares = (sizes[name] for name in ("num_kv_heads", "group", "shares"))
-    features = sizes["features"]
-    bounds = features.WINDOW.value, features.CHUNK.value, features.AFTER.value
-
-    def compute(half: int) -> None:
-        settings = (
-            sizes["scales"],
-            sizes["out_strides"],
-            shared,
-            half,
-            group,
-            *bounds,
-            features.SOFTCAP.value,
-            shares,
-        )
-        names["_compute"](outputs, kv_heads, *settings)
-
-    def gather() -> None:
-        settings = group, 0, 0, 0, *bounds, shares
-        names["_gather"](inputs, kv_heads, sizes["strides"], shared, *settings)
-
-    return [lambda: compute(0), lambda: compute(1), gather]
+def keys_of_places(num: int) -> np.ndarray:
+    """Returns the keys of the places of a scratch (`fp8_scratch.py`)."""
+    places = np.arange(num)
+    return places & ~15 | (places & 2) << 2 | (places & 12) >> 1 | places & 1
 
 
 def run_all(tasks: list[Callable[[], None]]) -> None:
@@ -273,6 +288,39 @@ def run_all(tasks: list[Callable[[], None]]) -> None:
         thread.join(2 * SECONDS)
     if errors:
         raise errors[0]
+
+
+class Case(NamedTuple):
+    """What the kernels compute. `num_workers`: that keys are shared out among; 0 if they are not. `extra`:
+    "alibi", "tree" or nothing."""
+
+    window: int
+    softcap: float
+    num_workers: int
+    chunk: int
+    with_sinks: bool
+    causal: bool
+    extra: str
+    group: int
+    dims: tuple[int, int] = (16, 16)
+
+
+def scratch_of(cache: Any, keys: Any, scales: Any) -> tuple[Any, Any]:
+    """Returns the requests' K and V as prefill in fp8 gets them, here in float32: K is stored in units of 1/2
+    and 1/4 for the K/V heads, and V in units of 4 and 8."""
+    lengths = cache.lengths.clamp(min=0).tolist()
+    ends = np.cumsum([-(-length // KEYS) * KEYS for length in lengths])
+    num_heads, key_dim, value_dim = cache.kv.k.shape[1], cache.kv.key_dim, cache.kv.value_dim
+    units = torch.tensor([[2.0 ** -(head + 1), 2.0 ** (head + 2)] for head in range(num_heads)])
+    k, v = torch.zeros(ends[-1], num_heads, key_dim), torch.zeros(num_heads, value_dim, ends[-1])
+    begins = torch.tensor([0, *ends[:-1]], dtype=torch.int32)
+    for row, length, begin, end in zip(cache.rows.tolist(), lengths, begins.tolist(), ends, strict=True):
+        found = cache.kv.read(slots_reference(cache.kv, row, torch.arange(length)))
+        k[begin : begin + length] = found[0] / units[:, :1]
+        padded = torch.zeros(end - begin, num_heads, value_dim)
+        padded[:length] = found[1] / units[:, 1:]
+        v[:, :, begin:end] = padded[keys_of_places(end - begin)].permute(1, 2, 0)
+    return keys(k, v, begins, k.stride(0), v.stride(1)), scales(units, 1.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +346,6 @@ def run_all(tasks: list[Callable[[], None]]) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dims", [(16, 16)], ids=str)
 @pytest.mark.parametrize("group", [1, 3], ids="group{}".format)
 def test_warpgroups(
     window: int,
@@ -310,12 +357,18 @@ def test_warpgroups(
     extra: str,
     group: int,
     monkeypatch: pytest.MonkeyPatch,
-    dims: tuple[int, int],
 ) -> None:
+    case = Case(window, softcap, num_workers, chunk, with_sinks, causal, extra, group)
+    compare(case, monkeypatch)
+
+
+def compare(case: Case, monkeypatch: pytest.MonkeyPatch, kind: str = "prefill_hopper") -> None:
+    """Compares the kernel of a module with the reference."""
+    window, softcap, num_workers, chunk, with_sinks, causal, extra, group, dims = case
     torch.manual_seed(group + num_workers)
     key_dim, value_dim = dims
     if group == 3:  # one K/V head after the other
-        monkeypatch.setattr(tuning, "SECTION_BYTES", 1)
+        monkeypatch.setattr(prefill_tuning, "SECTION_BYTES", 1)
         monkeypatch.setattr(sys.modules[__name__], "STAGES", 3)
     sequences = [(5, 100), (0, 9), (20, 30), (1, 60), (3, -2), (40, 0)]
     cache = poisoned_cache(
@@ -343,11 +396,15 @@ def test_warpgroups(
     )
     features, score_scale = features_of(options.variants, options.scale_for(key_dim), causal)
     args = q, cache.kv, cache.rows, q_starts, cache.lengths
-    shares = tuning.NO_SHARES
+    # In a scratch in fp8, requests have their own order.
+    rows = cache.rows if kind == "prefill_hopper" else torch.arange(len(sequences))
+    shares = prefill_tuning.NO_SHARES
     if num_workers:
-        shares = tuning.PrefillShares(num_workers, 8, 2 * KEYS, 1, -(2**30))
+        shares = prefill_tuning.PrefillShares(num_workers, 8, 2 * KEYS, 1, -(2**30))
     plan = prefill_plan(
-        *args[2:],
+        rows,
+        q_starts,
+        cache.lengths,
         HeadShape.of(q, cache.kv),
         num_tokens=len(q),
         dtype=q.dtype,
@@ -368,29 +425,34 @@ def test_warpgroups(
         )
         return Pointer(whole.numpy(), tensor.storage_offset())
 
-    k, v = cache.kv.k, cache.kv.v
-    q_, k_, v_, index_, *lists = map(pointer, (q, k, v, cache.kv.index, plan.items, plan.counters))
-    inputs = q_, k_, v_, index_, None, *lists
-    outputs = pointer(plan.items), pointer(out), pointer(lse), (pointer(partial_out), pointer(partial_lse))
-    of_heads = [features.sink_logits, features.slopes, features.tree]
-    sinks, of_rows, words = (None if numbers is None else pointer(numbers) for numbers in of_heads)
-    outputs += ((sinks, of_rows, (words, features.tree_words, features.stride_tree)),)
-    sizes = {
-        "num_kv_heads": 2,
-        "group": group,
-        "features": features,
-        "shares": num_workers > 0,
-        "dims": dims,
-        "scales": (score_scale, features.cap_scale),
-        "out_strides": out.stride()[:2],
-        "strides": (q.stride()[:2], k.stride()[:2], v.stride()[:2], (cache.kv.index.stride(0), None)),
-    }
+    def pointers(record: Any) -> Any:
+        """Returns a record as a kernel gets it."""
+        values = (
+            pointer(one) if isinstance(one, torch.Tensor) else getattr(one, "value", one) for one in record
+        )
+        return type(record)(*values)
+
+    lists = pointer(plan.items), pointer(plan.counters)
+    written = pointers(Outputs(out, *out.stride()[:2], lse, partial_out, partial_lse))
+    shape = Shape(group, key_dim, value_dim, 2 * ROWS, key_dim, value_dim, KEYS, causal, 0, False)
+    heads, of_call = pointers(Heads(q, *q.stride()[:2])), (pointers(features), shape, STAGES, num_workers > 0)
+    tasks: list[Callable[[], None]] = []
     num_programs = 3
-    tasks = [
-        task
-        for program in range(num_programs)
-        for task in run_program(program, num_programs, inputs, outputs, sizes)
-    ]
+    for program in range(num_programs):
+        names = numpy_gluon(program, num_programs, kind)
+        if kind == "prefill_hopper":
+            k, v, index = cache.kv.k, cache.kv.v, cache.kv.index
+            strides = *k.stride()[:2], *v.stride()[:2], None, None
+            records = pointers(Cache(k, v, None, None, *strides, 0))
+            hooks = TOKEN_TABLE.hooks._replace(place=TOKEN_TABLE.hooks.place.value.fn)
+            entries = pointers(Index(index, index.stride(0), 0, hooks, ()))
+            names["_hopper_kernel"](heads, records, entries, *lists, written, 2, score_scale, *of_call)
+        else:
+            keys, scales = scratch_of(cache, names["Fp8Keys"], names["Fp8Scales"])
+            names["_fp8_kernel"](
+                heads, pointers(keys), *lists, written, 2, score_scale, pointers(scales), *of_call
+            )
+        tasks += names["tasks"]
     run_all(tasks)
     combine_tiles(partial_out, partial_lse, plan.items, out, lse)
     expected = prefill_attention_reference(*args, options)
@@ -422,7 +484,31 @@ def test_head_dims_of_several_pieces(
     widths = [tiles.piece_width(dims[0], i) for i in range(tiles.num_pieces(dims[0]))]
     assert sum(widths) == dims[0]
     assert len(widths) > 1
-    test_warpgroups(window, 0.0, num_workers, 0, True, causal, extra, 3, monkeypatch, dims)
+    compare(Case(window, 0.0, num_workers, 0, True, causal, extra, 3, dims), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("window", "softcap", "num_workers", "chunk", "with_sinks", "causal", "extra"),
+    [
+        (0, 5.0, 0, 0, True, True, ""),
+        (40, 0.0, 7, 0, True, True, ""),
+        (0, 0.0, 60, 48, False, True, ""),
+        (0, 0.0, 60, 0, False, False, "alibi"),
+    ],
+    ids=str,
+)
+def test_fp8_kind(
+    window: int,
+    softcap: float,
+    num_workers: int,
+    chunk: int,
+    with_sinks: bool,
+    causal: bool,
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = Case(window, softcap, num_workers, chunk, with_sinks, causal, extra, 3)
+    compare(case, monkeypatch, "prefill_fp8_hopper")
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 5, 8])

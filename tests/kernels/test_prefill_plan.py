@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.paged_kv import HeadShape
+from lightkv.triton_kernels.attention.prefill import prefill_tuning
 from lightkv.triton_kernels.attention.prefill.prefill_plan import ALL_KEYS, PrefillPlan, prefill_plan
 from lightkv.triton_kernels.attention.prefill.prefill_plan_reference import (
     prefill_plan_reference,
@@ -20,7 +21,7 @@ from lightkv.triton_kernels.attention.variants import Window
 RAGGED = [(37, 0), (900, 512), (0, 7), (64, 8000), (1200, 128), (333, 3000), (4, 2), (18, 16000), (5, -3)]
 H200 = tuning.DeviceClass(num_multiprocessors=132, shared_memory=232448, major=9)
 ALWAYS = -(2**30)  # as the least gain
-OF_H200 = tuning.prefill_shares(H200, tuning.Launch(128, 128, 12, 3), 8)
+OF_H200 = prefill_tuning.prefill_shares(H200, tuning.Launch(128, 128, 12, 3), 8)
 
 
 def requests(
@@ -43,7 +44,7 @@ def check(
     window: int = 0,
     causal: bool = True,
     num_kv_heads: int = 1,
-    shares: tuning.PrefillShares = tuning.NO_SHARES,
+    shares: prefill_tuning.PrefillShares = prefill_tuning.NO_SHARES,
 ) -> PrefillPlan:
     *args, num_tokens = requests(sequences, device)
     launch = tuning.Launch(block_m, 32, 4, 2)
@@ -77,8 +78,8 @@ def test_ragged_batches(device: torch.device, group: int, block_m: int, window: 
 def test_layers_that_are_not_causal(device: torch.device, window: int) -> None:
     """The tiles of a request that sees all keys are equally long, and come before those of shorter requests."""
     torch.manual_seed(window)
-    shares = tuning.PrefillShares(9, 12, 32, 1, ALWAYS)
-    for chosen in (shares, tuning.NO_SHARES):
+    shares = prefill_tuning.PrefillShares(9, 12, 32, 1, ALWAYS)
+    for chosen in (shares, prefill_tuning.NO_SHARES):
         sizes = {"group": 3, "block_m": 64, "window": window, "causal": False, "shares": chosen}
         plan = check([(37, 0), (90, 512), (0, 7), (120, 128), (4, 2), (9, -4)], device=device, **sizes)
     if not window:
@@ -112,7 +113,7 @@ def test_requests_without_queries_and_an_empty_batch(device: torch.device) -> No
 def test_a_section_has_the_heads_whose_keys_fit(
     section_bytes: int, num_heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "SECTION_BYTES", section_bytes)
+    monkeypatch.setattr(prefill_tuning, "SECTION_BYTES", section_bytes)
     plan = check([(100, 200), (30, 70)], device=device, group=2, block_m=16, num_kv_heads=8)
     assert plan.counters.tolist() == [0, 0, 13 + 4, num_heads]
 
@@ -171,7 +172,7 @@ def test_ragged_batches_in_shares(
     device: torch.device, window: int, num_workers: int, least_units: int
 ) -> None:
     torch.manual_seed(window)
-    shares = tuning.PrefillShares(num_workers, num_workers, 32, least_units, ALWAYS)
+    shares = prefill_tuning.PrefillShares(num_workers, num_workers, 32, least_units, ALWAYS)
     plan = check(RAGGED, device=device, group=3, block_m=128, window=window, shares=shares)
     assert check_shares(plan)
 
@@ -186,7 +187,7 @@ def test_random_batches(device: torch.device) -> None:
         num_kv_heads = random.choice([1, 2, 3, 8])
         num_programs = random.choice([4, 8, 30])
         least = random.choice([(1, 1), (2, 3)])
-        shares = tuning.PrefillShares(
+        shares = prefill_tuning.PrefillShares(
             max(num_programs * random.choice([1, 2]) // num_kv_heads, 1), num_programs, 32, *least
         )
         sizes = {"group": random.choice([1, 4]), "block_m": 32, "window": random.choice([0, 0, 100])}
@@ -241,10 +242,10 @@ def test_no_number_of_queries_is_a_cliff() -> None:
 
 def test_programs_of_an_h200() -> None:
     for num_kv_heads in (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 96):
-        num_workers, num_programs, *_ = tuning.prefill_shares(
+        num_workers, num_programs, *_ = prefill_tuning.prefill_shares(
             H200, tuning.Launch(128, 128, 8, 3), num_kv_heads
         )
         turns = -(-num_workers * num_kv_heads // num_programs)
         assert num_workers * num_kv_heads >= 0.94 * turns * num_programs
-    assert tuning.prefill_shares(H200, tuning.Launch(64, 64, 4, 3), 8).num_workers == 33
-    assert tuning.prefill_shares(H200, tuning.Launch(128, 128, 8, 3), 128) == tuning.NO_SHARES
+    assert prefill_tuning.prefill_shares(H200, tuning.Launch(64, 64, 4, 3), 8).num_workers == 33
+    assert prefill_tuning.prefill_shares(H200, tuning.Launch(128, 128, 8, 3), 128) == prefill_tuning.NO_SHARES

@@ -18,6 +18,7 @@ from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.mixed_attention import mixed_attention, mixed_plan
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape
 from lightkv.triton_kernels.attention.prefill import prefill_attention as prefill_module
+from lightkv.triton_kernels.attention.prefill import prefill_tuning
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,
@@ -49,8 +50,8 @@ def _poison_allocations() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def always(num_workers: int, unit: int = 32) -> tuning.PrefillShares:
-    return tuning.PrefillShares(num_workers, 8, unit, 1, ALWAYS)
+def always(num_workers: int, unit: int = 32) -> prefill_tuning.PrefillShares:
+    return prefill_tuning.PrefillShares(num_workers, 8, unit, 1, ALWAYS)
 
 
 class Case(NamedTuple):
@@ -89,7 +90,9 @@ class Case(NamedTuple):
         q = torch.randn(sum(q_lens) + 3, group * num_kv_heads, key_dim).to(device, dtype)
         return cls(q, cache, starts(q_lens, device), options or AttentionOptions(), sum(q_lens))
 
-    def plan(self, shares: tuning.PrefillShares | None, launch: tuning.Launch | None = None) -> PrefillPlan:
+    def plan(
+        self, shares: prefill_tuning.PrefillShares | None, launch: tuning.Launch | None = None
+    ) -> PrefillPlan:
         return prefill_plan(
             self.cache.rows,
             self.q_starts,
@@ -170,7 +173,7 @@ def test_more_queries_than_tokens(device: torch.device) -> None:
 
 def test_one_plan_shares_out_keys_or_not_by_what_is_on_the_device(device: torch.device) -> None:
     torch.manual_seed(2)
-    shares = tuning.PrefillShares(4, 4, 32, 1, 1)
+    shares = prefill_tuning.PrefillShares(4, 4, 32, 1, 1)
     case = Case.make([(40, 0), (40, 0), (40, 0)], device, num_kv_heads=1)
     whole = case.plan(shares, SMALL)
     assert num_parts(whole) == 0
@@ -352,8 +355,10 @@ def test_the_most_partial_outputs_are_known_before_any_call() -> None:
             for num_tokens in (1, 8, 100, 600, 2304):
                 for num_requests in (1, 8, 256):
                     rows = num_tokens * group
-                    launch = tuning.prefill_launch(device, num_requests, num_kv_heads, rows, dim, dim, 2)
-                    shares = tuning.prefill_shares(device, launch, num_kv_heads)
+                    launch = prefill_tuning.prefill_launch(
+                        device, num_requests, num_kv_heads, rows, dim, dim, 2
+                    )
+                    shares = prefill_tuning.prefill_shares(device, launch, num_kv_heads)
                     parts = empty_parts(shares.num_workers, num_kv_heads, launch.block_m, dim, META)
                     sizes.append(sum(part.nbytes for part in parts))
                 assert max(sizes) == most_part_bytes(device, heads, num_tokens, 2)

@@ -34,6 +34,7 @@ from lightkv.triton_kernels.attention.mixed_attention import (
     mixed_plan,
 )
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
+from lightkv.triton_kernels.attention.prefill import prefill_tuning
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,
@@ -148,7 +149,7 @@ def check_prefill(
     *,
     group: int,
     launch: tuning.Launch | None = None,
-    shares: tuning.PrefillShares | None = None,
+    shares: prefill_tuning.PrefillShares | None = None,
     sequences: list[tuple[int, int]] = PREFILLS,
 ) -> None:
     q_lens = [count for count, _ in sequences]
@@ -177,7 +178,7 @@ def test_prefill(device: torch.device, name: str) -> None:
 @each_feature_slowly
 def test_prefill_with_shared_out_keys(device: torch.device, name: str) -> None:
     torch.manual_seed(2)
-    shares = tuning.PrefillShares(60 if "window" in name else 4, 4, 32, 1, -1000)
+    shares = prefill_tuning.PrefillShares(60 if "window" in name else 4, 4, 32, 1, -1000)
     launch = tuning.Launch(32, 16, 4, 2)
     sequences = [(20, 150), (3, 30), (0, 9)]
     check_prefill(name, device, group=2, launch=launch, shares=shares, sequences=sequences)

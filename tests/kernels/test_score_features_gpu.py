@@ -23,6 +23,7 @@ from lightkv.triton_kernels.attention.mixed_attention import (
     mixed_plan,
 )
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape
+from lightkv.triton_kernels.attention.prefill import prefill_tuning
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,
@@ -89,18 +90,18 @@ def check_prefill(
     *,
     group: int = 4,
     sequences: list[tuple[int, int]] = RAGGED,
-    shares: tuning.PrefillShares | None = None,
+    shares: prefill_tuning.PrefillShares | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     tiles = tuning.Launch(64, 32, 4, 2)
     if launch == "hopper":
         device_class = tuning.device_class(CUDA)
-        found = tuning.hopper_prefill_launch(device_class, head_dim, head_dim, 2)
+        found = prefill_tuning.hopper_prefill_launch(device_class, head_dim, head_dim, 2)
         if found is None:
             pytest.skip("needs compute capability 9")
         tiles = found
         if "mask" in name:  # general prefill runs in its place, with the tiles that the plan would have
-            tiles = tuning.prefill_launch(device_class, 1, 2, 4096, head_dim, head_dim, 2)
+            tiles = prefill_tuning.prefill_launch(device_class, 1, 2, 4096, head_dim, head_dim, 2)
     lengths, q_lens = [sum(pair) for pair in sequences], [count for count, _ in sequences]
     cache = big_cache(lengths, head_dim, dtype)
     q = torch.randn(sum(q_lens) + 3, group * 2, head_dim).to(CUDA, dtype)
@@ -173,7 +174,7 @@ def test_prefill_with_shared_out_keys(name: str, launch: str) -> None:
         launch,
         128,
         sequences=[(64, 9000), (30, 4970), (8, 300)],
-        shares=tuning.PrefillShares(66, 132, 128, 1, -(2**20)),
+        shares=prefill_tuning.PrefillShares(66, 132, 128, 1, -(2**20)),
     )
 
 

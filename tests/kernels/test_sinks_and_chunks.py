@@ -35,6 +35,7 @@ from lightkv.triton_kernels.attention.mixed_attention import (
     mixed_plan,
 )
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
+from lightkv.triton_kernels.attention.prefill import prefill_tuning
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,
@@ -221,7 +222,7 @@ def check_prefill(
     head_dim: int = 32,
     dtype: torch.dtype = torch.float32,
     launch: tuning.Launch | None = None,
-    shares: tuning.PrefillShares | None = None,
+    shares: prefill_tuning.PrefillShares | None = None,
 ) -> None:
     lengths = [count + before for count, before in sequences]
     cache = poisoned_cache(
@@ -257,7 +258,7 @@ def test_a_prefill_whose_keys_are_shared_out(device: torch.device, mask: str) ->
     """The sinks join one of a tile's parts, and chunks begin inside of parts."""
     torch.manual_seed(3)
     options = masks(device, 2) | {"chunks of 200": AttentionOptions().plus(Chunk(200), sinks(2, device))}
-    shares = tuning.PrefillShares(4, 4, 32, 1, -1000)
+    shares = prefill_tuning.PrefillShares(4, 4, 32, 1, -1000)
     launch = tuning.Launch(32, 16, 4, 2)
     sequences = [(20, 390), (3, 30), (0, 9)]
     check_prefill(
@@ -455,7 +456,7 @@ def test_prefill_in_bfloat16(launch: str, head_dim: int, mask: str) -> None:
     options = masks("cuda", 8)
     options["long"] = AttentionOptions().plus(Chunk(256), *options["sinks"].variants)
     device_class = tuning.device_class(torch.device("cuda"))
-    tiles = tuning.hopper_prefill_launch(device_class, head_dim, head_dim, 2)
+    tiles = prefill_tuning.hopper_prefill_launch(device_class, head_dim, head_dim, 2)
     if launch == "general":
         tiles = tuning.Launch(64, 32, 4, 2)
     elif tiles is None:
@@ -480,7 +481,7 @@ def test_a_prefill_whose_keys_are_shared_out_in_bfloat16(launch: str, mask: str)
     options = masks("cuda", 8)
     options["long"] = AttentionOptions().plus(Chunk(5000), *options["sinks"].variants)
     device_class = tuning.device_class(torch.device("cuda"))
-    tiles = tuning.hopper_prefill_launch(device_class, 128, 128, 2)
+    tiles = prefill_tuning.hopper_prefill_launch(device_class, 128, 128, 2)
     if launch == "general":
         tiles = tuning.Launch(64, 64, 4, 3)
     elif tiles is None:
@@ -494,7 +495,7 @@ def test_a_prefill_whose_keys_are_shared_out_in_bfloat16(launch: str, mask: str)
         head_dim=128,
         dtype=torch.bfloat16,
         launch=tiles,
-        shares=tuning.PrefillShares(66, 132, 128, 1, -(2**20)),
+        shares=prefill_tuning.PrefillShares(66, 132, 128, 1, -(2**20)),
     )
 
 

@@ -17,11 +17,12 @@ from torch import Tensor
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape
+from lightkv.triton_kernels.attention.prefill.hopper.hopper_features import FP8_VARIANTS
 from lightkv.triton_kernels.attention.records import Outputs
 from lightkv.triton_kernels.attention.variants.variant import Scored, Variant, limits
 
+from . import prefill_tuning
 from .fp8_scratch import Fp8Scratch, to_fp8_reference
-from .hopper_features import FP8_VARIANTS
 from .prefill_combine import combine_tiles, empty_parts
 from .prefill_plan import PrefillPlan, prefill_plan
 
@@ -117,7 +118,7 @@ def fp8_prefill_attention(
             limits=limits(options.variants),
             causal=options.causal,
         )
-    launch = tuning.fp8_prefill_launch(heads.key_dim)
+    launch = prefill_tuning.fp8_prefill_launch(heads.key_dim)
     if plan.launch.block_m != launch.block_m:
         raise ValueError(
             f"the plan has tiles of {plan.launch.block_m} rows, and prefill in fp8 {launch.block_m}; make it "
@@ -126,7 +127,11 @@ def fp8_prefill_attention(
     if plan.num_shares == 0:
         return out
     # Triton's Gluon, which the kernel is written in, needs a GPU, and its import takes time.
-    from .prefill_fp8_hopper import Fp8Keys, Fp8Scales, launch_fp8_prefill
+    from lightkv.triton_kernels.attention.prefill.hopper.prefill_fp8_hopper import (
+        Fp8Keys,
+        Fp8Scales,
+        launch_fp8_prefill,
+    )
 
     partial_out = partial_lse = None
     if plan.num_workers:

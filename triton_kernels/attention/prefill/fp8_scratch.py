@@ -11,7 +11,7 @@ scores of lie together, so that weights need not be moved between threads:
     key     0 1 8 9   2 3 10 11   4 5 12 13    6  7 14 15
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,7 +25,7 @@ from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.paged_kv import HeadShape, PagedKV
 from lightkv.triton_kernels.layout.strides import has_unit_stride
 
-from .restore_kv import find_requests
+from .scratch_requests import block_of, check_requests_of, find_requests
 
 ALIGNMENT = 128  # keys; the requests of a scratch begin at multiples of it
 LARGEST = 448.0  # of e4m3
@@ -69,6 +69,17 @@ class Fp8Scratch(NamedTuple):
         return k, v
 
 
+class _Words(NamedTuple):
+    """K or V as words of four elements, and the scratch that it is copied to. `WORDS`: of a head."""
+
+    stored: Any
+    out: Any
+    stride_slot: Any
+    stride_head: Any
+    WORDS: Any
+    BLOCK: Any
+
+
 @triton.jit
 def _byte(words, WHICH: tl.constexpr):
     """Returns one of the four bytes of int32 words."""
@@ -83,42 +94,40 @@ def _bytes_of(w0, w1, w2, w3, WHICH: tl.constexpr):
 
 
 @triton.jit
-def _load_keys(source, index_row, keys, length, words, SHIFT: tl.constexpr):
-    """Returns the words of keys, zeros for those that are not there."""
-    head, stride, WORDS = source
+def _load_keys(heads, head, index_row, keys, length, words, SHIFT: tl.constexpr):
+    """Returns the words of keys, zeros for those that are not there. `heads`: `_Words`."""
     valid = keys < length
     slots = slots_at(index_row, keys, valid, SHIFT)
-    mask = valid[:, None] & (words < WORDS)[None, :]
-    return tl.load(head + slots[:, None] * stride + words[None, :], mask=mask, other=0)
+    mask = valid[:, None] & (words < heads.WORDS)[None, :]
+    places = heads.stored + head * heads.stride_head + slots[:, None] * heads.stride_slot
+    return tl.load(places + words[None, :], mask=mask, other=0)
 
 
 @triton.jit
 def _copy_keys(
-    source, target, index_row, begin, length, stride_out, SHIFT: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    heads, head, target, index_row, begin, length, stride_out, SHIFT: tl.constexpr, BLOCK_T: tl.constexpr
+):
     keys = tl.arange(0, BLOCK_T)
-    words = tl.arange(0, BLOCK_K)
-    found = _load_keys(source, index_row, begin + keys, length, words, SHIFT)
-    mask = (begin + keys < length)[:, None] & (words < source[2])[None, :]
+    words = tl.arange(0, heads.BLOCK)
+    found = _load_keys(heads, head, index_row, begin + keys, length, words, SHIFT)
+    mask = (begin + keys < length)[:, None] & (words < heads.WORDS)[None, :]
     tl.store(target + keys[:, None] * stride_out + words[None, :], found, mask=mask)
 
 
 @triton.jit
 def _transpose_values(
-    source, target, index_row, begin, length, stride_out, SHIFT: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):  # fmt: skip
+    heads, head, target, index_row, begin, length, stride_out, SHIFT: tl.constexpr, BLOCK_T: tl.constexpr
+):
     """Four words of four keys' V become four words of four dims: [BLOCK_T / 4, words] each."""
     fours = tl.arange(0, BLOCK_T // 4)
-    words = tl.arange(0, BLOCK_V)
+    words = tl.arange(0, heads.BLOCK)
     keys = begin + fours // 4 * 16 + fours % 4 * 2  # the first of the four
-    w0 = _load_keys(source, index_row, keys, length, words, SHIFT)
-    w1 = _load_keys(source, index_row, keys + 1, length, words, SHIFT)
-    w2 = _load_keys(source, index_row, keys + 8, length, words, SHIFT)
-    w3 = _load_keys(source, index_row, keys + 9, length, words, SHIFT)
+    w0 = _load_keys(heads, head, index_row, keys, length, words, SHIFT)
+    w1 = _load_keys(heads, head, index_row, keys + 1, length, words, SHIFT)
+    w2 = _load_keys(heads, head, index_row, keys + 8, length, words, SHIFT)
+    w3 = _load_keys(heads, head, index_row, keys + 9, length, words, SHIFT)
     target += 4 * words.to(tl.int64)[:, None] * stride_out + fours[None, :]
-    mask = (words < source[2])[:, None] & (fours >= 0)[None, :]
+    mask = (words < heads.WORDS)[:, None] & (fours >= 0)[None, :]
     for which in tl.static_range(4):
         tl.store(target + which * stride_out, tl.trans(_bytes_of(w0, w1, w2, w3, which)), mask=mask)
 
@@ -128,35 +137,22 @@ def _transpose_values(
     do_not_specialize_on_alignment=["index", "rows", "lengths", "begins"],
 )
 def _fill_kernel(
-    k,
+    k,  # `_Words`
     v,
     index,
     rows,
     lengths,
     begins,
-    out_k,
-    out_v,
     num_requests,
     capacity,
-    stride_k_slot,
-    stride_k_h,
-    stride_v_slot,
-    stride_v_h,
     stride_index,
     KV_HEADS: tl.constexpr,
-    K_WORDS: tl.constexpr,
-    V_WORDS: tl.constexpr,
     SHIFT: tl.constexpr,
     TURNS: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
 ):
-    # Heads run fastest, so neighbouring programs read neighbouring heads.
-    program = tl.program_id(0) % (2 * KV_HEADS)
-    first = tl.program_id(0) // (2 * KV_HEADS) * BLOCK_T
-    last = num_requests - 1
-    if first < tl.minimum(tl.load(begins + last) + tl.load(lengths + last), capacity):
+    program, first, exists = block_of(begins, lengths, num_requests, capacity, KV_HEADS, BLOCK_T)
+    if exists:
         # Requests begin at multiples of the block, so all of it is of the first token's.
         request = tl.max(find_requests(begins, first, num_requests, TURNS, BLOCK_T))
         found = request >= 0
@@ -166,16 +162,12 @@ def _fill_kernel(
         index_row = index + row * stride_index
         if program < KV_HEADS:
             head = program.to(tl.int64)
-            source = k + head * stride_k_h, stride_k_slot, K_WORDS
-            target = out_k + (first.to(tl.int64) * KV_HEADS + head) * K_WORDS
-            _copy_keys(source, target, index_row, begin, length, KV_HEADS * K_WORDS, SHIFT, BLOCK_T, BLOCK_K)
+            target = k.out + (first.to(tl.int64) * KV_HEADS + head) * k.WORDS
+            _copy_keys(k, head, target, index_row, begin, length, KV_HEADS * k.WORDS, SHIFT, BLOCK_T)
         else:
             head = (program - KV_HEADS).to(tl.int64)
-            source = v + head * stride_v_h, stride_v_slot, V_WORDS
-            target = out_v + head * V_WORDS * capacity + first // 4
-            _transpose_values(
-                source, target, index_row, begin, length, capacity // 4, SHIFT, BLOCK_T, BLOCK_V
-            )
+            target = v.out + head * v.WORDS * capacity + first // 4
+            _transpose_values(v, head, target, index_row, begin, length, capacity // 4, SHIFT, BLOCK_T)
 
 
 def fill_fp8_scratch(kv: PagedKV, rows: Tensor, lengths: Tensor, scratch: Fp8Scratch) -> None:
@@ -199,31 +191,29 @@ def fill_fp8_scratch(kv: PagedKV, rows: Tensor, lengths: Tensor, scratch: Fp8Scr
     capacity, num_kv_heads, key_dim = scratch.k.shape
     if not capacity or not len(rows):
         return
-    k, v, out_k, out_v = (part.view(torch.int32) for part in (kv.k, kv.v, scratch.k, scratch.v))
     _fill_kernel[(2 * num_kv_heads * (capacity // ALIGNMENT),)](
-        k,
-        v,
+        _words_of(kv.k, scratch.k, key_dim),
+        _words_of(kv.v, scratch.v, kv.value_dim),
         kv.index,
         rows,
         lengths,
         scratch.begins,
-        out_k,
-        out_v,
         len(rows),
         capacity,
-        *k.stride()[:2],
-        *v.stride()[:2],
         kv.index.stride(0),
         KV_HEADS=num_kv_heads,
-        K_WORDS=key_dim // 4,
-        V_WORDS=kv.value_dim // 4,
         SHIFT=kv.lookup.page_shift,
         TURNS=tuning.block_for(len(rows)).bit_length(),
         BLOCK_T=ALIGNMENT,
-        BLOCK_K=tuning.padded_dim(key_dim) // 4,
-        BLOCK_V=tuning.padded_dim(kv.value_dim) // 4,
         num_warps=4,
     )
+
+
+def _words_of(stored: Tensor, out: Tensor, dim: int) -> _Words:
+    """Returns K or V and its scratch as the kernel takes them."""
+    words = stored.view(torch.int32)
+    constants = tl.constexpr(dim // 4), tl.constexpr(tuning.padded_dim(dim) // 4)
+    return _Words(words, out.view(torch.int32), *words.stride()[:2], *constants)
 
 
 def _check(kv: PagedKV, rows: Tensor, lengths: Tensor, scratch: Fp8Scratch) -> None:
@@ -238,24 +228,12 @@ def _check(kv: PagedKV, rows: Tensor, lengths: Tensor, scratch: Fp8Scratch) -> N
             "static scales (fp8-static)"
         )
     check_scales(kv)
-    if kv.index.dim() != 2 or kv.index.dtype != torch.int32 or not has_unit_stride(kv.index):
-        raise ValueError(
-            f"the index must be int32 [rows, entries] with a last stride of 1, got {kv.index.dtype} "
-            f"{tuple(kv.index.shape)} with strides {kv.index.stride()}"
-        )
+    check_requests_of(kv, rows, lengths, scratch.begins, "begins")
     if not (has_unit_stride(kv.k) and has_unit_stride(kv.v)):
         raise ValueError(f"the last stride of K and V must be 1, got {kv.k.stride()} and {kv.v.stride()}")
     sizes = *kv.k.stride()[:2], *kv.v.stride()[:2], kv.key_dim, kv.value_dim
     if any(size % 16 for size in sizes):
         raise ValueError(f"strides and head dims of K and V must be multiples of 16, got {sizes}")
-    if rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64) or not rows.is_contiguous():
-        raise ValueError(f"rows must be contiguous int32 or int64 [B], got {rows.dtype} {tuple(rows.shape)}")
-    for name, tensor in (("lengths", lengths), ("begins", scratch.begins)):
-        if tensor.shape != rows.shape or tensor.dtype != torch.int32 or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be contiguous int32 {tuple(rows.shape)}, as rows; got {tensor.dtype} "
-                f"{tuple(tensor.shape)}"
-            )
     heads = kv.k.shape[1]
     wanted = (len(scratch.k), heads, kv.key_dim), (heads, kv.value_dim, len(scratch.k))
     if (scratch.k.shape, scratch.v.shape) != wanted or scratch.scales.shape != (heads, 2):

@@ -39,6 +39,7 @@ from lightkv.triton_kernels.attention.variants.variant import (
 )
 from lightkv.triton_kernels.quantised.unpack import most_warps
 
+from . import prefill_tuning
 from .prefill_combine import combine_tiles, empty_parts
 from .prefill_kernel import prefill_kernel
 from .prefill_plan import PrefillPlan, prefill_plan
@@ -51,7 +52,7 @@ def _hopper() -> ModuleType | None:
     if not isinstance(prefill_kernel, triton.JITFunction):
         return None
     try:
-        from . import prefill_hopper
+        from lightkv.triton_kernels.attention.prefill.hopper import prefill_hopper
     except ImportError:
         return None
     return prefill_hopper
@@ -68,7 +69,7 @@ def _hopper_launch(
         if tensor.data_ptr() % 16 or any(stride % 16 for stride in tensor.stride()[:2]):
             return None
     device = tuning.device_class(q.device)
-    launch = tuning.hopper_prefill_launch(device, q.shape[2], v_cache.shape[2], q.element_size())
+    launch = prefill_tuning.hopper_prefill_launch(device, q.shape[2], v_cache.shape[2], q.element_size())
     if launch is None or (hopper := _hopper()) is None:
         return None
     knows_all = all(isinstance(one, hopper.VARIANTS) for one in variants)
@@ -107,7 +108,7 @@ def _prefill_attention(
         )
     else:
         if any(one.loaded_bytes for one in used):
-            _, block_n, num_warps, num_stages = tuning.masked_prefill_launch(tuning.Launch(*launch))
+            _, block_n, num_warps, num_stages = prefill_tuning.masked_prefill_launch(tuning.Launch(*launch))
         if num_warps > most_warps(layer_format):
             block_n, num_warps, num_stages = 32, most_warps(layer_format), 2
         bound, score_scale = bind(used, scale)

@@ -24,6 +24,7 @@ from torch import Tensor
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.paged_kv import HeadShape
 
+from . import prefill_tuning
 from .prefill_plan import ITEM_FIELDS
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
@@ -118,11 +119,19 @@ def most_part_bytes(device: tuning.DeviceClass, heads: HeadShape, num_tokens: in
     counts = {min(1 << bits, num_tokens) for bits in range(num_tokens.bit_length() + 1)}
     for count in counts:
         sizes = heads.num_kv_heads, count * group, heads.key_dim, heads.value_dim, element_size
-        launch = tuning.prefill_launch(device, 1, *sizes)
-        shares = tuning.prefill_shares(device, launch, heads.num_kv_heads)
+        launch = prefill_tuning.prefill_launch(device, 1, *sizes)
+        shares = prefill_tuning.prefill_shares(device, launch, heads.num_kv_heads)
         shape = _parts_shape(shares.num_workers, heads.num_kv_heads, launch.block_m)
         found = max(found, math.prod(shape) * (heads.value_dim + 1) * torch.float32.itemsize)
     return found
+
+
+def _launch_for(num_kv_heads: int) -> tuning.Launch:
+    """Returns the launch: rows of a tile per program in `block_m`, fewer where few K/V
+    heads have many parts each, and parts that are loaded at a time in `block_n`."""
+    if num_kv_heads >= 8:
+        return tuning.Launch(block_m=16, block_n=4, num_warps=8, num_stages=1)
+    return tuning.Launch(block_m=8, block_n=4, num_warps=4, num_stages=1)
 
 
 def combine_tiles(
@@ -141,7 +150,7 @@ def combine_tiles(
     num_parts, num_kv_heads, block_m, value_dim = partial_out.shape
     if num_parts < 4:  # a tile is cut where a share begins
         return
-    launch = tuning.prefill_combine_launch(num_kv_heads)
+    launch = _launch_for(num_kv_heads)
     early = tuning.has_early_launch(tuning.device_class(out.device))
     options = {"launch_pdl": True} if early else {}
     _combine_kernel[(num_kv_heads, block_m // launch.block_m, num_parts // 2 - 1)](

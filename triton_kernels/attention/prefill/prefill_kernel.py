@@ -14,13 +14,7 @@ from lightkv.triton_kernels.attention.attend_keys import (
     sum_query,
 )
 from lightkv.triton_kernels.attention.records import Sums
-from lightkv.triton_kernels.attention.variants.hooks import (
-    Rows,
-    first_key,
-    start_rows,
-    start_softmax,
-    whole_end,
-)
+from lightkv.triton_kernels.attention.variants import hooks
 from lightkv.triton_kernels.quantised.unpack import fields_of, v_kind
 
 from .prefill_plan import ITEM_FIELDS
@@ -50,9 +44,9 @@ def _find_keys(item, rows, first_row, num_rows, prefix, variants, shape, SHARES:
         seen_by_all = tl.minimum(seen_by_all, prefix)
     begin = 0
     if variants.flags.has_first_key:
-        begin = first_key(variants, first_position)
+        begin = hooks.first_key(variants, first_position)
         # Where the last row sees later keys alone, no key is visible to every row.
-        seen_by_all = tl.where(first_key(variants, last_position) > begin, begin, seen_by_all)
+        seen_by_all = tl.where(hooks.first_key(variants, last_position) > begin, begin, seen_by_all)
     full_end = begin + tl.maximum(seen_by_all - begin, 0) // BLOCK_N * BLOCK_N
     joins = rows.in_tile
     if SHARES:
@@ -82,7 +76,7 @@ def _attend_item(
     tokens = (q_begin + queries).to(tl.int64)
     heads = kv_head * GROUP + tile_rows % GROUP
     requests = tl.zeros_like(queries) + request
-    rows = Rows(heads, tokens, requests, prefix + queries, tile_rows < num_rows, prefix)
+    rows = hooks.Rows(heads, tokens, requests, prefix + queries, tile_rows < num_rows, prefix)
     begin, full_end, num_keys, joins = _find_keys(
         item, rows, first_row, num_rows, prefix, variants, shape, SHARES
     )
@@ -91,9 +85,9 @@ def _attend_item(
     q_heads = q.data + tokens[:, None] * q.stride_token + heads[:, None] * q.stride_head
     q_tiles = load_query(q_heads, rows.in_tile, shape)
     q_sums = sum_query(q_tiles, shape.FORMAT, shape.PACKED)
-    peak, total = start_softmax(variants, rows, joins, BLOCK_M)
-    states = start_rows(variants, rows)
-    full_end = whole_end(variants, states, begin, full_end, rows.in_tile, BLOCK_N)
+    peak, total = hooks.start_softmax(variants, rows, joins, BLOCK_M)
+    states = hooks.start_rows(variants, rows)
+    full_end = hooks.whole_end(variants, states, begin, full_end, rows.in_tile, BLOCK_N)
     if variants.flags.has_load and not variants.flags.has_first_key:
         # A part begins at such a multiple: what is loaded by position is loaded in whole vectors.
         begin = begin // 16 * 16

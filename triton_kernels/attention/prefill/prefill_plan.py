@@ -42,6 +42,8 @@ from lightkv.triton_kernels.attention.variants import VARIANTS
 from lightkv.triton_kernels.attention.variants.hooks import first_key
 from lightkv.triton_kernels.attention.variants.variant import Flat, Variant, bind, flatten, rebuild
 
+from . import prefill_tuning
+
 # 0 to 5: request, row, first of its rows, rows of the request, first query, keys before it
 # 6 to 9: first key, end of the keys, part (-1: the whole tile), next item of the share (-1: none)
 # 10 and 11, of a tile's second piece: parts of the tile, the first of them; the others begin at the item
@@ -64,7 +66,7 @@ class PrefillPlan(NamedTuple):
     if tiles are never cut.
     `counters`: int32 `[4]`: two zeros, where `prefill_hopper` counts the items that its programs have taken and
     the programs that have finished, and which it resets, so one run at a time may use a plan; the number of
-    items that programs begin at; and the K/V heads of a section (`tuning.SECTION_BYTES`).
+    items that programs begin at; and the K/V heads of a section (`prefill_tuning.SECTION_BYTES`).
     `launch`, `num_requests`, `limits`, `causal`: what the plan was made for.
     """
 
@@ -350,7 +352,7 @@ def prefill_plan(
     limits: tuple[Variant, ...] = (),
     causal: bool = True,
     launch: tuning.Launch | None = None,
-    shares: tuning.PrefillShares | None = None,
+    shares: prefill_tuning.PrefillShares | None = None,
 ) -> PrefillPlan:
     """Makes the work list of a prefill step, which serves all layers with these heads and limits.
 
@@ -361,9 +363,9 @@ def prefill_plan(
         dtype: of q.
         limits: what limits the first key that a query sees (`variants.limits`).
         causal: as in `AttentionOptions`.
-        launch: tile sizes and launch options; those of `tuning.prefill_launch` if None.
-        shares: how keys are shared out where tiles are few; `tuning.prefill_shares` if None, and
-            `tuning.NO_SHARES` for never.
+        launch: tile sizes and launch options; those of `prefill_tuning.prefill_launch` if None.
+        shares: how keys are shared out where tiles are few; `prefill_tuning.prefill_shares` if None, and
+            `prefill_tuning.NO_SHARES` for never.
 
     Raises:
         ValueError: rows or lengths do not fit.
@@ -372,7 +374,7 @@ def prefill_plan(
     check_limits(limits)
     group, device = heads.num_heads // heads.num_kv_heads, tuning.device_class(rows.device)
     if launch is None:
-        launch = tuning.prefill_launch(
+        launch = prefill_tuning.prefill_launch(
             device,
             len(rows),
             heads.num_kv_heads,
@@ -385,16 +387,16 @@ def prefill_plan(
     # Each request's last tile may have a single row.
     capacity = (num_tokens * group + len(rows) * (block_m - 1)) // block_m
     if shares is None:
-        shares = tuning.prefill_shares(device, launch, heads.num_kv_heads)
+        shares = prefill_tuning.prefill_shares(device, launch, heads.num_kv_heads)
     if capacity == 0:
-        shares = tuning.NO_SHARES
+        shares = prefill_tuning.NO_SHARES
     num_workers = shares.num_workers
     num_shares = max(capacity, num_workers)
     # The items, then the tiles that they are made of. If no tile is ever cut, the tiles are the items.
     num_items = num_shares + capacity if num_workers else 0
     numbers = torch.empty(num_items + capacity, ITEM_FIELDS, dtype=torch.int32, device=rows.device)
     counters = torch.empty(4, dtype=torch.int32, device=rows.device)
-    section_keys = tuning.SECTION_BYTES // heads.key_bytes(dtype)
+    section_keys = prefill_tuning.SECTION_BYTES // heads.key_bytes(dtype)
     sizes = capacity, section_keys, heads.num_kv_heads, group, block_m
     _prefill_plan(rows, q_starts, lengths, numbers, counters, *sizes, *flatten(limits), causal, shares)
     items = numbers[: num_items or capacity]

@@ -6,9 +6,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.variants.variant import Variant
 
+from . import prefill_tuning
 from .prefill_plan import ALL_KEYS, ITEM_FIELDS, PrefillPlan, is_full, key_bound
 
 
@@ -49,7 +49,7 @@ def _units_reference(
     return begin // unit, max(-(-end // unit) - begin // unit, 1)
 
 
-def share_reference(units: list[int], num_kv_heads: int, shares: tuning.PrefillShares) -> int:
+def share_reference(units: list[int], num_kv_heads: int, shares: prefill_tuning.PrefillShares) -> int:
     """Returns the units of a share for tiles of so many units, in descending order; 0 if whole tiles keep the
     device busy for hardly longer than equal shares."""
     num_workers, num_programs, _, least_units, least_gain = shares
@@ -71,7 +71,7 @@ def prefill_plan_reference(
     q_starts: Tensor,
     lengths: Tensor,
     plan: PrefillPlan,
-    shares: tuning.PrefillShares,
+    shares: prefill_tuning.PrefillShares,
     *,
     num_kv_heads: int,
     group: int,
@@ -110,7 +110,7 @@ def prefill_plan_reference(
     num_keys, most_keys = 1, key_bound(limits, causal, block_m, group)
     for length, q_len in zip(lengths.tolist(), q_starts.diff().tolist(), strict=True):
         num_keys += q_len + min(max(length - q_len, 0), most_keys)
-    section_heads = min(max(tuning.SECTION_BYTES // key_bytes // num_keys, 1), num_kv_heads)
+    section_heads = min(max(prefill_tuning.SECTION_BYTES // key_bytes // num_keys, 1), num_kv_heads)
     num_entries = sum(item[0] >= 0 for item in items[: plan.num_shares])
     counters = [0, 0, num_entries, section_heads if len(rows) else 0]
     return torch.tensor(items, dtype=torch.int32, device=rows.device).view(-1, ITEM_FIELDS), counters

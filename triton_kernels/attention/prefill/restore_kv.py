@@ -5,6 +5,8 @@
     scratch   [ k0 k1 k2 | k0 | k0 k1 ........ ]      request b begins at starts[b]
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -15,41 +17,49 @@ from lightkv.triton_kernels.attention.attend_keys import slots_at
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.paged_kv import PagedKV
 from lightkv.triton_kernels.layout.strides import has_unit_stride
+from lightkv.triton_kernels.quantised.kv_format import Elements
 from lightkv.triton_kernels.write.head_tiles import constants_of
 
+from .scratch_requests import block_of, check_requests_of, find_requests
 
-@triton.jit
-def find_requests(starts, first, num_requests, TURNS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Returns the last request that begins at or before each token of the scratch from `first` on, int32
-    [BLOCK_T], or -1: that of the first token by bisection, where 2**TURNS is more than the number of requests,
-    and then those that begin within the block, mostly none."""
-    found = -1
-    for turn in tl.static_range(TURNS):
-        later = found + (1 << (TURNS - 1 - turn))
-        begin = tl.load(starts + later, mask=later < num_requests, other=2147483647)
-        found = tl.where(begin <= first, later, found)
-    tokens = first + tl.arange(0, BLOCK_T)
-    requests = tl.full([BLOCK_T], 0, tl.int32) + found
-    following = found + 1
-    begin = tl.load(starts + following, mask=following < num_requests, other=2147483647)
-    while begin < first + BLOCK_T:
-        requests = tl.where(begin <= tokens, following, requests)
-        following += 1
-        begin = tl.load(starts + following, mask=following < num_requests, other=2147483647)
-    return requests
+
+class _Heads(NamedTuple):
+    """K or V, and where it is restored to. `scales`: of K and V, or None; the first one of a head is
+    `FIRST_COLUMN`. `ELEMENTS`: of `constants_of`."""
+
+    stored: Any
+    scales: Any
+    out: Any
+    stride_slot: Any
+    stride_head: Any
+    stride_scales_slot: Any
+    stride_scales_head: Any
+    stride_out_token: Any
+    stride_out_head: Any
+    FIRST_COLUMN: Any
+    ELEMENTS: Any
+    D: Any
+    BLOCK_D: Any
 
 
 @triton.jit
 def _restore_head(
-    source,  # [BLOCK_T, 1] pointers to the head of each token
-    columns,  # [BLOCK_T, 1] pointers to its scales
-    target,  # [BLOCK_T, 1] pointers
+    heads,  # `_Heads`
+    head,  # int64
+    slot,  # [BLOCK_T, 1] of each token, int64
+    token,  # [BLOCK_T, 1] of the scratch, int64
     valid,  # [BLOCK_T]
-    ELEMENTS: tl.constexpr,  # of `constants_of`
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
+    ELEMENTS: tl.constexpr = heads.ELEMENTS
+    D: tl.constexpr = heads.D
+    BLOCK_D: tl.constexpr = heads.BLOCK_D
+    columns = None
+    if heads.scales is not None:
+        columns = heads.scales + slot * heads.stride_scales_slot
+        columns += head * heads.stride_scales_head + heads.FIRST_COLUMN
+    source = heads.stored + slot * heads.stride_slot + head * heads.stride_head
+    target = heads.out + token * heads.stride_out_token + head * heads.stride_out_head
     BITS: tl.constexpr = ELEMENTS[0]
     GROUP: tl.constexpr = ELEMENTS[2]
     HAS_MIDDLE: tl.constexpr = ELEMENTS[3]
@@ -86,45 +96,22 @@ def _restore_head(
     do_not_specialize_on_alignment=["index", "rows", "lengths", "starts"],
 )
 def _restore_kv_kernel(
-    k,
+    k,  # `_Heads`
     v,
-    scales,
     index,
     rows,
     lengths,
     starts,
-    out_k,
-    out_v,
     num_requests,
     capacity,
-    stride_k_slot,
-    stride_k_h,
-    stride_v_slot,
-    stride_v_h,
-    stride_scales_slot,
-    stride_scales_h,
     stride_index,
-    stride_out_k_t,
-    stride_out_k_h,
-    stride_out_v_t,
-    stride_out_v_h,
     KV_HEADS: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    K_ELEMENTS: tl.constexpr,
-    V_ELEMENTS: tl.constexpr,
-    K_COLUMNS: tl.constexpr,
     SHIFT: tl.constexpr,
     TURNS: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
 ):
-    # Heads run fastest, so neighbouring programs read neighbouring heads.
-    program = tl.program_id(0) % (2 * KV_HEADS)
-    first = tl.program_id(0) // (2 * KV_HEADS) * BLOCK_T
-    last = num_requests - 1
-    if first < tl.minimum(tl.load(starts + last) + tl.load(lengths + last), capacity):
+    program, first, exists = block_of(starts, lengths, num_requests, capacity, KV_HEADS, BLOCK_T)
+    if exists:
         tokens = first + tl.arange(0, BLOCK_T)
         request = find_requests(starts, first, num_requests, TURNS, BLOCK_T)
         is_found = request >= 0
@@ -134,31 +121,16 @@ def _restore_kv_kernel(
         row = tl.load(rows + request, mask=valid, other=0).to(tl.int64)
         slot = slots_at(index + row * stride_index, position, valid, SHIFT)[:, None]  # [BLOCK_T, 1]
         token = tokens.to(tl.int64)[:, None]
-        columns = scales + slot * stride_scales_slot if scales is not None else None
         if program < KV_HEADS:
-            head = program.to(tl.int64)
-            _restore_head(
-                k + slot * stride_k_slot + head * stride_k_h,
-                columns + head * stride_scales_h if scales is not None else None,
-                out_k + token * stride_out_k_t + head * stride_out_k_h,
-                valid,
-                K_ELEMENTS,
-                DK,
-                BLOCK_DK,
-                BLOCK_T,
-            )
+            _restore_head(k, program.to(tl.int64), slot, token, valid, BLOCK_T)
         else:
-            head = (program - KV_HEADS).to(tl.int64)
-            _restore_head(
-                v + slot * stride_v_slot + head * stride_v_h,
-                columns + (head * stride_scales_h + K_COLUMNS) if scales is not None else None,
-                out_v + token * stride_out_v_t + head * stride_out_v_h,
-                valid,
-                V_ELEMENTS,
-                DV,
-                BLOCK_DV,
-                BLOCK_T,
-            )
+            _restore_head(v, (program - KV_HEADS).to(tl.int64), slot, token, valid, BLOCK_T)
+
+
+def _launch_for(width: int) -> tuning.Launch:
+    """Returns the launch, with the tokens of a program in `block_m`, for heads that are padded
+    to `width`: each thread has 64 elements, so that several of its loads are on their way at once."""
+    return tuning.Launch(block_m=max(8, 8192 // width), block_n=0, num_warps=4, num_stages=1)
 
 
 def restore_kv(
@@ -189,40 +161,42 @@ def restore_kv(
     if not capacity or not num_requests:
         return
     num_kv_heads, key_dim, value_dim = kv.k.shape[1], kv.key_dim, kv.value_dim
-    block_dk, block_dv = tuning.padded_dim(key_dim), tuning.padded_dim(value_dim)
-    launch = tuning.restore_launch(max(block_dk, block_dv))
-    is_static = kv.format.is_static
+    launch = _launch_for(tuning.padded_dim(max(key_dim, value_dim)))
     _restore_kv_kernel[(2 * num_kv_heads * triton.cdiv(capacity, launch.block_m),)](
-        kv.k,
-        kv.v,
-        kv.scales,
+        _heads_record(kv, kv.k, out_k, kv.format.k, 0),
+        _heads_record(kv, kv.v, out_v, kv.format.v, kv.format.k.columns(key_dim)),
         kv.index,
         rows,
         lengths,
         starts,
-        out_k,
-        out_v,
         num_requests,
         capacity,
-        *kv.k.stride()[:2],
-        *kv.v.stride()[:2],
-        *((0, 0) if kv.scales is None else (0 if is_static else kv.scales.stride(0), kv.scales.stride(1))),
         kv.index.stride(0),
-        *out_k.stride()[:2],
-        *out_v.stride()[:2],
         KV_HEADS=num_kv_heads,
-        DK=key_dim,
-        DV=value_dim,
-        K_ELEMENTS=constants_of(kv.format.k, key_dim),
-        V_ELEMENTS=constants_of(kv.format.v, value_dim),
-        K_COLUMNS=kv.format.k.columns(key_dim),
         SHIFT=kv.lookup.page_shift,
         TURNS=tuning.block_for(num_requests).bit_length(),
         BLOCK_T=launch.block_m,
-        BLOCK_DK=block_dk,
-        BLOCK_DV=block_dv,
         num_warps=launch.num_warps,
         enable_fp_fusion=False,  # as in torch, a product is rounded before the middle is added
+    )
+
+
+def _heads_record(kv: PagedKV, stored: Tensor, out: Tensor, elements: Elements, first_column: int) -> _Heads:
+    """Returns K or V of a layer, and where it is restored to, as the kernel takes them."""
+    scales_slot = scales_head = 0
+    if kv.scales is not None:
+        scales_slot, scales_head = 0 if kv.format.is_static else kv.scales.stride(0), kv.scales.stride(1)
+    dim = out.shape[2]
+    constants = first_column, constants_of(elements, dim), dim, tuning.padded_dim(dim)
+    return _Heads(
+        stored,
+        kv.scales,
+        out,
+        *stored.stride()[:2],
+        scales_slot,
+        scales_head,
+        *out.stride()[:2],
+        *map(tl.constexpr, constants),
     )
 
 
@@ -230,14 +204,7 @@ def _check(kv: PagedKV, rows: Tensor, lengths: Tensor, starts: Tensor, out_k: Te
     """Raises ValueError where the arguments of `restore_kv` do not fit each other."""
     if not kv.lookup.is_plain:
         raise ValueError(f"K/V that {type(kv.lookup).__name__} finds is not restored; attend to it as it is")
-    if rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64) or not rows.is_contiguous():
-        raise ValueError(f"rows must be contiguous int32 or int64 [B], got {rows.dtype} {tuple(rows.shape)}")
-    for name, tensor in (("lengths", lengths), ("starts", starts)):
-        if tensor.shape != rows.shape or tensor.dtype != torch.int32 or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be contiguous int32 {tuple(rows.shape)}, as rows; got {tensor.dtype} "
-                f"{tuple(tensor.shape)}"
-            )
+    check_requests_of(kv, rows, lengths, starts, "starts")
     for name, out, cache, dim in (("out_k", out_k, kv.k, kv.key_dim), ("out_v", out_v, kv.v, kv.value_dim)):
         wanted = (len(out_k), cache.shape[1], dim)
         if out.shape != wanted or not has_unit_stride(out) or not out.is_floating_point():
@@ -247,11 +214,6 @@ def _check(kv: PagedKV, rows: Tensor, lengths: Tensor, starts: Tensor, out_k: Te
             )
     if out_k.dtype != out_v.dtype:
         raise ValueError(f"out_k and out_v must have one type, got {out_k.dtype} and {out_v.dtype}")
-    if kv.index.dim() != 2 or kv.index.dtype != torch.int32 or not has_unit_stride(kv.index):
-        raise ValueError(
-            f"the index must be int32 [rows, entries] with a last stride of 1, got {kv.index.dtype} "
-            f"{tuple(kv.index.shape)} with strides {kv.index.stride()}"
-        )
     columns = kv.format.columns(kv.key_dim, kv.value_dim)
     if kv.format.is_quantised and (
         kv.scales is None or kv.scales.shape[1:] != (kv.k.shape[1], columns) or not has_unit_stride(kv.scales)

@@ -26,7 +26,8 @@ _ALL_AFTER = 2**30  # more tokens than a request has; positions plus this fit in
 
 class HopperFeatures(NamedTuple):
     """What a call has of `VARIANTS`: tensors or None, numbers or 0. `AFTER`: how many tokens after itself a
-    query sees."""
+    query sees. `FROM_ZERO`: queries see the keys from the first one on. `HAS_WHOLE`: some key tiles may be seen
+    as a whole by a tile of queries; a window is short, and all of its tiles are masked."""
 
     sink_logits: Any
     slopes: Any
@@ -38,6 +39,8 @@ class HopperFeatures(NamedTuple):
     CHUNK: Any
     AFTER: Any
     SOFTCAP: Any
+    FROM_ZERO: Any
+    HAS_WHOLE: Any
 
 
 def features_of(variants: Sequence[Variant], scale: float, causal: bool) -> tuple[HopperFeatures, float]:
@@ -69,4 +72,6 @@ def features_of(variants: Sequence[Variant], scale: float, causal: bool) -> tupl
         tl.constexpr(chunk),
         tl.constexpr(0 if causal else _ALL_AFTER),
         tl.constexpr(cap_scale != 0.0),
+        tl.constexpr(not window and not chunk),
+        tl.constexpr(not window),
     ), score_scale * LOG2_E

@@ -5,6 +5,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, warpgroup_mma
 
+from .prefill_hopper_tiles import product_layout
+
 
 @gluon.constexpr_function
 def copy_layout(width):
@@ -19,10 +21,19 @@ def tile_layout(width):
     return gl.NVMMASharedLayout(min(int(width), 128), 8, 2)
 
 
-@gluon.constexpr_function
-def product_layout(width):
-    """Returns the layout of what a wgmma of fp8 computes, `width` columns for each row."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, int(width), 32])
+@gluon.jit
+def allocate_tiles(NUM: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Returns room for `NUM` tiles in shared memory, `[NUM, ROWS, WIDTH]`, as a tuple of one piece."""
+    return (gl.allocate_shared_memory(gl.float8e4nv, [NUM, ROWS, WIDTH], tile_layout(WIDTH)),)
+
+
+@gluon.jit
+def copy_tile(source, stride, target, full):
+    """Starts the copy of a tile whose rows are `stride` bytes apart; the barrier `full` completes when it has
+    arrived."""
+    rows = gl.arange(0, target.shape[0], gl.SliceLayout(1, copy_layout(target.shape[1])))
+    start_copy(source, stride, rows, target)
+    async_copy.mbarrier_arrive(full, increment_count=False)
 
 
 @gluon.jit
@@ -37,22 +48,22 @@ def start_copy(source, stride, rows, target):
 
 
 @gluon.jit
-def copy_q(q, q_strides, tile, q_smem, q_full, GROUP: gl.constexpr):
-    """Starts the copy of a tile's queries; rows after the request's last repeat that row."""
-    layout: gl.constexpr = copy_layout(q_smem.shape[2])
-    ROWS: gl.constexpr = q_smem.shape[1]
+def copy_q(q, tile, q_smem, q_full, GROUP: gl.constexpr):
+    """Starts the copy of a tile's queries; rows after the request's last repeat that row. `q`: `Heads`."""
+    ROWS: gl.constexpr = q_smem[0].shape[1]
+    layout: gl.constexpr = copy_layout(q_smem[0].shape[2])
     kv_head, _row, first_row, num_rows, q_begin, _prefix = tile
     for half in gl.static_range(2):
         rows = first_row + half * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         rows = gl.minimum(rows, num_rows - 1)
         tokens = (q_begin + rows // GROUP).to(gl.int64)
-        places = tokens * q_strides[0] + (kv_head * GROUP + rows % GROUP) * q_strides[1]
-        start_copy(q, 1, places, q_smem.index(half))
+        places = tokens * q.stride_token + (kv_head * GROUP + rows % GROUP) * q.stride_head
+        start_copy(q.data, 1, places, q_smem[0].index(half))
     async_copy.mbarrier_arrive(q_full, increment_count=False)
 
 
 @gluon.jit
-def pack_fours(weights):
+def pack_fours(weights, q_half):
     """Rounds weights to e4m3, four of a thread in an int32: [rows, columns / 4].
 
     A thread holds columns 2t, 2t + 1, 2t + 8 and 2t + 9 of every 16. They are the keys 4t to 4t + 3 of the
@@ -91,18 +102,29 @@ def unpack_fours(fours, layout: gl.constexpr):
 
 
 @gluon.jit
-def begin_scores(q_half, k_tile, layout: gl.constexpr):
+def begin_scores(k_tile, q_half):
+    """Starts the computation of a tile's scores on the tensor cores."""
     fence_async_shared()  # makes what cp.async wrote visible to the asynchronous proxy of wgmma
-    ROWS: gl.constexpr = q_half.shape[0]
-    BLOCK_N: gl.constexpr = k_tile.shape[0]
-    s = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
-    return warpgroup_mma(q_half, k_tile.permute((1, 0)), s, use_acc=False, is_async=True)
+    ROWS: gl.constexpr = q_half[0].shape[0]
+    BLOCK_N: gl.constexpr = k_tile[0].shape[0]
+    s = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N, 8))
+    return warpgroup_mma(q_half[0], k_tile[0].permute((1, 0)), s, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def begin_part(p, v_tile, layout: gl.constexpr):
+def empty_output(tiles, ROWS: gl.constexpr):
+    """Returns the output before the first tile."""
+    DV: gl.constexpr = tiles.v[0].shape[1]
+    return (gl.zeros([ROWS, DV], gl.float32, product_layout(DV, 8)),)
+
+
+@gluon.jit
+def begin_part(fours, v_tile, out):
+    """Starts the computation of a tile's part of the output on the tensor cores. Returns it, and what this
+    reads."""
     fence_async_shared()
-    ROWS: gl.constexpr = p.shape[0]
-    DV: gl.constexpr = v_tile.shape[0]
-    part = gl.zeros([ROWS, DV], gl.float32, layout)
-    return warpgroup_mma(p, v_tile.permute((1, 0)), part, use_acc=False, is_async=True)
+    layout: gl.constexpr = out[0].type.layout
+    p = unpack_fours(fours, gl.DotOperandLayout(0, layout, 4))
+    part = gl.zeros(out[0].shape, gl.float32, layout)
+    part = warpgroup_mma(p, v_tile[0].permute((1, 0)), part, use_acc=False, is_async=True)
+    return (part,), (fours,)

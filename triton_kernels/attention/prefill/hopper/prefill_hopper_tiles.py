@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .prefill_hopper_items import find_inner_slots, find_slots, row_pointers
+from .hopper_slots import find_inner_slots, find_slots
 
 WARPS = gl.constexpr(4)  # of a warpgroup, which executes a wgmma together
 
@@ -56,9 +56,9 @@ def slots_layout(width):
 
 
 @gluon.constexpr_function
-def output_layout(width):
-    """Returns the layout of a piece of the output, which a wgmma computes."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, int(width), 16])
+def product_layout(width, element_bits=16):
+    """Returns the layout of what a wgmma computes, `width` columns for each row, from elements of some bits."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, int(width), 256 // int(element_bits)])
 
 
 @gluon.jit
@@ -110,6 +110,27 @@ def find_inner_slots_of_pieces(index, row, key_tile, exists, tiles):
 
 
 @gluon.jit
+def row_pointers(head, slots, stride, layout: gl.constexpr, D: gl.constexpr):
+    """Returns pointers to a head's rows at `slots`: [BLOCK_N, D]. Elements have 2 bytes, and a stride is less
+    than 2**30 of them.
+
+    An offset has 64 bits, but slot and stride have 32, of which one instruction makes a pointer. Written in
+    Gluon, both are extended first, and there are four.
+    """
+    head += gl.arange(0, D, gl.SliceLayout(0, layout))
+    pointers = gl.inline_asm_elementwise(
+        "mad.wide.s32 $0, $1, $2, $3;",
+        "=l,r,r,l",
+        [slots[:, None], 2 * stride, head.to(gl.int64)[None, :]],
+        dtype=gl.int64,
+        is_pure=True,
+        pack=1,
+    )
+    pointers = pointers.to(head.dtype.scalar)
+    return gl.max_contiguous(gl.multiple_of(pointers, [1, 16]), [1, 8])
+
+
+@gluon.jit
 def copy_rows(head, slots, stride, tile, full):
     """Starts the copy of one head's K or V at `slots`; the barrier `full` completes when it has arrived."""
     for i in gl.static_range(len(tile)):
@@ -120,27 +141,27 @@ def copy_rows(head, slots, stride, tile, full):
 
 
 @gluon.jit
-def _q_pointers(q, q_strides, tile, half, GROUP: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
+def _q_pointers(data, q, tile, half, GROUP: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
     layout: gl.constexpr = copy_layout(D)
     kv_head, _row, first_row, num_rows, q_begin, _prefix = tile
-    stride_q_t, stride_q_h = q_strides
     dims = gl.arange(0, D, gl.SliceLayout(0, layout))
     rows = first_row + half * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     rows = gl.minimum(rows, num_rows - 1)
     tokens = (q_begin + rows // GROUP).to(gl.int64)
     heads = kv_head * GROUP + rows % GROUP
-    return q + (tokens * stride_q_t + heads * stride_q_h)[:, None] + dims[None, :]
+    return data + (tokens * q.stride_token + heads * q.stride_head)[:, None] + dims[None, :]
 
 
 @gluon.jit
-def copy_q(q, q_strides, tile, q_smem, q_full, GROUP: gl.constexpr):
-    """Starts the copy of a tile's queries; rows after the request's last repeat that row."""
+def copy_q(q, tile, q_smem, q_full, GROUP: gl.constexpr):
+    """Starts the copy of a tile's queries; rows after the request's last repeat that row. `q`: `Heads`."""
+    data = q.data
     for i in gl.static_range(len(q_smem)):
         for half in gl.static_range(2):
             target = q_smem[i].index(half)
-            pointers = _q_pointers(q, q_strides, tile, half, GROUP, target.shape[0], target.shape[1])
+            pointers = _q_pointers(data, q, tile, half, GROUP, target.shape[0], target.shape[1])
             async_copy.async_copy_global_to_shared(target, pointers)
-        q += q_smem[i].shape[2]
+        data += q_smem[i].shape[2]
     async_copy.mbarrier_arrive(q_full, increment_count=False)
 
 
@@ -149,10 +170,11 @@ def copy_q(q, q_strides, tile, q_smem, q_full, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def begin_scores(k_tile, q_half, layout: gl.constexpr):
+def begin_scores(k_tile, q_half):
     """Starts the computation of a tile's scores on the tensor cores."""
     ROWS: gl.constexpr = q_half[0].shape[0]
     BLOCK_N: gl.constexpr = k_tile[0].shape[0]
+    layout: gl.constexpr = product_layout(BLOCK_N)
     fence_async_shared()  # makes what cp.async wrote visible to the asynchronous proxy of wgmma
     s = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
     for i in gl.static_range(len(k_tile)):
@@ -161,22 +183,47 @@ def begin_scores(k_tile, q_half, layout: gl.constexpr):
 
 
 @gluon.jit
-def empty_output(v_smem, ROWS: gl.constexpr):
+def empty_output(tiles, ROWS: gl.constexpr):
     """Returns the output before the first tile, in pieces."""
     acc = ()  # type: tuple
-    for i in gl.static_range(len(v_smem)):
-        acc += (gl.full([ROWS, v_smem[i].shape[2]], 0.0, gl.float32, output_layout(v_smem[i].shape[2])),)
+    for i in gl.static_range(len(tiles.v)):
+        acc += (gl.full([ROWS, tiles.v[i].shape[2]], 0.0, gl.float32, product_layout(tiles.v[i].shape[2])),)
     return acc
 
 
 @gluon.jit
-def begin_output(p, v_tile, acc):
-    """Starts adding a tile's weights times V to the output on the tensor cores."""
+def pack_pairs(weights, q_half):
+    """Rounds weights to the type of q, of 16 bits, two neighbouring columns in an int32: [rows, columns / 2].
+
+    A loop that carries 16-bit values would have the compiler take every pair apart and put it together again.
+    """
+    low, high = gl.split(weights.reshape([weights.shape[0], weights.shape[1] // 2, 2]))
+    PAIR: gl.constexpr = "bf16x2" if q_half[0].dtype == gl.bfloat16 else "f16x2"
+    return gl.inline_asm_elementwise(
+        "cvt.rn." + PAIR + ".f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def unpack_pairs(pairs, dtype: gl.constexpr, layout: gl.constexpr):
+    """Returns what `pack_pairs` has packed, [rows, columns] of `dtype`, in the layout of an operand."""
+    low = pairs.to(gl.int16).to(dtype, bitcast=True)
+    high = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
+    both = gl.join(low, high).reshape([pairs.shape[0], pairs.shape[1] * 2])
+    return gl.convert_layout(both, layout)
+
+
+@gluon.jit
+def begin_output(pairs, v_tile, acc):
+    """Starts adding a tile's weights times V to the output on the tensor cores. Returns the output, and what
+    these products read."""
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
+    p = unpack_pairs(pairs, v_tile[0].dtype, p_layout)
     found = ()  # type: tuple
     for i in gl.static_range(len(v_tile)):
         weights = gl.convert_layout(p, gl.DotOperandLayout(0, acc[i].type.layout, 2))
         found += (warpgroup_mma(weights, v_tile[i], acc[i], is_async=True),)
-    return found
+    return found, (p,)
 
 
 @gluon.jit

@@ -1,0 +1,291 @@
+"""What the kernels for compute capability 9 do with a tile's scores, and all that they know of the features of
+a call (Gluon): which keys a tile's queries see, and the running softmax of a warpgroup's rows."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
+
+_LOG2_E = gl.constexpr(LOG2_E)
+
+
+class SoftmaxRows(NamedTuple):
+    """What the softmax needs of the rows of a warpgroup, each `[ROWS]` except `origin` and `tree`.
+
+    `positions`: of the queries. `last_keys`: that they see. With ALiBi, `slopes`, in units of the scores, and
+    `bias`, by which the scores in the loop are larger than they should be, since the bias of ALiBi is counted
+    from the key `origin`, the tile's last: the numbers of the keys that count are small, so those of millions
+    of tokens lose no precision. With a tree of guesses, `tree`: pointers to the words of each row, how many
+    there are, and the request's first query.
+    """
+
+    positions: Any
+    last_keys: Any
+    origin: Any
+    slopes: Any
+    bias: Any
+    tree: Any
+
+
+@gluon.jit
+def keys_of(tile, piece, features, shape, SHARES: gl.constexpr):
+    """Returns the keys [begin, end) that the tile's queries see, and the key tiles [first, last] that hold
+    them; of the keys that the item is limited to, which is a whole number of key tiles."""
+    _kv_head, _row, first_row, num_rows, _q_begin, prefix = tile
+    begin = 0
+    if features.WINDOW > 0:
+        begin = gl.maximum(prefix + first_row // shape.GROUP - features.WINDOW + 1, 0)
+    if features.CHUNK > 0:
+        begin = gl.maximum(prefix + first_row // shape.GROUP, 0) // features.CHUNK * features.CHUNK
+    end = prefix + (gl.minimum(first_row + shape.BLOCK_M, num_rows) - 1) // shape.GROUP + 1
+    if features.AFTER > 0:
+        end = gl.minimum(end + features.AFTER, prefix + num_rows // shape.GROUP)
+    if SHARES:
+        begin = gl.maximum(begin, piece[0])
+        end = gl.minimum(end, piece[1])
+    return begin, end, begin // shape.BLOCK_N, gl.cdiv(gl.maximum(end, 0), shape.BLOCK_N) - 1
+
+
+@gluon.jit
+def end_of_whole(tile, keys, features, shape, HALF: gl.constexpr, SHARES: gl.constexpr):
+    """Returns where the key tiles end that all rows of a warpgroup see as a whole: those after it need masks,
+    and those before it, from the first one on, need none. `keys`: of `keys_of`."""
+    _begin, _end, first, last = keys
+    first_row, prefix = tile[2] + HALF * (shape.BLOCK_M // 2), tile[5]
+    whole = first
+    if features.HAS_WHOLE:
+        seen_by_all = prefix + first_row // shape.GROUP + 1 + features.AFTER
+        if features.tree is not None:
+            seen_by_all = gl.minimum(seen_by_all, prefix)
+        whole = gl.minimum(gl.maximum(seen_by_all, 0) // shape.BLOCK_N, last)
+    if SHARES:
+        whole = gl.maximum(whole, first)
+    if features.CHUNK > 0:
+        # Unless the last row's chunk begins where the key tiles do, all of them are masked. Such tiles of two
+        # chunks are few, if a chunk is much longer than the tile's queries.
+        last_position = prefix + (gl.minimum(first_row + shape.BLOCK_M // 2, tile[3]) - 1) // shape.GROUP
+        begin = gl.maximum(last_position, 0) // features.CHUNK * features.CHUNK
+        whole = gl.where(begin <= first * shape.BLOCK_N, whole, first)
+    return whole
+
+
+@gluon.jit
+def joins_sinks(tile, piece, features, shape, SHARES: gl.constexpr):
+    """Returns whether the sinks of a softmax join an item: of a tile's parts, they join the first."""
+    joins = True
+    if SHARES and features.sink_logits is not None:
+        joins = piece[0] <= keys_of(tile, piece, features, shape, False)[0]
+    return joins
+
+
+@gluon.jit
+def start_softmax(tile, joins, features, shape, HALF: gl.constexpr, layout: gl.constexpr):
+    """Returns the peak and the sum with which the softmax of a warpgroup's rows starts; as `start_softmax` of
+    the variants' hooks, with one `joins` for all rows."""
+    ROWS: gl.constexpr = shape.BLOCK_M // 2
+    # The peak starts at a finite number, not at -inf: weights of a row whose keys are all masked are 0, not
+    # NaN.
+    peak = gl.full([ROWS], -1.0e30, gl.float32, layout)
+    total = gl.full([ROWS], 0.0, gl.float32, layout)
+    if features.sink_logits is not None:
+        heads = tile[0] * shape.GROUP + (tile[2] + HALF * ROWS + gl.arange(0, ROWS, layout)) % shape.GROUP
+        sinks = gl.where(joins, gl.load(features.sink_logits + heads) * _LOG2_E, float("-inf"))
+        peak = gl.maximum(peak, sinks)
+        total = gl.exp2(sinks - peak)
+    return peak, total
+
+
+@gluon.jit
+def scales_in(scales, unit, features):
+    """Returns the `scales` of `online_softmax` for scores that have to be multiplied with `unit`."""
+    score_scale, cap_scale = scales
+    if features.SOFTCAP:
+        cap_scale *= unit
+    else:
+        score_scale *= unit
+    return score_scale, cap_scale
+
+
+@gluon.jit
+def start_rows(tile, end, peak, score_scale, features, shape, HALF: gl.constexpr, layout: gl.constexpr):
+    """Returns the `SoftmaxRows` of a warpgroup, whose keys end at `end`, and the peak as the loop counts it."""
+    ROWS: gl.constexpr = shape.BLOCK_M // 2
+    rows = tile[2] + HALF * ROWS + gl.arange(0, ROWS, layout)
+    positions = tile[5] + rows // shape.GROUP
+    last_keys = positions
+    if features.AFTER > 0:
+        last_keys = gl.minimum(positions + features.AFTER, end - 1)
+    origin = end - 1
+    slopes, bias = peak, peak  # without ALiBi, they are not used
+    if features.slopes is not None:
+        slopes = gl.load(features.slopes + tile[0] * shape.GROUP + rows % shape.GROUP) * _LOG2_E
+        bias = slopes * (origin - positions).to(gl.float32)
+        peak -= bias
+        slopes = slopes / score_scale
+    tree = (positions, 0, 0)  # without a tree of guesses, it is not used
+    if features.tree is not None:
+        row = gl.minimum(rows, tile[3] - 1) // shape.GROUP
+        words = features.tree + (tile[4] + row).to(gl.int64) * features.stride_tree
+        tree = (words, features.tree_words, tile[5])
+    return SoftmaxRows(positions, last_keys, origin, slopes, bias, tree), peak
+
+
+@gluon.jit
+def end_peak(peak, rows, features):
+    """Returns the peak of the loop as a peak of the scores, in base 2."""
+    if features.slopes is not None:
+        peak += rows.bias
+    return peak
+
+
+@gluon.jit
+def _hide_outside_tree(s, tree, first_key, last):
+    """Hides the keys after the column `last` of each row, and the queries' own keys whose bits are not set.
+
+    The 32 columns of a part of the tile have their bits in two neighbouring words of a row. Shifted by a
+    thread's columns, these have the thread's bits at positions that are constants to the compiler. Keys before
+    the queries count as set bits.
+    """
+    words, num_words, own_begin = tree
+    parts = s.reshape([s.shape[0], s.shape[1] // 32, 4, 8])
+    layout: gl.constexpr = parts.type.layout
+    of_eight: gl.constexpr = gl.SliceLayout(3, layout)
+    of_part: gl.constexpr = gl.SliceLayout(2, of_eight)
+    words = gl.convert_layout(words, gl.SliceLayout(1, of_part))[:, None]
+    begin = first_key - own_begin
+    word = (begin >> 5) + gl.arange(0, s.shape[1] // 32, gl.SliceLayout(0, of_part))[None, :]
+    low = gl.load(words + word, mask=(word >= 0) & (word < num_words), other=gl.where(word < 0, -1, 0))
+    word += 1
+    high = gl.load(words + word, mask=(word >= 0) & (word < num_words), other=gl.where(word < 0, -1, 0))
+    both = (high.to(gl.int64) << 32) | (low.to(gl.int64) & 0xFFFFFFFF)
+    bits = (both >> (begin & 31)).to(gl.int32)  # [rows, parts], bit c is that of the part's column c
+    last = gl.convert_layout(last, gl.SliceLayout(1, of_part))[:, None]
+    last -= 32 * gl.arange(0, s.shape[1] // 32, gl.SliceLayout(0, of_part))[None, :]
+    bits &= gl.where(last >= 31, -1, gl.where(last < 0, 0, (2 << (last & 31)) - 1))
+    column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, layout))))
+    bits = bits[:, :, None][:, :, :, None] >> column[None, :][None, :, :][None, :, :, :]
+    eight = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, of_eight)))[None, :][None, :, :]
+    shown = (bits & (1 << (8 * eight))[:, :, :, None]) != 0
+    return gl.convert_layout(gl.where(shown, parts, float("-inf")).reshape(s.shape), s.type.layout)
+
+
+@gluon.jit
+def _add_alibi(s, slopes):
+    """Adds slope * key to the scores, with one multiply-add each, as far as it is the same for 8 neighbouring
+    keys: these numbers are constants to the compiler. `_alibi_of_columns` is what is left."""
+    parts = s.reshape([s.shape[0], s.shape[1] // 8, 8])
+    layout: gl.constexpr = parts.type.layout
+    part = gl.arange(0, s.shape[1] // 8, gl.SliceLayout(0, gl.SliceLayout(2, layout))).to(gl.float32)
+    slopes = gl.convert_layout(slopes, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    parts += slopes[:, None][:, :, None] * (8.0 * part)[None, :][:, :, None]
+    return gl.convert_layout(parts.reshape(s.shape), s.type.layout)
+
+
+@gluon.jit
+def _alibi_of_columns(parts, slopes, first_key):
+    """Returns what ALiBi adds to every eighth score of a row, beside `_add_alibi`: [rows, 8]. A thread holds
+    two of the columns. `parts`: the scores, [rows, columns / 8, 8]."""
+    of_columns: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
+    column = gl.arange(0, 8, gl.SliceLayout(0, of_columns)).to(gl.float32) + first_key.to(gl.float32)
+    return gl.convert_layout(slopes, gl.SliceLayout(1, of_columns))[:, None] * column[None, :]
+
+
+@gluon.jit
+def _after_both(peak):
+    """Returns `peak` unchanged, but each of a thread's two rows' after both are known.
+
+    Otherwise ptxas computes the second row's peak after the first row's exponentials, and these wait for each
+    other. The smaller of a number and the least finite one is never larger than a peak.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .f32 a, b;
+        min.f32 a, $2, 0fFF7FFFFF;
+        min.f32 b, $3, 0fFF7FFFFF;
+        max.f32 $0, $2, b;
+        max.f32 $1, $3, a;
+        }""",
+        "=&f,=&f,f,f",
+        [peak],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def online_softmax(
+    s,
+    peak,
+    first_key,
+    rows,
+    scales,
+    features,
+    MASKED: gl.constexpr,
+    BOTH_ROWS_FIRST: gl.constexpr,
+    EXTRA_BITS: gl.constexpr,
+):
+    """Returns the weights of a tile's scores, the factor by which earlier sums decay, and the new peak; as in
+    `attend_keys`. `rows`: `SoftmaxRows`. `scales`: of the scores in base 2, and of those that are capped.
+    BOTH_ROWS_FIRST: as `_after_both` says, which pays for head dims over 64. EXTRA_BITS: the peak is kept so
+    much lower, and so weights and sums are 2**EXTRA_BITS times as large."""
+    layout: gl.constexpr = s.type.layout
+    BLOCK_N: gl.constexpr = s.shape[1]
+    score_scale, cap_scale = scales
+    if features.SOFTCAP:
+        s = 2.0 / (1.0 + gl.exp(-s * cap_scale)) - 1.0  # tanh
+    if features.slopes is not None:
+        s = _add_alibi(s, rows.slopes)
+    if MASKED:
+        columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+        last = rows.last_keys - first_key  # the last column that a row sees
+        if features.tree is not None:
+            s = _hide_outside_tree(s, rows.tree, first_key, last)
+        else:
+            s = gl.where(columns[None, :] <= last[:, None], s, float("-inf"))
+        if features.WINDOW > 0:
+            begin = rows.positions - first_key - features.WINDOW
+            s = gl.where(columns[None, :] > begin[:, None], s, float("-inf"))
+        if features.CHUNK > 0:
+            begin = rows.positions // features.CHUNK * features.CHUNK - first_key
+            s = gl.where(columns[None, :] >= begin[:, None], s, float("-inf"))
+    if features.slopes is not None:
+        parts = s.reshape([s.shape[0], BLOCK_N // 8, 8])
+        bias = _alibi_of_columns(parts, rows.slopes, first_key - rows.origin)  # [rows, 8]
+        most = gl.convert_layout(gl.max(gl.max(parts, 1) + bias, 1), gl.SliceLayout(1, layout))
+    else:
+        most = gl.convert_layout(gl.max(_thread_max(s), 1), gl.SliceLayout(1, layout))
+    most *= score_scale
+    if EXTRA_BITS:
+        most -= EXTRA_BITS
+    new_peak = gl.maximum(peak, most)
+    if BOTH_ROWS_FIRST:
+        new_peak = _after_both(new_peak)
+    if features.slopes is not None:
+        of_row: gl.constexpr = gl.SliceLayout(1, bias.type.layout)
+        base = gl.convert_layout(new_peak, of_row)[:, None] - bias * score_scale
+        weights = gl.exp2(parts * score_scale - base[:, None, :])
+        weights = gl.convert_layout(weights.reshape(s.shape), layout)
+    else:
+        weights = gl.exp2(s * score_scale - new_peak[:, None])
+    return weights, gl.exp2(peak - new_peak), new_peak
+
+
+# A row of a wgmma's accumulator is held by four threads, each with 2 neighbouring columns of every 8. Reducing
+# within threads first takes no shuffle, and in several chains instead of one it takes less time.
+
+
+@gluon.jit
+def _thread_max(s):
+    """Returns the maxima of the columns that one thread holds: [rows, 4]."""
+    parts = s.reshape([s.shape[0], s.shape[1] // 32, 4, 4, 2])
+    return gl.max(gl.max(gl.max(parts, 4), 2), 1)
+
+
+@gluon.jit
+def thread_sums(weights):
+    """Returns the sums of the columns that one thread holds: [rows, 4]."""
+    parts = weights.reshape([weights.shape[0], weights.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(parts, 3), 1)

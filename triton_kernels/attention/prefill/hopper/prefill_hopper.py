@@ -1,0 +1,193 @@
+"""Prefill in 16 bits on compute capability 9: rows of K and V are gathered by index (Gluon).
+
+The programs are those of `prefill_hopper_skeleton.py`. A tile's slots are found once for K and V, and a tile
+ahead, since the copy of K needs them. A tile of K and the tile of V before it become empty together, since
+their scores and their part of the output are computed together:
+
+    gathering       slots j-1 │ K j, V j │ slots j-2 │ K j-1, V j-1 │ …          next item: K, q, V │ …
+                                   │ full        ▲ empty
+    shared memory      K: 3 stages    V: 3 stages    q: one tile    (at head dim 128)
+
+`prefill_attention.py` and `prefill_tuning.py` say on which devices, for which shapes and strides this kernel
+runs, and how large its tiles are.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.records import Cache, Index, Outputs, Shape, heads_record
+from lightkv.triton_kernels.attention.variants.variant import Variant
+
+from .hopper_features import VARIANTS, features_of
+from .hopper_slots import in_gluon
+from .prefill_hopper_skeleton import Kind, Loading, Weighing, Work, run_program
+from .prefill_hopper_tiles import (
+    allocate_tiles,
+    begin_output,
+    begin_scores,
+    copy_q,
+    copy_rows,
+    empty_output,
+    find_inner_slots_of_pieces,
+    find_slots_of_pieces,
+    pack_pairs,
+    scale_rows,
+)
+
+__all__ = ["VARIANTS", "launch_hopper_prefill"]
+
+
+class _Rows(NamedTuple):
+    """Where rows of K and V are: what the hooks for loading get."""
+
+    cache: Cache
+    index: Index
+
+
+@gluon.jit
+def _start_rows(source, tile, keys, tiles):
+    k_head = source.cache.k + tile[0] * source.cache.stride_k_head
+    v_head = source.cache.v + tile[0] * source.cache.stride_v_head
+    return tile[1], k_head, v_head
+
+
+@gluon.jit
+def _find_last(source, place, keys, tiles):
+    return find_slots_of_pieces(source.index, place[0], keys[3], keys[0], keys[1], tiles.k)
+
+
+@gluon.jit
+def _find_before(source, place, keys, tiles, key_tile, exists, FROM_ZERO: gl.constexpr):
+    if FROM_ZERO:
+        slots = find_inner_slots_of_pieces(source.index, place[0], key_tile, exists, tiles.k)
+    else:
+        slots = find_slots_of_pieces(source.index, place[0], key_tile, keys[0], keys[1], tiles.k)
+    return slots
+
+
+@gluon.jit
+def _copy_k(source, place, slots, key_tile, target, full):
+    copy_rows(place[1], slots, source.cache.stride_k_slot, target, full)
+
+
+@gluon.jit
+def _copy_v(source, place, slots, key_tile, target, full):
+    copy_rows(place[2], slots, source.cache.stride_v_slot, target, full)
+
+
+@gluon.jit
+def _no_unit(source, tile):
+    return 1.0
+
+
+@gluon.jit
+def _add(out, products, before, decay):
+    """The products have `out` in them already."""
+    if decay is not None:
+        products = scale_rows(products, decay)
+    return products
+
+
+@gluon.jit
+def _same_output(source, tile, out):
+    return out
+
+
+@gluon.jit(do_not_specialize=["num_kv_heads"], do_not_specialize_on_alignment=["items", "counters"])
+def _hopper_kernel(
+    q,  # `Heads`
+    cache,  # `Cache`
+    index,  # `Index`
+    items,  # of `Work`, as counters and num_kv_heads
+    counters,
+    outputs,  # `Outputs`
+    num_kv_heads,
+    score_scale,
+    features,  # `HopperFeatures`
+    shape,  # `Shape`
+    STAGES: gl.constexpr,
+    SHARES: gl.constexpr,
+):
+    dtype: gl.constexpr = q.data.dtype.element_ty
+    run_program(
+        q,
+        allocate_tiles(dtype, 2, shape.BLOCK_M // 2, shape.DK),
+        allocate_tiles(dtype, STAGES, shape.BLOCK_N, shape.DK),
+        allocate_tiles(dtype, STAGES, shape.BLOCK_N, shape.DV),
+        _Rows(cache, index),
+        (),
+        Work(items, counters, num_kv_heads),
+        outputs,
+        (score_scale, features.cap_scale),
+        features,
+        shape,
+        Kind(
+            Loading(_start_rows, _find_last, _find_before, _copy_k, _copy_v, copy_q),
+            Weighing(
+                _no_unit,
+                empty_output,
+                begin_scores,
+                pack_pairs,
+                begin_output,
+                _add,
+                _same_output,
+                False,
+                0,
+                shape.DV > 64,
+            ),
+            True,
+        ),
+        STAGES,
+        SHARES,
+        208 if shape.DV > 128 else 200,
+    )
+
+
+def launch_hopper_prefill(
+    q: Tensor,
+    cache: Cache,
+    index: Index,
+    items: Tensor,
+    counters: Tensor,
+    outputs: Outputs,
+    launch: tuning.Launch,
+    variants: Sequence[Variant],
+    num_shares: int,
+    scale: float,
+    causal: bool,
+) -> None:
+    """Computes the items of a plan, whose tiles have to be as high as `launch` says
+    (`prefill_tuning.hopper_prefill_launch`).
+
+    The tensors are as in `prefill_attention`, with q and the caches of one 16-bit type. The strides of q, the
+    caches and out, except the last ones, and their addresses in bytes have to be multiples of 16. The variants
+    are of `VARIANTS`. Nothing is checked.
+    """
+    num_heads, key_dim = q.shape[1:]
+    num_kv_heads, value_dim = cache.v.shape[1:]
+    num_programs = min(num_kv_heads * num_shares, tuning.device_class(q.device).num_multiprocessors)
+    features, score_scale = features_of(variants, scale, causal)
+    numbers = (
+        num_heads // num_kv_heads, key_dim, value_dim, launch.block_m, key_dim, value_dim, launch.block_n,
+        causal, 0, False,
+    )  # fmt: skip
+    _hopper_kernel[(num_programs,)](
+        heads_record(q),
+        cache,
+        in_gluon(index),
+        items,
+        counters,
+        outputs,
+        num_kv_heads,
+        score_scale,
+        features,
+        Shape(*map(gl.constexpr, numbers)),
+        STAGES=launch.num_stages,
+        SHARES=outputs.partial_out is not None,
+        num_warps=4,  # of the first warpgroup
+    )
