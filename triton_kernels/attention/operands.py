@@ -36,7 +36,7 @@ class Operands(NamedTuple):
     """K/V and variants as a launcher takes them."""
 
     cache: Cache
-    index: Index
+    index: Index  # type: ignore[assignment]  # hides the method of tuples
     variants: tuple[Variant, ...]
     format_code: int
     element_bits: tuple[int, int]  # of K and of V
@@ -67,9 +67,12 @@ def rebuild_operands(variants: str, tensors: Sequence[Tensor | None], numbers: S
         v,
         scales,
         v_scales,
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *((None, None) if scales is None else scales.stride()[:2]),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        None if scales is None else scales.stride(0),
+        None if scales is None else scales.stride(1),
         tl.constexpr(code),
     )
     end_tensors, end_numbers = _KV_TENSORS + num_tensors, _KV_NUMBERS + num_numbers

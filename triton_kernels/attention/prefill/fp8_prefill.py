@@ -37,7 +37,7 @@ def fp8_prefill_reason(device: torch.device, heads: HeadShape) -> str | None:
     if heads.key_dim not in HEAD_DIMS or heads.value_dim != heads.key_dim:
         return f"it is for heads of {HEAD_DIMS} dims, and these have {heads.key_dim} and {heads.value_dim}"
     try:
-        from . import prefill_fp8_hopper  # noqa: F401 - its import takes time, and needs Gluon
+        from .hopper import prefill_fp8_hopper  # noqa: F401 - its import takes time, and needs Gluon
     except ImportError as error:
         return f"it is written in Triton's Gluon, which cannot be imported ({error})"
     return None

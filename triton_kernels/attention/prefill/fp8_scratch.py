@@ -213,7 +213,7 @@ def _words_of(stored: Tensor, out: Tensor, dim: int) -> _Words:
     """Returns K or V and its scratch as the kernel takes them."""
     words = stored.view(torch.int32)
     constants = tl.constexpr(dim // 4), tl.constexpr(tuning.padded_dim(dim) // 4)
-    return _Words(words, out.view(torch.int32), *words.stride()[:2], *constants)
+    return _Words(words, out.view(torch.int32), words.stride(0), words.stride(1), *constants)
 
 
 def _check(kv: PagedKV, rows: Tensor, lengths: Tensor, scratch: Fp8Scratch) -> None:

@@ -15,7 +15,7 @@ from lightkv.triton_kernels.attention.mixed_attention import (
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.variants import Chunk, SinkLogits, Window
 from lightkv.triton_kernels.attention.variants.variant import limits
-from lightkv.triton_kernels.write.inputs import Biases, StoredKV
+from lightkv.triton_kernels.write.inputs import NO_BIASES, StoredKV
 from lightkv.triton_kernels.write.write_kv import write_kv, write_kv_reference
 
 from .arguments import AttentionInputType, PredefinedAttentionMask, merge_attention_forward_args
@@ -92,8 +92,10 @@ class AttentionBackend:
 
     @qkv_bias.setter
     def qkv_bias(self, bias: torch.Tensor | None) -> None:
-        made = None if bias is None else qkv_biases(bias, self.num_heads, self.num_kv_heads, self.head_dim)
-        self._qkv_bias, self._bias = bias, made
+        made = (
+            NO_BIASES if bias is None else qkv_biases(bias, self.num_heads, self.num_kv_heads, self.head_dim)
+        )
+        self._qkv_bias, self._biases = bias, made
 
     @classmethod
     def support_fused_rope(cls) -> bool:
@@ -165,10 +167,9 @@ class AttentionBackend:
 
         num_tokens = len(q) if step.is_padded else numbers.num_queries
         heads = q[:num_tokens].unflatten(1, (self.num_heads, self.head_dim))
-        if self._bias is not None:
-            if self._bias.q.device != q.device:
-                raise ValueError(f"qkv_bias is on {self._bias.q.device}, and q on {q.device}; move it there")
-            heads = biased(heads, self._bias.q)
+        if self._biases.q is not None and self._biases.q.device != q.device:
+            raise ValueError(f"qkv_bias is on {self._biases.q.device}, and q on {q.device}; move it there")
+        heads = biased(heads, self._biases.q)
         is_direct = output is not None and output.dtype == q.dtype and output.is_contiguous()
         found = output if is_direct and output is not None else q.new_empty(out_shape)
         out = found.view(len(q), self.num_heads, self.head_dim)
@@ -337,7 +338,7 @@ class AttentionBackend:
         return kv
 
     def _biased_keys(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return (k, v) if self._bias is None else (biased(k, self._bias.k), biased(v, self._bias.v))
+        return biased(k, self._biases.k), biased(v, self._biases.v)
 
     def _write(
         self,
@@ -354,9 +355,14 @@ class AttentionBackend:
         if step.sources is not None:
             sources, slots = step.sources[: len(k)], slots[: len(k)]
             k, v = k.index_select(0, sources), v.index_select(0, sources)
-        biases = Biases() if self._bias is None else self._bias._replace(q=None)
         write = write_kv if self._runs_kernels(k) else write_kv_reference
-        write(k, v, StoredKV(views.k, views.v, scales, views.format), slots, biases=biases)
+        write(
+            k,
+            v,
+            StoredKV(views.k, views.v, scales, views.format),
+            slots,
+            biases=self._biases._replace(q=None),
+        )
 
     def _scales(
         self, views: PageViews, metadata: AttentionMetadata, args: Any

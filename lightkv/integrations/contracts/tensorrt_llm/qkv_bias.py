@@ -21,6 +21,6 @@ def qkv_biases(bias: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: 
     return Biases(*split_qkv(bias.detach(), num_heads, num_kv_heads, head_dim))
 
 
-def biased(heads: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Returns heads `[tokens, heads, head_dim]` with their bias, added in float32 and rounded once."""
-    return (heads.float() + bias.float()).to(heads.dtype)
+def biased(heads: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Returns heads `[tokens, heads, head_dim]` with their bias, if any, added in float32 and rounded once."""
+    return heads if bias is None else (heads.float() + bias.float()).to(heads.dtype)

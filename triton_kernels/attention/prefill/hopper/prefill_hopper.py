@@ -46,7 +46,7 @@ class _Rows(NamedTuple):
     """Where rows of K and V are: what the hooks for loading get."""
 
     cache: Cache
-    index: Index
+    index: Index  # type: ignore[assignment]  # hides the method of tuples
 
 
 @gluon.jit
