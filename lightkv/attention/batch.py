@@ -27,12 +27,11 @@ class Batch:
     - `form`: how the sequences hold their tokens;
     - `shared`: which decodes read their first entries together (`sharing`);
     - `num_queries`: the tokens of each decode, at most what the backends take
-      (`AttentionBackend.most_decode_queries`); 1 in static tensors, where prefixes are shared, and in
-      the forms that say so.
+      (`AttentionBackend.most_decode_queries`); 1 in static tensors, where prefixes are shared,
+      and in forms that say so.
 
     `Batch.of` makes one in which every row has an entry for each token. A file of `lightkv.attention.forms`
-    makes another form of it. Raises ValueError where the
-    numbers make no batch.
+    makes another form of it. Raises ValueError where the numbers make no batch.
     """
 
     rows: np.ndarray

@@ -168,7 +168,8 @@ class AttentionBackend:
         num_tokens = len(q) if step.is_padded else numbers.num_queries
         heads = q[:num_tokens].unflatten(1, (self.num_heads, self.head_dim))
         if self._biases.q is not None and self._biases.q.device != q.device:
-            raise ValueError(f"qkv_bias is on {self._biases.q.device}, and q on {q.device}; move it there")
+            bias_device = self._biases.q.device
+            raise ValueError(f"qkv_bias is on {bias_device}, and q on {q.device}; move it there")
         heads = biased(heads, self._biases.q)
         is_direct = output is not None and output.dtype == q.dtype and output.is_contiguous()
         found = output if is_direct and output is not None else q.new_empty(out_shape)
