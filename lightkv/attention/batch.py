@@ -54,7 +54,8 @@ class Batch:
         if len(rows) and (counts.min() < 1 or (counts[num_prefills:] != self.num_queries).any()):
             raise ValueError(
                 f"counts {counts.tolist()} with {num_prefills} prefills: a prefill computes at least one "
-                f"token, a decode exactly {self.num_queries} (num_queries), and the prefills come first"
+                f"token, a decode exactly one, or here num_queries {self.num_queries}, and the prefills come "
+                "first"
             )
         if len(self.positions) != (num_tokens := int(counts.sum())):
             raise ValueError(f"{len(self.positions)} positions of {num_tokens} tokens: give one each")
@@ -99,7 +100,8 @@ class Batch:
         if not self.form.lookup.is_plain or self.num_queries > 1:
             raise ValueError(
                 f"prefixes {prefixes} of sequences of {self.form}, whose decodes have {self.num_queries} "
-                "tokens: only decodes of one token, with an entry for each, read them together; run these apart"
+                "tokens: only plain decodes of one token read together, otherwise each sequence reads its own; "
+                "run these apart"
             )
         begin = self.num_prefills
         return replace(

@@ -73,8 +73,8 @@ def test_speculation(run: Callable[..., Any]) -> None:
 def test_speculation_refuses_another_text(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     guess = speculation.generate
 
-    def wrong(*arguments: Any, num_proposed: int) -> Any:
-        found = guess(*arguments, num_proposed=num_proposed)
+    def wrong(*arguments: Any, num_proposed: int, **how: Any) -> Any:
+        found = guess(*arguments, num_proposed=num_proposed, **how)
         return found._replace(token_ids=[1, *found.token_ids[1:]]) if num_proposed else found
 
     monkeypatch.setattr(speculation, "generate", wrong)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels.attention.attention_scores import (
-    attention_lse,
     attention_scores,
     attention_scores_reference,
 )
@@ -20,6 +19,7 @@ from lightkv.triton_kernels.attention.lookups import Pages
 from lightkv.triton_kernels.attention.operands import flatten_operands
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.variants import SinkLogits, Softcap, Window
+from tests.support.scored import attention_lse
 
 
 class Case(NamedTuple):

@@ -445,7 +445,7 @@ def compare(case: Case, monkeypatch: pytest.MonkeyPatch, kind: str = "prefill_ho
             strides = *k.stride()[:2], *v.stride()[:2], None, None
             records = pointers(Cache(k, v, None, None, *strides, 0))
             hooks = TOKEN_TABLE.hooks._replace(place=TOKEN_TABLE.hooks.place.value.fn)
-            entries = pointers(Index(index, index.stride(0), 0, hooks, ()))
+            entries = pointers(Index(index, index.stride(0), 0, hooks, (), None))
             names["_hopper_kernel"](heads, records, entries, *lists, written, 2, score_scale, *of_call)
         else:
             keys, scales = scratch_of(cache, names["Fp8Keys"], names["Fp8Scales"])

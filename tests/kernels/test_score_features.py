@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_scores import (
-    attention_lse,
     attention_scores,
     attention_scores_reference,
 )
@@ -43,6 +42,7 @@ from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
 from lightkv.triton_kernels.attention.variants import Alibi, Chunk, TreeMask, ValueMask, Window
 from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
 from lightkv.triton_kernels.attention.variants.variant import limits
+from tests.support.scored import attention_lse
 
 QUICK = ["ALiBi", "window, full", "mask, each head", "tree"]
 

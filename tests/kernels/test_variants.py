@@ -26,7 +26,6 @@ from lightkv.memory.kv_memory import KVMemory
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention import variants as known
 from lightkv.triton_kernels.attention.attention_scores import (
-    attention_lse,
     attention_scores,
     attention_scores_reference,
 )
@@ -58,6 +57,7 @@ from lightkv.triton_kernels.attention.variants import (
 from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
 from lightkv.triton_kernels.attention.variants.hooks import Hooks
 from lightkv.triton_kernels.attention.variants.variant import Scored, flatten, limits, rebuild
+from tests.support.scored import attention_lse
 
 
 def _values(batch: Batch) -> ValueMask:
@@ -290,13 +290,7 @@ class Weighed(Variant):
 @pytest.fixture
 def _with_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known, "VARIANTS", (Weighed, *VARIANTS))
-    for name in (
-        "attention_scores",
-        "decode.decode_attention",
-        "decode.decode_plan",
-        "prefill.prefill_attention",
-        "prefill.prefill_plan",
-    ):
+    for name in ("operands", "decode.decode_plan", "prefill.prefill_plan"):
         module = importlib.import_module(f"lightkv.triton_kernels.attention.{name}")
         monkeypatch.setattr(module, "VARIANTS", (Weighed, *VARIANTS))
 

@@ -98,24 +98,6 @@ def _attention_scores(
 _attention_scores.register_fake(lambda *_: None)  # the outputs are arguments
 
 
-def attention_lse(
-    q: Tensor,
-    kv: PagedKV,
-    rows: Tensor,
-    q_starts: Tensor,
-    query_positions: Tensor,
-    lengths: Tensor,
-    options: AttentionOptions = DEFAULT_OPTIONS,
-    *,
-    max_q_len: int,
-) -> Tensor:
-    """Computes the log-sum-exp of each query's scores, in base 2, the head's sink included: float32 `[T, H]`,
-    -inf where a query sees no key and has no sink, or belongs to no request. Arguments and errors are those of
-    `attention_scores`."""
-    batch = ScoredBatch(rows, q_starts, query_positions, lengths)
-    return _compute(q, kv, batch, options, max_q_len, None)
-
-
 def attention_scores(
     q: Tensor,
     kv: PagedKV,
@@ -195,7 +177,7 @@ def attention_scores_reference(
     *,
     width: int,
 ) -> tuple[Tensor, Tensor]:
-    """Computes `attention_scores` `[B, width]` and `attention_lse` `[T, H]` in plain torch, one request at a
+    """Computes `attention_scores` `[B, width]` and `scores_lse` `[T, H]` in plain torch, one request at a
     time, in float32, or in float64 where q is. Reads rows, q_starts and lengths on the host, so on a GPU it
     synchronises."""
     dtype = torch.promote_types(q.dtype, torch.float32)

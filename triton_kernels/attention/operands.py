@@ -7,14 +7,14 @@ from typing import NamedTuple
 import triton.language as tl
 from torch import Tensor
 
+from lightkv.triton_kernels.attention.lookups.lookup import FlatLookup
+from lightkv.triton_kernels.attention.variants.variant import Flat, Variant, flatten, rebuild
 from lightkv.triton_kernels.quantised.unpack import as_words
 
 from .lookups import LOOKUPS
-from .lookups.lookup import FlatLookup
 from .paged_kv import PagedKV
 from .records import Cache, Index
 from .variants import VARIANTS
-from .variants.variant import Flat, Variant, flatten, rebuild
 
 _KV_TENSORS, _KV_NUMBERS = 5, 6  # those of the lookup and of the variants follow
 

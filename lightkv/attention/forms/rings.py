@@ -48,8 +48,8 @@ def over_rings(batch: Batch, ring: Ring) -> Batch:
         raise ValueError(
             f"{num_prefills} prefills among {len(starts)} rings, which are {batch.form} already, read "
             f"{batch.shared} together, and have {batch.num_queries} tokens a decode: a step over rings has "
-            "prefills or decodes of one token only, and gets positions instead of dropped tokens and sinks; run"
-            " the others in another step"
+            "prefills or decodes only, these of one token, and gets positions instead of dropped tokens and "
+            "sinks; run the others in another step"
         )
     if not num_prefills:
         return replace(batch, form=Rings(ring))
@@ -80,6 +80,13 @@ class _OnRings(Form):
             f"a mask in a step over {self.ring}: its columns are the positions of sequences that hold all "
             "their tokens; run the sequences with a mask in a step of their own"
         )
+
+    def check_table(self, numbers: Numbers, table: TokenTable) -> None:
+        if self.ring.capacity > table.max_entries:
+            raise ValueError(
+                f"{self.ring} takes {self.ring.capacity} entries of a row, and the table's rows have "
+                f"{table.max_entries} entries; make the table longer, or the ring smaller"
+            )
 
     def places(self, numbers: Numbers, table: TokenTable) -> np.ndarray:
         positions = packed_positions(numbers.starts, numbers.counts)

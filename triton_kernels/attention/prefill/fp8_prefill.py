@@ -37,7 +37,8 @@ def fp8_prefill_reason(device: torch.device, heads: HeadShape) -> str | None:
     if heads.key_dim not in HEAD_DIMS or heads.value_dim != heads.key_dim:
         return f"it is for heads of {HEAD_DIMS} dims, and these have {heads.key_dim} and {heads.value_dim}"
     try:
-        from .hopper import prefill_fp8_hopper  # noqa: F401 - its import takes time, and needs Gluon
+        # The import takes time, and needs Gluon.
+        from lightkv.triton_kernels.attention.prefill.hopper import prefill_fp8_hopper  # noqa: F401
     except ImportError as error:
         return f"it is written in Triton's Gluon, which cannot be imported ({error})"
     return None
