@@ -70,7 +70,7 @@ class Worker:
         What is missed, say because a row's rest depends on what a kernel computes, is compiled when the row is
         opened."""
         ahead, failed = load(Path(__file__).parents[2] / "triton_kernels" / "compile_ahead.py"), {}
-        with torch.inference_mode(), ahead.compile_ahead(self._device):
+        with torch.inference_mode(), ahead.compile_ahead():
             for name in names:
                 try:
                     torch.manual_seed(0)
