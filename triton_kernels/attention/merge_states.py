@@ -22,7 +22,9 @@ def add_parts(acc, total, peak, tile, part_lse):
     new_peak = tl.maximum(peak, tl.max(part_lse, 0))
     weights = tl.exp2(part_lse - new_peak)
     decay = tl.exp2(peak - new_peak)
-    return acc * decay + tl.sum(weights[:, None] * tile, 0), total * decay + tl.sum(weights, 0), new_peak
+    total = total * decay + tl.sum(weights, 0)
+    acc = acc * decay + tl.sum(weights[:, None] * tile, 0)
+    return acc, total, new_peak
 
 
 @triton.jit(do_not_specialize=["num_parts"])

@@ -4,7 +4,7 @@ is loaded once, and the program's cosines and sines serve all of its heads."""
 import triton
 import triton.language as tl
 
-from .records import Store, dims_block, load_dims
+from .records import Store, dims_block, load_dims, place_of
 
 
 @triton.constexpr_function
@@ -33,7 +33,7 @@ def _store_dims(target, numbers, dims, valid, END: tl.constexpr):
 
 
 @triton.jit
-def _write_head(source, target, scales, heads, head, angles, tile, IN_PLACE: tl.constexpr):
+def _write_head(source, stored, slot, heads, head, angles, tile, IN_PLACE: tl.constexpr):
     """Adds the bias, rotates the first 2 * PAIRS dims, and copies the other dims."""
     D: tl.constexpr = heads.DIM
     PAIRS: tl.constexpr = heads.PAIRS
@@ -41,6 +41,7 @@ def _write_head(source, target, scales, heads, head, angles, tile, IN_PLACE: tl.
     BLOCK_T: tl.constexpr = tile.valid.shape[0]
     BLOCK_PAIRS: tl.constexpr = _pairs_block(PAIRS)
     valid = tile.valid
+    target, _ = place_of(source, stored, slot, head, IN_PLACE)
     pairs = tl.arange(0, BLOCK_PAIRS)
     both = tl.arange(0, 2 * BLOCK_PAIRS)
     rest_dims = tl.arange(0, dims_block(D - 2 * PAIRS)) + 2 * PAIRS

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .head_tiles import write_elements
-from .records import Store, dims_block, load_dims
+from .records import Store, dims_block, load_dims, place_of
 
 
 @triton.jit
@@ -45,12 +45,14 @@ def _load_head(source, heads, head, angles, valid):
 
 
 @triton.jit
-def _write_head(source, target, scales, heads, head, angles, tile, IN_PLACE: tl.constexpr):
+def _write_head(source, stored, slot, heads, head, angles, tile, IN_PLACE: tl.constexpr):
     D: tl.constexpr = heads.DIM
     BLOCK_T: tl.constexpr = tile.valid.shape[0]
     numbers = _load_head(source, heads, head, angles, tile.valid)
     if IN_PLACE:
         tl.debug_barrier()  # other threads read the elements that a thread writes
+    # After the loads, which otherwise would wait for the slots.
+    target, scales = place_of(source, stored, slot, head, IN_PLACE)
     write_elements(numbers, target, scales, tile.valid, heads.ELEMENTS, D, dims_block(D), BLOCK_T)
 
 

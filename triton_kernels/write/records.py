@@ -58,9 +58,9 @@ class Store(NamedTuple):
     """How a program writes a head of each of its tokens, as two hooks.
 
     `angles(angles, tile, PAIRS)` returns what `write` needs of the rotation, once a program.
-    `write(source, target, scales, heads, head, angles, tile, IN_PLACE)` loads a head of each token from
-    `source`, adds its bias, rotates it, and stores it at `target` with its scales; all three are pointers
-    `[BLOCK_T, 1]`, and those to scales have no meaning where elements have none.
+    `write(source, stored, slot, heads, head, angles, tile, IN_PLACE)` loads a head of each token from the
+    pointers `source`, adds its bias, rotates it, and stores it with its scales: in `stored`, a `StoredHeads`, at
+    `slot`, or IN_PLACE at `source` again; `source` and `slot` are `[BLOCK_T, 1]`.
     APART: two programs write K and V of a head, and not one.
     """
 
@@ -84,6 +84,18 @@ class Shape(NamedTuple):
 def dims_block(dims):
     """Returns the width of a tile of so many dims, as `tuning.padded_dim` does."""
     return max(16, triton.next_power_of_2(dims))
+
+
+@triton.jit
+def place_of(source, stored, slot, head, IN_PLACE: tl.constexpr):
+    """Returns pointers to where a head of each token and its scales are stored, [BLOCK_T, 1]; those to scales
+    have no meaning where there are none."""
+    target = source if IN_PLACE else stored.data + slot * stored.stride_slot + head * stored.stride_head
+    scales = target
+    if stored.HAS_SCALES and not IN_PLACE:
+        scales = stored.scales + slot * stored.stride_scales_slot + head * stored.stride_scales_head
+        scales += stored.FIRST_COLUMN
+    return target, scales
 
 
 @triton.jit

@@ -29,12 +29,7 @@ def _write_stored(heads, stored, head, slot, angles, tile, store):
     """Writes head number `head` of each token's K or V to its slot [BLOCK_T, 1]."""
     head = head.to(tl.int64)
     source = heads.data + tile.token[:, None] * heads.stride_token + head * heads.stride_head
-    target = stored.data + slot * stored.stride_slot + head * stored.stride_head
-    scales = target
-    if stored.HAS_SCALES:
-        scales = stored.scales + slot * stored.stride_scales_slot + head * stored.stride_scales_head
-        scales += stored.FIRST_COLUMN
-    store.write(source, target, scales, heads, head, angles, tile, False)
+    store.write(source, stored, slot, heads, head, angles, tile, False)
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
@@ -77,7 +72,7 @@ def _write_kv_kernel(
         for i in tl.static_range(0, shape.HEADS):
             head = ((program - shape.KV_PROGRAMS) * shape.HEADS + i).to(tl.int64)
             place = queries.data + token[:, None] * queries.stride_token + head * queries.stride_head
-            store.write(place, place, place, queries, head, angles, tile, True)
+            store.write(place, stored_keys, place, queries, head, angles, tile, True)
 
 
 # No defaults: torch 2.11 does not fill them in where it records which tensors an operator wrote to. `elements`:
