@@ -88,7 +88,7 @@ def dims_block(dims):
 
 @triton.jit
 def place_of(source, stored, slot, head, IN_PLACE: tl.constexpr):
-    """Returns pointers to where a head of each token and its scales are stored, [BLOCK_T, 1]; those to scales
+    """Returns pointers to where a head of each token and its scales are stored, [BLOCK_T, 1]. Those to scales
     have no meaning where there are none."""
     target = source if IN_PLACE else stored.data + slot * stored.stride_slot + head * stored.stride_head
     scales = target
