@@ -59,7 +59,7 @@ class Store(NamedTuple):
 
     `angles(angles, tile, PAIRS)` returns what `write` needs of the rotation, once a program.
     `write(source, stored, slot, heads, head, angles, tile, IN_PLACE)` loads a head of each token from the
-    pointers `source`, adds its bias, rotates it, and stores it with its scales: in `stored`, a `StoredHeads`, at
+    pointers `source`, adds its bias, rotates it, and stores it with its scales: in `stored`, `StoredHeads`, at
     `slot`, or IN_PLACE at `source` again; `source` and `slot` are `[BLOCK_T, 1]`.
     APART: two programs write K and V of a head, and not one.
     """

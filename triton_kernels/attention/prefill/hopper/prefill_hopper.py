@@ -42,6 +42,13 @@ from .prefill_hopper_tiles import (
 __all__ = ["VARIANTS", "launch_hopper_prefill"]
 
 
+@gluon.constexpr_function
+def _compute_registers(key_dim, value_dim):
+    """Returns the registers of a thread that computes; with more, the threads that gather spill. A tile of
+    several pieces has slots of its own for each."""
+    return 224 if key_dim == value_dim and key_dim in (128, 256) else 208
+
+
 class _Rows(NamedTuple):
     """Where rows of K and V are: what the hooks for loading get."""
 
@@ -144,7 +151,7 @@ def _hopper_kernel(
         ),
         STAGES,
         SHARES,
-        208 if shape.DV > 128 else 200,
+        _compute_registers(shape.DK, shape.DV),
     )
 
 

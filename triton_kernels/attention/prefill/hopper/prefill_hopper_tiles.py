@@ -25,6 +25,9 @@ from .hopper_slots import find_inner_slots, find_slots
 WARPS = gl.constexpr(4)  # of a warpgroup, which executes a wgmma together
 
 
+_CHUNK = gl.constexpr(64)  # elements of 128 bytes, within which shared memory is swizzled
+
+
 @gluon.constexpr_function
 def num_pieces(head_dim):
     return int(head_dim).bit_count()
@@ -45,8 +48,10 @@ def tile_layout(head_dim, piece):
 
 @gluon.constexpr_function
 def copy_layout(width):
-    """Returns the layout of a copy: a thread copies 16 bytes of a row, its neighbours the rest."""
-    return gl.BlockedLayout([1, 8], [256 // int(width), int(width) // 8], [4, 1], [1, 0])
+    """Returns the layout of a copy: a thread copies 16 of every 128 bytes of a row, its neighbours the rest. So
+    few threads share a row, and each needs few slots."""
+    columns = max(min(int(width), _CHUNK) // 8, 1)
+    return gl.BlockedLayout([1, 8], [32 // columns, columns], [4, 1], [1, 0])
 
 
 @gluon.constexpr_function
@@ -115,9 +120,11 @@ def row_pointers(head, slots, stride, layout: gl.constexpr, D: gl.constexpr):
     than 2**30 of them.
 
     An offset has 64 bits, but slot and stride have 32, of which one instruction makes a pointer. Written in
-    Gluon, both are extended first, and there are four.
+    Gluon, both are extended first, and there are four. It makes that of a thread's first 16 bytes; the others
+    are 128 bytes and more behind, which are constants of the copies.
     """
-    head += gl.arange(0, D, gl.SliceLayout(0, layout))
+    dims = gl.arange(0, D, gl.SliceLayout(0, layout))
+    head += dims % _CHUNK
     pointers = gl.inline_asm_elementwise(
         "mad.wide.s32 $0, $1, $2, $3;",
         "=l,r,r,l",
@@ -126,7 +133,7 @@ def row_pointers(head, slots, stride, layout: gl.constexpr, D: gl.constexpr):
         is_pure=True,
         pack=1,
     )
-    pointers = pointers.to(head.dtype.scalar)
+    pointers = pointers.to(head.dtype.scalar) + (dims // _CHUNK * _CHUNK)[None, :]
     return gl.max_contiguous(gl.multiple_of(pointers, [1, 16]), [1, 8])
 
 
