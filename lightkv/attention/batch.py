@@ -1,5 +1,7 @@
 """What a step computes, on the host: which rows, from where on, and how many tokens of each."""
 
+import reprlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -71,7 +73,7 @@ class Batch:
     ) -> "Batch":
         """Returns the batch of these numbers. The slots of its tokens have to be in the token table before a
         step is made of it. Raises ValueError."""
-        row, start, count = (np.array(numbers, dtype=np.int64) for numbers in (rows, starts, counts))
+        row, start, count = (integers(numbers) for numbers in (rows, starts, counts))
         same = len(start) == len(count)  # if not, the batch says so
         positions = packed_positions(start, count) if same else start
         return cls(row, start, count, num_prefills, positions, num_queries=num_queries)
@@ -89,7 +91,7 @@ class Batch:
     def at_positions(self, positions: Sequence[int]) -> "Batch":
         """Returns the batch with the position of each token, where they do not follow from the entries, as
         those of a tree of guesses. Raises ValueError for another number of positions."""
-        return replace(self, positions=np.array(positions, dtype=np.int64))
+        return replace(self, positions=integers(positions))
 
     def sharing(self, prefixes: Sequence[SharedPrefix], most_members: int) -> "Batch":
         """Returns the batch whose decodes read their first entries together, where these are in the same slots
@@ -107,6 +109,22 @@ class Batch:
         return replace(
             self, shared=SharedReads.of(self.rows[begin:], self.starts[begin:], prefixes, most_members)
         )
+
+
+def integers(numbers: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Returns a copy of the numbers, int64 `[n]`. Raises ValueError unless they are integers in one
+    dimension."""
+    if isinstance(numbers, np.ndarray):
+        if numbers.ndim != 1 or (numbers.dtype.kind not in "iu" and numbers.size):
+            raise ValueError(
+                f"got {numbers.dtype} of shape {numbers.shape}: give integers in one dimension, one each a "
+                "sequence or token"
+            )
+        return numbers.astype(np.int64)
+    try:
+        return np.array(array("q", numbers))  # unlike numpy, it takes integers alone
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"got {reprlib.repr(numbers)}: give a list of integers ({error})") from error
 
 
 def packed_positions(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:

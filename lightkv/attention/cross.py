@@ -11,6 +11,7 @@ from lightkv.triton_kernels.attention.attention_reference import attend_referenc
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
 from lightkv.triton_kernels.attention.variants.variant import Scored
 
+from .batch import integers
 from .static_step import StaticStep
 from .step import Step
 from .step_plans import StepPlans
@@ -60,7 +61,7 @@ class StaticCross:
 
 def _checked(step: Step, rows: Sequence[int], lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Returns rows and lengths in the places of the step, int64. Raises ValueError."""
-    row, length = np.array(rows, dtype=np.int64), np.array(lengths, dtype=np.int64)
+    row, length = integers(rows), integers(lengths)
     if len(row) != len(length) or len(row) != step.host.num_real:
         raise ValueError(
             f"{len(row)} rows and {len(length)} lengths of cross sequences in a step of "

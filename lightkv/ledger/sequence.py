@@ -27,14 +27,14 @@ def require_sequence(value: object) -> None:
 
 def require_list(sequences: Seq["Sequence"]) -> None:
     """Raises TypeError unless these can be the sequences of a batch."""
-    if not isinstance(sequences, Seq):
+    if not isinstance(sequences, (list, tuple, Seq)):  # an ABC alone is slow to ask
         raise TypeError(f"sequences is {reprlib.repr(sequences)}; give a list, such as [sequence]")
 
 
 def require_lists(sequences: Seq["Sequence"], counts: Seq[int]) -> None:
     """Raises TypeError unless both can be the lists of a batch, ValueError if one is longer than the other."""
     require_list(sequences)
-    if not isinstance(counts, Seq):
+    if not isinstance(counts, (list, tuple, Seq)):
         raise TypeError(f"counts is {reprlib.repr(counts)}; give a list with a count for each sequence")
     if len(sequences) != len(counts):
         raise ValueError(f"{len(sequences)} sequences and {len(counts)} counts; give one count for each")

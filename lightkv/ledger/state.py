@@ -57,7 +57,8 @@ class LedgerState:
 
     def require_open(self, sequence: Sequence) -> None:
         """Raises ValueError for a sequence that is closed or belongs to another ledger."""
-        require_sequence(sequence)
+        if not isinstance(sequence, Sequence):
+            require_sequence(sequence)
         if self.sequences.get(sequence.row) is not sequence:
             raise ValueError("the sequence is closed, or another ledger's; open one here")
 

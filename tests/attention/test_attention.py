@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from lightkv.attention import (
     pick_backend,
     torch_plan,
 )
+from lightkv.attention.cross import CrossStep
 from lightkv.attention.forms.beams import over_beams
 from lightkv.attention.forms.gaps import with_gaps
 from lightkv.attention.forms.rings import over_rings
@@ -363,6 +365,19 @@ def test_a_step_and_its_batch_are_immutable(memory: KVMemory) -> None:
     with pytest.raises(ValueError, match="2 positions of 3 tokens"):
         batch.at_positions([0, 1])
     assert Step.of(batch.at_positions([4, 5, 5]), memory).position_ids.tolist() == [4, 5, 5]
+
+
+@pytest.mark.parametrize("numbers", [[0.7], [[0]], 0, ["a"], [2**63], np.array([0.7]), np.array([[0]])])
+def test_a_batch_takes_integers_in_one_dimension(memory: KVMemory, numbers: Any) -> None:
+    step = Step.of(Batch.of([1], [0], [1], 1), memory)
+    for cross in ((numbers, [1]), ([1], numbers)):
+        with pytest.raises(ValueError, match=r"give .*integers"):
+            CrossStep.of(step, *cross)
+    for arguments in ((numbers, [0], [1]), ([1], numbers, [1]), ([1], [0], numbers)):
+        with pytest.raises(ValueError, match=r"give .*integers"):
+            Batch.of(*arguments, 0)
+    with pytest.raises(ValueError, match=r"give .*integers"):
+        Batch.of([1], [0], [1], 1).at_positions(numbers)
 
 
 def test_default_backends_and_an_unknown_name(device: torch.device) -> None:

@@ -323,6 +323,7 @@ def test_refuses_a_rotation_that_does_not_fit(device: torch.device) -> None:
         ("bias of k must be", {"biases": Biases(k=q[0])}),
         ("bias of v must be", {"biases": Biases(v=k[0].flatten())}),
         ("bias of v must be", {"biases": Biases(v=k[0].mT.contiguous().mT)}),
+        ("bias of q must be floats", {"biases": Biases(q=q[0].int())}),
         ("a bias of q is given, and no q", {"q": None, "biases": Biases(q=q[0])}),
     ]:
         for write in (write_kv, write_kv_reference):

@@ -133,10 +133,10 @@ class Biases(NamedTuple):
                 continue
             if heads is None:
                 raise ValueError(f"a bias of {name} is given, and no {name}; leave it out")
-            if bias.shape != heads.shape[1:] or not has_unit_stride(bias):
+            if bias.shape != heads.shape[1:] or not bias.is_floating_point() or not has_unit_stride(bias):
                 raise ValueError(
-                    f"the bias of {name} must be [heads, dim] {tuple(heads.shape[1:])} with a last stride of "
-                    f"1, got {tuple(bias.shape)} with strides {bias.stride()}"
+                    f"the bias of {name} must be floats [heads, dim] {tuple(heads.shape[1:])} with a last "
+                    f"stride of 1, got {bias.dtype} {tuple(bias.shape)} with strides {bias.stride()}"
                 )
 
 

@@ -15,6 +15,7 @@ from lightkv.integrations.contracts.tensorrt_llm import (
     KVCacheManager,
     KVCacheParams,
 )
+from lightkv.integrations.contracts.tensorrt_llm.beams import Beams
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 MOST = 40  # tokens of a sequence
@@ -399,6 +400,13 @@ def test_a_graph_of_beams_and_one_without(device: torch.device) -> None:
     of_beams.kv_cache_params = KVCacheParams(True, [6, 6, 6, 70, 70], block_ids_per_seq=[[1] * 9] * 5)
     with pytest.raises(ValueError, match="of 71 tokens in beam search, and the CUDA graph has room for 41"):
         of_beams.prepare()
+
+
+@pytest.mark.parametrize("beam_width", [0, -1])
+def test_a_width_that_is_none_is_refused_without_generations(beam_width: int) -> None:
+    with pytest.raises(ValueError, match=f"beam_width is {beam_width}, and 0 of 2"):
+        Beams.of(beam_width, num_contexts=2, num_sequences=2)
+    assert Beams.of(3, num_contexts=2, num_sequences=2) is None
 
 
 @pytest.mark.parametrize("beam_width", [1, [1, 1]], ids=str)

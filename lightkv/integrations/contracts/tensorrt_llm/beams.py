@@ -32,7 +32,8 @@ class Beams:
             width = int(beam_width)
             if width == 1 or (width > 1 and not num_generations):
                 return None
-            widths = np.full(num_generations // max(width, 1), width)
+            # Of one request at least, so that a width that is none is refused without generations, too.
+            widths = np.full(max(num_generations // max(width, 1), 1), width)
         else:
             widths = np.array(beam_width)
         is_of_integers = np.issubdtype(widths.dtype, np.integer) or not widths.size
