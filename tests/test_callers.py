@@ -27,7 +27,6 @@ CALLED_BY = {
     "transformers": "batch_repeat_interleave batch_select_indices crop get_mask_sizes get_max_length "
     "get_seq_length lazy_initialization",
     "uvicorn": "capture_signals",
-    "whoever writes an engine with encoder-decoders (tests/attention/test_ring_steps.py)": "write_cross",
 }
 BY_LIBRARIES = {name for names in CALLED_BY.values() for name in names.split()}
 CONTRACTS = ROOT / "lightkv" / "integrations" / "contracts"  # have the names of what they stand in for

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.memory.staging import upload
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
@@ -140,23 +139,10 @@ class AttentionBackend(ABC):
         self._attend(q, k, v, step, out)
         return out.flatten(1)
 
-    def write_cross(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, memory: KVMemory) -> None:
-        """Writes a cross sequence's K and V, `[n, num_kv_heads * head_dim]` and `[n, num_kv_heads * v_dim]`, to
-        its slots, int `[n]` on the pool's device (`KVCache.open_cross`). Later steps only read them. Raises
-        ValueError for other numbers of tokens or dims; nothing is written then."""
-        pool, num_tokens, heads = memory.pool, len(slots), self.num_kv_heads
-        for name, new, dim in (("k", k, self.head_dim), ("v", v, self.v_dim)):
-            if len(new) != num_tokens or new.numel() != num_tokens * heads * dim:
-                raise ValueError(
-                    f"{name} of {num_tokens} slots must be [{num_tokens}, {heads * dim}], got "
-                    f"{tuple(new.shape)}"
-                )
-        k, v = k.reshape(num_tokens, heads, self.head_dim), v.reshape(num_tokens, heads, self.v_dim)
-        pool.write(self.layer_idx, slots.long(), k, v)
-
     def cross(self, q: torch.Tensor, cross: CrossStep) -> torch.Tensor:
         """Attends from q, `[num_tokens, num_heads * head_dim]`, to all tokens of the cross sequence that each
-        sequence reads. Their K/V is in the slots of `KVCache.open_cross` already. Returns `[num_tokens,
+        sequence reads. Their K/V is in the slots of
+        `KVCache.open_cross` already (`KVPool.write`). Returns `[num_tokens,
         num_heads * v_dim]`. Raises ValueError for a layer that is causal or has a window."""
         options = self.options
         if options.causal or options._replace(causal=True).counts_positions:
