@@ -185,33 +185,62 @@ def _add_alibi(s, slopes):
 
 @gluon.jit
 def _alibi_of_columns(parts, slopes, first_key):
-    """Returns what ALiBi adds to every eighth score of a row, beside `_add_alibi`: [rows, 8]. A thread holds
-    two of the columns. `parts`: the scores, [rows, columns / 8, 8]."""
+    """Returns what ALiBi adds to every eighth score of a row, beside `_add_alibi`: [rows, 4, 2]. A thread holds
+    two of the columns. `parts`: the scores, [rows, columns / 8, 4, 2]."""
     of_columns: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
-    column = gl.arange(0, 8, gl.SliceLayout(0, of_columns)).to(gl.float32) + first_key.to(gl.float32)
-    return gl.convert_layout(slopes, gl.SliceLayout(1, of_columns))[:, None] * column[None, :]
+    of_pairs: gl.constexpr = gl.SliceLayout(2, of_columns)
+    pair = 2.0 * gl.arange(0, 4, gl.SliceLayout(0, of_pairs)).to(gl.float32) + first_key.to(gl.float32)
+    which = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, of_columns))).to(gl.float32)
+    column = pair[None, :][:, :, None] + which[None, :][:, None, :]
+    return gl.convert_layout(slopes, gl.SliceLayout(1, of_pairs))[:, None][:, :, None] * column
+
+
+@gluon.constexpr_function
+def _raise_peaks_asm(slack):
+    """Returns what `_raise_peaks` does with a thread's two rows: $0, $1 are their new peaks, $2, $3 the factors,
+    $4, $5 the thread's maxima, $6, $7 the peaks before."""
+    return f"""{{
+        .reg .pred higher, any;
+        .reg .f32 bound, other, most;
+        add.f32 bound, $6, {int(slack)}.0;
+        setp.gt.f32 higher, $4, bound;
+        add.f32 bound, $7, {int(slack)}.0;
+        setp.gt.or.f32 higher, $5, bound, higher;
+        vote.sync.any.pred any, higher, 0xffffffff;
+        mov.f32 $0, $6;
+        mov.f32 $1, $7;
+        mov.f32 $2, 0f3F800000;
+        mov.f32 $3, 0f3F800000;
+        @!any bra.uni KEPT${{:uid}};
+        shfl.sync.bfly.b32 other, $4, 1, 31, 0xffffffff;
+        max.f32 most, $4, other;
+        shfl.sync.bfly.b32 other, most, 2, 31, 0xffffffff;
+        max.f32 most, most, other;
+        max.f32 $0, $6, most;
+        shfl.sync.bfly.b32 other, $5, 1, 31, 0xffffffff;
+        max.f32 most, $5, other;
+        shfl.sync.bfly.b32 other, most, 2, 31, 0xffffffff;
+        max.f32 most, most, other;
+        max.f32 $1, $7, most;
+        sub.f32 most, $6, $0;
+        ex2.approx.ftz.f32 $2, most;
+        sub.f32 most, $7, $1;
+        ex2.approx.ftz.f32 $3, most;
+        KEPT${{:uid}}:
+        }}"""
 
 
 @gluon.jit
-def _after_both(peak):
-    """Returns `peak` unchanged, but each of a thread's two rows' after both are known.
+def _raise_peaks(most, peak, SLACK_BITS: gl.constexpr):
+    """Returns the peaks of rows, and the factor by which what was summed up before decays, each `[rows, 4]`.
 
-    Otherwise ptxas computes the second row's peak after the first row's exponentials, and these wait for each
-    other. The smaller of a number and the least finite one is never larger than a peak.
+    `most`: the maxima of each thread's columns. A warp keeps the peaks of its rows while no score is more than
+    SLACK_BITS above the peak of its row: then all factors are 1, and its threads need not tell each other their
+    maxima. Weights may be as large as 2**SLACK_BITS; the result is the same, since the sum has them too.
     """
+    ASM: gl.constexpr = _raise_peaks_asm(SLACK_BITS)
     return gl.inline_asm_elementwise(
-        """{
-        .reg .f32 a, b;
-        min.f32 a, $2, 0fFF7FFFFF;
-        min.f32 b, $3, 0fFF7FFFFF;
-        max.f32 $0, $2, b;
-        max.f32 $1, $3, a;
-        }""",
-        "=&f,=&f,f,f",
-        [peak],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=2,
+        ASM, "=&f,=&f,=&f,=&f,f,f,f,f", [most, peak], dtype=(gl.float32, gl.float32), is_pure=True, pack=2
     )
 
 
@@ -224,13 +253,13 @@ def online_softmax(
     scales,
     features,
     MASKED: gl.constexpr,
-    BOTH_ROWS_FIRST: gl.constexpr,
+    SLACK_BITS: gl.constexpr,
     EXTRA_BITS: gl.constexpr,
 ):
     """Returns the weights of a tile's scores, the factor by which earlier sums decay, and the new peak; as in
-    `attend_keys`. `rows`: `SoftmaxRows`. `scales`: of the scores in base 2, and of those that are capped.
-    BOTH_ROWS_FIRST: as `_after_both` says, which pays for head dims over 64. EXTRA_BITS: the peak is kept so
-    much lower, and so weights and sums are 2**EXTRA_BITS times as large."""
+    `attend_keys`, but `[rows, 4]`: each of the four threads of a row has them. `rows`: `SoftmaxRows`. `scales`:
+    of the scores in base 2, and of those that are capped. SLACK_BITS: as `_raise_peaks` says. EXTRA_BITS: the
+    peak is kept so much lower, and so weights and sums are 2**EXTRA_BITS times as large."""
     layout: gl.constexpr = s.type.layout
     BLOCK_N: gl.constexpr = s.shape[1]
     score_scale, cap_scale = scales
@@ -251,41 +280,36 @@ def online_softmax(
         if features.CHUNK > 0:
             begin = rows.positions // features.CHUNK * features.CHUNK - first_key
             s = gl.where(columns[None, :] >= begin[:, None], s, float("-inf"))
+    parts = s.reshape([s.shape[0], BLOCK_N // 8, 4, 2])
+    most = gl.max(parts, 1)
     if features.slopes is not None:
-        parts = s.reshape([s.shape[0], BLOCK_N // 8, 8])
-        bias = _alibi_of_columns(parts, rows.slopes, first_key - rows.origin)  # [rows, 8]
-        most = gl.convert_layout(gl.max(gl.max(parts, 1) + bias, 1), gl.SliceLayout(1, layout))
-    else:
-        most = gl.convert_layout(gl.max(_thread_max(s), 1), gl.SliceLayout(1, layout))
-    most *= score_scale
+        bias = _alibi_of_columns(parts, rows.slopes, first_key - rows.origin)
+        most += bias
+    most = gl.max(most, 2) * score_scale
     if EXTRA_BITS:
         most -= EXTRA_BITS
-    new_peak = gl.maximum(peak, most)
-    if BOTH_ROWS_FIRST:
-        new_peak = _after_both(new_peak)
+    peak, decay = _raise_peaks(most, peak, SLACK_BITS)
+    base = peak[:, :, None]
     if features.slopes is not None:
-        of_row: gl.constexpr = gl.SliceLayout(1, bias.type.layout)
-        base = gl.convert_layout(new_peak, of_row)[:, None] - bias * score_scale
-        weights = gl.exp2(parts * score_scale - base[:, None, :])
-        weights = gl.convert_layout(weights.reshape(s.shape), layout)
-    else:
-        weights = gl.exp2(s * score_scale - new_peak[:, None])
-    return weights, gl.exp2(peak - new_peak), new_peak
+        base -= bias * score_scale
+    weights = gl.exp2(parts * score_scale - base[:, None, :, :])
+    return gl.convert_layout(weights.reshape(s.shape), layout), decay, peak
 
 
-# A row of a wgmma's accumulator is held by four threads, each with 2 neighbouring columns of every 8. Reducing
-# within threads first takes no shuffle, and in several chains instead of one it takes less time.
+# A row of a wgmma's accumulator is held by four threads, each with 2 neighbouring columns of every 8. What is
+# reduced is reduced within threads first, which takes no shuffle, and in several chains, since one takes longer.
 
 
 @gluon.jit
-def _thread_max(s):
-    """Returns the maxima of the columns that one thread holds: [rows, 4]."""
-    parts = s.reshape([s.shape[0], s.shape[1] // 32, 4, 4, 2])
-    return gl.max(gl.max(gl.max(parts, 4), 2), 1)
+def in_threads(of_rows, s):
+    """Returns values of rows, `[rows]`, in each of the four threads of a row of the scores `s`: `[rows, 4]`."""
+    layout: gl.constexpr = thread_sums(s).type.layout
+    values = gl.convert_layout(of_rows, gl.SliceLayout(1, layout))[:, None]
+    return gl.zeros([s.shape[0], 4], of_rows.dtype, layout) + values
 
 
 @gluon.jit
 def thread_sums(weights):
     """Returns the sums of the columns that one thread holds: [rows, 4]."""
     parts = weights.reshape([weights.shape[0], weights.shape[1] // 8, 4, 2])
-    return gl.sum(gl.sum(parts, 3), 1)
+    return gl.sum(gl.sum(parts, 1), 2)

@@ -98,10 +98,8 @@ def _unit(fp8_scales, tile):
 
 
 @gluon.jit
-def _add_part(out, part, before, decay):
-    """The part is in terms of the peak of its own tile, and so is the sum once it is added."""
-    factors = gl.convert_layout(before, gl.SliceLayout(1, out[0].type.layout))
-    return (out[0] * factors[:, None] + part[0],)
+def _add_part(out, part):
+    return (out[0] + part[0],)
 
 
 @gluon.jit
@@ -139,8 +137,8 @@ def _fp8_kernel(
         Kind(
             Loading(_start_tiles, _find_last, _find_before, _copy_k, _copy_v, copy_q),
             Weighing(
-                _unit, empty_output, begin_scores, pack_fours, begin_part, _add_part, _finish, True,
-                _EXTRA_BITS, True,
+                _unit, empty_output, begin_scores, pack_fours, begin_part, _add_part, _finish, True, 0,
+                _EXTRA_BITS,
             ),
             False,
         ),

@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .hopper_scores import (
     end_of_whole,
     end_peak,
+    in_threads,
     joins_sinks,
     keys_of,
     online_softmax,
@@ -41,7 +42,7 @@ from .hopper_scores import (
     thread_sums,
 )
 from .prefill_hopper_items import item_at, piece_of, tile_of, write_part, write_tile
-from .prefill_hopper_tiles import WARPS, product_layout, tile_at, wait_output
+from .prefill_hopper_tiles import WARPS, product_layout, scale_rows, tile_at, wait_output
 
 _REGISTERS = gl.constexpr(504)  # of three threads, one of each warpgroup
 
@@ -103,12 +104,10 @@ class Weighing(NamedTuple):
     `pack(weights, q_half)` returns the weights as the loop carries them.
     `multiply(packed, v_tile, out)` starts the products of weights and V. It returns them, a tuple as long as an
         output, and another tuple: what they read until they are done.
-    `add(out, products, before, decay)` returns the output with a tile's products, in terms of the newest peak.
-        `before` and `decay`: the factors by which sums decay at the tile of the products, and at the next one,
-        whose softmax is done by then; None after the last.
+    `add(out, products)` returns the output with a tile's products.
     `finish(source, tile, out)` returns the output after the last tile.
 
-    PACKS_FIRST: `pack` runs before the wait for the products instead of after it. EXTRA_BITS, BOTH_ROWS_FIRST:
+    PACKS_FIRST: `pack` runs before the wait for the products instead of after it. SLACK_BITS, EXTRA_BITS:
     of `online_softmax`.
     """
 
@@ -120,8 +119,8 @@ class Weighing(NamedTuple):
     add: Any
     finish: Any
     PACKS_FIRST: Any
+    SLACK_BITS: Any
     EXTRA_BITS: Any
-    BOTH_ROWS_FIRST: Any
 
 
 class Kind(NamedTuple):
@@ -277,13 +276,12 @@ def _attend(
     mbarrier.wait(tiles.k_full.index(stage), count // STAGES & 1)
     s = warpgroup_mma_wait(0, deps=[kind.weighing.score(tile_at(tiles.k, stage), q_half)])
     weights, decay, peak = online_softmax(
-        s, peak, last * shape.BLOCK_N, rows, scales, features, True, kind.weighing.BOTH_ROWS_FIRST,
+        s, in_threads(peak, s), last * shape.BLOCK_N, rows, scales, features, True, kind.weighing.SLACK_BITS,
         kind.weighing.EXTRA_BITS,
     )  # fmt: skip
     sums = thread_sums(weights)  # of each of the four threads of a row
-    sums_row: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
     if features.sink_logits is not None:
-        sums += gl.convert_layout(total * decay * 0.25, sums_row)[:, None]
+        sums += in_threads(total * 0.25, s) * decay
     mbarrier.wait(tiles.v_full.index(stage), count // STAGES & 1)
     if kind.STAGGERED:
         mbarrier.arrive(tiles.empty.index(stage))
@@ -297,15 +295,15 @@ def _attend(
             stage = count % STAGES
             mbarrier.wait(tiles.k_full.index(stage), count // STAGES & 1)
             s = kind.weighing.score(tile_at(tiles.k, stage), q_half)
+            out = scale_rows(out, decay)
             products, read = kind.weighing.multiply(packed, tile_at(tiles.v, before), out)
             s = warpgroup_mma_wait(len(tiles.v), deps=[s])
             first_key = ((whole if WHOLE else last) - 1 - j) * shape.BLOCK_N
-            decay_before = decay
             weights, decay, peak = online_softmax(
-                s, peak, first_key, rows, scales, features, WHOLE == 0, kind.weighing.BOTH_ROWS_FIRST,
+                s, peak, first_key, rows, scales, features, WHOLE == 0, kind.weighing.SLACK_BITS,
                 kind.weighing.EXTRA_BITS,
             )  # fmt: skip
-            sums = sums * gl.convert_layout(decay, sums_row)[:, None] + thread_sums(weights)
+            sums = sums * decay + thread_sums(weights)
             if kind.weighing.PACKS_FIRST:
                 packed = kind.weighing.pack(weights, q_half)
             # This wait also ends a basic block; without it ptxas moves the next wait above the softmax.
@@ -314,16 +312,18 @@ def _attend(
             mbarrier.arrive(tiles.empty.index(stage if kind.STAGGERED else before))
             if not kind.weighing.PACKS_FIRST:
                 packed = kind.weighing.pack(weights, q_half)
-            out = kind.weighing.add(out, products, decay_before, decay)
+            out = kind.weighing.add(out, products)
             count += 1
     mbarrier.arrive(tiles.q_empty)
     fence_async_shared()
+    out = scale_rows(out, decay)
     products, read = kind.weighing.multiply(packed, tile_at(tiles.v, stage), out)
     products = wait_output(products, ())
     if not kind.STAGGERED:
         mbarrier.arrive(tiles.empty.index(stage))
-    out = kind.weighing.add(out, products, decay, None)
+    out = kind.weighing.add(out, products)
     total = gl.convert_layout(gl.sum(sums, 1), row)
+    peak = gl.convert_layout(gl.max(peak, 1), row)
     return kind.weighing.finish(source, tile, out), end_peak(peak, rows, features), total, count
 
 

@@ -242,10 +242,46 @@ def wait_output(acc, operands):
         return warpgroup_mma_wait(0, deps=acc + operands)[: len(acc)]
 
 
+@gluon.constexpr_function
+def _scale_asm(num):
+    """Returns what multiplies a thread's `num` elements by their factors, $n to $2n - 1, where one of a warp's
+    threads has a factor that is not 1."""
+    rows = f"setp.neu.f32 other, ${num}, 0f3F800000;", f"setp.neu.or.f32 other, ${num + 2}, 0f3F800000, other;"
+    products = "\n".join(f"mul.f32 ${i}, ${i}, ${num + i};" for i in range(num))
+    return f"""{{
+        .reg .pred other, any;
+        {rows[0]}
+        {rows[1]}
+        vote.sync.any.pred any, other, 0xffffffff;
+        @!any bra.uni KEPT${{:uid}};
+        {products}
+        KEPT${{:uid}}:
+        }}"""
+
+
+@gluon.constexpr_function
+def _scale_constraints(num):
+    return ",".join(["=f"] * num + ["f"] * num + [str(i) for i in range(num)])
+
+
 @gluon.jit
 def scale_rows(acc, factors):
-    """Returns the output with each row times a factor."""
+    """Returns the output with each row times a factor, `[rows, 4]`, of each of a row's four threads. Factors
+    are 1 as a rule (`hopper_scores._raise_peaks`), and a warp whose factors are all 1 multiplies nothing."""
     found = ()  # type: tuple
     for i in gl.static_range(len(acc)):
-        found += (acc[i] * gl.convert_layout(factors, gl.SliceLayout(1, acc[i].type.layout))[:, None],)
+        found += (_scale_piece(acc[i], factors, acc[i].shape[0] * acc[i].shape[1] // (32 * WARPS)),)
     return found
+
+
+@gluon.jit
+def _scale_piece(acc, factors, NUM: gl.constexpr):
+    ASM: gl.constexpr = _scale_asm(NUM)
+    CONSTRAINTS: gl.constexpr = _scale_constraints(NUM)
+    parts = acc.reshape([acc.shape[0], acc.shape[1] // 8, 4, 2])
+    of_threads: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(1, parts.type.layout))
+    factors = gl.convert_layout(factors, of_threads)[:, :, None][:, None, :, :]
+    parts = gl.inline_asm_elementwise(
+        ASM, CONSTRAINTS, [factors, parts], dtype=gl.float32, is_pure=True, pack=NUM
+    )
+    return gl.convert_layout(parts.reshape(acc.shape), acc.type.layout)
