@@ -281,7 +281,8 @@ def online_softmax(
             begin = rows.positions // features.CHUNK * features.CHUNK - first_key
             s = gl.where(columns[None, :] >= begin[:, None], s, float("-inf"))
     parts = s.reshape([s.shape[0], BLOCK_N // 8, 4, 2])
-    most = gl.max(parts, 1)
+    halves = s.reshape([s.shape[0], 2, BLOCK_N // 16, 4, 2])  # for four chains of a row in a thread
+    most = gl.convert_layout(gl.max(gl.max(halves, 2), 1), gl.SliceLayout(1, parts.type.layout))
     if features.slopes is not None:
         bias = _alibi_of_columns(parts, rows.slopes, first_key - rows.origin)
         most += bias
