@@ -8,6 +8,8 @@ from triton.experimental.gluon import language as gl
 
 from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
 
+from .prefill_hopper_items import ROWS
+
 _LOG2_E = gl.constexpr(LOG2_E)
 
 
@@ -49,11 +51,11 @@ def keys_of(tile, piece, features, shape, SHARES: gl.constexpr):
 
 
 @gluon.jit
-def end_of_whole(tile, keys, features, shape, HALF: gl.constexpr, SHARES: gl.constexpr):
+def end_of_whole(tile, keys, features, shape, MEMBER: gl.constexpr, SHARES: gl.constexpr):
     """Returns where the key tiles end that all rows of a warpgroup see as a whole: those after it need masks,
     and those before it, from the first one on, need none. `keys`: of `keys_of`."""
     _begin, _end, first, last = keys
-    first_row, prefix = tile[2] + HALF * (shape.BLOCK_M // 2), tile[5]
+    first_row, prefix = tile[2] + MEMBER * ROWS, tile[5]
     whole = first
     if features.HAS_WHOLE:
         seen_by_all = prefix + first_row // shape.GROUP + 1 + features.AFTER
@@ -65,7 +67,7 @@ def end_of_whole(tile, keys, features, shape, HALF: gl.constexpr, SHARES: gl.con
     if features.CHUNK > 0:
         # Unless the last row's chunk begins where the key tiles do, all of them are masked. Such tiles of two
         # chunks are few, if a chunk is much longer than the tile's queries.
-        last_position = prefix + (gl.minimum(first_row + shape.BLOCK_M // 2, tile[3]) - 1) // shape.GROUP
+        last_position = prefix + (gl.minimum(first_row + ROWS, tile[3]) - 1) // shape.GROUP
         begin = gl.maximum(last_position, 0) // features.CHUNK * features.CHUNK
         whole = gl.where(begin <= first * shape.BLOCK_N, whole, first)
     return whole
@@ -81,16 +83,15 @@ def joins_sinks(tile, piece, features, shape, SHARES: gl.constexpr):
 
 
 @gluon.jit
-def start_softmax(tile, joins, features, shape, HALF: gl.constexpr, layout: gl.constexpr):
+def start_softmax(tile, joins, features, shape, MEMBER: gl.constexpr, layout: gl.constexpr):
     """Returns the peak and the sum with which the softmax of a warpgroup's rows starts; as `start_softmax` of
     the variants' hooks, with one `joins` for all rows."""
-    ROWS: gl.constexpr = shape.BLOCK_M // 2
     # The peak starts at a finite number, not at -inf: weights of a row whose keys are all masked are 0, not
     # NaN.
     peak = gl.full([ROWS], -1.0e30, gl.float32, layout)
     total = gl.full([ROWS], 0.0, gl.float32, layout)
     if features.sink_logits is not None:
-        heads = tile[0] * shape.GROUP + (tile[2] + HALF * ROWS + gl.arange(0, ROWS, layout)) % shape.GROUP
+        heads = tile[0] * shape.GROUP + (tile[2] + MEMBER * ROWS + gl.arange(0, ROWS, layout)) % shape.GROUP
         sinks = gl.where(joins, gl.load(features.sink_logits + heads) * _LOG2_E, float("-inf"))
         peak = gl.maximum(peak, sinks)
         total = gl.exp2(sinks - peak)
@@ -109,10 +110,9 @@ def scales_in(scales, unit, features):
 
 
 @gluon.jit
-def start_rows(tile, end, peak, score_scale, features, shape, HALF: gl.constexpr, layout: gl.constexpr):
+def start_rows(tile, end, peak, score_scale, features, shape, MEMBER: gl.constexpr, layout: gl.constexpr):
     """Returns the `SoftmaxRows` of a warpgroup, whose keys end at `end`, and the peak as the loop counts it."""
-    ROWS: gl.constexpr = shape.BLOCK_M // 2
-    rows = tile[2] + HALF * ROWS + gl.arange(0, ROWS, layout)
+    rows = tile[2] + MEMBER * ROWS + gl.arange(0, ROWS, layout)
     positions = tile[5] + rows // shape.GROUP
     last_keys = positions
     if features.AFTER > 0:

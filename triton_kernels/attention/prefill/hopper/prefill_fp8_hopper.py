@@ -37,6 +37,7 @@ from .prefill_fp8_tiles import (
     empty_output,
     pack_fours,
 )
+from .prefill_hopper_items import ROWS
 from .prefill_hopper_skeleton import Kind, Loading, Weighing, Work, run_program
 
 _COMPUTE_REGISTERS = gl.constexpr(224)  # of a thread that computes; with fewer, the loop spills
@@ -124,7 +125,7 @@ def _fp8_kernel(
 ):
     run_program(
         q,
-        allocate_tiles(2, shape.BLOCK_M // 2, shape.DK),
+        allocate_tiles(shape.BLOCK_M // ROWS, ROWS, shape.DK),
         allocate_tiles(STAGES, shape.BLOCK_N, shape.DK),
         allocate_tiles(STAGES, shape.DV, shape.BLOCK_N),
         keys,

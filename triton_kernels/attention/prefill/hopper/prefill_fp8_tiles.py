@@ -50,10 +50,11 @@ def start_copy(source, stride, rows, target):
 @gluon.jit
 def copy_q(q, tile, q_smem, q_full, GROUP: gl.constexpr):
     """Starts the copy of a tile's queries; rows after the request's last repeat that row. `q`: `Heads`."""
+    MEMBERS: gl.constexpr = q_smem[0].shape[0]
     ROWS: gl.constexpr = q_smem[0].shape[1]
     layout: gl.constexpr = copy_layout(q_smem[0].shape[2])
     kv_head, _row, first_row, num_rows, q_begin, _prefix = tile
-    for half in gl.static_range(2):
+    for half in gl.static_range(MEMBERS):
         rows = first_row + half * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         rows = gl.minimum(rows, num_rows - 1)
         tokens = (q_begin + rows // GROUP).to(gl.int64)
@@ -112,9 +113,10 @@ def begin_scores(k_tile, q_half):
 
 
 @gluon.jit
-def empty_output(tiles, ROWS: gl.constexpr):
+def empty_output(tiles):
     """Returns the output before the first tile."""
     DV: gl.constexpr = tiles.v[0].shape[1]
+    ROWS: gl.constexpr = tiles.q[0].shape[1]
     return (gl.zeros([ROWS, DV], gl.float32, product_layout(DV, 8)),)
 
 

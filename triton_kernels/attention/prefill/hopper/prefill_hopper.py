@@ -25,6 +25,7 @@ from lightkv.triton_kernels.attention.variants.variant import Variant
 
 from .hopper_features import VARIANTS, features_of
 from .hopper_slots import in_gluon
+from .prefill_hopper_items import ROWS
 from .prefill_hopper_skeleton import Kind, Loading, Weighing, Work, run_program
 from .prefill_hopper_tiles import (
     allocate_tiles,
@@ -41,13 +42,17 @@ from .prefill_hopper_tiles import (
 __all__ = ["VARIANTS", "launch_hopper_prefill"]
 
 
+import os
+R3 = int(os.environ.get('EXP_R3', '152'))
 _SLACK_BITS = gl.constexpr(8)  # weights of 256 are far from the largest number of float16
 
 
 @gluon.constexpr_function
-def _compute_registers(key_dim, value_dim):
+def _compute_registers(key_dim, value_dim, block_m):
     """Returns the registers of a thread that computes; with more, the threads that gather spill. A tile of
     several pieces has slots of its own for each."""
+    if int(block_m) == 192:
+        return R3
     return 224 if key_dim == value_dim and key_dim in (128, 256) else 208
 
 
@@ -123,7 +128,7 @@ def _hopper_kernel(
     dtype: gl.constexpr = q.data.dtype.element_ty
     run_program(
         q,
-        allocate_tiles(dtype, 2, shape.BLOCK_M // 2, shape.DK),
+        allocate_tiles(dtype, shape.BLOCK_M // ROWS, ROWS, shape.DK),
         allocate_tiles(dtype, STAGES, shape.BLOCK_N, shape.DK),
         allocate_tiles(dtype, STAGES, shape.BLOCK_N, shape.DV),
         _Rows(cache, index),
@@ -151,7 +156,7 @@ def _hopper_kernel(
         ),
         STAGES,
         SHARES,
-        _compute_registers(shape.DK, shape.DV),
+        _compute_registers(shape.DK, shape.DV, shape.BLOCK_M),
     )
 
 

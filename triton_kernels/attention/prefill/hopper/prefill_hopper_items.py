@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from lightkv.triton_kernels.attention.prefill import prefill_plan
 
 ITEM_FIELDS = gl.constexpr(prefill_plan.ITEM_FIELDS)
+ROWS = gl.constexpr(64)  # of a tile, for each computing warpgroup: those of one wgmma
 
 
 @gluon.jit
@@ -79,17 +80,18 @@ def _normalise(acc, total):
 
 
 @gluon.jit
-def write_part(acc, peak, total, outputs, part, num_kv_heads, tile, HALF: gl.constexpr):
+def write_part(
+    acc, peak, total, outputs, part, num_kv_heads, tile, MEMBER: gl.constexpr, BLOCK_M: gl.constexpr
+):
     """Normalises a warpgroup's rows, in pieces, and writes those that belong to the request to a partial
     output."""
-    ROWS: gl.constexpr = acc[0].shape[0]
     D: gl.constexpr = total_width(acc)
     acc_row: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
     partial_out, partial_lse = outputs.partial_out, outputs.partial_lse
     kv_head, _row, first_row, num_rows, _q_begin, _prefix = tile
     values = _normalise(acc, total)
-    rows = HALF * ROWS + gl.arange(0, ROWS, acc_row)
-    place = (part * num_kv_heads + kv_head) * (2 * ROWS) + rows
+    rows = MEMBER * ROWS + gl.arange(0, ROWS, acc_row)
+    place = (part * num_kv_heads + kv_head) * BLOCK_M + rows
     in_tile = first_row + rows < num_rows
     for i in gl.static_range(len(acc)):
         _write_part_piece(values[i], partial_out, place * D, in_tile)
@@ -108,18 +110,17 @@ def _write_part_piece(values, partial_out, place, in_tile):
 
 
 @gluon.jit
-def write_tile(acc, peak, total, outputs, num_heads, tile, HALF: gl.constexpr, GROUP: gl.constexpr):
+def write_tile(acc, peak, total, outputs, num_heads, tile, MEMBER: gl.constexpr, GROUP: gl.constexpr):
     """Normalises a warpgroup's rows, in pieces, and writes those that belong to the request."""
-    ROWS: gl.constexpr = acc[0].shape[0]
     acc_row: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
     kv_head, _row, first_row, num_rows, q_begin, _prefix = tile
     values = _normalise(acc, total)
     out = outputs.out
     for i in gl.static_range(len(acc)):
-        _write_piece(values[i], out, outputs, tile, HALF, GROUP)
+        _write_piece(values[i], out, outputs, tile, MEMBER, GROUP)
         out += acc[i].shape[1]
     if outputs.lse is not None:
-        rows = first_row + HALF * ROWS + gl.arange(0, ROWS, acc_row)
+        rows = first_row + MEMBER * ROWS + gl.arange(0, ROWS, acc_row)
         tokens = (q_begin + rows // GROUP).to(gl.int64)
         heads = kv_head * GROUP + rows % GROUP
         values = gl.convert_layout(peak, acc_row) + gl.log2(gl.convert_layout(total, acc_row))
@@ -127,15 +128,14 @@ def write_tile(acc, peak, total, outputs, num_heads, tile, HALF: gl.constexpr, G
 
 
 @gluon.jit
-def _write_piece(values, out, outputs, tile, HALF: gl.constexpr, GROUP: gl.constexpr):
-    ROWS: gl.constexpr = values.shape[0]
+def _write_piece(values, out, outputs, tile, MEMBER: gl.constexpr, GROUP: gl.constexpr):
     D: gl.constexpr = values.shape[1]
     # Each swap is a shuffle. Both at once would go through shared memory, which is full.
     swapped: gl.constexpr = _row_pieces(ROWS, D, 1)
     layout: gl.constexpr = _row_pieces(ROWS, D, 2 if D > 16 else 1)
     kv_head, _row, first_row, num_rows, q_begin, _prefix = tile
     values = gl.convert_layout(gl.convert_layout(values.to(out.dtype.element_ty), swapped), layout)
-    rows = first_row + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    rows = first_row + MEMBER * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     tokens = (q_begin + rows // GROUP).to(gl.int64)
     heads = kv_head * GROUP + rows % GROUP
     dims = gl.arange(0, D, gl.SliceLayout(0, layout))

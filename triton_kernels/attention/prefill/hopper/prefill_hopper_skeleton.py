@@ -41,7 +41,7 @@ from .hopper_scores import (
     start_softmax,
     thread_sums,
 )
-from .prefill_hopper_items import item_at, piece_of, tile_of, write_part, write_tile
+from .prefill_hopper_items import ROWS, item_at, piece_of, tile_of, write_part, write_tile
 from .prefill_hopper_tiles import WARPS, product_layout, scale_rows, tile_at, wait_output
 
 _REGISTERS = gl.constexpr(504)  # of three threads, one of each warpgroup
@@ -99,7 +99,7 @@ class Weighing(NamedTuple):
     kind's own. An output is a tuple of pieces.
 
     `unit(source, tile)` returns the number that an item's products of q and K have to be multiplied with.
-    `start(tiles, ROWS)` returns the output before the first key tile.
+    `start(tiles)` returns the output before the first key tile.
     `score(k_tile, q_half)` starts the product of a tile's scores.
     `pack(weights, q_half)` returns the weights as the loop carries them.
     `multiply(packed, v_tile, out)` starts the products of weights and V. It returns them, a tuple as long as an
@@ -202,11 +202,10 @@ def _compute(
     features,
     shape,
     kind,
-    HALF: gl.constexpr,
+    MEMBER: gl.constexpr,
     SHARES: gl.constexpr,
 ):
     """What a computing warpgroup does. `scales`: of scores in base 2, and of those that are capped."""
-    ROWS: gl.constexpr = shape.BLOCK_M // 2
     row: gl.constexpr = gl.SliceLayout(1, product_layout(shape.BLOCK_N, tiles.q[0].dtype.primitive_bitwidth))
     one: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     num_heads = work.num_kv_heads * shape.GROUP
@@ -220,14 +219,14 @@ def _compute(
         keys = keys_of(tile, piece, features, shape, SHARES)
         computes = keys[1] > 0
         if SHARES:  # few rows are the rule then
-            computes = computes & (tile[2] + HALF * ROWS < tile[3])
+            computes = computes & (tile[2] + MEMBER * ROWS < tile[3])
         joins = joins_sinks(tile, piece, features, shape, SHARES)
-        peak, total = start_softmax(tile, joins, features, shape, HALF, row)
-        out = kind.weighing.start(tiles, ROWS)
+        peak, total = start_softmax(tile, joins, features, shape, MEMBER, row)
+        out = kind.weighing.start(tiles)
         mbarrier.wait(tiles.q_full, turn & 1)
         if computes:
             out, peak, total, count = _attend(
-                out, peak, total, count, source, tile, keys, scales, tiles, features, shape, kind, HALF,
+                out, peak, total, count, source, tile, keys, scales, tiles, features, shape, kind, MEMBER,
                 SHARES,
             )  # fmt: skip
         else:
@@ -236,11 +235,11 @@ def _compute(
                 count = _pass_tiles(count, keys, tiles)
         if SHARES:
             if piece[2] >= 0:
-                write_part(out, peak, total, outputs, piece[2], work.num_kv_heads, tile, HALF)
+                write_part(out, peak, total, outputs, piece[2], work.num_kv_heads, tile, MEMBER, shape.BLOCK_M)
             else:
-                write_tile(out, peak, total, outputs, num_heads, tile, HALF, shape.GROUP)
+                write_tile(out, peak, total, outputs, num_heads, tile, MEMBER, shape.GROUP)
         else:
-            write_tile(out, peak, total, outputs, num_heads, tile, HALF, shape.GROUP)
+            write_tile(out, peak, total, outputs, num_heads, tile, MEMBER, shape.GROUP)
         turn += 1
         mbarrier.wait(tiles.item_full, turn & 1)
         item = gl.max(tiles.item.load(one), 0)
@@ -260,7 +259,7 @@ def _attend(
     features,
     shape,
     kind,
-    HALF: gl.constexpr,
+    MEMBER: gl.constexpr,
     SHARES: gl.constexpr,
 ):
     """Returns the output of a warpgroup's rows over the keys of an item, the peak and the sum of their softmax,
@@ -269,9 +268,9 @@ def _attend(
     row: gl.constexpr = peak.type.layout
     _begin, end, first, last = keys
     scales = scales_in(scales, kind.weighing.unit(source, tile), features)
-    rows, peak = start_rows(tile, end, peak, scales[0], features, shape, HALF, row)
-    whole = end_of_whole(tile, keys, features, shape, HALF, SHARES)
-    q_half = tile_at(tiles.q, HALF)
+    rows, peak = start_rows(tile, end, peak, scales[0], features, shape, MEMBER, row)
+    whole = end_of_whole(tile, keys, features, shape, MEMBER, SHARES)
+    q_half = tile_at(tiles.q, MEMBER)
     stage = count % STAGES
     mbarrier.wait(tiles.k_full.index(stage), count // STAGES & 1)
     s = warpgroup_mma_wait(0, deps=[kind.weighing.score(tile_at(tiles.k, stage), q_half)])
@@ -344,6 +343,7 @@ def _pass_tiles(count, keys, tiles):
 def _with_barriers(q_tiles, k_tiles, v_tiles, STAGES: gl.constexpr):
     """Returns the `Tiles` of a program, with barriers that are initialised."""
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    MEMBERS: gl.constexpr = q_tiles[0].shape[0]
     item = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     item_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     q_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
@@ -354,11 +354,11 @@ def _with_barriers(q_tiles, k_tiles, v_tiles, STAGES: gl.constexpr):
     # Every loading thread arrives when its copies have completed; each computing warpgroup arrives once.
     mbarrier.init(item_full, count=1)
     mbarrier.init(q_full, count=32 * WARPS)
-    mbarrier.init(q_empty, count=2)
+    mbarrier.init(q_empty, count=MEMBERS)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=32 * WARPS)
         mbarrier.init(v_full.index(stage), count=32 * WARPS)
-        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=MEMBERS)
     fence_async_shared()
     return Tiles(item, q_tiles, k_tiles, v_tiles, item_full, q_full, q_empty, k_full, v_full, empty)
 
@@ -390,12 +390,24 @@ def run_program(
     computes; a thread that loads has what is left.
     """
     tiles = _with_barriers(q_tiles, k_tiles, v_tiles, STAGES)
-    gl.warp_specialize(
-        [
-            (_compute, (weighed, work, outputs, scales, tiles, features, shape, kind, 0, SHARES)),
-            (_compute, (weighed, work, outputs, scales, tiles, features, shape, kind, 1, SHARES)),
-            (_load, (loaded, q, work, tiles, features, shape, kind, SHARES)),
-        ],
-        [WARPS, WARPS],
-        [COMPUTE_REGISTERS, _REGISTERS - 2 * COMPUTE_REGISTERS],
-    )
+    if shape.BLOCK_M == 3 * ROWS:
+        gl.warp_specialize(
+            [
+                (_compute, (weighed, work, outputs, scales, tiles, features, shape, kind, 0, SHARES)),
+                (_compute, (weighed, work, outputs, scales, tiles, features, shape, kind, 1, SHARES)),
+                (_compute, (weighed, work, outputs, scales, tiles, features, shape, kind, 2, SHARES)),
+                (_load, (loaded, q, work, tiles, features, shape, kind, SHARES)),
+            ],
+            [WARPS, WARPS, WARPS],
+            [COMPUTE_REGISTERS, COMPUTE_REGISTERS, 512 - 3 * COMPUTE_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_compute, (weighed, work, outputs, scales, tiles, features, shape, kind, 0, SHARES)),
+                (_compute, (weighed, work, outputs, scales, tiles, features, shape, kind, 1, SHARES)),
+                (_load, (loaded, q, work, tiles, features, shape, kind, SHARES)),
+            ],
+            [WARPS, WARPS],
+            [COMPUTE_REGISTERS, _REGISTERS - 2 * COMPUTE_REGISTERS],
+        )

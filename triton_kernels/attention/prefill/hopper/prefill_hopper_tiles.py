@@ -163,8 +163,9 @@ def _q_pointers(data, q, tile, half, GROUP: gl.constexpr, ROWS: gl.constexpr, D:
 def copy_q(q, tile, q_smem, q_full, GROUP: gl.constexpr):
     """Starts the copy of a tile's queries; rows after the request's last repeat that row. `q`: `Heads`."""
     data = q.data
+    MEMBERS: gl.constexpr = q_smem[0].shape[0]
     for i in gl.static_range(len(q_smem)):
-        for half in gl.static_range(2):
+        for half in gl.static_range(MEMBERS):
             target = q_smem[i].index(half)
             pointers = _q_pointers(data, q, tile, half, GROUP, target.shape[0], target.shape[1])
             async_copy.async_copy_global_to_shared(target, pointers)
@@ -190,8 +191,9 @@ def begin_scores(k_tile, q_half):
 
 
 @gluon.jit
-def empty_output(tiles, ROWS: gl.constexpr):
+def empty_output(tiles):
     """Returns the output before the first tile, in pieces."""
+    ROWS: gl.constexpr = tiles.q[0].shape[1]
     acc = ()  # type: tuple
     for i in gl.static_range(len(tiles.v)):
         acc += (gl.full([ROWS, tiles.v[i].shape[2]], 0.0, gl.float32, product_layout(tiles.v[i].shape[2])),)
