@@ -18,7 +18,7 @@ _PREFILL_LAUNCHES = (
 )
 # Launches of `prefill_hopper`, by key and value dims: 12 warps, and as many stages of K and V as fit beside q.
 _HOPPER_LAUNCHES = {
-    (64, 64): Launch(192, 128, 16, 6) if __import__('os').environ.get('EXP_W3') else Launch(128, 128, 12, 6),
+    (64, 64): Launch(192, 128, 16, 6),
     (80, 80): Launch(128, 128, 12, 5),
     (96, 96): Launch(128, 128, 12, 4),
     (128, 128): Launch(128, 128, 12, 3),
@@ -110,8 +110,6 @@ def prefill_launch(
     tiles are taken for any number: where they are few, their keys are shared out, and empty rows cost nothing,
     since reading the keys takes longer.
     """
-    if __import__('os').environ.get('EXP_W3') and hopper_prefill_launch(device, key_dim, value_dim, element_size) and key_dim == 64:
-        return Launch(192, 128, 8, 3)
     # An exact float32 dot is unrolled into multiply-adds, and large tiles would take minutes to compile.
     candidates = _PREFILL_LAUNCHES if element_size < 4 else (Launch(32, 32, 4, 2),)
     key_width, value_width = padded_dim(key_dim), padded_dim(value_dim)

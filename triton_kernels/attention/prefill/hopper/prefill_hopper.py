@@ -42,8 +42,6 @@ from .prefill_hopper_tiles import (
 __all__ = ["VARIANTS", "launch_hopper_prefill"]
 
 
-import os
-R3 = int(os.environ.get('EXP_R3', '152'))
 _SLACK_BITS = gl.constexpr(8)  # weights of 256 are far from the largest number of float16
 
 
@@ -52,7 +50,7 @@ def _compute_registers(key_dim, value_dim, block_m):
     """Returns the registers of a thread that computes; with more, the threads that gather spill. A tile of
     several pieces has slots of its own for each."""
     if int(block_m) == 192:
-        return R3
+        return 160
     return 224 if key_dim == value_dim and key_dim in (128, 256) else 208
 
 
