@@ -53,7 +53,9 @@ class Array(np.ndarray):
     def __array_wrap__(self, array: np.ndarray, context: Any = None, return_scalar: bool = False) -> "Array":
         return np.asarray(array).view(Array)
 
-    def to(self, _dtype: object) -> "Array":
+    def to(self, dtype: object) -> "Array":
+        if dtype == "bfloat16":
+            return array(torch.from_numpy(np.asarray(self, np.float32)).bfloat16().float().numpy())
         return self
 
     @property
@@ -216,6 +218,7 @@ def numpy_gluon(program: int, num_programs: int, kind: str = "prefill_hopper") -
             ignored,
         ),
         int32="int32",
+        bfloat16="bfloat16",
         **dict.fromkeys(("int1", "int64", "float32", "float8e4nv", "constexpr")),
     )
 
@@ -259,7 +262,7 @@ def numpy_gluon(program: int, num_programs: int, kind: str = "prefill_hopper") -
     names["row_pointers"] = lambda head, slots, stride, _layout, dim: (
         head + (slots * stride)[:, None] + np.arange(dim)
     )
-    names["pack_pairs"] = names["unpack_pairs"] = names["unpack_fours"] = unchanged
+    names["pair_up"] = names["pack_pairs"] = names["unpack_pairs"] = names["unpack_fours"] = unchanged
     names["pack_fours"] = lambda weights, _q: weights[:, keys_of_places(weights.shape[1])]
     return names
 
@@ -395,6 +398,8 @@ def compare(case: Case, monkeypatch: pytest.MonkeyPatch, kind: str = "prefill_ho
         tree,
     )
     features, score_scale = features_of(options.variants, options.scale_for(key_dim), causal)
+    if kind != "prefill_hopper":
+        features = features._replace(ADDS_COLUMNS=False)
     args = q, cache.kv, cache.rows, q_starts, cache.lengths
     # In a scratch in fp8, requests have their own order.
     rows = cache.rows if kind == "prefill_hopper" else torch.arange(len(sequences))

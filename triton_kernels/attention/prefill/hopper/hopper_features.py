@@ -27,7 +27,8 @@ _ALL_AFTER = 2**30  # more tokens than a request has; positions plus this fit in
 class HopperFeatures(NamedTuple):
     """What a call has of `VARIANTS`: tensors or None, numbers or 0. `AFTER`: how many tokens after itself a
     query sees. `FROM_ZERO`: queries see the keys from the first one on. `HAS_WHOLE`: some key tiles may be seen
-    as a whole by a tile of queries; a window is short, and all of its tiles are masked."""
+    as a whole by a tile of queries; a window is short, and all of its tiles are masked. `ADDS_COLUMNS`: the
+    product of q and K adds the slopes times the columns of a tile (`hopper_scores.slope_pairs`)."""
 
     sink_logits: Any
     slopes: Any
@@ -41,6 +42,7 @@ class HopperFeatures(NamedTuple):
     SOFTCAP: Any
     FROM_ZERO: Any
     HAS_WHOLE: Any
+    ADDS_COLUMNS: Any
 
 
 def features_of(variants: Sequence[Variant], scale: float, causal: bool) -> tuple[HopperFeatures, float]:
@@ -74,4 +76,6 @@ def features_of(variants: Sequence[Variant], scale: float, causal: bool) -> tupl
         tl.constexpr(cap_scale != 0.0),
         tl.constexpr(not window and not chunk),
         tl.constexpr(not window),
+        # A cap comes before ALiBi, so that the product cannot have it.
+        tl.constexpr(slopes is not None and cap_scale == 0.0),
     ), score_scale * LOG2_E

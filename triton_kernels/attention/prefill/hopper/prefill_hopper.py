@@ -20,10 +20,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.prefill.prefill_tuning import stages_beside
 from lightkv.triton_kernels.attention.records import Cache, Index, Outputs, Shape, heads_record
 from lightkv.triton_kernels.attention.variants.variant import Variant
 
 from .hopper_features import VARIANTS, features_of
+from .hopper_scores import COLUMN_DIMS
 from .hopper_slots import in_gluon
 from .prefill_hopper_skeleton import Kind, Loading, Weighing, Work, run_program
 from .prefill_hopper_tiles import (
@@ -179,6 +181,11 @@ def launch_hopper_prefill(
     num_kv_heads, value_dim = cache.v.shape[1:]
     num_programs = min(num_kv_heads * num_shares, tuning.device_class(q.device).num_multiprocessors)
     features, score_scale = features_of(variants, scale, causal)
+    num_stages = launch.num_stages
+    if features.ADDS_COLUMNS.value:
+        device = tuning.device_class(q.device)
+        column_bytes = 2 * COLUMN_DIMS.value * launch.block_n
+        num_stages = stages_beside(device, launch, key_dim, value_dim, column_bytes)
     numbers = (
         num_heads // num_kv_heads, key_dim, value_dim, launch.block_m, key_dim, value_dim, launch.block_n,
         causal, 0, False,
@@ -194,7 +201,7 @@ def launch_hopper_prefill(
         score_scale,
         features,
         Shape(*map(gl.constexpr, numbers)),
-        STAGES=launch.num_stages,
+        STAGES=num_stages,
         SHARES=outputs.partial_out is not None,
         num_warps=4,  # of the first warpgroup
     )

@@ -30,12 +30,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from .hopper_scores import (
+    column_tiles,
     end_of_whole,
     end_peak,
     joins_sinks,
     keys_of,
     online_softmax,
     scales_in,
+    slope_piece,
     start_rows,
     start_softmax,
     thread_sums,
@@ -57,12 +59,14 @@ class Work(NamedTuple):
 
 class Tiles(NamedTuple):
     """What a program has in shared memory: the item, tiles of q, K and V, each a tuple of pieces with a first
-    dim of halves or stages, and barriers. Those of K, V and `empty` are one for each stage."""
+    dim of halves or stages, and barriers. Those of K, V and `empty` are one for each stage. `columns`: of
+    `column_tiles`."""
 
     item: Any
     q: Any
     k: Any
     v: Any
+    columns: Any
     item_full: Any
     q_full: Any
     q_empty: Any
@@ -268,6 +272,7 @@ def _attend(
     and how many key tiles there were so far."""
     STAGES: gl.constexpr = tiles.k[0].shape[0]
     row: gl.constexpr = peak.type.layout
+    s_layout: gl.constexpr = product_layout(shape.BLOCK_N)
     _begin, end, first, last = keys
     scales = scales_in(scales, kind.weighing.unit(source, tile), features)
     rows, peak = start_rows(tile, end, peak, scales[0], features, shape, HALF, row)
@@ -275,7 +280,8 @@ def _attend(
     q_half = tile_at(tiles.q, HALF)
     stage = count % STAGES
     mbarrier.wait(tiles.k_full.index(stage), count // STAGES & 1)
-    s = warpgroup_mma_wait(0, deps=[kind.weighing.score(tile_at(tiles.k, stage), q_half)])
+    s = kind.weighing.score(tile_at(tiles.k, stage) + tiles.columns, q_half + slope_piece(rows, s_layout))
+    s = warpgroup_mma_wait(0, deps=[s])
     weights, decay, peak = online_softmax(
         s, peak, last * shape.BLOCK_N, rows, scales, features, True, kind.weighing.BOTH_ROWS_FIRST,
         kind.weighing.EXTRA_BITS,
@@ -296,7 +302,9 @@ def _attend(
             before = stage
             stage = count % STAGES
             mbarrier.wait(tiles.k_full.index(stage), count // STAGES & 1)
-            s = kind.weighing.score(tile_at(tiles.k, stage), q_half)
+            s = kind.weighing.score(
+                tile_at(tiles.k, stage) + tiles.columns, q_half + slope_piece(rows, s_layout)
+            )
             products, read = kind.weighing.multiply(packed, tile_at(tiles.v, before), out)
             s = warpgroup_mma_wait(len(tiles.v), deps=[s])
             first_key = ((whole if WHOLE else last) - 1 - j) * shape.BLOCK_N
@@ -341,7 +349,7 @@ def _pass_tiles(count, keys, tiles):
 
 
 @gluon.jit
-def _with_barriers(q_tiles, k_tiles, v_tiles, STAGES: gl.constexpr):
+def _with_barriers(q_tiles, k_tiles, v_tiles, columns, STAGES: gl.constexpr):
     """Returns the `Tiles` of a program, with barriers that are initialised."""
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     item = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -360,7 +368,7 @@ def _with_barriers(q_tiles, k_tiles, v_tiles, STAGES: gl.constexpr):
         mbarrier.init(v_full.index(stage), count=32 * WARPS)
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
-    return Tiles(item, q_tiles, k_tiles, v_tiles, item_full, q_full, q_empty, k_full, v_full, empty)
+    return Tiles(item, q_tiles, k_tiles, v_tiles, columns, item_full, q_full, q_empty, k_full, v_full, empty)
 
 
 @gluon.jit
@@ -389,7 +397,7 @@ def run_program(
     them. `features`: `HopperFeatures`. `shape`: `Shape`. `kind`: `Kind`. COMPUTE_REGISTERS: of a thread that
     computes; a thread that loads has what is left.
     """
-    tiles = _with_barriers(q_tiles, k_tiles, v_tiles, STAGES)
+    tiles = _with_barriers(q_tiles, k_tiles, v_tiles, column_tiles(features, shape), STAGES)
     gl.warp_specialize(
         [
             (_compute, (weighed, work, outputs, scales, tiles, features, shape, kind, 0, SHARES)),
