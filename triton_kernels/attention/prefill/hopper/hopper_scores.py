@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 
 from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
 
+from .hopper_values import add_values, scale_at
 from .prefill_hopper_tiles import copy_layout, pair_up, product_layout, tile_layout, unpack_pairs
 
 COLUMN_DIMS = gl.constexpr(16)  # of the piece with which ALiBi is added, as many as a product has at once
@@ -46,9 +47,13 @@ def keys_of(tile, piece, features, shape, SHARES: gl.constexpr):
     end = prefix + (gl.minimum(first_row + shape.BLOCK_M, num_rows) - 1) // shape.GROUP + 1
     if features.AFTER > 0:
         end = gl.minimum(end + features.AFTER, prefix + num_rows // shape.GROUP)
+    if features.added is not None:
+        end = gl.minimum(end, features.width)
     if SHARES:
         begin = gl.maximum(begin, piece[0])
         end = gl.minimum(end, piece[1])
+    if features.added is not None:
+        end = gl.where(begin < end, end, 0)
     return begin, end, begin // shape.BLOCK_N, gl.cdiv(gl.maximum(end, 0), shape.BLOCK_N) - 1
 
 
@@ -121,6 +126,8 @@ def start_rows(tile, end, peak, score_scale, features, shape, HALF: gl.constexpr
     last_keys = positions
     if features.AFTER > 0:
         last_keys = gl.minimum(positions + features.AFTER, end - 1)
+    elif features.added is not None:
+        last_keys = gl.minimum(positions, end - 1)
     origin = end - 1
     slopes, bias = peak, peak  # without ALiBi, they are not used
     pairs = ()  # type: tuple
@@ -140,8 +147,10 @@ def start_rows(tile, end, peak, score_scale, features, shape, HALF: gl.constexpr
 
 
 @gluon.jit
-def end_peak(peak, rows, features):
+def end_peak(peak, rows, score_scale, features):
     """Returns the peak of the loop as a peak of the scores, in base 2."""
+    if features.added is not None:
+        peak *= score_scale / scale_at(peak, features, score_scale)
     if features.slopes is not None:
         peak += rows.bias
     return peak
@@ -178,9 +187,9 @@ def _hide_outside_tree(s, tree, first_key, last):
     return gl.convert_layout(gl.where(shown, parts, float("-inf")).reshape(s.shape), s.type.layout)
 
 
-# The tensor cores add ALiBi's slope * column to the products of q and K: q has three more dims, whose sum is the
-# slope, and K has the number of the column in each of them. Both are bf16, in which these numbers are exact,
-# whatever q and K are. What is the same for a row in a tile goes into the peak.
+# The tensor cores add ALiBi's slope * column to the products of q and K: q has three more dims, whose sum is
+# the slope, and K has the number of the column in each of them. Both are bf16, in which these numbers are
+# exact, whatever q and K are. What is the same for a row in a tile goes into the peak.
 
 
 @gluon.jit
@@ -272,6 +281,7 @@ def online_softmax(
     peak,
     first_key,
     rows,
+    values,
     scales,
     features,
     MASKED: gl.constexpr,
@@ -279,7 +289,8 @@ def online_softmax(
     EXTRA_BITS: gl.constexpr,
 ):
     """Returns the weights of a tile's scores, the factor by which earlier sums decay, and the new peak; as in
-    `attend_keys`. `rows`: `SoftmaxRows`. `scales`: of the scores in base 2, and of those that are capped.
+    `attend_keys`. `rows`: `SoftmaxRows`. `values`: of `take_values`. `scales`: of the scores in base 2, and
+    of those that are capped.
     BOTH_ROWS_FIRST: as `_after_both` says, which pays for head dims over 64. EXTRA_BITS: the peak is kept so
     much lower, and so weights and sums are 2**EXTRA_BITS times as large."""
     layout: gl.constexpr = s.type.layout
@@ -289,6 +300,7 @@ def online_softmax(
         s = 2.0 / (1.0 + gl.exp(-s * cap_scale)) - 1.0  # tanh
     if features.slopes is not None and not features.ADDS_COLUMNS:
         s = _add_alibi(s, rows.slopes)
+    s = add_values(s, values, score_scale)
     if MASKED:
         columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
         last = rows.last_keys - first_key  # the last column that a row sees
@@ -312,7 +324,7 @@ def online_softmax(
         most = gl.convert_layout(gl.max(gl.max(parts, 1) + bias, 1), gl.SliceLayout(1, layout))
     else:
         most = gl.convert_layout(gl.max(_thread_max(s), 1), gl.SliceLayout(1, layout))
-    most *= score_scale
+    most *= scale_at(most * score_scale, features, score_scale)
     if EXTRA_BITS:
         most -= EXTRA_BITS
     new_peak = gl.maximum(peak, most)
@@ -325,6 +337,8 @@ def online_softmax(
         base = gl.convert_layout(new_peak, of_row)[:, None] - bias * score_scale
         weights = gl.exp2(parts * score_scale - base[:, None, :])
         weights = gl.convert_layout(weights.reshape(s.shape), layout)
+    elif features.added is not None:
+        weights = gl.exp2(s * scale_at(new_peak, features, score_scale)[:, None] - new_peak[:, None])
     else:
         weights = gl.exp2(s * score_scale - new_peak[:, None])
     return weights, gl.exp2(peak - new_peak), new_peak

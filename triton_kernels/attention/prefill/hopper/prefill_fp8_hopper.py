@@ -145,6 +145,7 @@ def _fp8_kernel(
             False,
         ),
         STAGES,
+        0,
         SHARES,
         _COMPUTE_REGISTERS,
     )  # fmt: skip

@@ -42,6 +42,7 @@ from .hopper_scores import (
     start_softmax,
     thread_sums,
 )
+from .hopper_values import allocate_values, copy_values, pass_values, take_values
 from .prefill_hopper_items import item_at, piece_of, tile_of, write_part, write_tile
 from .prefill_hopper_tiles import WARPS, product_layout, tile_at, wait_output
 
@@ -60,13 +61,14 @@ class Work(NamedTuple):
 class Tiles(NamedTuple):
     """What a program has in shared memory: the item, tiles of q, K and V, each a tuple of pieces with a first
     dim of halves or stages, and barriers. Those of K, V and `empty` are one for each stage. `columns`: of
-    `column_tiles`."""
+    `column_tiles`. `added`: of `allocate_values`."""
 
     item: Any
     q: Any
     k: Any
     v: Any
     columns: Any
+    added: Any
     item_full: Any
     q_full: Any
     q_empty: Any
@@ -167,6 +169,7 @@ def _load(source, q, work, tiles, features, shape, kind, SHARES: gl.constexpr):
                 if j == 0:
                     _pass_item(item, turn, tiles)
                     kind.loading.copy_q(q, tile, tiles.q, tiles.q_full, shape.GROUP)
+                copy_values(features, tile, last - j, count, tiles.added, shape)
                 if kind.STAGGERED:  # V of the tile that was here goes with K of the tile after that
                     mbarrier.wait(tiles.empty.index((count + 1) % STAGES), ((count + 1) // STAGES & 1) ^ 1)
                 kind.loading.copy_v(
@@ -281,9 +284,10 @@ def _attend(
     stage = count % STAGES
     mbarrier.wait(tiles.k_full.index(stage), count // STAGES & 1)
     s = kind.weighing.score(tile_at(tiles.k, stage) + tiles.columns, q_half + slope_piece(rows, s_layout))
+    values = take_values(count, tiles.added, HALF, s_layout)
     s = warpgroup_mma_wait(0, deps=[s])
     weights, decay, peak = online_softmax(
-        s, peak, last * shape.BLOCK_N, rows, scales, features, True, kind.weighing.BOTH_ROWS_FIRST,
+        s, peak, last * shape.BLOCK_N, rows, values, scales, features, True, kind.weighing.BOTH_ROWS_FIRST,
         kind.weighing.EXTRA_BITS,
     )  # fmt: skip
     sums = thread_sums(weights)  # of each of the four threads of a row
@@ -306,11 +310,12 @@ def _attend(
                 tile_at(tiles.k, stage) + tiles.columns, q_half + slope_piece(rows, s_layout)
             )
             products, read = kind.weighing.multiply(packed, tile_at(tiles.v, before), out)
+            values = take_values(count, tiles.added, HALF, s_layout)
             s = warpgroup_mma_wait(len(tiles.v), deps=[s])
             first_key = ((whole if WHOLE else last) - 1 - j) * shape.BLOCK_N
             decay_before = decay
             weights, decay, peak = online_softmax(
-                s, peak, first_key, rows, scales, features, WHOLE == 0, kind.weighing.BOTH_ROWS_FIRST,
+                s, peak, first_key, rows, values, scales, features, WHOLE == 0, kind.weighing.BOTH_ROWS_FIRST,
                 kind.weighing.EXTRA_BITS,
             )  # fmt: skip
             sums = sums * gl.convert_layout(decay, sums_row)[:, None] + thread_sums(weights)
@@ -332,7 +337,7 @@ def _attend(
         mbarrier.arrive(tiles.empty.index(stage))
     out = kind.weighing.add(out, products, decay, None)
     total = gl.convert_layout(gl.sum(sums, 1), row)
-    return kind.weighing.finish(source, tile, out), end_peak(peak, rows, features), total, count
+    return kind.weighing.finish(source, tile, out), end_peak(peak, rows, scales[0], features), total, count
 
 
 @gluon.jit
@@ -344,12 +349,13 @@ def _pass_tiles(count, keys, tiles):
         mbarrier.wait(tiles.k_full.index(stage), count // STAGES & 1)
         mbarrier.wait(tiles.v_full.index(stage), count // STAGES & 1)
         mbarrier.arrive(tiles.empty.index(stage))
+        pass_values(count, tiles.added)
         count += 1
     return count
 
 
 @gluon.jit
-def _with_barriers(q_tiles, k_tiles, v_tiles, columns, STAGES: gl.constexpr):
+def _with_barriers(q_tiles, k_tiles, v_tiles, columns, values, STAGES: gl.constexpr):
     """Returns the `Tiles` of a program, with barriers that are initialised."""
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     item = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -368,7 +374,9 @@ def _with_barriers(q_tiles, k_tiles, v_tiles, columns, STAGES: gl.constexpr):
         mbarrier.init(v_full.index(stage), count=32 * WARPS)
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
-    return Tiles(item, q_tiles, k_tiles, v_tiles, columns, item_full, q_full, q_empty, k_full, v_full, empty)
+    return Tiles(
+        item, q_tiles, k_tiles, v_tiles, columns, values, item_full, q_full, q_empty, k_full, v_full, empty
+    )
 
 
 @gluon.jit
@@ -386,6 +394,7 @@ def run_program(
     shape,
     kind,
     STAGES: gl.constexpr,
+    VALUE_STAGES: gl.constexpr,
     SHARES: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr,
 ):
@@ -394,10 +403,17 @@ def run_program(
     `q`: `Heads`. `q_tiles`, `k_tiles`, `v_tiles`: what `Tiles` says, allocated. `loaded`, `weighed`: the
     `source` of the kind's `Loading` and of its `Weighing`. `work`: `Work`. `outputs`: `Outputs`, whose parts
     are `[parts, num_kv_heads, BLOCK_M, DV]` and `[parts, num_kv_heads, BLOCK_M]`. `scales`: as `_compute` takes
-    them. `features`: `HopperFeatures`. `shape`: `Shape`. `kind`: `Kind`. COMPUTE_REGISTERS: of a thread that
-    computes; a thread that loads has what is left.
+    them. `features`: `HopperFeatures`. `shape`: `Shape`. `kind`: `Kind`. VALUE_STAGES: tiles of
+    values. COMPUTE_REGISTERS: of a thread that computes; a thread that loads has what is left.
     """
-    tiles = _with_barriers(q_tiles, k_tiles, v_tiles, column_tiles(features, shape), STAGES)
+    tiles = _with_barriers(
+        q_tiles,
+        k_tiles,
+        v_tiles,
+        column_tiles(features, shape),
+        allocate_values(features, shape, VALUE_STAGES),
+        STAGES,
+    )
     gl.warp_specialize(
         [
             (_compute, (weighed, work, outputs, scales, tiles, features, shape, kind, 0, SHARES)),
