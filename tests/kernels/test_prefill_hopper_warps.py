@@ -235,7 +235,7 @@ def numpy_gluon(program: int, num_programs: int, kind: str = "prefill_hopper") -
         ),
         int32="int32",
         bfloat16="bfloat16",
-        int16=np.int16,
+        uint16=np.uint16,
         **dict.fromkeys(("int1", "int64", "float32", "float8e4nv", "constexpr")),
     )
 
@@ -277,7 +277,7 @@ def numpy_gluon(program: int, num_programs: int, kind: str = "prefill_hopper") -
     # What threads hold, and how, exists on the device alone.
     names["_thread_max"] = names["_after_both"] = unchanged
     names["value_bytes"] = lambda dtype: 1 if dtype is np.uint8 else 2 if dtype is np.float16 else 4
-    names["_load_pairs"] = lambda tile, _layout: array(tile.values.view(np.int16))
+    names["_load_pairs"] = lambda tile, _layout: array(tile.values.view(np.uint16))
     names["row_pointers"] = lambda head, slots, stride, _layout, dim: (
         head + (slots * stride)[:, None] + np.arange(dim)
     )

@@ -116,9 +116,9 @@ def take_values(count, tiles, HALF: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _load_pairs(tile, layout: gl.constexpr):
-    """Returns bytes as int16, two neighbouring columns in each: [rows, columns / 2]."""
+    """Returns bytes as uint16, two neighbouring columns in each: [rows, columns / 2]."""
     WIDTH: gl.constexpr = tile.shape[1] // 2
-    pairs = tile._reinterpret(gl.int16, [tile.shape[0], WIDTH], _tile_layout(2, WIDTH))
+    pairs = tile._reinterpret(gl.uint16, [tile.shape[0], WIDTH], _tile_layout(2, WIDTH))
     return pairs.load(pair_layout(tile.shape[0], tile.shape[1]))
 
 
@@ -149,7 +149,7 @@ def add_values(s, values, score_scale):
         mbarrier.arrive(values[1])
         s += added * (_LOG2_E / score_scale)
     elif len(values) > 0:
-        if values[0].dtype == gl.int16:
+        if values[0].dtype == gl.uint16:
             s = _hide_pairs(s, values[0])
         else:
             s += values[0].to(gl.float32) * (_LOG2_E / score_scale)
@@ -160,9 +160,9 @@ def add_values(s, values, score_scale):
 def _hide_pairs(s, pairs):
     """Hides the scores whose byte of `_load_pairs` is 0."""
     low, high = gl.split(s.reshape([s.shape[0], s.shape[1] // 2, 2]))
-    pairs = gl.convert_layout(pairs, low.type.layout)
-    low = gl.where((pairs & 0x00FF) != 0, low, float("-inf"))
-    high = gl.where((pairs & -256) != 0, high, float("-inf"))
+    pairs = gl.convert_layout(pairs, low.type.layout).to(gl.int32)
+    low = gl.where((pairs & 255) != 0, low, float("-inf"))
+    high = gl.where(pairs > 255, high, float("-inf"))
     return gl.convert_layout(gl.join(low, high).reshape(s.shape), s.type.layout)
 
 
