@@ -21,7 +21,7 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention_reference,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
-from lightkv.triton_kernels.attention.variants import SinkLogits, Softcap, TreeMask, ValueMask, Window
+from lightkv.triton_kernels.attention.variants import Alibi, SinkLogits, Softcap, TreeMask, ValueMask, Window
 from lightkv.triton_kernels.attention.variants.variant import limits
 
 H200 = tuning.DeviceClass(num_multiprocessors=132, shared_memory=232448, major=9)
@@ -135,14 +135,21 @@ def test_only_where_it_can_copy_16_bytes_at_a_time(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(prefill_module, "_hopper", lambda: hopper)
     monkeypatch.setattr(tuning, "device_class", lambda _: H200)
     q, k, v, out = torch.empty(4, 5, 8, 128, dtype=torch.float16)
-    tree, values = TreeMask(torch.zeros(5, 1, dtype=torch.int32)), ValueMask(torch.zeros(5, 9))
+    tree, values = TreeMask(torch.zeros(5, 1, dtype=torch.int32)), ValueMask(torch.zeros(5, 12))
     launch = prefill_tuning.hopper_prefill_launch(H200, 128, 128, 2)
     assert _hopper_launch(q, k, v, out, ()) == (hopper, launch)
     assert _hopper_launch(q, k, v, out.float(), ()) is not None
     assert _hopper_launch(q, k.bfloat16(), v, out, ()) is None
     assert _hopper_launch(q, k, v, out, (Softcap(3.0), tree)) is not None
-    assert _hopper_launch(q, k, v, out, (values,)) is None  # a variant that it does not know
-    assert _hopper_launch(q, k, v, out, (Softcap(3.0), values)) is None
+    assert _hopper_launch(q, k, v, out, (Softcap(3.0), values)) == (hopper, launch)
+    for mask in (
+        ValueMask(torch.zeros(5, 9)),  # rows of 36 bytes
+        ValueMask(torch.zeros(5, 16, dtype=torch.bool)[:, 1:]),  # begins in the middle of 16 bytes
+        ValueMask(torch.zeros(8, 5, 2).bool()),
+        ValueMask(values.values, torch.zeros(1, dtype=torch.int32)),  # a column for each request
+    ):
+        assert _hopper_launch(q, k, v, out, (mask,)) is None
+    assert _hopper_launch(q, k, v, out, (Alibi(torch.ones(8)), values)) is None
     wide = torch.empty(5, 8, 136, dtype=torch.float16)
     assert _hopper_launch(wide[..., :128], k, v, out, ()) is None  # strides of 136
     shifted = torch.empty(5 * 8 * 128 + 1, dtype=torch.float16)[1:].view(5, 8, 128)

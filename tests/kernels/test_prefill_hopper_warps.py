@@ -32,13 +32,21 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_a
 from lightkv.triton_kernels.attention.prefill.prefill_combine import combine_tiles
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
 from lightkv.triton_kernels.attention.records import Cache, Heads, Index, Outputs, Shape
-from lightkv.triton_kernels.attention.variants import Alibi, Chunk, SinkLogits, Softcap, TreeMask, Window
+from lightkv.triton_kernels.attention.variants import (
+    Alibi,
+    Chunk,
+    SinkLogits,
+    Softcap,
+    TreeMask,
+    ValueMask,
+    Window,
+)
 from lightkv.triton_kernels.attention.variants.variant import limits
 
 skeleton = pytest.importorskip("lightkv.triton_kernels.attention.prefill.hopper.prefill_hopper_skeleton")
 tiles = pytest.importorskip("lightkv.triton_kernels.attention.prefill.hopper.prefill_hopper_tiles")
 
-_SHARED = ("hopper_scores", "hopper_slots", "prefill_hopper_items", "prefill_hopper_tiles")
+_SHARED = ("hopper_scores", "hopper_slots", "hopper_values", "prefill_hopper_items", "prefill_hopper_tiles")
 MODULES = {
     "prefill_hopper": (*_SHARED, "prefill_hopper_skeleton", "prefill_hopper"),
     "prefill_fp8_hopper": (*_SHARED, "prefill_hopper_skeleton", "prefill_fp8_tiles", "prefill_fp8_hopper"),
@@ -53,8 +61,10 @@ class Array(np.ndarray):
     def __array_wrap__(self, array: np.ndarray, context: Any = None, return_scalar: bool = False) -> "Array":
         return np.asarray(array).view(Array)
 
-    def to(self, _dtype: object) -> "Array":
-        return self
+    def to(self, dtype: object) -> "Array":
+        if dtype == "bfloat16":
+            return array(torch.from_numpy(np.asarray(self, np.float32)).bfloat16().float().numpy())
+        return self.astype(np.float32) if self.dtype == np.float16 else self
 
     @property
     def type(self) -> Any:
@@ -65,12 +75,17 @@ def array(values: Any) -> Array:
     return np.asarray(values).view(Array)
 
 
+def narrow(values: np.ndarray) -> Any:
+    """Returns the type of values of a mask that are narrower than float32; None for all others."""
+    return values.dtype.type if values.dtype in (np.uint8, np.float16) else None
+
+
 class Pointer:
     """Addresses of elements of a tensor."""
 
     def __init__(self, memory: np.ndarray, offsets: Any = 0) -> None:
         self.memory, self.offsets = memory, array(offsets)
-        self.dtype = types.SimpleNamespace(element_ty=None)
+        self.dtype = types.SimpleNamespace(element_ty=narrow(memory))
 
     def __add__(self, offsets: Any) -> "Pointer":
         return Pointer(self.memory, self.offsets + offsets)
@@ -82,10 +97,9 @@ class Pointer:
 class Shared:
     """A tensor in shared memory."""
 
-    dtype = types.SimpleNamespace(primitive_bitwidth=16)
-
     def __init__(self, values: np.ndarray) -> None:
         self.values, self.shape = values, values.shape
+        self.dtype = narrow(values) or types.SimpleNamespace(primitive_bitwidth=16)
 
     def index(self, i: Any) -> "Shared":
         return Shared(self.values[int(i)])
@@ -162,6 +176,8 @@ def allocate(dtype: object, shape: list[int], layout: object) -> Any:
     """Returns what Gluon's `allocate_shared_memory` would."""
     if layout == "barriers":
         return Barrier() if len(shape) == 1 else Barriers(shape[0])
+    if dtype in (np.uint8, np.float16):
+        return Shared(np.full(shape, 77, dtype))
     return Shared(np.zeros(shape, np.int64) if dtype == "int32" else np.full(shape, np.nan, np.float32))
 
 
@@ -197,6 +213,8 @@ def numpy_gluon(program: int, num_programs: int, kind: str = "prefill_hopper") -
         exp=np.exp,
         exp2=np.exp2,
         log2=np.log2,
+        split=lambda pairs: (pairs[..., 0], pairs[..., 1]),
+        join=lambda low, high: array(np.stack((low, high), -1)),
         cdiv=lambda a, b: array(-(-a // b)),
         convert_layout=unchanged,
         max_contiguous=unchanged,
@@ -216,6 +234,8 @@ def numpy_gluon(program: int, num_programs: int, kind: str = "prefill_hopper") -
             ignored,
         ),
         int32="int32",
+        bfloat16="bfloat16",
+        uint16=np.uint16,
         **dict.fromkeys(("int1", "int64", "float32", "float8e4nv", "constexpr")),
     )
 
@@ -256,10 +276,12 @@ def numpy_gluon(program: int, num_programs: int, kind: str = "prefill_hopper") -
             names[name] = value
     # What threads hold, and how, exists on the device alone.
     names["_thread_max"] = names["_after_both"] = unchanged
+    names["value_bytes"] = lambda dtype: 1 if dtype is np.uint8 else 2 if dtype is np.float16 else 4
+    names["_load_pairs"] = lambda tile, _layout: array(tile.values.view(np.uint16))
     names["row_pointers"] = lambda head, slots, stride, _layout, dim: (
         head + (slots * stride)[:, None] + np.arange(dim)
     )
-    names["pack_pairs"] = names["unpack_pairs"] = names["unpack_fours"] = unchanged
+    names["pair_up"] = names["pack_pairs"] = names["unpack_pairs"] = names["unpack_fours"] = unchanged
     names["pack_fours"] = lambda weights, _q: weights[:, keys_of_places(weights.shape[1])]
     return names
 
@@ -292,7 +314,7 @@ def run_all(tasks: list[Callable[[], None]]) -> None:
 
 class Case(NamedTuple):
     """What the kernels compute. `num_workers`: that keys are shared out among; 0 if they are not. `extra`:
-    "alibi", "tree" or nothing."""
+    "alibi", "tree", a mask of `values_mask`, or nothing."""
 
     window: int
     softcap: float
@@ -303,6 +325,22 @@ class Case(NamedTuple):
     extra: str
     group: int
     dims: tuple[int, int] = (16, 16)
+
+
+def values_mask(extra: str, num_tokens: int, num_heads: int) -> ValueMask | None:
+    """Returns the mask that `extra` names: its type, and its width. After the last of `width` columns are
+    numbers that nobody may see."""
+    name, _, width = extra.partition(" ")
+    if name not in ("bool", "float16", "float32"):
+        return None
+    values = torch.randn(num_heads, num_tokens, 112)
+    if name == "bool":
+        hides = values[0] < -1.0
+        return ValueMask((~hides)[:, : int(width)])
+    values[torch.rand(values.shape) < 0.1] = -torch.inf
+    values[:, ::3, 0] = -1e10 if name == "float32" else -6e4  # all that a query sees
+    values[:, :, int(width) :] = torch.nan
+    return ValueMask(values.to(getattr(torch, name))[:, :, : int(width)])
 
 
 def scratch_of(cache: Any, keys: Any, scales: Any) -> tuple[Any, Any]:
@@ -343,6 +381,13 @@ def scratch_of(cache: Any, keys: Any, scales: Any) -> tuple[Any, Any]:
         (30, 0.0, 0, 0, False, True, "alibi"),
         (0, 0.0, 0, 0, False, True, "tree"),
         (0, 0.0, 60, 0, True, True, "tree"),
+        (0, 0.0, 0, 0, False, True, "float32 112"),
+        (0, 0.0, 60, 0, True, True, "float32 70"),
+        (0, 5.0, 60, 0, False, False, "float16 107"),
+        (30, 0.0, 0, 0, True, True, "float16 42"),
+        (0, 0.0, 0, 0, False, True, "bool 112"),
+        (0, 0.0, 60, 48, False, True, "bool 61"),
+        (0, 0.0, 60, 0, True, False, "bool 16"),
     ],
     ids=str,
 )
@@ -393,8 +438,11 @@ def compare(case: Case, monkeypatch: pytest.MonkeyPatch, kind: str = "prefill_ho
         None if sink_logits is None else SinkLogits(sink_logits),
         None if slopes is None else Alibi(slopes),
         tree,
+        values_mask(extra, len(q), 2 * group),
     )
     features, score_scale = features_of(options.variants, options.scale_for(key_dim), causal)
+    if kind != "prefill_hopper":
+        features = features._replace(ADDS_COLUMNS=False)
     args = q, cache.kv, cache.rows, q_starts, cache.lengths
     # In a scratch in fp8, requests have their own order.
     rows = cache.rows if kind == "prefill_hopper" else torch.arange(len(sequences))
@@ -446,7 +494,10 @@ def compare(case: Case, monkeypatch: pytest.MonkeyPatch, kind: str = "prefill_ho
             records = pointers(Cache(k, v, None, None, *strides, 0))
             hooks = TOKEN_TABLE.hooks._replace(place=TOKEN_TABLE.hooks.place.value.fn)
             entries = pointers(Index(index, index.stride(0), 0, hooks, (), None))
-            names["_hopper_kernel"](heads, records, entries, *lists, written, 2, score_scale, *of_call)
+            stages = 0 if features.added is None else 1 if extra.startswith("float32") else 2
+            names["_hopper_kernel"](
+                heads, records, entries, *lists, written, 2, score_scale, *of_call[:3], stages, of_call[3]
+            )
         else:
             keys, scales = scratch_of(cache, names["Fp8Keys"], names["Fp8Scales"])
             names["_fp8_kernel"](

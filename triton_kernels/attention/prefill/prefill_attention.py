@@ -72,7 +72,7 @@ def _hopper_launch(
     launch = prefill_tuning.hopper_prefill_launch(device, q.shape[2], v_cache.shape[2], q.element_size())
     if launch is None or (hopper := _hopper()) is None:
         return None
-    knows_all = all(isinstance(one, hopper.VARIANTS) for one in variants)
+    knows_all = hopper.knows_all(variants, q.shape[2], v_cache.shape[2])
     return (hopper, launch) if knows_all else None
 
 

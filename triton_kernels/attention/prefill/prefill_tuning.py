@@ -25,6 +25,7 @@ _HOPPER_LAUNCHES = {
     (192, 128): Launch(128, 128, 12, 2),
     (256, 256): Launch(128, 64, 12, 2),
 }
+_BARRIER_BYTES = 1024  # that barriers and the item take, and what the compiler adds
 
 
 def hopper_prefill_launch(
@@ -34,6 +35,13 @@ def hopper_prefill_launch(
     if device.major != 9 or element_size != 2:
         return None
     return _HOPPER_LAUNCHES.get((key_dim, value_dim))
+
+
+def stages_beside(device: DeviceClass, launch: Launch, key_dim: int, value_dim: int, num_bytes: int) -> int:
+    """Returns how many stages of K and V a launch of `prefill_hopper` has where `num_bytes` of shared memory
+    are taken by something else than its tiles."""
+    left = device.shared_memory - _BARRIER_BYTES - num_bytes - 2 * launch.block_m * key_dim
+    return min(launch.num_stages, left // (2 * launch.block_n * (key_dim + value_dim)))
 
 
 def fp8_prefill_launch(head_dim: int) -> Launch:

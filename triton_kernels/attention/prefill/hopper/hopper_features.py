@@ -1,10 +1,11 @@
 """The variants of attention that the kernels for compute capability 9 know, as constants of their own.
 
-These kernels place what a variant does among their instructions: ALiBi goes into the multiply-adds of columns,
-and the bits of a tree are shifted for all columns of a thread at once. So they take no hooks, and a call with a
-variant that they do not know goes to `prefill_kernel.py`.
+These kernels place what a variant does among their instructions: ALiBi goes into the product of q and K, values
+come to shared memory beside K and V, and the bits of a tree are shifted for all columns of a thread at once. So
+they take no hooks, and a call with a variant that they do not know goes to `prefill_kernel.py`.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,10 +17,11 @@ from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
 from lightkv.triton_kernels.attention.variants.sink_logits import SinkLogits
 from lightkv.triton_kernels.attention.variants.softcap import Softcap
 from lightkv.triton_kernels.attention.variants.tree import TreeMask
+from lightkv.triton_kernels.attention.variants.values import ValueMask
 from lightkv.triton_kernels.attention.variants.variant import Variant
 from lightkv.triton_kernels.attention.variants.window import Window
 
-VARIANTS = (Softcap, Alibi, Window, Chunk, TreeMask, SinkLogits)
+VARIANTS = (Softcap, Alibi, Window, Chunk, TreeMask, ValueMask, SinkLogits)
 FP8_VARIANTS = (Softcap, Alibi, Window, Chunk, SinkLogits)
 _ALL_AFTER = 2**30  # more tokens than a request has; positions plus this fit in int32
 
@@ -27,13 +29,20 @@ _ALL_AFTER = 2**30  # more tokens than a request has; positions plus this fit in
 class HopperFeatures(NamedTuple):
     """What a call has of `VARIANTS`: tensors or None, numbers or 0. `AFTER`: how many tokens after itself a
     query sees. `FROM_ZERO`: queries see the keys from the first one on. `HAS_WHOLE`: some key tiles may be seen
-    as a whole by a tile of queries; a window is short, and all of its tiles are masked."""
+    as a whole by a tile of queries; a window is short, and all of its tiles are masked. `ADDS_COLUMNS`: the
+    product of q and K adds the slopes times the columns of a tile (`hopper_scores.slope_pairs`). `added`: a
+    mask of values, bytes for bool, of `width` keys; `coarse_scale`: of `hopper_values.scale_at`."""
 
     sink_logits: Any
     slopes: Any
     tree: Any
     tree_words: Any
     stride_tree: Any
+    added: Any
+    stride_added_head: Any
+    stride_added_token: Any
+    width: Any
+    coarse_scale: Any
     cap_scale: Any
     WINDOW: Any
     CHUNK: Any
@@ -41,11 +50,13 @@ class HopperFeatures(NamedTuple):
     SOFTCAP: Any
     FROM_ZERO: Any
     HAS_WHOLE: Any
+    ADDS_COLUMNS: Any
 
 
 def features_of(variants: Sequence[Variant], scale: float, causal: bool) -> tuple[HopperFeatures, float]:
     """Returns what the kernels take for variants of `VARIANTS`, and what multiplies a score, in base 2."""
     sink_logits = slopes = tree = tree_words = stride_tree = None
+    added = stride_added_head = stride_added_token = width = coarse_scale = None
     window = chunk = 0
     cap_scale, score_scale = 0.0, scale
     for one in variants:
@@ -59,14 +70,23 @@ def features_of(variants: Sequence[Variant], scale: float, causal: bool) -> tupl
             chunk = one.size
         elif isinstance(one, TreeMask):
             tree, tree_words, stride_tree = one.data(scale)
+        elif isinstance(one, ValueMask):
+            added, _, width, stride_added_head, stride_added_token = one.data(scale)
         elif isinstance(one, SinkLogits):
             sink_logits = one.logits
+    if added is not None:
+        coarse_scale = 2.0 ** math.ceil(math.log2(score_scale * LOG2_E))
     return HopperFeatures(
         sink_logits,
         slopes,
         tree,
         tree_words,
         stride_tree,
+        added,
+        stride_added_head,
+        stride_added_token,
+        width,
+        coarse_scale,
         cap_scale,
         tl.constexpr(window),
         tl.constexpr(chunk),
@@ -74,4 +94,6 @@ def features_of(variants: Sequence[Variant], scale: float, causal: bool) -> tupl
         tl.constexpr(cap_scale != 0.0),
         tl.constexpr(not window and not chunk),
         tl.constexpr(not window),
+        # A cap comes before ALiBi, so that the product cannot have it.
+        tl.constexpr(slopes is not None and cap_scale == 0.0),
     ), score_scale * LOG2_E

@@ -8,8 +8,11 @@ from triton.experimental.gluon import language as gl
 
 from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
 
+from .hopper_values import add_values, scale_at
 from .prefill_hopper_items import ROWS
+from .prefill_hopper_tiles import copy_layout, pair_up, product_layout, tile_layout, unpack_pairs
 
+COLUMN_DIMS = gl.constexpr(16)  # of the piece with which ALiBi is added, as many as a product has at once
 _LOG2_E = gl.constexpr(LOG2_E)
 
 
@@ -19,8 +22,8 @@ class SoftmaxRows(NamedTuple):
     `positions`: of the queries. `last_keys`: that they see. With ALiBi, `slopes`, in units of the scores, and
     `bias`, by which the scores in the loop are larger than they should be, since the bias of ALiBi is counted
     from the key `origin`, the tile's last: the numbers of the keys that count are small, so those of millions
-    of tokens lose no precision. With a tree of guesses, `tree`: pointers to the words of each row, how many
-    there are, and the request's first query.
+    of tokens lose no precision. `pairs`: a tuple of the result of `slope_pairs`, or an empty one. With a tree
+    of guesses, `tree`: pointers to the words of each row, how many there are, and the request's first query.
     """
 
     positions: Any
@@ -28,6 +31,7 @@ class SoftmaxRows(NamedTuple):
     origin: Any
     slopes: Any
     bias: Any
+    pairs: Any
     tree: Any
 
 
@@ -44,9 +48,13 @@ def keys_of(tile, piece, features, shape, SHARES: gl.constexpr):
     end = prefix + (gl.minimum(first_row + shape.BLOCK_M, num_rows) - 1) // shape.GROUP + 1
     if features.AFTER > 0:
         end = gl.minimum(end + features.AFTER, prefix + num_rows // shape.GROUP)
+    if features.added is not None:
+        end = gl.minimum(end, features.width)
     if SHARES:
         begin = gl.maximum(begin, piece[0])
         end = gl.minimum(end, piece[1])
+    if features.added is not None:
+        end = gl.where(begin < end, end, 0)
     return begin, end, begin // shape.BLOCK_N, gl.cdiv(gl.maximum(end, 0), shape.BLOCK_N) - 1
 
 
@@ -117,24 +125,31 @@ def start_rows(tile, end, peak, score_scale, features, shape, MEMBER: gl.constex
     last_keys = positions
     if features.AFTER > 0:
         last_keys = gl.minimum(positions + features.AFTER, end - 1)
+    elif features.added is not None:
+        last_keys = gl.minimum(positions, end - 1)
     origin = end - 1
     slopes, bias = peak, peak  # without ALiBi, they are not used
+    pairs = ()  # type: tuple
     if features.slopes is not None:
         slopes = gl.load(features.slopes + tile[0] * shape.GROUP + rows % shape.GROUP) * _LOG2_E
         bias = slopes * (origin - positions).to(gl.float32)
         peak -= bias
         slopes = slopes / score_scale
+        if features.ADDS_COLUMNS:
+            pairs = (slope_pairs(slopes),)
     tree = (positions, 0, 0)  # without a tree of guesses, it is not used
     if features.tree is not None:
         row = gl.minimum(rows, tile[3] - 1) // shape.GROUP
         words = features.tree + (tile[4] + row).to(gl.int64) * features.stride_tree
         tree = (words, features.tree_words, tile[5])
-    return SoftmaxRows(positions, last_keys, origin, slopes, bias, tree), peak
+    return SoftmaxRows(positions, last_keys, origin, slopes, bias, pairs, tree), peak
 
 
 @gluon.jit
-def end_peak(peak, rows, features):
+def end_peak(peak, rows, score_scale, features):
     """Returns the peak of the loop as a peak of the scores, in base 2."""
+    if features.added is not None:
+        peak *= score_scale / scale_at(peak, features, score_scale)
     if features.slopes is not None:
         peak += rows.bias
     return peak
@@ -169,6 +184,50 @@ def _hide_outside_tree(s, tree, first_key, last):
     eight = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, of_eight)))[None, :][None, :, :]
     shown = (bits & (1 << (8 * eight))[:, :, :, None]) != 0
     return gl.convert_layout(gl.where(shown, parts, float("-inf")).reshape(s.shape), s.type.layout)
+
+
+# The tensor cores add ALiBi's slope * column to the products of q and K: q has three more dims, whose sum is
+# the slope, and K has the number of the column in each of them. Both are bf16, in which these numbers are
+# exact, whatever q and K are. What is the same for a row in a tile goes into the peak.
+
+
+@gluon.jit
+def slope_pairs(slopes):
+    """Returns slopes `[ROWS]` as a piece of q of 16 dims, two of them in an int32: `[ROWS, 8]`."""
+    layout: gl.constexpr = product_layout(COLUMN_DIMS)
+    slopes = gl.convert_layout(slopes, gl.SliceLayout(1, layout))
+    high = slopes.to(gl.bfloat16).to(gl.float32)
+    low = (slopes - high).to(gl.bfloat16).to(gl.float32)
+    dims = gl.arange(0, COLUMN_DIMS, gl.SliceLayout(0, layout))[None, :]
+    others = gl.where(dims == 2, (slopes - high - low)[:, None], 0.0)
+    return pair_up(gl.where(dims == 0, high[:, None], gl.where(dims == 1, low[:, None], others)), gl.bfloat16)
+
+
+@gluon.jit
+def slope_piece(rows, s_layout: gl.constexpr):
+    """Returns a tuple with the piece of q that `slope_pairs` has made, as an operand of the product, or an
+    empty one."""
+    piece = ()  # type: tuple
+    for i in gl.static_range(len(rows.pairs)):
+        piece += (unpack_pairs(rows.pairs[i], gl.bfloat16, gl.DotOperandLayout(0, s_layout, 2)),)
+    return piece
+
+
+@gluon.jit
+def column_tiles(features, shape):
+    """Returns a tuple with the piece of K that belongs to `slope_piece`, in shared memory, `[BLOCK_N, 16]`, or
+    an empty one. The asynchronous proxy has yet to see it."""
+    tiles = ()  # type: tuple
+    if features.ADDS_COLUMNS:
+        layout: gl.constexpr = copy_layout(COLUMN_DIMS)
+        columns = gl.arange(0, shape.BLOCK_N, gl.SliceLayout(1, layout)).to(gl.float32)[:, None]
+        dims = gl.arange(0, COLUMN_DIMS, gl.SliceLayout(0, layout))[None, :]
+        tile = gl.allocate_shared_memory(
+            gl.bfloat16, [shape.BLOCK_N, COLUMN_DIMS], tile_layout(COLUMN_DIMS, 0)
+        )
+        tile.store(gl.where(dims < 3, columns, 0.0).to(gl.bfloat16))
+        tiles += (tile,)
+    return tiles
 
 
 @gluon.jit
@@ -250,6 +309,7 @@ def online_softmax(
     peak,
     first_key,
     rows,
+    values,
     scales,
     features,
     MASKED: gl.constexpr,
@@ -257,16 +317,18 @@ def online_softmax(
     EXTRA_BITS: gl.constexpr,
 ):
     """Returns the weights of a tile's scores, the factor by which earlier sums decay, and the new peak; as in
-    `attend_keys`, but `[rows, 4]`: each of the four threads of a row has them. `rows`: `SoftmaxRows`. `scales`:
-    of the scores in base 2, and of those that are capped. SLACK_BITS: as `_raise_peaks` says. EXTRA_BITS: the
-    peak is kept so much lower, and so weights and sums are 2**EXTRA_BITS times as large."""
+    `attend_keys`, but `[rows, 4]`: each of the four threads of a row has them. `rows`: `SoftmaxRows`. `values`:
+    of `take_values`. `scales`: of the scores in base 2, and of those that are capped. SLACK_BITS: as
+    `_raise_peaks` says. EXTRA_BITS: the peak is kept so much lower, and so weights and sums are 2**EXTRA_BITS
+    times as large."""
     layout: gl.constexpr = s.type.layout
     BLOCK_N: gl.constexpr = s.shape[1]
     score_scale, cap_scale = scales
     if features.SOFTCAP:
         s = 2.0 / (1.0 + gl.exp(-s * cap_scale)) - 1.0  # tanh
-    if features.slopes is not None:
+    if features.slopes is not None and not features.ADDS_COLUMNS:
         s = _add_alibi(s, rows.slopes)
+    s = add_values(s, values, score_scale)
     if MASKED:
         columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
         last = rows.last_keys - first_key  # the last column that a row sees
@@ -283,17 +345,29 @@ def online_softmax(
     parts = s.reshape([s.shape[0], BLOCK_N // 8, 4, 2])
     halves = s.reshape([s.shape[0], 2, BLOCK_N // 16, 4, 2])  # for four chains of a row in a thread
     most = gl.convert_layout(gl.max(gl.max(halves, 2), 1), gl.SliceLayout(1, parts.type.layout))
-    if features.slopes is not None:
+    of_columns: gl.constexpr = features.slopes is not None and not features.ADDS_COLUMNS
+    if of_columns:
         bias = _alibi_of_columns(parts, rows.slopes, first_key - rows.origin)
         most += bias
-    most = gl.max(most, 2) * score_scale
+    most = gl.max(most, 2)
+    if features.ADDS_COLUMNS:
+        row_bias = in_threads(rows.slopes * (first_key - rows.origin).to(gl.float32), s)
+        most += row_bias
+    most *= scale_at(most * score_scale, features, score_scale)
     if EXTRA_BITS:
         most -= EXTRA_BITS
     peak, decay = _raise_peaks(most, peak, SLACK_BITS)
-    base = peak[:, :, None]
-    if features.slopes is not None:
-        base -= bias * score_scale
-    weights = gl.exp2(parts * score_scale - base[:, None, :, :])
+    if of_columns:
+        base = peak[:, :, None] - bias * score_scale
+        weights = gl.exp2(parts * score_scale - base[:, None, :, :])
+    elif features.ADDS_COLUMNS:
+        base = peak - row_bias * score_scale
+        weights = gl.exp2(parts * score_scale - base[:, :, None][:, None, :, :])
+    elif features.added is not None:
+        scale = scale_at(peak, features, score_scale)
+        weights = gl.exp2(parts * scale[:, :, None][:, None, :, :] - peak[:, :, None][:, None, :, :])
+    else:
+        weights = gl.exp2(parts * score_scale - peak[:, :, None][:, None, :, :])
     return gl.convert_layout(weights.reshape(s.shape), layout), decay, peak
 
 

@@ -144,6 +144,7 @@ def _fp8_kernel(
             False,
         ),
         STAGES,
+        0,
         SHARES,
         _COMPUTE_REGISTERS,
     )  # fmt: skip
@@ -164,6 +165,7 @@ def launch_fp8_prefill(
     num_kv_heads, value_dim = keys.v.shape[:2]
     num_programs = min(num_kv_heads * plan.num_shares, tuning.device_class(q.device).num_multiprocessors)
     features, score_scale = features_of(options.variants, options.scale_for(key_dim), options.causal)
+    features = features._replace(ADDS_COLUMNS=gl.constexpr(False))  # its products are of 8 bits
     numbers = (
         num_heads // num_kv_heads, key_dim, value_dim, launch.block_m, key_dim, value_dim, launch.block_n,
         options.causal, 0, False,

@@ -20,10 +20,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.prefill.prefill_tuning import stages_beside
 from lightkv.triton_kernels.attention.records import Cache, Index, Outputs, Shape, heads_record
+from lightkv.triton_kernels.attention.variants.alibi import Alibi
+from lightkv.triton_kernels.attention.variants.values import ValueMask
 from lightkv.triton_kernels.attention.variants.variant import Variant
 
 from .hopper_features import VARIANTS, features_of
+from .hopper_scores import COLUMN_DIMS
 from .hopper_slots import in_gluon
 from .prefill_hopper_items import ROWS
 from .prefill_hopper_skeleton import Kind, Loading, Weighing, Work, run_program
@@ -46,12 +50,12 @@ _SLACK_BITS = gl.constexpr(8)  # weights of 256 are far from the largest number 
 
 
 @gluon.constexpr_function
-def _compute_registers(key_dim, value_dim, block_m):
+def _compute_registers(key_dim, value_dim, block_m, has_values):
     """Returns the registers of a thread that computes; with more, the threads that gather spill. A tile of
-    several pieces has slots of its own for each."""
-    if int(block_m) == 192:
+    several pieces has slots of its own for each, and values have pointers of their own."""
+    if int(block_m) == 192:  # TODO
         return 160
-    return 224 if key_dim == value_dim and key_dim in (128, 256) else 208
+    return 224 if key_dim == value_dim and key_dim in (128, 256) and not has_values else 208
 
 
 class _Rows(NamedTuple):
@@ -121,6 +125,7 @@ def _hopper_kernel(
     features,  # `HopperFeatures`
     shape,  # `Shape`
     STAGES: gl.constexpr,
+    VALUE_STAGES: gl.constexpr,
     SHARES: gl.constexpr,
 ):
     dtype: gl.constexpr = q.data.dtype.element_ty
@@ -153,9 +158,27 @@ def _hopper_kernel(
             True,
         ),
         STAGES,
+        VALUE_STAGES,
         SHARES,
-        _compute_registers(shape.DK, shape.DV, shape.BLOCK_M),
+        _compute_registers(shape.DK, shape.DV, shape.BLOCK_M, features.added is not None),
     )
+
+
+def knows_all(variants: Sequence[Variant], key_dim: int, value_dim: int) -> bool:
+    """Returns whether the kernel computes a call with these variants. Of masks of values it takes those whose
+    rows begin at multiples of 16 bytes, at the key 0, as long as there is room for a tile of them, and without
+    ALiBi, whose numbers are precise for scores of usual sizes alone."""
+    for one in variants:
+        if not isinstance(one, VARIANTS):
+            return False
+        if isinstance(one, ValueMask):
+            size = one.values.element_size()
+            starts = one.values.data_ptr(), *(size * stride for stride in one.values.stride()[:-1])
+            aligned = one.columns is None and not any(start % 16 for start in starts)
+            has_room = (key_dim, value_dim) != (192, 128)
+            if not aligned or not has_room or any(isinstance(other, Alibi) for other in variants):
+                return False
+    return True
 
 
 def launch_hopper_prefill(
@@ -182,6 +205,16 @@ def launch_hopper_prefill(
     num_kv_heads, value_dim = cache.v.shape[1:]
     num_programs = min(num_kv_heads * num_shares, tuning.device_class(q.device).num_multiprocessors)
     features, score_scale = features_of(variants, scale, causal)
+    stages, value_stages = launch.num_stages, 0
+    beside = 0  # bytes of shared memory
+    if features.ADDS_COLUMNS.value:
+        beside = 2 * COLUMN_DIMS.value * launch.block_n
+    if features.added is not None:
+        value_stages = 2 if features.added.element_size() < 4 else 1
+        beside += value_stages * launch.block_m * launch.block_n * features.added.element_size()
+    if beside:
+        device = tuning.device_class(q.device)
+        stages = stages_beside(device, launch, key_dim, value_dim, beside)
     numbers = (
         num_heads // num_kv_heads, key_dim, value_dim, launch.block_m, key_dim, value_dim, launch.block_n,
         causal, 0, False,
@@ -197,7 +230,8 @@ def launch_hopper_prefill(
         score_scale,
         features,
         Shape(*map(gl.constexpr, numbers)),
-        STAGES=launch.num_stages,
+        STAGES=stages,
+        VALUE_STAGES=value_stages,
         SHARES=outputs.partial_out is not None,
         num_warps=4,  # of the first warpgroup
     )

@@ -30,6 +30,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from .hopper_scores import (
+    column_tiles,
     end_of_whole,
     end_peak,
     in_threads,
@@ -37,10 +38,12 @@ from .hopper_scores import (
     keys_of,
     online_softmax,
     scales_in,
+    slope_piece,
     start_rows,
     start_softmax,
     thread_sums,
 )
+from .hopper_values import allocate_values, copy_values, pass_values, take_values
 from .prefill_hopper_items import ROWS, item_at, piece_of, tile_of, write_part, write_tile
 from .prefill_hopper_tiles import WARPS, product_layout, scale_rows, tile_at, wait_output
 
@@ -58,12 +61,15 @@ class Work(NamedTuple):
 
 class Tiles(NamedTuple):
     """What a program has in shared memory: the item, tiles of q, K and V, each a tuple of pieces with a first
-    dim of halves or stages, and barriers. Those of K, V and `empty` are one for each stage."""
+    dim of halves or stages, and barriers. Those of K, V and `empty` are one for each stage. `columns`: of
+    `column_tiles`. `added`: of `allocate_values`."""
 
     item: Any
     q: Any
     k: Any
     v: Any
+    columns: Any
+    added: Any
     item_full: Any
     q_full: Any
     q_empty: Any
@@ -162,6 +168,7 @@ def _load(source, q, work, tiles, features, shape, kind, SHARES: gl.constexpr):
                 if j == 0:
                     _pass_item(item, turn, tiles)
                     kind.loading.copy_q(q, tile, tiles.q, tiles.q_full, shape.GROUP)
+                copy_values(features, tile, last - j, count, tiles.added, shape)
                 if kind.STAGGERED:  # V of the tile that was here goes with K of the tile after that
                     mbarrier.wait(tiles.empty.index((count + 1) % STAGES), ((count + 1) // STAGES & 1) ^ 1)
                 kind.loading.copy_v(
@@ -235,7 +242,9 @@ def _compute(
                 count = _pass_tiles(count, keys, tiles)
         if SHARES:
             if piece[2] >= 0:
-                write_part(out, peak, total, outputs, piece[2], work.num_kv_heads, tile, MEMBER, shape.BLOCK_M)
+                write_part(
+                    out, peak, total, outputs, piece[2], work.num_kv_heads, tile, MEMBER, shape.BLOCK_M
+                )
             else:
                 write_tile(out, peak, total, outputs, num_heads, tile, MEMBER, shape.GROUP)
         else:
@@ -266,6 +275,7 @@ def _attend(
     and how many key tiles there were so far."""
     STAGES: gl.constexpr = tiles.k[0].shape[0]
     row: gl.constexpr = peak.type.layout
+    s_layout: gl.constexpr = product_layout(shape.BLOCK_N)
     _begin, end, first, last = keys
     scales = scales_in(scales, kind.weighing.unit(source, tile), features)
     rows, peak = start_rows(tile, end, peak, scales[0], features, shape, MEMBER, row)
@@ -273,9 +283,12 @@ def _attend(
     q_half = tile_at(tiles.q, MEMBER)
     stage = count % STAGES
     mbarrier.wait(tiles.k_full.index(stage), count // STAGES & 1)
-    s = warpgroup_mma_wait(0, deps=[kind.weighing.score(tile_at(tiles.k, stage), q_half)])
+    s = kind.weighing.score(tile_at(tiles.k, stage) + tiles.columns, q_half + slope_piece(rows, s_layout))
+    values = take_values(count, tiles.added, MEMBER, s_layout)
+    s = warpgroup_mma_wait(0, deps=[s])
     weights, decay, peak = online_softmax(
-        s, in_threads(peak, s), last * shape.BLOCK_N, rows, scales, features, True, kind.weighing.SLACK_BITS,
+        s, in_threads(peak, s), last * shape.BLOCK_N, rows, values, scales, features, True,
+        kind.weighing.SLACK_BITS,
         kind.weighing.EXTRA_BITS,
     )  # fmt: skip
     sums = thread_sums(weights)  # of each of the four threads of a row
@@ -293,13 +306,16 @@ def _attend(
             before = stage
             stage = count % STAGES
             mbarrier.wait(tiles.k_full.index(stage), count // STAGES & 1)
-            s = kind.weighing.score(tile_at(tiles.k, stage), q_half)
+            s = kind.weighing.score(
+                tile_at(tiles.k, stage) + tiles.columns, q_half + slope_piece(rows, s_layout)
+            )
             out = scale_rows(out, decay)
             products, read = kind.weighing.multiply(packed, tile_at(tiles.v, before), out)
+            values = take_values(count, tiles.added, MEMBER, s_layout)
             s = warpgroup_mma_wait(len(tiles.v), deps=[s])
             first_key = ((whole if WHOLE else last) - 1 - j) * shape.BLOCK_N
             weights, decay, peak = online_softmax(
-                s, peak, first_key, rows, scales, features, WHOLE == 0, kind.weighing.SLACK_BITS,
+                s, peak, first_key, rows, values, scales, features, WHOLE == 0, kind.weighing.SLACK_BITS,
                 kind.weighing.EXTRA_BITS,
             )  # fmt: skip
             sums = sums * decay + thread_sums(weights)
@@ -323,7 +339,7 @@ def _attend(
     out = kind.weighing.add(out, products)
     total = gl.convert_layout(gl.sum(sums, 1), row)
     peak = gl.convert_layout(gl.max(peak, 1), row)
-    return kind.weighing.finish(source, tile, out), end_peak(peak, rows, features), total, count
+    return kind.weighing.finish(source, tile, out), end_peak(peak, rows, scales[0], features), total, count
 
 
 @gluon.jit
@@ -335,12 +351,13 @@ def _pass_tiles(count, keys, tiles):
         mbarrier.wait(tiles.k_full.index(stage), count // STAGES & 1)
         mbarrier.wait(tiles.v_full.index(stage), count // STAGES & 1)
         mbarrier.arrive(tiles.empty.index(stage))
+        pass_values(count, tiles.added)
         count += 1
     return count
 
 
 @gluon.jit
-def _with_barriers(q_tiles, k_tiles, v_tiles, STAGES: gl.constexpr):
+def _with_barriers(q_tiles, k_tiles, v_tiles, columns, values, STAGES: gl.constexpr):
     """Returns the `Tiles` of a program, with barriers that are initialised."""
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     MEMBERS: gl.constexpr = q_tiles[0].shape[0]
@@ -360,7 +377,9 @@ def _with_barriers(q_tiles, k_tiles, v_tiles, STAGES: gl.constexpr):
         mbarrier.init(v_full.index(stage), count=32 * WARPS)
         mbarrier.init(empty.index(stage), count=MEMBERS)
     fence_async_shared()
-    return Tiles(item, q_tiles, k_tiles, v_tiles, item_full, q_full, q_empty, k_full, v_full, empty)
+    return Tiles(
+        item, q_tiles, k_tiles, v_tiles, columns, values, item_full, q_full, q_empty, k_full, v_full, empty
+    )
 
 
 @gluon.jit
@@ -378,6 +397,7 @@ def run_program(
     shape,
     kind,
     STAGES: gl.constexpr,
+    VALUE_STAGES: gl.constexpr,
     SHARES: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr,
 ):
@@ -386,10 +406,17 @@ def run_program(
     `q`: `Heads`. `q_tiles`, `k_tiles`, `v_tiles`: what `Tiles` says, allocated. `loaded`, `weighed`: the
     `source` of the kind's `Loading` and of its `Weighing`. `work`: `Work`. `outputs`: `Outputs`, whose parts
     are `[parts, num_kv_heads, BLOCK_M, DV]` and `[parts, num_kv_heads, BLOCK_M]`. `scales`: as `_compute` takes
-    them. `features`: `HopperFeatures`. `shape`: `Shape`. `kind`: `Kind`. COMPUTE_REGISTERS: of a thread that
-    computes; a thread that loads has what is left.
+    them. `features`: `HopperFeatures`. `shape`: `Shape`. `kind`: `Kind`. VALUE_STAGES: tiles of
+    values. COMPUTE_REGISTERS: of a thread that computes; a thread that loads has what is left.
     """
-    tiles = _with_barriers(q_tiles, k_tiles, v_tiles, STAGES)
+    tiles = _with_barriers(
+        q_tiles,
+        k_tiles,
+        v_tiles,
+        column_tiles(features, shape),
+        allocate_values(features, shape, VALUE_STAGES),
+        STAGES,
+    )
     if shape.BLOCK_M == 3 * ROWS:
         gl.warp_specialize(
             [

@@ -202,12 +202,18 @@ def empty_output(tiles):
 
 @gluon.jit
 def pack_pairs(weights, q_half):
-    """Rounds weights to the type of q, of 16 bits, two neighbouring columns in an int32: [rows, columns / 2].
+    """Rounds weights to the type of q, of 16 bits, as `pair_up` does."""
+    return pair_up(weights, q_half[0].dtype)
+
+
+@gluon.jit
+def pair_up(values, dtype: gl.constexpr):
+    """Rounds values to a type of 16 bits, two neighbouring columns in an int32: [rows, columns / 2].
 
     A loop that carries 16-bit values would have the compiler take every pair apart and put it together again.
     """
-    low, high = gl.split(weights.reshape([weights.shape[0], weights.shape[1] // 2, 2]))
-    PAIR: gl.constexpr = "bf16x2" if q_half[0].dtype == gl.bfloat16 else "f16x2"
+    low, high = gl.split(values.reshape([values.shape[0], values.shape[1] // 2, 2]))
+    PAIR: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
     return gl.inline_asm_elementwise(
         "cvt.rn." + PAIR + ".f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -248,7 +254,10 @@ def wait_output(acc, operands):
 def _scale_asm(num):
     """Returns what multiplies a thread's `num` elements by their factors, $n to $2n - 1, where one of a warp's
     threads has a factor that is not 1."""
-    rows = f"setp.neu.f32 other, ${num}, 0f3F800000;", f"setp.neu.or.f32 other, ${num + 2}, 0f3F800000, other;"
+    rows = (
+        f"setp.neu.f32 other, ${num}, 0f3F800000;",
+        f"setp.neu.or.f32 other, ${num + 2}, 0f3F800000, other;",
+    )
     products = "\n".join(f"mul.f32 ${i}, ${i}, ${num + i};" for i in range(num))
     return f"""{{
         .reg .pred other, any;
