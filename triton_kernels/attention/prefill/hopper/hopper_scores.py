@@ -256,8 +256,8 @@ def _alibi_of_columns(parts, slopes, first_key):
 
 @gluon.constexpr_function
 def _raise_peaks_asm(slack):
-    """Returns what `_raise_peaks` does with a thread's two rows: $0, $1 are their new peaks, $2, $3 the factors,
-    $4, $5 the thread's maxima, $6, $7 the peaks before."""
+    """Returns what `_raise_peaks` does with a thread's two rows. $0, $1: their new peaks; $2, $3: the factors;
+    $4, $5: the thread's maxima; $6, $7: the peaks before."""
     return f"""{{
         .reg .pred higher, any;
         .reg .f32 bound, other, most;
@@ -372,7 +372,7 @@ def online_softmax(
 
 
 # A row of a wgmma's accumulator is held by four threads, each with 2 neighbouring columns of every 8. What is
-# reduced is reduced within threads first, which takes no shuffle, and in several chains, since one takes longer.
+# reduced is reduced within threads first, which takes no shuffle, in several chains, since one takes longer.
 
 
 @gluon.jit

@@ -72,7 +72,7 @@ def copy_values(features, tile, key_tile, count, tiles, shape):
 def _value_pointers(
     features, tile, key_tile, member, GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr
 ):
-    """Returns pointers to the values of a warpgroup's rows of a tile. Rows after the request's last repeat that row.
+    """Returns pointers to the values of a warpgroup's rows. Rows after the request's last repeat that row.
     Columns after the last vector of a row repeat that; they are hidden, as all keys at `width` and beyond."""
     NUM_BYTES: gl.constexpr = value_bytes(features.added.dtype.element_ty)
     VECTOR: gl.constexpr = 16 // NUM_BYTES
