@@ -114,8 +114,9 @@ class AttentionBackend(ABC):
             k: `[num_tokens, num_kv_heads * head_dim]`.
             v: `[num_tokens, num_kv_heads * v_dim]`.
             step: the step.
-            rotary: rotates q and k, where they arrive without positions; None where positions are applied
-                already. q is then rotated in place, so that it is what `entry_scores` takes, and k may be, too.
+            rotary: normalises and rotates q and k, where they arrive without positions; None where positions
+                are applied already. q is then changed in place, so that it is what `entry_scores` takes, and k
+                may be, too.
 
         Returns:
             `[num_tokens, num_heads * v_dim]` of q's type.
@@ -178,7 +179,7 @@ class AttentionBackend(ABC):
         step: Step,
         rotary: RotaryEmbedding | None,
     ) -> None:
-        """Writes this step's K/V to its slots, k rotated by `rotary`, and rotates q in place.
+        """Writes this step's K/V to its slots, k normalised and rotated by `rotary`, and q in place.
 
         `_attend` gets k as `_write` leaves it: a backend that reads k there has to rotate it in place, too.
         """

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lightkv.triton_kernels.write.head_norms import HeadNorms, normalise_reference
+
 
 @dataclass(frozen=True)
 class RotaryEmbedding:
@@ -12,12 +14,21 @@ class RotaryEmbedding:
 
     `cos`, `sin`: `[T, n]`, float32 or of the type of q and k, of each token's angles, times the attention
     factor of a scaling. Dims from 2n on are not rotated. `interleaved`: dims 2i and 2i + 1 of a head are a pair
-    (GPT-J); otherwise dims i and i + n (NeoX).
+    (GPT-J); otherwise dims i and i + n (NeoX). `norms`: of q and k, which come before; None for none.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
     interleaved: bool = False
+    norms: HeadNorms | None = None
+
+    def apply(self, q: torch.Tensor, k: torch.Tensor) -> None:
+        """Normalises q `[T, H, D]` and k `[T, num_kv_heads, D]`, and rotates them, in place."""
+        if self.norms is not None:
+            q.copy_(normalise_reference(q, self.norms.q, q.dtype))
+            k.copy_(normalise_reference(k, self.norms.k, k.dtype))
+        self.rotate(q)
+        self.rotate(k)
 
     def rotate(self, x: torch.Tensor) -> None:
         """Rotates `x` `[T, H, D]` in place. Sums and products are float32, rounded once at the end."""

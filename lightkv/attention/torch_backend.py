@@ -45,8 +45,7 @@ class TorchAttention(AttentionBackend):
         rotary: RotaryEmbedding | None,
     ) -> None:
         if rotary is not None:
-            rotary.rotate(q)
-            rotary.rotate(k)
+            rotary.apply(q, k)
         step.memory.pool.write(self.layer_idx, step.slot_mapping, k, v)
 
     def read(self, step: Step, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -86,7 +86,7 @@ class TritonAttention(AttentionBackend):
             write_kv(k, v, stored, slots)
         else:
             rotation = Rotation(rotary.cos, rotary.sin, rotary.interleaved)
-            write_kv(k, v, stored, slots, q=q, rotation=rotation)
+            write_kv(k, v, stored, slots, q=q, rotation=rotation, norms=rotary.norms)
 
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, out: torch.Tensor

@@ -52,13 +52,7 @@ CONFIGS: dict[str, tuple[PreTrainedConfig, list[str]]] = {
         Gemma2Config(**SMALL),
         [f"fused 2 of 2 layers: {BOTH}, gelu_tanh with its product"],
     ),
-    "norms-afterwards": (
-        Olmo2Config(**SMALL),
-        [
-            "fused 2 of 2 layers: gate_up as one product, norms with the residual, silu with its product",
-            "kept transformers' code for the attention of 2 layers (Olmo2Attention)",
-        ],
-    ),
+    "norms-afterwards": (Olmo2Config(**SMALL), [SILU]),
     "layer-norm": (
         Starcoder2Config(**SMALL),
         [

@@ -5,7 +5,7 @@ in test_integration_transformers.py, where every model runs with the modules tha
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from transformers import (
     LlamaConfig,
     Ministral3Config,
     Olmo2Config,
+    Olmo3Config,
     OlmoConfig,
     Phi3Config,
     PhiConfig,
@@ -36,7 +37,7 @@ from lightkv.attention import Batch, BatchShape, RotaryEmbedding, StaticStep, St
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.eviction import HeavyHitters
 from lightkv.integrations.model.attention_call import AttentionCall, compute
-from lightkv.integrations.model.fused_rotary import fused_layers, set_fused_forwards
+from lightkv.integrations.model.fused_rotary import fused_forwards, fused_layers, set_fused_forwards
 from lightkv.integrations.model.hf_model import bind, bound, forward
 from lightkv.integrations.model.probe import probe
 from lightkv.integrations.streaming import Stream, Window
@@ -109,7 +110,11 @@ MODELS: dict[str, tuple[PreTrainedConfig, list[int]]] = {
     ),
     "clipped": (OlmoConfig(**SMALL, clip_qkv=8.0), []),
     "unclipped": (OlmoConfig(**SMALL), BOTH),
-    "norm-over-heads": (Olmo2Config(**SMALL), []),
+    "norm-over-heads": (Olmo2Config(**SMALL), BOTH),
+    "norm-over-heads-and-windows": (
+        Olmo3Config(**SMALL, sliding_window=6, layer_types=["sliding_attention", "full_attention"]),
+        BOTH,
+    ),
     "q-grows-with-positions": (
         Ministral3Config(
             **SMALL,
@@ -174,7 +179,38 @@ def test_the_right_modules_are_fused_and_the_logits_stay(name: str, device: torc
     assert_unfused_agrees(model, "torch")
 
 
-@pytest.mark.parametrize("name", ["phi3", "cohere"])
+NORMALISED = ("qwen3", "gemma3", "cohere-norms", "norm-over-heads", "norm-over-heads-and-windows")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_norms_of_heads_are_left_to_the_write(name: str, device: torch.device) -> None:
+    model = make_model(MODELS[name][0], device)
+    bind(model)
+    calls: list[str] = []
+    for module_name, module in model.named_modules():
+        if module_name.endswith(("q_norm", "k_norm")):
+            module.register_forward_hook(lambda module, *_: calls.append(type(module).__name__))
+    steps = Steps(model, "torch")  # which probes the model's own forward pass
+    calls.clear()
+    steps.run()
+    assert not calls
+    layouts = [cast(Any, forward).args[1] for forward in fused_forwards(model).values()]
+    assert [layout.head_norms is not None for layout in layouts] == [name in NORMALISED] * len(layouts)
+
+
+def test_a_norm_with_a_hook_is_called(device: torch.device) -> None:
+    model = make_model(MODELS["qwen3"][0], device)
+    calls: list[bool] = []
+    model.model.layers[1].self_attn.k_norm.register_forward_hook(lambda *_: calls.append(True))
+    bind(model)
+    assert fused_layers(model) == BOTH
+    steps = Steps(model, "torch")
+    calls.clear()
+    steps.run()
+    assert len(calls) == len(STEPS)
+
+
+@pytest.mark.parametrize("name", ["phi3", "cohere", "qwen3", "cohere-norms", "norm-over-heads"])
 def test_write_kv_rotates_as_the_modules_do(name: str, device: torch.device) -> None:
     model = make_model(MODELS[name][0], device)
     bind(model)

@@ -93,8 +93,8 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     slots = torch.tensor([3, 1, 9, 2, 7, 8], device=device)
     buffer = torch.zeros(10, 2, 16, device=device)
     expected = buffer.clone()
-    nothing = (None,) * 3
-    arguments = (k, v, buffer[:, :1], buffer[:, 1:], None, [], slots, None, None, None, False, nothing)
+    nothing = (None,) * 5
+    arguments = (k, v, buffer[:, :1], buffer[:, 1:], None, [], slots, None, [], False, nothing, [])
     torch.library.opcheck(torch.ops.lightkv.write_kv.default, arguments)
 
     def step(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -351,10 +351,10 @@ def test_rotation_stays_one_operator_under_torch_compile(device: torch.device) -
         [],
         slots,
         q.clone(),
-        by.cos,
-        by.sin,
+        [by.cos, by.sin],
         False,
-        [None, k[0], None],
+        [None, k[0], None, k[0, 0], None],
+        [1e-6, 0, 0, 1, 0, 1e-6, 0, 0, 1, 0],
     )
     torch.library.opcheck(torch.ops.lightkv.write_kv.default, arguments)
 

@@ -235,8 +235,8 @@ def test_static_scales_are_read_and_stay(device: torch.device) -> None:
         assert torch.equal(cache[slots].float(), expected)
     assert torch.equal(scales, before)
     # Compiled, the operator may get the scales with another stride of slots.
-    fields, nothing = [int(field) for field in elements] * 2, [None] * 3
-    torch.ops.lightkv.write_kv(k, v, *others, before[None], fields, slots, *nothing, False, nothing)
+    fields = [int(field) for field in elements] * 2
+    torch.ops.lightkv.write_kv(k, v, *others, before[None], fields, slots, None, [], False, [None] * 5, [])
     assert torch.equal(caches, others)
 
 
@@ -289,7 +289,7 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     fields = [int(field) for elements in layer_format[:2] for field in elements]
     caches = [cache.clone() for cache in stored_in(ours)[:3]]  # compiled, views of two types may not share
     copies = [cache.clone() for cache in caches]
-    arguments = (k, v, *copies, fields, slots, None, None, None, False, [None] * 3)
+    arguments = (k, v, *copies, fields, slots, None, [], False, [None] * 5, [])
     torch.library.opcheck(torch.ops.lightkv.write_kv.default, arguments)
 
     def step(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, scales: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ is loaded once, and the program's cosines and sines serve all of its heads."""
 import triton
 import triton.language as tl
 
-from .records import Store, dims_block, load_dims, place_of
+from .load_heads import load_dims, norm_stats
+from .records import Store, dims_block, place_of
 
 
 @triton.constexpr_function
@@ -34,26 +35,27 @@ def _store_dims(target, numbers, dims, valid, END: tl.constexpr):
 
 @triton.jit
 def _write_head(source, stored, slot, heads, head, angles, tile, IN_PLACE: tl.constexpr):
-    """Adds the bias, rotates the first 2 * PAIRS dims, and copies the other dims."""
+    """Adds the bias, normalises, rotates the first 2 * PAIRS dims, and copies the other dims."""
     D: tl.constexpr = heads.DIM
     PAIRS: tl.constexpr = heads.PAIRS
-    HAS_REST: tl.constexpr = 2 * PAIRS < D and not (IN_PLACE and not heads.HAS_BIAS)
+    HAS_REST: tl.constexpr = 2 * PAIRS < D and not (IN_PLACE and not heads.HAS_BIAS and heads.NORM[0] == 0)
     BLOCK_T: tl.constexpr = tile.valid.shape[0]
     BLOCK_PAIRS: tl.constexpr = _pairs_block(PAIRS)
     valid = tile.valid
     target, _ = place_of(source, stored, slot, head, IN_PLACE)
+    stats = norm_stats(source, heads, head, valid)
     pairs = tl.arange(0, BLOCK_PAIRS)
     both = tl.arange(0, 2 * BLOCK_PAIRS)
     rest_dims = tl.arange(0, dims_block(D - 2 * PAIRS)) + 2 * PAIRS
     if HAS_REST:
-        rest = load_dims(source, heads, head, rest_dims, rest_dims < D, valid)
+        rest = load_dims(source, heads, head, rest_dims, rest_dims < D, valid, stats)
     if PAIRS > 0:
         if heads.INTERLEAVED:
-            numbers = load_dims(source, heads, head, both, both < 2 * PAIRS, valid).to(tl.float32)
+            numbers = load_dims(source, heads, head, both, both < 2 * PAIRS, valid, stats).to(tl.float32)
             first, second = tl.split(tl.reshape(numbers, [BLOCK_T, BLOCK_PAIRS, 2]))  # [BLOCK_T, BLOCK_PAIRS]
         else:
-            first = load_dims(source, heads, head, pairs, pairs < PAIRS, valid).to(tl.float32)
-            second = load_dims(source, heads, head, pairs + PAIRS, pairs < PAIRS, valid).to(tl.float32)
+            first = load_dims(source, heads, head, pairs, pairs < PAIRS, valid, stats).to(tl.float32)
+            second = load_dims(source, heads, head, pairs + PAIRS, pairs < PAIRS, valid, stats).to(tl.float32)
         rotated_first = first * angles[0] - second * angles[1]
         rotated_second = second * angles[0] + first * angles[1]
     if IN_PLACE:

@@ -8,6 +8,7 @@ from torch import Tensor
 from lightkv.triton_kernels.layout.strides import has_unit_stride
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
+from .head_norms import HeadNorms
 from .head_tiles import constants_of
 
 
@@ -151,6 +152,7 @@ def check_inputs(
     q: Tensor | None,
     rotation: Rotation | None,
     biases: Biases,
+    norms: HeadNorms | None,
 ) -> None:
     """Raises ValueError where the arguments of `write_kv` do not fit each other."""
     stored.check(k, v)
@@ -167,8 +169,12 @@ def check_inputs(
                 f"q must be [tokens, heads, dim] {wanted} with a last stride of 1, the tokens and dim those of "
                 f"k; got {tuple(q.shape)} with strides {q.stride()}"
             )
-        if rotation is None and biases.q is None:
-            raise ValueError("nothing is to be done to q: pass a rotation, or a bias of q, or leave q out")
+        if rotation is None and biases.q is None and norms is None:
+            raise ValueError(
+                "nothing is to be done to q: pass a rotation, norms, or a bias of q, or leave q out"
+            )
     if rotation is not None:
         rotation.check(k)
     biases.check(q, k, v)
+    if norms is not None:
+        norms.check(q, k)

@@ -37,3 +37,8 @@ def quantised_launch(width: int) -> WriteLaunch:
     """Returns the launch where K or V is quantised, for heads that are padded to `width`: a program holds a
     head of each of its tokens as one float32 tile."""
     return WriteLaunch(_BLOCK_T, 1, 4 if width <= 128 else 8)
+
+
+def token_launch(num_elements: int) -> WriteLaunch:
+    """Returns the launch where a program writes all heads of a token, at most `num_elements` numbers."""
+    return WriteLaunch(1, 1, 4 if num_elements <= 4096 else 8)

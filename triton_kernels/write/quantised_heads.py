@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 
 from .head_tiles import write_elements
-from .records import Store, dims_block, load_dims, place_of
+from .load_heads import load_dims, norm_stats
+from .records import Store, dims_block, place_of
 
 
 @triton.jit
@@ -20,12 +21,13 @@ def _find_angles(angles, tile, PAIRS: tl.constexpr):
 
 @triton.jit
 def _load_head(source, heads, head, angles, valid):
-    """Loads a head of each token, float32 [BLOCK_T, BLOCK_D]; adds the bias, and rotates the first 2 * PAIRS
-    dims. A dim and its partner are both loaded by index, so that no tile has to be cut."""
+    """Loads a head of each token, float32 [BLOCK_T, BLOCK_D]; adds the bias, normalises, and rotates the
+    first 2 * PAIRS dims. A dim and its partner are both loaded by index, so that no tile has to be cut."""
     D: tl.constexpr = heads.DIM
     PAIRS: tl.constexpr = heads.PAIRS
+    stats = norm_stats(source, heads, head, valid)
     dims = tl.arange(0, dims_block(D))
-    numbers = load_dims(source, heads, head, dims, dims < D, valid).to(tl.float32)
+    numbers = load_dims(source, heads, head, dims, dims < D, valid, stats).to(tl.float32)
     if PAIRS > 0:
         is_paired = dims < 2 * PAIRS
         if heads.INTERLEAVED:
@@ -35,7 +37,7 @@ def _load_head(source, heads, head, angles, valid):
             is_first = dims < PAIRS
             pair = tl.where(is_first, dims, dims - PAIRS)
             partner = tl.where(is_first, dims + PAIRS, pair)
-        partners = load_dims(source, heads, head, partner, is_paired, valid).to(tl.float32)
+        partners = load_dims(source, heads, head, partner, is_paired, valid, stats).to(tl.float32)
         is_loaded = valid[:, None] & is_paired[None, :]
         cosines = tl.load(angles[0] + pair[None, :], mask=is_loaded, other=0.0).to(tl.float32)
         sines = tl.load(angles[1] + pair[None, :], mask=is_loaded, other=0.0).to(tl.float32)

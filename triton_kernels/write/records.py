@@ -8,20 +8,29 @@ import triton.language as tl
 
 
 class NewHeads(NamedTuple):
-    """The heads of q, K or V as they are projected, `[T, heads, DIM]`, and their bias, `[heads, DIM]`, or None.
-    The first 2 * PAIRS dims are rotated, INTERLEAVED or by halves. ELEMENTS: of `constants_of`, how the heads
-    are stored."""
+    """The heads of q, K or V as they are projected, `[T, heads, DIM]`, and their bias, `[heads, DIM]`, or None;
+    the weight and the epsilon of their norm, or None. The first 2 * PAIRS dims are rotated, INTERLEAVED or by
+    halves. ELEMENTS: of `constants_of`, how the heads are stored.
+
+    NORM: constants, what the mean of the norm is over (`load_heads`), whether a program writes all heads of a
+    token, whether there is a weight, whether the mean is subtracted, whether the factor is 1 + weight, whether
+    numbers are rounded before they are multiplied, and the heads that a mean is over.
+    """
 
     data: Any
     stride_token: Any
     stride_head: Any
     bias: Any
     stride_bias: Any
+    norm_weight: Any
+    stride_norm: Any
+    norm_eps: Any
     HAS_BIAS: Any
     DIM: Any
     PAIRS: Any
     INTERLEAVED: Any
     ELEMENTS: Any
+    NORM: Any
 
 
 class StoredHeads(NamedTuple):
@@ -48,7 +57,8 @@ class Angles(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The tokens of a program, each `[BLOCK_T]`: which of the step they are, and which of them exist."""
+    """The rows of a program, each `[BLOCK_T]`: which of the step's tokens they are, and which of them exist.
+    They are tokens, of which a program writes one head after the other, or the heads of one token."""
 
     token: Any
     valid: Any
@@ -58,9 +68,10 @@ class Store(NamedTuple):
     """How a program writes a head of each of its tokens, as two hooks.
 
     `angles(angles, tile, PAIRS)` returns what `write` needs of the rotation, once a program.
-    `write(source, stored, slot, heads, head, angles, tile, IN_PLACE)` loads a head of each token from the
-    pointers `source`, adds its bias, rotates it, and stores it with its scales: in `stored`, `StoredHeads`, at
-    `slot`, or IN_PLACE at `source` again; `source` and `slot` are `[BLOCK_T, 1]`.
+    `write(source, stored, slot, heads, head, angles, tile, IN_PLACE)` loads a head of each row from the
+    pointers `source`, adds its bias, normalises it, rotates it, and stores it with its scales: in `stored`,
+    `StoredHeads`, at `slot`, or IN_PLACE at `source` again; `source` and `slot` are `[BLOCK_T, 1]`. `head`: its
+    number, or `[BLOCK_T, 1]` where the rows are heads.
     APART: two programs write K and V of a head, and not one.
     """
 
@@ -96,14 +107,3 @@ def place_of(source, stored, slot, head, IN_PLACE: tl.constexpr):
         scales = stored.scales + slot * stored.stride_scales_slot + head * stored.stride_scales_head
         scales += stored.FIRST_COLUMN
     return target, scales
-
-
-@triton.jit
-def load_dims(source, heads, head, dims, in_head, valid):
-    """Loads `dims` of a head of each token, [BLOCK_T, dims]; in float32 with the bias added, if there is
-    one."""
-    tile = tl.load(source + dims[None, :], mask=valid[:, None] & in_head[None, :], other=0.0)
-    if heads.HAS_BIAS:
-        bias = tl.load(heads.bias + head * heads.stride_bias + dims, mask=in_head, other=0.0)
-        tile = tile.to(tl.float32) + bias.to(tl.float32)[None, :]
-    return tile

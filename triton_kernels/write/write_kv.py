@@ -1,6 +1,6 @@
-"""Writes new K/V to a layer's slots in one pass from the projection: adds biases, applies rotary positions,
-quantises where the layer's format does, and scatters by slot. Any frequencies and any scaling of them are
-tables of cosines and sines here."""
+"""Writes new K/V to a layer's slots in one pass from the projection: adds biases, normalises q and k, applies
+rotary positions, quantises where the layer's format does, and scatters by slot. Any frequencies and any scaling
+of them are tables of cosines and sines here."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -17,9 +17,11 @@ from lightkv.triton_kernels.quantised.kv_format import Elements
 from lightkv.triton_kernels.quantised.quantise_reference import quantise, split_columns
 
 from .computed_heads import AS_COMPUTED
+from .head_norms import HeadNorm, HeadNorms, normalise_reference
 from .head_tiles import constants_of
 from .inputs import NO_BIASES, Biases, Rotation, StoredKV, check_inputs
-from .launch import computed_launch, quantised_launch
+from .launch import computed_launch, quantised_launch, token_launch
+from .load_heads import OVER_ALL, PER_HEAD
 from .quantised_heads import QUANTISED
 from .records import Angles, NewHeads, Shape, StoredHeads, Tile
 
@@ -32,22 +34,38 @@ def _write_stored(heads, stored, head, slot, angles, tile, store):
     store.write(source, stored, slot, heads, head, angles, tile, False)
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
-def _write_kv_kernel(
-    queries,  # NewHeads, written in place
-    keys,  # NewHeads
-    values,
-    stored_keys,  # StoredHeads
-    stored_values,
-    rotation,  # Angles
-    slots,
-    num_tokens,
-    store,  # Store
-    shape,  # Shape
+@triton.jit
+def _write_token(heads, stored, token, slot, rotation, store, IN_PLACE: tl.constexpr):
+    """Writes all heads of a token, which are the rows of the program."""
+    ROWS: tl.constexpr = triton.next_power_of_2(heads.NORM[6])
+    head = tl.arange(0, ROWS).to(tl.int64)
+    tile = Tile(token + tl.zeros([ROWS], tl.int64), head < heads.NORM[6])
+    head = head[:, None]
+    source = heads.data + token * heads.stride_token + head * heads.stride_head
+    angles = store.angles(rotation, tile, heads.PAIRS)
+    store.write(source, stored, slot + tl.zeros_like(head), heads, head, angles, tile, IN_PLACE)
+
+
+@triton.jit
+def _write_tokens(queries, keys, values, stored_keys, stored_values, rotation, slots, store, shape):
+    """Writes all heads of q, or of K and V, of one token."""
+    token = (tl.program_id(0) // (shape.KV_PROGRAMS + 1)).to(tl.int64)
+    program = tl.program_id(0) % (shape.KV_PROGRAMS + 1)
+    slot = tl.load(slots + token).to(tl.int64)
+    if program == shape.KV_PROGRAMS:
+        _write_token(queries, stored_keys, token, slot, rotation, store, True)
+    else:
+        if program == 0:
+            _write_token(keys, stored_keys, token, slot, rotation, store, False)
+        if program == shape.KV_PROGRAMS - 1:
+            _write_token(values, stored_values, token, slot, rotation, store, False)
+
+
+@triton.jit
+def _write_heads(
+    queries, keys, values, stored_keys, stored_values, rotation, slots, num_tokens, store, shape
 ):
-    if shape.EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    """Writes some heads of q, or of K and V, of some tokens."""
     # Heads run fastest, so neighbouring programs write neighbouring heads: those of K and V, and of q.
     program = tl.program_id(0) % (shape.KV_PROGRAMS + shape.Q_PROGRAMS)
     block = tl.program_id(0) // (shape.KV_PROGRAMS + shape.Q_PROGRAMS)
@@ -75,6 +93,30 @@ def _write_kv_kernel(
             store.write(place, stored_keys, place, queries, head, angles, tile, True)
 
 
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
+def _write_kv_kernel(
+    queries,  # NewHeads, written in place
+    keys,  # NewHeads
+    values,
+    stored_keys,  # StoredHeads
+    stored_values,
+    rotation,  # Angles
+    slots,
+    num_tokens,
+    store,  # Store
+    shape,  # Shape
+):
+    if shape.EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if keys.NORM[1]:
+        _write_tokens(queries, keys, values, stored_keys, stored_values, rotation, slots, store, shape)
+    else:
+        _write_heads(
+            queries, keys, values, stored_keys, stored_values, rotation, slots, num_tokens, store, shape
+        )
+
+
 # No defaults: torch 2.11 does not fill them in where it records which tensors an operator wrote to. `elements`:
 # the fields of K's and then of V's Elements; none where K and V are stored as computed.
 @torch.library.custom_op("lightkv::write_kv", mutates_args=("stored_k", "stored_v", "scales", "q"))
@@ -87,31 +129,40 @@ def _write_kv(
     elements: Sequence[int],
     slots: Tensor,
     q: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
+    tables: Sequence[Tensor],
     interleaved: bool,
-    biases: Sequence[Tensor | None],
+    added: Sequence[Tensor | None],
+    norms: Sequence[float],
 ) -> None:
     num_tokens, num_kv_heads, key_dim = k.shape
     if num_tokens == 0:
         return
     value_dim = v.shape[2]
+    cos, sin = tables if tables else (None, None)
     num_heads, num_pairs = 0 if q is None else q.shape[1], 0 if cos is None else cos.shape[1]
+    of_q, of_k = _norms_of(norms)
+    whole = of_k is not None and of_k.over_all
     device = tuning.device_class(k.device)
-    if scales is None:
+    if whole:
+        launch = token_launch(max(num_heads, num_kv_heads) * max(key_dim, value_dim))
+        store = AS_COMPUTED if scales is None else QUANTISED
+        kv_programs = 2 if store.APART.value else 1
+    elif scales is None:
         launch = computed_launch(device, num_tokens, num_kv_heads, num_heads, num_pairs)
         store, kv_programs = AS_COMPUTED, num_kv_heads // launch.heads
     else:
         launch = quantised_launch(max(tuning.padded_dim(key_dim), tuning.padded_dim(value_dim)))
         store, kv_programs = QUANTISED, 2 * num_kv_heads
-    of_k, of_v = _elements_of(tuple(elements))
-    q_programs, early = num_heads // launch.heads, tuning.has_early_launch(device)
+    k_elements, v_elements = _elements_of(tuple(elements))
+    q_programs, early = 1 if whole else num_heads // launch.heads, tuning.has_early_launch(device)
+    q_bias, k_bias, v_bias, q_weight, k_weight = added
+    is_static = k_elements.is_static or v_elements.is_static
     _write_kv_kernel[((kv_programs + q_programs) * triton.cdiv(num_tokens, launch.block_t),)](
-        _new_heads(q, biases[0], (key_dim, num_pairs, interleaved, Elements())),
-        _new_heads(k, biases[1], (key_dim, num_pairs, interleaved, of_k)),
-        _new_heads(v, biases[2], (value_dim, 0, False, of_v)),
-        _stored_heads(stored_k, scales, of_k.is_static or of_v.is_static, 0),
-        _stored_heads(stored_v, scales, of_k.is_static or of_v.is_static, of_k.columns(key_dim)),
+        _new_heads(q, q_bias, q_weight, of_q, whole, (key_dim, num_pairs, interleaved, Elements())),
+        _new_heads(k, k_bias, k_weight, of_k, whole, (key_dim, num_pairs, interleaved, k_elements)),
+        _new_heads(v, v_bias, None, None, whole, (value_dim, 0, False, v_elements)),
+        _stored_heads(stored_k, scales, is_static, 0),
+        _stored_heads(stored_v, scales, is_static, k_elements.columns(key_dim)),
         Angles(cos, sin, *_strides(cos, 1), *_strides(sin, 1)),
         slots,
         num_tokens,
@@ -142,6 +193,33 @@ def _elements_of(fields: tuple[int, ...]) -> tuple[Elements, Elements]:
     return both[0], both[1]
 
 
+def _norm_numbers(norms: HeadNorms | None) -> list[float]:
+    """Returns what the operator takes of norms: of each its numbers, the weight aside."""
+    return [] if norms is None else [float(number) for one in norms for number in one[1:]]
+
+
+def _norms_of(numbers: Sequence[float]) -> tuple[HeadNorm | None, HeadNorm | None]:
+    """Returns the norms of `_norm_numbers`, without their weights."""
+    if not numbers:
+        return None, None
+    half = len(numbers) // 2
+    both = (HeadNorm(None, eps, *map(bool, flags)) for eps, *flags in (numbers[:half], numbers[half:]))
+    of_q, of_k = both
+    return of_q, of_k
+
+
+@cache
+def _norm_constants(
+    flags: tuple[bool, ...] | None, has_weight: bool, whole: bool, num_heads: int
+) -> tuple[Any, ...]:
+    """Returns the constants `NORM` of `NewHeads`. `flags`: the fields of a `HeadNorm` from `centred` on."""
+    kind, rest = 0, (False, False, False)
+    if flags is not None:
+        *rest_flags, over_all = flags
+        kind, rest = OVER_ALL if over_all else PER_HEAD, tuple(rest_flags)
+    return tuple(map(tl.constexpr, (kind, whole, has_weight, *rest, num_heads if whole else 1)))
+
+
 @cache
 def _constants(
     has_bias: bool, dim: int, pairs: int, interleaved: bool, elements: Elements
@@ -156,13 +234,32 @@ def _shape(*numbers: int) -> Shape:
 
 
 def _new_heads(
-    heads: Tensor | None, bias: Tensor | None, constants: tuple[int, int, bool, Elements]
+    heads: Tensor | None,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    norm: HeadNorm | None,
+    whole: bool,
+    constants: tuple[int, int, bool, Elements],
 ) -> NewHeads:
-    """Returns q, k or v and its bias as the kernel takes them."""
+    """Returns q, k or v, its bias and its norm as the kernel takes them. `whole`: a program writes all heads of
+    a token."""
     stride_token, stride_head = _strides(heads, 2)
     (stride_bias,) = _strides(bias, 1)
-    of_heads = _constants(bias is not None, *constants)
-    return NewHeads(heads, stride_token, stride_head, bias, stride_bias, *of_heads)
+    stride_norm = None if weight is None else 0 if weight.dim() == 1 else weight.stride(0)
+    num_heads = heads.shape[1] if whole and heads is not None else 1
+    of_norm = _norm_constants(None if norm is None else norm[2:], weight is not None, whole, num_heads)
+    return NewHeads(
+        heads,
+        stride_token,
+        stride_head,
+        bias,
+        stride_bias,
+        weight,
+        stride_norm,
+        None if norm is None else norm.eps,
+        *_constants(bias is not None, *constants),
+        of_norm,
+    )
 
 
 def _stored_heads(data: Tensor, scales: Tensor | None, is_static: bool, first_column: int) -> StoredHeads:
@@ -191,15 +288,17 @@ def write_kv(
     q: Tensor | None = None,
     rotation: Rotation | None = None,
     biases: Biases = NO_BIASES,
+    norms: HeadNorms | None = None,
 ) -> None:
-    """Writes each token's K and V to its slot, as the layer's format stores them, with their scales. Biases are
-    added to q, k and v before, and q and k are rotated by their positions, where these are given. q is written
-    in place; k and v themselves stay unchanged.
+    """Writes each token's K and V to its slot, as the layer's format stores them, with their scales. Before,
+    and where these are given, biases are added to q, k and v, q and k are normalised, and rotated by their
+    positions. q is written in place; k and v themselves stay unchanged.
 
     Everything that varies from step to step is read on the device: nothing synchronises, nothing is allocated,
     and a captured launch may be replayed. Sums and products are float32, rounded once at the end; what is
-    quantised is not rounded in between. Elements and scales are those of `quantise`, bit for bit; where a
-    format multiplies heads by a Hadamard matrix, sums are in another order, so an element may be off by one.
+    quantised is not rounded in between. A norm rounds its result, as the module of a model does. Elements and
+    scales are those of `quantise`, bit for bit; where a format multiplies heads by a Hadamard matrix, and where
+    heads are normalised, sums are in another order, so an element may be off by one.
     The values of slots are not checked.
 
     Args:
@@ -209,23 +308,26 @@ def write_kv(
         stored: the layer's K and V, and their format; written in place.
         slots: int32 or int64 `[T]`, distinct, except that slot 0, the padding, may occur any number of times:
             its elements and scales need not be of the same token afterwards.
-        q: `[T, H, Dk]`, likewise; rotated, with its bias added. None if q needs neither.
+        q: `[T, H, Dk]`, likewise; rotated, normalised and with its bias added. None if q needs none of these.
         rotation: by which q and k are rotated; None for no rotation.
         biases: of q, k and v.
+        norms: of q and k.
 
     Raises:
-        ValueError: shapes, strides or dtypes do not fit, groups are not a power of 2 of elements, or q is given
-            without a rotation and without a bias. Nothing is written then.
+        ValueError: shapes, strides or dtypes do not fit, groups are not a power of 2 of elements, q is given
+            and nothing to be done to it, or norms are given without q. Nothing is written then.
     """
-    check_inputs(k, v, stored, slots, q, rotation, biases)
+    check_inputs(k, v, stored, slots, q, rotation, biases, norms)
     scales, stored_as = stored.scales, stored.format
     if stored_as.is_static and scales is not None:
         scales = scales[:1]  # the operator must not write to a tensor that overlaps itself
     fields = (
         [int(field) for elements in stored_as[:2] for field in elements] if stored_as.is_quantised else []
     )
-    cos, sin, interleaved = (None, None, False) if rotation is None else rotation
-    _write_kv(k, v, stored.k, stored.v, scales, fields, slots, q, cos, sin, interleaved, biases)
+    tables, interleaved = ([], False) if rotation is None else (list(rotation[:2]), rotation.interleaved)
+    added = [*biases, None, None] if norms is None else [*biases, norms.q.weight, norms.k.weight]
+    numbers = _norm_numbers(norms)
+    _write_kv(k, v, stored.k, stored.v, scales, fields, slots, q, tables, interleaved, added, numbers)
 
 
 def write_kv_reference(
@@ -237,17 +339,21 @@ def write_kv_reference(
     q: Tensor | None = None,
     rotation: Rotation | None = None,
     biases: Biases = NO_BIASES,
+    norms: HeadNorms | None = None,
 ) -> None:
     """Computes `write_kv` in plain torch."""
-    check_inputs(k, v, stored, slots, q, rotation, biases)
+    check_inputs(k, v, stored, slots, q, rotation, biases, norms)
 
-    def prepared(x: Tensor, bias: Tensor | None, by: Rotation | None) -> Tensor:
+    def prepared(x: Tensor, bias: Tensor | None, norm: HeadNorm | None, by: Rotation | None) -> Tensor:
+        dtype = x.dtype
         x = x if bias is None else x.float() + bias.float()
+        x = x if norm is None else normalise_reference(x, norm, dtype)
         return x if by is None else rotate_reference(x, by)
 
+    of_q, of_k = (None, None) if norms is None else norms
     if q is not None:
-        q.copy_(prepared(q, biases.q, rotation))
-    heads = (prepared(k, biases.k, rotation), prepared(v, biases.v, None))
+        q.copy_(prepared(q, biases.q, of_q, rotation))
+    heads = (prepared(k, biases.k, of_k, rotation), prepared(v, biases.v, None, None))
     slots, (scales, stored_as) = slots.long(), stored[2:]
     parts = (None, None) if scales is None else split_columns(scales, stored_as, k.shape[2])
     for x, target, columns, elements in zip(heads, stored[:2], parts, stored_as[:2], strict=True):

@@ -42,11 +42,10 @@ class AttentionCall(NamedTuple):
         return self.q.shape[0], self.q.shape[2], self.q.shape[1], self.v.shape[-1]
 
     def rotated(self) -> "AttentionCall":
-        """Returns the call with positions applied to q and k, which are changed in place."""
+        """Returns the call with norms and positions applied to q and k, which are changed in place."""
         if self.rotary is None:
             return self
-        for heads in (self.q, self.k):
-            self.rotary.rotate(heads[0].transpose(0, 1))
+        self.rotary.apply(self.q[0].transpose(0, 1), self.k[0].transpose(0, 1))
         return self._replace(rotary=None)
 
 

@@ -1,7 +1,8 @@
-"""A fused forward pass for attention modules that only project, apply rotary positions and attend.
+"""A fused forward pass for attention modules that only project, normalise q and k, apply rotary positions and
+attend.
 
-It hands q and k to attention without their positions, which the kernel that writes K/V applies on the way.
-The cosines and sines are those that the model computes itself once a step, so every scaling, precision and
+It hands q and k to attention without their norms and positions, which the kernel that writes K/V applies on the
+way. The cosines and sines are those that the model computes itself once a step, so every scaling, precision and
 frequency by layer stays the model's own. `fuse` compares each module with its own forward pass first; a module
 that computes anything else keeps its own.
 """
@@ -16,11 +17,12 @@ import torch
 from transformers import PreTrainedModel
 
 from lightkv.attention import RotaryEmbedding
+from lightkv.triton_kernels.write.head_norms import HeadNorm, HeadNorms, normalise_reference
 from lightkv.triton_kernels.write.write_kv import split_qkv
 
 from .attention_call import ATTENTION, AttentionCall, AttentionHandler, compute
 from .context import context_length
-from .joined_linear import JoinedLinear, join
+from .joined_linear import JoinedLinear, has_hooks, join
 
 # The names that transformers gives to the parts of attention modules.
 _SEPARATE = ("q_proj", "k_proj", "v_proj")
@@ -32,6 +34,7 @@ _OUTPUTS = ("o_proj", "dense", "out_proj")
 _HALVES, _PAIRS, _ONCE = "halves", "pairs", "once"
 
 LARGE = 64.0  # the factor of large inputs, which a module that clips its projections would clip
+_EPSILONS = (1e-5, 1e-6)  # of norms that do not keep theirs as an attribute
 _DEFAULT_CONTEXT = 2048  # tokens, for a configuration that names no context
 
 
@@ -44,14 +47,17 @@ class AttentionLayout:
     head_dim: int
     v_dim: int
     projection: str | None  # the module that projects q, k and v together; None if there are three
-    norms: tuple[str, str] | None  # the modules that normalise each head of q and of k
+    norms: tuple[str, str] | None  # the modules that normalise q and k
     output: str  # the module of the output projection
     interleaved: bool = False  # as in RotaryEmbedding
     angles: str = _HALVES  # one of _HALVES, _PAIRS and _ONCE
     joined: JoinedLinear | None = None  # q, k and v as one product, in the place of three projections
+    norms_over_all: bool = False  # the norms are over all heads together, and not over each
+    head_norms: HeadNorms | None = None  # what `norms` compute, which is left to the kernel that writes K/V
 
     def project(self, module: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns q, k and v of x `[1, T, C]`, each `[1, heads, T, dim]`, without positions."""
+        """Returns q, k and v of x `[1, T, C]`, each `[1, heads, T, dim]`, without positions, and without norms
+        where there are `head_norms`."""
         dims = self.head_dim, self.head_dim, self.v_dim
         if self.joined is not None:
             qkv = self.joined(x)
@@ -66,9 +72,18 @@ class AttentionLayout:
             qkv = getattr(module, self.projection)(x).unflatten(-1, (self.num_heads, sum(dims)))
             q, k, v = (qkv[..., end - dim : end] for dim, end in zip(dims, accumulate(dims), strict=True))
         # Each is [1, T, heads, dim] now.
-        if self.norms is not None:
-            q, k = (getattr(module, name)(part) for name, part in zip(self.norms, (q, k), strict=True))
+        if self.norms is not None and self.head_norms is None:
+            q, k = (
+                self._normalise(getattr(module, name), part)
+                for name, part in zip(self.norms, (q, k), strict=True)
+            )
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def _normalise(self, norm: Any, heads: torch.Tensor) -> torch.Tensor:
+        """Returns heads `[1, T, heads, dim]` as the module `norm` normalises them."""
+        if not self.norms_over_all:
+            return cast(torch.Tensor, norm(heads))
+        return cast(torch.Tensor, norm(heads.flatten(2)).view(heads.shape))
 
     def rotary(self, tables: tuple[torch.Tensor, torch.Tensor]) -> RotaryEmbedding:
         """Returns the rotary embedding of a model's cosines and sines, each `[1, T, 2n]`, or `[1, T, n]` if
@@ -79,7 +94,7 @@ class AttentionLayout:
             cos, sin = (table[0, :, ::2].contiguous() for table in tables)
         else:
             cos, sin = (table[0, :, : table.shape[-1] // 2] for table in tables)
-        return RotaryEmbedding(cos, sin, self.interleaved)
+        return RotaryEmbedding(cos, sin, self.interleaved, self.head_norms)
 
 
 def _fused_forward(module: Any, layout: AttentionLayout, *args: Any, **kwargs: Any) -> Any:
@@ -258,18 +273,49 @@ class _Watch:
         if any(table.dtype not in (torch.float32, expected.k.dtype) for table in tables):
             return None
         base = self._base_layout(expected)
+        over_all = (False,) if base.norms is None else (False, True)
         # The angles of most tables stand there twice. If they do not fit either, they stand there once, or the
         # rotation is another one, which may fail here.
-        for angles, interleaved in product((_HALVES, _PAIRS, _ONCE), (False, True)):
-            if not all(_repeats(table, angles) for table in tables):
+        for angles, interleaved, all_heads in product((_HALVES, _PAIRS, _ONCE), (False, True), over_all):
+            if not all(_repeats(table, angles) for table in tables) or not self._takes(base, all_heads):
                 continue
-            layout = replace(base, interleaved=interleaved, angles=angles)
+            layout = replace(base, interleaved=interleaved, angles=angles, norms_over_all=all_heads)
             fused = partial(_fused_forward, self._module, layout)
             if all(map(is_equal, _run(fused, args, exact_kwargs), expected_exactly)):
                 ours = _run(fused, args, kwargs)
                 if _is_close(ours.q, expected.q) and _is_close(ours.k, expected.k):
-                    return layout
+                    return self._with_head_norms(layout, args, kwargs, expected)
         return None
+
+    def _takes(self, layout: AttentionLayout, over_all: bool) -> bool:
+        """Returns whether the weights of the norms fit each head, or all heads together."""
+        if layout.norms is None:
+            return True
+        heads = layout.num_heads, layout.num_kv_heads
+        for name, num_heads in zip(layout.norms, heads, strict=True):
+            weight = getattr(getattr(self._module, name), "weight", None)
+            size = num_heads * layout.head_dim if over_all else layout.head_dim
+            if isinstance(weight, torch.Tensor) and weight.shape[-1] != size:
+                return False
+        return True
+
+    def _with_head_norms(
+        self, layout: AttentionLayout, args: tuple[Any, ...], kwargs: dict[str, Any], expected: _Result
+    ) -> AttentionLayout:
+        """Returns the layout with its norms left to the kernel that writes K/V, if they are of the kind that it
+        computes."""
+        if layout.norms is None:
+            return layout
+        q, k = (
+            find_head_norm(getattr(self._module, name), heads.transpose(1, 2), layout.norms_over_all)
+            for name, heads in zip(layout.norms, (expected.q, expected.k), strict=True)
+        )
+        if q is None or k is None:
+            return layout
+        with_norms = replace(layout, head_norms=HeadNorms(q, k))
+        ours = _run(partial(_fused_forward, self._module, with_norms), args, kwargs)
+        same = _is_close(ours.q, expected.q) and _is_close(ours.k, expected.k)
+        return with_norms if same else layout
 
     def _base_layout(self, result: _Result) -> AttentionLayout:
         """Returns what the module's names and a result of it say of its layout, the tables aside."""
@@ -287,6 +333,32 @@ class _Watch:
             norms=next((names for names in _NORMS if _has(module, *names)), None),
             output=next(name for name in _OUTPUTS if _has(module, name)),
         )
+
+
+def find_head_norm(module: Any, heads: torch.Tensor, over_all: bool) -> HeadNorm | None:
+    """Returns how `module` normalises heads of the shape, dtype and device of `heads` `[1, T, heads, dim]`,
+    from a run on noise; None unless a HeadNorm gives the same to rounding. Of several, it is the closest."""
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    if has_hooks(module) or bias is not None or module._modules or module._buffers:
+        return None
+    if weight is not None:
+        weight = weight.detach().contiguous()
+        if over_all or weight.dim() == 2:
+            weight = weight.view(heads.shape[2:])
+    x = noise(tuple(heads.shape), heads) + 0.5  # with a mean, so that a norm that subtracts it shows
+    # Small numbers show the epsilon.
+    x *= torch.tensor((1.0, LARGE, 2.0**-10)).repeat(x.shape[1])[: x.shape[1], None, None].to(x)
+    own = module(x.flatten(2)).view(x.shape) if over_all else module(x)
+    best, least = None, float("inf")
+    values = [value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1e-2]
+    for eps in dict.fromkeys((*values, *_EPSILONS, torch.finfo(x.dtype).eps)):
+        for centred, plus_one, rounded_before in product((False, True), (False, True), (True, False)):
+            norm = HeadNorm(weight, eps, centred, plus_one, rounded_before, over_all)
+            ours = normalise_reference(x[0], norm, x.dtype)
+            error = float((ours.float() - own[0].float()).abs().max())
+            if _is_close(ours, own[0]) and error < least:
+                best, least = norm, error
+    return best
 
 
 def _run(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Result:
