@@ -25,6 +25,7 @@ from lightkv.triton_kernels.attention.prefill.fp8_scratch import (
     to_fp8,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention
+from lightkv.triton_kernels.attention.prefill import prefill_tuning
 from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
 from lightkv.triton_kernels.attention.prefill.restore_kv import restore_kv
 from lightkv.triton_kernels.attention.variants.variant import limits
@@ -86,6 +87,7 @@ class RestoredPrefill(NamedTuple):
             dtype=dtype,
             limits=limits(options.variants),
             causal=options.causal,
+            launch=prefill_tuning.fp8_prefill_launch(heads.key_dim) if alignment > 1 else None,
         )
         begins = torch.where(fits, ends - room, 0).int()
         pool_starts = torch.where(fits, nothing, q_starts)

@@ -118,12 +118,13 @@ def fp8_prefill_attention(
             dtype=torch.bfloat16,
             limits=limits(options.variants),
             causal=options.causal,
+            launch=prefill_tuning.fp8_prefill_launch(heads.key_dim),
         )
     launch = prefill_tuning.fp8_prefill_launch(heads.key_dim)
     if plan.launch.block_m != launch.block_m:
         raise ValueError(
             f"the plan has tiles of {plan.launch.block_m} rows, and prefill in fp8 {launch.block_m}; make it "
-            "for q of 16 bits"
+            "with the launch of `prefill_tuning.fp8_prefill_launch`"
         )
     if plan.num_shares == 0:
         return out

@@ -112,7 +112,8 @@ def _prefill_attention(
         if num_warps > most_warps(layer_format):
             block_n, num_warps, num_stages = 32, most_warps(layer_format), 2
         bound, score_scale = bind(used, scale)
-        prefill_kernel[(num_kv_heads * num_shares,)](
+        rows = prefill_tuning.general_rows(block_m)
+        prefill_kernel[(num_kv_heads * num_shares * (block_m // rows),)](
             heads_record(q),
             cache,
             index,
@@ -121,7 +122,8 @@ def _prefill_attention(
             num_kv_heads,
             score_scale,
             bound,
-            shape_record(q, cache, value_dim, block_m, block_n, causal),
+            shape_record(q, cache, value_dim, rows, block_n, causal),
+            PROGRAMS=block_m // rows,
             SHARES=num_workers > 0,
             num_warps=num_warps,
             num_stages=num_stages,

@@ -1,5 +1,5 @@
-"""The kernel of prefill that runs wherever Triton does: a program computes a tile of queries, or a share of the
-keys of several tiles. The loop over keys is in `attend_keys.py`, the work list in `prefill_plan.py`."""
+"""The kernel of prefill that runs wherever Triton does: a program computes a tile of queries or a part of its
+rows, over all keys or a share of them. The loop over keys is in `attend_keys.py`, the work list in `prefill_plan.py`."""
 
 import triton
 import triton.language as tl
@@ -62,14 +62,27 @@ def _find_keys(item, rows, first_row, num_rows, prefix, variants, shape, SHARES:
 
 @triton.jit
 def _attend_item(
-    q, cache, index, item, kv_head, num_kv_heads, outputs, score_scale, variants, shape, SHARES: tl.constexpr
+    q,
+    cache,
+    index,
+    item,
+    kv_head,
+    num_kv_heads,
+    outputs,
+    score_scale,
+    variants,
+    shape,
+    rows_before,
+    TILE_ROWS: tl.constexpr,
+    SHARES: tl.constexpr,
 ):
-    """Computes a tile, or, where keys are shared out, the part of it that the item is limited to."""
+    """Computes BLOCK_M rows of a tile of TILE_ROWS, over the keys that the item is limited to. `rows_before`: of
+    the tile."""
     GROUP: tl.constexpr = shape.GROUP
     BLOCK_M: tl.constexpr = shape.BLOCK_M
     BLOCK_N: tl.constexpr = shape.BLOCK_N
     request, row = tl.load(item), tl.load(item + 1).to(tl.int64)
-    first_row, num_rows = tl.load(item + 2), tl.load(item + 3)
+    first_row, num_rows = tl.load(item + 2) + rows_before, tl.load(item + 3)
     q_begin, prefix = tl.load(item + 4), tl.load(item + 5)
     tile_rows = first_row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     queries = tile_rows // GROUP
@@ -112,19 +125,22 @@ def _attend_item(
             shape,
             MASKED == 1,
         )
-    _store(outputs, sums, rows, item, kv_head, num_kv_heads, shape, SHARES)
+    part_row = rows_before + tl.arange(0, BLOCK_M)
+    if SHARES:
+        part_row += (tl.load(item + 8).to(tl.int64) * num_kv_heads + kv_head) * TILE_ROWS
+    _store(outputs, sums, rows, item, part_row, num_kv_heads, shape, SHARES)
 
 
 @triton.jit
-def _store(outputs, sums, rows, item, kv_head, num_kv_heads, shape, SHARES: tl.constexpr):
-    """Writes the output of an item, or its part of the output if it has one."""
+def _store(outputs, sums, rows, item, place, num_kv_heads, shape, SHARES: tl.constexpr):
+    """Writes the output of an item, or its part of the output if it has one: to the rows `place` of all
+    parts."""
     acc, total, peak, _ = sums
     in_tile = rows.in_tile
     is_part = False
     if SHARES:
         part = tl.load(item + 8)
         is_part = part >= 0
-        place = (part.to(tl.int64) * num_kv_heads + kv_head) * shape.BLOCK_M + tl.arange(0, shape.BLOCK_M)
     heads_out = outputs.out + rows.tokens[:, None] * outputs.stride_token
     heads_out += rows.heads[:, None] * outputs.stride_head
     for PART in tl.static_range(0, fields_of(v_kind(shape.FORMAT))):
@@ -156,10 +172,13 @@ def prefill_kernel(
     variants,  # `Variants`
     shape,  # `Shape`
     SHARES: tl.constexpr,
+    PROGRAMS: tl.constexpr,  # of a tile, each BLOCK_M rows
 ):
     # Neighbouring programs read neighbouring heads of the same tokens.
     kv_head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
-    number = tl.program_id(0) // num_kv_heads
+    number = tl.program_id(0) // num_kv_heads // PROGRAMS
+    rows_before = tl.program_id(0) // num_kv_heads % PROGRAMS * shape.BLOCK_M
+    TILE_ROWS: tl.constexpr = PROGRAMS * shape.BLOCK_M
     item = items + number * _ITEM_FIELDS
     if tl.load(item) < 0:
         return
@@ -167,10 +186,12 @@ def prefill_kernel(
         while number >= 0:
             item = items + number * _ITEM_FIELDS
             _attend_item(
-                q, cache, index, item, kv_head, num_kv_heads, outputs, score_scale, variants, shape, True
-            )
+                q, cache, index, item, kv_head, num_kv_heads, outputs, score_scale, variants, shape,
+                rows_before, TILE_ROWS, True,
+            )  # fmt: skip
             number = tl.load(item + 9)  # the next one of the share
     else:
         _attend_item(
-            q, cache, index, item, kv_head, num_kv_heads, outputs, score_scale, variants, shape, False
-        )
+            q, cache, index, item, kv_head, num_kv_heads, outputs, score_scale, variants, shape, rows_before,
+            TILE_ROWS, False,
+        )  # fmt: skip

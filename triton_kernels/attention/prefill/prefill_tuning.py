@@ -18,7 +18,7 @@ _PREFILL_LAUNCHES = (
 )
 # Launches of `prefill_hopper`, by key and value dims: 12 warps, and as many stages of K and V as fit beside q.
 _HOPPER_LAUNCHES = {
-    (64, 64): Launch(192, 128, 16, 6),
+    (64, 64): Launch(192, 128, 16, 6),  # three warpgroups compute, and not two
     (80, 80): Launch(128, 128, 12, 5),
     (96, 96): Launch(128, 128, 12, 4),
     (128, 128): Launch(128, 128, 12, 3),
@@ -45,14 +45,19 @@ def stages_beside(device: DeviceClass, launch: Launch, key_dim: int, value_dim: 
 
 
 def fp8_prefill_launch(head_dim: int) -> Launch:
-    """Returns the tiles of `prefill_fp8_hopper`, which are those of `prefill_hopper`, with its stages of K and
-    V in e4m3."""
-    return _HOPPER_LAUNCHES[head_dim, head_dim]._replace(num_stages=6)
+    """Returns the tiles of `prefill_fp8_hopper`, in which two warpgroups compute, with its stages of K and V in
+    e4m3."""
+    return _HOPPER_LAUNCHES[head_dim, head_dim]._replace(block_m=128, num_warps=12, num_stages=6)
 
 
 # Prefill on Hopper computes some K/V heads after the others: as many as have so many bytes of K and V together,
 # which then stay in the L2 cache.
 SECTION_BYTES = 32 * 2**20
+
+
+def general_rows(block_m: int) -> int:
+    """Returns the rows that a program of the general kernel computes of a tile, at most all of them."""
+    return block_m & -block_m
 
 
 def masked_prefill_launch(launch: Launch) -> Launch:
@@ -121,7 +126,10 @@ def prefill_launch(
     # An exact float32 dot is unrolled into multiply-adds, and large tiles would take minutes to compile.
     candidates = _PREFILL_LAUNCHES if element_size < 4 else (Launch(32, 32, 4, 2),)
     key_width, value_width = padded_dim(key_dim), padded_dim(value_dim)
-    hopper = hopper_prefill_launch(device, key_dim, value_dim, element_size) is not None
+    hopper = hopper_prefill_launch(device, key_dim, value_dim, element_size)
+    if hopper is not None and hopper.block_m > candidates[0].block_m:
+        # A call that Hopper's kernel does not take computes such a tile in several programs of the general one.
+        return Launch(hopper.block_m, 64, 8, 3)
     for launch in candidates:
         block_m, block_n, num_warps, num_stages = launch
         tiles = block_m * key_width + num_stages * block_n * (key_width + value_width)
@@ -130,7 +138,7 @@ def prefill_launch(
         # Too few: multiprocessors would idle, or tiles would be empty. Too wide: with more than 128
         # accumulators per thread, registers spill.
         few = programs < device.num_multiprocessors or num_rows < block_m * num_requests
-        too_few = block_m > 64 and few and not hopper
+        too_few = block_m > 64 and few and hopper is None
         too_wide = block_m * value_width > 128 * 32 * num_warps
         if fits and not too_few and not too_wide:
             return launch

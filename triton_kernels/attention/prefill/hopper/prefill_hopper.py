@@ -53,7 +53,7 @@ _SLACK_BITS = gl.constexpr(8)  # weights of 256 are far from the largest number 
 def _compute_registers(key_dim, value_dim, block_m, has_values):
     """Returns the registers of a thread that computes; with more, the threads that gather spill. A tile of
     several pieces has slots of its own for each, and values have pointers of their own."""
-    if int(block_m) == 192:  # TODO
+    if int(block_m) == 192:
         return 160
     return 224 if key_dim == value_dim and key_dim in (128, 256) and not has_values else 208
 
