@@ -141,6 +141,7 @@ class Barriers:
 
     def __init__(self, num: int) -> None:
         self.barriers = [Barrier() for _ in range(num)]
+        self.shape = [num, 1]
 
     def index(self, i: Any) -> Barrier:
         return self.barriers[int(i)]
@@ -275,7 +276,8 @@ def numpy_gluon(program: int, num_programs: int, kind: str = "prefill_hopper") -
         elif isinstance(value, type) and hasattr(value, "_fields"):
             names[name] = value
     # What threads hold, and how, exists on the device alone.
-    names["_thread_max"] = names["_after_both"] = unchanged
+    names["ROWS"] = ROWS
+    names["_raise_peaks"], names["_scale_piece"] = raise_peaks, scale_piece
     names["value_bytes"] = lambda dtype: 1 if dtype is np.uint8 else 2 if dtype is np.float16 else 4
     names["_load_pairs"] = lambda tile, _layout: array(tile.values.view(np.uint16))
     names["row_pointers"] = lambda head, slots, stride, _layout, dim: (
@@ -284,6 +286,18 @@ def numpy_gluon(program: int, num_programs: int, kind: str = "prefill_hopper") -
     names["pair_up"] = names["pack_pairs"] = names["unpack_pairs"] = names["unpack_fours"] = unchanged
     names["pack_fours"] = lambda weights, _q: weights[:, keys_of_places(weights.shape[1])]
     return names
+
+
+def raise_peaks(most: Any, peak: Any, slack: float) -> tuple[Any, Any]:
+    """What the assembly of that name does, for all rows of a warpgroup as if they were those of one warp."""
+    if not (most > peak + slack).any():
+        return peak, array(np.ones_like(peak))
+    raised = np.maximum(peak, most.max(1, keepdims=True))
+    return array(raised), array(np.exp2(peak - raised))
+
+
+def scale_piece(acc: Any, factors: Any, _num: int) -> Any:
+    return acc * factors[:, :1]
 
 
 def keys_of_places(num: int) -> np.ndarray:
@@ -314,7 +328,8 @@ def run_all(tasks: list[Callable[[], None]]) -> None:
 
 class Case(NamedTuple):
     """What the kernels compute. `num_workers`: that keys are shared out among; 0 if they are not. `extra`:
-    "alibi", "tree", a mask of `values_mask`, or nothing."""
+    "alibi", "tree", "steep" for scores that rise by more than peaks are kept, a mask of `values_mask`, or
+    nothing. `members`: warpgroups that compute."""
 
     window: int
     softcap: float
@@ -325,6 +340,7 @@ class Case(NamedTuple):
     extra: str
     group: int
     dims: tuple[int, int] = (16, 16)
+    members: int = 2
 
 
 def values_mask(extra: str, num_tokens: int, num_heads: int) -> ValueMask | None:
@@ -388,10 +404,12 @@ def scratch_of(cache: Any, keys: Any, scales: Any) -> tuple[Any, Any]:
         (0, 0.0, 0, 0, False, True, "bool 112"),
         (0, 0.0, 60, 48, False, True, "bool 61"),
         (0, 0.0, 60, 0, True, False, "bool 16"),
+        (0, 0.0, 0, 0, False, True, "steep"),
+        (0, 0.0, 60, 0, True, True, "steep"),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("group", [1, 3], ids="group{}".format)
+@pytest.mark.parametrize(("group", "members"), [(1, 3), (3, 2)], ids=["3 warpgroups", "2 warpgroups"])
 def test_warpgroups(
     window: int,
     softcap: float,
@@ -401,15 +419,16 @@ def test_warpgroups(
     causal: bool,
     extra: str,
     group: int,
+    members: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    case = Case(window, softcap, num_workers, chunk, with_sinks, causal, extra, group)
+    case = Case(window, softcap, num_workers, chunk, with_sinks, causal, extra, group, members=members)
     compare(case, monkeypatch)
 
 
 def compare(case: Case, monkeypatch: pytest.MonkeyPatch, kind: str = "prefill_hopper") -> None:
     """Compares the kernel of a module with the reference."""
-    window, softcap, num_workers, chunk, with_sinks, causal, extra, group, dims = case
+    window, softcap, num_workers, chunk, with_sinks, causal, extra, group, dims, members = case
     torch.manual_seed(group + num_workers)
     key_dim, value_dim = dims
     if group == 3:  # one K/V head after the other
@@ -423,7 +442,7 @@ def compare(case: Case, monkeypatch: pytest.MonkeyPatch, kind: str = "prefill_ho
         value_dim=value_dim,
     )
     q_starts, num_queries = starts([q_len for q_len, _ in sequences], "cpu"), sum(q for q, _ in sequences)
-    q = torch.randn(num_queries + 2, 2 * group, key_dim)
+    q = torch.randn(num_queries + 2, 2 * group, key_dim) * (12.0 if extra == "steep" else 1.0)
     sink_logits = torch.linspace(-2.0, 5.0, 2 * group) if with_sinks else None
     slopes = torch.linspace(0.05, 0.6, 2 * group) if extra == "alibi" else None
     tree = None
@@ -458,13 +477,13 @@ def compare(case: Case, monkeypatch: pytest.MonkeyPatch, kind: str = "prefill_ho
         dtype=q.dtype,
         limits=limits(options.variants),
         causal=causal,
-        launch=tuning.Launch(2 * ROWS, KEYS, 4, STAGES),
+        launch=tuning.Launch(members * ROWS, KEYS, 4, STAGES),
         shares=shares,
     )
     assert bool((plan.items[:, 8] >= 0).sum()) == bool(num_workers)
     out = torch.full((*q.shape[:2], value_dim), torch.nan)
     lse = torch.full(q.shape[:2], torch.nan)
-    partial_lse = torch.full((2 * num_workers, 2, 2 * ROWS), torch.nan)
+    partial_lse = torch.full((2 * num_workers, 2, members * ROWS), torch.nan)
     partial_out = torch.full((*partial_lse.shape, value_dim), torch.nan)
 
     def pointer(tensor: torch.Tensor) -> Pointer:
@@ -482,7 +501,7 @@ def compare(case: Case, monkeypatch: pytest.MonkeyPatch, kind: str = "prefill_ho
 
     lists = pointer(plan.items), pointer(plan.counters)
     written = pointers(Outputs(out, *out.stride()[:2], lse, partial_out, partial_lse))
-    shape = Shape(group, key_dim, value_dim, 2 * ROWS, key_dim, value_dim, KEYS, causal, 0, False)
+    shape = Shape(group, key_dim, value_dim, members * ROWS, key_dim, value_dim, KEYS, causal, 0, False)
     heads, of_call = pointers(Heads(q, *q.stride()[:2])), (pointers(features), shape, STAGES, num_workers > 0)
     tasks: list[Callable[[], None]] = []
     num_programs = 3
