@@ -392,7 +392,7 @@ def scratch_of(cache: Any, keys: Any, scales: Any) -> tuple[Any, Any]:
         (0, 0.0, 0, 0, False, False, ""),
         (0, 0.0, 60, 0, True, False, "alibi"),
         (0, 0.0, 60, 0, False, False, "alibi"),
-        (20, 0.0, 9, 0, False, False, ""),
+        (20, 0.0, 60, 0, False, False, ""),
         (0, 5.0, 9, 0, True, True, "alibi"),
         (30, 0.0, 0, 0, False, True, "alibi"),
         (0, 0.0, 0, 0, False, True, "tree"),

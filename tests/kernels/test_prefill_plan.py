@@ -215,16 +215,16 @@ def test_whole_tiles_where_there_are_enough() -> None:
         [(37, 0), (900, 512), (2500, 0), (64, 8000), (1200, 128), (333, 3000), (4096, 0), (18, 16000)],
         *([(n, 0)] for n in range(64, 4096, 64)),
     ):
-        assert share_reference(tiles_of(*sequences), 8, OF_H200) == 0, sequences
+        assert share_reference(tiles_of(*sequences), 8, OF_H200)[0] == 0, sequences
 
 
 def test_equal_shares_for_a_few_queries_after_many_keys() -> None:
     for num_queries, prefix in ((64, 32768), (256, 100_000), (1, 32768), (300, 32768), (544, 32768)):
         units = tiles_of((num_queries, prefix))
-        assert share_reference(units, 8, OF_H200) == -(-sum(units) // 16)
+        assert share_reference(units, 8, OF_H200)[0] == -(-sum(units) // 16)
     # A long request beside short ones, and padding of a static batch, whose tiles have no keys.
     units = tiles_of((64, 100_000), *[(64, 0)] * 31, (512, -512))
-    assert share_reference(units, 8, OF_H200) == -(-sum(units) // 16)
+    assert share_reference(units, 8, OF_H200)[0] == -(-sum(units) // 16)
 
 
 def test_no_number_of_queries_is_a_cliff() -> None:
@@ -232,7 +232,7 @@ def test_no_number_of_queries_is_a_cliff() -> None:
     before = 0
     for num_queries in range(1, 1025):
         units = tiles_of((num_queries, 32768))
-        share = share_reference(units, 8, OF_H200)
+        share, _ = share_reference(units, 8, OF_H200)
         equal = -(-sum(units) * 8 // 132)
         # Whole tiles: the programs take them in turns.
         longest = share or sum(units[:: 132 // 8])
@@ -249,3 +249,12 @@ def test_programs_of_an_h200() -> None:
         assert num_workers * num_kv_heads >= 0.94 * turns * num_programs
     assert prefill_tuning.prefill_shares(H200, tuning.Launch(64, 64, 4, 3), 8).num_workers == 33
     assert prefill_tuning.prefill_shares(H200, tuning.Launch(128, 128, 8, 3), 128) == prefill_tuning.NO_SHARES
+
+
+def test_tiles_of_one_request_are_cut_at_the_same_keys() -> None:
+    """Programs that read the same keys do so at the same time, the second time from the cache."""
+    share, aligned = share_reference([257, 257], 8, OF_H200)
+    assert (share, aligned) == (33, True)
+    # Aligned, three tiles would take shares longer by a sixteenth at most, and seven would take more.
+    assert share_reference([257] * 3, 8, OF_H200) == (53, True)
+    assert share_reference([257] * 7, 8, OF_H200) == (-(-257 * 7 // 16), False)

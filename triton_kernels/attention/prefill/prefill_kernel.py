@@ -1,5 +1,6 @@
 """The kernel of prefill that runs wherever Triton does: a program computes a tile of queries or a part of its
-rows, over all keys or a share of them. The loop over keys is in `attend_keys.py`, the work list in `prefill_plan.py`."""
+rows, over all keys or a share of them. The loop over keys is in `attend_keys.py`, the work list in
+`prefill_plan.py`."""
 
 import triton
 import triton.language as tl
@@ -76,8 +77,8 @@ def _attend_item(
     TILE_ROWS: tl.constexpr,
     SHARES: tl.constexpr,
 ):
-    """Computes BLOCK_M rows of a tile of TILE_ROWS, over the keys that the item is limited to. `rows_before`: of
-    the tile."""
+    """Computes BLOCK_M rows of a tile of TILE_ROWS, after `rows_before` of them, over the keys that the item is
+    limited to."""
     GROUP: tl.constexpr = shape.GROUP
     BLOCK_M: tl.constexpr = shape.BLOCK_M
     BLOCK_N: tl.constexpr = shape.BLOCK_N

@@ -49,6 +49,7 @@ from . import prefill_tuning
 # 10 and 11, of a tile's second piece: parts of the tile, the first of them; the others begin at the item
 ITEM_FIELDS = 12
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
+ALIGNED_COST = tl.constexpr(16)  # a share may be longer by one of so many parts, so that tiles begin shares
 ALL_KEYS = 2**31 - 1  # the end of the keys of an item that is a whole tile
 _ALL_KEYS = tl.constexpr(ALL_KEYS)
 
@@ -220,17 +221,32 @@ def _share_kernel(
         total += tl.sum(units, 0)
 
     share = tl.maximum(tl.cdiv(total, num_workers), least_units)
+    # Where it is little longer, each tile begins a share of its own: the tiles of a request, which have nearly
+    # the same keys, are then cut at the same ones, and programs that read them together do so from the cache.
+    longer = share + tl.cdiv(share, ALIGNED_COST)
+    num_shorter = 0
+    num_longer = 0
+    for start in range(0, capacity, BLOCK_T):
+        tile = start + tl.arange(0, BLOCK_T)
+        _first_unit, units = _load_units(tiles, tile, capacity, GROUP, BLOCK_M, limits, UNIT, CAUSAL)
+        num_shorter += tl.sum(tl.cdiv(units, share), 0)
+        num_longer += tl.sum(tl.cdiv(units, longer), 0)
+    aligned = tl.minimum(num_shorter, num_longer) <= num_workers
+    if (num_shorter > num_workers) & (num_longer <= num_workers):
+        share = longer
     shared = share * tl.cdiv(num_workers * num_kv_heads, num_programs)
     is_cut = whole - shared >= least_gain + shared // 16
     if is_cut:
-        tl.store(counters + 2, tl.cdiv(total, share))
+        num_cut = tl.where(share == longer, num_longer, num_shorter)
+        tl.store(counters + 2, tl.where(aligned, num_cut, tl.cdiv(total, share)))
     before = 0
     for start in range(0, capacity, BLOCK_T):
         tile = start + tl.arange(0, BLOCK_T)
         first_unit, units = _load_units(tiles, tile, capacity, GROUP, BLOCK_M, limits, UNIT, CAUSAL)
-        end = before + tl.cumsum(units, 0)  # in units, of the tile among all tiles
-        begin = end - units
-        before += tl.sum(units, 0)
+        room = tl.where(aligned, tl.cdiv(units, share) * share, units)
+        begin = before + tl.cumsum(room, 0) - room  # in units, of the tile among all tiles
+        end = begin + units
+        before += tl.sum(room, 0)
         first_worker = begin // share
         begins_inside = begin % share != 0  # a share
         num_pieces = tl.where(units > 0, tl.where(is_cut, (end - 1) // share - first_worker + 1, 1), 0)
@@ -251,6 +267,7 @@ def _share_kernel(
             tl.store(fields + 7, tl.where(is_last, _ALL_KEYS, end_key), mask=is_piece)
             tl.store(fields + 8, tl.where(opens_share, worker, num_workers + worker), mask=is_part)
             goes_on = is_cut & is_last & (end % share != 0) & (end < total)  # the share, with the next tile
+            goes_on = goes_on & ~aligned
             tl.store(fields + 9, num_shares + tile + 1, mask=is_piece & goes_on)
             is_second = is_part & (piece == 1)
             tl.store(fields + 10, num_pieces, mask=is_second)

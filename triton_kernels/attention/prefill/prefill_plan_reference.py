@@ -9,7 +9,7 @@ from torch import Tensor
 from lightkv.triton_kernels.attention.variants.variant import Variant
 
 from . import prefill_tuning
-from .prefill_plan import ALL_KEYS, ITEM_FIELDS, PrefillPlan, is_full, key_bound
+from .prefill_plan import ALIGNED_COST, ALL_KEYS, ITEM_FIELDS, PrefillPlan, is_full, key_bound
 
 
 def prefill_tiles_reference(
@@ -49,12 +49,14 @@ def _units_reference(
     return begin // unit, max(-(-end // unit) - begin // unit, 1)
 
 
-def share_reference(units: list[int], num_kv_heads: int, shares: prefill_tuning.PrefillShares) -> int:
-    """Returns the units of a share for tiles of so many units, in descending order; 0 if whole tiles keep the
-    device busy for hardly longer than equal shares."""
+def share_reference(
+    units: list[int], num_kv_heads: int, shares: prefill_tuning.PrefillShares
+) -> tuple[int, bool]:
+    """Returns the units of a share for tiles of so many units, in descending order, and whether each tile
+    begins a share; 0 units if whole tiles keep the device busy for hardly longer than shares do."""
     num_workers, num_programs, _, least_units, least_gain = shares
     if not num_workers:
-        return 0
+        return 0, False
     whole = preceding = turns_end = 0
     for tile, size in enumerate(units):
         first_turn, end_turn = (-(-(tile + i) * num_kv_heads // num_programs) for i in range(2))
@@ -62,8 +64,13 @@ def share_reference(units: list[int], num_kv_heads: int, shares: prefill_tuning.
         whole = max(whole, min(preceding * num_kv_heads // num_programs + size, turns_end))
         preceding += size
     share = max(-(-preceding // num_workers), least_units)
+    aligned = False
+    for longer in (share, share + -(-share // ALIGNED_COST.value)):
+        if sum(-(-size // longer) for size in units) <= num_workers:
+            share, aligned = longer, True
+            break
     shared = share * -(-num_workers * num_kv_heads // num_programs)
-    return share if whole - shared >= least_gain + shared // 16 else 0
+    return (share if whole - shared >= least_gain + shared // 16 else 0), aligned
 
 
 def prefill_plan_reference(
@@ -86,7 +93,7 @@ def prefill_plan_reference(
     )
     units = [_units_reference(tile, group, block_m, limits, causal, unit) for tile in tiles]
     total = sum(size for _, size in units)
-    share = share_reference([size for _, size in units], num_kv_heads, shares)
+    share, aligned = share_reference([size for _, size in units], num_kv_heads, shares)
     items = [[-1] * ITEM_FIELDS for _ in range(len(plan.items))]
     if not share:
         items[: len(tiles)] = tiles
@@ -101,12 +108,12 @@ def prefill_plan_reference(
                 item[6] = (first_unit + first - begin) * unit
                 item[7] = ALL_KEYS if last == end else (first_unit + last - begin) * unit
                 item[8] = parts[piece]
-            if last == end and last % share and last < total:
+            if last == end and last % share and last < total and not aligned:
                 item[9] = plan.num_shares + tile + 1
             if piece == 1:
                 item[10:] = len(parts), parts[0]
             items[plan.num_shares + tile if first % share else first // share] = item
-        begin = end
+        begin = -(-end // share) * share if aligned else end
     num_keys, most_keys = 1, key_bound(limits, causal, block_m, group)
     for length, q_len in zip(lengths.tolist(), q_starts.diff().tolist(), strict=True):
         num_keys += q_len + min(max(length - q_len, 0), most_keys)

@@ -1,0 +1,56 @@
+"""Tiles that are higher than a program of the general kernel: several programs compute one."""
+
+import pytest
+import torch
+from test_decode_attention import poisoned_cache
+from test_prefill_attention import lse_reference, starts
+
+from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape
+from lightkv.triton_kernels.attention.prefill import prefill_tuning
+from lightkv.triton_kernels.attention.prefill.prefill_attention import (
+    prefill_attention,
+    prefill_attention_reference,
+)
+from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
+from lightkv.triton_kernels.attention.variants import SinkLogits, Window
+from lightkv.triton_kernels.attention.variants.variant import limits
+
+
+@pytest.mark.parametrize("num_workers", [0, 6], ids=["whole", "shares"])
+@pytest.mark.parametrize("window", [0, 20], ids=["all keys", "window"])
+def test_programs_of_a_tile(num_workers: int, window: int, device: torch.device) -> None:
+    torch.manual_seed(0)
+    sequences = [(21, 90), (5, 0), (40, 30), (1, 60)]
+    cache = poisoned_cache([sum(one) for one in sequences], device=device.type, key_dim=16, value_dim=16)
+    q_starts, num_queries = starts([q_len for q_len, _ in sequences], device.type), 67
+    q = torch.randn(num_queries, 6, 16, device=device)
+    sinks = SinkLogits(torch.linspace(-1.0, 4.0, 6, device=device))
+    options = AttentionOptions().plus(sinks, Window(window) if window else None)
+    shares = prefill_tuning.NO_SHARES
+    if num_workers:
+        shares = prefill_tuning.PrefillShares(num_workers, 8, 32, 1, -(2**30))
+    plan = prefill_plan(
+        cache.rows,
+        q_starts,
+        cache.lengths,
+        HeadShape.of(q, cache.kv),
+        num_tokens=num_queries,
+        dtype=q.dtype,
+        limits=limits(options.variants),
+        launch=tuning.Launch(48, 16, 4, 2),
+        shares=shares,
+    )
+    assert prefill_tuning.general_rows(48) == 16
+    lse = torch.full(q.shape[:2], torch.nan, device=device)
+    args = q, cache.kv, cache.rows, q_starts, cache.lengths
+    out = prefill_attention(*args, options, plan=plan, lse=lse)
+    torch.testing.assert_close(out, prefill_attention_reference(*args, options), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(lse, lse_reference(*args, options), atol=1e-4, rtol=1e-4)
+
+
+def test_head_dim_64_has_three_warpgroups_on_compute_capability_9() -> None:
+    h200 = tuning.DeviceClass(num_multiprocessors=132, shared_memory=232448, major=9)
+    assert prefill_tuning.prefill_launch(h200, 1, 8, 4096, 64, 64, 2).block_m == 192
+    assert prefill_tuning.general_rows(192) == 64
+    assert prefill_tuning.fp8_prefill_launch(64).block_m == 128
