@@ -10,8 +10,8 @@ import torch
 from openppl_reference import Batch, Place, Setting
 from torch import Tensor
 
-from lightkv.integrations.contracts.openppl import multi_head_cache_attention, slopes_on
-from lightkv.integrations.contracts.openppl_cache import LayerCache
+from lightkv.contracts.openppl import multi_head_cache_attention, slopes_on
+from lightkv.contracts.openppl_cache import LayerCache
 from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
 
 PAST, COUNTS = [7, 1, 4, 9], [1, 1, 5, 3]
@@ -177,7 +177,7 @@ def test_it_is_compiled_without_a_break() -> None:
 
 
 def test_the_example_of_the_docs_runs() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "contracts.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "contracts.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (block,) = (block for block in blocks if "contracts.openppl" in block)
     exec(block, {})

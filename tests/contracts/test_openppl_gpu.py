@@ -8,7 +8,7 @@ from openppl_authors import recorded, sample
 from openppl_reference import Batch, Place, Setting
 from test_openppl import COUNTS, GRID, PAST, PLACES, check, same_bytes, steps_of_two_sequences
 
-from lightkv.integrations.contracts.openppl import multi_head_cache_attention
+from lightkv.contracts.openppl import multi_head_cache_attention
 
 pytestmark = pytest.mark.gpu
 

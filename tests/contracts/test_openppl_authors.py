@@ -11,7 +11,7 @@ from openppl_authors import BITS, COUNTS, DTYPES, MASKS, PAST, Operator, load_op
 from openppl_reference import Batch, Place, Setting
 from test_openppl import PLACES, same_bytes
 
-from lightkv.integrations.contracts.openppl import multi_head_cache_attention
+from lightkv.contracts.openppl import multi_head_cache_attention
 
 TOLERANCE = {  # both sides round: theirs also slopes, masks and weights, to the type of the query
     torch.float32: {"rtol": 2e-5, "atol": 2e-5},

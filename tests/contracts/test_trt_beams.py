@@ -8,14 +8,14 @@ import pytest
 import torch
 from test_trt_attention import KernelBackend, close_to, slow
 
-from lightkv.integrations.contracts.tensorrt_llm import (
+from lightkv.contracts.tensorrt_llm import (
     AttentionBackend,
     AttentionMetadata,
     CacheType,
     KVCacheManager,
     KVCacheParams,
 )
-from lightkv.integrations.contracts.tensorrt_llm.beams import Beams
+from lightkv.contracts.tensorrt_llm.beams import Beams
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 MOST = 40  # tokens of a sequence

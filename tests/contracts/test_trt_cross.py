@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_trt_attention import KernelBackend, close_to, slow
 
-from lightkv.integrations.contracts.tensorrt_llm import (
+from lightkv.contracts.tensorrt_llm import (
     AttentionBackend,
     AttentionMetadata,
     CacheType,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_trt_attention import FP8, MIXED, Batch, KernelBackend, close_to
 
-from lightkv.integrations.contracts.tensorrt_llm import AttentionBackend, AttentionMetadata
+from lightkv.contracts.tensorrt_llm import AttentionBackend, AttentionMetadata
 
 Call = Callable[[AttentionBackend, Batch, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 WIDTHS = [4 * 16, 2 * 16, 2 * 16]  # of q, K and V in a batch of the default shape

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from lightkv.errors import OutOfTokens
-from lightkv.integrations.contracts import tensorrt_llm as contract
-from lightkv.integrations.contracts.tensorrt_llm import (
+from lightkv.contracts import tensorrt_llm as contract
+from lightkv.contracts.tensorrt_llm import (
     AttentionBackend,
     AttentionForwardArgs,
     AttentionMetadata,
@@ -24,8 +24,8 @@ from lightkv.integrations.contracts.tensorrt_llm import (
     KVCacheParams,
     PredefinedAttentionMask,
 )
-from lightkv.integrations.contracts.tensorrt_llm.arguments import HONOURED
-from lightkv.integrations.contracts.tensorrt_llm.upstream import INTERFACE, subclassed, upstream_interface
+from lightkv.contracts.tensorrt_llm.arguments import HONOURED
+from lightkv.contracts.tensorrt_llm.upstream import INTERFACE, subclassed, upstream_interface
 
 CONTRACT = json.loads((Path(__file__).parent / "tensorrt_llm.json").read_text(encoding="utf-8"))
 CLASSES = [name for name in CONTRACT if name != "enums"]
@@ -537,10 +537,10 @@ def test_a_broken_installation_is_logged(
 
 def test_importing_the_contract_loads_no_kernel_of_another_project() -> None:
     program = (
-        "import sys, lightkv.integrations.contracts.tensorrt_llm as c; "
+        "import sys, lightkv.contracts.tensorrt_llm as c; "
         "assert 'tensorrt_llm' not in sys.modules; print(c.AttentionBackend.__mro__[1].__name__)"
     )
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_trt_attention import FP8, Batch, ForeignManager, close_to
 
-from lightkv.integrations.contracts.tensorrt_llm import CacheType
+from lightkv.contracts.tensorrt_llm import CacheType
 
 BLOCKS: dict[str, dict[str, Any]] = {
     "token": {"tokens_per_block": None, "cache_type": CacheType.PER_TOKEN},

@@ -2,7 +2,7 @@
 
 Run as a program, it records the outputs of a sample of the grid, which `make test` compares ours with:
 
-    python tests/integrations/contracts/openppl_authors.py CHECKOUT
+    python tests/contracts/openppl_authors.py CHECKOUT
 """
 
 import itertools

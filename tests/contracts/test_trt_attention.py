@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightkv.integrations.contracts.tensorrt_llm import (
+from lightkv.contracts.tensorrt_llm import (
     AttentionBackend,
     AttentionForwardArgs,
     AttentionMetadata,
