@@ -1,6 +1,7 @@
-"""Writes docs/api.md, the reference of the public names, from their docstrings: `make reference`.
+"""Writes the Python part of docs/api.md, the public names, from their docstrings: `make reference`.
 
-griffe reads the sources without importing them, so the page does not depend on what is installed.
+The part of the page above the line `MARK` is written by hand and stays. griffe reads the sources without
+importing them, so the page does not depend on what is installed.
 """
 
 import ast
@@ -16,11 +17,7 @@ from griffe import ParameterKind as Kind
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "api.md"
-HEAD = """# API reference
-
-The public names, with their docstrings: `make reference` writes this page from the sources.
-[using.md](using.md) and [embedding.md](embedding.md) show them at work.
-"""
+MARK = "<!-- `make reference` writes everything below this line. -->\n"
 # The packages and modules whose public names the page has: all of `__all__`, or these.
 MODULES: dict[str, tuple[str, ...]] = {
     "lightkv": (),
@@ -43,9 +40,9 @@ _FIELD = re.compile(r"(\w+(?:, \w+)*): ")
 
 
 def page() -> str:
-    """Returns the text of the page."""
+    """Returns the text of the page: what is written by hand, and the reference."""
     package: Any = griffe.load("lightkv", search_paths=[str(ROOT)], resolve_aliases=True)
-    parts, seen = [HEAD], set()
+    parts, seen = [PAGE.read_text(encoding="utf-8").partition(MARK)[0] + MARK], set()
     for path, given in MODULES.items():
         module = package[path.removeprefix("lightkv.")] if path != "lightkv" else package
         parts.append(f"## {path}\n")
@@ -83,11 +80,31 @@ def _entry(item: Any) -> Iterator[str]:
     yield _prose(item)
     if item.is_class and (settings := _settings(item)):
         yield settings
-    for member in item.members.values() if item.is_class else ():
-        if not member.name.startswith("_") and not member.is_alias and member.docstring:
-            yield f"#### {item.name}.{member.name}\n"
-            yield f"property: `{member.annotation}`\n" if member.is_attribute else _code(_signature(member))
-            yield _prose(member)
+    members = item.members.values() if item.is_class else ()
+    shown = [one for one in members if not one.name.startswith("_") and not one.is_alias and one.docstring]
+    if shown:
+        yield "\n".join(map(_member, shown)) + "\n"
+
+
+def _member(item: Any) -> str:
+    """Returns an item of a list: how a method is called, or a property's type, and the beginning of its
+    docstring."""
+    named = f"{item.name}: {item.annotation}" if item.is_attribute else " ".join(_signature(item).split())
+    text = " ".join(_summary(item).split())
+    return textwrap.fill(
+        f"- `{named.replace('( ', '(').replace(', )', ')')}`: {text}",
+        width=120,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _summary(item: Any) -> str:
+    """Returns the first paragraph of a docstring, and what the others say about errors."""
+    first, *others = re.split(r"\n\s*\n", item.docstring.value.strip())
+    raised = re.findall(r"Raises [^.]*\.", " ".join(others))
+    return " ".join([first, *raised])
 
 
 def _signature(item: Any) -> str:
@@ -150,9 +167,14 @@ def _call(text: str) -> ast.Call:
 
 
 def _prose(item: Any) -> str:
-    """Returns a docstring in Markdown: lists of fields become lists, examples are fenced."""
-    paragraphs = re.split(r"\n\s*\n", item.docstring.value.strip()) if item.docstring else []
-    return "\n\n".join(map(_paragraph, paragraphs)) + "\n"
+    """Returns a docstring's first paragraph, its lists of fields, and what it says about errors, in Markdown."""
+    if not item.docstring:
+        return "\n"
+    paragraphs = list(map(_paragraph, re.split(r"\n\s*\n", item.docstring.value.strip())))
+    lists = [one for one in paragraphs[1:] if one.startswith("- `") or "\n- `" in one]
+    raised = [] if "Raises" in paragraphs[0] else re.findall(r"Raises [^.]*\.", " ".join(paragraphs[1:]))
+    errors = [one for one in raised if not any(one in shown for shown in lists)]
+    return "\n\n".join([paragraphs[0], *lists, *errors[:1]]) + "\n"
 
 
 def _paragraph(text: str) -> str:

@@ -59,7 +59,7 @@ class Grammar(msgspec.Struct, frozen=True):
 
     `kind`: "json_object" (any object; `text` is empty), "json_schema", "regex", "choice" (a JSON array of
     texts), "lark" (an EBNF grammar in Lark's form, or with ::= in GBNF) or "structural_tag" (JSON, see
-    docs/structured.md). `text`: the grammar.
+    docs/api.md). `text`: the grammar.
     """
 
     kind: str

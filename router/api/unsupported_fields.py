@@ -1,7 +1,7 @@
 """The request fields that other servers support and this one does not.
 
 A value of such a field is accepted if the answer is the same without it. Every other value is refused by the
-field's name, so that no client gets an answer that silently ignores its request. docs/clients.md has the same
+field's name, so that no client gets an answer that silently ignores its request. docs/api.md has the same
 table, with examples.
 """
 

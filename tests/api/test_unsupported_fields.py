@@ -1,4 +1,4 @@
-"""Every field that would change an answer is supported or refused by name, as docs/clients.md says."""
+"""Every field that would change an answer is supported or refused by name, as docs/api.md says."""
 
 import json
 import re
@@ -24,7 +24,7 @@ from tests.support.fake_router import (
     stream_texts,
 )
 
-DOCUMENT = Path(__file__).parents[2] / "docs/clients.md"
+DOCUMENT = Path(__file__).parents[2] / "docs/api.md"
 PATHS = (COMPLETIONS, CHAT)
 Row = tuple[str, list[Any], Any, str]
 

@@ -187,7 +187,7 @@ def test_every_prompt_begins_with_what_was_generated(template: str, tmp_path: Pa
 
 @pytest.mark.parametrize("template", OTHER)
 def test_some_templates_write_a_call_otherwise(template: str, tmp_path: Path) -> None:
-    """docs/tools.md names them."""
+    """docs/api.md names them."""
     loop = loop_of(template, tmp_path)
     for _ in range(3):
         known = loop.known
