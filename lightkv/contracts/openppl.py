@@ -1,7 +1,7 @@
 """OpenPPL's MultiHeadCacheAttention: writes a step's K/V into the caller's cache and attends, in one call.
 
 The cache is read and written in place, in each of its layouts, by the kernels that lightkv's own backends use.
-`docs/contracts.md` says what we decided where the contract leaves something open.
+`docs/kernels.md` says what we decided where the contract leaves something open.
 """
 
 from typing import NamedTuple

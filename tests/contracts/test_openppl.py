@@ -177,7 +177,7 @@ def test_it_is_compiled_without_a_break() -> None:
 
 
 def test_the_example_of_the_docs_runs() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "contracts.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (block,) = (block for block in blocks if "contracts.openppl" in block)
     exec(block, {})
