@@ -117,7 +117,7 @@ def _signature(item: Any) -> str:
         kinds = [one.kind for one in taken]
         if Kind.keyword_only in kinds and Kind.var_positional not in kinds:
             parameters.insert(kinds.index(Kind.keyword_only), "*")
-    result = f" -> {item.returns}" if item.is_function and item.returns is not None else ""
+    result = f" -> {item.returns}" if item.is_function and str(item.returns) not in ("None", "") else ""
     line = f"{item.name}({', '.join(parameters)}){result}"
     if len(line) <= 100:
         return line
@@ -167,7 +167,7 @@ def _call(text: str) -> ast.Call:
 
 
 def _prose(item: Any) -> str:
-    """Returns a docstring's first paragraph, its lists of fields, and what it says about errors, in Markdown."""
+    """Returns a docstring's first paragraph, its lists of fields and its errors, in Markdown."""
     if not item.docstring:
         return "\n"
     paragraphs = list(map(_paragraph, re.split(r"\n\s*\n", item.docstring.value.strip())))

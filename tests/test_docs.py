@@ -35,7 +35,7 @@ MAPS = [
 ARCHITECTURE, README, USING = MAPS[2], MAPS[0], MAPS[5]
 MODELS = ROOT / "docs" / "models.md"
 QUANTISED = ROOT / "docs" / "quantised.md"
-MAX_STATIONS, MAX_README_LINES = 15, 115
+MAX_STATIONS, MAX_README_LINES, MAX_PAGES, MAX_CHANGELOG_LINES = 15, 115, 12, 50
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"`([\w./-]+\.(?:py|md|json|txt|toml|jinja))`(?:\s+\(([^)]*)\))?")
@@ -152,6 +152,22 @@ def test_one_request_passes_through_few_files() -> None:
     stations = re.findall(r"^\| (\d+) \| `([\w/.]+)`", way, re.MULTILINE)
     assert [int(number) for number, _ in stations] == list(range(1, len(stations) + 1))
     assert 10 <= len({file for _, file in stations}) == len(stations) <= MAX_STATIONS
+
+
+def test_the_docs_are_few_and_the_changelog_is_a_screen() -> None:
+    assert len(list((ROOT / "docs").glob("*.md"))) <= MAX_PAGES
+    assert len(text_of(ROOT / "CHANGELOG.md").splitlines()) <= MAX_CHANGELOG_LINES
+
+
+def test_every_page_that_the_code_names_exists() -> None:
+    named = {
+        (name, label(path))
+        for path in SOURCES
+        if path.suffix in (".py", ".jinja")
+        for name in re.findall(r"docs/[\w-]+\.md", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 5
+    assert not [(name, where) for name, where in sorted(named) if not (ROOT / name).is_file()]
 
 
 # --------------------------------------------------------------------------------
@@ -326,7 +342,7 @@ def test_every_python_block_runs(page: Path, small_llm: None, capsys: pytest.Cap
     model = tiny_llama(torch.device("cpu"))
     inputs = {"input_ids": torch.arange(1, 9)[None] % VOCABULARY, "max_new_tokens": 4}
     programs = blocks_of(page, "python")
-    assert len(programs) == 2 + (page == USING)
+    assert len(programs) == 2
     for program in programs:
         exec(compile(program, str(page), "exec"), {"model": model, "inputs": inputs})
     assert capsys.readouterr().out.strip()
