@@ -74,11 +74,12 @@ def _entry(item: Any) -> Iterator[str]:
         bases = ", ".join(map(str, item.bases)) if item.is_class else ""
         kind = f"class, a subclass of `{bases}`" if bases else "class" if item.is_class else "function"
         yield f"{kind} (`{file}`)\n"
-        signature = _signature(item)
-        if item.is_function or not signature.endswith("()"):  # as of an error that takes any arguments
+        signature, settings = _signature(item), _settings(item) if item.is_class else ""
+        # An error may take any arguments, and the list of settings says what a configuration takes.
+        if item.is_function or not (signature.endswith("()") or settings):
             yield _code(signature)
     yield _prose(item)
-    if item.is_class and (settings := _settings(item)):
+    if item.is_class and settings:
         yield settings
     members = item.members.values() if item.is_class else ()
     shown = [one for one in members if not one.name.startswith("_") and not one.is_alias and one.docstring]
@@ -90,13 +91,13 @@ def _member(item: Any) -> str:
     """Returns an item of a list: how a method is called, or a property's type, and the beginning of its
     docstring."""
     named = f"{item.name}: {item.annotation}" if item.is_attribute else " ".join(_signature(item).split())
-    text = " ".join(_summary(item).split())
+    return _item(f"`{named.replace('( ', '(').replace(', )', ')')}`: {' '.join(_summary(item).split())}")
+
+
+def _item(text: str) -> str:
+    """Returns an item of a list, in lines of at most 120 characters."""
     return textwrap.fill(
-        f"- `{named.replace('( ', '(').replace(', )', ')')}`: {text}",
-        width=120,
-        subsequent_indent="  ",
-        break_long_words=False,
-        break_on_hyphens=False,
+        f"- {text}", width=120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
 
 
@@ -139,12 +140,13 @@ def _fields(item: Any) -> list[str]:
 
 
 def _settings(item: Any) -> str:
-    """Returns what the settings of a configuration mean: the help of their options."""
-    fields = [one for one in item.members.values() if str(getattr(one, "value", "")).startswith("setting(")]
-    shown = []
-    for one in fields:
-        text = ast.unparse(_call(str(one.value)).args[1])
-        shown.append(f"- `{one.name}`: {ast.literal_eval(text)}")
+    """Returns the settings of a configuration, with their defaults and the help of their options."""
+    shown: list[str] = []
+    for one in item.members.values():
+        if str(getattr(one, "value", "")).startswith("setting("):
+            default, text = map(ast.unparse, _call(str(one.value)).args[:2])
+            named = f"`{one.name}: {one.annotation} = {default}`"
+            shown.append(_item(f"{named}: {ast.literal_eval(text)}"))
     return "\n".join(shown) + "\n" if shown else ""
 
 
@@ -171,7 +173,9 @@ def _prose(item: Any) -> str:
     if not item.docstring:
         return "\n"
     paragraphs = list(map(_paragraph, re.split(r"\n\s*\n", item.docstring.value.strip())))
-    lists = [one for one in paragraphs[1:] if one.startswith("- `") or "\n- `" in one]
+    lists = [
+        one for one in paragraphs[1:] if re.match(r"`\w+`(, `\w+`)*:", one) or re.search(r"^- `", one, re.M)
+    ]
     raised = [] if "Raises" in paragraphs[0] else re.findall(r"Raises [^.]*\.", " ".join(paragraphs[1:]))
     errors = [one for one in raised if not any(one in shown for shown in lists)]
     return "\n\n".join([paragraphs[0], *lists, *errors[:1]]) + "\n"
@@ -191,7 +195,7 @@ def _paragraph(text: str) -> str:
 
 def _list(lines: list[str]) -> str:
     """Returns a list of what begins with a name and a colon; other lines go on with the one before them."""
-    shown = []
+    shown: list[str] = []
     for line in lines:
         field = _FIELD.match(line)
         if field is None:
