@@ -242,7 +242,9 @@ def commands_of(page: Path) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in found]
 
 
-@pytest.mark.parametrize("page", [README, USING, QUANTISED, ROOT / "CONTRIBUTING.md"], ids=label)
+@pytest.mark.parametrize(
+    "page", [README, USING, QUANTISED, ROOT / "docs" / "simulator.md", ROOT / "CONTRIBUTING.md"], ids=label
+)
 def test_every_command_is_understood(page: Path) -> None:
     group: Any = get_command(app)
     targets = set(re.findall(r"^([a-z-]+):", text_of(ROOT / "Makefile"), re.MULTILINE))
