@@ -36,7 +36,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "lightkv.integrations.streaming": ("Window", "Stream"),
     "lightkv.integrations.eviction": ("HeavyHitters",),
 }
-_FIELD = re.compile(r"(\w+(?:, \w+)*): ")
+_FIELD = re.compile(r"(`?\w+`?(?:, `?\w+`?)*): ")
+_RAISES = re.compile(r"Raises .*?\.(?=\s|$)")
 
 
 def page() -> str:
@@ -95,16 +96,21 @@ def _member(item: Any) -> str:
 
 
 def _item(text: str) -> str:
-    """Returns an item of a list, in lines of at most 120 characters."""
+    """Returns an item of a list."""
+    return _filled(f"- {text}", "  ")
+
+
+def _filled(text: str, indent: str = "") -> str:
+    """Returns a text in lines of at most 120 characters."""
     return textwrap.fill(
-        f"- {text}", width=120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        text, width=120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
 
 
 def _summary(item: Any) -> str:
     """Returns the first paragraph of a docstring, and what the others say about errors."""
     first, *others = re.split(r"\n\s*\n", item.docstring.value.strip())
-    raised = re.findall(r"Raises [^.]*\.", " ".join(others))
+    raised = _RAISES.findall(" ".join(" ".join(others).split()))
     return " ".join([first, *raised])
 
 
@@ -176,9 +182,9 @@ def _prose(item: Any) -> str:
     lists = [
         one for one in paragraphs[1:] if re.match(r"`\w+`(, `\w+`)*:", one) or re.search(r"^- `", one, re.M)
     ]
-    raised = [] if "Raises" in paragraphs[0] else re.findall(r"Raises [^.]*\.", " ".join(paragraphs[1:]))
+    raised = [] if "Raises" in paragraphs[0] else _RAISES.findall(" ".join(" ".join(paragraphs[1:]).split()))
     errors = [one for one in raised if not any(one in shown for shown in lists)]
-    return "\n\n".join([paragraphs[0], *lists, *errors[:1]]) + "\n"
+    return "\n\n".join([paragraphs[0], *lists, *map(_filled, errors[:1])]) + "\n"
 
 
 def _paragraph(text: str) -> str:
@@ -201,7 +207,7 @@ def _list(lines: list[str]) -> str:
         if field is None:
             shown.append(f"  {line.strip()}" if shown else line)
         else:
-            names = ", ".join(f"`{name}`" for name in field[1].split(", "))
+            names = ", ".join(f"`{name}`" for name in field[1].replace("`", "").split(", "))
             shown.append(f"- {names}: {line[field.end() :]}")
     return "\n".join(shown)
 
