@@ -182,7 +182,7 @@ def test_the_programs_of_the_docs_are_typed(types: TypeChecker) -> None:
         )
     # Its page says that the reader brings these; transformers' own types know no `generate`.
     brought = "from typing import Any\nmodel: Any\ninputs: dict[str, Any]\n"
-    programs["using_2.py"] = brought + programs["using_2.py"]
+    programs["using_1.py"] = brought + programs["using_1.py"]
     assert len(programs) >= 10
     assert types.check(programs) == []
 
