@@ -24,7 +24,6 @@ from lightkv.router.api.openai.protocol import (
     DetokenizeRequest,
     GenerationRequest,
     TokenizeRequest,
-    continues_last,
 )
 from lightkv.router.api.openai.response_writer import ResponseWriter
 from lightkv.router.api.openai.responses import ResponseRequest, renamed
@@ -412,13 +411,12 @@ class Routes:
         if body.documents and body.chat_template is None and not self._dialect.takes_documents:
             allowed = "null, and put the documents into a message: the model's chat template takes none"
             raise InvalidParams("documents", body.documents, allowed)
-        continues = continues_last(body)
         return replace(
             self._dialect.chat(body, use, is_constrained),
-            add_generation_prompt=body.begins_answer(continues),
+            add_generation_prompt=body.begins_answer,
             documents=body.documents or None,
             template=body.chat_template,
-            continues_last=continues,
+            continues_last=body.continue_final_message is True,
         )
 
     def _model(self, name: str | None) -> str:

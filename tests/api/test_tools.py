@@ -615,7 +615,9 @@ def test_a_structural_tag_says_itself_where_calls_are(qwen: ApiUnderTest) -> Non
     tag = {"type": "structural_tag", "format": form}
     text = f"I look.\n{begin}{{}}{end}"
     script(qwen, text)
-    for choice in both(qwen, tools=[WEATHER, CLOCK], extra_body={"structural_tag": tag}):
+    for choice in both(
+        qwen, tools=[WEATHER, CLOCK], extra_body={"structured_outputs": {"structural_tag": tag}}
+    ):
         assert calls_of(choice) == [("clock", "{}")]
         assert choice.message.content == "I look."
     assert allows(qwen, text)
@@ -635,10 +637,10 @@ def test_at_most_one_call_or_the_format(qwen: ApiUnderTest) -> None:
     "fields",
     [
         {"response_format": {"type": "json_object"}},
-        {"guided_choice": ["yes", "no"]},
-        {"guided_regex": "yes|no"},
-        {"ebnf": 'root ::= "yes" | "no"'},
-        {"structural_tag": {"format": {"type": "const_string", "value": "yes"}}},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"structured_outputs": {"regex": "yes|no"}},
+        {"structured_outputs": {"grammar": 'root ::= "yes" | "no"'}},
+        {"structured_outputs": {"structural_tag": {"format": {"type": "const_string", "value": "yes"}}}},
     ],
     ids=str,
 )
@@ -648,7 +650,7 @@ def test_every_format_goes_with_tools(
 ) -> None:
     api = services[name]
     answer = "{}" if "response_format" in fields else "yes"
-    is_message = name == "gpt" and "structural_tag" not in fields
+    is_message = name == "gpt" and "structural_tag" not in str(fields)
     begin = "<|channel|>final<|message|>" if is_message else ""
     script(api, begin + answer)
     for choice in both(api, tools=[CLOCK], extra_body=fields):
@@ -661,17 +663,17 @@ def test_calls_without_a_mark_go_with_json_and_choices(services: dict[str, ApiUn
     llama = services["llama"]
     body = {"messages": HELLO, "max_tokens": 40, "tools": [CLOCK]}
     for fields, taken in (
-        ({"guided_choice": ["yes", "no"]}, "yes"),
-        ({"guided_json": True}, "[1]"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes"),
+        ({"structured_outputs": {"json": True}}, "[1]"),
         ({"response_format": {"type": "json_object"}}, '{"name": "watch"}'),
     ):
         llama.post(CHAT, body | fields)
         assert allows(llama, taken)
         assert allows(llama, '{"name": "clock", "parameters": {}}; {"name": "clock", "parameters": {}}')
     for fields in (
-        {"guided_regex": "yes|no"},
-        {"guided_choice": ["{", "no"]},
-        {"guided_json": {"type": "array"}, "guided_whitespace_pattern": ""},
+        {"structured_outputs": {"regex": "yes|no"}},
+        {"structured_outputs": {"choice": ["{", "no"]}},
+        {"structured_outputs": {"json": {"type": "array"}, "whitespace_pattern": ""}},
     ):
         error = llama.post(CHAT, body | fields, 400)["error"]
         assert error["param"] == "tools"
@@ -730,7 +732,7 @@ def test_gpt_oss_answers_a_format_on_its_channel(services: dict[str, ApiUnderTes
     assert not allows(gpt, ANSWER)
     tag = {"type": "structural_tag", "format": {"type": "const_string", "value": "x"}}
     script(gpt, "<|channel|>final<|message|>x")
-    both(gpt, extra_body={"structural_tag": tag})
+    both(gpt, extra_body={"structured_outputs": {"structural_tag": tag}})
     assert allows(gpt, "x")  # a structural tag says itself where the messages are
 
 

@@ -255,13 +255,7 @@ class ChatDialect:
         Raises InvalidParams for an effort that it does not know."""
         variables = dict(body.chat_template_kwargs or {})
         switch = self._switch
-        effort = body.effort
-        field, reasons = body.reasons
-        if reasons is not None:
-            if switch is None:
-                allowed = "null: the model's chat template has no switch for its reasoning"
-                raise InvalidParams(field, reasons, allowed)
-            variables.setdefault(switch, reasons)
+        effort = body.reasoning_effort
         if effort is not None and "reasoning_effort" in self._names:
             variables.setdefault("reasoning_effort", effort)
         elif effort is not None and switch is not None:

@@ -166,10 +166,10 @@ class TemplateFields(BaseModel):
         None, description="Begin an assistant's message; on by default, but for continue_final_message."
     )
 
-    def begins_answer(self, continues_last: bool) -> bool:
-        """Returns whether the text ends with the words that begin an assistant's answer. Raises
-        InvalidParams."""
-        if not continues_last:
+    @property
+    def begins_answer(self) -> bool:
+        """Whether the text ends with the words that begin an assistant's answer. Raises InvalidParams."""
+        if not self.continue_final_message:
             return self.add_generation_prompt is not False
         if self.add_generation_prompt:
             allowed = "it without add_generation_prompt: the answer continues the last message"

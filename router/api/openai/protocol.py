@@ -18,7 +18,6 @@ from lightkv.router.config import MAX_SECONDS
 from lightkv.router.sampling_params import MAX_LOGPROBS, InvalidParams, SamplingParams
 from lightkv.router.text.beam_search import BeamParams
 
-from .aliases import AliasFields
 from .extensions import AnswerFields, Ids, SuffixField, TemplateFields, Text, Texts
 from .extras import PromptTokens
 from .structured import StructuredFields
@@ -51,7 +50,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] | None = Field(None, description="Chunks are never padded.")
 
 
-class GenerationRequest(StructuredFields, RequestBody, AnswerFields, AliasFields):
+class GenerationRequest(StructuredFields, RequestBody, AnswerFields):
     """The common fields of completions and chats. Those after `user` are extensions, named as in vLLM."""
 
     model_config = ConfigDict(extra="allow")  # further fields are looked up among the unsupported ones
@@ -189,7 +188,6 @@ _SAMPLING_FIELDS = sorted(set(SamplingParams.__struct_fields__) & set(Generation
 _SAMPLING_FIELDS.remove("max_tokens")
 _SAMPLING_FIELDS.remove("logit_bias")
 _SAMPLING_FIELDS.remove("n")
-_SAMPLING_FIELDS.remove("grammar")  # which is made of several fields
 
 
 class CompletionRequest(GenerationRequest, SuffixField):
@@ -218,7 +216,6 @@ class CompletionRequest(GenerationRequest, SuffixField):
         """Returns the sampling parameters of all n answers to each prompt, of `default` tokens at most if the
         request does not say. Raises InvalidParams."""
         refuse_unsupported(self.model_extra or {}, unsupported_fields.COMPLETIONS)
-        self.take_aliases()
         self.check_suffix(self.prompts, self.truncate_prompt_tokens)
         max_tokens = 1 if self.answers_nothing else self.given_max_tokens(default)
         params = self.sampling_params(max_tokens, self.logprobs)
@@ -269,8 +266,6 @@ class ChatMessage(BaseModel):
     content: Annotated[
         Text | Annotated[list[TextPart], Field(fail_fast=True)] | None, BeforeValidator(_only_text)
     ] = None
-    prefix: bool | None = Field(None, description="On the last message: the answer continues it.")
-    partial: bool | None = Field(None, description="As prefix.")
 
     def plain(self) -> dict[str, Any]:
         """Returns the message as chat templates expect it, with one text as its content. Raises
@@ -304,23 +299,12 @@ class ChatRequest(ToolFields, GenerationRequest, TemplateFields):
         `max_tokens_left`: the most tokens of an answer if the request does not say.
         """
         refuse_unsupported(self.model_extra or {}, unsupported_fields.CHAT)
-        self.take_aliases()
         if self.top_logprobs and not self.logprobs:
             raise InvalidParams("top_logprobs", self.top_logprobs, "it together with logprobs: true")
         if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
             raise InvalidParams("top_logprobs", self.top_logprobs, f"0 to {MAX_LOGPROBS}")
         max_tokens = self.given_max_tokens(max_tokens_left)
         return self.sampling_params(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
-
-
-def continues_last(body: "ChatRequest | TokenizeRequest") -> bool:
-    """Returns whether the answer continues the last message. Raises InvalidParams."""
-    begun = [bool(message.prefix or message.partial) for message in body.messages or ()]
-    if any(begun[:-1]):
-        raise InvalidParams(
-            "messages", "prefix or partial in an earlier message", "it in the last message only"
-        )
-    return bool(body.continue_final_message) or any(begun)
 
 
 class TokenizeRequest(ToolFields, RequestBody, TemplateFields):

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, ValidationError
 
+from lightkv.router.api.unsupported_fields import RENAMED
 from lightkv.router.sampling_params import InvalidParams
 from lightkv.router.text.grammars import InvalidGrammar
 
-from .aliases import ALIASES
 from .extensions import Object
 from .protocol import ChatRequest, RequestBody, StreamOptions, Text
 
@@ -74,7 +74,7 @@ class ResponseRequest(RequestBody):
         self._refuse_state()
         extras = dict(self.model_extra or {})
         for name, value in (self.model_extra or {}).items():
-            field = ALIASES.get(name, name)
+            field = RENAMED.get(name, name)
             if field == "n" and value not in (None, 1):
                 raise InvalidParams(name, value, "1: a response is one answer")
             if field in _CHAT_ONLY:

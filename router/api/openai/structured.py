@@ -1,5 +1,5 @@
-"""The fields with which requests say what an answer has to be: OpenAI's `response_format`, vLLM's
-`structured_outputs` and `guided_*`, and those that SGLang and llama.cpp take at the top of a request."""
+"""The fields with which requests say what an answer has to be: OpenAI's `response_format` and vLLM's
+`structured_outputs`."""
 
 import json
 from collections.abc import Mapping
@@ -22,19 +22,6 @@ _OPTIONS = (
     "whitespace_pattern",
 )
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
-# The kinds of the fields that have one of their own.
-_FIELDS = {
-    "guided_json": "json",
-    "guided_json_object": "json_object",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-    "json_schema": "json",
-    "regex": "regex",
-    "ebnf": "grammar",
-    "grammar": "grammar",
-    "structural_tag": "structural_tag",
-}
 
 
 class StructuredFields(BaseModel):
@@ -51,21 +38,6 @@ class StructuredFields(BaseModel):
         description="One of json (a schema), json_object, regex, choice, grammar (Lark or GBNF) and "
         "structural_tag.",
     )
-    guided_json: dict[str, Any] | bool | str | None = Field(None, description="As structured_outputs.json.")
-    guided_json_object: bool | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = Field(None, fail_fast=True)
-    guided_grammar: str | None = None
-    guided_whitespace_pattern: str | None = Field(
-        None, description="A regex of the whitespace between the parts of JSON."
-    )
-    json_schema: dict[str, Any] | bool | str | None = Field(None, description="As structured_outputs.json.")
-    regex: str | None = Field(None, description="As structured_outputs.regex.")
-    ebnf: str | None = Field(None, description="As structured_outputs.grammar.")
-    grammar: str | None = Field(None, description="As structured_outputs.grammar.")
-    structural_tag: dict[str, Any] | str | None = Field(
-        None, description="As structured_outputs.structural_tag."
-    )
 
     @property
     def grammar_field(self) -> str:
@@ -80,9 +52,6 @@ class StructuredFields(BaseModel):
             ("response_format", _of_response_format(self.response_format)),
             ("structured_outputs", _of_structured_outputs(self.structured_outputs)),
         ]
-        spaces = self.guided_whitespace_pattern
-        for field, kind in _FIELDS.items():
-            found.append((field, _grammar(field, kind, getattr(self, field), spaces)))
         given = [(field, grammar) for field, grammar in found if grammar is not None]
         if len(given) > 1:
             first, second = given[0][0], given[1][0]

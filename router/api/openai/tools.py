@@ -61,23 +61,6 @@ class NamedTool(BaseModel):
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
-class Reasoning(BaseModel):
-    """How long the model reasons, as OpenRouter's clients say it."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    effort: Effort | None = None
-    enabled: bool | None = None
-
-
-class Thinking(BaseModel):
-    """Whether the model reasons."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    type: Literal["enabled", "disabled"]
-
-
 class ToolFields(BaseModel):
     """The fields of a chat that concern tools and reasoning."""
 
@@ -101,38 +84,9 @@ class ToolFields(BaseModel):
     reasoning_effort: Effort | None = Field(
         None, description="How long the model reasons, where its chat template knows that; none: not at all."
     )
-    enable_thinking: bool | None = Field(
-        None, description="Whether the model reasons, where its chat template has a switch for that."
-    )
-    reasoning: Reasoning | None = Field(
-        None, description="As reasoning_effort (effort) or enable_thinking (enabled)."
-    )
-    thinking: Thinking | bool | None = Field(None, description="As enable_thinking.")
     include_reasoning: bool | None = Field(
         None, description="Whether the answer has the model's reasoning; on by default."
     )
-
-    @property
-    def effort(self) -> Effort | None:
-        """How long the model reasons. Raises InvalidParams where two fields differ."""
-        given = None if self.reasoning is None else self.reasoning.effort
-        if self.reasoning_effort is not None and given not in (None, self.reasoning_effort):
-            raise InvalidParams("reasoning", given, f"it without reasoning_effort {self.reasoning_effort!r}")
-        return self.reasoning_effort or given
-
-    @property
-    def reasons(self) -> tuple[str, bool | None]:
-        """A field that says whether the model reasons, and its value. Raises InvalidParams where two differ."""
-        thinking = self.thinking
-        given: dict[str, bool | None] = {
-            "enable_thinking": self.enable_thinking,
-            "thinking": thinking.type == "enabled" if isinstance(thinking, Thinking) else thinking,
-            "reasoning": None if self.reasoning is None else self.reasoning.enabled,
-        }
-        said = {field: value for field, value in given.items() if value is not None}
-        if len(set(said.values())) > 1:
-            raise InvalidParams(list(said)[-1], list(said.values())[-1], f"it without {next(iter(said))}")
-        return next(iter(said.items()), ("", None))
 
     def tool_use(self) -> "ToolUse | None":
         """Returns which functions the model may call, or None if it may call none. Raises InvalidParams."""
