@@ -12,7 +12,8 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp, Message
 
-from lightkv.router.api.operators.request_log import WARM_UP
+from lightkv.router.api.http.guard import WARM_UP
+from lightkv.router.api.http.server import make_server
 from lightkv.router.config import InvalidConfig
 from lightkv.router.service.api_settings import ServeSettings
 from lightkv.router.service.child_process import freeze_objects, ignore_signals
@@ -21,7 +22,6 @@ from lightkv.router.service.router_client import RouterClient, RouterUnreachable
 from lightkv.router.text.tokenizer import ChatTemplateError, Tokenizer, UnreadableTokenizer
 
 from .app import create_app, keys_of
-from .server import make_server
 
 NUM_TEXT_THREADS = 2
 _NO_MODEL = "\0"
@@ -56,7 +56,7 @@ async def serve(settings: ServeSettings) -> None:
         from lightkv.router.api.operators.tracing import SpanTracer
 
         tracer = SpanTracer.to_collector(settings.api.otlp_endpoint, settings.api.model_names[0])
-    app = create_app(client, tokenizer, settings.api, keys, tracer)
+    app = create_app(client, tokenizer, settings.api, keys, [tracer.record] if tracer is not None else [])
     tokenizer.prepare()  # the worker takes longer to load the model
     await warm_up(app, keys.first)
     server = make_server(app, settings)

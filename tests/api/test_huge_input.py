@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from lightkv.router.api.prompt_reader import convert, num_characters
-from lightkv.router.api.request_body import (
+from lightkv.router.api.http.body import (
     FREE_BYTES,
     MAX_CONTAINERS,
     MAX_STRINGS,
@@ -27,6 +26,7 @@ from lightkv.router.api.request_body import (
     parse,
     parse_short,
 )
+from lightkv.router.api.requests.prompts import convert, num_characters
 from tests.support.api_process import start_api_process, until_closed
 from tests.support.fake_router import (
     CHAT,

@@ -14,9 +14,9 @@ import openai
 import pytest
 from llguidance import LLTokenizer
 
-from lightkv.router.api.openai.dialect import ChatDialect
-from lightkv.router.api.openai.protocol import ChatRequest
-from lightkv.router.api.openai.tools import Function, ToolUse
+from lightkv.router.api.requests.chat import ChatRequest
+from lightkv.router.api.requests.dialect import ChatDialect
+from lightkv.router.api.requests.tools import Function, ToolUse
 from lightkv.router.config import InvalidConfig, ServiceConfig
 from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar
 from lightkv.router.service.api_settings import ApiSettings
@@ -439,16 +439,18 @@ def test_parsers_can_be_switched_off(services: dict[str, ApiUnderTest]) -> None:
 
 def test_an_answer_that_follows_a_grammar_is_content(qwen: ApiUnderTest) -> None:
     """Such an answer has no reasoning, and may have calls where there are tools."""
-    dialect = ChatDialect(qwen.tokenizer, ApiSettings(model_names=[MODEL]))
+    settings = ApiSettings(model_names=[MODEL])
+    dialect = ChatDialect(qwen.tokenizer, settings)
     body = ChatRequest.model_validate({"messages": HELLO, "tools": [WEATHER]})
+    chat = body.chat(settings)
     required = ToolUse([Function(name="f")], is_required=True)
     ids = np.zeros(1, np.int32)
     for use in (None, body.tool_use()):
-        assert dialect.reading(body, use, ids) is not None
-        assert (dialect.reading(body, use, ids, Grammar("json_object")) is None) == (use is None)
-        assert dialect.chat(body, use, is_constrained=True).variables == {"enable_thinking": False}
-        assert dialect.chat(body, use).variables == {}
-    assert dialect.reading(body, required, ids, Grammar("json_object")) is not None
+        assert dialect.reading(use, ids) is not None
+        assert (dialect.reading(use, ids, Grammar("json_object")) is None) == (use is None)
+        assert dialect.told(chat, use, is_constrained=True).variables == {"enable_thinking": False}
+        assert dialect.told(chat, use).variables == {}
+    assert dialect.reading(required, ids, Grammar("json_object")) is not None
 
 
 def test_unknown_parsers_are_refused() -> None:

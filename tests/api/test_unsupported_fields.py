@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from lightkv.router.api import unsupported_fields
-from lightkv.router.api.openai.protocol import ChatRequest, CompletionRequest
-from lightkv.router.api.unsupported_fields import Unsupported
+from lightkv.router.api.requests import refused as refused_fields
+from lightkv.router.api.requests.chat import ChatRequest
+from lightkv.router.api.requests.completion import CompletionRequest
+from lightkv.router.api.requests.refused import Unsupported
 from tests.support.fake_router import (
     CHAT,
     COMPLETIONS,
@@ -81,10 +82,10 @@ def text_of(api: ApiUnderTest, path: str, **fields: Any) -> str:
 @pytest.mark.parametrize(
     ("rows", "known"),
     [
-        (EVERYWHERE, unsupported_fields.UNSUPPORTED),
-        (ON_CHAT, unsupported_fields.UNSUPPORTED_ON_CHAT),
-        (ON_COMPLETIONS, unsupported_fields.UNSUPPORTED_ON_COMPLETIONS),
-        (IN_MESSAGES, unsupported_fields.UNSUPPORTED_IN_MESSAGES),
+        (EVERYWHERE, refused_fields.UNSUPPORTED),
+        (ON_CHAT, refused_fields.UNSUPPORTED_ON_CHAT),
+        (ON_COMPLETIONS, refused_fields.UNSUPPORTED_ON_COMPLETIONS),
+        (IN_MESSAGES, refused_fields.UNSUPPORTED_IN_MESSAGES),
     ],
     ids=["everywhere", "chat", "completions", "messages"],
 )
@@ -123,8 +124,8 @@ def test_ignored_fields_change_nothing(api: ApiUnderTest, path: str) -> None:
 
 def test_no_field_is_both_supported_and_refused() -> None:
     for carried, known in (
-        (ChatRequest, unsupported_fields.CHAT),
-        (CompletionRequest, unsupported_fields.COMPLETIONS),
+        (ChatRequest, refused_fields.CHAT),
+        (CompletionRequest, refused_fields.COMPLETIONS),
     ):
         ignored = {field for field, _ in IGNORED} - {"user"}  # which has a type, and no effect
         assert not set(carried.model_fields) & (set(known) | ignored)
@@ -310,7 +311,7 @@ def test_max_completion_tokens_replaces_max_tokens(api: ApiUnderTest) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_another_servers_name_is_answered_with_the_field_to_write(api: ApiUnderTest, path: str) -> None:
-    for name, field in unsupported_fields.RENAMED.items():
+    for name, field in refused_fields.RENAMED.items():
         error = api.post(path, body(path, **{name: 1}), 400)["error"]
         assert error["param"] == name
         assert error["message"].endswith(f"; give null, and use {field}")

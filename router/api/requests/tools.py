@@ -1,14 +1,13 @@
-"""Tools and reasoning in OpenAI's requests and answers, as types.
+"""Tools and reasoning in OpenAI's requests.
 
 The older fields `functions` and `function_call` mean the same as one call of `tools`, and are read as such.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-from typing_extensions import TypedDict
 
 from lightkv.router.sampling_params import Grammar, InvalidParams
 from lightkv.router.text.tool_calls.closed_schema import closed_schema
@@ -162,30 +161,3 @@ class ToolUse:
         except RecursionError as error:
             raise InvalidParams("tools", "nested too deeply", "schemas of fewer levels") from error
         return None
-
-
-class CalledFunction(TypedDict):
-    """`arguments`: JSON, as the model wrote it; it may be incomplete if the answer reached max_tokens."""
-
-    name: str
-    arguments: str
-
-
-class ToolCall(TypedDict):
-    id: str
-    type: Literal["function"]
-    function: CalledFunction
-
-
-class CalledFunctionDelta(TypedDict, total=False):
-    name: str
-    arguments: str
-
-
-class ToolCallDelta(TypedDict):
-    """The first delta of a call has its id, type and name, the others more of its arguments."""
-
-    index: int
-    id: NotRequired[str]
-    type: NotRequired[Literal["function"]]
-    function: CalledFunctionDelta

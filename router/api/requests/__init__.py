@@ -1,0 +1,1 @@
+"""OpenAI's protocol: its requests, its answers, and the OpenAPI document that describes them."""
