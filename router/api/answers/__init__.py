@@ -1,1 +1,1 @@
-"""OpenAI's protocol: its requests, its answers, and the OpenAPI document that describes them."""
+"""The answers to a request as they are generated, and what writes them as JSON."""

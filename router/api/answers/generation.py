@@ -264,6 +264,13 @@ class Generation:
         """The tokens of all answers so far."""
         return sum(len(answer.completion.token_ids) for answer in self.all_answers)
 
+    @property
+    def num_scored(self) -> int:
+        """How many tokens have log-probabilities, those of the prompts included."""
+        found = [(one.prompt_idx, one.completion.prompt_logprobs) for one in self.all_answers]
+        of_prompts = {prompt_idx: len(scores) for prompt_idx, scores in found if scores is not None}
+        return sum(len(answer.scored) for answer in self.answers) + sum(of_prompts.values())
+
     async def deltas(self) -> AsyncIterator[list[TextDelta]]:
         """Yields what the answers gain, each time as one delta for each answer that has gained something.
 

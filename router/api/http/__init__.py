@@ -1,1 +1,1 @@
-"""OpenAI's protocol: its requests, its answers, and the OpenAPI document that describes them."""
+"""HTTP: the server, its limits and guards, bodies within bounds, and streams."""

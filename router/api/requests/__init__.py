@@ -1,1 +1,1 @@
-"""OpenAI's protocol: its requests, its answers, and the OpenAPI document that describes them."""
+"""The routes, a file each with its body, and what they share on the way to a GenerationSpec."""

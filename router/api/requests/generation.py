@@ -20,7 +20,7 @@ from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.router.api.answers.beams import search_beams
 from lightkv.router.api.answers.chat_writer import ChatWriter
 from lightkv.router.api.answers.completion_writer import CompletionWriter
-from lightkv.router.api.answers.extras import Extras, prompt_scores
+from lightkv.router.api.answers.extras import Extras
 from lightkv.router.api.answers.generation import (
     Backend,
     GenerationSpec,
@@ -378,11 +378,8 @@ class Desk:
                 pass
             if spec.params.n > (body.n or 1):
                 generation.keep_best(body.n or 1)
-            num_scored = sum(len(answer.scored) for answer in generation.answers)
-            num_scored += sum(map(len, prompt_scores(generation).values()))
-            content = await convert(
-                num_scored * (1 + MAX_LOGPROBS), lambda: msgspec.json.encode(writer.whole(generation))
-            )
+            num_items = generation.num_scored * (1 + MAX_LOGPROBS)
+            content = await convert(num_items, lambda: msgspec.json.encode(writer.whole(generation)))
             return Response(content, media_type="application/json")
 
     async def check_grammar(self, grammar: Grammar, field: str, request: Request) -> int:

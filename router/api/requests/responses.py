@@ -179,9 +179,9 @@ class Responses:
 
     async def respond(self, body: ResponseRequest, request: Request) -> Response:
         """POST /v1/responses: answer a chat, in the form of OpenAI's Responses API."""
+        chat = body.chat()
         try:
-            wrap = partial(ResponseWriter, body.repeated())
-            return await self._chats.answer(body.chat(), request, wrap)
+            return await self._chats.answer(chat, request, partial(ResponseWriter, body.repeated()))
         except InvalidParams as error:
             raise _renamed(error) from error
 
