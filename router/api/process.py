@@ -12,14 +12,14 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp, Message
 
+from lightkv.errors import LightKVError
 from lightkv.router.api.http.guard import WARM_UP
 from lightkv.router.api.http.server import make_server
-from lightkv.router.config import InvalidConfig
 from lightkv.router.service.api_settings import ServeSettings
 from lightkv.router.service.child_process import freeze_objects, ignore_signals
 from lightkv.router.service.log_stream import write_in_background
-from lightkv.router.service.router_client import RouterClient, RouterUnreachable
-from lightkv.router.text.tokenizer import ChatTemplateError, Tokenizer, UnreadableTokenizer
+from lightkv.router.service.router_client import RouterClient
+from lightkv.router.text.tokenizer import Tokenizer, UnreadableTokenizer
 
 from .app import create_app, keys_of
 
@@ -124,7 +124,7 @@ def main() -> int:
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=ServeSettings)
     try:
         uvloop.run(serve(settings))
-    except (RouterUnreachable, UnreadableTokenizer, ChatTemplateError, InvalidConfig, OSError) as error:
+    except (LightKVError, OSError) as error:
         print(f"lightkv api: {error}", file=sys.stderr)
     return 1
 

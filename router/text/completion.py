@@ -8,7 +8,6 @@ request.
 import codecs
 import secrets
 from collections.abc import Collection, Sequence
-from typing import cast
 
 from lightkv.router.engine.step import PromptLogprobs, TokenEvent, TokenLogprobs
 from lightkv.router.sampling_params import SamplingParams
@@ -75,7 +74,8 @@ class Completion:
         self._pieces: list[str] = []
         self._min_tokens = params.min_tokens
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, shown_ids)
-        self._checker = StopChecker(cast(Sequence[str], params.stop), params.include_stop_str_in_output)
+        # `stop` is a tuple by now, also where one string was given.
+        self._checker = StopChecker(params.stop, params.include_stop_str_in_output)
 
     @property
     def text(self) -> str:

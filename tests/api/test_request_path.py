@@ -89,7 +89,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ApiUnderT
             api.post(CHAT, CHATS[0])  # the first request compiles the chat template
             yield api, calls
     finally:
-        threading.settrace(before)  # type: ignore[arg-type]
+        threading.settrace(before)
 
 
 def recorded(traced: tuple[ApiUnderTest, Calls], body: dict[str, Any], streams: bool) -> Calls:

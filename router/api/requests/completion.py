@@ -115,7 +115,9 @@ class Completions:
             shows_logprobs=body.logprobs is not None,
             shows_answer=not body.answers_nothing,
         )
-        grammar = self._desk.compacted(accepted.grammar, spec.grammar_field)
+        grammar = accepted.grammar
+        if grammar is not None:
+            grammar = self._desk.compacted(grammar, spec.grammar_field)
         extras = replace(accepted.extras, echoes_logprobs=body.echoes_logprobs, prompts=prompts)
         writer = CompletionWriter(accepted.model, self._prompts.tokenizer, echoed, extras)
         return await self._desk.answer(replace(accepted, spec=spec, grammar=grammar), writer, body, request)

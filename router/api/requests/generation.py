@@ -369,10 +369,10 @@ class Desk:
         generation = await self.backend.generate(spec)
         request.state.record.generation = generation
         if body.stream:
-            options = body.stream_options or StreamOptions()
-            return EventStream(
-                generation, writer, options.include_usage is True, options.continuous_usage_stats is True
-            )
+            options = body.stream_options
+            includes_usage = options is not None and options.include_usage is True
+            has_running_usage = options is not None and options.continuous_usage_stats is True
+            return EventStream(generation, writer, includes_usage, has_running_usage)
         async with closed_with_client(request.receive, generation):
             async for _ in generation.deltas():
                 pass
@@ -388,7 +388,7 @@ class Desk:
         checked = self._grammars.check(grammar, field, _grammar_owner(request))
         return await unless_disconnected(request.receive, checked)
 
-    def compacted(self, grammar: Grammar | None, field: str) -> Grammar | None:
+    def compacted(self, grammar: Grammar, field: str) -> Grammar:
         """Returns the grammar as the service's settings have JSON. Raises InvalidParams."""
         return compact(grammar, field) if self.settings.compact_json else grammar
 

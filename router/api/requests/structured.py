@@ -100,10 +100,10 @@ def _grammar(field: str, kind: str, value: Any, spaces: str | None) -> Grammar |
     return Grammar("regex" if kind == "regex" else "lark", value)
 
 
-def compact(grammar: Grammar | None, field: str) -> Grammar | None:
+def compact(grammar: Grammar, field: str) -> Grammar:
     """Returns a grammar of JSON without whitespace between its parts, if it says nothing of its whitespace;
     every other grammar as it is. Raises InvalidParams."""
-    if grammar is None or grammar.kind not in ("json_object", "json_schema"):
+    if grammar.kind not in ("json_object", "json_schema"):
         return grammar
     schema = {"type": "object"} if grammar.kind == "json_object" else _loaded(field, grammar.text)
     if isinstance(schema, dict) and "x-guidance" in schema:
