@@ -316,10 +316,9 @@ class LLM:
                 self._grammars.check(grammar)
                 wanted = replace_params(wanted, grammar=None)  # the request gets a compiled one later
             plan = AnswerPlan(wanted, self.tokenizer)
+            others = plan.params.of_others
             for index, (seed, completion) in enumerate(plan.begin()):
-                params_of_one = (
-                    plan.params if index == 0 else replace_params(plan.params, prompt_logprobs=None)
-                )
+                params_of_one = others if index else plan.params
                 request = Request(secrets.token_hex(8), prompt_ids, params_of_one, seed, plan.stop_ids)
                 request.validate(self.info.limits, self.info.capacity)
                 answers.append(_Answer(prompt_idx, index, request, completion, grammar))

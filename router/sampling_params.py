@@ -188,6 +188,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         copied._validate_grammar()
         return copied
 
+    @property
+    def of_others(self) -> "SamplingParams":
+        """The parameters of the other answers to a prompt whose first answer has these: the first alone
+        computes the log-probabilities of the prompt."""
+        if self.prompt_logprobs is None:
+            return self
+        return msgspec.structs.replace(self, prompt_logprobs=None)
+
     def child(self, child_idx: int) -> "SamplingParams":
         """Returns the parameters for answer `child_idx` of n. If a seed was given, each has a seed of its own.
 

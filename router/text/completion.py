@@ -24,8 +24,8 @@ class AnswerPlan:
     `params`: those of the request. Raises InvalidParams for words to avoid that are too many tokens.
 
     Attributes:
-        params: those of each answer, with the tokens of the words to avoid. The first answer to a prompt alone
-            computes the log-probabilities of its prompt.
+        params: those of the first answer to each prompt, with the tokens of the words to avoid; the others have
+            their `of_others`.
         stop_ids: the tokens that end an answer.
     """
 
@@ -43,13 +43,13 @@ class AnswerPlan:
         """Returns the seed and the text, still empty, of each answer to one prompt. `shown_ids`: as those of a
         Completion."""
         asked = self._asked
-        given = [asked.child_seed(index) if asked.seed is not None else None for index in range(asked.n)]
+        seeds = [asked.seed] if asked.n == 1 else [asked.child_seed(index) for index in range(asked.n)]
         return [
             (
                 secrets.randbits(63) if seed is None else seed,
                 Completion(self._tokenizer, self.params, shown_ids),
             )
-            for seed in given
+            for seed in seeds
         ]
 
 

@@ -29,7 +29,7 @@ CHATS: list[dict[str, Any]] = [
     HELLO | {"max_tokens": 3},
     HELLO,  # as long as there is room
     TALK | {"max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "stop": ["five", "six"]},
-    TALK | {"max_completion_tokens": 3, "n": 1, "seed": 7, "user": "u"},
+    TALK | {"n": 1, "seed": 7, "user": "u"},
 ]
 
 
