@@ -9,14 +9,10 @@ from fastapi import FastAPI, Security
 from fastapi.params import Depends
 from fastapi.security import HTTPBearer
 
-from lightkv.router.config import NAMESPACE_HEADER, SESSION_HEADER
-from lightkv.router.engine.step import PoolMap
-from lightkv.router.service.messages import Load, State
-
-from .errors import ErrorBody
-from .protocol import MAX_SESSION_ID, ChatBody, CompletionBody
-from .service_bodies import (
+from lightkv.router.api.answers.bodies import (
     CacheEvicted,
+    ChatBody,
+    CompletionBody,
     Detokenized,
     Health,
     Model,
@@ -27,6 +23,11 @@ from .service_bodies import (
     Tokenized,
     Version,
 )
+from lightkv.router.api.http.guard import ErrorBody
+from lightkv.router.api.requests.generation import MAX_SESSION_ID
+from lightkv.router.config import NAMESPACE_HEADER, SESSION_HEADER
+from lightkv.router.engine.step import PoolMap
+from lightkv.router.service.messages import Load, State
 
 Answers = dict[int | str, dict[str, Any]]
 

@@ -1,28 +1,33 @@
 """The answers to one HTTP request: they are submitted to the router together, grow with its events, and are
 closed together."""
 
-import secrets
+import asyncio
+import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
+from starlette.types import Receive
 
 from lightkv.errors import LightKVError
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
+from lightkv.router.api.metrics import ServiceMetrics
 from lightkv.router.engine.step import TokenEvent, TokenLogprobs
 from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.service.messages import NewAnswer, NewPrompt, Submit
 from lightkv.router.service.router_client import AnswerStream, RouterClient
-from lightkv.router.text.banned_words import with_banned_ids
-from lightkv.router.text.completion import Completion
+from lightkv.router.text.completion import AnswerPlan, Completion
 from lightkv.router.text.tokenizer import Tokenizer
 
-from .metrics import AnswerClock, ServiceMetrics
-from .prompt_reader import convert
+from .bodies import Usage
 from .sessions import OpenSessions, SessionUse
+
+Result = TypeVar("Result")
+
+INLINE_CHARS = 4096  # so many characters become tokens in about a millisecond, without a thread
 
 
 class GenerationFailed(LightKVError):
@@ -52,6 +57,37 @@ _FAILURES: dict[str, Callable[[str], LightKVError]] = {
     "lost": GenerationLost,
     "abort": GenerationLost,
 }
+
+
+class AnswerClock:
+    """Measures the times of one answer, which it also adds to the metrics, from its beginning to `finish`.
+
+    `begun`, `first`, `ended`: monotonic times of its begin, its first token and its end; None until then.
+    """
+
+    def __init__(self, metrics: ServiceMetrics) -> None:
+        self._metrics = metrics
+        self.begun = time.monotonic()
+        self.first: float | None = None
+        self.ended: float | None = None
+        self._last = self.begun
+
+    def token(self) -> None:
+        """Notes the arrival of a token. Of tokens that arrive together, the first ends an interval and the
+        others have intervals of nearly 0."""
+        now = time.monotonic()
+        if self.first is None:
+            self.first = now
+            self._metrics.ttft.observe(now - self.begun)
+        else:
+            self._metrics.inter_token.observe(now - self._last)
+        self._last = now
+
+    def finish(self, reason: str) -> None:
+        """Notes the end of the answer. `reason`: "stop", "length", "abort", "invalid", "error" or "lost"."""
+        self.ended = time.monotonic()
+        self._metrics.e2e.observe(self.ended - self.begun)
+        self._metrics.finished.labels(self._metrics.model, reason).inc()
 
 
 @dataclass(frozen=True)
@@ -124,31 +160,25 @@ class Backend:
 
     async def generate(self, spec: GenerationSpec) -> "Generation":
         """Queues every answer, or none; a grammar has to be checked already. Raises RequestRefused."""
-        num_chars = sum(map(len, spec.params.bad_words))
-        params = await convert(num_chars, lambda: with_banned_ids(spec.params, self.tokenizer))
-        stop_ids = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= self.tokenizer.eos_ids
-        shared = params.child(0)  # the answers differ in their seeds alone
+        params = spec.params
+        if sum(map(len, params.bad_words)) > INLINE_CHARS:  # words to avoid become tokens
+            plan = await asyncio.to_thread(AnswerPlan, params, self.tokenizer)
+        else:
+            plan = AnswerPlan(params, self.tokenizer)
+        has_logprobs = spec.shows_logprobs and params.logprobs is not None
         answers: dict[str, Answer] = {}
         prompts = []
         for prompt_idx, prompt_ids in enumerate(spec.prompts):
             asked = []
-            for child_idx in range(params.n):
-                seed = params.child_seed(child_idx)
-                asked.append(NewAnswer(uuid.uuid4().hex, secrets.randbits(63) if seed is None else seed))
-                answers[asked[-1].request_id] = Answer(
-                    index=len(answers),
-                    prompt_idx=prompt_idx,
-                    completion=Completion(self.tokenizer, shared, spec.shown_ids),
-                    clock=self.metrics.begin(),
-                    has_logprobs=spec.shows_logprobs and params.logprobs is not None,
-                )
+            for seed, completion in plan.begin(spec.shown_ids):
+                asked.append(NewAnswer(uuid.uuid4().hex, seed))
+                answer = Answer(len(answers), prompt_idx, completion, AnswerClock(self.metrics), has_logprobs)
+                answers[asked[-1].request_id] = answer
             prompts.append(NewPrompt(prompt_ids, asked))
         submit = Submit(
             prompts=prompts,
-            params=shared,
-            stop_ids=sorted(stop_ids),
+            params=plan.params,
+            stop_ids=sorted(plan.stop_ids),
             priority=spec.priority,
             namespace=spec.namespace,
             session=None if spec.session is None else spec.session.name,
@@ -234,6 +264,13 @@ class Generation:
         """The tokens of all answers so far."""
         return sum(len(answer.completion.token_ids) for answer in self.all_answers)
 
+    @property
+    def num_scored(self) -> int:
+        """How many tokens have log-probabilities, those of the prompts included."""
+        found = [(one.prompt_idx, one.completion.prompt_logprobs) for one in self.all_answers]
+        of_prompts = {prompt_idx: len(scores) for prompt_idx, scores in found if scores is not None}
+        return sum(len(answer.scored) for answer in self.answers) + sum(of_prompts.values())
+
     async def deltas(self) -> AsyncIterator[list[TextDelta]]:
         """Yields what the answers gain, each time as one delta for each answer that has gained something.
 
@@ -318,3 +355,51 @@ class Generation:
 def _mean_logprob(answer: Answer) -> float:
     logprobs = [one.logprob for one in answer.completion.logprobs]
     return sum(logprobs) / max(len(logprobs), 1)
+
+
+def usage_of(generation: Answered) -> Usage:
+    """Returns the token counts so far."""
+    prompt, completion = generation.num_prompt_tokens, generation.num_completion_tokens
+    cached = generation.num_cached_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": None if cached is None else {"cached_tokens": cached},
+    }
+
+
+@asynccontextmanager
+async def closed_with_client(receive: Receive, generation: Generation) -> AsyncIterator[None]:
+    """Closes the generation as soon as its client disconnects, at the latest at the end of the block."""
+
+    async def watch() -> None:
+        await _until_disconnected(receive)
+        generation.close()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        generation.close()
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Returns the result of `work`, which is cancelled if the client disconnects before. Raises GenerationLost
+    then."""
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_until_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise GenerationLost("its client has disconnected")
+        return working.result()
+    finally:
+        watching.cancel()
+        working.cancel()
+
+
+async def _until_disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,18 +1,13 @@
-"""The fields with which requests say what an answer has to be: OpenAI's `response_format`, vLLM's
-`structured_outputs` and `guided_*`, and those that SGLang and llama.cpp take at the top of a request."""
+"""The fields with which requests say what an answer has to be: OpenAI's `response_format` and vLLM's
+`structured_outputs`."""
 
 import json
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
-
-from pydantic import BaseModel, Field
 
 from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar, InvalidParams
 from lightkv.router.text.grammars import InvalidGrammar
 from lightkv.router.text.tool_calls.closed_schema import closed_schema
-
-from .extensions import mended
 
 # The keys of structured_outputs, besides those that each say what an answer is.
 _OPTIONS = (
@@ -22,76 +17,24 @@ _OPTIONS = (
     "whitespace_pattern",
 )
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
-# The kinds of the fields that have one of their own.
-_FIELDS = {
-    "guided_json": "json",
-    "guided_json_object": "json_object",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-    "json_schema": "json",
-    "regex": "regex",
-    "ebnf": "grammar",
-    "grammar": "grammar",
-    "structural_tag": "structural_tag",
-}
 
 
-class StructuredFields(BaseModel):
-    """The fields that say what an answer has to be. At most one of them may say it."""
-
-    response_format: dict[str, Any] | None = Field(
-        None,
-        description='What the answer has to be: {"type": "text"}, "json_object", "json_schema" with '
-        '{"schema": …} in json_schema, which is followed whether strict or not, or "structural_tag" with a '
-        "format.",
+def grammar_of(
+    response_format: dict[str, Any] | None, structured_outputs: dict[str, Any] | None
+) -> tuple[str, Grammar | None]:
+    """Returns the field that says what the answer has to be, and its grammar; "tools" and None if the text is
+    free. Raises InvalidParams, which names the field."""
+    formatted, structured = _of_response_format(response_format), _of_structured_outputs(structured_outputs)
+    if formatted is not None and structured is not None:
+        allowed = "it without response_format; one of them is enough"
+        raise InvalidParams("structured_outputs", structured_outputs, allowed)
+    field, grammar = (
+        ("response_format", formatted) if structured is None else ("structured_outputs", structured)
     )
-    structured_outputs: dict[str, Any] | None = Field(
-        None,
-        description="One of json (a schema), json_object, regex, choice, grammar (Lark or GBNF) and "
-        "structural_tag.",
-    )
-    guided_json: dict[str, Any] | bool | str | None = Field(None, description="As structured_outputs.json.")
-    guided_json_object: bool | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = Field(None, fail_fast=True)
-    guided_grammar: str | None = None
-    guided_whitespace_pattern: str | None = Field(
-        None, description="A regex of the whitespace between the parts of JSON."
-    )
-    json_schema: dict[str, Any] | bool | str | None = Field(None, description="As structured_outputs.json.")
-    regex: str | None = Field(None, description="As structured_outputs.regex.")
-    ebnf: str | None = Field(None, description="As structured_outputs.grammar.")
-    grammar: str | None = Field(None, description="As structured_outputs.grammar.")
-    structural_tag: dict[str, Any] | str | None = Field(
-        None, description="As structured_outputs.structural_tag."
-    )
-
-    @property
-    def grammar_field(self) -> str:
-        """The field that says what the answer has to be; "tools" if none of these does."""
-        return "tools" if self.structure is None else self.structure[0]
-
-    @cached_property
-    def structure(self) -> tuple[str, Grammar] | None:
-        """The field that says what the answer has to be, and its grammar; None if the text is free. Raises
-        InvalidParams, which names the field."""
-        found = [
-            ("response_format", _of_response_format(self.response_format)),
-            ("structured_outputs", _of_structured_outputs(self.structured_outputs)),
-        ]
-        spaces = self.guided_whitespace_pattern
-        for field, kind in _FIELDS.items():
-            found.append((field, _grammar(field, kind, getattr(self, field), spaces)))
-        given = [(field, grammar) for field, grammar in found if grammar is not None]
-        if len(given) > 1:
-            first, second = given[0][0], given[1][0]
-            raise InvalidParams(second, getattr(self, second), f"it without {first}; one of them is enough")
-        if not given:
-            return None
-        field, grammar = given[0]
-        _check_size(field, grammar.text)
-        return field, Grammar(grammar.kind, mended(grammar.text))
+    if grammar is None:
+        return "tools", None
+    _check_size(field, grammar.text)
+    return field, grammar
 
 
 def _of_response_format(value: dict[str, Any] | None) -> Grammar | None:
@@ -157,10 +100,10 @@ def _grammar(field: str, kind: str, value: Any, spaces: str | None) -> Grammar |
     return Grammar("regex" if kind == "regex" else "lark", value)
 
 
-def compact(grammar: Grammar | None, field: str) -> Grammar | None:
+def compact(grammar: Grammar, field: str) -> Grammar:
     """Returns a grammar of JSON without whitespace between its parts, if it says nothing of its whitespace;
     every other grammar as it is. Raises InvalidParams."""
-    if grammar is None or grammar.kind not in ("json_object", "json_schema"):
+    if grammar.kind not in ("json_object", "json_schema"):
         return grammar
     schema = {"type": "object"} if grammar.kind == "json_object" else _loaded(field, grammar.text)
     if isinstance(schema, dict) and "x-guidance" in schema:

@@ -17,10 +17,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from lightkv.router.api.openai.errors import error_body
 from lightkv.router.service.api_settings import ApiSettings, ServeSettings
 
-from .http_guard import OPEN_PATHS, error_response
+from .guard import OPEN_PATHS, error_body, error_response
 
 _AMBIGUOUS = (
     "a request with Transfer-Encoding has to be HTTP/1.1 and to have no Content-Length; send one of the two"

@@ -10,17 +10,16 @@ from typing import Any
 
 import msgspec
 
-from lightkv.router.api.generation import Answered, Generation, TextDelta
-
-from .responses import ResponseRequest
-from .writer import ChatWriter, usage_of
+from .chat_writer import ChatWriter
+from .generation import Answered, Generation, TextDelta, usage_of
 
 
 class ResponseWriter:
-    """Writes the body of one response. `chat`: writes the same answer as a chat completion."""
+    """Writes the body of one response. `repeated`: the fields of the request that it repeats. `chat`: writes
+    the same answer as a chat completion."""
 
-    def __init__(self, request: ResponseRequest, model: str, chat: ChatWriter) -> None:
-        self._request = request
+    def __init__(self, repeated: Mapping[str, Any], model: str, chat: ChatWriter) -> None:
+        self._repeated = repeated
         self._chat = chat
         self._model = model
         self._id = f"resp_{secrets.token_hex(16)}"
@@ -56,14 +55,13 @@ class ResponseWriter:
     ) -> dict[str, Any]:
         """Returns the response with these items. `generation`: its token counts are the usage. `error`: why the
         answer failed, as a code and a message."""
-        request = self._request
+        repeated = self._repeated
         status = "completed" if finish_reason is not None else "in_progress"
         details = None
         if finish_reason == "length":
             status, details = "incomplete", {"reason": "max_output_tokens"}
         if error is not None:
             status = "failed"
-        text = request.text or {}
         return {
             "id": self._id,
             "object": "response",
@@ -72,21 +70,21 @@ class ResponseWriter:
             "background": False,
             "error": error,
             "incomplete_details": details,
-            "instructions": request.instructions,
-            "max_output_tokens": request.max_output_tokens,
-            "metadata": request.metadata or {},
+            "instructions": repeated["instructions"],
+            "max_output_tokens": repeated["max_output_tokens"],
+            "metadata": repeated["metadata"],
             "model": self._model,
             "output": items,
-            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "parallel_tool_calls": repeated["parallel_tool_calls"],
             "previous_response_id": None,
-            "reasoning": {"effort": (request.reasoning or {}).get("effort"), "summary": None},
+            "reasoning": repeated["reasoning"],
             "store": False,
-            "temperature": 1.0 if request.temperature is None else request.temperature,
-            "text": {"format": {"type": "text"}} | text,
-            "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
-            "tools": request.tools or [],
-            "top_logprobs": request.top_logprobs or 0,
-            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "temperature": repeated["temperature"],
+            "text": repeated["text"],
+            "tool_choice": repeated["tool_choice"],
+            "tools": repeated["tools"],
+            "top_logprobs": repeated["top_logprobs"],
+            "top_p": repeated["top_p"],
             "truncation": "disabled",
             "usage": None if generation is None else _usage(generation),
         }

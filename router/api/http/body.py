@@ -11,6 +11,7 @@ refused.
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -29,6 +30,7 @@ MAX_VALUES, MAX_STRINGS, MAX_CONTAINERS = 2**19, 2**15, 2**13  # of one body; ke
 # Up to this size Python's own parser, which accepts more than strict JSON, takes a few milliseconds.
 _LENIENT_BODY, _LENIENT_STRUCTURE = 2**22, 2**17  # bytes in all, and bytes outside of strings
 _PIECE = 2**18  # bytes that are counted at a time
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class BodyRoom:
@@ -187,7 +189,7 @@ def parse_short(body: bytes | bytearray) -> Any:
     try:
         return msgspec.json.decode(body)  # in a third of the time
     except (msgspec.DecodeError, ValueError):
-        return json.loads(body.decode())  # which accepts more, and says where it does not
+        return _lenient(body)  # which says where it is not JSON
 
 
 def parse(body: bytes | bytearray, max_values: int = MAX_VALUES) -> Any:
@@ -198,11 +200,21 @@ def parse(body: bytes | bytearray, max_values: int = MAX_VALUES) -> Any:
     """
     num_structure = _check_values(body, max_values)
     if len(body) <= _LENIENT_BODY and num_structure <= _LENIENT_STRUCTURE:
-        return json.loads(body.decode())
+        return _lenient(body)
     try:
         return msgspec.json.decode(body)
     except msgspec.DecodeError as error:
         raise json.JSONDecodeError(str(error), "", 0) from error
+
+
+def _lenient(body: bytes | bytearray) -> Any:
+    """Parses JSON that may have NaN and halves of surrogate pairs, which become U+FFFD: UTF-8 has none."""
+    value = json.loads(body.decode())
+    if _SURROGATE.search(body) is None:
+        return value
+    text = json.dumps(value, ensure_ascii=False)
+    mended = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return value if mended == text else json.loads(mended)
 
 
 def count_blank(body: bytes | bytearray) -> int:

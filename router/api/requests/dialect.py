@@ -3,13 +3,13 @@ options --tool-parser and --reasoning-parser."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
-from lightkv.router.api.prompt_reader import Chat
+from lightkv.router.api.answers.chat_writer import Reading
 from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar, InvalidParams
 from lightkv.router.service.api_settings import ApiSettings
 from lightkv.router.text.answer_reader import AnswerReader, think
@@ -37,23 +37,12 @@ from lightkv.router.text.tool_calls.forms import Form, either
 from lightkv.router.text.tool_calls.rendered import PROBED_TOOLS, CallTexts, call_texts
 from lightkv.router.text.tool_calls.source import Source, Steps
 
-from .protocol import ChatRequest, TokenizeRequest
+from .prompts import Chat
 from .tools import Function, ToolUse
 
 _MAX_TAIL = 16  # tokens of the prompt's end that may open the reasoning
+_PLAIN = {"role", "content"}  # of a message without calls or reasoning
 _THINKING = ("enable_thinking", "thinking")  # variables that switch a template's reasoning on and off
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How answers to one request are read. `new_reader`: makes the reader of one answer. `shown_ids`: special
-    tokens that it has to see. `id_length`: that of a call's id, if the model insists on one."""
-
-    new_reader: Callable[[], AnswerReader]
-    shown_ids: frozenset[int] = frozenset()
-    includes_reasoning: bool = True
-    is_legacy: bool = False
-    id_length: int | None = None
 
 
 class ChatDialect:
@@ -72,30 +61,22 @@ class ChatDialect:
         self._has_messages = is_family or self._reasoning == "gpt_oss"
         self._wants_text = wants_text(template)
 
-    @property
-    def takes_documents(self) -> bool:
-        """Whether the model's chat template has a place for documents."""
-        return "documents" in self._names
-
-    def chat(
-        self, body: ChatRequest | TokenizeRequest, use: ToolUse | None, is_constrained: bool = False
-    ) -> Chat:
-        """Returns the input of the chat template. Raises InvalidParams.
+    def told(self, chat: Chat, use: ToolUse | None, is_constrained: bool = False) -> Chat:
+        """Returns a chat as the template takes it: with calls and tools in the model's form, and with the
+        variables that switch its reasoning. Raises InvalidParams.
 
         `use`: the functions that may be called. `is_constrained`: a grammar says what the answer has to be, so
         it has no reasoning.
         """
+        if chat.documents and chat.template is None and "documents" not in self._names:
+            allowed = "null, and put the documents into a message: the model's chat template takes none"
+            raise InvalidParams("documents", chat.documents, allowed)
         if use is not None:
             self._check(use)
-        messages, tools = self._told([message.plain() for message in body.messages or ()], use)
         is_constrained = is_constrained or _is_required(use)
-        return Chat(
-            messages,
-            body.add_generation_prompt is not False,
-            body.add_special_tokens is True,
-            self._variables(body, self._silent(use) if is_constrained else {}),
-            tools,
-        )
+        variables = self._variables(chat, self._silent(use) if is_constrained else {})
+        messages, tools = self._told(chat.messages, use)
+        return replace(chat, messages=messages, variables=variables, tools=tools)
 
     def grammar(self, use: ToolUse | None, given: Grammar | None) -> Grammar | None:
         """Returns what the whole answer has to be; None leaves it free. Raises InvalidParams.
@@ -130,14 +111,18 @@ class ChatDialect:
             raise InvalidParams("tools", "nested too deeply", "schemas of fewer levels") from error
 
     def reading(
-        self, body: ChatRequest, use: ToolUse | None, prompt_ids: np.ndarray, given: Grammar | None = None
+        self,
+        use: ToolUse | None,
+        prompt_ids: np.ndarray,
+        given: Grammar | None = None,
+        includes_reasoning: bool = True,
     ) -> Reading | None:
         """Returns how the answers are read; None if each is all content. Raises InvalidParams.
 
         `prompt_ids`: int32 [n]. `given`: what the request itself says of the answer, which has no reasoning
-        then.
+        then. `includes_reasoning`: whether the client gets it.
         """
-        if body.include_reasoning is False and self._reasoning == "none":
+        if not includes_reasoning and self._reasoning == "none":
             allowed = "true, or start the service with --reasoning-parser"
             raise InvalidParams("include_reasoning", False, allowed)
         stages, marks = self._stages(use, prompt_ids, given)
@@ -147,7 +132,7 @@ class ChatDialect:
         return Reading(
             partial(AnswerReader, stages, max_calls),
             self._tokenizer.special_ids_of(marks),
-            body.include_reasoning is not False,
+            includes_reasoning,
             use is not None and use.is_legacy,
             None if self._family is None else self._family.id_length,
         )
@@ -202,7 +187,12 @@ class ChatDialect:
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
         """Returns messages and tools as the chat template takes them."""
         id_length = None if self._family is None else self._family.id_length
-        written = [history.with_calls(message, self._wants_text, id_length) for message in messages]
+        written = [
+            message
+            if message.keys() == _PLAIN and message["role"] != "function"
+            else history.with_calls(message, self._wants_text, id_length)
+            for message in messages
+        ]
         described = None if use is None else use.described
         if not self._is_given or self._takes_tools or self._family is None:
             return written, described
@@ -250,18 +240,12 @@ class ChatDialect:
         """The variable that switches the template's reasoning on and off, if it has one."""
         return next((name for name in _THINKING if name in self._names), None)
 
-    def _variables(self, body: ChatRequest | TokenizeRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    def _variables(self, chat: Chat, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the variables of the template, those of `defaults` where the request does not set them.
         Raises InvalidParams for an effort that it does not know."""
-        variables = dict(body.chat_template_kwargs or {})
+        variables = dict(chat.variables)
         switch = self._switch
-        effort = body.effort
-        field, reasons = body.reasons
-        if reasons is not None:
-            if switch is None:
-                allowed = "null: the model's chat template has no switch for its reasoning"
-                raise InvalidParams(field, reasons, allowed)
-            variables.setdefault(switch, reasons)
+        effort = chat.effort
         if effort is not None and "reasoning_effort" in self._names:
             variables.setdefault("reasoning_effort", effort)
         elif effort is not None and switch is not None:

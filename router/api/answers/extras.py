@@ -1,27 +1,18 @@
 """What an answer has beside its text where a request asks for it: token ids, and log-probabilities of the
 prompt."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from typing_extensions import TypedDict
 
 from lightkv.router.engine.step import PromptLogprobs
 from lightkv.router.text.tokenizer import Tokenizer
 
+from .bodies import PromptToken, PromptTokens
+from .generation import Answered
+
 MIN_JSON_LOGPROB = -9999.0  # written for -inf, which JSON does not have, as in vLLM
-
-
-class PromptToken(TypedDict):
-    """A token in the place of one of the prompt's. `rank`: 1 for the likeliest."""
-
-    logprob: float
-    rank: int
-    decoded_token: str
-
-
-PromptTokens = dict[str, PromptToken]  # by token id: the prompt's own token first, and then the likeliest
 
 
 @dataclass(frozen=True)
@@ -50,17 +41,29 @@ class Extras:
         return f"token_id:{token_id}" if self.ids_for_tokens else tokenizer.token_text(token_id)
 
     def scored_prompt(
-        self, tokenizer: Tokenizer, prompt_idx: int, scores: PromptLogprobs
-    ) -> list[PromptTokens | None]:
-        """Returns the log-probabilities of a prompt; its first token has none."""
+        self, tokenizer: Tokenizer, prompt_idx: int, found: "Scores"
+    ) -> list[PromptTokens | None] | None:
+        """Returns the log-probabilities of a prompt, whose first token has none; None without any."""
+        scores = found.get(prompt_idx)
+        if scores is None:
+            return None
         entries: list[PromptTokens | None] = [None]
-        for token_id, (found, rank) in zip(self.prompt_ids(prompt_idx)[1:], scores.per_token(), strict=True):
-            entry = {str(token_id): _entry(tokenizer, token_id, found.logprob, rank)}
-            ranked = enumerate(zip(found.top_ids, found.top_logprobs, strict=True), 1)
+        for token_id, (own, rank) in zip(self.prompt_ids(prompt_idx)[1:], scores.per_token(), strict=True):
+            entry = {str(token_id): _entry(tokenizer, token_id, own.logprob, rank)}
+            ranked = enumerate(zip(own.top_ids, own.top_logprobs, strict=True), 1)
             for other_rank, (other, logprob) in ranked:
                 entry.setdefault(str(other), _entry(tokenizer, other, logprob, other_rank))
             entries.append(entry)
         return entries
+
+
+Scores = Mapping[int, PromptLogprobs]  # of the prompts, by their numbers
+
+
+def prompt_scores(generation: Answered) -> Scores:
+    """Returns the log-probabilities of each prompt that has them; one of its answers brought them."""
+    found = [(answer.prompt_idx, answer.completion.prompt_logprobs) for answer in generation.all_answers]
+    return {prompt_idx: scores for prompt_idx, scores in found if scores is not None}
 
 
 def finite(logprob: float) -> float:

@@ -1,20 +1,80 @@
-"""Refuses requests under another host's name, without an API key, of a web page's form or with too large a body
-before they reach a route, and answers those on which the service itself fails."""
+"""What every request passes before it reaches a route: it gets an id and a record, and is refused under another
+host's name, without an API key, of a web page's form or with too large a body. A request on which the service
+itself fails is answered. Errors have OpenAI's form."""
 
 import json
-from collections.abc import Mapping
+import re
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing_extensions import TypedDict
 
-from lightkv.router.api.openai.errors import error_body
+from lightkv.router.api.operators.request_log import RequestRecord
 from lightkv.router.service.access.key_file import ApiKeys
 from lightkv.router.service.api_settings import ApiSettings
 
 OPEN_PATHS = frozenset({"/health"})  # liveness probes have no API key
 _ASKED_FIRST = frozenset({"authorization", "x-requested-with"})  # headers that no form has
+REQUEST_ID_HEADER = "X-Request-Id"
+WARM_UP = "lightkv.warm_up"  # the ASGI extension of requests that the service sends itself, and does not log
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._~:/+=@-]{1,128}")
 RETRY_AFTER = {429: "1", 503: "5"}  # seconds
+
+CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's code for a request that is longer than the context
+RequestTaker = Callable[[RequestRecord], None]
+
+
+class RequestObserver:
+    """Passes requests on to `app`, with a RequestRecord in their state; its id is the answer's X-Request-Id.
+
+    An id that the client sent is kept if it has 1 to 128 letters, digits or characters of ._~:/+=@- and else
+    replaced by a new one. Each function of `take` is given the record of each request that has ended.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, take: Sequence[RequestTaker] = ()) -> None:
+        self._app = app
+        self._keys = keys
+        self._take = take
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get(REQUEST_ID_HEADER, "")
+        record = RequestRecord(
+            id=given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex,
+            method=scope["method"],
+            traceparent=headers.get("traceparent"),
+        )
+        scope.setdefault("state", {})["record"] = record
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = record.id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            record.status = record.status or 500  # which is sent behind this
+            raise
+        finally:
+            if WARM_UP not in scope.get("extensions", {}):
+                self._end(record, scope)
+
+    def _end(self, record: RequestRecord, scope: Scope) -> None:
+        record.ended = time.monotonic()
+        record.route = getattr(scope.get("route"), "path", None)
+        key = scope["state"].get("api_key")
+        record.key = None if key is None else self._keys.name(key)
+        for take in self._take:
+            take(record)
 
 
 class Guard:
@@ -28,6 +88,7 @@ class Guard:
     def __init__(self, app: ASGIApp, keys: ApiKeys, settings: ApiSettings) -> None:
         self._app = app
         self._keys = keys
+        self._needs_key = keys.any
         self._hosts = settings.hosts
         self._max_body_bytes = settings.max_body_bytes
 
@@ -43,7 +104,7 @@ class Guard:
         is_open = scope["path"] in OPEN_PATHS
         if self._hosts is not None and not is_open and not self._hosts.allows(host):
             await error_response(403, _other_host(host))(scope, receive, send)
-        elif self._keys.any and key is None and not is_open:
+        elif self._needs_key and key is None and not is_open:
             response = error_response(401, "the API key is missing or wrong; send Authorization: Bearer KEY")
             await response(scope, receive, send)
         elif scope["method"] == "POST" and _is_form(headers):
@@ -122,6 +183,33 @@ def defect_response(headers: Mapping[str, str] | None = None) -> Response:
     """Returns the response to a request on which the service fails."""
     message = "the service failed on this request; its log has the reason"
     return error_response(500, message, headers=headers)
+
+
+class ErrorDetails(TypedDict):
+    """An error. `param`: the request field that caused it, if one did. `code`: the HTTP status, or
+    "context_length_exceeded"."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int | str
+
+
+class ErrorBody(TypedDict):
+    error: ErrorDetails
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> ErrorBody:
+    """Returns OpenAI's error object. Its `type` follows from the HTTP status, and so does a missing `code`."""
+    kinds = {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        429: "rate_limit_error",
+        503: "service_unavailable_error",
+    }
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "internal_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or status}}
 
 
 def error_response(

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from lightkv.router.engine.request import InvalidPrompt, NeverFits, maximum_length
-from lightkv.router.sampling_params import InvalidParams
 from lightkv.router.text.infilling import infilling_ids
 from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.token_ids import int32_bytes
@@ -20,24 +19,14 @@ from lightkv.token_ids import int32_bytes
 T = TypeVar("T")
 
 INLINE_ITEMS = 4096  # so many characters or tokens are converted in about a millisecond, without a thread
-# The arguments of transformers' apply_chat_template. Requests set them by other fields, or not at all.
-RESERVED_VARIABLES = (
-    "messages",
-    "conversation",
-    "tools",
-    "documents",
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tokenize",
-)
 
 
 @dataclass(frozen=True)
 class Chat:
     """The input of a chat template. `variables`: further variables of the template, by name. `tools`: the
     functions that the model may call. `documents`: texts that it may use. `template`: in place of the model's
-    own. `continues_last`: the text ends with the last message, to be continued."""
+    own. `continues_last`: the text ends with the last message, to be continued. `effort`: that of the
+    reasoning, which a template may know."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
@@ -47,13 +36,7 @@ class Chat:
     documents: list[dict[str, Any]] | None = None
     template: str | None = None
     continues_last: bool = False
-
-    def __post_init__(self) -> None:
-        """Raises InvalidParams for a variable with a reserved name."""
-        for name in RESERVED_VARIABLES:
-            if name in self.variables:
-                allowed = f"it without {name}, which cannot be set as a variable of the template"
-                raise InvalidParams("chat_template_kwargs", self.variables, allowed)
+    effort: str | None = None
 
 
 @dataclass(frozen=True)
@@ -74,19 +57,19 @@ class PromptReader:
     """Converts texts, chats and token ids of requests. Raises PromptTooLong for a text that is too long."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
 
     async def ids_of_text(self, text: str, add_special_tokens: bool, room: PromptRoom) -> np.ndarray:
         """Returns the token ids of a text, int32 [n]."""
         self._check_length("prompt", len(text), room)
-        ids = await convert(len(text), lambda: self._tokenizer.encode(text, add_special_tokens))
+        ids = await convert(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
         return _kept(ids, room)
 
     async def ids_between(self, prefix: str, suffix: str, room: PromptRoom) -> np.ndarray:
         """Returns the token ids of a prompt for the text between two, int32 [n]. Raises InvalidParams."""
         num_chars = len(prefix) + len(suffix)
         self._check_length("prompt and suffix", num_chars, room)
-        return await convert(num_chars, lambda: infilling_ids(self._tokenizer, prefix, suffix))
+        return await convert(num_chars, lambda: infilling_ids(self.tokenizer, prefix, suffix))
 
     async def ids_of_ids(self, token_ids: list[int], room: PromptRoom) -> np.ndarray:
         """Returns the ids as int32 [n]. Raises NeverFits if the context cannot hold them."""
@@ -101,23 +84,25 @@ class PromptReader:
     async def ids_of_chat(self, chat: Chat, room: PromptRoom) -> np.ndarray:
         """Returns the token ids of the text that the chat template renders, int32 [n]. Raises
         ChatTemplateError."""
-        num_chars = num_characters(_parts_of(chat), INLINE_ITEMS + 1)
+        parts = [chat.messages, chat.variables, chat.tools, chat.documents]
+        num_chars = num_characters(parts, INLINE_ITEMS + 1)
         if chat.template is not None:
             num_chars = INLINE_ITEMS + 1  # a request's own template may take long to render
-        return _kept(await convert(num_chars, lambda: self._encode_chat(chat, room)), room)
+        return await convert(num_chars, lambda: self._encode_chat(chat, room))
 
     async def text_of(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of token ids, including special tokens."""
-        return await convert(len(token_ids), lambda: self._tokenizer.decode(token_ids, False))
+        return await convert(len(token_ids), lambda: self.tokenizer.decode(token_ids, False))
 
     async def texts_of_each(self, token_ids: list[int]) -> list[str]:
         """Returns the text of each token by itself."""
-        return await convert(len(token_ids), lambda: self._tokenizer.decode_each(token_ids))
+        return await convert(len(token_ids), lambda: self.tokenizer.decode_each(token_ids))
 
     def _encode_chat(self, chat: Chat, room: PromptRoom) -> np.ndarray:
-        most = self._tokenizer.max_characters(room.max_model_len)
-        self._check_length("chat", num_characters(_parts_of(chat), most + 1), room)
-        text = self._tokenizer.render_chat(
+        most = self.tokenizer.max_characters(room.max_model_len)
+        if num_characters([chat.messages, chat.variables, chat.tools, chat.documents], most + 1) > most:
+            raise self._too_long("chat", room)
+        text = self.tokenizer.render_chat(
             chat.messages,
             chat.add_generation_prompt,
             chat.variables,
@@ -126,22 +111,23 @@ class PromptReader:
             template=chat.template,
             continues_last=chat.continues_last,
         )
-        self._check_length("chat", len(text), room)
-        return self._tokenizer.encode(text, chat.add_special_tokens)
+        if len(text) > most:
+            raise self._too_long("chat", room)
+        ids = self.tokenizer.encode(text, chat.add_special_tokens)
+        return ids if room.num_kept is None else _kept(ids, room)
 
     def _check_length(self, what: str, num_chars: int, room: PromptRoom) -> None:
-        most = self._tokenizer.max_characters(room.max_model_len)
-        if num_chars > most:
-            fit = "is not read" if room.num_kept is not None else "cannot fit the context"
-            raise PromptTooLong(
-                f"the {what} has more than {most} characters, and {fit} of {room.max_model_len} tokens with at "
-                f"most {self._tokenizer.longest_token} characters each: {maximum_length(room.max_model_len)}; "
-                "send a shorter one"
-            )
+        if num_chars > self.tokenizer.max_characters(room.max_model_len):
+            raise self._too_long(what, room)
 
-
-def _parts_of(chat: Chat) -> list[Any]:
-    return [chat.messages, chat.variables, chat.tools, chat.documents]
+    def _too_long(self, what: str, room: PromptRoom) -> PromptTooLong:
+        most = self.tokenizer.max_characters(room.max_model_len)
+        fit = "is not read" if room.num_kept is not None else "cannot fit the context"
+        return PromptTooLong(
+            f"the {what} has more than {most} characters, and {fit} of {room.max_model_len} tokens with at "
+            f"most {self.tokenizer.longest_token} characters each: {maximum_length(room.max_model_len)}; "
+            "send a shorter one"
+        )
 
 
 def num_characters(value: Any, most: int) -> int:

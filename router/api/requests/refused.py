@@ -1,4 +1,4 @@
-"""The request fields that other servers support and this one does not.
+"""The request fields that other servers support and this one does not, or not by that name.
 
 A value of such a field is accepted if the answer is the same without it. Every other value is refused by the
 field's name, so that no client gets an answer that silently ignores its request. docs/api.md has the same
@@ -26,6 +26,30 @@ _LOGPROBS = "null: log-probabilities are computed only for sampled and likeliest
 _SAMPLER = "a value that switches it off: the sampler's kernels have no such rule"
 _TENSORS = "false: the model's inner values stay on its device"
 _TRANSFER = "null: this service computes its K/V itself"
+_REASONS = "null, and use chat_template_kwargs, with the variable of the model's chat template"
+# What is written here for other servers' names, which mean the same.
+RENAMED = {
+    "max_new_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "stop_sequences": "stop",
+    "stop_words": "stop",
+    "random_seed": "seed",
+    "num_return_sequences": "n",
+    "extra_key": "cache_salt",
+    "guided_json": "structured_outputs.json",
+    "guided_json_object": "structured_outputs.json_object",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_whitespace_pattern": "structured_outputs.whitespace_pattern",
+    "json_schema": "structured_outputs.json",
+    "regex": "structured_outputs.regex",
+    "ebnf": "structured_outputs.grammar",
+    "grammar": "structured_outputs.grammar",
+    "structural_tag": "structured_outputs.structural_tag",
+}
 
 
 def _each(names: str, harmless: tuple[Any, ...], instead: str) -> tuple[Unsupported, ...]:
@@ -33,6 +57,10 @@ def _each(names: str, harmless: tuple[Any, ...], instead: str) -> tuple[Unsuppor
 
 
 UNSUPPORTED = (
+    # Other names
+    *(Unsupported(name, (), f"null, and use {field}") for name, field in RENAMED.items()),
+    Unsupported("do_sample", (True,), "true, or null and temperature: 0 for the likeliest tokens"),
+    Unsupported("num_beams", (1,), "1, and use use_beam_search with so many beams in best_of"),
     # The form of the text
     Unsupported("stop_regex", ([],), "null, and use stop: a regex of a request can keep a core busy"),
     # The prompt
@@ -88,6 +116,8 @@ UNSUPPORTED = (
     *_each("bootstrap_host bootstrap_port bootstrap_room", (), _TRANSFER),
 )
 UNSUPPORTED_ON_CHAT = (
+    *_each("enable_thinking thinking", (), _REASONS),
+    Unsupported("reasoning", ({},), "null, and use reasoning_effort"),
     Unsupported("echo", (False,), "false: an answer never repeats the chat"),
     Unsupported("suffix", ("",), "none: an answer ends the chat"),
 )
@@ -105,6 +135,7 @@ UNSUPPORTED_ON_COMPLETIONS = (
     Unsupported("include_reasoning", (True,), "true: the text includes reasoning as the model wrote it"),
 )
 UNSUPPORTED_IN_MESSAGES = (
+    *_each("prefix partial", (False,), "false, and use continue_final_message"),
     Unsupported("audio", (), _MEDIA),
     *_each("images videos audios", ([],), _MEDIA),
 )

@@ -10,8 +10,15 @@ from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.text.beam_search import Beam, BeamParams, BeamSearch
 from lightkv.router.text.completion import Completion
 
-from .event_stream import closed_with_client
-from .generation import Answer, Backend, Generation, GenerationLost, GenerationSpec
+from .generation import (
+    Answer,
+    AnswerClock,
+    Backend,
+    Generation,
+    GenerationLost,
+    GenerationSpec,
+    closed_with_client,
+)
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,6 @@ def _answer(backend: Backend, beam: Beam, params: SamplingParams, first: Answer)
     last = len(beam.token_ids) - 1
     for place, token in enumerate(beam.token_ids):
         completion.push(TokenEvent("", token, beam.finish_reason if place == last else None))
-    clock = backend.metrics.begin()
+    clock = AnswerClock(backend.metrics)
     clock.begun, clock.first = first.clock.begun, first.clock.first
     return Answer(0, first.prompt_idx, completion, clock, False, first.num_cached, first.waited)

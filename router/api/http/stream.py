@@ -1,23 +1,28 @@
 """The stream of server-sent events that answers a request: one write for what its answers gain in a step."""
 
-import asyncio
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Mapping
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from lightkv.router.api.openai.errors import error_body
-from lightkv.router.api.openai.protocol import GenerationRequest
-from lightkv.router.api.openai.response_writer import ResponseEvents, ResponseWriter
-from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter, usage_of
+from lightkv.router.api.answers.chat_writer import ChatWriter
+from lightkv.router.api.answers.completion_writer import CompletionWriter
+from lightkv.router.api.answers.generation import (
+    Answer,
+    Generation,
+    GenerationFailed,
+    GenerationInvalid,
+    GenerationLost,
+    TextDelta,
+    closed_with_client,
+    usage_of,
+)
+from lightkv.router.api.answers.response_writer import ResponseEvents, ResponseWriter
 
-from .generation import Answer, Generation, GenerationFailed, GenerationInvalid, GenerationLost, TextDelta
-
-Result = TypeVar("Result")
+from .guard import error_body
 
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # no proxy may hold events back
 _MARK = secrets.token_hex(16)  # stands for the text in a chunk of which all others are made
@@ -25,7 +30,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class EventStream(Response):
-    """A response with the events of a generation. If the client disconnects, its requests are aborted."""
+    """A response with the events of a generation. If the client disconnects, its requests are aborted.
+
+    `includes_usage`: the stream ends with its token counts. `has_running_usage`: every chunk has those so far.
+    """
 
     media_type = "text/event-stream"
 
@@ -33,7 +41,8 @@ class EventStream(Response):
         self,
         generation: Generation,
         writer: CompletionWriter | ChatWriter | ResponseWriter,
-        body: GenerationRequest,
+        includes_usage: bool,
+        has_running_usage: bool,
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -43,7 +52,7 @@ class EventStream(Response):
         if isinstance(writer, ResponseWriter):
             self._events = writer.events(generation)
         else:
-            self._events = EventWriter(generation, writer, body)
+            self._events = EventWriter(generation, writer, includes_usage, has_running_usage)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with closed_with_client(receive, self._generation):
@@ -65,15 +74,19 @@ class EventStream(Response):
 
 
 class EventWriter:
-    """Writes the events of one stream. `body`: the request, which may ask for token counts."""
+    """Writes the events of one stream. The token counts are those of an EventStream."""
 
     def __init__(
-        self, generation: Generation, writer: CompletionWriter | ChatWriter, body: GenerationRequest
+        self,
+        generation: Generation,
+        writer: CompletionWriter | ChatWriter,
+        includes_usage: bool,
+        has_running_usage: bool,
     ) -> None:
         self._generation = generation
         self._writer = writer
-        self._includes_usage = body.includes_usage
-        self._has_running_usage = body.has_running_usage
+        self._includes_usage = includes_usage
+        self._has_running_usage = has_running_usage
         # By answer: what stands before and after the text in a chunk that has nothing else of its own.
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
@@ -138,39 +151,3 @@ def _part(events: bytes) -> Message:
 
 def _event(content: Mapping[str, Any]) -> bytes:
     return b"data: " + _encode(content) + b"\n\n"
-
-
-@asynccontextmanager
-async def closed_with_client(receive: Receive, generation: Generation) -> AsyncIterator[None]:
-    """Closes the generation as soon as its client disconnects, at the latest at the end of the block."""
-
-    async def watch() -> None:
-        await _until_disconnected(receive)
-        generation.close()
-
-    watching = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        watching.cancel()
-        generation.close()
-
-
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Returns the result of `work`, which is cancelled if the client disconnects before. Raises GenerationLost
-    then."""
-    working = asyncio.create_task(work)
-    watching = asyncio.create_task(_until_disconnected(receive))
-    try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise GenerationLost("its client has disconnected")
-        return working.result()
-    finally:
-        watching.cancel()
-        working.cancel()
-
-
-async def _until_disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -4,17 +4,22 @@ The service keeps no responses, so a client sends the whole conversation each ti
 has, too, are passed on to `ChatRequest`, which carries them out or refuses them.
 """
 
+from functools import partial
 from typing import Annotated, Any
 
+from fastapi import Request
 from pydantic import ConfigDict, Field, ValidationError
+from starlette.responses import Response
 
+from lightkv.router.api.answers.response_writer import ResponseWriter
 from lightkv.router.sampling_params import InvalidParams
 from lightkv.router.text.grammars import InvalidGrammar
 
-from .aliases import ALIASES
-from .extensions import Object
-from .protocol import ChatRequest, RequestBody, StreamOptions, Text
+from .chat import ChatRequest, Chats
+from .generation import RequestBody, StreamOptions
+from .refused import RENAMED
 
+Object = dict[str, Any]
 LOGPROBS = "message.output_text.logprobs"
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _ROLES = ("user", "assistant", "system", "developer")
@@ -46,18 +51,18 @@ class ResponseRequest(RequestBody):
 
     model_config = ConfigDict(extra="allow")
 
-    input: Text | Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)] = Field(
+    input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)] = Field(
         description="A user's text, or the conversation as a list of items: messages, function_call, "
         "function_call_output and reasoning."
     )
-    instructions: Text | None = Field(None, description="A system message before the input.")
+    instructions: str | None = Field(None, description="A system message before the input.")
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     tools: list[Object] | None = Field(None, description='Tools of the type "function".')
-    tool_choice: Text | Object | None = None
+    tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
     text: Object | None = Field(None, description="format: the form of the text, such as a JSON schema.")
     reasoning: Object | None = None
@@ -74,7 +79,7 @@ class ResponseRequest(RequestBody):
         self._refuse_state()
         extras = dict(self.model_extra or {})
         for name, value in (self.model_extra or {}).items():
-            field = ALIASES.get(name, name)
+            field = RENAMED.get(name, name)
             if field == "n" and value not in (None, 1):
                 raise InvalidParams(name, value, "1: a response is one answer")
             if field in _CHAT_ONLY:
@@ -104,6 +109,22 @@ class ResponseRequest(RequestBody):
             name = str(first["loc"][0])
             field = _CHAT_NAMES.get(name, name)
             raise InvalidParams(field, "of the wrong form", f"it as OpenAI does ({first['msg']})") from error
+
+    def repeated(self) -> dict[str, Any]:
+        """Returns the fields that the response repeats."""
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "reasoning": {"effort": (self.reasoning or {}).get("effort"), "summary": None},
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "text": {"format": {"type": "text"}} | (self.text or {}),
+            "tool_choice": "auto" if self.tool_choice is None else self.tool_choice,
+            "tools": self.tools or [],
+            "top_logprobs": self.top_logprobs or 0,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+        }
 
     def messages(self) -> list[dict[str, Any]]:
         """Returns the messages of instructions and input. Raises InvalidParams."""
@@ -150,7 +171,22 @@ class ResponseRequest(RequestBody):
         return fields | {"response_format": form}
 
 
-def renamed(error: InvalidParams) -> InvalidParams:
+class Responses:
+    """Answers responses, each as the chat that it is."""
+
+    def __init__(self, chats: Chats) -> None:
+        self._chats = chats
+
+    async def respond(self, body: ResponseRequest, request: Request) -> Response:
+        """POST /v1/responses: answer a chat, in the form of OpenAI's Responses API."""
+        chat = body.chat()
+        try:
+            return await self._chats.answer(chat, request, partial(ResponseWriter, body.repeated()))
+        except InvalidParams as error:
+            raise _renamed(error) from error
+
+
+def _renamed(error: InvalidParams) -> InvalidParams:
     """Returns an error of the chat with the name that the field has in a response's request."""
     name = _CHAT_NAMES.get(error.field)
     if name is not None and isinstance(error, InvalidGrammar):

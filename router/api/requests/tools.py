@@ -1,14 +1,13 @@
-"""Tools and reasoning in OpenAI's requests and answers, as types.
+"""Tools and reasoning in OpenAI's requests.
 
 The older fields `functions` and `function_call` mean the same as one call of `tools`, and are read as such.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-from typing_extensions import TypedDict
 
 from lightkv.router.sampling_params import Grammar, InvalidParams
 from lightkv.router.text.tool_calls.closed_schema import closed_schema
@@ -61,23 +60,6 @@ class NamedTool(BaseModel):
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
-class Reasoning(BaseModel):
-    """How long the model reasons, as OpenRouter's clients say it."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    effort: Effort | None = None
-    enabled: bool | None = None
-
-
-class Thinking(BaseModel):
-    """Whether the model reasons."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    type: Literal["enabled", "disabled"]
-
-
 class ToolFields(BaseModel):
     """The fields of a chat that concern tools and reasoning."""
 
@@ -101,38 +83,9 @@ class ToolFields(BaseModel):
     reasoning_effort: Effort | None = Field(
         None, description="How long the model reasons, where its chat template knows that; none: not at all."
     )
-    enable_thinking: bool | None = Field(
-        None, description="Whether the model reasons, where its chat template has a switch for that."
-    )
-    reasoning: Reasoning | None = Field(
-        None, description="As reasoning_effort (effort) or enable_thinking (enabled)."
-    )
-    thinking: Thinking | bool | None = Field(None, description="As enable_thinking.")
     include_reasoning: bool | None = Field(
         None, description="Whether the answer has the model's reasoning; on by default."
     )
-
-    @property
-    def effort(self) -> Effort | None:
-        """How long the model reasons. Raises InvalidParams where two fields differ."""
-        given = None if self.reasoning is None else self.reasoning.effort
-        if self.reasoning_effort is not None and given not in (None, self.reasoning_effort):
-            raise InvalidParams("reasoning", given, f"it without reasoning_effort {self.reasoning_effort!r}")
-        return self.reasoning_effort or given
-
-    @property
-    def reasons(self) -> tuple[str, bool | None]:
-        """A field that says whether the model reasons, and its value. Raises InvalidParams where two differ."""
-        thinking = self.thinking
-        given: dict[str, bool | None] = {
-            "enable_thinking": self.enable_thinking,
-            "thinking": thinking.type == "enabled" if isinstance(thinking, Thinking) else thinking,
-            "reasoning": None if self.reasoning is None else self.reasoning.enabled,
-        }
-        said = {field: value for field, value in given.items() if value is not None}
-        if len(set(said.values())) > 1:
-            raise InvalidParams(list(said)[-1], list(said.values())[-1], f"it without {next(iter(said))}")
-        return next(iter(said.items()), ("", None))
 
     def tool_use(self) -> "ToolUse | None":
         """Returns which functions the model may call, or None if it may call none. Raises InvalidParams."""
@@ -208,30 +161,3 @@ class ToolUse:
         except RecursionError as error:
             raise InvalidParams("tools", "nested too deeply", "schemas of fewer levels") from error
         return None
-
-
-class CalledFunction(TypedDict):
-    """`arguments`: JSON, as the model wrote it; it may be incomplete if the answer reached max_tokens."""
-
-    name: str
-    arguments: str
-
-
-class ToolCall(TypedDict):
-    id: str
-    type: Literal["function"]
-    function: CalledFunction
-
-
-class CalledFunctionDelta(TypedDict, total=False):
-    name: str
-    arguments: str
-
-
-class ToolCallDelta(TypedDict):
-    """The first delta of a call has its id, type and name, the others more of its arguments."""
-
-    index: int
-    id: NotRequired[str]
-    type: NotRequired[Literal["function"]]
-    function: CalledFunctionDelta
