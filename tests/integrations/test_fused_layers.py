@@ -268,7 +268,7 @@ def doubled(linear: nn.Linear) -> Doubled:
     return made
 
 
-@pytest.mark.parametrize("part", ["layer", "norm", "mlp", "linear", "subclass", "forward"])
+@pytest.mark.parametrize("part", ["layer", "attention", "norm", "mlp", "linear", "subclass", "forward"])
 @pytest.mark.parametrize("changed", [0, 1], ids=["first", "last"])
 def test_what_is_changed_in_one_layer_is_left_alone_there(
     part: str, changed: int, device: torch.device
@@ -282,6 +282,7 @@ def test_what_is_changed_in_one_layer_is_left_alone_there(
 
     hooked = {
         "layer": layer,
+        "attention": layer.self_attn,
         "norm": layer.post_attention_layernorm,
         "mlp": layer.mlp,
         "linear": layer.mlp.gate_proj,
@@ -305,7 +306,7 @@ def test_what_is_changed_in_one_layer_is_left_alone_there(
     chosen = torch.tensor([4, 1], device=device)
     sampled = compute(model, *tokens_and_positions(device), SampledValues(None, (), chosen), chosen)  # type: ignore[arg-type]
     torch.testing.assert_close(sampled, own[chosen], rtol=1e-5, atol=1e-5)
-    expected = {"layer": 2, "norm": 4}.get(part, 3)
+    expected = {"layer": 2, "attention": 4, "norm": 4}.get(part, 3)
     assert len(fused.linears.joined) == expected
 
 
