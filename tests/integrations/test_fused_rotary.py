@@ -38,10 +38,10 @@ from lightkv.integrations.eviction import HeavyHitters
 from lightkv.integrations.model.attention_call import AttentionCall, compute
 from lightkv.integrations.model.fused_rotary import fused_layers, set_fused_forwards
 from lightkv.integrations.model.hf_model import bind, bound, forward
+from lightkv.integrations.model.linears import LinearPlan, prepare_linears
 from lightkv.integrations.model.probe import probe
 from lightkv.integrations.streaming import Stream, Window
 from lightkv.memory.kv_memory import KVMemory
-from lightkv.router.model.packed_linear import pack_linears
 from lightkv.triton_kernels.write.inputs import Rotation
 from lightkv.triton_kernels.write.write_kv import rotate_reference
 
@@ -299,7 +299,7 @@ def test_projections_may_be_replaced(when: str) -> None:
     plain = Steps(model, "torch")
 
     def replace() -> None:
-        pack_linears(model, lambda line: None)
+        prepare_linears(model, LinearPlan(packed=True))
         for layer in model.model.layers:
             for name in ("q_proj", "v_proj", "o_proj"):
                 base = getattr(layer.self_attn, name)

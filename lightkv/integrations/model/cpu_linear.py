@@ -1,6 +1,8 @@
-"""Chooses how the weight of a float32 linear layer lies in a CPU's memory, by measuring: packed or plain.
+"""Float32 linear layers on a CPU, packed or plain, and the measurement that chooses between them.
 
-oneDNN computes from packed weights. Plain ones are computed in one of two ways, by the number of tokens.
+A decode step multiplies a few tokens with every weight of the model. On many processors, MKL reads a plain
+matrix for that at about half the speed at which oneDNN reads a packed one. Plain weights are computed in one of
+two ways, by the number of tokens. Packed weights have no gradient: the layers are for inference only.
 """
 
 import time
@@ -13,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 # Layers are measured at one token, at 8, and at a chunk of a prompt. Each stands for the numbers of tokens up
 # to its bound: 1, 32, and any more.
@@ -31,6 +33,13 @@ _MIN_ROUNDS = 3
 _SECONDS = 0.03  # of one size, after which no further round begins
 _TRIES = 5  # at one size, while other processes take the cores
 _MAX_WAITING = 0.05  # of the time that a try takes
+
+
+# oneDNN generates about 0.5 MiB of code for each number of tokens that it computes. It and torch each keep the
+# code of the last 1,024 numbers. Steps have any number of tokens, so a worker grew by hundreds of MiB. The
+# layers therefore compute only some numbers of tokens, and pad their input to the next of them.
+MAX_TOKENS = 512  # of one product; a longer input is computed in pieces
+_SIZE_BITS = 4  # a padded size is a power of two times at most 2 ** 4
 
 
 class Times(NamedTuple):
@@ -83,6 +92,56 @@ def transposed_product(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor
     """Computes the same as (weight @ x^T)^T: with a few tokens, MKL reads the weight faster so."""
     y = weight @ x.t() if bias is None else torch.addmm(bias[:, None], weight, x.t())
     return y.t().contiguous()  # few transposed tokens would make the next product slow
+
+
+def padded_size(num_tokens: int) -> int:
+    """Returns how many tokens a layer computes for `num_tokens`: at most an eighth more.
+
+    Up to 16 there is no padding; above, there are eight sizes from each power of two to the next.
+    """
+    step = 1 << max((num_tokens - 1).bit_length() - _SIZE_BITS, 0)
+    return -(-num_tokens // step) * step
+
+
+class PackedLinear(nn.Module):
+    """Replaces `linear`, float32 on the CPU, by one with a packed copy of its weight. The bias is shared.
+
+    oneDNN computes at most 56 different numbers of tokens: each `padded_size` up to `MAX_TOKENS`.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.bias = linear.bias
+        # This is not a buffer, since a packed tensor has no storage that could be saved or moved.
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
+
+    @property
+    def weight(self) -> Tensor:
+        """A plain copy of the weight, `[out_features, in_features]`, for models that read it directly."""
+        return self._packed.to_dense()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps `[..., in_features]`, float32 with any strides, to `[..., out_features]`."""
+        num_tokens = x.numel() // self.in_features
+        if num_tokens <= MAX_TOKENS and num_tokens == padded_size(num_tokens):
+            return self._compute(x)
+        pieces = []
+        for piece in x.reshape(-1, self.in_features).split(MAX_TOKENS):
+            padding = padded_size(len(piece)) - len(piece)
+            pieces.append(self._compute(pad(piece, (0, 0, 0, padding)))[: len(piece)])
+        y = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _compute(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return y
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        )
 
 
 class PlainLinear(nn.Module):
@@ -174,3 +233,11 @@ def _waited() -> float:
         with suppress(OSError):  # the thread has ended
             nanoseconds += int(path.read_text().split()[1])
     return nanoseconds / 1e9
+
+
+def has_onednn() -> bool:
+    """Returns whether this torch can pack weights."""
+    ops = torch.ops.mkldnn
+    return torch.backends.mkldnn.is_available() and all(
+        hasattr(ops, name) for name in ("_reorder_linear_weight", "_linear_pointwise")
+    )
