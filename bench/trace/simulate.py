@@ -100,7 +100,8 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--requests", type=int, default=None, help="of each trace (default: all of a file)")
     made.add_argument("--policy-requests", type=int, default=2000)
     made.add_argument("--goodput-admissions", nargs="+", default=list(SIMULATED_ADMISSIONS),
-                      choices=SIMULATED_ADMISSIONS, metavar="NAME", help="the oracle is always among them")  # fmt: skip
+                      choices=SIMULATED_ADMISSIONS, metavar="NAME",
+                      help="the oracle is always among them")  # fmt: skip
     return made.parse_args()
 
 

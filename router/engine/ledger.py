@@ -1,8 +1,8 @@
 """What the engine calls of a ledger: `TokenLedger` in the service, and the simulator's ledgers for other
 allocations (`lightkv/router/simulate/paged_ledger.py`)."""
 
-from collections.abc import Sequence as Seq
 from collections.abc import Iterator, Set
+from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from lightkv.edits import Alloc, Edit
