@@ -1,6 +1,7 @@
-"""Writes docs/api.md, the reference of the public names, from their docstrings: `make reference`.
+"""Writes the Python part of docs/api.md, the public names, from their docstrings: `make reference`.
 
-griffe reads the sources without importing them, so the page does not depend on what is installed.
+The part of the page above the line `MARK` is written by hand and stays. griffe reads the sources without
+importing them, so the page does not depend on what is installed.
 """
 
 import ast
@@ -16,11 +17,7 @@ from griffe import ParameterKind as Kind
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "api.md"
-HEAD = """# API reference
-
-The public names, with their docstrings: `make reference` writes this page from the sources.
-[using.md](using.md) and [embedding.md](embedding.md) show them at work.
-"""
+MARK = "<!-- `make reference` writes everything below this line. -->\n"
 # The packages and modules whose public names the page has: all of `__all__`, or these.
 MODULES: dict[str, tuple[str, ...]] = {
     "lightkv": (),
@@ -39,13 +36,14 @@ MODULES: dict[str, tuple[str, ...]] = {
     "lightkv.integrations.streaming": ("Window", "Stream"),
     "lightkv.integrations.eviction": ("HeavyHitters",),
 }
-_FIELD = re.compile(r"(\w+(?:, \w+)*): ")
+_FIELD = re.compile(r"(`?\w+`?(?:, `?\w+`?)*): ")
+_RAISES = re.compile(r"Raises .*?\.(?=\s|$)")
 
 
 def page() -> str:
-    """Returns the text of the page."""
+    """Returns the text of the page: what is written by hand, and the reference."""
     package: Any = griffe.load("lightkv", search_paths=[str(ROOT)], resolve_aliases=True)
-    parts, seen = [HEAD], set()
+    parts, seen = [PAGE.read_text(encoding="utf-8").partition(MARK)[0] + MARK], set()
     for path, given in MODULES.items():
         module = package[path.removeprefix("lightkv.")] if path != "lightkv" else package
         parts.append(f"## {path}\n")
@@ -77,17 +75,43 @@ def _entry(item: Any) -> Iterator[str]:
         bases = ", ".join(map(str, item.bases)) if item.is_class else ""
         kind = f"class, a subclass of `{bases}`" if bases else "class" if item.is_class else "function"
         yield f"{kind} (`{file}`)\n"
-        signature = _signature(item)
-        if item.is_function or not signature.endswith("()"):  # as of an error that takes any arguments
+        signature, settings = _signature(item), _settings(item) if item.is_class else ""
+        # An error may take any arguments, and the list of settings says what a configuration takes.
+        if item.is_function or not (signature.endswith("()") or settings):
             yield _code(signature)
     yield _prose(item)
-    if item.is_class and (settings := _settings(item)):
+    if item.is_class and settings:
         yield settings
-    for member in item.members.values() if item.is_class else ():
-        if not member.name.startswith("_") and not member.is_alias and member.docstring:
-            yield f"#### {item.name}.{member.name}\n"
-            yield f"property: `{member.annotation}`\n" if member.is_attribute else _code(_signature(member))
-            yield _prose(member)
+    members = item.members.values() if item.is_class else ()
+    shown = [one for one in members if not one.name.startswith("_") and not one.is_alias and one.docstring]
+    if shown:
+        yield "\n".join(map(_member, shown)) + "\n"
+
+
+def _member(item: Any) -> str:
+    """Returns an item of a list: how a method is called, or a property's type, and the beginning of its
+    docstring."""
+    named = f"{item.name}: {item.annotation}" if item.is_attribute else " ".join(_signature(item).split())
+    return _item(f"`{named.replace('( ', '(').replace(', )', ')')}`: {' '.join(_summary(item).split())}")
+
+
+def _item(text: str) -> str:
+    """Returns an item of a list."""
+    return _filled(f"- {text}", "  ")
+
+
+def _filled(text: str, indent: str = "") -> str:
+    """Returns a text in lines of at most 120 characters."""
+    return textwrap.fill(
+        text, width=120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _summary(item: Any) -> str:
+    """Returns the first paragraph of a docstring, and what the others say about errors."""
+    first, *others = re.split(r"\n\s*\n", item.docstring.value.strip())
+    raised = _RAISES.findall(" ".join(" ".join(others).split()))
+    return " ".join([first, *raised])
 
 
 def _signature(item: Any) -> str:
@@ -100,7 +124,7 @@ def _signature(item: Any) -> str:
         kinds = [one.kind for one in taken]
         if Kind.keyword_only in kinds and Kind.var_positional not in kinds:
             parameters.insert(kinds.index(Kind.keyword_only), "*")
-    result = f" -> {item.returns}" if item.is_function and item.returns is not None else ""
+    result = f" -> {item.returns}" if item.is_function and str(item.returns) not in ("None", "") else ""
     line = f"{item.name}({', '.join(parameters)}){result}"
     if len(line) <= 100:
         return line
@@ -122,12 +146,13 @@ def _fields(item: Any) -> list[str]:
 
 
 def _settings(item: Any) -> str:
-    """Returns what the settings of a configuration mean: the help of their options."""
-    fields = [one for one in item.members.values() if str(getattr(one, "value", "")).startswith("setting(")]
-    shown = []
-    for one in fields:
-        text = ast.unparse(_call(str(one.value)).args[1])
-        shown.append(f"- `{one.name}`: {ast.literal_eval(text)}")
+    """Returns the settings of a configuration, with their defaults and the help of their options."""
+    shown: list[str] = []
+    for one in item.members.values():
+        if str(getattr(one, "value", "")).startswith("setting("):
+            default, text = map(ast.unparse, _call(str(one.value)).args[:2])
+            named = f"`{one.name}: {one.annotation} = {default}`"
+            shown.append(_item(f"{named}: {ast.literal_eval(text)}"))
     return "\n".join(shown) + "\n" if shown else ""
 
 
@@ -150,9 +175,16 @@ def _call(text: str) -> ast.Call:
 
 
 def _prose(item: Any) -> str:
-    """Returns a docstring in Markdown: lists of fields become lists, examples are fenced."""
-    paragraphs = re.split(r"\n\s*\n", item.docstring.value.strip()) if item.docstring else []
-    return "\n\n".join(map(_paragraph, paragraphs)) + "\n"
+    """Returns a docstring's first paragraph, its lists of fields and its errors, in Markdown."""
+    if not item.docstring:
+        return "\n"
+    paragraphs = list(map(_paragraph, re.split(r"\n\s*\n", item.docstring.value.strip())))
+    lists = [
+        one for one in paragraphs[1:] if re.match(r"`\w+`(, `\w+`)*:", one) or re.search(r"^- `", one, re.M)
+    ]
+    raised = [] if "Raises" in paragraphs[0] else _RAISES.findall(" ".join(" ".join(paragraphs[1:]).split()))
+    errors = [one for one in raised if not any(one in shown for shown in lists)]
+    return "\n\n".join([paragraphs[0], *lists, *map(_filled, errors[:1])]) + "\n"
 
 
 def _paragraph(text: str) -> str:
@@ -169,13 +201,13 @@ def _paragraph(text: str) -> str:
 
 def _list(lines: list[str]) -> str:
     """Returns a list of what begins with a name and a colon; other lines go on with the one before them."""
-    shown = []
+    shown: list[str] = []
     for line in lines:
         field = _FIELD.match(line)
         if field is None:
             shown.append(f"  {line.strip()}" if shown else line)
         else:
-            names = ", ".join(f"`{name}`" for name in field[1].split(", "))
+            names = ", ".join(f"`{name}`" for name in field[1].replace("`", "").split(", "))
             shown.append(f"- {names}: {line[field.end() :]}")
     return "\n".join(shown)
 

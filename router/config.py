@@ -14,16 +14,7 @@ from lightkv.triton_kernels.layout.format_names import split_name
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = ("torch", "triton")
 PREFILL_DTYPES = ("auto", "fp8", "model")
-ADMISSIONS = (
-    "exact",
-    "quantile",
-    "timely",
-    "past-future",
-    "moving-average",
-    "watermark",
-    "sum",
-    "oracle",
-)
+ADMISSIONS = ("exact", "quantile", "timely")
 TOOL_PARSERS = ("none", "hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "gpt_oss")
 REASONING_PARSERS = ("none", "qwen3", "deepseek_r1", "gpt_oss")
 TTFT_TARGET = 10.0  # seconds
@@ -133,10 +124,7 @@ class EngineConfig:
         "youngest, is preempted and continues later. "
         "quantile: the lengths of all requests are estimated, and all may be preempted. timely: like quantile, "
         "but a request that has waited too long to meet --ttft-target lets others go first, as long as more "
-        "requests arrive than can be served. For comparison: moving-average and past-future (other estimates "
-        "of output lengths), watermark (counts prompts only, up to 99 % of the pool), sum (counts prompt + "
-        "max_tokens of each request), oracle "
-        "(exact, for requests that generate exactly max_tokens, as with ignore_eos).",
+        "requests arrive than can be served. lightkv simulate compares them with others.",
     )
     ttft_target: float = setting(
         TTFT_TARGET, "For --admission timely: the target for the time to the first token, in seconds."

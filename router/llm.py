@@ -27,9 +27,8 @@ from lightkv.router.engine.loop import EngineStats, LocalEngine, make_scheduler
 from lightkv.router.engine.request import InvalidPrompt, Request
 from lightkv.router.engine.step import PromptLogprobs, TokenEvent, TokenLogprobs
 from lightkv.router.model.build import build_runner, find_model
-from lightkv.router.text.banned_words import with_banned_ids
 from lightkv.router.text.beam_search import Beam, BeamParams, BeamSearch
-from lightkv.router.text.completion import Completion
+from lightkv.router.text.completion import AnswerPlan, Completion
 from lightkv.router.text.grammars import Grammars, InvalidGrammar, heap_bytes
 from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.token_ids import int32_bytes
@@ -315,19 +314,13 @@ class LLM:
             if grammar is not None:
                 wanted.validate()  # the size of the grammar, before it is compiled
                 self._grammars.check(grammar)
-                wanted = replace_params(
-                    wanted, grammar=None
-                )  # the request gets a compiled one when it begins
-            stop_ids = frozenset(wanted.stop_token_ids)
-            if not wanted.ignore_eos:
-                stop_ids |= self.tokenizer.eos_ids
-            wanted = with_banned_ids(wanted, self.tokenizer)
-            for index in range(wanted.n):
-                child = wanted.child(index)
-                seed = secrets.randbits(63) if child.seed is None else child.seed
-                request = Request(secrets.token_hex(8), prompt_ids, child, seed, stop_ids)
+                wanted = replace_params(wanted, grammar=None)  # the request gets a compiled one later
+            plan = AnswerPlan(wanted, self.tokenizer)
+            others = plan.params.of_others
+            for index, (seed, completion) in enumerate(plan.begin()):
+                params_of_one = others if index else plan.params
+                request = Request(secrets.token_hex(8), prompt_ids, params_of_one, seed, plan.stop_ids)
                 request.validate(self.info.limits, self.info.capacity)
-                completion = Completion(self.tokenizer, child)
                 answers.append(_Answer(prompt_idx, index, request, completion, grammar))
         return answers
 

@@ -1,5 +1,6 @@
 """The sampling parameters of one request: the fields, their defaults and their allowed ranges."""
 
+import copy
 import enum
 import reprlib
 from collections.abc import Sequence
@@ -59,7 +60,7 @@ class Grammar(msgspec.Struct, frozen=True):
 
     `kind`: "json_object" (any object; `text` is empty), "json_schema", "regex", "choice" (a JSON array of
     texts), "lark" (an EBNF grammar in Lark's form, or with ::= in GBNF) or "structural_tag" (JSON, see
-    docs/structured.md). `text`: the grammar.
+    docs/api.md). `text`: the grammar.
     """
 
     kind: str
@@ -177,6 +178,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             return SamplerKind.EDITED
         return SamplerKind.GREEDY if self.greedy else SamplerKind.RANDOM
 
+    def completed(self, max_tokens: int, grammar: Grammar | None) -> "SamplingParams":
+        """Returns these parameters with what follows from the prompt: its room for tokens, and what the text
+        has to be with the tools that it may call. Only these are checked. Raises InvalidParams."""
+        copied = copy.copy(self)
+        msgspec.structs.force_setattr(copied, "max_tokens", max_tokens)
+        msgspec.structs.force_setattr(copied, "grammar", grammar)
+        copied._validate_length()
+        copied._validate_grammar()
+        return copied
+
+    @property
+    def of_others(self) -> "SamplingParams":
+        """The parameters of the other answers to a prompt whose first answer has these: the first alone
+        computes the log-probabilities of the prompt."""
+        if self.prompt_logprobs is None:
+            return self
+        return msgspec.structs.replace(self, prompt_logprobs=None)
+
     def child(self, child_idx: int) -> "SamplingParams":
         """Returns the parameters for answer `child_idx` of n. If a seed was given, each has a seed of its own.
 
@@ -197,9 +216,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def validate(self, vocab_size: int | None = None) -> None:
         """Raises InvalidParams for the first field out of range. Token ids have to be below `vocab_size`."""
-        _check_int("max_tokens", self.max_tokens, 1, MAX_COUNT)
-        allowed = f"an integer from 0 to max_tokens, which is {self.max_tokens}"
-        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens, allowed)
+        self._validate_length()
         _check_real("temperature", self.temperature, 0, MAX_TEMPERATURE, "a finite number >= 0 (0 is greedy)")
         _check_int("top_k", self.top_k, -1, MAX_COUNT, "0 or -1 for all tokens, or an integer >= 1")
         _check_real("top_p", self.top_p, 0, 1, "a number above 0 and up to 1 (1 keeps all tokens)")
@@ -224,6 +241,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for flag in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if type(getattr(self, flag)) is not bool:
                 raise InvalidParams(flag, getattr(self, flag), "true or false")
+
+    def _validate_length(self) -> None:
+        _check_int("max_tokens", self.max_tokens, 1, MAX_COUNT)
+        allowed = f"an integer from 0 to max_tokens, which is {self.max_tokens}"
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens, allowed)
 
     def _validate_logit_bias(self, vocab_size: int | None) -> None:
         if type(self.logit_bias) is not dict or len(self.logit_bias) > MAX_LOGIT_BIAS:
@@ -257,6 +279,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 "bad_words", f"{len(self.bad_words_ids)} sequences of several tokens", allowed
             )
         allowed_ids, banned = self.allowed, self.banned
+        if banned is _NO_TOKENS and allowed_ids is None:
+            return
         if banned:
             _check_token("bad_words_ids", banned.highest, vocab_size)
         if allowed_ids is None:
@@ -289,8 +313,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 banned |= _token_set("bad_words_ids", single)
                 words = [ids for ids in words if not isinstance(ids, (tuple, list)) or len(ids) != 1]
                 msgspec.structs.force_setattr(self, "bad_words_ids", words)
-        # Defaults are not sent, and are known by their identity.
-        msgspec.structs.force_setattr(self, "banned_token_ids", banned or _NO_TOKENS)
+        if banned is not _NO_TOKENS:  # defaults are not sent, and are known by their identity
+            msgspec.structs.force_setattr(self, "banned_token_ids", banned or _NO_TOKENS)
 
     def _validate_grammar(self) -> None:
         grammar = self.grammar

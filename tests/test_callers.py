@@ -29,7 +29,7 @@ CALLED_BY = {
     "uvicorn": "capture_signals",
 }
 BY_LIBRARIES = {name for names in CALLED_BY.values() for name in names.split()}
-CONTRACTS = ROOT / "lightkv" / "integrations" / "contracts"  # have the names of what they stand in for
+CONTRACTS = ROOT / "lightkv" / "contracts"  # have the names of what they stand in for
 
 
 def product_files() -> Iterator[Path]:

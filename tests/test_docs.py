@@ -35,7 +35,7 @@ MAPS = [
 ARCHITECTURE, README, USING = MAPS[2], MAPS[0], MAPS[5]
 MODELS = ROOT / "docs" / "models.md"
 QUANTISED = ROOT / "docs" / "quantised.md"
-MAX_STATIONS, MAX_README_LINES = 15, 115
+MAX_STATIONS, MAX_README_LINES, MAX_PAGES, MAX_CHANGELOG_LINES = 15, 115, 12, 50
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"`([\w./-]+\.(?:py|md|json|txt|toml|jinja))`(?:\s+\(([^)]*)\))?")
@@ -154,6 +154,22 @@ def test_one_request_passes_through_few_files() -> None:
     assert 10 <= len({file for _, file in stations}) == len(stations) <= MAX_STATIONS
 
 
+def test_the_docs_are_few_and_the_changelog_is_a_screen() -> None:
+    assert len(list((ROOT / "docs").glob("*.md"))) <= MAX_PAGES
+    assert len(text_of(ROOT / "CHANGELOG.md").splitlines()) <= MAX_CHANGELOG_LINES
+
+
+def test_every_page_that_the_code_names_exists() -> None:
+    named = {
+        (name, label(path))
+        for path in SOURCES
+        if path.suffix in (".py", ".jinja")
+        for name in re.findall(r"docs/[\w-]+\.md", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 5
+    assert not [(name, where) for name, where in sorted(named) if not (ROOT / name).is_file()]
+
+
 # --------------------------------------------------------------------------------
 # The README
 
@@ -178,7 +194,6 @@ def test_every_result_in_the_readme_stands_in_measured_md() -> None:
     table = re.findall(r"^\| .*\|$", text_of(README).split("## Results")[1], re.MULTILINE)
     assert len(table) > 5
     measured = set(NUMBER.findall(text_of(ROOT / "docs" / "measured.md")))
-    measured |= set(NUMBER.findall(text_of(ROOT / "docs" / "token-vs-paged.md")))
     unknown = {number for row in table for number in NUMBER.findall(row)} - measured
     assert not unknown
 
@@ -227,7 +242,9 @@ def commands_of(page: Path) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in found]
 
 
-@pytest.mark.parametrize("page", [README, USING, QUANTISED, ROOT / "CONTRIBUTING.md"], ids=label)
+@pytest.mark.parametrize(
+    "page", [README, USING, QUANTISED, ROOT / "docs" / "simulator.md", ROOT / "CONTRIBUTING.md"], ids=label
+)
 def test_every_command_is_understood(page: Path) -> None:
     group: Any = get_command(app)
     targets = set(re.findall(r"^([a-z-]+):", text_of(ROOT / "Makefile"), re.MULTILINE))
@@ -327,15 +344,17 @@ def test_every_python_block_runs(page: Path, small_llm: None, capsys: pytest.Cap
     model = tiny_llama(torch.device("cpu"))
     inputs = {"input_ids": torch.arange(1, 9)[None] % VOCABULARY, "max_new_tokens": 4}
     programs = blocks_of(page, "python")
-    assert len(programs) == 2 + (page == USING)
+    assert len(programs) == 2
     for program in programs:
         exec(compile(program, str(page), "exec"), {"model": model, "inputs": inputs})
     assert capsys.readouterr().out.strip()
 
 
-def test_the_example_of_the_kernels_runs() -> None:
-    (program,) = blocks_of(ROOT / "docs" / "kernels.md", "python")
-    exec(compile(program, "docs/kernels.md", "exec"), {})
+def test_the_examples_of_the_kernels_run() -> None:
+    programs = blocks_of(ROOT / "docs" / "kernels.md", "python")
+    assert len(programs) == 3
+    for program in programs:
+        exec(compile(program, "docs/kernels.md", "exec"), {})
 
 
 def test_the_readmes_examples_stay_short() -> None:

@@ -16,6 +16,7 @@ import lightkv
 import lightkv.router
 
 ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FOLDERS = ("lightkv", "router", "triton_kernels")
 FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
 
@@ -171,23 +172,23 @@ def test_every_public_name_has_its_type(types: TypeChecker) -> None:
 @pytest.mark.slow
 def test_the_programs_of_the_docs_are_typed(types: TypeChecker) -> None:
     programs = {}
-    for page in ("README.md", *(f"docs/{name}.md" for name in ("using", "kernels", "contracts"))):
+    for page in ("README.md", "docs/using.md", "docs/kernels.md"):
         for place, block in enumerate(python_blocks(page)):
             programs[f"{Path(page).stem.lower()}_{place}.py"] = block
-    for page in ("embedding", "memory", "edits"):  # pages whose programs go on from one another
-        programs[f"{page}.py"] = "\n".join(
-            block for block in python_blocks(f"docs/{page}.md") if "T5Config" not in block
+    memory = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    for place, part in enumerate(re.split("^## ", memory, flags=re.MULTILINE)):
+        programs[f"memory_{place}.py"] = "\n".join(  # the programs of a part go on from one another
+            block for block in BLOCK.findall(part) if "T5Config" not in block
         )
     # Its page says that the reader brings these; transformers' own types know no `generate`.
     brought = "from typing import Any\nmodel: Any\ninputs: dict[str, Any]\n"
-    programs["using_2.py"] = brought + programs["using_2.py"]
+    programs["using_1.py"] = brought + programs["using_1.py"]
     assert len(programs) >= 10
     assert types.check(programs) == []
 
 
 def python_blocks(page: str) -> list[str]:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
 
 
 def test_a_checkout_that_is_not_installed(checkout: Path) -> None:

@@ -96,6 +96,7 @@ class Decoding:
                 f"the replays take {num_spare} tokens, of {info.capacity}; give more --max-total-tokens"
             )
         ledger = TokenLedger(info.capacity - num_spare, info.limits.max_num_seqs, info.limits.max_model_len)
+        self._ledger = ledger
         self._scheduler = Scheduler(ledger, info.limits)
         self._executor = _SparingExecutor(runner, num_spare)
         self._engine = LocalEngine(self._scheduler, self._executor)
@@ -147,10 +148,10 @@ class Decoding:
         """Ends the sequences, and evicts what is cached of them."""
         for i in range(batch):
             self._engine.abort(f"{batch}-{i}")
-        self._scheduler.ledger.evict(self._scheduler.ledger.num_cached)
+        self._ledger.evict(self._ledger.num_cached)
 
     def _mean_length(self) -> float:
-        lengths = [sequence.length for sequence in self._scheduler.ledger.sequences]
+        lengths = [sequence.length for sequence in self._ledger.sequences]
         return sum(lengths) / max(len(lengths), 1)
 
 

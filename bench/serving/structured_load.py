@@ -128,16 +128,20 @@ def grammars(number: int, rng: random.Random) -> Body:
         "properties": {f"x{i}": {"type": "string", "maxLength": i} for i in range(2000)},
     }
     makers: list[Callable[[], Body]] = [
-        lambda: {"guided_json": schema(3, number)},
-        lambda: {"guided_json": schema(10, f"again {again}")},
-        lambda: {"guided_json": schema(300, number)},
-        lambda: {"guided_json": schema(60, number)},
-        lambda: {"guided_choice": [f"number {rng.randrange(10**9)}" for _ in range(1500)]},
-        lambda: {"guided_regex": f"[a-f]{{{1 + number % 50}}}-{number}"},
+        lambda: {"structured_outputs": {"json": schema(3, number)}},
+        lambda: {"structured_outputs": {"json": schema(10, f"again {again}")}},
+        lambda: {"structured_outputs": {"json": schema(300, number)}},
+        lambda: {"structured_outputs": {"json": schema(60, number)}},
+        lambda: {"structured_outputs": {"choice": [f"number {rng.randrange(10**9)}" for _ in range(1500)]}},
+        lambda: {"structured_outputs": {"regex": f"[a-f]{{{1 + number % 50}}}-{number}"}},
         lambda: {"structural_tag": tags(3, number)},
         lambda: {"structural_tag": tags(150, number)},
-        lambda: {"guided_json": chain(rng.choice((10, 200, 400, 500, 2_600))) + " " * (number % 97)},
-        lambda: {"guided_json": json.dumps({**slow, "title": number})},
+        lambda: {
+            "structured_outputs": {
+                "json": chain(rng.choice((10, 200, 400, 500, 2_600))) + " " * (number % 97)
+            }
+        },
+        lambda: {"structured_outputs": {"json": json.dumps({**slow, "title": number})}},
         lambda: {
             "structural_tag": {"format": {"type": "any_text", "excludes": [f"w{i}" for i in range(10)]}}
         },

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.common.report import parser, print_json, print_machine, print_table, save_json
-from lightkv.router.config import ADMISSIONS
 from lightkv.router.engine.admission import make_admission
-from lightkv.router.simulate.config import PAGE_SIZES, SimulationConfig
+from lightkv.router.simulate.config import PAGE_SIZES, SIMULATED_ADMISSIONS, SimulationConfig
 from lightkv.router.simulate.result import Figures
 from lightkv.router.simulate.simulator import saturation, simulate
 
@@ -69,7 +68,7 @@ def policies(name: str, requests: int, capacity: int) -> dict[str, Figures]:
     config = SimulationConfig(capacity=capacity, rate=math.inf, requests=requests)
     return {
         admission: simulate(name, replace(config, admission=admission)).figures
-        for admission in ADMISSIONS
+        for admission in SIMULATED_ADMISSIONS
         if admission != "timely"  # it differs only in the order, and all wait equally long
     }
 
@@ -80,7 +79,7 @@ def goodput(
     requests: int | None,
     load: float,
     saturated: float,
-    admissions: Iterable[str] = ADMISSIONS,
+    admissions: Iterable[str] = SIMULATED_ADMISSIONS,
 ) -> dict[str, Figures]:
     """Simulates each admission at one load, and an oracle in the order of "timely"."""
     config = SimulationConfig(capacity=capacity, load=load, saturation=saturated, requests=requests)
@@ -100,8 +99,9 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--capacity", type=int, default=120_000)
     made.add_argument("--requests", type=int, default=None, help="of each trace (default: all of a file)")
     made.add_argument("--policy-requests", type=int, default=2000)
-    made.add_argument("--goodput-admissions", nargs="+", default=list(ADMISSIONS), choices=ADMISSIONS,
-                      metavar="NAME", help="the oracle is always among them")  # fmt: skip
+    made.add_argument("--goodput-admissions", nargs="+", default=list(SIMULATED_ADMISSIONS),
+                      choices=SIMULATED_ADMISSIONS, metavar="NAME",
+                      help="the oracle is always among them")  # fmt: skip
     return made.parse_args()
 
 

@@ -16,7 +16,6 @@ from bench.serving.workload import Replayed
 from bench.trace.step_time import Point
 from lightkv.errors import LightKVError
 from lightkv.router import SamplingParams
-from lightkv.router.engine.admission import make_admission
 from lightkv.router.engine.ledger import Ledger
 from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.prefill_budget import PrefillBudget
@@ -25,6 +24,7 @@ from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import ExpectedMemory, RunnerInfo, StepPlan, StepResult
 from lightkv.router.engine.step_time import Work
 from lightkv.router.model.runner import ModelRunner
+from lightkv.router.simulate.admissions import make_simulated
 from lightkv.router.simulate.config import page_of
 from lightkv.router.simulate.paged_ledger import ContiguousLedger, PagedLedger, make_ledger
 from lightkv.router.simulate.record import Distribution, Means
@@ -108,7 +108,7 @@ class Machine:
         ledger = make_ledger(allocation, capacity, limits.max_num_seqs, limits.max_model_len, self._max_new)
         ledger.step = self._step
         slack = max(page_of(allocation) - 1, 0)
-        counted = make_admission(admission, seed, slack, self._targets.ttft)
+        counted = make_simulated(admission, seed, slack, self._targets.ttft)
         executor = Executor(self._runner, ledger, capacity)
         begun = time.perf_counter()
 

@@ -61,12 +61,11 @@ from bench.trace.trace_machine import Machine
 from bench.trace.transformers_trace import replay_transformers
 from lightkv.errors import LightKVError
 from lightkv.router import EngineConfig
-from lightkv.router.config import ADMISSIONS
 from lightkv.router.engine.step import RunnerInfo
 from lightkv.router.engine.step_time import LEAST_STEPS, StepTime, fit
 from lightkv.router.model.build import assemble, build_runner
 from lightkv.router.model.runner import ModelRunner
-from lightkv.router.simulate.config import ALLOCATIONS, SimulationConfig
+from lightkv.router.simulate.config import ALLOCATIONS, SIMULATED_ADMISSIONS, SimulationConfig
 from lightkv.router.simulate.result import Figures
 from lightkv.router.simulate.simulator import saturation, simulate
 from lightkv.router.simulate.trace_files import IN_MILLISECONDS
@@ -133,7 +132,7 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--load", type=float, nargs="+", default=[0.7, 1.3], help="times the oracle's rate")
     made.add_argument("--allocation", nargs="+", default=["token", "paged:16", "paged:256"], metavar="NAME",
                       choices=ALLOCATIONS, help=", ".join(ALLOCATIONS))  # fmt: skip
-    made.add_argument("--admission", default="quantile", choices=ADMISSIONS)
+    made.add_argument("--admission", default="quantile", choices=SIMULATED_ADMISSIONS)
     made.add_argument("--capacity", type=int, default=120_000, help="tokens of the pool")
     made.add_argument("--max-num-seqs", type=int, default=None, help=engine_help("max_num_seqs"))
     made.add_argument("--max-model-len", type=int, default=None, help=engine_help("max_model_len"))

@@ -1,8 +1,7 @@
 """The HTTP application: which path leads to which route, and which error becomes which HTTP status."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -12,16 +11,28 @@ from starlette.responses import Response
 
 from lightkv import __version__
 from lightkv.errors import LightKVError
+from lightkv.router.api.answers.generation import Backend, GenerationFailed, GenerationLost
+from lightkv.router.api.answers.sessions import OpenSessions, UnknownSession
 from lightkv.router.api.grammars.checker import GrammarChecker
-from lightkv.router.api.openai import document
-from lightkv.router.api.openai.errors import CONTEXT_EXCEEDED
-from lightkv.router.api.operators.docs_page import DocsPage
-from lightkv.router.api.operators.request_log import (
+from lightkv.router.api.http.body import BodyRoom, body_route
+from lightkv.router.api.http.guard import (
+    CONTEXT_EXCEEDED,
+    OPEN_PATHS,
     REQUEST_ID_HEADER,
+    DefectAnswer,
+    Guard,
     RequestObserver,
-    RequestTracer,
-    write_to_stderr,
+    RequestTaker,
+    defect_response,
+    error_response,
+    is_json,
+    not_json,
 )
+from lightkv.router.api.http.stream import failure_status
+from lightkv.router.api.operators.request_log import write_line
+from lightkv.router.api.requests.generation import InvalidHeader, UnknownModel
+from lightkv.router.api.requests.prompts import PromptTooLong
+from lightkv.router.api.requests.service import NoEmbeddings
 from lightkv.router.engine.request import InvalidPrompt, NeverFits
 from lightkv.router.sampling_params import InvalidParams
 from lightkv.router.service.access.key_file import ApiKeys
@@ -29,14 +40,9 @@ from lightkv.router.service.api_settings import ApiSettings
 from lightkv.router.service.router_client import RequestRefused, RouterClient
 from lightkv.router.text.tokenizer import ChatTemplateError, Tokenizer
 
-from .event_stream import failure_status
-from .generation import Backend, GenerationFailed, GenerationLost
-from .http_guard import OPEN_PATHS, DefectAnswer, Guard, defect_response, error_response, is_json, not_json
+from . import document
 from .metrics import ServiceMetrics
-from .prompt_reader import PromptTooLong
-from .request_body import BodyRoom, body_route
-from .routes import InvalidHeader, NoEmbeddings, Routes, UnknownModel
-from .sessions import OpenSessions, UnknownSession
+from .routes import routes_of
 
 _STATUS_OF_REFUSAL = {"invalid": 400, "never_fits": 400, "queue_full": 429, "unavailable": 503}
 
@@ -46,16 +52,15 @@ def create_app(
     tokenizer: Tokenizer,
     settings: ApiSettings,
     keys: ApiKeys | None = None,
-    tracer: RequestTracer | None = None,
+    take: Sequence[RequestTaker] = (),
 ) -> FastAPI:
     """Returns the HTTP application over a connected client of the router. `keys`: those of the settings, by
-    default made of them. `tracer`: is given the record of each request."""
+    default made of them. Each function of `take` is given the record of each request that has ended."""
     keys = keys or keys_of(settings)
     metrics = ServiceMetrics(settings.model_names[0], lambda: client.latest)
     sessions = OpenSessions(client.release_session)
     backend = Backend(client, tokenizer, metrics, sessions, settings.report_cached_tokens)
     grammars = GrammarChecker(tokenizer.directory, lambda: client.ready_info().limits.vocab_size)
-    api = Routes(backend, settings, grammars)
     app = document.DocumentedApp(title="lightkv", version=__version__, docs_url=None, redoc_url=None)
     app.state.grammars = grammars  # which its owner closes
     room = BodyRoom(
@@ -79,62 +84,27 @@ def create_app(
             allow_headers=["*"],
             expose_headers=exposed,
         )
-    write = write_to_stderr if settings.log_requests else None
-    app.add_middleware(RequestObserver, keys=keys, write=write, tracer=tracer)
+    logs = [write_line] if settings.log_requests else []
+    app.add_middleware(RequestObserver, keys=keys, take=[*logs, *take])
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(LightKVError, _on_refusal)
     app.add_exception_handler(Exception, _on_defect)
 
-    def route(
-        method: str,
-        path: str,
-        endpoint: Callable[..., Any],
-        answers: document.Answers,
-        errors: Sequence[int] = (),
-        described: dict[str, Any] | None = None,
-    ) -> None:
-        is_open = path in OPEN_PATHS
-        needs_key = keys.any and not is_open
+    for route in routes_of(app, backend, settings, grammars):
+        is_open = route.path in OPEN_PATHS
+        needs_key = route.is_shown and keys.any and not is_open
         guarded = [401] * needs_key + [403] * (settings.hosts is not None and not is_open)
         app.add_api_route(
-            path,
-            endpoint,
-            methods=[method],
+            route.path,
+            route.endpoint,
+            methods=[route.method],
             response_model=None,
-            responses=document.responses(answers, [*errors, *guarded]),
+            responses=document.responses(route.answers, [*route.errors, *guarded]),
             dependencies=[document.needs_bearer()] if needs_key else [],
-            openapi_extra=described,
+            openapi_extra=route.described,
+            include_in_schema=route.is_shown,
         )
-
-    by_header = settings.cache_namespace == "header"
-    namespace = document.namespace_parameters(by_header)
-    headers = {"parameters": [*namespace, document.session_header()]}
-    route("POST", "/v1/completions", api.complete, document.COMPLETION, document.GENERATES, headers)
-    route("POST", "/v1/chat/completions", api.chat, document.CHAT, document.GENERATES, headers)
-    route("POST", "/v1/responses", api.respond, document.RESPONSE, document.GENERATES, headers)
-    release = "/v1/sessions/{session_id:path}/release"
-    named = {"parameters": [*namespace, document.session_parameter()]}
-    route("POST", release, api.release_session, document.RELEASED, document.WITHOUT_BODY, named)
-    route("GET", "/v1/models", api.models, document.MODELS)
-    named = document.model_parameter(settings.model_names)
-    route("GET", "/v1/models/{model:path}", api.one_model, document.ONE_MODEL, document.NAMES_MODEL, named)
-    route("POST", "/tokenize", api.tokenize, document.TOKENIZED, document.CONVERTS_TEXT)
-    route("POST", "/detokenize", api.detokenize, document.DETOKENIZED, document.CONVERTS_TEXT)
-    if settings.enable_tokenizer_info:
-        route("GET", "/tokenizer_info", api.tokenizer_info, document.TOKENIZER_INFO)
-    app.add_api_route("/v1/embeddings", api.embed, methods=["POST"], include_in_schema=False)
-    route("GET", "/health", api.health, document.HEALTH)
-    route("GET", "/ready", api.ready, document.READY)
-    route("GET", "/metrics", api.metrics, document.METRICS)
-    route("GET", "/load", api.load, document.LOAD)
-    route("GET", "/map", api.pool_map, document.MAP, document.ASKS_WORKER)
-    route("GET", "/version", api.version, document.VERSION)
-    errors = (*document.WITHOUT_BODY, *document.ASKS_WORKER)
-    route("POST", "/reset_prefix_cache", api.reset_cache, document.CACHE_RESET, errors)
-    route("GET", "/server_info", api.server_info, document.SERVER_INFO)
-    page = DocsPage(app.openapi)
-    app.add_api_route("/docs", page.answer, methods=["GET"], include_in_schema=False)
     return app
 
 

@@ -4,7 +4,6 @@ Counts of tokens and requests come from the router's latest status. Times are ob
 While the router is silent, its gauges are left out, because they describe the present.
 """
 
-import time
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -117,7 +116,8 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
 class ServiceMetrics:
     """All metrics of one service. `latest` returns the router's latest status.
 
-    `AnswerClock` updates the histograms `ttft`, `inter_token` and `e2e` (seconds) and the counter `finished`.
+    An `AnswerClock` (answers/generation.py) updates the histograms `ttft`, `inter_token` and `e2e` (seconds)
+    and the counter `finished`.
     """
 
     def __init__(self, model: str, latest: Callable[[], LatestStatus]) -> None:
@@ -146,44 +146,9 @@ class ServiceMetrics:
         self.model = model
         registry.register(_RouterCollector(model, latest))
 
-    def begin(self) -> "AnswerClock":
-        """Starts the clock of an answer."""
-        return AnswerClock(self)
-
     def text(self) -> bytes:
         """Returns all metrics in Prometheus' text format (`CONTENT_TYPE`)."""
         return generate_latest(self._registry)
-
-
-class AnswerClock:
-    """Measures the times of one answer, from `ServiceMetrics.begin` to `finish`.
-
-    `begun`, `first`, `ended`: monotonic times of its begin, its first token and its end; None until then.
-    """
-
-    def __init__(self, metrics: ServiceMetrics) -> None:
-        self._metrics = metrics
-        self.begun = time.monotonic()
-        self.first: float | None = None
-        self.ended: float | None = None
-        self._last = self.begun
-
-    def token(self) -> None:
-        """Notes the arrival of a token. Of tokens that arrive together, the first ends an interval and the
-        others have intervals of nearly 0."""
-        now = time.monotonic()
-        if self.first is None:
-            self.first = now
-            self._metrics.ttft.observe(now - self.begun)
-        else:
-            self._metrics.inter_token.observe(now - self._last)
-        self._last = now
-
-    def finish(self, reason: str) -> None:
-        """Notes the end of the answer. `reason`: "stop", "length", "abort", "invalid", "error" or "lost"."""
-        self.ended = time.monotonic()
-        self._metrics.e2e.observe(self.ended - self.begun)
-        self._metrics.finished.labels(self._metrics.model, reason).inc()
 
 
 class _RouterCollector:

@@ -12,16 +12,16 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp, Message
 
-from lightkv.router.api.operators.request_log import WARM_UP
-from lightkv.router.config import InvalidConfig
+from lightkv.errors import LightKVError
+from lightkv.router.api.http.guard import WARM_UP
+from lightkv.router.api.http.server import make_server
 from lightkv.router.service.api_settings import ServeSettings
 from lightkv.router.service.child_process import freeze_objects, ignore_signals
 from lightkv.router.service.log_stream import write_in_background
-from lightkv.router.service.router_client import RouterClient, RouterUnreachable
-from lightkv.router.text.tokenizer import ChatTemplateError, Tokenizer, UnreadableTokenizer
+from lightkv.router.service.router_client import RouterClient
+from lightkv.router.text.tokenizer import Tokenizer, UnreadableTokenizer
 
 from .app import create_app, keys_of
-from .server import make_server
 
 NUM_TEXT_THREADS = 2
 _NO_MODEL = "\0"
@@ -56,7 +56,7 @@ async def serve(settings: ServeSettings) -> None:
         from lightkv.router.api.operators.tracing import SpanTracer
 
         tracer = SpanTracer.to_collector(settings.api.otlp_endpoint, settings.api.model_names[0])
-    app = create_app(client, tokenizer, settings.api, keys, tracer)
+    app = create_app(client, tokenizer, settings.api, keys, [tracer.record] if tracer is not None else [])
     tokenizer.prepare()  # the worker takes longer to load the model
     await warm_up(app, keys.first)
     server = make_server(app, settings)
@@ -124,7 +124,7 @@ def main() -> int:
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=ServeSettings)
     try:
         uvloop.run(serve(settings))
-    except (RouterUnreachable, UnreadableTokenizer, ChatTemplateError, InvalidConfig, OSError) as error:
+    except (LightKVError, OSError) as error:
         print(f"lightkv api: {error}", file=sys.stderr)
     return 1
 

@@ -17,14 +17,11 @@ as early as that may begin; it is held until it ends, as late as that may be (`P
 is held until its last holder ends, so it counts once.
 """
 
-import math
 from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
-from random import Random
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from lightkv.router.config import TTFT_TARGET
@@ -123,18 +120,15 @@ class OutputLengths:
     than all of them.
 
     An estimate that is too short may cost a preemption, and one that is too long leaves slots idle: a lower
-    `quantile` fills the pool more and preempts more. With None each estimate is drawn at random from the longer
-    outputs. The Past-Future scheduler (ASPLOS '25) draws all estimates anew for every admission; here one
-    stands until the output passes it, and until then it is distributed like a new one.
+    `quantile` fills the pool more and preempts more.
     """
 
     num_recent = 1000
     num_needed = 32
 
-    def __init__(self, quantile: float | None = 0.3, seed: int = 0, assumed: int | None = None) -> None:
+    def __init__(self, quantile: float = 0.3, assumed: int | None = None) -> None:
         self.quantile = quantile
         self.assumed = assumed
-        self._rng = Random(seed)
         self._recent: deque[int] = deque()
         self._sorted = array("q")
 
@@ -147,44 +141,15 @@ class OutputLengths:
 
     def estimate(self, generated: int, max_tokens: int) -> int:
         """Returns the expected final length of an output: more than `generated`, at most `max_tokens`."""
+        if not self.knows_longer(generated):
+            return max_tokens if self.assumed is None else min(max(self.assumed, 2 * generated), max_tokens)
         shorter = bisect_right(self._sorted, generated)
         longer = len(self._sorted) - shorter
-        if len(self._sorted) < self.num_needed or not longer:
-            return max_tokens if self.assumed is None else min(max(self.assumed, 2 * generated), max_tokens)
-        quantile = self._rng.random() if self.quantile is None else self.quantile
-        return min(self._sorted[shorter + int(quantile * longer)], max_tokens)
+        return min(self._sorted[shorter + int(self.quantile * longer)], max_tokens)
 
-
-class AverageLength:
-    """Estimates by the mean of recent outputs. An output longer than the mean is estimated to become a tenth
-    longer than it is. LightLLM does the same with an exponential mean."""
-
-    def __init__(self) -> None:
-        self._recent: deque[int] = deque()
-        self._sum = 0
-
-    def observe(self, length: int) -> None:
-        """Notes that an output has ended with `length` tokens, by itself or at its limit."""
-        self._recent.append(length)
-        self._sum += length
-        if len(self._recent) > OutputLengths.num_recent:
-            self._sum -= self._recent.popleft()
-
-    def estimate(self, generated: int, max_tokens: int) -> int:
-        """Returns the expected final length of an output: more than `generated`, at most `max_tokens`."""
-        if len(self._recent) < OutputLengths.num_needed:
-            return max_tokens
-        mean = self._sum // len(self._recent)
-        return min(max(mean, generated * 11 // 10, generated + 1), max_tokens)
-
-
-class Counting(Enum):
-    """Which count of the running requests, and of the one that would join them, has to fit the pool."""
-
-    PEAK = "peak"  # the most tokens that they hold together at any time
-    SUM = "sum"  # the sum of the most tokens that each ever holds
-    # The tokens that they hold once their prefills are computed, and none that they generate.
-    PREFILL = "prefill"
+    def knows_longer(self, generated: int) -> bool:
+        """Returns whether enough outputs have ended, one of them longer than `generated` tokens."""
+        return len(self._sorted) >= self.num_needed and self._sorted[-1] > generated
 
 
 class Running(NamedTuple):
@@ -221,29 +186,25 @@ class Admission:
         trusts_limits: whether a request that states its `max_tokens` is *exact*: counted with it, and never
             preempted. All others are *estimated* then, or also exact if there are no `estimates`. If False, all
             requests are estimated.
-        counting: which count has to fit.
         reserve: the share of the pool that admission leaves free if all requests are estimated; in proportion
             less if only some of them are.
-        slack: tokens a request that the allocator may take beyond those counted: page - 1 where it allocates
-            pages, else 0.
         patience: seconds after which a waiting request lets the requests of its priority that have waited
             less go first; None is first come, first served.
     """
 
     estimates: Estimates | None = None
     trusts_limits: bool = True
-    counting: Counting = Counting.PEAK
     reserve: float = 0.0
-    slack: int = 0
     patience: float | None = None
 
     def is_exact(self, request: Request) -> bool:
         """Returns whether the request is counted with its `max_tokens` and never preempted."""
         return self.trusts_limits and (request.states_length or self.estimates is None)
 
-    def limit(self, capacity: int, num_requests: int) -> int:
-        """Returns the most tokens that `num_requests` may be counted with."""
-        return capacity - self.slack * num_requests
+    def limit(self, num_slots: int, num_requests: int) -> int:
+        """Returns the most tokens that `num_requests` may be counted with, of a number of slots: as many, since
+        a token takes one slot. The simulator's other allocations take more."""
+        return num_slots
 
     def observe(self, request: Request) -> None:
         """Notes that the request's output has ended by itself or at its limit."""
@@ -265,67 +226,46 @@ class Admission:
             expected = min(max(expected, least, request.params.min_tokens), max_tokens)
         return expected
 
+    def limit_with(self, running: Running, request: Request) -> int:
+        """Returns the most tokens that the running requests and this one may be counted with, less the
+        reserve."""
+        ledger = running.ledger
+        limit = self.limit(ledger.capacity, ledger.num_open + 1)
+        if num_estimated := running.forecast.num_estimated + (not request.is_exact):
+            limit -= int(ledger.capacity * self.reserve * num_estimated / (ledger.num_open + 1))
+        return limit
+
     def steps_to_wait(self, running: Running, request: Request) -> float:
-        """Returns 0 if the pool has room for the running requests and this one, by `counting`. Else returns for
+        """Returns 0 if the pool has room for the peak of the running requests and this one. Else returns for
         how many steps it has none, unless a request ends or a prefill is computed: at least 1, or infinity."""
         ledger, forecast = running.ledger, running.forecast
-        limit = self.limit(ledger.capacity, ledger.num_open + 1)
-        if num_estimated := forecast.num_estimated + (not request.is_exact):
-            limit -= int(ledger.capacity * self.reserve * num_estimated / (ledger.num_open + 1))
-        if self.counting is not Counting.PREFILL and forecast.total + request.final <= limit:
+        limit = self.limit_with(running, request)
+        if forecast.total + request.final <= limit:
             return 0  # the peak is at most the sum of all
-        if self.counting is Counting.SUM:
-            return math.inf
         match = ledger.match(request.prefill_ids, request.namespace)
-        if self.counting is Counting.PEAK:
-            window, prefills = running.windows(
-                request.num_prefill_tokens - match.num_tokens, match.num_tokens
-            )
-            if window.now > running.room:  # as until something is freed
-                return forecast.steps_to_end()
-            candidate = Candidate(match, window, request.final)
-            wait = forecast.steps_to_wait(candidate, limit, prefills)
-            kept = candidate.held  # the rest may be evicted while it waits
-            if wait > 1 and kept.num_tokens < match.num_tokens:
-                window, _ = running.windows(request.num_prefill_tokens - kept.num_tokens, kept.num_tokens)
-                evicted = Candidate(kept, window, request.final)
-                wait = min(wait, forecast.steps_to_wait_without(candidate, evicted, limit))
-            return wait
-        shared, tip = 0, match.tip  # the tokens that it would hit and that other requests hold already
-        for segment in match.path:
-            if segment.holders:
-                shared += tip or segment.length
-            tip = 0
-        held = ledger.num_held + request.num_prefill_tokens - shared
-        for other in running.prefilling:
-            held += other.num_prefill_left
-        held += ledger.growth([other.sequence for other in running.decoding])  # type: ignore[misc]
-        # The last pages of what is held are counted; those of what is still to be computed are not.
-        limit += self.slack * (ledger.num_open - len(running.prefilling))
-        return 0 if held + 1 <= limit else math.inf
+        window, prefills = running.windows(request.num_prefill_tokens - match.num_tokens, match.num_tokens)
+        if window.now > running.room:  # as until something is freed
+            return forecast.steps_to_end()
+        candidate = Candidate(match, window, request.final)
+        wait = forecast.steps_to_wait(candidate, limit, prefills)
+        kept = candidate.held  # the rest may be evicted while it waits
+        if wait > 1 and kept.num_tokens < match.num_tokens:
+            window, _ = running.windows(request.num_prefill_tokens - kept.num_tokens, kept.num_tokens)
+            evicted = Candidate(kept, window, request.final)
+            wait = min(wait, forecast.steps_to_wait_without(candidate, evicted, limit))
+        return wait
 
 
 ASSUMED_LENGTH = 256  # of an answer whose length nothing is known about
 _PATIENT_SHARE = 0.8  # of the target; the rest is for computing the prompt, and the prompts before it
 
 
-def make_admission(name: str, seed: int = 0, slack: int = 0, ttft_target: float = TTFT_TARGET) -> Admission:
+def make_admission(name: str, ttft_target: float = TTFT_TARGET) -> Admission:
     """Returns the admission of this name (`config.ADMISSIONS`), which has seen no outputs yet.
 
-    `seed`: of its random draws. `ttft_target`: the seconds to a first token that "timely" aims at.
+    `ttft_target`: the seconds to a first token that "timely" aims at.
     """
-    made = replace(_ADMISSIONS[name](seed), slack=slack)
-    return replace(made, patience=ttft_target * _PATIENT_SHARE) if name == "timely" else made
-
-
-_ADMISSIONS: dict[str, Callable[[int], Admission]] = {
-    "exact": lambda seed: Admission(OutputLengths(assumed=ASSUMED_LENGTH), reserve=0.025),
-    "quantile": lambda seed: Admission(OutputLengths(), trusts_limits=False, reserve=0.03),
-    "timely": lambda seed: Admission(OutputLengths(), trusts_limits=False, reserve=0.03),
-    "past-future": lambda seed: Admission(OutputLengths(quantile=None, seed=seed), trusts_limits=False),
-    "moving-average": lambda seed: Admission(AverageLength(), trusts_limits=False),
-    "watermark": lambda seed: Admission(trusts_limits=False, counting=Counting.PREFILL, reserve=0.01),
-    "sum": lambda seed: Admission(counting=Counting.SUM),
-    # The simulator gives the true length of each answer as its max_tokens.
-    "oracle": lambda seed: Admission(),
-}
+    if name == "exact":
+        return Admission(OutputLengths(assumed=ASSUMED_LENGTH), reserve=0.025)
+    patience = ttft_target * _PATIENT_SHARE if name == "timely" else None
+    return Admission(OutputLengths(), trusts_limits=False, reserve=0.03, patience=patience)

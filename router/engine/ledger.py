@@ -1,7 +1,7 @@
-"""The ledger as the engine uses it: `TokenLedger` for the service, and the simulator's ledgers for other
+"""What the engine calls of a ledger: `TokenLedger` in the service, and the simulator's ledgers for other
 allocations (`lightkv/router/simulate/paged_ledger.py`)."""
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterator, Set
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
@@ -45,21 +45,11 @@ class Ledger(Protocol):
         """Open sequences."""
 
     @property
-    def sequences(self) -> Iterable[Sequence]:
-        """The open sequences."""
-
-    @property
     def shared(self) -> Set[Segment]:
         """The segments that more than one open sequence holds."""
 
     def holders(self, segment: Segment) -> Iterator[Sequence]:
         """Yields the open sequences that hold `segment`."""
-
-    def sole_segments(self) -> Iterator[tuple[int, Segment]]:
-        """Yields (row, segment) for each segment that exactly one open sequence holds."""
-
-    def private_ranges(self) -> list[tuple[int, int, int]]:
-        """Returns the private tail of each open sequence as (row, first entry, end)."""
 
     def holdings(self) -> Holdings:
         """Returns what each open sequence's row and each segment holds, once the edits so far are applied."""
@@ -69,12 +59,6 @@ class Ledger(Protocol):
 
     def open(self, token_ids: bytes, namespace: Namespace = (), session: Session | None = None) -> Sequence:
         """Opens a sequence that holds the longest cached prefix of its prompt."""
-
-    def open_session(self, name: str) -> Session:
-        """Returns the session `name`, whose sequences leave tokens that are evicted last."""
-
-    def release_session(self, name: str) -> bool:
-        """Ends a session; its tokens are cached like any others."""
 
     @property
     def session_counts(self) -> SessionCounts:
@@ -86,9 +70,6 @@ class Ledger(Protocol):
     def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
         """Allocates `counts[i]` more slots for `sequences[i]`, all or none; evicts cached tokens as needed.
         Returns the edit of the allocation, which `drain` hands out, too."""
-
-    def shrink(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
-        """Undoes an `extend` whose tokens were not computed."""
 
     def publish(self, sequence: Sequence) -> None:
         """Lets other sequences hit those tokens of its prompt that have slots."""

@@ -373,7 +373,7 @@ class Scheduler:
         room = self.ledger.num_available - growth
         if room < 0 or (not room and not decodes and self._prefilling):
             return True
-        if room >= self.limits.prefill_budget + self._admission.slack * self.num_prefilling:
+        if self._admission.limit(room, self.num_prefilling) >= self.limits.prefill_budget:
             return False
         num = max([i for i, request in enumerate(self._prefilling, 1) if request.is_exact], default=0)
         budget = self._step_budget(decodes)

@@ -34,6 +34,7 @@ from lightkv.integrations.model.kv_scales import (
     read_kv_scales,
     set_kv_scales,
 )
+from lightkv.integrations.model.linears import LinearPlan, prepare_linears
 from lightkv.integrations.model.probe import ModelShape, probe
 from lightkv.ledger.shared_prefixes import PrefixSharing
 from lightkv.memory.device import usable_device
@@ -51,12 +52,11 @@ from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from .cuda_graph import StepGraphs, graphs_bytes
 from .loader import load_model
 from .model_config import load_supported_config, position_limit
-from .packed_linear import pack_linears
 from .parts import RunnerParts
 from .runner import ModelRunner
 from .sampler import Sampler
 from .step_timing import StepTimer
-from .token_buckets import linear_layers, token_buckets
+from .token_buckets import token_buckets
 
 Report = Callable[[str], None]
 
@@ -285,9 +285,13 @@ def assemble(
     if config.group_prefixes:
         limits = replace(limits, prefix_sharing=PrefixSharing(prefix_members(backends)))
     bind(model)
-    joined = fuse_layers(model, report).joined if config.fuse else []
-    if device.type == "cpu":
-        pack_linears(model, report, joined)
+    is_packed = device.type == "cpu"
+    if config.fuse:
+        linears = fuse_layers(model, report, is_packed).linears
+    else:
+        linears = prepare_linears(model, LinearPlan(packed=is_packed))
+        for line in linears.lines:
+            report(line)
     pool = sizes.pool(shape)
     size = f"{pool.num_bytes / 2**20:,.1f} MiB"
     report(f"K/V pool: {pool.num_tokens:,} tokens in {kv_text(config, shape)}, {size} ({pool.why})")
@@ -302,7 +306,7 @@ def assemble(
     graphs, buckets = None, list[int]()
     if with_graphs:
         most = limits.max_step_tokens
-        buckets = token_buckets(linear_layers(model, joined), limits.prefill_budget, most, report)
+        buckets = token_buckets(linears.by_shape(), limits.prefill_budget, most, report)
         graphs = StepGraphs(parts, limits, buckets)
     if device.type == "cuda":
         report("compiling kernels")

@@ -7,7 +7,7 @@ steps that are padded to it.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from statistics import median
 from typing import Any, cast
@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from lightkv.attention import BatchShape
-from lightkv.integrations.model.joined_linear import JoinedLinear
 
 Report = Callable[[str], None]
 
@@ -106,38 +105,6 @@ def _may_follow(size: int, smaller: int) -> bool:
     return 10 * size <= (15 if size <= 512 else 12) * smaller
 
 
-def linear_layers(model: nn.Module, joined: Iterable[JoinedLinear]) -> list[list[nn.Linear]]:
-    """Returns the linear layers of the decoder layers of a bound `model`, by the shape of their weight.
-
-    Layers in `joined` stand for those that were joined into them. The LM head is left out, which computes the
-    samples alone, and so are the weights of experts, which compute a part of the tokens each: they are no
-    linear layers, or stand in a list.
-    """
-    joined = list(joined)
-    decoder_layers = [
-        module
-        for module in model.modules()
-        if any(hasattr(child, "layer_idx") for child in module.children())
-    ]
-    parts = {part for one in joined for part in one.parts}
-    found = {
-        module: None for layer in decoder_layers for module in _without_lists(layer) if module not in parts
-    }
-    by_shape: dict[torch.Size, list[nn.Linear]] = {}
-    for module in [*(one.linear for one in joined), *found]:
-        if type(module) is nn.Linear:
-            by_shape.setdefault(module.weight.shape, []).append(module)
-    return list(by_shape.values())
-
-
-def _without_lists(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the module and those below it, but for what stands in a list."""
-    yield module
-    for child in module.children():
-        if not isinstance(child, nn.ModuleList):
-            yield from _without_lists(child)
-
-
 def _timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)
 
@@ -148,7 +115,7 @@ def measure(
     sizes: Sequence[int],
     make_event: Callable[[], Any] = _timing_event,
 ) -> dict[int, float]:
-    """Returns the milliseconds that the products of `layers`, as `linear_layers` returns them, take together
+    """Returns the milliseconds that the products of `layers`, as `Linears.by_shape` returns them, take together
     for each of the ascending `sizes`.
 
     Of the layers of one shape each run takes the next one, so that no cache holds a weight. The sizes are

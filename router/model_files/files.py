@@ -75,19 +75,21 @@ def weight_files(directory: Path) -> list[str]:
     if (directory / "model.safetensors").is_file() or not index.is_file():
         return ["model.safetensors"]
     try:
-        shards = set(read_json(index)["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        names = read_json(index).get("weight_map")
+    except (OSError, ValueError) as error:
         raise UnreadableWeights(index, f"is not an index of shards ({one_line(error)})") from error
-    for name in shards:
+    if not isinstance(names, dict):
+        raise UnreadableWeights(index, "is not an index of shards (it has no object weight_map)")
+    for name in names.values():
         if not isinstance(name, str) or not _SHARD_NAME.fullmatch(name):
             raise UnreadableWeights(
                 index,
                 f"names the shard {str(name)[:100]!r}; a shard is a .safetensors file beside the index, with a "
                 "name of at most 252 ASCII letters, digits, spaces and . _ + = @ -",
             )
-    if not shards:
+    if not names:
         raise UnreadableWeights(index, "names no shard")
-    return sorted(shards)
+    return sorted(set(names.values()))
 
 
 def stored_bytes(path: Path) -> Counter[str]:
@@ -105,19 +107,32 @@ def stored_bytes(path: Path) -> Counter[str]:
             if header_size > _MAX_HEADER_BYTES:
                 raise ValueError(f"its header has {header_size} bytes, and can have {_MAX_HEADER_BYTES}")
             header = json.loads(file.read(header_size))
-        header.pop("__metadata__", None)
+        if not isinstance(header, dict):
+            raise ValueError("its header is no JSON object")
         expected = 8 + header_size
         for name, entry in header.items():
-            begin, end = entry["data_offsets"]
-            if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
-                raise ValueError(f"tensor {name[:100]!r} is from byte {begin!r} to {end!r}")
-            num_bytes[str(entry["dtype"])] += end - begin
-            expected = max(expected, 8 + header_size + end)
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+            if name != "__metadata__":
+                dtype, begin, end = _stored_tensor(name, entry)
+                num_bytes[dtype] += end - begin
+                expected = max(expected, 8 + header_size + end)
+    except (OSError, ValueError, RecursionError) as error:
         raise UnreadableWeights(path, f"is not a safetensors file ({one_line(error)})") from error
     if size != expected:
         raise UnreadableWeights(path, f"has {size} bytes and should have {expected}")
     return num_bytes
+
+
+def _stored_tensor(name: str, entry: Any) -> tuple[str, int, int]:
+    """Returns a tensor's element type, and from which byte to which it is stored. Raises ValueError."""
+    if not isinstance(entry, dict) or "dtype" not in entry or "data_offsets" not in entry:
+        raise ValueError(f"tensor {name[:100]!r} has no dtype, or no data_offsets")
+    offsets = entry["data_offsets"]
+    if not isinstance(offsets, list) or len(offsets) != 2 or any(type(one) is not int for one in offsets):
+        raise ValueError(f"tensor {name[:100]!r} has the data_offsets {str(offsets)[:100]}")
+    begin, end = offsets
+    if not 0 <= begin <= end:
+        raise ValueError(f"tensor {name[:100]!r} is from byte {begin} to {end}")
+    return str(entry["dtype"]), begin, end
 
 
 def read_json(path: Path) -> dict[str, Any]:

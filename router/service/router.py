@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from lightkv.errors import LightKVError
+from lightkv.ledger import TokenLedger
 from lightkv.memory_map import owners, segment_labels
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.admission import make_admission
@@ -208,7 +209,7 @@ class Router:
 
     async def _map(self, worker: Worker, engine: Engine) -> None:
         """Sends the map of the pool, as it is now, to all clients that asked for it."""
-        ledger = engine.scheduler.ledger
+        ledger = _ledger_of(engine)
         labels = SlotOwners(segment_labels(ledger), ledger.private_ranges())
         holders = self._submitted.named(
             owners(ledger)
@@ -325,7 +326,7 @@ class Router:
             self._submitted.room.end(claim, message.num_answers)
             return Refused(name, "never_fits" if isinstance(error, NeverFits) else "invalid", str(error))
         if message.session is not None:
-            session = engine.scheduler.ledger.open_session(message.session)
+            session = _ledger_of(engine).open_session(message.session)
             self._clients[client].add(message.session)
             for request in requests:
                 request.session = session
@@ -345,7 +346,7 @@ class Router:
     def _release_session(self, client: FrameStream[ToRouter], session: str) -> None:
         self._clients[client].discard(session)
         if self._engine is not None:
-            self._engine.scheduler.ledger.release_session(session)
+            _ledger_of(self._engine).release_session(session)
 
     def _ask_map(self, client: FrameStream[ToRouter]) -> None:
         if self._engine is None:
@@ -467,3 +468,10 @@ class Router:
         self._change_state(state, detail)
         self._end_all("lost", error)
         self._send_map(Mapped(None, error))
+
+
+def _ledger_of(engine: Engine) -> TokenLedger:
+    """Returns the engine's ledger, which has sessions and can be mapped."""
+    ledger = engine.scheduler.ledger
+    assert isinstance(ledger, TokenLedger)
+    return ledger

@@ -10,6 +10,8 @@ from .trace_files import BLOCK, TIME_UNITS, Reading
 
 PAGE_SIZES = (16, 32, 64, 128, 256)  # that the benchmarks compare; any other can be simulated
 ALLOCATIONS = ("token", "contiguous", *(f"paged:{size}" for size in PAGE_SIZES))
+# The service's own, and others for comparison (`admissions.py`).
+SIMULATED_ADMISSIONS = (*ADMISSIONS, "past-future", "moving-average", "watermark", "sum", "oracle")
 
 
 class InvalidAllocation(LightKVError, ValueError):
@@ -31,8 +33,10 @@ class SimulationConfig:
     )
     admission: str | None = setting(
         None,
-        f"How requests are admitted: {', '.join(ADMISSIONS)}. Default: exact; for contiguous it is sum, the "
-        "only possible one.",
+        f"How requests are admitted. As in the service: {', '.join(ADMISSIONS)}. For comparison: past-future "
+        "and moving-average (other estimates of output lengths), watermark (counts prompts only, up to 99 % of "
+        "the pool), sum (counts prompt + max_tokens of each request), oracle (exact, and knows the true length "
+        "of each answer). Default: exact; for contiguous it is sum, the only possible one.",
     )
     capacity: int = setting(120_000, "Tokens that the K/V pool holds.")
     max_num_seqs: int = setting(256, "The most requests that run at once.")
@@ -96,8 +100,8 @@ class SimulationConfig:
     def __post_init__(self) -> None:
         """Raises InvalidSimulation, InvalidAllocation."""
         page = page_of(self.allocation)
-        if self.admission not in (None, *ADMISSIONS):
-            known = ", ".join(ADMISSIONS)
+        if self.admission not in (None, *SIMULATED_ADMISSIONS):
+            known = ", ".join(SIMULATED_ADMISSIONS)
             raise InvalidSimulation(f"--admission is {self.admission!r}; give one of {known}")
         if not page and self.admission not in (None, "sum"):
             raise InvalidSimulation(

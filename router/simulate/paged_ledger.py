@@ -16,7 +16,6 @@ from lightkv.errors import CheckFailed, OutOfTokens, SequenceTooLong
 from lightkv.holdings import Holdings
 from lightkv.ledger import Match, Sequence, Session, SessionCounts, TokenLedger
 from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace, Segment
-from lightkv.router.engine.ledger import Ledger
 
 from .config import InvalidAllocation, page_of
 
@@ -84,14 +83,6 @@ class _PaddedLedger:
         """Yields the open sequences that hold `segment`."""
         return self._tokens.holders(segment)
 
-    def sole_segments(self) -> Iterator[tuple[int, Segment]]:
-        """Yields (row, segment) for each segment that exactly one open sequence holds."""
-        return self._tokens.sole_segments()
-
-    def private_ranges(self) -> list[tuple[int, int, int]]:
-        """Returns the private tail of each open sequence as (row, first entry, end)."""
-        return self._tokens.private_ranges()
-
     def holdings(self) -> Holdings:
         """Returns what each open sequence's row and each segment holds, in tokens."""
         return self._tokens.holdings()
@@ -103,14 +94,6 @@ class _PaddedLedger:
     def retract(self) -> None:
         """Drops what the unconfirmed steps have published."""
         self._tokens.retract()
-
-    def open_session(self, name: str) -> Session:
-        """Returns the session `name`, which protects nothing."""
-        return self._tokens.open_session(name)
-
-    def release_session(self, name: str) -> bool:
-        """Ends a session. Returns False where no such session is open."""
-        return self._tokens.release_session(name)
 
     @property
     def session_counts(self) -> SessionCounts:
@@ -250,12 +233,6 @@ class PagedLedger(_PaddedLedger):
         """Frees at least `count` cached slots, by whole pages."""
         super().evict(-(-count // self.page) * self.page)
 
-    def shrink(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
-        """Undoes an `extend`, and frees the pages that have no token then."""
-        before = sum(-sequence.length % self.page for sequence in sequences)
-        self._tokens.shrink(sequences, counts)
-        self.padding += sum(-sequence.length % self.page for sequence in sequences) - before
-
     def check(self) -> None:
         """Recounts everything. Raises CheckFailed."""
         self._tokens.check()
@@ -353,11 +330,6 @@ class ContiguousLedger(_PaddedLedger):
         self.padding -= sum(counts)
         return alloc
 
-    def shrink(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
-        """Undoes an `extend`; the run keeps its slots."""
-        self._tokens.shrink(sequences, counts)
-        self.padding += sum(counts)
-
     def publish(self, sequence: Sequence) -> None:
         """Does nothing, because no token is shared."""
 
@@ -378,7 +350,12 @@ class ContiguousLedger(_PaddedLedger):
             )
 
 
-def make_ledger(allocation: str, capacity: int, max_sequences: int, max_entries: int, max_new: int) -> Ledger:
+SimulatedLedger = TokenLedger | PagedLedger | ContiguousLedger
+
+
+def make_ledger(
+    allocation: str, capacity: int, max_sequences: int, max_entries: int, max_new: int
+) -> SimulatedLedger:
     """Returns the ledger for the name of an allocation. `max_new`: tokens that a contiguous one reserves after
     each prompt."""
     page = page_of(allocation)

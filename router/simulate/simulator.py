@@ -18,8 +18,6 @@ from random import Random
 import numpy as np
 
 from lightkv.ledger import Sequence
-from lightkv.router.engine.admission import make_admission
-from lightkv.router.engine.ledger import Ledger
 from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.prefill_budget import PrefillBudget
 from lightkv.router.engine.request import Request
@@ -27,6 +25,7 @@ from lightkv.router.engine.step import ExpectedMemory, Limits, StepPlan, StepRes
 from lightkv.router.engine.step_time import StepTime, Work
 from lightkv.router.sampling_params import SamplingParams
 
+from .admissions import make_simulated
 from .arrivals import Arrivals, at_once, faster, poisson
 from .config import InvalidSimulation, SimulationConfig, page_of
 from .paged_ledger import ContiguousLedger, PagedLedger, make_ledger
@@ -189,11 +188,10 @@ class _Simulation:
         self.clock = 0.0
         page = page_of(config.allocation)
         longest = config.capacity + 1
-        self.ledger: Ledger = make_ledger(
+        self.ledger = make_ledger(
             config.allocation, config.capacity, config.max_num_seqs, longest, config.max_new
         )
-        slack = max(page - 1, 0)
-        admission = make_admission(config.counted, config.seed, slack, config.ttft_target)
+        admission = make_simulated(config.counted, config.seed, max(page - 1, 0), config.ttft_target)
         if config.patience is not None:
             admission = replace(admission, patience=config.patience)
         if config.reserve is not None:

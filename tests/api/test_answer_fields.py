@@ -161,12 +161,6 @@ def test_the_last_message_is_continued_as_by_transformers(api: ApiUnderTest) -> 
         assert found == expected
         tokens = api.post("/tokenize", body)["tokens"]
         assert tokens == ids_of(api.router.submits[-1])
-        for name in ("prefix", "partial"):
-            last = messages[-1] | {name: True}
-            api.post(CHAT, {"messages": [*messages[:-1], last], "max_tokens": 1})
-            assert ids_of(api.router.submits[-1]) == tokens
-            early = {"messages": [last, *messages], "max_tokens": 1}
-            assert api.post(CHAT, early, 400)["error"]["param"] == "messages"
     both = {**HELLO, "continue_final_message": True, "add_generation_prompt": True}
     assert api.post(CHAT, both, 400)["error"]["param"] == "continue_final_message"
 

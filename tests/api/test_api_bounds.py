@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from lightkv.router.api.request_body import FREE_BYTES
+from lightkv.router.api.http.body import FREE_BYTES
 from lightkv.token_set import TokenSet
 from tests.support.api_process import start_api_process
 from tests.support.fake_router import (

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightkv.router.api.openai.protocol import ChatRequest, CompletionRequest
+from lightkv.router.api.requests.chat import ChatRequest
+from lightkv.router.api.requests.completion import CompletionRequest
 from lightkv.router.config import EngineConfig
 from lightkv.router.model_files import resolve
 from lightkv.router.service.api_settings import ApiSettings

@@ -359,12 +359,12 @@ def test_few_descriptors_cause_no_connection_resets(fresh: ApiUnderTest) -> None
 def test_the_api_process_loads_no_torch() -> None:
     names = (
         "api.process",
-        "api.server",
-        "api.generation",
-        "api.http_guard",
+        "api.http.server",
+        "api.answers.generation",
+        "api.http.guard",
         "api.metrics",
-        "api.openai.protocol",
-        "api.openai.writer",
+        "api.requests.chat",
+        "api.answers.chat_writer",
         "service.router_client",
     )
     program = f"""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightkv.router.api.sessions import OpenSession, OpenSessions, SessionUse
+from lightkv.router.api.answers.sessions import OpenSession, OpenSessions, SessionUse
 from lightkv.router.config import NAMESPACE_HEADER, SESSION_HEADER, InvalidConfig, ServiceConfig
 from lightkv.router.service.messages import Refused
 from tests.support.fake_router import CHAT, COMPLETIONS, HELLO, ApiUnderTest, error_of, service

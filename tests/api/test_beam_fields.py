@@ -61,7 +61,7 @@ def test_what_a_search_does_not_heed_is_refused(api: ApiUnderTest) -> None:
         ({"presence_penalty": 1}, "presence_penalty"),
         ({"length_penalty": 1000}, "length_penalty"),
         ({"early_stopping": "always"}, "early_stopping"),
-        ({"guided_regex": "a"}, "guided_regex"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ):
         body = {**HELLO, "use_beam_search": True, "max_tokens": 2, **fields}
         error = api.post(CHAT, body, 400)["error"]

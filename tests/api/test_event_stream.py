@@ -6,11 +6,11 @@ import h11
 import msgspec
 import pytest
 
-from lightkv.router.api.event_stream import EventWriter
-from lightkv.router.api.generation import Answer, TextDelta
-from lightkv.router.api.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter
-from lightkv.router.api.server import _HttpConnection
+from lightkv.router.api.answers.chat_writer import ChatWriter
+from lightkv.router.api.answers.completion_writer import CompletionWriter
+from lightkv.router.api.answers.generation import Answer, TextDelta
+from lightkv.router.api.http.server import _HttpConnection
+from lightkv.router.api.http.stream import EventWriter
 
 UNUSED: Any = None
 TEXTS = ["Once", " upon", ' a "time"\n', "", "\u00e9\u4e2d\U0001f600", "</s>\u2028\\", "the end"]
@@ -26,10 +26,8 @@ def plainly(writer: CompletionWriter | ChatWriter, deltas: list[TextDelta], with
     return [chunk | {"usage": None} if with_usage else chunk for chunk in chunks]
 
 
-def streamed(
-    writer: CompletionWriter | ChatWriter, deltas: list[TextDelta], body: GenerationRequest
-) -> list[Any]:
-    events = EventWriter(UNUSED, writer, body)
+def streamed(writer: CompletionWriter | ChatWriter, deltas: list[TextDelta], with_usage: bool) -> list[Any]:
+    events = EventWriter(UNUSED, writer, with_usage, False)
     data = b"".join(map(events.delta, deltas)).decode()
     *lines, rest = data.split("\n\n")
     assert rest == ""
@@ -40,19 +38,12 @@ def streamed(
 @pytest.mark.parametrize("with_usage", [False, True], ids=["without usage", "with usage"])
 @pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
 def test_events_made_of_the_first_one_equal_those_written_whole(is_chat: bool, with_usage: bool) -> None:
-    options = {"stream": True, "stream_options": {"include_usage": with_usage}}
-    body: GenerationRequest
     writer: CompletionWriter | ChatWriter
-    if is_chat:
-        body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}], **options})
-        writer = ChatWriter("mödel", UNUSED)
-    else:
-        body = CompletionRequest.model_validate({"prompt": "Hi", **options})
-        writer = CompletionWriter("mödel", UNUSED, ["the prompt"])
+    writer = ChatWriter("mödel", UNUSED) if is_chat else CompletionWriter("mödel", UNUSED, ["the prompt"])
     deltas = [TextDelta(answer(i % 2), text) for text in TEXTS for i in range(2)]
     deltas.append(TextDelta(answer(0), "", finish_reason="length"))
     deltas.append(TextDelta(answer(1), "!", finish_reason="stop"))
-    found = streamed(writer, deltas, body)
+    found = streamed(writer, deltas, with_usage)
     writer._opened.clear()
     deltas[-2].text = "?"  # so that `plainly` has it, too
     expected = plainly(writer, deltas, with_usage)

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from lightkv.router.api.prompt_reader import convert, num_characters
-from lightkv.router.api.request_body import (
+from lightkv.router.api.http.body import (
     FREE_BYTES,
     MAX_CONTAINERS,
     MAX_STRINGS,
@@ -27,6 +26,7 @@ from lightkv.router.api.request_body import (
     parse,
     parse_short,
 )
+from lightkv.router.api.requests.prompts import convert, num_characters
 from tests.support.api_process import start_api_process, until_closed
 from tests.support.fake_router import (
     CHAT,
@@ -294,7 +294,7 @@ def test_a_long_body_is_read_as_json(value: Any) -> None:
     [
         b' {"a": [1, -0, -0.0, 1e2, 0.1, 5e-324, "\\u00e9\\n"], "a": [true, null, {}]} ',
         b"[1e999, NaN, -Infinity]",
-        b'["\\ud800", "\\u00e9\\n", 123456789.123456789123456789, 123456789012345678901234567890]',
+        b'["\\ud83d\\ude42", NaN, "\\u00e9\\n", 123456789.123456789123456789, 123456789012345678901234567890]',
         b"",
         b"01",
         b'"a\tb"',
@@ -313,6 +313,15 @@ def test_a_short_body_is_parsed_as_pythons_own_parser_does(body: bytes) -> None:
             return f"{type(error).__name__}: {error}"
 
     assert outcome(parse_short) == outcome(lambda text: json.loads(text.decode()))
+
+
+@pytest.mark.parametrize("blank", [b"", b" " * SHORT_BODY], ids=["short", "long"])
+def test_half_a_surrogate_pair_becomes_a_character_that_utf8_has(blank: bytes) -> None:
+    body = b'{"\\uDC00": ["a\\ud800", "\\ud83d\\ude42", 123456789012345678901234567890, 1.5, NaN]}' + blank
+    found = parse(body) if blank else parse_short(body)
+    assert repr(found) == repr(
+        {"\ufffd": ["a\ufffd", "\U0001f642", 123456789012345678901234567890, 1.5, float("nan")]}
+    )
 
 
 @pytest.mark.parametrize(

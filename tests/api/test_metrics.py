@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from lightkv.router.api.answers.generation import AnswerClock
 from lightkv.router.api.metrics import ServiceMetrics
 from lightkv.router.engine.step import Limits, RunnerInfo
 from lightkv.router.service.messages import Load, Status
@@ -146,7 +147,7 @@ def test_metrics_come_from_the_latest_status() -> None:
 
 def test_an_answer_is_timed_from_its_beginning_to_its_end() -> None:
     metrics = ServiceMetrics("m", lambda: LatestStatus(Status("ready", "", LOAD), 0.0))
-    clock = metrics.begin()
+    clock = AnswerClock(metrics)
     for _ in range(4):
         clock.token()
     clock.finish("length")
@@ -163,6 +164,6 @@ def test_two_services_in_one_process_share_nothing() -> None:
     first, second = (
         ServiceMetrics("m", lambda: LatestStatus(Status("ready", "", LOAD), 0.0)) for _ in range(2)
     )
-    first.begin().finish("stop")
+    AnswerClock(first).finish("stop")
     assert 'vllm:request_success_total{finished_reason="stop"}' in values(first)
     assert 'vllm:request_success_total{finished_reason="stop"}' not in values(second)

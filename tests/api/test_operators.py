@@ -18,7 +18,7 @@ from lightkv import __version__
 from lightkv.router.api.operators.docs_page import page_of
 from lightkv.router.api.operators.request_log import RequestRecord
 from lightkv.router.api.operators.tracing import SpanTracer, phases
-from lightkv.router.api.routes import Routes
+from lightkv.router.api.requests.service import ServiceRoutes
 from lightkv.router.config import EngineConfig, InvalidConfig, ServiceConfig
 from lightkv.router.model_files import resolve
 from lightkv.router.service import launch
@@ -214,10 +214,10 @@ def test_pages_of_an_allowed_origin_may_call_the_service(api: ApiUnderTest) -> N
 def test_pages_of_an_allowed_origin_may_read_that_the_service_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fail(self: Routes) -> None:
+    async def fail(self: ServiceRoutes) -> None:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(Routes, "version", fail)
+    monkeypatch.setattr(ServiceRoutes, "version", fail)
     with service(tmp_path, allowed_origins=[ORIGIN]).running() as failing:
         status, headers, content = failing.send("GET", "/version", headers={"Origin": ORIGIN})
         assert (status, headers["Access-Control-Allow-Origin"]) == (500, ORIGIN)
@@ -446,7 +446,7 @@ def test_a_request_becomes_spans_below_its_callers(api: ApiUnderTest) -> None:
 def test_a_service_gives_its_records_to_the_tracer(tmp_path: Path) -> None:
     exporter = InMemorySpanExporter()
     tracer = SpanTracer(SimpleSpanProcessor(exporter), MODEL)
-    with service(tmp_path).running(tracer=tracer) as api, closing(tracer):
+    with service(tmp_path).running(take=[tracer.record]) as api, closing(tracer):
         api.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2})
         wait_until(lambda: len(exporter.get_finished_spans()) == 4)
     names = [span.name for span in exporter.get_finished_spans()]

@@ -8,8 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from lightkv.router.api.openai.response_writer import ResponseWriter
-from lightkv.router.api.openai.responses import ResponseRequest
+from lightkv.router.api.answers.response_writer import ResponseWriter
+from lightkv.router.api.requests.responses import ResponseRequest
 from lightkv.router.sampling_params import InvalidParams
 from tests.support.fake_router import CHAT, MODEL, TEXT, ApiUnderTest, error_of, idle, ids_of, service
 
@@ -321,7 +321,7 @@ def test_reasoning_and_calls_become_items() -> None:
         {},
     ]
     stub: Any = StubWriter(deltas)
-    writer = ResponseWriter(ResponseRequest(input="a"), MODEL, stub)
+    writer = ResponseWriter(ResponseRequest(input="a").repeated(), MODEL, stub)
     stream = writer.events(generation)
     gained: Any = SimpleNamespace(text="x", scored=[], finish_reason="stop")
     events = events_of(stream.begin() + stream.delta(gained) + stream.end())

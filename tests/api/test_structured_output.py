@@ -25,16 +25,20 @@ SLOW = {"type": "object", "properties": {f"x{i}": {"type": "string", "maxLength"
 MANY_RULES = "root ::= a0\n" + "".join(f"a{i} ::= a{i + 1}\n" for i in range(9000)) + 'a9000 ::= "x"'
 # Others that were made to take long, or too much memory.
 ADVERSARIAL: dict[str, dict[str, Any]] = {
-    "slow": {"guided_json": SLOW},
-    "deep": {"guided_json": '{"type":"array","items":' * 2000 + "{}" + "}" * 2000},
-    "large": {"guided_json": json.dumps({"enum": [f"{i:020}" for i in range(50_000)]})},
-    "exponential regex": {"guided_regex": "((a{1,1000}){1,1000}){1,1000}"},
-    "large regex": {"guided_regex": "(" + "|".join("a" * i + "b" for i in range(900)) + "){1,500}"},
-    "recursion": {"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}},
-    "no text": {"guided_grammar": "start: start"},
-    "slow GBNF": {"guided_grammar": "root ::= " + '"a" ' * 60_000},
-    "large GBNF": {"guided_grammar": "root ::= " + '"a" ' * 500_000},
-    "many rules": {"ebnf": MANY_RULES},
+    "slow": {"structured_outputs": {"json": SLOW}},
+    "deep": {"structured_outputs": {"json": '{"type":"array","items":' * 2000 + "{}" + "}" * 2000}},
+    "large": {"structured_outputs": {"json": json.dumps({"enum": [f"{i:020}" for i in range(50_000)]})}},
+    "exponential regex": {"structured_outputs": {"regex": "((a{1,1000}){1,1000}){1,1000}"}},
+    "large regex": {
+        "structured_outputs": {"regex": "(" + "|".join("a" * i + "b" for i in range(900)) + "){1,500}"}
+    },
+    "recursion": {
+        "structured_outputs": {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}
+    },
+    "no text": {"structured_outputs": {"grammar": "start: start"}},
+    "slow GBNF": {"structured_outputs": {"grammar": "root ::= " + '"a" ' * 60_000}},
+    "large GBNF": {"structured_outputs": {"grammar": "root ::= " + '"a" ' * 500_000}},
+    "many rules": {"structured_outputs": {"grammar": MANY_RULES}},
     "deep tag": {
         "structural_tag": '{"format":' + '{"type":"optional","content":' * 5000 + "{}" + "}" * 5000 + "}"
     },
@@ -104,23 +108,15 @@ def body(path: str, fields: dict[str, Any]) -> dict[str, Any]:
             {"structured_outputs": {"json": JSON, "disable_additional_properties": True}},
             Grammar("json_schema", CLOSED_JSON),
         ),
-        ({"guided_json": SCHEMA}, Grammar("json_schema", JSON)),
-        ({"guided_json": JSON}, Grammar("json_schema", JSON)),
-        ({"guided_json_object": True}, Grammar("json_object")),
-        ({"guided_json_object": False}, None),
-        ({"guided_regex": "[0-9]+"}, Grammar("regex", "[0-9]+")),
-        ({"guided_choice": ["a"]}, Grammar("choice", '["a"]')),
+        ({"structured_outputs": {"json": JSON}}, Grammar("json_schema", JSON)),
+        ({"structured_outputs": {"json_object": False}}, None),
+        ({"structured_outputs": {"choice": ["a"]}}, Grammar("choice", '["a"]')),
         (
-            {"guided_json": {"type": "null"}, "guided_whitespace_pattern": " ?"},
+            {"structured_outputs": {"json": {"type": "null"}, "whitespace_pattern": " ?"}},
             Grammar("json_schema", '{"type":"null","x-guidance":{"whitespace_pattern":" ?"}}'),
         ),
-        ({"json_schema": SCHEMA}, Grammar("json_schema", JSON)),
-        ({"json_schema": JSON}, Grammar("json_schema", JSON)),
-        ({"regex": "[0-9]+"}, Grammar("regex", "[0-9]+")),
-        ({"ebnf": 'root ::= "a"'}, Grammar("lark", 'root ::= "a"')),
-        ({"grammar": 'start: "a"'}, Grammar("lark", 'start: "a"')),
-        ({"structural_tag": TAG}, Grammar("structural_tag", TAG_TEXT)),
-        ({"structural_tag": TAG_TEXT}, Grammar("structural_tag", TAG_TEXT)),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, Grammar("lark", 'root ::= "a"')),
+        ({"structured_outputs": {"structural_tag": TAG}}, Grammar("structural_tag", TAG_TEXT)),
         ({"structured_outputs": {"structural_tag": TAG_TEXT}}, Grammar("structural_tag", TAG_TEXT)),
         ({"response_format": TAG}, Grammar("structural_tag", TAG_TEXT)),
     ],
@@ -143,11 +139,11 @@ def test_a_grammar_in_gbnf_is_converted() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"guided_regex": "\ud800a"},
-        {"guided_choice": ["\ud800a"]},
-        {"guided_grammar": 'start: "\ud800"'},
-        {"guided_grammar": 'root ::= "\ud800"'},
-        {"guided_json": {"type": "object", "properties": {"\ud800": {"type": "null"}}}},
+        {"structured_outputs": {"regex": "\ud800a"}},
+        {"structured_outputs": {"choice": ["\ud800a"]}},
+        {"structured_outputs": {"grammar": 'start: "\ud800"'}},
+        {"structured_outputs": {"grammar": 'root ::= "\ud800"'}},
+        {"structured_outputs": {"json": {"type": "object", "properties": {"\ud800": {"type": "null"}}}}},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "\ud800"}}}},
     ],
 )
@@ -176,21 +172,36 @@ def test_choices_may_have_any_character() -> None:
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "one of them"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "one or more"),
         ({"structured_outputs": {"regex": 1}}, "structured_outputs", "regex"),
-        ({"guided_json": "{"}, "guided_json", "Expecting"),
-        ({"guided_json": {"type": "foo"}}, "guided_json", "Invalid type"),
-        ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
-        ({"guided_grammar": "start: b"}, "guided_grammar", "unknown name"),
-        ({"guided_grammar": "root ::= ((("}, "guided_grammar", "grammar"),
-        ({"ebnf": 'root ::= "a" b'}, "ebnf", "GBNF"),
-        ({"structural_tag": "{"}, "structural_tag", "Expecting"),
-        ({"structural_tag": "[]"}, "structural_tag", "structural tag is an object"),
-        ({"structural_tag": {"type": "structural_tag"}}, "structural_tag", "format"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs", "Expecting"),
+        ({"structured_outputs": {"json": {"type": "foo"}}}, "structured_outputs", "Invalid type"),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "unclosed group"),
+        ({"structured_outputs": {"grammar": "start: b"}}, "structured_outputs", "unknown name"),
+        ({"structured_outputs": {"grammar": "root ::= ((("}}, "structured_outputs", "grammar"),
+        ({"structured_outputs": {"grammar": 'root ::= "a" b'}}, "structured_outputs", "GBNF"),
+        ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs", "Expecting"),
+        (
+            {"structured_outputs": {"structural_tag": "[]"}},
+            "structured_outputs",
+            "structural tag is an object",
+        ),
+        (
+            {"structured_outputs": {"structural_tag": {"type": "structural_tag"}}},
+            "structured_outputs",
+            "format",
+        ),
         ({"response_format": TAG | {"format": {"type": "xml"}}}, "response_format", "const_string"),
         ({"structured_outputs": {"structural_tag": 1}}, "structured_outputs", "structural tag"),
-        ({"regex": "a", "ebnf": 'root ::= "a"'}, "ebnf", "it without regex"),
-        ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice", "it without guided_regex"),
-        ({"guided_regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "guided_regex", f"at most {MAX_GRAMMAR_BYTES}"),
-        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "grammar"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "it without response_format",
+        ),
+        (
+            {"structured_outputs": {"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}},
+            "structured_outputs",
+            f"at most {MAX_GRAMMAR_BYTES}",
+        ),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "grammar"),
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else None,
 )
@@ -206,16 +217,18 @@ def test_a_grammar_that_cannot_be_is_refused_by_the_fields_name(
 
 def test_half_surrogates_in_a_grammar_do_no_harm(api: ApiUnderTest) -> None:
     for fields in (
-        {"regex": "\ud800"},
-        {"guided_choice": ["\ud800"]},
-        {"structural_tag": TAG | {"x": "\ud800"}},
+        {"structured_outputs": {"regex": "\ud800"}},
+        {"structured_outputs": {"choice": ["\ud800"]}},
+        {"structured_outputs": {"structural_tag": TAG | {"x": "\ud800"}}},
     ):
         api.post(COMPLETIONS, body(COMPLETIONS, fields))
         assert "\ufffd" in str(api.router.submits[-1].params.grammar)
 
 
 def test_adversarial_grammars_are_refused_within_a_second_and_streams_go_on(api: ApiUnderTest) -> None:
-    api.post(COMPLETIONS, body(COMPLETIONS, {"guided_regex": "a"}))  # starts the child process
+    api.post(
+        COMPLETIONS, body(COMPLETIONS, {"structured_outputs": {"regex": "a"}})
+    )  # starts the child process
     api.router.delay = 0.02
     gaps: list[float] = []
     done = threading.Event()
@@ -251,10 +264,10 @@ def test_json_is_compact_by_default_if_the_service_says_so(tmp_path: Path) -> No
     with service(tmp_path, compact_json=True).running() as compact:
         for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, HELLO)):
             for fields in (
-                {"guided_json": SCHEMA},
+                {"structured_outputs": {"json": SCHEMA}},
                 {"response_format": {"type": "json_object"}},
                 {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " "}},
-                {"guided_regex": "a b"},
+                {"structured_outputs": {"regex": "a b"}},
                 {},
             ):
                 compact.post(path, body | fields | {"max_tokens": 1})
@@ -283,7 +296,7 @@ def test_the_router_gets_the_hash_of_the_key_with_a_grammar(tmp_path: Path) -> N
     with service(tmp_path, api_keys=keys).running() as api:
         for key in (*keys, keys[0]):
             for path in (COMPLETIONS, CHAT):
-                sent = body(path, {"guided_regex": "a"})
+                sent = body(path, {"structured_outputs": {"regex": "a"}})
                 assert api.send("POST", path, sent, {"Authorization": f"Bearer {key}"})[0] == 200
         owners = [asked.submit.grammar_owner for asked in api.router.submits]
         assert owners[:2] == owners[4:]

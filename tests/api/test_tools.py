@@ -14,9 +14,9 @@ import openai
 import pytest
 from llguidance import LLTokenizer
 
-from lightkv.router.api.openai.dialect import ChatDialect
-from lightkv.router.api.openai.protocol import ChatRequest
-from lightkv.router.api.openai.tools import Function, ToolUse
+from lightkv.router.api.requests.chat import ChatRequest
+from lightkv.router.api.requests.dialect import ChatDialect
+from lightkv.router.api.requests.tools import Function, ToolUse
 from lightkv.router.config import InvalidConfig, ServiceConfig
 from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar
 from lightkv.router.service.api_settings import ApiSettings
@@ -439,16 +439,18 @@ def test_parsers_can_be_switched_off(services: dict[str, ApiUnderTest]) -> None:
 
 def test_an_answer_that_follows_a_grammar_is_content(qwen: ApiUnderTest) -> None:
     """Such an answer has no reasoning, and may have calls where there are tools."""
-    dialect = ChatDialect(qwen.tokenizer, ApiSettings(model_names=[MODEL]))
+    settings = ApiSettings(model_names=[MODEL])
+    dialect = ChatDialect(qwen.tokenizer, settings)
     body = ChatRequest.model_validate({"messages": HELLO, "tools": [WEATHER]})
+    chat = body.chat(settings)
     required = ToolUse([Function(name="f")], is_required=True)
     ids = np.zeros(1, np.int32)
     for use in (None, body.tool_use()):
-        assert dialect.reading(body, use, ids) is not None
-        assert (dialect.reading(body, use, ids, Grammar("json_object")) is None) == (use is None)
-        assert dialect.chat(body, use, is_constrained=True).variables == {"enable_thinking": False}
-        assert dialect.chat(body, use).variables == {}
-    assert dialect.reading(body, required, ids, Grammar("json_object")) is not None
+        assert dialect.reading(use, ids) is not None
+        assert (dialect.reading(use, ids, Grammar("json_object")) is None) == (use is None)
+        assert dialect.told(chat, use, is_constrained=True).variables == {"enable_thinking": False}
+        assert dialect.told(chat, use).variables == {}
+    assert dialect.reading(required, ids, Grammar("json_object")) is not None
 
 
 def test_unknown_parsers_are_refused() -> None:
@@ -615,7 +617,9 @@ def test_a_structural_tag_says_itself_where_calls_are(qwen: ApiUnderTest) -> Non
     tag = {"type": "structural_tag", "format": form}
     text = f"I look.\n{begin}{{}}{end}"
     script(qwen, text)
-    for choice in both(qwen, tools=[WEATHER, CLOCK], extra_body={"structural_tag": tag}):
+    for choice in both(
+        qwen, tools=[WEATHER, CLOCK], extra_body={"structured_outputs": {"structural_tag": tag}}
+    ):
         assert calls_of(choice) == [("clock", "{}")]
         assert choice.message.content == "I look."
     assert allows(qwen, text)
@@ -635,10 +639,10 @@ def test_at_most_one_call_or_the_format(qwen: ApiUnderTest) -> None:
     "fields",
     [
         {"response_format": {"type": "json_object"}},
-        {"guided_choice": ["yes", "no"]},
-        {"guided_regex": "yes|no"},
-        {"ebnf": 'root ::= "yes" | "no"'},
-        {"structural_tag": {"format": {"type": "const_string", "value": "yes"}}},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"structured_outputs": {"regex": "yes|no"}},
+        {"structured_outputs": {"grammar": 'root ::= "yes" | "no"'}},
+        {"structured_outputs": {"structural_tag": {"format": {"type": "const_string", "value": "yes"}}}},
     ],
     ids=str,
 )
@@ -648,7 +652,7 @@ def test_every_format_goes_with_tools(
 ) -> None:
     api = services[name]
     answer = "{}" if "response_format" in fields else "yes"
-    is_message = name == "gpt" and "structural_tag" not in fields
+    is_message = name == "gpt" and "structural_tag" not in str(fields)
     begin = "<|channel|>final<|message|>" if is_message else ""
     script(api, begin + answer)
     for choice in both(api, tools=[CLOCK], extra_body=fields):
@@ -661,17 +665,17 @@ def test_calls_without_a_mark_go_with_json_and_choices(services: dict[str, ApiUn
     llama = services["llama"]
     body = {"messages": HELLO, "max_tokens": 40, "tools": [CLOCK]}
     for fields, taken in (
-        ({"guided_choice": ["yes", "no"]}, "yes"),
-        ({"guided_json": True}, "[1]"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes"),
+        ({"structured_outputs": {"json": True}}, "[1]"),
         ({"response_format": {"type": "json_object"}}, '{"name": "watch"}'),
     ):
         llama.post(CHAT, body | fields)
         assert allows(llama, taken)
         assert allows(llama, '{"name": "clock", "parameters": {}}; {"name": "clock", "parameters": {}}')
     for fields in (
-        {"guided_regex": "yes|no"},
-        {"guided_choice": ["{", "no"]},
-        {"guided_json": {"type": "array"}, "guided_whitespace_pattern": ""},
+        {"structured_outputs": {"regex": "yes|no"}},
+        {"structured_outputs": {"choice": ["{", "no"]}},
+        {"structured_outputs": {"json": {"type": "array"}, "whitespace_pattern": ""}},
     ):
         error = llama.post(CHAT, body | fields, 400)["error"]
         assert error["param"] == "tools"
@@ -730,7 +734,7 @@ def test_gpt_oss_answers_a_format_on_its_channel(services: dict[str, ApiUnderTes
     assert not allows(gpt, ANSWER)
     tag = {"type": "structural_tag", "format": {"type": "const_string", "value": "x"}}
     script(gpt, "<|channel|>final<|message|>x")
-    both(gpt, extra_body={"structural_tag": tag})
+    both(gpt, extra_body={"structured_outputs": {"structural_tag": tag}})
     assert allows(gpt, "x")  # a structural tag says itself where the messages are
 
 

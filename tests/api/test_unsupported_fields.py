@@ -1,4 +1,4 @@
-"""Every field that would change an answer is supported or refused by name, as docs/clients.md says."""
+"""Every field that would change an answer is supported or refused by name, as docs/api.md says."""
 
 import json
 import re
@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from lightkv.router.api import unsupported_fields
-from lightkv.router.api.openai.protocol import ChatRequest, CompletionRequest
-from lightkv.router.api.unsupported_fields import Unsupported
+from lightkv.router.api.requests import refused as refused_fields
+from lightkv.router.api.requests.chat import ChatRequest
+from lightkv.router.api.requests.completion import CompletionRequest
+from lightkv.router.api.requests.refused import Unsupported
 from tests.support.fake_router import (
     CHAT,
     COMPLETIONS,
@@ -24,7 +25,7 @@ from tests.support.fake_router import (
     stream_texts,
 )
 
-DOCUMENT = Path(__file__).parents[2] / "docs/clients.md"
+DOCUMENT = Path(__file__).parents[2] / "docs/api.md"
 PATHS = (COMPLETIONS, CHAT)
 Row = tuple[str, list[Any], Any, str]
 
@@ -81,10 +82,10 @@ def text_of(api: ApiUnderTest, path: str, **fields: Any) -> str:
 @pytest.mark.parametrize(
     ("rows", "known"),
     [
-        (EVERYWHERE, unsupported_fields.UNSUPPORTED),
-        (ON_CHAT, unsupported_fields.UNSUPPORTED_ON_CHAT),
-        (ON_COMPLETIONS, unsupported_fields.UNSUPPORTED_ON_COMPLETIONS),
-        (IN_MESSAGES, unsupported_fields.UNSUPPORTED_IN_MESSAGES),
+        (EVERYWHERE, refused_fields.UNSUPPORTED),
+        (ON_CHAT, refused_fields.UNSUPPORTED_ON_CHAT),
+        (ON_COMPLETIONS, refused_fields.UNSUPPORTED_ON_COMPLETIONS),
+        (IN_MESSAGES, refused_fields.UNSUPPORTED_IN_MESSAGES),
     ],
     ids=["everywhere", "chat", "completions", "messages"],
 )
@@ -123,8 +124,8 @@ def test_ignored_fields_change_nothing(api: ApiUnderTest, path: str) -> None:
 
 def test_no_field_is_both_supported_and_refused() -> None:
     for carried, known in (
-        (ChatRequest, unsupported_fields.CHAT),
-        (CompletionRequest, unsupported_fields.COMPLETIONS),
+        (ChatRequest, refused_fields.CHAT),
+        (CompletionRequest, refused_fields.COMPLETIONS),
     ):
         ignored = {field for field, _ in IGNORED} - {"user"}  # which has a type, and no effect
         assert not set(carried.model_fields) & (set(known) | ignored)
@@ -309,56 +310,18 @@ def test_max_completion_tokens_replaces_max_tokens(api: ApiUnderTest) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ({"max_new_tokens": 3}, {"max_tokens": 3}),
-        ({"n_predict": 3}, {"max_tokens": 3}),
-        ({"num_predict": 3}, {"max_tokens": 3}),
-        ({"min_new_tokens": 2, "max_tokens": 5}, {"min_tokens": 2, "max_tokens": 5}),
-        ({"stop_sequences": ["a"], "max_tokens": 5}, {"stop": ["a"], "max_tokens": 5}),
-        ({"stop_words": "a", "max_tokens": 5}, {"stop": "a", "max_tokens": 5}),
-        ({"random_seed": 7, "max_tokens": 5}, {"seed": 7, "max_tokens": 5}),
-        ({"extra_key": "a", "max_tokens": 5}, {"cache_salt": "a", "max_tokens": 5}),
-        ({"do_sample": False, "max_tokens": 5}, {"temperature": 0, "max_tokens": 5}),
-        ({"do_sample": True, "num_beams": 1, "max_tokens": 5}, {"max_tokens": 5}),
-    ],
-    ids=str,
-)
-def test_other_names_mean_the_same(
-    api: ApiUnderTest, path: str, given: dict[str, Any], meant: dict[str, Any]
-) -> None:
-    prompt: dict[str, Any] = HELLO if path == CHAT else {"prompt": "a"}
-    for fields in (given, meant, meant | given):
-        api.post(path, prompt | {"seed": 7} | fields)
-    first, *others = api.router.submits
-    for other in others:
-        assert other.what == first.what
-
-
-def test_other_names_of_counts(api: ApiUnderTest) -> None:
-    done = api.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2, "num_return_sequences": 3})
-    assert len(done["choices"]) == 3
-    for fields in ({"num_beams": 2, "temperature": 0.5}, {"num_beams": 2, "num_return_sequences": 2}):
-        done = api.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2, **fields})
-        assert len(done["choices"]) == fields.get("num_return_sequences", 1)
-    error = api.post(COMPLETIONS, {"prompt": "a", "num_beams": 0}, 400)["error"]
-    assert error["param"] == "num_beams"
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_another_name_beside_another_value_is_refused(api: ApiUnderTest, path: str) -> None:
-    for alias, value, field, other in (
-        ("n_predict", 3, "max_tokens", 4),
-        ("stop_words", ["a"], "stop", "b"),
-        ("random_seed", 1, "seed", 2),
-        ("do_sample", False, "temperature", 0.5),
-        ("num_beams", 3, "best_of", 4),
-    ):
-        error = api.post(path, body(path, **{alias: value, field: other}), 400)["error"]
-        assert error["param"] == alias
-        assert f"it without {field}" in error["message"]
-    assert api.post(path, body(path, max_new_tokens=True), 400)["error"]["param"] == "max_new_tokens"
+def test_another_servers_name_is_answered_with_the_field_to_write(api: ApiUnderTest, path: str) -> None:
+    for name, field in refused_fields.RENAMED.items():
+        error = api.post(path, body(path, **{name: 1}), 400)["error"]
+        assert error["param"] == name
+        assert error["message"].endswith(f"; give null, and use {field}")
+        first, _, key = field.partition(".")
+        assert first in ChatRequest.model_fields
+        assert first in CompletionRequest.model_fields
+        structure = {"regex": "a", "whitespace_pattern": "", "json_object": True, "choice": ["a"]}
+        if key in structure:  # and what it says is a field, indeed
+            assert api.post(path, body(path, structured_outputs={key: structure[key]}))["choices"]
+    assert all(submit.params.max_tokens == 5 for submit in api.router.submits)
 
 
 def test_the_first_tokens_of_a_prompt_can_be_kept(api: ApiUnderTest) -> None:
@@ -391,20 +354,10 @@ def test_documents_and_reasoning_reach_a_template_that_has_a_place_for_them(tmp_
 
         assert rendered(documents=[]) == "None|||Hi"
         assert rendered(documents=[{"text": "a"}]) == "[{'text': 'a'}]|||Hi"
-        for fields in (
-            {"enable_thinking": False},
-            {"thinking": False},
-            {"thinking": {"type": "disabled"}},
-            {"reasoning": {"enabled": False}},
-        ):
-            assert rendered(**fields) == "None|False||Hi"
-        assert rendered(thinking={"type": "enabled"}) == "None|True||Hi"
-        assert rendered(reasoning={"effort": "low"}) == "None||low|Hi"
+        assert rendered(chat_template_kwargs={"enable_thinking": False}) == "None|False||Hi"
+        assert rendered(reasoning_effort="low") == "None||low|Hi"
         for field, fields in (
-            ("thinking", {"enable_thinking": True, "thinking": False}),
-            ("reasoning", {"reasoning_effort": "low", "reasoning": {"effort": "high"}}),
-            ("reasoning", {"reasoning": {"max_tokens": 5}}),
-            ("thinking", {"thinking": {"type": "adaptive"}}),
+            ("reasoning_effort", {"reasoning_effort": "endless"}),
             ("documents", {"documents": ["a"]}),
         ):
             assert api.post(CHAT, HELLO | fields, 400)["error"]["param"] == field, fields
@@ -413,9 +366,6 @@ def test_documents_and_reasoning_reach_a_template_that_has_a_place_for_them(tmp_
 def test_a_template_without_a_place_refuses_documents_and_switches(api: ApiUnderTest) -> None:
     for field, value in (
         ("documents", [{"text": "a"}]),
-        ("enable_thinking", False),
-        ("thinking", {"type": "enabled"}),
-        ("reasoning", {"enabled": True}),
         ("reasoning_effort", "low"),
     ):
         for path in (CHAT, "/tokenize"):

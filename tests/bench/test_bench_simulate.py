@@ -9,8 +9,8 @@ import torch
 
 from bench.trace import simulate, step_time
 from lightkv.router import EngineConfig
-from lightkv.router.config import ADMISSIONS
 from lightkv.router.engine.step_time import StepTime, Work, fit
+from lightkv.router.simulate.config import SIMULATED_ADMISSIONS
 from tests.support.tiny_models import tiny_llama
 
 
@@ -22,7 +22,7 @@ def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     simulate.main()
     results = json.loads(out.read_text())["results"]
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["results"] == results
-    assert results["goodput"]["sharegpt"]["1.3"].keys() == {*ADMISSIONS, simulate.PATIENT_ORACLE}
+    assert results["goodput"]["sharegpt"]["1.3"].keys() == {*SIMULATED_ADMISSIONS, simulate.PATIENT_ORACLE}
     assert results["policies"]["chat"]["exact"]["num_finished"] == 12
     shares = results["waste"]["azure-conv"]
     assert 0 < shares[0] < shares[-1] < 1

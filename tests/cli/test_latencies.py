@@ -2,6 +2,7 @@
 
 import pytest
 
+from lightkv.router.api.answers.generation import AnswerClock
 from lightkv.router.api.metrics import ServiceMetrics
 from lightkv.router.cli.latencies import Buckets, line_of, observed, quantile, since
 from lightkv.router.service.messages import Load, Status
@@ -41,7 +42,7 @@ def test_the_services_own_metrics_are_read() -> None:
     metrics = ServiceMetrics('a "name"', lambda: latest)
     for seconds in (0.02, 0.02, 0.4):
         metrics.ttft.observe(seconds)
-    metrics.begin().finish("stop")
+    AnswerClock(metrics).finish("stop")
     found = observed(metrics.text().decode())
     assert found.model == 'a "name"'
     assert found.first_token[0.025] == 2.0

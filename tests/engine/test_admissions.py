@@ -7,12 +7,14 @@ import pytest
 
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
-from lightkv.router.config import ADMISSIONS
-from lightkv.router.engine.admission import AverageLength, OutputLengths, make_admission
+from lightkv.router.config import ADMISSIONS, InvalidConfig
+from lightkv.router.engine.admission import make_admission
 from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits, StepResult
+from lightkv.router.simulate.admissions import make_simulated
+from lightkv.router.simulate.config import SIMULATED_ADMISSIONS
 from tests.support.model_worker import STOP, ModelWorker, assert_idle
 
 VOCABULARY = 300
@@ -29,11 +31,11 @@ def make(
     ledger = TokenLedger(capacity, max_num_seqs, 90)
     worker = ModelWorker(capacity, random.Random(0), stop_chance=0.1)
     limits = Limits(max_num_seqs, 90, chunk, VOCABULARY)
-    return LocalEngine(Scheduler(ledger, limits, admission=make_admission(admission)), worker), worker
+    return LocalEngine(Scheduler(ledger, limits, admission=make_simulated(admission, 0, 0)), worker), worker
 
 
 @pytest.mark.parametrize("chunk", [0, 5])
-@pytest.mark.parametrize("admission", ADMISSIONS)
+@pytest.mark.parametrize("admission", SIMULATED_ADMISSIONS)
 def test_random_requests_under_each_admission(admission: str, chunk: int) -> None:
     """Prompts with shared prefixes run in a pool that a few requests fill. The worker raises if a slot is
     missing."""
@@ -64,6 +66,12 @@ def test_each_admission_is_a_setting_of_the_service(admission: str) -> None:
     assert EngineConfig(admission=admission).admission == admission
 
 
+@pytest.mark.parametrize("admission", ["sum", "oracle", "watermark"])
+def test_an_admission_for_comparison_is_refused_by_the_service(admission: str) -> None:
+    with pytest.raises(InvalidConfig, match="give one of exact, quantile, timely"):
+        EngineConfig(admission=admission)
+
+
 def running_at_first(admission: str, num: int, prompt: int, max_tokens: int, capacity: int) -> int:
     engine, worker = make(admission, capacity)
     worker.stop_chance = 0.0
@@ -78,33 +86,6 @@ def test_each_admission_admits_another_number_of_equal_requests() -> None:
     assert running_at_first("sum", 10, 10, 21, 100) == 3
     assert running_at_first("exact", 10, 10, 21, 100) == 3
     assert running_at_first("watermark", 10, 10, 21, 100) == 9  # 99 tokens: 10 and one more of each
-
-
-def test_an_estimate_is_the_mean_or_a_tenth_more_than_a_longer_output() -> None:
-    lengths = AverageLength()
-    for _ in range(OutputLengths.num_needed - 1):
-        lengths.observe(100)
-    assert lengths.estimate(0, 500) == 500  # too few outputs for an estimate
-    lengths.observe(100)
-    assert [lengths.estimate(n, 500) for n in (0, 99, 100, 200, 490)] == [100, 108, 110, 220, 500]
-    assert lengths.estimate(3, 4) == 4
-    for _ in range(OutputLengths.num_recent):
-        lengths.observe(7)
-    assert [lengths.estimate(n, 500) for n in (0, 7, 8)] == [7, 8, 9]
-
-
-def test_an_estimate_is_drawn_from_longer_outputs() -> None:
-    lengths = OutputLengths(quantile=None, seed=1)
-    for i in range(1000):
-        lengths.observe(i + 1)
-    drawn = [lengths.estimate(500, 5000) for _ in range(4000)]
-    assert min(drawn) > 500
-    assert max(drawn) <= 1000
-    assert sum(drawn) / len(drawn) == pytest.approx(750, abs=10)
-    other = OutputLengths(quantile=None, seed=1)
-    for i in range(1000):
-        other.observe(i + 1)
-    assert [other.estimate(500, 5000) for _ in range(4000)] == drawn
 
 
 class Clock:

@@ -7,12 +7,12 @@ from collections import defaultdict
 import pytest
 
 from lightkv.ledger import TokenLedger
-from lightkv.router.engine.admission import make_admission
 from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits
 from lightkv.router.sampling_params import SamplingParams
+from lightkv.router.simulate.admissions import make_simulated
 from tests.support.model_worker import STOP, ModelWorker, assert_idle, run
 
 CAPACITY = 120
@@ -21,7 +21,7 @@ LIMITS = Limits(max_num_seqs=6, max_model_len=CAPACITY + 1, prefill_chunk=16, vo
 
 def make_engine(share: float, depth: int = 1, admission: str = "exact", seed: int = 0) -> LocalEngine:
     ledger = TokenLedger(CAPACITY, LIMITS.max_num_seqs, LIMITS.max_model_len, int(share * CAPACITY))
-    scheduler = Scheduler(ledger, LIMITS, depth, make_admission(admission))
+    scheduler = Scheduler(ledger, LIMITS, depth, make_simulated(admission, 0, 0))
     return LocalEngine(scheduler, ModelWorker(CAPACITY, random.Random(seed), stop_chance=0.05))
 
 

@@ -30,6 +30,7 @@ from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.model.build import assemble
 from lightkv.router.model.info import model_info
 from lightkv.router.model_files import resolve
+from lightkv.router.simulate.admissions import make_simulated
 from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.triton_kernels.attention.variants import Alibi, Window
 from tests.support.served import starting
@@ -126,10 +127,13 @@ def test_texts_are_those_of_transformers_in_chunks_of_7_and_after_prefix_hits(
 @pytest.mark.parametrize(
     "case", [case if case == "bloom" else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
-def test_texts_are_those_of_transformers_after_preemptions(case: str, tmp_path: Path) -> None:
-    llm = make_llm(
-        case, tmp_path, prefill_chunk=None, admission="watermark", max_total_tokens=104, max_num_seqs=5
+def test_texts_are_those_of_transformers_after_preemptions(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "lightkv.router.llm.make_admission", lambda name, ttft_target: make_simulated("watermark", 0, 0)
     )
+    llm = make_llm(case, tmp_path, prefill_chunk=None, max_total_tokens=104, max_num_seqs=5)
     assert texts(llm)[0] == expected_of(case)
     assert llm.stats().num_preemptions > 0
 

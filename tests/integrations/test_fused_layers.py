@@ -5,6 +5,7 @@ That a fused model gives the same texts is tested in tests/model/test_models.py,
 
 import gc
 import weakref
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -30,12 +31,14 @@ from transformers import (
 )
 
 from lightkv.integrations.model.attention_call import AttentionCall, compute
-from lightkv.integrations.model.fused_layers import FusedLayers, fuse_layers, layer_forward, unfuse_layers
-from lightkv.integrations.model.fused_mlp import find_mlp
+from lightkv.integrations.model.cpu_linear import PackedLinear
+from lightkv.integrations.model.decoder_layer import layer_forward
+from lightkv.integrations.model.fused_layers import FusedLayers, fuse_layers, unfuse_layers
 from lightkv.integrations.model.fused_norm import Carry, find_norm
 from lightkv.integrations.model.fused_rotary import fused_layers
 from lightkv.integrations.model.hf_model import PackedStep, bind, bound
-from lightkv.router.model.packed_linear import PackedLinear, pack_linears
+from lightkv.integrations.model.proofs.gated_mlp import find_mlp
+from lightkv.integrations.model.proofs.own_pass import NotFusable
 from lightkv.triton_kernels.layers.residual_norm import Norm
 
 LLAMA = LlamaConfig(**SMALL)
@@ -57,14 +60,16 @@ CONFIGS: dict[str, tuple[PreTrainedConfig, list[str]]] = {
         Starcoder2Config(**SMALL),
         [
             "fused 2 of 2 layers: qkv as one product, norms with the residual",
-            "kept transformers' code for the MLP of 2 layers (Starcoder2MLP)",
+            "kept transformers' code for the MLP of 2 layers (Starcoder2MLP): the sizes of its linear "
+            "layers are not those of a gated MLP",
         ],
     ),
     "experts": (
         MixtralConfig(**SMALL, num_local_experts=4),
         [
             "fused 2 of 2 layers: qkv as one product, norms with the residual",
-            "kept transformers' code for the MLP of 2 layers (MixtralSparseMoeBlock)",
+            "kept transformers' code for the MLP of 2 layers (MixtralSparseMoeBlock): a gated MLP has "
+            "2 or 3 linear layers, and it has 0",
         ],
     ),
     "parallel": (
@@ -72,7 +77,8 @@ CONFIGS: dict[str, tuple[PreTrainedConfig, list[str]]] = {
         [
             "fused 0 of 2 layers: qkv and gate_up as one product each, norms as one kernel each, silu with its "
             "product",
-            "kept transformers' code for the residuals of 2 layers (CohereDecoderLayer)",
+            "kept transformers' code for the residuals of 2 layers (CohereDecoderLayer): what it returns is "
+            "not x + attention + MLP, added up in this order",
         ],
     ),
     "learned-positions": (
@@ -162,7 +168,7 @@ def test_the_same_is_found_in_bf16(name: str, device: torch.device) -> None:
 def test_each_residual_is_added_in_one_pass_with_the_norm_after_it(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightkv.integrations.model import fused_layers as layers
+    from lightkv.integrations.model import decoder_layer as layers
     from lightkv.integrations.model import fused_norm as norms
 
     model = varied_model(LLAMA, device)
@@ -189,7 +195,7 @@ def test_weights_are_views_of_the_joined_ones(device: torch.device) -> None:
     bind(model)
     fused = fuse_layers(model, quiet)
     assert dict(model.named_parameters()) == parameters
-    assert len(fused.joined) == 4
+    assert len(fused.linears.joined) == 4
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         for parts in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
@@ -256,7 +262,7 @@ def doubled(linear: nn.Linear) -> Doubled:
     return made
 
 
-@pytest.mark.parametrize("part", ["layer", "norm", "mlp", "linear", "subclass", "forward"])
+@pytest.mark.parametrize("part", ["layer", "attention", "norm", "mlp", "linear", "subclass", "forward"])
 @pytest.mark.parametrize("changed", [0, 1], ids=["first", "last"])
 def test_what_is_changed_in_one_layer_is_left_alone_there(
     part: str, changed: int, device: torch.device
@@ -270,6 +276,7 @@ def test_what_is_changed_in_one_layer_is_left_alone_there(
 
     hooked = {
         "layer": layer,
+        "attention": layer.self_attn,
         "norm": layer.post_attention_layernorm,
         "mlp": layer.mlp,
         "linear": layer.mlp.gate_proj,
@@ -293,8 +300,8 @@ def test_what_is_changed_in_one_layer_is_left_alone_there(
     chosen = torch.tensor([4, 1], device=device)
     sampled = compute(model, *tokens_and_positions(device), SampledValues(None, (), chosen), chosen)  # type: ignore[arg-type]
     torch.testing.assert_close(sampled, own[chosen], rtol=1e-5, atol=1e-5)
-    expected = {"layer": 2, "norm": 4}.get(part, 3)
-    assert len(fused.joined) == expected
+    expected = {"layer": 2, "attention": 4, "norm": 4}.get(part, 3)
+    assert len(fused.linears.joined) == expected
 
 
 def is_fused(layer: Any) -> bool:
@@ -326,8 +333,10 @@ def test_a_layer_that_differs_keeps_its_forward_pass(
     fuse_layers(model, lines.append)
     assert lines == [
         f"fused 1 of 2 layers: {BOTH}, silu with its product",
-        "kept transformers' code for the residuals of 1 layer (LlamaDecoderLayer)",
-        "kept transformers' code for the MLP of 1 layer (LlamaMLP)",
+        "kept transformers' code for the residuals of 1 layer (LlamaDecoderLayer): what it returns is not "
+        "x + attention + MLP, added up in this order",
+        "kept transformers' code for the MLP of 1 layer (LlamaMLP): gate or up does not get its input, or "
+        "down_proj does not return its output",
     ]
     torch.testing.assert_close(logits(model), own, rtol=1e-5, atol=1e-5)
 
@@ -365,7 +374,7 @@ def test_a_layer_that_calls_its_attention_in_another_way_keeps_its_forward_pass(
 def test_a_layer_whose_kernels_compute_something_else_is_not_fused(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightkv.integrations.model import fused_layers as layers
+    from lightkv.integrations.model import decoder_layer as layers
 
     own_pass = layers.add_and_norm
 
@@ -380,6 +389,74 @@ def test_a_layer_whose_kernels_compute_something_else_is_not_fused(
     fused = fuse_layers(model, quiet)
     assert fused.num_fused == 0
     torch.testing.assert_close(logits(model), own, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "fused_rotary.AttentionLayout.rotary",
+        "fused_rotary.AttentionLayout.project",
+        "fused_rotary.NoiseHandler.attend",
+        "fused_norm.residual_norm_reference",
+        "decoder_layer.gated_activation_reference",
+        "decoder_layer.DecoderLayer.forward",
+        "proofs.layer_run._part_call",
+        "proofs.gated_mlp._error",
+        "linears.JoinedLinear.__init__",
+    ],
+)
+def test_a_bug_of_ours_is_raised(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not look as if the model could not be fused."""
+
+    def broken(*args: Any, **arguments: Any) -> Any:
+        raise KeyError("planted")
+
+    # It is of lightkv, as the function in whose place it stands.
+    planted = FunctionType(broken.__code__, {**broken.__globals__, "__name__": "lightkv.planted"})
+    monkeypatch.setattr(f"lightkv.integrations.model.{where}", planted)
+    model = varied_model(LLAMA, torch.device("cpu"))
+
+    def prepare() -> None:
+        bind(model)
+        fuse_layers(model, quiet)
+
+    with pytest.raises(KeyError, match="planted"):
+        prepare()
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, AssertionError, NotImplementedError, KeyError, OSError])
+@pytest.mark.parametrize("part", ["attention", "mlp", "norm", "layer"])
+def test_whatever_a_models_own_code_raises_for_noise_keeps_that_code(
+    part: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama import modeling_llama as own
+
+    classes = {
+        "attention": own.LlamaAttention,
+        "mlp": own.LlamaMLP,
+        "norm": own.LlamaRMSNorm,
+        "layer": own.LlamaDecoderLayer,
+    }
+    own_forward = classes[part].forward
+
+    def picky(self: Any, hidden_states: torch.Tensor, *args: Any, **arguments: Any) -> Any:
+        if hidden_states.abs().max() > 60:  # larger than in any text
+            raise error("too large")
+        return own_forward(self, hidden_states, *args, **arguments)
+
+    monkeypatch.setattr(classes[part], "forward", picky)
+    model = varied_model(LLAMA, torch.device("cpu"))
+    bind(model)
+    before = logits(model)
+    lines: list[str] = []
+    fused = fuse_layers(model, lines.append)
+    if part in ("layer", "mlp"):
+        assert any(f"fails on noise ({error.__name__}: " in line for line in lines)
+    if part == "attention":
+        assert fused_layers(model) == []
+    # Attention and the MLP get what a norm returns, which is never so large in a layer.
+    assert fused.num_fused == (2 if part in ("attention", "mlp") else 0)
+    torch.testing.assert_close(logits(model), before, rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
@@ -540,10 +617,12 @@ gelu = nn.functional.gelu
 def test_gated_mlps_are_told_from_others(
     module: nn.Module, activation: str | None, dtype: torch.dtype
 ) -> None:
-    found = find_mlp(module.to(dtype), torch.empty(0, dtype=dtype))
-    assert (found and (found.gate_up, found.down, found.activation)) == (
-        activation and (("b", "a"), "c", activation)
-    )
+    module, like = module.to(dtype), torch.empty(0, dtype=dtype)
+    if activation is None:
+        with pytest.raises(NotFusable):
+            find_mlp(module, like)
+    else:
+        assert find_mlp(module, like) == (("b", "a"), "c", activation)
 
 
 @torch.no_grad()
@@ -554,12 +633,15 @@ def test_a_cpu_packs_the_joined_product_and_frees_the_plain_weights() -> None:
     own_tokens = model(tokens).logits
     bind(model)
     own = logits(model)
-    fused: FusedLayers = fuse_layers(model, quiet)
     attention = model.model.layers[0].self_attn
     weight, bias = attention.k_proj.weight.clone(), attention.k_proj.bias.clone()
-    freed = [weakref.ref(one.linear) for one in fused.joined]
-    freed += [weakref.ref(model.get_submodule(f"model.layers.0.{name}")) for name in PARTS]
-    assert pack_linears(model, quiet, fused.joined) == 2 * 4 + 1
+    freed = [weakref.ref(model.get_submodule(f"model.layers.0.{name}")) for name in PARTS]
+    freed += [weakref.ref(part.weight) for part in (one() for one in freed)]
+    lines: list[str] = []
+    fused: FusedLayers = fuse_layers(model, lines.append, packed=True)
+    assert fused.linears.num_placed == 2 * 4 + 1
+    assert lines[:1] == CONFIGS["biases"][1]
+    assert lines[1].startswith("packed 9 linear layers for the CPU in ")
     gc.collect()
     assert [one() for one in freed] == [None] * len(freed)
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
@@ -569,10 +651,10 @@ def test_a_cpu_packs_the_joined_product_and_frees_the_plain_weights() -> None:
     torch.testing.assert_close(logits(model), own, rtol=1e-4, atol=1e-5)
     # A second engine packs nothing again, and computes the same.
     bind(model)
-    lines: list[str] = []
-    again = fuse_layers(model, lines.append)
+    lines.clear()
+    again = fuse_layers(model, lines.append, packed=True)
     assert lines == CONFIGS["biases"][1]
-    assert pack_linears(model, quiet, again.joined) == 0
+    assert again.linears.num_placed == 0
     torch.testing.assert_close(logits(model), own, rtol=1e-4, atol=1e-5)
     unfuse_layers(model)
     model.set_attn_implementation("eager")

@@ -39,10 +39,10 @@ from lightkv.integrations.eviction import HeavyHitters
 from lightkv.integrations.model.attention_call import AttentionCall, compute
 from lightkv.integrations.model.fused_rotary import fused_forwards, fused_layers, set_fused_forwards
 from lightkv.integrations.model.hf_model import bind, bound, forward
+from lightkv.integrations.model.linears import LinearPlan, prepare_linears
 from lightkv.integrations.model.probe import probe
 from lightkv.integrations.streaming import Stream, Window
 from lightkv.memory.kv_memory import KVMemory
-from lightkv.router.model.packed_linear import pack_linears
 from lightkv.triton_kernels.write.inputs import Rotation
 from lightkv.triton_kernels.write.write_kv import rotate_reference
 
@@ -335,7 +335,7 @@ def test_projections_may_be_replaced(when: str) -> None:
     plain = Steps(model, "torch")
 
     def replace() -> None:
-        pack_linears(model, lambda line: None)
+        prepare_linears(model, LinearPlan(packed=True))
         for layer in model.model.layers:
             for name in ("q_proj", "v_proj", "o_proj"):
                 base = getattr(layer.self_attn, name)
@@ -499,7 +499,7 @@ def test_a_captured_bf16_step_is_the_unfused_one(name: str) -> None:
             torch.cuda.set_sync_debug_mode("default")
         keys = [memory.pool.k(layer_idx)[[6, 63]].clone() for layer_idx in range(2)]
         set_fused_forwards(model, {})
-        own = step()
+        own = run()
         own_keys = [memory.pool.k(layer_idx)[[6, 63]] for layer_idx in range(2)]
     # bf16 keeps 8 bits, and the rounding of the first layer goes through the second.
     bound_to = 0.04 * own.abs().max().item()

@@ -1,5 +1,4 @@
-"""The programs of docs/embedding.md and memory.md run and print what the pages show, and their promises
-hold."""
+"""The programs of docs/memory.md run and print what the page shows, and its promises hold."""
 
 import random
 import re
@@ -20,8 +19,7 @@ from lightkv.ledger.sequence import Sequence
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.kv_pool import KVPool
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE = DOCS / "embedding.md"
+PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, k_dim=4, v_dim=3, dtype=torch.bfloat16)
 
 
@@ -49,9 +47,14 @@ def kv_bytes(cache: KVCache, sequence: Sequence) -> list[torch.Tensor]:
 # The page
 
 
-def blocks(language: str) -> list[str]:
-    text = PAGE.read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+def part(heading: str) -> str:
+    """Returns one of the page's parts, whose programs go on from one another."""
+    return PAGE.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def blocks(language: str, text: str | None = None) -> list[str]:
+    text = part("In an engine of your own") if text is None else text
+    return re.findall(rf"^```{language}\n(.*?)^```$", text + "\n", re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
@@ -199,8 +202,8 @@ def test_the_scheduler_answers_as_attention_without_a_cache(names: dict[str, Any
     assert (cache.num_held, cache.num_open) == (0, 0)
 
 
-def test_every_life_in_memory_md_makes_the_edits_that_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (DOCS / "memory.md").read_text(encoding="utf-8")
+def test_every_life_makes_the_edits_that_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    text = part("What happens inside")
     programs = re.findall(
         r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", text, re.MULTILINE | re.DOTALL
     )
@@ -369,11 +372,11 @@ def test_a_memory_with_the_same_edits_is_the_same(seed: int, device: torch.devic
 
 
 def edits_page() -> tuple[str, dict[str, Any]]:
-    """Returns the page that specifies the bytes of edits, and the names of its programs."""
-    text = (DOCS / "edits.md").read_text(encoding="utf-8")
+    """Returns the parts that specify edits and their bytes, and the names of the reader's programs."""
+    text = part("What happens inside") + part("The bytes of edits")
     names: dict[str, Any] = {}
-    for program in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        exec(compile(program, "edits.md", "exec"), names)
+    for program in blocks("python", part("The bytes of edits")):
+        exec(compile(program, "memory.md", "exec"), names)
     return text, names
 
 

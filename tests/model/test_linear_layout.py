@@ -12,10 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightkv.integrations.model.joined_linear import JoinedPart, join
-from lightkv.router.model import linear_layout, packed_linear
-from lightkv.router.model.linear_layout import Layout, PlainLinear, Times, choose, measure, measured_sizes
-from lightkv.router.model.packed_linear import PackedLinear, pack_linears
+from lightkv.integrations.model import cpu_linear, linears
+from lightkv.integrations.model.cpu_linear import (
+    Layout,
+    PackedLinear,
+    PlainLinear,
+    Times,
+    choose,
+    measure,
+    measured_sizes,
+)
+from lightkv.integrations.model.linears import JoinedPart, LinearPlan, Linears, prepare_linears
 
 torch.manual_seed(0)
 
@@ -25,8 +32,8 @@ WIDTH = 256  # layers of this size are measured
 PLAIN = Layout(False, (False, True, True), 1.5)
 
 
-def quiet(line: str) -> None:
-    pass
+def pack(model: nn.Module) -> Linears:
+    return prepare_linears(model, LinearPlan(packed=True))
 
 
 class Model(nn.Module):
@@ -34,6 +41,7 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.embedding = nn.Embedding(300, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=idx == 1) for idx in range(5))
         self.again = self.layers[0]
@@ -116,7 +124,7 @@ def test_the_number_of_tokens_picks_the_way(monkeypatch: pytest.MonkeyPatch) -> 
         return compute
 
     for name in ("direct_product", "transposed_product"):
-        monkeypatch.setattr(linear_layout, name, watched(name, getattr(linear_layout, name)))
+        monkeypatch.setattr(cpu_linear, name, watched(name, getattr(cpu_linear, name)))
     for way, others in ((True, False), (False, True)):
         for idx, sizes in enumerate(([1], [2, 8, 32], [33, 256, 1000])):
             plain = PlainLinear(
@@ -129,7 +137,7 @@ def test_the_number_of_tokens_picks_the_way(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_measuring_gives_times_and_leaves_the_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_layout, "_waited", lambda: 0.0)
+    monkeypatch.setattr(cpu_linear, "_waited", lambda: 0.0)
     layers = [nn.Linear(WIDTH, WIDTH, bias=bias) for bias in (True, False, True)]
     before = torch.get_rng_state()
     times = measure([PackedLinear(layers[0])], layers[1:])
@@ -142,10 +150,10 @@ def test_times_measured_beside_busy_processes_are_not_used(monkeypatch: pytest.M
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
     began = time.perf_counter()
     # The threads wait for a tenth of the time, in all tries; then in the first three of the first size.
-    monkeypatch.setattr(linear_layout, "_waited", lambda: (time.perf_counter() - began) / 10)
+    monkeypatch.setattr(cpu_linear, "_waited", lambda: (time.perf_counter() - began) / 10)
     assert measure([PackedLinear(layers[0])], layers[1:]) == []
     waited = iter([0.0, 9.0, 9.0, 18.0, 18.0, 27.0] + [27.0] * 99)
-    monkeypatch.setattr(linear_layout, "_waited", lambda: next(waited))
+    monkeypatch.setattr(cpu_linear, "_waited", lambda: next(waited))
     assert len(measure([PackedLinear(layers[0])], layers[1:])) == 3
 
 
@@ -153,7 +161,7 @@ def test_times_measured_beside_busy_processes_are_not_used(monkeypatch: pytest.M
 def test_waiting_for_a_core_is_counted() -> None:
     if (cores := len(os.sched_getaffinity(0))) > 8:
         pytest.skip(f"it would take more threads than {cores} cores")
-    before = linear_layout._waited()
+    before = cpu_linear._waited()
     code = "import time\nend = time.monotonic() + 0.5\nwhile time.monotonic() < end: pass"
     others = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2 * cores)]
     end = time.monotonic() + 0.5
@@ -161,7 +169,7 @@ def test_waiting_for_a_core_is_counted() -> None:
         pass
     for other in others:
         assert other.wait() == 0
-    assert linear_layout._waited() - before > 0.02
+    assert cpu_linear._waited() - before > 0.02
 
 
 @pytest.mark.parametrize("layout", [Layout(), PLAIN], ids=["packed", "plain"])
@@ -182,13 +190,13 @@ def test_every_weight_is_held_once(layout: Layout, monkeypatch: pytest.MonkeyPat
         assert {type(one) for one in plain} == {nn.Linear}
         return [Times(1, 1, 1)]
 
-    monkeypatch.setattr(packed_linear, "measure", watch)
-    monkeypatch.setattr(packed_linear, "choose", lambda times: layout)
-    lines: list[str] = []
-    assert pack_linears(model, lines.append) == 6
+    monkeypatch.setattr(linears, "measure", watch)
+    monkeypatch.setattr(linears, "choose", lambda times: layout)
+    made = pack(model)
+    assert made.num_placed == 6
     # The square layers come first: 2 are packed, 3 plain. The head is measured after them.
     assert held == [(2, 3), (0, 3) if layout is PLAIN else (5, 0)]
-    (line,) = lines
+    (line,) = made.lines
     assert line.startswith("packed 0" if layout is PLAIN else "packed 6 linear layers for the CPU in ")
     wanted = "; plain where that is faster here: 5 of 256 x 256 (1.5 x), 1 of 300 x 256 (1.5 x)"
     assert line.endswith(wanted) == (layout is PLAIN)
@@ -200,8 +208,7 @@ def test_every_weight_is_held_once(layout: Layout, monkeypatch: pytest.MonkeyPat
         assert torch.equal(layer.weight, weight)
     with torch.inference_mode():
         torch.testing.assert_close(model(ids), expected, rtol=1e-4, atol=2e-5)
-    assert pack_linears(model, lines.append) == 0
-    assert len(lines) == 1
+    assert pack(model).lines == []
 
 
 def test_small_layers_and_those_beyond_the_time_are_packed_unmeasured(
@@ -213,36 +220,37 @@ def test_small_layers_and_those_beyond_the_time_are_packed_unmeasured(
         shapes.append(plain[0].weight.shape)
         return []
 
-    monkeypatch.setattr(packed_linear, "measure", note)
+    monkeypatch.setattr(linears, "measure", note)
     small = nn.Sequential(*(nn.Linear(WIDTH, WIDTH - 1) for _ in range(9)))
-    assert pack_linears(small, quiet) == 9
+    assert pack(small).num_placed == 9
     assert shapes == []
-    monkeypatch.setattr(packed_linear, "MEASURING_SECONDS", 1e-12)
+    monkeypatch.setattr(linears, "MEASURING_SECONDS", 1e-12)
     model = Model()
-    assert pack_linears(model, quiet) == 6
+    assert pack(model).num_placed == 6
     assert shapes == [(WIDTH, WIDTH)]
     assert type(model.head) is PackedLinear
 
 
 def test_shapes_whose_measuring_was_disturbed_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "measure", lambda packed, plain: [])
-    model, lines = Model(), list[str]()
-    assert pack_linears(model, lines.append) == 6
+    monkeypatch.setattr(linears, "measure", lambda packed, plain: [])
+    model = Model()
+    made = pack(model)
+    assert made.num_placed == 6
     assert {type(layer) for layer in (*model.layers, model.head)} == {PackedLinear}
-    assert lines[0].endswith(" s; shapes packed unmeasured, since other processes took the cores: 2")
+    assert made.lines[0].endswith(" s; shapes packed unmeasured, since other processes took the cores: 2")
 
 
 def test_a_joined_product_may_be_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "choose", lambda times: PLAIN)
+    monkeypatch.setattr(linears, "choose", lambda times: PLAIN)
     model = nn.ModuleDict({"q": nn.Linear(WIDTH, WIDTH), "k": nn.Linear(WIDTH, 64, bias=False)})
     x = torch.randn(1, 3, WIDTH)
     q, k = model["q"], model["k"]
     with torch.no_grad():
         expected = torch.cat([q(x), k(x)], -1)
     weight, whole = k.weight.detach().clone(), q.bias.detach().clone()
-    joined = join(model, ["q", "k"], set())
-    assert joined is not None
-    assert pack_linears(model, quiet, [joined]) == 1
+    made = prepare_linears(model, LinearPlan({model: {model: ("q", "k")}}, packed=True))
+    joined = made.joined[model]
+    assert made.num_placed == 1
     assert type(joined.linear) is PlainLinear
     part = model["k"]
     assert isinstance(part, JoinedPart)

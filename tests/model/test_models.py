@@ -76,7 +76,7 @@ you loaded yourself stays as it was, and `LightKVCache` and `CachedModel` refuse
 ENCODER_DECODERS = """## Encoder-decoders
 
 Encoder-decoders are refused by `LLM` and the service, and below. They run in transformers' own `generate` with
-`LightKVCache` ([embedding.md](embedding.md#encoder-decoders)), which holds the encoder's K/V once for all beams
+`LightKVCache` ([memory.md](memory.md#encoder-decoders)), which holds the encoder's K/V once for all beams
 of a request. `tests/integrations/test_encoder_decoder.py` compares tiny random models with transformers' own
 cache, token by token.
 

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightkv.router.model.packed_linear import MAX_TOKENS, PackedLinear, pack_linears, padded_size
+from lightkv.integrations.model.cpu_linear import MAX_TOKENS, PackedLinear, padded_size
+from lightkv.integrations.model.linears import LinearPlan, Linears, prepare_linears
 
 torch.manual_seed(0)
 
 
-def quiet(line: str) -> None:
-    pass
+def pack(model: nn.Module) -> Linears:
+    return prepare_linears(model, LinearPlan(packed=True))
 
 
 class Tied(nn.Module):
@@ -101,7 +102,7 @@ from pathlib import Path
 
 import torch
 
-from lightkv.router.model.packed_linear import PackedLinear
+from lightkv.integrations.model.cpu_linear import PackedLinear
 
 
 def anonymous():
@@ -133,9 +134,9 @@ def test_a_model_keeps_its_outputs_and_frees_its_weights() -> None:
         expected = model(ids)
     freed = [weakref.ref(layer.weight) for layer in model.layers]
     tied = model.embedding.weight
-    lines: list[str] = []
-    assert pack_linears(model, lines.append) == 3
-    (line,) = lines
+    linears = pack(model)
+    assert linears.num_placed == 3
+    (line,) = linears.lines
     assert line.startswith("packed 3 linear layers for the CPU in ")
     assert [weight() for weight in freed] == [None, None]
     assert model.embedding.weight is tied
@@ -148,11 +149,10 @@ def test_a_model_keeps_its_outputs_and_frees_its_weights() -> None:
 
 def test_packing_again_changes_and_reports_nothing() -> None:
     model = Tied()
-    pack_linears(model, quiet)
+    pack(model)
     before = list(model.modules())
-    lines: list[str] = []
-    assert pack_linears(model, lines.append) == 0
-    assert lines == []
+    again = pack(model)
+    assert (again.num_placed, again.lines) == (0, [])
     assert list(model.modules()) == before
 
 
@@ -164,15 +164,25 @@ def test_other_types_and_subclasses_are_left_alone() -> None:
     half, double, own = nn.Linear(8, 8).half(), nn.Linear(8, 8).double(), Doubling(8, 8)
     elsewhere = nn.Linear(8, 8, device="meta")
     model = nn.Sequential(half, double, own, elsewhere)
-    assert pack_linears(model, quiet) == 0
+    assert pack(model).num_placed == 0
     assert list(model) == [half, double, own, elsewhere]
+
+
+def test_a_layer_with_a_hook_is_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    calls: list[nn.Module] = []
+    model[0].register_forward_hook(lambda module, args, output: calls.append(module))
+    assert pack(model).num_placed == 1
+    with torch.no_grad():
+        model(torch.ones(1, 8))
+    assert calls == [model[0]]
 
 
 def test_without_onednn_the_model_stays_and_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     model = Tied()
-    lines: list[str] = []
-    assert pack_linears(model, lines.append) == 0
-    assert len(lines) == 1
-    assert "no oneDNN" in lines[0]
+    linears = pack(model)
+    assert linears.num_placed == 0
+    (line,) = linears.lines
+    assert "no oneDNN" in line
     assert not any(isinstance(module, PackedLinear) for module in model.modules())

@@ -12,6 +12,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lightkv.integrations.model.fused_layers import fuse_layers
 from lightkv.integrations.model.hf_model import bind
+from lightkv.integrations.model.linears import Linears
 from lightkv.router import EngineConfig
 from lightkv.router.model import token_buckets as module
 from lightkv.router.model.build import assemble
@@ -21,7 +22,6 @@ from lightkv.router.model.token_buckets import (
     MOST_TOKENS,
     candidates,
     choose,
-    linear_layers,
     measure,
     most_buckets,
     prompt_shapes,
@@ -205,10 +205,10 @@ def test_the_memory_to_keep_does_not_depend_on_times() -> None:
 def test_the_layers_that_see_every_token(fused: bool) -> None:
     model = tiny_llama(torch.device("cpu"))
     bind(model)
-    joined = fuse_layers(model, lambda line: None).joined if fused else []
+    linears = fuse_layers(model, lambda line: None).linears if fused else Linears(model)
     by_shape = {
         tuple(same[0].weight.shape): len(same)
-        for same in linear_layers(model, joined)
+        for same in linears.by_shape()
         if len({one.weight.data_ptr() for one in same}) == len(same)
     }
     if fused:
@@ -222,7 +222,7 @@ def test_experts_are_no_linear_layers() -> None:
         vocab_size=32, hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
-    shapes = {tuple(same[0].weight.shape) for same in linear_layers(Qwen3MoeForCausalLM(config), [])}
+    shapes = {tuple(same[0].weight.shape) for same in Linears(Qwen3MoeForCausalLM(config)).by_shape()}
     assert {(32, 32), (16, 32)} <= shapes
     assert not any(24 in shape for shape in shapes)
 
@@ -320,7 +320,7 @@ def test_a_gpu_is_measured() -> None:
     assert 600 in buckets
     assert set(buckets) - set(candidates(most, 600)) == {16, 24, 32, 48, 64, 96, 128, 192}
     assert all(fits_rule(larger, size) for size, larger in pairwise(buckets))
-    layers = linear_layers(model, [])
+    layers = Linears(model).by_shape()
     before = torch.cuda.memory_allocated()
     times = measure(layers, candidates(most))
     assert torch.cuda.memory_allocated() == before
@@ -335,7 +335,7 @@ def test_experts_in_a_list_are_left_out() -> None:
     layer.experts = nn.ModuleList([nn.Linear(8, 32), nn.Linear(8, 32)])
     model = nn.Module()
     model.layers = nn.ModuleList([layer])
-    assert [[one.weight.shape for one in same] for same in linear_layers(model, [])] == [[(8, 8)]]
+    assert [[one.weight.shape for one in same] for same in Linears(model).by_shape()] == [[(8, 8)]]
 
 
 def test_a_device_without_memory_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ def test_deep_chains_beside_a_stream_end_nothing(start: Start) -> None:
     statuses = set()
     with served.stream(2000) as events:
         for levels in (50, 300, 430, 470, 2_494, 2_600):
-            body = {"prompt": "a", "max_tokens": 2, "guided_json": chain(levels).text}
+            body = {"prompt": "a", "max_tokens": 2, "structured_outputs": {"json": chain(levels).text}}
             status, content, _ = served.request(COMPLETIONS, body)
             assert status == (200 if levels <= 430 else 400), (levels, content)
             statuses.add(status)
@@ -33,16 +33,18 @@ def test_deep_chains_beside_a_stream_end_nothing(start: Start) -> None:
 def test_clients_that_hang_up_do_not_keep_the_next_one_waiting(start: Start) -> None:
     served = start().wait_ready()
     body = {"prompt": "a", "max_tokens": 2}
-    assert served.request(COMPLETIONS, {**body, "guided_regex": "start"})[0] == 200
+    assert served.request(COMPLETIONS, {**body, "structured_outputs": {"regex": "start"}})[0] == 200
     many = []
     for i in range(100):
         connection = served.connect()
-        asked = json.dumps({**body, "guided_regex": f"[a-z]{{{1 + i}}}x"})
+        asked = json.dumps({**body, "structured_outputs": {"regex": f"[a-z]{{{1 + i}}}x"}})
         connection.request("POST", COMPLETIONS, asked, {"Content-Type": "application/json"})
         many.append(connection)
     for connection in many:
         connection.close()
     begun = time.monotonic()
-    wait_until(lambda: served.request(COMPLETIONS, {**body, "guided_regex": "[0-9]+"})[0] == 200)
+    wait_until(
+        lambda: served.request(COMPLETIONS, {**body, "structured_outputs": {"regex": "[0-9]+"}})[0] == 200
+    )
     assert time.monotonic() - begun < 15
     served.at_rest()

@@ -198,18 +198,3 @@ def test_the_error_for_an_unknown_allocation_lists_the_known_ones(name: str) -> 
 def test_a_pool_smaller_than_a_page_is_refused() -> None:
     with pytest.raises(InvalidAllocation, match="larger --capacity"):
         PagedLedger(100, 2, 100, 128)
-
-
-@pytest.mark.parametrize("allocation", ALLOCATIONS)
-def test_an_undone_step_leaves_the_counts_unchanged(allocation: str) -> None:
-    rng = random.Random(0)
-    ledger = make_ledger(allocation, 4096, 4, 600, 100)
-    sequences = [ledger.open(tokens([seed] * 400)) for seed in range(4)]
-    for _ in range(60):
-        counts = [rng.randint(1, 20) for _ in sequences]
-        before = ledger.num_free, [sequence.length for sequence in sequences]
-        ledger.extend(sequences, counts)
-        if rng.random() < 0.7 or max(sequence.length for sequence in sequences) > 470:
-            ledger.shrink(sequences, counts)
-            assert (ledger.num_free, [sequence.length for sequence in sequences]) == before
-        ledger.check()

@@ -13,10 +13,15 @@ from typer.testing import CliRunner
 
 from lightkv.router.cli.app import app
 from lightkv.router.cli.simulate import summary
-from lightkv.router.config import ADMISSIONS
 from lightkv.router.engine.step_time import StepTime, Work
 from lightkv.router.simulate import simulator
-from lightkv.router.simulate.config import ALLOCATIONS, PAGE_SIZES, InvalidSimulation, SimulationConfig
+from lightkv.router.simulate.config import (
+    ALLOCATIONS,
+    PAGE_SIZES,
+    SIMULATED_ADMISSIONS,
+    InvalidSimulation,
+    SimulationConfig,
+)
 from lightkv.router.simulate.record import Distribution, Overtaking, Timeline
 from lightkv.router.simulate.result import SERIES_POINTS, SimulationResult
 from lightkv.router.simulate.simulator import saturation, simulate
@@ -87,7 +92,7 @@ def test_exact_never_preempts(tmp_path: Path, seed: int, allocation: str) -> Non
     assert found.memory_used_share > (0.05 if allocation == "contiguous" else 0.15)
 
 
-@pytest.mark.parametrize("admission", ADMISSIONS)
+@pytest.mark.parametrize("admission", SIMULATED_ADMISSIONS)
 @pytest.mark.parametrize("allocation", ["token", "paged:32"])
 def test_steps_at_once_are_the_same_steps(tmp_path: Path, allocation: str, admission: str) -> None:
     name = write_trace(tmp_path / "trace.csv", 5, num=120, gap=0.08)
@@ -143,7 +148,7 @@ def test_steps_are_taken_at_once(trace: str, monkeypatch: pytest.MonkeyPatch) ->
     assert sum(taken) > found.num_steps / 4
 
 
-@pytest.mark.parametrize("admission", ADMISSIONS)
+@pytest.mark.parametrize("admission", SIMULATED_ADMISSIONS)
 def test_a_seed_gives_the_same_bytes(admission: str) -> None:
     config = SimulationConfig(requests=60, load=1.2, admission=admission, capacity=10_000, seed=7)
     first = simulate("chat", config).to_json()
@@ -153,7 +158,7 @@ def test_a_seed_gives_the_same_bytes(admission: str) -> None:
 
 def test_estimates_use_more_memory_than_exact_and_the_oracle_preempts_none() -> None:
     config = SimulationConfig(requests=250, rate=math.inf, capacity=20_000)
-    found = {name: simulate("chat", replace(config, admission=name)).figures for name in ADMISSIONS}
+    found = {name: simulate("chat", replace(config, admission=name)).figures for name in SIMULATED_ADMISSIONS}
     used = {name: figures.memory_used_share for name, figures in found.items()}
     assert used["sum"] < used["exact"] < used["quantile"] < used["watermark"]
     assert used["exact"] < used["moving-average"]
@@ -385,7 +390,7 @@ def test_a_million_requests_take_bounded_memory() -> None:
 
 def test_every_pair_of_policies_runs() -> None:
     config = SimulationConfig(requests=12, rate=math.inf, capacity=4096, max_new=1024)
-    for allocation, admission in itertools.product(ALLOCATIONS, ADMISSIONS):
+    for allocation, admission in itertools.product(ALLOCATIONS, SIMULATED_ADMISSIONS):
         if allocation != "contiguous" or admission == "sum":
             chosen = replace(config, allocation=allocation, admission=admission)
             assert simulate("chat", chosen).figures.num_finished == 12

@@ -5,10 +5,10 @@ from array import array
 import pytest
 
 from lightkv.ledger import TokenLedger
-from lightkv.router.engine.admission import make_admission
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.step import Limits, StepResult
 from lightkv.router.sampling_params import SamplingParams
+from lightkv.router.simulate.admissions import make_simulated
 from lightkv.router.simulate.steady import SteadyScheduler
 
 
@@ -17,7 +17,9 @@ def test_steps_taken_at_once_leave_the_counts_of_as_many_single_steps(admission:
     pair = []
     for at_once in (False, True):
         limits = Limits(12, 90, 0, vocab_size=300)
-        scheduler = SteadyScheduler(TokenLedger(400, 12, 90), limits, admission=make_admission(admission))
+        scheduler = SteadyScheduler(
+            TokenLedger(400, 12, 90), limits, admission=make_simulated(admission, 0, 0)
+        )
         for i in range(5):
             prompt = array("i", [40 + i] * (3 + i)).tobytes()
             scheduler.add(Request(str(i), prompt, SamplingParams(max_tokens=40, temperature=0.0), seed=1))

@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ import uvicorn
 from msgspec.structs import replace
 
 from lightkv.router.api.app import create_app
-from lightkv.router.api.operators.request_log import RequestTracer
+from lightkv.router.api.http.guard import RequestTaker
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.step import (
     Limits,
@@ -287,8 +287,8 @@ class ApiUnderTest:
         self._server: uvicorn.Server | None = None
 
     @contextmanager
-    def running(self, tracer: RequestTracer | None = None) -> Iterator["ApiUnderTest"]:
-        self._tracer = tracer
+    def running(self, take: Sequence[RequestTaker] = ()) -> Iterator["ApiUnderTest"]:
+        self._take = take
         self._thread.start()
         assert self._started.wait(20), "the server did not start"
         try:
@@ -305,7 +305,7 @@ class ApiUnderTest:
         self.client = await RouterClient.connect(self.router_socket)
         while self.client.status.state != "ready":
             await asyncio.sleep(0.001)
-        app = create_app(self.client, self.tokenizer, self._settings, tracer=self._tracer)
+        app = create_app(self.client, self.tokenizer, self._settings, take=self._take)
         config = uvicorn.Config(
             app, "127.0.0.1", 0, http="h11", lifespan="off", log_level="error", timeout_graceful_shutdown=1
         )

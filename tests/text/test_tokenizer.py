@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, processors
 
 from lightkv.router.model_files import DEFAULT_MODEL, resolve
-from lightkv.router.text.detokenizer import Detokenizer, StopChecker
+from lightkv.router.text.completion import Detokenizer, StopChecker
 from lightkv.router.text.tokenizer import (
     ChatTemplateError,
     Tokenizer,

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightkv.router.api.openai.dialect import ChatDialect
-from lightkv.router.api.openai.divided import deltas_of, divide
-from lightkv.router.api.openai.protocol import ChatRequest
-from lightkv.router.api.openai.tools import ToolUse
+from lightkv.router.api.answers.chat_writer import deltas_of, divide
+from lightkv.router.api.requests.chat import ChatRequest
+from lightkv.router.api.requests.dialect import ChatDialect
+from lightkv.router.api.requests.tools import ToolUse
 from lightkv.router.sampling_params import Grammar
 from lightkv.router.service.api_settings import ApiSettings
 from lightkv.router.text.grammars import Grammars
@@ -23,6 +23,7 @@ from lightkv.router.text.tokenizer import Tokenizer
 from tests.support.byte_model import VOCABULARY, save_model_of_family
 from tests.support.chat_templates import TEMPLATES
 
+SETTINGS = ApiSettings(model_names=["m"])
 NUM_TURNS = 10
 WHERE = {
     "type": "object",
@@ -66,7 +67,7 @@ class Loop:
         self, directory: Path, generate: Callable[[np.ndarray, Grammar], list[int]], tools: Any
     ) -> None:
         self.tokenizer = Tokenizer(directory)
-        self.dialect = ChatDialect(self.tokenizer, ApiSettings(model_names=["m"]))
+        self.dialect = ChatDialect(self.tokenizer, SETTINGS)
         self.generate = generate
         self.tools = tools
         self.messages: list[dict[str, Any]] = [{"role": "user", "content": "Où?"}]
@@ -102,7 +103,7 @@ class Loop:
         return prompt.tolist()
 
     def prompt(self, body: ChatRequest, use: ToolUse) -> np.ndarray:
-        chat = self.dialect.chat(body, use)
+        chat = self.dialect.told(body.chat(SETTINGS), use)
         text = self.tokenizer.render_chat(chat.messages, True, chat.variables, chat.tools)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
@@ -110,7 +111,7 @@ class Loop:
         self, body: ChatRequest, use: ToolUse, prompt: np.ndarray, token_ids: list[int]
     ) -> dict[str, Any]:
         """Returns the message of an answer. The calls of its stream, put together, are the same."""
-        reading = self.dialect.reading(body, use, prompt)
+        reading = self.dialect.reading(use, prompt)
         assert reading is not None
         hidden = self.tokenizer.special_ids - reading.shown_ids
         text = self.tokenizer.decode([one for one in token_ids if one not in hidden], False)
@@ -187,7 +188,7 @@ def test_every_prompt_begins_with_what_was_generated(template: str, tmp_path: Pa
 
 @pytest.mark.parametrize("template", OTHER)
 def test_some_templates_write_a_call_otherwise(template: str, tmp_path: Path) -> None:
-    """docs/tools.md names them."""
+    """docs/api.md names them."""
     loop = loop_of(template, tmp_path)
     for _ in range(3):
         known = loop.known

@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightkv.integrations.model.proofs.own_pass import NotFusable, noise, own_forward, run_own
 from lightkv.triton_kernels.layers.residual_norm import (
     MAX_DIM,
     Norm,
     residual_norm,
     residual_norm_reference,
 )
-
-from .fused_rotary import noise
 
 # For modules that do not keep their epsilon as an attribute.
 _EPSILONS = (1e-5, 1e-6)
@@ -99,8 +98,8 @@ def find_norm(module: Any, x: Tensor) -> Norm | None:
     factors = torch.tensor(_FACTORS).repeat(rows[..., 0].numel())[: rows[..., 0].numel()]
     rows = rows * factors.view(x.shape[:-1])[..., None].to(x)
     try:
-        own = type(module).forward(module, rows)
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):
+        own = run_own(own_forward(module), rows)
+    except NotFusable:
         return None  # it takes other arguments, or another shape
     if not isinstance(own, Tensor) or own.shape != rows.shape or own.dtype != rows.dtype:
         return None

@@ -7,7 +7,7 @@ frequency by layer stays the model's own. `fuse` compares each module with its o
 that computes anything else keeps its own.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, product
@@ -17,12 +17,20 @@ import torch
 from transformers import PreTrainedModel
 
 from lightkv.attention import RotaryEmbedding
+from lightkv.integrations.model.proofs.own_pass import (
+    LARGE,
+    NotFusable,
+    is_equal,
+    noise,
+    own_forward,
+    run_own,
+)
 from lightkv.triton_kernels.write.head_norms import HeadNorm, HeadNorms, normalise_reference
 from lightkv.triton_kernels.write.write_kv import split_qkv
 
 from .attention_call import ATTENTION, AttentionCall, AttentionHandler, compute
 from .context import context_length
-from .joined_linear import JoinedLinear, has_hooks, join
+from .linears import JoinedLinear, has_hooks
 
 # The names that transformers gives to the parts of attention modules.
 _SEPARATE = ("q_proj", "k_proj", "v_proj")
@@ -33,7 +41,6 @@ _OUTPUTS = ("o_proj", "dense", "out_proj")
 # Where an angle stands in the rotary tables: in both halves, twice in a row, or once.
 _HALVES, _PAIRS, _ONCE = "halves", "pairs", "once"
 
-LARGE = 64.0  # the factor of large inputs, which a module that clips its projections would clip
 _EPSILONS = (1e-5, 1e-6)  # of norms that do not keep theirs as an attribute
 _DEFAULT_CONTEXT = 2048  # tokens, for a configuration that names no context
 
@@ -85,6 +92,14 @@ class AttentionLayout:
             return cast(torch.Tensor, norm(heads))
         return cast(torch.Tensor, norm(heads.flatten(2)).view(heads.shape))
 
+    def call(self, module: Any, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> AttentionCall:
+        """Returns the attention call of x `[1, T, C]`, whose q and k are still to get their positions."""
+        return AttentionCall(module, *self.project(module, x), None, {}, self.rotary(tables))
+
+    def project_out(self, module: Any, heads: torch.Tensor) -> torch.Tensor:
+        """Returns the output projection of `heads` `[1, T, heads, v_dim]`, `[1, T, C]`."""
+        return cast(torch.Tensor, getattr(module, self.output)(heads.flatten(2)))
+
     def rotary(self, tables: tuple[torch.Tensor, torch.Tensor]) -> RotaryEmbedding:
         """Returns the rotary embedding of a model's cosines and sines, each `[1, T, 2n]`, or `[1, T, n]` if
         each angle stands there once."""
@@ -106,9 +121,7 @@ def _fused_forward(module: Any, layout: AttentionLayout, *args: Any, **kwargs: A
     if handler is None or not is_bound or not is_plain:
         return type(module).forward(module, *args, **kwargs)
     x = args[0] if args else kwargs["hidden_states"]
-    q, k, v = layout.project(module, x)
-    out = handler.attend(AttentionCall(module, q, k, v, None, {}, layout.rotary(tables)))
-    return getattr(module, layout.output)(out.reshape(*x.shape[:-1], -1)), None
+    return layout.project_out(module, handler.attend(layout.call(module, x, tables))), None
 
 
 def fused_layers(model: PreTrainedModel) -> list[int]:
@@ -151,18 +164,21 @@ def spread_positions(model: PreTrainedModel) -> torch.Tensor:
     return torch.tensor([max(0, min(one, context - 1)) for one in wanted], device=model.device)
 
 
-def join_projections(module: Any, shared: Container[torch.nn.Parameter]) -> JoinedLinear | None:
-    """Makes a module that has the fused forward pass compute q, k and v as one product, where it has three.
+def layout_of(module: Any) -> AttentionLayout | None:
+    """Returns the layout with which `module` has the fused forward pass; None if it has its own."""
+    return cast(AttentionLayout, module.forward.args[1]) if _is_fused(module) else None
 
-    Returns that product; None, with nothing changed, for any other module. `shared`: see `join`.
-    """
-    if not _is_fused(module):
-        return None
-    (_, layout) = module.forward.args
-    if layout.projection is not None or (joined := join(module, _SEPARATE, shared)) is None:
-        return None
+
+def separate_projections(module: Any) -> tuple[str, ...]:
+    """Returns the names of q, k and v in a module whose fused forward pass computes three products; else ()."""
+    layout = layout_of(module)
+    return _SEPARATE if layout is not None and layout.projection is None else ()
+
+
+def use_joined(module: Any, joined: JoinedLinear) -> None:
+    """Makes the fused forward pass of `module` compute q, k and v by `joined`."""
+    layout = cast(AttentionLayout, layout_of(module))
     module.forward = partial(_fused_forward, module, replace(layout, joined=joined))
-    return joined
 
 
 def fused_forwards(model: PreTrainedModel) -> dict[torch.nn.Module, Callable[..., Any]]:
@@ -222,18 +238,14 @@ class NoiseHandler:
     def result(self, output: Any) -> _Result:
         """Returns the result of a module that attended once and returned `output`.
 
-        Raises ValueError if the module called attention more than once, or returned more than one tensor.
+        Raises NotFusable if the module called attention more than once, or returned more than one tensor.
         """
+        if len(self.calls) != 1:
+            raise NotFusable(f"it attends {len(self.calls)} times")
+        if not isinstance(output, tuple) or len(output) != 2 or output[1] is not None:
+            raise NotFusable("it does not return an output and None")
         (call,) = self.calls
-        attended, weights = output
-        if weights is not None:
-            raise ValueError("it returns attention weights, too")
-        return _Result(call.q, call.k, call.v, attended)
-
-
-def noise(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(shape, generator=generator).to(like.device, like.dtype)
+        return _Result(call.q, call.k, call.v, output[0])
 
 
 class _Watch:
@@ -247,14 +259,14 @@ class _Watch:
         output = type(self._module).forward(self._module, *args, **kwargs)
         try:
             self.layout = self._find(args, kwargs)
-        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError):
+        except NotFusable:
             self.layout = None  # the module is called, or calls attention, in a way that is not the fused one
         return output
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionLayout | None:
         """Returns the layout with which the fused pass equals the module's own; None if there is none."""
-        tables = kwargs["position_embeddings"]
-        x = args[0] if args else kwargs["hidden_states"]
+        tables: Any = kwargs.get("position_embeddings")
+        x: Any = args[0] if args else kwargs.get("hidden_states")
         if not _are_tables(tables, x) or kwargs.get("past_key_values") is not None:
             return None
         token = torch.arange(x.shape[1], device=x.device)[:, None]  # [T, 1]
@@ -267,17 +279,21 @@ class _Watch:
         # with 1 and 0, so they are exact.
         cos = (token % 2 == 0).to(tables[0].dtype).expand(tables[0].shape)
         exact_kwargs = kwargs | {"position_embeddings": (cos, 1 - cos)}
-        own = partial(type(self._module).forward, self._module)
+        own = partial(run_own, own_forward(self._module))
         expected = _run(own, args, kwargs)
         expected_exactly = _run(own, args, exact_kwargs)
         if any(table.dtype not in (torch.float32, expected.k.dtype) for table in tables):
             return None
         base = self._base_layout(expected)
+        self._require_sizes(base, x)
         over_all = (False,) if base.norms is None else (False, True)
         # The angles of most tables stand there twice. If they do not fit either, they stand there once, or the
-        # rotation is another one, which may fail here.
+        # rotation is another one.
         for angles, interleaved, all_heads in product((_HALVES, _PAIRS, _ONCE), (False, True), over_all):
-            if not all(_repeats(table, angles) for table in tables) or not self._takes(base, all_heads):
+            num_pairs = tables[0].shape[-1] // (1 if angles == _ONCE else 2)
+            if 2 * num_pairs > base.head_dim or not all(_repeats(table, angles) for table in tables):
+                continue
+            if not self._takes(base, all_heads, expected):
                 continue
             layout = replace(base, interleaved=interleaved, angles=angles, norms_over_all=all_heads)
             fused = partial(_fused_forward, self._module, layout)
@@ -287,15 +303,16 @@ class _Watch:
                     return self._with_head_norms(layout, args, kwargs, expected)
         return None
 
-    def _takes(self, layout: AttentionLayout, over_all: bool) -> bool:
-        """Returns whether the weights of the norms fit each head, or all heads together."""
-        if layout.norms is None:
-            return True
-        heads = layout.num_heads, layout.num_kv_heads
-        for name, num_heads in zip(layout.norms, heads, strict=True):
-            weight = getattr(getattr(self._module, name), "weight", None)
-            size = num_heads * layout.head_dim if over_all else layout.head_dim
-            if isinstance(weight, torch.Tensor) and weight.shape[-1] != size:
+    def _takes(self, layout: AttentionLayout, over_all: bool, result: _Result) -> bool:
+        """Returns whether the norms of `layout`, if there are any, take each head, or all heads together."""
+        for name, heads in zip(layout.norms or (), (result.q, result.k), strict=False):
+            x = noise(tuple(heads.shape), heads).transpose(1, 2)  # [1, T, heads, dim]
+            x = x.flatten(2) if over_all else x
+            try:
+                y = run_own(getattr(self._module, name), x)
+            except NotFusable:
+                return False
+            if not isinstance(y, torch.Tensor) or y.shape != x.shape:
                 return False
         return True
 
@@ -316,6 +333,23 @@ class _Watch:
         ours = _run(partial(_fused_forward, self._module, with_norms), args, kwargs)
         same = _is_close(ours.q, expected.q) and _is_close(ours.k, expected.k)
         return with_norms if same else layout
+
+    def _require_sizes(self, layout: AttentionLayout, x: torch.Tensor) -> None:
+        """Raises NotFusable unless the projections of `layout` take and return what it needs, for x
+        `[1, T, C]`."""
+        num_tokens, (num_heads, num_kv_heads) = x.shape[1], (layout.num_heads, layout.num_kv_heads)
+        sizes = (num_heads * layout.head_dim, num_kv_heads * layout.head_dim, num_kv_heads * layout.v_dim)
+        if layout.projection is None:
+            parts = list(zip(_SEPARATE, [x.shape] * 3, sizes, strict=True))
+        else:
+            by_head = num_heads * (2 * layout.head_dim + layout.v_dim)
+            size = by_head if layout.projection == _JOINED_BY_HEAD else sum(sizes)
+            parts = [(layout.projection, x.shape, size)]
+        parts.append((layout.output, torch.Size((1, num_tokens, num_heads * layout.v_dim)), x.shape[-1]))
+        for name, given, size in parts:
+            y = run_own(getattr(self._module, name), noise(tuple(given), x))
+            if not isinstance(y, torch.Tensor) or y.shape != (*given[:-1], size):
+                raise NotFusable(f"its {name} does not map {list(given)} to {[*given[:-1], size]}")
 
     def _base_layout(self, result: _Result) -> AttentionLayout:
         """Returns what the module's names and a result of it say of its layout, the tables aside."""
@@ -342,13 +376,15 @@ def find_head_norm(module: Any, heads: torch.Tensor, over_all: bool) -> HeadNorm
     if has_hooks(module) or bias is not None or module._modules or module._buffers:
         return None
     if weight is not None:
-        weight = weight.detach().contiguous()
-        if over_all or weight.dim() == 2:
-            weight = weight.view(heads.shape[2:])
+        of_each = over_all or weight.dim() == 2  # of the dims of each head
+        shape = heads.shape[2:] if of_each else heads.shape[3:]
+        if weight.numel() != shape.numel():
+            return None
+        weight = weight.detach().contiguous().view(shape)
     x = noise(tuple(heads.shape), heads) + 0.5  # with a mean, so that a norm that subtracts it shows
     # Small numbers show the epsilon.
     x *= torch.tensor((1.0, LARGE, 2.0**-10)).repeat(x.shape[1])[: x.shape[1], None, None].to(x)
-    own = module(x.flatten(2)).view(x.shape) if over_all else module(x)
+    own = run_own(module, x.flatten(2) if over_all else x).view(x.shape)
     best, least = None, float("inf")
     values = [value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1e-2]
     for eps in dict.fromkeys((*values, *_EPSILONS, torch.finfo(x.dtype).eps)):
@@ -367,12 +403,15 @@ def _run(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return handler.result(forward(*args, **kwargs | {"lightkv": handler}))
 
 
-def _are_tables(tables: Any, x: torch.Tensor) -> bool:
-    """Returns whether `tables` are cosines and sines `[1, T, n]`, with n even, for x `[1, T, C]`."""
+def _are_tables(tables: Any, x: Any) -> bool:
+    """Returns whether x is `[1, T, C]`, and `tables` are cosines and sines `[1, T, n]`, with n even, for it."""
     return (
-        isinstance(tables, tuple)
+        isinstance(x, torch.Tensor)
+        and x.dim() == 3
+        and isinstance(tables, tuple)
         and len(tables) == 2
         and all(isinstance(table, torch.Tensor) for table in tables)
+        and tables[0].dim() == 3
         and tables[0].shape == tables[1].shape == (1, x.shape[1], tables[0].shape[-1])
         and tables[0].shape[-1] % 2 == 0
     )
@@ -384,11 +423,6 @@ def _repeats(table: torch.Tensor, angles: str) -> bool:
         return True
     first, second = (table[..., ::2], table[..., 1::2]) if angles == _PAIRS else table.chunk(2, -1)
     return torch.equal(first, second)
-
-
-def is_equal(ours: Any, own: torch.Tensor) -> bool:
-    """Returns whether `ours` is a tensor of the same dtype, shape and values."""
-    return isinstance(ours, torch.Tensor) and ours.dtype == own.dtype and torch.equal(ours, own)
 
 
 def _is_close(ours: torch.Tensor, own: torch.Tensor) -> bool:

@@ -1,26 +1,16 @@
-"""Gives every request an id, and tells the operator how it went: a line of JSON in the log, and spans."""
+"""What is noted of each HTTP request, and its line of JSON in the log."""
 
-import re
 import sys
 import time
-import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lightkv.router.api.generation import Answered
-from lightkv.router.service.access.key_file import ApiKeys
+from lightkv.router.api.answers.generation import Answered
 
-REQUEST_ID_HEADER = "X-Request-Id"
-WARM_UP = "lightkv.warm_up"  # the ASGI extension of requests that the service sends itself, and does not log
 _NOT_LOGGED = frozenset({"/health", "/ready", "/metrics"})  # routes that machines ask for again and again
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._~:/+=@-]{1,128}")
 
 
 @dataclass
@@ -69,77 +59,9 @@ class RequestRecord:
         return line
 
 
-class RequestTracer(Protocol):
-    """Makes spans of records; `SpanTracer` does."""
-
-    def record(self, record: RequestRecord) -> None: ...
-
-
-class RequestObserver:
-    """Passes requests on to `app`, with a RequestRecord in their state; its id is the answer's X-Request-Id.
-
-    An id that the client sent is kept if it has 1 to 128 letters, digits or characters of ._~:/+=@- and else
-    replaced by a new one. `write`: takes the line of each request that has ended, or None; probes and metrics
-    have no line. `tracer`: is given each record, or None.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        keys: ApiKeys,
-        write: Callable[[bytes], None] | None = None,
-        tracer: RequestTracer | None = None,
-    ) -> None:
-        self._app = app
-        self._keys = keys
-        self._write = write
-        self._tracer = tracer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        given = headers.get(REQUEST_ID_HEADER, "")
-        record = RequestRecord(
-            id=given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex,
-            method=scope["method"],
-            traceparent=headers.get("traceparent"),
-        )
-        scope.setdefault("state", {})["record"] = record
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                record.status = message["status"]
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = record.id
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_with_id)
-        except Exception:
-            record.status = record.status or 500  # which is sent behind this
-            raise
-        finally:
-            if WARM_UP not in scope.get("extensions", {}):
-                self._end(record, scope)
-
-    def _end(self, record: RequestRecord, scope: Scope) -> None:
-        record.ended = time.monotonic()
-        record.route = getattr(scope.get("route"), "path", None)
-        record.key = self._keys.name(scope["state"].get("api_key"))
-        if self._write is not None and record.route not in _NOT_LOGGED:
-            self._write(msgspec.json.encode(record.line()))
-        if self._tracer is not None:
-            self._tracer.record(record)
-
-
-def note_generation(request: Request, generation: Answered) -> None:
-    """Adds the answers of a request to its record."""
-    record: RequestRecord = request.state.record
-    record.generation = generation
-
-
-def write_to_stderr(line: bytes) -> None:
-    """Writes a line of the log to standard error."""
-    sys.stderr.write(line.decode() + "\n")
+def write_line(record: RequestRecord) -> None:
+    """Writes the line of a request that has ended to standard error; probes and metrics have none."""
+    if record.route in _NOT_LOGGED:
+        return
+    sys.stderr.write(msgspec.json.encode(record.line()).decode() + "\n")
     sys.stderr.flush()

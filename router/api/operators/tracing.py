@@ -14,7 +14,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from lightkv import __version__
-from lightkv.router.api.generation import Answer
+from lightkv.router.api.answers.generation import Answer
 
 from .request_log import RequestRecord
 

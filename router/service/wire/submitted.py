@@ -96,9 +96,7 @@ def requests_of(submit: Submit) -> list[Request]:
     stop_ids, params = frozenset(submit.stop_ids), submit.params
     if params.grammar is not None:
         params = msgspec.structs.replace(params, grammar=None)
-    others = params
-    if params.prompt_logprobs is not None:
-        others = msgspec.structs.replace(params, prompt_logprobs=None)
+    others = params.of_others
     return [
         Request(
             answer.request_id,

@@ -1,0 +1,300 @@
+"""OpenPPL's MultiHeadCacheAttention: writes a step's K/V into the caller's cache and attends, in one call.
+
+The cache is read and written in place, in each of its layouts, by the kernels that lightkv's own backends use.
+`docs/kernels.md` says what we decided where the contract leaves something open.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightkv.attention.biased_attention import attend_with_bias
+from lightkv.errors import UnknownBackend
+from lightkv.triton_kernels.attention.decode import decode_tuning
+from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
+from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
+from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention
+from lightkv.triton_kernels.attention.variants import Alibi, ValueMask
+from lightkv.triton_kernels.attention.variants.variant import Scored
+from lightkv.triton_kernels.layout.strides import has_unit_stride
+
+from .openppl_cache import LayerCache, Slots, layer_of
+from .openppl_inputs import Attributes, check_contents, check_inputs
+
+
+def multi_head_cache_attention(
+    query: Tensor,
+    current_key: Tensor,
+    current_value: Tensor,
+    seqstarts: Tensor,
+    kvstarts: Tensor,
+    cachestarts: Tensor,
+    start_pos: Tensor,
+    decoding_batches: int | Tensor,
+    max_seqlen: int | Tensor,
+    max_kvlen: int | Tensor,
+    cache: Tensor,
+    scale: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    *,
+    num_heads: int,
+    head_dim: int,
+    is_causal: bool,
+    is_alibi: bool = False,
+    num_kv_heads: int = 0,
+    num_layer: int = 1,
+    layer_idx: int = 0,
+    quant_bit: int = 0,
+    quant_group: int = 8,
+    cache_mode: int = 0,
+    cache_layout: int = 0,
+    page_size: int = 128,
+    backend: str | None = None,
+) -> Tensor:
+    """Writes this step's K/V into the cache and attends to all tokens of each sequence.
+
+    B sequences have S queries together; sequence b has queries [seqstarts[b], seqstarts[b + 1]), of which the
+    last is its newest token, and kvstarts[b + 1] - kvstarts[b] tokens. Sequences that decode come first. On a
+    GPU nothing is read on the host, so a call can be captured in a CUDA graph and replayed with other values in
+    the same tensors, as far as the numbers below stay true.
+
+    Args:
+        query: `[S, num_heads, head_dim]`, float32, float16 or bfloat16.
+        current_key, current_value: `[S, num_kv_heads, head_dim]`, of query's type.
+        seqstarts: int64 `[B + 1]`, from 0 to S.
+        kvstarts: int64 `[B + 1]`, from 0 to the tokens of all sequences, these included.
+        cachestarts: int64, the slot of each sequence's first token, `[B]`, or in mode 1 the slots at which its
+            pages begin, `[B, MaxP]`. Entries of pages that a sequence does not reach are not used.
+        start_pos: int64 `[B]`, the position of each sequence's first query.
+        decoding_batches: how many of the first sequences decode; these have no causal mask, unless is_alibi.
+        max_seqlen, max_kvlen: the most queries, and the most tokens, of a sequence, or more. These three are
+            numbers, or int64 tensors of one element on the CPU.
+        cache: K and V, with `num_layer` layers L, T slots, `num_kv_heads` heads H and `head_dim` dims D, which
+            is written in place: layout 0 `(T, L, 2, H, D)`, 1 `(L, T, 2, H, D)`, 2 `(L, 2, T, H, D)`, 3 `(L, 2,
+            H, T, D)`. Float32, float16 or bfloat16; int8 if quant_bit is 8; if it is 4, uint8 or int8 with D /
+            2 bytes, of which the low nibble is the even element.
+        scale: like the cache, with D / quant_group, float32 or float16; written in place. None if quant_bit
+            is 0.
+        attn_mask: of a floating type, added to the scores: `[S, width]` or `[num_heads, S, width]`, with a
+            column for each token of all sequences, or more columns. A sequence reads its own tokens' columns.
+        num_heads, head_dim, num_kv_heads, num_layer, layer_idx: the shapes above; num_kv_heads of 0 stands for
+            num_heads.
+        is_causal: whether a query that does not decode sees no key after itself.
+        is_alibi: whether slope * (key position - query position) is added to the scores. No query sees a key
+            after itself then, whatever is_causal and decoding_batches say.
+        quant_bit: 0, 8 or 4.
+        quant_group: how many neighbouring elements of a head share a scale; divides head_dim.
+        cache_mode: 0 for one run of slots per sequence, 1 for pages.
+        cache_layout: 0 to 3.
+        page_size: tokens of a page, in mode 1.
+        backend: ours: "triton", "torch", which reads on the host, or None for the one of the device.
+
+    Returns:
+        `[S, num_heads, head_dim]` in query's type. The output of a query that sees no key is zeros.
+
+    Raises:
+        ValueError: attributes, shapes, types or devices do not fit, or, on a CPU, the numbers in the tensors.
+            Nothing is written then.
+    """
+    return _multi_head_cache_attention(
+        query,
+        current_key,
+        current_value,
+        seqstarts,
+        kvstarts,
+        cachestarts,
+        start_pos,
+        _on_host("decoding_batches", decoding_batches),
+        _on_host("max_seqlen", max_seqlen),
+        _on_host("max_kvlen", max_kvlen),
+        cache,
+        scale,
+        attn_mask,
+        num_heads,
+        head_dim,
+        is_causal,
+        is_alibi,
+        num_kv_heads,
+        num_layer,
+        layer_idx,
+        quant_bit,
+        quant_group,
+        cache_mode,
+        cache_layout,
+        page_size,
+        backend,
+    )
+
+
+def _on_host(name: str, value: int | Tensor) -> int:
+    if not isinstance(value, Tensor):
+        return value
+    if value.device.type != "cpu" or value.numel() != 1 or value.dtype != torch.int64:
+        raise ValueError(
+            f"{name} must be a number, or an int64 tensor of one element on the CPU, so that nothing waits for "
+            f"the device; got {value.dtype} {tuple(value.shape)} on {value.device}; keep it on the host"
+        )
+    return int(value)
+
+
+@torch.library.custom_op("lightkv::multi_head_cache_attention", mutates_args=("cache", "scale"))
+def _multi_head_cache_attention(
+    query: Tensor,
+    current_key: Tensor,
+    current_value: Tensor,
+    seqstarts: Tensor,
+    kvstarts: Tensor,
+    cachestarts: Tensor,
+    start_pos: Tensor,
+    decoding_batches: int,
+    max_seqlen: int,
+    max_kvlen: int,
+    cache: Tensor,
+    scale: Tensor | None,
+    attn_mask: Tensor | None,
+    num_heads: int,
+    head_dim: int,
+    is_causal: bool,
+    is_alibi: bool,
+    num_kv_heads: int,
+    num_layer: int,
+    layer_idx: int,
+    quant_bit: int,
+    quant_group: int,
+    cache_mode: int,
+    cache_layout: int,
+    page_size: int,
+    backend: str | None,
+) -> Tensor:
+    attributes = Attributes(
+        num_heads,
+        head_dim,
+        num_kv_heads or num_heads,
+        num_layer,
+        layer_idx,
+        quant_bit,
+        quant_group,
+        cache_mode,
+        cache_layout,
+        page_size,
+    )
+    batch = (seqstarts, kvstarts, cachestarts, start_pos)
+    counts = (decoding_batches, max_seqlen, max_kvlen)
+    check_inputs(query, current_key, current_value, batch, counts, cache, scale, attn_mask, attributes)
+    if backend not in (None, "torch", "triton"):
+        raise UnknownBackend(str(backend), ["torch", "triton"])
+    slots = Slots(cachestarts, page_size if cache_mode else 0)
+    if query.device.type == "cpu":
+        check_contents(query, batch, counts, cache, attn_mask, attributes, slots)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if not out.numel():
+        return out
+
+    of_layer = LayerCache(
+        layer_of(cache_layout, cache.view(torch.uint8) if quant_bit == 4 else cache, layer_idx),
+        None if scale is None or not quant_bit else layer_of(cache_layout, scale, layer_idx),
+        quant_bit,
+    )
+    options = DEFAULT_OPTIONS
+    if is_alibi:
+        options = options.plus(Alibi(slopes_on(query.device, num_heads)))
+    if attn_mask is not None:
+        values = attn_mask if has_unit_stride(attn_mask) else attn_mask.contiguous()
+        options = options.plus(ValueMask(values, columns=kvstarts[:-1].int()))
+    step = _Step(
+        query if has_unit_stride(query) else query.contiguous(),
+        seqstarts.int(),
+        (kvstarts[1:] - kvstarts[:-1]).int(),
+        options,
+        num_whole=_num_whole(len(start_pos), decoding_batches, is_causal, is_alibi),
+    )
+    of_layer.write(_slots_of_queries(slots, seqstarts, start_pos, len(query)), current_key, current_value)
+    if backend == "torch" or (backend is None and query.device.type == "cpu"):
+        _attend_in_torch(step, of_layer, slots, out)
+        return out
+    if of_layer.suits_kernels:
+        kv = of_layer.paged(*slots.index_for(max_kvlen))
+    else:
+        kv = of_layer.gathered(slots.all_until(max_kvlen), query.dtype)
+    _attend_with_kernels(step, kv, max_seqlen, out)
+    return out
+
+
+_multi_head_cache_attention.register_fake(
+    lambda query, *_: torch.empty(query.shape, dtype=query.dtype, device=query.device)
+)
+
+
+class _Step(NamedTuple):
+    """What a call attends from. Queries that are among a sequence's last tokens stand at its last positions."""
+
+    q: Tensor  # [S, H, D]
+    q_starts: Tensor  # int32 [B + 1]
+    lengths: Tensor  # int32 [B], the tokens of each sequence
+    options: AttentionOptions
+    num_whole: int  # the first sequences, whose queries see all of their tokens
+
+
+def _num_whole(num_sequences: int, decoding_batches: int, is_causal: bool, is_alibi: bool) -> int:
+    """Returns how many of the first sequences have queries that see all of their tokens."""
+    if is_alibi:  # the authors' bias is -inf for keys after the query, in every sequence
+        return 0
+    return decoding_batches if is_causal else num_sequences
+
+
+def _slots_of_queries(slots: Slots, seqstarts: Tensor, start_pos: Tensor, num_queries: int) -> Tensor:
+    """Returns the slots, int64 `[S]`, to which the K/V of the queries is written."""
+    queries = torch.arange(num_queries, device=seqstarts.device)
+    sequences = torch.searchsorted(seqstarts[1:].contiguous(), queries, right=True)
+    sequences = sequences.clamp(max=len(start_pos) - 1)
+    return slots.find(sequences, start_pos[sequences] + queries - seqstarts[sequences])
+
+
+def slopes_on(device: torch.device, num_heads: int) -> Tensor:
+    """Returns the slopes of `alibi.alibi_slopes`, float32 `[num_heads]`, made on the device: a copy from the
+    host could not be captured in a CUDA graph."""
+    heads = torch.arange(num_heads, device=device, dtype=torch.float64)
+    power = 1 << (num_heads.bit_length() - 1)
+    others = 2 * (heads - power) + 1  # every second slope of twice the power
+    exponents = torch.where(heads < power, (heads + 1) / power, others / (2 * power))
+    return torch.exp2(exponents * -8).float()
+
+
+def _attend_with_kernels(step: _Step, kv: PagedKV, max_seqlen: int, out: Tensor) -> None:
+    """Writes the attention of all queries to `out`, by the kernels."""
+    q, q_starts, lengths, options, num_whole = step
+    batch = len(lengths)
+    rows = torch.arange(batch, device=q.device, dtype=torch.int32)
+    if max_seqlen == 1 and len(q) == batch and q.shape[1] // kv.k.shape[1] <= decode_tuning.MOST_DECODE_ROWS:
+        # Every sequence has one query, its newest token, which sees all of its tokens in any layer.
+        decode_attention(q, kv, rows, lengths, options, out=out)
+        return
+    # How many queries a sequence that decodes has is known on the device alone, so prefill's kernel, which
+    # reads q_starts there, takes them, too.
+    for begin, end, causal in ((0, num_whole, False), (num_whole, batch, True)):
+        if begin < end:
+            prefill_attention(
+                q,
+                kv,
+                rows[begin:end],
+                q_starts[begin : end + 1],
+                lengths[begin:end],
+                options.of_requests(begin, end)._replace(causal=causal),
+                out=out,
+            )
+
+
+def _attend_in_torch(step: _Step, of_layer: LayerCache, slots: Slots, out: Tensor) -> None:
+    """Writes the attention of all queries to `out`, sequence by sequence and in float32."""
+    q, q_starts, lengths, options, num_whole = step
+    starts = q_starts.tolist()
+    for sequence, length in enumerate(lengths.tolist()):
+        queries = slice(starts[sequence], starts[sequence + 1])
+        if queries.start == queries.stop:
+            continue
+        positions = torch.arange(length, device=q.device)
+        k, v = of_layer.read(slots.find(torch.full_like(positions, sequence), positions))
+        scored = Scored.of_last(queries, sequence, length, q.device)
+        causal = options._replace(causal=sequence >= num_whole)
+        out[queries] = attend_with_bias(q[queries].float(), k.float(), v.float(), causal, scored).to(q.dtype)

@@ -1,0 +1,136 @@
+"""A decoder layer as it runs fused, from its first norm to its last addition.
+
+    norm ─► q, k, v ─► K/V written, attention ─► o ─► add, norm ─► gate, up ─► activation ─► down ─► add, norm
+            one product  positions on the way          one pass      one product  one pass            one pass
+
+The last norm is that of the next layer, or of the model. `fused_layers.py` finds these parts in a model, and
+compares each layer that runs so with the model's own forward pass.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor, nn
+
+from lightkv.triton_kernels.layers.gated_activation import gated_activation, gated_activation_reference
+from lightkv.triton_kernels.layers.residual_norm import Norm
+
+from .attention_call import ATTENTION, AttentionHandler
+from .fused_norm import Carry, add_and_norm
+from .fused_rotary import layout_of
+from .hf_model import PackedStep
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention of a decoder layer.
+
+    `arguments`: the keyword arguments of the layer that the module gets. `is_inlined`: whether the layer
+    computes by the layout that `bind` has found for the module. Another module computes more than that, or has
+    hooks, and is called as it is; so is one whose forward pass `bind` is comparing.
+    """
+
+    module: nn.Module
+    arguments: tuple[str, ...]
+    is_inlined: bool = False
+
+    def forward(self, x: Tensor, step: AttentionHandler, given: Mapping[str, Any]) -> Tensor:
+        """Returns the attention output of x, both `[1, T, C]`. `given`: the layer's keyword arguments."""
+        layout = layout_of(self.module) if self.is_inlined else None
+        if layout is None:
+            out, _ = self.module(x, lightkv=step, **{name: given[name] for name in self.arguments})
+            return cast(Tensor, out)
+        call = layout.call(self.module, x, given["position_embeddings"])  # q, k and v, without positions
+        heads = step.attend(call)  # writes K/V and applies positions on the way, then attends
+        return layout.project_out(self.module, heads)
+
+
+class NextNorm(NamedTuple):
+    """The norm of what a layer returns, and the module that it belongs to: the next layer's, or the model's."""
+
+    module: nn.Module
+    norm: Norm
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """The parts of a decoder layer. A Norm that is None is not there, or is unknown and one of `mlp`."""
+
+    input_norm: nn.Module | None
+    attention: Attention
+    after_attention: Norm | None  # of what attention returns, before it is added
+    before_mlp: Norm | None  # of the sum
+    mlp: tuple[nn.Module, ...]  # one after the other; a gated MLP among them runs as `GatedMLP`
+    after_mlp: Norm | None  # of what the MLP returns, before it is added
+    scale: float  # the factor of what is added
+    next_norm: NextNorm | None = None
+    is_last: bool = False  # no layer comes after it, so only the tokens whose logits are wanted need its MLP
+
+    def forward(
+        self, hidden: Tensor, step: AttentionHandler, given: Mapping[str, Any], carry: Carry
+    ) -> Tensor:
+        """Returns the residual stream after the layer of `hidden`, the one before it; both `[1, T, C]`.
+
+        `given`: the keyword arguments with which the model calls the layer. The next norm's output is put into
+        `carry`, from which that norm takes it.
+        """
+        all_tokens, kept, next_norm = hidden, self._sampled(step, hidden), self.next_norm
+        x = hidden if self.input_norm is None else self.input_norm(hidden)  # as a rule it is in the carry
+        x = self.attention.forward(x, step, given)
+        if kept is not None:
+            x, hidden, next_norm = x.index_select(1, kept), hidden.index_select(1, kept), None
+        hidden, x = add_and_norm(x, hidden, self.before_mlp, post=self.after_attention, scale=self.scale)
+        for module in self.mlp:
+            x = module(x)
+        norm = None if next_norm is None else next_norm.norm
+        hidden, x = add_and_norm(x, hidden, norm, post=self.after_mlp, scale=self.scale)
+        if next_norm is not None:
+            carry.put(next_norm.module, hidden, x)
+        # The tokens that are not sampled keep what they had before the layer, which is not read any more.
+        return hidden if kept is None else all_tokens.index_copy_(1, kept, hidden)
+
+    def _sampled(self, step: AttentionHandler, hidden: Tensor) -> Tensor | None:
+        """Returns the tokens whose logits are wanted, int64 `[n]`, where the others need no MLP; else None."""
+        if not self.is_last or not isinstance(step, PackedStep) or step.logits_index is None:
+            return None
+        return step.logits_index if len(step.logits_index) < hidden.shape[1] else None
+
+
+@dataclass(frozen=True)
+class GatedMLP:
+    """The parts of a gated MLP. `gate_up` computes gate and up as one product, the gate first."""
+
+    gate_up: nn.Module
+    activation: str  # "silu", "gelu_tanh" or "gelu"
+    down: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps `[..., C]` to `[..., C]`."""
+        gate_up = self.gate_up(x)
+        return cast(Tensor, self.down(activate(gate_up, self.activation)))
+
+
+def activate(gate_up: Tensor, activation: str) -> Tensor:
+    """Returns what `gated_activation` returns, on any device."""
+    function = gated_activation if gate_up.is_cuda else gated_activation_reference
+    return function(gate_up, activation)
+
+
+# --------------------------------------------------------------------------------
+# The forward passes that a model's modules get
+
+
+def layer_forward(module: nn.Module, layer: DecoderLayer, carry: Carry, *args: Any, **kwargs: Any) -> Any:
+    """The forward pass of a decoder layer: fused if this is a call of `compute`; else the module's own."""
+    is_bound = cast(Any, layer.attention.module).config._attn_implementation == ATTENTION
+    if "lightkv" not in kwargs or not is_bound or len(args) != 1 or kwargs.get("past_key_values") is not None:
+        return type(module).forward(module, *args, **kwargs)
+    return layer.forward(args[0], kwargs["lightkv"], kwargs, carry)
+
+
+def mlp_forward(module: nn.Module, mlp: GatedMLP, *args: Any, **kwargs: Any) -> Any:
+    """The forward pass of a gated MLP, which may also stand in a layer that is not fused."""
+    if len(args) != 1 or kwargs:
+        return type(module).forward(module, *args, **kwargs)
+    return mlp.forward(args[0])

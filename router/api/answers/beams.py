@@ -1,0 +1,96 @@
+"""Answers by beam search: rounds of requests to the router, each of one token a beam."""
+
+from dataclasses import dataclass, replace
+
+from starlette.types import Receive
+
+from lightkv.ledger.prefix_tree import TOKEN_BYTES
+from lightkv.router.engine.step import TokenEvent
+from lightkv.router.sampling_params import SamplingParams
+from lightkv.router.text.beam_search import Beam, BeamParams, BeamSearch
+from lightkv.router.text.completion import Completion
+
+from .generation import (
+    Answer,
+    AnswerClock,
+    Backend,
+    Generation,
+    GenerationLost,
+    GenerationSpec,
+    closed_with_client,
+)
+
+
+@dataclass(frozen=True)
+class BeamAnswers:
+    """The answers to one HTTP request that were found by beam search, as a writer needs them.
+
+    `num_cached_tokens`: None if the service does not report them. `num_hit_tokens`: the same, whatever clients
+    are told.
+    """
+
+    answers: list[Answer]
+    num_prompt_tokens: int
+    num_cached_tokens: int | None
+    num_hit_tokens: int
+
+    @property
+    def all_answers(self) -> list[Answer]:
+        """All answers, whose tokens count."""
+        return self.answers
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """The tokens of the answers."""
+        return sum(len(answer.completion.token_ids) for answer in self.answers)
+
+
+async def search_beams(
+    backend: Backend, spec: GenerationSpec, params: BeamParams, receive: Receive
+) -> BeamAnswers:
+    """Returns the best beams of each prompt of `spec`, whose own parameters say only how a text is shown. The
+    search ends early if the client disconnects.
+
+    Raises InvalidParams, RequestRefused, GenerationFailed and GenerationLost, after which nothing runs.
+    """
+    end_ids = frozenset() if params.ignore_eos else backend.tokenizer.eos_ids
+    one_token = params.round_params(len(end_ids))
+    searches = [BeamSearch(prompt_ids, params, end_ids) for prompt_ids in spec.prompts]
+    first: Generation | None = None  # that of the first round, with one answer to each prompt
+    while growing := [search for search in searches if search.prompts]:
+        counts = [len(search.prompts) for search in growing]
+        prompts = [prompt for search in growing for prompt in search.prompts]
+        generation = await backend.generate(
+            replace(spec, prompts=prompts, params=one_token, states_length=True)
+        )
+        async with closed_with_client(receive, generation):
+            async for _ in generation.deltas():
+                pass
+        found = [answer.completion.logprobs for answer in generation.answers]
+        if not all(found):
+            raise GenerationLost("its client has disconnected")
+        first = first or generation
+        scored = iter(found)
+        for search, count in zip(growing, counts, strict=True):
+            search.take([next(scored)[0] for _ in range(count)])
+    assert first is not None
+    answers = [
+        _answer(backend, beam, spec.params, first.answers[prompt_idx])
+        for prompt_idx, search in enumerate(searches)
+        for beam in search.best
+    ]
+    answers = [replace(answer, index=index) for index, answer in enumerate(answers)]
+    num_prompt = sum(map(len, spec.prompts)) // TOKEN_BYTES
+    return BeamAnswers(answers, num_prompt, first.num_cached_tokens, first.num_hit_tokens)
+
+
+def _answer(backend: Backend, beam: Beam, params: SamplingParams, first: Answer) -> Answer:
+    """Returns a beam as an answer that is complete. `first`: that of the first round to its prompt, whose times
+    it has."""
+    completion = Completion(backend.tokenizer, params)
+    last = len(beam.token_ids) - 1
+    for place, token in enumerate(beam.token_ids):
+        completion.push(TokenEvent("", token, beam.finish_reason if place == last else None))
+    clock = AnswerClock(backend.metrics)
+    clock.begun, clock.first = first.clock.begun, first.clock.first
+    return Answer(0, first.prompt_idx, completion, clock, False, first.num_cached, first.waited)

@@ -1,0 +1,232 @@
+"""The bodies of answers as types, which pydantic documents and msgspec encodes."""
+
+from typing import Any, Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+
+class PromptToken(TypedDict):
+    """A token in the place of one of the prompt's. `rank`: 1 for the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptTokens = dict[str, PromptToken]  # by token id: the prompt's own token first, and then the likeliest
+
+
+class CalledFunction(TypedDict):
+    """`arguments`: JSON, as the model wrote it; it may be incomplete if the answer reached max_tokens."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class CalledFunctionDelta(TypedDict, total=False):
+    name: str
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """The first delta of a call has its id, type and name, the others more of its arguments."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: CalledFunctionDelta
+
+
+class PromptTokensDetails(TypedDict):
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    """Token counts. A prompt counts once, however many answers it has. The details are null unless the service
+    reports cached tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None
+
+
+FinishReason = Literal["stop", "length", "tool_calls", "function_call"]
+
+
+class CompletionLogprobs(TypedDict):
+    """Lists with one entry for each token; that of a prompt's first token is null. `text_offset`: where
+    the token begins in the choice's text."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[list[PromptTokens | None] | None]
+
+
+class CompletionBody(TypedDict):
+    """The body of a whole answer, and of each chunk of a stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage | None]
+
+
+class TopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChatTokenLogprob]
+
+
+class AssistantMessage(TypedDict):
+    """`content` is null if there are only calls or reasoning, which has two names, as other servers have."""
+
+    role: Literal["assistant"]
+    content: str | None
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
+    function_call: NotRequired[CalledFunction]
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    token_ids: NotRequired[list[int]]
+
+
+class ChatBody(TypedDict):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[list[PromptTokens | None] | None]
+
+
+class Delta(TypedDict, total=False):
+    role: Literal["assistant"]
+    content: str
+    reasoning_content: str
+    reasoning: str
+    tool_calls: list[ToolCallDelta]
+    function_call: CalledFunctionDelta
+
+
+class ChunkChoice(TypedDict):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    token_ids: NotRequired[list[int]]
+
+
+class ChatChunk(TypedDict):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: NotRequired[Usage | None]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class Model(TypedDict):
+    """A name of the model. `kv_dtype`: how the pool stores K and V; None until the model is loaded."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    kv_dtype: str | None
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class ReleasedSession(TypedDict):
+    """The answer to the release of a session."""
+
+    id: str
+    object: Literal["session"]
+    released: Literal[True]
+
+
+class Tokenized(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(TypedDict):
+    prompt: str
+
+
+class Health(TypedDict):
+    """The answer of /health. `step_age`: seconds since the last step completed, while work waits.
+    `router_silence`: seconds since the router last reported."""
+
+    healthy: bool
+    state: Literal["starting", "ready", "draining", "dead"]
+    step_age: float
+    router_silence: float
+
+
+class Ready(TypedDict):
+    ready: bool
+    state: Literal["starting", "ready", "draining", "dead"]
+    detail: str
+
+
+class Version(TypedDict):
+    version: str
+
+
+class ServerInfo(TypedDict):
+    """`configuration`: the settings by name, without secrets. `runner`: the model and its memory; null until
+    they are loaded."""
+
+    version: str
+    configuration: dict[str, Any]
+    runner: dict[str, Any] | None
+
+
+class CacheEvicted(TypedDict):
+    """How many cached tokens were evicted."""
+
+    num_evicted_tokens: int

@@ -1,0 +1,232 @@
+"""Writes the answers of a chat as OpenAI's messages and deltas: whole, and as chunks of a stream. Where a chat
+has tools, or the model reasons, an answer is divided into content, reasoning and calls."""
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from lightkv.router.engine.step import TokenLogprobs
+from lightkv.router.text.answer_reader import AnswerReader, joined
+from lightkv.router.text.tokenizer import Tokenizer
+from lightkv.router.text.tool_calls.source import Arguments, CallBegins, Part, Reasoning
+
+from .bodies import (
+    AssistantMessage,
+    ChatBody,
+    ChatChoice,
+    ChatChunk,
+    ChatLogprobs,
+    Delta,
+    FinishReason,
+    ToolCall,
+    ToolCallDelta,
+    TopLogprob,
+    Usage,
+)
+from .extras import Extras, finite, prompt_scores
+from .generation import Answered, TextDelta, usage_of
+
+Scored = Sequence[tuple[int, TokenLogprobs]]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How answers to one request are read. `new_reader`: makes the reader of one answer. `shown_ids`: special
+    tokens that it has to see. `id_length`: that of a call's id, if the model insists on one."""
+
+    new_reader: Callable[[], AnswerReader]
+    shown_ids: frozenset[int] = frozenset()
+    includes_reasoning: bool = True
+    is_legacy: bool = False
+    id_length: int | None = None
+
+
+class ChatWriter:
+    """Writes the bodies of one chat completion. `reading`: how answers are divided into content, reasoning and
+    calls; None writes all text as content. `extras`: what answers have beside their text."""
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        reading: Reading | None = None,
+        extras: Extras | None = None,
+    ) -> None:
+        self.extras = extras or Extras()
+        self._model = model
+        self._tokenizer = tokenizer
+        self._reading = reading
+        self._id = f"chatcmpl-{secrets.token_hex(16)}"
+        self._created = int(time.time())
+        self._opened: set[int] = set()
+        self._readers: dict[int, AnswerReader] = {}  # of streams, by answer
+        self.divides_answers = reading is not None
+
+    def whole(self, generation: Answered) -> ChatBody:
+        """Returns the body of an answer that is not streamed."""
+        body: ChatBody = {
+            "id": self._id,
+            "object": "chat.completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": [
+                {
+                    "index": answer.index,
+                    "message": {"role": "assistant", "content": answer.completion.text},
+                    "logprobs": self._logprobs(answer.scored) if answer.has_logprobs else None,
+                    "finish_reason": cast(FinishReason | None, answer.completion.finish_reason),
+                }
+                for answer in generation.answers
+            ],
+            "usage": usage_of(generation),
+        }
+        if self.extras.token_ids:
+            body["prompt_token_ids"] = self.extras.prompt_ids(0)
+            for choice, answer in zip(body["choices"], generation.answers, strict=True):
+                choice["token_ids"] = list(answer.completion.token_ids)
+        if self.extras.prompt_logprobs:
+            scores = prompt_scores(generation)
+            body["prompt_logprobs"] = self.extras.scored_prompt(self._tokenizer, 0, scores)
+        if self._reading is not None:
+            for choice in body["choices"]:
+                divide(choice, self._reading)
+        return body
+
+    def chunks(self, delta: TextDelta) -> list[ChatChunk]:
+        """Returns the chunks of a stream for a delta. The first chunk of each answer has its role."""
+        answer, index = delta.answer, delta.answer.index
+        chunks = []
+        if index not in self._opened:
+            self._opened.add(index)
+            chunks.append(self._chunk(index, {"role": "assistant", "content": ""}))
+            if self.extras.token_ids:
+                chunks[0]["prompt_token_ids"] = self.extras.prompt_ids(0)
+        if self._reading is not None:
+            return [*chunks, *self._divided(delta, self._reading)]
+        chunk = self._chunk(index, {"content": delta.text} if delta.text or delta.scored else {})
+        chunk["choices"][0]["logprobs"] = self._logprobs(delta.scored) if answer.has_logprobs else None
+        chunk["choices"][0]["finish_reason"] = cast(FinishReason | None, delta.finish_reason)
+        if self.extras.token_ids:
+            chunk["choices"][0]["token_ids"] = list(delta.token_ids)
+        return [*chunks, chunk]
+
+    def _divided(self, delta: TextDelta, reading: Reading) -> list[ChatChunk]:
+        """Returns the chunks of a delta, one for each of its parts. The first has the log-probabilities, and
+        the end of an answer is a chunk of its own."""
+        answer = delta.answer
+        reader = self._readers.get(answer.index)
+        if reader is None:
+            reader = self._readers[answer.index] = reading.new_reader()
+        num_calls = reader.num_kept_calls
+        parts = reader.push(delta.text)
+        if delta.finish_reason is not None:
+            parts += reader.finish()
+        deltas = deltas_of(parts, num_calls, reading)
+        has_ids = self.extras.token_ids and bool(delta.token_ids)
+        if delta.finish_reason is not None or ((delta.scored or has_ids) and not deltas):
+            deltas.append({})
+        chunks = [self._chunk(answer.index, one) for one in deltas]
+        if has_ids and chunks:
+            chunks[0]["choices"][0]["token_ids"] = list(delta.token_ids)
+        if answer.has_logprobs and chunks:
+            chunks[0]["choices"][0]["logprobs"] = self._logprobs(delta.scored)
+        if delta.finish_reason is not None:
+            reason = finish_reason(delta.finish_reason, reader, reading)
+            chunks[-1]["choices"][0]["finish_reason"] = reason
+        return chunks
+
+    def usage_chunk(self, usage: Usage) -> ChatChunk:
+        """Returns the last chunk of a stream, which has the token counts."""
+        chunk = self._chunk(0, {})
+        return chunk | {"choices": [], "usage": usage}
+
+    def _chunk(self, index: int, delta: Delta) -> ChatChunk:
+        return {
+            "id": self._id,
+            "object": "chat.completion.chunk",
+            "created": self._created,
+            "model": self._model,
+            "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}],
+        }
+
+    def _logprobs(self, scored: Scored) -> ChatLogprobs:
+        return {
+            "content": [
+                {
+                    **self._top(token_id, logprobs.logprob),
+                    "top_logprobs": [
+                        self._top(other_id, logprob)
+                        for other_id, logprob in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+                    ],
+                }
+                for token_id, logprobs in scored
+            ]
+        }
+
+    def _top(self, token_id: int, logprob: float) -> TopLogprob:
+        text = self.extras.token(self._tokenizer, token_id)
+        known = self._tokenizer.token_bytes(token_id) if self._tokenizer.is_byte_level else b""
+        return {"token": text, "logprob": finite(logprob), "bytes": list(known or text.encode())}
+
+
+def divide(choice: ChatChoice, reading: Reading) -> None:
+    """Divides the text of a whole answer, which is the content of its message so far."""
+    reader = reading.new_reader()
+    parts = [*reader.push(choice["message"]["content"] or ""), *reader.finish()]
+    choice["message"] = _message(parts, reading)
+    choice["finish_reason"] = finish_reason(choice["finish_reason"], reader, reading)
+
+
+def _message(parts: Sequence[Part], reading: Reading) -> AssistantMessage:
+    """Returns the message of a whole answer."""
+    reasoning, content, calls = joined(parts)
+    message: AssistantMessage = {"role": "assistant", "content": content}
+    if not content and (calls or reasoning):
+        message["content"] = None
+    if reasoning and reading.includes_reasoning:
+        message["reasoning_content"] = message["reasoning"] = reasoning
+    if calls and reading.is_legacy:
+        message["function_call"] = {"name": calls[0][0], "arguments": calls[0][1]}
+    elif calls:
+        message["tool_calls"] = [_call(name, arguments, reading) for name, arguments in calls]
+    return message
+
+
+def deltas_of(parts: Sequence[Part], num_calls: int, reading: Reading) -> list[Delta]:
+    """Returns the deltas of a stream for the parts of an answer. `num_calls`: how many calls it had before."""
+    deltas: list[Delta] = []
+    for part in parts:
+        if isinstance(part, CallBegins):
+            num_calls += 1
+            if reading.is_legacy:
+                deltas.append({"function_call": {"name": part.name, "arguments": ""}})
+            else:
+                begun = cast(ToolCallDelta, {"index": num_calls - 1, **_call(part.name, "", reading)})
+                deltas.append({"tool_calls": [begun]})
+        elif isinstance(part, Arguments):
+            if reading.is_legacy:
+                deltas.append({"function_call": {"arguments": part.text}})
+            else:
+                more: ToolCallDelta = {"index": num_calls - 1, "function": {"arguments": part.text}}
+                deltas.append({"tool_calls": [more]})
+        elif not isinstance(part, Reasoning):
+            deltas.append({"content": part.text})
+        elif reading.includes_reasoning:
+            deltas.append({"reasoning_content": part.text, "reasoning": part.text})
+    return deltas
+
+
+def _call(name: str, arguments: str, reading: Reading) -> ToolCall:
+    identifier = f"call_{secrets.token_hex(12)}"
+    if reading.id_length is not None:
+        identifier = secrets.token_hex(reading.id_length)[: reading.id_length]
+    return {"id": identifier, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def finish_reason(reason: str | None, reader: AnswerReader, reading: Reading) -> FinishReason | None:
+    """Returns why an answer ended: an answer with calls does not end by "stop"."""
+    if reason != "stop" or not reader.num_calls:
+        return cast(FinishReason | None, reason)
+    return "function_call" if reading.is_legacy else "tool_calls"

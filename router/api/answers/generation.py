@@ -1,0 +1,405 @@
+"""The answers to one HTTP request: they are submitted to the router together, grow with its events, and are
+closed together."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from starlette.types import Receive
+
+from lightkv.errors import LightKVError
+from lightkv.ledger.prefix_tree import TOKEN_BYTES
+from lightkv.router.api.metrics import ServiceMetrics
+from lightkv.router.engine.step import TokenEvent, TokenLogprobs
+from lightkv.router.sampling_params import SamplingParams
+from lightkv.router.service.messages import NewAnswer, NewPrompt, Submit
+from lightkv.router.service.router_client import AnswerStream, RouterClient
+from lightkv.router.text.completion import AnswerPlan, Completion
+from lightkv.router.text.tokenizer import Tokenizer
+
+from .bodies import Usage
+from .sessions import OpenSessions, SessionUse
+
+Result = TypeVar("Result")
+
+INLINE_CHARS = 4096  # so many characters become tokens in about a millisecond, without a thread
+
+
+class GenerationFailed(LightKVError):
+    """A step of this answer failed in the model. The service continues; the same request may fail again."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the model failed in this answer ({reason}); the same request may fail again")
+
+
+class GenerationInvalid(GenerationFailed):
+    """The text of an answer could not go on as its grammar says. The same request would fail again."""
+
+    def __init__(self, reason: str) -> None:
+        LightKVError.__init__(self, f"the answer could not be completed: {reason}")
+
+
+class GenerationLost(LightKVError):
+    """The service lost an unfinished answer, because one of its processes died or it is shutting down."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the answer was lost ({reason}); try again")
+
+
+_FAILURES: dict[str, Callable[[str], LightKVError]] = {
+    "invalid": GenerationInvalid,
+    "error": GenerationFailed,
+    "lost": GenerationLost,
+    "abort": GenerationLost,
+}
+
+
+class AnswerClock:
+    """Measures the times of one answer, which it also adds to the metrics, from its beginning to `finish`.
+
+    `begun`, `first`, `ended`: monotonic times of its begin, its first token and its end; None until then.
+    """
+
+    def __init__(self, metrics: ServiceMetrics) -> None:
+        self._metrics = metrics
+        self.begun = time.monotonic()
+        self.first: float | None = None
+        self.ended: float | None = None
+        self._last = self.begun
+
+    def token(self) -> None:
+        """Notes the arrival of a token. Of tokens that arrive together, the first ends an interval and the
+        others have intervals of nearly 0."""
+        now = time.monotonic()
+        if self.first is None:
+            self.first = now
+            self._metrics.ttft.observe(now - self.begun)
+        else:
+            self._metrics.inter_token.observe(now - self._last)
+        self._last = now
+
+    def finish(self, reason: str) -> None:
+        """Notes the end of the answer. `reason`: "stop", "length", "abort", "invalid", "error" or "lost"."""
+        self.ended = time.monotonic()
+        self._metrics.e2e.observe(self.ended - self.begun)
+        self._metrics.finished.labels(self._metrics.model, reason).inc()
+
+
+@dataclass(frozen=True)
+class GenerationSpec:
+    """The generation that one HTTP request asks for: `params.n` answers to each of `prompts` (int32 bytes).
+
+    `session`: the one that protects the tokens of prompts and answers in the cache. `states_length`: whether
+    the client stated max_tokens. `shows_logprobs`: whether the client gets the log-probabilities of
+    `params`. `shows_answer`: if not, the one token that a prompt is answered with is dropped. `shown_ids`:
+    special tokens that are part of the text. `grammar_field`: the field that `params.grammar` came in.
+    `grammar_bytes`: what it takes when it is compiled. `grammar_owner`: the hash of the client's key.
+    """
+
+    prompts: list[bytes]
+    params: SamplingParams
+    priority: int = 0
+    namespace: tuple[str, ...] = ()
+    session: SessionUse | None = None
+    states_length: bool = True
+    shows_logprobs: bool = True
+    shows_answer: bool = True
+    shown_ids: frozenset[int] = frozenset()
+    grammar_field: str = "grammar"
+    grammar_bytes: int = 0
+    grammar_owner: bytes = b""
+
+
+@dataclass
+class Answer:
+    """One answer while it grows.
+
+    `index`: its number among the answers of the HTTP request. `scored`: the tokens of its text with their
+    log-probabilities, if it `has_logprobs` (a stop token does not belong to the text). `num_cached`: prompt
+    tokens found in the cache. `waited`: the seconds that it was queued, once it has a token.
+    """
+
+    index: int
+    prompt_idx: int
+    completion: Completion
+    clock: AnswerClock
+    has_logprobs: bool
+    num_cached: int = 0
+    waited: float | None = None
+    scored: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class TextDelta:
+    """The text and tokens that an answer has gained. The last delta of an answer has a `finish_reason`."""
+
+    answer: Answer
+    text: str = ""
+    scored: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
+    finish_reason: str | None = None
+    token_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The client of the router, the tokenizer, the metrics and the open sessions, from which answers are made.
+
+    `reports_cached_tokens`: whether answers report how many prompt tokens were cached.
+    """
+
+    client: RouterClient
+    tokenizer: Tokenizer
+    metrics: ServiceMetrics
+    sessions: OpenSessions
+    reports_cached_tokens: bool = False
+
+    async def generate(self, spec: GenerationSpec) -> "Generation":
+        """Queues every answer, or none; a grammar has to be checked already. Raises RequestRefused."""
+        params = spec.params
+        if sum(map(len, params.bad_words)) > INLINE_CHARS:  # words to avoid become tokens
+            plan = await asyncio.to_thread(AnswerPlan, params, self.tokenizer)
+        else:
+            plan = AnswerPlan(params, self.tokenizer)
+        has_logprobs = spec.shows_logprobs and params.logprobs is not None
+        answers: dict[str, Answer] = {}
+        prompts = []
+        for prompt_idx, prompt_ids in enumerate(spec.prompts):
+            asked = []
+            for seed, completion in plan.begin(spec.shown_ids):
+                asked.append(NewAnswer(uuid.uuid4().hex, seed))
+                answer = Answer(len(answers), prompt_idx, completion, AnswerClock(self.metrics), has_logprobs)
+                answers[asked[-1].request_id] = answer
+            prompts.append(NewPrompt(prompt_ids, asked))
+        submit = Submit(
+            prompts=prompts,
+            params=plan.params,
+            stop_ids=sorted(plan.stop_ids),
+            priority=spec.priority,
+            namespace=spec.namespace,
+            session=None if spec.session is None else spec.session.name,
+            states_length=spec.states_length,
+            grammar_bytes=spec.grammar_bytes,
+            grammar_owner=spec.grammar_owner,
+        )
+        with ExitStack() as stack:
+            session = None
+            if spec.session is not None:
+                session = self.sessions.begin(spec.session)
+                stack.callback(self.sessions.end, session)
+            events = await self.client.submit(submit)
+            if session is not None:
+                self.sessions.accept(session)
+            closed = stack.pop_all().close  # the session's request ends with the generation
+        return Generation(spec, answers, events, closed, self.reports_cached_tokens)
+
+
+class Answered(Protocol):
+    """Answers and their tokens, as writers need them. `all_answers`: also those that are not returned."""
+
+    @property
+    def answers(self) -> Sequence[Answer]: ...
+
+    @property
+    def all_answers(self) -> Sequence[Answer]: ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def num_cached_tokens(self) -> int | None: ...
+
+    @property
+    def num_hit_tokens(self) -> int: ...
+
+    @property
+    def num_completion_tokens(self) -> int: ...
+
+
+class Generation:
+    """The answers to one HTTP request while they are generated. `close` aborts the unfinished ones.
+
+    `closed`: called once, by the first `close`.
+    """
+
+    def __init__(
+        self,
+        spec: GenerationSpec,
+        answers: dict[str, Answer],
+        events: AnswerStream,
+        closed: Callable[[], None] = lambda: None,
+        reports_cached_tokens: bool = False,
+    ) -> None:
+        self._reports_cached_tokens = reports_cached_tokens
+        self.answers = self.all_answers = list(answers.values())
+        self._spec = spec
+        self._growing = answers
+        self._events = events
+        self._closed = closed
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The tokens of all prompts. A prompt counts once, however many answers it has."""
+        return sum(map(len, self._spec.prompts)) // TOKEN_BYTES
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Prompt tokens found in the cache, counted for the first answer to each prompt; None if the service
+        does not report them."""
+        if not self._reports_cached_tokens:
+            return None
+        return self.num_hit_tokens
+
+    @property
+    def num_hit_tokens(self) -> int:
+        """Prompt tokens found in the cache, as `num_cached_tokens`, whatever clients are told."""
+        return sum(answer.num_cached for answer in self.all_answers[:: self._spec.params.n])
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """The tokens of all answers so far."""
+        return sum(len(answer.completion.token_ids) for answer in self.all_answers)
+
+    @property
+    def num_scored(self) -> int:
+        """How many tokens have log-probabilities, those of the prompts included."""
+        found = [(one.prompt_idx, one.completion.prompt_logprobs) for one in self.all_answers]
+        of_prompts = {prompt_idx: len(scores) for prompt_idx, scores in found if scores is not None}
+        return sum(len(answer.scored) for answer in self.answers) + sum(of_prompts.values())
+
+    async def deltas(self) -> AsyncIterator[list[TextDelta]]:
+        """Yields what the answers gain, each time as one delta for each answer that has gained something.
+
+        Ends early if the generation is closed. Raises GenerationFailed and GenerationLost, after which no
+        answer runs any more.
+        """
+        async for events in self._events:
+            deltas: dict[str, TextDelta] = {}
+            for event in events:
+                request_id = event.request_id
+                if event.finish_reason in _FAILURES:
+                    self._fail(event.finish_reason, event.error or "it was aborted")
+                delta = deltas.get(request_id)
+                if delta is None:
+                    answer = self._growing.get(request_id)
+                    if answer is None:
+                        continue
+                    delta = deltas[request_id] = TextDelta(answer)
+                self._add(event, delta)
+            for request_id, delta in deltas.items():
+                if delta.answer.completion.finish_reason is not None:
+                    self._finish(request_id, delta)
+            yield list(deltas.values())
+
+    def keep_best(self, n: int) -> None:
+        """Keeps, of the answers to each prompt, the n whose tokens are the likeliest on average in `answers`,
+        the best first. All of them still count as tokens. Call it once all are complete."""
+        per_prompt = self._spec.params.n
+        kept = []
+        for start in range(0, len(self.answers), per_prompt):
+            kept += sorted(self.answers[start : start + per_prompt], key=_mean_logprob, reverse=True)[:n]
+        self.answers = kept
+        for index, answer in enumerate(kept):
+            answer.index = index
+
+    def close(self) -> None:
+        """Aborts the answers that are unfinished."""
+        for answer in self._growing.values():
+            answer.clock.finish("abort")
+        self._growing.clear()
+        self._events.close()
+        closed, self._closed = self._closed, lambda: None
+        closed()
+
+    def _add(self, event: TokenEvent, delta: TextDelta) -> None:
+        """Adds an event to its answer and to the answer's delta."""
+        answer = delta.answer
+        if answer.completion.finish_reason is not None:  # a stop string ended the answer before
+            return
+        if event.num_cached is not None:
+            answer.num_cached = event.num_cached
+            answer.waited = event.waited
+        if not self._spec.shows_answer:
+            event = msgspec.structs.replace(event, token=None, finish_reason="length")
+        delta.text += answer.completion.push(event)
+        if event.token is not None:
+            delta.token_ids.append(event.token)
+        answer.clock.token()
+        if event.logprobs is not None and event.token is not None and event.finish_reason != "stop":
+            answer.scored.append((event.token, event.logprobs))
+            delta.scored.append(answer.scored[-1])
+
+    def _finish(self, request_id: str, delta: TextDelta) -> None:
+        """Notes why an answer has ended, and aborts its request if a stop string ended it."""
+        completion = delta.answer.completion
+        assert completion.finish_reason is not None
+        delta.finish_reason = completion.finish_reason
+        del self._growing[request_id]
+        delta.answer.clock.finish(completion.finish_reason)
+        if completion.stopped:
+            self._events.end(request_id, "stop")
+
+    def _fail(self, finish_reason: str, error: str) -> None:
+        """Aborts the unfinished answers and raises what the reason stands for."""
+        for answer in self._growing.values():
+            answer.clock.finish(finish_reason)
+        self._growing.clear()
+        self._events.close()
+        raise _FAILURES[finish_reason](error)
+
+
+def _mean_logprob(answer: Answer) -> float:
+    logprobs = [one.logprob for one in answer.completion.logprobs]
+    return sum(logprobs) / max(len(logprobs), 1)
+
+
+def usage_of(generation: Answered) -> Usage:
+    """Returns the token counts so far."""
+    prompt, completion = generation.num_prompt_tokens, generation.num_completion_tokens
+    cached = generation.num_cached_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": None if cached is None else {"cached_tokens": cached},
+    }
+
+
+@asynccontextmanager
+async def closed_with_client(receive: Receive, generation: Generation) -> AsyncIterator[None]:
+    """Closes the generation as soon as its client disconnects, at the latest at the end of the block."""
+
+    async def watch() -> None:
+        await _until_disconnected(receive)
+        generation.close()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        generation.close()
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Returns the result of `work`, which is cancelled if the client disconnects before. Raises GenerationLost
+    then."""
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_until_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise GenerationLost("its client has disconnected")
+        return working.result()
+    finally:
+        watching.cancel()
+        working.cancel()
+
+
+async def _until_disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

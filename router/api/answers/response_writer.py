@@ -1,0 +1,275 @@
+"""Writes an answer as a response of OpenAI's Responses API: whole, and as a sequence of events.
+
+It reads what `ChatWriter` writes, so that texts, tool calls and reasoning are the same in both APIs.
+"""
+
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from .chat_writer import ChatWriter
+from .generation import Answered, Generation, TextDelta, usage_of
+
+
+class ResponseWriter:
+    """Writes the body of one response. `repeated`: the fields of the request that it repeats. `chat`: writes
+    the same answer as a chat completion."""
+
+    def __init__(self, repeated: Mapping[str, Any], model: str, chat: ChatWriter) -> None:
+        self._repeated = repeated
+        self._chat = chat
+        self._model = model
+        self._id = f"resp_{secrets.token_hex(16)}"
+        self._created = int(time.time())
+
+    def whole(self, generation: Answered) -> dict[str, Any]:
+        """Returns the body of a response that is not streamed."""
+        choice: Any = self._chat.whole(generation)["choices"][0]
+        message, logprobs = choice["message"], _logprobs(choice)
+        items = []
+        if reasoning := message.get("reasoning_content"):
+            items.append(finished(_reasoning_item(), reasoning))
+        calls = message.get("tool_calls") or ()
+        if message.get("content") or not calls:
+            items.append(finished(_message_item(), message.get("content") or "", logprobs))
+        for call in calls:
+            function = call["function"]
+            items.append(finished(_call_item(call.get("id"), function["name"]), function["arguments"]))
+        if choice["finish_reason"] == "length":
+            items[-1]["status"] = "incomplete"
+        return self.body(items, choice["finish_reason"], generation)
+
+    def events(self, generation: Generation) -> "ResponseEvents":
+        """Returns the writer of the stream's events."""
+        return ResponseEvents(self, self._chat, generation)
+
+    def body(
+        self,
+        items: list[dict[str, Any]],
+        finish_reason: str | None,
+        generation: Answered | None = None,
+        error: dict[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """Returns the response with these items. `generation`: its token counts are the usage. `error`: why the
+        answer failed, as a code and a message."""
+        repeated = self._repeated
+        status = "completed" if finish_reason is not None else "in_progress"
+        details = None
+        if finish_reason == "length":
+            status, details = "incomplete", {"reason": "max_output_tokens"}
+        if error is not None:
+            status = "failed"
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": error,
+            "incomplete_details": details,
+            "instructions": repeated["instructions"],
+            "max_output_tokens": repeated["max_output_tokens"],
+            "metadata": repeated["metadata"],
+            "model": self._model,
+            "output": items,
+            "parallel_tool_calls": repeated["parallel_tool_calls"],
+            "previous_response_id": None,
+            "reasoning": repeated["reasoning"],
+            "store": False,
+            "temperature": repeated["temperature"],
+            "text": repeated["text"],
+            "tool_choice": repeated["tool_choice"],
+            "tools": repeated["tools"],
+            "top_logprobs": repeated["top_logprobs"],
+            "top_p": repeated["top_p"],
+            "truncation": "disabled",
+            "usage": None if generation is None else _usage(generation),
+        }
+
+
+class ResponseEvents:
+    """Writes the events of one streamed response, in OpenAI's order.
+
+        created, in_progress, { item added, { deltas }, done, item done }, completed
+
+    One item is open at a time: a message, a reasoning or a function call.
+    """
+
+    def __init__(self, writer: ResponseWriter, chat: ChatWriter, generation: Generation) -> None:
+        self._writer = writer
+        self._chat = chat
+        self._generation = generation
+        self._items: list[dict[str, Any]] = []  # those that are complete
+        self._item: dict[str, Any] | None = None  # the one that is open
+        self._call_idx: int | None = None  # that of the open function call
+        self._pieces: list[str] = []
+        self._logprobs: list[Any] = []
+        self._finish_reason: str | None = None
+        self._num_events = 0
+
+    def begin(self) -> bytes:
+        """Returns the events before the first delta."""
+        response = self._writer.body([], None)
+        return self._event("response.created", {"response": response}) + self._event(
+            "response.in_progress", {"response": response}
+        )
+
+    def delta(self, delta: TextDelta) -> bytes:
+        """Returns the events of a delta; none if it has nothing to show."""
+        if not (delta.text or delta.scored or delta.finish_reason):
+            return b""
+        events = []
+        for chunk in self._chat.chunks(delta):
+            choice: Any = chunk["choices"][0]
+            self._finish_reason = choice["finish_reason"] or self._finish_reason
+            gained = choice["delta"]
+            reasoning, calls = gained.get("reasoning_content"), gained.get("tool_calls") or ()
+            if reasoning:
+                events.append(self._add("reasoning", reasoning))
+            events += map(self._add_call, calls)
+            is_text = not reasoning and not calls  # only texts have log-probabilities here
+            if gained.get("content") or (is_text and choice.get("logprobs")):
+                events.append(self._add("message", gained.get("content") or "", _logprobs(choice)))
+        return b"".join(events)
+
+    def end(self) -> bytes:
+        """Returns the events after the last delta."""
+        empty = b"" if self._item is not None or self._items else self._open(_message_item())
+        closed = empty + self._close()
+        kind = "response.incomplete" if self._finish_reason == "length" else "response.completed"
+        response = self._writer.body(self._items, self._finish_reason or "stop", self._generation)
+        return closed + self._event(kind, {"response": response})
+
+    def fail(self, status: int, error: str) -> bytes:
+        """Returns the last event of an answer that could not be completed."""
+        code = "invalid_prompt" if status == 400 else "server_error"  # those of OpenAI's client
+        described = {"code": code, "message": error}
+        response = self._writer.body(self._items, None, self._generation, described)
+        return self._event("response.failed", {"response": response})
+
+    def _add(self, kind: str, text: str, logprobs: list[Any] | None = None) -> bytes:
+        """Adds text to the open item, which is made if another kind is open."""
+        opened = b""
+        if self._item is None or self._item["type"] != kind:
+            opened = self._close() + self._open(_message_item() if kind == "message" else _reasoning_item())
+        self._pieces.append(text)
+        self._logprobs += logprobs or []
+        fields: dict[str, Any] = {**self._place(), "content_index": 0, "delta": text}
+        if kind == "reasoning":
+            return opened + self._event("response.reasoning_text.delta", fields)
+        return opened + self._event("response.output_text.delta", fields | {"logprobs": logprobs or []})
+
+    def _add_call(self, call: Mapping[str, Any]) -> bytes:
+        opened, function = b"", call.get("function") or {}
+        if self._item is None or self._item["type"] != "function_call" or self._call_idx != call["index"]:
+            item = _call_item(call.get("id"), function.get("name") or "")
+            opened = self._close() + self._open(item)
+            self._call_idx = call["index"]
+        arguments = function.get("arguments")
+        if not arguments:
+            return opened
+        self._pieces.append(arguments)
+        fields = {**self._place(), "delta": arguments}
+        return opened + self._event("response.function_call_arguments.delta", fields)
+
+    def _open(self, item: dict[str, Any]) -> bytes:
+        self._item, self._pieces, self._logprobs = item, [], []
+        added = self._event("response.output_item.added", {"output_index": len(self._items), "item": item})
+        if item["type"] == "function_call":
+            return added
+        part = {"content_index": 0, "part": _part(item, "", [])}
+        return added + self._event("response.content_part.added", self._place() | part)
+
+    def _close(self) -> bytes:
+        """Returns the events that end the open item, if there is one."""
+        item = self._item
+        if item is None:
+            return b""
+        text = "".join(self._pieces)
+        done = finished(item, text, self._logprobs, self._finish_reason)
+        place = self._place()
+        if item["type"] == "function_call":
+            fields = place | {"name": item["name"], "arguments": text}
+            events = self._event("response.function_call_arguments.done", fields)
+        else:
+            place |= {"content_index": 0}
+            if item["type"] == "message":
+                fields = place | {"text": text, "logprobs": self._logprobs}
+                events = self._event("response.output_text.done", fields)
+            else:
+                events = self._event("response.reasoning_text.done", place | {"text": text})
+            events += self._event("response.content_part.done", place | {"part": done["content"][0]})
+        events += self._event("response.output_item.done", {"output_index": len(self._items), "item": done})
+        self._items.append(done)
+        self._item = self._call_idx = None
+        return events
+
+    def _place(self) -> dict[str, Any]:
+        assert self._item is not None
+        return {"item_id": self._item["id"], "output_index": len(self._items)}
+
+    def _event(self, kind: str, fields: Mapping[str, Any]) -> bytes:
+        content = {"type": kind, "sequence_number": self._num_events, **fields}
+        self._num_events += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode(content))
+
+
+def finished(
+    item: dict[str, Any], text: str, logprobs: list[Any] | None = None, finish_reason: str | None = None
+) -> dict[str, Any]:
+    """Returns a complete item: `text` is its text, or a call's arguments."""
+    status = "incomplete" if finish_reason == "length" else "completed"
+    if item["type"] == "function_call":
+        return item | {"status": status, "arguments": text}
+    return item | {"status": status, "content": [_part(item, text, logprobs or [])]}
+
+
+def _part(item: Mapping[str, Any], text: str, logprobs: list[Any]) -> dict[str, Any]:
+    if item["type"] == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _message_item() -> dict[str, Any]:
+    name = f"msg_{secrets.token_hex(16)}"
+    return {"id": name, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
+
+
+def _reasoning_item() -> dict[str, Any]:
+    name = f"rs_{secrets.token_hex(16)}"
+    return {"id": name, "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
+
+
+def _call_item(call_id: str | None, name: str) -> dict[str, Any]:
+    token = secrets.token_hex(16)
+    return {
+        "id": f"fc_{token}",
+        "type": "function_call",
+        "status": "in_progress",
+        "call_id": call_id or f"call_{token}",
+        "name": name,
+        "arguments": "",
+    }
+
+
+def _logprobs(choice: Mapping[str, Any]) -> list[Any]:
+    found = choice.get("logprobs")
+    return list(found["content"]) if found else []
+
+
+def _usage(generation: Answered) -> dict[str, Any]:
+    usage = usage_of(generation)
+    details = usage["prompt_tokens_details"]
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {
+            "cached_tokens": 0 if details is None else details["cached_tokens"],
+            "cache_write_tokens": 0,  # not counted apart; OpenAI's client requires the field
+        },
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage["total_tokens"],
+    }

@@ -1,0 +1,1 @@
+"""HTTP: the server, its limits and guards, bodies within bounds, and streams."""

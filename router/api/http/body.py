@@ -1,0 +1,264 @@
+"""Reads the bodies of requests within limits: bytes of one body, bytes of all bodies together, and JSON values.
+
+The bytes of all bodies are limited twice: while they arrive, and from then on until their requests are
+answered, because what a body was parsed to is kept as long. White space between values is not kept, so it
+counts only until the body is parsed.
+
+Parsing JSON holds Python's lock from the first value to the last, in whatever thread it runs. So the values
+of a long body are counted first, which is fast, and a body whose parsing would block the whole process is
+refused.
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import msgspec
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+# Bytes. A body of this size is parsed within a few milliseconds, so it is parsed without a thread.
+SHORT_BODY = 2**16
+# The first bytes of each body are not counted, so that short requests are served even if no room is left.
+FREE_BYTES = 2**14
+MAX_VALUES, MAX_STRINGS, MAX_CONTAINERS = 2**19, 2**15, 2**13  # of one body; keys count as strings
+# Up to this size Python's own parser, which accepts more than strict JSON, takes a few milliseconds.
+_LENIENT_BODY, _LENIENT_STRUCTURE = 2**22, 2**17  # bytes in all, and bytes outside of strings
+_PIECE = 2**18  # bytes that are counted at a time
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+class BodyRoom:
+    """The memory for bodies that are being read, shared by all requests.
+
+    Args:
+        max_body_bytes: the most bytes of one body.
+        max_unread_bytes: the most bytes of all bodies that are not parsed yet, without the first FREE_BYTES of
+            each.
+        max_open_bytes: the same for the bodies of requests that are not answered yet.
+        num_ids: how many token ids one body may need to hold; MAX_VALUES are accepted in any case.
+    """
+
+    def __init__(
+        self, max_body_bytes: int, max_unread_bytes: int, max_open_bytes: int, num_ids: int = 0
+    ) -> None:
+        self.max_body_bytes = max_body_bytes
+        self.max_unread_bytes = max(max_unread_bytes, max_body_bytes)
+        self.max_open_bytes = max(max_open_bytes, max_body_bytes)
+        self.max_values = max(num_ids, MAX_VALUES)
+        self.num_claimed = 0
+        self.num_open = 0
+        self.parsing = asyncio.Semaphore(1)  # long bodies are parsed one at a time
+
+    @property
+    def too_large(self) -> HTTPException:
+        """The error for a body that is larger than the limit."""
+        return HTTPException(413, f"the body has more than {self.max_body_bytes} bytes; send a smaller one")
+
+    def claim(self, num_bytes: int) -> None:
+        """Reserves room for bytes that have arrived. Raises HTTPException (503) if there is not enough."""
+        if self.num_claimed + num_bytes > self.max_unread_bytes:
+            raise HTTPException(
+                503,
+                f"the bodies of other requests fill the {self.max_unread_bytes} bytes for bodies that are not "
+                "read yet; try again in a moment",
+            )
+        self.num_claimed += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """Returns room that was reserved."""
+        self.num_claimed -= num_bytes
+
+    def open(self, num_bytes: int) -> None:
+        """Reserves room for a body until its request is answered. Raises HTTPException (503) if there is not
+        enough."""
+        if self.num_open + num_bytes > self.max_open_bytes:
+            raise HTTPException(
+                503,
+                f"the bodies of requests that are not answered yet fill the {self.max_open_bytes} bytes for "
+                "them; try again in a moment",
+            )
+        self.num_open += num_bytes
+
+    def close(self, num_bytes: int) -> None:
+        """Returns room that `open` reserved."""
+        self.num_open -= num_bytes
+
+
+class _BodyRequest(Request):
+    """A request whose body is read within the limits of `BodyRoom`."""
+
+    def __init__(self, request: Request, room: BodyRoom) -> None:
+        super().__init__(request.scope, request.receive, request._send)
+        self._room = room
+        self._num_claimed = 0
+        self._num_open = 0
+        self._received: bytearray | None = None
+
+    async def body(self) -> Any:
+        """Returns the whole body as a bytearray; empty once it is parsed. Raises HTTPException (413, 503)."""
+        if self._received is None:
+            received = bytearray()
+            async for chunk in self.stream():
+                if len(received) + len(chunk) > self._room.max_body_bytes:
+                    raise self._room.too_large
+                more = max(len(received) + len(chunk) - FREE_BYTES, 0) - self._num_claimed
+                self._room.claim(more)
+                self._num_claimed += more
+                received += chunk
+            self._received = received
+        return self._received
+
+    async def json(self) -> Any:
+        """Returns the parsed body. Raises HTTPException (413, 503), and ValueError if it is not JSON."""
+        body = await self.body()
+        try:
+            num_open = max(len(body) - FREE_BYTES, 0)
+            self._room.open(num_open)
+            self._num_open += num_open
+            if len(body) <= SHORT_BODY:
+                value = parse_short(body)
+                num_blank = count_blank(body) if num_open else 0
+            else:
+                async with self._room.parsing:
+                    value = await asyncio.to_thread(parse, body, self._room.max_values)
+                    num_blank = await asyncio.to_thread(count_blank, body)
+            num_blank = min(num_blank, num_open)  # the first FREE_BYTES that are kept stay free
+            self._room.close(num_blank)
+            self._num_open -= num_blank
+            return value
+        finally:
+            body.clear()  # FastAPI would keep it until the request ends
+            self.release()
+
+    def release(self) -> None:
+        """Returns the body's room, once it was parsed or never will be."""
+        self._room.release(self._num_claimed)
+        self._num_claimed = 0
+
+    def finish(self) -> None:
+        """Returns all room: the request is answered."""
+        self.release()
+        self._room.close(self._num_open)
+        self._num_open = 0
+
+
+class _ClosingResponse(Response):
+    """Passes a response on, and closes its request once it was sent."""
+
+    def __init__(self, response: Response, request: _BodyRequest) -> None:
+        self._response = response
+        self._request = request
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._response(scope, receive, send)
+        finally:
+            self._request.finish()
+
+
+def body_route(room: BodyRoom) -> type[APIRoute]:
+    """Returns a class of routes that read their bodies within `room`."""
+
+    class BodyRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+
+            async def handle_bounded(request: Request) -> Response:
+                bounded = _BodyRequest(request, room)
+                try:
+                    response = await handle(bounded)
+                except BaseException:
+                    bounded.finish()
+                    raise
+                bounded.release()
+                return _ClosingResponse(response, bounded)
+
+            return handle_bounded
+
+    return BodyRoute
+
+
+def parse_short(body: bytes | bytearray) -> Any:
+    """Parses a short body. Raises ValueError if it is not JSON."""
+    try:
+        return msgspec.json.decode(body)  # in a third of the time
+    except (msgspec.DecodeError, ValueError):
+        return _lenient(body)  # which says where it is not JSON
+
+
+def parse(body: bytes | bytearray, max_values: int = MAX_VALUES) -> Any:
+    """Parses a long body, holding Python's lock for some tens of milliseconds at a time.
+
+    Raises HTTPException (413) if it has too many values for that, and ValueError if it is not JSON. NaN and
+    half surrogate pairs, which strict JSON does not allow, are accepted except in very large bodies.
+    """
+    num_structure = _check_values(body, max_values)
+    if len(body) <= _LENIENT_BODY and num_structure <= _LENIENT_STRUCTURE:
+        return _lenient(body)
+    try:
+        return msgspec.json.decode(body)
+    except msgspec.DecodeError as error:
+        raise json.JSONDecodeError(str(error), "", 0) from error
+
+
+def _lenient(body: bytes | bytearray) -> Any:
+    """Parses JSON that may have NaN and halves of surrogate pairs, which become U+FFFD: UTF-8 has none."""
+    value = json.loads(body.decode())
+    if _SURROGATE.search(body) is None:
+        return value
+    text = json.dumps(value, ensure_ascii=False)
+    mended = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return value if mended == text else json.loads(mended)
+
+
+def count_blank(body: bytes | bytearray) -> int:
+    """Returns the bytes of white space between the values of JSON, which nothing keeps once it is parsed."""
+    return sum(structure.count(blank) for _, structure in _pieces(body) for blank in b" \t\r\n")
+
+
+def _check_values(body: bytes | bytearray, max_values: int) -> int:
+    """Counts the values of JSON without parsing it. Returns the number of bytes outside of strings.
+
+    Outside of strings, each value of a list or an object follows a comma, except the first. Raises
+    HTTPException (413) for too many values.
+    """
+    num_strings = num_containers = num_commas = num_structure = 0
+    for more_strings, structure in _pieces(body):
+        num_strings += more_strings
+        num_containers += structure.count(b"[") + structure.count(b"{")
+        num_commas += structure.count(b",")
+        num_structure += len(structure)
+        _check("strings", num_strings, MAX_STRINGS)
+        _check("lists and objects", num_containers, MAX_CONTAINERS)
+        _check("values", num_commas + num_containers + 1, max_values)
+    return num_structure
+
+
+def _pieces(body: bytes | bytearray) -> Iterator[tuple[int, bytes]]:
+    """Yields the number of strings in each piece of JSON, and its bytes outside of strings.
+
+    Without escapes, quotes stand only at the ends of strings.
+    """
+    is_inside = False
+    rest = b""  # a backslash whose second half is in the next piece
+    for start in range(0, len(body), _PIECE):
+        piece = rest + body[start : start + _PIECE]
+        num_backslashes = len(piece) - len(piece.rstrip(b"\\"))
+        rest = b"\\" * (num_backslashes % 2)
+        piece = piece[: len(piece) - len(rest)].replace(b"\\\\", b"").replace(b'\\"', b"")
+        parts = piece.split(b'"')
+        structure = b"".join(parts[is_inside::2])
+        is_inside ^= len(parts) % 2 == 0
+        yield len(parts) // 2, structure
+
+
+def _check(what: str, count: int, most: int) -> None:
+    if count > most:
+        message = f"the body has more than {most} {what}, the limit for one request; send fewer"
+        raise HTTPException(413, message)

@@ -1,0 +1,230 @@
+"""What every request passes before it reaches a route: it gets an id and a record, and is refused under another
+host's name, without an API key, of a web page's form or with too large a body. A request on which the service
+itself fails is answered. Errors have OpenAI's form."""
+
+import json
+import re
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing_extensions import TypedDict
+
+from lightkv.router.api.operators.request_log import RequestRecord
+from lightkv.router.service.access.key_file import ApiKeys
+from lightkv.router.service.api_settings import ApiSettings
+
+OPEN_PATHS = frozenset({"/health"})  # liveness probes have no API key
+_ASKED_FIRST = frozenset({"authorization", "x-requested-with"})  # headers that no form has
+REQUEST_ID_HEADER = "X-Request-Id"
+WARM_UP = "lightkv.warm_up"  # the ASGI extension of requests that the service sends itself, and does not log
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._~:/+=@-]{1,128}")
+RETRY_AFTER = {429: "1", 503: "5"}  # seconds
+
+CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's code for a request that is longer than the context
+RequestTaker = Callable[[RequestRecord], None]
+
+
+class RequestObserver:
+    """Passes requests on to `app`, with a RequestRecord in their state; its id is the answer's X-Request-Id.
+
+    An id that the client sent is kept if it has 1 to 128 letters, digits or characters of ._~:/+=@- and else
+    replaced by a new one. Each function of `take` is given the record of each request that has ended.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, take: Sequence[RequestTaker] = ()) -> None:
+        self._app = app
+        self._keys = keys
+        self._take = take
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get(REQUEST_ID_HEADER, "")
+        record = RequestRecord(
+            id=given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex,
+            method=scope["method"],
+            traceparent=headers.get("traceparent"),
+        )
+        scope.setdefault("state", {})["record"] = record
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = record.id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            record.status = record.status or 500  # which is sent behind this
+            raise
+        finally:
+            if WARM_UP not in scope.get("extensions", {}):
+                self._end(record, scope)
+
+    def _end(self, record: RequestRecord, scope: Scope) -> None:
+        record.ended = time.monotonic()
+        record.route = getattr(scope.get("route"), "path", None)
+        key = scope["state"].get("api_key")
+        record.key = None if key is None else self._keys.name(key)
+        for take in self._take:
+            take(record)
+
+
+class Guard:
+    """Passes requests on to `app`, with the API key in the request's state.
+
+    Answers 403 to a request under a name that is not the service's, 401 to one without one of `keys` (if there
+    are any), 400 to a POST that a form of any web page could send, and 413 to one whose headers announce more
+    than `settings.max_body_bytes`.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, settings: ApiSettings) -> None:
+        self._app = app
+        self._keys = keys
+        self._needs_key = keys.any
+        self._hosts = settings.hosts
+        self._max_body_bytes = settings.max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        length = headers.get("content-length", "0")
+        key = self._key(headers.get("authorization", ""))
+        scope.setdefault("state", {})["api_key"] = key
+        host = headers.get("host", "")
+        is_open = scope["path"] in OPEN_PATHS
+        if self._hosts is not None and not is_open and not self._hosts.allows(host):
+            await error_response(403, _other_host(host))(scope, receive, send)
+        elif self._needs_key and key is None and not is_open:
+            response = error_response(401, "the API key is missing or wrong; send Authorization: Bearer KEY")
+            await response(scope, receive, send)
+        elif scope["method"] == "POST" and _is_form(headers):
+            await error_response(400, not_json(headers.get("content-type")))(scope, receive, send)
+        elif length.isdecimal() and int(length) > self._max_body_bytes:
+            await error_response(413, self._too_large)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    @property
+    def _too_large(self) -> str:
+        return f"the body has more than {self._max_body_bytes} bytes; send a smaller one"
+
+    def _key(self, authorization: str) -> bytes | None:
+        """Returns the API key that a request sent, or None if it is not one of the service's."""
+        scheme, _, given = authorization.partition(" ")
+        if scheme.lower() != "bearer":
+            return None
+        # Headers are decoded as latin-1, so this restores the bytes that were sent.
+        return self._keys.find(given.strip().encode("latin-1"))
+
+
+def is_json(kind: str | None) -> bool:
+    """Returns whether a Content-Type is one of JSON."""
+    name = (kind or "").partition(";")[0].strip().lower()
+    return name.startswith("application/") and name.endswith(("/json", "+json"))
+
+
+def not_json(kind: str | None) -> str:
+    """Returns the message for a request with another Content-Type than JSON's."""
+    what = "the request has no Content-Type" if kind is None else f"the Content-Type is {kind[:200]!r}"
+    return f"{what}; send application/json"
+
+
+def _is_form(headers: Headers) -> bool:
+    """Returns whether a page of any origin can send these headers without asking first, as browsers do before
+    they send JSON or headers of their own."""
+    return not (is_json(headers.get("content-type")) or not _ASKED_FIRST.isdisjoint(headers.keys()))
+
+
+def _other_host(host: str) -> str:
+    return (
+        f"the Host is {host[:200]!r}, which is not a name of this service; if it is one, start the service "
+        "with --allowed-hosts and this name"
+    )
+
+
+class DefectAnswer:
+    """Answers 500 to a request on which `app` fails before its answer has begun, and raises the error again,
+    for the log.
+
+    The framework's own answer would be made outside all middleware, and so without the headers that let a page
+    of another origin read it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def noting_send(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting_send)
+        except Exception:
+            if scope["type"] == "http" and not has_begun:
+                await defect_response()(scope, receive, send)
+            raise
+
+
+def defect_response(headers: Mapping[str, str] | None = None) -> Response:
+    """Returns the response to a request on which the service fails."""
+    message = "the service failed on this request; its log has the reason"
+    return error_response(500, message, headers=headers)
+
+
+class ErrorDetails(TypedDict):
+    """An error. `param`: the request field that caused it, if one did. `code`: the HTTP status, or
+    "context_length_exceeded"."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int | str
+
+
+class ErrorBody(TypedDict):
+    error: ErrorDetails
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> ErrorBody:
+    """Returns OpenAI's error object. Its `type` follows from the HTTP status, and so does a missing `code`."""
+    kinds = {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        429: "rate_limit_error",
+        503: "service_unavailable_error",
+    }
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "internal_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or status}}
+
+
+def error_response(
+    status: int,
+    message: str,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    code: str | None = None,
+) -> Response:
+    """Returns a response with OpenAI's error body, and with Retry-After if trying again may help."""
+    headers = dict(headers or {})
+    if status in RETRY_AFTER:
+        headers["Retry-After"] = RETRY_AFTER[status]
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    # json rather than msgspec: a message may quote half a surrogate pair, which json writes as an escape.
+    body = json.dumps(error_body(status, message, param, code))
+    return Response(body, status, headers, "application/json")

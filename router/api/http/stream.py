@@ -1,0 +1,153 @@
+"""The stream of server-sent events that answers a request: one write for what its answers gain in a step."""
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from lightkv.router.api.answers.chat_writer import ChatWriter
+from lightkv.router.api.answers.completion_writer import CompletionWriter
+from lightkv.router.api.answers.generation import (
+    Answer,
+    Generation,
+    GenerationFailed,
+    GenerationInvalid,
+    GenerationLost,
+    TextDelta,
+    closed_with_client,
+    usage_of,
+)
+from lightkv.router.api.answers.response_writer import ResponseEvents, ResponseWriter
+
+from .guard import error_body
+
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # no proxy may hold events back
+_MARK = secrets.token_hex(16)  # stands for the text in a chunk of which all others are made
+_encode = msgspec.json.Encoder().encode
+
+
+class EventStream(Response):
+    """A response with the events of a generation. If the client disconnects, its requests are aborted.
+
+    `includes_usage`: the stream ends with its token counts. `has_running_usage`: every chunk has those so far.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        generation: Generation,
+        writer: CompletionWriter | ChatWriter | ResponseWriter,
+        includes_usage: bool,
+        has_running_usage: bool,
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers(_HEADERS)
+        self._generation = generation
+        self._events: EventWriter | ResponseEvents
+        if isinstance(writer, ResponseWriter):
+            self._events = writer.events(generation)
+        else:
+            self._events = EventWriter(generation, writer, includes_usage, has_running_usage)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with closed_with_client(receive, self._generation):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._send_events(send)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_events(self, send: Send) -> None:
+        """Sends all events. If the generation fails, the last event is the error, and there is no [DONE]."""
+        if begin := self._events.begin():
+            await send(_part(begin))
+        try:
+            async for deltas in self._generation.deltas():
+                if events := b"".join(map(self._events.delta, deltas)):
+                    await send(_part(events))
+            await send(_part(self._events.end()))
+        except (GenerationFailed, GenerationLost) as error:
+            await send(_part(self._events.fail(failure_status(error), str(error))))
+
+
+class EventWriter:
+    """Writes the events of one stream. The token counts are those of an EventStream."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        writer: CompletionWriter | ChatWriter,
+        includes_usage: bool,
+        has_running_usage: bool,
+    ) -> None:
+        self._generation = generation
+        self._writer = writer
+        self._includes_usage = includes_usage
+        self._has_running_usage = has_running_usage
+        # By answer: what stands before and after the text in a chunk that has nothing else of its own.
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+
+    def begin(self) -> bytes:
+        """Returns the events before the first delta, of which there are none."""
+        return b""
+
+    def fail(self, status: int, error: str) -> bytes:
+        """Returns the last event of answers that could not be completed."""
+        return _event(error_body(status, error))
+
+    def delta(self, delta: TextDelta) -> bytes:
+        """Returns the events of a delta; none if it has nothing to show."""
+        has_ids = self._writer.extras.token_ids and bool(delta.token_ids)
+        if not (delta.text or delta.scored or delta.finish_reason or has_ids):
+            return b""
+        answer = delta.answer
+        is_plain = not (
+            has_ids or answer.has_logprobs or self._has_running_usage or self._writer.divides_answers
+        )
+        if not is_plain or delta.finish_reason is not None:
+            return self._chunks(delta)
+        around = self._around.get(answer.index)
+        if around is not None:
+            return b"%b%b%b" % (around[0], _encode(delta.text), around[1])
+        chunks = self._chunks(delta)  # the first of an answer may have more than text
+        self._around[answer.index] = self._split(answer)
+        return chunks
+
+    def end(self) -> bytes:
+        """Returns the events after the last delta."""
+        counts = b""
+        if self._includes_usage:
+            counts = _event(self._writer.usage_chunk(usage_of(self._generation)))
+        return counts + b"data: [DONE]\n\n"
+
+    def _chunks(self, delta: TextDelta) -> bytes:
+        events = []
+        for chunk in self._writer.chunks(delta):
+            if self._has_running_usage:
+                chunk["usage"] = usage_of(self._generation)
+            elif self._includes_usage:
+                chunk["usage"] = None
+            events.append(_event(chunk))
+        return b"".join(events)
+
+    def _split(self, answer: Answer) -> tuple[bytes, bytes]:
+        before, after = self._chunks(TextDelta(answer, _MARK)).split(_encode(_MARK))
+        return before, after
+
+
+def failure_status(error: GenerationFailed | GenerationLost) -> int:
+    """Returns the HTTP status of an answer that could not be completed."""
+    if isinstance(error, GenerationInvalid):
+        return 400
+    return 503 if isinstance(error, GenerationLost) else 500
+
+
+def _part(events: bytes) -> Message:
+    return {"type": "http.response.body", "body": events, "more_body": True}
+
+
+def _event(content: Mapping[str, Any]) -> bytes:
+    return b"data: " + _encode(content) + b"\n\n"

@@ -1,1 +1,0 @@
-"""OpenAI's protocol: its requests, its answers, and the OpenAPI document that describes them."""

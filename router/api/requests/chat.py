@@ -1,0 +1,204 @@
+"""POST /v1/chat/completions: the body of a chat, and how it is answered."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import Request
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+from starlette.responses import Response
+
+from lightkv.router.api.answers.chat_writer import ChatWriter
+from lightkv.router.api.answers.response_writer import ResponseWriter
+from lightkv.router.sampling_params import MAX_LOGPROBS, InvalidParams
+from lightkv.router.service.api_settings import ApiSettings
+
+from .dialect import ChatDialect
+from .generation import Desk, GenerationRequest
+from .prompts import Chat, PromptReader
+from .refused import CHAT, MESSAGES, refuse_unsupported
+from .tools import ToolFields
+
+# The arguments of transformers' apply_chat_template. Requests set them by other fields, or not at all.
+RESERVED_VARIABLES = (
+    "messages",
+    "conversation",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+)
+
+
+class TextPart(BaseModel):
+    """A part of a message's content."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["text"]
+    text: str
+
+
+def _only_text(content: Any) -> Any:
+    """Raises PydanticCustomError for a part of a content that is an image or the like."""
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            said = "a part of type {kind}, and this service takes text only; send parts of type text"
+            raise PydanticCustomError("text_only", said, {"kind": kind[:100]})
+    return content
+
+
+class ChatMessage(BaseModel):
+    """One message of a chat. Further fields (name, tool_calls …) go unchanged to the chat template, but fields
+    that no template supports are refused."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: str
+    content: Annotated[
+        str | Annotated[list[TextPart], Field(fail_fast=True)] | None, BeforeValidator(_only_text)
+    ] = None
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the message as chat templates expect it, with one text as its content. Raises
+        InvalidParams."""
+        if self.model_extra:
+            refuse_unsupported(self.model_extra, MESSAGES)
+        content = self.content
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content or ())
+        return {**(self.model_extra or {}), "role": self.role, "content": content}
+
+
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]
+
+
+class ChatFields(ToolFields):
+    """How a chat becomes a text, for an answer or to be counted."""
+
+    model_config = ConfigDict(strict=True, hide_input_in_errors=True)
+
+    messages: Messages | None = None
+    add_special_tokens: bool | None = Field(
+        None,
+        description="Add the tokenizer's special tokens to the prompt. By default they are added to a text, "
+        "and not to a chat, whose template writes them.",
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Further variables of the model's chat template, by name."
+    )
+    chat_template: str | None = Field(
+        None,
+        description="A template in place of the model's own; needs a service started with "
+        "--trust-request-chat-template.",
+    )
+    documents: list[dict[str, Any]] | None = Field(
+        None,
+        fail_fast=True,
+        description="Texts that the answer may use, as objects, for a chat template that has a place for them.",
+    )
+    continue_final_message: bool | None = Field(
+        None, description="The answer continues the last message, whatever its role."
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="Begin an assistant's message; on by default, but for continue_final_message."
+    )
+
+    @property
+    def begins_answer(self) -> bool:
+        """Whether the text ends with the words that begin an assistant's answer. Raises InvalidParams."""
+        if not self.continue_final_message:
+            return self.add_generation_prompt is not False
+        if self.add_generation_prompt:
+            allowed = "it without add_generation_prompt: the answer continues the last message"
+            raise InvalidParams("continue_final_message", True, allowed)
+        return False
+
+    def chat(self, settings: ApiSettings) -> Chat:
+        """Returns the input of the chat template, as the request says it. Raises InvalidParams."""
+        if self.chat_template is not None and not settings.trust_request_chat_template:
+            allowed = "null, or start the service with --trust-request-chat-template"
+            raise InvalidParams("chat_template", self.chat_template, allowed)
+        variables = self.chat_template_kwargs or {}
+        for name in RESERVED_VARIABLES:
+            if name in variables:
+                allowed = f"it without {name}, which cannot be set as a variable of the template"
+                raise InvalidParams("chat_template_kwargs", variables, allowed)
+        return Chat(
+            messages=[message.plain() for message in self.messages or ()],
+            add_generation_prompt=self.begins_answer,
+            add_special_tokens=self.add_special_tokens is True,
+            variables=variables,
+            documents=self.documents or None,
+            template=self.chat_template,
+            continues_last=self.continue_final_message is True,
+            effort=self.reasoning_effort,
+        )
+
+
+class ChatRequest(ChatFields, GenerationRequest):
+    """The body of POST /v1/chat/completions."""
+
+    refused: ClassVar = CHAT
+
+    messages: Messages
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(
+        None,
+        description="How many of the likeliest tokens to return with each token, 0 to 20; needs logprobs.",
+    )
+
+
+class Chats:
+    """Answers chats. `dialect`: how the model writes calls and reasoning."""
+
+    def __init__(self, desk: Desk, prompts: PromptReader, dialect: ChatDialect) -> None:
+        self._desk = desk
+        self._prompts = prompts
+        self._dialect = dialect
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        """POST /v1/chat/completions: answer a chat."""
+        return await self.answer(body, request)
+
+    async def answer(
+        self,
+        body: ChatRequest,
+        request: Request,
+        wrap: Callable[[str, ChatWriter], ResponseWriter] | None = None,
+    ) -> Response:
+        """Answers a chat. `wrap`: returns what writes the answer in another form, for the model's name."""
+        if body.top_logprobs and not body.logprobs:
+            raise InvalidParams("top_logprobs", body.top_logprobs, "it together with logprobs: true")
+        if not 0 <= (body.top_logprobs or 0) <= MAX_LOGPROBS:
+            raise InvalidParams("top_logprobs", body.top_logprobs, f"0 to {MAX_LOGPROBS}")
+        accepted = self._desk.accept(body, request, (body.top_logprobs or 0) if body.logprobs else None)
+        grammar, field = accepted.grammar, accepted.spec.grammar_field
+        mentions_tools = body.tools or body.tool_choice or body.functions or body.function_call
+        use = body.tool_use() if mentions_tools else None
+        told = self._dialect.told(body.chat(self._desk.settings), use, grammar is not None)
+        prompt_ids = await self._prompts.ids_of_chat(told, accepted.room)
+        if grammar is not None:  # it may become a part of another one
+            accepted.check_fits(prompt_ids.size)
+            if use is None:
+                grammar = self._desk.compacted(grammar, field)
+            await self._desk.check_grammar(grammar, field, request)
+        reading = self._dialect.reading(use, prompt_ids, grammar, body.include_reasoning is not False)
+        grammar = self._dialect.grammar(use, grammar)
+        prompts = [prompt_ids.tobytes()]
+        extras = replace(accepted.extras, prompts=prompts)
+        writer = ChatWriter(accepted.model, self._prompts.tokenizer, reading, extras)
+        spec = replace(
+            accepted.spec,
+            prompts=prompts,
+            shows_logprobs=body.logprobs is True,
+            shown_ids=frozenset() if reading is None else reading.shown_ids,
+            grammar_field=field if use is None else use.field,
+        )
+        asked = replace(accepted, spec=spec, grammar=grammar)
+        written = writer if wrap is None else wrap(accepted.model, writer)
+        return await self._desk.answer(asked, written, body, request)

@@ -1,0 +1,480 @@
+"""The fields that every request for an answer has, and the one way from such a body to a `GenerationSpec` and
+its response. Chats, plain completions and responses add what their prompts need, each in a file of its own.
+
+Requests are pydantic models: types are checked strictly, and null means the default. Fields of other servers
+are refused by name (`refused.py`); unknown fields are ignored. `SamplingParams` checks the ranges, once.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from fastapi import Request
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from lightkv.errors import LightKVError
+from lightkv.ledger.prefix_tree import TOKEN_BYTES
+from lightkv.router.api.answers.beams import search_beams
+from lightkv.router.api.answers.chat_writer import ChatWriter
+from lightkv.router.api.answers.completion_writer import CompletionWriter
+from lightkv.router.api.answers.extras import Extras
+from lightkv.router.api.answers.generation import (
+    Backend,
+    GenerationSpec,
+    closed_with_client,
+    unless_disconnected,
+)
+from lightkv.router.api.answers.response_writer import ResponseWriter
+from lightkv.router.api.answers.sessions import SessionUse
+from lightkv.router.api.grammars.checker import GrammarChecker
+from lightkv.router.api.http.stream import EventStream
+from lightkv.router.config import MAX_SECONDS, NAMESPACE_HEADER, SESSION_HEADER
+from lightkv.router.engine.request import NeverFits
+from lightkv.router.sampling_params import MAX_COUNT, MAX_LOGPROBS, Grammar, InvalidParams, SamplingParams
+from lightkv.router.service.api_settings import ApiSettings
+from lightkv.token_set import TokenSet
+
+from .beam_fields import BeamFields
+from .prompts import PromptRoom, convert
+from .refused import Unsupported, refuse_unsupported
+from .structured import compact, grammar_of
+
+MAX_PRIORITY = 2**31 - 1
+MAX_SESSION_ID = 256  # characters
+# fail_fast: a list of a million wrong items is one error, not a million.
+Ids = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+# A list of token ids that becomes a set at once: lists of a whole vocabulary are never kept.
+TokenIdSet = Annotated[list[int], Field(fail_fast=True), AfterValidator(TokenSet.of)]
+
+
+class UnknownModel(LightKVError):
+    """The request names a model that this service does not serve."""
+
+    def __init__(self, model: str, known: Sequence[str]) -> None:
+        super().__init__(f"the model {model!r} does not exist here; give one of {', '.join(known)}")
+
+
+class InvalidHeader(LightKVError):
+    """A header that the service requires is missing, empty or given several times."""
+
+    def __init__(self, name: str, num_given: int) -> None:
+        super().__init__(
+            f"the request has {num_given} headers {name}, or an empty one; send one that names the cache "
+            "namespace"
+        )
+
+
+class RequestBody(BaseModel):
+    """The common fields of all request bodies."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
+
+    model: str | None = Field(None, description="One of /v1/models; by default the first of them.")
+
+
+class StreamOptions(BaseModel):
+    """Options of a stream."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    include_usage: bool | None = Field(
+        None, description="End the stream with a chunk that has token counts and no choices."
+    )
+    continuous_usage_stats: bool | None = Field(
+        None, description="Add the token counts so far to every chunk."
+    )
+    include_obfuscation: Literal[False] | None = Field(None, description="Chunks are never padded.")
+
+
+class GenerationRequest(BeamFields, RequestBody):
+    """The common fields of completions and chats. Those after `user` are extensions, named as in vLLM."""
+
+    model_config = ConfigDict(extra="allow")  # further fields are looked up among the refused ones
+
+    refused: ClassVar[Mapping[str, Unsupported]] = {}
+    # The most tokens of an answer to a request that does not say; None: as many as there is room for.
+    own_max_tokens: ClassVar[int | None] = None
+
+    n: int | None = Field(None, ge=1, description="Number of answers to each prompt; 1 by default.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = Field(None, description="Replaces max_tokens.")
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, Any] | None = Field(
+        None, description="A number for each token id; the ids are strings."
+    )
+    seed: int | None = None
+    stop: str | Texts | None = None
+    user: Any = None
+
+    min_tokens: int | None = Field(
+        None,
+        description="No end token, stop token or stop string ends an answer before it has this many tokens.",
+    )
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: Ids | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = Field(
+        None, description="Leave special tokens out of the text; on by default."
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None,
+        description="Keep this many of the prompt's last tokens; -1 keeps as many as max_tokens leaves room "
+        "for.",
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Which end of a prompt truncate_prompt_tokens cuts off; left by default."
+    )
+    priority: int | None = Field(
+        None,
+        ge=-MAX_PRIORITY,
+        le=MAX_PRIORITY,
+        description="Requests with a lower value run first; 0 by default. One unit counts as much as a minute "
+        "of waiting; below -10 and above 60 it counts no more. Values below 0 need --allow-priority.",
+    )
+    cache_salt: str | None = Field(
+        None,
+        max_length=1024,
+        description="Requests share cached prefixes only with requests of the same salt.",
+    )
+    session_id: str | None = Field(
+        None,
+        max_length=MAX_SESSION_ID,
+        description="Names a conversation that will continue: the tokens of prompt and answer stay cached when "
+        "others are evicted, for session_ttl seconds after the answer. The header X-Session-Id does the same.",
+    )
+    session_ttl: float | None = Field(
+        None,
+        gt=0,
+        le=MAX_SECONDS,
+        description="Seconds until the session expires, after the end of this answer and unless it continues; "
+        "by default those of --session-ttl. Needs a session.",
+    )
+
+    response_format: dict[str, Any] | None = Field(
+        None,
+        description='What the answer has to be: {"type": "text"}, "json_object", "json_schema" with '
+        '{"schema": …} in json_schema, which is followed whether strict or not, or "structural_tag" with a '
+        "format.",
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        None,
+        description="One of json (a schema), json_object, regex, choice, grammar (Lark or GBNF) and "
+        "structural_tag.",
+    )
+    bad_words: Texts | None = Field(None, description="Texts that an answer never has.")
+    allowed_token_ids: TokenIdSet | None = Field(None, description="Only these tokens are sampled.")
+    prompt_logprobs: int | None = Field(
+        None,
+        description="How many of the likeliest tokens to return in the place of each token of the prompt, 0 to "
+        "20, with the token's own log-probability; not in a stream.",
+    )
+    return_token_ids: bool | None = Field(
+        None, description="Return the ids of the tokens of prompt and answer."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Name the tokens of log-probabilities by their ids, as token_id:5."
+    )
+
+    @property
+    def stated_max_tokens(self) -> int | None:
+        """The most tokens of an answer, if the request says."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def prompt_scores(self) -> int | None:
+        """How many log-probabilities of each of the prompt's tokens are computed, if any."""
+        return self.prompt_logprobs
+
+    def structure(self) -> tuple[str, Grammar | None]:
+        """Returns the field that says what the answer has to be, and its grammar; None if the text is free.
+        Raises InvalidParams."""
+        if self.response_format is None and self.structured_outputs is None:
+            return "tools", None
+        return grammar_of(self.response_format, self.structured_outputs)
+
+    def sampling_params(
+        self, max_tokens: int, logprobs: int | None, grammar: Grammar | None
+    ) -> SamplingParams:
+        """Returns the sampling parameters of all answers to each prompt. Raises InvalidParams.
+
+        `max_tokens`, `logprobs`, `grammar`: what several fields say together.
+        """
+        streams, n = self.stream is True, self.n or 1
+        if self.model_extra:
+            refuse_unsupported(self.model_extra, self.refused)
+        if self.stream_options is not None and not streams:
+            raise InvalidParams("stream_options", "an object", "it only together with stream: true")
+        if streams and self.prompt_logprobs is not None:
+            raise InvalidParams("prompt_logprobs", self.prompt_logprobs, "it without stream: true")
+        if not self.use_beam_search:
+            for field, value, plain in (
+                ("length_penalty", self.length_penalty, (None, 1)),
+                ("early_stopping", self.early_stopping, (None, False)),
+            ):
+                if value not in plain:
+                    raise InvalidParams(field, value, "it together with use_beam_search: true")
+        if self.best_of is not None and self.best_of < n:
+            raise InvalidParams("best_of", self.best_of, f"n, which is {n}, or more")
+        num_generated = n
+        if self.best_of is not None and not self.use_beam_search:  # else it is the number of beams
+            if streams and self.best_of > n:
+                raise InvalidParams("best_of", self.best_of, f"n, which is {n}, in a stream")
+            num_generated = self.best_of
+        if num_generated > n and logprobs is None:
+            logprobs = 0  # by which the best are chosen
+        fields: dict[str, Any] = {
+            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
+        }
+        fields["prompt_logprobs"] = self.prompt_scores
+        if self.logit_bias is not None:
+            fields["logit_bias"] = _by_token(self.logit_bias)
+        return SamplingParams(
+            max_tokens=max_tokens, logprobs=logprobs, n=num_generated, grammar=grammar, **fields
+        )
+
+
+_SAMPLING_FIELDS = sorted(
+    set(SamplingParams.__struct_fields__)
+    & set(GenerationRequest.model_fields) - {"max_tokens", "logit_bias", "n", "prompt_logprobs"}
+)
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A request whose fields are in order, before its prompts are made.
+
+    spec: what is generated, still without prompts; its parameters are parsed once. grammar: what the whole
+    answers have to be. is_cut: the request does not say how long its answers are, so that they may have as many
+    tokens as `spec` allows and there is room for. room: of each prompt. longest: the most tokens of a prompt
+    and its answer. extras: without the prompts.
+    """
+
+    model: str
+    spec: GenerationSpec
+    grammar: Grammar | None
+    is_cut: bool
+    room: PromptRoom
+    longest: int
+    extras: Extras
+
+    def check_fits(self, num_prompt: int) -> None:
+        """Raises NeverFits for a prompt that is longer than the context with its answer, before it is sent to
+        the router."""
+        max_tokens = 1 if self.is_cut else self.spec.params.max_tokens
+        if num_prompt + max_tokens > self.room.max_model_len:
+            raise NeverFits(num_prompt, max_tokens, self.room.max_model_len)
+
+
+class Desk:
+    """Takes requests for answers: checks them, plans their answers, and writes these whole or as a stream."""
+
+    def __init__(self, backend: Backend, settings: ApiSettings, grammars: GrammarChecker) -> None:
+        self.backend = backend
+        self.settings = settings
+        self._grammars = grammars
+
+    def accept(
+        self, body: GenerationRequest, request: Request, logprobs: int | None, num_prompts: int | None = None
+    ) -> Accepted:
+        """Returns what is known before the prompts are made. `num_prompts`: None for the one of a chat. Raises
+        InvalidParams, UnknownModel, InvalidHeader, and RequestRefused unless the service is ready."""
+        settings = self.settings
+        model = self.model(body.model)
+        namespace, session = self._namespace(request, body), self._session(request, body)
+        stated, default = body.stated_max_tokens, settings.default_max_tokens or body.own_max_tokens
+        is_cut = stated is None and (settings.default_max_tokens is not None or default is None)
+        field, grammar = body.structure()
+        max_tokens = stated if stated is not None else default or MAX_COUNT
+        params = body.sampling_params(max_tokens, logprobs, grammar)
+        info = self.backend.client.ready_info()
+        if num_prompts is not None and not 1 <= num_prompts * params.n <= settings.max_answers:
+            most = f"1 to {settings.max_answers} prompts, counted n times each"
+            raise InvalidParams("prompt", f"{num_prompts} prompts", most)
+        if params.n > settings.max_answers:
+            raise InvalidParams("n", params.n, f"1 to {settings.max_answers}")
+        if (num_prompts or 1) * params.n > settings.max_queued_requests:
+            raise self._over_queue(num_prompts or 1, params.n)
+        context, kept = info.limits.max_model_len, body.truncate_prompt_tokens
+        if kept is not None and kept != -1 and not 1 <= kept <= context:
+            allowed = f"-1, or 1 to {context}, the length of the context"
+            raise InvalidParams("truncate_prompt_tokens", kept, allowed)
+        if kept == -1:
+            reserved = 1 if is_cut and body.own_max_tokens is None else params.max_tokens
+            kept = max(context - reserved, 1)
+        priority = body.priority or 0
+        if priority < 0 and not settings.allow_priority:
+            allowed = "0, or more for less urgency; less than 0 needs a service started with --allow-priority"
+            raise InvalidParams("priority", priority, allowed)
+        return Accepted(
+            model=model,
+            spec=GenerationSpec(
+                prompts=[],
+                params=params,
+                priority=priority,
+                namespace=namespace,
+                session=session,
+                states_length=stated is not None or body.own_max_tokens is not None,
+                grammar_field=field,
+            ),
+            grammar=grammar,
+            is_cut=is_cut,
+            room=PromptRoom(context, kept, body.truncation_side == "right"),
+            longest=min(context, info.capacity + 1),  # the last token needs no slot
+            extras=Extras(
+                token_ids=body.return_token_ids is True,
+                ids_for_tokens=body.return_tokens_as_token_ids is True,
+                prompt_logprobs=body.prompt_logprobs is not None,
+            ),
+        )
+
+    async def answer(
+        self,
+        asked: Accepted,
+        writer: CompletionWriter | ChatWriter | ResponseWriter,
+        body: GenerationRequest,
+        request: Request,
+    ) -> Response:
+        """Returns the whole answer or its stream. `asked`: with the prompts. The router has accepted the
+        request before a stream begins."""
+        spec, params = asked.spec, asked.spec.params
+        num_prompt = max(map(len, spec.prompts)) // TOKEN_BYTES
+        asked.check_fits(num_prompt)
+        if asked.is_cut:
+            left = max(min(params.max_tokens, asked.longest - num_prompt), 1)
+            spec = replace(spec, params=params.completed(left, asked.grammar))
+        elif asked.grammar is not params.grammar:
+            spec = replace(spec, params=params.completed(params.max_tokens, asked.grammar))
+        if body.use_beam_search:
+            beams = body.beam_params(spec.params, body.n or 1, body.stream is True, spec.grammar_field)
+            if len(spec.prompts) * beams.width > self.settings.max_queued_requests:
+                raise self._over_queue(len(spec.prompts), beams.width)
+            found = await search_beams(self.backend, spec, beams, request.receive)
+            request.state.record.generation = found
+            return json_response(writer.whole(found))
+        if spec.params.grammar is not None:
+            num_bytes = await self.check_grammar(spec.params.grammar, spec.grammar_field, request)
+            spec = replace(spec, grammar_bytes=num_bytes, grammar_owner=_grammar_owner(request))
+        generation = await self.backend.generate(spec)
+        request.state.record.generation = generation
+        if body.stream:
+            options = body.stream_options
+            includes_usage = options is not None and options.include_usage is True
+            has_running_usage = options is not None and options.continuous_usage_stats is True
+            return EventStream(generation, writer, includes_usage, has_running_usage)
+        async with closed_with_client(request.receive, generation):
+            async for _ in generation.deltas():
+                pass
+            if spec.params.n > (body.n or 1):
+                generation.keep_best(body.n or 1)
+            num_items = generation.num_scored * (1 + MAX_LOGPROBS)
+            content = await convert(num_items, lambda: msgspec.json.encode(writer.whole(generation)))
+            return Response(content, media_type="application/json")
+
+    async def check_grammar(self, grammar: Grammar, field: str, request: Request) -> int:
+        """Returns the bytes of the compiled grammar. Raises InvalidGrammar, RequestRefused, and GenerationLost
+        if the client disconnects."""
+        checked = self._grammars.check(grammar, field, _grammar_owner(request))
+        return await unless_disconnected(request.receive, checked)
+
+    def compacted(self, grammar: Grammar, field: str) -> Grammar:
+        """Returns the grammar as the service's settings have JSON. Raises InvalidParams."""
+        return compact(grammar, field) if self.settings.compact_json else grammar
+
+    @property
+    def max_model_len(self) -> int:
+        """The context in tokens; until the model is loaded, that of its tokenizer."""
+        info = self.backend.client.status.info
+        return self.backend.tokenizer.max_model_len if info is None else info.limits.max_model_len
+
+    def model(self, name: str | None) -> str:
+        """Returns the name of the requested model, by default the first. Raises UnknownModel."""
+        known = self.settings.model_names
+        if name is None:
+            return known[0]
+        if name not in known:
+            raise UnknownModel(name, known)
+        return name
+
+    def session_name(self, request: Request, session_id: str) -> str:
+        """Returns the session's name in the service, which has its owner: the API key and, where the cache is
+        divided by the header, its value. Raises InvalidHeader."""
+        owner = request.state.api_key or b""
+        if self.settings.cache_namespace == "header":
+            owner += b"\n" + _tenant(request)
+        return f"{hashlib.sha256(owner).hexdigest()}/{session_id}"
+
+    def _namespace(self, request: Request, body: GenerationRequest) -> tuple[str, ...]:
+        """Returns the namespace within which the request shares cached prefixes. Raises InvalidHeader."""
+        salts = (body.cache_salt,) if body.cache_salt else ()
+        match self.settings.cache_namespace:
+            case "key":
+                tenant: bytes = request.state.api_key
+            case "header":
+                tenant = _tenant(request)
+            case _:
+                return salts
+        # The router stores the names of its prefix trees, so it gets a hash and never an API key.
+        return (hashlib.sha256(tenant).hexdigest(), *salts)
+
+    def _session(self, request: Request, body: GenerationRequest) -> SessionUse | None:
+        """Returns the session that the body names or, if it names none, the header. Raises InvalidParams,
+        InvalidHeader."""
+        given = request.headers.get(SESSION_HEADER, "")
+        if len(given) > MAX_SESSION_ID:  # also of a header that the body's session replaces, as documented
+            what = f"{len(given)} bytes in {SESSION_HEADER}"
+            raise InvalidParams("session_id", what, f"at most {MAX_SESSION_ID}")
+        session_id = body.session_id
+        if session_id is None:
+            session_id = given.encode("latin-1").decode("utf-8", "replace")
+        if not session_id:
+            if body.session_ttl is not None:
+                raise InvalidParams("session_ttl", body.session_ttl, "it together with a session_id")
+            return None
+        ttl = self.settings.session_ttl if body.session_ttl is None else body.session_ttl
+        return SessionUse(self.session_name(request, session_id), ttl)
+
+    def _over_queue(self, num_prompts: int, n: int) -> InvalidParams:
+        """Returns the error where the queue could never hold all answers, which have to be queued together."""
+        most = self.settings.max_queued_requests
+        allowed = f"at most {most} answers at once, or start with a larger --max-queued-requests"
+        return InvalidParams("n", f"{n} for each of {num_prompts} prompts", allowed)
+
+
+def json_response(content: Any, status: int = 200) -> Response:
+    """Returns a response with a body of JSON."""
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+def _tenant(request: Request) -> bytes:
+    """Returns the value of the header that names the cache namespace. Raises InvalidHeader."""
+    values = request.headers.getlist(NAMESPACE_HEADER)
+    if len(values) != 1 or not values[0]:
+        raise InvalidHeader(NAMESPACE_HEADER, len(values))
+    return values[0].encode("latin-1")
+
+
+def _grammar_owner(request: Request) -> bytes:
+    """Returns the hash of the client's key, by which grammars wait in turns, here and in the router."""
+    return hashlib.sha256(request.state.api_key or b"").digest()
+
+
+def _by_token(logit_bias: dict[str, Any]) -> dict[int, Any]:
+    """Converts the keys, which are strings in JSON, to token ids. Raises InvalidParams for other keys."""
+    by_token = {}
+    for key, bias in logit_bias.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+            raise InvalidParams("logit_bias", key, "token ids, as strings, to numbers")
+        by_token[int(key)] = bias
+    return by_token

@@ -1,0 +1,74 @@
+"""POST /tokenize and /detokenize: texts and chats to tokens, and back."""
+
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+from starlette.responses import Response
+
+from lightkv.router.api.answers.bodies import Detokenized, Tokenized
+from lightkv.router.engine.request import InvalidPrompt
+
+from .chat import ChatFields
+from .dialect import ChatDialect
+from .generation import Desk, RequestBody, json_response
+from .prompts import PromptReader, PromptRoom
+from .refused import CHAT, refuse_unsupported
+
+
+class TokenizeRequest(ChatFields, RequestBody):
+    """The body of POST /tokenize, with either a prompt or the messages of a chat."""
+
+    model_config = ConfigDict(extra="allow")
+
+    prompt: str | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="On by default for a prompt, and off for a chat."
+    )
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(RequestBody):
+    """The body of POST /detokenize."""
+
+    tokens: Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(fail_fast=True)]
+
+
+class Tokens:
+    """Converts texts and chats to tokens, and back."""
+
+    def __init__(self, desk: Desk, prompts: PromptReader, dialect: ChatDialect) -> None:
+        self._desk = desk
+        self._prompts = prompts
+        self._dialect = dialect
+
+    async def tokenizer_info(self) -> Response:
+        """GET /tokenizer_info: return tokenizer_config.json and the chat template."""
+        return json_response(
+            self._prompts.tokenizer.settings | {"chat_template": self._prompts.tokenizer.template or None}
+        )
+
+    async def tokenize(self, body: TokenizeRequest) -> Response:
+        """POST /tokenize: return the tokens of a prompt or of a chat, which may have at most as many characters
+        as the context could hold."""
+        self._desk.model(body.model)
+        refuse_unsupported(body.model_extra or {}, CHAT)
+        room = PromptRoom(self._desk.max_model_len)
+        if body.prompt is not None and body.messages is None:
+            ids = await self._prompts.ids_of_text(body.prompt, body.add_special_tokens is not False, room)
+        elif body.messages is not None and body.prompt is None:
+            told = self._dialect.told(body.chat(self._desk.settings), body.tool_use())
+            ids = await self._prompts.ids_of_chat(told, room)
+        else:
+            raise InvalidPrompt("the request has neither prompt nor messages, or both; give one of them")
+        tokens = ids.tolist()
+        strings = await self._prompts.texts_of_each(tokens) if body.return_token_strs else None
+        return json_response(
+            Tokenized(
+                count=len(tokens), max_model_len=self._desk.max_model_len, tokens=tokens, token_strs=strings
+            )
+        )
+
+    async def detokenize(self, body: DetokenizeRequest) -> Response:
+        """POST /detokenize: return the text of tokens."""
+        self._desk.model(body.model)
+        return json_response(Detokenized(prompt=await self._prompts.text_of(body.tokens)))

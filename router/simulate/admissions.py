@@ -1,0 +1,133 @@
+"""The admissions that a simulation compares: the service's own, and others that no service would use.
+
+Each is an `Admission` of the engine, so that the same scheduler runs it. What differs is how the length of an
+output is estimated, which count has to fit the pool, and how many slots an allocation takes for a token.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+from random import Random
+
+from lightkv.router.config import ADMISSIONS, TTFT_TARGET
+from lightkv.router.engine.admission import Admission, Estimates, OutputLengths, Running, make_admission
+from lightkv.router.engine.request import Request
+
+
+class DrawnLengths(OutputLengths):
+    """Estimates by a random one of the recent outputs that were longer than this one is so far.
+
+    The Past-Future scheduler (ASPLOS '25) draws all estimates anew for every admission; here one stands until
+    the output passes it, and until then it is distributed like a new one.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._rng = Random(seed)
+
+    def estimate(self, generated: int, max_tokens: int) -> int:
+        """Returns the expected final length of an output: more than `generated`, at most `max_tokens`."""
+        if self.knows_longer(generated):
+            self.quantile = self._rng.random()
+        return super().estimate(generated, max_tokens)
+
+
+class AverageLength:
+    """Estimates by the mean of recent outputs. An output longer than the mean is estimated to become a tenth
+    longer than it is. LightLLM does the same with an exponential mean."""
+
+    def __init__(self) -> None:
+        self._recent: deque[int] = deque()
+        self._sum = 0
+
+    def observe(self, length: int) -> None:
+        """Notes that an output has ended with `length` tokens, by itself or at its limit."""
+        self._recent.append(length)
+        self._sum += length
+        if len(self._recent) > OutputLengths.num_recent:
+            self._sum -= self._recent.popleft()
+
+    def estimate(self, generated: int, max_tokens: int) -> int:
+        """Returns the expected final length of an output: more than `generated`, at most `max_tokens`."""
+        if len(self._recent) < OutputLengths.num_needed:
+            return max_tokens
+        mean = self._sum // len(self._recent)
+        return min(max(mean, generated * 11 // 10, generated + 1), max_tokens)
+
+
+class Counting(Enum):
+    """Which count of the running requests, and of the one that would join them, has to fit the pool."""
+
+    PEAK = "peak"  # the most tokens that they hold together at any time, as in the service
+    SUM = "sum"  # the sum of the most tokens that each ever holds
+    # The tokens that they hold once their prefills are computed, and none that they generate.
+    PREFILL = "prefill"
+
+
+@dataclass(frozen=True)
+class SimulatedAdmission(Admission):
+    """An admission with another count, or for another allocation than token by token.
+
+    Attributes:
+        counting: which count has to fit.
+        slack: slots a request that the allocation may take beyond the tokens counted: page - 1 where it
+            allocates pages, else 0.
+    """
+
+    counting: Counting = Counting.PEAK
+    slack: int = 0
+
+    def limit(self, num_slots: int, num_requests: int) -> int:
+        """Returns the most tokens that `num_requests` may be counted with, of a number of slots."""
+        return num_slots - self.slack * num_requests
+
+    def steps_to_wait(self, running: Running, request: Request) -> float:
+        """Returns 0 if the pool has room for the running requests and this one, by `counting`. Else returns for
+        how many steps it has none, unless a request ends or a prefill is computed: at least 1, or infinity."""
+        if self.counting is Counting.PEAK:
+            return super().steps_to_wait(running, request)
+        limit = self.limit_with(running, request)
+        if self.counting is Counting.SUM:
+            return 0 if running.forecast.total + request.final <= limit else math.inf
+        ledger = running.ledger
+        # The last pages of what is held are counted; those of what is still to be computed are not.
+        limit += self.slack * (ledger.num_open - len(running.prefilling))
+        return 0 if _held_after_prefills(running, request) + 1 <= limit else math.inf
+
+
+def _held_after_prefills(running: Running, request: Request) -> int:
+    """Returns the slots that are held once the prefills of the running requests and of this one are computed,
+    and the decodes have taken one more token each."""
+    ledger = running.ledger
+    match = ledger.match(request.prefill_ids, request.namespace)
+    shared, tip = 0, match.tip  # the tokens that it would hit and that other requests hold already
+    for segment in match.path:
+        if segment.holders:
+            shared += tip or segment.length
+        tip = 0
+    held = ledger.num_held + request.num_prefill_tokens - shared
+    held += sum([other.num_prefill_left for other in running.prefilling])
+    return held + ledger.growth([other.sequence for other in running.decoding])  # type: ignore[misc]
+
+
+def make_simulated(name: str, seed: int, slack: int, ttft_target: float = TTFT_TARGET) -> SimulatedAdmission:
+    """Returns the admission of this name (`SIMULATED_ADMISSIONS`), which has seen no outputs yet.
+
+    `seed`: of its random draws. `slack`: as in `SimulatedAdmission`. `ttft_target`: the seconds to a first
+    token that "timely" aims at.
+    """
+    if name in ADMISSIONS:
+        own = make_admission(name, ttft_target)
+        return SimulatedAdmission(own.estimates, own.trusts_limits, own.reserve, own.patience, slack=slack)
+    estimates: Estimates | None = None
+    if name == "past-future":
+        estimates = DrawnLengths(seed)
+    elif name == "moving-average":
+        estimates = AverageLength()
+    trusts_limits = name in ("sum", "oracle")
+    if name == "watermark":
+        return SimulatedAdmission(None, trusts_limits, 0.01, counting=Counting.PREFILL, slack=slack)
+    # "oracle" is the exact count; a simulation gives it the true length of each answer as its max_tokens.
+    counting = Counting.SUM if name == "sum" else Counting.PEAK
+    return SimulatedAdmission(estimates, trusts_limits, counting=counting, slack=slack)

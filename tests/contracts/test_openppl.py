@@ -1,0 +1,286 @@
+"""OpenPPL's MultiHeadCacheAttention against a reference that is written from its contract."""
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from openppl_reference import Batch, Place, Setting
+from torch import Tensor
+
+from lightkv.contracts.openppl import multi_head_cache_attention, slopes_on
+from lightkv.contracts.openppl_cache import LayerCache
+from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
+
+PAST, COUNTS = [7, 1, 4, 9], [1, 1, 5, 3]
+PLACES = [Place(layout, page) for layout in range(4) for page in (0, 1, 16, 128)]
+MASKS = ("none", "2d", "padded", "3d")
+GRID = [
+    Setting(dtype, bits, is_alibi=alibi, is_causal=causal, mask=mask)
+    for dtype, bits, alibi, causal, mask in itertools.product(
+        (torch.float32, torch.float16), (0, 8, 4), (False, True), (False, True), MASKS
+    )
+]
+SAMPLE = [*GRID[:8:3], *GRID[20:96:7]]
+TOLERANCE = {
+    torch.float32: {"rtol": 2e-5, "atol": 2e-5},
+    torch.float16: {"rtol": 2e-3, "atol": 2e-3},
+    torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
+}
+
+
+def same_bytes(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether both are equal to the bit, NaN too."""
+    if a is None or b is None:
+        return a is b
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def check(batch: Batch, places: list[Place], backend: str | None = None, slack: float = 1.0) -> Tensor:
+    """Runs a step with the cache laid out in each of the places: the output and all of the cache have to be the
+    reference's, and the outputs equal to the bit."""
+    expected, stored, scales = batch.result()
+    first: Tensor | None = None
+    for place in places:
+        arguments = batch.arguments(place)
+        out = multi_head_cache_attention(**arguments, backend=backend)
+        assert out.dtype == batch.q.dtype
+        assert out.shape == batch.q.shape
+        starts, num_slots = batch.slots(place)
+        wanted = batch.filled(place, num_slots, starts, stored, scales)
+        assert same_bytes(arguments["cache"], wanted[0]), place
+        assert same_bytes(arguments["scale"], wanted[1]), place
+        limits = {name: slack * limit for name, limit in TOLERANCE[batch.q.dtype].items()}
+        torch.testing.assert_close(out.double(), expected, **limits)
+        first = out if first is None else first
+        assert same_bytes(out, first), place
+    assert first is not None
+    return first
+
+
+def check_grid(setting: Setting, decoding: int = 2) -> None:
+    torch.manual_seed(0)
+    check(Batch(PAST, COUNTS, decoding, setting), PLACES)
+
+
+@pytest.mark.parametrize("setting", SAMPLE, ids=str)
+def test_a_sample_of_the_grid(setting: Setting) -> None:
+    check_grid(setting)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", [setting for setting in GRID if setting not in SAMPLE], ids=str)
+def test_the_grid(setting: Setting) -> None:
+    check_grid(setting)
+
+
+@pytest.mark.parametrize("decoding", [0, 3, 4])
+@pytest.mark.parametrize("is_alibi", [False, True])
+def test_sequences_that_decode_see_all_of_their_tokens_but_with_alibi(decoding: int, is_alibi: bool) -> None:
+    check_grid(Setting(is_alibi=is_alibi), decoding)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (6, 3), (12, 4)])
+def test_heads_of_any_number(heads: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    setting = Setting(is_alibi=True, num_heads=heads[0], num_kv_heads=heads[1], head_dim=24)
+    check(Batch(PAST, COUNTS, 2, setting), PLACES[::5])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("group", [1, 2, 3, 6, 8, 12, 24])
+def test_groups_of_any_size(group: int, bits: int) -> None:
+    torch.manual_seed(0)
+    setting = Setting(torch.float16, bits, group, head_dim=24, scale_dtype=torch.float32)
+    check(Batch(PAST, COUNTS, 2, setting), PLACES[::5])
+
+
+def test_sequences_without_queries_and_pages_of_any_size() -> None:
+    torch.manual_seed(0)
+    for bits in (0, 8):
+        batch = Batch([7, 3, 0, 9, 0], [1, 0, 5, 3, 0], 2, Setting(quant_bit=bits))
+        check(batch, [Place(page=page) for page in (0, 3, 7, 16)])
+
+
+def steps_of_two_sequences(setting: Setting, place: Place, device: str = "cpu", slack: float = 1.0) -> None:
+    """A prefill of 4 and of 8 tokens, more of both, and a step that decodes, in both layers; each step finds
+    what the last one wrote."""
+    tokens: dict[int, Any] = {}
+    for past, counts in (([0, 0], [4, 8]), ([4, 8], [8, 4]), ([12, 12], [1, 1])):
+        for layer_idx in range(2):
+            batch = Batch(past, counts, 2 if counts == [1, 1] else 0, setting, device)
+            if layer_idx in tokens:
+                batch.stored, batch.scales = tokens[layer_idx]
+            check(batch, [Place(place.layout, place.page, 2, layer_idx)], slack=slack)
+            tokens[layer_idx] = batch.result()[1:]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_two_sequences_of_a_larger_model(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    setting = Setting(dtype, 8, 8, num_heads=32, num_kv_heads=4, head_dim=128)
+    steps_of_two_sequences(setting, Place(layout=3, page=128))
+
+
+def test_a_query_that_sees_no_key_gets_zeros() -> None:
+    torch.manual_seed(0)
+    batch = Batch(PAST, COUNTS, 2, Setting(mask="2d"))
+    assert batch.mask is not None
+    batch.mask[3, batch.kvstarts[2] : batch.kvstarts[3]] = float("-inf")
+    assert not check(batch, PLACES[::5])[3].any()
+
+
+def test_a_key_of_zeros_has_the_smallest_scale() -> None:
+    batch = Batch([0], [2], 0, Setting(quant_bit=8))
+    arguments = batch.arguments(Place(num_layers=1, layer_idx=0))
+    multi_head_cache_attention(**arguments)
+    slot = int(arguments["cachestarts"][0]) + 1
+    assert not arguments["cache"][slot, 0, 0].any()
+    assert (arguments["scale"][slot, 0, 0] == 1e-5).all()
+
+
+def test_slopes_made_on_the_device_are_the_usual_ones() -> None:
+    for num_heads in (*range(1, 41), 71, 112):
+        assert torch.equal(slopes_on(torch.device("cpu"), num_heads), alibi_slopes(num_heads))
+
+
+def test_numbers_may_be_tensors_on_the_host_and_an_empty_step_does_nothing() -> None:
+    batch = Batch(PAST, COUNTS, 2, Setting())
+    plain, other = batch.arguments(Place()), batch.arguments(Place())
+    for name in ("decoding_batches", "max_seqlen", "max_kvlen"):
+        other[name] = torch.tensor(other[name])
+    assert torch.equal(multi_head_cache_attention(**plain), multi_head_cache_attention(**other))
+    empty = Batch([3], [0], 1, Setting(mask="2d")).arguments(Place())
+    assert multi_head_cache_attention(**empty).shape == (0, 4, 16)
+
+
+def test_the_operator_is_registered() -> None:
+    batch = Batch(PAST, COUNTS, 2, Setting(torch.float16, 8, mask="2d", is_alibi=True))
+    arguments = batch.arguments(Place(2, 16))
+    operator = torch.ops.lightkv.multi_head_cache_attention.default
+    assert [argument.name for argument in operator._schema.arguments][:-1] == list(arguments)
+    torch.library.opcheck(
+        operator, (*arguments.values(), None), test_utils=("test_schema", "test_faketensor")
+    )
+
+
+def test_it_is_compiled_without_a_break() -> None:
+    batch = Batch(PAST, COUNTS, 2, Setting(torch.float32, 8))
+    place = Place(3, 16)
+    arguments, others = batch.arguments(place), batch.arguments(place)
+    compiled = torch.compile(multi_head_cache_attention, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(**arguments), multi_head_cache_attention(**others))
+    assert same_bytes(arguments["cache"], others["cache"])
+    assert same_bytes(arguments["scale"], others["scale"])
+
+
+def test_the_example_of_the_docs_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (block,) = (block for block in blocks if "contracts.openppl" in block)
+    exec(block, {})
+
+
+# --------------------------------------------------------------------------------
+# What is refused
+
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("num_heads 4 must be a multiple of num_kv_heads 3", {"num_kv_heads": 3}),
+    ("layer_idx 2 must be one of num_layer 2", {"layer_idx": 2}),
+    ("cache_mode must be 0 .*got 2 and 0", {"cache_mode": 2}),
+    ("cache_layout 0 to 3; got 0 and 4", {"cache_layout": 4}),
+    ("page_size 0 must be at least 1", {"cache_mode": 1, "page_size": 0}),
+    ("quant_bit must be 0 .* got 2", {"quant_bit": 2}),
+    ("quant_group 5 must divide head_dim 16", {"quant_bit": 8, "quant_group": 5}),
+    ("query must be", {"head_dim": 8}),
+    (
+        "query, current_key and current_value must have one type",
+        {"current_key": torch.zeros(10, 2, 16).half()},
+    ),
+    ("seqstarts must be int64", {"seqstarts": torch.zeros(5, dtype=torch.int32)}),
+    ("cachestarts must be int64 \\[4, pages\\] in cache_mode 1", {"cache_mode": 1}),
+    ("cache must be .*torch.int8", {"quant_bit": 8}),
+    ("cache must be .* L 3", {"num_layer": 3}),
+    ("decoding_batches 5 must be 0 to 4", {"decoding_batches": 5}),
+    ("max_kvlen of 3: there must be a sequence, and 1 <= max_seqlen <= max_kvlen", {"max_kvlen": 3}),
+    ("10 queries do not fit 4 sequences of at most max_seqlen 2", {"max_seqlen": 2}),
+    ("max_kvlen 100 is more than the 42 slots", {"max_kvlen": 100}),
+    ("attn_mask must be of a floating type", {"attn_mask": torch.zeros(10, 40, dtype=torch.bool)}),
+    ("attn_mask has 30 columns, but the sequences 31 tokens", {"attn_mask": torch.zeros(10, 30)}),
+    (
+        "seqstarts must begin with 0, not descend and end with 10",
+        {"seqstarts": torch.tensor([0, 1, 2, 7, 9])},
+    ),
+    ("kvstarts must begin with 0, not descend", {"kvstarts": torch.tensor([1, 8, 10, 19, 31])}),
+    ("start_pos .* must add up", {"start_pos": torch.tensor([6, 1, 4, 9])}),
+    ("must be at least 5 and 12", {"max_seqlen": 4}),
+    ("lead to slots .* but the cache has 42", {"cachestarts": torch.tensor([3, 10, 20, 40])}),
+    ("decoding_batches must be a number", {"decoding_batches": torch.tensor([1, 2])}),
+    ("no attention backend is called 'cuda'", {"backend": "cuda"}),
+]
+
+
+@pytest.mark.parametrize(("message", "changes"), REFUSED, ids=[message for message, _ in REFUSED])
+def test_what_does_not_fit_is_refused_and_nothing_is_written(message: str, changes: dict[str, Any]) -> None:
+    arguments = Batch(PAST, COUNTS, 2, Setting()).arguments(Place())
+    before = arguments["cache"].clone()
+    with pytest.raises(ValueError, match=message):
+        multi_head_cache_attention(**{**arguments, **changes})
+    assert same_bytes(arguments["cache"], before)
+
+
+def test_scales_that_do_not_fit_are_refused() -> None:
+    arguments = Batch(PAST, COUNTS, 2, Setting(quant_bit=8)).arguments(Place())
+    before = arguments["cache"].clone()
+    for scale in (None, arguments["scale"].double(), arguments["scale"][..., :1]):
+        with pytest.raises(ValueError, match="scale must be float32 or float16"):
+            multi_head_cache_attention(**{**arguments, "scale": scale})
+    assert same_bytes(arguments["cache"], before)
+
+
+# --------------------------------------------------------------------------------
+# The kernels
+
+
+def suits(**changes: Any) -> bool:
+    """Whether the kernels read such a cache in place."""
+    setting = Setting(**{"quant_bit": 8, "head_dim": 24, **changes})
+    cache, scale = Batch([2], [1], 0, setting).filled(Place(), 8, [0], [], [])
+    return LayerCache(cache[:, 0], None if scale is None else scale[:, 0], setting.quant_bit).suits_kernels
+
+
+def test_which_groups_the_kernels_read_in_place() -> None:
+    assert [group for group in (1, 2, 3, 4, 6, 8, 12, 24) if suits(quant_group=group)] == [2, 4, 8, 24]
+    assert [group for group in (1, 2, 3, 4, 6, 8, 12, 24) if suits(quant_bit=4, quant_group=group)] == [
+        4,
+        8,
+        24,
+    ]
+    assert suits(quant_bit=0, head_dim=5)
+
+
+KERNELS = {
+    "int8": (Setting(torch.float32, 8, is_alibi=True, mask="3d"), COUNTS, [PLACES[2]]),
+    "int4": (Setting(torch.float16, 4, is_causal=False, mask="padded"), COUNTS, [PLACES[9]]),
+    "decode": (Setting(torch.float32, 8, 16), [1] * 4, [PLACES[15]]),
+    "copied": (Setting(torch.float32, 8, 6, mask="2d", head_dim=24), [1] * 4, [Place(1, 7)]),
+    "float16": (Setting(torch.float16, is_alibi=True), COUNTS, [Place(2, 7)]),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_kernels(name: str, device: torch.device) -> None:
+    torch.manual_seed(0)
+    setting, counts, places = KERNELS[name]
+    check(Batch(PAST, counts, 2, setting, device.type), places, "triton", slack=4.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int8", "int4", "decode"])
+def test_the_kernels_give_the_same_bits_in_all_places(name: str, device: torch.device) -> None:
+    torch.manual_seed(0)
+    setting, counts, _ = KERNELS[name]
+    check(Batch(PAST, counts, 2, setting, device.type), PLACES, "triton", slack=4.0)
