@@ -2,7 +2,7 @@
 
 import copy
 
-from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import LlamaConfig, Olmo2Config, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 LLAMA_3_8B = LlamaConfig(
     vocab_size=128256,
@@ -40,6 +40,29 @@ LLAMA_3_70B = LlamaConfig(
     rope_theta=500000.0,
     tie_word_embeddings=False,
 )
+QWEN3_8B = Qwen3Config(
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=40960,
+    rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+    tie_word_embeddings=False,
+)
+OLMO_2_7B = Olmo2Config(
+    vocab_size=100352,
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=32,
+    max_position_embeddings=4096,
+    rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    tie_word_embeddings=False,
+)
 QWEN3_30B_A3B = Qwen3MoeConfig(
     vocab_size=151936,
     hidden_size=2048,
@@ -60,6 +83,8 @@ SHAPES: dict[str, PretrainedConfig] = {
     "llama-3-8b": LLAMA_3_8B,
     "llama-3.2-3b": LLAMA_3_2_3B,
     "llama-3-70b": LLAMA_3_70B,
+    "qwen3-8b": QWEN3_8B,
+    "olmo-2-7b": OLMO_2_7B,
     "qwen3-moe": QWEN3_30B_A3B,
 }
 

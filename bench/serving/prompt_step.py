@@ -1,5 +1,5 @@
-"""Compares steps with prompts on a model of Llama-3-8B's shape: by the graph of a bucket of tokens, as the
-engine runs them, by a graph of exactly the step's size, and eagerly.
+"""Compares steps with prompts on a model of a published model's shape: by the graph of a bucket of tokens, as
+the engine runs them, by a graph of exactly the step's size, and eagerly.
 
     python -m bench.serving.prompt_step --out bench/results/prompt-step-h200.json
 
@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from bench.common.model_shapes import LLAMA_3_8B, with_layers
+from bench.common.model_shapes import SHAPES, with_layers
 from bench.common.random_model import random_model
 from bench.common.report import Spread, alternate, parser, print_json, print_machine, print_table, refuse
 from bench.serving.decode_step import read_bandwidth
@@ -169,14 +169,17 @@ def main() -> None:
     arguments.add_argument("--cases", nargs="+", default=list(CASES), help="PROMPT or PROMPT+DECODESxLENGTH")
     arguments.add_argument("--rounds", type=int, default=4)
     arguments.add_argument("--steps", type=int, default=8, help="steps of each side in a round")
-    arguments.add_argument("--layers", type=int, default=LLAMA_3_8B.num_hidden_layers)
+    arguments.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
+    arguments.add_argument("--layers", type=int, help="fewer than the shape has")
     options = arguments.parse_args()
     cases = [Case.of(text) for text in options.cases]
 
     print_machine()
     bandwidth, rate = read_bandwidth(), product_rate()
     torch.manual_seed(0)
-    model = random_model(with_layers(LLAMA_3_8B, options.layers), torch.device("cuda"), torch.bfloat16)
+    shape = SHAPES[options.shape]
+    shape = with_layers(shape, options.layers or shape.num_hidden_layers)
+    model = random_model(shape, torch.device("cuda"), torch.bfloat16)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     embedding = model.get_input_embeddings().weight.nbytes  # type: ignore[union-attr]
     weights -= embedding
@@ -189,7 +192,7 @@ def main() -> None:
     rows, results = [], {}
     for case in cases:
         floor = max(weights / bandwidth, case.num_tokens * per_token / rate) * 1e3
-        step = Step(runner, case, LLAMA_3_8B.vocab_size)
+        step = Step(runner, case, shape.vocab_size)
         exact, bucket = exact_graph(runner, case), graphs.get(step.plan)
         runs: dict[str, Callable[[StepPlan], StepOutput]] = {"exact": exact.replay, "eager": runner._run}
         if isinstance(bucket, PromptGraph):
@@ -226,7 +229,7 @@ def main() -> None:
     header = ["prompt + decodes", "floor ms", "bucket", "bucket ms", "exact graph ms", "eager ms",
               "bucket / best", "host ms, bucket", "host ms, eager"]  # fmt: skip
     print_table(header, rows)
-    settings = {"layers": options.layers, "rounds": options.rounds, "steps": options.steps,
+    settings = {"shape": options.shape, "layers": shape.num_hidden_layers, "rounds": options.rounds, "steps": options.steps,
                 "read_TB_per_s": bandwidth / 1e12, "product_TFLOP_per_s": rate / 1e12}  # fmt: skip
     print_json("prompt_step", {"settings": settings, "cases": results}, options.out)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels.attention.lookups import CONTIGUOUS
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
+from lightkv.triton_kernels.attention.prefill import prefill_tuning
 from lightkv.triton_kernels.attention.prefill.fp8_prefill import fp8_prefill_attention
 from lightkv.triton_kernels.attention.prefill.fp8_scratch import (
     ALIGNMENT,
@@ -25,7 +26,6 @@ from lightkv.triton_kernels.attention.prefill.fp8_scratch import (
     to_fp8,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention
-from lightkv.triton_kernels.attention.prefill import prefill_tuning
 from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
 from lightkv.triton_kernels.attention.prefill.restore_kv import restore_kv
 from lightkv.triton_kernels.attention.variants.variant import limits

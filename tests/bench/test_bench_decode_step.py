@@ -11,6 +11,7 @@ from bench.serving.decode_step import output_tokens, same_choices, weight_bytes
 
 # Billions of parameters outside the embedding, and those of the LM head.
 PARAMETERS = {"llama-3-8b": 7.5, "llama-3.2-3b": 3.21, "llama-3-70b": 69.5, "qwen3-moe": 30.2}
+PARAMETERS |= {"qwen3-8b": 7.57, "olmo-2-7b": 6.89}
 
 
 @pytest.mark.parametrize("name", SHAPES)

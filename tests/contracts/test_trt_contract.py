@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightkv.errors import OutOfTokens
 from lightkv.contracts import tensorrt_llm as contract
 from lightkv.contracts.tensorrt_llm import (
     AttentionBackend,
@@ -26,6 +25,7 @@ from lightkv.contracts.tensorrt_llm import (
 )
 from lightkv.contracts.tensorrt_llm.arguments import HONOURED
 from lightkv.contracts.tensorrt_llm.upstream import INTERFACE, subclassed, upstream_interface
+from lightkv.errors import OutOfTokens
 
 CONTRACT = json.loads((Path(__file__).parent / "tensorrt_llm.json").read_text(encoding="utf-8"))
 CLASSES = [name for name in CONTRACT if name != "enums"]
