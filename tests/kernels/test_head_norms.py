@@ -10,7 +10,7 @@ from lightkv.triton_kernels.write.head_norms import HeadNorm, HeadNorms, normali
 from lightkv.triton_kernels.write.inputs import NO_BIASES, Biases, Rotation, StoredKV
 from lightkv.triton_kernels.write.write_kv import write_kv, write_kv_reference
 
-NUM_SLOTS = 40
+NUM_SLOTS = 400
 
 
 class Case(NamedTuple):
@@ -94,9 +94,8 @@ def check(case: Case, dtype: torch.dtype, device: torch.device) -> None:
         torch.testing.assert_close(ours.k, expected.k, rtol=4 * eps, atol=16 * eps)
         assert torch.equal(ours.v, expected.v)
         return
-    assert torch.equal(ours.v.view(torch.uint8), expected.v.view(torch.uint8))
-    differs = ours.k.view(torch.uint8) != expected.k.view(torch.uint8)
-    assert differs.float().mean() < 0.02
+    for of_ours, of_expected in zip(ours[:2], expected[:2], strict=True):  # an element may be off by one
+        assert (of_ours.view(torch.uint8) != of_expected.view(torch.uint8)).float().mean() < 0.02
     torch.testing.assert_close(ours.scales, expected.scales, rtol=0.01, atol=0.01)
 
 
@@ -113,7 +112,7 @@ def test_norms_in_bf16_of_real_shapes(name: str, tokens: int) -> None:
     case = CASES[name]
     heads = (32, 8 if case.heads[0] != case.heads[1] else 32)
     check(
-        case._replace(tokens=min(tokens, NUM_SLOTS - 1), heads=heads, dim=128, pairs=4 * case.pairs),
+        case._replace(tokens=tokens, heads=heads, dim=128, pairs=4 * case.pairs),
         torch.bfloat16,
         torch.device("cuda"),
     )
