@@ -229,8 +229,14 @@ def main() -> None:
     header = ["prompt + decodes", "floor ms", "bucket", "bucket ms", "exact graph ms", "eager ms",
               "bucket / best", "host ms, bucket", "host ms, eager"]  # fmt: skip
     print_table(header, rows)
-    settings = {"shape": options.shape, "layers": shape.num_hidden_layers, "rounds": options.rounds, "steps": options.steps,
-                "read_TB_per_s": bandwidth / 1e12, "product_TFLOP_per_s": rate / 1e12}  # fmt: skip
+    settings = {
+        "shape": options.shape,
+        "layers": shape.num_hidden_layers,
+        "rounds": options.rounds,
+        "steps": options.steps,
+        "read_TB_per_s": bandwidth / 1e12,
+        "product_TFLOP_per_s": rate / 1e12,
+    }
     print_json("prompt_step", {"settings": settings, "cases": results}, options.out)
 
 

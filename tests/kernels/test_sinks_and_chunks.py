@@ -258,7 +258,7 @@ def test_a_prefill_whose_keys_are_shared_out(device: torch.device, mask: str) ->
     """The sinks join one of a tile's parts, and chunks begin inside of parts."""
     torch.manual_seed(3)
     options = masks(device, 2) | {"chunks of 200": AttentionOptions().plus(Chunk(200), sinks(2, device))}
-    shares = prefill_tuning.PrefillShares(4, 4, 32, 1, -1000)
+    shares = prefill_tuning.PrefillShares(8, 8, 32, 1, -1000)
     launch = tuning.Launch(32, 16, 4, 2)
     sequences = [(20, 390), (3, 30), (0, 9)]
     check_prefill(
