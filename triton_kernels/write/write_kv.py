@@ -213,7 +213,8 @@ def _norm_constants(
     flags: tuple[bool, ...] | None, has_weight: bool, whole: bool, num_heads: int
 ) -> tuple[Any, ...]:
     """Returns the constants `NORM` of `NewHeads`. `flags`: the fields of a `HeadNorm` from `centred` on."""
-    kind, rest = 0, (False, False, False)
+    kind = 0
+    rest: tuple[bool, ...] = (False,) * 3
     if flags is not None:
         *rest_flags, over_all = flags
         kind, rest = OVER_ALL if over_all else PER_HEAD, tuple(rest_flags)
@@ -257,8 +258,7 @@ def _new_heads(
         weight,
         stride_norm,
         None if norm is None else norm.eps,
-        *_constants(bias is not None, *constants),
-        of_norm,
+        *(*_constants(bias is not None, *constants), of_norm),
     )
 
 
