@@ -290,7 +290,7 @@ def numpy_gluon(program: int, num_programs: int, kind: str = "prefill_hopper") -
 
 def raise_peaks(most: Any, peak: Any, slack: float) -> tuple[Any, Any]:
     """What the assembly of that name does, for all rows of a warpgroup as if they were those of one warp."""
-    if not (most > peak + slack).any():
+    if not (most - peak > slack).any():
         return peak, array(np.ones_like(peak))
     raised = np.maximum(peak, most.max(1, keepdims=True))
     return array(raised), array(np.exp2(peak - raised))

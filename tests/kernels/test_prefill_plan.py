@@ -256,5 +256,11 @@ def test_tiles_of_one_request_are_cut_at_the_same_keys() -> None:
     share, aligned = share_reference([257, 257], 8, OF_H200)
     assert (share, aligned) == (33, True)
     # Aligned, three tiles would take shares longer by a sixteenth at most, and seven would take more.
-    assert share_reference([257] * 3, 8, OF_H200) == (53, True)
+    assert share_reference([257] * 3, 8, OF_H200) == (52, True)
     assert share_reference([257] * 7, 8, OF_H200) == (-(-257 * 7 // 16), False)
+
+
+def test_short_shares_are_not_lengthened() -> None:
+    """A unit more of a share of a few would be much more than a sixteenth."""
+    share, aligned = share_reference([5] * 12, 8, prefill_tuning.PrefillShares(16, 132, 128, 2, -(2**30)))
+    assert (share, aligned) == (-(-60 // 16), False)

@@ -49,7 +49,7 @@ from . import prefill_tuning
 # 10 and 11, of a tile's second piece: parts of the tile, the first of them; the others begin at the item
 ITEM_FIELDS = 12
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
-ALIGNED_COST = tl.constexpr(16)  # a share may be longer by one of so many parts, so that tiles begin shares
+ALIGNED_COST = tl.constexpr(16)  # a share may be longer by a sixteenth, so that tiles begin shares
 ALL_KEYS = 2**31 - 1  # the end of the keys of an item that is a whole tile
 _ALL_KEYS = tl.constexpr(ALL_KEYS)
 
@@ -223,7 +223,7 @@ def _share_kernel(
     share = tl.maximum(tl.cdiv(total, num_workers), least_units)
     # Where it is little longer, each tile begins a share of its own: the tiles of a request, which have nearly
     # the same keys, are then cut at the same ones, and programs that read them together do so from the cache.
-    longer = share + tl.cdiv(share, ALIGNED_COST)
+    longer = share + share // ALIGNED_COST
     num_shorter = 0
     num_longer = 0
     for start in range(0, capacity, BLOCK_T):
@@ -237,7 +237,7 @@ def _share_kernel(
     shared = share * tl.cdiv(num_workers * num_kv_heads, num_programs)
     is_cut = whole - shared >= least_gain + shared // 16
     if is_cut:
-        num_cut = tl.where(share == longer, num_longer, num_shorter)
+        num_cut = tl.where(num_shorter > num_workers, num_longer, num_shorter)
         tl.store(counters + 2, tl.where(aligned, num_cut, tl.cdiv(total, share)))
     before = 0
     for start in range(0, capacity, BLOCK_T):

@@ -65,7 +65,7 @@ def share_reference(
         preceding += size
     share = max(-(-preceding // num_workers), least_units)
     aligned = False
-    for longer in (share, share + -(-share // ALIGNED_COST.value)):
+    for longer in (share, share + share // ALIGNED_COST.value):
         if sum(-(-size // longer) for size in units) <= num_workers:
             share, aligned = longer, True
             break

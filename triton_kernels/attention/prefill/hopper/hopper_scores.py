@@ -257,14 +257,15 @@ def _alibi_of_columns(parts, slopes, first_key):
 @gluon.constexpr_function
 def _raise_peaks_asm(slack):
     """Returns what `_raise_peaks` does with a thread's two rows. $0, $1: their new peaks; $2, $3: the factors;
-    $4, $5: the thread's maxima; $6, $7: the peaks before."""
+    $4, $5: the thread's maxima; $6, $7: the peaks before. The difference is compared, which is exact for near
+    numbers: a sum of a large peak and the slack may be rounded to a number that a score does not exceed."""
     return f"""{{
         .reg .pred higher, any;
-        .reg .f32 bound, other, most;
-        add.f32 bound, $6, {int(slack)}.0;
-        setp.gt.f32 higher, $4, bound;
-        add.f32 bound, $7, {int(slack)}.0;
-        setp.gt.or.f32 higher, $5, bound, higher;
+        .reg .f32 above, other, most;
+        sub.f32 above, $4, $6;
+        setp.gt.f32 higher, above, {int(slack)}.0;
+        sub.f32 above, $5, $7;
+        setp.gt.or.f32 higher, above, {int(slack)}.0, higher;
         vote.sync.any.pred any, higher, 0xffffffff;
         mov.f32 $0, $6;
         mov.f32 $1, $7;
