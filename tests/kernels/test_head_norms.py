@@ -34,6 +34,7 @@ CASES = {
     "olmo": Case(norm=(False, False, False, True), weight="heads", heads=(6, 6), dim=24, pairs=12),
     "all heads, grouped": Case(norm=(True, False, True, True), weight="heads", interleaved=True, biases=True),
     "no weight, no positions": Case(weight="none", pairs=0, biases=True),
+    "all heads, of one": Case(norm=(False, False, False, True), weight="heads", heads=(4, 1)),
     "int8": Case(kv_format="int8", tokens=1),
     "int8, partial": Case(kv_format="int8", norm=(False, True, True, False), pairs=8, interleaved=True),
     "int4, all heads": Case(kv_format="int4", norm=(False, False, True, True), weight="heads"),
@@ -110,7 +111,7 @@ def test_norms_are_those_of_the_reference(name: str, dtype: torch.dtype, device:
 @pytest.mark.parametrize("name", CASES)
 def test_norms_in_bf16_of_real_shapes(name: str, tokens: int) -> None:
     case = CASES[name]
-    heads = (32, 8 if case.heads[0] != case.heads[1] else 32)
+    heads = (32, {1: 1, 2: 8}.get(case.heads[1], 32))
     check(
         case._replace(tokens=tokens, heads=heads, dim=128, pairs=4 * case.pairs),
         torch.bfloat16,

@@ -38,7 +38,7 @@ def _write_head(source, stored, slot, heads, head, angles, tile, IN_PLACE: tl.co
     """Adds the bias, normalises, rotates the first 2 * PAIRS dims, and copies the other dims."""
     D: tl.constexpr = heads.DIM
     PAIRS: tl.constexpr = heads.PAIRS
-    HAS_REST: tl.constexpr = 2 * PAIRS < D and not (IN_PLACE and not heads.HAS_BIAS and heads.NORM[0] == 0)
+    HAS_REST: tl.constexpr = 2 * PAIRS < D and not (IN_PLACE and not heads.HAS_BIAS and heads.NORM.KIND == 0)
     BLOCK_T: tl.constexpr = tile.valid.shape[0]
     BLOCK_PAIRS: tl.constexpr = _pairs_block(PAIRS)
     valid = tile.valid

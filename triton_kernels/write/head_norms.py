@@ -26,11 +26,14 @@ class HeadNorm(NamedTuple):
     def check(self, name: str, heads: Tensor) -> None:
         """Raises ValueError where the norm does not fit the heads `name`, `[T, heads, D]`."""
         shapes = (heads.shape[1:], heads.shape[2:])
-        if self.weight is not None and not (self.weight.shape in shapes and self.weight.is_contiguous()):
+        weight = self.weight
+        if weight is None:
+            return
+        if weight.shape not in shapes or not weight.is_contiguous() or not weight.is_floating_point():
             raise ValueError(
                 f"the weight of the norm of {name} must be [dim] {tuple(shapes[1])} or [heads, dim] "
-                f"{tuple(shapes[0])}, contiguous; got {tuple(self.weight.shape)} with strides "
-                f"{self.weight.stride()}"
+                f"{tuple(shapes[0])}, contiguous floats; got {weight.dtype} {tuple(weight.shape)} with strides "
+                f"{weight.stride()}"
             )
 
 

@@ -7,15 +7,24 @@ import triton
 import triton.language as tl
 
 
+class NormConstants(NamedTuple):
+    """KIND: what the mean of a norm is over (`load_heads`). WHOLE: a program writes all heads of a token, which
+    are HEADS; otherwise HEADS is 1. HAS_WEIGHT: there is one. CENTRED, PLUS_ONE, ROUNDED_BEFORE: as in
+    `HeadNorm`."""
+
+    KIND: Any
+    WHOLE: Any
+    HAS_WEIGHT: Any
+    CENTRED: Any
+    PLUS_ONE: Any
+    ROUNDED_BEFORE: Any
+    HEADS: Any
+
+
 class NewHeads(NamedTuple):
     """The heads of q, K or V as they are projected, `[T, heads, DIM]`, and their bias, `[heads, DIM]`, or None;
     the weight and the epsilon of their norm, or None. The first 2 * PAIRS dims are rotated, INTERLEAVED or by
-    halves. ELEMENTS: of `constants_of`, how the heads are stored.
-
-    NORM: constants, what the mean of the norm is over (`load_heads`), whether a program writes all heads of a
-    token, whether there is a weight, whether the mean is subtracted, whether the factor is 1 + weight, whether
-    numbers are rounded before they are multiplied, and the heads that a mean is over.
-    """
+    halves. ELEMENTS: of `constants_of`, how the heads are stored. NORM: `NormConstants`."""
 
     data: Any
     stride_token: Any

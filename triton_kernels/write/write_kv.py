@@ -23,7 +23,7 @@ from .inputs import NO_BIASES, Biases, Rotation, StoredKV, check_inputs
 from .launch import computed_launch, quantised_launch, token_launch
 from .load_heads import OVER_ALL, PER_HEAD
 from .quantised_heads import QUANTISED
-from .records import Angles, NewHeads, Shape, StoredHeads, Tile
+from .records import Angles, NewHeads, NormConstants, Shape, StoredHeads, Tile
 
 
 @triton.jit
@@ -37,9 +37,9 @@ def _write_stored(heads, stored, head, slot, angles, tile, store):
 @triton.jit
 def _write_token(heads, stored, token, slot, rotation, store, IN_PLACE: tl.constexpr):
     """Writes all heads of a token, which are the rows of the program."""
-    ROWS: tl.constexpr = triton.next_power_of_2(heads.NORM[6])
+    ROWS: tl.constexpr = triton.next_power_of_2(heads.NORM.HEADS)
     head = tl.arange(0, ROWS).to(tl.int64)
-    tile = Tile(token + tl.zeros([ROWS], tl.int64), head < heads.NORM[6])
+    tile = Tile(token + tl.zeros([ROWS], tl.int64), head < heads.NORM.HEADS)
     head = head[:, None]
     source = heads.data + token * heads.stride_token + head * heads.stride_head
     angles = store.angles(rotation, tile, heads.PAIRS)
@@ -109,7 +109,7 @@ def _write_kv_kernel(
     if shape.EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if keys.NORM[1]:
+    if keys.NORM.WHOLE:
         _write_tokens(queries, keys, values, stored_keys, stored_values, rotation, slots, store, shape)
     else:
         _write_heads(
@@ -211,14 +211,15 @@ def _norms_of(numbers: Sequence[float]) -> tuple[HeadNorm | None, HeadNorm | Non
 @cache
 def _norm_constants(
     flags: tuple[bool, ...] | None, has_weight: bool, whole: bool, num_heads: int
-) -> tuple[Any, ...]:
+) -> NormConstants:
     """Returns the constants `NORM` of `NewHeads`. `flags`: the fields of a `HeadNorm` from `centred` on."""
     kind = 0
     rest: tuple[bool, ...] = (False,) * 3
     if flags is not None:
         *rest_flags, over_all = flags
         kind, rest = OVER_ALL if over_all else PER_HEAD, tuple(rest_flags)
-    return tuple(map(tl.constexpr, (kind, whole, has_weight, *rest, num_heads if whole else 1)))
+    numbers = kind, whole, has_weight, *rest, num_heads if whole else 1
+    return NormConstants(*map(tl.constexpr, numbers))
 
 
 @cache

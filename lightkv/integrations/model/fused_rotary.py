@@ -62,9 +62,11 @@ class AttentionLayout:
     norms_over_all: bool = False  # the norms are over all heads together, and not over each
     head_norms: HeadNorms | None = None  # what `norms` compute, which is left to the kernel that writes K/V
 
-    def project(self, module: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(
+        self, module: Any, x: torch.Tensor, left: HeadNorms | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns q, k and v of x `[1, T, C]`, each `[1, heads, T, dim]`, without positions, and without norms
-        where there are `head_norms`."""
+        where these are `left` to the write."""
         dims = self.head_dim, self.head_dim, self.v_dim
         if self.joined is not None:
             qkv = self.joined(x)
@@ -79,7 +81,7 @@ class AttentionLayout:
             qkv = getattr(module, self.projection)(x).unflatten(-1, (self.num_heads, sum(dims)))
             q, k, v = (qkv[..., end - dim : end] for dim, end in zip(dims, accumulate(dims), strict=True))
         # Each is [1, T, heads, dim] now.
-        if self.norms is not None and self.head_norms is None:
+        if self.norms is not None and left is None:
             q, k = (
                 self._normalise(getattr(module, name), part)
                 for name, part in zip(self.norms, (q, k), strict=True)
@@ -94,13 +96,28 @@ class AttentionLayout:
 
     def call(self, module: Any, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> AttentionCall:
         """Returns the attention call of x `[1, T, C]`, whose q and k are still to get their positions."""
-        return AttentionCall(module, *self.project(module, x), None, {}, self.rotary(tables))
+        left = self._norms_to_leave(module)
+        return AttentionCall(module, *self.project(module, x, left), None, {}, self.rotary(tables, left))
+
+    def _norms_to_leave(self, module: Any) -> HeadNorms | None:
+        """Returns the norms that are left to the write, with the weights that the modules have now; None where
+        a module has got hooks, and so is called."""
+        if self.head_norms is None or self.norms is None:
+            return None
+        parts = [getattr(module, name) for name in self.norms]
+        if any(map(has_hooks, parts)):
+            return None
+        q, k = (
+            norm if norm.weight is None else norm._replace(weight=part.weight.detach().view_as(norm.weight))
+            for part, norm in zip(parts, self.head_norms, strict=True)
+        )
+        return HeadNorms(q, k)
 
     def project_out(self, module: Any, heads: torch.Tensor) -> torch.Tensor:
         """Returns the output projection of `heads` `[1, T, heads, v_dim]`, `[1, T, C]`."""
         return cast(torch.Tensor, getattr(module, self.output)(heads.flatten(2)))
 
-    def rotary(self, tables: tuple[torch.Tensor, torch.Tensor]) -> RotaryEmbedding:
+    def rotary(self, tables: tuple[torch.Tensor, torch.Tensor], norms: HeadNorms | None) -> RotaryEmbedding:
         """Returns the rotary embedding of a model's cosines and sines, each `[1, T, 2n]`, or `[1, T, n]` if
         each angle stands there once."""
         if self.angles == _ONCE:
@@ -109,7 +126,7 @@ class AttentionLayout:
             cos, sin = (table[0, :, ::2].contiguous() for table in tables)
         else:
             cos, sin = (table[0, :, : table.shape[-1] // 2] for table in tables)
-        return RotaryEmbedding(cos, sin, self.interleaved, self.head_norms)
+        return RotaryEmbedding(cos, sin, self.interleaved, norms)
 
 
 def _fused_forward(module: Any, layout: AttentionLayout, *args: Any, **kwargs: Any) -> Any:
@@ -378,9 +395,9 @@ def find_head_norm(module: Any, heads: torch.Tensor, over_all: bool) -> HeadNorm
     if weight is not None:
         of_each = over_all or weight.dim() == 2  # of the dims of each head
         shape = heads.shape[2:] if of_each else heads.shape[3:]
-        if weight.numel() != shape.numel():
+        if weight.numel() != shape.numel() or not weight.is_contiguous():
             return None
-        weight = weight.detach().contiguous().view(shape)
+        weight = weight.detach().view(shape)
     x = noise(tuple(heads.shape), heads) + 0.5  # with a mean, so that a norm that subtracts it shows
     # Small numbers show the epsilon.
     x *= torch.tensor((1.0, LARGE, 2.0**-10)).repeat(x.shape[1])[: x.shape[1], None, None].to(x)

@@ -72,8 +72,8 @@ def _hopper_launch(
     launch = prefill_tuning.hopper_prefill_launch(device, q.shape[2], v_cache.shape[2], q.element_size())
     if launch is None or (hopper := _hopper()) is None:
         return None
-    knows_all = hopper.knows_all(variants, q.shape[2], v_cache.shape[2])
-    return (hopper, launch) if knows_all else None
+    dims = q.shape[2], v_cache.shape[2]
+    return (hopper, launch) if hopper.knows_all(variants, device, launch, dims) else None
 
 
 @torch.library.custom_op("lightkv::prefill_attention", mutates_args=("counters", "out", "lse"))
@@ -107,6 +107,11 @@ def _prefill_attention(
             q, cache, index, items, counters, outputs, hopper[1], used, num_shares, scale, causal
         )
     else:
+        if num_warps & (num_warps - 1):
+            raise ValueError(
+                f"the plan's tiles of {block_m} rows are those of prefill in fp8, and this call is in "
+                f"{q.dtype} at head dim {q.shape[2]}; make a plan for it without `launch`"
+            )
         if any(one.loaded_bytes for one in used):
             _, block_n, num_warps, num_stages = prefill_tuning.masked_prefill_launch(tuning.Launch(*launch))
         if num_warps > most_warps(layer_format):

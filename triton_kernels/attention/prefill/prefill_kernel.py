@@ -94,6 +94,9 @@ def _attend_item(
     begin, full_end, num_keys, joins = _find_keys(
         item, rows, first_row, num_rows, prefix, variants, shape, SHARES
     )
+    if TILE_ROWS > BLOCK_M:  # the request may have fewer rows than programs begin before
+        num_keys = tl.where(first_row < num_rows, num_keys, begin)
+        full_end = tl.minimum(full_end, num_keys)
     positions = begin + tl.arange(0, BLOCK_N)
     slots = find_slots(index, row, positions, positions < num_keys)  # [BLOCK_N]
     q_heads = q.data + tokens[:, None] * q.stride_token + heads[:, None] * q.stride_head

@@ -25,6 +25,12 @@ that begins inside a share is first continued there, by the item `num_shares` + 
 piece of a tile that is cut writes a part, a partial output: item w part w, and a tile's first piece, if it
 begins inside share w, part num_workers + w. `prefill_combine.py` combines them. So there are at most two parts
 for each worker.
+
+If shares need to be longer by a sixteenth at most for it, each tile begins a share of its own, and the rest of
+its last share stays empty. Tiles of one request are cut at the same keys then:
+
+    tiles    ├───────────── 0 ───────────┤     ├───────────── 1 ────────────┤    ├──── 2 ────┤
+    workers  ├────── 0 ──────┼────── 1 ──────┼────── 2 ──────┼────── 3 ──────┼────── 4 ──────┤
 """
 
 from collections.abc import Sequence

@@ -16,7 +16,8 @@ _PREFILL_LAUNCHES = (
     Launch(64, 32, 4, 3),
     Launch(64, 32, 4, 2),
 )
-# Launches of `prefill_hopper`, by key and value dims: 12 warps, and as many stages of K and V as fit beside q.
+# Launches of `prefill_hopper`, by key and value dims: four warps load, and each 64 rows have four warps that
+# compute them. There are as many stages of K and V as fit beside q.
 _HOPPER_LAUNCHES = {
     (64, 64): Launch(192, 128, 16, 6),  # three warpgroups compute, and not two
     (80, 80): Launch(128, 128, 12, 5),

@@ -28,16 +28,14 @@ _ALL_AFTER = 2**30  # more tokens than a request has; positions plus this fit in
 
 class HopperFeatures(NamedTuple):
     """What a call has of `VARIANTS`: tensors or None, numbers or 0. `AFTER`: how many tokens after itself a
-    query sees. `FROM_ZERO`: queries see the keys from the first one on. `HAS_WHOLE`: some key tiles may be seen
-    as a whole by a tile of queries; a window is short, and all of its tiles are masked. `ADDS_COLUMNS`: the
-    product of q and K adds the slopes times the columns of a tile (`hopper_scores.slope_pairs`). `added`: a
-    mask of values, bytes for bool, of `width` keys; `coarse_scale`: of `hopper_values.scale_at`."""
+    query sees. `ADDS_COLUMNS`: the product of q and K adds the slopes times the columns of a tile
+    (`hopper_scores.slope_pairs`). `tree`: the words of a tree of guesses, how many a query has, and the stride
+    of queries. `added`: a mask of values, bytes for bool, of `width` keys; `coarse_scale`: of
+    `hopper_values.scale_at`."""
 
     sink_logits: Any
     slopes: Any
     tree: Any
-    tree_words: Any
-    stride_tree: Any
     added: Any
     stride_added_head: Any
     stride_added_token: Any
@@ -48,14 +46,12 @@ class HopperFeatures(NamedTuple):
     CHUNK: Any
     AFTER: Any
     SOFTCAP: Any
-    FROM_ZERO: Any
-    HAS_WHOLE: Any
     ADDS_COLUMNS: Any
 
 
 def features_of(variants: Sequence[Variant], scale: float, causal: bool) -> tuple[HopperFeatures, float]:
     """Returns what the kernels take for variants of `VARIANTS`, and what multiplies a score, in base 2."""
-    sink_logits = slopes = tree = tree_words = stride_tree = None
+    sink_logits = slopes = tree = None
     added = stride_added_head = stride_added_token = width = coarse_scale = None
     window = chunk = 0
     cap_scale, score_scale = 0.0, scale
@@ -69,7 +65,7 @@ def features_of(variants: Sequence[Variant], scale: float, causal: bool) -> tupl
         elif isinstance(one, Chunk):
             chunk = one.size
         elif isinstance(one, TreeMask):
-            tree, tree_words, stride_tree = one.data(scale)
+            tree = tuple(one.data(scale))
         elif isinstance(one, ValueMask):
             added, _, width, stride_added_head, stride_added_token = one.data(scale)
         elif isinstance(one, SinkLogits):
@@ -80,8 +76,6 @@ def features_of(variants: Sequence[Variant], scale: float, causal: bool) -> tupl
         sink_logits,
         slopes,
         tree,
-        tree_words,
-        stride_tree,
         added,
         stride_added_head,
         stride_added_token,
@@ -92,8 +86,6 @@ def features_of(variants: Sequence[Variant], scale: float, causal: bool) -> tupl
         tl.constexpr(chunk),
         tl.constexpr(0 if causal else _ALL_AFTER),
         tl.constexpr(cap_scale != 0.0),
-        tl.constexpr(not window and not chunk),
-        tl.constexpr(not window),
         # A cap comes before ALiBi, so that the product cannot have it.
         tl.constexpr(slopes is not None and cap_scale == 0.0),
     ), score_scale * LOG2_E

@@ -65,7 +65,7 @@ def end_of_whole(tile, keys, features, shape, MEMBER: gl.constexpr, SHARES: gl.c
     _begin, _end, first, last = keys
     first_row, prefix = tile[2] + MEMBER * ROWS, tile[5]
     whole = first
-    if features.HAS_WHOLE:
+    if features.WINDOW == 0:  # a window is short: all of its tiles are masked
         seen_by_all = prefix + first_row // shape.GROUP + 1 + features.AFTER
         if features.tree is not None:
             seen_by_all = gl.minimum(seen_by_all, prefix)
@@ -140,8 +140,8 @@ def start_rows(tile, end, peak, score_scale, features, shape, MEMBER: gl.constex
     tree = (positions, 0, 0)  # without a tree of guesses, it is not used
     if features.tree is not None:
         row = gl.minimum(rows, tile[3] - 1) // shape.GROUP
-        words = features.tree + (tile[4] + row).to(gl.int64) * features.stride_tree
-        tree = (words, features.tree_words, tile[5])
+        words, num_words, stride = features.tree
+        tree = (words + (tile[4] + row).to(gl.int64) * stride, num_words, tile[5])
     return SoftmaxRows(positions, last_keys, origin, slopes, bias, pairs, tree), peak
 
 

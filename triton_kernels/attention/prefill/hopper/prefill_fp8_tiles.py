@@ -54,17 +54,17 @@ def copy_q(q, tile, q_smem, q_full, GROUP: gl.constexpr):
     ROWS: gl.constexpr = q_smem[0].shape[1]
     layout: gl.constexpr = copy_layout(q_smem[0].shape[2])
     kv_head, _row, first_row, num_rows, q_begin, _prefix = tile
-    for half in gl.static_range(MEMBERS):
-        rows = first_row + half * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    for member in gl.static_range(MEMBERS):
+        rows = first_row + member * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         rows = gl.minimum(rows, num_rows - 1)
         tokens = (q_begin + rows // GROUP).to(gl.int64)
         places = tokens * q.stride_token + (kv_head * GROUP + rows % GROUP) * q.stride_head
-        start_copy(q.data, 1, places, q_smem[0].index(half))
+        start_copy(q.data, 1, places, q_smem[0].index(member))
     async_copy.mbarrier_arrive(q_full, increment_count=False)
 
 
 @gluon.jit
-def pack_fours(weights, q_half):
+def pack_fours(weights, own_q):
     """Rounds weights to e4m3, four of a thread in an int32: [rows, columns / 4].
 
     A thread holds columns 2t, 2t + 1, 2t + 8 and 2t + 9 of every 16. They are the keys 4t to 4t + 3 of the
@@ -103,13 +103,13 @@ def unpack_fours(fours, layout: gl.constexpr):
 
 
 @gluon.jit
-def begin_scores(k_tile, q_half):
+def begin_scores(k_tile, own_q):
     """Starts the computation of a tile's scores on the tensor cores."""
     fence_async_shared()  # makes what cp.async wrote visible to the asynchronous proxy of wgmma
-    ROWS: gl.constexpr = q_half[0].shape[0]
+    ROWS: gl.constexpr = own_q[0].shape[0]
     BLOCK_N: gl.constexpr = k_tile[0].shape[0]
     s = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N, 8))
-    return warpgroup_mma(q_half[0], k_tile[0].permute((1, 0)), s, use_acc=False, is_async=True)
+    return warpgroup_mma(own_q[0], k_tile[0].permute((1, 0)), s, use_acc=False, is_async=True)
 
 
 @gluon.jit

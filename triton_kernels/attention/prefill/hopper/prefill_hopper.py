@@ -164,10 +164,35 @@ def _hopper_kernel(
     )
 
 
-def knows_all(variants: Sequence[Variant], key_dim: int, value_dim: int) -> bool:
+class _Stages(NamedTuple):
+    """Tiles in shared memory: of K and V each, and of a mask of values."""
+
+    keys: int
+    values: int
+
+
+def _stages_of(
+    variants: Sequence[Variant], device: tuning.DeviceClass, launch: tuning.Launch, dims: tuple[int, int]
+) -> _Stages:
+    """Returns how many tiles a call has beside what its variants need. `dims`: of K and of V."""
+    num_bytes = num_values = 0
+    for one in variants:
+        if isinstance(one, Alibi):
+            num_bytes += 2 * COLUMN_DIMS.value * launch.block_n
+        elif isinstance(one, ValueMask):
+            size = one.values.element_size()
+            num_values = 2 if size < 4 else 1
+            num_bytes += num_values * launch.block_m * launch.block_n * size
+    keys = stages_beside(device, launch, *dims, num_bytes) if num_bytes else launch.num_stages
+    return _Stages(keys, num_values)
+
+
+def knows_all(
+    variants: Sequence[Variant], device: tuning.DeviceClass, launch: tuning.Launch, dims: tuple[int, int]
+) -> bool:
     """Returns whether the kernel computes a call with these variants. Of masks of values it takes those whose
-    rows begin at multiples of 16 bytes, at the key 0, as long as there is room for a tile of them, and without
-    ALiBi, whose numbers are precise for scores of usual sizes alone."""
+    rows begin at multiples of 16 bytes, at the key 0, and without ALiBi, whose numbers are precise for scores
+    of usual sizes alone; two tiles of K and V have to fit beside. `dims`: of K and of V."""
     for one in variants:
         if not isinstance(one, VARIANTS):
             return False
@@ -175,10 +200,9 @@ def knows_all(variants: Sequence[Variant], key_dim: int, value_dim: int) -> bool
             size = one.values.element_size()
             starts = one.values.data_ptr(), *(size * stride for stride in one.values.stride()[:-1])
             aligned = one.columns is None and not any(start % 16 for start in starts)
-            has_room = (key_dim, value_dim) != (192, 128)
-            if not aligned or not has_room or any(isinstance(other, Alibi) for other in variants):
+            if not aligned or any(isinstance(other, Alibi) for other in variants):
                 return False
-    return True
+    return _stages_of(variants, device, launch, dims).keys >= 2
 
 
 def launch_hopper_prefill(
@@ -203,18 +227,10 @@ def launch_hopper_prefill(
     """
     num_heads, key_dim = q.shape[1:]
     num_kv_heads, value_dim = cache.v.shape[1:]
-    num_programs = min(num_kv_heads * num_shares, tuning.device_class(q.device).num_multiprocessors)
+    device = tuning.device_class(q.device)
+    num_programs = min(num_kv_heads * num_shares, device.num_multiprocessors)
     features, score_scale = features_of(variants, scale, causal)
-    stages, value_stages = launch.num_stages, 0
-    beside = 0  # bytes of shared memory
-    if features.ADDS_COLUMNS.value:
-        beside = 2 * COLUMN_DIMS.value * launch.block_n
-    if features.added is not None:
-        value_stages = 2 if features.added.element_size() < 4 else 1
-        beside += value_stages * launch.block_m * launch.block_n * features.added.element_size()
-    if beside:
-        device = tuning.device_class(q.device)
-        stages = stages_beside(device, launch, key_dim, value_dim, beside)
+    stages = _stages_of(variants, device, launch, (key_dim, value_dim))
     numbers = (
         num_heads // num_kv_heads, key_dim, value_dim, launch.block_m, key_dim, value_dim, launch.block_n,
         causal, 0, False,
@@ -230,8 +246,8 @@ def launch_hopper_prefill(
         score_scale,
         features,
         Shape(*map(gl.constexpr, numbers)),
-        STAGES=stages,
-        VALUE_STAGES=value_stages,
+        STAGES=stages.keys,
+        VALUE_STAGES=stages.values,
         SHARES=outputs.partial_out is not None,
         num_warps=4,  # of the first warpgroup
     )

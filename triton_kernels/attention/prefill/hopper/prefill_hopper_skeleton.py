@@ -1,15 +1,15 @@
 """The programs of prefill on compute capability 9: some warps load while others compute (Gluon).
 
-A program has three warpgroups of four warps, and stays on its multiprocessor until the work list is done. One
-warpgroup copies q, and tiles of K and V, to shared memory, as far ahead as there is room; the other two
-compute, each half of a tile's rows. An item is a tile of queries for one K/V head; its key tiles are read from
+A program has three or four warpgroups of four warps, and stays on its multiprocessor until the work list is
+done. One warpgroup copies q, and tiles of K and V, to shared memory, as far ahead as there is room; the others
+compute, each 64 of a tile's rows. An item is a tile of queries for one K/V head; its key tiles are read from
 the last to the first, so the masked ones on the diagonal come first.
 
     loading         K j, V j │ K j-1, V j-1 │ …          next item: K, q, V │ …
                         │ full        ▲ empty
     shared memory   stages of K and of V: a tile each         q: one tile
                         │ full        ▲ empty
-    computing (2)   scores j │ ─── output j+1 ───          │ scores j-1 │ ─── output j ───         (wgmma)
+    computing       scores j │ ─── output j+1 ───          │ scores j-1 │ ─── output j ───         (wgmma)
                              │ ─── softmax j  ─── wait for │            │ ─── softmax j-1 ───
 
 Programs take the next item from a counter, because items differ too much to assign them beforehand. The program
@@ -47,7 +47,12 @@ from .hopper_values import allocate_values, copy_values, pass_values, take_value
 from .prefill_hopper_items import ROWS, item_at, piece_of, tile_of, write_part, write_tile
 from .prefill_hopper_tiles import WARPS, product_layout, scale_rows, tile_at, wait_output
 
-_REGISTERS = gl.constexpr(504)  # of three threads, one of each warpgroup
+
+@gluon.constexpr_function
+def _loading_registers(members, computing):
+    """Returns the registers of a thread that loads, beside `members` warpgroups that compute with `computing`
+    registers a thread: a thread of each warpgroup may have 504 of three together, and 512 of four."""
+    return (504 if int(members) == 2 else 512) - int(members) * int(computing)
 
 
 class Work(NamedTuple):
@@ -106,8 +111,8 @@ class Weighing(NamedTuple):
 
     `unit(source, tile)` returns the number that an item's products of q and K have to be multiplied with.
     `start(tiles)` returns the output before the first key tile.
-    `score(k_tile, q_half)` starts the product of a tile's scores.
-    `pack(weights, q_half)` returns the weights as the loop carries them.
+    `score(k_tile, own_q)` starts the product of a tile's scores.
+    `pack(weights, own_q)` returns the weights as the loop carries them.
     `multiply(packed, v_tile, out)` starts the products of weights and V. It returns them, a tuple as long as an
         output, and another tuple: what they read until they are done.
     `add(out, products)` returns the output with a tile's products.
@@ -143,6 +148,7 @@ class Kind(NamedTuple):
 def _load(source, q, work, tiles, features, shape, kind, SHARES: gl.constexpr):
     """What the loading warpgroup does."""
     STAGES: gl.constexpr = tiles.k[0].shape[0]
+    FROM_ZERO: gl.constexpr = features.WINDOW == 0 and features.CHUNK == 0
     count = 0  # key tiles so far, over all items
     turn = 0  # items so far
     order = gl.load(work.counters + 2), gl.load(work.counters + 3), work.num_kv_heads
@@ -159,7 +165,7 @@ def _load(source, q, work, tiles, features, shape, kind, SHARES: gl.constexpr):
                 stage = count % STAGES
                 found = following
                 following = kind.loading.find_before(
-                    source, place, keys, tiles, last - 1 - j, j < last - first, features.FROM_ZERO
+                    source, place, keys, tiles, last - 1 - j, j < last - first, FROM_ZERO
                 )
                 mbarrier.wait(tiles.empty.index(stage), (count // STAGES & 1) ^ 1)
                 kind.loading.copy_k(
@@ -280,10 +286,10 @@ def _attend(
     scales = scales_in(scales, kind.weighing.unit(source, tile), features)
     rows, peak = start_rows(tile, end, peak, scales[0], features, shape, MEMBER, row)
     whole = end_of_whole(tile, keys, features, shape, MEMBER, SHARES)
-    q_half = tile_at(tiles.q, MEMBER)
+    own_q = tile_at(tiles.q, MEMBER)
     stage = count % STAGES
     mbarrier.wait(tiles.k_full.index(stage), count // STAGES & 1)
-    s = kind.weighing.score(tile_at(tiles.k, stage) + tiles.columns, q_half + slope_piece(rows, s_layout))
+    s = kind.weighing.score(tile_at(tiles.k, stage) + tiles.columns, own_q + slope_piece(rows, s_layout))
     values = take_values(count, tiles.added, MEMBER, s_layout)
     s = warpgroup_mma_wait(0, deps=[s])
     weights, decay, peak = online_softmax(
@@ -297,9 +303,9 @@ def _attend(
     mbarrier.wait(tiles.v_full.index(stage), count // STAGES & 1)
     if kind.STAGGERED:
         mbarrier.arrive(tiles.empty.index(stage))
-    packed = kind.weighing.pack(weights, q_half)
+    packed = kind.weighing.pack(weights, own_q)
     count += 1
-    for WHOLE in gl.static_range(2 if features.HAS_WHOLE else 1):
+    for WHOLE in gl.static_range(2 if features.WINDOW == 0 else 1):
         num_steps = whole - first if WHOLE else last - whole
         for j in range(num_steps):
             # The scores of this tile are computed while the weights of the tile before go into the output.
@@ -307,7 +313,7 @@ def _attend(
             stage = count % STAGES
             mbarrier.wait(tiles.k_full.index(stage), count // STAGES & 1)
             s = kind.weighing.score(
-                tile_at(tiles.k, stage) + tiles.columns, q_half + slope_piece(rows, s_layout)
+                tile_at(tiles.k, stage) + tiles.columns, own_q + slope_piece(rows, s_layout)
             )
             out = scale_rows(out, decay)
             products, read = kind.weighing.multiply(packed, tile_at(tiles.v, before), out)
@@ -320,13 +326,13 @@ def _attend(
             )  # fmt: skip
             sums = sums * decay + thread_sums(weights)
             if kind.weighing.PACKS_FIRST:
-                packed = kind.weighing.pack(weights, q_half)
+                packed = kind.weighing.pack(weights, own_q)
             # This wait also ends a basic block; without it ptxas moves the next wait above the softmax.
             mbarrier.wait(tiles.v_full.index(stage), count // STAGES & 1)
             products = wait_output(products, read)
             mbarrier.arrive(tiles.empty.index(stage if kind.STAGGERED else before))
             if not kind.weighing.PACKS_FIRST:
-                packed = kind.weighing.pack(weights, q_half)
+                packed = kind.weighing.pack(weights, own_q)
             out = kind.weighing.add(out, products)
             count += 1
     mbarrier.arrive(tiles.q_empty)
@@ -426,7 +432,7 @@ def run_program(
                 (_load, (loaded, q, work, tiles, features, shape, kind, SHARES)),
             ],
             [WARPS, WARPS, WARPS],
-            [COMPUTE_REGISTERS, COMPUTE_REGISTERS, 512 - 3 * COMPUTE_REGISTERS],
+            [COMPUTE_REGISTERS, COMPUTE_REGISTERS, _loading_registers(3, COMPUTE_REGISTERS)],
         )
     else:
         gl.warp_specialize(
@@ -436,5 +442,5 @@ def run_program(
                 (_load, (loaded, q, work, tiles, features, shape, kind, SHARES)),
             ],
             [WARPS, WARPS],
-            [COMPUTE_REGISTERS, _REGISTERS - 2 * COMPUTE_REGISTERS],
+            [COMPUTE_REGISTERS, _loading_registers(2, COMPUTE_REGISTERS)],
         )

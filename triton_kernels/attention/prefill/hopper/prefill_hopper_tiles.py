@@ -148,11 +148,11 @@ def copy_rows(head, slots, stride, tile, full):
 
 
 @gluon.jit
-def _q_pointers(data, q, tile, half, GROUP: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
+def _q_pointers(data, q, tile, member, GROUP: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
     layout: gl.constexpr = copy_layout(D)
     kv_head, _row, first_row, num_rows, q_begin, _prefix = tile
     dims = gl.arange(0, D, gl.SliceLayout(0, layout))
-    rows = first_row + half * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    rows = first_row + member * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     rows = gl.minimum(rows, num_rows - 1)
     tokens = (q_begin + rows // GROUP).to(gl.int64)
     heads = kv_head * GROUP + rows % GROUP
@@ -165,9 +165,9 @@ def copy_q(q, tile, q_smem, q_full, GROUP: gl.constexpr):
     data = q.data
     MEMBERS: gl.constexpr = q_smem[0].shape[0]
     for i in gl.static_range(len(q_smem)):
-        for half in gl.static_range(MEMBERS):
-            target = q_smem[i].index(half)
-            pointers = _q_pointers(data, q, tile, half, GROUP, target.shape[0], target.shape[1])
+        for member in gl.static_range(MEMBERS):
+            target = q_smem[i].index(member)
+            pointers = _q_pointers(data, q, tile, member, GROUP, target.shape[0], target.shape[1])
             async_copy.async_copy_global_to_shared(target, pointers)
         data += q_smem[i].shape[2]
     async_copy.mbarrier_arrive(q_full, increment_count=False)
@@ -178,15 +178,15 @@ def copy_q(q, tile, q_smem, q_full, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def begin_scores(k_tile, q_half):
+def begin_scores(k_tile, own_q):
     """Starts the computation of a tile's scores on the tensor cores."""
-    ROWS: gl.constexpr = q_half[0].shape[0]
+    ROWS: gl.constexpr = own_q[0].shape[0]
     BLOCK_N: gl.constexpr = k_tile[0].shape[0]
     layout: gl.constexpr = product_layout(BLOCK_N)
     fence_async_shared()  # makes what cp.async wrote visible to the asynchronous proxy of wgmma
     s = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
     for i in gl.static_range(len(k_tile)):
-        s = warpgroup_mma(q_half[i], k_tile[i].permute((1, 0)), s, use_acc=i > 0, is_async=True)
+        s = warpgroup_mma(own_q[i], k_tile[i].permute((1, 0)), s, use_acc=i > 0, is_async=True)
     return s
 
 
@@ -201,9 +201,9 @@ def empty_output(tiles):
 
 
 @gluon.jit
-def pack_pairs(weights, q_half):
+def pack_pairs(weights, own_q):
     """Rounds weights to the type of q, of 16 bits, as `pair_up` does."""
-    return pair_up(weights, q_half[0].dtype)
+    return pair_up(weights, own_q[0].dtype)
 
 
 @gluon.jit
