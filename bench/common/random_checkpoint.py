@@ -1,9 +1,9 @@
-"""Writes a checkpoint of Llama-3-8B's shape with random weights, and a tokenizer that has a text for every id.
+"""Writes a checkpoint with random weights, and a tokenizer that has a text for every id.
 
-    python -m bench.common.random_checkpoint /var/tmp/llama-3-8b
+    python -m bench.common.random_checkpoint /var/tmp/llama-3-8b --shape llama-3-8b
 
-It is for benchmarks that start from a directory, such as those of `lightkv serve`. The checkpoint takes 16 GB,
-and less with fewer --layers.
+It is for benchmarks that start from a directory, such as those of `lightkv serve`. A checkpoint of Llama-3-8B's
+shape takes 16 GB, and less with fewer --layers.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from bench.common.random_model import random_model
 
-from .model_shapes import LLAMA_3_8B, with_layers
+from .model_shapes import SHAPES, with_layers
 
 
 def save_tokenizer(directory: Path, vocab_size: int) -> None:
@@ -37,19 +37,20 @@ def save_tokenizer(directory: Path, vocab_size: int) -> None:
 def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("directory", type=Path)
-    made.add_argument("--layers", type=int, default=LLAMA_3_8B.num_hidden_layers)
-    made.add_argument("--max-length", type=int, default=LLAMA_3_8B.max_position_embeddings,
-                      help="most tokens of a sequence")  # fmt: skip
+    made.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
+    made.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    made.add_argument("--max-length", type=int, help="most tokens of a sequence; default: the shape's own")
     options = made.parse_args()
     options.directory.mkdir(parents=True)
-    config = with_layers(LLAMA_3_8B, options.layers)
-    config.max_position_embeddings = options.max_length
+    shape = SHAPES[options.shape]
+    config = with_layers(shape, options.layers or shape.num_hidden_layers)
+    config.max_position_embeddings = options.max_length or shape.max_position_embeddings
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     random_model(config, device, torch.bfloat16).save_pretrained(options.directory)
     save_tokenizer(options.directory, config.vocab_size)
     num_bytes = sum(file.stat().st_size for file in options.directory.iterdir())
-    print(f"{options.directory}: {num_bytes / 1e9:.1f} GB, {options.layers} layers")
+    print(f"{options.directory}: {num_bytes / 1e9:.1f} GB, {config.num_hidden_layers} layers")
 
 
 if __name__ == "__main__":

@@ -18,12 +18,16 @@ from bench.kernels.attention_rows import (
     DECODE,
     GROUPS,
     MIXED,
+    PREFILL,
     SEVERAL_QUERIES,
     Row,
     chosen,
     rows_to_measure,
+    with_heads,
 )
 from lightkv import KVPool, KVSpec
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
+from lightkv.triton_kernels.attention.variants import SinkLogits, Window
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from lightkv.triton_kernels.write import write_kv as writing
 
@@ -56,6 +60,8 @@ def rows(device: torch.device) -> dict[str, Callable[[], Sides]]:
         found[f"groups: {row.name}"] = partial(_groups, _smaller(row, small), device)
     for case in features.CASES:
         found[f"features: {case}"] = partial(_features, case)
+    for row in (PREFILL[0], with_heads(PREFILL[0], 64, 8, 64)):
+        found[f"variants: {row.name}"] = partial(_variants, _smaller(row, small))
     for kind, own in ((in_formats.Decode, in_formats.DECODE), (in_formats.Prefill, in_formats.PREFILL)):
         for row in own:
             name = f"quantised: {kind.__name__.lower()} {row.name}"
@@ -96,6 +102,19 @@ def _groups(row: Row, device: torch.device) -> Sides:
 def _features(name: str) -> Sides:
     cases: Iterator[Any] = features.CASES[name]()
     return {f"{case.name}, {side}": step for case in cases for side, step in case.sides.items()}
+
+
+def _variants(row: Row) -> Sides:
+    """Returns prefills whose launches depend on the head dim, and int8 that the general kernel reads."""
+    requests, step = features.Requests(row), in_formats.Prefill(row)
+    in_int8 = in_formats.quantised(step.batch, step.paged, "int8")
+    logits = torch.zeros(row.num_heads, device=step.batch.q.device)
+    sides: Sides = {"plain": requests.prefill()}
+    for size in (128, 1024, 4096):
+        sides[f"window {size}"] = requests.prefill(AttentionOptions().plus(Window(size)))
+    sides["sinks"] = requests.prefill(AttentionOptions().plus(SinkLogits(logits)))
+    sides["int8, no scratch"] = partial(step.run_directly, in_int8, step.batch.empty_out())
+    return sides
 
 
 def _quantised(kind: Any, row: Row) -> Sides:

@@ -42,8 +42,11 @@ def http(engine: str, factor: float = 1.0) -> dict[str, Any]:
     return offline(engine, factor, kind="http", loads={"256 clients": load}, batches={}, first_token_ms={})
 
 
-def document(*measurements: dict[str, Any], device: str = "NVIDIA H200") -> dict[str, Any]:
-    return {"device": device, "results": {"measurements": list(measurements)}}
+def document(
+    *measurements: dict[str, Any], device: str = "NVIDIA H200", shape: str = "llama-3-8b"
+) -> dict[str, Any]:
+    settings = {"model": f"the shape of {shape}, random weights, bfloat16", "prompt": 512, "output": 128}
+    return {"device": device, "results": {"settings": settings, "measurements": list(measurements)}}
 
 
 def test_rows_have_the_medians_of_all_measurements_and_the_ratio() -> None:
@@ -115,11 +118,12 @@ def test_the_engines_first_tokens_are_compared() -> None:
     ("other", "match"),
     [
         (document(offline("vllm"), device="NVIDIA B200"), "different machines: NVIDIA B200, NVIDIA H200"),
+        (document(offline("vllm"), shape="qwen3-8b"), "different models: the shape of llama-3-8b"),
         (document(offline("lightkv", version="abc")), "lightkv are of different versions"),
         (document(offline("lightkv", settings={"max_num_seqs": 1})), "different versions or settings"),
         (document(offline("vllm", quick=True)), "--quick"),
     ],
-    ids=["machine", "commit", "settings", "amount"],
+    ids=["machine", "model", "commit", "settings", "amount"],
 )
 def test_measurements_that_do_not_belong_together_are_refused(other: dict[str, Any], match: str) -> None:
     first = document(offline("lightkv"))
@@ -288,7 +292,7 @@ def test_a_whole_run_measures_an_engine_and_joins_earlier_results(
     (tmp_path / "vllm" / "vllm-9.9.dist-info").mkdir()
     (tmp_path / "vllm" / "vllm-9.9.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 9.9\n")
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"vocab_size": 1000}')
+    (tmp_path / "model" / "config.json").write_text('{"vocab_size": 1000, "model_type": "llama"}')
     earlier = tmp_path / "earlier.json"
     own = offline("lightkv")
     own["batches"]["1"]["first_tokens"] = [512]
@@ -346,8 +350,8 @@ def test_a_part_that_fails_leaves_the_figures_of_the_others(
     monkeypatch.setattr(compare, "measure_http", serve)
     out = tmp_path / "out.json"
     engine = make_vllm(tmp_path, tmp_path, tmp_path)
-    made = compare.Document({"device": "NVIDIA H200", "versions": {}}, [], out)
-    place = compare.Workplace(tmp_path, tmp_path, tmp_path)
+    made = compare.Document("llama-3-8b", {"device": "NVIDIA H200", "versions": {}}, [], out)
+    place = compare.Workplace(tmp_path, "llama-3-8b", tmp_path, tmp_path)
     compare.measure(engine, engine, compare.arguments([]), place, made)
     results = json.loads(out.read_text())["results"]
     assert [own["start_seconds"] for own in results["measurements"]] == [1.0, 2.0]

@@ -3,13 +3,14 @@
     FOLDER/run.sh --out results/vllm-peer-h200.json
     FOLDER/run.sh --only vllm --out /tmp/vllm.json
     FOLDER/run.sh --only lightkv --with /tmp/vllm.json --out results/vllm-peer-h200.json
+    FOLDER/run.sh --shape qwen3-8b --out results/vllm-peer-qwen3-h200.json
     python -m bench.serving.vllm_peer.compare --only lightkv --set max_num_seqs=128
 
 `run.sh` is in the folder that `assemble.sh` packs, and calls this module with the packages in place. Each
 engine runs alone, with its own default settings: first in process (`peer_bench.py`), then as a service under
-closed loops of 1, 32 and 256 clients (`bench.serving.load`). The model has Llama-3-8B's shape and random
-weights, prompts are 512 random ids, answers are greedy and have 128 tokens. The result file is written after
-each part, so a run that is cut off keeps its figures.
+closed loops of 1, 32 and 256 clients (`bench.serving.load`). The model has the shape of a published one
+(Llama-3-8B, unless --shape names another) and random weights, prompts are 512 random ids, answers are greedy
+and have 128 tokens. The result file is written after each part, so a run that is cut off keeps its figures.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from bench.common.model_shapes import SHAPES
 from bench.common.report import parser, refuse
 from bench.serving.vllm_peer.peer_bench import parse_settings
 from bench.serving.vllm_peer.processes import (
@@ -55,7 +57,6 @@ from lightkv.errors import LightKVError
 NAME = "vllm_peer"
 PROMPT, OUTPUT = 512, 128  # tokens
 MAX_LENGTH = 16384  # of a sequence: room for the longest prompt and an answer
-SETTINGS = {"model": "Llama-3-8B's shape, random weights, bfloat16", "prompt": PROMPT, "output": OUTPUT}
 PART_SECONDS = 330.0  # that one engine may take in process, or under the load
 START_SECONDS = 240.0  # that a service may take to start
 READ_BYTES = 2**24
@@ -75,9 +76,11 @@ QUICK = Amount(1, (8, 64, 512))
 
 
 class Workplace(NamedTuple):
-    """Where files go. `logs`: what the processes print. `work`: the results of single processes."""
+    """Where files go. `shape`: of the checkpoint, a name of `bench.common.model_shapes`. `logs`: what the
+    processes print. `work`: the results of single processes."""
 
     model: Path
+    shape: str
     logs: Path
     work: Path
 
@@ -94,6 +97,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     made.add_argument("--site", type=Path, help="where run.sh unpacked vLLM; without it, vLLM is installed")
     made.add_argument("--model", type=Path, default=default / "model",
                       help="directory of the checkpoint, which is made if it does not exist")  # fmt: skip
+    made.add_argument("--shape", choices=SHAPES, default="llama-3-8b", help="of the checkpoint that is made")
     made.add_argument("--logs", type=Path, default=default / "logs", help="directory for the engines' output")
     made.add_argument("--only", choices=[*ENGINES, "nothing"], help="measure one engine, or nothing")
     made.add_argument("--skip-offline", action="store_true", help="leave out the part in process")
@@ -125,11 +129,17 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def make_model(engine: Engine, place: Workplace) -> None:
     """Writes the checkpoint, unless it is there. Raises PartFailed."""
     if (place.model / "config.json").exists():
+        made = json.loads((place.model / "config.json").read_text()).get("model_type")
+        if made != SHAPES[place.shape].model_type:
+            raise PartFailed(
+                f"{place.model} has a model of type {made}, but --shape is {place.shape}; give another --model"
+            )
         return
     partial = place.model.with_name(place.model.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     print(f"writing the checkpoint to {place.model}", flush=True)
-    command = ["-m", "bench.common.random_checkpoint", str(partial), "--max-length", str(MAX_LENGTH)]
+    command = ["-m", "bench.common.random_checkpoint", str(partial), "--shape", place.shape,
+               "--max-length", str(MAX_LENGTH)]  # fmt: skip
     run_child(command, engine.environment, place.logs / "model.log", PART_SECONDS, re.compile("/"))
     partial.rename(place.model)
 
@@ -208,10 +218,14 @@ def measure_http(
 class Document:
     """The result file. `failures`: the parts that have no figures, or not all."""
 
-    def __init__(self, machine: Results, earlier: Sequence[Results], out: Path | None) -> None:
+    def __init__(self, shape: str, machine: Results, earlier: Sequence[Results], out: Path | None) -> None:
+        model = f"the shape of {shape}, random weights, bfloat16"
+        self._settings = {"model": model, "prompt": PROMPT, "output": OUTPUT}
         self._machine = machine
         self._out = out
-        self.measurements = merge([*earlier, {**machine, "results": {"measurements": []}}])
+        self.measurements = merge(
+            [*earlier, {**machine, "results": {"settings": self._settings, "measurements": []}}]
+        )
         self.failures: dict[str, str] = {}
 
     def add(self, measurement: Results) -> None:
@@ -223,7 +237,7 @@ class Document:
         rows = compare(self.measurements)
         versions = {own["engine"]: own["version"] for own in self.measurements}
         results = {
-            "settings": SETTINGS,
+            "settings": self._settings,
             "rows": rows,
             "same_first_tokens": same_first_tokens(self.measurements),
             "failures": self.failures,
@@ -300,10 +314,10 @@ def main() -> None:
     machine = read_machine(lightkv) if options.only != "nothing" else {
         name: value for name, value in earlier[0].items() if name != "results"
     }  # fmt: skip
-    document = Document(machine, earlier, options.out)
+    document = Document(options.shape, machine, earlier, options.out)
     chosen = [own for own in engines if options.only in (None, own.name)]
     with tempfile.TemporaryDirectory() as work:
-        place = Workplace(model, options.logs.resolve(), Path(work))
+        place = Workplace(model, options.shape, options.logs.resolve(), Path(work))
         try:
             if chosen:
                 make_model(lightkv, place)

@@ -130,11 +130,14 @@ def same_first_tokens(measurements: Sequence[Measurement]) -> dict[str, float]:
 
 
 def merge(documents: Sequence[Results]) -> list[Results]:
-    """Returns all documents' measurements. Exits if they differ in the machine, the code or the settings."""
+    """Returns all documents' measurements. Exits if they differ in machine, model, code or settings."""
     measurements: list[Results] = [found for own in documents for found in own["results"]["measurements"]]
     devices = {own["device"] for own in documents}
     if len(devices) > 1:
         refuse(f"the measurements are of different machines: {', '.join(sorted(devices))}")
+    models = {own["results"]["settings"]["model"] for own in documents}
+    if len(models) > 1:
+        refuse(f"the measurements are of different models: {', '.join(sorted(models))}")
     if len({own["quick"] for own in measurements}) > 1:
         refuse("some measurements were made with --quick and others without it")
     for engine in ENGINES:
