@@ -12,7 +12,7 @@ import torch
 
 from bench.kernels import attention_features as features
 from bench.kernels import attention_quantised as in_formats
-from bench.kernels.attention_batches import make_batch, scatter
+from bench.kernels.attention_batches import make_batch, offsets, scatter
 from bench.kernels.attention_peers import ours_decode, ours_mixed, ours_prefill
 from bench.kernels.attention_rows import (
     DECODE,
@@ -27,7 +27,10 @@ from bench.kernels.attention_rows import (
 )
 from lightkv import KVPool, KVSpec
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
-from lightkv.triton_kernels.attention.variants import SinkLogits, Window
+from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention
+from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
+from lightkv.triton_kernels.attention.variants import SinkLogits, Variant, Window
+from lightkv.triton_kernels.attention.variants.variant import limits
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from lightkv.triton_kernels.write import write_kv as writing
 
@@ -108,13 +111,25 @@ def _variants(row: Row) -> Sides:
     """Returns prefills whose launches depend on the head dim, and int8 that the general kernel reads."""
     requests, step = features.Requests(row), in_formats.Prefill(row)
     in_int8 = in_formats.quantised(step.batch, step.paged, "int8")
-    logits = torch.zeros(row.num_heads, device=step.batch.q.device)
-    sides: Sides = {"plain": requests.prefill()}
-    for size in (128, 1024, 4096):
-        sides[f"window {size}"] = requests.prefill(AttentionOptions().plus(Window(size)))
-    sides["sinks"] = requests.prefill(AttentionOptions().plus(SinkLogits(logits)))
-    sides["int8, no scratch"] = partial(step.run_directly, in_int8, step.batch.empty_out())
-    return sides
+    own = {f"window {size}": Window(size) for size in (128, 1024, 4096)}
+    sinks = SinkLogits(torch.zeros(row.num_heads, device=step.batch.q.device))
+    return {
+        "plain": requests.prefill(),
+        **{name: _prefill(requests, window) for name, window in own.items()},
+        "sinks": _prefill(requests, sinks),
+        "int8, no scratch": partial(step.run_directly, in_int8, step.batch.empty_out()),
+    }
+
+
+def _prefill(requests: features.Requests, variant: Variant) -> Callable[[], Any]:
+    batch, kv = requests.batch, requests.kv
+    step = requests.rows, offsets(batch.q_lens).to(batch.q.device), requests.lengths
+    options, out = AttentionOptions().plus(variant), batch.empty_out()
+    plan = prefill_plan(
+        step[0], step[1], step[2], batch.heads,
+        num_tokens=len(batch.q), dtype=batch.q.dtype, limits=limits(options.variants),
+    )  # fmt: skip
+    return lambda: prefill_attention(batch.q, kv, *step, options, plan=plan, out=out)
 
 
 def _quantised(kind: Any, row: Row) -> Sides:
