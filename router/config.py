@@ -113,7 +113,7 @@ class EngineConfig:
     prefill_chunk: int | None = setting(
         None,
         "The most prompt tokens per step; 0 is no limit, unless --itl-target is given. Default: 2048 on a GPU, "
-        "512 on a CPU.",
+        "8192 there with an --itl-target of 0, as in `LLM`; 512 on a CPU.",
     )
     admission: str = setting(
         "exact",

@@ -128,7 +128,8 @@ class EngineSizes:
             )
         chunk = config.prefill_chunk
         if chunk is None:
-            chunk = 2048 if on_gpu else 512
+            # Where nobody waits between tokens, larger matrix products pay.
+            chunk = (8192 if config.itl_target == 0 else 2048) if on_gpu else 512
         return Limits(
             max_num_seqs=config.max_num_seqs or (256 if on_gpu else 64),
             max_model_len=max_model_len,

@@ -137,23 +137,23 @@ def test_only_where_it_can_copy_16_bytes_at_a_time(monkeypatch: pytest.MonkeyPat
     q, k, v, out = torch.empty(4, 5, 8, 128, dtype=torch.float16)
     tree, values = TreeMask(torch.zeros(5, 1, dtype=torch.int32)), ValueMask(torch.zeros(5, 12))
     launch = prefill_tuning.hopper_prefill_launch(H200, 128, 128, 2)
-    assert _hopper_launch(q, k, v, out, ()) == (hopper, launch)
-    assert _hopper_launch(q, k, v, out.float(), ()) is not None
-    assert _hopper_launch(q, k.bfloat16(), v, out, ()) is None
-    assert _hopper_launch(q, k, v, out, (Softcap(3.0), tree)) is not None
-    assert _hopper_launch(q, k, v, out, (Softcap(3.0), values)) == (hopper, launch)
+    assert _hopper_launch(q, k, v, out, (), 128) == (hopper, launch)
+    assert _hopper_launch(q, k, v, out.float(), (), 128) is not None
+    assert _hopper_launch(q, k.bfloat16(), v, out, (), 128) is None
+    assert _hopper_launch(q, k, v, out, (Softcap(3.0), tree), 128) is not None
+    assert _hopper_launch(q, k, v, out, (Softcap(3.0), values), 128) == (hopper, launch)
     for mask in (
         ValueMask(torch.zeros(5, 9)),  # rows of 36 bytes
         ValueMask(torch.zeros(5, 16, dtype=torch.bool)[:, 1:]),  # begins in the middle of 16 bytes
         ValueMask(torch.zeros(8, 5, 2).bool()),
         ValueMask(values.values, torch.zeros(1, dtype=torch.int32)),  # a column for each request
     ):
-        assert _hopper_launch(q, k, v, out, (mask,)) is None
-    assert _hopper_launch(q, k, v, out, (Alibi(torch.ones(8)), values)) is None
+        assert _hopper_launch(q, k, v, out, (mask,), 128) is None
+    assert _hopper_launch(q, k, v, out, (Alibi(torch.ones(8)), values), 128) is None
     wide = torch.empty(5, 8, 136, dtype=torch.float16)
-    assert _hopper_launch(wide[..., :128], k, v, out, ()) is None  # strides of 136
+    assert _hopper_launch(wide[..., :128], k, v, out, (), 128) is None  # strides of 136
     shifted = torch.empty(5 * 8 * 128 + 1, dtype=torch.float16)[1:].view(5, 8, 128)
-    assert _hopper_launch(q, k, shifted, out, ()) is None
+    assert _hopper_launch(q, k, shifted, out, (), 128) is None
 
 
 def test_pieces_of_head_dims() -> None:
@@ -350,7 +350,7 @@ def test_never_synchronises() -> None:
 @pytest.mark.gpu
 def test_prefill_attention_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     if tuning.device_class(torch.device("cuda")).major != 9:
-        assert _hopper_launch(*torch.empty(4, 5, 8, 128, dtype=torch.float16, device="cuda"), ()) is None
+        assert _hopper_launch(*torch.empty(4, 5, 8, 128, dtype=torch.float16, device="cuda"), (), 128) is None
         return
     hopper = _hopper()
     assert hopper is not None

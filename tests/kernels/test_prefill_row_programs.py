@@ -52,5 +52,13 @@ def test_programs_of_a_tile(num_workers: int, window: int, device: torch.device)
 def test_head_dim_64_has_three_warpgroups_on_compute_capability_9() -> None:
     h200 = tuning.DeviceClass(num_multiprocessors=132, shared_memory=232448, major=9)
     assert prefill_tuning.prefill_launch(h200, 1, 8, 4096, 64, 64, 2).block_m == 192
+    # Windows and quantised K/V are faster with two.
+    assert prefill_tuning.prefill_launch(h200, 1, 8, 4096, 64, 64, 2, is_plain=False).block_m == 128
+    for block_m, num_warps in ((192, 16), (128, 12)):
+        launch = prefill_tuning.hopper_prefill_launch(h200, 64, 64, 2, block_m)
+        assert launch is not None
+        assert (launch.block_m, launch.num_warps) == (block_m, num_warps)
+    assert prefill_tuning.hopper_prefill_launch(h200, 64, 64, 2, 64) is None
+    assert prefill_tuning.hopper_prefill_launch(h200, 128, 128, 2, 192) is None
     assert prefill_tuning.general_rows(192) == 64
     assert prefill_tuning.fp8_prefill_launch(64).block_m == 128

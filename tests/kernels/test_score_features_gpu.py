@@ -113,8 +113,9 @@ def check_prefill(
         if found is None:
             pytest.skip("needs compute capability 9")
         tiles = found
-        if "mask" in name:  # general prefill may run in its place, with the tiles that the plan would have
-            tiles = prefill_tuning.prefill_launch(device_class, 1, 2, 4096, head_dim, head_dim, 2)
+        plain = "window" not in name
+        if not plain or "mask" in name:  # the plan's own tiles; general prefill may run in its place
+            tiles = prefill_tuning.prefill_launch(device_class, 1, 2, 4096, head_dim, head_dim, 2, plain)
     lengths, q_lens = [sum(pair) for pair in sequences], [count for count, _ in sequences]
     cache = big_cache(lengths, head_dim, dtype)
     q = torch.randn(sum(q_lens) + 3, group * 2, head_dim).to(CUDA, dtype)
@@ -122,7 +123,7 @@ def check_prefill(
     if launch == "hopper":
         options = in_whole_vectors(options)
         heads = q, cache.kv.k, cache.kv.v, torch.empty_like(q)
-        assert ("blocks" in name) == (_hopper_launch(*heads, options.variants) is None)
+        assert ("blocks" in name) == (_hopper_launch(*heads, options.variants, tiles.block_m) is None)
     args = q, cache.kv, cache.rows, starts(q_lens, "cuda"), cache.lengths
     bounds = {"limits": limits(options.variants), "causal": options.causal}
     sizes = {"num_tokens": len(q), "dtype": dtype, "launch": tiles, "shares": shares}

@@ -41,6 +41,17 @@ def test_the_partial_outputs_of_prefill_are_counted(monkeypatch: pytest.MonkeyPa
     assert needed("triton") - needed("torch") == 2 * parts
 
 
+@pytest.mark.parametrize(
+    ("device", "target", "chunk"), [("cuda", 0.0, 8192), ("cuda", None, 2048), ("cpu", 0.0, 512)]
+)
+def test_steps_have_more_prompt_tokens_where_nobody_waits_between_tokens(
+    device: str, target: float | None, chunk: int
+) -> None:
+    text = tiny_llama(CPU, context=160).config.get_text_config()
+    sizes = EngineSizes(EngineConfig(itl_target=target), torch.device(device), text)
+    assert sizes.limits.prefill_chunk == chunk
+
+
 def test_what_graphs_keep_holds_no_partial_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer's parts are free when its attention has been launched. So the graphs, which have one memory
     pool, use the same memory, and no set of parts belongs to a graph or to its step."""

@@ -91,6 +91,7 @@ def mixed_plan(
             dtype=dtype,
             limits=limited,
             causal=options.causal,
+            layer_format=layer_format,
         )
     if num_requests > num_prefills:
         decode = decode_plan(

@@ -20,6 +20,8 @@ from lightkv.triton_kernels.layers.residual_norm import (
     residual_norm_reference,
 )
 
+from .linears import has_registered_hooks
+
 # For modules that do not keep their epsilon as an attribute.
 _EPSILONS = (1e-5, 1e-6)
 # The factors of the rows that a norm is tried on: large ones show clipping, small ones the epsilon.
@@ -78,6 +80,14 @@ def norm_forward(module: nn.Module, norm: Norm, carry: Carry, *args: Any, **kwar
 def set_norm_forward(module: nn.Module, norm: Norm, carry: Carry) -> None:
     """Gives `module` the forward pass `norm_forward`."""
     module.forward = partial(norm_forward, module, norm, carry)
+
+
+def is_called_as_norm(module: nn.Module) -> bool:
+    """Returns whether a call of `module` computes its norm and nothing else: it has no hooks, and its forward
+    pass is its class's or `norm_forward`."""
+    forward = vars(module).get("forward")
+    is_ours = isinstance(forward, partial) and forward.func is norm_forward
+    return not has_registered_hooks(module) and (forward is None or is_ours)
 
 
 def may_be_norm(module: nn.Module) -> bool:

@@ -30,6 +30,7 @@ from lightkv.triton_kernels.write.write_kv import split_qkv
 
 from .attention_call import ATTENTION, AttentionCall, AttentionHandler, compute
 from .context import context_length
+from .fused_norm import is_called_as_norm
 from .linears import JoinedLinear, has_hooks
 
 # The names that transformers gives to the parts of attention modules.
@@ -101,11 +102,11 @@ class AttentionLayout:
 
     def _norms_to_leave(self, module: Any) -> HeadNorms | None:
         """Returns the norms that are left to the write, with the weights that the modules have now; None where
-        a module has got hooks, and so is called."""
+        a module has got hooks or another forward pass, and so is called."""
         if self.head_norms is None or self.norms is None:
             return None
         parts = [getattr(module, name) for name in self.norms]
-        if any(map(has_hooks, parts)):
+        if not all(map(is_called_as_norm, parts)):
             return None
         q, k = (
             norm if norm.weight is None else norm._replace(weight=part.weight.detach().view_as(norm.weight))

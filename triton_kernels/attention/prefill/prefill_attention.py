@@ -59,20 +59,20 @@ def _hopper() -> ModuleType | None:
 
 
 def _hopper_launch(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, variants: Sequence[Variant]
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, variants: Sequence[Variant], block_m: int
 ) -> tuple[ModuleType, tuning.Launch] | None:
-    """Returns the module `prefill_hopper` and the tiles that it would use; None if it cannot run, as it copies
-    16 bytes at a time, converts no types, and does not know all variants."""
+    """Returns the module `prefill_hopper` and how it computes tiles of `block_m` rows; None if it cannot, as it
+    copies 16 bytes at a time, converts no types, and does not know all variants."""
     if not q.dtype == k_cache.dtype == v_cache.dtype:
         return None
     for tensor in (q, k_cache, v_cache, out):
         if tensor.data_ptr() % 16 or any(stride % 16 for stride in tensor.stride()[:2]):
             return None
     device = tuning.device_class(q.device)
-    launch = prefill_tuning.hopper_prefill_launch(device, q.shape[2], v_cache.shape[2], q.element_size())
+    dims = q.shape[2], v_cache.shape[2]
+    launch = prefill_tuning.hopper_prefill_launch(device, *dims, q.element_size(), block_m)
     if launch is None or (hopper := _hopper()) is None:
         return None
-    dims = q.shape[2], v_cache.shape[2]
     return (hopper, launch) if hopper.knows_all(variants, device, launch, dims) else None
 
 
@@ -101,8 +101,8 @@ def _prefill_attention(
     if num_workers:
         partial_out, partial_lse = empty_parts(num_workers, num_kv_heads, block_m, value_dim, q.device)
     outputs = Outputs(out, out.stride(0), out.stride(1), lse, partial_out, partial_lse)
-    hopper = _hopper_launch(q, cache.k, cache.v, out, used)
-    if hopper is not None and hopper[1].block_m == block_m:
+    hopper = _hopper_launch(q, cache.k, cache.v, out, used, block_m)
+    if hopper is not None:
         hopper[0].launch_hopper_prefill(
             q, cache, index, items, counters, outputs, hopper[1], used, num_shares, scale, causal
         )
@@ -208,6 +208,7 @@ def prefill_attention(
             dtype=q.dtype,
             limits=limited,
             causal=options.causal,
+            layer_format=kv.format,
         )
     _prefill_attention(
         q,

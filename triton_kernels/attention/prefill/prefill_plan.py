@@ -47,6 +47,7 @@ from lightkv.triton_kernels.attention.paged_kv import HeadShape
 from lightkv.triton_kernels.attention.variants import VARIANTS
 from lightkv.triton_kernels.attention.variants.hooks import first_key
 from lightkv.triton_kernels.attention.variants.variant import Flat, Variant, bind, flatten, rebuild
+from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
 from . import prefill_tuning
 
@@ -374,6 +375,7 @@ def prefill_plan(
     dtype: torch.dtype,
     limits: tuple[Variant, ...] = (),
     causal: bool = True,
+    layer_format: KVFormat = AS_COMPUTED,
     launch: tuning.Launch | None = None,
     shares: prefill_tuning.PrefillShares | None = None,
 ) -> PrefillPlan:
@@ -386,6 +388,7 @@ def prefill_plan(
         dtype: of q.
         limits: what limits the first key that a query sees (`variants.limits`).
         causal: as in `AttentionOptions`.
+        layer_format: how the layers' K/V is stored.
         launch: tile sizes and launch options; those of `prefill_tuning.prefill_launch` if None.
         shares: how keys are shared out where tiles are few; `prefill_tuning.prefill_shares` if None, and
             `prefill_tuning.NO_SHARES` for never.
@@ -405,6 +408,7 @@ def prefill_plan(
             heads.key_dim,
             heads.value_dim,
             dtype.itemsize,
+            not limits and not layer_format.is_quantised,
         )
     block_m = launch.block_m
     # Each request's last tile may have a single row.

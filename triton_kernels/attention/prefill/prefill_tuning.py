@@ -26,16 +26,28 @@ _HOPPER_LAUNCHES = {
     (192, 128): Launch(128, 128, 12, 2),
     (256, 256): Launch(128, 64, 12, 2),
 }
+_TWO_GROUPS = 128  # rows of a tile that two warpgroups compute
 _BARRIER_BYTES = 1024  # that barriers and the item take, and what the compiler adds
 
 
 def hopper_prefill_launch(
-    device: DeviceClass, key_dim: int, value_dim: int, element_size: int
+    device: DeviceClass, key_dim: int, value_dim: int, element_size: int, block_m: int | None = None
 ) -> Launch | None:
-    """Returns the tiles of `prefill_hopper` and its stages of K and V; None where it cannot run."""
+    """Returns the tiles of `prefill_hopper` and its stages of K and V; None where it cannot run.
+
+    `block_m`: the rows of a plan's tiles, where it has to compute these; otherwise as many as are fastest.
+    """
     if device.major != 9 or element_size != 2:
         return None
-    return _HOPPER_LAUNCHES.get((key_dim, value_dim))
+    launch = _HOPPER_LAUNCHES.get((key_dim, value_dim))
+    if launch is not None and block_m == _TWO_GROUPS:
+        return _of_two_groups(launch)
+    return launch if launch is not None and block_m in (None, launch.block_m) else None
+
+
+def _of_two_groups(launch: Launch) -> Launch:
+    """Returns a launch on Hopper in which two warpgroups compute."""
+    return launch._replace(block_m=_TWO_GROUPS, num_warps=12)
 
 
 def stages_beside(device: DeviceClass, launch: Launch, key_dim: int, value_dim: int, num_bytes: int) -> int:
@@ -48,7 +60,7 @@ def stages_beside(device: DeviceClass, launch: Launch, key_dim: int, value_dim: 
 def fp8_prefill_launch(head_dim: int) -> Launch:
     """Returns the tiles of `prefill_fp8_hopper`, in which two warpgroups compute, with its stages of K and V in
     e4m3."""
-    return _HOPPER_LAUNCHES[head_dim, head_dim]._replace(block_m=128, num_warps=12, num_stages=6)
+    return _of_two_groups(_HOPPER_LAUNCHES[head_dim, head_dim])._replace(num_stages=6)
 
 
 # Prefill on Hopper computes some K/V heads after the others: as many as have so many bytes of K and V together,
@@ -116,19 +128,22 @@ def prefill_launch(
     key_dim: int,
     value_dim: int,
     element_size: int,
+    is_plain: bool = True,
 ) -> Launch:
     """Returns the tiles of prefill: the largest that fit in shared memory and still give every multiprocessor
     work.
 
     `num_rows` is the number of queries of all requests times the query heads that share a K/V head. Hopper's
     tiles are taken for any number: where they are few, their keys are shared out, and empty rows cost nothing,
-    since reading the keys takes longer.
+    since reading the keys takes longer. `is_plain`: whether queries see all keys before them, in 16 bits. Only
+    then do three warpgroups pay: a window's masks take registers, and the general kernel, which reads
+    quantised keys, would unpack each key for 64 rows alone.
     """
     # An exact float32 dot is unrolled into multiply-adds, and large tiles would take minutes to compile.
     candidates = _PREFILL_LAUNCHES if element_size < 4 else (Launch(32, 32, 4, 2),)
     key_width, value_width = padded_dim(key_dim), padded_dim(value_dim)
     hopper = hopper_prefill_launch(device, key_dim, value_dim, element_size)
-    if hopper is not None and hopper.block_m > candidates[0].block_m:
+    if is_plain and hopper is not None and hopper.block_m > candidates[0].block_m:
         # A call that Hopper's kernel does not take computes such a tile in several programs of the general one.
         return Launch(hopper.block_m, 64, 8, 3)
     for launch in candidates:
