@@ -25,7 +25,7 @@ from lightkv.triton_kernels.attention.decode.decode_attention import decode_atte
 from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, decode_plan, num_programs_for
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention
-from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
+from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
 from .attention_batches import Batch, Paged, check, make_batch, offsets, scatter
@@ -81,9 +81,7 @@ class Prefill:
         self._lengths = torch.tensor(row.lengths, dtype=torch.int32, device=DEVICE)
         self._starts = offsets(row.q_lens).to(DEVICE)
         heads, num_tokens, dtype = self.batch.heads, len(self.batch.q), self.batch.q.dtype
-        self._plan = prefill_plan(
-            self._rows, self._starts, self._lengths, heads, num_tokens=num_tokens, dtype=dtype
-        )
+        self._plans: dict[KVFormat, PrefillPlan] = {}
         self._restored = RestoredPrefill.make(
             self._rows,
             self._lengths,
@@ -104,9 +102,13 @@ class Prefill:
 
     def run_directly(self, kv: PagedKV, out: Tensor) -> Tensor:
         """Attends over `kv` without a scratch."""
-        return prefill_attention(
-            self.batch.q, kv, self._rows, self._starts, self._lengths, plan=self._plan, out=out
-        )
+        q, requests = self.batch.q, (self._rows, self._starts, self._lengths)
+        plan = self._plans.get(kv.format)
+        if plan is None:
+            sizes = {"num_tokens": len(q), "dtype": q.dtype}
+            plan = prefill_plan(*requests, self.batch.heads, **sizes, layer_format=kv.format)
+            self._plans[kv.format] = plan
+        return prefill_attention(q, kv, *requests, plan=plan, out=out)
 
 
 class Decode:
