@@ -105,9 +105,13 @@ class Prefill:
         q, requests = self.batch.q, (self._rows, self._starts, self._lengths)
         plan = self._plans.get(kv.format)
         if plan is None:
-            sizes = {"num_tokens": len(q), "dtype": q.dtype}
-            plan = prefill_plan(*requests, self.batch.heads, **sizes, layer_format=kv.format)
-            self._plans[kv.format] = plan
+            plan = self._plans[kv.format] = prefill_plan(
+                *requests,
+                self.batch.heads,
+                num_tokens=len(q),
+                dtype=q.dtype,
+                layer_format=kv.format,
+            )
         return prefill_attention(q, kv, *requests, plan=plan, out=out)
 
 
