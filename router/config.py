@@ -121,17 +121,17 @@ def _allowed(hint: Any) -> Allowed:
     return Allowed(plain, meta, tuple((compare, limit) for compare, limit in limits if limit is not None))
 
 
-def require_ranges(settings: object, error: type[LightKVError] = InvalidConfig) -> None:
+def require_ranges(settings: Any, error: type[LightKVError] = InvalidConfig) -> None:
     """Raises `error` for the first setting whose value is outside the range that its field declares."""
-    for name, allowed in declared(type(settings)).items():
+    for name, allowed in declared(settings.__class__).items():
         value = getattr(settings, name)
         if not allowed.has_range(value):
             raise error(f"{flag(name)} is {value!r}; give {allowed.words}")
 
 
-def _require_types(config: "EngineConfig | ServiceConfig") -> None:
+def _require_types(config: Any) -> None:
     """Raises InvalidType for the first setting whose value has another type than its field."""
-    for name, allowed in declared(type(config)).items():
+    for name, allowed in declared(config.__class__).items():
         value = getattr(config, name)
         if get_origin(allowed.kinds[0]) is tuple:
             if not isinstance(value, tuple) or not all(isinstance(text, str) for text in value):
@@ -370,13 +370,14 @@ class ServiceConfig:
     )
     tool_parser: str | None = setting(
         None,
-        f"How the model writes tool calls: {', '.join(TOOL_PARSERS)}. Default: as its chat template shows. For "
-        "a model whose template takes no tools, the service then describes them in a system message.",
+        f"How the model writes tool calls: {', '.join(TOOL_PARSERS)}. Default: by the response template of its "
+        "tokenizer, or as its chat template shows. For a model whose chat template takes no tools, the service "
+        "then describes them in a system message.",
     )
     reasoning_parser: str | None = setting(
         None,
-        f"How the model writes its reasoning: {', '.join(REASONING_PARSERS)}. Default: as its chat template "
-        "shows.",
+        f"How the model writes its reasoning: {', '.join(REASONING_PARSERS)}. Default: by the response "
+        "template of its tokenizer, or as its chat template shows.",
     )
     allow_priority: bool = setting(
         False,

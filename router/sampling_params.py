@@ -4,7 +4,7 @@ import copy
 import enum
 import reprlib
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -332,10 +332,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_token("stop_token_ids", token, vocab_size)
 
 
-def check_ranges(params: object, *names: str) -> None:
+def check_ranges(params: Any, *names: str) -> None:
     """Raises InvalidParams for the first of these fields, by default of all with a range, whose value is no
     number or outside the range."""
-    fields = declared(type(params))
+    fields = declared(params.__class__)
     for name in names or fields:
         allowed = fields[name]
         if allowed.limits:
