@@ -14,6 +14,9 @@ from typing import Any
 
 import griffe
 from griffe import ParameterKind as Kind
+from msgspec import Meta
+
+from lightkv.router.config import bounds
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "api.md"
@@ -37,6 +40,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "lightkv.integrations.eviction": ("HeavyHitters",),
 }
 _FIELD = re.compile(r"(`?\w+`?(?:, `?\w+`?)*): ")
+_ANNOTATED = re.compile(r"Annotated\[(\w+), Meta\([^()]*\)\]")
 _RAISES = re.compile(r"Raises .*?\.(?=\s|$)")
 
 
@@ -139,7 +143,7 @@ def _is_record(item: Any) -> bool:
 def _fields(item: Any) -> list[str]:
     fields = [one for one in item.members.values() if one.is_attribute and "property" not in one.labels]
     return [
-        f"{one.name}: {one.annotation}" + (f" = {one.value}" if one.value is not None else "")
+        f"{one.name}: {_plain(one.annotation)}" + (f" = {one.value}" if one.value is not None else "")
         for one in fields
         if one.annotation is not None and not one.name.startswith("_")
     ]
@@ -151,15 +155,35 @@ def _settings(item: Any) -> str:
     for one in item.members.values():
         if str(getattr(one, "value", "")).startswith("setting("):
             default, text = map(ast.unparse, _call(str(one.value)).args[:2])
-            named = f"`{one.name}: {one.annotation} = {default}`"
-            shown.append(_item(f"{named}: {ast.literal_eval(text)}"))
+            named = f"`{one.name}: {_plain(one.annotation)} = {default}`"
+            shown.append(_item(f"{named}: {ast.literal_eval(text)}{_range(one)}"))
     return "\n".join(shown) + "\n" if shown else ""
+
+
+def _plain(annotation: Any) -> str:
+    """Returns a type without the ranges that `Annotated` adds."""
+    return _ANNOTATED.sub(r"\1", str(annotation))
+
+
+def _range(one: Any) -> str:
+    """Returns the range that a setting declares, as the help of its option shows it; "" where there is none."""
+    meta = re.search(r"Meta\(.*?\)", str(one.annotation))
+    if meta is None:
+        return ""
+    limits: dict[str, Any] = {}
+    for given in _call(meta[0]).keywords:
+        if given.arg in ("title", "description"):
+            continue
+        value = ast.unparse(given.value)
+        named = one.module.members.get(value)  # a constant of the file, whose value counts
+        limits[str(given.arg)] = ast.literal_eval(str(named.value) if named else value)
+    return f" [{bounds(Meta(**limits))}]"
 
 
 def _parameter(one: Any) -> str:
     """Returns a parameter as it is written, with the default of a setting without its help."""
     stars = {Kind.var_positional: "*", Kind.var_keyword: "**"}.get(one.kind, "")
-    annotation = f": {one.annotation}" if one.annotation is not None else ""
+    annotation = f": {_plain(one.annotation)}" if one.annotation is not None else ""
     if one.default is None or stars:
         return f"{stars}{one.name}{annotation}"
     default = str(one.default)

@@ -1,12 +1,19 @@
 """The settings of an engine and of a service. The command line makes its options from their fields.
 
-Dtypes and devices are names here, so that this file loads without torch; the worker makes objects of them.
+A field declares its range beside its type, as a `msgspec.Meta`; the checks, the errors, the help of options
+and docs/api.md take it from there. Dtypes and devices are names here, so that this file loads without torch;
+the worker makes objects of them.
 """
 
+import functools
+import operator
 import re
-from dataclasses import dataclass, field, fields
-from types import NoneType
-from typing import Any, get_args, get_origin
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import NoneType, UnionType
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from msgspec import Meta
 
 from lightkv.errors import LightKVError
 from lightkv.triton_kernels.layout.format_names import split_name
@@ -27,6 +34,7 @@ MAX_SECONDS = 86_400.0
 API_KEY_VARIABLE = "LIGHTKV_API_KEY"
 _HOST_NAME = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@]+")
+_COMPARISONS = (("ge", operator.ge), ("gt", operator.gt), ("le", operator.le), ("lt", operator.lt))
 
 
 class InvalidConfig(LightKVError, ValueError):
@@ -51,18 +59,86 @@ class InvalidType(InvalidConfig, TypeError):
 _WANTED = {bool: "True or False", int: "a whole number", float: "a number", str: "a text", NoneType: "None"}
 
 
-def _require_types(config: "EngineConfig | ServiceConfig") -> None:
+class Allowed(NamedTuple):
+    """What the annotation of a field allows. `kinds`: the types of its values, without their range. `meta`: the
+    range of numbers, if there is one; its `title` names them ("seconds"), and its `description` is a remark.
+    `limits`: the comparisons of the range."""
+
+    kinds: tuple[Any, ...]
+    meta: Meta | None
+    limits: tuple[tuple[Callable[[Any, Any], bool], float], ...]
+
+    def has_type(self, value: object) -> bool:
+        """Returns whether the field takes values of this type. A bool is no number, and an int is a float."""
+        return type(value) in self.kinds or (type(value) is int and float in self.kinds)
+
+    def has_range(self, value: Any) -> bool:
+        """Returns whether a value of the right type is in the range. NaN is in none, and None in all."""
+        if value is not None:
+            for compare, limit in self.limits:
+                if not compare(value, limit):
+                    return False
+        return True
+
+    @property
+    def words(self) -> str:
+        """What to give: "a whole number of at least 1"."""
+        meta = self.meta or Meta()
+        noun = meta.title or ("a whole number" if int in self.kinds else "a number")
+        told = f"{noun} {bounds(meta, of='of ')}"
+        return f"{told} ({meta.description})" if meta.description else told
+
+
+def bounds(meta: Meta, of: str = "") -> str:
+    """Returns a range in words: "from 0 to 1", "above 0 and up to 1", or "at least 1" with `of` before it."""
+    low, above, high, below = (_shown(limit) for limit in (meta.ge, meta.gt, meta.le, meta.lt))
+    if low and high:
+        return f"from {low} to {high}"
+    upper = f"up to {high}" if high else f"below {below}" if below else ""
+    lower = f"{of}at least {low}" if low else f"above {above}" if above else ""
+    return " and ".join(part for part in (lower, upper) if part)
+
+
+def _shown(limit: float | None) -> str:
+    """Returns a limit as text; "" where there is none."""
+    if limit is None:
+        return ""
+    return f"{limit:g}" if isinstance(limit, float) else str(limit)
+
+
+@functools.cache
+def declared(owner: type) -> dict[str, Allowed]:
+    """Returns what each field of a dataclass or a struct allows."""
+    return {name: _allowed(hint) for name, hint in get_type_hints(owner, include_extras=True).items()}
+
+
+def _allowed(hint: Any) -> Allowed:
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    metas = [said for one in members for said in getattr(one, "__metadata__", ()) if isinstance(said, Meta)]
+    plain = tuple(one.__origin__ if hasattr(one, "__metadata__") else one for one in members)
+    meta = metas[0] if metas else None
+    limits = ((compare, getattr(meta, name, None)) for name, compare in _COMPARISONS)
+    return Allowed(plain, meta, tuple((compare, limit) for compare, limit in limits if limit is not None))
+
+
+def require_ranges(settings: Any, error: type[LightKVError] = InvalidConfig) -> None:
+    """Raises `error` for the first setting whose value is outside the range that its field declares."""
+    for name, allowed in declared(settings.__class__).items():
+        value = getattr(settings, name)
+        if not allowed.has_range(value):
+            raise error(f"{flag(name)} is {value!r}; give {allowed.words}")
+
+
+def _require_types(config: Any) -> None:
     """Raises InvalidType for the first setting whose value has another type than its field."""
-    for one in fields(config):
-        value, kinds = getattr(config, one.name), get_args(one.type) or (one.type,)
-        if get_origin(one.type) is tuple:
+    for name, allowed in declared(config.__class__).items():
+        value = getattr(config, name)
+        if get_origin(allowed.kinds[0]) is tuple:
             if not isinstance(value, tuple) or not all(isinstance(text, str) for text in value):
-                raise InvalidType(f"{flag(one.name)} is {value!r}; give a tuple of texts")
-        elif type(value) not in kinds and not (type(value) is int and float in kinds):
-            wanted = " or ".join(
-                "None" if kind is NoneType else _WANTED.get(kind, kind.__name__) for kind in kinds
-            )
-            raise InvalidType(f"{flag(one.name)} is {value!r} ({type(value).__name__}); give {wanted}")
+                raise InvalidType(f"{flag(name)} is {value!r}; give a tuple of texts")
+        elif not allowed.has_type(value):
+            wanted = " or ".join(_WANTED[kind] for kind in allowed.kinds)
+            raise InvalidType(f"{flag(name)} is {value!r} ({type(value).__name__}); give {wanted}")
 
 
 @dataclass(frozen=True)
@@ -97,20 +173,20 @@ class EngineConfig:
         "where the checkpoint has scales of queries and the GPU can.",
     )
     attention_backend: str | None = setting(None, "torch (default on a CPU) or triton (default on a GPU).")
-    max_total_tokens: int | None = setting(
+    max_total_tokens: Annotated[int, Meta(ge=1)] | None = setting(
         None,
         "Capacity of the K/V pool, in tokens. Default: what fits in --mem-fraction on a GPU; 32768 on a CPU.",
     )
-    mem_fraction: float = setting(
+    mem_fraction: Annotated[float, Meta(gt=0, le=1, title="a share")] = setting(
         0.9, "Share of the GPU's memory that the weights and the K/V pool may use together."
     )
-    max_num_seqs: int | None = setting(
+    max_num_seqs: Annotated[int, Meta(ge=1)] | None = setting(
         None, "The most requests that run at once. Default: 256 on a GPU, 64 on a CPU."
     )
-    max_model_len: int | None = setting(
+    max_model_len: Annotated[int, Meta(ge=2)] | None = setting(
         None, "The most tokens of one request, prompt and output together. Default: the model's context."
     )
-    prefill_chunk: int | None = setting(
+    prefill_chunk: Annotated[int, Meta(ge=0)] | None = setting(
         None,
         "The most prompt tokens per step; 0 is no limit, unless --itl-target is given. Default: 2048 on a GPU, "
         "8192 there with an --itl-target of 0, as in `LLM`; 512 on a CPU.",
@@ -126,17 +202,17 @@ class EngineConfig:
         "but a request that has waited too long to meet --ttft-target lets others go first, as long as more "
         "requests arrive than can be served. lightkv simulate compares them with others.",
     )
-    ttft_target: float = setting(
+    ttft_target: Annotated[float, Meta(gt=0, title="seconds")] = setting(
         TTFT_TARGET, "For --admission timely: the target for the time to the first token, in seconds."
     )
-    itl_target: float | None = setting(
+    itl_target: Annotated[float, Meta(ge=0, le=MAX_SECONDS, title="seconds")] | None = setting(
         None,
         "The target for the time between tokens, in seconds. While requests decode, a step takes only as many "
         "prompt tokens as keep it within the target, by step times that are measured at start. 0 is no target. "
         "Default for a service on a GPU: 0.030, or twice what the step takes without prompts if that is "
         "longer; on a CPU, and for an LLM in a program: no target.",
     )
-    session_share: float = setting(
+    session_share: Annotated[float, Meta(ge=0, le=1, title="a share")] = setting(
         0.5,
         "Share of the pool that the tokens of sessions (session_id in a request) may take and be evicted after "
         "all other cached tokens. Beyond it, the sessions that were used the longest ago lose this protection. "
@@ -156,24 +232,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Raises InvalidConfig, which names the setting, its value and the values allowed."""
         _require_types(self)
-        for name, least in (
-            ("max_total_tokens", 1),
-            ("max_num_seqs", 1),
-            ("max_model_len", 2),
-            ("prefill_chunk", 0),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise InvalidConfig(f"{flag(name)} is {value!r}; give a whole number of at least {least}")
-        if not 0.0 < self.mem_fraction <= 1.0:
-            raise InvalidConfig(f"--mem-fraction is {self.mem_fraction}; give a share above 0 and up to 1")
-        if not 0.0 <= self.session_share <= 1.0:
-            raise InvalidConfig(f"--session-share is {self.session_share}; give a share from 0 to 1")
-        if not self.ttft_target > 0:
-            raise InvalidConfig(f"--ttft-target is {self.ttft_target}; give seconds, more than 0")
-        if self.itl_target is not None and not 0.0 <= self.itl_target <= MAX_SECONDS:
-            most = f"seconds, up to {MAX_SECONDS:.0f}, or 0 for no target"
-            raise InvalidConfig(f"--itl-target is {self.itl_target}; give {most}")
+        require_ranges(self)
         if self.dtype not in DTYPES:
             raise InvalidConfig(f"--dtype is {self.dtype!r}; give one of {', '.join(DTYPES)}")
         try:
@@ -215,7 +274,9 @@ class ServiceConfig:
         "127.0.0.1",
         "Address to listen on. Other machines can connect unless it is a loopback address, as the default is.",
     )
-    port: int = setting(8000, "Port to listen on; 0 takes a free one.")
+    port: Annotated[int, Meta(ge=0, le=65535, description="0: a free port")] = setting(
+        8000, "Port to listen on; 0 takes a free one."
+    )
     uds: str | None = setting(
         None, "Path of a unix socket to listen on instead of --host and --port. Only this user can connect."
     )
@@ -254,7 +315,7 @@ class ServiceConfig:
         "http://localhost:4318/v1/traces. Every request becomes a span, with spans for queue, prefill and "
         "decode. Needs the packages of lightkv[otel].",
     )
-    default_max_tokens: int | None = setting(
+    default_max_tokens: Annotated[int, Meta(ge=1)] | None = setting(
         None,
         "The most tokens of an answer to a request that does not say. Default: what the context leaves for a "
         "chat, 16 for a plain completion.",
@@ -291,31 +352,32 @@ class ServiceConfig:
         "Name of the model in requests; can be given several times. An answer has the name of its request, or "
         "the first. Default: MODEL as given.",
     )
-    max_queued_requests: int = setting(
+    max_queued_requests: Annotated[int, Meta(ge=1)] = setting(
         4096, "The most requests that may wait; further requests are refused (429)."
     )
-    shutdown_timeout: float = setting(
+    shutdown_timeout: Annotated[float, Meta(ge=0, le=MAX_SECONDS, title="seconds")] = setting(
         30.0, "Seconds that running requests may still take after the service is told to stop."
     )
-    step_timeout: float | None = setting(
+    step_timeout: Annotated[float, Meta(gt=0, le=MAX_SECONDS, title="seconds")] | None = setting(
         None,
         "Seconds after which a worker that has not finished a step is killed and replaced. Default: 60 on a "
         "GPU, 600 on a CPU.",
     )
-    session_ttl: float = setting(
+    session_ttl: Annotated[float, Meta(gt=0, le=MAX_SECONDS, title="seconds")] = setting(
         600.0,
         "Seconds after the end of its last answer for which a session protects its tokens, unless its last "
         "request gave a session_ttl of its own.",
     )
     tool_parser: str | None = setting(
         None,
-        f"How the model writes tool calls: {', '.join(TOOL_PARSERS)}. Default: as its chat template shows. For "
-        "a model whose template takes no tools, the service then describes them in a system message.",
+        f"How the model writes tool calls: {', '.join(TOOL_PARSERS)}. Default: by the response template of its "
+        "tokenizer, or as its chat template shows. For a model whose chat template takes no tools, the service "
+        "then describes them in a system message.",
     )
     reasoning_parser: str | None = setting(
         None,
-        f"How the model writes its reasoning: {', '.join(REASONING_PARSERS)}. Default: as its chat template "
-        "shows.",
+        f"How the model writes its reasoning: {', '.join(REASONING_PARSERS)}. Default: by the response "
+        "template of its tokenizer, or as its chat template shows.",
     )
     allow_priority: bool = setting(
         False,
@@ -335,19 +397,7 @@ class ServiceConfig:
     def __post_init__(self) -> None:
         """Raises InvalidConfig, which names the setting, its value and the values allowed."""
         _require_types(self)
-        if not 0 <= self.port <= 65535:
-            raise InvalidConfig(f"--port is {self.port}; give one of 1 to 65535, or 0 for a free one")
-        if self.max_queued_requests < 1:
-            raise InvalidConfig(f"--max-queued-requests is {self.max_queued_requests}; give at least 1")
-        if not 0.0 <= self.shutdown_timeout <= MAX_SECONDS:
-            most = f"0 to {MAX_SECONDS:.0f} seconds"
-            raise InvalidConfig(f"--shutdown-timeout is {self.shutdown_timeout}; give {most}")
-        if self.step_timeout is not None and not 0.0 < self.step_timeout <= MAX_SECONDS:
-            most = f"seconds above 0 and up to {MAX_SECONDS:.0f}"
-            raise InvalidConfig(f"--step-timeout is {self.step_timeout}; give {most}")
-        if not 0.0 < self.session_ttl <= MAX_SECONDS:
-            most = f"seconds above 0 and up to {MAX_SECONDS:.0f}"
-            raise InvalidConfig(f"--session-ttl is {self.session_ttl}; give {most}")
+        require_ranges(self)
         if any(not key or key != key.strip() for key in self.api_key):
             raise InvalidConfig("--api-key is empty or has spaces around it; give a key without them")
         if self.cache_namespace not in (None, *CACHE_NAMESPACES):
@@ -371,9 +421,6 @@ class ServiceConfig:
                     f"--allowed-hosts is {name!r}; give a name without scheme and port, such as "
                     "llm.example.org or *.example.org, or * for every name"
                 )
-        default = self.default_max_tokens
-        if default is not None and default < 1:
-            raise InvalidConfig(f"--default-max-tokens is {default!r}; give a whole number of at least 1")
         if self.otlp_endpoint is not None and not re.match("https?://[^/]", self.otlp_endpoint):
             raise InvalidConfig(
                 f"--otlp-endpoint is {self.otlp_endpoint!r}; give a URL such as "

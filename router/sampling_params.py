@@ -4,11 +4,15 @@ import copy
 import enum
 import reprlib
 from collections.abc import Sequence
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from lightkv.errors import LightKVError
 from lightkv.token_set import MAX_TOKEN_ID, TokenSet
+
+from .config import declared
 
 MAX_COUNT = 2**31 - 1  # of tokens and of top_k, which are int32 on the device
 MAX_TEMPERATURE = 3.4028234663852886e38  # the largest float32, so that every finite temperature is allowed
@@ -102,24 +106,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     grammar: what the text has to be; None leaves it free.
     """
 
-    max_tokens: int = 256
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_COUNT)] = 256
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE, description="0 is greedy")] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT, description="0 and -1 are all tokens")] = 0
+    top_p: Annotated[float, Meta(gt=0, le=1, description="1 keeps all tokens")] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     logit_bias: dict[int, float] = {}  # msgspec makes a new one for each object
     allowed_token_ids: TokenSet | Sequence[int] | None = None
     bad_words: Sequence[str] = ()
     bad_words_ids: Sequence[Sequence[int]] = ()
     banned_token_ids: TokenSet | Sequence[int] = _NO_TOKENS
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    seed: int | None = None
-    n: int = 1
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    seed: Annotated[int, Meta(ge=_MIN_INT64, le=_MAX_INT64)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] = 1
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
@@ -184,6 +188,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         copied = copy.copy(self)
         msgspec.structs.force_setattr(copied, "max_tokens", max_tokens)
         msgspec.structs.force_setattr(copied, "grammar", grammar)
+        check_ranges(copied, "max_tokens")
         copied._validate_length()
         copied._validate_grammar()
         return copied
@@ -216,26 +221,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def validate(self, vocab_size: int | None = None) -> None:
         """Raises InvalidParams for the first field out of range. Token ids have to be below `vocab_size`."""
+        check_ranges(self)
         self._validate_length()
-        _check_real("temperature", self.temperature, 0, MAX_TEMPERATURE, "a finite number >= 0 (0 is greedy)")
-        _check_int("top_k", self.top_k, -1, MAX_COUNT, "0 or -1 for all tokens, or an integer >= 1")
-        _check_real("top_p", self.top_p, 0, 1, "a number above 0 and up to 1 (1 keeps all tokens)")
-        if self.top_p == 0:
-            raise InvalidParams("top_p", self.top_p, "a number above 0 and up to 1 (1 keeps all tokens)")
-        _check_real("min_p", self.min_p, 0, 1)
-        _check_real(
-            "repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
-        )
-        _check_real("presence_penalty", self.presence_penalty, -2, 2)
-        _check_real("frequency_penalty", self.frequency_penalty, -2, 2)
         self._validate_logit_bias(vocab_size)
         self._validate_bans(vocab_size)
-        for field in ("logprobs", "prompt_logprobs"):
-            if getattr(self, field) is not None:
-                _check_int(field, getattr(self, field), 0, MAX_LOGPROBS, f"None, or 0 to {MAX_LOGPROBS}")
-        if self.seed is not None:
-            _check_int("seed", self.seed, _MIN_INT64, _MAX_INT64, "None, or a signed integer of 64 bits")
-        _check_int("n", self.n, 1, MAX_N)
         self._validate_stops(vocab_size)
         self._validate_grammar()
         for flag in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
@@ -243,7 +232,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise InvalidParams(flag, getattr(self, flag), "true or false")
 
     def _validate_length(self) -> None:
-        _check_int("max_tokens", self.max_tokens, 1, MAX_COUNT)
         allowed = f"an integer from 0 to max_tokens, which is {self.max_tokens}"
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens, allowed)
 
@@ -342,6 +330,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
         for token in tokens:
             _check_token("stop_token_ids", token, vocab_size)
+
+
+def check_ranges(params: Any, *names: str) -> None:
+    """Raises InvalidParams for the first of these fields, by default of all with a range, whose value is no
+    number or outside the range."""
+    fields = declared(params.__class__)
+    for name in names or fields:
+        allowed = fields[name]
+        if allowed.limits:
+            value = getattr(params, name)
+            if not (allowed.has_type(value) and allowed.has_range(value)):
+                raise InvalidParams(name, value, allowed.words)
 
 
 # Types are compared exactly: a bool is not a count, and other numeric types cannot be sent to another process.

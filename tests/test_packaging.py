@@ -23,7 +23,7 @@ FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
 # Says where lightkv was found, having imported what an installation has to hold.
 IMPORTS = """
 import importlib.util, pathlib
-import lightkv, lightkv.ledger, lightkv.router, lightkv.router.config, lightkv.triton_kernels
+import lightkv, lightkv.ledger, lightkv.router, lightkv.router.service.child_process, lightkv.triton_kernels
 assert importlib.util.find_spec("lightkv.triton_kernels.write.write_kv") is not None
 assert (pathlib.Path(lightkv.__file__).parent / "integrations" / "hf_cache.py").is_file()
 print(pathlib.Path(lightkv.__file__).parent)

@@ -11,7 +11,7 @@ import msgspec
 import typer
 from rich.markup import escape
 
-from lightkv.router.config import API_KEY_VARIABLE, EngineConfig, ServiceConfig, flag
+from lightkv.router.config import API_KEY_VARIABLE, EngineConfig, ServiceConfig, bounds, declared, flag
 from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.simulate.config import SimulationConfig
 
@@ -52,27 +52,35 @@ def _option(
     )
 
 
+def _with_range(text: str, owner: type, name: str) -> str:
+    """Returns the help of an option, and the range that its field declares. Typer's own `min` and `max` are
+    part of a range, and 0 is not part of most ranges of seconds."""
+    meta = declared(owner)[name].meta
+    return text if meta is None else f"{text} [{bounds(meta)}]"
+
+
 def _config_options(
     config: type[EngineConfig | ServiceConfig | SimulationConfig], panel: str
 ) -> list[inspect.Parameter]:
-    kinds = get_type_hints(config)
+    kinds = get_type_hints(config)  # without the ranges, which the configuration itself checks
     options = []
     for field in fields(config):
         kind, default = kinds[field.name], field.default
         if kind == tuple[str, ...]:  # an option that may be given several times
             kind, default = list[str], None
         also = field.metadata.get("also")
-        options.append(_option(field.name, kind, default, field.metadata["help"], panel, also))
+        text = _with_range(field.metadata["help"], config, field.name)
+        options.append(_option(field.name, kind, default, text, panel, also))
     return options
 
 
 def _sampling_options() -> list[inspect.Parameter]:
-    known = {field.name: field for field in msgspec.structs.fields(SamplingParams)}
+    kinds = get_type_hints(SamplingParams)
+    defaults = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
     options = []
     for name, text in _SAMPLING_HELP.items():
-        kind = list[str] if name == "stop" else known[name].type
-        default = None if name == "stop" else known[name].default
-        options.append(_option(name, kind, default, text, "Sampling"))
+        kind, default = (list[str], None) if name == "stop" else (kinds[name], defaults[name])
+        options.append(_option(name, kind, default, _with_range(text, SamplingParams, name), "Sampling"))
     return options
 
 

@@ -32,7 +32,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_answers: the most answers to one HTTP request, which are n times its prompts.
     allow_priority: whether requests may have a priority below 0.
     trust_request_chat_template: whether requests may bring a chat template of their own.
-    tool_parser, reasoning_parser: how the model writes calls and reasoning; None: as its chat template shows.
+    tool_parser, reasoning_parser: how the model writes calls and reasoning; if both are None, by the response
+        template of its tokenizer, or as its chat template shows.
     session_ttl: seconds without a request after which a session expires, unless a request says otherwise.
     max_queued_requests: how many answers the router keeps waiting; a request for more answers is refused.
     max_connections: the most open connections; further ones are answered 503. Less if the limit of descriptors

@@ -1,15 +1,18 @@
 """The settings of a simulation, from which the command line makes its options."""
 
-import math
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from lightkv.errors import LightKVError
-from lightkv.router.config import ADMISSIONS, flag, setting
+from lightkv.router.config import ADMISSIONS, MAX_SECONDS, require_ranges, setting
 
 from .trace_files import BLOCK, TIME_UNITS, Reading
 
 PAGE_SIZES = (16, 32, 64, 128, 256)  # that the benchmarks compare; any other can be simulated
 ALLOCATIONS = ("token", "contiguous", *(f"paged:{size}" for size in PAGE_SIZES))
+MAX_RATE = 1e9  # requests per second, and as a multiple
 # The service's own, and others for comparison (`admissions.py`).
 SIMULATED_ADMISSIONS = (*ADMISSIONS, "past-future", "moving-average", "watermark", "sum", "oracle")
 
@@ -38,52 +41,62 @@ class SimulationConfig:
         "the pool), sum (counts prompt + max_tokens of each request), oracle (exact, and knows the true length "
         "of each answer). Default: exact; for contiguous it is sum, the only possible one.",
     )
-    capacity: int = setting(120_000, "Tokens that the K/V pool holds.")
-    max_num_seqs: int = setting(256, "The most requests that run at once.")
-    prefill_chunk: int = setting(2048, "The most prompt tokens of a step; 0: no limit.")
-    max_new: int = setting(
+    capacity: Annotated[int, Meta(ge=1)] = setting(120_000, "Tokens that the K/V pool holds.")
+    max_num_seqs: Annotated[int, Meta(ge=1)] = setting(256, "The most requests that run at once.")
+    prefill_chunk: Annotated[int, Meta(ge=0)] = setting(
+        2048, "The most prompt tokens of a step; 0: no limit."
+    )
+    max_new: Annotated[int, Meta(ge=1)] = setting(
         4096, "The most output tokens of a request (max_tokens), which traces do not state."
     )
-    stated: float = setting(
+    stated: Annotated[float, Meta(ge=0, le=1, title="a share")] = setting(
         1.0,
         "Share of the requests, drawn at random, that state --max-new as their max_tokens. The others state "
         "none: their answers are cut at --max-new all the same, but the scheduler does not know it.",
     )
-    low_priority: float = setting(
+    low_priority: Annotated[float, Meta(ge=0, le=1, title="a share")] = setting(
         0.0,
         "Share of the requests, drawn at random, that have a priority of 1: one minute of waiting behind the "
         "others.",
     )
-    requests: int | None = setting(
+    requests: Annotated[int, Meta(ge=1)] | None = setting(
         None, "Number of requests; a file that ends is repeated. Default: all of a file, 2000 of a workload."
     )
     time_unit: str | None = setting(
         None,
         f"Unit of the times of a file with Mooncake's names: {', '.join(TIME_UNITS)}. Mooncake's own have ms.",
     )
-    block_tokens: int = setting(BLOCK, "Tokens of a block of hash_ids; Mooncake's have 512.")
-    load: float | None = setting(
+    block_tokens: Annotated[int, Meta(ge=1)] = setting(
+        BLOCK, "Tokens of a block of hash_ids; Mooncake's have 512."
+    )
+    load: Annotated[float, Meta(gt=0, le=MAX_RATE)] | None = setting(
         None,
         "Arrival rate, as a multiple of the rate that an oracle serves when all requests wait at the start "
         "(this is simulated first). Default: the trace's own times, or 1.0 if it has none.",
     )
-    rate: float | None = setting(None, "Arrival rate in requests per second; inf: all at the start.")
-    saturation: float | None = setting(
+    rate: Annotated[float, Meta(gt=0)] | None = setting(
+        None, "Arrival rate in requests per second; inf: all at the start."
+    )
+    saturation: Annotated[float, Meta(gt=0, le=MAX_RATE)] | None = setting(
         None, "For --load: the requests per second that an oracle serves, if this is known already."
     )
-    ttft_target: float = setting(10.0, "For goodput: the most seconds to the first token.")
-    itl_target: float = setting(
+    ttft_target: Annotated[float, Meta(gt=0, le=MAX_SECONDS, title="seconds")] = setting(
+        10.0, "For goodput: the most seconds to the first token."
+    )
+    itl_target: Annotated[float, Meta(ge=0, le=MAX_SECONDS, title="seconds")] = setting(
         0.0,
         "The most seconds of a step with prompts beside decodes, which then has fewer prompt tokens, as in the "
         "service; 0: no target.",
     )
-    tpot_target: float = setting(0.1, "For goodput: the most seconds between tokens, a request's mean.")
-    patience: float | None = setting(
+    tpot_target: Annotated[float, Meta(gt=0, le=MAX_SECONDS, title="seconds")] = setting(
+        0.1, "For goodput: the most seconds between tokens, a request's mean."
+    )
+    patience: Annotated[float, Meta(gt=0, le=MAX_SECONDS, title="seconds")] | None = setting(
         None,
         "Seconds of waiting after which a request goes behind requests that have waited less. Default: first "
         "come, first served; for timely, 0.8 of --ttft-target.",
     )
-    reserve: float | None = setting(
+    reserve: Annotated[float, Meta(ge=0, lt=1, title="a share")] | None = setting(
         None,
         "Share of the pool that admission keeps free if the lengths of all requests are estimated, less if "
         "those of some are. Default: 0.025 for exact, 0.03 for quantile and timely, 0.01 for watermark, else "
@@ -108,30 +121,7 @@ class SimulationConfig:
                 f"--admission is {self.admission!r}; a contiguous allocation reserves the prompt and --max-new "
                 "at once, which is sum: leave --admission out"
             )
-        for name, least in (
-            ("capacity", 1),
-            ("max_num_seqs", 1),
-            ("prefill_chunk", 0),
-            ("max_new", 1),
-            ("block_tokens", 1),
-        ):
-            if getattr(self, name) < least:
-                raise InvalidSimulation(f"{flag(name)} is {getattr(self, name)}; give at least {least}")
-        if self.requests is not None and self.requests < 1:
-            raise InvalidSimulation(f"--requests is {self.requests}; give at least 1")
-        for name in ("load", "rate", "saturation", "ttft_target", "tpot_target", "patience"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise InvalidSimulation(f"{flag(name)} is {value}; give more than 0")
-            if value == math.inf and name != "rate":
-                raise InvalidSimulation(f"{flag(name)} is {value}; give a number")
-        if not 0 <= self.itl_target < math.inf:
-            raise InvalidSimulation(f"--itl-target is {self.itl_target}; give seconds, or 0 for no target")
-        if self.reserve is not None and not 0 <= self.reserve < 1:
-            raise InvalidSimulation(f"--reserve is {self.reserve}; give a share, 0 or more and less than 1")
-        for name in ("stated", "low_priority"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InvalidSimulation(f"{flag(name)} is {getattr(self, name)}; give a share from 0 to 1")
+        require_ranges(self, InvalidSimulation)
         if self.time_unit not in (None, *TIME_UNITS):
             raise InvalidSimulation(f"--time-unit is {self.time_unit!r}; give one of {', '.join(TIME_UNITS)}")
         if self.load is not None and self.rate is not None:

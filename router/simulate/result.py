@@ -9,9 +9,10 @@ import io
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 SERIES_POINTS = 1024
 CURVE_QUANTILES = (
@@ -84,8 +85,8 @@ class Series:
     shorter. `used + padding` slots are held; the rest of the capacity is cached or free.
     """
 
-    width: float
-    capacity: int
+    width: Annotated[float, Meta(gt=0)]
+    capacity: Annotated[int, Meta(ge=1)]
     used: list[float]
     padding: list[float]
     cached: list[float]
@@ -93,29 +94,25 @@ class Series:
     waiting: list[float]
 
     def __post_init__(self) -> None:
-        """Raises ValueError for lists of different lengths, and for no width or capacity."""
+        """Raises ValueError for lists of different lengths."""
         lengths = [
             len(values) for values in (self.used, self.padding, self.cached, self.running, self.waiting)
         ]
         if len(set(lengths)) > 1:
             raise ValueError(f"series of {', '.join(map(str, lengths))} points; give all the same number")
-        if not self.width > 0 or self.capacity < 1:
-            raise ValueError(f"a series of width {self.width} and capacity {self.capacity}; give more than 0")
 
 
 @dataclass(frozen=True)
 class Curve:
     """A distribution of latencies: `seconds[i]` is its quantile `quantiles[i]`, to within half a per cent."""
 
-    quantiles: list[float]
+    quantiles: list[Annotated[float, Meta(ge=0, le=1)]]
     seconds: list[float]
 
     def __post_init__(self) -> None:
-        """Raises ValueError for lists of different lengths, and for quantiles outside [0, 1]."""
+        """Raises ValueError for lists of different lengths."""
         if len(self.quantiles) != len(self.seconds):
             raise ValueError(f"{len(self.quantiles)} quantiles and {len(self.seconds)} values of them")
-        if not all(0 <= quantile <= 1 for quantile in self.quantiles):
-            raise ValueError("a quantile is less than 0 or more than 1")
 
 
 @dataclass(frozen=True)

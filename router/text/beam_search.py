@@ -6,13 +6,20 @@ in common. So beams are forks in the cache's tree of prefixes, counted, admitted
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from lightkv.router.engine.step import TokenLogprobs
-from lightkv.router.sampling_params import MAX_COUNT, MAX_LOGPROBS, InvalidParams, SamplingParams
+from lightkv.router.sampling_params import (
+    MAX_COUNT,
+    MAX_LOGPROBS,
+    InvalidParams,
+    SamplingParams,
+    check_ranges,
+)
 
 EarlyStopping = bool | Literal["never"]
 MAX_LENGTH_PENALTY = 100.0
@@ -33,23 +40,19 @@ class BeamParams(msgspec.Struct, frozen=True, kw_only=True):
 
     width: int = 4
     num_returned: int | None = None
-    max_tokens: int = 256
-    length_penalty: float = 1.0
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_COUNT)] = 256
+    length_penalty: Annotated[float, Meta(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] = 1.0
     early_stopping: EarlyStopping = False
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         """Raises InvalidParams for a field out of range."""
-        if type(self.width) is not int or not 1 <= self.width <= MAX_LOGPROBS:
+        if type(self.width) is not int or not 1 <= self.width <= MAX_LOGPROBS:  # of a request, it is n
             raise InvalidParams("n", self.width, f"1 to {MAX_LOGPROBS} beams")
-        if type(self.max_tokens) is not int or not 1 <= self.max_tokens <= MAX_COUNT:
-            raise InvalidParams("max_tokens", self.max_tokens, f"an integer from 1 to {MAX_COUNT}")
-        returned, penalty = self.num_returned, self.length_penalty
+        check_ranges(self)
+        returned = self.num_returned
         if returned is not None and (type(returned) is not int or not 1 <= returned <= self.width):
             raise InvalidParams("n", returned, f"1 to {self.width}, the number of beams")
-        if type(penalty) not in (int, float) or not -MAX_LENGTH_PENALTY <= penalty <= MAX_LENGTH_PENALTY:
-            allowed = f"a number from {-MAX_LENGTH_PENALTY} to {MAX_LENGTH_PENALTY}"
-            raise InvalidParams("length_penalty", penalty, allowed)
         if type(self.early_stopping) is not bool and self.early_stopping != "never":
             raise InvalidParams("early_stopping", self.early_stopping, 'true, false or "never"')
 

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from rich.markup import escape
 from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
 from bench.common.random_model import random_model
 from lightkv.router import LLM, EngineConfig, SamplingParams
 from lightkv.router.cli.app import app
+from lightkv.router.config import bounds, declared
 from lightkv.router.model.build import build_runner
 from lightkv.router.model.info import model_info
 from lightkv.router.model_files import resolve
@@ -105,7 +107,9 @@ def test_every_engine_setting_is_an_option_with_its_default(command: str) -> Non
         option = options[field.name]
         assert "--" + field.name.replace("_", "-") in option.opts
         assert option.default == field.default
-        assert option.help == field.metadata["help"]
+        limits = declared(EngineConfig)[field.name].meta
+        assert option.help == escape(field.metadata["help"] + (f" [{bounds(limits)}]" if limits else ""))
+    assert str(options["mem_fraction"].help).endswith(r" \[above 0 and up to 1]")
 
 
 @pytest.mark.parametrize("command", ["generate", "info"])

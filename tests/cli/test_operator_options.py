@@ -1,8 +1,7 @@
 """The options for operators: the configuration file, the settings' checks, shell completion."""
 
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from typer.testing import CliRunner
@@ -100,14 +99,13 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_option_can_stand_in_the_file(tmp_path: Path) -> None:
-    written: dict[str, Any] = {"int": 3, "float": 0.5, "bool": True, "str": "x", "tuple": ["x"]}
+    written: dict[str, Any] = {"tuple": ["x"], "int": 3, "float": 0.5, "bool": True, "str": "x"}
     lines, wanted = [], {}
-    for field in (*fields(EngineConfig), *fields(ServiceConfig)):
-        kind = str(getattr(field.type, "__origin__", field.type)).replace("<class '", "")
-        value = next(written[name] for name in ("tuple", "int", "float", "bool", "str") if name in kind)
-        wanted[field.name] = value
+    for name, kind in (get_type_hints(EngineConfig) | get_type_hints(ServiceConfig)).items():
+        value = next(value for word, value in written.items() if word in str(kind))
+        wanted[name] = value
         text = str(value).lower() if isinstance(value, bool) else str(value) if value != "x" else '"x"'
-        lines.append(f"{field.name.replace('_', '-')} = {text}")
+        lines.append(f"{name.replace('_', '-')} = {text}")
     assert read_config_file(Path(write(tmp_path, "\n".join(lines)))) == wanted
 
 

@@ -23,7 +23,7 @@ from lightkv.memory_map import Owner
 from lightkv.router.cli.app import app
 from lightkv.router.cli.http_client import ServiceClient, ServiceRefused, ServiceUnreachable, Usage
 from lightkv.router.cli.monitor import LoadReport, bar, frame
-from lightkv.router.config import EngineConfig, ServiceConfig
+from lightkv.router.config import EngineConfig, ServiceConfig, bounds, declared
 from lightkv.router.service import launch
 from lightkv.router.service.messages import Load, Mapped
 from lightkv.router.service.router_client import MAP_SECONDS
@@ -81,7 +81,9 @@ def test_every_setting_is_an_option_of_serve() -> None:
             option = options[field.name]
             assert "--" + field.name.replace("_", "-") in option.opts
             assert option.default == (None if field.default == () else field.default)  # () takes several
-            assert option.help == escape(field.metadata["help"])
+            limits = declared(settings)[field.name].meta
+            text = field.metadata["help"] + (f" [{bounds(limits)}]" if limits else "")
+            assert option.help == escape(text)
 
 
 @pytest.mark.parametrize("command", ["serve", "chat", "top"])

@@ -68,7 +68,7 @@ BROKEN = {
     "series-of-two-lengths": ('"used":[1.0],', "give all the same number"),
     "no-admission": ('"admissions"', "no admission"),
     "a-target-of-words": ('"ttft_target":"<b>"', "ttft_target is"),
-    "no-width": ('"width":0.0', "width 0"),
+    "no-width": ('"width":0.0', "> 0.0 - at `$.series.width`"),
 }
 
 
