@@ -34,7 +34,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     "lightkv.router": (),
     "lightkv.integrations.cached_model": ("CachedModel",),
     "lightkv.integrations.hf_cache": ("LightKVCache",),
-    "lightkv.integrations.sampling": ("sample_parallel", "beam_search"),
     "lightkv.integrations.prompt_lookup": ("generate",),
     "lightkv.integrations.streaming": ("Window", "Stream"),
     "lightkv.integrations.eviction": ("HeavyHitters",),

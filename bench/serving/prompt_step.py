@@ -28,10 +28,11 @@ from bench.common.report import Spread, alternate, parser, print_json, print_mac
 from bench.serving.decode_step import read_bandwidth
 from lightkv.attention import BatchShape
 from lightkv.edits import Alloc, FreeRange
+from lightkv.memory.capture import Capture
 from lightkv.router import EngineConfig
 from lightkv.router.engine.step import StepPlan
 from lightkv.router.model.build import assemble
-from lightkv.router.model.cuda_graph import Capture, PromptGraph, SharedLogits, StepGraphs
+from lightkv.router.model.cuda_graph import PromptGraph, SharedLogits, StepGraphs
 from lightkv.router.model.parts import StepOutput
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import SamplerKind
@@ -144,7 +145,7 @@ def exact_graph(runner: ModelRunner, case: Case) -> PromptGraph:
     """Captures a graph of exactly the case's tokens, prompt and decodes."""
     shape = BatchShape(case.num_tokens, 2, case.decodes)
     graph = PromptGraph(runner._parts, shape, runner.limits, SharedLogits(1 + case.decodes))
-    graph.capture(False, Capture(torch.cuda.graph_pool_handle(), torch.cuda.Stream()))
+    graph.capture(False, Capture.new())
     return graph
 
 

@@ -1,6 +1,6 @@
 """A Hugging Face model and the cache of its K/V: token ids of sequences go in, logits come out.
 
-The decoding loops beside this file (`sampling`, `prompt_lookup`) use it, and a loop of your own needs no more:
+It is for decoding in other ways than `LLM` does (`streaming`, `eviction` …), and for loops of your own:
 
 >>> import torch
 >>> from transformers import LlamaConfig, LlamaForCausalLM

@@ -15,6 +15,9 @@ step. The output is that of greedy decoding, in fewer forward passes.
 >>> found = generate(lm, [5, 6, 7, 8], max_new_tokens=20)
 >>> found.token_ids == greedy.token_ids, found.num_forwards <= greedy.num_forwards == 20
 (True, True)
+>>> end = greedy.token_ids[0]
+>>> generate(lm, [5, 6, 7, 8], max_new_tokens=20, eos_token_ids=[end]).token_ids == [end]
+True
 """
 
 from collections import deque

@@ -18,20 +18,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from lightkv.attention import Batch, BatchShape, StaticStep
 from lightkv.ledger.shared_prefixes import SharedPrefix
+from lightkv.memory.capture import Capture
 from lightkv.router.engine.step import Limits, StepPlan
 from lightkv.router.sampling_params import SamplerKind
 from lightkv.triton_kernels.slots.allocate import TableEntries
 
 from .parts import MaskedSampling, RunnerParts, StepInputs, StepLogits, StepOutput
 from .token_buckets import FEW_PREFILLS, MOST_TOKENS, most_buckets, prompt_shapes
-
-Output = TypeVar("Output")
 
 _GRAPH_BYTES = 2 << 20  # of the launches of a graph
 _LOGITS_COPIES = 5  # of a decode graph that samples at random, and the logits of prompt graphs
@@ -60,29 +59,6 @@ def graphs_bytes(
     sampling = max_num_seqs * logits_bytes * _LOGITS_COPIES + masks
     tokens = min(max_step_tokens, MOST_TOKENS) * token_bytes
     return tokens + sampling + scratch_bytes + num_graphs * _GRAPH_BYTES
-
-
-class Capture(NamedTuple):
-    """What all captures share, since their graphs never run at the same time.
-
-    `pool`: torch's handle of a memory pool. `stream`: where passes warm up and are captured; cuBLAS keeps a
-    workspace of 32 MiB for each stream that it has seen.
-    """
-
-    pool: Any
-    stream: torch.cuda.Stream
-
-    def graph(self, compute: Callable[[], Output]) -> tuple[torch.cuda.CUDAGraph, Output]:
-        """Returns a graph of `compute` and what it returned. The static tensors hold padding alone."""
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            compute()  # compiles kernels and lets libraries set themselves up
-        torch.cuda.current_stream().wait_stream(self.stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream), _without_collections():
-            output = compute()
-        graph.replay()  # the first replay of a graph takes longer than the others
-        return graph, output
 
 
 class GraphKey(NamedTuple):
@@ -327,7 +303,7 @@ class StepGraphs:
 
     @cached_property
     def _shared(self) -> Capture:
-        return Capture(torch.cuda.graph_pool_handle(), torch.cuda.Stream())
+        return Capture.new()
 
     @torch.inference_mode()
     def rehearse(self) -> None:
@@ -448,18 +424,6 @@ def _largest_of_each_power(sizes: Iterable[int]) -> list[int]:
 
 
 _PADDING = StepPlan(0, b"", [], [], [], 0, b"", [], SamplerKind.GREEDY, {}, [], 0)
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Runs no garbage collection while the block runs: to free another graph would break a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager

@@ -11,13 +11,14 @@ from msgspec.structs import replace
 from triton.runtime.jit import JITFunction
 
 from lightkv.ledger import TokenLedger
+from lightkv.memory.capture import Capture
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import StepPlan
 from lightkv.router.model.build import assemble
-from lightkv.router.model.cuda_graph import Capture, PromptGraph, StepGraphs
+from lightkv.router.model.cuda_graph import PromptGraph, StepGraphs
 from lightkv.router.model.runner import ModelRunner
 from tests.support.model_worker import assert_idle
 from tests.support.run_step import run_step

@@ -3,15 +3,20 @@
 The reference is the model's own forward pass over the whole text, with a mask that hides the dropped tokens.
 """
 
+import doctest
+
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from lightkv.errors import UnknownBackend, UnsupportedModel
-from lightkv.integrations.cached_model import CachedModel
+from lightkv.errors import OutOfRows, UnknownBackend, UnsupportedModel
+from lightkv.integrations import cached_model
+from lightkv.integrations.cached_model import CachedModel, select
 from lightkv.ledger.sequence import Sequence
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from tests.support.tiny_models import VOCABULARY, tiny_llama
+
+PROMPTS = [[5], [5, 6, 7, 8], [11, 40, 3, 90, 22, 61, 17, 4, 33, 8, 70], list(range(20, 60))]
 
 
 def logits_of(model: PreTrainedModel, ids: list[int], seen: torch.Tensor | None = None) -> torch.Tensor:
@@ -179,3 +184,61 @@ def test_a_model_without_the_attention_interface_keeps_its_attention(
     with pytest.raises(UnsupportedModel, match="AttentionInterface"):
         CachedModel(model, 40)
     assert asked == ["lightkv_probe", "sdpa"]
+
+
+def test_the_example_in_the_docstring_runs() -> None:
+    results = doctest.testmod(cached_model)
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+def test_forks_share_their_slots_and_dropped_forks_free_theirs(device: torch.device) -> None:
+    lm = CachedModel(tiny_llama(device), 60)
+    sequence, _ = lm.prefill(PROMPTS[2])
+    forks = select(lm.cache, [sequence], [0, 0, 0])
+    assert forks[0] is sequence
+    for fork in forks:
+        assert torch.equal(lm.cache.slots(fork), lm.cache.slots(sequence))
+    assert lm.cache.num_held == len(PROMPTS[2])
+    lm.decode(forks, [1, 2, 3])
+    assert lm.cache.num_held == len(PROMPTS[2]) + 3
+    kept = select(lm.cache, forks, [2, 2])
+    assert lm.cache.num_held == len(PROMPTS[2]) + 1
+    assert torch.equal(lm.cache.slots(kept[0]), lm.cache.slots(kept[1]))
+    lm.cache.check()
+
+
+def test_select_changes_nothing_when_there_is_no_row(device: torch.device) -> None:
+    lm = CachedModel(tiny_llama(device), 60, max_sequences=3)
+    first, _ = lm.prefill([5, 6, 7])
+    second, _ = lm.prefill([8, 9])
+    with pytest.raises(OutOfRows):
+        select(lm.cache, [first, second], [1, 1, 1, 1])
+    assert (first.row, second.row, lm.cache.ledger.num_open) == (1, 2, 2)
+    assert len(select(lm.cache, [first, second], [1, 1, 1])) == 3
+
+
+def test_sequences_are_as_long_as_before_when_a_pass_fails(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = CachedModel(tiny_llama(device), 200)
+    first, _ = lm.prefill(PROMPTS[1])
+    second, _ = lm.prefill(PROMPTS[2])
+    before = lm.decode([first, second], [1, 2])
+    lengths, held = (first.length, second.length), lm.cache.num_held
+
+    def failing(*_: object, **__: object) -> object:
+        raise RuntimeError("the device is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lm.model, "forward", failing)
+        with pytest.raises(RuntimeError, match="gone"):
+            lm.forward([second, first], [[3, 4], [5]])
+        with pytest.raises(RuntimeError, match="gone"):
+            lm.prefill(PROMPTS[3])
+    assert (first.length, second.length, lm.cache.num_held) == (*lengths, held)
+    assert lm.cache.num_cached == 0
+    lm.cache.check()
+    lm.cache.truncate(first, first.length - 1)
+    lm.cache.truncate(second, second.length - 1)
+    torch.testing.assert_close(lm.decode([first, second], [1, 2]), before)

@@ -10,7 +10,6 @@ from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.eviction import HeavyHitters
 from lightkv.integrations.guess_tree import GuessTree
 from lightkv.integrations.hf_cache import LightKVCache
-from lightkv.integrations.sampling import beam_search
 from lightkv.integrations.streaming import Stream, Window
 from lightkv.memory.kv_pool import KVPool
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
@@ -164,14 +163,6 @@ def test_trees_of_guesses(name: str, backend: str, monkeypatch: pytest.MonkeyPat
             assert (ours - expected).abs().mean() < 1e-3
         lm.cache.check()
     assert_close(*logits)
-
-
-@pytest.mark.parametrize("name", ["int8", "int4"])
-def test_beams(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, expected = (
-        beam_search(lm, IDS[:20], num_beams=3, max_new_tokens=6) for lm in pair(name, "torch", monkeypatch)
-    )
-    assert [one.token_ids for one in ours] == [one.token_ids for one in expected]
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "k8v4"])

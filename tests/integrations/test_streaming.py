@@ -6,6 +6,7 @@ that each position should see.
 
 import doctest
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pydoc_data.topics import topics
@@ -44,9 +45,9 @@ from lightkv.integrations import streaming
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.model.attention_call import AttentionCall, compute
 from lightkv.integrations.model.fused_rotary import fused_forwards, set_fused_forwards
-from lightkv.integrations.model.ring_graph import RingGraph
 from lightkv.integrations.streaming import Stream, Window, stream
 from lightkv.ledger.sequence import Sequence
+from lightkv.memory.capture import Capture
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.router import EngineConfig
 from lightkv.router.model.loader import load_model
@@ -296,15 +297,17 @@ def test_backends_agree_in_16_bits(dtype: torch.dtype) -> None:
 
 
 class Replays:
-    """Stands in for a CUDA graph: a replay computes the step again and writes to the same logits."""
+    """Stands in for a CUDA graph, and for what captures it: a replay computes the step again and writes to the
+    same logits."""
 
-    def __init__(self, graph: RingGraph) -> None:
-        self.graph = graph
-        self.logits = torch.zeros(len(graph._input_ids), VOCABULARY, device=graph._input_ids.device)
-        self.count = 0
+    def graph(self, compute: Callable[[], torch.Tensor]) -> tuple["Replays", torch.Tensor]:
+        self._compute = compute
+        self._logits = compute().clone()  # of padding alone
+        self.count = 1
+        return self, self._logits
 
     def replay(self) -> None:
-        self.logits.copy_(self.graph.compute())
+        self._logits.copy_(self._compute())
         self.count += 1
 
 
@@ -314,13 +317,7 @@ def test_steps_of_streams_move_on_by_themselves(
 ) -> None:
     """What a graph would capture is run step by step: lengths, positions and slots are those on the device."""
 
-    def capture(graph: RingGraph) -> tuple[Replays, torch.Tensor]:
-        graph.load([], [])
-        replays = Replays(graph)
-        replays.replay()  # padding alone
-        return replays, replays.logits
-
-    monkeypatch.setattr(RingGraph, "_capture", capture)
+    monkeypatch.setattr(Capture, "new", Replays)
     monkeypatch.setattr(CachedModel, "_captures_rings", True)
     window = Window(size=6, sink_tokens=2, stride=3)
     model = make_model(device)

@@ -10,12 +10,13 @@ import torch
 
 from lightkv.attention import Batch, BatchShape, StaticStep
 from lightkv.ledger import TokenLedger
+from lightkv.memory.capture import Capture
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.model.build import _eager_plans, assemble
-from lightkv.router.model.cuda_graph import Capture, PromptGraph, StepGraphs
+from lightkv.router.model.cuda_graph import PromptGraph, StepGraphs
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.model.token_buckets import FEW_PREFILLS, token_buckets
 from tests.support.model_worker import assert_idle

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from lightkv.attention import AttentionBackend, Batch, BatchShape, StaticStep
 from lightkv.attention.forms.rings import over_rings, write_ring_slots
 from lightkv.ledger.sequence import Sequence
+from lightkv.memory.capture import Capture
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import upload
 from lightkv.triton_kernels.layout.ring import Ring
@@ -38,7 +39,8 @@ class RingGraph:
         self._backends = backends
         self._input_ids = torch.zeros(size, dtype=torch.int64, device=memory.device)
         self._next: tuple[list[int], list[int]] | None = None  # rows and positions that the tensors hold
-        self._graph, self._logits = self._capture()
+        self.load([], [])  # padding alone
+        self._graph, self._logits = Capture.new().graph(self.compute)
 
     def replay(self, sequences: Seq[Sequence], starts: list[int], token_ids: np.ndarray) -> torch.Tensor:
         """Computes a token of each sequence at positions `starts`. Returns the logits, `[size, vocabulary]`,
@@ -68,15 +70,3 @@ class RingGraph:
         batch = Batch.of(rows, starts, [1] * len(rows), 0)
         self._next = None
         self._step = self._static.load(over_rings(batch, self._ring))
-
-    def _capture(self) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        self.load([], [])  # padding alone
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self.compute()  # compiles kernels and lets libraries set themselves up
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            logits = self.compute()
-        return graph, logits
