@@ -36,6 +36,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "lightkv.integrations.streaming": ("Window", "Stream"),
     "lightkv.integrations.eviction": ("HeavyHitters",),
 }
+# The packages whose names are an item of a list each: their files say the rest.
+LISTED = ("lightkv.ledger", "lightkv.edits", "lightkv.attention")
 _FIELD = re.compile(r"(`?\w+`?(?:, `?\w+`?)*): ")
 _RAISES = re.compile(r"Raises .*?\.(?=\s|$)")
 
@@ -44,17 +46,19 @@ def page() -> str:
     """Returns the text of the page: what is written by hand, and the reference."""
     package: Any = griffe.load("lightkv", search_paths=[str(ROOT)], resolve_aliases=True)
     parts, seen = [PAGE.read_text(encoding="utf-8").partition(MARK)[0] + MARK], set()
+    told: dict[str, str] = {}
     for path, given in MODULES.items():
         module = package[path.removeprefix("lightkv.")] if path != "lightkv" else package
         parts.append(f"## {path}\n")
-        for name in given or _public(module):
-            item = module[name]
-            item = item.final_target if item.is_alias else item
-            if item.path in seen:
-                parts.append(f"### {name}\n\nSee {name} above.\n")
-            else:
-                seen.add(item.path)
-                parts += _entry(item)
+        names = given or _public(module)
+        items = [one.final_target if one.is_alias else one for one in (module[name] for name in names)]
+        new = [one for one in items if one.path not in seen]
+        seen |= {one.path for one in new}
+        if path in LISTED:
+            parts.append("\n".join(map(_line, new)) + "\n")
+        else:
+            for item in new:
+                parts += _entry(item, told)
     return "\n".join(parts)
 
 
@@ -65,9 +69,21 @@ def _public(module: Any) -> list[str]:
     return sorted(ast.literal_eval(str(module["_EXPORTS"].value)))
 
 
-def _entry(item: Any) -> Iterator[str]:
-    """Yields the lines of a class, a function or a constant."""
-    file = Path(item.filepath).resolve().relative_to(ROOT.resolve())
+def _file(item: Any) -> Path:
+    return Path(item.filepath).resolve().relative_to(ROOT.resolve())
+
+
+def _line(item: Any) -> str:
+    """Returns an item of a list: a name, its parameters' names, its file and its first sentence."""
+    if item.is_attribute:
+        return _item(f"`{item.name} = {item.value}` (`{_file(item)}`)")
+    return _item(f"`{_short(item)}` (`{_file(item)}`): {_first_sentence(item)}")
+
+
+def _entry(item: Any, told: dict[str, str]) -> Iterator[str]:
+    """Yields the lines of a class, a function or a constant. `told`: the classes that have told what a member
+    does, by the member's name and text."""
+    file = _file(item)
     yield f"### {item.name}\n"
     if item.is_attribute:
         yield f"`{item.name} = {item.value}` (`{file}`)\n"
@@ -84,15 +100,44 @@ def _entry(item: Any) -> Iterator[str]:
         yield settings
     members = item.members.values() if item.is_class else ()
     shown = [one for one in members if not one.name.startswith("_") and not one.is_alias and one.docstring]
-    if shown:
-        yield "\n".join(map(_member, shown)) + "\n"
+    same: dict[str, list[str]] = {}
+    lines = []
+    for one in shown:
+        key = f"{one.name}: {_first_sentence(one)}"
+        if told.setdefault(key, item.name) == item.name:
+            lines.append(_member(one))
+        else:
+            same.setdefault(told[key], []).append(f"`{one.name}`")
+    lines += [_item(f"{', '.join(names)}: as those of `{other}`.") for other, names in same.items()]
+    if lines:
+        yield "\n".join(lines) + "\n"
 
 
 def _member(item: Any) -> str:
     """Returns an item of a list: how a method is called, or a property's type, and the beginning of its
     docstring."""
-    named = f"{item.name}: {item.annotation}" if item.is_attribute else " ".join(_signature(item).split())
-    return _item(f"`{named.replace('( ', '(').replace(', )', ')')}`: {' '.join(_summary(item).split())}")
+    named = f"{item.name}: {item.annotation}" if item.is_attribute else _short(item)
+    return _item(f"`{named}`: {' '.join(_summary(item).split())}")
+
+
+def _short(item: Any) -> str:
+    """Returns how it is called, by the names of its parameters; `=…` marks a default."""
+    if _is_record(item):
+        return f"{item.name}({', '.join(one.partition(':')[0] for one in _fields(item))})"
+    taken = [one for one in item.parameters if one.name not in ("self", "cls", "unknown")]
+    stars = {Kind.var_positional: "*", Kind.var_keyword: "**"}
+    names = [
+        stars.get(one.kind, "") + one.name + ("" if one.default is None or one.kind in stars else "=…")
+        for one in taken
+    ]
+    result = f" -> {item.returns}" if item.is_function and str(item.returns) not in ("None", "") else ""
+    return f"{item.name}({', '.join(names)}){result}"
+
+
+def _first_sentence(item: Any) -> str:
+    """Returns the first sentence of a docstring."""
+    text = " ".join(re.split(r"\n\s*\n", item.docstring.value.strip())[0].split()) if item.docstring else ""
+    return re.split(r"(?<=[.])\s+(?=[A-Z`])", text)[0]
 
 
 def _item(text: str) -> str:
