@@ -24,10 +24,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "lightkv.ledger": (),
     "lightkv.edits": ("encode", "decode"),
     "lightkv.attention": (),
-    "lightkv.attention.forms.gaps": ("with_gaps",),
-    "lightkv.attention.forms.sinks": ("with_sinks",),
-    "lightkv.attention.forms.rings": ("over_rings",),
-    "lightkv.attention.forms.beams": ("over_beams",),
+    "lightkv.attention.forms": ("gaps.with_gaps", "sinks.with_sinks", "rings.over_rings", "beams.over_beams"),
     "lightkv.router": (),
     "lightkv.integrations.cached_model": ("CachedModel",),
     "lightkv.integrations.hf_cache": ("LightKVCache",),
@@ -37,7 +34,12 @@ MODULES: dict[str, tuple[str, ...]] = {
     "lightkv.integrations.eviction": ("HeavyHitters",),
 }
 # The packages whose names are an item of a list each: their files say the rest.
-LISTED = ("lightkv.ledger", "lightkv.edits", "lightkv.attention")
+LISTED = ("lightkv.ledger", "lightkv.edits", "lightkv.attention", "lightkv.attention.forms")
+# Classes that `KVCache` and `LLM` call: of each member the page has the first sentence.
+INNER = (
+    "TokenLedger TokenAllocator TokenTable KVPool KVSpec KVFormat Step StaticStep Ring Batch "
+    "Engine LocalEngine Scheduler Request"
+).split()
 _FIELD = re.compile(r"(`?\w+`?(?:, `?\w+`?)*): ")
 _RAISES = re.compile(r"Raises .*?\.(?=\s|$)")
 
@@ -105,7 +107,7 @@ def _entry(item: Any, told: dict[str, str]) -> Iterator[str]:
     for one in shown:
         key = f"{one.name}: {_first_sentence(one)}"
         if told.setdefault(key, item.name) == item.name:
-            lines.append(_member(one))
+            lines.append(_member(one, item.name in INNER))
         else:
             same.setdefault(told[key], []).append(f"`{one.name}`")
     lines += [_item(f"{', '.join(names)}: as those of `{other}`.") for other, names in same.items()]
@@ -113,11 +115,12 @@ def _entry(item: Any, told: dict[str, str]) -> Iterator[str]:
         yield "\n".join(lines) + "\n"
 
 
-def _member(item: Any) -> str:
+def _member(item: Any, briefly: bool) -> str:
     """Returns an item of a list: how a method is called, or a property's type, and the beginning of its
     docstring."""
     named = f"{item.name}: {item.annotation}" if item.is_attribute else _short(item)
-    return _item(f"`{named}`: {' '.join(_summary(item).split())}")
+    text = _first_sentence(item) if briefly else " ".join(_summary(item).split())
+    return _item(f"`{named}`: {text}")
 
 
 def _short(item: Any) -> str:
