@@ -35,11 +35,10 @@ MODULES: dict[str, tuple[str, ...]] = {
 }
 # The packages whose names are an item of a list each: their files say the rest.
 LISTED = ("lightkv.ledger", "lightkv.edits", "lightkv.attention", "lightkv.attention.forms")
-# Classes that `KVCache` and `LLM` call: of each member the page has the first sentence.
-INNER = (
-    "TokenLedger TokenAllocator TokenTable KVPool KVSpec KVFormat Step StaticStep Ring Batch "
-    "Engine LocalEngine Scheduler Request"
-).split()
+# Classes that `KVCache` and `LLM` call. The page has the first sentence of each member of the first ones, and
+# the members' names alone of the others.
+BRIEF = {"KVPool", "KVSpec", "KVFormat", "Step", "StaticStep", "Ring", "Batch"}
+NAMED = {"TokenLedger", "TokenAllocator", "TokenTable", "Engine", "LocalEngine", "Scheduler", "Request"}
 _FIELD = re.compile(r"(`?\w+`?(?:, `?\w+`?)*): ")
 _RAISES = re.compile(r"Raises .*?\.(?=\s|$)")
 
@@ -94,20 +93,31 @@ def _entry(item: Any, told: dict[str, str]) -> Iterator[str]:
         kind = f"class, a subclass of `{bases}`" if bases else "class" if item.is_class else "function"
         yield f"{kind} (`{file}`)\n"
         signature, settings = _signature(item), _settings(item) if item.is_class else ""
-        # An error may take any arguments, and the list of settings says what a configuration takes.
-        if item.is_function or not (signature.endswith("()") or settings):
-            yield _code(signature)
-    yield _prose(item)
+        if item.name in NAMED:
+            yield _filled(f"`{_short(item)}`: {_first_sentence(item)}") + "\n"
+        prose, told_fields = _with_defaults(item, _prose(item))
+        # The arguments of an error are lightkv's own, and a list of settings or fields says what others take.
+        needless = signature.endswith("()") or settings or "Error" in bases or told_fields
+        if item.name not in NAMED:
+            if item.is_function or not needless:
+                yield _code(signature)
+            yield prose
+    else:
+        yield _prose(item)
     if item.is_class and settings:
         yield settings
     members = item.members.values() if item.is_class else ()
     shown = [one for one in members if not one.name.startswith("_") and not one.is_alias and one.docstring]
+    if shown and item.name in NAMED:
+        names = [f"`{one.name}`" if one.is_attribute else f"`{one.name}()`" for one in shown]
+        yield _filled(f"Members: {', '.join(names)}.") + "\n"
+        return
     same: dict[str, list[str]] = {}
     lines = []
     for one in shown:
         key = f"{one.name}: {_first_sentence(one)}"
         if told.setdefault(key, item.name) == item.name:
-            lines.append(_member(one, item.name in INNER))
+            lines.append(_member(one, item.name in BRIEF))
         else:
             same.setdefault(told[key], []).append(f"`{one.name}`")
     lines += [_item(f"{', '.join(names)}: as those of `{other}`.") for other, names in same.items()]
@@ -160,6 +170,16 @@ def _summary(item: Any) -> str:
     first, *others = re.split(r"\n\s*\n", item.docstring.value.strip())
     raised = _RAISES.findall(" ".join(" ".join(others).split()))
     return " ".join([first, *raised])
+
+
+def _with_defaults(item: Any, prose: str) -> tuple[str, bool]:
+    """Returns the text with the types and defaults of the fields that it lists, and whether it lists all."""
+    fields = {one.partition(":")[0]: one for one in _fields(item)} if item.is_class and _is_record(item) else {}
+    if not fields or any(f"\n- `{name}`: " not in prose for name in fields):
+        return prose, False
+    for name, field in fields.items():
+        prose = prose.replace(f"\n- `{name}`: ", f"\n- `{field}`: ")
+    return prose, True
 
 
 def _signature(item: Any) -> str:

@@ -99,3 +99,26 @@ IN_MESSAGES: dict[str, Any] = {
     "videos": ["a"],
     "audios": ["a"],
 }
+
+# Fields that change no answer.
+IGNORED: dict[str, Any] = {
+    "user": "u",
+    "safety_identifier": "u",
+    "metadata": {"a": "b"},
+    "custom_labels": {"a": "b"},
+    "request_id": "r",
+    "rid": "r",
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+    "prompt_cache_options": {"mode": "implicit"},
+    "prediction": {"type": "content", "content": "a"},
+    "ngram_corpus_id": "a",
+    "stream_interval": 4,
+    "spaces_between_special_tokens": False,
+    "guided_decoding_backend": "outlines",
+    "mirostat_tau": 5,
+    "mirostat_eta": 0.1,
+    "routed_experts_start_len": 1,
+    "routed_dp_rank": 0,
+    "data_parallel_rank": 0,
+}
