@@ -37,7 +37,7 @@ MODULES: dict[str, tuple[str, ...]] = {
 LISTED = ("lightkv.ledger", "lightkv.edits", "lightkv.attention", "lightkv.attention.forms")
 # Classes that `KVCache` and `LLM` call. The page has the first sentence of each member of the first ones, and
 # the members' names alone of the others.
-BRIEF = {"KVPool", "KVSpec", "KVFormat", "Step", "StaticStep", "Ring", "Batch"}
+BRIEF = {"KVPool", "KVSpec", "KVFormat", "Step", "StaticStep", "Ring", "Batch", "CachedModel", "LightKVCache"}
 NAMED = {"TokenLedger", "TokenAllocator", "TokenTable", "Engine", "LocalEngine", "Scheduler", "Request"}
 _FIELD = re.compile(r"(`?\w+`?(?:, `?\w+`?)*): ")
 _RAISES = re.compile(r"Raises .*?\.(?=\s|$)")
@@ -93,17 +93,15 @@ def _entry(item: Any, told: dict[str, str]) -> Iterator[str]:
         kind = f"class, a subclass of `{bases}`" if bases else "class" if item.is_class else "function"
         yield f"{kind} (`{file}`)\n"
         signature, settings = _signature(item), _settings(item) if item.is_class else ""
+        prose, lists_all = _with_defaults(item, _prose(item))
+        # The arguments of an error are lightkv's own, and a list of settings or fields says what others take.
+        needless = signature.endswith("()") or settings or "Error" in bases or lists_all
         if item.name in NAMED:
             yield _filled(f"`{_short(item)}`: {_first_sentence(item)}") + "\n"
-        prose, told_fields = _with_defaults(item, _prose(item))
-        # The arguments of an error are lightkv's own, and a list of settings or fields says what others take.
-        needless = signature.endswith("()") or settings or "Error" in bases or told_fields
-        if item.name not in NAMED:
+        else:
             if item.is_function or not needless:
                 yield _code(signature)
             yield prose
-    else:
-        yield _prose(item)
     if item.is_class and settings:
         yield settings
     members = item.members.values() if item.is_class else ()
@@ -174,7 +172,9 @@ def _summary(item: Any) -> str:
 
 def _with_defaults(item: Any, prose: str) -> tuple[str, bool]:
     """Returns the text with the types and defaults of the fields that it lists, and whether it lists all."""
-    fields = {one.partition(":")[0]: one for one in _fields(item)} if item.is_class and _is_record(item) else {}
+    fields = (
+        {one.partition(":")[0]: one for one in _fields(item)} if item.is_class and _is_record(item) else {}
+    )
     if not fields or any(f"\n- `{name}`: " not in prose for name in fields):
         return prose, False
     for name, field in fields.items():
