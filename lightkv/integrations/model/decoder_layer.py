@@ -4,9 +4,9 @@
             one product  positions on the way          one pass      one product  one pass            one pass
 
 The last norm is that of the next layer, or of the model: its output waits in a `Carry` (`fused_norm.py`) until
-that module calls its norm. `proofs/layer_run.py` finds these parts in a model and makes a `DecoderLayer` of them,
-`fused_layers.py` compares each layer that runs so with the model's own forward pass, and `linears.py` joins q, k
-and v, and gate and up, into one product.
+that module calls its norm. `proofs/layer_run.py` finds these parts in a model and makes a `DecoderLayer` of
+them, `fused_layers.py` compares each layer that runs so with the model's own forward pass, and `linears.py`
+joins q, k and v, and gate and up, into one product.
 """
 
 from collections.abc import Mapping
