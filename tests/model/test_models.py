@@ -55,8 +55,8 @@ families need more than that:
   run its text, the text configuration and the weights below `language_model.` have to be taken out of it.
   transformers computes every expert for every token, and Scout's 218 GB in bfloat16 take several GPUs.
 
-**Adapted models.** The engine changes models of Bloom, Falcon, GPT-J, GPT-Neo, MPT, Nemotron and StableLM that it has
-loaded, whose layers hand no keyword arguments on: their attention modules are handed the step
+**Adapted models.** The engine changes models of Bloom, Falcon, GPT-J, GPT-Neo, MPT, Nemotron and StableLM that
+it has loaded, whose layers hand no keyword arguments on: their attention modules are handed the step
 (`lightkv/integrations/model/adapters/adapt.py`), and those that compute scores themselves get a forward pass of
 lightkv's, which is first compared with their own. A model that you loaded yourself stays as it was, and
 `LightKVCache` and `CachedModel` refuse it.
