@@ -27,10 +27,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "lightkv.ledger": (),
     "lightkv.edits": ("encode", "decode"),
     "lightkv.attention": (),
-    "lightkv.attention.forms.gaps": ("with_gaps",),
-    "lightkv.attention.forms.sinks": ("with_sinks",),
-    "lightkv.attention.forms.rings": ("over_rings",),
-    "lightkv.attention.forms.beams": ("over_beams",),
+    "lightkv.attention.forms": ("gaps.with_gaps", "sinks.with_sinks", "rings.over_rings", "beams.over_beams"),
     "lightkv.router": (),
     "lightkv.integrations.cached_model": ("CachedModel",),
     "lightkv.integrations.hf_cache": ("LightKVCache",),
@@ -38,6 +35,12 @@ MODULES: dict[str, tuple[str, ...]] = {
     "lightkv.integrations.streaming": ("Window", "Stream"),
     "lightkv.integrations.eviction": ("HeavyHitters",),
 }
+# The packages whose names are an item of a list each: their files say the rest.
+LISTED = ("lightkv.ledger", "lightkv.edits", "lightkv.attention", "lightkv.attention.forms")
+# Classes that `KVCache` and `LLM` call. The page has the first sentence of each member of the first ones, and
+# the members' names alone of the others.
+BRIEF = {"KVPool", "KVSpec", "KVFormat", "Step", "StaticStep", "Ring", "Batch", "CachedModel", "LightKVCache"}
+NAMED = {"TokenLedger", "TokenAllocator", "TokenTable", "Engine", "LocalEngine", "Scheduler", "Request"}
 _FIELD = re.compile(r"(`?\w+`?(?:, `?\w+`?)*): ")
 _ANNOTATED = re.compile(r"Annotated\[(\w+), Meta\([^()]*\)\]")
 _RAISES = re.compile(r"Raises .*?\.(?=\s|$)")
@@ -47,17 +50,19 @@ def page() -> str:
     """Returns the text of the page: what is written by hand, and the reference."""
     package: Any = griffe.load("lightkv", search_paths=[str(ROOT)], resolve_aliases=True)
     parts, seen = [PAGE.read_text(encoding="utf-8").partition(MARK)[0] + MARK], set()
+    told: dict[str, str] = {}
     for path, given in MODULES.items():
         module = package[path.removeprefix("lightkv.")] if path != "lightkv" else package
         parts.append(f"## {path}\n")
-        for name in given or _public(module):
-            item = module[name]
-            item = item.final_target if item.is_alias else item
-            if item.path in seen:
-                parts.append(f"### {name}\n\nSee {name} above.\n")
-            else:
-                seen.add(item.path)
-                parts += _entry(item)
+        names = given or _public(module)
+        items = [one.final_target if one.is_alias else one for one in (module[name] for name in names)]
+        new = [one for one in items if one.path not in seen]
+        seen |= {one.path for one in new}
+        if path in LISTED:
+            parts.append("\n".join(map(_line, new)) + "\n")
+        else:
+            for item in new:
+                parts += _entry(item, told)
     return "\n".join(parts)
 
 
@@ -68,9 +73,21 @@ def _public(module: Any) -> list[str]:
     return sorted(ast.literal_eval(str(module["_EXPORTS"].value)))
 
 
-def _entry(item: Any) -> Iterator[str]:
-    """Yields the lines of a class, a function or a constant."""
-    file = Path(item.filepath).resolve().relative_to(ROOT.resolve())
+def _file(item: Any) -> Path:
+    return Path(item.filepath).resolve().relative_to(ROOT.resolve())
+
+
+def _line(item: Any) -> str:
+    """Returns an item of a list: a name, its parameters' names, its file and its first sentence."""
+    if item.is_attribute:
+        return _item(f"`{item.name} = {item.value}` (`{_file(item)}`)")
+    return _item(f"`{_short(item)}` (`{_file(item)}`): {_first_sentence(item)}")
+
+
+def _entry(item: Any, told: dict[str, str]) -> Iterator[str]:
+    """Yields the lines of a class, a function or a constant. `told`: the classes that have told what a member
+    does, by the member's name and text."""
+    file = _file(item)
     yield f"### {item.name}\n"
     if item.is_attribute:
         yield f"`{item.name} = {item.value}` (`{file}`)\n"
@@ -79,23 +96,62 @@ def _entry(item: Any) -> Iterator[str]:
         kind = f"class, a subclass of `{bases}`" if bases else "class" if item.is_class else "function"
         yield f"{kind} (`{file}`)\n"
         signature, settings = _signature(item), _settings(item) if item.is_class else ""
-        # An error may take any arguments, and the list of settings says what a configuration takes.
-        if item.is_function or not (signature.endswith("()") or settings):
-            yield _code(signature)
-    yield _prose(item)
+        prose, lists_all = _with_defaults(item, _prose(item))
+        # The arguments of an error are lightkv's own, and a list of settings or fields says what others take.
+        needless = signature.endswith("()") or settings or "Error" in bases or lists_all
+        if item.name in NAMED:
+            yield _filled(f"`{_short(item)}`: {_first_sentence(item)}") + "\n"
+        else:
+            if item.is_function or not needless:
+                yield _code(signature)
+            yield prose
     if item.is_class and settings:
         yield settings
     members = item.members.values() if item.is_class else ()
     shown = [one for one in members if not one.name.startswith("_") and not one.is_alias and one.docstring]
-    if shown:
-        yield "\n".join(map(_member, shown)) + "\n"
+    if shown and item.name in NAMED:
+        names = [f"`{one.name}`" if one.is_attribute else f"`{one.name}()`" for one in shown]
+        yield _filled(f"Members: {', '.join(names)}.") + "\n"
+        return
+    same: dict[str, list[str]] = {}
+    lines = []
+    for one in shown:
+        key = f"{one.name}: {_first_sentence(one)}"
+        if told.setdefault(key, item.name) == item.name:
+            lines.append(_member(one, item.name in BRIEF))
+        else:
+            same.setdefault(told[key], []).append(f"`{one.name}`")
+    lines += [_item(f"{', '.join(names)}: as those of `{other}`.") for other, names in same.items()]
+    if lines:
+        yield "\n".join(lines) + "\n"
 
 
-def _member(item: Any) -> str:
+def _member(item: Any, briefly: bool) -> str:
     """Returns an item of a list: how a method is called, or a property's type, and the beginning of its
     docstring."""
-    named = f"{item.name}: {item.annotation}" if item.is_attribute else " ".join(_signature(item).split())
-    return _item(f"`{named.replace('( ', '(').replace(', )', ')')}`: {' '.join(_summary(item).split())}")
+    named = f"{item.name}: {item.annotation}" if item.is_attribute else _short(item)
+    text = _first_sentence(item) if briefly else " ".join(_summary(item).split())
+    return _item(f"`{named}`: {text}")
+
+
+def _short(item: Any) -> str:
+    """Returns how it is called, by the names of its parameters; `=…` marks a default."""
+    if _is_record(item):
+        return f"{item.name}({', '.join(one.partition(':')[0] for one in _fields(item))})"
+    taken = [one for one in item.parameters if one.name not in ("self", "cls", "unknown")]
+    stars = {Kind.var_positional: "*", Kind.var_keyword: "**"}
+    names = [
+        stars.get(one.kind, "") + one.name + ("" if one.default is None or one.kind in stars else "=…")
+        for one in taken
+    ]
+    result = f" -> {item.returns}" if item.is_function and str(item.returns) not in ("None", "") else ""
+    return f"{item.name}({', '.join(names)}){result}"
+
+
+def _first_sentence(item: Any) -> str:
+    """Returns the first sentence of a docstring."""
+    text = " ".join(re.split(r"\n\s*\n", item.docstring.value.strip())[0].split()) if item.docstring else ""
+    return re.split(r"(?<=[.])\s+(?=[A-Z`])", text)[0]
 
 
 def _item(text: str) -> str:
@@ -115,6 +171,18 @@ def _summary(item: Any) -> str:
     first, *others = re.split(r"\n\s*\n", item.docstring.value.strip())
     raised = _RAISES.findall(" ".join(" ".join(others).split()))
     return " ".join([first, *raised])
+
+
+def _with_defaults(item: Any, prose: str) -> tuple[str, bool]:
+    """Returns the text with the types and defaults of the fields that it lists, and whether it lists all."""
+    fields = (
+        {one.partition(":")[0]: one for one in _fields(item)} if item.is_class and _is_record(item) else {}
+    )
+    if not fields or any(f"\n- `{name}`: " not in prose for name in fields):
+        return prose, False
+    for name, field in fields.items():
+        prose = prose.replace(f"\n- `{name}`: ", f"\n- `{field}`: ")
+    return prose, True
 
 
 def _signature(item: Any) -> str:

@@ -1,6 +1,5 @@
 """Every field that would change an answer is supported or refused by name, as docs/api.md says."""
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from lightkv.router.api.requests import refused as refused_fields
 from lightkv.router.api.requests.chat import ChatRequest
 from lightkv.router.api.requests.completion import CompletionRequest
 from lightkv.router.api.requests.refused import Unsupported
+from tests.api import refused_examples
 from tests.support.fake_router import (
     CHAT,
     COMPLETIONS,
@@ -37,19 +37,21 @@ def table(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split(" |")] for line in lines]
 
 
-def values(cell: str) -> list[Any]:
-    return [json.loads(code) for code in re.findall(r"`([^`]*)`", cell)]
+def refused(known: tuple[Unsupported, ...], examples: dict[str, Any]) -> list[Row]:
+    """Returns the fields that are no other server's names, with the values that pass, one that does not, and
+    what to give."""
+    return [
+        (field, list(passes), examples[field], give)
+        for field, passes, give in known
+        if field not in refused_fields.RENAMED
+    ]
 
 
-def refused(heading: str) -> list[Row]:
-    return [(f.strip("`"), values(p), values(r)[0], g) for f, p, r, g in table(heading)]
-
-
-EVERYWHERE = refused("Refused on completions and chat")
-ON_CHAT = refused("Refused on chat")
-ON_COMPLETIONS = refused("Refused on completions")
-IN_MESSAGES = refused("Refused in a message of a chat")
-IGNORED = [(field.strip("`"), values(example)[0]) for field, example, _ in table("Ignored")]
+EVERYWHERE = refused(refused_fields.UNSUPPORTED, refused_examples.EVERYWHERE)
+ON_CHAT = refused(refused_fields.UNSUPPORTED_ON_CHAT, refused_examples.ON_CHAT)
+ON_COMPLETIONS = refused(refused_fields.UNSUPPORTED_ON_COMPLETIONS, refused_examples.ON_COMPLETIONS)
+IN_MESSAGES = refused(refused_fields.UNSUPPORTED_IN_MESSAGES, refused_examples.IN_MESSAGES)
+IGNORED = list(refused_examples.IGNORED.items())
 
 
 @pytest.fixture(scope="module")
@@ -80,17 +82,23 @@ def text_of(api: ApiUnderTest, path: str, **fields: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("rows", "known"),
+    ("heading", "rows"),
     [
-        (EVERYWHERE, refused_fields.UNSUPPORTED),
-        (ON_CHAT, refused_fields.UNSUPPORTED_ON_CHAT),
-        (ON_COMPLETIONS, refused_fields.UNSUPPORTED_ON_COMPLETIONS),
-        (IN_MESSAGES, refused_fields.UNSUPPORTED_IN_MESSAGES),
+        ("Refused on completions and chat", EVERYWHERE),
+        ("Refused on chat", ON_CHAT),
+        ("Refused on completions", ON_COMPLETIONS),
+        ("Refused in a message of a chat", IN_MESSAGES),
     ],
     ids=["everywhere", "chat", "completions", "messages"],
 )
-def test_the_document_has_every_field_of_the_code(rows: list[Row], known: tuple[Unsupported, ...]) -> None:
-    assert [(field, tuple(passes), give) for field, passes, _, give in rows] == [tuple(one) for one in known]
+def test_the_document_has_every_field_of_the_code(heading: str, rows: list[Row]) -> None:
+    shown = {field: give for fields, give in table(heading) for field in re.findall(r"`(\w+)`", fields)}
+    assert shown == {field: give for field, _, _, give in rows}
+
+
+def test_the_document_has_every_field_that_changes_nothing() -> None:
+    shown = {field for fields, _ in table("Ignored") for field in re.findall(r"`(\w+)`", fields)}
+    assert shown == set(refused_examples.IGNORED)
 
 
 @pytest.mark.parametrize("path", PATHS)

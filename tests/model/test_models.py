@@ -55,14 +55,11 @@ families need more than that:
   run its text, the text configuration and the weights below `language_model.` have to be taken out of it.
   transformers computes every expert for every token, and Scout's 218 GB in bfloat16 take several GPUs.
 
-**Adapted models.** Layers of Bloom, Falcon, GPT-J, GPT-Neo, MPT, Nemotron and StableLM hand no keyword
-arguments on, which is how a step's slots reach attention, and all of them but the last two compute their scores
-themselves instead of calling AttentionInterface. The engine changes models of these architectures that it has
-loaded: their attention modules are handed the step (`lightkv/integrations/model/adapters/adapt.py`), and those
-that compute scores get a forward pass of lightkv's, from the module's own projections to its own output
-projection (`lightkv/integrations/model/adapters/families.py`). Before the first step, each such module is
-compared, on a text, with its own forward pass (`lightkv/integrations/model/adapters/proof.py`). A model that
-you loaded yourself stays as it was, and `LightKVCache` and `CachedModel` refuse it.
+**Adapted models.** The engine changes models of Bloom, Falcon, GPT-J, GPT-Neo, MPT, Nemotron and StableLM that
+it has loaded, whose layers hand no keyword arguments on: their attention modules are handed the step
+(`lightkv/integrations/model/adapters/adapt.py`), and those that compute scores themselves get a forward pass of
+lightkv's, which is first compared with their own. A model that you loaded yourself stays as it was, and
+`LightKVCache` and `CachedModel` refuse it.
 
 - The slopes of ALiBi are read, to the bit, from the bias that the model makes itself. For MPT, transformers
   reads neither `alibi` nor `alibi_bias_max` of the configuration, and so lightkv does not.

@@ -3,8 +3,10 @@
     norm ─► q, k, v ─► K/V written, attention ─► o ─► add, norm ─► gate, up ─► activation ─► down ─► add, norm
             one product  positions on the way          one pass      one product  one pass            one pass
 
-The last norm is that of the next layer, or of the model. `fused_layers.py` finds these parts in a model, and
-compares each layer that runs so with the model's own forward pass.
+The last norm is that of the next layer, or of the model: its output waits in a `Carry` (`fused_norm.py`) until
+that module calls its norm. `proofs/layer_run.py` finds these parts in a model and makes a `DecoderLayer` of
+them, `fused_layers.py` compares each layer that runs so with the model's own forward pass, and `linears.py`
+joins q, k and v, and gate and up, into one product.
 """
 
 from collections.abc import Mapping
@@ -55,7 +57,11 @@ class NextNorm(NamedTuple):
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """The parts of a decoder layer. A Norm that is None is not there, or is unknown and one of `mlp`."""
+    """The parts of a decoder layer.
+
+    `before_mlp` and `after_mlp` are None where the layer has no norm there. They are also None where it has one
+    whose formula is not known; then this norm is one of the modules in `mlp`, and is called as it is.
+    """
 
     input_norm: nn.Module | None
     attention: Attention
@@ -122,7 +128,8 @@ def activate(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def layer_forward(module: nn.Module, layer: DecoderLayer, carry: Carry, *args: Any, **kwargs: Any) -> Any:
-    """The forward pass of a decoder layer: fused if this is a call of `compute`; else the module's own."""
+    """The forward pass of a decoder layer: fused if lightkv calls the model
+    (`attention_call.compute`); else the module's own."""
     is_bound = cast(Any, layer.attention.module).config._attn_implementation == ATTENTION
     if "lightkv" not in kwargs or not is_bound or len(args) != 1 or kwargs.get("past_key_values") is not None:
         return type(module).forward(module, *args, **kwargs)

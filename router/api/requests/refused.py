@@ -1,8 +1,8 @@
 """The request fields that other servers support and this one does not, or not by that name.
 
 A value of such a field is accepted if the answer is the same without it. Every other value is refused by the
-field's name, so that no client gets an answer that silently ignores its request. docs/api.md has the same
-table, with examples.
+field's name, so that no client gets an answer that silently ignores its request. docs/api.md lists them,
+without other servers' names.
 """
 
 from collections.abc import Mapping
