@@ -85,7 +85,7 @@ class KVFormat(NamedTuple):
     """How the K/V of a pool is stored: K and V have the same elements. `skipped` layers stay in the type they
     are computed in."""
 
-    elements: Elements = _NAMED["auto"]
+    elements: Elements = Elements()
     skipped: frozenset[int] = frozenset()
 
     @classmethod
