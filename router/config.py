@@ -157,10 +157,9 @@ class EngineConfig:
     )
     kv_dtype: str = setting(
         "auto",
-        "How the pool stores K and V: auto (the type of --dtype), int8 or fp8 (half the bytes of 16 bits), "
-        "int8-rot or fp8-rot (likewise, outliers spread over a head), int4 (a quarter), k16v8 (V alone in 8 "
-        "bits), k8v4, int8-gN, int4-gN or int4-sym-gN (a scale for each N elements of a head), or fp8-static "
-        "(with the checkpoint's own scales).",
+        "How the pool stores K and V: auto (the type of --dtype), int8 (half the bytes of 16 bits), "
+        "int8-hadamard (likewise, outliers spread over a head), int4 (a quarter), int8-gN or int4-gN (a scale "
+        "for each N elements of a head), or fp8-static (half, with the checkpoint's own scales).",
     )
     kv_skip_layers: str = setting(
         "",

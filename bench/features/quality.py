@@ -45,13 +45,11 @@ from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, Elements, KV
 PLAIN = "auto"
 BFLOAT16 = "bfloat16"
 OWN = {  # formats without a name of --kv-dtype, for comparison
-    "int4, not rotated": KVFormat.parse("int4").v._replace(is_rotated=False),
-    "int8, rotated": KVFormat.parse("int8").v._replace(is_rotated=True),
-    "fp8, rotated": KVFormat.parse("fp8").v._replace(is_rotated=True),
+    "int4, without Hadamard": KVFormat.parse("int4").elements._replace(has_hadamard=False),
 }
-NAMED = ("int8", "fp8", "int8-g8", "int4", "int4-g32", "k8v4", "k16v8", "int4-sym-g32")
+NAMED = ("int8", "int8-hadamard", "int8-g8", "int4", "int4-g32")
 FORMATS = (PLAIN, *NAMED, *OWN, BFLOAT16)
-MADE_FORMATS = (PLAIN, "int8", "fp8", "int8-g8", "int4", "int8, rotated")
+MADE_FORMATS = (PLAIN, "int8", "int8-hadamard", "int8-g8", "int4")
 LAYER_INT8, LAYER_FP8 = "int8, a layer's scale", "fp8, a layer's scale"
 
 CITIES = ("Paris", "Cairo", "Lima", "Oslo", "Tokyo", "Delhi", "Rome", "Quito", "Dublin", "Athens")
@@ -252,7 +250,7 @@ def make_side(model: Any, name: str, capacity: int) -> Side:
     """Returns the side of a format's name, or of a comparison's."""
     if name == BFLOAT16:
         return Side(model, AS_COMPUTED, capacity, (as_bfloat16, as_bfloat16))
-    kv_format = KVFormat(OWN[name], OWN[name]) if name in OWN else KVFormat.parse(name)
+    kv_format = KVFormat(OWN[name]) if name in OWN else KVFormat.parse(name)
     return Side(model, kv_format, capacity)
 
 

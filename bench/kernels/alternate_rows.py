@@ -36,7 +36,7 @@ from lightkv.triton_kernels.write import write_kv as writing
 
 SMALLER = 32  # a CPU, where nothing is timed, gets rows with so many times fewer tokens
 TOKENS = (1, 64, 2048)  # of a write
-WRITTEN_FORMATS = ("auto", "int8", "fp8-static", "int8-g8", "int4", "k8v4")
+WRITTEN_FORMATS = ("auto", "int8", "fp8-static", "int8-g8", "int4")
 WRITES = 16  # in a graph: a single one takes about as long as an empty kernel
 SLOTS = 2**18  # of a pool that is written to: more than fit the L2 cache
 

@@ -31,7 +31,7 @@ from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from .attention_batches import Batch, Paged, check, make_batch, offsets, scatter
 from .attention_rows import Row, chunks, even
 
-FORMATS = ("int8", "fp8", "fp8-static", "k16v8", "int8-g8", "int4", "int4-g32", "k8v4")
+FORMATS = ("int8", "fp8-static", "int8-g8", "int4", "int4-g32")
 DECODE = (
     even("64 × 8k", 64, 8192),
     even("1 × 1k", 1, 1024),

@@ -18,7 +18,7 @@ from lightkv.triton_kernels.attention.variants.sink_logits import SinkLogits
 from lightkv.triton_kernels.attention.variants.softcap import Softcap
 from lightkv.triton_kernels.attention.variants.variant import Scored
 from lightkv.triton_kernels.attention.variants.window import Window
-from lightkv.triton_kernels.quantised.quantise_reference import rotate_heads
+from lightkv.triton_kernels.quantised.quantise_reference import apply_hadamard
 
 from .backend import AttentionBackend
 from .biased_attention import attend_with_bias
@@ -181,7 +181,7 @@ class TorchAttention(AttentionBackend):
     def _entry_scores(self, q: torch.Tensor, entries: torch.Tensor, width: int, step: Step) -> torch.Tensor:
         kv = self.paged_kv(step)
         scores, _ = attention_scores_reference(
-            rotate_heads(q) if kv.format.k.is_rotated else q,
+            apply_hadamard(q) if kv.format.elements.has_hadamard else q,
             kv,
             step.rows,
             step.q_starts,

@@ -14,7 +14,7 @@ from lightkv.triton_kernels.attention.prefill.fp8_prefill import fp8_prefill_rea
 from lightkv.triton_kernels.attention.prefill.fp8_scratch import ALIGNMENT
 from lightkv.triton_kernels.attention.prefill.prefill_combine import most_part_bytes
 from lightkv.triton_kernels.attention.variants.variant import Variant, limits
-from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
+from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from lightkv.triton_kernels.write.head_tiles import constants_of
 from lightkv.triton_kernels.write.inputs import Rotation, StoredKV
 from lightkv.triton_kernels.write.write_kv import write_kv
@@ -50,14 +50,14 @@ class TritonAttention(AttentionBackend):
         return most_part_bytes(tuning.device_class(device), self.heads, num_tokens, dtype.itemsize)
 
     def check_format(self, layer_format: KVFormat) -> None:
-        constants_of(layer_format.k, self.head_dim)
-        constants_of(layer_format.v, self.v_dim)
+        for dim in (self.head_dim, self.v_dim):
+            constants_of(layer_format.elements, dim)
 
     def use_fp8_prefill(self, q_scale: float, spec: KVSpec, device: torch.device) -> None:
         reason, layer_format = fp8_prefill_reason(device, self.heads), spec.format.of_layer(self.layer_idx)
         if spec.dtype.itemsize != 2:
             reason = f"it is for models in 16 bits, and this one computes in {spec.dtype}"
-        if not (layer_format.k.is_static and layer_format.v.is_static):
+        if not layer_format.is_static:
             reason = "it reads K and V in fp8 with static scales (fp8-static)"
         if not (math.isfinite(q_scale) and q_scale > 0):
             reason = f"the scale of queries is {q_scale}, and has to be finite and above 0"
@@ -97,7 +97,7 @@ class TritonAttention(AttentionBackend):
         """Writes the attention of q `[T, H, Dk]` to all that the step's index and lookup find to `out` `[T, H,
         Dv]`."""
         kv, q_starts = self.paged_kv(step), step.q_starts[: step.host.num_prefills + 1]
-        q = self.as_stored(q, kv.format.k, step)
+        q = self.as_stored(q, kv.format, step)
         restored = self._restored(q, kv, q_starts, step)
         if restored is not None:
             q_starts = restored.pool_starts
@@ -118,16 +118,16 @@ class TritonAttention(AttentionBackend):
                 restored.attend(q, kv, self.options, out)
             else:
                 restored.attend_in_fp8(q, kv, self.options, out, self._fp8_q_scale)
-        self.restore_heads(out, kv.format.v, step)
+        self.restore_heads(out, kv.format, step)
 
-    def as_stored(self, heads: torch.Tensor, elements: Elements, step: Step) -> torch.Tensor:
-        """Returns heads as the layer's stored ones are: rotated, where those are."""
-        return step.memory.pool.rotate(heads) if elements.is_rotated else heads
+    def as_stored(self, heads: torch.Tensor, layer_format: KVFormat, step: Step) -> torch.Tensor:
+        """Returns heads as the layer's stored ones are: multiplied by a Hadamard matrix, where those are."""
+        return step.memory.pool.apply_hadamard(heads) if layer_format.elements.has_hadamard else heads
 
-    def restore_heads(self, out: torch.Tensor, elements: Elements, step: Step) -> None:
-        """Rotates the output of a layer back, where its V is stored rotated."""
-        if elements.is_rotated:
-            out.copy_(step.memory.pool.rotate(out))
+    def restore_heads(self, out: torch.Tensor, layer_format: KVFormat, step: Step) -> None:
+        """Takes the Hadamard matrix out of the output of a layer whose V was multiplied by it."""
+        if layer_format.elements.has_hadamard:
+            out.copy_(step.memory.pool.apply_hadamard(out))
 
     def _restored(
         self, q: torch.Tensor, kv: PagedKV, q_starts: torch.Tensor, step: Step
@@ -210,7 +210,7 @@ class TritonAttention(AttentionBackend):
             )
 
         mixed_attention(
-            self.as_stored(q, kv.format.k, step),
+            self.as_stored(q, kv.format, step),
             kv,
             cross.rows,
             q_starts,
@@ -220,12 +220,12 @@ class TritonAttention(AttentionBackend):
             out=out,
             decodes_first=step.host.decodes_first,
         )
-        self.restore_heads(out, kv.format.v, step)
+        self.restore_heads(out, kv.format, step)
 
     def _entry_scores(self, q: torch.Tensor, entries: torch.Tensor, width: int, step: Step) -> torch.Tensor:
         kv = self.paged_kv(step)
         return attention_scores(
-            self.as_stored(q, kv.format.k, step),
+            self.as_stored(q, kv.format, step),
             kv,
             step.rows,
             step.q_starts,

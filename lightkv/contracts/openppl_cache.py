@@ -137,7 +137,7 @@ class LayerCache(NamedTuple):
             index,
             Pages(shift),
             scales=self.scales[:, 0],
-            format=KVFormat(elements, elements),
+            format=KVFormat(elements),
             v_scales=self.scales[:, 1],
         )
 

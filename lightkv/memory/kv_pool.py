@@ -17,7 +17,7 @@ from lightkv.triton_kernels.quantised.quantise_reference import (
     dequantise,
     hadamard,
     quantise,
-    split_columns,
+    split_scales,
 )
 
 from .device import usable_device
@@ -100,7 +100,7 @@ class KVPool:
     """`num_slots` slots of `spec` on `device`.
 
     Layer `i` is one buffer `[num_slots, row_width]`: a slot's K heads, then its V heads, so that they are
-    adjacent in memory. Where K or V is quantised, a second buffer holds the scales of each slot and head,
+    adjacent in memory. Where they are quantised, a second buffer holds the scales of each slot and head,
     except for static ones, which are the same for all slots. These have to be set first: `scales`, `write` and
     `read` raise ValueError for a layer that lacks them. Raises OutOfMemory, with nothing allocated, if the
     device has no room.
@@ -115,41 +115,41 @@ class KVPool:
         self.num_slots = num_slots
         self.device = device
         rows: list[torch.Tensor] = []
-        columns: list[torch.Tensor] = []
+        scales: list[torch.Tensor] = []
         num_layers = range(spec.num_layers)
         try:
             for layer_idx in num_layers:
                 shape = num_slots, spec.row_width(layer_idx)
                 rows.append(torch.empty(shape, dtype=spec.row_dtype(layer_idx), device=device))
-                columns.append(self._make_columns(spec.format.of_layer(layer_idx)))
+                scales.append(self._make_scales(spec.format.of_layer(layer_idx)))
         except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU allocator raises the bare type
             rows.clear()
-            columns.clear()
+            scales.clear()
             raise OutOfMemory(_free_bytes(device), spec.bytes_per_token, num_slots - 1) from error
-        for buffer in (*rows, *columns):
+        for buffer in (*rows, *scales):
             # Padding is read under a mask, and a weight of 0 does not mask a NaN: 0 * NaN is NaN.
             buffer[:1].zero_()
-        self._rows, self._columns = rows, columns
+        self._rows, self._scale_rows = rows, scales
         self._unset = {layer_idx for layer_idx in num_layers if spec.format.of_layer(layer_idx).is_static}
-        rotated = ((spec.format.k, spec.k_dim), (spec.format.v, spec.v_dim))
-        self._rotations = {dim: hadamard(dim, device) for elements, dim in rotated if elements.is_rotated}
+        dims = {spec.k_dim, spec.v_dim} if spec.format.elements.has_hadamard else set()
+        self._hadamard = {dim: hadamard(dim, device) for dim in dims}
         self._k, self._v = zip(*map(spec.split, rows, num_layers), strict=True)
         self._scales = list(map(self._scales_of, num_layers))
 
     def __repr__(self) -> str:
         return f"KVPool({self.num_slots} slots, {self.num_bytes:,} bytes on {self.device}; {self.spec})"
 
-    def _make_columns(self, of_layer: KVFormat) -> torch.Tensor:
+    def _make_scales(self, of_layer: KVFormat) -> torch.Tensor:
         spec = self.spec
-        width = spec.num_kv_heads * of_layer.columns(spec.k_dim, spec.v_dim)
+        width = spec.num_kv_heads * of_layer.num_scales(spec.k_dim, spec.v_dim)
         num_rows = 1 if of_layer.is_static else self.num_slots
         return torch.empty(num_rows, width, dtype=of_layer.scale_dtype, device=self.device)
 
     def _scales_of(self, layer_idx: int) -> torch.Tensor | None:
         if not self.format(layer_idx).is_quantised:
             return None
-        columns = self._columns[layer_idx].expand(self.num_slots, -1)
-        return columns.unflatten(1, (self.spec.num_kv_heads, -1))
+        scales = self._scale_rows[layer_idx].expand(self.num_slots, -1)
+        return scales.unflatten(1, (self.spec.num_kv_heads, -1))
 
     @property
     def num_bytes(self) -> int:
@@ -159,7 +159,7 @@ class KVPool:
     @property
     def buffers(self) -> list[torch.Tensor]:
         """All that is stored by slot, `[num_slots, ...]`: to copy a token is to copy its row of each."""
-        scales = [buffer for buffer in self._columns if len(buffer) == self.num_slots and buffer.shape[1]]
+        scales = [buffer for buffer in self._scale_rows if len(buffer) == self.num_slots and buffer.shape[1]]
         return [*self._rows, *scales]
 
     def format(self, layer_idx: int) -> KVFormat:
@@ -180,20 +180,21 @@ class KVPool:
         return self._v[layer_idx]
 
     def scales(self, layer_idx: int) -> torch.Tensor | None:
-        """Returns what stands beside the heads of a layer, `[num_slots, num_kv_heads, columns]`: the scales and
-        the middles of K, then those of V. Static ones have a stride of 0. None where nothing is quantised."""
+        """Returns what stands beside the heads of a layer, `[num_slots, num_kv_heads, num_scales]`: the scales
+        and the zero points of K, then those of V. Static ones have a stride of 0. None where nothing is
+        quantised."""
         if layer_idx in self._unset:
             raise ValueError(
                 f"the static scales of layer {layer_idx} are not set: call set_static_scales first "
                 "(set_kv_scales with those of a checkpoint), or choose a format with a scale for each token, "
-                "such as fp8"
+                "such as int8"
             )
         return self._scales[layer_idx]
 
-    def rotate(self, heads: torch.Tensor) -> torch.Tensor:
-        """Returns heads `[..., dim]`, rotated as those of a rotated format are, in their own type; doing it
-        twice gives them back. Raises KeyError for dims that are not rotated."""
-        return heads @ self._rotations[heads.shape[-1]].to(heads.dtype)
+    def apply_hadamard(self, heads: torch.Tensor) -> torch.Tensor:
+        """Returns heads `[..., dim]`, multiplied by the Hadamard matrix of a format that has one, in their own
+        type; doing it twice gives them back. Raises KeyError for dims that no head of the pool has."""
+        return heads @ self._hadamard[heads.shape[-1]].to(heads.dtype)
 
     def set_static_scales(self, layer_idx: int, k_scale: torch.Tensor, v_scale: torch.Tensor) -> None:
         """Sets the scales of a layer whose format has static ones: float `[1]` or `[num_kv_heads]` each.
@@ -211,24 +212,26 @@ class KVPool:
         if not bool((scales.isfinite() & (scales > 0)).all()):
             raise ValueError(
                 f"the scales of layer {layer_idx} are {scales.tolist()}; give finite, positive ones, or choose "
-                "a format with a scale for each token, such as fp8"
+                "a format with a scale for each token, such as int8"
             )
-        self._columns[layer_idx].copy_(scales.flatten()[None])
+        self._scale_rows[layer_idx].copy_(scales.flatten()[None])
         self._unset.discard(layer_idx)
 
     def write(self, layer_idx: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes K `[n, num_kv_heads, k_dim]` and V to slots, int64 `[n]`, quantised in plain torch."""
         of_layer, scales = self.format(layer_idx), self.scales(layer_idx)
-        found: list[torch.Tensor] = []
         caches = self._k[layer_idx], self._v[layer_idx]
-        static = (None, None) if scales is None else split_columns(scales[0], of_layer, self.spec.k_dim)
-        for x, cache, elements, given in zip((k, v), caches, of_layer[:2], static, strict=True):
-            if elements.is_quantised:
-                x, columns = quantise(x, elements, of_layer.scale_dtype, given)
-                found.append(columns)
-                x, cache = x.view(torch.uint8), cache.view(torch.uint8)
-            cache.index_copy_(0, slots, x.to(cache.dtype))
-        if scales is not None and not of_layer.is_static:
+        if scales is None:
+            for x, cache in zip((k, v), caches, strict=True):
+                cache.index_copy_(0, slots, x.to(cache.dtype))
+            return
+        found: list[torch.Tensor] = []
+        static = split_scales(scales[0], of_layer, self.spec.k_dim)
+        for x, cache, given in zip((k, v), caches, static, strict=True):
+            x, own = quantise(x, of_layer.elements, of_layer.scale_dtype, given)
+            found.append(own)
+            cache.view(torch.uint8).index_copy_(0, slots, x.view(torch.uint8))
+        if not of_layer.is_static:
             scales.index_copy_(0, slots, torch.cat(found, -1))
 
     def read(self, layer_idx: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -240,14 +243,12 @@ class KVPool:
         scales = self.scales(layer_idx)
         if scales is None:
             return k, v
-        of_k, of_v = split_columns(scales[slots], of_layer, self.spec.k_dim)
-        return self._restored(k, of_k, of_layer.k), self._restored(v, of_v, of_layer.v)
+        of_k, of_v = split_scales(scales[slots], of_layer, self.spec.k_dim)
+        return self._restored(k, of_k, of_layer.elements), self._restored(v, of_v, of_layer.elements)
 
-    def _restored(self, stored: torch.Tensor, columns: torch.Tensor, elements: Elements) -> torch.Tensor:
-        if not elements.is_quantised:
-            return stored
-        heads = dequantise(stored, columns, elements)
-        return (self.rotate(heads) if elements.is_rotated else heads).to(self.spec.dtype)
+    def _restored(self, stored: torch.Tensor, scales: torch.Tensor, elements: Elements) -> torch.Tensor:
+        heads = dequantise(stored, scales, elements)
+        return (self.apply_hadamard(heads) if elements.has_hadamard else heads).to(self.spec.dtype)
 
 
 def _free_bytes(device: torch.device) -> int:

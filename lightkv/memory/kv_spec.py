@@ -54,20 +54,8 @@ class KVSpec:
             raise TypeError(f"dtype is {self.dtype!r}; give torch's own, such as torch.float32")
         if not self.dtype.is_floating_point:
             raise ValueError(f"K/V of {self.dtype}: use a floating-point type")
-        self.format.k.check("K", self.k_dim)
-        self.format.v.check("V", self.v_dim)
-        k, v = self.format.k, self.format.v
-        if (
-            k.is_quantised != v.is_quantised
-        ):  # elements of two types in one row: both begin at their multiples
-            k_bytes = self.num_kv_heads * k.head_bytes(self.k_dim, self.dtype)
-            v_bytes = self.num_kv_heads * v.head_bytes(self.v_dim, self.dtype)
-            if k_bytes % self.dtype.itemsize or v_bytes % self.dtype.itemsize:
-                raise ValueError(
-                    f"{self.num_kv_heads} heads of {self.k_dim} K and {self.v_dim} V dims, of which one is "
-                    f"{self.dtype} and the other has fewer bits, do not fit a row of whole elements: choose a "
-                    "format that stores both alike"
-                )
+        self.format.elements.check("K", self.k_dim)
+        self.format.elements.check("V", self.v_dim)
         if beyond := {layer for layer in self.format.skipped if layer >= self.num_layers}:
             raise ValueError(
                 f"layers {sorted(beyond)} are to stay as computed, but the model has {self.num_layers}, "
@@ -82,25 +70,23 @@ class KVSpec:
 
     def row_width(self, layer_idx: int) -> int:
         """Returns the length of a token's row in a layer's buffer, in elements of `row_dtype`."""
-        of_layer = self.format.of_layer(layer_idx)
-        heads = (of_layer.k.head_bytes(self.k_dim, self.dtype), of_layer.v.head_bytes(self.v_dim, self.dtype))
-        return self.num_kv_heads * sum(heads) // self.row_dtype(layer_idx).itemsize
+        num_bytes = self._head_bytes(layer_idx, self.k_dim + self.v_dim)
+        return self.num_kv_heads * num_bytes // self.row_dtype(layer_idx).itemsize
 
     def row_dtype(self, layer_idx: int) -> torch.dtype:
-        """Returns the element type of a layer's buffer: uint8, where K or V is quantised."""
+        """Returns the element type of a layer's buffer: uint8, where K and V are quantised."""
         return torch.uint8 if self.format.of_layer(layer_idx).is_quantised else self.dtype
 
     def split(self, rows: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Splits rows of a layer's buffer, `[..., row_width]`, into views: K `[..., num_kv_heads, k_dim]` and V
         `[..., num_kv_heads, v_dim]`, in their stored types; the dims of 4 bits are half as many."""
         of_layer = self.format.of_layer(layer_idx)
-        size = rows.element_size()
-        num_k = self.num_kv_heads * of_layer.k.head_bytes(self.k_dim, self.dtype) // size
-        parts = rows[..., :num_k], rows[..., num_k:]
-        k, v = parts
+        num_k = self.num_kv_heads * self._head_bytes(layer_idx, self.k_dim) // rows.element_size()
+        k, v = rows[..., :num_k], rows[..., num_k:]
         if of_layer.is_quantised:
-            k, v = (
-                part.view(elements.stored if elements.is_quantised else self.dtype)
-                for part, elements in zip(parts, of_layer[:2], strict=True)
-            )
+            k, v = k.view(of_layer.elements.stored), v.view(of_layer.elements.stored)
         return k.unflatten(-1, (self.num_kv_heads, -1)), v.unflatten(-1, (self.num_kv_heads, -1))
+
+    def _head_bytes(self, layer_idx: int, dims: int) -> int:
+        """Returns the bytes of so many elements of a layer."""
+        return self.format.of_layer(layer_idx).elements.head_bytes(dims, self.dtype)

@@ -212,8 +212,8 @@ def find_model(config: EngineConfig, report: Report) -> Path:
     if config.kv_dtype == "auto" and kv_scheme(loaded) is not None:
         report(
             "the checkpoint has a scheme for quantised K/V (kv_cache_scheme), which --kv-dtype auto does not "
-            "use: K and V stay in the model's type; --kv-dtype fp8-static uses its scales, and fp8 computes "
-            "its own"
+            "use: K and V stay in the model's type; --kv-dtype fp8-static uses its scales, and int8 "
+            "computes its own"
         )
     return directory
 
@@ -233,7 +233,7 @@ def kv_scales(config: EngineConfig, directory: Path, model: PreTrainedConfig) ->
     if (kind, bits) != ("float", 8):
         raise InvalidConfig(
             f"--kv-dtype {config.kv_dtype}: the checkpoint's scales are for {kind} elements of {bits} bits "
-            "(kv_cache_scheme); choose int8, fp8 or int4, which compute their scales"
+            "(kv_cache_scheme); choose int8 or int4, which compute their scales"
         )
     num_layers = model.get_text_config().num_hidden_layers
     layers = [layer for layer in range(num_layers) if layer not in chosen.skipped]

@@ -9,7 +9,7 @@ from lightkv.attention import Batch, LayerShape, RotaryEmbedding, Step, make_bac
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
-NAMES = ("int8", "int8-g8", "int4-sym-g8", "k16v8", "k8v4")
+NAMES = ("int8", "int8-g8", "int4")
 DIM = 32
 
 
@@ -44,7 +44,7 @@ def test_both_backends_write_the_same(name: str, rotated: bool, device: torch.de
     assert ours[0].any()
     for one, other in zip(ours, expected, strict=True):
         assert one.dtype == other.dtype
-        if name != "k8v4":  # its V is rotated, so its elements may be off by one
+        if name != "int4":  # after a Hadamard transform elements may be off by one
             assert torch.equal(one, other)
         elif not one.is_floating_point():
             assert (one != other).float().mean() < 0.01

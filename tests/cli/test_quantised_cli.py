@@ -36,11 +36,11 @@ def test_info_is_true_for_quantised_kv(given: tuple[str, ...], bytes_per_token: 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (("--kv-dtype", "int9"), "'int9' is no K/V format; choose one of auto, fp8"),
+        (("--kv-dtype", "int9"), "'int9' is no K/V format; choose one of auto, int8"),
         (("--kv-skip-layers", "first"), "give layers, counted from 0"),
         (("--kv-dtype", "int8-g48"), "heads of 64 K dims do not fit 48 elements"),
         (("--kv-dtype", "int8", "--kv-skip-layers", "30"), "the model has 30, counted from 0"),
-        (("--kv-dtype", "fp8-static"), "choose --kv-dtype fp8, which computes its scales"),
+        (("--kv-dtype", "fp8-static"), "choose --kv-dtype int8, which computes its scales"),
     ],
 )
 def test_a_format_that_cannot_be_is_refused(given: tuple[str, ...], told: str) -> None:

@@ -13,7 +13,7 @@ from lightkv.integrations.hf_cache import LightKVCache
 from lightkv.integrations.streaming import Stream, Window
 from lightkv.memory.kv_pool import KVPool
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
-from lightkv.triton_kernels.quantised.quantise_reference import dequantise, quantise, rotate_heads
+from lightkv.triton_kernels.quantised.quantise_reference import apply_hadamard, dequantise, quantise
 from tests.support.tiny_models import VOCABULARY, tiny_llama
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ SKIPPED = (1,)
 IDS = torch.randint(0, VOCABULARY, (90,), generator=torch.Generator().manual_seed(1)).tolist()
 # On "triton", prefill and decode are the kernels' in the interpreter.
 CASES = [
-    *((name, "torch") for name in ("int8", "int4", "k16v8")),
+    *((name, "torch") for name in ("int8", "int4")),
     *(pytest.param(name, "triton", marks=pytest.mark.slow) for name in ("int8", "int4")),
 ]
 both = pytest.mark.parametrize(("name", "backend"), CASES)
@@ -33,10 +33,11 @@ def round_written(pool: KVPool, name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
     def rounded(layer_idx: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         of_layer = chosen.of_layer(layer_idx)
-        for x, elements in ((k, of_layer.k), (v, of_layer.v)):
+        elements = of_layer.elements
+        for x in (k, v):
             if elements.is_quantised:
                 restored = dequantise(*quantise(x, elements, of_layer.scale_dtype), elements)
-                x.copy_(rotate_heads(restored) if elements.is_rotated else restored)
+                x.copy_(apply_hadamard(restored) if elements.has_hadamard else restored)
         write(layer_idx, slots, k, v)
 
     monkeypatch.setattr(pool, "write", rounded)
@@ -82,9 +83,9 @@ def test_streams(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["int4", "int8-rot", "fp8-rot"])
+@pytest.mark.parametrize("name", ["int4", "int8-hadamard"])
 @pytest.mark.parametrize("size", [12, 150])
-def test_streams_with_sinks_over_rotated_keys_on_a_gpu(
+def test_streams_with_sinks_over_hadamard_keys_on_a_gpu(
     name: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two streams, one after the other and then in one batch, whose single tokens are replays of graphs."""
@@ -165,7 +166,7 @@ def test_trees_of_guesses(name: str, backend: str, monkeypatch: pytest.MonkeyPat
     assert_close(*logits)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "k8v4"])
+@pytest.mark.parametrize("name", ["int8", "int4"])
 def test_beams_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, texts = tiny_llama(CPU), []
     for format_of in (KVFormat.parse(name, SKIPPED), KVFormat()):

@@ -63,8 +63,8 @@ def make_store(case: Case, dtype: torch.dtype, device: torch.device) -> StoredKV
         torch.zeros(NUM_SLOTS, num_kv_heads, case.dim * one.bits // 8, dtype=one.stored, device=device)
         for one in (layer.k, layer.v)
     )
-    columns = layer.columns(case.dim, case.dim)
-    scales = torch.zeros(NUM_SLOTS, num_kv_heads, columns, dtype=layer.scale_dtype, device=device)
+    num_scales = layer.num_scales(case.dim, case.dim)
+    scales = torch.zeros(NUM_SLOTS, num_kv_heads, num_scales, dtype=layer.scale_dtype, device=device)
     return StoredKV(k, v, scales, layer)
 
 

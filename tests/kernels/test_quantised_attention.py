@@ -24,10 +24,10 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
 )
 from lightkv.triton_kernels.attention.variants import Alibi, Chunk, SinkLogits, Softcap, Window
 from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
-from lightkv.triton_kernels.quantised.kv_format import KVFormat
+from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
 
-COMMON = ("int8", "fp8", "int8-g8", "int4", "k16v8")
-RARE = ("int8-rot", "fp8-rot", "fp8-static", "int4-g16", "int4-sym-g8", "k8v4")
+COMMON = ("int8", "fp8-static", "int8-g8", "int4")
+RARE = ("int8-hadamard", "int4-g16", KVFormat(Elements(4, group=8)))  # the last is OpenPPL's
 NAMES = [*COMMON, *slow(*RARE)]
 TYPES = [
     torch.float32,
@@ -38,17 +38,17 @@ TYPES = [
 
 def quantised_cache(
     lengths: list[int],
-    name: str,
+    name: str | KVFormat,
     device: torch.device,
     *,
     dtype: torch.dtype = torch.float32,
     num_kv_heads: int = 2,
     k_dim: int = 64,
     v_dim: int = 64,
-    factors: tuple[float, float] = (1.0, 1.0),
+    factor: float = 1.0,
 ) -> Cache:
     """Makes random K/V in shuffled slots of a pool, whose other slots have NaN for scales."""
-    spec = KVSpec(1, num_kv_heads, k_dim, v_dim, dtype, KVFormat.parse(name))
+    spec = KVSpec(1, num_kv_heads, k_dim, v_dim, dtype, name)
     num_slots = sum(lengths) + 20
     pool = KVPool(spec, num_slots, device)
     for buffer in pool.buffers:
@@ -58,7 +58,7 @@ def quantised_cache(
     slots = 1 + torch.randperm(num_slots - 1)[: sum(lengths)]
     k, v = (torch.randn(len(slots), num_kv_heads, dim) + 0.5 for dim in (k_dim, v_dim))
     k[:, :, 3] *= 8  # an outlier
-    k, v = k * factors[0], v * factors[1]
+    k, v = k * factor, v * factor
     pool.write(0, slots.to(device), k.to(device, dtype), v.to(device, dtype))
     index = torch.zeros(len(lengths) + 1, max(*lengths, 1) + 3, dtype=torch.int32)
     rows = 1 + torch.randperm(len(lengths))
@@ -88,8 +88,8 @@ def check_decode(
 def with_scales_apart(kv: PagedKV) -> PagedKV:
     """The same K/V with the scales of K and those of V in two tensors."""
     assert kv.scales is not None
-    own = kv.format.k.columns(kv.key_dim)
-    apart = torch.stack((kv.scales[..., :own], kv.scales[..., own:]), 1)  # [slots, 2, heads, columns]
+    own = kv.format.elements.num_scales(kv.key_dim)
+    apart = torch.stack((kv.scales[..., :own], kv.scales[..., own:]), 1)  # [slots, 2, heads, scales]
     return kv._replace(scales=apart[:, 0], v_scales=apart[:, 1])
 
 
@@ -113,7 +113,7 @@ def test_scales_of_k_and_v_may_stand_apart(name: str, device: torch.device) -> N
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_decode(name: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_decode(name: str | KVFormat, dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(1)
     check_decode(quantised_cache([70, 0, 1, 133], name, device, dtype=dtype), dtype)
 
@@ -121,13 +121,12 @@ def test_decode(name: str, dtype: torch.dtype, device: torch.device) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str
 )
-@pytest.mark.parametrize("name", ["int4", "int4-g16", "k8v4"])
+@pytest.mark.parametrize("name", ["int4", "int4-g16"])
 def test_values_beyond_float16_give_no_nan(name: str, dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(12)
     for factor in (1e4, 1e5):
-        factors = (1.0 if name == "k8v4" else factor), factor
-        cache = quantised_cache([70, 33], name, device, dtype=dtype, factors=factors)
-        q = queries(cache, 2, dtype) / factors[0]
+        cache = quantised_cache([70, 33], name, device, dtype=dtype, factor=factor)
+        q = queries(cache, 2, dtype) / factor
         decoded = decode_attention(q, *cache)
         prefilled = prefill_attention(q, cache.kv, cache.rows, starts([1, 1], device), cache.lengths)
         expected = decode_attention_reference(q, *cache)
@@ -141,7 +140,7 @@ def test_values_beyond_float16_give_no_nan(name: str, dtype: torch.dtype, device
     ("k_dim", "v_dim"),
     [(80, 80), (96, 64), *(pytest.param(dim, dim, marks=pytest.mark.slow) for dim in (16, 128))],
 )
-@pytest.mark.parametrize("name", ["int8", "int4", "k8v4", "int8-g8"])
+@pytest.mark.parametrize("name", ["int8", "int4", "int8-g8"])
 def test_head_dims(name: str, k_dim: int, v_dim: int, device: torch.device) -> None:
     torch.manual_seed(2)
     cache = quantised_cache([70, 33], name, device, k_dim=k_dim, v_dim=v_dim, dtype=torch.float16)
@@ -170,14 +169,14 @@ def test_decode_with_sinks_and_alibi(device: torch.device) -> None:
     torch.manual_seed(4)
     slopes, sinks = alibi_slopes(8, device=device), torch.randn(8, device=device)
     for dtype in (torch.float32, torch.float16):
-        cache = quantised_cache([70, 5, 133], "k8v4", device, dtype=dtype)
+        cache = quantised_cache([70, 5, 133], "int4", device, dtype=dtype)
         check_decode(cache, dtype, AttentionOptions().plus(Alibi(slopes)))
         check_decode(cache, dtype, AttentionOptions().plus(SinkLogits(sinks)))
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_prefill(name: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_prefill(name: str | KVFormat, dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(5)
     cache = quantised_cache([90, 40, 7], name, device, dtype=dtype)
     counts = [50, 40, 2]
@@ -195,7 +194,7 @@ def test_a_step_of_prefills_and_decodes(name: str, device: torch.device) -> None
     assert_close(mixed_attention(*arguments), mixed_attention_reference(*arguments))
 
 
-@pytest.mark.parametrize("name", ["int8", "int8-g8", "int4", "k16v8"])
+@pytest.mark.parametrize("name", ["int8", "int8-g8", "int4"])
 def test_scores(name: str, device: torch.device) -> None:
     torch.manual_seed(7)
     cache = quantised_cache([60, 9], name, device)

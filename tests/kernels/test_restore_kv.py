@@ -12,12 +12,13 @@ from lightkv.triton_kernels.attention.lookups import BeamTable, RingRows
 from lightkv.triton_kernels.attention.paged_kv import PagedKV
 from lightkv.triton_kernels.attention.prefill.restore_kv import restore_kv, restore_kv_reference
 from lightkv.triton_kernels.layout.ring import Ring
-from lightkv.triton_kernels.quantised.kv_format import KVFormat
+from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
 from tests.support.random_kv import make_kv
 
-INTEGERS = ("int8", "int8-g8", "int4", "int4-g16", "int4-sym-g8", "k16v8", "k8v4")
+SYMMETRIC = KVFormat(Elements(4, group=8))
+INTEGERS = ("int8", "int8-g8", "int4", "int4-g16", SYMMETRIC)
 # The interpreter reads fp8 in another way.
-FORMATS = [*INTEGERS, *(pytest.param(name, marks=pytest.mark.gpu) for name in ("fp8", "fp8-static"))]
+FORMATS = [*INTEGERS, pytest.param("fp8-static", marks=pytest.mark.gpu)]
 
 
 def starts_of(lengths: list[int], gap: int = 0) -> list[int]:
@@ -55,7 +56,7 @@ def check(
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (192, 128)], ids=str)
-def test_formats(name: str, dims: tuple[int, int], device: torch.device) -> None:
+def test_formats(name: str | KVFormat, dims: tuple[int, int], device: torch.device) -> None:
     torch.manual_seed(dims[0])
     lengths = [37, 5, 70]
     kv, rows = make_kv(name, device, lengths=lengths, dims=dims)
@@ -88,7 +89,7 @@ def test_lengths(lengths: list[int], device: torch.device) -> None:
 def test_gaps_between_requests_and_tokens_beyond_the_scratch(device: torch.device) -> None:
     torch.manual_seed(2)
     lengths = [40, 0, 33, 60]
-    kv, rows = make_kv("int4-sym-g8", device, lengths=lengths)
+    kv, rows = make_kv(SYMMETRIC, device, lengths=lengths)
     k, _ = check(kv, rows, lengths, capacity=200, gap=7)
     assert k[40:54].isnan().all()
     for capacity in (1, 39, 64, 100):
@@ -138,7 +139,7 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
         ({"kv": kv._replace(lookup=BeamTable(kv.index))}, "K/V that BeamTable finds"),
         ({"kv": kv._replace(index=kv.index.long())}, "the index must be int32"),
         ({"kv": kv._replace(scales=None)}, "pass KVPool.scales"),
-        ({"kv": kv._replace(format=KVFormat.parse("int8-g8"))}, "16 scales and middles"),
+        ({"kv": kv._replace(format=KVFormat.parse("int8-g8"))}, "16 scales and zero points"),
         ({"rows": rows.float()}, "rows must be"),
         ({"lengths": one.long()}, "lengths must be"),
         ({"starts": one[:1]}, "starts must be"),

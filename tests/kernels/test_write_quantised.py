@@ -10,19 +10,22 @@ from torch import Tensor
 
 from lightkv import KVPool, KVSpec
 from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
-from lightkv.triton_kernels.quantised.quantise_reference import hadamard, split_columns, unpack
+from lightkv.triton_kernels.quantised.quantise_reference import hadamard, split_scales, unpack
 from lightkv.triton_kernels.write.inputs import Biases, Rotation, StoredKV
 from lightkv.triton_kernels.write.write_kv import split_qkv, write_kv, write_kv_reference
 
 NUM_SLOTS = 64
+SYMMETRIC = KVFormat(Elements(4, group=8))
 # The interpreter rounds to fp8 in another way.
-INTEGERS = ("int8", "int8-g8", "int4", "int4-g16", "int4-sym-g8", "k16v8", "k8v4")
-FORMATS = [*INTEGERS, *(pytest.param(name, marks=pytest.mark.gpu) for name in ("fp8", "fp8-static"))]
+INTEGERS = ("int8", "int8-g8", "int4", "int4-g16", SYMMETRIC)
+FORMATS = [*INTEGERS, pytest.param("fp8-static", marks=pytest.mark.gpu)]
 
 
-def make_pool(name: str, heads: int, dims: tuple[int, int], dtype: torch.dtype, device: Any) -> KVPool:
+def make_pool(
+    name: str | KVFormat, heads: int, dims: tuple[int, int], dtype: torch.dtype, device: Any
+) -> KVPool:
     """Returns a pool of one layer whose every byte is the same."""
-    pool = KVPool(KVSpec(1, heads, *dims, dtype, KVFormat.parse(name)), NUM_SLOTS, torch.device(device))
+    pool = KVPool(KVSpec(1, heads, *dims, dtype, name), NUM_SLOTS, torch.device(device))
     for buffer in pool.buffers:
         buffer.view(torch.uint8).fill_(0x35)
     if pool.format(0).is_static:
@@ -36,26 +39,26 @@ def stored_in(pool: KVPool) -> StoredKV:
 
 
 def assert_equal_heads(
-    ours: Tensor, theirs: Tensor, our_columns: Tensor, columns: Tensor, elements: Elements
+    ours: Tensor, theirs: Tensor, our_scales: Tensor, their_scales: Tensor, elements: Elements
 ) -> None:
     """Compares stored heads and what stands beside them."""
     assert ours.dtype == theirs.dtype
-    if not elements.is_rotated:
+    if not elements.has_hadamard:
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
-        assert torch.equal(our_columns, columns)
+        assert torch.equal(our_scales, their_scales)
         return
-    # Each scale that is rounded to the next number of float16 moves the middle by 8 times as much.
-    scales = columns.float().split(elements.groups(ours.shape[-1] * 8 // elements.bits), -1)
-    for our_part, part in zip(our_columns.float().split(scales[0].shape[-1], -1), scales, strict=True):
+    # Each scale that is rounded to the next number of float16 moves the zero point by 8 times as much.
+    scales = their_scales.float().split(elements.groups(ours.shape[-1] * 8 // elements.bits), -1)
+    for our_part, part in zip(our_scales.float().split(scales[0].shape[-1], -1), scales, strict=True):
         assert ((our_part - part).abs() <= 2**-9 * (8 * scales[0] + part.abs())).all()
-    assert (our_columns != columns).sum() <= 1 + columns.numel() * 0.02
+    assert (our_scales != their_scales).sum() <= 1 + their_scales.numel() * 0.02
     difference = (unpack(ours, elements) - unpack(theirs, elements)).abs()
     assert (difference <= 1).all()
     assert (difference > 0).sum() <= 1 + difference.numel() * 0.005
 
 
 def check(
-    name: str,
+    name: str | KVFormat,
     *,
     device: torch.device | str,
     num_tokens: int = 20,
@@ -99,24 +102,30 @@ def check(
     written = slots.long()
     ours, theirs = map(stored_in, pools)
     layer_format = ours[3]
-    parts = (split_columns(one[2][written], layer_format, dims[0]) for one in (ours, theirs))
-    for part, (elements, our_columns, columns) in enumerate(zip(layer_format[:2], *parts, strict=True)):
-        assert_equal_heads(ours[part][written], theirs[part][written], our_columns, columns, elements)
+    scales = (split_scales(one[2][written], layer_format, dims[0]) for one in (ours, theirs))
+    for one, other, *of_one in zip(ours[:2], theirs[:2], *scales, strict=True):
+        assert_equal_heads(one[written], other[written], *of_one, layer_format.elements)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dim", [64, 80, 128])
-def test_formats(name: str, dim: int, device: torch.device) -> None:
+def test_formats(name: str | KVFormat, dim: int, device: torch.device) -> None:
     torch.manual_seed(dim)
     check(name, device=device, dims=(dim, dim), num_pairs=dim // 2)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["int8", "int4", *(pytest.param(name, marks=pytest.mark.slow) for name in FORMATS[1:2] + FORMATS[3:7])],
+    [
+        "int8",
+        "int4",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8-g8", "int4-g16", SYMMETRIC)),
+    ],
 )
 @pytest.mark.parametrize("interleaved", [False, True], ids=["neox", "gptj"])
-def test_partial_rotary_dims_and_biases(name: str, interleaved: bool, device: torch.device) -> None:
+def test_partial_rotary_dims_and_biases(
+    name: str | KVFormat, interleaved: bool, device: torch.device
+) -> None:
     torch.manual_seed(1)
     settings: dict[str, Any] = {"interleaved": interleaved, "device": device}
     check(name, dims=(80, 80), num_pairs=16, biases="qkv", **settings)
@@ -124,14 +133,14 @@ def test_partial_rotary_dims_and_biases(name: str, interleaved: bool, device: to
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_dims_of_k_and_v_differ(name: str, device: torch.device) -> None:
+def test_dims_of_k_and_v_differ(name: str | KVFormat, device: torch.device) -> None:
     torch.manual_seed(2)
     check(name, device=device, dims=(192, 128), num_pairs=32)
     check(name, device=device, dims=(32, 96), num_pairs=16, num_kv_heads=3, num_heads=3)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_without_rotary_positions(name: str, device: torch.device) -> None:
+def test_without_rotary_positions(name: str | KVFormat, device: torch.device) -> None:
     torch.manual_seed(3)
     check(name, device=device, num_pairs=0, with_q=False)
     check(name, device=device, num_pairs=0, biases="qv", slot_dtype=torch.int32)
@@ -139,29 +148,29 @@ def test_without_rotary_positions(name: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize("num_tokens", [0, 1, 15, 16, 33], ids="T{}".format)
-def test_numbers_of_tokens(name: str, num_tokens: int, device: torch.device) -> None:
+def test_numbers_of_tokens(name: str | KVFormat, num_tokens: int, device: torch.device) -> None:
     torch.manual_seed(num_tokens)
     check(name, device=device, num_tokens=num_tokens, slot_dtype=torch.int32, num_heads=1, num_kv_heads=1)
 
 
 @pytest.mark.parametrize("name", INTEGERS)
-def test_float16_with_a_row_of_angles_for_each_token(name: str, device: torch.device) -> None:
+def test_float16_with_a_row_of_angles_for_each_token(name: str | KVFormat, device: torch.device) -> None:
     torch.manual_seed(4)
     check(name, device=device, dtype=torch.float16, table_dtype=torch.float16)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*INTEGERS, "fp8", "fp8-static"])
-def test_bfloat16(name: str) -> None:
+@pytest.mark.parametrize("name", [*INTEGERS, "fp8-static"])
+def test_bfloat16(name: str | KVFormat) -> None:
     torch.manual_seed(5)
     check(name, device="cuda", dtype=torch.bfloat16, table_dtype=torch.bfloat16)
     check(name, device="cuda", dtype=torch.bfloat16, dims=(256, 256), num_pairs=128, num_tokens=50)
 
 
-@pytest.mark.parametrize("name", ["int8", "int8-g8", "int4", "int4-g16", "k8v4"])
+@pytest.mark.parametrize("name", ["int8", "int8-g8", "int4", "int4-g16"])
 def test_heads_of_zeros_tiny_and_huge_values(name: str, device: torch.device) -> None:
     for value in (0.0, 1e-30, 2.0, 65_280.0, -65_504.0, 65_505.0, -1e6, 1e30):
-        # A rotation makes ± value of it exactly, in any order of its sums.
+        # The Hadamard transform makes ± value of it exactly, in any order of its sums.
         k = torch.zeros(3, 1, 64, device=device)
         k[:, :, 5] = 8 * value
         slots = torch.tensor([4, 9, 1], device=device)
@@ -178,7 +187,7 @@ def test_slot_0_takes_any_number_of_padding_tokens(device: torch.device) -> None
     k = torch.arange(1.0, 41.0, device=device)[:, None, None] * torch.linspace(-1, 1, 64, device=device)
     slots = torch.zeros(40, dtype=torch.int32, device=device)
     slots[3] = 5
-    for name in ("int8", "int4-sym-g8"):
+    for name in ("int8", SYMMETRIC):
         pool = make_pool(name, 1, (64, 64), torch.float32, device)
         expected = make_pool(name, 1, (64, 64), torch.float32, device)
         write_kv(k, -k, stored_in(pool), slots)
@@ -187,10 +196,8 @@ def test_slot_0_takes_any_number_of_padding_tokens(device: torch.device) -> None
             assert torch.equal(ours[1:], theirs[1:])
 
 
-def test_the_rotation_is_that_of_hadamard(device: torch.device) -> None:
-    """A format of 8 bits with a rotation shows it more exactly than 4 bits do."""
-    elements = Elements(8, is_rotated=True)
-    layer_format = KVFormat(elements, elements)
+def test_the_transform_is_that_of_hadamard(device: torch.device) -> None:
+    layer_format = KVFormat.parse("int8-hadamard")
     for dim in (64, 80, 96):
         torch.manual_seed(dim)
         k, v = torch.randn(2, 6, 2, dim, device=device)
@@ -229,13 +236,13 @@ def test_static_scales_are_read_and_stay(device: torch.device) -> None:
     slots = torch.tensor([3, 61, 9, 2, 7, 8], device=device)
     caches, others = torch.zeros(2, 2, NUM_SLOTS, 2, 16, dtype=torch.int8, device=device)
     before, of_every_slot = scales.clone(), scales.expand(NUM_SLOTS, 2, 2)
-    write_kv(k, v, StoredKV(*caches, of_every_slot, KVFormat(elements, elements)), slots)
-    for column, (x, cache) in enumerate(zip((k, v), caches, strict=True)):
-        expected = (x * (1 / scales[:, column, None])).round().clamp(-127, 127)
+    write_kv(k, v, StoredKV(*caches, of_every_slot, KVFormat(elements)), slots)
+    for x, cache, scale in zip((k, v), caches, scales.unbind(1), strict=True):
+        expected = (x * (1 / scale[:, None])).round().clamp(-127, 127)
         assert torch.equal(cache[slots].float(), expected)
     assert torch.equal(scales, before)
     # Compiled, the operator may get the scales with another stride of slots.
-    fields = [int(field) for field in elements] * 2
+    fields = [int(field) for field in elements]
     torch.ops.lightkv.write_kv(k, v, *others, before[None], fields, slots, None, [], False, [None] * 5, [])
     assert torch.equal(caches, others)
 
@@ -254,9 +261,9 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
         ({"k": k[0]}, r"k must be \[tokens, kv_heads, dim\]"),
         ({"v": k[:3]}, "k and v must agree"),
         ({"stored": stored._replace(v=stored.v[:, :1])}, "2 heads and a last dim of 80"),
-        ({"stored": stored._replace(format=KVFormat.parse("int4-sym"))}, "a last dim of 40"),
+        ({"stored": stored._replace(format=KVFormat.parse("int4"))}, "a last dim of 40"),
         ({"stored": stored._replace(k=bytes_of_k)}, "k must be torch.int8 in this format, got torch.uint8"),
-        ({"stored": stored._replace(format=KVFormat.parse("k16v8"))}, "k must be of a floating type"),
+        ({"stored": StoredKV(stored.k, stored.v)}, "k must be of a floating type"),
         ({"stored": stored._replace(v=strided)}, "last stride"),
         (
             {"stored": stored._replace(scales=scales.half())},
@@ -267,7 +274,7 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
         ({"stored": stored._replace(scales=None)}, "scales must be .*got None"),
         ({"stored": stored._replace(format=KVFormat.parse("int8-g40"))}, "powers of 2"),
         ({"stored": stored._replace(format=KVFormat.parse("int8-g7"))}, "do not fit 7 elements"),
-        ({"stored": StoredKV(k, k, scales)}, "scales are given, and neither K nor V is quantised"),
+        ({"stored": StoredKV(k, k, scales)}, "scales are given, and nothing is quantised"),
         ({"slots": slots[:3]}, "number of tokens"),
         ({"slots": slots.float()}, "int32 or int64"),
         ({"q": k}, "nothing is to be done to q"),
@@ -286,7 +293,7 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     slots = torch.tensor([3, 1, 9, 2, 7, 8], device=device)
     ours, theirs = (make_pool("int8-g8", 1, (16, 16), torch.float32, device) for _ in range(2))
     layer_format = ours.format(0)
-    fields = [int(field) for elements in layer_format[:2] for field in elements]
+    fields = [int(field) for field in layer_format.elements]
     caches = [cache.clone() for cache in stored_in(ours)[:3]]  # compiled, views of two types may not share
     copies = [cache.clone() for cache in caches]
     arguments = (k, v, *copies, fields, slots, None, [], False, [None] * 5, [])

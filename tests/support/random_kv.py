@@ -12,7 +12,7 @@ NUM_SLOTS = 512
 
 
 def make_kv(
-    name: str,
+    name: str | KVFormat,
     device: torch.device | str,
     *,
     lengths: list[int],
@@ -22,7 +22,7 @@ def make_kv(
     dtype: torch.dtype = torch.float16,
 ) -> tuple[PagedKV, Tensor]:
     """Returns K/V of random requests at shuffled places, and their rows of the index."""
-    spec = KVSpec(1, heads, *dims, dtype, KVFormat.parse(name))
+    spec = KVSpec(1, heads, *dims, dtype, name)
     pool = KVPool(spec, NUM_SLOTS, torch.device(device))
     for buffer in pool.buffers:
         buffer.view(torch.uint8).fill_(0xFF)  # NaN in 16 bits, and in fp8

@@ -9,23 +9,21 @@ import triton.language as tl
 
 from lightkv.triton_kernels.attention.variants.hooks import change_scores, hide, load_ahead, offset_of
 from lightkv.triton_kernels.quantised.unpack import (
-    are_in_one_word,
-    columns_of,
     field_bias,
     field_factor,
     fields_of,
+    fit_one_word,
+    has_zero_point,
     is_biased,
     k_groups,
-    k_has_middle,
-    k_kind,
-    load_columns,
-    load_word_beside,
+    kind_of,
+    load_scale_word,
+    load_scales,
     restore,
+    scales_of,
     tuple_of,
     unpack,
     v_groups,
-    v_has_middle,
-    v_kind,
     weight_factor,
     word_block,
     words_of,
@@ -71,9 +69,9 @@ def _load_rows(
 
 
 @triton.jit
-def _load_query_part(heads, words, PART: tl.constexpr, mask, KIND: tl.constexpr, PACKED: tl.constexpr):
+def _load_query_field(heads, words, FIELD: tl.constexpr, mask, KIND: tl.constexpr, PACKED: tl.constexpr):
     """Loads the dims of the query heads that meet a field of the words of K."""
-    part = tl.load(heads + (words * fields_of(KIND) + PART)[None, :], mask=mask, other=0.0)
+    part = tl.load(heads + (words * fields_of(KIND) + FIELD)[None, :], mask=mask, other=0.0)
     return query_for(part, KIND, PACKED)
 
 
@@ -102,15 +100,15 @@ def load_query(heads, in_tile, shape):
     for each field of a word of K, [BLOCK_M, BLOCK_DK / fields], or of the whole heads if K is not quantised."""
     FORMAT: tl.constexpr = shape.FORMAT
     PACKED: tl.constexpr = shape.PACKED
-    KIND: tl.constexpr = k_kind(FORMAT)
+    KIND: tl.constexpr = kind_of(FORMAT)
     words = tl.arange(0, word_block(shape.BLOCK_DK, KIND))
     mask = in_tile[:, None] & (words < words_of(shape.DK, KIND))[None, :]
     FIELDS: tl.constexpr = fields_of(KIND)
     return tuple_of(
-        _load_query_part(heads, words, 0, mask, KIND, PACKED),
-        _load_query_part(heads, words, 1, mask, KIND, PACKED) if FIELDS >= 2 else None,
-        _load_query_part(heads, words, 2, mask, KIND, PACKED) if FIELDS == 4 else None,
-        _load_query_part(heads, words, 3, mask, KIND, PACKED) if FIELDS == 4 else None,
+        _load_query_field(heads, words, 0, mask, KIND, PACKED),
+        _load_query_field(heads, words, 1, mask, KIND, PACKED) if FIELDS >= 2 else None,
+        _load_query_field(heads, words, 2, mask, KIND, PACKED) if FIELDS == 4 else None,
+        _load_query_field(heads, words, 3, mask, KIND, PACKED) if FIELDS == 4 else None,
     )
 
 
@@ -118,9 +116,9 @@ def load_query(heads, in_tile, shape):
 def sum_query(q, FORMAT: tl.constexpr, PACKED: tl.constexpr):
     """Returns two sums of each row of the tiles of `load_query`, [BLOCK_M] float32: of its numbers, and of
     these times `field_bias`. None where nothing is added to the elements of K."""
-    KIND: tl.constexpr = k_kind(FORMAT)
+    KIND: tl.constexpr = kind_of(FORMAT)
     sums = None
-    if k_has_middle(FORMAT) or is_biased(KIND, k_groups(FORMAT), PACKED):
+    if has_zero_point(FORMAT) or is_biased(KIND, k_groups(FORMAT), PACKED):
         total = tl.sum(q[0].to(tl.float32), 1)
         biased = total * field_bias(KIND, 0, PACKED)
         for part in tl.static_range(1, fields_of(KIND)):
@@ -135,7 +133,7 @@ def sum_query(q, FORMAT: tl.constexpr, PACKED: tl.constexpr):
 def start_output(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, FORMAT: tl.constexpr):
     """Returns the un-normalised output that `attend_keys` begins with: a tuple of zeros, one tile for each
     field of a word of V, [BLOCK_M, BLOCK_DV / fields], or transposed where `_dot` wants that."""
-    KIND: tl.constexpr = v_kind(FORMAT)
+    KIND: tl.constexpr = kind_of(FORMAT)
     WIDTH: tl.constexpr = word_block(BLOCK_DV, KIND)
     shape: tl.constexpr = (WIDTH, BLOCK_M) if BLOCK_M < 16 else (BLOCK_M, WIDTH)
     zeros = tl.zeros(shape, tl.float32)
@@ -145,43 +143,43 @@ def start_output(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, FORMAT: tl.const
 
 
 @triton.jit
-def finish_output(acc, total, PART: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr):
+def finish_output(acc, total, FIELD: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr):
     """Returns a part of the output, divided by the sum of the weights."""
     divisor = tl.where(total > 0.0, total, 1.0)
-    KIND: tl.constexpr = v_kind(FORMAT)
+    KIND: tl.constexpr = kind_of(FORMAT)
     if v_groups(FORMAT) == 1:
         divisor = divisor * weight_factor(KIND, PACKED)
-    if is_biased(KIND, v_groups(FORMAT), PACKED) and field_factor(KIND, PART, PACKED) != 1.0:
-        divisor = divisor * field_factor(KIND, PART, PACKED)
-    part = acc[PART]
+    if is_biased(KIND, v_groups(FORMAT), PACKED) and field_factor(KIND, FIELD, PACKED) != 1.0:
+        divisor = divisor * field_factor(KIND, FIELD, PACKED)
+    part = acc[FIELD]
     if part.shape[1] < 16:
         part = tl.trans(part)
     return part / divisor[:, None]
 
 
 @triton.jit
-def output_dims(BLOCK_DV: tl.constexpr, DV: tl.constexpr, PART: tl.constexpr, FORMAT: tl.constexpr):
+def output_dims(BLOCK_DV: tl.constexpr, DV: tl.constexpr, FIELD: tl.constexpr, FORMAT: tl.constexpr):
     """Returns the dims of a part of the output, and which of them a head has."""
-    KIND: tl.constexpr = v_kind(FORMAT)
+    KIND: tl.constexpr = kind_of(FORMAT)
     words = tl.arange(0, word_block(BLOCK_DV, KIND))
-    return words * fields_of(KIND) + PART, words < words_of(DV, KIND)
+    return words * fields_of(KIND) + FIELD, words < words_of(DV, KIND)
 
 
 @triton.jit
 def key_scores(q, q_sums, words, beside, FORMAT: tl.constexpr, PACKED: tl.constexpr):
     """Returns the dot products of queries and keys, [BLOCK_M, BLOCK_N]."""
-    KIND: tl.constexpr = k_kind(FORMAT)
+    KIND: tl.constexpr = kind_of(FORMAT)
     GROUPS: tl.constexpr = k_groups(FORMAT)
-    MIDDLE: tl.constexpr = k_has_middle(FORMAT)
+    HAS_ZERO_POINT: tl.constexpr = has_zero_point(FORMAT)
     BIASED: tl.constexpr = is_biased(KIND, GROUPS, PACKED)
     tiles = unpack(words, KIND, q[0].dtype, PACKED, BIASED)
     start = None
     if BIASED and q[0].shape[0] >= 16:
         shape: tl.constexpr = (q[0].shape[0], words.shape[0])
         start = tl.broadcast_to(-q_sums[1][:, None], shape)
-    scores = _dot(q[0], tl.trans(restore(tiles[0], beside, GROUPS, MIDDLE)), start)
+    scores = _dot(q[0], tl.trans(restore(tiles[0], beside, GROUPS, HAS_ZERO_POINT)), start)
     for part in tl.static_range(1, fields_of(KIND)):
-        k = restore(tiles[part], beside, GROUPS, MIDDLE)
+        k = restore(tiles[part], beside, GROUPS, HAS_ZERO_POINT)
         of_part = q[part]
         if BIASED and field_factor(KIND, part, PACKED) != 1.0:
             of_part = of_part * (1.0 / field_factor(KIND, part, PACKED))
@@ -192,33 +190,33 @@ def key_scores(q, q_sums, words, beside, FORMAT: tl.constexpr, PACKED: tl.conste
             scores -= q_sums[1][:, None]
     if GROUPS == 1:
         scores = scores * beside[0][None, :]
-        if MIDDLE:
+        if HAS_ZERO_POINT:
             scores += q_sums[0][:, None] * beside[1][None, :]
     return scores
 
 
 @triton.jit
-def _add_part(
-    acc, weights, v, shifts, decay, beside, PART: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr
+def _add_field(
+    acc, weights, v, shifts, decay, beside, FIELD: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr
 ):
     """Returns a part of the output, decayed, with the weighted values of a tile of keys."""
-    KIND: tl.constexpr = v_kind(FORMAT)
+    KIND: tl.constexpr = kind_of(FORMAT)
     BIASED: tl.constexpr = is_biased(KIND, v_groups(FORMAT), PACKED)
-    FACTOR: tl.constexpr = field_factor(KIND, PART, PACKED) if BIASED else 1.0
+    FACTOR: tl.constexpr = field_factor(KIND, FIELD, PACKED) if BIASED else 1.0
     ACROSS: tl.constexpr = 0 if weights.shape[0] < 16 else 1  # 0: the output is transposed
-    old = acc[PART] * tl.expand_dims(decay, ACROSS)
-    of_middles, of_weights = shifts
-    if of_middles is not None and BIASED:
-        shift = of_middles * FACTOR - of_weights * (field_bias(KIND, PART, PACKED) * FACTOR)
+    old = acc[FIELD] * tl.expand_dims(decay, ACROSS)
+    of_zero_points, of_weights = shifts
+    if of_zero_points is not None and BIASED:
+        shift = of_zero_points * FACTOR - of_weights * (field_bias(KIND, FIELD, PACKED) * FACTOR)
         old += tl.expand_dims(shift, ACROSS)
-    elif of_middles is not None:
-        old += tl.expand_dims(of_middles, ACROSS)
+    elif of_zero_points is not None:
+        old += tl.expand_dims(of_zero_points, ACROSS)
     elif BIASED:
-        old += tl.expand_dims(of_weights * (-field_bias(KIND, PART, PACKED) * FACTOR), ACROSS)
-    values = v[PART]
+        old += tl.expand_dims(of_weights * (-field_bias(KIND, FIELD, PACKED) * FACTOR), ACROSS)
+    values = v[FIELD]
     if weights.shape[0] < 16:
         values = tl.trans(values)
-    return _dot(weights, restore(values, beside, v_groups(FORMAT), v_has_middle(FORMAT)), old)
+    return _dot(weights, restore(values, beside, v_groups(FORMAT), has_zero_point(FORMAT)), old)
 
 
 @triton.jit
@@ -226,29 +224,29 @@ def add_weighted(
     acc, weights, words, decay, beside, DTYPE: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr
 ):
     """Returns the output, decayed, with the values of a tile of keys, weighted. `DTYPE`: of the dot product, if
-    V is not quantised, or not unpacked to float16."""
-    KIND: tl.constexpr = v_kind(FORMAT)
+    V is not unpacked to float16."""
+    KIND: tl.constexpr = kind_of(FORMAT)
     BIASED: tl.constexpr = is_biased(KIND, v_groups(FORMAT), PACKED)
     tiles = unpack(words, KIND, DTYPE, PACKED, BIASED)
-    of_middles, of_weights = None, None  # what each row's outputs have beside those of the elements
+    of_zero_points, of_weights = None, None  # what each row's outputs have beside those of the elements
     if v_groups(FORMAT) == 1:
         # Scales go to the weights, so that elements are not touched.
         FACTOR: tl.constexpr = weight_factor(KIND, PACKED)
-        scale, middle = beside
-        if v_has_middle(FORMAT):
-            of_middles = tl.sum(weights * middle[None, :], 1) * FACTOR
+        scale, zero_point = beside
+        if has_zero_point(FORMAT):
+            of_zero_points = tl.sum(weights * zero_point[None, :], 1) * FACTOR
         weights = weights * (scale * FACTOR)[None, :]
     weights = weights.to(tiles[0].dtype)
     if BIASED:
         # The bias is taken out tile by tile, so the output that is carried stays small and precise.
         of_weights = tl.sum(weights.to(tl.float32), 1)
-    shifts = of_middles, of_weights
+    shifts = of_zero_points, of_weights
     FIELDS: tl.constexpr = fields_of(KIND)
     return tuple_of(
-        _add_part(acc, weights, tiles, shifts, decay, beside, 0, FORMAT, PACKED),
-        _add_part(acc, weights, tiles, shifts, decay, beside, 1, FORMAT, PACKED) if FIELDS >= 2 else None,
-        _add_part(acc, weights, tiles, shifts, decay, beside, 2, FORMAT, PACKED) if FIELDS == 4 else None,
-        _add_part(acc, weights, tiles, shifts, decay, beside, 3, FORMAT, PACKED) if FIELDS == 4 else None,
+        _add_field(acc, weights, tiles, shifts, decay, beside, 0, FORMAT, PACKED),
+        _add_field(acc, weights, tiles, shifts, decay, beside, 1, FORMAT, PACKED) if FIELDS >= 2 else None,
+        _add_field(acc, weights, tiles, shifts, decay, beside, 2, FORMAT, PACKED) if FIELDS == 4 else None,
+        _add_field(acc, weights, tiles, shifts, decay, beside, 3, FORMAT, PACKED) if FIELDS == 4 else None,
     )
 
 
@@ -280,20 +278,18 @@ def attend_keys(
     FORMAT: tl.constexpr = shape.FORMAT
     PACKED: tl.constexpr = shape.PACKED
     BLOCK_N: tl.constexpr = shape.BLOCK_N
-    NUM_K: tl.constexpr = words_of(shape.DK, k_kind(FORMAT))
-    NUM_V: tl.constexpr = words_of(shape.DV, v_kind(FORMAT))
-    BLOCK_K: tl.constexpr = word_block(shape.BLOCK_DK, k_kind(FORMAT))
-    BLOCK_V: tl.constexpr = word_block(shape.BLOCK_DV, v_kind(FORMAT))
-    # K that is unpacked says nothing about the type of V that is not.
-    DTYPE: tl.constexpr = q[0].dtype if k_kind(FORMAT) == 0 or not PACKED else cache.v.dtype.element_ty
-    IN_ONE_WORD: tl.constexpr = FORMAT > 0 and are_in_one_word(
+    NUM_K: tl.constexpr = words_of(shape.DK, kind_of(FORMAT))
+    NUM_V: tl.constexpr = words_of(shape.DV, kind_of(FORMAT))
+    BLOCK_K: tl.constexpr = word_block(shape.BLOCK_DK, kind_of(FORMAT))
+    BLOCK_V: tl.constexpr = word_block(shape.BLOCK_DV, kind_of(FORMAT))
+    IN_ONE_WORD: tl.constexpr = FORMAT > 0 and fit_one_word(
         FORMAT, cache.scales.dtype.element_ty.primitive_bitwidth
     )
     k_head = cache.k + kv_head * cache.stride_k_head
     v_head = cache.v + kv_head * cache.stride_v_head
     if FORMAT > 0:
         k_scales = cache.scales + kv_head * cache.stride_scales_head
-        v_scales = k_scales + k_groups(FORMAT) * (2 if k_has_middle(FORMAT) else 1)
+        v_scales = k_scales + k_groups(FORMAT) * (2 if has_zero_point(FORMAT) else 1)
         if cache.v_scales is not None:
             v_scales = cache.v_scales + kv_head * cache.stride_scales_head
     # The few tiles in which a variant hides some keys only are not pipelined, since what it reads of them would
@@ -310,17 +306,16 @@ def attend_keys(
         beside_k = None, None
         beside_v = None, None
         if IN_ONE_WORD:
-            word = load_word_beside(k_scales, slots, valid, cache.stride_scales_slot, MASKED)
-            beside_k, beside_v = columns_of(word, FORMAT, cache.scales.dtype.element_ty)
-        if k_groups(FORMAT) > 0 and not IN_ONE_WORD:
-            beside_k = load_columns(
+            word = load_scale_word(k_scales, slots, valid, cache.stride_scales_slot, MASKED)
+            beside_k, beside_v = scales_of(word, FORMAT, cache.scales.dtype.element_ty)
+        elif FORMAT > 0:
+            beside_k = load_scales(
                 k_scales, slots, valid, cache.stride_scales_slot, k_groups(FORMAT), BLOCK_K, NUM_K,
-                k_has_middle(FORMAT), MASKED,
+                has_zero_point(FORMAT), MASKED,
             )  # fmt: skip
-        if v_groups(FORMAT) > 0 and not IN_ONE_WORD:
-            beside_v = load_columns(
+            beside_v = load_scales(
                 v_scales, slots, valid, cache.stride_scales_slot, v_groups(FORMAT), BLOCK_V, NUM_V,
-                v_has_middle(FORMAT), MASKED,
+                has_zero_point(FORMAT), MASKED,
             )  # fmt: skip
         slots = find_slots(index, row, positions + BLOCK_N, positions + BLOCK_N < num_keys)
 
@@ -348,6 +343,6 @@ def attend_keys(
         weights = tl.exp2(exponents)
         decay = tl.exp2(peak - new_peak)
         total = total * decay + tl.sum(weights, 1)
-        acc = add_weighted(acc, weights, v, decay, beside_v, DTYPE, FORMAT, PACKED)
+        acc = add_weighted(acc, weights, v, decay, beside_v, q[0].dtype, FORMAT, PACKED)
         peak = new_peak
     return Sums(acc, total, peak, slots)

@@ -112,10 +112,11 @@ def check_scales(kv: PagedKV) -> None:
     """Raises ValueError where the scales or the caches do not fit the format."""
     if not kv.format.is_quantised:
         if kv.scales is not None or kv.v_scales is not None:
-            raise ValueError("scales, but neither K nor V is quantised; give the format")
+            raise ValueError("scales, but K and V are not quantised; give the format")
         return
-    for name, cache, elements in (("k_cache", kv.k, kv.format.k), ("v_cache", kv.v, kv.format.v)):
-        if elements.is_quantised and (cache.dtype != elements.stored or cache.stride(1) % 2):
+    elements = kv.format.elements
+    for name, cache in (("k_cache", kv.k), ("v_cache", kv.v)):
+        if cache.dtype != elements.stored or cache.stride(1) % 2:
             raise ValueError(
                 f"{name} must hold {elements.stored} at even bytes for {elements}, got {cache.dtype} with "
                 f"strides {cache.stride()}; use the views of a KVPool"
@@ -124,7 +125,7 @@ def check_scales(kv: PagedKV) -> None:
         check_scales_apart(kv)
         return
     scales, dtype = kv.scales, kv.format.scale_dtype
-    shape = *kv.k.shape[:2], kv.format.columns(kv.key_dim, kv.value_dim)
+    shape = *kv.k.shape[:2], kv.format.num_scales(kv.key_dim, kv.value_dim)
     if scales is None or scales.shape != shape or scales.dtype != dtype or not has_unit_stride(scales):
         found = None if scales is None else (scales.dtype, tuple(scales.shape), scales.stride())
         raise ValueError(
@@ -134,10 +135,8 @@ def check_scales(kv: PagedKV) -> None:
 
 def check_scales_apart(kv: PagedKV) -> None:
     """Raises ValueError where the scales of K and those of V, which stand apart, do not fit the format."""
-    wanted = tuple(
-        (*kv.k.shape[:2], elements.columns(dim))
-        for elements, dim in ((kv.format.k, kv.key_dim), (kv.format.v, kv.value_dim))
-    )
+    elements = kv.format.elements
+    wanted = tuple((*kv.k.shape[:2], elements.num_scales(dim)) for dim in (kv.key_dim, kv.value_dim))
     given = [scales for scales in (kv.scales, kv.v_scales) if scales is not None]
     fits = all(
         scales.shape == shape

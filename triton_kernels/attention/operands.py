@@ -16,15 +16,15 @@ from .paged_kv import PagedKV
 from .records import Cache, Index
 from .variants import VARIANTS
 
-_KV_TENSORS, _KV_NUMBERS = 5, 6  # those of the lookup and of the variants follow
+_KV_TENSORS, _KV_NUMBERS = 5, 5  # those of the lookup and of the variants follow
 
 
 class FlatOperands(NamedTuple):
     """K/V and variants as a registered operator takes them.
 
     `variants`: `Flat.names`. `tensors`: K, V (words where quantised), scales of K and of V, the index, and
-    those of the lookup and of the variants. `numbers`: `format_code`, the bits of an element of K and of V,
-    which of `LOOKUPS` it is, how many tensors and numbers it has, its numbers, and those of the variants.
+    those of the lookup and of the variants. `numbers`: `format_code`, the bits of an element, which of
+    `LOOKUPS` it is, how many tensors and numbers it has, its numbers, and those of the variants.
     """
 
     variants: str
@@ -39,25 +39,25 @@ class Operands(NamedTuple):
     index: Index  # type: ignore[assignment]  # hides the method of tuples
     variants: tuple[Variant, ...]
     format_code: int
-    element_bits: tuple[int, int]  # of K and of V
+    element_bits: int
 
 
 def flatten_operands(kv: PagedKV, variants: Sequence[Variant]) -> FlatOperands:
     """Returns K/V and variants as an operator takes them."""
-    lookup, flat, stored = kv.lookup.flat(), flatten(variants), kv.format
-    k, v = as_words(kv.k, stored.k), as_words(kv.v, stored.v)
+    lookup, flat, stored = kv.lookup.flat(), flatten(variants), kv.format.elements
+    k, v = (as_words(cache, stored) for cache in (kv.k, kv.v))
     which = LOOKUPS.index(type(kv.lookup))
     sizes = len(lookup.tensors), len(lookup.numbers)
     return FlatOperands(
         flat.names,
         [k, v, kv.scales, kv.v_scales, kv.index, *lookup.tensors, *flat.tensors],
-        [kv.format_code, stored.k.bits, stored.v.bits, which, *sizes, *lookup.numbers, *flat.numbers],
+        [kv.format_code, stored.bits, which, *sizes, *lookup.numbers, *flat.numbers],
     )
 
 
 def rebuild_operands(variants: str, tensors: Sequence[Tensor | None], numbers: Sequence[float]) -> Operands:
     """Returns what `flatten_operands` was given."""
-    code, k_bits, v_bits, which, num_tensors, num_numbers = map(int, numbers[:_KV_NUMBERS])
+    code, bits, which, num_tensors, num_numbers = map(int, numbers[:_KV_NUMBERS])
     k, v, scales, v_scales, index = tensors[:_KV_TENSORS]
     assert k is not None
     assert v is not None
@@ -83,4 +83,4 @@ def rebuild_operands(variants: str, tensors: Sequence[Tensor | None], numbers: S
         index, index.stride(0), tl.constexpr(lookup.page_shift), lookup.hooks, lookup.data(), lookup.kept()
     )
     flat = Flat(variants, list(tensors[end_tensors:]), list(numbers[end_numbers:]))  # type: ignore[arg-type]
-    return Operands(cache, found, rebuild(flat, VARIANTS), code, (k_bits, v_bits))
+    return Operands(cache, found, rebuild(flat, VARIANTS), code, bits)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels.attention.variants.variant import Variant
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
-from lightkv.triton_kernels.quantised.quantise_reference import dequantise, split_columns
+from lightkv.triton_kernels.quantised.quantise_reference import dequantise, split_scales
 from lightkv.triton_kernels.quantised.unpack import format_code
 
 from .lookups import TOKEN_TABLE, Lookup
@@ -24,10 +24,10 @@ class PagedKV(NamedTuple):
     is half of Dk or Dv.
     `index`: int32 `[num_rows, num_entries]`, the first slot of each `2**lookup.page_shift` tokens of a row.
     `lookup`: which entry the token at a position of a row has, one of `LOOKUPS`.
-    `format`: how K and V are stored. Where K is rotated, queries have to be, too, and where V is rotated, so is
-    the output (`rotate_heads`).
-    `scales`: `[num_slots, num_kv_heads, columns]` of `format.scale_dtype`, the last stride 1: the scales and
-    middles of K, and those of V. A stride of 0 for slots stands for static scales. None if nothing is
+    `format`: how K and V are stored. Where a Hadamard matrix multiplied them, queries and the output have to be
+    multiplied, too (`apply_hadamard`).
+    `scales`: `[num_slots, num_kv_heads, num_scales]` of `format.scale_dtype`, the last stride 1: the scales and
+    zero points of K, and those of V. A stride of 0 for slots stands for static scales. None if nothing is
     quantised.
     `v_scales`: where V's stand apart from K's, those of V, with the strides of `scales`, which has K's alone
     then; both are float32 or float16, whatever `format.scale_dtype` says. None where they stand beside K's.
@@ -44,28 +44,25 @@ class PagedKV(NamedTuple):
     @property
     def key_dim(self) -> int:
         """The dims of a head of K."""
-        return self.k.shape[2] * (2 if self.format.k.bits == 4 else 1)
+        return self.k.shape[2] * (2 if self.format.elements.bits == 4 else 1)
 
     @property
     def value_dim(self) -> int:
         """The dims of a head of V."""
-        return self.v.shape[2] * (2 if self.format.v.bits == 4 else 1)
+        return self.v.shape[2] * (2 if self.format.elements.bits == 4 else 1)
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Returns K and V of slots, int64 `[n]`, `[n, num_kv_heads, Dk]` and `[n, num_kv_heads, Dv]`, in plain
-        torch: float32 where quantised, and rotated heads as they are stored."""
+        torch: float32 where quantised, and products with a Hadamard matrix as they are."""
         k, v = self.k[slots], self.v[slots]
         if self.scales is None:
             return k, v
         if self.v_scales is None:
-            of_k, of_v = split_columns(self.scales[slots], self.format, self.key_dim)
+            of_k, of_v = split_scales(self.scales[slots], self.format, self.key_dim)
         else:
             of_k, of_v = self.scales[slots], self.v_scales[slots]
-        if self.format.k.is_quantised:
-            k = dequantise(k, of_k, self.format.k)
-        if self.format.v.is_quantised:
-            v = dequantise(v, of_v, self.format.v)
-        return k, v
+        elements = self.format.elements
+        return dequantise(k, of_k, elements), dequantise(v, of_v, elements)
 
     @property
     def format_code(self) -> int:
@@ -88,9 +85,7 @@ class HeadShape(NamedTuple):
 
     def key_bytes(self, dtype: torch.dtype, layer_format: KVFormat = AS_COMPUTED) -> int:
         """Returns the bytes of K and V of a token for one K/V head, computed in `dtype`."""
-        return layer_format.k.head_bytes(self.key_dim, dtype) + layer_format.v.head_bytes(
-            self.value_dim, dtype
-        )
+        return layer_format.elements.head_bytes(self.key_dim + self.value_dim, dtype)
 
 
 class AttentionOptions(NamedTuple):

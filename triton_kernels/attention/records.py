@@ -31,8 +31,8 @@ class Outputs(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """K and V of a layer, of int16 words where quantised, and their scales and middles: those of K, then those
-    of V, which may stand apart; None where nothing is quantised. `FORMAT`: of `format_code`."""
+    """K and V of a layer, of int16 words where quantised, and their scales and zero points: those of K, then
+    those of V, which may stand apart; None where nothing is quantised. `FORMAT`: of `format_code`."""
 
     k: Any
     v: Any

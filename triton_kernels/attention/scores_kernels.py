@@ -13,10 +13,10 @@ from lightkv.triton_kernels.attention.variants.hooks import (
     start_softmax,
 )
 from lightkv.triton_kernels.quantised.unpack import (
+    has_zero_point,
     k_groups,
-    k_has_middle,
-    k_kind,
-    load_columns,
+    kind_of,
+    load_scales,
     word_block,
     words_of,
 )
@@ -60,14 +60,14 @@ def _score_tile(q, rows, keys, start, length, variants, states, score_scale, sha
 
 @triton.jit
 def _load_keys(cache, kv_head, index, row, start, length, shape):
-    """Loads one head's keys from `start` on, [BLOCK_N, BLOCK_DK], or their words, and their scales and middles;
-    zeros from `length` on: a free slot may hold NaN."""
+    """Loads one head's keys from `start` on, [BLOCK_N, BLOCK_DK], or their words, and their scales and zero
+    points; zeros from `length` on: a free slot may hold NaN."""
     FORMAT: tl.constexpr = shape.FORMAT
     positions = start + tl.arange(0, shape.BLOCK_N)
     valid = positions < length
     slots = find_slots(index, row, positions, valid)
-    NUM_WORDS: tl.constexpr = words_of(shape.DK, k_kind(FORMAT))
-    BLOCK: tl.constexpr = word_block(shape.BLOCK_DK, k_kind(FORMAT))
+    NUM_WORDS: tl.constexpr = words_of(shape.DK, kind_of(FORMAT))
+    BLOCK: tl.constexpr = word_block(shape.BLOCK_DK, kind_of(FORMAT))
     words = tl.arange(0, BLOCK)
     k = tl.load(
         cache.k + kv_head * cache.stride_k_head + slots[:, None] * cache.stride_k_slot + words[None, :],
@@ -76,9 +76,9 @@ def _load_keys(cache, kv_head, index, row, start, length, shape):
     )
     beside = (valid, valid)  # not read
     if k_groups(FORMAT) > 0:
-        beside = load_columns(
+        beside = load_scales(
             cache.scales + kv_head * cache.stride_scales_head, slots, valid, cache.stride_scales_slot,
-            k_groups(FORMAT), BLOCK, NUM_WORDS, k_has_middle(FORMAT), True,
+            k_groups(FORMAT), BLOCK, NUM_WORDS, has_zero_point(FORMAT), True,
         )  # fmt: skip
     return k, beside
 

@@ -2,8 +2,8 @@
 
 import re
 
-GROUPED_NAMES = ("int4", "int4-sym", "int8")
-NAMES = ("auto", "fp8", "fp8-rot", "fp8-static", "int8", "int8-rot", "int4", "int4-sym", "k16v8", "k8v4")
+GROUPED_NAMES = ("int8", "int4")
+NAMES = ("auto", "int8", "int8-hadamard", "int4", "fp8-static")
 FORMAT_NAMES = (*NAMES, *(f"{name}-gN" for name in GROUPED_NAMES))
 
 

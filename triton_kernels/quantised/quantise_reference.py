@@ -33,8 +33,8 @@ def hadamard(dim: int, device: torch.device | None = None) -> Tensor:
     return torch.where(same_block, signs, 0).float() * block**-0.5
 
 
-def rotate_heads(x: Tensor) -> Tensor:
-    """Returns heads `[..., dim]`, rotated by `hadamard`, in their own type. Doing it twice gives x again."""
+def apply_hadamard(x: Tensor) -> Tensor:
+    """Returns heads `[..., dim]`, multiplied by `hadamard`, in their own type. Doing it twice gives x again."""
     return x @ hadamard(x.shape[-1], x.device).to(x.dtype)
 
 
@@ -51,20 +51,20 @@ def quantise(
 
     Returns:
         The elements, `[..., dim]` of `elements.stored`, or `[..., dim / 2]` of 4 bits, and the scales `[...,
-        elements.columns(dim)]`, those of the groups and then their zero points.
+        elements.num_scales(dim)]`, those of the groups and then their zero points.
     """
     dim = x.shape[-1]
     x = x.float()
-    if elements.is_rotated:
-        x = rotate_heads(x)
-    if elements.has_middle:
+    if elements.has_hadamard:
+        x = apply_hadamard(x)
+    if elements.has_zero_point:
         x = x.clamp(-LARGEST_WITH_ZERO_POINT, LARGEST_WITH_ZERO_POINT)
     x = x.unflatten(-1, (elements.groups(dim), -1))
     zero_point = None
     if elements.is_static:
         assert static is not None
         scale = static.float().expand(*x.shape[:-2], 1)
-    elif elements.has_middle:
+    elif elements.has_zero_point:
         low, high = x.amin(-1), x.amax(-1)
         scale = rounded((high - low) * (1 / 15), scale_dtype)
         zero_point = (low + scale * 8).to(scale_dtype).float()
@@ -73,8 +73,8 @@ def quantise(
     if zero_point is not None:
         x = x - zero_point[..., None]
     x = (x * (1.0 / scale)[..., None]).flatten(-2)
-    columns = scale if zero_point is None else torch.cat((scale, zero_point), -1)
-    return pack(x, elements), columns.to(scale_dtype)
+    scales = scale if zero_point is None else torch.cat((scale, zero_point), -1)
+    return pack(x, elements), scales.to(scale_dtype)
 
 
 def rounded(scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -86,7 +86,7 @@ def pack(x: Tensor, elements: Elements) -> Tensor:
     """Rounds x `[..., dim]`, divided by its scales, to stored elements."""
     if elements.is_float:
         return x.clamp(-elements.largest, elements.largest).to(torch.float8_e4m3fn)
-    lowest = -8.0 if elements.has_middle else -elements.largest
+    lowest = -8.0 if elements.has_zero_point else -elements.largest
     x = x.round().clamp(lowest, elements.largest).to(torch.int8)
     if elements.bits == 8:
         return x
@@ -102,18 +102,19 @@ def unpack(stored: Tensor, elements: Elements) -> Tensor:
     return (nibbles ^ 8).float() - 8
 
 
-def dequantise(stored: Tensor, columns: Tensor, elements: Elements) -> Tensor:
-    """Returns heads, float32 `[..., dim]`, from their elements and scales `[..., columns]`. Where they are
-    rotated, this is the rotated head, as queries that are rotated, too, attend to it."""
+def dequantise(stored: Tensor, scales: Tensor, elements: Elements) -> Tensor:
+    """Returns heads, float32 `[..., dim]`, from their elements and scales `[..., elements.num_scales(dim)]`.
+    Where a Hadamard matrix multiplied them, they still are its products, as queries that are multiplied, too,
+    attend to them."""
     x = unpack(stored, elements)
-    groups = columns.shape[-1] // (2 if elements.has_middle else 1)
-    x = x.unflatten(-1, (groups, -1)) * columns[..., :groups, None].float()
-    if elements.has_middle:
-        x = x + columns[..., groups:, None].float()
+    groups = scales.shape[-1] // (2 if elements.has_zero_point else 1)
+    x = x.unflatten(-1, (groups, -1)) * scales[..., :groups, None].float()
+    if elements.has_zero_point:
+        x = x + scales[..., groups:, None].float()
     return x.flatten(-2)
 
 
-def split_columns(columns: Tensor, layer_format: KVFormat, k_dim: int) -> tuple[Tensor, Tensor]:
-    """Splits what stands beside heads into that of K and that of V."""
-    of_k = layer_format.k.columns(k_dim)
-    return columns[..., :of_k], columns[..., of_k:]
+def split_scales(scales: Tensor, layer_format: KVFormat, k_dim: int) -> tuple[Tensor, Tensor]:
+    """Splits the scales and zero points of heads into those of K and those of V."""
+    of_k = layer_format.elements.num_scales(k_dim)
+    return scales[..., :of_k], scales[..., of_k:]

@@ -32,22 +32,12 @@ def _kind(elements: Elements) -> int:
 def format_code(layer_format: KVFormat, k_dim: int, v_dim: int, *, apart: bool = False) -> int:
     """Returns a layer's format as the number that kernels are compiled for; 0 if nothing is quantised.
 
-    Bits from the lowest: kind of K (2), whether it has middles, kind of V (2), whether it has middles, whether
-    the scales of V stand apart from those of K; from bit 8, groups of a head of K; from bit 20, those of V.
+    Bits from the lowest: the kind of elements (2), whether they have zero points, whether the scales of V stand
+    apart from those of K; from bit 8, groups of a head of K; from bit 20, those of V.
     """
-    k, v = layer_format.k, layer_format.v
-    code = _kind(k) | k.has_middle << 2 | _kind(v) << 3 | v.has_middle << 5 | apart << 6
-    return code | k.groups(k_dim) << 8 | v.groups(v_dim) << 20
-
-
-def most_warps(layer_format: int) -> int:
-    """Returns how many warps a program may have that attends to K/V of a format.
-
-    With K of 8 bits beside V of 4, programs of 4 warps give wrong results on Hopper with Triton 3.6 where tiles
-    have 64 rows: with fewer warps, their dot products do not use the instructions of a warp group.
-    """
-    kinds = layer_format & 3, layer_format >> 3 & 3
-    return 2 if kinds in ((INT8, INT4), (FP8, INT4)) else 8
+    elements = layer_format.elements
+    code = _kind(elements) | elements.has_zero_point << 2 | apart << 3
+    return code | elements.groups(k_dim) << 8 | elements.groups(v_dim) << 20
 
 
 def as_words(cache: Tensor, elements: Elements) -> Tensor:
@@ -65,23 +55,13 @@ def is_packed(q: Tensor) -> bool:
 
 
 @triton.constexpr_function
-def k_kind(code):
+def kind_of(code):
     return code & 3
 
 
 @triton.constexpr_function
-def v_kind(code):
-    return code >> 3 & 3
-
-
-@triton.constexpr_function
-def k_has_middle(code):
+def has_zero_point(code):
     return bool(code >> 2 & 1)
-
-
-@triton.constexpr_function
-def v_has_middle(code):
-    return bool(code >> 5 & 1)
 
 
 @triton.constexpr_function
@@ -234,90 +214,89 @@ def _words_of_group(num_words, groups):
 
 
 @triton.jit
-def load_columns(
-    columns, slots, valid, stride_slot, GROUPS: tl.constexpr, WIDTH: tl.constexpr, NUM_WORDS: tl.constexpr,
-    MIDDLE: tl.constexpr, MASKED: tl.constexpr,
+def load_scales(
+    scales, slots, valid, stride_slot, GROUPS: tl.constexpr, WIDTH: tl.constexpr, NUM_WORDS: tl.constexpr,
+    HAS_ZERO_POINT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Loads the scales and the middles (if there are none, the scales) of one head at `slots`: `[BLOCK_N]`
+    """Loads the scales and the zero points (if there are none, the scales) of one head at `slots`: `[BLOCK_N]`
     float32, or where a head has several groups, `[BLOCK_N, groups]` as they are stored. `WIDTH`: words of the
     head's tile, of which `NUM_WORDS` are the head's."""
     if GROUPS == 1:
-        places = columns + slots * stride_slot
+        places = scales + slots * stride_slot
         mask = valid
     else:
         group = tl.arange(0, WIDTH // _words_of_group(NUM_WORDS, GROUPS))
-        places = columns + slots[:, None] * stride_slot + group[None, :]
+        places = scales + slots[:, None] * stride_slot + group[None, :]
         mask = valid[:, None] & (group < GROUPS)[None, :]
     if MASKED or GROUPS > 1:
         scale = tl.load(places, mask=mask, other=0.0)
-        middle = scale
-        if MIDDLE:
-            middle = tl.load(places + GROUPS, mask=mask, other=0.0)
+        zero_point = scale
+        if HAS_ZERO_POINT:
+            zero_point = tl.load(places + GROUPS, mask=mask, other=0.0)
     else:
         scale = tl.load(places)
-        middle = scale
-        if MIDDLE:
-            middle = tl.load(places + GROUPS)
+        zero_point = scale
+        if HAS_ZERO_POINT:
+            zero_point = tl.load(places + GROUPS)
     if GROUPS == 1:
-        scale, middle = scale.to(tl.float32), middle.to(tl.float32)
-    return scale, middle
+        scale, zero_point = scale.to(tl.float32), zero_point.to(tl.float32)
+    return scale, zero_point
 
 
 @triton.constexpr_function
-def are_in_one_word(code, column_bits):
-    """Whether what stands beside a head of K and V is 64 bits, one scale and perhaps one middle of each."""
-    if k_groups(code) != 1 or v_groups(code) != 1 or code >> 6 & 1:
+def fit_one_word(code, scale_bits):
+    """Whether what stands beside a head of K and V is 64 bits, one scale and perhaps one zero point of each."""
+    if k_groups(code) != 1 or v_groups(code) != 1 or code >> 3 & 1:
         return False
-    return (2 + k_has_middle(code) + v_has_middle(code)) * column_bits == 64
+    return (4 if has_zero_point(code) else 2) * scale_bits == 64
 
 
 @triton.jit
-def load_word_beside(columns, slots, valid, stride_slot, MASKED: tl.constexpr):
-    """Loads the scales and middles of K and V of one head at `slots`, where they are one word: `[BLOCK_N]`
+def load_scale_word(scales, slots, valid, stride_slot, MASKED: tl.constexpr):
+    """Loads the scales and zero points of K and V of one head at `slots`, where they are one word: `[BLOCK_N]`
     int64. Copies of 2 bytes could not be started tiles ahead, and those of 8 can."""
-    places = (columns + slots * stride_slot).to(tl.pointer_type(tl.int64))
+    places = (scales + slots * stride_slot).to(tl.pointer_type(tl.int64))
     return tl.load(places, mask=valid, other=0) if MASKED else tl.load(places)
 
 
 @triton.jit
-def _column_of(word, COLUMN: tl.constexpr, DTYPE: tl.constexpr):
-    """Returns a column of the word beside a head, as float32."""
+def _scale_of(word, PLACE: tl.constexpr, DTYPE: tl.constexpr):
+    """Returns the scale or zero point at a place of the word beside a head, as float32."""
     if DTYPE.primitive_bitwidth == 32:
-        column = (word >> 32 * COLUMN).to(tl.int32).to(tl.float32, bitcast=True)
+        scale = (word >> 32 * PLACE).to(tl.int32).to(tl.float32, bitcast=True)
     else:
-        column = (word >> 16 * COLUMN).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-    return column
+        scale = (word >> 16 * PLACE).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    return scale
 
 
 @triton.jit
-def columns_of(word, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """Returns what `load_columns` does for K and for V, of the words of `load_word_beside`."""
-    V: tl.constexpr = 2 if k_has_middle(FORMAT) else 1
-    k_scale = _column_of(word, 0, DTYPE)
-    v_scale = _column_of(word, V, DTYPE)
-    k_middle, v_middle = k_scale, v_scale
-    if k_has_middle(FORMAT):
-        k_middle = _column_of(word, 1, DTYPE)
-    if v_has_middle(FORMAT):
-        v_middle = _column_of(word, V + 1, DTYPE)
-    return (k_scale, k_middle), (v_scale, v_middle)
+def scales_of(word, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """Returns what `load_scales` does for K and for V, of the words of `load_scale_word`."""
+    V: tl.constexpr = 2 if has_zero_point(FORMAT) else 1
+    k_scale = _scale_of(word, 0, DTYPE)
+    v_scale = _scale_of(word, V, DTYPE)
+    k_zero_point, v_zero_point = k_scale, v_scale
+    if has_zero_point(FORMAT):
+        k_zero_point = _scale_of(word, 1, DTYPE)
+        v_zero_point = _scale_of(word, V + 1, DTYPE)
+    return (k_scale, k_zero_point), (v_scale, v_zero_point)
 
 
 @triton.jit
-def _for_words(columns, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr):
+def _for_words(scales, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr):
     """Repeats `[BLOCK_N, groups]` for the words of each group, `[BLOCK_N, WIDTH]`."""
-    GROUPS: tl.constexpr = columns.shape[1]
-    repeated = tl.broadcast_to(columns.to(DTYPE)[:, :, None], (BLOCK_N, GROUPS, WIDTH // GROUPS))
+    GROUPS: tl.constexpr = scales.shape[1]
+    repeated = tl.broadcast_to(scales.to(DTYPE)[:, :, None], (BLOCK_N, GROUPS, WIDTH // GROUPS))
     return tl.reshape(repeated, (BLOCK_N, WIDTH))
 
 
 @triton.jit
-def restore(numbers, beside, GROUPS: tl.constexpr, MIDDLE: tl.constexpr):
+def restore(numbers, beside, GROUPS: tl.constexpr, HAS_ZERO_POINT: tl.constexpr):
     """Applies the scales of groups to unpacked elements, which then are what was quantised, in their type."""
     if GROUPS > 1:
         BLOCK_N: tl.constexpr = numbers.shape[0]
         WIDTH: tl.constexpr = numbers.shape[1]
         numbers = numbers * _for_words(beside[0], BLOCK_N, WIDTH, numbers.dtype)
-        if MIDDLE:
+        if HAS_ZERO_POINT:
             numbers += _for_words(beside[1], BLOCK_N, WIDTH, numbers.dtype)
     return numbers

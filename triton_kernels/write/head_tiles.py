@@ -31,12 +31,12 @@ def constants_of(elements: Elements, dim: int) -> tuple[int, bool, int, bool, bo
             f"groups of {group} elements of {elements.bits} bits; the kernels take powers of 2, of 4 bits at "
             "least 2: choose another format, or the torch backend"
         )
-    log_block = (dim & -dim).bit_length() - 1 if elements.is_rotated else 0
+    log_block = (dim & -dim).bit_length() - 1 if elements.has_hadamard else 0
     return (
         elements.bits,
         bool(elements.is_float),
         group,
-        bool(elements.has_middle),
+        bool(elements.has_zero_point),
         bool(elements.is_static),
         log_block,
     )

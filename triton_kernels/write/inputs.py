@@ -18,7 +18,7 @@ class StoredKV(NamedTuple):
     `k`: `[num_slots, num_kv_heads, Dk]`, `v`: `[num_slots, num_kv_heads, Dv]`, each of the type that `format`
     stores, with any strides, except that the last one is 1; both may be views of one buffer. Two elements of 4
     bits share a byte, so there the last dim is half of Dk or Dv.
-    `scales`: `[num_slots, num_kv_heads, columns]` of `format.scale_dtype`, the last stride 1: the scales and
+    `scales`: `[num_slots, num_kv_heads, num_scales]` of `format.scale_dtype`, the last stride 1: the scales and
     zero points of K, then those of V. Static ones, whose stride of slots is 0, are read. None if nothing is
     quantised.
     """
@@ -42,7 +42,7 @@ class StoredKV(NamedTuple):
     def _check_heads(self, name: str, new: Tensor, stored: Tensor) -> None:
         if new.dim() != 3:
             raise ValueError(f"{name} must be [tokens, kv_heads, dim], got {tuple(new.shape)}")
-        elements = self.format.k if name == "k" else self.format.v
+        elements = self.format.elements
         _, num_heads, dim = new.shape
         if elements.is_quantised:
             constants_of(elements, dim)
@@ -63,13 +63,9 @@ class StoredKV(NamedTuple):
         scales, stored_as = self.scales, self.format
         if not stored_as.is_quantised:
             if scales is not None:
-                raise ValueError(
-                    "scales are given, and neither K nor V is quantised in this format; pass None"
-                )
+                raise ValueError("scales are given, and nothing is quantised in this format; pass None")
             return
-        if stored_as.is_static and any(e.is_quantised and not e.is_static for e in stored_as[:2]):
-            raise ValueError("static scales of K or V alone; either both are static or none")
-        wanted = (len(self.k), self.k.shape[1], stored_as.columns(key_dim, value_dim))
+        wanted = (len(self.k), self.k.shape[1], stored_as.num_scales(key_dim, value_dim))
         if (
             scales is None
             or scales.shape != wanted
@@ -81,7 +77,7 @@ class StoredKV(NamedTuple):
                 "None" if scales is None else f"{scales.dtype} {tuple(scales.shape)}, {scales.stride()} apart"
             )
             raise ValueError(
-                f"scales must be {stored_as.scale_dtype} [slots, kv_heads, columns] {wanted} with a last "
+                f"scales must be {stored_as.scale_dtype} [slots, kv_heads, num_scales] {wanted} with a last "
                 f"stride of 1, and K and V of as many slots; got {got}"
             )
 

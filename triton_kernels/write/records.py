@@ -44,7 +44,7 @@ class NewHeads(NamedTuple):
 
 class StoredHeads(NamedTuple):
     """Where the heads of K or V are stored by slot, and where their scales and zero points are, from
-    FIRST_COLUMN on; None where nothing is quantised."""
+    FIRST_SCALE on; None where nothing is quantised."""
 
     data: Any
     stride_slot: Any
@@ -53,7 +53,7 @@ class StoredHeads(NamedTuple):
     stride_scales_slot: Any
     stride_scales_head: Any
     HAS_SCALES: Any
-    FIRST_COLUMN: Any
+    FIRST_SCALE: Any
 
 
 class Angles(NamedTuple):
@@ -114,5 +114,5 @@ def place_of(source, stored, slot, head, IN_PLACE: tl.constexpr):
     scales = target
     if stored.HAS_SCALES and not IN_PLACE:
         scales = stored.scales + slot * stored.stride_scales_slot + head * stored.stride_scales_head
-        scales += stored.FIRST_COLUMN
+        scales += stored.FIRST_SCALE
     return target, scales

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.quantised.kv_format import Elements
-from lightkv.triton_kernels.quantised.quantise_reference import quantise, split_columns
+from lightkv.triton_kernels.quantised.quantise_reference import quantise, split_scales
 
 from .computed_heads import AS_COMPUTED
 from .head_norms import HeadNorm, HeadNorms, normalise_reference
@@ -117,8 +117,8 @@ def _write_kv_kernel(
         )
 
 
-# No defaults: torch 2.11 does not fill them in where it records which tensors an operator wrote to. `elements`:
-# the fields of K's and then of V's Elements; none where K and V are stored as computed.
+# No defaults: torch 2.11 does not fill them in where it records which tensors an operator wrote to. `fields`:
+# those of Elements; none where K and V are stored as computed.
 @torch.library.custom_op("lightkv::write_kv", mutates_args=("stored_k", "stored_v", "scales", "q"))
 def _write_kv(
     k: Tensor,
@@ -126,7 +126,7 @@ def _write_kv(
     stored_k: Tensor,
     stored_v: Tensor,
     scales: Tensor | None,
-    elements: Sequence[int],
+    fields: Sequence[int],
     slots: Tensor,
     q: Tensor | None,
     tables: Sequence[Tensor],
@@ -153,16 +153,16 @@ def _write_kv(
     else:
         launch = quantised_launch(max(tuning.padded_dim(key_dim), tuning.padded_dim(value_dim)))
         store, kv_programs = QUANTISED, 2 * num_kv_heads
-    k_elements, v_elements = _elements_of(tuple(elements))
+    elements = _elements_of(tuple(fields))
     q_programs, early = 1 if whole else num_heads // launch.heads, tuning.has_early_launch(device)
     q_bias, k_bias, v_bias, q_weight, k_weight = added
-    is_static = k_elements.is_static or v_elements.is_static
+    is_static = elements.is_static
     _write_kv_kernel[((kv_programs + q_programs) * triton.cdiv(num_tokens, launch.block_t),)](
         _new_heads(q, q_bias, q_weight, of_q, whole, (key_dim, num_pairs, interleaved, Elements())),
-        _new_heads(k, k_bias, k_weight, of_k, whole, (key_dim, num_pairs, interleaved, k_elements)),
-        _new_heads(v, v_bias, None, None, whole, (value_dim, 0, False, v_elements)),
+        _new_heads(k, k_bias, k_weight, of_k, whole, (key_dim, num_pairs, interleaved, elements)),
+        _new_heads(v, v_bias, None, None, whole, (value_dim, 0, False, elements)),
         _stored_heads(stored_k, scales, is_static, 0),
-        _stored_heads(stored_v, scales, is_static, k_elements.columns(key_dim)),
+        _stored_heads(stored_v, scales, is_static, elements.num_scales(key_dim)),
         Angles(cos, sin, *_strides(cos, 1), *_strides(sin, 1)),
         slots,
         num_tokens,
@@ -182,15 +182,12 @@ def _strides(tensor: Tensor | None, count: int) -> tuple[int | None, ...]:
 
 
 @cache  # here and below: constants are made once, and not at each launch
-def _elements_of(fields: tuple[int, ...]) -> tuple[Elements, Elements]:
-    """Returns the elements of K and of V from the fields that the operator takes."""
+def _elements_of(fields: tuple[int, ...]) -> Elements:
+    """Returns the elements from the fields that the operator takes."""
     if not fields:
-        return Elements(), Elements()
-    half = len(fields) // 2
-    both = []
-    for bits, is_float, group, *flags in (fields[:half], fields[half:]):
-        both.append(Elements(bits, bool(is_float), group, *map(bool, flags)))
-    return both[0], both[1]
+        return Elements()
+    bits, is_float, group, *flags = fields
+    return Elements(bits, bool(is_float), group, *map(bool, flags))
 
 
 def _norm_numbers(norms: HeadNorms | None) -> list[float]:
@@ -263,7 +260,7 @@ def _new_heads(
     )
 
 
-def _stored_heads(data: Tensor, scales: Tensor | None, is_static: bool, first_column: int) -> StoredHeads:
+def _stored_heads(data: Tensor, scales: Tensor | None, is_static: bool, first_scale: int) -> StoredHeads:
     """Returns stored K or V and its scales as the kernel takes them."""
     has_scales = scales is not None
     stride_slot, stride_head = _strides(scales, 2)
@@ -276,7 +273,7 @@ def _stored_heads(data: Tensor, scales: Tensor | None, is_static: bool, first_co
         stride_slot,
         stride_head,
         tl.constexpr(has_scales),
-        tl.constexpr(first_column),
+        tl.constexpr(first_scale),
     )
 
 
@@ -322,9 +319,7 @@ def write_kv(
     scales, stored_as = stored.scales, stored.format
     if stored_as.is_static and scales is not None:
         scales = scales[:1]  # the operator must not write to a tensor that overlaps itself
-    fields = (
-        [int(field) for elements in stored_as[:2] for field in elements] if stored_as.is_quantised else []
-    )
+    fields = list(map(int, stored_as.elements)) if stored_as.is_quantised else []
     tables, interleaved = ([], False) if rotation is None else (list(rotation[:2]), rotation.interleaved)
     added = [*biases, None, None] if norms is None else [*biases, norms.q.weight, norms.k.weight]
     numbers = _norm_numbers(norms)
@@ -355,17 +350,18 @@ def write_kv_reference(
     if q is not None:
         q.copy_(prepared(q, biases.q, of_q, rotation))
     heads = (prepared(k, biases.k, of_k, rotation), prepared(v, biases.v, None, None))
-    slots, (scales, stored_as) = slots.long(), stored[2:]
-    parts = (None, None) if scales is None else split_columns(scales, stored_as, k.shape[2])
-    for x, target, columns, elements in zip(heads, stored[:2], parts, stored_as[:2], strict=True):
-        if columns is None or not elements.is_quantised:
+    slots, elements = slots.long(), stored.format.elements
+    if stored.scales is None:
+        for x, target in zip(heads, stored[:2], strict=True):
             target[slots] = x.to(target.dtype)
-            continue
-        static = columns[0] if elements.is_static else None
-        x, found = quantise(x, elements, stored_as.scale_dtype, static)
+        return
+    scales_of_both = split_scales(stored.scales, stored.format, k.shape[2])
+    for x, target, scales in zip(heads, stored[:2], scales_of_both, strict=True):
+        static = scales[0] if elements.is_static else None
+        x, found = quantise(x, elements, stored.format.scale_dtype, static)
         target.view(torch.uint8)[slots] = x.view(torch.uint8)
         if static is None:
-            columns[slots] = found
+            scales[slots] = found
 
 
 def rotate_reference(x: Tensor, rotation: Rotation) -> Tensor:

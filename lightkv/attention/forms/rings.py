@@ -135,7 +135,7 @@ class Rings(_OnRings):
             layer.attend_plain(q, step, out)
             return
         kv = layer.paged_kv(step)
-        if self.ring.sinks and kv.format.k.is_rotated:
+        if self.ring.sinks and kv.format.elements.has_hadamard:
             self._attend_to_parts(layer, q, kv, step, out)
             return
 
@@ -149,7 +149,7 @@ class Rings(_OnRings):
 
         plan = step.plans.get((*layer.heads, self.ring, q.dtype, kv.format), layer.layer_idx, make)
         decode_attention(
-            layer.as_stored(q, kv.format.k, step),
+            layer.as_stored(q, kv.format, step),
             kv._replace(lookup=plan.lookup),
             step.rows,
             step.kv_lens,
@@ -157,13 +157,14 @@ class Rings(_OnRings):
             plan=plan.decode,
             out=out,
         )
-        layer.restore_heads(out, kv.format.v, step)
+        layer.restore_heads(out, kv.format, step)
 
     def _attend_to_parts(
         self, layer: TritonAttention, q: torch.Tensor, kv: PagedKV, step: Step, out: torch.Tensor
     ) -> None:
-        """Attends to rings with sinks whose keys are stored rotated. A query is rotated back for the sinks
-        before it is rotated as the keys are, which the kernel cannot do, so the two parts are merged here."""
+        """Attends to rings with sinks whose keys were multiplied by a Hadamard matrix. A query is rotated back
+        for the sinks before it is multiplied as the keys are, which the kernel cannot do, so the two partial
+        outputs are merged here."""
         assert layer.rotary is not None
         ring, lengths = self.ring, step.kv_lens
         # Without the columns of the sinks, a row is a ring without sinks.
@@ -185,7 +186,7 @@ class Rings(_OnRings):
         lse = torch.empty((2, *q.shape[:2]), dtype=torch.float32, device=q.device)
         # Learned sinks join the part that always has keys.
         decode_attention(
-            layer.as_stored(layer.rotary.rotate_back(q, parts.dropped), kv.format.k, step),
+            layer.as_stored(layer.rotary.rotate_back(q, parts.dropped), kv.format, step),
             kv._replace(lookup=TOKEN_TABLE),
             step.rows,
             parts.sink_lengths,
@@ -195,7 +196,7 @@ class Rings(_OnRings):
             lse=lse[0],
         )
         decode_attention(
-            layer.as_stored(q, kv.format.k, step),
+            layer.as_stored(q, kv.format, step),
             kv._replace(index=kv.index[:, ring.sinks :], lookup=window),
             step.rows,
             parts.window_lengths,
@@ -205,7 +206,7 @@ class Rings(_OnRings):
             lse=lse[1],
         )
         merge_states(partial_out, lse, out=out)
-        layer.restore_heads(out, kv.format.v, step)
+        layer.restore_heads(out, kv.format, step)
 
     def attend_in_torch(
         self,

@@ -124,7 +124,7 @@ def attend_apart_by_kernels(
     # The index without its first columns: a row without its sinks.
     lengths = step.kv_lens - num_sinks
     mixed_attention(
-        layer.as_stored(q, kv.format.k, step),
+        layer.as_stored(q, kv.format, step),
         kv._replace(index=kv.index[:, num_sinks:]),
         step.rows,
         step.q_starts,
@@ -139,7 +139,7 @@ def attend_apart_by_kernels(
     # join one of the two parts only.
     rotated = layer.rotary.rotate_back(q, _dropped_by_token(layer.layer_idx, step, dropped))
     decode_attention(
-        layer.as_stored(rotated, kv.format.k, step),
+        layer.as_stored(rotated, kv.format, step),
         kv,
         step.rows.repeat_interleave(step.q_lens, output_size=num_tokens),
         torch.full((num_tokens,), num_sinks, dtype=torch.int32, device=q.device),
@@ -148,7 +148,7 @@ def attend_apart_by_kernels(
         lse=lse[1],
     )
     merge_states(partial_out, lse, out=out)
-    layer.restore_heads(out, kv.format.v, step)
+    layer.restore_heads(out, kv.format, step)
 
 
 def attend_apart_in_torch(

@@ -12,7 +12,7 @@ from .step import Step, check_blocks
 
 MAX_SLOTS = 2**31  # an index is int32
 STATIC_FP8 = KVFormat.parse("fp8-static")
-STATIC_INT8 = KVFormat(*(Elements(8, is_static=True),) * 2)
+STATIC_INT8 = KVFormat(Elements(8, is_static=True))
 _FORMATS = {torch.float8_e4m3fn: STATIC_FP8, torch.int8: STATIC_INT8}
 
 

@@ -39,7 +39,7 @@ _NAME = re.compile(
     r"(?:^|\.)(?:layers|h|blocks)\.(\d{1,5})\.(?:self_attn|self_attention|attention|attn)\.(?:attn\.)?"
     rf"({'|'.join(map(re.escape, _SPELLINGS))})$"
 )
-_REMEDY = "choose --kv-dtype fp8, which computes its scales"
+_REMEDY = "choose --kv-dtype int8, which computes its scales"
 _REMEDY_OF_QUERIES = "choose --prefill-dtype model, which needs none"
 
 

@@ -33,7 +33,6 @@ from lightkv.triton_kernels.attention.variants.variant import (
     bind,
     limits,
 )
-from lightkv.triton_kernels.quantised.unpack import most_warps
 
 from . import decode_tuning
 from .decode_combine import combine_parts
@@ -91,7 +90,7 @@ def _decode_attention(
         Together(tl.constexpr(num_queries), tl.constexpr(plan.num_members), tl.constexpr(is_aligned)),
         shape,
         EARLY="launch_pdl" in options,
-        num_warps=min(launch.num_warps, most_warps(operands.format_code)),
+        num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         **options,
     )
@@ -123,7 +122,7 @@ def _launch(
     options: dict[str, Any] = {}
     if tuning.has_early_launch(device):
         options["launch_pdl"] = True
-        if min(element_bits) < 16:
+        if element_bits < 16:
             options["maxnreg"] = decode_tuning.quantised_decode(
                 num_rows, together > 1, key_dim, value_dim, element_bits, grouped
             ).max_registers

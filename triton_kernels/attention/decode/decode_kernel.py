@@ -16,7 +16,7 @@ from lightkv.triton_kernels.attention.attend_keys import (
 from lightkv.triton_kernels.attention.lookups.lookup import KeptQuery
 from lightkv.triton_kernels.attention.records import Sums
 from lightkv.triton_kernels.attention.variants import hooks
-from lightkv.triton_kernels.quantised.unpack import fields_of, v_kind
+from lightkv.triton_kernels.quantised.unpack import fields_of, kind_of
 
 from .decode_plan import ITEM_FIELDS, PART_FIELDS, SHARE_FIELDS
 
@@ -182,9 +182,9 @@ def _store(outputs, sums, rows, part, queries, num_parts, num_heads, NUM_QUERIES
     acc, total, peak, _ = sums
     out = outputs.out
     partials = (part * NUM_QUERIES + queries).to(tl.int64) * num_heads + rows.heads  # [BLOCK_M]
-    for PART in tl.static_range(0, fields_of(v_kind(shape.FORMAT))):
-        dims, in_head = output_dims(shape.BLOCK_DV, shape.DV, PART, shape.FORMAT)
-        finished = finish_output(acc, total, PART, shape.FORMAT, shape.PACKED)
+    for FIELD in tl.static_range(0, fields_of(kind_of(shape.FORMAT))):
+        dims, in_head = output_dims(shape.BLOCK_DV, shape.DV, FIELD, shape.FORMAT)
+        finished = finish_output(acc, total, FIELD, shape.FORMAT, shape.PACKED)
         out_mask = rows.in_tile[:, None] & in_head[None, :]
         if num_parts == 1:
             heads_out = (

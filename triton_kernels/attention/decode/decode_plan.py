@@ -284,13 +284,9 @@ def num_programs_for(
         return None
     num_members = 1 if shared_prefixes is None else shared_prefixes.members.shape[1]
     together = num_members * num_queries
-    num_rows, bits = (
-        together * heads.num_heads // heads.num_kv_heads,
-        (layer_format.k.bits, layer_format.v.bits),
-    )
-    grouped = bool(layer_format.k.group or layer_format.v.group)
+    num_rows, elements = together * heads.num_heads // heads.num_kv_heads, layer_format.elements
     return decode_tuning.quantised_decode(
-        num_rows, together > 1, heads.key_dim, heads.value_dim, bits, grouped
+        num_rows, together > 1, heads.key_dim, heads.value_dim, elements.bits, bool(elements.group)
     ).num_programs
 
 

@@ -1,6 +1,5 @@
 """How decode is launched: tiles, programs and their shares, by device and shape."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightkv.triton_kernels.tuning import REDUCTION_BYTES, DeviceClass, Launch, padded_dim
@@ -16,13 +15,13 @@ def decode_launch(
     key_dim: int,
     value_dim: int,
     element_size: int,
-    element_bits: Sequence[int] = (16, 16),
+    element_bits: int = 16,
     mask_size: int = 0,
     grouped: bool = False,
 ) -> Launch:
     """Returns the tiles of decode for `num_rows` query rows that read the same keys: query heads that share a
     K/V head, times queries, times requests that share a prefix. `several`: there is more than one query or
-    request. `element_bits`: of K and of V as stored; 16 stands for `element_size`. `mask_size`: bytes of an
+    request. `element_bits`: of K and V as stored; 16 stands for `element_size`. `mask_size`: bytes of an
     element of a mask, whose tiles take room beside those of K and V. `grouped`: heads have several scales.
 
     A tile has at most 32 KiB of K and V, so that several programs share a multiprocessor. `decode_workers` says
@@ -30,14 +29,14 @@ def decode_launch(
     """
     rows = padded_dim(num_rows)
     key_width, value_width = padded_dim(key_dim), padded_dim(value_dim)
-    k_bits, v_bits = (bits if bits < 16 else 8 * element_size for bits in element_bits)
-    bytes_per_key = (key_width * k_bits + value_width * v_bits) // 8
+    bits = element_bits if element_bits < 16 else 8 * element_size
+    bytes_per_key = (key_width + value_width) * bits // 8
     if several and element_size < 4:
         launch = Launch(max(64, rows), 64, 4 if rows <= 64 else 8, 3)  # as the matrix units of Hopper want it
-    elif min(element_bits) < 16 and element_size < 4:
+    elif element_bits < 16 and element_size < 4:
         num_warps = quantised_decode(num_rows, several, key_dim, value_dim, element_bits, grouped).num_warps
         # A tile of 8 rows is the narrow side of the products, so half as many rows are padding.
-        is_narrow = num_rows <= 8 and num_warps == 1 and not grouped and max(element_bits) < 16
+        is_narrow = num_rows <= 8 and num_warps == 1 and not grouped
         launch = Launch(8 if is_narrow else rows, 32, num_warps, 3)
     else:
         launch = Launch(rows, 64 if bytes_per_key <= 256 else 32, 4 if rows <= 64 else 8, 3)
@@ -71,7 +70,7 @@ class QuantisedDecode(NamedTuple):
 
 
 def quantised_decode(
-    num_rows: int, several: bool, key_dim: int, value_dim: int, element_bits: Sequence[int], grouped: bool
+    num_rows: int, several: bool, key_dim: int, value_dim: int, element_bits: int, grouped: bool
 ) -> QuantisedDecode:
     """Returns how decode over quantised K/V runs; the arguments are those of `decode_launch`, and whether
     heads have several scales.
@@ -86,9 +85,9 @@ def quantised_decode(
     if rows > 16 or dims > 256:
         num_warps = 2 if rows * dims <= 8192 else 4 if rows <= 64 else 8
         return QuantisedDecode(num_warps, max(1, 8 // num_warps))
-    if max(element_bits) == 4 and not grouped:
+    if element_bits == 4 and not grouped:
         return QuantisedDecode(1, 8, max_registers=160)
-    return QuantisedDecode(1, 8 if max(element_bits) <= 8 else 5)
+    return QuantisedDecode(1, 8)
 
 
 def decode_workers(device: DeviceClass, num_programs: int, num_kv_heads: int) -> int:

@@ -107,10 +107,10 @@ class RingRows(Lookup):
             check_rotation(self.rotation, len(q), q.shape[2])
             if is_limited or not ring.sinks:
                 raise ValueError("a rotation for sinks, but the layer sees no ring's sinks; pass none")
-            if stored.k.is_rotated:
+            if stored.elements.has_hadamard:
                 raise ValueError(
-                    "a rotation for sinks of keys that are rotated by a Hadamard matrix; choose another format "
-                    "of K"
+                    "a rotation for sinks of keys that were multiplied by a Hadamard matrix; choose another "
+                    "format"
                 )
         if is_limited:
             return

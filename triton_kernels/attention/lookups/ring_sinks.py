@@ -15,7 +15,7 @@ from torch import Tensor
 from lightkv.triton_kernels.attention.attend_keys import attend_keys, find_slots, query_for, sum_query
 from lightkv.triton_kernels.attention.records import Shape, Sums
 from lightkv.triton_kernels.layout.ring import Ring
-from lightkv.triton_kernels.quantised.unpack import fields_of, k_kind, tuple_of, word_block, words_of
+from lightkv.triton_kernels.quantised.unpack import fields_of, kind_of, tuple_of, word_block, words_of
 
 _SINK_TILE = tl.constexpr(16)  # keys; the fewest that a dot product takes
 
@@ -58,7 +58,7 @@ def _load_query_rotated_back(heads, cos, sin, in_tile, PAIRS: tl.constexpr, shap
     """Loads what `load_query` loads, rotated back."""
     FORMAT: tl.constexpr = shape.FORMAT
     PACKED: tl.constexpr = shape.PACKED
-    KIND: tl.constexpr = k_kind(FORMAT)
+    KIND: tl.constexpr = kind_of(FORMAT)
     FIELDS: tl.constexpr = fields_of(KIND)
     words = tl.arange(0, word_block(shape.BLOCK_DK, KIND))
     in_head = words < words_of(shape.DK, KIND)

@@ -222,10 +222,9 @@ def _check(kv: PagedKV, rows: Tensor, lengths: Tensor, scratch: Fp8Scratch) -> N
         raise ValueError(
             f"K/V that {type(kv.lookup).__name__} finds is not copied to a scratch in fp8; use the token table"
         )
-    if not (kv.format.k.is_static and kv.format.v.is_static):
+    if not (kv.format.elements.is_float and kv.format.is_static):
         raise ValueError(
-            f"the K/V is stored as {kv.format.k} and {kv.format.v}; prefill in fp8 reads fp8 with "
-            "static scales (fp8-static)"
+            f"the K/V is stored as {kv.format}; prefill in fp8 reads fp8 with static scales (fp8-static)"
         )
     check_scales(kv)
     check_requests_of(kv, rows, lengths, scratch.begins, "begins")

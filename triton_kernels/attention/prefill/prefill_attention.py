@@ -37,7 +37,6 @@ from lightkv.triton_kernels.attention.variants.variant import (
     bind,
     limits,
 )
-from lightkv.triton_kernels.quantised.unpack import most_warps
 
 from . import prefill_tuning
 from .prefill_combine import combine_tiles, empty_parts
@@ -94,7 +93,7 @@ def _prefill_attention(
 ) -> None:
     if num_shares == 0:
         return
-    cache, index, used, layer_format, _ = rebuild_operands(variants, tensors, numbers)
+    cache, index, used, *_ = rebuild_operands(variants, tensors, numbers)
     num_kv_heads, value_dim = cache.k.shape[1], out.shape[2]
     block_m, block_n, num_warps, num_stages = launch
     partial_out = partial_lse = None
@@ -114,8 +113,6 @@ def _prefill_attention(
             )
         if any(one.loaded_bytes for one in used):
             _, block_n, num_warps, num_stages = prefill_tuning.masked_prefill_launch(tuning.Launch(*launch))
-        if num_warps > most_warps(layer_format):
-            block_n, num_warps, num_stages = 32, most_warps(layer_format), 2
         bound, score_scale = bind(used, scale)
         rows = prefill_tuning.general_rows(block_m)
         prefill_kernel[(num_kv_heads * num_shares * (block_m // rows),)](

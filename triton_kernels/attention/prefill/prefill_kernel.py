@@ -16,7 +16,7 @@ from lightkv.triton_kernels.attention.attend_keys import (
 )
 from lightkv.triton_kernels.attention.records import Sums
 from lightkv.triton_kernels.attention.variants import hooks
-from lightkv.triton_kernels.quantised.unpack import fields_of, v_kind
+from lightkv.triton_kernels.quantised.unpack import fields_of, kind_of
 
 from .prefill_plan import ITEM_FIELDS
 
@@ -147,9 +147,9 @@ def _store(outputs, sums, rows, item, place, num_kv_heads, shape, SHARES: tl.con
         is_part = part >= 0
     heads_out = outputs.out + rows.tokens[:, None] * outputs.stride_token
     heads_out += rows.heads[:, None] * outputs.stride_head
-    for PART in tl.static_range(0, fields_of(v_kind(shape.FORMAT))):
-        dims, in_head = output_dims(shape.BLOCK_DV, shape.DV, PART, shape.FORMAT)
-        finished = finish_output(acc, total, PART, shape.FORMAT, shape.PACKED)
+    for FIELD in tl.static_range(0, fields_of(kind_of(shape.FORMAT))):
+        dims, in_head = output_dims(shape.BLOCK_DV, shape.DV, FIELD, shape.FORMAT)
+        finished = finish_output(acc, total, FIELD, shape.FORMAT, shape.PACKED)
         out_mask = in_tile[:, None] & in_head[None, :]
         if SHARES:
             partials = outputs.partial_out + place[:, None] * shape.DV + dims[None, :]

@@ -17,7 +17,6 @@ from lightkv.triton_kernels.attention.attend_keys import slots_at
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.paged_kv import PagedKV
 from lightkv.triton_kernels.layout.strides import has_unit_stride
-from lightkv.triton_kernels.quantised.kv_format import Elements
 from lightkv.triton_kernels.write.head_tiles import constants_of
 
 from .scratch_requests import block_of, check_requests_of, find_requests
@@ -25,7 +24,7 @@ from .scratch_requests import block_of, check_requests_of, find_requests
 
 class _Heads(NamedTuple):
     """K or V, and where it is restored to. `scales`: of K and V, or None; the first one of a head is
-    `FIRST_COLUMN`. `ELEMENTS`: of `constants_of`."""
+    `FIRST_SCALE`. `ELEMENTS`: of `constants_of`."""
 
     stored: Any
     scales: Any
@@ -36,7 +35,7 @@ class _Heads(NamedTuple):
     stride_scales_head: Any
     stride_out_token: Any
     stride_out_head: Any
-    FIRST_COLUMN: Any
+    FIRST_SCALE: Any
     ELEMENTS: Any
     D: Any
     BLOCK_D: Any
@@ -54,15 +53,15 @@ def _restore_head(
     ELEMENTS: tl.constexpr = heads.ELEMENTS
     D: tl.constexpr = heads.D
     BLOCK_D: tl.constexpr = heads.BLOCK_D
-    columns = None
+    scales = None
     if heads.scales is not None:
-        columns = heads.scales + slot * heads.stride_scales_slot
-        columns += head * heads.stride_scales_head + heads.FIRST_COLUMN
+        scales = heads.scales + slot * heads.stride_scales_slot
+        scales += head * heads.stride_scales_head + heads.FIRST_SCALE
     source = heads.stored + slot * heads.stride_slot + head * heads.stride_head
     target = heads.out + token * heads.stride_out_token + head * heads.stride_out_head
     BITS: tl.constexpr = ELEMENTS[0]
     GROUP: tl.constexpr = ELEMENTS[2]
-    HAS_MIDDLE: tl.constexpr = ELEMENTS[3]
+    HAS_ZERO_POINT: tl.constexpr = ELEMENTS[3]
     WIDTH: tl.constexpr = D // 2 if BITS == 4 else D
     places = tl.arange(0, BLOCK_D // 2 if BITS == 4 else BLOCK_D)
     in_row = valid[:, None] & (places < WIDTH)[None, :]
@@ -78,13 +77,13 @@ def _restore_head(
         BLOCK_GROUP: tl.constexpr = GROUP if GROUP > 0 else BLOCK_D
         BLOCK_GROUPS: tl.constexpr = BLOCK_D // BLOCK_GROUP
         groups = tl.arange(0, BLOCK_GROUPS)
-        in_columns = valid[:, None] & (groups < GROUPS)[None, :]
-        columns += groups[None, :]
-        scale = tl.load(columns, mask=in_columns, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_GROUPS]
+        in_scales = valid[:, None] & (groups < GROUPS)[None, :]
+        scales += groups[None, :]
+        scale = tl.load(scales, mask=in_scales, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_GROUPS]
         grouped = tl.reshape(tile, [BLOCK_T, BLOCK_GROUPS, BLOCK_GROUP]) * scale[:, :, None]
-        if HAS_MIDDLE:
-            middle = tl.load(columns + GROUPS, mask=in_columns, other=0.0).to(tl.float32)
-            grouped += middle[:, :, None]
+        if HAS_ZERO_POINT:
+            zero_point = tl.load(scales + GROUPS, mask=in_scales, other=0.0).to(tl.float32)
+            grouped += zero_point[:, :, None]
         tile = tl.reshape(grouped, [BLOCK_T, BLOCK_D])
     dims = tl.arange(0, BLOCK_D)
     in_head = valid[:, None] & (dims < D)[None, :]
@@ -137,7 +136,8 @@ def restore_kv(
     kv: PagedKV, rows: Tensor, lengths: Tensor, starts: Tensor, out_k: Tensor, out_v: Tensor
 ) -> None:
     """Writes K and V of the first `lengths[b]` tokens of each request to the rows from `starts[b]` on of a
-    scratch, in its type: `element * scale (+ middle)` in float32, rounded once. Rotated heads stay rotated.
+    scratch, in its type: `element * scale (+ zero point)` in float32, rounded once. Products with a Hadamard
+    matrix stay so.
 
     Everything that varies is read on the device, and the grid follows from the scratch: nothing synchronises,
     and a captured launch may be replayed. Tokens beyond the scratch are left out, and rows of the scratch that
@@ -163,8 +163,8 @@ def restore_kv(
     num_kv_heads, key_dim, value_dim = kv.k.shape[1], kv.key_dim, kv.value_dim
     launch = _launch_for(tuning.padded_dim(max(key_dim, value_dim)))
     _restore_kv_kernel[(2 * num_kv_heads * triton.cdiv(capacity, launch.block_m),)](
-        _heads_record(kv, kv.k, out_k, kv.format.k, 0),
-        _heads_record(kv, kv.v, out_v, kv.format.v, kv.format.k.columns(key_dim)),
+        _heads_record(kv, kv.k, out_k, 0),
+        _heads_record(kv, kv.v, out_v, kv.format.elements.num_scales(key_dim)),
         kv.index,
         rows,
         lengths,
@@ -177,17 +177,17 @@ def restore_kv(
         TURNS=tuning.block_for(num_requests).bit_length(),
         BLOCK_T=launch.block_m,
         num_warps=launch.num_warps,
-        enable_fp_fusion=False,  # as in torch, a product is rounded before the middle is added
+        enable_fp_fusion=False,  # as in torch, a product is rounded before the zero point is added
     )
 
 
-def _heads_record(kv: PagedKV, stored: Tensor, out: Tensor, elements: Elements, first_column: int) -> _Heads:
+def _heads_record(kv: PagedKV, stored: Tensor, out: Tensor, first_scale: int) -> _Heads:
     """Returns K or V of a layer, and where it is restored to, as the kernel takes them."""
     scales_slot = scales_head = 0
     if kv.scales is not None:
         scales_slot, scales_head = 0 if kv.format.is_static else kv.scales.stride(0), kv.scales.stride(1)
     dim = out.shape[2]
-    constants = first_column, constants_of(elements, dim), dim, tuning.padded_dim(dim)
+    constants = first_scale, constants_of(kv.format.elements, dim), dim, tuning.padded_dim(dim)
     return _Heads(
         stored,
         kv.scales,
@@ -216,12 +216,14 @@ def _check(kv: PagedKV, rows: Tensor, lengths: Tensor, starts: Tensor, out_k: Te
             )
     if out_k.dtype != out_v.dtype:
         raise ValueError(f"out_k and out_v must have one type, got {out_k.dtype} and {out_v.dtype}")
-    columns = kv.format.columns(kv.key_dim, kv.value_dim)
+    num_scales = kv.format.num_scales(kv.key_dim, kv.value_dim)
     if kv.format.is_quantised and (
-        kv.scales is None or kv.scales.shape[1:] != (kv.k.shape[1], columns) or not has_unit_stride(kv.scales)
+        kv.scales is None
+        or kv.scales.shape[1:] != (kv.k.shape[1], num_scales)
+        or not has_unit_stride(kv.scales)
     ):
         raise ValueError(
-            f"the format has {columns} scales and middles for each of {kv.k.shape[1]} heads; pass "
+            f"the format has {num_scales} scales and zero points for each of {kv.k.shape[1]} heads; pass "
             f"KVPool.scales, got {None if kv.scales is None else tuple(kv.scales.shape)}"
         )
 
