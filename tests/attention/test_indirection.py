@@ -3,7 +3,6 @@ beams that such steps are made from."""
 
 import pytest
 import torch
-from test_attention import CASES, History, on
 
 from lightkv.attention import Batch, BatchShape, LayerShape, StaticStep, Step, make_backends
 from lightkv.attention.forms.beams import over_beams
@@ -12,6 +11,7 @@ from lightkv.attention.forms.rings import over_rings
 from lightkv.ledger.shared_prefixes import SharedPrefix
 from lightkv.triton_kernels.attention.lookups.beam_table import beam_indirection
 from lightkv.triton_kernels.layout.ring import Ring
+from tests.support.attention.histories import CASES, History, on
 
 BEAMS = [4, 1, 3]  # the rows of one request's beams
 STEPS = [

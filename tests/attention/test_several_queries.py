@@ -8,7 +8,7 @@ from lightkv.attention.forms.rings import over_rings
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.layout.ring import Ring
-from tests.attention.test_attention import CASES, TOLERANCE, History, on
+from tests.support.attention.histories import CASES, TOLERANCE, History, on
 from tests.support.tiny_models import tiny_llama
 
 # (rows, counts, number of prefills, tokens of each decode) of each step

@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from test_decode_attention import poisoned_cache
-from test_prefill_attention import lse_reference, starts
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
@@ -43,6 +41,8 @@ from lightkv.triton_kernels.attention.variants import (
     Window,
 )
 from lightkv.triton_kernels.attention.variants.variant import limits
+from tests.support.attention.caches import poisoned_cache, starts
+from tests.support.attention.log_sum_exps import lse_reference
 
 skeleton = pytest.importorskip("lightkv.triton_kernels.attention.prefill.hopper.prefill_hopper_skeleton")
 tiles = pytest.importorskip("lightkv.triton_kernels.attention.prefill.hopper.prefill_hopper_tiles")

@@ -6,7 +6,6 @@ tested on a GPU.
 
 import pytest
 import torch
-from test_decode_attention import Cache, assert_close, share_first_keys, slow
 from torch import Tensor
 
 from lightkv import KVPool, KVSpec
@@ -25,6 +24,8 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
 from lightkv.triton_kernels.attention.variants import Alibi, Chunk, SinkLogits, Softcap, Window
 from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
+from tests.support.attention.caches import Cache, assert_close, share_first_keys
+from tests.support.combinations import slow
 
 COMMON = ("int8", "fp8", "int8-g8", "int4", "k16v8")
 RARE = ("int8-rot", "fp8-rot", "fp8-static", "int4-g16", "int4-sym-g8", "k8v4")

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from feature_table import covers
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.glm import modeling_glm
@@ -15,6 +14,7 @@ from transformers.models.llama import modeling_llama
 
 from lightkv.triton_kernels.write.inputs import Biases, Rotation, StoredKV
 from lightkv.triton_kernels.write.write_kv import rotate_reference, split_qkv, write_kv, write_kv_reference
+from tests.support.attention.feature_table import covers
 
 NUM_SLOTS = 64
 NUM_POSITIONS = 40
