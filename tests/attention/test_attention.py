@@ -31,6 +31,7 @@ from lightkv.memory.kv_memory import KVMemory
 from lightkv.triton_kernels.attention.variants import Chunk, SinkLogits, TreeMask, Window
 from lightkv.triton_kernels.layout.ring import Ring
 from tests.support.attention.histories import CASES, MAX_SEQUENCES, TOLERANCE, History, on
+from tests.support.combinations import slow
 
 # (rows, counts, number of prefills) of each step: fresh prompts; a later chunk beside a fresh prompt, a chunk
 # of one token and decodes; decodes alone, of very unequal lengths; and more of both.
@@ -43,12 +44,14 @@ STEPS = [
 ]
 
 
-def run_steps(name: str, shape: LayerShape, dtype: torch.dtype, device: torch.device) -> None:
+def run_steps(
+    name: str, shape: LayerShape, dtype: torch.dtype, device: torch.device, num_steps: int = len(STEPS)
+) -> None:
     torch.manual_seed(0)
     shape = on(shape, device)
     history = History(shape, dtype, device)
     backend = make_backends(name, device, [shape, shape])[1]
-    for rows, counts, num_prefills in STEPS:
+    for rows, counts, num_prefills in STEPS[:num_steps]:
         total = sum(counts)
         starts = history.place(rows, counts)
         step = Step.of(Batch.of(rows, starts, counts, num_prefills), history.memory)
@@ -112,11 +115,13 @@ def test_prefill_tiles_read_only_keys_that_are_seen(
     assert [plan.bias_of(tile) is None for tile in plan.tiles] == [False, False, True, True, True]
 
 
+@pytest.mark.parametrize("num_steps", [3, *slow(len(STEPS))], ids="steps{}".format)
 @pytest.mark.parametrize(
     "case", ["gqa-3", "v-narrower", "softcap-window", "chunk-5", "sinks-window", "alibi", "full"]
 )
-def test_triton_backend(case: str, device: torch.device) -> None:
-    run_steps("triton", CASES[case], torch.float32, device)
+def test_triton_backend(case: str, num_steps: int, device: torch.device) -> None:
+    """The first three steps have fresh prompts, later chunks beside decodes, and decodes alone."""
+    run_steps("triton", CASES[case], torch.float32, device, num_steps)
 
 
 @pytest.mark.gpu

@@ -23,7 +23,7 @@ from lightkv.triton_kernels.attention.variants import Softcap, Window
 from tests.support.attention.caches import Cache, assert_close, starts
 from tests.support.attention.log_sum_exps import assert_lse, lse_reference
 from tests.support.attention.mixed_steps import Step, make_step
-from tests.support.combinations import slow
+from tests.support.combinations import each_pair, slow
 
 PREFILLS = [(33, 40), (0, 7), (65, 0), (1, 5), (0, 0)]  # queries of a request, and tokens before them
 DECODES = [130, 0, 1, 65]  # tokens of a request
@@ -75,9 +75,7 @@ def test_one_kv_head_for_all(device: torch.device) -> None:
     check(make_step(PREFILLS, DECODES, device=device, group=8, num_kv_heads=1))
 
 
-@pytest.mark.parametrize("shift", [0, *slow(4), 31], ids=["tokens", "pages_of_16", "one_run"])
-@pytest.mark.parametrize("window", [0, *slow(1), 40], ids="window{}".format)
-@pytest.mark.parametrize("softcap", [0.0, 5.0], ids="cap{}".format)
+@each_pair(shift=[0, *slow(4), 31], window=[0, *slow(1), 40], softcap=[0.0, 5.0])
 def test_index_window_and_softcap(device: torch.device, shift: int, window: int, softcap: float) -> None:
     torch.manual_seed(window)
     step = make_step(PREFILLS, DECODES, device=device, shift=shift)

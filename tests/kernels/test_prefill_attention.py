@@ -27,7 +27,7 @@ from lightkv.triton_kernels.write.inputs import StoredKV
 from lightkv.triton_kernels.write.write_kv import write_kv
 from tests.support.attention.caches import Cache, assert_close, poisoned_cache, starts
 from tests.support.attention.log_sum_exps import lse_reference
-from tests.support.combinations import slow
+from tests.support.combinations import each_pair, each_value, slow
 
 # (queries, tokens before them) of each request
 FRESH = [(65, 0), (1, 0), (64, 0)]
@@ -75,20 +75,18 @@ def check(
     assert lse[num_queries:].isnan().all()
 
 
-@pytest.mark.parametrize("sequences", [FRESH, CHUNKS], ids=["fresh", "chunks"])
-@pytest.mark.parametrize("group", [1, 3, 4, 8, 16], ids="group{}".format)
-def test_query_heads_per_kv_head(device: torch.device, sequences: list[tuple[int, int]], group: int) -> None:
+@each_value(group=[1, 3, 4, 8, 16], sequences=["chunks", "fresh"])
+def test_query_heads_per_kv_head(device: torch.device, sequences: str, group: int) -> None:
     torch.manual_seed(group)
-    check(sequences, device=device, group=group)
+    check({"fresh": FRESH, "chunks": CHUNKS}[sequences], device=device, group=group)
 
 
-@pytest.mark.parametrize(
-    ("key_dim", "value_dim"),
-    [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128)],
-    ids=str,
+@each_value(
+    dims=[(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128)],
+    dtype=[torch.float32, torch.float16],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
-def test_head_dims(device: torch.device, key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
+def test_head_dims(device: torch.device, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    key_dim, value_dim = dims
     torch.manual_seed(key_dim)
     check(
         [(20, 50), (3, 0)],
@@ -101,9 +99,7 @@ def test_head_dims(device: torch.device, key_dim: int, value_dim: int, dtype: to
     )
 
 
-@pytest.mark.parametrize("shift", [0, 4, 31], ids=["tokens", "pages_of_16", "one_run"])
-@pytest.mark.parametrize("window", [0, 20, *slow(1, 64, 1000)], ids="window{}".format)
-@pytest.mark.parametrize("softcap", [0.0, 5.0], ids="cap{}".format)
+@each_pair(shift=[0, 4, 31], window=[0, 20, *slow(1, 64, 1000)], softcap=[0.0, 5.0])
 def test_index_window_and_softcap(device: torch.device, shift: int, window: int, softcap: float) -> None:
     torch.manual_seed(window)
     sequences = [(40, 70), (0, 5), (65, 0)]

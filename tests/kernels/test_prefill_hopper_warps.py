@@ -43,6 +43,7 @@ from lightkv.triton_kernels.attention.variants import (
 from lightkv.triton_kernels.attention.variants.variant import limits
 from tests.support.attention.caches import poisoned_cache, starts
 from tests.support.attention.log_sum_exps import lse_reference
+from tests.support.combinations import each_pair_of
 
 skeleton = pytest.importorskip("lightkv.triton_kernels.attention.prefill.hopper.prefill_hopper_skeleton")
 tiles = pytest.importorskip("lightkv.triton_kernels.attention.prefill.hopper.prefill_hopper_tiles")
@@ -383,39 +384,41 @@ def scratch_of(cache: Any, keys: Any, scales: Any) -> tuple[Any, Any]:
     return keys(k, v, begins, k.stride(0), v.stride(1)), scales(units, 1.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("window", "softcap", "num_workers", "chunk", "with_sinks", "causal", "extra"),
-    [
-        (0, 0.0, 0, 0, False, True, ""),
-        (0, 0.0, 5, 0, True, True, ""),
-        (0, 5.0, 9, 0, False, True, ""),
-        (40, 0.0, 7, 0, True, True, ""),
-        (0, 0.0, 60, 0, False, True, ""),
-        (0, 0.0, 0, 64, True, True, ""),
-        (0, 0.0, 0, 7, False, True, ""),
-        (0, 0.0, 60, 48, True, True, ""),
-        (0, 0.0, 60, 90, True, True, ""),
-        (0, 0.0, 0, 0, False, False, ""),
-        (0, 0.0, 60, 0, True, False, "alibi"),
-        (0, 0.0, 60, 0, False, False, "alibi"),
-        (20, 0.0, 60, 0, False, False, ""),
-        (0, 5.0, 9, 0, True, True, "alibi"),
-        (30, 0.0, 0, 0, False, True, "alibi"),
-        (0, 0.0, 0, 0, False, True, "tree"),
-        (0, 0.0, 60, 0, True, True, "tree"),
-        (0, 0.0, 0, 0, False, True, "float32 112"),
-        (0, 0.0, 60, 0, True, True, "float32 70"),
-        (0, 5.0, 60, 0, False, False, "float16 107"),
-        (30, 0.0, 0, 0, True, True, "float16 42"),
-        (0, 0.0, 0, 0, False, True, "bool 112"),
-        (0, 0.0, 60, 48, False, True, "bool 61"),
-        (0, 0.0, 60, 0, True, False, "bool 16"),
-        (0, 0.0, 0, 0, False, True, "steep"),
-        (0, 0.0, 60, 0, True, True, "steep"),
-    ],
-    ids=str,
+WARPGROUPS = [(1, 3), (3, 2)]  # query heads to a K/V head, and warpgroups
+FEATURES = [  # window, soft-cap, workers, chunk, sinks, causal, and what else
+    (0, 0.0, 0, 0, False, True, ""),
+    (0, 0.0, 5, 0, True, True, ""),
+    (0, 5.0, 9, 0, False, True, ""),
+    (40, 0.0, 7, 0, True, True, ""),
+    (0, 0.0, 60, 0, False, True, ""),
+    (0, 0.0, 0, 64, True, True, ""),
+    (0, 0.0, 0, 7, False, True, ""),
+    (0, 0.0, 60, 48, True, True, ""),
+    (0, 0.0, 60, 90, True, True, ""),
+    (0, 0.0, 0, 0, False, False, ""),
+    (0, 0.0, 60, 0, True, False, "alibi"),
+    (0, 0.0, 60, 0, False, False, "alibi"),
+    (20, 0.0, 60, 0, False, False, ""),
+    (0, 5.0, 9, 0, True, True, "alibi"),
+    (30, 0.0, 0, 0, False, True, "alibi"),
+    (0, 0.0, 0, 0, False, True, "tree"),
+    (0, 0.0, 60, 0, True, True, "tree"),
+    (0, 0.0, 0, 0, False, True, "float32 112"),
+    (0, 0.0, 60, 0, True, True, "float32 70"),
+    (0, 5.0, 60, 0, False, False, "float16 107"),
+    (30, 0.0, 0, 0, True, True, "float16 42"),
+    (0, 0.0, 0, 0, False, True, "bool 112"),
+    (0, 0.0, 60, 48, False, True, "bool 61"),
+    (0, 0.0, 60, 0, True, False, "bool 16"),
+    (0, 0.0, 0, 0, False, True, "steep"),
+    (0, 0.0, 60, 0, True, True, "steep"),
+]
+
+
+@each_pair_of(
+    "window, softcap, num_workers, chunk, with_sinks, causal, extra, group, members",
+    [(*features, *warpgroups) for features in FEATURES for warpgroups in WARPGROUPS],
 )
-@pytest.mark.parametrize(("group", "members"), [(1, 3), (3, 2)], ids=["3 warpgroups", "2 warpgroups"])
 def test_warpgroups(
     window: int,
     softcap: float,

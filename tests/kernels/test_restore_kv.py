@@ -13,6 +13,7 @@ from lightkv.triton_kernels.attention.paged_kv import PagedKV
 from lightkv.triton_kernels.attention.prefill.restore_kv import restore_kv, restore_kv_reference
 from lightkv.triton_kernels.layout.ring import Ring
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
+from tests.support.combinations import each_value
 from tests.support.random_kv import make_kv
 
 INTEGERS = ("int8", "int8-g8", "int4", "int4-g16", "int4-sym-g8", "k16v8", "k8v4")
@@ -53,8 +54,7 @@ def check(
     return k, v
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (192, 128)], ids=str)
+@each_value(name=FORMATS, dims=[(64, 64), (80, 80), (192, 128)])
 def test_formats(name: str, dims: tuple[int, int], device: torch.device) -> None:
     torch.manual_seed(dims[0])
     lengths = [37, 5, 70]

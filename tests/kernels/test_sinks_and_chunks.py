@@ -49,6 +49,7 @@ from tests.support.attention.caches import (
     starts,
 )
 from tests.support.attention.mixed_steps import make_step
+from tests.support.combinations import each_pair_of
 from tests.support.scored import attention_lse
 
 LENGTHS = [130, 0, 1, 65]
@@ -138,10 +139,14 @@ def masks(device: torch.device | str, num_heads: int) -> dict[str, AttentionOpti
 MASKS = ["sinks", "chunks", "both", "window"]
 
 
-@pytest.mark.parametrize(
-    ("mask", "num_splits"), [("sinks", 1), ("sinks", 7), ("chunks", 1), ("both", 7), ("window", 7)], ids=str
+@each_pair_of(
+    "mask, num_splits, num_queries, group, shift",
+    [
+        (*mask, *queries)
+        for mask in [("sinks", 1), ("sinks", 7), ("chunks", 1), ("both", 7), ("window", 7)]
+        for queries in [(1, 4, 0), (3, 2, 4)]
+    ],
 )
-@pytest.mark.parametrize(("num_queries", "group", "shift"), [(1, 4, 0), (3, 2, 4)], ids=str)
 def test_decode(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,

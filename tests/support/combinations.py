@@ -38,6 +38,13 @@ def each_value(**axes: Sequence[Any]) -> pytest.MarkDecorator:
     return _parametrized(axes, single_values(**plain))
 
 
+def each_pair_of(names: str, cases: Sequence[tuple[Any, ...]]) -> pytest.MarkDecorator:
+    """Parametrizes a test with these cases, of which all but `covering_pairs` are `slow`."""
+    quick = covering_pairs(cases)
+    marked = [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]
+    return pytest.mark.parametrize(names, marked, ids=str)
+
+
 def _lengths(axes: dict[str, Sequence[Any]]) -> list[int]:
     return [len(values) for values in axes.values()]
 
@@ -51,24 +58,28 @@ def _single_places(lengths: list[int]) -> list[tuple[int, ...]]:
 
 
 def _pair_places(lengths: list[int]) -> list[tuple[int, ...]]:
-    """Takes, again and again, the first combination that has the most pairs which no taken one has."""
-    if len(lengths) < 2:
-        return _single_places(lengths)
-    candidates = {places: set(combinations(enumerate(places), 2)) for places in product(*map(range, lengths))}
+    return covering_pairs(list(product(*map(range, lengths))))
+
+
+def covering_pairs(cases: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Returns some of the cases, in which all values occur and every two values that one of the cases has
+    together. It takes, again and again, the first case that has the most pairs which no taken one has."""
+    together = min(2, len(cases[0]))
+    candidates = {case: set(combinations(enumerate(map(repr, case)), together)) for case in cases}
     missing, taken = set().union(*candidates.values()), []
     while missing:
-        best = max(candidates, key=lambda places: len(candidates[places] & missing))
+        best = max(candidates, key=lambda case: len(candidates[case] & missing))
         taken.append(best)
         missing -= candidates.pop(best)
     return taken
 
 
 def _parametrized(axes: dict[str, Sequence[Any]], quick: list[tuple[Any, ...]]) -> pytest.MarkDecorator:
-    cases = []
+    cases, quick = [], [tuple(map(repr, values)) for values in quick]
     for chosen in product(*axes.values()):
         values = tuple(value.values[0] if isinstance(value, ParameterSet) else value for value in chosen)
         marks = [mark for value in chosen for mark in _marks(value)]
-        if not marks and values not in quick:
+        if not marks and tuple(map(repr, values)) not in quick:
             marks = [pytest.mark.slow]
         label = "-".join(_label(name, value) for name, value in zip(axes, values, strict=True))
         cases.append(pytest.param(*values, marks=marks, id=label))
