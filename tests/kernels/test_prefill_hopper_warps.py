@@ -43,7 +43,7 @@ from lightkv.triton_kernels.attention.variants import (
 from lightkv.triton_kernels.attention.variants.variant import limits
 from tests.support.attention.caches import poisoned_cache, starts
 from tests.support.attention.log_sum_exps import lse_reference
-from tests.support.combinations import each_pair_of
+from tests.support.combinations import each_value
 
 skeleton = pytest.importorskip("lightkv.triton_kernels.attention.prefill.hopper.prefill_hopper_skeleton")
 tiles = pytest.importorskip("lightkv.triton_kernels.attention.prefill.hopper.prefill_hopper_tiles")
@@ -415,27 +415,17 @@ FEATURES = [  # window, soft-cap, workers, chunk, sinks, causal, and what else
 ]
 
 
-@each_pair_of(
-    "window, softcap, num_workers, chunk, with_sinks, causal, extra, group, members",
-    [(*features, *warpgroups) for features in FEATURES for warpgroups in WARPGROUPS],
-)
+# Every option of the features runs with both numbers of warpgroups.
+@each_value(features=FEATURES, warpgroups=WARPGROUPS)
 def test_warpgroups(
-    window: int,
-    softcap: float,
-    num_workers: int,
-    chunk: int,
-    with_sinks: bool,
-    causal: bool,
-    extra: str,
-    group: int,
-    members: int,
-    monkeypatch: pytest.MonkeyPatch,
+    features: tuple[Any, ...], warpgroups: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Case(window, softcap, num_workers, chunk, with_sinks, causal, extra, group, members=members)
+    group, members = warpgroups
+    case = Case(*features, group, members=members)
     peaks_seen.clear()
     compare(case, monkeypatch)
-    assert peaks_seen["kept"] or window or chunk or extra == "steep"
-    assert peaks_seen["raised"] or extra != "steep"
+    assert peaks_seen["kept"] or case.window or case.chunk or case.extra == "steep"
+    assert peaks_seen["raised"] or case.extra != "steep"
 
 
 def compare(case: Case, monkeypatch: pytest.MonkeyPatch, kind: str = "prefill_hopper") -> None:
