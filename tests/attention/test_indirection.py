@@ -3,7 +3,6 @@ beams that such steps are made from."""
 
 import pytest
 import torch
-from test_attention import CASES, History, on
 
 from lightkv.attention import Batch, BatchShape, LayerShape, StaticStep, Step, make_backends
 from lightkv.attention.forms.beams import over_beams
@@ -12,6 +11,8 @@ from lightkv.attention.forms.rings import over_rings
 from lightkv.ledger.shared_prefixes import SharedPrefix
 from lightkv.triton_kernels.attention.lookups.beam_table import beam_indirection
 from lightkv.triton_kernels.layout.ring import Ring
+from tests.support.attention.histories import CASES, History, on
+from tests.support.combinations import each_pair, slow
 
 BEAMS = [4, 1, 3]  # the rows of one request's beams
 STEPS = [
@@ -22,14 +23,11 @@ STEPS = [
 ]
 
 
-def quick(*names: str) -> list[object]:
-    """The cases, of which all but these are slow."""
-    return [pytest.param(name, marks=() if name in names else pytest.mark.slow) for name in CASES]
-
-
-@pytest.mark.parametrize("backend_name", ["torch", "triton"])
-@pytest.mark.parametrize("case", quick("gqa-3", "sinks-window"))
-@pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
+@each_pair(
+    backend_name=["torch", "triton"],
+    case=["gqa-3", "sinks-window", *slow(*(name for name in CASES if name not in ("gqa-3", "sinks-window")))],
+    static=[False, True],
+)
 def test_rows_that_read_the_slots_of_other_rows(
     backend_name: str, case: str, static: bool, device: torch.device
 ) -> None:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from test_attention import History
 
 from lightkv.attention import (
     AttentionOptions,
@@ -20,6 +19,7 @@ from lightkv.triton_kernels.attention.attention_reference import attend_referenc
 from lightkv.triton_kernels.attention.variants import SinkLogits, TreeMask, ValueMask, Window
 from lightkv.triton_kernels.attention.variants.variant import Scored
 from lightkv.triton_kernels.layout.ring import Ring
+from tests.support.attention.histories import History
 
 ROWS, COUNTS = [1, 4, 3, 2], [7, 3, 1, 1]  # two prefills, two decodes
 

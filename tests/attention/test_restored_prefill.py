@@ -12,15 +12,16 @@ from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShap
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention_reference
 from lightkv.triton_kernels.attention.variants import Window
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
+from tests.support.combinations import each_value
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str
+@each_value(
+    name=["int8", "int4", "int8-g8"],
+    window=[0, 20],
+    dtype=[torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)],
 )
-@pytest.mark.parametrize("name", ["int8", "int4", "int8-g8"])
-@pytest.mark.parametrize("window", [0, 20])
 def test_prefill_over_a_scratch(name: str, dtype: torch.dtype, window: int, device: torch.device) -> None:
     torch.manual_seed(1)
     lengths, counts = [90, 40, 7], [50, 40, 2]

@@ -8,7 +8,8 @@ from lightkv.attention.forms.rings import over_rings
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.layout.ring import Ring
-from tests.attention.test_attention import CASES, TOLERANCE, History, on
+from tests.support.attention.histories import CASES, TOLERANCE, History, on
+from tests.support.combinations import slow
 from tests.support.tiny_models import tiny_llama
 
 # (rows, counts, number of prefills, tokens of each decode) of each step
@@ -21,7 +22,7 @@ STEPS = [
 
 
 @pytest.mark.parametrize(
-    "case", ["gqa-3", "mqa", "v-narrower", "window-5", "softcap-window", "chunk-5", "sinks", "alibi"]
+    "case", ["gqa-3", "v-narrower", "softcap-window", "chunk-5", "sinks", "alibi", *slow("mqa", "window-5")]
 )
 def test_decodes_of_several_tokens(case: str, device: torch.device) -> None:
     torch.manual_seed(0)

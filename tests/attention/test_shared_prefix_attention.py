@@ -18,6 +18,7 @@ from lightkv.attention import (
 from lightkv.ledger.shared_prefixes import SharedPrefix
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.triton_kernels.attention.variants import Chunk, Window
+from tests.support.combinations import each_pair
 
 SHAPE = LayerShape(4, 16, 1)
 ENTRIES = 200
@@ -141,13 +142,12 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("name", ["torch", "triton"])
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize(("window", "chunk"), [(0, 0), (40, 0), (0, 60)])
+@each_pair(name=["torch", "triton"], batch=list(BATCHES), limits=[(0, 0), (40, 0), (0, 60)])
 def test_reading_together_gives_what_reading_alone_does(
-    memory: KVMemory, name: str, batch: str, window: int, chunk: int
+    memory: KVMemory, name: str, batch: str, limits: tuple[int, int]
 ) -> None:
     """Also with a prefill before the decodes; layers with a window read nothing together."""
+    window, chunk = limits
     rows, starts, found = BATCHES[batch]
     shape = LayerShape(
         4, 16, 1, AttentionOptions().plus(Window(window) if window else None, Chunk(chunk) if chunk else None)

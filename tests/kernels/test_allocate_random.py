@@ -68,15 +68,21 @@ def replay(
         model.check(state)
 
 
+IN_KERNELS = {
+    "kernels": nullcontext,
+    "several programs": lambda: in_programs(4, CountTiles(4, 8)),
+    "two kernels": lambda: in_two_kernels(CountTiles(4, 8)),
+}
+
+
 @pytest.mark.parametrize(
     ("operations", "launched", "max_examples"),
     [
         (REFERENCES, nullcontext, 100),
-        (KERNELS, nullcontext, 40),
-        pytest.param(KERNELS, lambda: in_programs(4, CountTiles(4, 8)), 40, marks=pytest.mark.slow),
-        (KERNELS, lambda: in_two_kernels(CountTiles(4, 8)), 40),
+        *((KERNELS, IN_KERNELS[name], 15) for name in ("kernels", "two kernels")),
+        *(pytest.param(KERNELS, launched, 40, marks=pytest.mark.slow) for launched in IN_KERNELS.values()),
     ],
-    ids=["references", "kernels", "several programs", "two kernels"],
+    ids=["references", "kernels", "two kernels", *(f"{name}, many examples" for name in IN_KERNELS)],
 )
 def test_allocations_and_frees_match_the_set(
     device: torch.device,

@@ -19,6 +19,7 @@ from lightkv.triton_kernels.attention.lookups import Pages
 from lightkv.triton_kernels.attention.operands import flatten_operands
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.variants import SinkLogits, Softcap, Window
+from tests.support.combinations import each_pair, each_value
 from tests.support.scored import attention_lse
 
 
@@ -96,16 +97,13 @@ def test_query_heads_per_kv_head(device: torch.device, group: int) -> None:
     check(make_case([40, 0, 33, 0], [5, 0, 1, 2], device, group=group))
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96, 128], ids="dim{}".format)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@each_value(dim=[64, 80, 96, 128], dtype=[torch.float32, torch.float16])
 def test_head_dims(device: torch.device, dim: int, dtype: torch.dtype) -> None:
     torch.manual_seed(dim)
     check(make_case([65, 1], [3, 1], device, dtype=dtype, dim=dim))
 
 
-@pytest.mark.parametrize("shift", [0, 4], ids=["tokens", "pages_of_16"])
-@pytest.mark.parametrize("window", [0, 1, 40], ids="window{}".format)
-@pytest.mark.parametrize("softcap", [0.0, 5.0], ids="cap{}".format)
+@each_pair(shift=[0, 4], window=[0, 1, 40], softcap=[0.0, 5.0])
 def test_index_window_and_softcap(device: torch.device, shift: int, window: int, softcap: float) -> None:
     torch.manual_seed(window)
     case = make_case([70, 34], [4, 2], device, shift=shift, num_kv_heads=1, spread=3.0)

@@ -4,13 +4,10 @@ Slots are shuffled, every free slot holds NaN, slot 0 holds large finite garbage
 each run: a wrong slot, a missing mask or an unwritten element makes a test fail.
 """
 
-from typing import Any, NamedTuple
-
 import pytest
 import torch
 from torch import Tensor
 
-from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
@@ -21,72 +18,11 @@ from lightkv.triton_kernels.attention.lookups import Pages
 from lightkv.triton_kernels.attention.operands import flatten_operands
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.variants import SinkLogits, Softcap, Window
-from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
+from tests.support.attention.caches import Cache, assert_close, poisoned_cache, share_first_keys
+from tests.support.attention.log_sum_exps import assert_lse
+from tests.support.combinations import each_pair, each_value, slow
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 MIXED = [130, 0, 1, 64, 63, 65]
-
-
-def slow(*values: Any) -> list[Any]:
-    """Returns parameters of a test that are left to `make test-all`."""
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
-
-
-class Cache(NamedTuple):
-    """K/V of some requests, with their rows and lengths: the arguments of the operators, in order."""
-
-    kv: PagedKV
-    rows: Tensor
-    lengths: Tensor
-
-
-def poisoned_cache(
-    lengths: list[int],
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype = torch.float32,
-    num_kv_heads: int = 2,
-    key_dim: int = 64,
-    value_dim: int = 64,
-    shift: int = 0,
-) -> Cache:
-    """Makes random K/V in shuffled slots. All free slots hold NaN, also those that stale entries name."""
-    longest = max(*lengths, 1) + 3
-    page = longest if shift == 31 else 1 << shift
-    pages_per_row = -(-longest // page) + 1 if shift < 31 else 1
-    num_pages = len(lengths) * pages_per_row
-    places = 1 + torch.randperm(num_pages).view(len(lengths), pages_per_row) * page
-    rows = 1 + torch.randperm(len(lengths))
-    index = torch.zeros(len(lengths) + 1, pages_per_row, dtype=torch.int32)
-    index[rows] = places.int()
-
-    num_slots = 1 + num_pages * page
-    if key_dim == value_dim:
-        buffer = torch.full((num_slots, 2 * num_kv_heads, key_dim), torch.nan)
-        k_cache, v_cache = buffer[:, :num_kv_heads], buffer[:, num_kv_heads:]
-    else:
-        k_cache = torch.full((num_slots, num_kv_heads, key_dim), torch.nan)
-        v_cache = torch.full((num_slots, num_kv_heads, value_dim), torch.nan)
-    for place, length in zip(places, lengths, strict=True):
-        slots = (place[:, None] + torch.arange(page)).flatten()[:length]
-        k_cache[slots] = torch.randn(length, num_kv_heads, key_dim)
-        v_cache[slots] = torch.randn(length, num_kv_heads, value_dim)
-    k_cache[0] = v_cache[0] = 1e4
-    if key_dim == value_dim:
-        buffer = buffer.to(device, dtype)
-        k_cache, v_cache = buffer[:, :num_kv_heads], buffer[:, num_kv_heads:]
-    else:
-        k_cache, v_cache = k_cache.to(device, dtype), v_cache.to(device, dtype)
-    return Cache(
-        PagedKV(k_cache, v_cache, index.to(device), Pages(shift)),
-        rows.to(device),
-        torch.tensor(lengths, dtype=torch.int32, device=device),
-    )
-
-
-def assert_close(actual: Tensor, expected: Tensor) -> None:
-    tolerance = TOLERANCE[actual.dtype]
-    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
 def check(
@@ -115,24 +51,6 @@ def check(
     assert_lse(lse, q, cache, options, num_queries=num_queries)
 
 
-def assert_lse(lse: Tensor, q: Tensor, cache: Cache, options: AttentionOptions, *, num_queries: int) -> None:
-    """Compares the log-sum-exp of every query's scores with float64."""
-    kv, scale = cache.kv, options.scale_for(q.shape[2])
-    window, softcap = options.of(Window), options.of(Softcap)
-    for request, length in enumerate(cache.lengths.tolist()):
-        positions = torch.arange(length, device=q.device)
-        slots = slots_reference(kv, cache.rows[request], positions)
-        keys = kv.k[slots].double().repeat_interleave(q.shape[1] // kv.k.shape[1], 1)
-        for query in range(num_queries):
-            token, position = request * num_queries + query, length - num_queries + query
-            scores = torch.einsum("hd,khd->hk", q[token].double(), keys) * scale
-            if softcap is not None:
-                scores = softcap.cap * torch.tanh(scores / softcap.cap)
-            seen = (positions <= position) & (positions > (-1 if window is None else position - window.size))
-            expected = torch.logsumexp(scores[:, seen], 1) * LOG2_E
-            torch.testing.assert_close(lse[token].double(), expected, atol=2e-2, rtol=1e-3)
-
-
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65], ids="len{}".format)
 def test_lengths_around_a_tile(device: torch.device, length: int) -> None:
     torch.manual_seed(length)
@@ -145,20 +63,17 @@ def test_query_heads_per_kv_head(device: torch.device, group: int) -> None:
     check(poisoned_cache([70, 0, 33], device=device), group=group)
 
 
-@pytest.mark.parametrize(
-    ("key_dim", "value_dim"),
-    [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128), (64, 80)],
-    ids=str,
+@each_value(
+    dims=[(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128), (64, 80)],
+    dtype=[torch.float32, torch.float16],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
-def test_head_dims(device: torch.device, key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
+def test_head_dims(device: torch.device, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    key_dim, value_dim = dims
     torch.manual_seed(key_dim)
     check(poisoned_cache([65, 1, 30], device=device, dtype=dtype, key_dim=key_dim, value_dim=value_dim))
 
 
-@pytest.mark.parametrize("shift", [0, 4, 31], ids=["tokens", "pages_of_16", "one_run"])
-@pytest.mark.parametrize("window", [0, 40, *slow(1, 64, 1000)], ids="window{}".format)
-@pytest.mark.parametrize("softcap", [0.0, 5.0], ids="cap{}".format)
+@each_pair(shift=[0, 4, 31], window=[0, 40, *slow(1, 64, 1000)], softcap=[0.0, 5.0])
 def test_index_window_and_softcap(device: torch.device, shift: int, window: int, softcap: float) -> None:
     torch.manual_seed(window)
     cache = poisoned_cache([130, 0, 1, 65], device=device, num_kv_heads=1, shift=shift)
@@ -169,31 +84,8 @@ def test_index_window_and_softcap(device: torch.device, shift: int, window: int,
 @pytest.mark.parametrize(("group", "window"), [(1, 0), (4, 0), (3, 40), (7, 1)], ids=str)
 def test_queries_of_a_request(device: torch.device, num_queries: int, group: int, window: int) -> None:
     torch.manual_seed(num_queries)
-    cache = poisoned_cache([130, 0, 1, 3, 65, 300], device=device, num_kv_heads=2)
+    cache = poisoned_cache([130, 0, 1, 3, 65], device=device, num_kv_heads=2)
     check(cache, group=group, window=window, num_queries=num_queries)
-
-
-def share_first_keys(cache: Cache, sets: list[tuple[int, list[int]]], num_members: int) -> SharedPrefixGroups:
-    """Makes each set (keys, requests) share its first keys, in the slots of the first request; the slots that
-    the others had become NaN. More requests than `num_members` are several prefixes; one prefix is left
-    unused."""
-    kv, shift = cache.kv, cache.kv.lookup.page_shift
-    members, keys, place = [[-1] * num_members], [0], [-1] * len(cache.rows)
-    for count, requests in sets:
-        first, *others = (kv.index[row] for row in cache.rows[requests].tolist())
-        for entries in others:
-            slots = (entries[: count >> shift, None] + torch.arange(1 << shift, device=entries.device)).long()
-            kv.k[slots] = kv.v[slots] = torch.nan
-            entries[: count >> shift] = first[: count >> shift]
-        for begin in range(0, len(requests), num_members):
-            some = requests[begin : begin + num_members]
-            for member, request in enumerate(some):
-                place[request] = len(members) * num_members + member
-            members.append(some + [-1] * (num_members - len(some)))
-            keys.append(count)
-    device = cache.rows.device
-    tensors = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in (members, keys, place))
-    return SharedPrefixGroups(*tensors)
 
 
 def check_shared(

@@ -2,11 +2,11 @@
 
 import random
 
-import pytest
 import torch
 
 from lightkv.triton_kernels.attention.decode.decode_combine import combine_parts, combine_parts_reference
 from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan
+from tests.support.combinations import each_pair
 
 NUM_HEADS, VALUE_DIM = 3, 80
 
@@ -31,9 +31,7 @@ def random_plan(rng: random.Random, num_members: int, device: torch.device) -> D
     return plan
 
 
-@pytest.mark.parametrize("num_members", [1, 4], ids="members{}".format)
-@pytest.mark.parametrize("num_queries", [1, 2], ids="queries{}".format)
-@pytest.mark.parametrize("seed", range(5))
+@each_pair(num_members=[1, 4], num_queries=[1, 2], seed=range(5))
 def test_parts_are_combined(device: torch.device, seed: int, num_queries: int, num_members: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)

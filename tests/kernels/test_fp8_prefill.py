@@ -23,6 +23,7 @@ from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
 from lightkv.triton_kernels.attention.variants import Alibi, Chunk, SinkLogits, Softcap, Window
 from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
+from tests.support.combinations import each_value
 from tests.support.random_kv import make_kv
 
 FP8 = torch.float8_e4m3fn
@@ -56,11 +57,11 @@ def assert_same(one: Fp8Scratch, other: Fp8Scratch) -> None:
     assert torch.equal(one.v.view(torch.uint8), other.v.view(torch.uint8))
 
 
-@pytest.mark.parametrize(("shift", "lengths"), [(0, [1, 130, 17]), (4, [128, 1, 40, 129]), (31, [64, 5])])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 80)])
+@each_value(shift=[0, 4, 31], dims=[(64, 64), (128, 80)])
 def test_a_scratch_holds_the_bytes_of_static_fp8(
-    shift: int, lengths: list[int], dims: tuple[int, int], device: torch.device
+    shift: int, dims: tuple[int, int], device: torch.device
 ) -> None:
+    lengths = {0: [1, 130, 17], 4: [128, 1, 40, 129], 31: [64, 5]}[shift]
     kv, rows = make_kv("fp8-static", device, lengths=lengths, shift=shift, dims=dims)
     one, other = filled(kv, rows, lengths, 640)
     assert_same(one, other)

@@ -9,6 +9,7 @@ from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from lightkv.triton_kernels.write.head_norms import HeadNorm, HeadNorms, normalise_reference
 from lightkv.triton_kernels.write.inputs import NO_BIASES, Biases, Rotation, StoredKV
 from lightkv.triton_kernels.write.write_kv import write_kv, write_kv_reference
+from tests.support.combinations import each_value
 
 NUM_SLOTS = 400
 
@@ -100,8 +101,7 @@ def check(case: Case, dtype: torch.dtype, device: torch.device) -> None:
     torch.testing.assert_close(ours.scales, expected.scales, rtol=0.01, atol=0.01)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["f32", "f16"])
-@pytest.mark.parametrize("name", CASES)
+@each_value(name=list(CASES), dtype=[torch.float32, torch.float16])
 def test_norms_are_those_of_the_reference(name: str, dtype: torch.dtype, device: torch.device) -> None:
     check(CASES[name], dtype, device)
 

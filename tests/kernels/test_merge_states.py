@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels.attention.merge_states import merge_states, merge_states_reference
+from tests.support.combinations import each_value
 
 
 def make_parts(
@@ -23,8 +24,7 @@ def make_parts(
     return out.to(device), lse.to(device)
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 17, 130], ids="parts{}".format)
-@pytest.mark.parametrize("dim", [64, 80, 96, 128], ids="dim{}".format)
+@each_value(num_parts=[1, 2, 3, 17, 130], dim=[64, 80, 96, 128])
 def test_any_number_of_parts(device: torch.device, num_parts: int, dim: int) -> None:
     torch.manual_seed(num_parts)
     partial_out, partial_lse = make_parts(num_parts, 3, 2, dim, device)

@@ -4,12 +4,9 @@ The caches are those of `test_decode_attention`: shuffled slots, NaN in all free
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import pytest
 import torch
-from test_decode_attention import Cache, assert_close, assert_lse, poisoned_cache, slow
-from test_prefill_attention import lse_reference, starts
 from torch import Tensor
 
 from lightkv.triton_kernels.attention import mixed_attention as module
@@ -20,65 +17,16 @@ from lightkv.triton_kernels.attention.mixed_attention import (
     mixed_attention_reference,
     mixed_plan,
 )
-from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention_reference
 from lightkv.triton_kernels.attention.variants import Softcap, Window
+from tests.support.attention.caches import Cache, assert_close, starts
+from tests.support.attention.log_sum_exps import assert_lse, lse_reference
+from tests.support.attention.mixed_steps import Step, make_step
+from tests.support.combinations import each_pair, slow
 
 PREFILLS = [(33, 40), (0, 7), (65, 0), (1, 5), (0, 0)]  # queries of a request, and tokens before them
 DECODES = [130, 0, 1, 65]  # tokens of a request
-
-
-class Step(NamedTuple):
-    """The tensors of `mixed_attention`, in its order."""
-
-    q: Tensor
-    kv: PagedKV
-    rows: Tensor
-    q_starts: Tensor
-    lengths: Tensor
-
-    def plan(self, options: AttentionOptions = DEFAULT_OPTIONS, *, num_queries: int = 1) -> MixedPlan:
-        return mixed_plan(
-            self.rows,
-            self.q_starts,
-            self.lengths,
-            HeadShape.of(self.q, self.kv),
-            num_tokens=len(self.q),
-            dtype=self.q.dtype,
-            options=options,
-            num_queries=num_queries,
-        )
-
-
-def make_step(
-    prefills: list[tuple[int, int]],
-    decodes: list[int],
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype = torch.float32,
-    group: int = 2,
-    num_kv_heads: int = 2,
-    key_dim: int = 64,
-    value_dim: int = 64,
-    shift: int = 0,
-    num_queries: int = 1,
-    surplus: int = 0,
-) -> Step:
-    """Makes a step with `surplus` queries between prefills and decodes that belong to no request."""
-    lengths = [q_len + prefix for q_len, prefix in prefills] + decodes
-    cache = poisoned_cache(
-        lengths,
-        device=device,
-        dtype=dtype,
-        num_kv_heads=num_kv_heads,
-        key_dim=key_dim,
-        value_dim=value_dim,
-        shift=shift,
-    )
-    q_lens = [q_len for q_len, _ in prefills]
-    num_tokens = sum(q_lens) + surplus + len(decodes) * num_queries
-    q = torch.randn(num_tokens, group * num_kv_heads, key_dim).to(device, dtype)
-    return Step(q, cache.kv, cache.rows, starts(q_lens, device), cache.lengths)
 
 
 def check(
@@ -127,9 +75,7 @@ def test_one_kv_head_for_all(device: torch.device) -> None:
     check(make_step(PREFILLS, DECODES, device=device, group=8, num_kv_heads=1))
 
 
-@pytest.mark.parametrize("shift", [0, *slow(4), 31], ids=["tokens", "pages_of_16", "one_run"])
-@pytest.mark.parametrize("window", [0, *slow(1), 40], ids="window{}".format)
-@pytest.mark.parametrize("softcap", [0.0, 5.0], ids="cap{}".format)
+@each_pair(shift=[0, *slow(4), 31], window=[0, *slow(1), 40], softcap=[0.0, 5.0])
 def test_index_window_and_softcap(device: torch.device, shift: int, window: int, softcap: float) -> None:
     torch.manual_seed(window)
     step = make_step(PREFILLS, DECODES, device=device, shift=shift)

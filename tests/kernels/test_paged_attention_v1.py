@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_decode_attention import assert_close, poisoned_cache, slow
 from torch import Tensor
 
 from bench.kernels.attention_batches import copy_to_blocks
@@ -28,6 +27,8 @@ from lightkv.triton_kernels.classic.paged_attention_v2 import (
     paged_attention_v2_reference,
 )
 from lightkv.triton_kernels.layout.ring import Ring
+from tests.support.attention.caches import assert_close, poisoned_cache
+from tests.support.combinations import slow
 
 MIXED = [130, 0, 1, 64, 63, 65, 16]
 

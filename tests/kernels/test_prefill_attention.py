@@ -3,16 +3,11 @@
 The caches are those of `test_decode_attention`: shuffled slots, NaN in all free slots.
 """
 
-import math
-from itertools import accumulate
-
 import pytest
 import torch
-from test_decode_attention import Cache, assert_close, poisoned_cache, slow
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.operands import flatten_operands
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
@@ -23,86 +18,20 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
 )
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
 from lightkv.triton_kernels.attention.variants import (
-    Alibi,
-    Chunk,
     SinkLogits,
     Softcap,
-    TreeMask,
-    ValueMask,
     Window,
 )
 from lightkv.triton_kernels.attention.variants.variant import flatten
 from lightkv.triton_kernels.write.inputs import StoredKV
 from lightkv.triton_kernels.write.write_kv import write_kv
+from tests.support.attention.caches import Cache, assert_close, poisoned_cache, starts
+from tests.support.attention.log_sum_exps import lse_reference
+from tests.support.combinations import each_pair, each_value, slow
 
 # (queries, tokens before them) of each request
 FRESH = [(65, 0), (1, 0), (64, 0)]
 CHUNKS = [(1, 63), (0, 40), (33, 64), (16, 1), (0, 0)]
-
-
-def starts(q_lens: list[int], device: torch.device | str) -> Tensor:
-    return torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32, device=device)
-
-
-def added_by_masks(options: AttentionOptions, queries: slice, request: int, length: int) -> Tensor:
-    """Returns what masks and trees of guesses add to a request's scores, `[1 or H, n, length]`."""
-    values, tree = options.of(ValueMask), options.of(TreeMask)
-    added = torch.zeros(1, queries.stop - queries.start, length, dtype=torch.float64)
-    if values is not None:
-        column = 0 if values.columns is None else int(values.columns[request])
-        own = values.values[..., queries, column : column + length].cpu()
-        if own.dtype == torch.bool:
-            own = torch.zeros(own.shape).masked_fill(~own, -torch.inf)
-        own = own.double() if own.dim() == 3 else own.double()[None]
-        added = torch.nn.functional.pad(own, (0, length - own.shape[2]), value=-torch.inf)
-    if tree is not None:
-        size = 8 * tree.bits.dtype.itemsize
-        rows = [
-            sum(word % 2**size << size * place for place, word in enumerate(words))
-            for words in tree.bits[queries].tolist()
-        ]
-        count, shown = len(rows), min(len(rows), length)
-        own = torch.tensor([[row >> query & 1 for query in range(count)] for row in rows]).view(count, count)
-        added[..., length - shown :].masked_fill_(own[:, count - shown :] == 0, -torch.inf)
-    return added
-
-
-def lse_reference(
-    q: Tensor,
-    kv: PagedKV,
-    rows: Tensor,
-    q_starts: Tensor,
-    lengths: Tensor,
-    options: AttentionOptions,
-) -> Tensor:
-    """Computes the log-sum-exp of each query's scores and sink in base 2, in float64, and returns it as
-    float32; -inf where it has neither."""
-    scale, sinks = options.scale_for(q.shape[2]), options.of(SinkLogits)
-    window, chunk = options.of(Window), options.of(Chunk)
-    lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
-    for request, row in enumerate(rows.tolist()):
-        begin, end, length = int(q_starts[request]), int(q_starts[request + 1]), int(lengths[request])
-        keys = torch.arange(length, device=q.device)
-        k = kv.k[slots_reference(kv, row, keys)].double()
-        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        scores = torch.einsum("qhd,khd->qhk", q[begin:end].double(), k) * scale
-        softcap = options.of(Softcap)
-        if softcap is not None:
-            scores = softcap.cap * torch.tanh(scores / softcap.cap)
-        positions = torch.arange(length - (end - begin), length, device=q.device)[:, None]
-        alibi = options.of(Alibi)
-        if alibi is not None:
-            scores += alibi.slopes.double()[:, None] * (keys - positions)[:, None]
-        visible = (keys <= positions) if options.causal else (keys >= 0).expand(end - begin, -1)
-        if window is not None:
-            visible = visible & (keys > positions - window.size)
-        if chunk is not None:
-            visible = visible & (keys // chunk.size == positions // chunk.size)
-        scores += added_by_masks(options, slice(begin, end), request, length).transpose(0, 1).to(q.device)
-        lse[begin:end] = scores.masked_fill(~visible[:, None], -torch.inf).logsumexp(2) / math.log(2)
-        if sinks is not None:
-            lse[begin:end] = torch.logaddexp2(lse[begin:end], sinks.logits / math.log(2))
-    return lse
 
 
 def check(
@@ -146,20 +75,18 @@ def check(
     assert lse[num_queries:].isnan().all()
 
 
-@pytest.mark.parametrize("sequences", [FRESH, CHUNKS], ids=["fresh", "chunks"])
-@pytest.mark.parametrize("group", [1, 3, 4, 8, 16], ids="group{}".format)
-def test_query_heads_per_kv_head(device: torch.device, sequences: list[tuple[int, int]], group: int) -> None:
+@each_value(group=[1, 3, 4, 8, 16], sequences=["chunks", "fresh"])
+def test_query_heads_per_kv_head(device: torch.device, sequences: str, group: int) -> None:
     torch.manual_seed(group)
-    check(sequences, device=device, group=group)
+    check({"fresh": FRESH, "chunks": CHUNKS}[sequences], device=device, group=group)
 
 
-@pytest.mark.parametrize(
-    ("key_dim", "value_dim"),
-    [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128)],
-    ids=str,
+@each_value(
+    dims=[(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128)],
+    dtype=[torch.float32, torch.float16],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
-def test_head_dims(device: torch.device, key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
+def test_head_dims(device: torch.device, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    key_dim, value_dim = dims
     torch.manual_seed(key_dim)
     check(
         [(20, 50), (3, 0)],
@@ -172,9 +99,7 @@ def test_head_dims(device: torch.device, key_dim: int, value_dim: int, dtype: to
     )
 
 
-@pytest.mark.parametrize("shift", [0, 4, 31], ids=["tokens", "pages_of_16", "one_run"])
-@pytest.mark.parametrize("window", [0, 20, *slow(1, 64, 1000)], ids="window{}".format)
-@pytest.mark.parametrize("softcap", [0.0, 5.0], ids="cap{}".format)
+@each_pair(shift=[0, 4, 31], window=[0, 20, *slow(1, 64, 1000)], softcap=[0.0, 5.0])
 def test_index_window_and_softcap(device: torch.device, shift: int, window: int, softcap: float) -> None:
     torch.manual_seed(window)
     sequences = [(40, 70), (0, 5), (65, 0)]

@@ -6,8 +6,6 @@ The caches are those of `test_decode_attention`: shuffled slots, NaN in all free
 
 import pytest
 import torch
-from test_decode_attention import assert_close, poisoned_cache
-from test_prefill_attention import lse_reference, starts
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
@@ -23,6 +21,8 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
 from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
 from lightkv.triton_kernels.attention.variants import Alibi, SinkLogits, Softcap, TreeMask, ValueMask, Window
 from lightkv.triton_kernels.attention.variants.variant import limits
+from tests.support.attention.caches import assert_close, poisoned_cache, starts
+from tests.support.attention.log_sum_exps import lse_reference
 
 H200 = tuning.DeviceClass(num_multiprocessors=132, shared_memory=232448, major=9)
 A100 = H200._replace(major=8)

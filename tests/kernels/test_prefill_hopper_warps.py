@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from test_decode_attention import poisoned_cache
-from test_prefill_attention import lse_reference, starts
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
@@ -43,6 +41,9 @@ from lightkv.triton_kernels.attention.variants import (
     Window,
 )
 from lightkv.triton_kernels.attention.variants.variant import limits
+from tests.support.attention.caches import poisoned_cache, starts
+from tests.support.attention.log_sum_exps import lse_reference
+from tests.support.combinations import each_value
 
 skeleton = pytest.importorskip("lightkv.triton_kernels.attention.prefill.hopper.prefill_hopper_skeleton")
 tiles = pytest.importorskip("lightkv.triton_kernels.attention.prefill.hopper.prefill_hopper_tiles")
@@ -383,56 +384,48 @@ def scratch_of(cache: Any, keys: Any, scales: Any) -> tuple[Any, Any]:
     return keys(k, v, begins, k.stride(0), v.stride(1)), scales(units, 1.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("window", "softcap", "num_workers", "chunk", "with_sinks", "causal", "extra"),
-    [
-        (0, 0.0, 0, 0, False, True, ""),
-        (0, 0.0, 5, 0, True, True, ""),
-        (0, 5.0, 9, 0, False, True, ""),
-        (40, 0.0, 7, 0, True, True, ""),
-        (0, 0.0, 60, 0, False, True, ""),
-        (0, 0.0, 0, 64, True, True, ""),
-        (0, 0.0, 0, 7, False, True, ""),
-        (0, 0.0, 60, 48, True, True, ""),
-        (0, 0.0, 60, 90, True, True, ""),
-        (0, 0.0, 0, 0, False, False, ""),
-        (0, 0.0, 60, 0, True, False, "alibi"),
-        (0, 0.0, 60, 0, False, False, "alibi"),
-        (20, 0.0, 60, 0, False, False, ""),
-        (0, 5.0, 9, 0, True, True, "alibi"),
-        (30, 0.0, 0, 0, False, True, "alibi"),
-        (0, 0.0, 0, 0, False, True, "tree"),
-        (0, 0.0, 60, 0, True, True, "tree"),
-        (0, 0.0, 0, 0, False, True, "float32 112"),
-        (0, 0.0, 60, 0, True, True, "float32 70"),
-        (0, 5.0, 60, 0, False, False, "float16 107"),
-        (30, 0.0, 0, 0, True, True, "float16 42"),
-        (0, 0.0, 0, 0, False, True, "bool 112"),
-        (0, 0.0, 60, 48, False, True, "bool 61"),
-        (0, 0.0, 60, 0, True, False, "bool 16"),
-        (0, 0.0, 0, 0, False, True, "steep"),
-        (0, 0.0, 60, 0, True, True, "steep"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(("group", "members"), [(1, 3), (3, 2)], ids=["3 warpgroups", "2 warpgroups"])
+WARPGROUPS = [(1, 3), (3, 2)]  # query heads to a K/V head, and warpgroups
+FEATURES = [  # window, soft-cap, workers, chunk, sinks, causal, and what else
+    (0, 0.0, 0, 0, False, True, ""),
+    (0, 0.0, 5, 0, True, True, ""),
+    (0, 5.0, 9, 0, False, True, ""),
+    (40, 0.0, 7, 0, True, True, ""),
+    (0, 0.0, 60, 0, False, True, ""),
+    (0, 0.0, 0, 64, True, True, ""),
+    (0, 0.0, 0, 7, False, True, ""),
+    (0, 0.0, 60, 48, True, True, ""),
+    (0, 0.0, 60, 90, True, True, ""),
+    (0, 0.0, 0, 0, False, False, ""),
+    (0, 0.0, 60, 0, True, False, "alibi"),
+    (0, 0.0, 60, 0, False, False, "alibi"),
+    (20, 0.0, 60, 0, False, False, ""),
+    (0, 5.0, 9, 0, True, True, "alibi"),
+    (30, 0.0, 0, 0, False, True, "alibi"),
+    (0, 0.0, 0, 0, False, True, "tree"),
+    (0, 0.0, 60, 0, True, True, "tree"),
+    (0, 0.0, 0, 0, False, True, "float32 112"),
+    (0, 0.0, 60, 0, True, True, "float32 70"),
+    (0, 5.0, 60, 0, False, False, "float16 107"),
+    (30, 0.0, 0, 0, True, True, "float16 42"),
+    (0, 0.0, 0, 0, False, True, "bool 112"),
+    (0, 0.0, 60, 48, False, True, "bool 61"),
+    (0, 0.0, 60, 0, True, False, "bool 16"),
+    (0, 0.0, 0, 0, False, True, "steep"),
+    (0, 0.0, 60, 0, True, True, "steep"),
+]
+
+
+# Every option of the features runs with both numbers of warpgroups.
+@each_value(features=FEATURES, warpgroups=WARPGROUPS)
 def test_warpgroups(
-    window: int,
-    softcap: float,
-    num_workers: int,
-    chunk: int,
-    with_sinks: bool,
-    causal: bool,
-    extra: str,
-    group: int,
-    members: int,
-    monkeypatch: pytest.MonkeyPatch,
+    features: tuple[Any, ...], warpgroups: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Case(window, softcap, num_workers, chunk, with_sinks, causal, extra, group, members=members)
+    group, members = warpgroups
+    case = Case(*features, group, members=members)
     peaks_seen.clear()
     compare(case, monkeypatch)
-    assert peaks_seen["kept"] or window or chunk or extra == "steep"
-    assert peaks_seen["raised"] or extra != "steep"
+    assert peaks_seen["kept"] or case.window or case.chunk or case.extra == "steep"
+    assert peaks_seen["raised"] or case.extra != "steep"
 
 
 def compare(case: Case, monkeypatch: pytest.MonkeyPatch, kind: str = "prefill_hopper") -> None:

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from test_decode_attention import poisoned_cache
-from test_prefill_attention import lse_reference, starts
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape
@@ -15,6 +13,8 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
 from lightkv.triton_kernels.attention.variants import SinkLogits, Window
 from lightkv.triton_kernels.attention.variants.variant import limits
+from tests.support.attention.caches import poisoned_cache, starts
+from tests.support.attention.log_sum_exps import lse_reference
 
 
 @pytest.mark.parametrize("num_workers", [0, 6], ids=["whole", "shares"])

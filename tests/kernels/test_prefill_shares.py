@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_decode_attention import Cache, assert_close, poisoned_cache
-from test_prefill_attention import lse_reference, starts
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
@@ -32,6 +30,8 @@ from lightkv.triton_kernels.attention.prefill.prefill_combine import (
 from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
 from lightkv.triton_kernels.attention.variants import SinkLogits, Softcap, Window
 from lightkv.triton_kernels.attention.variants.variant import limits
+from tests.support.attention.caches import Cache, assert_close, poisoned_cache, starts
+from tests.support.attention.log_sum_exps import lse_reference
 
 ALWAYS = -(2**30)  # as the least gain: keys are shared out in every batch
 SMALL = tuning.Launch(32, 32, 4, 2)

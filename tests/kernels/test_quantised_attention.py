@@ -6,7 +6,6 @@ tested on a GPU.
 
 import pytest
 import torch
-from test_decode_attention import Cache, assert_close, share_first_keys, slow
 from torch import Tensor
 
 from lightkv import KVPool, KVSpec
@@ -25,6 +24,8 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
 from lightkv.triton_kernels.attention.variants import Alibi, Chunk, SinkLogits, Softcap, Window
 from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
 from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
+from tests.support.attention.caches import Cache, assert_close, share_first_keys
+from tests.support.combinations import each_pair, each_value, slow
 
 COMMON = ("int8", "fp8-static", "int8-g8", "int4")
 RARE = ("int8-hadamard", "int4-g16", KVFormat(Elements(4, group=8)))  # the last is OpenPPL's
@@ -136,33 +137,27 @@ def test_values_beyond_float16_give_no_nan(name: str, dtype: torch.dtype, device
                 assert_close(out / factor, expected / factor)
 
 
-@pytest.mark.parametrize(
-    ("k_dim", "v_dim"),
-    [(80, 80), (96, 64), *(pytest.param(dim, dim, marks=pytest.mark.slow) for dim in (16, 128))],
-)
-@pytest.mark.parametrize("name", ["int8", "int4", "int8-g8"])
-def test_head_dims(name: str, k_dim: int, v_dim: int, device: torch.device) -> None:
+@each_value(name=["int8", "int4", "int8-g8"], dims=[(80, 80), (96, 64), *slow((16, 16), (128, 128))])
+def test_head_dims(name: str, dims: tuple[int, int], device: torch.device) -> None:
+    k_dim, v_dim = dims
     torch.manual_seed(2)
     cache = quantised_cache([70, 33], name, device, k_dim=k_dim, v_dim=v_dim, dtype=torch.float16)
     check_decode(cache, torch.float16)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        AttentionOptions().plus(Window(20)),
-        AttentionOptions().plus(Softcap(5.0)),
-        AttentionOptions().plus(Chunk(32)),
-    ],
-    ids=["window", "softcap", "chunk"],
+# In 16 bits a single query has a narrow tile, and in float32 it has not.
+@each_pair(
+    variant=[Window(20), Softcap(5.0), Chunk(32)],
+    name=["int8", "int4"],
+    num_queries=[1, 3],
+    dtype=[torch.float32, torch.float16],
 )
-@pytest.mark.parametrize("num_queries", [1, 3])
-def test_decode_options(options: AttentionOptions, name: str, num_queries: int, device: torch.device) -> None:
+def test_decode_options(
+    variant: Window | Softcap | Chunk, name: str, num_queries: int, dtype: torch.dtype, device: torch.device
+) -> None:
     torch.manual_seed(3)
-    # In 16 bits a single query has a narrow tile, and in float32 it has not.
-    for dtype in (torch.float32, torch.float16):
-        check_decode(quantised_cache([70, 5, 133], name, device, dtype=dtype), dtype, options, num_queries)
+    cache = quantised_cache([70, 5, 133], name, device, dtype=dtype)
+    check_decode(cache, dtype, AttentionOptions().plus(variant), num_queries)
 
 
 def test_decode_with_sinks_and_alibi(device: torch.device) -> None:

@@ -13,6 +13,7 @@ from lightkv.triton_kernels.attention.paged_kv import PagedKV
 from lightkv.triton_kernels.attention.prefill.restore_kv import restore_kv, restore_kv_reference
 from lightkv.triton_kernels.layout.ring import Ring
 from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
+from tests.support.combinations import each_value
 from tests.support.random_kv import make_kv
 
 SYMMETRIC = KVFormat(Elements(4, group=8))
@@ -54,8 +55,7 @@ def check(
     return k, v
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (192, 128)], ids=str)
+@each_value(name=FORMATS, dims=[(64, 64), (80, 80), (192, 128)])
 def test_formats(name: str | KVFormat, dims: tuple[int, int], device: torch.device) -> None:
     torch.manual_seed(dims[0])
     lengths = [37, 5, 70]

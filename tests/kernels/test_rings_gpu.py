@@ -4,10 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from feature_table import covers
-from test_decode_attention import assert_close, poisoned_cache
-from test_prefill_attention import starts
-from test_rings import RINGS, beams_of, check_stream, rotation_of, written
 
 from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
@@ -23,6 +19,9 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
 )
 from lightkv.triton_kernels.attention.variants import Window
 from lightkv.triton_kernels.layout.ring import Ring
+from tests.support.attention.caches import assert_close, poisoned_cache, starts
+from tests.support.attention.feature_table import covers
+from tests.support.attention.ring_texts import RINGS, beams_of, check_stream, rotation_of, written
 
 pytestmark = pytest.mark.gpu
 

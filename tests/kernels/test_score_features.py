@@ -5,14 +5,10 @@ The caches are those of `test_decode_attention`: shuffled slots, NaN in all free
 request has keys. Tensors that a call allocates for itself, partial outputs above all, hold NaN, too.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
-from feature_table import covers
-from score_features import FEATURES, Batch, attend_each_key
-from test_decode_attention import TOLERANCE, Cache, assert_close, poisoned_cache, share_first_keys
-from test_prefill_attention import starts
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
@@ -42,20 +38,19 @@ from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
 from lightkv.triton_kernels.attention.variants import Alibi, Chunk, TreeMask, ValueMask, Window
 from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
 from lightkv.triton_kernels.attention.variants.variant import limits
+from tests.support.attention.caches import (
+    TOLERANCE,
+    Cache,
+    assert_close,
+    poisoned_cache,
+    share_first_keys,
+    starts,
+)
+from tests.support.attention.feature_table import covers
+from tests.support.attention.score_features import FEATURES, Batch, attend_each_key, each_feature
 from tests.support.scored import attention_lse
 
 QUICK = ["ALiBi", "window, full", "mask, each head", "tree"]
-
-
-def some(names: Iterable[str], quick: Collection[str]) -> pytest.MarkDecorator:
-    """Parametrizes a test with features, of which all but `quick` are slow."""
-    marked = [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
-    return pytest.mark.parametrize("name", marked)
-
-
-each_feature = some(FEATURES, QUICK)
-each_feature_slowly = some(FEATURES, QUICK[-1:])
-without_window = some([name for name in FEATURES if "window" not in name], QUICK[:1])
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +92,7 @@ def check_rows(
         begin = end
 
 
-@each_feature
+@each_feature("decode", QUICK)
 @pytest.mark.parametrize(
     ("num_queries", "group", "shift", "num_splits"), [(1, 3, 0, 5), (3, 2, 4, 2)], ids=str
 )
@@ -122,7 +117,7 @@ def test_decode(
     assert_close(expected, written["out"])
 
 
-@without_window
+@each_feature("a shared prefix", QUICK[:1])
 @pytest.mark.parametrize("num_queries", [pytest.param(1, marks=pytest.mark.slow), 2], ids="queries{}".format)
 def test_shared_prefix(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, num_queries: int, name: str
@@ -169,13 +164,13 @@ def check_prefill(
     assert written["out"][used:].isnan().all()
 
 
-@each_feature
+@each_feature("prefill", QUICK)
 def test_prefill(device: torch.device, name: str) -> None:
     torch.manual_seed(1)
     check_prefill(name, device, group=3)
 
 
-@each_feature_slowly
+@each_feature("prefill, keys shared out", QUICK[-1:])
 def test_prefill_with_shared_out_keys(device: torch.device, name: str) -> None:
     torch.manual_seed(2)
     shares = prefill_tuning.PrefillShares(60 if "window" in name else 4, 4, 32, 1, -1000)
@@ -193,7 +188,7 @@ def rolled(options: AttentionOptions) -> AttentionOptions:
     )
 
 
-@each_feature_slowly
+@each_feature("mixed", QUICK[-1:])
 @pytest.mark.parametrize("decodes_first", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_mixed(device: torch.device, decodes_first: bool, name: str) -> None:
     torch.manual_seed(3)
@@ -217,7 +212,7 @@ def test_mixed(device: torch.device, decodes_first: bool, name: str) -> None:
     check_rows(*rows, q, cache, [*q_lens, 1, 1], made)
 
 
-@each_feature_slowly
+@each_feature("scores", QUICK[-1:])
 def test_scores(device: torch.device, name: str) -> None:
     torch.manual_seed(4)
     cache = small_cache([70, 34], device, num_kv_heads=2)

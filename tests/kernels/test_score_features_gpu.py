@@ -3,11 +3,6 @@
 
 import pytest
 import torch
-from feature_table import covers
-from score_features import FEATURES, Batch
-from test_decode_attention import Cache, assert_close, poisoned_cache, share_first_keys
-from test_mixed_attention import make_step
-from test_prefill_attention import lse_reference, starts
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
@@ -32,6 +27,11 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
 from lightkv.triton_kernels.attention.variants import ValueMask
 from lightkv.triton_kernels.attention.variants.variant import limits
+from tests.support.attention.caches import Cache, assert_close, poisoned_cache, share_first_keys, starts
+from tests.support.attention.feature_table import covers
+from tests.support.attention.log_sum_exps import lse_reference
+from tests.support.attention.mixed_steps import make_step
+from tests.support.attention.score_features import FEATURES, Batch
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

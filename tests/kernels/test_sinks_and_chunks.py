@@ -9,9 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from test_decode_attention import TOLERANCE, Cache, assert_close, poisoned_cache, share_first_keys
-from test_mixed_attention import make_step
-from test_prefill_attention import starts
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
@@ -43,6 +40,16 @@ from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
 from lightkv.triton_kernels.attention.variants import Chunk, SinkLogits, Softcap, Window
 from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
 from lightkv.triton_kernels.attention.variants.variant import limits
+from tests.support.attention.caches import (
+    TOLERANCE,
+    Cache,
+    assert_close,
+    poisoned_cache,
+    share_first_keys,
+    starts,
+)
+from tests.support.attention.mixed_steps import make_step
+from tests.support.combinations import each_pair_of
 from tests.support.scored import attention_lse
 
 LENGTHS = [130, 0, 1, 65]
@@ -132,10 +139,14 @@ def masks(device: torch.device | str, num_heads: int) -> dict[str, AttentionOpti
 MASKS = ["sinks", "chunks", "both", "window"]
 
 
-@pytest.mark.parametrize(
-    ("mask", "num_splits"), [("sinks", 1), ("sinks", 7), ("chunks", 1), ("both", 7), ("window", 7)], ids=str
+@each_pair_of(
+    "mask, num_splits, num_queries, group, shift",
+    [
+        (*mask, *queries)
+        for mask in [("sinks", 1), ("sinks", 7), ("chunks", 1), ("both", 7), ("window", 7)]
+        for queries in [(1, 4, 0), (3, 2, 4)]
+    ],
 )
-@pytest.mark.parametrize(("num_queries", "group", "shift"), [(1, 4, 0), (3, 2, 4)], ids=str)
 def test_decode(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,

@@ -14,9 +14,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from score_features import Batch, tree_bits
-from test_decode_attention import Cache, assert_close, poisoned_cache
-from test_prefill_attention import starts
 from torch import Tensor
 
 from lightkv import KVSpec
@@ -57,6 +54,8 @@ from lightkv.triton_kernels.attention.variants import (
 from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
 from lightkv.triton_kernels.attention.variants.hooks import Hooks
 from lightkv.triton_kernels.attention.variants.variant import Scored, flatten, limits, rebuild
+from tests.support.attention.caches import Cache, assert_close, poisoned_cache, starts
+from tests.support.attention.score_features import Batch, tree_bits
 from tests.support.scored import attention_lse
 
 

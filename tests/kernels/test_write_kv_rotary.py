@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from feature_table import covers
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.glm import modeling_glm
@@ -15,6 +14,8 @@ from transformers.models.llama import modeling_llama
 
 from lightkv.triton_kernels.write.inputs import Biases, Rotation, StoredKV
 from lightkv.triton_kernels.write.write_kv import rotate_reference, split_qkv, write_kv, write_kv_reference
+from tests.support.attention.feature_table import covers
+from tests.support.combinations import each_pair
 
 NUM_SLOTS = 64
 NUM_POSITIONS = 40
@@ -258,9 +259,7 @@ def test_splits_a_fused_projection_without_a_copy(device: torch.device) -> None:
 
 
 @covers("fused QKV input and bias", "NeoX", "GPT-J", "not rotated")
-@pytest.mark.parametrize("interleaved", [False, True], ids=["neox", "gptj"])
-@pytest.mark.parametrize("num_pairs", [0, 12, 32], ids=["none", "partial", "whole"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["f32", "f16"])
+@each_pair(interleaved=[False, True], num_pairs=[0, 12, 32], dtype=[torch.float32, torch.float16])
 def test_a_fused_projection_with_its_fused_bias(
     device: torch.device, interleaved: bool, num_pairs: int, dtype: torch.dtype
 ) -> None:

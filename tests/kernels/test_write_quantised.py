@@ -13,6 +13,7 @@ from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
 from lightkv.triton_kernels.quantised.quantise_reference import hadamard, split_scales, unpack
 from lightkv.triton_kernels.write.inputs import Biases, Rotation, StoredKV
 from lightkv.triton_kernels.write.write_kv import split_qkv, write_kv, write_kv_reference
+from tests.support.combinations import each_value
 
 NUM_SLOTS = 64
 SYMMETRIC = KVFormat(Elements(4, group=8))
@@ -107,8 +108,7 @@ def check(
         assert_equal_heads(one[written], other[written], *of_one, layer_format.elements)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dim", [64, 80, 128])
+@each_value(name=FORMATS, dim=[64, 80, 128])
 def test_formats(name: str | KVFormat, dim: int, device: torch.device) -> None:
     torch.manual_seed(dim)
     check(name, device=device, dims=(dim, dim), num_pairs=dim // 2)

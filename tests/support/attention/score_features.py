@@ -1,9 +1,10 @@
 """What changes scores or hides keys (ALiBi, masks, trees of guesses, windows, full attention), made for a
 batch, and the attention that it amounts to, key by key in float64."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -125,6 +126,23 @@ FEATURES: dict[str, Callable[[Batch], AttentionOptions]] = {
     "tree": lambda batch: AttentionOptions().plus(_tree(batch, torch.int64)),
     "tree, sinks": lambda batch: AttentionOptions().plus(_sinks(batch), _tree(batch, torch.int32)),
 }
+
+_WITHOUT_WINDOW = [name for name in FEATURES if "window" not in name]
+# The features that the tests of each kernel run with.
+KERNELS = {
+    "decode": list(FEATURES),
+    "a shared prefix": _WITHOUT_WINDOW,
+    "prefill": list(FEATURES),
+    "prefill, keys shared out": list(FEATURES),
+    "mixed": list(FEATURES),
+    "scores": list(FEATURES),
+}
+
+
+def each_feature(kernel: str, quick: Collection[str]) -> pytest.MarkDecorator:
+    """Parametrizes a test of a kernel with its features, of which all but `quick` are slow."""
+    marked = [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in KERNELS[kernel]]
+    return pytest.mark.parametrize("name", marked)
 
 
 def attend_each_key(

@@ -1,0 +1,1 @@
+"""What the tests of the attention kernels, and of the steps around them, share."""
