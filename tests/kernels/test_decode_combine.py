@@ -16,7 +16,7 @@ def random_plan(rng: random.Random, num_members: int, device: torch.device) -> D
     num_workers, num_prefixes, own_parts = 5, 2, (2 + 5) * num_members if num_members > 1 else 0
     parts, first_item = [], num_prefixes
     for request in range(rng.choice([1, 2, 9])):
-        count = rng.choice([1, 1, 2, 3, 70])
+        count = rng.choice([1, 1, 2, 3, 65])  # 65 is one more than a tile of parts, of any size
         of_prefix = rng.choice([0, 1, 2]) if num_members > 1 else 0
         first_of_prefix = request % num_members if of_prefix else 0
         parts.append([own_parts + first_item, count, first_of_prefix, of_prefix])
