@@ -60,9 +60,10 @@ def make_store(case: Case, dtype: torch.dtype, device: torch.device) -> StoredKV
         k, v = (torch.zeros(NUM_SLOTS, num_kv_heads, case.dim, dtype=dtype, device=device) for _ in range(2))
         return StoredKV(k, v)
     layer = KVFormat.parse(case.kv_format)
+    bits = layer.elements.bits
     k, v = (
-        torch.zeros(NUM_SLOTS, num_kv_heads, case.dim * one.bits // 8, dtype=one.stored, device=device)
-        for one in (layer.k, layer.v)
+        torch.zeros(NUM_SLOTS, num_kv_heads, case.dim * bits // 8, dtype=layer.elements.stored, device=device)
+        for _ in range(2)
     )
     num_scales = layer.num_scales(case.dim, case.dim)
     scales = torch.zeros(NUM_SLOTS, num_kv_heads, num_scales, dtype=layer.scale_dtype, device=device)

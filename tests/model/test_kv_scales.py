@@ -63,7 +63,10 @@ def test_a_factor_of_tensorrt_llm_is_that_of_k_and_v(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("scales", "told"),
     [
-        ({}, r"no scale of K for layer 0 \(looked for .*self_attn.k_scale.*--kv-dtype fp8.*--kv-skip-layers"),
+        (
+            {},
+            r"no scale of K for layer 0 \(looked for .*self_attn.k_scale.*--kv-dtype int8.*--kv-skip-layers",
+        ),
         (of_layers("self_attn.k_scale", HALF), "no scale of V for layer 0"),
         (
             of_layers("self_attn.k_scale", HALF) | of_layers("self_attn.v_scale", HALF, (0,)),
@@ -115,7 +118,7 @@ def test_a_missing_scale_is_refused_before_the_weights_are_read(tmp_path: Path) 
     settings: dict[str, Any] = {"model": str(directory), "device": "cpu", "max_total_tokens": 40}
     config = EngineConfig(kv_dtype="fp8-static", **settings)
     for refuses in (lambda: find_model(config, str), lambda: model_info(config, directory)):
-        with pytest.raises(InvalidConfig, match=r"--kv-dtype fp8-static: .* layer 1 .*--kv-dtype fp8"):
+        with pytest.raises(InvalidConfig, match=r"--kv-dtype fp8-static: .* layer 1 .*--kv-dtype int8"):
             refuses()
     skipping = EngineConfig(kv_dtype="fp8-static", kv_skip_layers="1", **settings)
     _, info = build_runner(skipping, lambda line: None)
