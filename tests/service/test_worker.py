@@ -290,8 +290,8 @@ def test_capturing_and_compiling_in_a_step_are_announced(config: EngineConfig) -
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("mem_fraction", 2.0, "--mem-fraction is 2.0"),
-        ("prefill_chunk", -1, "--prefill-chunk is -1"),
+        ("mem_fraction", 2.0, "<= 1.0 - at `$.config.mem_fraction`"),
+        ("prefill_chunk", -1, ">= 0 - at `$.config.prefill_chunk`"),
         ("admission", "by-luck", "--admission is 'by-luck'"),
         ("model", 7, "`$.config.model`"),
     ],
