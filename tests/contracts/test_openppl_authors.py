@@ -7,11 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from openppl_authors import BITS, COUNTS, DTYPES, MASKS, PAST, Operator, load_operator, recorded, run, sample
-from openppl_reference import Batch, Place, Setting
-from test_openppl import PLACES, same_bytes
 
 from lightkv.contracts.openppl import multi_head_cache_attention
+from tests.support.contracts.openppl_authors import (
+    BITS,
+    COUNTS,
+    DTYPES,
+    MASKS,
+    PAST,
+    Operator,
+    load_operator,
+    recorded,
+    run,
+    sample,
+)
+from tests.support.contracts.openppl_checks import PLACES, same_bytes
+from tests.support.contracts.openppl_reference import Batch, Place, Setting
 
 TOLERANCE = {  # both sides round: theirs also slopes, masks and weights, to the type of the query
     torch.float32: {"rtol": 2e-5, "atol": 2e-5},
