@@ -10,6 +10,7 @@ import torch
 from lightkv.contracts.openppl import multi_head_cache_attention, slopes_on
 from lightkv.contracts.openppl_cache import LayerCache
 from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
+from tests.support.combinations import covering_pairs, slow
 from tests.support.contracts.openppl_checks import (
     COUNTS,
     GRID,
@@ -21,29 +22,35 @@ from tests.support.contracts.openppl_checks import (
 )
 from tests.support.contracts.openppl_reference import Batch, Place, Setting
 
-SAMPLE = [*GRID[:8:3], *GRID[20:96:7]]
+SAMPLE = covering_pairs([(one.dtype, one.quant_bit, one.is_alibi, one.is_causal, one.mask) for one in GRID])
 
 
-def check_grid(setting: Setting, decoding: int = 2) -> None:
+def check_grid(setting: Setting, decoding: int = 2, places: list[Place] = PLACES) -> None:
     torch.manual_seed(0)
-    check(Batch(PAST, COUNTS, decoding, setting), PLACES)
+    check(Batch(PAST, COUNTS, decoding, setting), places)
 
 
-@pytest.mark.parametrize("setting", SAMPLE, ids=str)
-def test_a_sample_of_the_grid(setting: Setting) -> None:
-    check_grid(setting)
+@pytest.mark.parametrize("at", range(len(SAMPLE)))
+def test_a_sample_of_the_grid(at: int) -> None:
+    """Every pair of settings, each with some places of the cache, and all of these among five settings."""
+    dtype, bits, alibi, causal, mask = SAMPLE[at]
+    setting = Setting(dtype, bits, is_alibi=alibi, is_causal=causal, mask=mask)
+    check_grid(setting, places=PLACES[at % 5 :: 5])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", [setting for setting in GRID if setting not in SAMPLE], ids=str)
+@pytest.mark.parametrize("setting", GRID, ids=str)
 def test_the_grid(setting: Setting) -> None:
     check_grid(setting)
 
 
+@pytest.mark.parametrize("places", [PLACES[::5], *slow(PLACES)], ids=["some places", "all places"])
 @pytest.mark.parametrize("decoding", [0, 3, 4])
 @pytest.mark.parametrize("is_alibi", [False, True])
-def test_sequences_that_decode_see_all_of_their_tokens_but_with_alibi(decoding: int, is_alibi: bool) -> None:
-    check_grid(Setting(is_alibi=is_alibi), decoding)
+def test_sequences_that_decode_see_all_of_their_tokens_but_with_alibi(
+    decoding: int, is_alibi: bool, places: list[Place]
+) -> None:
+    check_grid(Setting(is_alibi=is_alibi), decoding, places)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (6, 3), (12, 4)])

@@ -14,7 +14,7 @@ from lightkv.contracts.tensorrt_llm import (
     CacheType,
     KVCacheParams,
 )
-from tests.support.combinations import slow
+from tests.support.combinations import each_pair, slow
 from tests.support.contracts.trt_batch import FP8, HALF, MIXED, Batch, ForeignManager, KernelBackend, close_to
 
 LAYOUTS = [
@@ -314,9 +314,11 @@ class CarelessManager(ForeignManager):
         return self._buffer
 
 
-@pytest.mark.parametrize("kind", [ForeignManager, WrappedManager, CarelessManager])
-@pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
+@each_pair(
+    num_kv_heads=[1, 2, 4, 8],
+    kv_layout=["HND", "NHD"],
+    kind=[ForeignManager, WrappedManager, CarelessManager],
+)
 def test_blocks_of_as_many_tokens_as_heads(
     num_kv_heads: int, kv_layout: str, kind: type, device: torch.device
 ) -> None:
