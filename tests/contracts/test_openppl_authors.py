@@ -7,11 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from openppl_authors import BITS, COUNTS, DTYPES, MASKS, PAST, Operator, load_operator, recorded, run, sample
-from openppl_reference import Batch, Place, Setting
-from test_openppl import PLACES, same_bytes
 
 from lightkv.contracts.openppl import multi_head_cache_attention
+from tests.support.combinations import covering_pairs
+from tests.support.contracts.openppl_authors import (
+    BITS,
+    COUNTS,
+    DTYPES,
+    MASKS,
+    PAST,
+    Operator,
+    load_operator,
+    recorded,
+    run,
+    sample,
+)
+from tests.support.contracts.openppl_checks import PLACES, same_bytes
+from tests.support.contracts.openppl_reference import Batch, Place, Setting
 
 TOLERANCE = {  # both sides round: theirs also slopes, masks and weights, to the type of the query
     torch.float32: {"rtol": 2e-5, "atol": 2e-5},
@@ -20,7 +32,27 @@ TOLERANCE = {  # both sides round: theirs also slopes, masks and weights, to the
 SAMPLE = sample()
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+def choices_of(batch: Batch) -> tuple[torch.dtype, int, bool, bool, str, int]:
+    """What the result of a batch depends on."""
+    setting = batch.setting
+    return (
+        setting.dtype,
+        setting.quant_bit,
+        setting.is_alibi,
+        setting.is_causal,
+        setting.mask,
+        batch.decoding,
+    )
+
+
+QUICK = covering_pairs([choices_of(batch) for batch in SAMPLE.values()])
+NAMES = [
+    pytest.param(name, marks=() if choices_of(batch) in QUICK else pytest.mark.slow)
+    for name, batch in SAMPLE.items()
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_recorded_sample(name: str) -> None:
     batch = SAMPLE[name]
     expected = torch.from_numpy(recorded()[name])

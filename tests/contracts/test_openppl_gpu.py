@@ -4,11 +4,19 @@ from typing import Any
 
 import pytest
 import torch
-from openppl_authors import recorded, sample
-from openppl_reference import Batch, Place, Setting
-from test_openppl import COUNTS, GRID, PAST, PLACES, check, same_bytes, steps_of_two_sequences
 
 from lightkv.contracts.openppl import multi_head_cache_attention
+from tests.support.contracts.openppl_authors import recorded, sample
+from tests.support.contracts.openppl_checks import (
+    COUNTS,
+    GRID,
+    PAST,
+    PLACES,
+    check,
+    same_bytes,
+    steps_of_two_sequences,
+)
+from tests.support.contracts.openppl_reference import Batch, Place, Setting
 
 pytestmark = pytest.mark.gpu
 

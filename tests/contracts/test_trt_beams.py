@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_trt_attention import KernelBackend, close_to, slow
 
 from lightkv.contracts.tensorrt_llm import (
     AttentionBackend,
@@ -16,6 +15,8 @@ from lightkv.contracts.tensorrt_llm import (
     KVCacheParams,
 )
 from lightkv.contracts.tensorrt_llm.beams import Beams
+from tests.support.combinations import slow
+from tests.support.contracts.trt_batch import KernelBackend, close_to
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 MOST = 40  # tokens of a sequence

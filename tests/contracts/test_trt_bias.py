@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_trt_attention import FP8, MIXED, Batch, KernelBackend, close_to
 
 from lightkv.contracts.tensorrt_llm import AttentionBackend, AttentionMetadata
+from tests.support.contracts.trt_batch import FP8, MIXED, Batch, KernelBackend, close_to
 
 Call = Callable[[AttentionBackend, Batch, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 WIDTHS = [4 * 16, 2 * 16, 2 * 16]  # of q, K and V in a batch of the default shape

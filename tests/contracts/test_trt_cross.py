@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_trt_attention import KernelBackend, close_to, slow
 
 from lightkv.contracts.tensorrt_llm import (
     AttentionBackend,
@@ -14,6 +13,8 @@ from lightkv.contracts.tensorrt_llm import (
     KVCacheManager,
     KVCacheParams,
 )
+from tests.support.combinations import slow
+from tests.support.contracts.trt_batch import KernelBackend, close_to
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 LENGTHS = {4: 9, 5: 4, 6: 17, 7: 1}  # requests, and their encoders' tokens

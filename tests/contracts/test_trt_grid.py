@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_trt_attention import FP8, Batch, ForeignManager, close_to
 
 from lightkv.contracts.tensorrt_llm import CacheType
+from tests.support.contracts.trt_batch import FP8, Batch, ForeignManager, close_to
 
 BLOCKS: dict[str, dict[str, Any]] = {
     "token": {"tokens_per_block": None, "cache_type": CacheType.PER_TOKEN},

@@ -2,7 +2,7 @@
 
 Run as a program, it records the outputs of a sample of the grid, which `make test` compares ours with:
 
-    python tests/contracts/openppl_authors.py CHECKOUT
+    python -m tests.support.contracts.openppl_authors CHECKOUT
 """
 
 import itertools
@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from openppl_reference import Batch, Place, Setting
 from torch import Tensor
+
+from .openppl_reference import Batch, Place, Setting
 
 RECORDED = Path(__file__).with_suffix(".npz")
 PAST, COUNTS = [7, 1, 4, 9], [1, 1, 5, 3]
