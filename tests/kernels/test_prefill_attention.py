@@ -16,7 +16,7 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,
 )
-from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
+from lightkv.triton_kernels.attention.prefill.prefill_plan import TileSizes, prefill_plan
 from lightkv.triton_kernels.attention.variants import (
     SinkLogits,
     Softcap,
@@ -211,10 +211,10 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     torch.library.opcheck(torch.ops.lightkv.prefill_attention.default, op_args)
     num_tiles = len(plan.items) - plan.num_shares
     plan_args = (cache.rows, q_starts, cache.lengths, plan.items.new_empty(len(plan.items) + num_tiles, 12))
-    sizes = num_tiles, 10_000, 2, 2, plan.launch.block_m, *flatten((Window(9),)), True
+    sizes = TileSizes(num_tiles, 10_000, 2, 2, plan.launch.block_m)
     shares = prefill_tuning.prefill_shares(tuning.device_class(device), plan.launch, 2)
     op = torch.ops.lightkv.prefill_plan.default
-    torch.library.opcheck(op, (*plan_args, plan.counters, *sizes, shares))
+    torch.library.opcheck(op, (*plan_args, plan.counters, sizes, *flatten((Window(9),)), True, shares))
 
     def step(q: Tensor, k: Tensor, cache: Cache, slots: Tensor) -> Tensor:
         write_kv(k, -k, StoredKV(cache.kv.k, cache.kv.v), slots)

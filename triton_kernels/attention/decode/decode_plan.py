@@ -227,9 +227,7 @@ def _plan_kernel(
 def _decode_plan(
     rows: Tensor,
     lengths: Tensor,
-    members: Tensor | None,
-    keys: Tensor | None,
-    place: Tensor | None,
+    prefixes: Sequence[Tensor],
     items: Tensor,
     shares: Tensor,
     parts: Tensor,
@@ -243,6 +241,7 @@ def _decode_plan(
     num_requests, num_workers = rows.shape[0], shares.shape[0] - 1
     if num_requests == 0:
         return
+    members, keys, place = SharedPrefixGroups(*prefixes) if prefixes else (None, None, None)
     num_prefixes, num_members = (0, 1) if members is None else members.shape
     block_r = tuning.block_for(num_prefixes + num_requests)
     known = rebuild(Flat(limits, list(limit_tensors), list(limit_numbers)), (*VARIANTS, *PLAN_LIMITS))
@@ -346,21 +345,11 @@ def decode_plan(
     items, shares, parts, split, prefix_parts = numbers
     items, shares = items.view(-1, ITEM_FIELDS), shares.view(-1, SHARE_FIELDS)
     parts = parts.view(-1, PART_FIELDS)
-    members, keys, place = shared_prefixes or (None, None, None)
+    prefixes = shared_prefixes or ()
     _decode_plan(
-        rows,
-        lengths,
-        members,
-        keys,
-        place,
-        items,
-        shares,
-        parts,
-        split,
-        prefix_parts,
-        *flatten(limits),
-        num_queries,
+        rows, lengths, prefixes, items, shares, parts, split, prefix_parts, *flatten(limits), num_queries
     )
+    members = None if shared_prefixes is None else shared_prefixes.members
     return DecodePlan(items, shares, parts, split, members, limits, num_queries)
 
 

@@ -282,6 +282,20 @@ def _share_kernel(
             tl.store(fields + 11, first_part, mask=is_second)
 
 
+class TileSizes(NamedTuple):
+    """How the rows of a step are cut into tiles.
+
+    `capacity`: the most tiles. `section_keys`: keys whose K/V of one head fills a section
+    (`prefill_tuning.SECTION_BYTES`). `group`: query heads that share a K/V head. `block_m`: rows of a tile.
+    """
+
+    capacity: int
+    section_keys: int
+    num_kv_heads: int
+    group: int
+    block_m: int
+
+
 @torch.library.custom_op("lightkv::prefill_plan", mutates_args=("numbers", "counters"))
 def _prefill_plan(
     rows: Tensor,
@@ -289,11 +303,7 @@ def _prefill_plan(
     lengths: Tensor,
     numbers: Tensor,
     counters: Tensor,
-    capacity: int,
-    section_keys: int,
-    num_kv_heads: int,
-    group: int,
-    block_m: int,
+    sizes: Sequence[int],
     limits: str,
     limit_tensors: Sequence[Tensor],
     limit_numbers: Sequence[float],
@@ -301,6 +311,7 @@ def _prefill_plan(
     shares: Sequence[int],
 ) -> None:
     num_requests = rows.shape[0]
+    capacity, section_keys, num_kv_heads, group, block_m = TileSizes(*sizes)
     numbers.fill_(-1)
     if num_requests == 0:
         counters.zero_()
@@ -424,7 +435,7 @@ def prefill_plan(
     numbers = torch.empty(num_items + capacity, ITEM_FIELDS, dtype=torch.int32, device=rows.device)
     counters = torch.empty(4, dtype=torch.int32, device=rows.device)
     section_keys = prefill_tuning.SECTION_BYTES // heads.key_bytes(dtype)
-    sizes = capacity, section_keys, heads.num_kv_heads, group, block_m
-    _prefill_plan(rows, q_starts, lengths, numbers, counters, *sizes, *flatten(limits), causal, shares)
+    sizes = TileSizes(capacity, section_keys, heads.num_kv_heads, group, block_m)
+    _prefill_plan(rows, q_starts, lengths, numbers, counters, sizes, *flatten(limits), causal, shares)
     items = numbers[: num_items or capacity]
     return PrefillPlan(items, num_shares, num_workers, counters, launch, len(rows), limits, causal)
