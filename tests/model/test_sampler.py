@@ -13,6 +13,7 @@ from lightkv.errors import LightKVError
 from lightkv.router.engine.step import NewRow
 from lightkv.router.model.sampler import Sampler
 from lightkv.router.sampling_params import MAX_END_IDS, InvalidParams, SamplerKind, SamplingParams
+from tests.support.combinations import slow
 from tests.support.sampler_rows import (
     EDITED,
     FULL,
@@ -42,11 +43,14 @@ MIXED = [
 ]
 
 
+@pytest.mark.parametrize("num_positions", [3, *slow(20)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
-def test_a_token_does_not_depend_on_the_batch_or_the_kind(dtype: torch.dtype, device: torch.device) -> None:
+def test_a_token_does_not_depend_on_the_batch_or_the_kind(
+    dtype: torch.dtype, num_positions: int, device: torch.device
+) -> None:
     logits = make_logits(len(MIXED), 21, 5003).to(dtype)
     rows = list(range(1, len(MIXED) + 1))
-    for position in range(20):
+    for position in range(num_positions):
         together = make_sampler(device, *MIXED, vocab_size=5003)
         batch = draw(together, logits, rows, [position] * len(rows), FULL)
         for i, params in enumerate(MIXED):
