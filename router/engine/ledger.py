@@ -21,73 +21,53 @@ class Ledger(Protocol):
     """The number of the next step to plan."""
 
     @property
-    def capacity(self) -> int:
-        """Tokens of the pool."""
+    def capacity(self) -> int: ...
 
     @property
-    def num_free(self) -> int:
-        """Tokens that no sequence holds and the cache does not keep."""
+    def num_free(self) -> int: ...
 
     @property
-    def num_cached(self) -> int:
-        """Tokens that no sequence holds, kept because a prompt may hit them."""
+    def num_cached(self) -> int: ...
 
     @property
-    def num_held(self) -> int:
-        """Tokens that open sequences hold; shared tokens count once."""
+    def num_held(self) -> int: ...
 
     @property
-    def num_available(self) -> int:
-        """Tokens that `extend` can allocate: the free ones and, by eviction, the cached ones."""
+    def num_available(self) -> int: ...
 
     @property
-    def num_open(self) -> int:
-        """Open sequences."""
+    def num_open(self) -> int: ...
 
     @property
-    def shared(self) -> Set[Segment]:
-        """The segments that more than one open sequence holds."""
+    def shared(self) -> Set[Segment]: ...
 
-    def holders(self, segment: Segment) -> Iterator[Sequence]:
-        """Yields the open sequences that hold `segment`."""
+    def holders(self, segment: Segment) -> Iterator[Sequence]: ...
 
-    def holdings(self) -> Holdings:
-        """Returns what each open sequence's row and each segment holds, once the edits so far are applied."""
+    def holdings(self) -> Holdings: ...
 
-    def match(self, token_ids: bytes, namespace: Namespace = ()) -> Match:
-        """Returns what `open` would hit."""
+    def match(self, token_ids: bytes, namespace: Namespace = ()) -> Match: ...
 
-    def open(self, token_ids: bytes, namespace: Namespace = (), session: Session | None = None) -> Sequence:
-        """Opens a sequence that holds the longest cached prefix of its prompt."""
+    def open(
+        self, token_ids: bytes, namespace: Namespace = (), session: Session | None = None
+    ) -> Sequence: ...
 
     @property
-    def session_counts(self) -> SessionCounts:
-        """The sessions that protect tokens, and how many tokens they protect and have lost."""
+    def session_counts(self) -> SessionCounts: ...
 
-    def growth(self, sequences: Seq[Sequence], count: int = 1) -> int:
-        """Returns how many available slots are needed to extend each of these by `count` tokens."""
+    def growth(self, sequences: Seq[Sequence], count: int = 1) -> int: ...
 
-    def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
-        """Allocates `counts[i]` more slots for `sequences[i]`, all or none; evicts cached tokens as needed.
-        Returns the edit of the allocation, which `drain` hands out, too."""
+    def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc: ...
 
-    def publish(self, sequence: Sequence) -> None:
-        """Lets other sequences hit those tokens of its prompt that have slots."""
+    def publish(self, sequence: Sequence) -> None: ...
 
-    def confirm(self, step: int) -> None:
-        """Keeps what was published up to and including `step`."""
+    def confirm(self, step: int) -> None: ...
 
-    def retract(self) -> None:
-        """Drops what the unconfirmed steps have published."""
+    def retract(self) -> None: ...
 
-    def close(self, sequence: Sequence, output_ids: bytes = b"", cache: bool = True) -> None:
-        """Closes a sequence; with `cache` its tokens stay to be hit."""
+    def close(self, sequence: Sequence, output_ids: bytes = b"", cache: bool = True) -> None: ...
 
-    def evict(self, count: int) -> None:
-        """Frees `count` cached tokens, those that sessions protect last."""
+    def evict(self, count: int) -> None: ...
 
-    def drain(self) -> list[Edit]:
-        """Returns the edits since the last call, in order."""
+    def drain(self) -> list[Edit]: ...
 
-    def check(self) -> None:
-        """Recounts everything. Raises CheckFailed."""
+    def check(self) -> None: ...

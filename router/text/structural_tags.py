@@ -14,12 +14,11 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from lightkv.router.sampling_params import Grammar
+from lightkv.router.text.tool_calls.forms import Format
 
-Format = Mapping[str, Any]
 # Of an object's parts, where the schema does not say: some models would write spaces without an end.
 WHITESPACE = r"[ \n\r\t]{1,32}"
 _ANY_TEXT = "/(?s:.*)/"
-_ANY: Format = {"type": "any_text"}
 
 
 class Constant(NamedTuple):

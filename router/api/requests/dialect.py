@@ -34,7 +34,7 @@ from lightkv.router.text.tool_calls.families import (
     variables_of,
     wants_text,
 )
-from lightkv.router.text.tool_calls.forms import Form, either
+from lightkv.router.text.tool_calls.forms import Format, either
 from lightkv.router.text.tool_calls.rendered import PROBED_TOOLS, CallTexts, call_texts
 from lightkv.router.text.tool_calls.source import Source, Steps
 
@@ -219,7 +219,7 @@ class ChatDialect:
             how = history.instructions_for(described, f"To call a function, answer in this form:\n{form}")
         return history.written_out(written, self._family.write, how), None
 
-    def _calls(self, family: Family, use: ToolUse) -> Form:
+    def _calls(self, family: Family, use: ToolUse) -> Format:
         """Returns the form of an answer that is calls: that of the chat template, or else of the family. A
         named function is called once."""
         form = family.form if self._written is None else self._written[1].form
@@ -291,7 +291,7 @@ def _is_told_from_json(given: Grammar) -> bool:
     return False
 
 
-def _tagged(form: Form, use: ToolUse | None) -> Grammar:
+def _tagged(form: Format, use: ToolUse | None) -> Grammar:
     """Returns the grammar of a form. Raises InvalidGrammar for one that is too large."""
     text = schema_text({"type": "structural_tag", "format": form})
     if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .forms import Form, arguments_of, calls, either, tag
+from .forms import Format, arguments_of, calls, either, tag
 from .json_call import NAME, read_arguments
 from .source import CallBegins, Content, Source, Steps
 
@@ -46,7 +46,7 @@ def write(name: str, arguments: str) -> str:
     return f"{_ALL_BEGIN}{call}{_ALL_END}"
 
 
-def form(tools: Mapping[str, Any], is_parallel: bool) -> Form:
+def form(tools: Mapping[str, Any], is_parallel: bool) -> Format:
     """Returns the form of an answer that is calls. `tools`: the schema of each function's arguments."""
     fenced = [
         tag(f"{_BEGIN}function{_SEPARATOR}{name}\n{_FENCE}json\n", arguments_of(schema), f"\n{_FENCE}{_END}")

@@ -10,7 +10,7 @@ import jinja2.nodes
 from jinja2.ext import loopcontrols
 
 from . import deepseek, harmony, hermes, llama3, mistral, qwen3_coder
-from .forms import Form
+from .forms import Format
 from .source import Source, Steps
 
 THINK_BEGIN, THINK_END = "<think>", "</think>"
@@ -30,7 +30,7 @@ class Family:
     marks: tuple[str, ...]
     read: Callable[[Source, Mapping[str, Any]], Steps[None]]
     write: Callable[[str, str], str]
-    form: Callable[[Mapping[str, Any], bool], Form]
+    form: Callable[[Mapping[str, Any], bool], Format]
     begin: str = ""
     id_length: int | None = None  # of a call's id, where templates insist on one
     has_messages: bool = False

@@ -3,19 +3,19 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-Form = Mapping[str, Any]
-ANY_TEXT: Form = {"type": "any_text"}
+Format = Mapping[str, Any]
+ANY_TEXT: Format = {"type": "any_text"}
 JSON_SEPARATORS = (", ", ": ")  # between elements and after a key, as chat templates dump JSON
 # What says which values a schema allows; a function's arguments are an object where it has none of them.
 _SAYS_VALUES = ("type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf")
 
 
-def constant(text: str) -> Form:
+def constant(text: str) -> Format:
     """Returns the form of one text."""
     return {"type": "const_string", "value": text}
 
 
-def json_of(schema: Any) -> Form:
+def json_of(schema: Any) -> Format:
     """Returns the form of JSON that follows a schema."""
     return {"type": "json_schema", "json_schema": schema}
 
@@ -38,27 +38,27 @@ def arguments_of(schema: Any, separators: tuple[str, str] = JSON_SEPARATORS) -> 
     return dict(json_of(written))
 
 
-def row(*elements: Form) -> Form:
+def row(*elements: Format) -> Format:
     """Returns the form of `elements`, one after the other."""
     return {"type": "sequence", "elements": list(elements)}
 
 
-def either(elements: Iterable[Form]) -> Form:
+def either(elements: Iterable[Format]) -> Format:
     """Returns the form of one of `elements`."""
     return {"type": "or", "elements": list(elements)}
 
 
-def optional(content: Form) -> Form:
+def optional(content: Format) -> Format:
     """Returns the form of `content`, or of nothing."""
     return {"type": "optional", "content": content}
 
 
-def tag(begin: str, content: Form, end: str) -> Form:
+def tag(begin: str, content: Format, end: str) -> Format:
     """Returns the form of a content between two texts."""
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
-def calls(tags: Iterable[Form], separator: str, is_parallel: bool) -> Form:
+def calls(tags: Iterable[Format], separator: str, is_parallel: bool) -> Format:
     """Returns the form of at least one of `tags`, and with `is_parallel` of any number."""
     return {
         "type": "tags_with_separator",

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .forms import ANY_TEXT, Form, arguments_of, constant, either, optional, row, tag
+from .forms import ANY_TEXT, Format, arguments_of, constant, either, optional, row, tag
 from .json_call import NAME, read_arguments
 from .source import CallBegins, Content, Reasoning, Source, Steps
 
@@ -53,7 +53,7 @@ def write(name: str, arguments: str) -> str:
     return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>"
 
 
-def form(tools: Mapping[str, Any], is_parallel: bool) -> Form:
+def form(tools: Mapping[str, Any], is_parallel: bool) -> Format:
     """Returns the form of a call, which ends an answer. `tools`: the schema of each function's arguments."""
     begins = (
         "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>",
@@ -66,7 +66,7 @@ def form(tools: Mapping[str, Any], is_parallel: bool) -> Form:
     )
 
 
-def whole_form(call: Form | None, answer: Form | None) -> Form:
+def whole_form(call: Format | None, answer: Format | None) -> Format:
     """Returns the form of reasoning, which may be left out, and then `call`, or `answer` on the channel final.
     At least one of the two is given."""
     last = [] if call is None else [call]

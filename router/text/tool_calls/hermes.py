@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .forms import Form, arguments_of, calls, tag
+from .forms import Format, arguments_of, calls, tag
 from .json_call import read_call
 from .source import Content, Source, Steps
 
@@ -26,7 +26,7 @@ def write(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
-def form(tools: Mapping[str, Any], is_parallel: bool) -> Form:
+def form(tools: Mapping[str, Any], is_parallel: bool) -> Format:
     """Returns the form of an answer that is calls. `tools`: the schema of each function's arguments."""
     tags = [
         tag(f'{MARKS[0]}\n{{"name": "{name}", "arguments": ', arguments_of(schema), f"}}\n{MARKS[1]}")

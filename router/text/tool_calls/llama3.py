@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .forms import Form, call_schemas, calls, constant, json_of, optional, row, tag
+from .forms import Format, call_schemas, calls, constant, json_of, optional, row, tag
 from .json_call import read_call
 from .source import Content, Source, Steps
 
@@ -32,7 +32,7 @@ def write(name: str, arguments: str) -> str:
     return f'{{"name": "{name}", "parameters": {arguments}}}'
 
 
-def form(tools: Mapping[str, Any], is_parallel: bool) -> Form:
+def form(tools: Mapping[str, Any], is_parallel: bool) -> Format:
     """Returns the form of an answer that is calls. `tools`: the schema of each function's arguments."""
     items, definitions = call_schemas(tools)
     one = tag("", json_of({"anyOf": items, **definitions}), "")

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .forms import Form, arguments_of, calls, either, tag
+from .forms import Format, arguments_of, calls, either, tag
 from .json_call import NAME, read_arguments, read_list
 from .source import CallBegins, Content, Source, Steps
 
@@ -43,7 +43,7 @@ def write(name: str, arguments: str) -> str:
     return f'[TOOL_CALLS][{{"name": "{name}", "arguments": {arguments}}}]'
 
 
-def form(tools: Mapping[str, Any], is_parallel: bool) -> Form:
+def form(tools: Mapping[str, Any], is_parallel: bool) -> Format:
     """Returns the form of an answer that is calls. `tools`: the schema of each function's arguments."""
     listed = [
         tag(f'{{"name": "{name}", "arguments": ', arguments_of(schema), "}") for name, schema in tools.items()

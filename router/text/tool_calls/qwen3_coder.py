@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .forms import Form, arguments_of, calls, tag
+from .forms import Format, arguments_of, calls, tag
 from .json_call import NAME, as_json
 from .source import Arguments, CallBegins, Content, Source, Steps
 
@@ -91,7 +91,7 @@ def write(name: str, arguments: str) -> str:
     return f"<tool_call>\n<function={name}>\n{''.join(texts)}</function>\n</tool_call>"
 
 
-def form(tools: Mapping[str, Any], is_parallel: bool) -> Form:
+def form(tools: Mapping[str, Any], is_parallel: bool) -> Format:
     """Returns the form of an answer that is calls. `tools`: the schema of each function's arguments."""
     tags = [
         tag(

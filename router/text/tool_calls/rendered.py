@@ -11,7 +11,7 @@ from lightkv.router.text.answer_reader import AnswerReader, joined
 from lightkv.router.text.tokenizer import ChatTemplateError
 
 from .families import Family
-from .forms import JSON_SEPARATORS, Form, arguments_of, calls, constant, row, tag
+from .forms import JSON_SEPARATORS, Format, arguments_of, calls, constant, row, tag
 
 Message = dict[str, Any]
 # Renders messages, with the words that begin an answer or without. Raises ChatTemplateError.
@@ -39,7 +39,7 @@ class CallTexts:
     end: str
     separators: tuple[str, str]
 
-    def form(self, tools: Mapping[str, Any], is_parallel: bool) -> Form:
+    def form(self, tools: Mapping[str, Any], is_parallel: bool) -> Format:
         """Returns the form of an answer that is calls. `tools`: the schema of each function's arguments."""
         tags = [
             tag(f"{name}{self.middle}", arguments_of(schema, self.separators), "")
