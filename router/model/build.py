@@ -128,7 +128,7 @@ class EngineSizes:
             )
         chunk = config.prefill_chunk
         if chunk is None:
-            # Where nobody waits between tokens, larger matrix products pay.
+            # Larger steps run their matrix products at a higher rate, and no target bounds them.
             chunk = (8192 if config.itl_target == 0 else 2048) if on_gpu else 512
         return Limits(
             max_num_seqs=config.max_num_seqs or (256 if on_gpu else 64),

@@ -156,6 +156,13 @@ def test_only_where_it_can_copy_16_bytes_at_a_time(monkeypatch: pytest.MonkeyPat
     assert _hopper_launch(q, k, shifted, out, (), 128) is None
 
 
+def test_alibi_takes_a_stage_only_where_the_product_adds_it() -> None:
+    hopper = pytest.importorskip("lightkv.triton_kernels.attention.prefill.hopper.prefill_hopper")
+    launch, alibi = prefill_tuning.hopper_prefill_launch(H200, 128, 128, 2), Alibi(torch.ones(8))
+    for variants, stages in ((), 3), ((alibi,), 2), ((Softcap(3.0), alibi), 3):
+        assert hopper._stages_of(variants, H200, launch, (128, 128)).keys == stages
+
+
 def test_pieces_of_head_dims() -> None:
     tiles = pytest.importorskip("lightkv.triton_kernels.attention.prefill.hopper.prefill_hopper_tiles")
 

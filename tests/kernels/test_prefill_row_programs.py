@@ -49,6 +49,17 @@ def test_programs_of_a_tile(num_workers: int, window: int, device: torch.device)
     torch.testing.assert_close(lse, lse_reference(*args, options), atol=1e-4, rtol=1e-4)
 
 
+def test_a_plan_of_prefill_in_fp8_is_refused(device: torch.device) -> None:
+    cache = poisoned_cache([9], device=device)
+    q, q_starts = torch.zeros(9, 4, 64, device=device), torch.tensor([0, 9], dtype=torch.int32, device=device)
+    plan = prefill_plan(
+        cache.rows, q_starts, cache.lengths, HeadShape.of(q, cache.kv),
+        num_tokens=9, dtype=q.dtype, launch=prefill_tuning.fp8_prefill_launch(64),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="the plan's tiles of 128 rows are those of prefill in fp8"):
+        prefill_attention(q, cache.kv, cache.rows, q_starts, cache.lengths, plan=plan)
+
+
 def test_head_dim_64_has_three_warpgroups_on_compute_capability_9() -> None:
     h200 = tuning.DeviceClass(num_multiprocessors=132, shared_memory=232448, major=9)
     assert prefill_tuning.prefill_launch(h200, 1, 8, 4096, 64, 64, 2).block_m == 192

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.attention_scores import (
     attention_scores,
     attention_scores_reference,
@@ -49,6 +48,7 @@ from tests.support.attention.caches import (
     starts,
 )
 from tests.support.attention.mixed_steps import make_step
+from tests.support.attention.softmax import scores_of, weigh
 from tests.support.combinations import each_pair_of
 from tests.support.scored import attention_lse
 
@@ -75,13 +75,9 @@ def dense(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes one request's newest tokens as a softmax over keys and sink: the output `[n, H, Dv]`, the
     log-sum-exp `[n, H]` in base 2, and the probabilities `[H, n, length]`, float64."""
-    num_queries, num_heads, key_dim = q.shape
-    slots = slots_reference(kv, row, torch.arange(length, device=q.device))
-    k, v = (cache[slots].double().repeat_interleave(num_heads // cache.shape[1], 1) for cache in kv[:2])
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * options.scale_for(key_dim)
-    chunk, window, softcap, sinks = (options.of(kind) for kind in (Chunk, Window, Softcap, SinkLogits))
-    if softcap is not None:
-        scores = softcap.cap * torch.tanh(scores / softcap.cap)
+    num_queries = len(q)
+    scores, v = scores_of(q, kv, row, length, options)
+    chunk, window = options.of(Chunk), options.of(Window)
     positions = torch.arange(length - num_queries, length)
     visible = [
         [
@@ -93,13 +89,7 @@ def dense(
         for position in positions.tolist()
     ]
     hidden = ~torch.tensor(visible, dtype=torch.bool, device=q.device).view(num_queries, length)
-    scores = scores.masked_fill(hidden, -torch.inf)
-    column = torch.full((num_heads, num_queries, 1), -torch.inf, dtype=torch.float64, device=q.device)
-    if sinks is not None:
-        column[:] = sinks.logits.double()[:, None, None]
-    columns = torch.cat([scores, column], 2)
-    weights = columns.softmax(2).nan_to_num(0.0)[..., :-1]
-    return torch.einsum("hqk,khd->qhd", weights, v), columns.logsumexp(2).T * LOG2_E, weights
+    return weigh(scores.masked_fill(hidden, -torch.inf), v, options)
 
 
 def check_rows(

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.variants import (
     Alibi,
@@ -20,7 +19,7 @@ from lightkv.triton_kernels.attention.variants import (
     Window,
 )
 from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
-from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
+from tests.support.attention.softmax import scores_of, weigh
 
 
 class Batch(NamedTuple):
@@ -150,13 +149,9 @@ def attend_each_key(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes one request's newest tokens, which are the queries from `first` on: the output `[n, H, Dv]`, the
     log-sum-exp `[n, H]` in base 2, and the probabilities `[H, n, length]`, float64."""
-    num_queries, num_heads, key_dim = q.shape
-    slots = slots_reference(kv, row, torch.arange(length, device=q.device))
-    k, v = (cache[slots].double().repeat_interleave(num_heads // cache.shape[1], 1) for cache in kv[:2])
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * options.scale_for(key_dim)
-    softcap, window, sinks = (options.of(kind) for kind in (Softcap, Window, SinkLogits))
-    if softcap is not None:
-        scores = softcap.cap * torch.tanh(scores / softcap.cap)
+    num_queries, num_heads = q.shape[:2]
+    scores, v = scores_of(q, kv, row, length, options)
+    window = options.of(Window)
     own_begin = length - num_queries
     for query in range(num_queries):
         position = own_begin + query
@@ -167,12 +162,7 @@ def attend_each_key(
             if window is not None and key <= position - window.size:
                 bias[:] = -torch.inf
             scores[:, query, key] += bias
-    column = torch.full((num_heads, num_queries, 1), -torch.inf, dtype=torch.float64, device=q.device)
-    if sinks is not None:
-        column[:] = sinks.logits.double()[:, None, None]
-    columns = torch.cat([scores, column], 2)
-    weights = columns.softmax(2).nan_to_num(0.0)[..., :-1]
-    return torch.einsum("hqk,khd->qhd", weights, v), columns.logsumexp(2).T * LOG2_E, weights
+    return weigh(scores, v, options)
 
 
 def _bias(

@@ -49,6 +49,12 @@ class HopperFeatures(NamedTuple):
     ADDS_COLUMNS: Any
 
 
+def adds_columns(variants: Sequence[Variant]) -> bool:
+    """Returns whether the product of q and K adds ALiBi. It cannot if there is a cap, which comes before."""
+    kinds = {type(one) for one in variants}
+    return Alibi in kinds and Softcap not in kinds
+
+
 def features_of(variants: Sequence[Variant], scale: float, causal: bool) -> tuple[HopperFeatures, float]:
     """Returns what the kernels take for variants of `VARIANTS`, and what multiplies a score, in base 2."""
     sink_logits = slopes = tree = None
@@ -86,6 +92,5 @@ def features_of(variants: Sequence[Variant], scale: float, causal: bool) -> tupl
         tl.constexpr(chunk),
         tl.constexpr(0 if causal else _ALL_AFTER),
         tl.constexpr(cap_scale != 0.0),
-        # A cap comes before ALiBi, so that the product cannot have it.
-        tl.constexpr(slopes is not None and cap_scale == 0.0),
+        tl.constexpr(adds_columns(variants)),
     ), score_scale * LOG2_E

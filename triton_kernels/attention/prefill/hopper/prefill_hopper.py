@@ -26,7 +26,7 @@ from lightkv.triton_kernels.attention.variants.alibi import Alibi
 from lightkv.triton_kernels.attention.variants.values import ValueMask
 from lightkv.triton_kernels.attention.variants.variant import Variant
 
-from .hopper_features import VARIANTS, features_of
+from .hopper_features import VARIANTS, adds_columns, features_of
 from .hopper_scores import COLUMN_DIMS
 from .hopper_slots import in_gluon
 from .prefill_hopper_items import ROWS
@@ -175,11 +175,9 @@ def _stages_of(
     variants: Sequence[Variant], device: tuning.DeviceClass, launch: tuning.Launch, dims: tuple[int, int]
 ) -> _Stages:
     """Returns how many tiles a call has beside what its variants need. `dims`: of K and of V."""
-    num_bytes = num_values = 0
+    num_values, num_bytes = 0, 2 * COLUMN_DIMS.value * launch.block_n if adds_columns(variants) else 0
     for one in variants:
-        if isinstance(one, Alibi):
-            num_bytes += 2 * COLUMN_DIMS.value * launch.block_n
-        elif isinstance(one, ValueMask):
+        if isinstance(one, ValueMask):
             size = one.values.element_size()
             num_values = 2 if size < 4 else 1
             num_bytes += num_values * launch.block_m * launch.block_n * size
