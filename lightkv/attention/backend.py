@@ -137,7 +137,7 @@ class AttentionBackend(ABC):
         v = v.view(num_tokens, self.num_kv_heads, self.v_dim)
         out = q.new_empty(num_tokens, self.num_heads, self.v_dim)
         self._write(q, k, v, step, rotary)
-        self._attend(q, k, v, step, out)
+        self._attend(q, step, out)
         return out.flatten(1)
 
     def cross(self, q: torch.Tensor, cross: CrossStep) -> torch.Tensor:
@@ -179,22 +179,12 @@ class AttentionBackend(ABC):
         step: Step,
         rotary: RotaryEmbedding | None,
     ) -> None:
-        """Writes this step's K/V to its slots, k normalised and rotated by `rotary`, and q in place.
-
-        `_attend` gets k as `_write` leaves it: a backend that reads k there has to rotate it in place, too.
-        """
+        """Writes this step's K/V to its slots, k normalised and rotated by `rotary`, and q in place."""
 
     @abstractmethod
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        step: Step,
-        out: torch.Tensor,
-    ) -> None:
-        """Writes the attention of all tokens to `out`, as the step's form has it (`Form`). k and v are this
-        step's, and are in the pool already."""
+    def _attend(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
+        """Writes the attention of all tokens to `out`, as the step's form has it (`Form`). This step's K/V is
+        in the pool already."""
 
     @abstractmethod
     def _attend_cross(self, q: torch.Tensor, cross: CrossStep, out: torch.Tensor) -> None:

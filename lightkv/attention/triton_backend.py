@@ -88,9 +88,7 @@ class TritonAttention(AttentionBackend):
             rotation = Rotation(rotary.cos, rotary.sin, rotary.interleaved)
             write_kv(k, v, stored, slots, q=q, rotation=rotation, norms=rotary.norms)
 
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, out: torch.Tensor
-    ) -> None:
+    def _attend(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
         step.form.attend_by_kernels(self, q, step, out)
 
     def attend_plain(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:

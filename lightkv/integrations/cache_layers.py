@@ -80,33 +80,6 @@ class ReadableLayer(CacheLayer):
         return self._reader.read_layer(self._layer_idx)[1]
 
 
-class KVGatherer:
-    """Gathers K/V of any slots from a pool as dense tensors; it holds the scratch memory of one layer."""
-
-    def __init__(self, pool: KVPool) -> None:
-        self.num_reads = 0
-        self._pool = pool
-        self._scratch: torch.Tensor | None = None
-
-    def read(self, layer_idx: int, seen: torch.Tensor) -> KV:
-        """Returns K and V at the slots `seen`, int64 `[rows, width]`, as `[rows, heads, width, dim]` in the
-        type that the model computes in. They stay valid until the next call."""
-        pool = self._pool
-        self.num_reads += 1
-        if pool.format(layer_idx).is_quantised:
-            k, v = pool.read(layer_idx, seen)
-            return k.transpose(1, 2), v.transpose(1, 2)
-        stored = pool.kv(layer_idx)
-        numel = seen.numel() * stored.shape[1]
-        if self._scratch is None or self._scratch.numel() < numel:
-            # Texts grow by a token in each step, so there is room for half as much again.
-            self._scratch = stored.new_empty(numel + numel // 2)
-        out = self._scratch[:numel].view(seen.numel(), -1)
-        gathered = torch.index_select(stored, 0, seen.flatten(), out=out).view(*seen.shape, -1)
-        k, v = pool.spec.split(gathered, layer_idx)
-        return k.transpose(1, 2), v.transpose(1, 2)
-
-
 def write_tokens(
     pool: KVPool, layer_idx: int, slots: torch.Tensor, source: torch.Tensor, kv: Sequence[torch.Tensor]
 ) -> None:

@@ -54,6 +54,7 @@ from lightkv.integrations.model.probe import probe, require_plain_cache
 from lightkv.kv_cache import KVCache
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.ledger.sequence import Sequence
+from lightkv.memory.kv_gatherer import KVGatherer
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
 from .batch_call import (
@@ -66,7 +67,7 @@ from .batch_call import (
     require_own_columns,
     seen_slots,
 )
-from .cache_layers import KV, CacheLayer, KVGatherer, ReadableLayer, write_tokens
+from .cache_layers import KV, CacheLayer, ReadableLayer, write_tokens
 from .cached_model import assemble, select
 from .cross_kv import CrossKV, CrossLayer, EncoderOutput
 from .encoder_decoder import probe_encoder_decoder
@@ -237,7 +238,12 @@ class LightKVCache(Cache):
             )
         source, slots, seen = self._pending.step
         write_tokens(self.kv.memory.pool, layer_idx, slots, source, (keys, values))
-        return self._gatherer.read(layer_idx, seen.view(len(keys), -1))
+        return self._gather(layer_idx, seen.view(len(keys), -1))
+
+    def _gather(self, layer_idx: int, seen: torch.Tensor) -> KV:
+        """Returns K and V at the slots `seen`, int64 `[rows, width]`, as `[rows, heads, width, dim]`."""
+        k, v = self._gatherer.read(layer_idx, seen)
+        return k.transpose(1, 2), v.transpose(1, 2)
 
     def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs before the model's forward pass: allocates slots, and cuts the call down to uncached tokens."""
@@ -435,7 +441,7 @@ class _EncoderDecoderKVCache(LightKVCache, EncoderDecoderCache):
         """Returns a copy of a layer's K/V of the decoder's text, `[B, heads, columns, dim]`."""
         rows = [sequence.row for sequence in self._sequences]
         seen = seen_slots(self.kv.memory.table, rows, self._padding, self.num_columns)
-        k, v = self._gatherer.read(layer_idx, seen)
+        k, v = self._gather(layer_idx, seen)
         return k.clone(), v.clone()
 
     def read_cross(self, layer_idx: int) -> KV:
@@ -445,7 +451,7 @@ class _EncoderDecoderKVCache(LightKVCache, EncoderDecoderCache):
             raise ValueError("there is no encoder output: the batch has not begun, or has been reset")
         place = layer_idx, self._gatherer.num_reads
         if self._gathered is None or self._gathered[0] != place:  # K first, then V
-            shared, num_rows = self._gatherer.read(layer_idx, self._cross.seen()), len(self._cross.which)
+            shared, num_rows = self._gather(layer_idx, self._cross.seen()), len(self._cross.which)
             k, v = (part.expand(num_rows, -1, -1, -1) for part in shared)
             if self._pending is None:
                 return k.clone(), v.clone()

@@ -73,11 +73,9 @@ class Form:
         """Writes the attention of all tokens of `step` to `out` `[T, H, v_dim]`, in a `TritonAttention`."""
         layer.attend_plain(q, step, out)
 
-    def attend_in_torch(
-        self, layer: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Any, out: torch.Tensor
-    ) -> None:
-        """Does the same in a `TorchAttention`; k and v are the step's, and are in the pool already."""
-        layer.attend_plain(q, k, v, step, out)
+    def attend_in_torch(self, layer: Any, q: torch.Tensor, step: Any, out: torch.Tensor) -> None:
+        """Does the same in a `TorchAttention`."""
+        layer.attend_plain(q, step, out)
 
 
 PLAIN = Form()
