@@ -66,10 +66,11 @@ from .batch_call import (
     pack_step,
     require_own_columns,
     seen_slots,
+    select,
 )
-from .cache_layers import KV, CacheLayer, ReadableLayer, write_tokens
-from .cached_model import assemble, select
-from .cross_kv import CrossKV, CrossLayer, EncoderOutput
+from .cache_layers import KV, CacheLayer, CrossLayer, ReadableLayer, write_tokens
+from .cached_model import assemble
+from .cross_kv import CrossKV, EncoderOutput
 from .encoder_decoder import probe_encoder_decoder
 
 
