@@ -1,22 +1,17 @@
 """Cross attention: which other sequence each sequence of a step reads, such as the encoder's output."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from lightkv.memory.staging import packed_size, upload
-from lightkv.triton_kernels.attention.attention_reference import attend_reference
-from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
-from lightkv.triton_kernels.attention.variants.variant import Scored
 
 from .batch import integers
 from .static_step import StaticStep
 from .step import Step
 from .step_plans import StepPlans
-
-Read = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,12 +28,15 @@ class CrossStep:
     plans: StepPlans = field(default_factory=StepPlans)
 
     @classmethod
-    def of(cls, step: Step, rows: Sequence[int], lengths: Sequence[int]) -> "CrossStep":
+    def of(
+        cls, step: Step, rows: Sequence[int], lengths: Sequence[int], out: torch.Tensor | None = None
+    ) -> "CrossStep":
         """Makes it of the row and the length of the cross sequence that each sequence of the step reads,
-        prefills first, in one upload. A sequence that reads none has length 0, and its output is zeros. Raises
-        ValueError where these are more than the step has, or fewer, or are not in the token table."""
+        prefills first, in one upload, to `out` if given. A sequence that reads none has length 0, and its
+        output is zeros. Raises ValueError where these are more than the step has, or fewer, or are not in the
+        token table; nothing is uploaded then."""
         row, length = _checked(step, rows, lengths)
-        rows_there, kv_lens = upload([row, length.astype(np.int32)], step.memory.device)
+        rows_there, kv_lens = upload([row, length.astype(np.int32)], step.memory.device, out=out)
         return cls(step, row, length, rows_there, kv_lens)
 
 
@@ -53,10 +51,7 @@ class StaticCross:
     def load(self, step: Step, rows: Sequence[int], lengths: Sequence[int]) -> CrossStep:
         """Loads the cross sequences of a step of the `StaticStep`, as `CrossStep.of`; after an error the
         tensors are as before."""
-        row, length = _checked(step, rows, lengths)
-        arrays = [row, length.astype(np.int32)]
-        rows_there, kv_lens = upload(arrays, step.memory.device, out=self._packed)
-        return CrossStep(step, row, length, rows_there, kv_lens)
+        return CrossStep.of(step, rows, lengths, self._packed)
 
 
 def _checked(step: Step, rows: Sequence[int], lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -78,25 +73,3 @@ def _checked(step: Step, rows: Sequence[int], lengths: Sequence[int]) -> tuple[n
             f"{table.max_sequences} of {table.max_entries} entries; give those of `KVCache.open_cross`"
         )
     return step.host.place(row), step.host.place(length)
-
-
-def attend_cross(
-    q: torch.Tensor, read: Read, cross: CrossStep, options: AttentionOptions, out: torch.Tensor
-) -> None:
-    """Writes the attention of q `[T, H, Dk]` to the cross sequences of a step to `out`, in plain torch and
-    float64, one sequence at a time. Zeros go to padding, and to sequences that read none. `read` returns K and
-    V of slots, int64 `[n]`."""
-    host = cross.step.host
-    counts, num_prefills = host.counts.tolist(), host.num_prefills
-    begins = np.cumsum([host.first_prefill_token, *counts[:num_prefills]])[:num_prefills].tolist()
-    begins += range(host.first_decode_token, host.first_decode_token + host.num_decodes)
-    out.zero_()
-    for begin, count, row, length in zip(
-        begins, counts, cross.rows_host.tolist(), cross.kv_lens_host.tolist(), strict=True
-    ):
-        if length:
-            slots = cross.step.memory.table.slots(row, 0, length).long()
-            tokens = slice(begin, begin + count)
-            scored = Scored.of_last(tokens, 0, length, q.device)
-            attended = attend_reference(q[tokens], *read(slots), options, scored)
-            out[tokens] = attended.to(out.dtype)

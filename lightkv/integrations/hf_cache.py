@@ -78,9 +78,8 @@ class _Pending(NamedTuple):
     """The call of the model that has begun and not ended, or has failed."""
 
     step: GatheredStep | PackedStep | None  # None while slots are allocated and the step is not made yet
-    input_ids: torch.Tensor  # int64 [B, new columns]
+    call: ModelCall
     first: int  # the first column that it computes
-    num_logits: int  # of each row
 
 
 class LightKVCache(Cache):
@@ -225,9 +224,7 @@ class LightKVCache(Cache):
                 self.kv.truncate(sequence, sequence.length + tokens_to_remove)
             self._ids = self._ids[:, :tokens_to_remove]
 
-    def update_layer(
-        self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update_layer(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> KV:
         """Writes a layer's new K/V, and gathers the K/V that its attention sees.
 
         keys, values: `[B, heads, T, dim]`. Returns both as `[B, heads, width, dim]`, which stay valid until the
@@ -252,8 +249,7 @@ class LightKVCache(Cache):
             return None
         call = self._read_call(args, kwargs)
         parts, same_as = self._allocate(call)
-        pending = _Pending(None, call.input_ids, self.num_columns, call.num_logits)
-        self._pending = pending
+        self._pending = pending = _Pending(None, call, self.num_columns)
         kwargs = dict(kwargs)
         rows = [sequence.row for sequence in self._sequences]
         if self._backends and model.config.get_text_config()._attn_implementation == ATTENTION:
@@ -370,9 +366,10 @@ class LightKVCache(Cache):
             return None
         self._pending = None
         self.kv.confirm()
-        self._ids = torch.cat((self._ids, pending.input_ids), 1) if len(self._ids) else pending.input_ids
+        ids, num_logits = pending.call.input_ids, pending.call.num_logits
+        self._ids = torch.cat((self._ids, ids), 1) if len(self._ids) else ids
         if is_packed:
-            output["logits"] = output.logits[0].unflatten(0, (-1, pending.num_logits))
+            output["logits"] = output.logits[0].unflatten(0, (-1, num_logits))
             output["past_key_values"] = self
         return output
 
