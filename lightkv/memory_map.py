@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightkv.ledger import TokenLedger
+from .ledger import TokenLedger
 
 FREE, CACHED, SHARED, OWN = range(4)  # a slot's label; OWN + row: only that row holds it
 

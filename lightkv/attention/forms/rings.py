@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from lightkv.attention.backend import AttentionBackend
-from lightkv.attention.batch import Batch, packed_positions
+from lightkv.attention.batch import Batch
 from lightkv.attention.step import Step
 from lightkv.attention.torch_backend import TorchAttention
 from lightkv.attention.triton_backend import TritonAttention
 from lightkv.memory.staging import upload
-from lightkv.memory.token_table import TokenTable
+from lightkv.memory.token_table import TokenTable, packed_ranges
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, decode_plan, num_programs_for
@@ -30,7 +30,7 @@ from lightkv.triton_kernels.attention.variants.sink_logits import SinkLogits
 from lightkv.triton_kernels.attention.variants.variant import Variant, limits
 from lightkv.triton_kernels.layout.ring import Ring
 
-from .form import PLAIN, Form, Numbers, Seen
+from .form import PLAIN, Form, Seen
 from .sinks import attend_apart_by_kernels, attend_apart_in_torch, attend_past_sinks, check_sinks
 
 
@@ -80,16 +80,16 @@ class _OnRings(Form):
             "their tokens; run the sequences with a mask in a step of their own"
         )
 
-    def check_table(self, numbers: Numbers, table: TokenTable) -> None:
+    def check_table(self, batch: Batch, table: TokenTable) -> None:
         if self.ring.capacity > table.max_entries:
             raise ValueError(
                 f"{self.ring} takes {self.ring.capacity} entries of a row, and the table's rows have "
                 f"{table.max_entries} entries; make the table longer, or the ring smaller"
             )
 
-    def places(self, numbers: Numbers, table: TokenTable) -> np.ndarray:
-        positions = packed_positions(numbers.starts, numbers.counts)
-        return table.places(np.repeat(numbers.rows, numbers.counts), self.ring.entries(positions))
+    def places(self, batch: Batch, table: TokenTable) -> np.ndarray:
+        positions = packed_ranges(batch.starts, batch.counts)
+        return table.places(np.repeat(batch.rows, batch.counts), self.ring.entries(positions))
 
 
 class _Plan(NamedTuple):
@@ -251,12 +251,12 @@ class RingPrompts(_OnRings):
                 "rows that are no rings"
             )
 
-    def seen(self, numbers: Numbers, table: TokenTable) -> Seen:
+    def seen(self, batch: Batch, table: TokenTable) -> Seen:
         if not self.has_gaps:
-            return super().seen(numbers, table)
+            return super().seen(batch, table)
         gaps = np.array(self.dropped, dtype=np.int64)
-        index = _in_order(table, numbers.rows, gaps, self.ring)
-        return Seen(index, np.arange(len(gaps)), numbers.starts - gaps)
+        index = _in_order(table, batch.rows, gaps, self.ring)
+        return Seen(index, np.arange(len(gaps)), batch.starts - gaps)
 
     def attend_by_kernels(
         self, layer: TritonAttention, q: torch.Tensor, step: Step, out: torch.Tensor

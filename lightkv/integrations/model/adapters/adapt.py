@@ -24,12 +24,12 @@ class Family:
 
     `module`: the class of the attention modules. `attend`: computes one of their calls; None where the module
     calls AttentionInterface, and only has to be given the handler. `slopes`: returns those of a model's bias by
-    distance. `needs_mask`: whether the model's forward pass fails without an attention mask.
+    distance; None for a family without one. `needs_mask`: whether the model's forward pass fails without an attention mask.
     """
 
     module: str
     attend: Callable[[ModuleCall], Tensor] | None = None
-    slopes: Callable[[Any], Tensor | None] = families.no_slopes
+    slopes: Callable[[Any], Tensor | None] | None = None
     needs_mask: bool = False
 
 
@@ -54,7 +54,7 @@ def adapt(model: PreTrainedModel) -> int:
     family = FAMILIES.get(type(model).__name__)
     if family is None or kept_handler(model) is not None:
         return 0
-    slopes = family.slopes(model)
+    slopes = None if family.slopes is None else family.slopes(model)
     mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=model.device) if family.needs_mask else None
     kept = KeptHandler(model, family.attend is not None, mask)
     modules: list[Any] = adapted_modules(model)
