@@ -93,7 +93,7 @@ class TokenTable:
 
 
 def packed_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Returns `starts[i] : starts[i] + counts[i]` for each i, packed; all int64. A count below 0 is taken as 0."""
+    """Returns `starts[i] : starts[i] + counts[i]` for each i, packed, int64. A count below 0 stands for 0."""
     if len(counts) == 1:  # a prompt
         return np.arange(starts[0], starts[0] + counts[0])
     if not len(counts) or (counts == 1).all():  # a decode step

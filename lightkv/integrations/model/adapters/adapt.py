@@ -24,7 +24,8 @@ class Family:
 
     `module`: the class of the attention modules. `attend`: computes one of their calls; None where the module
     calls AttentionInterface, and only has to be given the handler. `slopes`: returns those of a model's bias by
-    distance; None for a family without one. `needs_mask`: whether the model's forward pass fails without an attention mask.
+    distance; None for a family without one. `needs_mask`: whether the model's forward pass fails without an
+    attention mask.
     """
 
     module: str
