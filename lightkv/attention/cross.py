@@ -35,7 +35,23 @@ class CrossStep:
         prefills first, in one upload, to `out` if given. A sequence that reads none has length 0, and its
         output is zeros. Raises ValueError where these are more than the step has, or fewer, or are not in the
         token table; nothing is uploaded then."""
-        row, length = _checked(step, rows, lengths)
+        row, length = integers(rows), integers(lengths)
+        if len(row) != len(length) or len(row) != step.host.num_real:
+            raise ValueError(
+                f"{len(row)} rows and {len(length)} lengths of cross sequences in a step of "
+                f"{step.host.num_real} sequences: give one each"
+            )
+        table = step.memory.table
+        if len(row) and (
+            min(row.min(), length.min()) < 0
+            or row.max() > table.max_sequences
+            or length.max() > table.max_entries
+        ):
+            raise ValueError(
+                f"rows {row.tolist()} with {length.tolist()} tokens, in a table of rows 0 to "
+                f"{table.max_sequences} of {table.max_entries} entries; give those of `KVCache.open_cross`"
+            )
+        row, length = step.host.place(row), step.host.place(length)
         rows_there, kv_lens = upload([row, length.astype(np.int32)], step.memory.device, out=out)
         return cls(step, row, length, rows_there, kv_lens)
 
@@ -52,24 +68,3 @@ class StaticCross:
         """Loads the cross sequences of a step of the `StaticStep`, as `CrossStep.of`; after an error the
         tensors are as before."""
         return CrossStep.of(step, rows, lengths, self._packed)
-
-
-def _checked(step: Step, rows: Sequence[int], lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns rows and lengths in the places of the step, int64. Raises ValueError."""
-    row, length = integers(rows), integers(lengths)
-    if len(row) != len(length) or len(row) != step.host.num_real:
-        raise ValueError(
-            f"{len(row)} rows and {len(length)} lengths of cross sequences in a step of "
-            f"{step.host.num_real} sequences: give one each"
-        )
-    table = step.memory.table
-    if len(row) and (
-        min(row.min(), length.min()) < 0
-        or row.max() > table.max_sequences
-        or length.max() > table.max_entries
-    ):
-        raise ValueError(
-            f"rows {row.tolist()} with {length.tolist()} tokens, in a table of rows 0 to "
-            f"{table.max_sequences} of {table.max_entries} entries; give those of `KVCache.open_cross`"
-        )
-    return step.host.place(row), step.host.place(length)

@@ -22,7 +22,7 @@ from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, decode_plan, num_programs_for
 from lightkv.triton_kernels.attention.lookups import TOKEN_TABLE, Lookup, RingRows
-from lightkv.triton_kernels.attention.lookups.ring_rows import check_held, ring_slots
+from lightkv.triton_kernels.attention.lookups.ring_rows import check_held
 from lightkv.triton_kernels.attention.lookups.ring_sinks import dropped_tokens
 from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.paged_kv import PagedKV
@@ -60,12 +60,6 @@ def over_rings(batch: Batch, ring: Ring) -> Batch:
             f"none has, and at most {rooms} are computed at once; cut them, or run them apart"
         )
     return replace(batch, form=RingPrompts(ring, dropped))
-
-
-def write_ring_slots(step: Step, ring: Ring) -> None:
-    """Writes the slots of the tokens at the positions of `step`, decodes over rings, to its `slot_mapping`, on
-    the device: so a captured step finds them after it has moved its positions on."""
-    ring_slots(step.index, step.rows, step.position_ids, ring, step.slot_mapping)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from lightkv.attention import AttentionOptions, LayerShape
 from lightkv.errors import LightKVError, UnsupportedModel
-from lightkv.integrations.model.adapters.proof import num_tokens_for, require_own_attention
+from lightkv.integrations.model.adapters.proof import require_own_attention
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.triton_kernels.attention.variants import Alibi, Chunk, SinkLogits, Softcap, Window
 
@@ -385,7 +385,8 @@ def _require_packable(model: PreTrainedModel, shape: ModelShape) -> None:
 def _require_own_attention(model: PreTrainedModel, kept: KeptHandler, shape: ModelShape) -> None:
     """Raises UnsupportedModel if the attention of an adapted model differs from its own."""
     text = model.config.get_text_config()
-    num_tokens = num_tokens_for(shape.layers, context_length(text))
+    widest = max(layer.options.most_keys or 0 for layer in shape.layers)
+    num_tokens = min(max(24, widest + 8), 512, context_length(text) or 512)  # past the windows, if short
     ids = _varied_ids(text.vocab_size, num_tokens, text.pad_token_id).to(model.device)
     with _probed(model):
         require_own_attention(model, kept, shape.layers, ids)
