@@ -49,6 +49,7 @@ class BatchNumbers:
         return self.num_contexts if (generations == 1).all() else len(self.q_lens)
 
 
+@dataclass(eq=False)
 class StaticRoom:
     """The sizes of a CUDA graph's tensors, and the tensors, which never move once they are made.
 
@@ -56,17 +57,14 @@ class StaticRoom:
     a sequence. `only_decodes`: every sequence is a generation with one query.
     """
 
-    def __init__(self, num_sequences: int, num_tokens: int, max_blocks: int, only_decodes: bool) -> None:
-        self.num_sequences = num_sequences
-        self.num_tokens = num_tokens
-        self.max_blocks = max_blocks
-        self.only_decodes = only_decodes
-        self._packed: torch.Tensor | None = None
-        self._blocks: torch.Tensor | None = None
-        self._beam_rows: torch.Tensor | None = None
-        self.reads_beams: bool | None = (
-            None  # whether the first batch was in beam search, as a graph's kernels
-        )
+    num_sequences: int
+    num_tokens: int
+    max_blocks: int
+    only_decodes: bool
+    reads_beams: bool | None = None  # whether the first batch was in beam search, as a graph's kernels
+    _packed: torch.Tensor | None = None
+    _blocks: torch.Tensor | None = None
+    _beam_rows: torch.Tensor | None = None
 
     def packed(self, arrays: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
         """Returns uint8 room for the arrays of every step, which have the same sizes."""

@@ -61,7 +61,7 @@ def adapt(model: PreTrainedModel) -> int:
     modules: list[Any] = adapted_modules(model)
     for module in modules:
         if family.attend is None:
-            module.register_forward_pre_hook(_GiveHandler(kept), with_kwargs=True)
+            module.register_forward_pre_hook(partial(_give_handler, kept), with_kwargs=True)
             continue
         if not hasattr(module, "layer_idx"):
             module.layer_idx = module.layer_id  # GPT-Neo's name for it
@@ -76,16 +76,11 @@ def adapted_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
     return [module for module in model.modules() if type(module).__name__ == name]
 
 
-@dataclass(frozen=True)
-class _GiveHandler:
+def _give_handler(
+    kept: KeptHandler, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """A hook before the forward pass of an attention module that gives it the handler of the model's call."""
-
-    kept: KeptHandler
-
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.kept.handler is None:
-            return None
-        return args, {"lightkv": self.kept.handler, **kwargs}
+    return None if kept.handler is None else (args, {"lightkv": kept.handler, **kwargs})
 
 
 def _attention_forward(
