@@ -1,11 +1,13 @@
 """Cross attention: which other sequence each sequence of a step reads, such as the encoder's output."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
+from lightkv.attention.forms.form import Form
 from lightkv.memory.staging import packed_size, upload
 
 from .batch import integers
@@ -14,18 +16,21 @@ from .step import Step
 from .step_plans import StepPlans
 
 
+@dataclass(frozen=True)
+class _OfOthers(Form):
+    """Rows of the token table that other sequences than a step's own have."""
+
+    def attend_by_kernels(self, layer: Any, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
+        layer.attend_plain(q, step, out, may_restore=False)
+
+
 @dataclass(frozen=True, eq=False)
 class CrossStep:
-    """The cross sequences of `step`. For B sequences: `rows` int64 `[B]` of the token table and `kv_lens` int32
-    `[B]` on the device, and `rows_host`, `kv_lens_host` int64 `[B]`. Sequences that pad a static batch read row
-    0 with length 0."""
+    """A step as cross attention reads it: `step` has the tokens of the step that it was made of, and for each
+    sequence the row and the length of its cross sequence. Sequences that pad a static batch read row 0 with
+    length 0."""
 
     step: Step
-    rows_host: np.ndarray
-    kv_lens_host: np.ndarray
-    rows: torch.Tensor
-    kv_lens: torch.Tensor
-    plans: StepPlans = field(default_factory=StepPlans)
 
     @classmethod
     def of(
@@ -53,7 +58,19 @@ class CrossStep:
             )
         row, length = step.host.place(row), step.host.place(length)
         rows_there, kv_lens = upload([row, length.astype(np.int32)], step.memory.device, out=out)
-        return cls(step, row, length, rows_there, kv_lens)
+        return cls(
+            replace(
+                step,
+                host=step.host._replace(rows=row, kv_lens=length),
+                form=_OfOthers(),
+                rows=rows_there,
+                kv_lens=kv_lens,
+                index=table.req_to_token,
+                mask=None,
+                shared_prefixes=None,
+                plans=StepPlans(),
+            )
+        )
 
 
 class StaticCross:

@@ -13,7 +13,6 @@ from lightkv.memory.kv_gatherer import KVGatherer
 from lightkv.triton_kernels.attention.attention_inputs import check_variants
 from lightkv.triton_kernels.attention.attention_reference import joined_reference, slots_reference
 from lightkv.triton_kernels.attention.attention_scores import attention_scores_reference
-from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.variants.chunk import Chunk
 from lightkv.triton_kernels.attention.variants.sink_logits import SinkLogits
 from lightkv.triton_kernels.attention.variants.softcap import Softcap
@@ -23,7 +22,6 @@ from lightkv.triton_kernels.quantised.quantise_reference import apply_hadamard
 
 from .backend import AttentionBackend
 from .biased_attention import attend_with_bias
-from .cross import CrossStep
 from .rotary import RotaryEmbedding
 from .step import Step
 from .torch_plan import decode_buckets, tiled_prefill, window_and_chunk
@@ -61,9 +59,7 @@ class TorchAttention(AttentionBackend):
         """Writes the attention of q `[T, H, Dk]` to all that the step's index and lookup find to `out` `[T, H,
         Dv]`."""
         if self._is_general or step.mask is not None or not step.lookup.is_plain:
-            host, options = step.host, self.options.plus(step.mask)
-            check_variants(options.variants, q, len(host.rows))
-            self._attend_each(q, step, out, self.paged_kv(step), host.rows, host.kv_lens, options)
+            self._attend_each(q, step, out)
             return
         host = step.host
         # Decodes come first: in a static batch, prefills write over the output of unused ones.
@@ -81,27 +77,20 @@ class TorchAttention(AttentionBackend):
         known = Window | Chunk | Softcap | SinkLogits
         return not self.options.causal or not all(isinstance(one, known) for one in self.options.variants)
 
-    def _attend_each(
-        self,
-        q: torch.Tensor,
-        step: Step,
-        out: torch.Tensor,
-        kv: PagedKV,
-        rows: np.ndarray,
-        lengths: np.ndarray,
-        options: AttentionOptions,
-    ) -> None:
-        """Attends sequence by sequence to the first `lengths` tokens of `rows`, int64 `[B]` each. Decodes come
-        first: in a static batch, prefills write over the output of unused ones."""
-        host = step.host
+    def _attend_each(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
+        """Attends sequence by sequence, decodes first: in a static batch, prefills write over the output of
+        unused ones."""
+        host, kv = step.host, self.paged_kv(step)
         num_prefills, counts = host.num_prefills, host.counts
+        options = self.options.plus(step.mask)
+        check_variants(options.variants, q, len(host.rows))
         window = options.of(Window)
         ends = np.cumsum(counts[:num_prefills]) + host.first_prefill_token
         decodes = np.arange(host.num_decodes) + host.first_decode_token + 1
         ends = np.concatenate([ends, decodes])
         for idx in (*range(num_prefills, len(counts)), *range(num_prefills)):
             queries = slice(int(ends[idx] - counts[idx]), int(ends[idx]))
-            row, length = int(rows[idx]), int(lengths[idx])
+            row, length = int(host.rows[idx]), int(host.kv_lens[idx])
             if not length:
                 out[queries] = 0
                 continue
@@ -137,10 +126,6 @@ class TorchAttention(AttentionBackend):
                 causal=tile.slots is None,
             )
             out[tile.start : tile.end].unflatten(1, (-1, group)).copy_(attended.permute(2, 0, 1, 3))
-
-    def _attend_cross(self, q: torch.Tensor, cross: CrossStep, out: torch.Tensor) -> None:
-        kv = self.cross_kv(cross.step)
-        self._attend_each(q, cross.step, out, kv, cross.rows_host, cross.kv_lens_host, self.options)
 
     def _decode(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
         key = "buckets", *window_and_chunk(self.options), q.dtype
