@@ -35,7 +35,7 @@ from lightkv.integrations.model.kv_scales import (
     read_kv_scales,
     set_kv_scales,
 )
-from lightkv.integrations.model.linears import LinearPlan, prepare_linears
+from lightkv.integrations.model.linears import prepare_linears
 from lightkv.integrations.model.probe import ModelShape, probe
 from lightkv.integrations.ranks.group import RankGroup
 from lightkv.ledger.shared_prefixes import PrefixSharing
@@ -319,7 +319,7 @@ def assemble(
     if config.fuse:
         linears = fuse_layers(model, report, is_packed).linears
     else:
-        linears = prepare_linears(model, LinearPlan(packed=is_packed))
+        linears = prepare_linears(model, packed=is_packed)
         for line in linears.lines:
             report(line)
     pool = sizes.pool(shape)

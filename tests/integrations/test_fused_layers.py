@@ -403,7 +403,7 @@ def test_a_layer_whose_kernels_compute_something_else_is_not_fused(
         "decoder_layer.gated_activation_reference",
         "decoder_layer.DecoderLayer.forward",
         "proofs.layer_run._part_call",
-        "proofs.gated_mlp._error",
+        "proofs.gated_mlp.relative_error",
         "linears.JoinedLinear.__init__",
     ],
 )

@@ -39,7 +39,7 @@ from lightkv.integrations.eviction import HeavyHitters
 from lightkv.integrations.model.attention_call import AttentionCall, compute
 from lightkv.integrations.model.fused_rotary import fused_forwards, fused_layers, set_fused_forwards
 from lightkv.integrations.model.hf_model import bind, bound, forward
-from lightkv.integrations.model.linears import LinearPlan, prepare_linears
+from lightkv.integrations.model.linears import prepare_linears
 from lightkv.integrations.model.probe import probe
 from lightkv.integrations.streaming import Stream, Window
 from lightkv.memory.kv_memory import KVMemory
@@ -355,7 +355,7 @@ def test_projections_may_be_replaced(when: str) -> None:
     plain = Steps(model, "torch")
 
     def replace() -> None:
-        prepare_linears(model, LinearPlan(packed=True))
+        prepare_linears(model, packed=True)
         for layer in model.model.layers:
             for name in ("q_proj", "v_proj", "o_proj"):
                 base = getattr(layer.self_attn, name)

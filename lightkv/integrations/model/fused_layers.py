@@ -31,7 +31,6 @@ from .fused_rotary import (
     use_joined,
 )
 from .linears import (
-    LinearPlan,
     Linears,
     has_hooks,
     has_registered_hooks,
@@ -91,7 +90,7 @@ def fuse_layers(model: PreTrainedModel, report: Report, packed: bool = False) ->
 
     The model runs once, and each layer a few times more, on eight tokens. Weights of q, k and v become views of
     one joined weight, and so do gate and up: at most one layer's weights are in memory twice at a time.
-    `packed`: whether linear layers are packed, too, as `LinearPlan` says. This is for models that the engine
+    `packed`: whether linear layers are packed, too (`prepare_linears`). This is for models that the engine
     loaded. Modules with hooks, or with a forward pass other than their class's, are left alone. Synchronises.
     """
     unfuse_layers(model)
@@ -100,7 +99,9 @@ def fuse_layers(model: PreTrainedModel, report: Report, packed: bool = False) ->
     attentions = fused_forwards(model)
     linears = prepare_linears(
         _module(model),
-        LinearPlan({layer: parts.one_input(layer) for layer in calls.layers}, packed, few_tokens=True),
+        {layer: parts.one_input(layer) for layer in calls.layers},
+        packed=packed,
+        few_tokens=True,
     )
     carry = Carry()
     for module, norm in parts.norms.items():
