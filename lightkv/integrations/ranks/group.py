@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .all_reduce import AllReduce
+from .term_room import TermRoom
 
 # The ranks are on one host. Multicast over NVLink is off: a program that ends badly while it uses it can take the
 # GPUs of a host out of service.
@@ -44,11 +45,12 @@ class RankGroup:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_DAY)
         self.sums = AllReduce.measured(device)
+        self.room = TermRoom.measured(rank, self.sums, device)
 
     @property
     def lines(self) -> list[str]:
         """What to report: how tensors of which sizes are added up."""
-        return self.sums.lines
+        return self.sums.lines + ([] if self.room is None else self.room.lines)
 
     def sum(self, x: Tensor) -> Tensor:
         """Returns the sum of every rank's x, in the memory of x or in other memory. It has the same bits on all."""

@@ -24,8 +24,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from lightkv.errors import UnsupportedModel
+from lightkv.triton_kernels.layers.linear import linear, tickets_for
 
 from .group import RankGroup
+from .term_room import TermPlace
 
 # What has to follow the forward pass of a module's class, by the style of its plan.
 _NOTHING = {"colwise", "packed_colwise", "packed_rowwise", "replicate", "local_params"}
@@ -50,12 +52,28 @@ class SummedLinear(nn.Module):
         self.out_features = linear.out_features
         self._ranks = ranks
         self._begin = begin
+        self._tickets: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self._begin is not None:
             x = x.narrow(-1, self._begin, self.in_features)
         y = self._ranks.sum(self.linear(x))
         return y if self.bias is None else y + self.bias
+
+    def place(self, turn: int, x: Tensor) -> TermPlace | None:
+        """Returns the place for this rank's term of x, where it is added up with a layer's residual and norm:
+        `turn` 0 behind attention, 1 behind the MLP. None where the forward pass is called instead."""
+        room = self._ranks.room
+        is_ordinary = room is None or self.bias is not None or self._begin is not None
+        return None if is_ordinary else room.place(turn, x, self.out_features)  # type: ignore[union-attr]
+
+    def term(self, x: Tensor, place: TermPlace) -> Tensor:
+        """Returns this rank's term of x, `[T, out_features]` in its place."""
+        weight = self.linear.weight
+        if self._tickets is None or self._tickets.device != weight.device:
+            self._tickets = tickets_for(weight)
+        rows = x.reshape(-1, x.shape[-1])
+        return linear(rows, weight, None, self._tickets, place.rows(len(rows), len(weight), x.dtype))
 
 
 class GatheredLinear(nn.Module):
