@@ -28,6 +28,10 @@ def run_rank(rank: int, size: int, store: str, answers: Any) -> None:
     torch.cuda.set_device(device)
     ranks = RankGroup(rank, size, dist.FileStore(store, size), device)
     times = {num_bytes: measure_ways(ranks.sums, num_bytes) for num_bytes in SIZES}
+    if ranks.room is not None:
+        for num_bytes, by_way in times.items():
+            joined, apart = ranks.room.measure(num_bytes, ranks.sums)
+            by_way |= {"with residual and norm": apart, "joined": joined}
     wrong = [num_bytes for num_bytes in SIZES if not is_right(ranks.sums, num_bytes, ranks)]
     answers.put((rank, times, ranks.lines, wrong))
     ranks.leave()

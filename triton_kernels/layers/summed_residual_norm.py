@@ -95,6 +95,7 @@ def _summed_residual_norm_kernel(
         total = tl.zeros([BLOCK], tl.float32)
         for rank in tl.static_range(terms.NUM_RANKS):
             term = tl.load(terms.addresses + rank).to(tl.pointer_type(DTYPE))
+            term = tl.multiple_of(term, 16)  # which an address from memory does not tell: whole vectors are read
             total += tl.load(term + at, mask=in_row, other=0.0, cache_modifier=".cg").to(tl.float32)
         value = total.to(DTYPE).to(tl.float32)
         if HAS_POST:

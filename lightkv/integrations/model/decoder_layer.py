@@ -119,8 +119,8 @@ class DecoderLayer:
         *others, last = self.mlp
         for module in others:
             x = module(x)
-        gated = gated_mlp(last)
-        out = Output(last(x)) if gated is None else gated.output(x, 1 if has_places else None)
+        gated = gated_mlp(last) if has_places else None
+        out = Output(last(x)) if gated is None else gated.output(x, 1)
         norm = None if next_norm is None else next_norm.norm
         hidden, x = out.add_and_norm(hidden, norm, self.after_mlp, self.scale)
         if next_norm is not None:
