@@ -29,6 +29,7 @@ class TermPlace:
     memory: Tensor  # uint8
     addresses: Tensor
     signals: Tensor
+    own_signals: Tensor  # kept, since others write to it
     rank: int
 
     def rows(self, num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
@@ -69,7 +70,7 @@ class TermRoom:
 
         def place(memory: Mapped) -> TermPlace:
             addresses, pads = (torch.tensor(one.addresses, device=device) for one in (memory, signals))
-            return TermPlace(memory.own, addresses, pads, rank)
+            return TermPlace(memory.own, addresses, pads, signals.own, rank)
 
         room = cls((place(first), place(second)), MOST_BYTES)
         if not all_agree(room._is_right(device)):
