@@ -183,8 +183,8 @@ class LLM:
         config = model if isinstance(model, EngineConfig) else EngineConfig(model=fspath(model))
         if config.tensor_parallel > 1:
             raise InvalidConfig(
-                f"--tensor-parallel is {config.tensor_parallel}, and an LLM runs the model in this process alone; "
-                "start lightkv serve, whose ranks are processes, or leave it at 1"
+                f"--tensor-parallel is {config.tensor_parallel}, and an LLM runs in this process alone; start "
+                "lightkv serve, whose ranks are processes, or leave it at 1"
             )
         if config.itl_target is None:
             config = replace(config, itl_target=0.0)

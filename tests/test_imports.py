@@ -38,6 +38,7 @@ ROOMS = (
     "lightkv.memory",
     "lightkv.attention",
     "lightkv.kv_cache",
+    "lightkv.integrations.ranks",
     "lightkv.integrations.model",
     "lightkv.integrations.guess_tree",
     "lightkv.integrations.cached_model",

@@ -2,8 +2,9 @@
 
     python -m bench.kernels.all_reduce --ranks 2 --out bench/results/all-reduce-h100.json
 
-The floor of large tensors is the bytes that a rank receives over its links, and of small ones the latency of one
-exchange. What lightkv takes for each size is what `AllReduce.measured` finds with these functions at start.
+The floor of large tensors is the bytes that a rank receives over its links, and of small ones the latency of
+one exchange. What lightkv takes for each size is what `AllReduce.measured` finds with these functions at
+start.
 """
 
 import argparse

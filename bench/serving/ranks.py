@@ -3,18 +3,21 @@
     python -m bench.common.random_checkpoint /var/tmp/llama-3-8b --max-length 8192
     python -m bench.serving.ranks /var/tmp/llama-3-8b --ranks 2 --out bench/results/ranks-h100.json
 
-Each side is the router's own: an engine that sends plans to worker processes, with as many steps in flight as in a
-service. A decode step is the wall time between results while the batch is full. Before anything is timed, both sides
-answer the same requests greedily; where they compute in float32, the answers have to be the same tokens, and in 16
-bits, where the last bit of a sum decides between close tokens, the share of equal first tokens is told.
+Each side is the router's own: an engine that sends plans to worker processes, with as many steps in flight as
+in a service. A decode step is the wall time between results while the batch is full. Before anything is
+timed, both sides answer the same requests greedily; where they compute in float32, the answers have to be the
+same tokens, and in 16 bits, where the last bit of a sum decides between close tokens, the share of equal
+first tokens is told.
 """
 
 import argparse
 import asyncio
+import json
 import statistics
 import tempfile
 import time
 from array import array
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +83,7 @@ class Side:
         """Returns the median milliseconds of a step of `batch` decodes after about CONTEXT tokens each."""
         num_prompt_steps = -(-batch * CONTEXT // self.info.limits.prefill_budget)
         _, times = await self.run(self.requests(batch, CONTEXT, STEPS + num_prompt_steps, seed=batch))
-        steps = [1e3 * (b - a) for a, b in zip(times, times[1:], strict=False)]
+        steps = [1e3 * (b - a) for a, b in pairwise(times)]
         return statistics.median(steps[num_prompt_steps + WARM : -2])
 
     async def first_token_ms(self, length: int) -> float:
@@ -160,8 +163,6 @@ def main() -> None:
     sides = asyncio.run(measure(given))
     for name, figures in sides.items():
         print(name, figures, flush=True)
-    import json
-
     report = {**machine(), "model": given.model.name, "dtype": given.dtype, "ranks": sides}
     print(json.dumps(report))
     if given.out:

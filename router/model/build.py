@@ -297,8 +297,8 @@ def assemble(
 
     `scales`: those of each layer, for a K/V format whose scales are given. `directory`: the model's, whose
     tokenizer grammars need; None fails rows with a grammar. `ranks`: the group that runs the model. What each
-    rank measures for itself, and has to be the same on all, is taken from rank 0. Raises InvalidConfig, also where they are missing,
-    UnsupportedModel, and OutOfMemory.
+    rank measures for itself, and has to be the same on all, is taken from rank 0. Raises InvalidConfig, also
+    where they are missing, UnsupportedModel, and OutOfMemory.
 
     The model belongs to the runner from now on: a runner that was made of it before may not run any more, since
     its CUDA graphs may read weights that have moved.

@@ -17,10 +17,10 @@ import msgspec
 import uvloop
 
 from lightkv.router.config import EngineConfig
+from lightkv.router.service.ranks.worker_group import WorkerGroup
 
 from .child_process import ignore_signals
 from .log_stream import write_in_background
-from .ranks.worker_group import WorkerGroup
 from .router import Router
 from .worker_client import Worker, WorkerClient
 

@@ -223,8 +223,8 @@ class WorkerClient:
         return await self._call("flush", _STEP)
 
     async def check(self, edits: bytes, expected: ExpectedMemory) -> bytes:
-        """Applies edits that no plan has carried yet, and recounts the memory. Returns a digest of its tables. A
-        WorkerFailed is fatal."""
+        """Applies edits that no plan has carried yet, and recounts the memory. Returns a digest of its
+        tables. A WorkerFailed is fatal."""
         return await self._call("check", _CHECKED, (edits, expected))
 
     async def map(self, edits: bytes, owners: SlotOwners) -> PoolMap:

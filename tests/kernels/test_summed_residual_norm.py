@@ -1,5 +1,5 @@
-"""Compares the sum over ranks with residual and norm with its reference. The other ranks' memory is this process's,
-and they have signalled before, as ranks do that came first."""
+"""Compares the sum over ranks with residual and norm with its reference. The other ranks' memory is this
+process's, and they have signalled before, as ranks do that came first."""
 
 import pytest
 import torch
@@ -21,8 +21,15 @@ def close(actual: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(actual.double(), wanted.double(), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("num_rows", [1, 5, MAX_PROGRAMS + 3])
-@pytest.mark.parametrize(("num_ranks", "rank", "dim"), [(2, 0, 100), (2, 1, 64), (4, 2, 48)])
+@pytest.mark.parametrize(
+    ("num_rows", "num_ranks", "rank", "dim"),
+    [
+        (1, 2, 0, 64),
+        (5, 2, 1, 100),
+        (3, 4, 2, 48),
+        pytest.param(MAX_PROGRAMS + 3, 2, 0, 32, marks=pytest.mark.slow),
+    ],
+)
 def test_the_sum_is_added_and_normalised(
     device: torch.device, num_rows: int, num_ranks: int, rank: int, dim: int
 ) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,9 @@ def test_two_ranks_have_the_results_of_one_and_end_together(
         flushing = asyncio.ensure_future(group.flush())
         await asyncio.sleep(0)
         os.kill(group.pids[1], signal.SIGKILL)
+        with suppress(WorkerDied):
+            await flushing  # it may have been answered before
         with pytest.raises(WorkerDied):
-            await flushing
             await group.flush()
         died = await group.wait_dead()
         assert died.returncode == -signal.SIGKILL
@@ -75,6 +77,7 @@ def test_two_ranks_have_the_results_of_one_and_end_together(
     run(work())
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_group(config: EngineConfig, recording: Recording, tmp_path: Path) -> None:
     async def work() -> None:
         group = WorkerGroup(2, tmp_path / "ranks", step_timeout=1.0)

@@ -1,16 +1,16 @@
-"""Adds up every rank's term of a layer's output, adds the sum to the residual stream, and normalises it, in one pass.
+"""Adds up the ranks' terms of a layer's output, adds the sum to the residual, and normalises it, in one pass.
 
     terms of all ranks ─► sum ─► (post norm) ─► · scale ─► + residual ─► hidden ─► norm ─► normed
 
-It is `residual_norm` of a sum. Each rank's term stands in memory that all ranks have mapped, and each rank reads all
-of them, in the order of the ranks, so that the sum has the same bits on all. Before a program reads, it tells the
-same program of every other rank that this rank's term is complete, and waits for theirs:
+It is `residual_norm` of a sum. Each rank's term stands in memory that all ranks have mapped, and each rank
+reads all of them, in the order of the ranks, so that the sum has the same bits on all. Before a program
+reads, it tells the same program of every other rank that this rank's term is complete, and waits for theirs:
 
     signals of a rank   int32 [programs, ranks]   1: the rank in this column has written its term
 
-A signal is set by the other rank and cleared by its owner, so that it is ready for the next sum. A rank writes its
-next term to other memory: it comes to write here again two sums later, and has then heard, in the sum between, that
-all have read this one. So memory for two terms, used in turns, is enough.
+A signal is set by the other rank and cleared by its owner, so that it is ready for the next sum. A rank
+writes its next term to other memory: it comes to write here again two sums later, and has then heard, in the
+sum between, that all have read this one. So memory for two terms, used in turns, is enough.
 """
 
 from typing import Any, NamedTuple
@@ -28,8 +28,9 @@ MAX_PROGRAMS = 128  # a rank's programs all run at once, since each may wait for
 class Terms(NamedTuple):
     """Where every rank's term of one sum stands.
 
-    `own`: `[T, C]`, contiguous, this rank's. `addresses`: int64 `[ranks]`, of the term of each rank, its own too.
-    `signals`: int64 `[ranks]`, the address of each rank's signals, int32 `[MAX_PROGRAMS, ranks]`, 0 at first.
+    `own`: `[T, C]`, contiguous, this rank's. `addresses`: int64 `[ranks]`, of the term of each rank, its own
+    too. `signals`: int64 `[ranks]`, the address of each rank's signals, int32 `[MAX_PROGRAMS, ranks]`, 0 at
+    first.
     """
 
     own: Tensor
@@ -95,7 +96,7 @@ def _summed_residual_norm_kernel(
         total = tl.zeros([BLOCK], tl.float32)
         for rank in tl.static_range(terms.NUM_RANKS):
             term = tl.load(terms.addresses + rank).to(tl.pointer_type(DTYPE))
-            term = tl.multiple_of(term, 16)  # which an address from memory does not tell: whole vectors are read
+            term = tl.multiple_of(term, 16)  # not known of an address in memory; so whole vectors are read
             total += tl.load(term + at, mask=in_row, other=0.0, cache_modifier=".cg").to(tl.float32)
         value = total.to(DTYPE).to(tl.float32)
         if HAS_POST:

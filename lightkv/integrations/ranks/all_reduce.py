@@ -1,9 +1,9 @@
 """Adds up a tensor of every rank, in the way that was measured to be the fastest for its size.
 
-On a GPU there are three: one shot (each rank reads all the others' and adds), two shots (each rank adds a part, and
-reads the sums of the other parts), both over memory that all ranks have mapped, and NCCL. Small tensors are bound
-by latency, for which one shot has a single exchange; large ones by the bytes over the links, of which two shots
-move the least. No way uses multicast. On a CPU there is gloo alone.
+On a GPU there are three: one shot (each rank reads all the others' and adds), two shots (each rank adds a
+part, and reads the sums of the other parts), both over memory that all ranks have mapped, and NCCL. Small
+tensors are bound by latency, for which one shot has a single exchange; large ones by the bytes over the
+links, of which two shots move the least. No way uses multicast. On a CPU there is gloo alone.
 
 The operators are those of torch (`torch.ops.symm_mem`). They read a buffer, so x is copied into it first.
 """

@@ -1,8 +1,9 @@
 """The ranks that run one model together: what they add up, gather, and agree on.
 
-Every rank makes the same calls in the same order. Tensors of a GPU go through NCCL, and those of a CPU, like the
-few numbers that the hosts agree on, through gloo. Inside a decoder layer ranks only ever add up (`sum`), which
-`all_reduce.py` does in the fastest way that was measured for the size; it can be captured in a CUDA graph.
+Every rank makes the same calls in the same order. Tensors of a GPU go through NCCL, and those of a CPU, like
+the few numbers that the hosts agree on, through gloo. Inside a decoder layer ranks only ever add up (`sum`),
+which `all_reduce.py` does in the fastest way that was measured for the size; it can be captured in a CUDA
+graph.
 """
 
 import os
@@ -17,8 +18,8 @@ from torch import Tensor
 from .all_reduce import AllReduce
 from .term_room import TermRoom
 
-# The ranks are on one host. Multicast over NVLink is off: a program that ends badly while it uses it can take the
-# GPUs of a host out of service.
+# The ranks are on one host. Multicast over NVLink is off: a program that ends badly while it uses it can take
+# the GPUs of a host out of service.
 _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_NVLS_ENABLE": "0",
@@ -53,7 +54,8 @@ class RankGroup:
         return self.sums.lines + ([] if self.room is None else self.room.lines)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Returns the sum of every rank's x, in the memory of x or in other memory. It has the same bits on all."""
+        """Returns the sum of every rank's x, in the memory of x or in other memory. It has the same bits on
+        all."""
         return self.sums.sum(x)
 
     def gather(self, x: Tensor) -> Tensor:

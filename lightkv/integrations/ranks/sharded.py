@@ -1,13 +1,13 @@
 """Loads a rank's part of a model, and gives the parts the forward passes with which the ranks compute together.
 
-transformers says in a plan how each module of a model is divided (`tp_plan`), and its loader reads a rank's part of
-each tensor only. Its own forward passes for divided modules do work on the host at every call; here every module
-keeps the one of its class, with at most one exchange around it:
+transformers says in a plan how each module of a model is divided (`tp_plan`), and its loader reads a rank's
+part of each tensor only. Its own forward passes for divided modules do work on the host at every call; here
+every module keeps the one of its class, with at most one exchange around it:
 
-    colwise          a rank has some outputs                          no exchange
+    colwise            a rank has some outputs                       no exchange
     colwise, gathered  likewise, but all outputs are needed          the outputs side by side
-    rowwise          a rank has some inputs, and returns a term      the sum of the terms
-    embedding        a rank has some tokens of the vocabulary        the sum, of which one term is not 0
+    rowwise            a rank has some inputs, and returns a term    the sum of the terms
+    embedding          a rank has some tokens of the vocabulary      the sum, of which one term is not 0
 
 A decoder layer so has two sums: behind the attention's output projection, and behind the MLP's.
 """
@@ -19,9 +19,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.distributed import DistributedConfig
 
 from lightkv.errors import UnsupportedModel
 from lightkv.triton_kernels.layers.linear import linear, tickets_for
@@ -107,6 +105,9 @@ def load_part(directory: Any, ranks: RankGroup, config: PreTrainedConfig, **argu
 
     Raises UnsupportedModel where the model cannot be divided among so many ranks.
     """
+    # Imported here, since a model on one rank needs neither them nor the half second that they take.
+    from transformers.distributed import DistributedConfig
+
     plan = _plan(config, ranks)
     os.environ["LOCAL_RANK"] = str(ranks.device.index or 0)  # by which transformers chooses the device
     divided = DistributedConfig(tp_size=ranks.size, tp_plan=plan)
@@ -138,8 +139,8 @@ def _plan(config: PreTrainedConfig, ranks: RankGroup) -> dict[str, str]:
         allowed = [size for size in range(2, num_heads + 1) if _fits(num_heads, num_kv_heads, size)]
         raise UnsupportedModel(
             name,
-            f"{num_heads} heads and {num_kv_heads} K/V heads cannot be divided among {ranks.size} ranks, but among "
-            f"{', '.join(map(str, allowed)) or 1}",
+            f"{num_heads} heads and {num_kv_heads} K/V heads cannot be divided among {ranks.size} ranks, "
+            f"but among {', '.join(map(str, allowed)) or 1}",
         )
     if splits_heads and num_kv_heads < ranks.size:
         # Several ranks need the same head. Each reads all of them, and keeps one.
@@ -161,8 +162,13 @@ def _last(name: str) -> str:
 
 
 def _divide(model: PreTrainedModel, ranks: RankGroup, plan: Mapping[str, str]) -> None:
-    """Makes the parts that were loaded plain parameters, and gives the modules the exchanges of their styles."""
+    """Makes the parts that were loaded plain parameters, and gives the modules the exchanges of their
+    styles."""
+    from torch.distributed.tensor import DTensor
+
     root = cast(nn.Module, model)
+    if not any(isinstance(parameter, DTensor) for parameter in root.parameters()):
+        raise UnsupportedModel(type(model).__name__, "transformers before 5.23 loads no parts of models")
     local: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one
     for module in root.modules():
         for name, parameter in module._parameters.items():

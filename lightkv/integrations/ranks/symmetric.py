@@ -13,7 +13,8 @@ _RUNS_A_GRAPH = 10
 
 
 class Mapped(NamedTuple):
-    """Memory of this rank, uint8, zero at first, and the addresses at which this rank sees that of each rank."""
+    """Memory of this rank, uint8, zero at first, and the addresses at which this rank sees that of each
+    rank."""
 
     own: Tensor
     addresses: list[int]
@@ -22,7 +23,8 @@ class Mapped(NamedTuple):
 def map_memory(num_bytes: int, device: torch.device) -> Mapped | None:
     """Returns `num_bytes` bytes that all ranks have mapped; None, on all, where one of them cannot.
 
-    Every rank calls this with the same number. It uses no multicast, and keeps the memory until the process ends.
+    Every rank calls this with the same number. It uses no multicast, and keeps the memory until the process
+    ends.
     """
     mapped = None
     try:

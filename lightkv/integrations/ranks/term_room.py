@@ -1,8 +1,9 @@
 """Adds up the ranks' terms of a layer's output together with the residual and the norm that comes next.
 
 A product writes this rank's term straight into memory that all ranks have mapped, and one kernel
-(`summed_residual_norm`) does the rest: nothing is copied, and the sum is never written. A decoder layer has two such
-sums, behind its attention and behind its MLP, and each has a place of its own, so that they take turns.
+(`summed_residual_norm`) does the rest: nothing is copied, and the sum is never written. A decoder layer has
+two such sums, behind its attention and behind its MLP, and each has a place of its own, so that they take
+turns.
 """
 
 from dataclasses import dataclass
@@ -89,8 +90,8 @@ class TermRoom:
         return [f"sums with residual and norm in one kernel: up to {told_bytes(self.most_bytes)}"]
 
     def place(self, turn: int, x: Tensor, dim: int) -> TermPlace | None:
-        """Returns the place of the first or the second sum of a layer for a term of x's rows of `dim`; None where
-        the ordinary sum is faster."""
+        """Returns the place of the first or the second sum of a layer for a term of x's rows of `dim`; None
+        where the ordinary sum is faster."""
         num_bytes = x.numel() // x.shape[-1] * dim * x.element_size()
         return self.places[turn] if num_bytes <= self.most_bytes else None
 

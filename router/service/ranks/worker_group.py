@@ -1,8 +1,8 @@
 """The workers of the ranks that run one model, which the router uses as one worker.
 
-Every rank gets the same bytes, allocates for itself, and answers for itself; after each step their free counts and
-flags are compared, and in a recount the bytes of their tables. Ranks wait for each other in every layer, so a group
-that loses one is lost: the others are killed at once, and the router starts another group.
+Every rank gets the same bytes, allocates for itself, and answers for itself; after each step their free
+counts and flags are compared, and in a recount the bytes of their tables. Ranks wait for each other in every
+layer, so a group that loses one is lost: the others are killed at once, and the router starts another group.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ FAIL_SECONDS = 2.0  # for the other ranks to answer, once one has answered an er
 class WorkerGroup:
     """`size` workers, of which each runs one rank, on this host. It answers as `router.Worker` says.
 
-    `store`: the path of a file by which the ranks find each other. It is made anew, and removed when the group has
-    ended. `step_timeout` and `program`: as in `WorkerClient`.
+    `store`: the path of a file by which the ranks find each other. It is made anew, and removed when the
+    group has ended. `step_timeout` and `program`: as in `WorkerClient`.
     """
 
     def __init__(
@@ -63,7 +63,8 @@ class WorkerGroup:
             raise
 
     async def step(self, plan: StepPlan) -> StepResult | None:
-        """Launches a plan on all ranks. Returns the result of the plan before it, as `WorkerClient.step` does."""
+        """Launches a plan on all ranks. Returns the result of the plan before it, as `WorkerClient.step`
+        does."""
         return _same(await self._all(lambda worker, _: worker.step(plan)))
 
     async def flush(self) -> StepResult | None:
@@ -87,7 +88,8 @@ class WorkerGroup:
             worker.send_grammar(order)
 
     async def take_grammar(self) -> Compiled:
-        """Returns the next answer to a Compile that all ranks have given; an error, if one has given an error."""
+        """Returns the next answer to a Compile that all ranks have given; an error, if one has given an
+        error."""
         while True:
             for worker in self._workers:
                 if worker not in self._taking:
