@@ -12,7 +12,6 @@ import pytest
 from typer.testing import CliRunner
 
 from lightkv.router.cli.app import app
-from lightkv.router.cli.simulate import summary
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step_time import StepTime, Work
 from lightkv.router.simulate import simulator
@@ -24,6 +23,7 @@ from lightkv.router.simulate.config import (
     SimulationConfig,
 )
 from lightkv.router.simulate.record import Distribution, Overtaking, Timeline
+from lightkv.router.simulate.report.tables import summary
 from lightkv.router.simulate.result import SERIES_POINTS, SimulationResult
 from lightkv.router.simulate.simulator import saturation, simulate
 
@@ -101,7 +101,7 @@ def test_a_target_bounds_the_steps_and_never_preempts(tmp_path: Path, allocation
     free = simulate(name, replace(config, itl_target=0.0)).figures
     assert found.figures.tpot_p99 < free.tpot_p99
     assert found.settings["itl_target"] == 0.02
-    assert "; steps of at most 20 ms beside decodes" in next(summary(found))
+    assert "; steps of at most 20 ms beside decodes" in summary(found)["policy"]
 
 
 @pytest.mark.parametrize("patience", [None, 2.0])
