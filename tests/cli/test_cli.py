@@ -350,8 +350,8 @@ from lightkv.router.config import EngineConfig
 from lightkv.router.model.info import model_info
 from pathlib import Path
 info = model_info(EngineConfig(device="cpu", dtype="bfloat16"), Path({str(tmp_path)!r}))
-assert info.weight_bytes > 3.4e9, info
-assert info.bytes_per_token == 2 * 8 * 8 * 128 * 2, info
+assert info["weight_bytes"] > 3.4e9, info
+assert info["bytes_per_token"] == 2 * 8 * 8 * 128 * 2, info
 peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 assert peak < 1.2e9, peak
 """
@@ -381,10 +381,10 @@ def test_info_predicts_the_pool_beside_the_weights(own_memory: None, tmp_path: P
     torch.cuda.empty_cache()  # both figures are of what is held now, without what earlier tests left
     told = model_info(settings, tmp_path)
     runner, engine = build_runner(settings, lambda line: None)
-    assert (told.dtype, told.bytes_per_token) == (engine.dtype, engine.bytes_per_token)
+    assert (told["dtype"], told["bytes_per_token"]) == (engine.dtype, engine.bytes_per_token)
     # The weights have 1.3 GB, which the predicted figure has to leave out. Loading holds a little more.
-    missed = abs(told.pool_tokens - engine.capacity) * told.bytes_per_token
-    assert missed < told.weight_bytes / 5, (told, engine)
+    missed = abs(told["pool_tokens"] - engine.capacity) * told["bytes_per_token"]
+    assert missed < told["weight_bytes"] / 5, (told, engine)
     del runner
 
 
