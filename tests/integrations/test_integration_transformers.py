@@ -39,6 +39,7 @@ from lightkv.integrations.model.probe import probe
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.router.model.model_config import position_limit
 from lightkv.triton_kernels.attention.variants import Chunk, SinkLogits, Softcap, Window
+from tests.support.combinations import slow
 
 VOCABULARY = 97
 SMALL = {
@@ -145,9 +146,10 @@ def test_packed_forward_on_torch(name: str, device: torch.device) -> None:
     assert_packed_equals_own_forward(CONFIGS[name], "torch", STEPS, device)
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
-def test_packed_forward_on_triton(name: str, device: torch.device) -> None:
-    assert_packed_equals_own_forward(CONFIGS[name], "triton", STEPS, device)
+@pytest.mark.parametrize("name", ["llama", *slow("gemma2")])
+@pytest.mark.parametrize("num_steps", [3, *slow(len(STEPS))])
+def test_packed_forward_on_triton(name: str, num_steps: int, device: torch.device) -> None:
+    assert_packed_equals_own_forward(CONFIGS[name], "triton", STEPS[:num_steps], device)
 
 
 @pytest.mark.gpu
