@@ -26,6 +26,7 @@ from lightkv.router.simulate.record import Distribution, Overtaking, Timeline
 from lightkv.router.simulate.result import SERIES_POINTS, SimulationResult
 from lightkv.router.simulate.simulator import saturation, simulate
 from lightkv.router.simulate.steady import SteadyScheduler
+from tests.support.combinations import each_pair, each_value
 
 STEP_TIME = "base=0.01,per_decode=1e-4,per_kv=1e-6,prefill=0.002,per_prompt=1e-4,per_pair=1e-7"
 SMALL = SimulationConfig(capacity=3000, max_new=200, prefill_chunk=64, max_num_seqs=24, step_time=STEP_TIME)
@@ -92,8 +93,7 @@ def test_exact_never_preempts(tmp_path: Path, seed: int, allocation: str) -> Non
     assert found.memory_used_share > (0.05 if allocation == "contiguous" else 0.15)
 
 
-@pytest.mark.parametrize("admission", SIMULATED_ADMISSIONS)
-@pytest.mark.parametrize("allocation", ["token", "paged:32"])
+@each_value(admission=SIMULATED_ADMISSIONS, allocation=["token", "paged:32"])
 def test_steps_at_once_are_the_same_steps(tmp_path: Path, allocation: str, admission: str) -> None:
     name = write_trace(tmp_path / "trace.csv", 5, num=120, gap=0.08)
     config = replace(SMALL, allocation=allocation, admission=admission, ttft_target=4.0)
@@ -116,9 +116,7 @@ def test_a_target_bounds_the_steps_and_never_preempts(tmp_path: Path, allocation
     assert "; steps of at most 20 ms beside decodes" in next(summary(found))
 
 
-@pytest.mark.parametrize("patience", [None, 2.0])
-@pytest.mark.parametrize("allocation", ["token", "paged:32"])
-@pytest.mark.parametrize("stated", [0.0, 0.5])
+@each_pair(patience=[None, 2.0], allocation=["token", "paged:32"], stated=[0.0, 0.5])
 def test_requests_without_a_limit_are_estimated(
     tmp_path: Path, stated: float, allocation: str, patience: float | None
 ) -> None:
