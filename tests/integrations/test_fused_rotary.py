@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from test_integration_transformers import SMALL, make_model
 from transformers import (
     Cohere2Config,
     CohereConfig,
@@ -46,6 +45,7 @@ from lightkv.memory.kv_memory import KVMemory
 from lightkv.triton_kernels.write.inputs import Rotation
 from lightkv.triton_kernels.write.write_kv import rotate_reference
 from tests.support.combinations import slow
+from tests.support.eager_models import SMALL, make_model
 
 BOTH = [0, 1]
 # Without head_dim, a head has 32 / 4 = 8 dimensions.
