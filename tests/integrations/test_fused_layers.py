@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_integration_transformers import SMALL, make_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -40,6 +39,7 @@ from lightkv.integrations.model.hf_model import PackedStep, bind, bound
 from lightkv.integrations.model.proofs.gated_mlp import find_mlp
 from lightkv.integrations.model.proofs.own_pass import NotFusable
 from lightkv.triton_kernels.layers.residual_norm import Norm
+from tests.support.eager_models import SMALL, make_model
 
 LLAMA = LlamaConfig(**SMALL)
 BOTH = "qkv and gate_up as one product each, norms with the residual"

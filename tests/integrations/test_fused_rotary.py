@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from test_integration_transformers import SMALL, make_model
 from transformers import (
     Cohere2Config,
     CohereConfig,
@@ -45,6 +44,8 @@ from lightkv.integrations.streaming import Stream, Window
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.triton_kernels.write.inputs import Rotation
 from lightkv.triton_kernels.write.write_kv import rotate_reference
+from tests.support.combinations import slow
+from tests.support.eager_models import SMALL, make_model
 
 BOTH = [0, 1]
 # Without head_dim, a head has 32 / 4 = 8 dimensions.
@@ -230,7 +231,7 @@ def test_a_norm_with_a_hook_is_called(when: str, device: torch.device) -> None:
     assert len(calls) == len(STEPS)
 
 
-@pytest.mark.parametrize("name", ["phi3", "cohere", "qwen3", "cohere-norms", "norm-over-heads"])
+@pytest.mark.parametrize("name", ["phi3", *slow("cohere", "qwen3"), "cohere-norms", "norm-over-heads"])
 def test_write_kv_rotates_as_the_modules_do(name: str, device: torch.device) -> None:
     model = make_model(MODELS[name][0], device)
     bind(model)

@@ -105,7 +105,7 @@ def check(
         assert not out[blocks.seq_lens == 0].any()
 
 
-@pytest.mark.parametrize("block_size", [8, 32, *slow(1, 16, 128)], ids="block{}".format)
+@pytest.mark.parametrize("block_size", [8, *slow(1, 16, 32, 128)], ids="block{}".format)
 @pytest.mark.parametrize("dtype", [*slow(torch.float32), torch.float16])
 def test_block_sizes(device: torch.device, block_size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(block_size)

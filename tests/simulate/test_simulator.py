@@ -26,6 +26,7 @@ from lightkv.router.simulate.record import Distribution, Overtaking, Timeline
 from lightkv.router.simulate.report.tables import summary
 from lightkv.router.simulate.result import SERIES_POINTS, SimulationResult
 from lightkv.router.simulate.simulator import saturation, simulate
+from tests.support.combinations import each_pair
 
 STEP_TIME = "base=0.01,per_decode=1e-4,per_kv=1e-6,prefill=0.002,per_prompt=1e-4,per_pair=1e-7"
 SMALL = SimulationConfig(capacity=3000, max_new=200, prefill_chunk=64, max_num_seqs=24, step_time=STEP_TIME)
@@ -104,9 +105,7 @@ def test_a_target_bounds_the_steps_and_never_preempts(tmp_path: Path, allocation
     assert "; steps of at most 20 ms beside decodes" in summary(found)["policy"]
 
 
-@pytest.mark.parametrize("patience", [None, 2.0])
-@pytest.mark.parametrize("allocation", ["token", "paged:32"])
-@pytest.mark.parametrize("stated", [0.0, 0.5])
+@each_pair(patience=[None, 2.0], allocation=["token", "paged:32"], stated=[0.0, 0.5])
 def test_requests_without_a_limit_are_estimated(
     tmp_path: Path, stated: float, allocation: str, patience: float | None
 ) -> None:
