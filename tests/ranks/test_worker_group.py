@@ -34,6 +34,11 @@ def run(work: Coroutine[Any, Any, None]) -> None:
         runner.run(work)
 
 
+def pids(group: WorkerGroup) -> list[int]:
+    """Returns the process ids, by rank."""
+    return [worker.pid for worker in group._workers]
+
+
 def is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -64,14 +69,14 @@ def test_two_ranks_have_the_results_of_one_and_end_together(
 
         flushing = asyncio.ensure_future(group.flush())
         await asyncio.sleep(0)
-        os.kill(group.pids[1], signal.SIGKILL)
+        os.kill(pids(group)[1], signal.SIGKILL)
         with suppress(WorkerDied):
             await flushing  # it may have been answered before
         with pytest.raises(WorkerDied):
             await group.flush()
         died = await group.wait_dead()
         assert died.returncode == -signal.SIGKILL
-        assert not any(map(is_running, group.pids))
+        assert not any(map(is_running, pids(group)))
         assert not store.exists()
 
     run(work())
@@ -82,11 +87,11 @@ def test_a_rank_that_hangs_ends_the_group(config: EngineConfig, recording: Recor
     async def work() -> None:
         group = WorkerGroup(2, tmp_path / "ranks", step_timeout=1.0)
         await group.start(config, lambda line: None)
-        os.kill(group.pids[1], signal.SIGSTOP)
+        os.kill(pids(group)[1], signal.SIGSTOP)
         with pytest.raises(WorkerDied, match=r"took more than 1 s"):
             await group.step(recording.plans[0])
         await group.wait_dead()
-        assert not any(map(is_running, group.pids))
+        assert not any(map(is_running, pids(group)))
 
     run(work())
 

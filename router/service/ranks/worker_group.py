@@ -40,11 +40,6 @@ class WorkerGroup:
         self._taking: dict[WorkerClient, asyncio.Task[Compiled]] = {}
         self._end = asyncio.get_running_loop().create_task(self._wait_for_end())
 
-    @property
-    def pids(self) -> list[int]:
-        """The process ids, by rank."""
-        return [worker.pid for worker in self._workers]
-
     async def start(self, config: EngineConfig, report: Report) -> RunnerInfo:
         """Loads the model on all ranks. `report` gets the progress of rank 0. Kills the group on failure."""
         size = len(self._workers)
