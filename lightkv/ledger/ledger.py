@@ -23,6 +23,7 @@ from lightkv.holdings import HeldRow, Holdings
 from lightkv.triton_kernels.layout.ring import Ring
 
 from . import branching
+from .changes import SegmentAdded, TreeChange
 from .crosses import CrossSequence, ReaderSequence
 from .prefix_tree import TOKEN_BYTES, Namespace, Segment
 from .rings import RingSequence
@@ -146,6 +147,24 @@ class TokenLedger:
     def drain(self) -> list[Edit]:
         """Returns the edits since the last call, in order. The caller has to have them applied."""
         return self._state.drain()
+
+    def note_changes(self) -> None:
+        """Notes from now on what comes and goes in the prefix tree, for `drain_changes`. What is in it already
+        is in `contents`."""
+        self._state.tree.changes = []
+
+    def drain_changes(self) -> list[TreeChange]:
+        """Returns the changes of the prefix tree since the last call, in order; none unless they are noted."""
+        tree = self._state.tree
+        changes = tree.changes
+        if not changes:
+            return []
+        tree.changes = []
+        return changes
+
+    def contents(self) -> list[SegmentAdded]:
+        """Returns the changes that make the indexed segments, as they are now, from nothing."""
+        return self._state.tree.contents()
 
     def open(self, token_ids: bytes, namespace: Namespace = (), session: Session | None = None) -> Sequence:
         """Opens a sequence that holds the longest cached prefix of its prompt (`match`).

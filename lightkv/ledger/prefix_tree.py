@@ -20,10 +20,10 @@ from collections.abc import Collection, Iterable, Iterator
 
 from lightkv.errors import CheckFailed
 
+from .changes import Namespace, SegmentAdded, SegmentCut, SegmentGrew, SegmentSplit, TreeChange
+
 TOKEN_BYTES = 4
 MAX_HITS = 8  # of a segment; further hits do not let it stay any longer
-
-Namespace = tuple[object, ...]
 
 
 class Segment:
@@ -117,12 +117,14 @@ class PrefixTree:
     The clock is no time: it counts the tokens that were allocated (`pass_tokens`) and the uses, so that a
     replay evicts the same segments. What a session protects is not in the heap.
 
-    `shared`: the segments that two or more sequences hold.
+    `shared`: the segments that two or more sequences hold. `changes`: what has become of the indexed segments,
+    in order; None while nobody wants to know.
     """
 
     def __init__(self, hit_worth: int = 1) -> None:
         self.roots: dict[Namespace, Segment] = {}
         self.shared: set[Segment] = set()
+        self.changes: list[TreeChange] | None = None
         self._hit_worth = hit_worth
         self._next_id = 1
         self._clock = 0
@@ -210,10 +212,29 @@ class PrefixTree:
 
     def add(self, parent: Segment, tokens: bytes) -> Segment:
         """Adds an indexed segment without holders under `parent`."""
+        child = self._add(parent, tokens)
+        if self.changes is not None:
+            self.changes.append(_added(child))
+        return child
+
+    def _add(self, parent: Segment, tokens: bytes) -> Segment:
         child = Segment(self._next_id, tokens, parent)
         self._next_id += 1
         parent.children[tokens[:TOKEN_BYTES]] = child
         return child
+
+    def grow(self, segment: Segment, tokens: bytes) -> None:
+        """Adds `tokens` to the end of an indexed segment without children."""
+        segment.tokens += tokens
+        if self.changes is not None:
+            self.changes.append(SegmentGrew(segment.id, tokens))
+
+    def cut(self, segment: Segment, keep: int) -> None:
+        """Removes all but the first `keep` tokens, at least one, of an indexed segment without children."""
+        segment.tokens = segment.tokens[: keep * TOKEN_BYTES]
+        segment.confirmed = min(segment.confirmed, keep)
+        if self.changes is not None:
+            self.changes.append(SegmentCut(segment.id, keep))
 
     def add_unindexed(self, parent: Segment, length: int) -> Segment:
         """Adds an unindexed segment of `length` tokens without holders under `parent`."""
@@ -236,6 +257,8 @@ class PrefixTree:
         segment.indexed = True
         segment.confirmed = segment.length
         parent.children[key] = segment
+        if self.changes is not None:
+            self.changes.append(_added(segment))
         return True
 
     def unindex(self, segment: Segment) -> None:
@@ -244,6 +267,8 @@ class PrefixTree:
         del segment.parent.children[segment.tokens[:TOKEN_BYTES]]
         segment.tokens = bytes(len(segment.tokens))
         segment.indexed = False
+        if self.changes is not None:
+            self.changes.append(SegmentCut(segment.id, 0))
 
     def split(self, segment: Segment, at: int) -> Segment:
         """Splits `segment` after `at` tokens and returns the new head. `segment` keeps the rest and its
@@ -251,7 +276,7 @@ class PrefixTree:
         assert segment.parent is not None
         cut = at * TOKEN_BYTES
         if segment.indexed:
-            head = self.add(segment.parent, segment.tokens[:cut])
+            head = self._add(segment.parent, segment.tokens[:cut])
         else:
             head = self.add_unindexed(segment.parent, at)
         head.holders = segment.holders.copy()
@@ -267,6 +292,8 @@ class PrefixTree:
         segment.parent = head
         if segment.indexed:
             head.children[segment.tokens[:TOKEN_BYTES]] = segment
+            if self.changes is not None:
+                self.changes.append(SegmentSplit(segment.id, at, head.id))
         return head
 
     def merge(self, segment: Segment) -> None:
@@ -287,6 +314,8 @@ class PrefixTree:
         assert not segment.children
         del parent.children[segment.tokens[:TOKEN_BYTES]]
         segment.parent = None
+        if self.changes is not None:
+            self.changes.append(SegmentCut(segment.id, 0))
         self.note_unheld(parent)
 
     def note_unheld(self, segment: Segment) -> None:
@@ -327,6 +356,10 @@ class PrefixTree:
             yield segment
             stack.extend(segment.children.values())
 
+    def contents(self) -> list[SegmentAdded]:
+        """Returns the changes that make these indexed segments from nothing."""
+        return [_added(segment) for segment in self]
+
     def check(self, gapped: Collection[int] = ()) -> None:
         """Recounts the links, the keys and the idle leaves. Raises CheckFailed.
 
@@ -353,3 +386,9 @@ class PrefixTree:
                 raise CheckFailed(f"{segment} has no holder and cannot be evicted")
         if any(len(segment.holders) < 2 for segment in self.shared):
             raise CheckFailed("a segment of fewer than two holders is among the shared")
+
+
+def _added(segment: Segment) -> SegmentAdded:
+    parent = segment.parent
+    assert parent is not None
+    return SegmentAdded(segment.id, parent.id, parent.namespace, segment.tokens)
