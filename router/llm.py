@@ -33,7 +33,7 @@ from lightkv.router.text.grammars import Grammars, InvalidGrammar, heap_bytes
 from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.token_ids import int32_bytes
 
-from .config import EngineConfig
+from .config import EngineConfig, InvalidConfig
 from .peer_names import unknown_keyword, unknown_setting
 from .sampling_params import Grammar, SamplingParams
 
@@ -181,6 +181,10 @@ class LLM:
         if not callable(report):
             raise TypeError(f"report is {report!r}; give a function that takes a line of text, such as print")
         config = model if isinstance(model, EngineConfig) else EngineConfig(model=fspath(model))
+        if config.kv_events is not None:
+            raise InvalidConfig(
+                "--kv-events is for lightkv serve, and a program has no gateway; leave it out"
+            )
         if config.itl_target is None:
             config = replace(config, itl_target=0.0)
         # `find_model` comes first: that a model cannot run matters more than what its tokenizer lacks.

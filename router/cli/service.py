@@ -61,6 +61,10 @@ def serve(
         config = replace(config, model=served)
     if not service.api_key and (key := os.environ.get(API_KEY_VARIABLE)):
         service = replace(service, api_key=(key,))
+    if config.kv_events is not None:
+        from lightkv.router.service.kv_events.check import check_kv_events
+
+        check_kv_events(config.kv_events)
     from lightkv.router.service import launch
     from lightkv.router.service.log_stream import write_in_background
 
