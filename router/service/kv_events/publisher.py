@@ -139,6 +139,7 @@ class _Worker:
     def _work(self) -> None:
         while True:
             self._wait()
+            self._replays.receive()
             items, is_last = self._queue.take()
             for item in items:
                 if isinstance(item, Restart):

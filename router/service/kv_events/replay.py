@@ -11,7 +11,7 @@ takes nothing for `STALL_SECONDS`.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import zmq
 
@@ -21,6 +21,7 @@ MAX_REPLAYS = 16  # at once; further requests wait in their sockets
 STALL_SECONDS = 5.0
 QUEUED_BATCHES = 64  # that ZeroMQ holds for one consumer
 END = (-1).to_bytes(8, "big", signed=True)
+_NEVER = 2**64  # a number that no batch has
 _TURN = 32  # batches that one consumer is sent before the next one
 _STALLED_MS = 10  # between two turns, while none of the consumers reads
 
@@ -77,6 +78,7 @@ class Replays:
         self._ring = ring
         self._everything = everything
         self._replays: deque[_Replay] = deque()
+        self._asked: list[tuple[bytes, int]] = []  # who asks, and from which number on
         self._has_moved = False  # in the last turn
         self._snapshot: tuple[int, list[bytes]] = (0, [])  # by the number of batches published before it
 
@@ -90,21 +92,14 @@ class Replays:
     @property
     def has_room(self) -> bool:
         """Whether requests are taken now."""
-        return len(self._replays) < MAX_REPLAYS
+        return len(self._replays) + len(self._asked) < MAX_REPLAYS
 
-    def turn(self) -> None:
-        """Takes the requests that have come, and sends each consumer a few batches."""
-        for client, start in self._requests():
-            self._replays.append(_Replay(client, start, self._ring.end))
-        self._has_moved = False
-        for _ in range(len(self._replays)):
-            replay = self._replays.popleft()
-            if self._advance(replay):
-                self._replays.append(replay)
+    def receive(self) -> None:
+        """Takes the requests that have come. What is published before the next turn is part of their answers.
 
-    def _requests(self) -> Iterator[tuple[bytes, int]]:
-        """Yields who asks and for what. Nonsense behind an empty frame is answered by the end alone, since its
-        sender may wait for it; anything else is no request."""
+        Nonsense behind an empty frame is answered by the end alone, since its sender may wait for it; anything
+        else is no request.
+        """
         while self.has_room:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -112,7 +107,17 @@ class Replays:
                 return
             if len(frames) >= 2 and not frames[1]:
                 is_number = len(frames) == 3 and len(frames[2]) == len(END)
-                yield frames[0], int.from_bytes(frames[2], "big") if is_number else self._ring.end
+                self._asked.append((frames[0], int.from_bytes(frames[2], "big") if is_number else _NEVER))
+
+    def turn(self) -> None:
+        """Sends each consumer a few batches."""
+        self._replays.extend(_Replay(client, start, self._ring.end) for client, start in self._asked)
+        self._asked.clear()
+        self._has_moved = False
+        for _ in range(len(self._replays)):
+            replay = self._replays.popleft()
+            if self._advance(replay):
+                self._replays.append(replay)
 
     def _advance(self, replay: _Replay) -> bool:
         """Sends a consumer its next batches. Returns whether more are left for it."""
