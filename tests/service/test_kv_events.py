@@ -534,7 +534,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_addresses_that_are_none(address: str) -> None:
-    with pytest.raises(InvalidConfig, match="--kv-events is .*give tcp://HOST:PORT"):
+    with pytest.raises(InvalidConfig, match=r"--kv-events is .*give tcp://HOST:PORT"):
         EngineConfig(kv_events=address)
 
 

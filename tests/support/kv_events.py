@@ -1,11 +1,12 @@
 """A consumer of KV events as a gateway is one, and a ledger that lives a random life.
 
-The structs have the fields of vLLM 0.33's (`vllm/distributed/kv_events.py` in its wheel), in their order and with
-their defaults. The consumer applies what it decodes with these and asserts that each event makes sense.
+The structs have the fields of vLLM 0.33's (`vllm/distributed/kv_events.py` in its wheel), in their order and
+with their defaults. The consumer applies what it decodes with these and asserts that each event makes sense.
 """
 
 import random
 from array import array
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -142,8 +143,8 @@ class Consumer:
         self.context.destroy(linger=0)
 
     def take_live(self) -> int:
-        """Applies what has come to the subscription; replays what is missing before it. Returns how many batches
-        it has applied."""
+        """Applies what has come to the subscription; replays what is missing before it. Returns how many
+        batches it has applied."""
         num_applied = 0
         while self.live.poll(0):
             topic, number, payload = self.live.recv_multipart()
@@ -171,7 +172,7 @@ class Consumer:
             found.append((int.from_bytes(number, "big"), payload))
 
     def replay(self) -> None:
-        """Asks for all that it has not applied. What was handed to the publisher before is part of the answer."""
+        """Asks for all that it has not applied. What the publisher was handed before is part of the answer."""
         self.num_replays += 1
         for number, payload in self.ask(self.next.to_bytes(8, "big")):
             assert number >= self.next
@@ -196,10 +197,8 @@ class LedgerLife:
             (self._open, self._grow, self._publish, self._fork, self._drop, self._close, self._shed),
             (4, 8, 8, 1, 1, 4, 2),
         )[0]
-        try:
+        with suppress(LightKVError, ValueError):  # refused, and nothing is changed
             verb()
-        except (LightKVError, ValueError):
-            pass  # refused, and nothing is changed
         self.num_edits += len(self.ledger.drain())
 
     def _pick(self) -> tuple[Sequence, list[int]]:
