@@ -212,15 +212,11 @@ class PrefixTree:
 
     def add(self, parent: Segment, tokens: bytes) -> Segment:
         """Adds an indexed segment without holders under `parent`."""
-        child = self._add(parent, tokens)
-        if self.changes is not None:
-            self.changes.append(_added(child))
-        return child
-
-    def _add(self, parent: Segment, tokens: bytes) -> Segment:
         child = Segment(self._next_id, tokens, parent)
         self._next_id += 1
         parent.children[tokens[:TOKEN_BYTES]] = child
+        if self.changes is not None:
+            self.changes.append(_added(child))
         return child
 
     def grow(self, segment: Segment, tokens: bytes) -> None:
@@ -276,7 +272,7 @@ class PrefixTree:
         assert segment.parent is not None
         cut = at * TOKEN_BYTES
         if segment.indexed:
-            head = self._add(segment.parent, segment.tokens[:cut])
+            head = self.add(segment.parent, segment.tokens[:cut])
         else:
             head = self.add_unindexed(segment.parent, at)
         head.holders = segment.holders.copy()
@@ -292,8 +288,8 @@ class PrefixTree:
         segment.parent = head
         if segment.indexed:
             head.children[segment.tokens[:TOKEN_BYTES]] = segment
-            if self.changes is not None:
-                self.changes.append(SegmentSplit(segment.id, at, head.id))
+            if self.changes is not None:  # the last change says that the head was added
+                self.changes[-1] = SegmentSplit(segment.id, at, head.id)
         return head
 
     def merge(self, segment: Segment) -> None:

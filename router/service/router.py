@@ -61,7 +61,7 @@ from .restarts import Restarts
 from .worker_client import Worker, WorkerDied, WorkerFailed
 
 if TYPE_CHECKING:  # its package is an extra's
-    from .kv_events.publisher import KVEventPublisher
+    from lightkv.router.service.kv_events.publisher import KVEventPublisher
 
 STATUS_SECONDS = 0.25
 # The memory is recounted after this time without work. A recount takes milliseconds, for which a request would
@@ -124,7 +124,7 @@ class Router:
         ticker = asyncio.create_task(self._report_status())
         try:
             if self._config.kv_events is not None:
-                from .kv_events.publisher import KVEventPublisher
+                from lightkv.router.service.kv_events.publisher import KVEventPublisher
 
                 self._kv_events = KVEventPublisher(self._config.kv_events)
             return await self._work()

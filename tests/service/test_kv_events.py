@@ -22,9 +22,10 @@ from lightkv.router.config import EngineConfig, InvalidConfig
 from lightkv.router.engine.step import TokenEvent
 from lightkv.router.service.kv_events import check, replay
 from lightkv.router.service.kv_events.change_queue import MAX_QUEUED_BYTES, ChangeQueue
-from lightkv.router.service.kv_events.check import CannotPublish, check_kv_events
+from lightkv.router.service.kv_events.check import CannotPublish, require_package
 from lightkv.router.service.kv_events.publisher import KVEventPublisher
 from lightkv.router.service.kv_events.replay import MAX_REPLAYS, Replays, Ring
+from lightkv.router.service.kv_events.sockets import check_endpoint
 from lightkv.router.service.messages import Accepted
 from tests.service.test_router import Client, service
 from tests.support.kv_events import END, WAIT_MS, Blocks, Consumer, LedgerLife, blocks_of
@@ -419,11 +420,11 @@ def test_an_error_in_the_thread_closes_the_sockets(capfd: pytest.CaptureFixture[
         assert not thread.is_alive()
         cache(ledger, 0, 200)
         publisher.send()  # the service goes on
-        check_address(publisher.endpoint)
+        assert_free(publisher.endpoint)
     assert "no more KV events are published" in capfd.readouterr().err
 
 
-def check_address(endpoint: str) -> None:
+def assert_free(endpoint: str) -> None:
     """Asserts that nothing listens there."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -475,7 +476,7 @@ def test_a_router_publishes_its_ledger(tmp_path: Path, depth: int) -> None:
 
     asyncio.run(scenario())
     consumer.close()
-    check_address(address)
+    assert_free(address)
 
 
 def test_without_the_option_nothing_is_noted(tmp_path: Path) -> None:
@@ -504,25 +505,25 @@ def test_a_port_in_use_is_an_error_that_says_what_to_do() -> None:
             listener.bind(("127.0.0.1", taken))
             listener.listen()
             with pytest.raises(CannotPublish, match=rf"port {taken} \(Address already in use.*give another"):
-                check_kv_events(address)
+                check_endpoint(address)
             ended = CliRunner().invoke(app, ["serve", "no/model", "--kv-events", address])
             assert ended.exit_code == 1
             assert f"port {taken}" in ended.output
-    check_kv_events(address)  # nothing was left open
+    check_endpoint(address)  # nothing was left open
 
 
 def test_a_host_that_is_not_this_machines() -> None:
     with pytest.raises(CannotPublish, match=r"192\.0\.2\.1 port 5557 \(.*give another tcp://HOST:PORT"):
-        check_kv_events("tcp://192.0.2.1:5557")
+        check_endpoint("tcp://192.0.2.1:5557")
     with pytest.raises(CannotPublish, match=r"no\.such\.host\.invalid"):
-        check_kv_events("tcp://no.such.host.invalid:5557")
-    check_kv_events("tcp://localhost:" + free_address().rpartition(":")[2])
+        check_endpoint("tcp://no.such.host.invalid:5557")
+    check_endpoint("tcp://localhost:" + free_address().rpartition(":")[2])
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "find_spec", lambda name: None)
     with pytest.raises(CannotPublish, match=r'pyzmq, which is not installed; run pip install "\.\[events\]"'):
-        check_kv_events(ANYWHERE)
+        require_package()
 
 
 @pytest.mark.parametrize(
