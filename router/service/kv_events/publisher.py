@@ -49,6 +49,7 @@ class KVEventPublisher:
         sockets = Sockets(endpoint)
         self.endpoint, self.replay_endpoint = sockets.endpoint, sockets.replay_endpoint
         self.queue = ChangeQueue(max_queued_bytes)
+        self.queue.restart([])  # consumers may still believe in what an earlier process had
         self._ledger: TokenLedger | None = None
         worker = _Worker(sockets, self.queue, Ring(max_kept))
         self._thread = threading.Thread(target=worker.run, name="kv-events", daemon=True)
