@@ -34,6 +34,7 @@ MAX_SECONDS = 86_400.0
 API_KEY_VARIABLE = "LIGHTKV_API_KEY"
 _HOST_NAME = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@]+")
+_EVENTS_ADDRESS = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5})")
 _COMPARISONS = (("ge", operator.ge), ("gt", operator.gt), ("le", operator.le), ("lt", operator.lt))
 
 
@@ -232,6 +233,12 @@ class EngineConfig:
         "Compute q, k and v as one product, gate and up as one product, and norms together with the additions "
         "before them, in layers where that is found to be the same.",
     )
+    kv_events: str | None = setting(
+        None,
+        "Publish what the cache holds, for gateways that route by prefixes, at tcp://HOST:PORT (HOST *: every "
+        "address; replays at the next port): vLLM's KV events over ZeroMQ, in blocks of 64 tokens. Whoever "
+        "reaches the ports can read the prompts. Needs the packages of lightkv[events]. For lightkv serve.",
+    )
 
     def __post_init__(self) -> None:
         """Raises InvalidConfig, which names the setting, its value and the values allowed."""
@@ -257,6 +264,13 @@ class EngineConfig:
             raise InvalidConfig(f"--attention-backend is {self.attention_backend!r}; give one of {known}")
         if self.admission not in ADMISSIONS:
             raise InvalidConfig(f"--admission is {self.admission!r}; give one of {', '.join(ADMISSIONS)}")
+        if self.kv_events is not None:
+            found = _EVENTS_ADDRESS.fullmatch(self.kv_events)
+            if found is None or not 1 <= int(found["port"]) <= 65534:  # replays take the next one
+                raise InvalidConfig(
+                    f"--kv-events is {self.kv_events!r}; give tcp://HOST:PORT with a port from 1 to 65534, "
+                    "such as tcp://127.0.0.1:5557, or tcp://*:5557 for every address of this machine"
+                )
 
     @property
     def skipped_layers(self) -> tuple[int, ...]:

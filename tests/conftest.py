@@ -36,6 +36,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--ppl-pmx",
         help="a checkout of OpenPPL/ppl.pmx, whose own code OpenPPL's contract is then compared with, too",
     )
+    parser.addoption(
+        "--vllm-wheel",
+        help="a wheel of vLLM (pip download --no-deps vllm), whose own structs then decode KV events, too",
+    )
 
 
 def set_kv_dtype(kv_dtype: str) -> None:

@@ -19,7 +19,7 @@ from lightkv.holdings import HeldRow, Holdings
 from lightkv.triton_kernels.layout.ring import Ring
 
 from .crosses import CrossSequence, ReaderSequence
-from .prefix_tree import TOKEN_BYTES, Match, Namespace, Segment
+from .prefix_tree import TOKEN_BYTES, Match, Namespace, PrefixTree, Segment
 from .rings import RingSequence
 from .sequence import Sequence, require_lists, require_sequence
 from .sessions import Session, SessionCounts
@@ -130,6 +130,11 @@ class TokenLedger:
     def drain(self) -> list[Edit]:
         """Returns the edits since the last call, in order. The caller has to have them applied."""
         return self._state.drain()
+
+    @property
+    def tree(self) -> PrefixTree:
+        """The prefix tree, which can note what comes and goes in it; only verbs of the ledger change it."""
+        return self._state.tree
 
     def open(self, token_ids: bytes, namespace: Namespace = (), session: Session | None = None) -> Sequence:
         """Opens a sequence that holds the longest cached prefix of its prompt (`match`).

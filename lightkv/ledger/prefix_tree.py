@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 from lightkv.errors import CheckFailed
 
+from .changes import Namespace, SegmentAdded, SegmentCut, SegmentGrew, SegmentSplit, TreeChange
+
 TOKEN_BYTES = 4
 MAX_HITS = 8  # of a segment; further hits do not let it stay any longer
-
-Namespace = tuple[object, ...]
 
 
 class Segment:
@@ -127,12 +127,14 @@ class PrefixTree:
     The clock is no time: it counts the tokens that were allocated (`pass_tokens`) and the uses, so that a
     replay evicts the same segments. What a session protects is not in the heap.
 
-    `shared`: the segments that two or more sequences hold.
+    `shared`: the segments that two or more sequences hold. `changes`: what has become of the indexed segments,
+    in order; None while nobody wants to know.
     """
 
     def __init__(self, hit_worth: int = 1) -> None:
         self.roots: dict[Namespace, Segment] = {}
         self.shared: set[Segment] = set()
+        self.changes: list[TreeChange] | None = None
         self._hit_worth = hit_worth
         self._next_id = 1
         self._clock = 0
@@ -232,7 +234,22 @@ class PrefixTree:
         child = Segment(self._next_id, tokens, parent)
         self._next_id += 1
         parent.children[tokens[:TOKEN_BYTES]] = child
+        if self.changes is not None:
+            self.changes.append(_added(child))
         return child
+
+    def grow(self, segment: Segment, tokens: bytes) -> None:
+        """Adds `tokens` to the end of an indexed segment without children."""
+        segment.tokens += tokens
+        if self.changes is not None:
+            self.changes.append(SegmentGrew(segment.id, tokens))
+
+    def cut(self, segment: Segment, keep: int) -> None:
+        """Removes all but the first `keep` tokens, at least one, of an indexed segment without children."""
+        segment.tokens = segment.tokens[: keep * TOKEN_BYTES]
+        segment.confirmed = min(segment.confirmed, keep)
+        if self.changes is not None:
+            self.changes.append(SegmentCut(segment.id, keep))
 
     def add_unindexed(self, parent: Segment, length: int) -> Segment:
         """Adds an unindexed segment of `length` tokens without holders under `parent`."""
@@ -255,6 +272,8 @@ class PrefixTree:
         segment.indexed = True
         segment.confirmed = segment.length
         parent.children[key] = segment
+        if self.changes is not None:
+            self.changes.append(_added(segment))
         return True
 
     def unindex(self, segment: Segment) -> None:
@@ -263,6 +282,8 @@ class PrefixTree:
         del segment.parent.children[segment.tokens[:TOKEN_BYTES]]
         segment.tokens = bytes(len(segment.tokens))
         segment.indexed = False
+        if self.changes is not None:
+            self.changes.append(SegmentCut(segment.id, 0))
 
     def split(self, segment: Segment, at: int) -> Segment:
         """Splits `segment` after `at` tokens and returns the new head. `segment` keeps the rest and its
@@ -286,6 +307,8 @@ class PrefixTree:
         segment.parent = head
         if segment.indexed:
             head.children[segment.tokens[:TOKEN_BYTES]] = segment
+            if self.changes is not None:  # the last change says that the head was added
+                self.changes[-1] = SegmentSplit(segment.id, at, head.id)
         return head
 
     def merge(self, segment: Segment) -> None:
@@ -306,6 +329,8 @@ class PrefixTree:
         assert not segment.children
         del parent.children[segment.tokens[:TOKEN_BYTES]]
         segment.parent = None
+        if self.changes is not None:
+            self.changes.append(SegmentCut(segment.id, 0))
         self.note_unheld(parent)
 
     def note_unheld(self, segment: Segment) -> None:
@@ -346,6 +371,21 @@ class PrefixTree:
             yield segment
             stack.extend(segment.children.values())
 
+    def note_changes(self) -> None:
+        """Notes from now on what comes and goes, for `drain_changes`. What is here already is in `contents`."""
+        self.changes = []
+
+    def drain_changes(self) -> list[TreeChange]:
+        """Returns the changes since the last call, in order; none unless they are noted."""
+        if not self.changes:
+            return []
+        changes, self.changes = self.changes, []
+        return changes
+
+    def contents(self) -> list[SegmentAdded]:
+        """Returns the changes that make these indexed segments from nothing."""
+        return [_added(segment) for segment in self]
+
     def check(self, gapped: Collection[int] = ()) -> None:
         """Recounts the links, the keys and the idle leaves. Raises CheckFailed.
 
@@ -372,3 +412,9 @@ class PrefixTree:
                 raise CheckFailed(f"{segment} has no holder and cannot be evicted")
         if any(len(segment.holders) < 2 for segment in self.shared):
             raise CheckFailed("a segment of fewer than two holders is among the shared")
+
+
+def _added(segment: Segment) -> SegmentAdded:
+    parent = segment.parent
+    assert parent is not None
+    return SegmentAdded(segment.id, parent.id, parent.namespace, segment.tokens)

@@ -174,7 +174,7 @@ class LedgerState:
             # and not a chain of chunks.
             if node.confirmed == node.length:
                 self._unconfirmed.append(node)
-            node.tokens += tokens
+            self.tree.grow(node, tokens)
         else:
             node = self.tree.add(node, tokens)
             node.holders.add(sequence.row)
@@ -226,7 +226,7 @@ class LedgerState:
             if node is sequence.node and _may_grow(node):
                 if node.confirmed == node.length:
                     node.confirmed += end - found
-                node.tokens += fresh
+                tree.grow(node, fresh)
             else:
                 node = tree.add(node, fresh)
                 tree.touch([node])
@@ -377,8 +377,7 @@ class LedgerState:
         self.num_free += freed
         if keep:
             self.sessions.trim(segment, freed)
-            segment.tokens = segment.tokens[: keep * TOKEN_BYTES]
-            segment.confirmed = min(segment.confirmed, keep)
+            self.tree.cut(segment, keep)
         else:
             self.sessions.lift(segment)
             self.tree.remove(segment)

@@ -61,6 +61,13 @@ def serve(
         config = replace(config, model=served)
     if not service.api_key and (key := os.environ.get(API_KEY_VARIABLE)):
         service = replace(service, api_key=(key,))
+    if config.kv_events is not None:
+        from lightkv.router.service.kv_events.check import require_package
+
+        require_package()
+        from lightkv.router.service.kv_events.sockets import check_endpoint
+
+        check_endpoint(config.kv_events)
     from lightkv.router.service import launch
     from lightkv.router.service.log_stream import write_in_background
 

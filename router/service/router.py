@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -58,6 +59,9 @@ from .messages import (
 )
 from .restarts import Restarts
 from .worker_client import Worker, WorkerDied, WorkerFailed
+
+if TYPE_CHECKING:  # its package is an extra's
+    from lightkv.router.service.kv_events.publisher import KVEventPublisher
 
 STATUS_SECONDS = 0.25
 # The memory is recounted after this time without work. A recount takes milliseconds, for which a request would
@@ -109,6 +113,7 @@ class Router:
         self._is_checked = True  # has nothing changed since the counts were checked?
         self._past = Load()  # the totals of earlier workers
         self._held = HeldRequests(self._wake.set, self._refuse_grammar)
+        self._kv_events: KVEventPublisher | None = None  # while it serves, with --kv-events
 
     # ------------------------------------------------------------------ what the process does
 
@@ -118,9 +123,15 @@ class Router:
         path.chmod(0o600)
         ticker = asyncio.create_task(self._report_status())
         try:
+            if self._config.kv_events is not None:
+                from lightkv.router.service.kv_events.publisher import KVEventPublisher
+
+                self._kv_events = KVEventPublisher(self._config.kv_events)
             return await self._work()
         finally:
             ticker.cancel()
+            if self._kv_events is not None:
+                self._kv_events.close()
             server.close()
             for client in list(self._clients):
                 client.close()
@@ -173,6 +184,8 @@ class Router:
                 await self._map(worker, engine)
             begun = time.perf_counter()
             plan = engine.plan()
+            if self._kv_events is not None:
+                self._kv_events.send()
             self._router_seconds += time.perf_counter() - begun
             try:
                 if plan is not None:
@@ -440,6 +453,8 @@ class Router:
     def _start_engine(self, info: RunnerInfo) -> Engine:
         self._engine = Engine(make_scheduler(info, self._admission, self._max_in_flight))
         self._is_checked = True
+        if self._kv_events is not None:
+            self._kv_events.follow(_ledger_of(self._engine))
         return self._engine
 
     def _lose_worker(self, error: WorkerDied | WorkerFailed) -> None:
@@ -465,6 +480,8 @@ class Router:
         totals = {name: getattr(load, name) for name in (*_TOTALS, *_SERVICE_TOTALS)}
         self._past = Load(reached_peak=load.reached_peak, **totals)
         self._engine = None
+        if self._kv_events is not None:
+            self._kv_events.follow(None)
         self._change_state(state, detail)
         self._end_all("lost", error)
         self._send_map(Mapped(None, error))

@@ -165,12 +165,19 @@ class Service:
     """A router that serves in this event loop, and the workers that it has made."""
 
     def __init__(
-        self, path: Path, depth: int, pause: float = 0.0, max_queued: int = 10, admission: str = "exact"
+        self,
+        path: Path,
+        depth: int,
+        pause: float = 0.0,
+        max_queued: int = 10,
+        admission: str = "exact",
+        kv_events: str | None = None,
     ) -> None:
         self.path = path
         self.pause = pause
         self.workers: list[FakeWorker] = []
-        self.router = Router(EngineConfig(admission=admission), self.make_worker, max_queued, depth)
+        config = EngineConfig(admission=admission, kv_events=kv_events)
+        self.router = Router(config, self.make_worker, max_queued, depth)
         self.exit_code: asyncio.Task[int] = asyncio.create_task(self.router.serve(path))
 
     def make_worker(self) -> FakeWorker:
@@ -188,9 +195,14 @@ class Service:
 
 @asynccontextmanager
 async def service(
-    path: Path, depth: int = 1, pause: float = 0.0, max_queued: int = 10, admission: str = "exact"
+    path: Path,
+    depth: int = 1,
+    pause: float = 0.0,
+    max_queued: int = 10,
+    admission: str = "exact",
+    kv_events: str | None = None,
 ) -> AsyncIterator[Service]:
-    made = Service(path / "router.sock", depth, pause, max_queued, admission)
+    made = Service(path / "router.sock", depth, pause, max_queued, admission, kv_events)
     try:
         yield made
     finally:
