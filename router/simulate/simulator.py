@@ -243,6 +243,7 @@ class Simulation:
         self.has_padding = page != 1
         self.device = _Device(self, step_time, config.max_num_seqs)
         self.engine = LocalEngine(self.scheduler, self.device)
+        self._arrivals: Arrivals | Inbox
         self._live: dict[str, _Live] = {}
         self._params = SamplingParams(temperature=0.0, max_tokens=config.max_new)
         self._draws = Random(config.seed)  # of which requests state their limit and have which priority
