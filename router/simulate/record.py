@@ -95,7 +95,8 @@ class Timeline:
         self._end = max(self._end, other._end)
         while self.width < other.width:
             self._widen()
-        self._sums += [[0.0] * self._num for _ in range(len(self._sums), int(self._end / self.width) + 1)]
+        length = math.ceil(self._end / self.width)
+        self._sums += [[0.0] * self._num for _ in range(len(self._sums), length)]
         for idx, sums in enumerate(other._sums):
             own = self._sums[int(idx * other.width / self.width)]
             for i, value in enumerate(sums):

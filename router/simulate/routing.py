@@ -17,7 +17,7 @@ BLOCK_TOKENS = 64  # of a block of KV events
 BUSY_FACTOR = 2
 IDLE_SHARE = 1 / 8
 # A shorter known prefix, as a share of the prompt, is not followed: a system prompt is everywhere soon.
-WORTHWHILE_SHARE = 1 / 8
+WORTHWHILE_SHARE = 1 / 2
 
 
 @dataclass(frozen=True)

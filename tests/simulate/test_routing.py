@@ -39,13 +39,13 @@ def test_least_tokens_takes_the_least_load_and_among_equals_what_was_sent_the_le
 @pytest.mark.parametrize(
     ("loads", "known", "chosen"),
     [
-        ((500, 400, 0), (128, 320, 64), 1),  # the longest prefix
+        ((500, 400, 0), (256, 384, 64), 1),  # the longest prefix
         ((500, 400, 0), (320, 320, 0), 1),  # the less busy of two that have it
         ((1000, 2000, 0), (0, 320, 0), 1),  # at twice the load that counts as idle
         ((1000, 2001, 500), (0, 320, 0), 2),  # beyond it
         ((3000, 6000, 3000), (0, 320, 0), 1),  # at twice the least
         ((3000, 6001, 3000), (0, 320, 0), 0),  # beyond it
-        ((500, 400, 300), (0, 64, 0), 2),  # less than an eighth of the prompt
+        ((500, 400, 300), (0, 256, 0), 2),  # less than half of the prompt
         ((500, 400, 300), (0, 0, 0), 2),
     ],
 )
