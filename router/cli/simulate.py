@@ -113,6 +113,8 @@ def simulate(
     rows = (f"{name:<14}{words}" for name, words in summary(results[0]).items())
     for line in rows if len(results) == 1 else comparison(results):
         typer.echo(line)
+    for line in per_replica(results):
+        typer.echo(line)
     finished = sum(result.figures.num_finished for result in results)
     say(notes, f"{finished:,} requests in {time.perf_counter() - begun:.1f} s")
     lines = [result.line() for result in results]
@@ -197,14 +199,36 @@ def comparison(results: "Sequence[SimulationResult]") -> Iterator[str]:
             low, high = group.spread(value)
             spread.append(f"{factor * low:{form}}-{factor * high:{form}}")
         rows += [mean, spread] if len(group.results) > 1 else [mean]
+    yield from _aligned(rows)
+    if len(groups) == len(results):
+        yield "one seed: --seeds 5 shows how far these figures spread"
+    yield _LEFT_OUT
+
+
+def _aligned(rows: list[list[str]]) -> Iterator[str]:
+    """Yields the rows of a table as lines."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *cells in rows:
         yield "  ".join(
             [name.ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells, widths[1:], strict=True))]
         )
-    if len(groups) == len(results):
-        yield "one seed: --seeds 5 shows how far these figures spread"
-    yield _LEFT_OUT
+
+
+def per_replica(results: "Sequence[SimulationResult]") -> Iterator[str]:
+    """Yields a table of each result with several replicas: a row for each of them, and one for all."""
+    for result in results:
+        if not result.replicas:
+            continue
+        name = f"{result.settings['routing']}, seed {result.settings['seed']}"
+        rows = [[name, "requests", "computed", "hit %", "first p50 s", "first p99 s", "waiting", "preempted"]]
+        for idx, f in enumerate([*result.replicas, result.figures]):
+            rows.append([
+                f"replica {idx}" if idx < len(result.replicas) else "together",
+                f"{f.num_requests:,}", f"{f.prompt_tokens - f.hit_tokens:,}",
+                f"{100 * f.hit_tokens / max(f.prompt_tokens, 1):.1f}", f"{f.ttft_p50:.2f}", f"{f.ttft_p99:.2f}",
+                f"{f.mean_waiting:.1f}", f"{f.num_preemptions:,}",
+            ])  # fmt: skip
+        yield from _aligned(rows)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from msgspec import Meta
 from lightkv.errors import LightKVError
 from lightkv.router.config import ADMISSIONS, MAX_SECONDS, require_ranges, setting
 
+from .routing import BLOCK_TOKENS, BUSY_FACTOR, ROUTINGS
 from .trace_files import BLOCK, TIME_UNITS, Reading
 
 PAGE_SIZES = (16, 32, 64, 128, 256)  # that the benchmarks compare; any other can be simulated
@@ -107,6 +108,15 @@ class SimulationConfig:
         "A JSON file of a step-time model, or its parameters (base=0.007,per_kv=4e-8 …). Default: Llama-3-8B "
         "on an H200.",
     )
+    replicas: Annotated[int, Meta(ge=1)] = setting(
+        1, "Engines behind a router, each with --capacity tokens of its own and the same settings."
+    )
+    routing: str = setting(
+        "prefix",
+        "Which replica gets a request: round-robin, each in turn; least-tokens, the one that holds and has "
+        "waiting the fewest tokens; prefix, the one whose cache has the most of the prompt in blocks of "
+        f"{BLOCK_TOKENS}, unless its load is beyond {BUSY_FACTOR} times the least.",
+    )
     skip_too_large: bool = setting(False, "Leave out requests that could never fit, instead of stopping.")
     seed: int = setting(0, "Seed of all random numbers: arrivals, a workload's lengths, estimates.")
 
@@ -116,6 +126,8 @@ class SimulationConfig:
         if self.admission not in (None, *SIMULATED_ADMISSIONS):
             known = ", ".join(SIMULATED_ADMISSIONS)
             raise InvalidSimulation(f"--admission is {self.admission!r}; give one of {known}")
+        if self.routing not in ROUTINGS:
+            raise InvalidSimulation(f"--routing is {self.routing!r}; give one of {', '.join(ROUTINGS)}")
         if not page and self.admission not in (None, "sum"):
             raise InvalidSimulation(
                 f"--admission is {self.admission!r}; a contiguous allocation reserves the prompt and --max-new "

@@ -29,6 +29,15 @@ class Distribution:
         bucket = int(math.log(max(seconds, _LEAST) / _LEAST) / _BUCKET)
         self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
 
+    def merge(self, other: "Distribution") -> None:
+        """Adds all latencies of `other`."""
+        self.num += other.num
+        self._sum += other._sum
+        self._low = min(self._low, other._low)
+        self.high = max(self.high, other.high)
+        for bucket, count in other._buckets.items():
+            self._buckets[bucket] = self._buckets.get(bucket, 0) + count
+
     @property
     def mean(self) -> float:
         """The mean; 0 without latencies."""
@@ -70,9 +79,7 @@ class Timeline:
         """Adds that the numbers were `values` from `start`, which is the last end, to `end`."""
         self._end = end
         while end >= self.width * SERIES_POINTS:
-            pairs = zip(self._sums[::2], [*self._sums[1::2], [0.0] * self._num], strict=False)
-            self._sums = [[a + b for a, b in zip(*pair, strict=True)] for pair in pairs]
-            self.width *= 2
+            self._widen()
         while start < end:
             idx = int(start / self.width)
             until = min((idx + 1) * self.width, end)
@@ -82,6 +89,24 @@ class Timeline:
             for i, value in enumerate(values):
                 sums[i] += value * (until - start)
             start = until
+
+    def merge(self, other: "Timeline") -> None:
+        """Adds the numbers of `other`, over the same time: afterwards they are sums of both."""
+        self._end = max(self._end, other._end)
+        while self.width < other.width:
+            self._widen()
+        length = math.ceil(self._end / self.width)
+        self._sums += [[0.0] * self._num for _ in range(len(self._sums), length)]
+        for idx, sums in enumerate(other._sums):
+            own = self._sums[int(idx * other.width / self.width)]
+            for i, value in enumerate(sums):
+                own[i] += value
+
+    def _widen(self) -> None:
+        """Doubles the width of the intervals."""
+        pairs = zip(self._sums[::2], [*self._sums[1::2], [0.0] * self._num], strict=False)
+        self._sums = [[a + b for a, b in zip(*pair, strict=True)] for pair in pairs]
+        self.width *= 2
 
     def means(self) -> list[list[float]]:
         """Returns for each number its mean over every interval."""

@@ -117,7 +117,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """The result of one simulation. `settings`: by name. `step_time`: the parameters of the step-time model."""
+    """The result of one simulation. `settings`: by name. `step_time`: the parameters of the step-time model.
+    `replicas`: the figures of each, where there are several; the other figures are those of all together."""
 
     settings: dict[str, Any]
     step_time: dict[str, Any]
@@ -125,6 +126,7 @@ class SimulationResult:
     series: Series
     ttft: Curve  # seconds from arrival to the first token
     tpot: Curve  # seconds per token after the first, a request's mean
+    replicas: list[Figures] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         """Raises ValueError if a setting that the report needs is missing or is no number of seconds."""
@@ -137,8 +139,12 @@ class SimulationResult:
                 raise ValueError(f"the setting {name} is {value!r}; give seconds, more than 0")
 
     def line(self) -> str:
-        """Returns one flat JSON object with every setting and figure: the last line that is printed."""
-        return msgspec.json.encode({**self.settings, **asdict(self.figures)}).decode()
+        """Returns one JSON object with every setting and figure: the last line that is printed. It is flat, but
+        for `per_replica`, the figures of each of several replicas."""
+        flat: dict[str, Any] = {**self.settings, **asdict(self.figures)}
+        if self.replicas:
+            flat["per_replica"] = self.replicas
+        return msgspec.json.encode(flat).decode()
 
     def to_json(self) -> bytes:
         """Encodes the whole result."""

@@ -14,8 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from random import Random
-
-import numpy as np
+from typing import Any
 
 from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.prefill_budget import PrefillBudget
@@ -26,11 +25,13 @@ from lightkv.router.engine.step_time import StepTime
 from lightkv.router.sampling_params import SamplingParams
 
 from .admissions import make_simulated
-from .arrivals import Arrivals, at_once, faster, poisson
+from .arrivals import Arrivals, Inbox, arrange, prompt_ids
 from .config import InvalidSimulation, SimulationConfig, page_of
+from .fleet import Fleet, together
 from .paged_ledger import ContiguousLedger, PaddedLedger, PagedLedger, make_ledger
 from .record import Distribution, Means, Overtaking, Timeline
 from .result import Figures, Series, SimulationResult
+from .routing import ROUTINGS
 from .trace_files import TraceRequest
 from .traces import Trace, is_timed, needs_time_unit, open_trace, summarise
 
@@ -39,6 +40,7 @@ END, MORE = 2, 1  # sampled: the last token of an answer, any other
 QUEUE = 64  # requests in the scheduler's queue; further ones wait outside, as a few numbers each
 SATURATION_REQUESTS = 20_000
 PROGRESS_EVERY = 100
+WORDS = "simulating"  # what a progress bar says
 LARGE_SHARE = 1 / 16  # of the pool; a request that takes as much is large
 
 Progress = Callable[[str, int], None]
@@ -62,7 +64,34 @@ def simulate(trace_name: str, config: SimulationConfig, progress: Progress | Non
     if config.load is not None and config.saturation is None:
         config = replace(config, saturation=saturation(trace_name, config, progress))
     step_time = StepTime.parse(config.step_time)
-    return _Simulation(trace, config, step_time, progress or (lambda what, done: None)).run()
+    progress = progress or (lambda what, done: None)
+    if config.replicas > 1:
+        return _simulate_fleet(trace, config, step_time, progress)
+    return Simulation(trace, config, step_time, progress).run()
+
+
+def _simulate_fleet(
+    trace: Trace, config: SimulationConfig, step_time: StepTime, progress: Progress
+) -> SimulationResult:
+    """Runs `config.replicas` engines, with random numbers of their own, behind one router."""
+    replicas = [
+        Simulation(trace, replace(config, seed=config.seed + idx), step_time, lambda what, done: None)
+        for idx in range(config.replicas)
+    ]
+    fleet = Fleet(replicas, ROUTINGS[config.routing], config.rate == math.inf)
+    arrivals, offered, saturated = arrange(trace, config)
+    fleet.run(arrivals, lambda num_sent: progress(WORDS, num_sent))
+    return together(replicas, settings_of(trace, config), offered, saturated)
+
+
+def settings_of(trace: Trace, config: SimulationConfig) -> dict[str, Any]:
+    """Returns the settings that a result tells: those of replicas only where there are several."""
+    settings = {"trace": trace.name, **asdict(config), "admission": config.counted}
+    if config.rate == math.inf:
+        settings["rate"] = "inf"  # JSON has no such number
+    if config.replicas == 1:
+        del settings["replicas"], settings["routing"]
+    return settings
 
 
 def num_requests(trace_name: str, config: SimulationConfig) -> int:
@@ -71,7 +100,8 @@ def num_requests(trace_name: str, config: SimulationConfig) -> int:
 
 
 def saturation(trace_name: str, config: SimulationConfig, progress: Progress | None = None) -> float:
-    """Returns the requests a second that are served if all wait at the start, by token and with an oracle."""
+    """Returns the requests a second that are served if all wait at the start, by token and with an oracle:
+    of one replica, times their number."""
     num = min(config.requests, SATURATION_REQUESTS) if config.requests else None
     full = replace(
         config,
@@ -82,13 +112,14 @@ def saturation(trace_name: str, config: SimulationConfig, progress: Progress | N
         load=None,
         saturation=None,
         requests=num,
+        replicas=1,
     )
     rate = simulate(trace_name, full, progress).figures.served_rate
     if not rate:
         raise InvalidSimulation(
             f"no request of {trace_name} fits --capacity {config.capacity}; give a larger one"
         )
-    return rate
+    return rate * config.replicas
 
 
 class _Device:
@@ -97,7 +128,7 @@ class _Device:
 
     fatal = False
 
-    def __init__(self, simulation: "_Simulation", step_time: StepTime, max_num_seqs: int) -> None:
+    def __init__(self, simulation: "Simulation", step_time: StepTime, max_num_seqs: int) -> None:
         self._simulation = simulation
         self._step_time = step_time
         # By row: a list of one number, the tokens to come, which is also in `outputs`.
@@ -143,7 +174,7 @@ class _Live:
     first: float = 0.0
 
 
-class _Simulation:
+class Simulation:
     """One run: the clock, the engine, and the statistics."""
 
     def __init__(
@@ -157,7 +188,7 @@ class _Simulation:
         self.trace = trace
         self.step_time = step_time
         self._progress = progress
-        self._what = "simulating" if config.rate != math.inf else "measuring saturation"
+        self._what = WORDS if config.rate != math.inf else "measuring saturation"
         self.clock = 0.0
         page = page_of(config.allocation)
         longest = config.capacity + 1
@@ -182,6 +213,7 @@ class _Simulation:
         )
         self.device = _Device(self, step_time, config.max_num_seqs)
         self.engine = LocalEngine(self.scheduler, self.device)
+        self._arrivals: Arrivals | Inbox
         self._live: dict[str, _Live] = {}
         self._params = SamplingParams(temperature=0.0, max_tokens=config.max_new)
         self._draws = Random(config.seed)  # of which requests state their limit and have which priority
@@ -189,10 +221,10 @@ class _Simulation:
         self._num_sent = self._num_finished = self._num_skipped = self._num_cut = 0
         self._num_met = self._num_preempted = self._num_prompt = 0
         self._num_unstated = self._num_preempted_stated = 0
-        self._ttft, self._tpot = Distribution(), Distribution()
+        self.ttft, self.tpot = Distribution(), Distribution()
         self._large_ttft_max = self._low_ttft_max = 0.0
         self._overtaking = Overtaking()
-        self._timeline = Timeline(5)
+        self.timeline = Timeline(5)
         self._means = Means(6)  # over the time in which requests waited
         self._loaded = True
         self._loaded_output = 0
@@ -200,25 +232,48 @@ class _Simulation:
 
     def run(self) -> SimulationResult:
         """Runs all requests."""
-        self._arrivals, offered, saturated = self._arrange()
+        self._arrivals, offered, saturated = arrange(self.trace, self.config)
         self._arrivals.look(self.clock)
         while True:
-            self._send()
-            if self.engine.has_work:
-                step = self.ledger.step
-                self._take(self.engine.step())
-                if self.ledger.step == step:
-                    raise InvalidSimulation(
-                        f"{self.scheduler.num_running} requests run and no step can be made: "
-                        f"{self.ledger.num_held} tokens are held of {self.ledger.capacity}; give a larger "
-                        "--capacity"
-                    )
+            self.send()
+            if self.launch():
+                self.complete()
             elif (at := self._arrivals.next_time) is not None:
                 self.pass_time(max(at - self.clock, 0.0))
             else:
                 break
         self.engine.check()
-        return self._result(offered, saturated)
+        return self.result(offered, saturated)
+
+    def follow(self, arrivals: Arrivals | Inbox) -> None:
+        """Takes requests from `arrivals` from now on, for a caller that drives the steps itself."""
+        self._arrivals = arrivals
+
+    def launch(self) -> bool:
+        """Plans the next step and moves the clock to its end. Returns False where no request lives."""
+        if not self.engine.has_work:
+            return False
+        plan = self.engine.plan()
+        if plan is None:
+            raise InvalidSimulation(
+                f"{self.scheduler.num_running} requests run and no step can be made: "
+                f"{self.ledger.num_held} tokens are held of {self.ledger.capacity}; give a larger --capacity"
+            )
+        self.device.launch(plan)
+        return True
+
+    def complete(self) -> None:
+        """Completes the step that was launched last, and takes its events."""
+        self._take(self.engine.complete(self.device.collect()))
+
+    @property
+    def waiting_tokens(self) -> int:
+        """The tokens that the requests sent so far have yet to compute before they decode."""
+        tokens = 0
+        for live in self._live.values():
+            request, sequence = live.request, live.request.sequence
+            tokens += max(request.num_prefill_tokens - (sequence.length if sequence else 0), 0)
+        return tokens
 
     def pass_time(self, seconds: float) -> None:
         """Moves the clock on, and notes what the ledger holds meanwhile."""
@@ -235,34 +290,17 @@ class _Simulation:
         self._max_running = max(self._max_running, running)
         self._max_waiting = max(self._max_waiting, waiting)
         now, self.clock = self.clock, self.clock + seconds
-        self._timeline.add(now, self.clock, (held - padding, padding, cached, running, waiting))
+        self.timeline.add(now, self.clock, (held - padding, padding, cached, running, waiting))
         arrivals.look(self.clock)
 
-    def _arrange(self) -> tuple[Arrivals, float, float]:
-        """Returns the arrivals, the requests offered a second, and the rate of saturation."""
-        config, trace = self.config, self.trace
-        if config.rate == math.inf:
-            return Arrivals(at_once(trace), True), 0.0, config.saturation or 0.0
-        summary = summarise(trace)
-        rate, saturated = config.rate, config.saturation or 0.0
-        if config.load is not None:
-            rate = config.load * saturated
-        if not summary.span and rate is not None:
-            return Arrivals(poisson(trace, rate, config.seed), False), rate, saturated
-        if not summary.span:  # all requests arrive at one time
-            return Arrivals(at_once(trace), True), 0.0, saturated
-        own = summary.num / summary.span
-        factor = 1.0 if rate is None else rate / own
-        return Arrivals(faster(trace, factor), False), own * factor, saturated
-
-    def _send(self) -> None:
+    def send(self) -> None:
         """Adds the requests that have arrived, as many as the scheduler has to see."""
         while self.scheduler.num_waiting < self._queue:
-            asked = self._arrivals.take()
-            if asked is None:
+            taken = self._arrivals.take()
+            if taken is None:
                 return
             self._num_sent += 1
-            self._send_one(self._num_sent, asked)
+            self._send_one(*taken)
 
     def _send_one(self, number: int, asked: TraceRequest) -> None:
         config = self.config
@@ -278,13 +316,7 @@ class _Simulation:
         output = min(asked.output, config.max_new)
         self._num_cut += output < asked.output
         self._num_prompt += asked.prompt
-        if asked.blocks:
-            ids = np.repeat(np.array(asked.blocks, np.int32) + 1, asked.block_tokens)[
-                : asked.prompt
-            ].tobytes()
-            ids += bytes(4 * asked.prompt - len(ids))
-        else:
-            ids = number.to_bytes(4, "little") + bytes(4 * (asked.prompt - 1))
+        ids = prompt_ids(number, asked)
         params = self._params
         is_stated = self._draws.random() < config.stated
         priority = int(self._draws.random() < config.low_priority)
@@ -320,7 +352,7 @@ class _Simulation:
     def _begin(self, live: _Live, seconds: float) -> None:
         """Notes the first token of a request, `seconds` after its arrival."""
         request = live.request
-        self._ttft.add(seconds)
+        self.ttft.add(seconds)
         self._overtaking.begin(request.arrival + 1)
         if request.num_prompt + self.device.outputs[request.seed][0] >= LARGE_SHARE * self.ledger.capacity:
             self._large_ttft_max = max(self._large_ttft_max, seconds)
@@ -331,15 +363,15 @@ class _Simulation:
         between = 0.0
         if num_output > 1:
             between = (self.clock - live.first) / (num_output - 1)
-            self._tpot.add(between)
+            self.tpot.add(between)
         in_time = live.first - live.arrival <= self.config.ttft_target
         self._num_met += in_time and between <= self.config.tpot_target
         self._num_preempted += live.request.num_preemptions > 0
         self._num_preempted_stated += live.request.num_preemptions > 0 and live.request.states_length
 
-    def _result(self, offered: float, saturated: float) -> SimulationResult:
+    def result(self, offered: float, saturated: float) -> SimulationResult:
         config, scheduler, capacity = self.config, self.scheduler, self.ledger.capacity
-        means, ttft, tpot = self._means, self._ttft, self._tpot
+        means, ttft, tpot = self._means, self.ttft, self.tpot
         num, seconds = self._num_finished, self.clock
         mean_output = scheduler.num_output_tokens / num if num else 0.0
         loaded_rate = self._loaded_output / means.seconds if means.seconds else 0.0
@@ -386,11 +418,9 @@ class _Simulation:
             large_ttft_max=self._large_ttft_max,
             low_ttft_max=self._low_ttft_max,
         )  # fmt: skip
-        used, padding, cached, running, waiting = self._timeline.means()
-        series = Series(self._timeline.width, capacity, used, padding, cached, running, waiting)
-        settings = {"trace": self.trace.name, **asdict(config), "admission": config.counted}
-        if config.rate == math.inf:
-            settings["rate"] = "inf"  # JSON has no such number
+        used, padding, cached, running, waiting = self.timeline.means()
+        series = Series(self.timeline.width, capacity, used, padding, cached, running, waiting)
+        settings = settings_of(self.trace, config)
         return SimulationResult(
             settings, self.step_time.as_dict(), figures, series, ttft.curve(), tpot.curve()
         )
