@@ -238,9 +238,9 @@ def test_raw_continues_the_text_from_a_pipe(llm: LLM) -> None:
         assert (code, out) == (0, expected + "\n")
 
 
-def test_a_system_prompt_comes_before_the_prompt(loaded: LLM) -> None:
+def test_a_system_prompt_comes_before_the_prompt(llm: LLM) -> None:
     chat = [{"role": "system", "content": "You are a pirate."}, {"role": "user", "content": QUESTION}]
-    expected = loaded.generate(chat, PARAMS)[0]
+    expected = llm.generate(chat, PARAMS)[0]
     _, out, err = generate("--system", "You are a pirate.", QUESTION)
     assert out == expected.outputs[0].text + "\n"
     assert err.splitlines()[-1].startswith(f"{len(expected.prompt_token_ids)} prompt tokens")
