@@ -12,7 +12,7 @@ class SteadyScheduler(Scheduler):
     @property
     def late_at(self) -> float:
         """The time after which another request will have waited too long; infinity where none will."""
-        return self._waiting.late_at
+        return self.waiting.late_at
 
     def steady_steps(self) -> int:
         """Returns how many of the next steps bring one token to each request that decodes and do nothing else,
@@ -20,7 +20,7 @@ class SteadyScheduler(Scheduler):
         if not self._decoding or self._in_flight or self._prefilling or self._finishing or self._failed:
             return 0
         steps = min([request.expected - len(request.output) for request in self._decoding.values()])
-        if self._waiting and self.ledger.num_open < self.limits.max_num_seqs:
+        if self.waiting and self.ledger.num_open < self.limits.max_num_seqs:
             steps = int(min(steps, max(self._retry_at - self.step, 0)))
         while steps > 0 and self._growth(steps) > self.ledger.num_available:
             steps //= 2
