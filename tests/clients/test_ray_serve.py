@@ -1,0 +1,173 @@
+"""The application for Ray Serve: two replicas behind one endpoint, of which one is killed under 200 streams.
+
+Ray is in an environment of its own, which `make clients` installs; its replicas start the service of this one.
+"""
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.support.served import MARK, save_tiny_model, wait_until
+
+ROOT = Path(__file__).parents[2]
+SERVE = Path(sys.prefix) / "clients" / "ray" / "bin" / "serve"  # as in the Makefile
+NUM_STREAMS = 200
+SECONDS = 120.0  # for a start or for an answer, on a machine that is busy otherwise too
+CHAT = {"prompt": "Once upon a time", "max_tokens": 120, "ignore_eos": True, "stream": True}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+class RayServe:
+    """Runs `serve run` with two replicas of a model."""
+
+    def __init__(self, model: Path, directory: Path) -> None:
+        assert SERVE.exists(), f"{SERVE} is not there: run `make clients`, which installs it"
+        self._mark = uuid.uuid4().hex
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        arguments = {
+            "model": str(model),
+            "options": "--device cpu --max-total-tokens 32768",
+            "command": f"{sys.executable} -m lightkv.router.cli",
+            "min_replicas": "2",
+            "max_replicas": "2",
+        }
+        application = {"name": "lightkv", "import_path": "deploy.ray_serve:app", "args": arguments}
+        config = directory / "config.yaml"  # JSON is YAML, too
+        config.write_text(json.dumps({"http_options": {"port": self.port}, "applications": [application]}))
+        home = directory / "home"  # where Ray keeps its token
+        home.mkdir()
+        self.log = directory / "log"
+        own = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "HOME": str(home), MARK: self._mark}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [SERVE, "run", config], cwd=ROOT, env=os.environ | own, stdout=log, stderr=log
+            )
+
+    def services(self) -> dict[int, int]:
+        """Returns the process ids of the launchers of services, each with that of its replica."""
+        found = {}
+        for directory in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # the process has ended, or belongs to another user
+                argv = (directory / "cmdline").read_bytes().split(b"\0")
+                if b"--uds" in argv and f"{MARK}={self._mark}".encode() in self._environment(directory):
+                    fields = (directory / "stat").read_text().rpartition(")")[2].split()
+                    found[int(directory.name)] = int(fields[1])
+        return found
+
+    def processes(self) -> list[int]:
+        """Returns all processes of all services."""
+        found = []
+        for directory in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if b"lightkv.router" in (directory / "cmdline").read_bytes() and (
+                    f"{MARK}={self._mark}".encode() in self._environment(directory)
+                ):
+                    found.append(int(directory.name))
+        return found
+
+    def is_ready(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()
+        with suppress(OSError, http.client.HTTPException):
+            return len(self.services()) == 2 and self.stream() == "completed"
+        return False
+
+    def stream(self, started: threading.Semaphore | None = None) -> str:
+        """Returns how a stream ends: completed, error (an event), refused (a status) or broken (off)."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
+        try:
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/completions", json.dumps(CHAT), headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                return "refused"
+            is_first = True
+            while line := response.readline():
+                if is_first and started is not None:
+                    started.release()
+                is_first = False
+                if line.startswith(b"data: [DONE]"):
+                    return "completed"
+                if line.startswith(b'data: {"error"'):
+                    return "error"
+            return "broken"
+        except (ConnectionError, http.client.HTTPException):
+            return "broken"
+        finally:
+            connection.close()
+
+    def close(self) -> None:
+        """Ends all of it, and what a failed test has left."""
+        self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(SECONDS)
+        finally:
+            self.process.kill()
+            for pid in self.processes():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    @staticmethod
+    def _environment(directory: Path) -> list[bytes]:
+        return (directory / "environ").read_bytes().split(b"\0")
+
+
+@pytest.fixture(scope="module")
+def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayServe]:
+    assert shutil.which("setpriv"), "setpriv, of util-linux, is not there"
+    directory = tmp_path_factory.mktemp("ray")
+    running = RayServe(save_tiny_model(directory / "tiny"), directory)
+    try:
+        wait_until(running.is_ready, SECONDS)
+        yield running
+    finally:
+        running.close()
+
+
+@pytest.mark.parametrize("victim", ["replica", "service"])
+def test_one_of_two_is_killed_under_streams(victim: str, ray: RayServe) -> None:
+    """Each stream completes or ends with an error, none hangs, and then there are two again."""
+    before = ray.services()
+    service, replica = next(iter(before.items()))
+    started = threading.Semaphore(0)
+    ends: list[str] = []
+
+    def run() -> None:
+        ends.append(ray.stream(started))
+
+    threads = [threading.Thread(target=run) for _ in range(NUM_STREAMS)]
+    for thread in threads:
+        thread.start()
+    for _ in range(NUM_STREAMS // 2):
+        assert started.acquire(timeout=SECONDS), ray.log.read_text()
+    os.kill(replica if victim == "replica" else service, signal.SIGKILL)
+    for thread in threads:
+        thread.join()  # each answer has a time limit
+    counts = Counter(ends)
+    print(counts)
+    assert len(ends) == NUM_STREAMS, "a stream hung"
+    assert counts["completed"] >= 1, counts
+    assert len(counts) > 1, f"no stream was running on the {victim} that was killed: {counts}"
+    wait_until(lambda: service not in ray.services() and ray.is_ready(), SECONDS)
+    assert len(ray.processes()) == 2 * 4, "a killed replica has left processes, or its successor lacks one"
+
+
+def test_its_end_leaves_no_process(ray: RayServe) -> None:
+    assert ray.processes()
+    ray.close()
+    wait_until(lambda: not ray.processes(), SECONDS)
