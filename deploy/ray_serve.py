@@ -43,6 +43,7 @@ _NOT_ANSWERED = {
     b"server",
     b"x-request-id",
 }  # Ray's
+_KEY = "LIGHTKV_API_KEY"
 _LOCAL = "http://localhost"  # the host that requests of the replica's own name
 _METRICS = {"waiting_tokens": "lightkv:waiting_tokens{", "usage": "vllm:kv_cache_usage_perc{"}
 
@@ -75,10 +76,13 @@ class Settings:
     max_ongoing_requests: int = 1000
 
     def arguments(self, socket: Path) -> list[str]:
-        """Returns the command line of a service on `socket`. The service ends when its parent does."""
+        """Returns the command line of a service on `socket`. The service ends when its parent does. Without
+        a key it answers requests to addresses and localhost alone, as one on a port does (docs/security.md)."""
         ends_with_parent = ["setpriv", "--pdeathsig", "TERM", *shlex.split(self.command), "serve"]
         own = ["--uds", str(socket), "--shutdown-timeout", str(self.drain_seconds)]
-        return [*ends_with_parent, *([self.model] if self.model else []), *own, *shlex.split(self.options)]
+        hosts = [] if os.environ.get(_KEY) else ["--allowed-hosts", "localhost"]
+        model = [self.model] if self.model else []
+        return [*ends_with_parent, *model, *own, *hosts, *shlex.split(self.options)]
 
 
 class WaitingTokens:
@@ -160,7 +164,7 @@ class Replica:
         }
 
     def _ask(self, path: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        key = os.environ.get("LIGHTKV_API_KEY")
+        key = os.environ.get(_KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         return self._session.get(_LOCAL + path, headers=headers)
 

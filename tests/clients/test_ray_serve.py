@@ -88,28 +88,27 @@ class RayServe:
         return False
 
     def stream(self, started: threading.Semaphore | None = None) -> str:
-        """Returns how a stream ends: completed, error (an event), refused (a status) or broken (off)."""
+        """Returns how a stream ends: completed, error (an event), refused (a status), broken (the connection), or
+        truncated, which a client could take for a whole answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
+        received = b""
         try:
             headers = {"Content-Type": "application/json"}
             connection.request("POST", "/v1/completions", json.dumps(CHAT), headers)
             response = connection.getresponse()
             if response.status != 200:
                 return "refused"
-            is_first = True
-            while line := response.readline():
-                if is_first and started is not None:
+            while piece := response.read1(65536):
+                if not received and started is not None:
                     started.release()
-                is_first = False
-                if line.startswith(b"data: [DONE]"):
-                    return "completed"
-                if line.startswith(b'data: {"error"'):
-                    return "error"
-            return "broken"
+                received += piece
         except (ConnectionError, http.client.HTTPException):
             return "broken"
         finally:
             connection.close()
+        if received.endswith(b"data: [DONE]\n\n"):
+            return "completed"
+        return "error" if b'data: {"error"' in received else "truncated"
 
     def close(self) -> None:
         """Ends all of it, and what a failed test has left."""
@@ -162,9 +161,41 @@ def test_one_of_two_is_killed_under_streams(victim: str, ray: RayServe) -> None:
     print(counts)
     assert len(ends) == NUM_STREAMS, "a stream hung"
     assert counts["completed"] >= 1, counts
-    assert len(counts) > 1, f"no stream was running on the {victim} that was killed: {counts}"
+    assert not counts["truncated"], counts
+    assert counts["completed"] < NUM_STREAMS, (
+        f"no stream was running on the {victim} that was killed: {counts}"
+    )
     wait_until(lambda: service not in ray.services() and ray.is_ready(), SECONDS)
     assert len(ray.processes()) == 2 * 4, "a killed replica has left processes, or its successor lacks one"
+
+
+def test_how_many_replicas_there_are_to_be() -> None:
+    """Of the tokens that wait, the shares of pools that are held, and the numbers that are and are wanted."""
+    program = """
+from types import SimpleNamespace
+from deploy.ray_serve import WaitingTokens
+
+def wanted(waiting, usages, current, target):
+    metrics = {"waiting_tokens": dict(enumerate(waiting)), "usage": dict(enumerate(usages))}
+    context = SimpleNamespace(
+        aggregated_metrics=metrics, current_num_replicas=current, target_num_replicas=target
+    )
+    return WaitingTokens(1000)(context)[0]
+
+print(
+    wanted([999], [1.0], 1, 1),  # not enough waits
+    wanted([2500], [1.0], 1, 1),
+    wanted([2500], [1.0], 1, 3),  # those that are wanted have not started yet
+    wanted([600, 600], [0.2, 0.2], 2, 2),  # full by the number of requests
+    wanted([0, 0, 0], [0.5, 0.4, 0.3], 3, 3),  # two would hold all
+    wanted([0], [0.0], 1, 3),  # two have not reported yet
+    wanted([0, 0], [0.0, 0.0], 2, 2),
+)
+"""
+    done = subprocess.run(
+        [SERVE.parent / "python", "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS
+    )
+    assert done.stdout.split() == ["1", "3", "3", "3", "2", "3", "1"], done.stderr
 
 
 def test_its_end_leaves_no_process(ray: RayServe) -> None:
