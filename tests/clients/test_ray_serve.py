@@ -88,8 +88,8 @@ class RayServe:
         return False
 
     def stream(self, started: threading.Semaphore | None = None) -> str:
-        """Returns how a stream ends: completed, error (an event), refused (a status), broken (the connection), or
-        truncated, which a client could take for a whole answer."""
+        """Returns how a stream ends: completed, error (an event), refused (a status), broken (the connection),
+        or truncated, which a client could take for a whole answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
         received = b""
         try:
