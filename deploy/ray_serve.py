@@ -185,7 +185,7 @@ def app(arguments: dict[str, str]) -> serve.Application:
         max_ongoing_requests=settings.max_ongoing_requests,
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
         health_check_period_s=5,
-        health_check_timeout_s=10,
+        health_check_timeout_s=30,
         graceful_shutdown_timeout_s=settings.drain_seconds + _MARGIN_SECONDS,
         autoscaling_config={
             "min_replicas": settings.min_replicas,
