@@ -45,7 +45,7 @@ serve: $(STAMP) ## the default model over HTTP, on port 8000; ARGS="--port 9000"
 test: $(STAMP) ## the tests, less those that take minutes
 	$(PYTEST) -m "not slow" $(ARGS)
 
-clients: $(CLIENTS) ## the clients that test-all runs against the service, 1.2 GB
+clients: $(CLIENTS) ## the clients that test-all runs against the service, 1.7 GB
 
 $(VENV)/clients/%/.installed: tests/clients/requirements/%.txt | $(STAMP)
 	@echo "installing $< into $(@D) (once)"

@@ -34,6 +34,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
         lambda load: load.num_waiting_estimated,
     ),
     (
+        "lightkv:waiting_tokens",
+        "Tokens of the prompts that wait for admission, and of what preempted requests had generated.",
+        lambda load: load.waiting_tokens,
+    ),
+    (
         "vllm:kv_cache_usage_perc",
         "Share of the pool that running requests hold (1 means all of it).",
         lambda load: load.held / load.capacity if load.capacity else 0.0,

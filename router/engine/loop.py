@@ -31,11 +31,12 @@ class EngineStats(msgspec.Struct, frozen=True):
 
     Tokens: capacity, free, held, cached, forecast_peak (the most that the running requests are expected to come
     to hold), exact_peak (the most that those of them may come to hold that state max_tokens and are never
-    preempted), reached_peak (the most that were held so far) and session_tokens (cached or held, and protected
-    by sessions). The numbers of requests, of those of them whose lengths are estimated, and of sessions that
-    protect tokens, are those of now. All others are totals: steps, prompt tokens and those of them found in the
-    cache, generated tokens, preemptions, the tokens that were computed again after preemptions, and the tokens
-    of sessions that were evicted, or lost their protection because all sessions exceeded their share.
+    preempted), reached_peak (the most that were held so far), waiting_tokens (of the prompts that wait, and of
+    what preempted requests had generated) and session_tokens (cached or held, and protected by sessions). The
+    numbers of requests, of those of them whose lengths are estimated, and of sessions that protect tokens, are
+    those of now. All others are totals: steps, prompt tokens and those of them found in the cache, generated
+    tokens, preemptions, the tokens that were computed again after preemptions, and the tokens of sessions that
+    were evicted, or lost their protection because all sessions exceeded their share.
     """
 
     capacity: int = 0
@@ -49,6 +50,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_waiting: int = 0
     num_running_estimated: int = 0
     num_waiting_estimated: int = 0
+    waiting_tokens: int = 0
     num_steps: int = 0
     prompt_tokens: int = 0
     hit_tokens: int = 0
@@ -158,6 +160,7 @@ class Engine:
             num_waiting=scheduler.num_waiting,
             num_running_estimated=scheduler.num_running_estimated,
             num_waiting_estimated=scheduler.num_waiting_estimated,
+            waiting_tokens=scheduler.waiting.num_tokens,
             num_steps=scheduler.step,
             prompt_tokens=scheduler.num_prompt_tokens,
             hit_tokens=scheduler.num_hit_tokens,

@@ -82,7 +82,7 @@ class Scheduler:
         self._admission = admission or Admission()
         self._clock = clock
         self._budget = budget or PrefillBudget(limits)
-        self._waiting = WaitingQueue(self._admission.patience)
+        self.waiting = WaitingQueue(self._admission.patience)
         self._retry_at = 0.0  # the head of the queue was refused, and does not fit before this step
 
     @property
@@ -93,7 +93,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """The requests that are not admitted yet, or preempted."""
-        return len(self._waiting)
+        return len(self.waiting)
 
     @property
     def num_running(self) -> int:
@@ -103,7 +103,7 @@ class Scheduler:
     @property
     def num_waiting_estimated(self) -> int:
         """Those of the waiting requests that are not exact."""
-        return self._waiting.num_estimated
+        return self.waiting.num_estimated
 
     @property
     def num_running_estimated(self) -> int:
@@ -164,7 +164,7 @@ class Scheduler:
         """Returns the next step, or None where none can be planned before another completes."""
         if len(self._in_flight) == self.depth or self._failed:
             return None
-        if self._admission.patience is not None and self._waiting.defer(self._clock()):
+        if self._admission.patience is not None and self.waiting.defer(self._clock()):
             self._retry_at = 0  # there may be another head of the queue
         ledger = self.ledger
         decoding, sequences = self._next_decodes()
@@ -293,7 +293,7 @@ class Scheduler:
             raise CheckFailed(
                 f"{len(holding)} requests hold tokens, {self.ledger.num_open} sequences are open"
             )
-        self._waiting.check()
+        self.waiting.check()
         waiting, known = self.num_waiting, len(self._requests)
         if len(running) + waiting != known:
             raise CheckFailed(f"{known} requests are known, {len(running)} run, {waiting} wait")
@@ -304,8 +304,8 @@ class Scheduler:
     # ------------------------------------------------------------------ the queue
 
     def _queue(self, request: Request) -> None:
-        self._waiting.push(request)
-        if self._waiting.head is request:
+        self.waiting.push(request)
+        if self.waiting.head is request:
             self._retry_at = 0  # there is another head of the queue
 
     def _admit(self, request: Request, budget: StepBudget, room: int, idx: int) -> bool:
@@ -408,17 +408,17 @@ class Scheduler:
         Admits waiting requests while there is budget beside the `decodes`, and room beside their `growth`.
         """
         chunks: list[Chunk] = []
-        if not self._prefilling and not self._waiting:
+        if not self._prefilling and not self.waiting:
             return chunks
         budget = self._step_budget(decodes)
         while (room := self.ledger.num_available - growth) > 0:
             idx = len(chunks)
-            head = self._waiting.head
+            head = self.waiting.head
             admitted = self._prefilling[idx] if idx < len(self._prefilling) else None
             if head is not None and admitted is not None and admitted.order < head.order:
                 head = None
             if head is not None and self._admit(head, budget, room, idx):
-                self._waiting.pop()
+                self.waiting.pop()
                 self._prefilling.insert(idx, head)
             elif admitted is None:
                 break
@@ -466,7 +466,7 @@ class Scheduler:
             self._admission.observe(request)
         self._retry_at = 0  # another head of the queue, or less that is forecast
         if request.sequence is None:
-            self._waiting.forget(request)
+            self.waiting.forget(request)
         else:
             if request.num_in_flight:
                 self._forecast.rest(request.sequence, self.step - (not self._is_in_newest(request)))

@@ -45,6 +45,7 @@ class WaitingQueue:
         self._in_time: deque[Request] = deque()
         self._num = 0
         self.num_estimated = 0  # those of them that are not exact
+        self.num_tokens = 0  # that their prefills have to compute or find in the cache
 
     def __len__(self) -> int:
         return self._num
@@ -83,6 +84,7 @@ class WaitingQueue:
         heapq.heappush(self._heap, (*request.order, ticket, request))
         self._num += 1
         self.num_estimated += not request.is_exact
+        self.num_tokens += request.num_prefill_tokens
         if self._patience is not None:
             heapq.heappush(self._by_age, (aged, request.arrival, ticket, request))
             if not request.num_preemptions:
@@ -102,6 +104,7 @@ class WaitingQueue:
         request.ticket = None
         self._num -= 1
         self.num_estimated -= not request.is_exact
+        self.num_tokens -= request.num_prefill_tokens
         if len(self._heap) > 2 * self._num + 64:
             self._heap = [entry for entry in self._heap if _is_waiting(entry)]
             heapq.heapify(self._heap)
@@ -130,6 +133,9 @@ class WaitingQueue:
         estimated = sum(not request.is_exact for request in waiting)
         if estimated != self.num_estimated:
             raise CheckFailed(f"{self.num_estimated} are counted as estimated, {estimated} are in the queue")
+        tokens = sum(request.num_prefill_tokens for request in waiting)
+        if tokens != self.num_tokens:
+            raise CheckFailed(f"{self.num_tokens} tokens are counted as waiting, {tokens} are in the queue")
 
 
 def _is_waiting(entry: _Entry) -> bool:

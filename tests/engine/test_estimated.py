@@ -84,6 +84,7 @@ def test_a_request_with_max_tokens_is_never_preempted() -> None:
     running = {request.id for request in scheduler._decoding.values()}
     assert running == {"exact", "old"}
     assert engine.stats().num_waiting_estimated == 1
+    assert engine.stats().waiting_tokens > 10  # the prompt of "young", and what it had generated
     ended = []
     while engine.has_work:
         ended += [event.request_id for event in engine.step() if event.finish_reason]
@@ -101,7 +102,7 @@ def test_an_exact_request_is_counted_beside_estimated_ones() -> None:
     engine.step()
     stats = engine.stats()
     assert (stats.num_running, stats.num_running_estimated) == (2, 1)
-    assert (stats.num_waiting, stats.num_waiting_estimated) == (1, 0)
+    assert (stats.num_waiting, stats.num_waiting_estimated, stats.waiting_tokens) == (1, 0, 10)
     assert stats.exact_peak == 69
     ended = [event.request_id for event in run_checked(engine) if event.finish_reason]
     assert ended == ["estimated", "exact", "too large"]

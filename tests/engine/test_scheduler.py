@@ -442,7 +442,7 @@ def test_requests_that_end_in_the_queue_leave_nothing_there() -> None:
         engine.add(request(str(i), [3], 5))
         assert engine.abort(str(i))
     assert engine.stats().num_waiting == 1
-    assert len(engine.scheduler._waiting) < 100
+    assert len(engine.scheduler.waiting) < 100
     run(engine)
     assert_idle(engine)
 
