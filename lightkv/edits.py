@@ -10,7 +10,7 @@ token, they are its positions.
 import struct
 from array import array
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 
 class Alloc(NamedTuple):
@@ -126,20 +126,7 @@ Edit = (
     | KeepEntries
 )
 
-_KINDS: tuple[type, ...] = (
-    Alloc,
-    MapSegments,
-    StoreSegment,
-    SplitSegment,
-    MergeSegments,
-    ForgetSegment,
-    FreeRange,
-    FreeSegment,
-    CopyRow,
-    SetGap,
-    MoveEntries,
-    KeepEntries,
-)
+_KINDS: tuple[type, ...] = get_args(Edit)
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 
 

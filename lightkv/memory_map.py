@@ -1,14 +1,14 @@
 """The map of the pool: what every slot is used for, as a drawing and in numbers, from an array of labels."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from lightkv.ledger.prefix_tree import Segment
+from .ledger import TokenLedger
 
 FREE, CACHED, SHARED, OWN = range(4)  # a slot's label; OWN + row: only that row holds it
 
@@ -75,27 +75,13 @@ class MemoryMap:
         return np.bincount(self.labels, minlength=OWN)
 
 
-class _Holdings(Protocol):
-    """The part of a ledger that the map reads."""
-
-    @property
-    def shared(self) -> Set[Segment]:
-        """The segments that more than one open sequence holds."""
-
-    def sole_segments(self) -> Iterator[tuple[int, Segment]]:
-        """Yields (row, segment) for each segment that exactly one open sequence holds."""
-
-    def private_ranges(self) -> list[tuple[int, int, int]]:
-        """Returns the private tail of each open sequence as (row, first entry, end)."""
-
-
-def segment_labels(ledger: _Holdings) -> dict[int, int]:
+def segment_labels(ledger: TokenLedger) -> dict[int, int]:
     """Returns the label of every held segment by its id: SHARED, or OWN + row."""
     labels = {segment.id: OWN + row for row, segment in ledger.sole_segments()}
     return labels | dict.fromkeys((segment.id for segment in ledger.shared), SHARED)
 
 
-def owners(ledger: _Holdings) -> list[Owner]:
+def owners(ledger: TokenLedger) -> list[Owner]:
     """Returns the rows that hold tokens alone, the one with the most first."""
     own: Counter[int] = Counter()
     for row, start, end in ledger.private_ranges():

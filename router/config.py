@@ -151,6 +151,11 @@ class EngineConfig:
         "A directory with safetensors, or an id on the Hugging Face hub.",
     )
     device: str = setting("auto", "Where the model runs: auto (a GPU if there is one), cpu, cuda, cuda:1 …")
+    tensor_parallel: Annotated[int, Meta(ge=1, le=64)] = setting(
+        1,
+        "How many ranks run the model together, each a process with a part of the weights and of K and V: on "
+        "GPUs the first so many of this host. As many as divide the model's heads. For a service alone.",
+    )
     dtype: str = setting(
         "auto",
         "float32, float16, bfloat16, or auto: float32 on a CPU; on a GPU the checkpoint's type if it has "

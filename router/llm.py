@@ -185,6 +185,11 @@ class LLM:
             raise InvalidConfig(
                 "--kv-events is for lightkv serve, and a program has no gateway; leave it out"
             )
+        if config.tensor_parallel > 1:
+            raise InvalidConfig(
+                f"--tensor-parallel is {config.tensor_parallel}, and an LLM runs in this process alone; start "
+                "lightkv serve, whose ranks are processes, or leave it at 1"
+            )
         if config.itl_target is None:
             config = replace(config, itl_target=0.0)
         # `find_model` comes first: that a model cannot run matters more than what its tokenizer lacks.

@@ -201,20 +201,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             return self
         return msgspec.structs.replace(self, prompt_logprobs=None)
 
-    def child(self, child_idx: int) -> "SamplingParams":
-        """Returns the parameters for answer `child_idx` of n. If a seed was given, each has a seed of its own.
-
-        The first child keeps the seed, so that its answer is that of the same request with n = 1. It alone
-        computes the log-probabilities of the prompt.
-        """
-        if not 0 <= child_idx < self.n:
-            raise ValueError(f"child {child_idx} of a request with n = {self.n}; give 0 to {self.n - 1}")
-        prompt_logprobs = None if child_idx else self.prompt_logprobs
-        seed = self.child_seed(child_idx)
-        return msgspec.structs.replace(self, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
-
     def child_seed(self, child_idx: int) -> int | None:
-        """Returns the seed of answer `child_idx`; None where none was given."""
+        """Returns the seed of answer `child_idx` of n, None where none was given. The first answer keeps the
+        seed of its request, so that it is the one of the same request with n = 1."""
         if self.seed is None:
             return None
         return (self.seed + child_idx * _CHILD_STRIDE - _MIN_INT64) % 2**64 + _MIN_INT64

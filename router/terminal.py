@@ -1,9 +1,9 @@
 """Writes what the command line shows: progress and usage on stderr, answers on stdout."""
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.text import Text
@@ -11,10 +11,8 @@ from rich.text import Text
 _HEADING_CHARS = 76
 
 
-class Report(Protocol):
-    """Is called with each line of progress."""
-
-    def __call__(self, line: str) -> None: ...
+Report = Callable[[str], None]
+"""Is called with each line of progress."""
 
 
 @contextmanager

@@ -38,6 +38,7 @@ ROOMS = (
     "lightkv.memory",
     "lightkv.attention",
     "lightkv.kv_cache",
+    "lightkv.integrations.ranks",
     "lightkv.integrations.model",
     "lightkv.integrations.guess_tree",
     "lightkv.integrations.cached_model",
@@ -303,7 +304,7 @@ def test_the_core_knows_no_pages() -> None:
 
 
 # Folders of tests, some of whose files still import one another or stand beside tests without being one.
-NOT_YET_ALONE = ("api", "clients", "contracts", "engine", "integrations", "service")
+NOT_YET_ALONE = ("api", "clients", "engine", "service")
 
 
 def test_what_tests_share_stands_in_support() -> None:

@@ -26,7 +26,7 @@ from lightkv.router.engine.step_time import Work
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.simulate.admissions import make_simulated
 from lightkv.router.simulate.config import page_of
-from lightkv.router.simulate.paged_ledger import ContiguousLedger, PagedLedger, make_ledger
+from lightkv.router.simulate.paged_ledger import PaddedLedger, make_ledger
 from lightkv.router.simulate.record import Distribution, Means
 
 Results = dict[str, Any]
@@ -88,7 +88,7 @@ class Executor:
 
 def padding_of(ledger: Ledger) -> int:
     """Returns the slots that the ledger counts as held and that hold no token."""
-    return ledger.padding if isinstance(ledger, PagedLedger | ContiguousLedger) else 0
+    return ledger.padding if isinstance(ledger, PaddedLedger) else 0
 
 
 class Machine:

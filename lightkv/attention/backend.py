@@ -83,17 +83,13 @@ class AttentionBackend(ABC):
         )
 
     def paged_kv(self, step: Step) -> PagedKV:
-        """Returns the layer's K/V in the pool, with the index that the layer reads it by. This is the one place
-        where that index is chosen: here it is the step's."""
-        return self.cross_kv(step)._replace(index=step.index, lookup=step.lookup)
-
-    def cross_kv(self, step: Step) -> PagedKV:
-        """Returns the layer's K/V in the pool, with the token table, in which cross sequences have rows."""
+        """Returns the layer's K/V in the pool, with the index that the layer reads it by."""
         pool, layer_idx = step.memory.pool, self.layer_idx
         return PagedKV(
             pool.k(layer_idx),
             pool.v(layer_idx),
-            step.memory.table.req_to_token,
+            step.index,
+            step.lookup,
             scales=pool.scales(layer_idx),
             format=pool.format(layer_idx),
         )
@@ -137,7 +133,7 @@ class AttentionBackend(ABC):
         v = v.view(num_tokens, self.num_kv_heads, self.v_dim)
         out = q.new_empty(num_tokens, self.num_heads, self.v_dim)
         self._write(q, k, v, step, rotary)
-        self._attend(q, k, v, step, out)
+        self._attend(q, step, out)
         return out.flatten(1)
 
     def cross(self, q: torch.Tensor, cross: CrossStep) -> torch.Tensor:
@@ -153,7 +149,7 @@ class AttentionBackend(ABC):
             )
         q = q.view(cross.step.num_tokens, self.num_heads, self.head_dim)
         out = q.new_empty(len(q), self.num_heads, self.v_dim)
-        self._attend_cross(q, cross, out)
+        self._attend(q, cross.step, out)
         return out.flatten(1)
 
     def entry_scores(self, q: torch.Tensor, step: Step) -> torch.Tensor:
@@ -179,26 +175,12 @@ class AttentionBackend(ABC):
         step: Step,
         rotary: RotaryEmbedding | None,
     ) -> None:
-        """Writes this step's K/V to its slots, k normalised and rotated by `rotary`, and q in place.
-
-        `_attend` gets k as `_write` leaves it: a backend that reads k there has to rotate it in place, too.
-        """
+        """Writes this step's K/V to its slots, k normalised and rotated by `rotary`, and q in place."""
 
     @abstractmethod
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        step: Step,
-        out: torch.Tensor,
-    ) -> None:
-        """Writes the attention of all tokens to `out`, as the step's form has it (`Form`). k and v are this
-        step's, and are in the pool already."""
-
-    @abstractmethod
-    def _attend_cross(self, q: torch.Tensor, cross: CrossStep, out: torch.Tensor) -> None:
-        """Writes the attention of all tokens to their cross sequences to `out`."""
+    def _attend(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
+        """Writes the attention of all tokens to `out`, as the step's form has it (`Form`). This step's K/V is
+        in the pool already."""
 
     @abstractmethod
     def _entry_scores(self, q: torch.Tensor, entries: torch.Tensor, width: int, step: Step) -> torch.Tensor:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightkv.attention.forms.form import PLAIN, Form, Numbers
+from lightkv.attention.forms.form import PLAIN, Form
 from lightkv.ledger.shared_prefixes import SharedPrefix
+from lightkv.memory.token_table import packed_ranges
 
 from .shared_reads import SharedReads
 
@@ -75,18 +76,13 @@ class Batch:
         step is made of it. Raises ValueError."""
         row, start, count = (integers(numbers) for numbers in (rows, starts, counts))
         same = len(start) == len(count)  # if not, the batch says so
-        positions = packed_positions(start, count) if same else start
+        positions = packed_ranges(start, count) if same else start
         return cls(row, start, count, num_prefills, positions, num_queries=num_queries)
 
     @classmethod
     def empty(cls) -> "Batch":
         """Returns the batch of no sequences. In static tensors it is padding alone."""
         return cls.of([], [], [], 0)
-
-    @property
-    def numbers(self) -> Numbers:
-        """Rows, starts, counts and the number of prefills."""
-        return Numbers(self.rows, self.starts, self.counts, self.num_prefills)
 
     def at_positions(self, positions: Sequence[int]) -> "Batch":
         """Returns the batch with the position of each token, where they do not follow from the entries, as
@@ -125,15 +121,3 @@ def integers(numbers: Sequence[int] | np.ndarray) -> np.ndarray:
         return np.array(array("q", numbers))  # unlike numpy, it takes integers alone
     except (TypeError, OverflowError) as error:
         raise ValueError(f"got {reprlib.repr(numbers)}: give a list of integers ({error})") from error
-
-
-def packed_positions(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Returns `starts[i] : starts[i] + counts[i]` for each sequence, packed."""
-    if len(counts) == 1:  # a prompt
-        return np.arange(starts[0], starts[0] + max(int(counts[0]), 0))
-    if not len(counts) or counts.min() < 1:  # no batch, as the checks will say
-        return starts
-    ends = counts.cumsum()
-    if ends[-1] == len(counts):  # a decode step
-        return starts
-    return np.repeat(starts - ends + counts, counts) + np.arange(ends[-1])

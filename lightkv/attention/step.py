@@ -141,9 +141,9 @@ class Step:
         caller's, to upload with the batch. Raises ValueError where the batch's form takes no such mask or does
         not fit the table, and IndexError for places outside the table.
         """
-        form, numbers = batch.form, batch.numbers
+        form = batch.form
         places = checked_places(batch, memory, mask)
-        seen = form.seen(numbers, memory.table)
+        seen = form.seen(batch, memory.table)
         host = Packing.of(batch, seen)
         shared = None if batch.shared is None or not batch.shared.reads else batch.shared
         arrays = [
@@ -187,11 +187,10 @@ class Step:
 def checked_places(batch: Batch, memory: KVMemory, mask: ValueMask | TreeMask | None) -> np.ndarray:
     """Returns where the slots of the batch's tokens are in the flattened table, int64 `[T]`, once the batch's
     form has checked them and the mask. Raises ValueError and IndexError."""
-    form, numbers = batch.form, batch.numbers
     if mask is not None:
-        form.check_mask(mask)
-    form.check_table(numbers, memory.table)
-    return form.places(numbers, memory.table)
+        batch.form.check_mask(mask)
+    batch.form.check_table(batch, memory.table)
+    return batch.form.places(batch, memory.table)
 
 
 def shared_groups(uploaded: Sequence[torch.Tensor], most_members: int) -> SharedPrefixGroups:

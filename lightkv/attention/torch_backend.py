@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from lightkv.memory.kv_gatherer import KVGatherer
 from lightkv.triton_kernels.attention.attention_inputs import check_variants
 from lightkv.triton_kernels.attention.attention_reference import joined_reference, slots_reference
 from lightkv.triton_kernels.attention.attention_scores import attention_scores_reference
 from lightkv.triton_kernels.attention.variants.chunk import Chunk
-from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
 from lightkv.triton_kernels.attention.variants.sink_logits import SinkLogits
 from lightkv.triton_kernels.attention.variants.softcap import Softcap
 from lightkv.triton_kernels.attention.variants.variant import Scored
@@ -22,10 +22,9 @@ from lightkv.triton_kernels.quantised.quantise_reference import apply_hadamard
 
 from .backend import AttentionBackend
 from .biased_attention import attend_with_bias
-from .cross import CrossStep, attend_cross
 from .rotary import RotaryEmbedding
 from .step import Step
-from .torch_plan import PaddedBucket, Scratch, TiledPrefill, decode_buckets, tiled_prefill, window_and_chunk
+from .torch_plan import decode_buckets, tiled_prefill, window_and_chunk
 
 
 class TorchAttention(AttentionBackend):
@@ -50,22 +49,15 @@ class TorchAttention(AttentionBackend):
 
     def read(self, step: Step, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns K and V of slots, int64 `[n]`, which may be valid until the next call only."""
-        pool = step.memory.pool
-        if pool.format(self.layer_idx).is_quantised:
-            return pool.read(self.layer_idx, slots)
-        rows = step.plans.keep("scratch", Scratch).gather(pool.kv(self.layer_idx), slots)
-        return pool.spec.split(rows, self.layer_idx)
+        gatherer = step.plans.keep("scratch", lambda: KVGatherer(step.memory.pool))
+        return gatherer.read(self.layer_idx, slots)
 
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, out: torch.Tensor
-    ) -> None:
-        step.form.attend_in_torch(self, q, k, v, step, out)
+    def _attend(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
+        step.form.attend_in_torch(self, q, step, out)
 
-    def attend_plain(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, out: torch.Tensor
-    ) -> None:
+    def attend_plain(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
         """Writes the attention of q `[T, H, Dk]` to all that the step's index and lookup find to `out` `[T, H,
-        Dv]`. k and v are the step's."""
+        Dv]`."""
         if self._is_general or step.mask is not None or not step.lookup.is_plain:
             self._attend_each(q, step, out)
             return
@@ -76,7 +68,7 @@ class TorchAttention(AttentionBackend):
             self._decode(q[decoded], step, out[decoded])
         if host.num_prefills:
             prefilled = slice(host.first_prefill_token, host.first_prefill_token + host.num_prefill_tokens)
-            self._prefill(q[prefilled], k[prefilled], v[prefilled], step, out[prefilled])
+            self._prefill(q[prefilled], step, out[prefilled])
 
     @property
     def _is_general(self) -> bool:
@@ -110,29 +102,19 @@ class TorchAttention(AttentionBackend):
             scored = scored._replace(keys=scored.keys[first:])
             out[queries] = attend_with_bias(q[queries], keys, values, options, scored)
 
-    def _prefill(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        step: Step,
-        out: torch.Tensor,
-    ) -> None:
-        pool = step.memory.pool
-        plan = self.tiles(q, step, fused=self._is_fused)
+    def _prefill(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
+        key = "tiles", *window_and_chunk(self.options), q.dtype, self._is_fused
+        plan = step.plans.get(
+            key, self.layer_idx, lambda: tiled_prefill(step, self.options, q.dtype, self._is_fused)
+        )
+        written = step.slot_mapping[step.host.first_prefill_token :]
         group = self.num_heads // self.num_kv_heads
         if step.host.decodes_first:
             out.zero_()  # also the padding, so that what is computed of it stays finite
         for tile in plan.tiles:
-            if tile.slots is None:
-                # The pool's type may be narrower than the model's: attend to what a later step will read.
-                own = slice(tile.start, tile.end)
-                if pool.format(self.layer_idx).is_quantised:
-                    keys, values = self.read(step, step.slot_mapping[own])
-                else:
-                    keys, values = k[own].to(pool.spec.dtype), v[own].to(pool.spec.dtype)
-            else:
-                keys, values = self.read(step, tile.slots)
+            # The pool's type may be narrower than the model's: attend to what a later step will read.
+            own = written[tile.start : tile.end]
+            keys, values = self.read(step, own if tile.slots is None else tile.slots)
             # [T, H, D] as [num_kv_heads, group, T, D]; keys [S, num_kv_heads, D] are repeated along the group
             queries = q[tile.start : tile.end].unflatten(1, (-1, group)).permute(1, 2, 0, 3)
             attended = self._attend_keys(
@@ -145,24 +127,10 @@ class TorchAttention(AttentionBackend):
             )
             out[tile.start : tile.end].unflatten(1, (-1, group)).copy_(attended.permute(2, 0, 1, 3))
 
-    def tiles(self, q: torch.Tensor, step: Step, fused: bool, skipped: int = 0) -> TiledPrefill:
-        """Returns the step's prefills in tiles, for queries as q. With `fused`, attention stores no scores.
-        `skipped`: how many first entries of a row are left out."""
-        key = "tiles", *window_and_chunk(self.options), q.dtype, fused, skipped
-        return step.plans.get(
-            key, self.layer_idx, lambda: tiled_prefill(step, self.options, q.dtype, fused, skipped)
-        )
-
-    def _buckets(self, q: torch.Tensor, step: Step) -> list[PaddedBucket]:
-        """Returns the step's decodes in buckets, for queries as q."""
-        key = "buckets", *window_and_chunk(self.options), q.dtype
-        return step.plans.get(key, self.layer_idx, lambda: decode_buckets(step, self.options, q.dtype))
-
-    def _attend_cross(self, q: torch.Tensor, cross: CrossStep, out: torch.Tensor) -> None:
-        attend_cross(q, lambda slots: self.read(cross.step, slots), cross, self.options, out)
-
     def _decode(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
-        for members, slots, width, bias in self._buckets(q, step):
+        key = "buckets", *window_and_chunk(self.options), q.dtype
+        buckets = step.plans.get(key, self.layer_idx, lambda: decode_buckets(step, self.options, q.dtype))
+        for members, slots, width, bias in buckets:
             queries = q if members is None else q.index_select(0, members)
             keys, values = self.read(step, slots)
             # Query heads that share a K/V head are its query rows: K and V are read once, not per head.
@@ -205,7 +173,9 @@ class TorchAttention(AttentionBackend):
         after those of K/V heads and groups."""
         if self._is_fused:
             return scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=self.scale)
-        scores = self._scores(q, k)
+        scores = torch.matmul(q, k.transpose(-1, -2)).float() * self.scale
+        if (softcap := self.options.of(Softcap)) is not None:
+            scores = softcap.cap_scores(scores)
         if causal:
             bias = torch.full_like(scores[0, 0], float("-inf")).triu_(1)
         if bias is not None:
@@ -218,40 +188,3 @@ class TorchAttention(AttentionBackend):
             lse = torch.logaddexp(lse, joins.view(self.num_kv_heads, -1, *sink_dims))
         weights = (scores - lse).exp()
         return torch.matmul(weights.to(v.dtype), v)
-
-    def _scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Computes the scores `[..., n, S]`, float32, of q `[..., n, D]` and k `[..., S, D]`."""
-        scores = torch.matmul(q, k.transpose(-1, -2)).float() * self.scale
-        softcap = self.options.of(Softcap)
-        return scores if softcap is None else softcap.cap_scores(scores)
-
-    def attend_part(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bias: torch.Tensor | None,
-        with_sinks: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attends from q `[T, H, D]` to a part of its keys, k and v `[S, num_kv_heads, D]`, for `merge_states`.
-
-        Returns the output `[T, H, v_dim]` and the log-sum-exp `[T, H]` in base 2, both float32.
-        `with_sinks`: with the layer's learned sinks, if it has any.
-        """
-        num_tokens = len(q)
-        # Query heads that share a K/V head are its query rows: [num_kv_heads, group * T, D]
-        rows = q.unflatten(1, (self.num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
-        scores = self._scores(rows, k.to(q.dtype).transpose(0, 1)).unflatten(1, (-1, num_tokens))
-        scored = Scored.of_last(slice(0, num_tokens), 0, len(k), q.device)
-        for one in self.options.variants:
-            if not isinstance(one, Softcap):  # which `_scores` has applied
-                changed = one.scores_reference(scores.flatten(0, 1), scored)
-                scores = changed.view(scores.shape)
-        if bias is not None:
-            scores = scores + bias
-        lse = scores.logsumexp(-1)  # [num_kv_heads, group, T]
-        for joins in joined_reference(self.options.variants) if with_sinks else ():
-            lse = torch.logaddexp(lse, joins.view(*lse.shape[:2], 1))
-        weights = scores.sub_(lse[..., None]).exp_().flatten(1, 2)
-        attended = torch.matmul(weights.to(v.dtype), v.transpose(0, 1)).float().unflatten(1, (-1, num_tokens))
-        return attended.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1, 2) * LOG2_E

@@ -69,22 +69,6 @@ class TiledPrefill(NamedTuple):
         return self.bias[-num_queries:, -len(tile.slots) :].contiguous()
 
 
-class Scratch:
-    """The memory that the layers of a step gather K/V into, one after the other."""
-
-    def __init__(self) -> None:
-        self._scratch: torch.Tensor | None = None
-
-    def gather(self, buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Returns `buffer[slots]`, `[len(slots), width]`, which is valid until the next call."""
-        numel = len(slots) * buffer.shape[1]
-        scratch = self._scratch
-        if scratch is None or scratch.numel() < numel or scratch.dtype != buffer.dtype:
-            scratch = self._scratch = buffer.new_empty(numel)
-        gathered = scratch[:numel].view(len(slots), buffer.shape[1])
-        return torch.index_select(buffer, 0, slots, out=gathered)
-
-
 def decode_buckets(step: Step, options: AttentionOptions, dtype: torch.dtype) -> list[PaddedBucket]:
     """Returns the decodes of a step in buckets of similar length. `dtype` is that of the queries."""
     window, chunk = window_and_chunk(options)
@@ -101,14 +85,11 @@ def decode_buckets(step: Step, options: AttentionOptions, dtype: torch.dtype) ->
     ]
 
 
-def tiled_prefill(
-    step: Step, options: AttentionOptions, dtype: torch.dtype, fused: bool, skipped: int = 0
-) -> TiledPrefill:
+def tiled_prefill(step: Step, options: AttentionOptions, dtype: torch.dtype, fused: bool) -> TiledPrefill:
     """Returns the prefills of a step in tiles. `dtype` is that of the queries. With `fused`, attention stores
-    no scores, so a prefill without a prefix is one tile, whatever its length, or one in each chunk. `skipped`:
-    how many first entries of a row are left out."""
+    no scores, so a prefill without a prefix is one tile, whatever its length, or one in each chunk."""
     window, chunk = window_and_chunk(options)
-    tiles = _prefill_tiles(step, window, chunk, fused, skipped)
+    tiles = _prefill_tiles(step, window, chunk, fused)
     return TiledPrefill(tiles, _tile_bias(tiles, window, dtype))
 
 
@@ -154,7 +135,7 @@ def _padded_bucket(
     return PaddedBucket(chosen[0] if chosen else None, table.read(where).long(), width, bias)
 
 
-def _prefill_tiles(step: Step, window: int, chunk: int, fused: bool, skipped: int) -> list[PrefillTile]:
+def _prefill_tiles(step: Step, window: int, chunk: int, fused: bool) -> list[PrefillTile]:
     """Returns the prefills in tiles. No tile has queries of two chunks, so within a tile every query sees all
     keys of its chunk up to its own."""
     index, host = step.index, step.host
@@ -174,7 +155,7 @@ def _prefill_tiles(step: Step, window: int, chunk: int, fused: bool, skipped: in
             if sees_all and (fused or stop - begin <= QUERY_TILE):
                 tiles.append(PrefillTile(begin + shift, stop + shift, row, None))
                 continue
-            begin_keys = max(0, begin - window + 1) if window else floor + skipped
+            begin_keys = max(0, begin - window + 1) if window else floor
             slots = index[row, begin_keys:stop].long()
             for start in range(begin, stop, QUERY_TILE):
                 end = min(start + QUERY_TILE, stop)

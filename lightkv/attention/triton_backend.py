@@ -20,7 +20,6 @@ from lightkv.triton_kernels.write.inputs import Rotation, StoredKV
 from lightkv.triton_kernels.write.write_kv import write_kv
 
 from .backend import AttentionBackend, LayerShape
-from .cross import CrossStep
 from .restored_prefill import RestoredPrefill, scratch_tokens
 from .rotary import Rotary, RotaryEmbedding
 from .step import Step
@@ -88,17 +87,15 @@ class TritonAttention(AttentionBackend):
             rotation = Rotation(rotary.cos, rotary.sin, rotary.interleaved)
             write_kv(k, v, stored, slots, q=q, rotation=rotation, norms=rotary.norms)
 
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, out: torch.Tensor
-    ) -> None:
+    def _attend(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
         step.form.attend_by_kernels(self, q, step, out)
 
-    def attend_plain(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
+    def attend_plain(self, q: torch.Tensor, step: Step, out: torch.Tensor, may_restore: bool = True) -> None:
         """Writes the attention of q `[T, H, Dk]` to all that the step's index and lookup find to `out` `[T, H,
-        Dv]`."""
+        Dv]`. `may_restore`: whether prefills may read restored keys (`RestoredPrefill`)."""
         kv, q_starts = self.paged_kv(step), step.q_starts[: step.host.num_prefills + 1]
         q = self.as_stored(q, kv.format, step)
-        restored = self._restored(q, kv, q_starts, step)
+        restored = self._restored(q, kv, q_starts, step) if may_restore else None
         if restored is not None:
             q_starts = restored.pool_starts
         mixed_attention(
@@ -190,37 +187,6 @@ class TritonAttention(AttentionBackend):
         in_fp8 = self._fp8_q_scale is not None
         shape = *heads, self._limits, q.dtype, shared_prefixes is not None, layer_format, in_fp8
         return step.plans.get(shape, self.layer_idx, make)
-
-    def _attend_cross(self, q: torch.Tensor, cross: CrossStep, out: torch.Tensor) -> None:
-        step, heads = cross.step, self.heads
-        kv = self.cross_kv(step)
-        q_starts = step.q_starts[: step.host.num_prefills + 1]
-
-        def make() -> MixedPlan:
-            return mixed_plan(
-                cross.rows,
-                q_starts,
-                cross.kv_lens,
-                heads,
-                num_tokens=len(q),
-                dtype=q.dtype,
-                options=self.options,
-                decodes_first=step.host.decodes_first,
-                layer_format=kv.format,
-            )
-
-        mixed_attention(
-            self.as_stored(q, kv.format, step),
-            kv,
-            cross.rows,
-            q_starts,
-            cross.kv_lens,
-            self.options,
-            plan=cross.plans.get((*heads, q.dtype, kv.format), self.layer_idx, make),
-            out=out,
-            decodes_first=step.host.decodes_first,
-        )
-        self.restore_heads(out, kv.format, step)
 
     def _entry_scores(self, q: torch.Tensor, entries: torch.Tensor, width: int, step: Step) -> torch.Tensor:
         kv = self.paged_kv(step)

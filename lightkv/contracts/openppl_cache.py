@@ -13,32 +13,23 @@ from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, Elements, KV
 from lightkv.triton_kernels.quantised.quantise_reference import pack, unpack
 
 SMALLEST_SCALE = 1e-5  # of the contract's quantiser, also of a group of zeros
-LAYOUTS = ("(T, L, 2, H, D)", "(L, T, 2, H, D)", "(L, 2, T, H, D)", "(L, 2, H, T, D)")
+LAYOUTS = ("TL2HD", "LT2HD", "L2THD", "L2HTD")  # T slots, L layers, K and V, H heads, D dims
 
 
 def shape_of(layout: int, num_slots: int, num_layers: int, num_heads: int, dim: int) -> tuple[int, ...]:
     """Returns the shape of a cache, or of its scales, in a layout."""
-    return (
-        (num_slots, num_layers, 2, num_heads, dim),
-        (num_layers, num_slots, 2, num_heads, dim),
-        (num_layers, 2, num_slots, num_heads, dim),
-        (num_layers, 2, num_heads, num_slots, dim),
-    )[layout]
+    sizes = {"T": num_slots, "L": num_layers, "2": 2, "H": num_heads, "D": dim}
+    return tuple(sizes[name] for name in LAYOUTS[layout])
 
 
 def num_slots_of(layout: int, cache: Tensor) -> int:
     """Returns how many slots a cache of five dims has."""
-    return cache.shape[(0, 1, 2, 3)[layout]]
+    return cache.shape[LAYOUTS[layout].index("T")]
 
 
 def layer_of(layout: int, cache: Tensor, layer_idx: int) -> Tensor:
     """Returns a view of a layer, `[num_slots, 2, num_kv_heads, D]`, of a cache or of its scales."""
-    if layout == 0:
-        return cache[:, layer_idx]
-    of_layer = cache[layer_idx]
-    if layout == 1:
-        return of_layer
-    return of_layer.transpose(0, 1) if layout == 2 else of_layer.permute(2, 0, 1, 3)
+    return cache.permute(*map(LAYOUTS[layout].index, "LT2HD"))[layer_idx]
 
 
 class Slots(NamedTuple):
@@ -128,7 +119,7 @@ class LayerCache(NamedTuple):
         if self.scales is None:
             return PagedKV(k, v, index, Pages(shift))
         groups = self.scales.shape[-1]
-        elements = _elements(self.bits)
+        elements = Elements(self.bits)
         if groups > 1:
             elements = elements._replace(group=self.kv.shape[-1] * 8 // self.bits // groups)
         return PagedKV(
@@ -150,17 +141,13 @@ class LayerCache(NamedTuple):
         return PagedKV(k.to(dtype), v.to(dtype), index, CONTIGUOUS, format=AS_COMPUTED)
 
 
-def _elements(bits: int) -> Elements:
-    return Elements(bits)
-
-
 def quantise(x: Tensor, bits: int, num_groups: int) -> tuple[Tensor, Tensor]:
     """Quantises heads `[..., D]` as the contract does, in the type of x.
 
     Returns the elements, int8 `[..., D]`, or uint8 `[..., D / 2]` of 4 bits with the even element in the low
     nibble, and the scales `[..., num_groups]`: the largest absolute value by 127 (7 for 4 bits), at least 1e-5.
     """
-    elements = _elements(bits)
+    elements = Elements(bits)
     groups = x.unflatten(-1, (num_groups, -1))
     scales = (groups.abs().amax(-1) / elements.largest).clamp(min=SMALLEST_SCALE)
     return pack((groups / scales[..., None]).flatten(-2), elements), scales
@@ -168,5 +155,5 @@ def quantise(x: Tensor, bits: int, num_groups: int) -> tuple[Tensor, Tensor]:
 
 def dequantise(stored: Tensor, scales: Tensor, bits: int) -> Tensor:
     """Returns heads `[..., D]`, computed in the type of their scales `[..., num_groups]`."""
-    numbers = unpack(stored, _elements(bits)).to(scales.dtype)
+    numbers = unpack(stored, Elements(bits)).to(scales.dtype)
     return (numbers.unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2)

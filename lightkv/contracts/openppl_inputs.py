@@ -139,8 +139,8 @@ def _check_cache(cache: Tensor, scale: Tensor | None, attributes: Attributes) ->
     wanted = shape_of(layout, num_slots, layers, heads, stored)
     if cache.dtype not in attributes.cache_types or cache.shape != wanted or not has_unit_stride(cache):
         raise ValueError(
-            f"cache must be {LAYOUTS[layout]} with L {layers}, H {heads} and D {stored}, of one of "
-            f"{[str(dtype) for dtype in attributes.cache_types]} and a last stride of 1, for cache_layout "
+            f"cache must be ({', '.join(LAYOUTS[layout])}) with L {layers}, H {heads} and D {stored}, of one "
+            f"of {[str(dtype) for dtype in attributes.cache_types]} and a last stride of 1, for cache_layout "
             f"{layout} and quant_bit {attributes.quant_bit}; got {cache.dtype} {tuple(cache.shape)} with "
             f"strides {cache.stride()}"
         )

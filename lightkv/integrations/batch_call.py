@@ -6,6 +6,9 @@ import numpy as np
 import torch
 
 from lightkv.attention import Batch, Step
+from lightkv.errors import OutOfRows
+from lightkv.kv_cache import KVCache
+from lightkv.ledger.sequence import Sequence
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import upload
 from lightkv.memory.token_table import TokenTable
@@ -160,3 +163,21 @@ def _sources(parts: list[Part], padding: list[int], first: int, num_columns: int
     return np.concatenate(
         [np.arange(start, start + part.num_tokens) for start, part in zip(starts, parts, strict=True)]
     )
+
+
+def select(cache: KVCache, sequences: list[Sequence], order: list[int]) -> list[Sequence]:
+    """Returns the sequences at the places in `order`; the others are closed.
+
+    A place that appears again gets a fork, which copies indices and no K/V. Raises OutOfRows, with nothing
+    changed.
+    """
+    if cache.num_open - len(sequences) + len(order) > cache.max_sequences:
+        raise OutOfRows(cache.max_sequences)
+    for idx in set(range(len(sequences))).difference(order):
+        cache.close(sequences[idx], cache=False)
+    used: set[int] = set()
+    selected = []
+    for idx in order:
+        selected.append(cache.fork(sequences[idx]) if idx in used else sequences[idx])
+        used.add(idx)
+    return selected

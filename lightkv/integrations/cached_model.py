@@ -30,7 +30,7 @@ from lightkv.attention import AttentionBackend, Batch, Rotary, Step, make_backen
 from lightkv.attention.forms.rings import over_rings
 from lightkv.attention.forms.sinks import with_sinks
 from lightkv.counts import checked_count
-from lightkv.errors import OutOfRows, UnsupportedModel
+from lightkv.errors import UnsupportedModel
 from lightkv.integrations.model.attention_call import AttentionHandler, compute
 from lightkv.integrations.model.context import context_length
 from lightkv.integrations.model.exact_rotary import find_rotary, make_exact
@@ -285,22 +285,3 @@ def assemble(
         layer.check_format(kv_format.of_layer(layer.layer_idx))
     cache = KVCache(spec, capacity, max_sequences, max_entries, model.device)
     return cache, backends
-
-
-def select(cache: KVCache, sequences: Seq[Sequence], order: Seq[int]) -> list[Sequence]:
-    """Returns the sequences at the places in `order`; the others are closed.
-
-    A place that appears again gets a fork, which copies indices and no K/V. Raises OutOfRows, with nothing
-    changed.
-    """
-    num_forks, num_closed = len(order) - len(set(order)), len(sequences) - len(set(order))
-    if cache.ledger.num_open + num_forks - num_closed > cache.ledger.max_sequences:
-        raise OutOfRows(cache.ledger.max_sequences)
-    for idx in set(range(len(sequences))).difference(order):
-        cache.close(sequences[idx], cache=False)
-    used: set[int] = set()
-    selected = []
-    for idx in order:
-        selected.append(cache.fork(sequences[idx]) if idx in used else sequences[idx])
-        used.add(idx)
-    return selected

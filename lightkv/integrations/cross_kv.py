@@ -1,16 +1,15 @@
 """The K/V of an encoder's output, of which every request of a batch has one cross sequence in the pool."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers.cache_utils import CacheLayerMixin
 
 from lightkv.kv_cache import KVCache
 from lightkv.ledger.crosses import CrossSequence
 from lightkv.memory.staging import upload
 
-from .cache_layers import KV, write_tokens
+from .cache_layers import write_tokens
 
 
 class EncoderOutput(NamedTuple):
@@ -123,56 +122,3 @@ class CrossKV:
             (index,) = upload([np.array(requests, dtype=np.int64)], self._columns.device)
             self._seen = self._columns.index_select(0, index)
         return self._seen
-
-
-class CrossOwner(Protocol):
-    """What a CrossLayer asks of the cache that it belongs to."""
-
-    @property
-    def encoder_width(self) -> int:
-        """Columns of the encoder's output."""
-
-    @property
-    def max_entries(self) -> int:
-        """The most tokens of a text."""
-
-    def update_cross(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes a layer's K/V of the encoder's output."""
-
-    def read_cross(self, layer_idx: int) -> KV:
-        """Returns a layer's K/V of the encoder's output."""
-
-
-class CrossLayer(CacheLayerMixin):
-    """One layer of the K/V that a decoder reads of the encoder's output. A model writes it once with `update`,
-    and reads `keys` and `values` from then on."""
-
-    def __init__(self, owner: CrossOwner, layer_idx: int) -> None:
-        # transformers' own constructor would set the two properties.
-        self.is_initialized = False
-        self._owner = owner
-        self._layer_idx = layer_idx
-
-    @property
-    def keys(self) -> torch.Tensor:  # type: ignore[override]
-        return self._owner.read_cross(self._layer_idx)[0]
-
-    @property
-    def values(self) -> torch.Tensor:  # type: ignore[override]
-        return self._owner.read_cross(self._layer_idx)[1]
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Does nothing: the pool is allocated when the cache is made."""
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> KV:
-        self._owner.update_cross(self._layer_idx, key_states, value_states)
-        return self._owner.read_cross(self._layer_idx)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._owner.encoder_width, 0
-
-    def get_seq_length(self) -> int:
-        return self._owner.encoder_width
-
-    def get_max_length(self) -> int:
-        return self._owner.max_entries

@@ -1,15 +1,13 @@
 """Finds out which K/V an encoder-decoder's decoder caches, by running it once over one token."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 from transformers import Cache, EncoderDecoderCache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
 from transformers.generation import GenerationMixin
 
 from lightkv.errors import UnsupportedModel
+from lightkv.integrations.model.probe import RecordingLayer, evaluated
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
@@ -26,12 +24,12 @@ def probe_encoder_decoder(model: PreTrainedModel, kv_format: KVFormat) -> KVSpec
     name, usual = type(model).__name__, GenerationMixin._prepare_cache_for_generation
     if getattr(type(model), "_prepare_cache_for_generation", usual) is not usual:
         raise UnsupportedModel(name, "its generate puts a cache of its own in place of the encoder output's")
-    own, cross = (Cache(layer_class_to_replicate=_RecordingLayer) for _ in range(2))
+    own, cross = (Cache(layer_class_to_replicate=RecordingLayer) for _ in range(2))
     try:
         decoder = model.get_decoder()
         hidden_size = model.get_encoder().config.hidden_size
         hidden = torch.zeros(1, _NUM_COLUMNS, hidden_size, dtype=model.dtype, device=model.device)
-        with _evaluated(decoder), torch.no_grad():
+        with evaluated(decoder), torch.no_grad():
             decoder(
                 input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device),
                 encoder_hidden_states=hidden,
@@ -57,37 +55,11 @@ def probe_encoder_decoder(model: PreTrainedModel, kv_format: KVFormat) -> KVSpec
     return KVSpec(len(own.layers), num_heads, k_dim, v_dim, dtype, kv_format)
 
 
-class _RecordingLayer(CacheLayerMixin):
-    """A layer that keeps what it is given, and counts how often."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Does nothing: nothing is allocated."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.calls.append((key_states, value_states))
-        return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-
 def _calls(name: str, half: Cache, num_columns: int) -> Iterator[tuple[int, int, int, torch.dtype]]:
     """Returns the heads, dims and type of what each layer was given. Raises UnsupportedModel for anything but
     K and V of `num_columns` columns, given once."""
     for layer_idx, layer in enumerate(half.layers):
-        assert isinstance(layer, _RecordingLayer)
+        assert isinstance(layer, RecordingLayer)
         shapes = [(tuple(k.shape), tuple(v.shape)) for k, v in layer.calls]
         if len(shapes) != 1 or any(len(one) != 4 or one[2] != num_columns for one in shapes[0]):
             raise UnsupportedModel(name, f"layer {layer_idx} caches {shapes} of {num_columns} columns")
@@ -96,15 +68,3 @@ def _calls(name: str, half: Cache, num_columns: int) -> Iterator[tuple[int, int,
             reason = f"layer {layer_idx} caches K and V of {shapes[0]}, {k.dtype} and {v.dtype}"
             raise UnsupportedModel(name, reason)
         yield k.shape[1], k.shape[3], v.shape[3], k.dtype
-
-
-@contextmanager
-def _evaluated(module: torch.nn.Module) -> Iterator[None]:
-    """Puts `module` into evaluation mode while the block runs: a layer may be skipped in training."""
-    training = [part for part in module.modules() if part.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True

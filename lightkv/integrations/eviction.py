@@ -19,7 +19,6 @@ slot of every other token is free at once. Keys stay as they were computed, at t
 (80, 20, 40, [32, 33, 34, 35, 36, 37, 38, 39])
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -143,26 +142,22 @@ class HeavyHitters:
 
 
 class _Scores:
-    """Sums up, over the layers of a step, the attention to each entry: `scores`, float32 `[B, longest]`."""
+    """An AttentionHandler that also sums up, over its layers, the attention to each entry: `scores`,
+    float32 `[B, longest]`."""
+
+    _packed: PackedStep
 
     def __init__(self) -> None:
         self.scores: torch.Tensor | None = None
 
-    def of_step(self, step: PackedStep) -> "_ScoredStep":
-        """Returns the handler of a step that adds its scores to these."""
-        return _ScoredStep(step, self)
-
-
-@dataclass
-class _ScoredStep:
-    """The AttentionHandler of a step that also adds the attention to each entry to `total`."""
-
-    packed: PackedStep
-    total: _Scores
+    def of_step(self, step: PackedStep) -> "_Scores":
+        """Returns the handler of this step."""
+        self._packed = step
+        return self
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        out = self.packed.attend(call)  # which applies positions to q
-        backend = self.packed.backends[call.module.layer_idx]
-        scores, before = backend.entry_scores(call.q[0].transpose(0, 1), self.packed.step), self.total.scores
-        self.total.scores = scores if before is None else before + scores
+        out = self._packed.attend(call)  # which applies positions to q
+        backend = self._packed.backends[call.module.layer_idx]
+        scores = backend.entry_scores(call.q[0].transpose(0, 1), self._packed.step)
+        self.scores = scores if self.scores is None else self.scores + scores
         return out

@@ -54,6 +54,7 @@ from lightkv.integrations.model.probe import probe, require_plain_cache
 from lightkv.kv_cache import KVCache
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.ledger.sequence import Sequence
+from lightkv.memory.kv_gatherer import KVGatherer
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
 from .batch_call import (
@@ -65,10 +66,11 @@ from .batch_call import (
     pack_step,
     require_own_columns,
     seen_slots,
+    select,
 )
-from .cache_layers import KV, CacheLayer, KVGatherer, ReadableLayer, write_tokens
-from .cached_model import assemble, select
-from .cross_kv import CrossKV, CrossLayer, EncoderOutput
+from .cache_layers import KV, CacheLayer, CrossLayer, ReadableLayer, write_tokens
+from .cached_model import assemble
+from .cross_kv import CrossKV, EncoderOutput
 from .encoder_decoder import probe_encoder_decoder
 
 
@@ -76,9 +78,8 @@ class _Pending(NamedTuple):
     """The call of the model that has begun and not ended, or has failed."""
 
     step: GatheredStep | PackedStep | None  # None while slots are allocated and the step is not made yet
-    input_ids: torch.Tensor  # int64 [B, new columns]
+    call: ModelCall
     first: int  # the first column that it computes
-    num_logits: int  # of each row
 
 
 class LightKVCache(Cache):
@@ -223,9 +224,7 @@ class LightKVCache(Cache):
                 self.kv.truncate(sequence, sequence.length + tokens_to_remove)
             self._ids = self._ids[:, :tokens_to_remove]
 
-    def update_layer(
-        self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update_layer(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> KV:
         """Writes a layer's new K/V, and gathers the K/V that its attention sees.
 
         keys, values: `[B, heads, T, dim]`. Returns both as `[B, heads, width, dim]`, which stay valid until the
@@ -237,7 +236,12 @@ class LightKVCache(Cache):
             )
         source, slots, seen = self._pending.step
         write_tokens(self.kv.memory.pool, layer_idx, slots, source, (keys, values))
-        return self._gatherer.read(layer_idx, seen.view(len(keys), -1))
+        return self._gather(layer_idx, seen.view(len(keys), -1))
+
+    def _gather(self, layer_idx: int, seen: torch.Tensor) -> KV:
+        """Returns K and V at the slots `seen`, int64 `[rows, width]`, as `[rows, heads, width, dim]`."""
+        k, v = self._gatherer.read(layer_idx, seen)
+        return k.transpose(1, 2), v.transpose(1, 2)
 
     def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs before the model's forward pass: allocates slots, and cuts the call down to uncached tokens."""
@@ -245,8 +249,7 @@ class LightKVCache(Cache):
             return None
         call = self._read_call(args, kwargs)
         parts, same_as = self._allocate(call)
-        pending = _Pending(None, call.input_ids, self.num_columns, call.num_logits)
-        self._pending = pending
+        self._pending = pending = _Pending(None, call, self.num_columns)
         kwargs = dict(kwargs)
         rows = [sequence.row for sequence in self._sequences]
         if self._backends and model.config.get_text_config()._attn_implementation == ATTENTION:
@@ -363,9 +366,10 @@ class LightKVCache(Cache):
             return None
         self._pending = None
         self.kv.confirm()
-        self._ids = torch.cat((self._ids, pending.input_ids), 1) if len(self._ids) else pending.input_ids
+        ids, num_logits = pending.call.input_ids, pending.call.num_logits
+        self._ids = torch.cat((self._ids, ids), 1) if len(self._ids) else ids
         if is_packed:
-            output["logits"] = output.logits[0].unflatten(0, (-1, pending.num_logits))
+            output["logits"] = output.logits[0].unflatten(0, (-1, num_logits))
             output["past_key_values"] = self
         return output
 
@@ -435,7 +439,7 @@ class _EncoderDecoderKVCache(LightKVCache, EncoderDecoderCache):
         """Returns a copy of a layer's K/V of the decoder's text, `[B, heads, columns, dim]`."""
         rows = [sequence.row for sequence in self._sequences]
         seen = seen_slots(self.kv.memory.table, rows, self._padding, self.num_columns)
-        k, v = self._gatherer.read(layer_idx, seen)
+        k, v = self._gather(layer_idx, seen)
         return k.clone(), v.clone()
 
     def read_cross(self, layer_idx: int) -> KV:
@@ -445,7 +449,7 @@ class _EncoderDecoderKVCache(LightKVCache, EncoderDecoderCache):
             raise ValueError("there is no encoder output: the batch has not begun, or has been reset")
         place = layer_idx, self._gatherer.num_reads
         if self._gathered is None or self._gathered[0] != place:  # K first, then V
-            shared, num_rows = self._gatherer.read(layer_idx, self._cross.seen()), len(self._cross.which)
+            shared, num_rows = self._gather(layer_idx, self._cross.seen()), len(self._cross.which)
             k, v = (part.expand(num_rows, -1, -1, -1) for part in shared)
             if self._pending is None:
                 return k.clone(), v.clone()

@@ -1,6 +1,7 @@
 """The ledger: which sequence holds how many tokens, and what is shared. Pure Python integers, without torch."""
 
-from .ledger import Match, TokenLedger
+from .ledger import TokenLedger
+from .prefix_tree import Match
 from .sequence import Sequence
 from .sessions import Session, SessionCounts
 

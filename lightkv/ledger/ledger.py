@@ -4,17 +4,13 @@ It is pure Python arithmetic without torch, slots or a clock. Each verb changes 
 at once and emits *edits* (`lightkv/edits.py`), which the device memory's owner applies; `drain` returns
 them. A verb that raises has changed nothing and emitted no edit.
 
-A sequence is a path of shared segments and a private tail (`sequence.py` draws it). Indexed segments without a
-holder are cached, and freed by eviction. Unindexed segments exist while several sequences hold them; the last
-one gets the tokens back as private. A private tail is freed when its sequence closes.
-
 After every verb `num_free + num_cached + num_held == capacity`.
 """
 
 from collections.abc import Iterable, Iterator, Set
 from collections.abc import Sequence as Seq
 from operator import add, index
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from lightkv.counts import checked_count
 from lightkv.edits import Alloc, Edit
@@ -22,25 +18,15 @@ from lightkv.errors import OutOfRows, OutOfTokens, SequenceTooLong
 from lightkv.holdings import HeldRow, Holdings
 from lightkv.triton_kernels.layout.ring import Ring
 
-from . import branching
 from .changes import SegmentAdded, TreeChange
 from .crosses import CrossSequence, ReaderSequence
-from .prefix_tree import TOKEN_BYTES, Namespace, Segment
+from .prefix_tree import TOKEN_BYTES, Match, Namespace, Segment
 from .rings import RingSequence
 from .sequence import Sequence, require_lists, require_sequence
 from .sessions import Session, SessionCounts
 from .state import LedgerState
 
 S = TypeVar("S", bound=Sequence)
-
-
-class Match(NamedTuple):
-    """What the cache has of a prompt: a path of segments, the deepest first. The first of them matches for
-    `tip` tokens, the others whole."""
-
-    path: tuple[Segment, ...]
-    tip: int
-    num_tokens: int
 
 
 class TokenLedger:
@@ -109,7 +95,7 @@ class TokenLedger:
         )
 
     def indexed_segments(self) -> Iterator[Segment]:
-        """Yields every segment that look-ups can find, held or cached, parents before children."""
+        """Yields every segment that look-ups can find, parents before children."""
         return iter(self._state.tree)
 
     def holders(self, segment: Segment) -> Iterator[Sequence]:
@@ -125,9 +111,7 @@ class TokenLedger:
 
     def private_ranges(self) -> list[tuple[int, int, int]]:
         """Returns the private tail of each open sequence as (row, first entry, end)."""
-        return [
-            (sequence.row, sequence.shared, sequence.length) for sequence in self._state.sequences.values()
-        ]
+        return [(one.row, one.shared, one.length) for one in self._state.sequences.values()]
 
     def holdings(self) -> Holdings:
         """Returns what each open sequence's row and each segment holds, once the edits so far are applied."""
@@ -148,23 +132,13 @@ class TokenLedger:
         """Returns the edits since the last call, in order. The caller has to have them applied."""
         return self._state.drain()
 
-    def note_changes(self) -> None:
-        """Notes from now on what comes and goes in the prefix tree, for `drain_changes`. What is in it already
-        is in `contents`."""
-        self._state.tree.changes = []
+    def note_changes(self) -> list[SegmentAdded]:
+        """Notes from now on what comes and goes in the prefix tree (`drain_changes`). Returns what is in it."""
+        return self._state.tree.note_changes()
 
     def drain_changes(self) -> list[TreeChange]:
         """Returns the changes of the prefix tree since the last call, in order; none unless they are noted."""
-        tree = self._state.tree
-        changes = tree.changes
-        if not changes:
-            return []
-        tree.changes = []
-        return changes
-
-    def contents(self) -> list[SegmentAdded]:
-        """Returns the changes that make the indexed segments, as they are now, from nothing."""
-        return self._state.tree.contents()
+        return self._state.tree.drain_changes()
 
     def open(self, token_ids: bytes, namespace: Namespace = (), session: Session | None = None) -> Sequence:
         """Opens a sequence that holds the longest cached prefix of its prompt (`match`).
@@ -200,12 +174,9 @@ class TokenLedger:
 
     def open_cross(self, length: int) -> CrossSequence:
         """Opens a cross sequence: `length` tokens of an encoder, say, whose K/V is written once and read by the
-        sequences that are opened with it (`open_reader`), their forks included.
-
-        All slots are allocated here, cached tokens being evicted as needed, and counted once however many
-        sequences read them. `close` ends the caller's hold; the slots are freed once the last reader has
-        closed, too, with all that its readers have left cached. Raises OutOfTokens, OutOfRows,
-        SequenceTooLong, ValueError.
+        sequences that are opened with it (`open_reader`), and allocates all its slots. `close` ends the
+        caller's hold; the slots are freed once the last reader has closed, too, with all that its readers have
+        left cached. Raises OutOfTokens, OutOfRows, SequenceTooLong, ValueError.
         """
         if length < 1:
             raise ValueError(f"a cross sequence of {length} tokens; give at least one")
@@ -219,8 +190,6 @@ class TokenLedger:
         return sequence
 
     def _open(self, sequence: S, num_entries: int, namespace: Namespace, within: Namespace = ()) -> S:
-        """Opens `sequence` in a row of at least `num_entries` entries, and in a namespace of those of
-        `within`."""
         if not isinstance(namespace, tuple):
             raise TypeError(f"namespace is {namespace!r} ({type(namespace).__name__}); give a tuple")
         self._require_row(num_entries)
@@ -256,13 +225,7 @@ class TokenLedger:
     def match(self, token_ids: bytes, namespace: Namespace = ()) -> Match:
         """Returns what `open` would hit. Changes nothing. Raises ValueError."""
         _num_tokens(token_ids)
-        tree = self._state.tree
-        root = tree.roots.get(namespace)
-        if root is None:
-            return Match((), 0, 0)
-        path, matched = tree.find(root, token_ids, 0, len(token_ids) - TOKEN_BYTES)
-        tip = matched // TOKEN_BYTES
-        return Match(tuple(path[::-1]), tip, tip + sum(segment.length for segment in path[:-1]))
+        return self._state.tree.match(namespace, token_ids)
 
     def growth(self, sequences: Seq[Sequence], count: int = 1) -> int:
         """Returns how many available slots are enough to extend each of these by `count` tokens."""
@@ -335,12 +298,10 @@ class TokenLedger:
             state.evict(needed - state.num_free)
 
     def _set_batch(self, sequences: Seq[Sequence]) -> None:
-        """Checks the sequences of a batch, once for as long as the same ones are extended. Raises
-        ValueError."""
+        """Checks the sequences of a batch, once for as long as the same ones are extended."""
         slot_per_token = True
         for sequence in sequences:
-            if not isinstance(sequence, Sequence):
-                require_sequence(sequence)
+            require_sequence(sequence)
             slot_per_token = slot_per_token and sequence.slot_per_token
         rows = tuple([sequence.row for sequence in sequences])
         batch = list(sequences)
@@ -356,9 +317,7 @@ class TokenLedger:
 
     def shrink(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
         """Undoes an `extend` whose tokens were not computed: frees the last `counts[i]` slots of
-        `sequences[i]`, all or none. The prompts stay as they are. Raises ValueError for slots that other
-        sequences may hold.
-        """
+        `sequences[i]`, all or none. Raises ValueError for slots that other sequences may hold."""
         require_lists(sequences, counts)
         if sequences != self._batch:
             self._set_batch(sequences)
@@ -405,8 +364,7 @@ class TokenLedger:
 
         Close their sequences first, with `cache=False`. Raises ValueError while one still holds such tokens.
         """
-        rows = self._state.unconfirmed_rows()
-        if rows:
+        if rows := self._state.unconfirmed_rows():
             raise ValueError(
                 f"rows {rows} hold what a failed step has published; close their sequences first"
             )
@@ -436,7 +394,12 @@ class TokenLedger:
 
         Tokens that either of them adds from now on are its own. When it closes, it caches its own output.
         """
-        return branching.fork(self._state, sequence)
+        state = self._state
+        self._require_branching(sequence)
+        if not state.has_free_row:
+            raise OutOfRows(self.max_sequences)
+        state.share_tail(sequence)
+        return state.fork(sequence)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Drops all but the first `length` entries of a sequence, such as after tokens that were guessed wrong.
@@ -445,7 +408,21 @@ class TokenLedger:
         is cut to no more than its sinks has dropped nothing any more; otherwise its next token's position is
         `length + dropped`, after all that is left. Raises ValueError.
         """
-        branching.truncate(self._state, sequence, length)
+        state = self._state
+        self._require_branching(sequence)
+        if not 0 <= length <= sequence.length:
+            raise ValueError(f"cannot cut a sequence of {sequence.length} entries to {length}")
+        start = max(length, sequence.shared)
+        if start < sequence.length:
+            state.free_range(sequence.row, start, sequence.length)
+        if length < sequence.shared:
+            state.leave_range(sequence, length, sequence.shared)
+        sequence.length = length
+        if sequence.gap.dropped:
+            sequence.gap = sequence.gap.cut(length)
+            state.set_gap(sequence.row, length, sequence.gap.dropped)
+        if not sequence.gap.dropped:
+            sequence.prompt = sequence.prompt[: length * TOKEN_BYTES]
 
     def release(self, sequence: Sequence, count: int, sink_tokens: int = 0) -> int:
         """Drops the `count` oldest tokens after the first `sink_tokens`, as a sliding window does.
@@ -455,7 +432,23 @@ class TokenLedger:
         cached from now on. Raises ValueError: for more tokens than it has; once it has dropped some, for more
         `sink_tokens` than before, and for fewer while it still shares segments on both sides of the gap.
         """
-        return branching.release(self._state, sequence, count, sink_tokens)
+        state = self._state
+        self._require_branching(sequence)
+        length, shared, end = sequence.length, sequence.shared, sink_tokens + count
+        if count < 0 or sink_tokens < 0 or end > length:
+            raise ValueError(f"cannot drop {count} tokens after {sink_tokens}, of {length}")
+        sequence.gap.require_start(sink_tokens)
+        if not count:
+            return 0
+        before = state.num_free
+        if sink_tokens < shared:
+            state.leave_range(sequence, sink_tokens, min(end, shared))
+        if end > shared:
+            state.free_range(sequence.row, max(sink_tokens, shared), end)
+        state.move_entries(sequence.row, end, length, sink_tokens)
+        sequence.length -= count
+        sequence.gap = sequence.gap.widened(sink_tokens, count)
+        return state.num_free - before
 
     def keep(self, sequence: Sequence, count: int) -> int:
         """Keeps only `count` of the private tokens after its sinks. Which ones stay is passed to the device
@@ -464,7 +457,21 @@ class TokenLedger:
         Returns how many slots this frees at once. The remaining entries move down in their order; nothing that
         the sequence computes is cached from now on. Raises ValueError.
         """
-        return branching.keep(self._state, sequence, count)
+        self._require_branching(sequence)
+        start = max(sequence.shared, sequence.gap.start)
+        num_freed = sequence.length - start - count
+        if count < 0 or num_freed < 0:
+            raise ValueError(f"cannot keep {count} of {sequence.length - start} private tokens")
+        if num_freed:
+            self._state.keep_entries(sequence.row, start, sequence.length, count)
+            sequence.length -= num_freed
+            sequence.gap = sequence.gap.widened(sequence.gap.start, num_freed)
+        return num_freed
+
+    def _require_branching(self, sequence: Sequence) -> None:
+        """Raises ValueError for a sequence that is not open, or cannot be forked or lose tokens."""
+        self._state.require_open(sequence)
+        sequence.require_branching()
 
     def evict(self, count: int) -> None:
         """Frees exactly `count` cached tokens: first those that were used the longest ago and were hardly hit,

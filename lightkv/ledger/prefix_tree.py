@@ -17,6 +17,7 @@ its tokens are known.
 
 import heapq
 from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
 
 from lightkv.errors import CheckFailed
 
@@ -95,6 +96,15 @@ class Segment:
             found.append(node)
             stack.extend(node.children.values())
         return found[::-1]
+
+
+class Match(NamedTuple):
+    """What the cache has of a prompt: a path of segments, the deepest first. The first of them matches for
+    `tip` tokens, the others whole."""
+
+    path: tuple[Segment, ...]
+    tip: int
+    num_tokens: int
 
 
 def common_prefix(segment: bytes, tokens: bytes, at: int, end: int) -> int:
@@ -209,6 +219,15 @@ class PrefixTree:
             at += matched
             node = child
         return path, matched
+
+    def match(self, namespace: Namespace, tokens: bytes) -> Match:
+        """Returns what there is of a prompt, but for its last token."""
+        root = self.roots.get(namespace)
+        if root is None:
+            return Match((), 0, 0)
+        path, matched = self.find(root, tokens, 0, len(tokens) - TOKEN_BYTES)
+        tip = matched // TOKEN_BYTES
+        return Match(tuple(path[::-1]), tip, tip + sum(segment.length for segment in path[:-1]))
 
     def add(self, parent: Segment, tokens: bytes) -> Segment:
         """Adds an indexed segment without holders under `parent`."""
@@ -352,9 +371,18 @@ class PrefixTree:
             yield segment
             stack.extend(segment.children.values())
 
-    def contents(self) -> list[SegmentAdded]:
-        """Returns the changes that make these indexed segments from nothing."""
+    def note_changes(self) -> list[SegmentAdded]:
+        """Notes the changes from now on. Returns those that make the indexed segments of now from nothing."""
+        self.changes = []
         return [_added(segment) for segment in self]
+
+    def drain_changes(self) -> list[TreeChange]:
+        """Returns the changes that were noted since the last call, in order."""
+        changes = self.changes
+        if not changes:
+            return []
+        self.changes = []
+        return changes
 
     def check(self, gapped: Collection[int] = ()) -> None:
         """Recounts the links, the keys and the idle leaves. Raises CheckFailed.

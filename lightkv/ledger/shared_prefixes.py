@@ -7,6 +7,7 @@ A sequence is in one set at most, and a set reads one length, so where prefixes 
 """
 
 from collections.abc import Collection, Iterable, Iterator, Set
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, Protocol
 
@@ -154,18 +155,14 @@ def _depth(segment: Segment, known: dict[Segment, int]) -> int:
     return depth
 
 
-def _first_row(prefix: SharedPrefix) -> int:
-    return prefix.rows[0]
-
-
+@dataclass(eq=False)
 class _Family:
     """The sequences of a batch that hold one segment whose prefix is long enough, the sets chosen for them, and
     the tokens that these save."""
 
-    def __init__(self, members: set[Sequence], prefixes: list[SharedPrefix], saved: int) -> None:
-        self.members = members
-        self.prefixes = prefixes
-        self.saved = saved
+    members: set[Sequence]
+    prefixes: list[SharedPrefix]
+    saved: int
 
 
 class BatchPrefixes:
@@ -204,7 +201,7 @@ class BatchPrefixes:
         if changed or left:
             self._renew(changed)
             prefixes = [prefix for family in self._families for prefix in family.prefixes]
-            self._sets = sorted(prefixes, key=_first_row)  # so that sums over the batch keep their order
+            self._sets = sorted(prefixes)  # so that sums over the batch keep their order
         saved = sum([family.saved for family in self._families])
         found = self._sets if self._sharing.is_worth_it(saved, len(batch)) else []
         if found != self._found:

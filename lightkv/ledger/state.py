@@ -1,7 +1,7 @@
 """The ledger's state: the prefix tree, the open sequences, the counts of free and cached tokens, and the edits.
 
-A verb here changes tree, counts and edits together, and trusts its arguments: the public verbs (`ledger.py`,
-`branching.py`) check what a caller asks for before they call it. No other file writes the counts or the edits.
+A verb here changes tree, counts and edits together, and trusts its arguments: the public verbs (`ledger.py`)
+check what a caller asks for before they call it. No other file writes the counts or the edits.
 """
 
 from collections.abc import Iterable
@@ -57,8 +57,7 @@ class LedgerState:
 
     def require_open(self, sequence: Sequence) -> None:
         """Raises ValueError for a sequence that is closed or belongs to another ledger."""
-        if not isinstance(sequence, Sequence):
-            require_sequence(sequence)
+        require_sequence(sequence)
         if self.sequences.get(sequence.row) is not sequence:
             raise ValueError("the sequence is closed, or another ledger's; open one here")
 

@@ -6,6 +6,7 @@ edits were applied in the same order are equal.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -154,6 +155,11 @@ class KVMemory:
                     freed.append(self._keep(edit, next(entries)))
         self._free(freed)
         return allocated
+
+    def digest(self) -> bytes:
+        """Returns a digest of which slots are free and of the token table's rows; synchronises."""
+        tensors = self.allocator.mem_state, self.table.req_to_token[1:]  # row 0 is padding
+        return blake2b(b"".join(x.cpu().numpy().tobytes() for x in tensors), digest_size=16).digest()
 
     def check(self, holdings: Holdings | None = None) -> None:
         """Recounts on the device, which synchronises: the allocator's counts, and that no slot has two owners.

@@ -55,13 +55,7 @@ class TokenTable:
                 f"rows {row.min()} to {row.max()} up to position {(start + count).max()}, in a table of "
                 f"{self.max_sequences + 1} rows of {self.max_entries} entries"
             )
-        first = row * self.max_entries + start
-        if len(count) == 1:  # a prompt
-            return np.arange(first[0], first[0] + count[0])
-        ends = count.cumsum()
-        if ends.size and ends[-1] == len(count) and count.all():  # a decode step
-            return first
-        return np.repeat(first - ends + count, count) + np.arange(ends[-1] if ends.size else 0)
+        return packed_ranges(row * self.max_entries + start, count)
 
     def places(self, rows: np.ndarray, entries: np.ndarray) -> np.ndarray:
         """Returns where entry `entries[i]` of row `rows[i]` is in the flattened table, for integers of any
@@ -96,3 +90,14 @@ class TokenTable:
         np.cumsum(lengths, out=indptr[1:])
         kv_indptr, last, at = upload([indptr, np.ones(len(rows), dtype=np.int32), entries], self.device)
         return KVIndices(kv_indptr, self.read(at), last)
+
+
+def packed_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Returns `starts[i] : starts[i] + counts[i]` for each i, packed, int64. A count below 0 stands for 0."""
+    if len(counts) == 1:  # a prompt
+        return np.arange(starts[0], starts[0] + counts[0])
+    if not len(counts) or (counts == 1).all():  # a decode step
+        return starts
+    counts = np.maximum(counts, 0)
+    ends = counts.cumsum()
+    return np.repeat(starts - ends + counts, counts) + np.arange(ends[-1])

@@ -207,18 +207,18 @@ def info(
     memory = (
         f", {_gib(machine.free_bytes)} of {_gib(machine.total_bytes)} free" if machine.total_bytes else ""
     )
-    heads = f"{model.num_layers} layers x {model.num_kv_heads} K/V heads x ({model.k_dim} + {model.v_dim})"
-    chunk = f"{model.prefill_chunk:,} prompt tokens" if model.prefill_chunk else "all prompt tokens"
+    heads = "{num_layers} layers x {num_kv_heads} K/V heads x ({k_dim} + {v_dim})".format_map(model)
+    chunk = f"{model['prefill_chunk']:,} prompt tokens" if model["prefill_chunk"] else "all prompt tokens"
     rows = {
         **machine.versions,
         "device": f"{machine.device} ({machine.device_name}{memory})",
-        "model": f"{model.model}, in {model.directory}",
-        "architecture": f"{model.architecture}, attention by {model.attention_backend}",
-        "weights": f"{_gib(model.weight_bytes)}: {model.num_parameters:,} parameters in {model.dtype}",
-        "one token": f"{model.bytes_per_token:,} bytes: {heads} in {model.kv_dtype}",
-        "pool": f"{model.pool_tokens:,} tokens in {_gib(model.pool_bytes)}",
-        "": model.pool_reason,
-        "requests": f"{model.max_num_seqs} at once, of {model.max_model_len:,} tokens each at most",
+        "model": f"{model['model']}, in {model['directory']}",
+        "architecture": f"{model['architecture']}, attention by {model['attention_backend']}",
+        "weights": f"{_gib(model['weight_bytes'])}: {model['num_parameters']:,} parameters in {model['dtype']}",
+        "one token": f"{model['bytes_per_token']:,} bytes: {heads} in {model['kv_dtype']}",
+        "pool": f"{model['pool_tokens']:,} tokens in {_gib(model['pool_bytes'])}",
+        "": model["pool_reason"],
+        "requests": f"{model['max_num_seqs']} at once, of {model['max_model_len']:,} tokens each at most",
         "step": f"{chunk} at most",
     }
     for name, value in rows.items():

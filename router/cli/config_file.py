@@ -4,12 +4,11 @@ import difflib
 import tomllib
 from dataclasses import fields
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import typer
 
-from lightkv.router.config import EngineConfig, InvalidConfig, ServiceConfig, flag
+from lightkv.router.config import Allowed, EngineConfig, InvalidConfig, ServiceConfig, declared, flag
 
 _WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a text in quotes"}
 
@@ -24,7 +23,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # both TOMLDecodeError and UnicodeDecodeError are ValueErrors
         raise InvalidConfig(f"--config {path} cannot be read ({error}); give a file in TOML") from error
-    kinds = get_type_hints(EngineConfig) | get_type_hints(ServiceConfig)
+    allowed = declared(EngineConfig) | declared(ServiceConfig)
     names = {}
     for field in (*fields(EngineConfig), *fields(ServiceConfig)):
         for option in (flag(field.name), field.metadata.get("also")):
@@ -41,21 +40,19 @@ def read_config_file(path: Path) -> dict[str, Any]:
             )
         if name in settings:
             raise InvalidConfig(f"--config {path} names {flag(name)} twice; leave one of them out")
-        settings[name] = _checked(path, given, kinds[name], value)
+        settings[name] = _checked(path, given, allowed[name], value)
     return settings
 
 
-def _checked(path: Path, given: str, kind: Any, value: Any) -> Any:
+def _checked(path: Path, given: str, allowed: Allowed, value: Any) -> Any:
     """Returns the value if the option takes it. Raises InvalidConfig."""
-    if kind == tuple[str, ...]:
+    if allowed.kinds == (tuple[str, ...],):
         values = [value] if isinstance(value, str) else value
         if isinstance(values, list) and all(isinstance(one, str) for one in values):
             return values
         raise InvalidConfig(f"--config {path}: {given} is {value!r}; give a list of texts in quotes")
-    (wanted,) = [one for one in get_args(kind) or (kind,) if one is not NoneType]
-    is_right = type(value) is wanted or (wanted is float and type(value) is int)
-    if not is_right:
-        raise InvalidConfig(f"--config {path}: {given} is {value!r}; give {_WANTED[wanted]}")
+    if not allowed.has_type(value):
+        raise InvalidConfig(f"--config {path}: {given} is {value!r}; give {_WANTED[allowed.kinds[0]]}")
     return value
 
 

@@ -89,6 +89,7 @@ def simulate(
     (--step-time), for single tokens: what a page costs or saves in attention is left out. The last line printed
     is one JSON object with every figure; of several simulations it has a list of these, as "runs".
     """
+    from lightkv.router.simulate.report.tables import summary
     from lightkv.router.simulate.result import encode_all, series_csv
     from lightkv.router.simulate.simulator import num_requests
     from lightkv.router.simulate.sweep import sweep
@@ -109,7 +110,8 @@ def simulate(
     except OSError as error:
         say(notes, f"lightkv: {error.filename}: {error.strerror}")
         raise typer.Exit(2) from None
-    for line in summary(results[0]) if len(results) == 1 else comparison(results):
+    rows = (f"{name:<14}{words}" for name, words in summary(results[0]).items())
+    for line in rows if len(results) == 1 else comparison(results):
         typer.echo(line)
     finished = sum(result.figures.num_finished for result in results)
     say(notes, f"{finished:,} requests in {time.perf_counter() - begun:.1f} s")
@@ -165,36 +167,6 @@ def _write_report(path: Path, results: "Sequence[SimulationResult]") -> None:
     from lightkv.router.simulate.report.page import render
 
     write_whole(path, render(results).encode())
-
-
-def summary(result: "SimulationResult") -> Iterator[str]:
-    """Yields the most important figures, one line each."""
-    f = result.figures
-    settings = result.settings
-    arriving = "all at the start" if not f.offered_rate else f"{f.offered_rate:.2f} a second"
-    load = f", {f.load:.2f} of saturation ({f.saturation_rate:.2f})" if f.load else ""
-    targets = f"first token in {settings['ttft_target']:g} s, then {settings['tpot_target'] * 1e3:g} ms each"
-    within = ""
-    if settings["itl_target"]:
-        within = f"; steps of at most {settings['itl_target'] * 1e3:g} ms beside decodes"
-    padding = f", {f.memory_padding_share:.2%} padding" if f.memory_padding_share else ""
-    waste = f"; of a request's slots {f.last_page_waste_share:.2%} empty" if f.last_page_waste_share else ""
-    rows = {
-        "policy": f"{settings['allocation']}, {settings['admission']}; {settings['capacity']:,} tokens{within}",
-        "requests": f"{f.num_requests:,}, {arriving}{load}"
-        + (f"; {f.num_skipped:,} too large" if f.num_skipped else ""),
-        "served": f"{f.served_rate:.2f} requests a second while loaded, {f.output_rate:,.0f} tokens a second",
-        "goodput": f"{f.goodput:.2f} requests a second, {f.met_share:.1%} of them ({targets})",
-        "first token": f"p50 {f.ttft_p50:.2f} s, p90 {f.ttft_p90:.2f} s, p99 {f.ttft_p99:.2f} s",
-        "per token": f"p50 {f.tpot_p50 * 1e3:.1f} ms, p90 {f.tpot_p90 * 1e3:.1f} ms, "
-        f"p99 {f.tpot_p99 * 1e3:.1f} ms",
-        "memory": f"{f.memory_used_share:.1%} used{padding}, {f.memory_cached_share:.1%} cached{waste}",
-        "preempted": f"{f.num_preemptions:,} times, {f.preempted_share:.2%} of requests; "
-        f"{f.recomputed_tokens:,} tokens computed again",
-        "running": f"{f.mean_running:.0f} at once in the mean, {f.max_running} at most",
-    }  # fmt: skip
-    for name, value in rows.items():
-        yield f"{name:<14}{value}"
 
 
 # The columns of a comparison: heading, field of `Figures`, factor, format.

@@ -301,7 +301,8 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     """The properties of a model runner that is ready, for the scheduler and for display. `step_time`: what its
     steps take; None where that was not measured. `graph_tokens`: the tokens of its CUDA graphs for steps with
     prompts, ascending, to which smaller steps are padded; empty without graphs. `kv_dtype` and `skipped_layers`
-    are as the configuration gives them; `kv_type` is the name of what K and V are stored as."""
+    are as the configuration gives them; `kv_type` is the name of what K and V are stored as. `num_ranks`: the
+    processes that run the model together; bytes are those of one of them."""
 
     architecture: str
     device: str
@@ -317,6 +318,7 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     graph_tokens: tuple[int, ...] = ()
     kv_dtype: str = "auto"
     skipped_layers: tuple[int, ...] = ()
+    num_ranks: int = 1
 
     @property
     def kv_type(self) -> str:

@@ -4,6 +4,7 @@ The order matters, since the pool takes the memory that the weights leave. Each 
 """
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,8 +35,9 @@ from lightkv.integrations.model.kv_scales import (
     read_kv_scales,
     set_kv_scales,
 )
-from lightkv.integrations.model.linears import LinearPlan, prepare_linears
+from lightkv.integrations.model.linears import prepare_linears
 from lightkv.integrations.model.probe import ModelShape, probe
+from lightkv.integrations.ranks.group import RankGroup
 from lightkv.ledger.shared_prefixes import PrefixSharing
 from lightkv.memory.device import usable_device
 from lightkv.memory.kv_memory import KVMemory
@@ -100,6 +102,28 @@ def use_graphs(config: EngineConfig, device: torch.device) -> bool:
     """Returns whether steps run as CUDA graphs."""
     backend = pick_backend(config.attention_backend, device)
     return config.cuda_graphs and device.type == "cuda" and backend.supports_cuda_graph
+
+
+def join_ranks(config: EngineConfig, rank: int, size: int, store: str) -> RankGroup:
+    """Joins the group of `size` ranks that finds itself by the file `store`. Blocks until all have joined.
+
+    On GPUs, a rank has the one with its number. Raises InvalidConfig.
+    """
+    device = pick_device(config.device)
+    if device.type == "cuda":
+        num_gpus = torch.cuda.device_count()
+        if config.device not in ("auto", "cuda"):
+            raise InvalidConfig(
+                f"--device is {config.device}, and --tensor-parallel {size} takes GPUs 0 to {size - 1}; give "
+                "--device cuda, and choose the GPUs with CUDA_VISIBLE_DEVICES"
+            )
+        if num_gpus < size:
+            raise InvalidConfig(f"--tensor-parallel is {size}, and this host has {num_gpus} GPUs; give fewer")
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // size))  # the ranks share the cores
+    return RankGroup(rank, size, torch.distributed.FileStore(store, size), device)
 
 
 @dataclass(frozen=True)
@@ -245,17 +269,20 @@ def kv_scales(config: EngineConfig, directory: Path, model: PreTrainedConfig) ->
 
 
 def build_runner(
-    config: EngineConfig, report: Report, directory: Path | None = None
+    config: EngineConfig, report: Report, directory: Path | None = None, ranks: RankGroup | None = None
 ) -> tuple[ModelRunner, RunnerInfo]:
     """Loads the model of `config` and makes everything that its steps need.
 
     `report` is called with each line of progress. `directory`: what `find_model` returned; None calls it here.
+    `ranks`: the group of this process, which then loads its part of the model; None loads the whole model.
     Raises what `find_model` does, ModelTooLarge, and OutOfMemory.
     """
-    device = pick_device(config.device)
+    device = pick_device(config.device) if ranks is None else ranks.device
     directory = directory or find_model(config, report)
-    model = load_model(directory, device, pick_dtype(config.dtype), report)
-    return assemble(model, config, report, kv_scales(config, directory, model.config), directory)
+    for line in () if ranks is None else ranks.lines:
+        report(line)
+    model = load_model(directory, device, pick_dtype(config.dtype), report, ranks)
+    return assemble(model, config, report, kv_scales(config, directory, model.config), directory, ranks)
 
 
 def assemble(
@@ -264,12 +291,14 @@ def assemble(
     report: Report,
     scales: Mapping[int, LayerScales] | None = None,
     directory: Path | None = None,
+    ranks: RankGroup | None = None,
 ) -> tuple[ModelRunner, RunnerInfo]:
     """Makes a runner around a loaded model, on the device that the model is on.
 
     `scales`: those of each layer, for a K/V format whose scales are given. `directory`: the model's, whose
-    tokenizer grammars need; None fails rows with a grammar. Raises InvalidConfig, also where they are missing,
-    UnsupportedModel, and OutOfMemory.
+    tokenizer grammars need; None fails rows with a grammar. `ranks`: the group that runs the model. What each
+    rank measures for itself, and has to be the same on all, is taken from rank 0. Raises InvalidConfig, also
+    where they are missing, UnsupportedModel, and OutOfMemory.
 
     The model belongs to the runner from now on: a runner that was made of it before may not run any more, since
     its CUDA graphs may read weights that have moved.
@@ -290,10 +319,12 @@ def assemble(
     if config.fuse:
         linears = fuse_layers(model, report, is_packed).linears
     else:
-        linears = prepare_linears(model, LinearPlan(packed=is_packed))
+        linears = prepare_linears(model, packed=is_packed)
         for line in linears.lines:
             report(line)
     pool = sizes.pool(shape)
+    if ranks is not None and (smallest := ranks.smallest(pool.num_tokens)) < pool.num_tokens:
+        pool = PoolPlan(smallest, (smallest + 1) * shape.spec.bytes_per_token, "as on the smallest rank")
     size = f"{pool.num_bytes / 2**20:,.1f} MiB"
     report(f"K/V pool: {pool.num_tokens:,} tokens in {kv_text(config, shape)}, {size} ({pool.why})")
     memory = KVMemory(shape.spec, pool.num_slots, limits.max_num_seqs, limits.max_model_len, device)
@@ -302,12 +333,16 @@ def assemble(
     except BadScales as error:
         raise InvalidConfig(f"--kv-dtype {config.kv_dtype}: {error}") from error
     use_fp8_prefill(backends, shape.spec, device, scales or {}, config.prefill_dtype, report)
-    sampler = Sampler(limits.max_num_seqs + 1, limits.vocab_size, device)
+    sampler = Sampler(
+        limits.max_num_seqs + 1, limits.vocab_size, device, None if ranks is None else ranks.take_first
+    )
     parts = RunnerParts(model, backends, memory, sampler)
     graphs, buckets = None, list[int]()
     if with_graphs:
         most = limits.max_step_tokens
         buckets = token_buckets(linears.by_shape(), limits.prefill_budget, most, report)
+        if ranks is not None:
+            buckets = ranks.list_of_first(buckets)
         graphs = StepGraphs(parts, limits, buckets)
     if device.type == "cuda":
         report("compiling kernels")
@@ -336,9 +371,11 @@ def assemble(
         graph_tokens=tuple(buckets),
         kv_dtype=config.kv_dtype,
         skipped_layers=config.skipped_layers,
+        num_ranks=1 if ranks is None else ranks.size,
     )
     if config.itl_target or (config.itl_target is None and device.type == "cuda"):
-        info = replace(info, step_time=StepTimer(runner, info).measure(report))
+        clock = time.perf_counter if ranks is None else ranks.clock_of_first
+        info = replace(info, step_time=StepTimer(runner, info, clock).measure(report))
     return runner, info
 
 

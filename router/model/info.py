@@ -7,7 +7,7 @@ import platform
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -38,33 +38,6 @@ class MachineInfo(msgspec.Struct, frozen=True):
     versions: dict[str, str]
 
 
-class ModelInfo(msgspec.Struct, frozen=True):
-    """A model's shape, and the K/V pool that would fit beside it. Lengths are in tokens.
-
-    `kv_dtype`: how K and V are stored, in words.
-    """
-
-    model: str
-    directory: str
-    architecture: str
-    dtype: str
-    num_parameters: int
-    weight_bytes: int
-    num_layers: int
-    num_kv_heads: int
-    k_dim: int
-    v_dim: int
-    bytes_per_token: int
-    kv_dtype: str
-    attention_backend: str
-    max_num_seqs: int
-    max_model_len: int
-    prefill_chunk: int
-    pool_tokens: int
-    pool_bytes: int
-    pool_reason: str
-
-
 def machine_info(config: EngineConfig) -> MachineInfo:
     """Returns the device that `config` names and the installed versions. Raises InvalidConfig."""
     device = pick_device(config.device)
@@ -77,8 +50,9 @@ def machine_info(config: EngineConfig) -> MachineInfo:
     return MachineInfo(str(device), name, total, free, versions)
 
 
-def model_info(config: EngineConfig, directory: Path) -> ModelInfo:
-    """Returns the sizes of the model in `directory` on its device. Takes seconds for billions of parameters.
+def model_info(config: EngineConfig, directory: Path) -> dict[str, Any]:
+    """Returns the shape of the model in `directory`, and the K/V pool that would fit beside it on its
+    device, each figure by its name. Lengths are in tokens. Takes seconds for billions of parameters.
 
     Every file is checked as if it were loaded. Raises what the engine would: InvalidConfig, UnreadableWeights,
     UnsupportedModel, OutOfMemory.
@@ -99,27 +73,27 @@ def model_info(config: EngineConfig, directory: Path) -> ModelInfo:
     use_fp8_prefill(backends, spec, device, scales, config.prefill_dtype, lambda line: None)
     if device.type == "cuda" and config.max_total_tokens is None:
         pool = _beside_weights(pool, weight_bytes, spec.bytes_per_token)
-    return ModelInfo(
-        model=config.model,
-        directory=str(directory),
-        architecture=type(model).__name__,
-        dtype=str(spec.dtype).removeprefix("torch."),
-        num_parameters=sum(parameter.numel() for parameter in parameters),
-        weight_bytes=weight_bytes,
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        k_dim=spec.k_dim,
-        v_dim=spec.v_dim,
-        bytes_per_token=spec.bytes_per_token,
-        kv_dtype=kv_text(config, shape),
-        attention_backend=pick_backend(config.attention_backend, device).__name__,
-        max_num_seqs=limits.max_num_seqs,
-        max_model_len=limits.max_model_len,
-        prefill_chunk=limits.prefill_chunk,
-        pool_tokens=pool.num_tokens,
-        pool_bytes=pool.num_bytes,
-        pool_reason=pool.why,
-    )
+    return {
+        "model": config.model,
+        "directory": str(directory),
+        "architecture": type(model).__name__,
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "num_parameters": sum(parameter.numel() for parameter in parameters),
+        "weight_bytes": weight_bytes,
+        "num_layers": spec.num_layers,
+        "num_kv_heads": spec.num_kv_heads,
+        "k_dim": spec.k_dim,
+        "v_dim": spec.v_dim,
+        "bytes_per_token": spec.bytes_per_token,
+        "kv_dtype": kv_text(config, shape),
+        "attention_backend": pick_backend(config.attention_backend, device).__name__,
+        "max_num_seqs": limits.max_num_seqs,
+        "max_model_len": limits.max_model_len,
+        "prefill_chunk": limits.prefill_chunk,
+        "pool_tokens": pool.num_tokens,
+        "pool_bytes": pool.num_bytes,
+        "pool_reason": pool.why,
+    }
 
 
 def _shape(model: PreTrainedModel) -> ModelShape:

@@ -14,8 +14,10 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lightkv.errors import LightKVError
+from lightkv.errors import LightKVError, UnsupportedModel
 from lightkv.integrations.model.kv_scales import without_kv_scheme
+from lightkv.integrations.ranks.group import RankGroup
+from lightkv.integrations.ranks.sharded import load_part
 from lightkv.memory.kv_pool import _free_bytes
 from lightkv.router.model_files import UnreadableWeights, one_line, stored_bytes, weight_files
 
@@ -38,7 +40,11 @@ class ModelTooLarge(LightKVError):
 
 
 def load_model(
-    directory: Path, device: torch.device, dtype: torch.dtype | Literal["auto"], report: Report
+    directory: Path,
+    device: torch.device,
+    dtype: torch.dtype | Literal["auto"],
+    report: Report,
+    ranks: RankGroup | None = None,
 ) -> PreTrainedModel:
     """Loads the model in `directory` onto `device`, in evaluation mode and without gradients.
 
@@ -48,9 +54,10 @@ def load_model(
         dtype: of the parameters. "auto" is float32 on the CPU; on a GPU it is the checkpoint's own 16-bit type,
             and bfloat16 for any other type.
         report: is called with each line of progress.
+        ranks: the group of this process, which then reads its own part of the weights; None reads all.
 
     Raises:
-        UnsupportedModel: see `check_supported`.
+        UnsupportedModel: see `check_supported` and, with ranks, `load_part`.
         UnreadableWeights: a file or tensor is missing, damaged, or does not fit the configuration.
         ModelTooLarge: the weights do not fit the device. This is checked before any weight is read, since Linux
             grants more CPU memory than it has and kills the process that uses it.
@@ -59,7 +66,7 @@ def load_model(
     stored = sum((stored_bytes(directory / name) for name in weight_files(directory)), Counter[str]())
     if dtype == "auto":
         dtype = _auto_dtype(device, getattr(config, "dtype", None), set(stored))
-    num_bytes = _loaded_bytes(stored, dtype.itemsize)
+    num_bytes = _loaded_bytes(stored, dtype.itemsize) // (1 if ranks is None else ranks.size)
     free, total = _memory(device)
     if num_bytes > free and device.type != "meta":  # the meta device stores nothing
         raise ModelTooLarge(directory, num_bytes, free, total)
@@ -68,20 +75,23 @@ def load_model(
     started = time.perf_counter()
     try:
         with quiet_transformers():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                directory,
-                config=config,
-                dtype=dtype,
-                device_map={"": device},
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,  # they are then listed, and refused below
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-            model, info = loaded
+            settings: dict[str, Any] = {
+                "dtype": dtype,
+                "use_safetensors": True,
+                "ignore_mismatched_sizes": True,  # they are then listed, and refused below
+                "local_files_only": True,
+                "trust_remote_code": False,
+                "output_loading_info": True,
+            }
+            if ranks is None:
+                load: Any = AutoModelForCausalLM.from_pretrained
+                model, info = load(directory, config=config, device_map={"": device}, **settings)
+            else:
+                model, info = load_part(directory, ranks, config, **settings)
     except torch.OutOfMemoryError as error:
         raise ModelTooLarge(directory, num_bytes, free, total) from error
+    except UnsupportedModel:
+        raise
     # A field of a wrong type fails wherever the model's code first uses it.
     except Exception as error:
         raise UnreadableWeights(directory, f"cannot be loaded ({one_line(error)})") from error

@@ -178,6 +178,10 @@ class ModelRunner:
         self._parts.sampler.check()
         self.fatal = False
 
+    def digest(self) -> bytes:
+        """Returns a digest of the memory's tables, which are the same bytes on every rank; synchronises."""
+        return self._parts.memory.digest()
+
     @torch.inference_mode()
     def map(self, edits: bytes, owners: SlotOwners) -> PoolMap:
         """Applies `edits`, then returns what the slots are used for; synchronises. For errors see `fatal`."""

@@ -5,7 +5,7 @@ changes logits, and `draw.py` draws tokens. Everything runs on the current strea
 neither synchronises nor has data-dependent shapes, so it can be captured in a CUDA graph.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -84,15 +84,24 @@ class Sampler:
     """Sampling state on the device, one line per row of the token table; row 0 is padding and greedy.
 
     `next_token`, int64 `[num_rows]`, is the token that each row sampled last: the input ids of the next step.
+    `agree`: gets the tokens of a step and overwrites them, as where several ranks draw and one of them counts:
+    their logits may differ in the last bit.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        vocab_size: int,
+        device: torch.device | str,
+        agree: Callable[[Tensor], object] | None = None,
+    ) -> None:
         if num_rows < 2 or not 1 <= vocab_size <= MAX_VOCAB_SIZE:
             raise ValueError(
                 f"a sampler of {num_rows} rows over {vocab_size} tokens; it takes at least 2 rows (row 0 is "
                 f"padding) and a vocabulary of 1 to {MAX_VOCAB_SIZE}"
             )
         self.num_rows = num_rows
+        self._agree = agree or (lambda tokens: None)
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         # Made outside inference mode even if the caller is in it: such tensors can be written in either mode.
@@ -167,13 +176,17 @@ class Sampler:
             )
         if kind == SamplerKind.GREEDY:
             scores = logits if masks is None else _ban(logits.clone(), masks)
-            sampled = Sampled(scores.argmax(dim=-1), None, None, None)
+            tokens = scores.argmax(dim=-1)
+            self._agree(tokens)
+            sampled = Sampled(tokens, None, None, None)
         elif kind == SamplerKind.RANDOM:
             lines = self._lines.index_select(0, rows)
             scores = _scores(logits)
             if masks is not None:
                 _ban(scores, masks)
-            sampled = Sampled(_draw(scores, lines, positions), None, None, None)
+            tokens = _draw(scores, lines, positions)
+            self._agree(tokens)
+            sampled = Sampled(tokens, None, None, None)
         else:
             sampled = self._sample_edited(logits, rows, positions, kind == SamplerKind.FULL, masks)
         self.next_token.index_copy_(0, rows, sampled.tokens)
@@ -217,6 +230,7 @@ class Sampler:
         if masks is not None:
             _ban(scores, masks)
         tokens = _draw(scores, lines, positions, truncated)
+        self._agree(tokens)
         self._logit_edits.count(rows, tokens)
         own_scores = logits.gather(1, tokens[:, None]).float()
         return Sampled(

@@ -38,7 +38,7 @@ from .api_settings import ServeSettings, api_settings
 from .child_process import SIGNALS, command, signals_held_back
 from .frames import FrameStream
 from .messages import Status, ToApi
-from .router_process import ABORT, ABORT_SECONDS, DRAIN, RouterSettings, remove
+from .router_process import ABORT, ABORT_SECONDS, DRAIN, RANKS_FILE, RouterSettings, remove
 
 _ROUTER_SOCKET = "router.sock"
 _MAX_PATH_BYTES = 107  # of a unix socket (Linux)
@@ -163,7 +163,7 @@ def _take_site(service: ServiceConfig) -> Iterator[Site]:
     with ExitStack() as stack:
         listener = stack.enter_context(_bind(service))
         directory, lock, leftovers = stack.enter_context(_take_directory(service.socket_dir))
-        leftovers = [str(directory / _ROUTER_SOCKET), *leftovers]
+        leftovers = [str(directory / _ROUTER_SOCKET), str(directory / RANKS_FILE), *leftovers]
         if service.uds is not None:
             leftovers.append(os.path.abspath(service.uds))
         stack.callback(remove, leftovers)

@@ -163,11 +163,21 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     info: RunnerInfo | None = None
 
 
+class Rank(msgspec.Struct, frozen=True):
+    """The place of a worker in a group of `size` that runs one model: its number, from 0, and the file by which
+    the ranks find each other."""
+
+    number: int
+    size: int
+    store: str
+
+
 class WorkerStart(msgspec.Struct, frozen=True):
-    """Asks a worker to load a model. The config is wrapped, because all of its fields have defaults: without
-    the required field any map would decode to a config."""
+    """Asks a worker to load a model, or a rank's part of one. The config is wrapped, because all of its fields
+    have defaults: without the required field any map would decode to a config."""
 
     config: EngineConfig
+    rank: Rank | None = None
 
 
 class Done(msgspec.Struct, Generic[Result], frozen=True, tag=True):

@@ -8,6 +8,7 @@ API.
 import asyncio
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,14 +17,16 @@ import msgspec
 import uvloop
 
 from lightkv.router.config import EngineConfig
+from lightkv.router.service.ranks.worker_group import WorkerGroup
 
 from .child_process import ignore_signals
 from .log_stream import write_in_background
 from .router import Router
-from .worker_client import WorkerClient
+from .worker_client import Worker, WorkerClient
 
 DRAIN = b"drain\n"  # finish running requests, within the shutdown timeout
 ABORT = b"abort\n"  # abort running requests now
+RANKS_FILE = "ranks"  # beside the socket: by which the ranks of a model find each other
 ABORT_SECONDS = 2.0  # for the steps in flight, once every request is aborted; then the worker is killed
 
 
@@ -49,7 +52,10 @@ class _Process:
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self._loop = asyncio.get_running_loop()
-        make_worker = partial(WorkerClient, settings.step_timeout)
+        make_worker: Callable[[], Worker] = partial(WorkerClient, settings.step_timeout)
+        if settings.config.tensor_parallel > 1:
+            store = Path(settings.socket).with_name(RANKS_FILE)
+            make_worker = partial(WorkerGroup, settings.config.tensor_parallel, store, settings.step_timeout)
         self._router = Router(settings.config, make_worker, settings.max_queued_requests)
         self._serving = self._loop.create_task(self._router.serve(Path(settings.socket)))
         self._is_orphan = False

@@ -178,7 +178,8 @@ class Worker(rpyc.Service):
         return self._answer(_NOTHING, b"\xc0", lambda _: self._started()[1].flush())
 
     def exposed_check(self, request: bytes) -> bytes:
-        """(edits, `ExpectedMemory`) → None: applies the edits and recounts the memory. A failure is fatal."""
+        """(edits, `ExpectedMemory`) → a digest of the tables: applies the edits and recounts the memory. A
+        failure is fatal."""
         return self._answer(_CHECK, request, self._check)
 
     def exposed_map(self, request: bytes) -> bytes:
@@ -191,12 +192,14 @@ class Worker(rpyc.Service):
 
         import torch
 
-        from lightkv.router.model.build import build_runner, pick_device
+        from lightkv.router.model.build import build_runner, join_ranks, pick_device
 
-        device = pick_device(start.config.device)
+        config, rank = start.config, start.rank
+        ranks = None if rank is None else join_ranks(config, rank.number, rank.size, rank.store)
+        device = pick_device(config.device) if ranks is None else ranks.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # kernels are launched on the current device, not on their tensors'
-        runner, info = build_runner(start.config, self._slow_work.announce)
+        runner, info = build_runner(config, self._slow_work.announce, ranks=ranks)
         runner.announce(self._slow_work.announce)
         runner.grammars.prepare()
         if self._grammars is not None:
@@ -206,11 +209,11 @@ class Worker(rpyc.Service):
         freeze_objects()
         return Done(info)
 
-    def _check(self, request: tuple[bytes, ExpectedMemory]) -> Done[None]:
+    def _check(self, request: tuple[bytes, ExpectedMemory]) -> Done[bytes]:
         runner = self._started()[0]
         runner.check(*request)
         runner.grammars.trim()  # no request waits now
-        return Done(None)
+        return Done(runner.digest())
 
     def _map(self, request: tuple[bytes, SlotOwners]) -> Done[PoolMap]:
         runner = self._started()[0]

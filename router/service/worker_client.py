@@ -30,7 +30,7 @@ from .call_watch import COMPILE_SECONDS, CPU_STEP_SECONDS, GPU_STEP_SECONDS, Cal
 from .child_process import command
 from .frames import BadFrame, FrameStream
 from .loop_stream import LoopStream
-from .messages import Done, WorkerError, WorkerStart
+from .messages import Done, Rank, WorkerError, WorkerStart
 from .worker import RPYC_CONFIG, connect
 
 Report = Callable[[str], None]
@@ -100,8 +100,8 @@ class Worker(Protocol):
     async def flush(self) -> StepResult | None:
         """Returns the result of the oldest step in flight, or raises its error."""
 
-    async def check(self, edits: bytes, expected: ExpectedMemory) -> None:
-        """Applies the edits and recounts the memory, between steps."""
+    async def check(self, edits: bytes, expected: ExpectedMemory) -> bytes:
+        """Applies the edits and recounts the memory, between steps. Returns a digest of its tables."""
 
     async def map(self, edits: bytes, owners: SlotOwners) -> PoolMap:
         """Applies the edits and returns what every slot is used for, between steps."""
@@ -187,8 +187,9 @@ class WorkerClient:
         """Whether the worker can still answer."""
         return not self._ended.done() and not self._exited.done()
 
-    async def start(self, config: EngineConfig, report: Report) -> RunnerInfo:
-        """Loads the model, without a time limit. `report` gets progress, a line at a time.
+    async def start(self, config: EngineConfig, report: Report, rank: Rank | None = None) -> RunnerInfo:
+        """Loads the model, without a time limit. `report` gets progress, a line at a time. `rank`: the worker's
+        place in a group; None is a worker that runs the whole model.
 
         Kills the worker on failure. An error that `build_runner` raises becomes a WorkerFailed of that `kind`.
         """
@@ -198,7 +199,7 @@ class WorkerClient:
         try:
             await self._wait_for(self._connection.async_request, HANDLE_PING, b"")
             await self._look_up()
-            info = await self._call("start", _INFO, WorkerStart(config))
+            info = await self._call("start", _INFO, WorkerStart(config, rank))
             reader, writer = await asyncio.open_unix_connection(sock=self._grammar_socket)
             self._grammars = FrameStream(reader, writer, Compiled)
             await relay  # until the worker has reported the end of its slow work
@@ -221,9 +222,10 @@ class WorkerClient:
         """Returns the result of the last plan, or None if that was returned already."""
         return await self._call("flush", _STEP)
 
-    async def check(self, edits: bytes, expected: ExpectedMemory) -> None:
-        """Applies edits that no plan has carried yet, and recounts the memory. A WorkerFailed is fatal."""
-        await self._call("check", _CHECKED, (edits, expected))
+    async def check(self, edits: bytes, expected: ExpectedMemory) -> bytes:
+        """Applies edits that no plan has carried yet, and recounts the memory. Returns a digest of its
+        tables. A WorkerFailed is fatal."""
+        return await self._call("check", _CHECKED, (edits, expected))
 
     async def map(self, edits: bytes, owners: SlotOwners) -> PoolMap:
         """Applies edits that no plan has carried yet, and returns what every slot is used for."""
@@ -405,5 +407,5 @@ def _resolve(answer: "asyncio.Future[Any]", result: rpyc.AsyncResult) -> None:
 _VERBS = ("start", "step", "flush", "check", "map")
 _INFO = msgspec.msgpack.Decoder(Done[RunnerInfo] | WorkerError)
 _STEP = msgspec.msgpack.Decoder(Done[StepResult | None] | WorkerError)
-_CHECKED = msgspec.msgpack.Decoder(Done[None] | WorkerError)
+_CHECKED = msgspec.msgpack.Decoder(Done[bytes] | WorkerError)
 _MAPPED = msgspec.msgpack.Decoder(Done[PoolMap] | WorkerError)

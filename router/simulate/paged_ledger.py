@@ -1,115 +1,48 @@
 """Ledgers for other ways to allocate, for comparison: by pages, or one run of slots per request.
 
 They are for the simulator and the benchmarks: they count what a paged or a contiguous allocator would hold, and
-drive no device memory. Each holds a `TokenLedger`, which counts tokens, and counts beside it the *padding*:
-slots that a request keeps from others without a token in them. `num_free + num_cached + num_held == capacity`
+drive no device memory. Each is a `TokenLedger`, which counts tokens, and counts beside it the *padding*: slots
+that a request keeps from others without a token in them. `num_free + num_cached + num_held == capacity`
 holds here, too; `num_held` includes the padding.
 """
 
-from collections.abc import Iterable, Iterator, Set
 from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from lightkv.edits import Alloc, Edit
+from lightkv.edits import Alloc
 from lightkv.errors import CheckFailed, OutOfTokens, SequenceTooLong
-from lightkv.holdings import Holdings
-from lightkv.ledger import Match, Sequence, Session, SessionCounts, TokenLedger
-from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace, Segment
+from lightkv.ledger import Match, Sequence, Session, TokenLedger
+from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace
 
 from .config import InvalidAllocation, page_of
 
 
-class _PaddedLedger:
+class PaddedLedger(TokenLedger):
     """A token ledger and a count of padding. Its verbs do not change the padding; subclasses add the others.
 
     Sessions protect nothing here.
     """
 
-    def __init__(self, capacity: int, max_sequences: int, max_entries: int) -> None:
-        self.padding = 0
-        self._tokens = TokenLedger(capacity, max_sequences, max_entries)
-
-    @property
-    def step(self) -> int:
-        """The number of the next step to plan."""
-        return self._tokens.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self._tokens.step = step
-
-    @property
-    def capacity(self) -> int:
-        """Slots of the pool."""
-        return self._tokens.capacity
+    padding = 0
 
     @property
     def num_free(self) -> int:
         """Slots that no sequence holds and the cache does not keep."""
-        return self._tokens.num_free - self.padding
-
-    @property
-    def num_cached(self) -> int:
-        """Slots that no sequence holds, kept because a prompt may hit them."""
-        return self._tokens.num_cached
+        return super().num_free - self.padding
 
     @property
     def num_held(self) -> int:
         """Slots that open sequences hold, padding included; shared slots count once."""
-        return self.capacity - self.num_free - self.num_cached
+        return super().num_held + self.padding
 
     @property
     def num_available(self) -> int:
         """Slots that are free or can be evicted."""
-        return self.num_free + self.num_cached
-
-    @property
-    def num_open(self) -> int:
-        """Open sequences."""
-        return self._tokens.num_open
-
-    @property
-    def sequences(self) -> Iterable[Sequence]:
-        """The open sequences."""
-        return self._tokens.sequences
-
-    @property
-    def shared(self) -> Set[Segment]:
-        """The segments that more than one open sequence holds."""
-        return self._tokens.shared
-
-    def holders(self, segment: Segment) -> Iterator[Sequence]:
-        """Yields the open sequences that hold `segment`."""
-        return self._tokens.holders(segment)
-
-    def holdings(self) -> Holdings:
-        """Returns what each open sequence's row and each segment holds, in tokens."""
-        return self._tokens.holdings()
-
-    def confirm(self, step: int) -> None:
-        """Keeps what was published up to and including `step`."""
-        self._tokens.confirm(step)
-
-    def retract(self) -> None:
-        """Drops what the unconfirmed steps have published."""
-        self._tokens.retract()
-
-    @property
-    def session_counts(self) -> SessionCounts:
-        """The numbers of sessions and of their tokens."""
-        return self._tokens.session_counts
-
-    def evict(self, count: int) -> None:
-        """Frees `count` cached slots, the least recently used first."""
-        self._tokens.evict(count)
-
-    def drain(self) -> list[Edit]:
-        """Returns the edits since the last call, in order."""
-        return self._tokens.drain()
+        return super().num_available - self.padding
 
 
-class PagedLedger(_PaddedLedger):
+class PagedLedger(PaddedLedger):
     """A ledger in pages of `page` slots, like vLLM's: a page has one owner, and is shared, cached and evicted
     as a whole. Capacity is rounded down to whole pages.
 
@@ -136,73 +69,51 @@ class PagedLedger(_PaddedLedger):
         self._next_number = 1
         self._last = (b"", b"")  # the prompt looked up last, and its code
 
-    def slots(self, rows: Seq[int], lengths: np.ndarray, steps: int = 1) -> int:
-        """Returns the slots in the pages of sequences of these lengths, added up over `steps` steps, in each of
-        which every sequence grows by one token."""
-
-        def pages_up_to(length: np.ndarray) -> np.ndarray:
-            """The pages of sequences of 1, 2 … length tokens, all together."""
-            full, rest = np.divmod(length, self.page)
-            return self.page * full * (full + 1) // 2 + rest * (full + 1)
-
-        return self.page * int((pages_up_to(lengths + steps - 1) - pages_up_to(lengths - 1)).sum())
+    def slots(self, rows: Seq[int], lengths: Seq[int]) -> int:
+        """Returns the slots in the pages of sequences of these lengths."""
+        return sum([length + -length % self.page for length in lengths])
 
     def growth(self, sequences: Seq[Sequence], count: int = 1) -> int:
         """Returns the slots of the pages that are needed to extend each of these by `count` tokens."""
-        page = self.page
-        if count == 1:
-            return page * [sequence.length % page for sequence in sequences].count(0)
-        return page * sum(
-            [-(-(sequence.length + count) // page) + -sequence.length // page for sequence in sequences]
-        )
+        return self._slots_for(sequences, [count] * len(sequences))
 
-    def growth_cycle(self, sequences: Seq[Sequence]) -> list[int]:
-        """Returns the slots that one more token each takes in the next step, the step after it, and so on;
-        after the last entry the list repeats."""
-        lengths = np.array([sequence.length for sequence in sequences])
-        at_end = np.bincount(-lengths % self.page, minlength=self.page)
-        return (self.page * at_end).tolist()
+    def _slots_for(self, sequences: Seq[Sequence], counts: Seq[int]) -> int:
+        """Returns the slots of the pages that are needed to extend each sequence by its count of tokens."""
+        page, pairs = self.page, zip(sequences, counts, strict=True)
+        return page * sum([-(-(one.length + count) // page) + -one.length // page for one, count in pairs])
 
     def match(self, token_ids: bytes, namespace: Namespace = ()) -> Match:
         """Returns the whole pages that `open` would hit."""
-        found = self._tokens.match(self._findable(self._code_prompt(token_ids), token_ids), namespace)
+        found = super().match(self._findable(self._code_prompt(token_ids), token_ids), namespace)
         assert found.num_tokens % self.page == 0
         return found
 
     def open(self, token_ids: bytes, namespace: Namespace = (), session: Session | None = None) -> Sequence:
         """Opens a sequence that holds the longest run of cached pages of its prompt."""
-        max_entries = self._tokens.max_entries
-        if len(token_ids) > max_entries * TOKEN_BYTES:
-            raise SequenceTooLong(len(token_ids) // TOKEN_BYTES, max_entries)
+        if len(token_ids) > self.max_entries * TOKEN_BYTES:
+            raise SequenceTooLong(len(token_ids) // TOKEN_BYTES, self.max_entries)
         coded = self._code_prompt(token_ids)
-        sequence = self._tokens.open(self._findable(coded, token_ids), namespace)
+        sequence = super().open(self._findable(coded, token_ids), namespace)
         self._prompts[sequence.row] = token_ids
         self._coded[sequence.row] = coded
         return sequence
 
     def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
         """Allocates the pages for `counts[i]` more tokens of `sequences[i]`; evicts cached pages."""
-        page = self.page
-        if len(set(counts)) <= 1:
-            slots = self.growth(sequences, counts[0]) if counts else 0
-        else:
-            slots = page * sum(
-                -(-(sequence.length + count) // page) + -sequence.length // page
-                for sequence, count in zip(sequences, counts, strict=True)
-            )
+        slots = self._slots_for(sequences, counts)
         if slots > self.num_free:
-            self._make_room(slots, sequences, counts)
-        alloc = self._tokens.extend(sequences, counts)
+            self._make_page_room(slots, sequences, counts)
+        alloc = super().extend(sequences, counts)
         self.padding += slots - sum(counts)
         return alloc
 
-    def _make_room(self, slots: int, sequences: Seq[Sequence], counts: Seq[int]) -> None:
+    def _make_page_room(self, slots: int, sequences: Seq[Sequence], counts: Seq[int]) -> None:
         """Evicts pages until `slots` are free. Raises OutOfTokens, and what `extend` would raise after it."""
         longest = max(one.length + count for one, count in zip(sequences, counts, strict=True))
-        if longest > self._tokens.max_entries:
-            raise SequenceTooLong(longest, self._tokens.max_entries)
+        if longest > self.max_entries:
+            raise SequenceTooLong(longest, self.max_entries)
         for sequence in sequences:
-            self._tokens.require_open(sequence)
+            self.require_open(sequence)
         if slots > self.num_available:
             raise OutOfTokens(slots, self.num_available, self.capacity)
         self.evict(slots - self.num_free)
@@ -213,12 +124,12 @@ class PagedLedger(_PaddedLedger):
         coded = self._coded[sequence.row]
         end = min(sequence.length * TOKEN_BYTES // size * size, len(coded))
         if end > sequence.shared * TOKEN_BYTES:
-            self._tokens.set_prompt(sequence, coded[:end])
-            self._tokens.publish(sequence)
+            self.set_prompt(sequence, coded[:end])
+            super().publish(sequence)
 
     def close(self, sequence: Sequence, output_ids: bytes = b"", cache: bool = True) -> None:
         """Closes a sequence; with `cache` its whole pages stay to be hit."""
-        self._tokens.require_open(sequence)
+        self.require_open(sequence)
         prompt, coded = self._prompts.pop(sequence.row), self._coded.pop(sequence.row)
         self.padding -= -sequence.length % self.page
         if cache:
@@ -226,8 +137,8 @@ class PagedLedger(_PaddedLedger):
             end = sequence.length * TOKEN_BYTES // size * size
             if end > len(coded):
                 coded += self._code((prompt + output_ids)[len(coded) : end])
-            self._tokens.set_prompt(sequence, coded[:end])
-        self._tokens.close(sequence, b"", cache)
+            self.set_prompt(sequence, coded[:end])
+        super().close(sequence, b"", cache)
 
     def evict(self, count: int) -> None:
         """Frees at least `count` cached slots, by whole pages."""
@@ -235,7 +146,7 @@ class PagedLedger(_PaddedLedger):
 
     def check(self) -> None:
         """Recounts everything. Raises CheckFailed."""
-        self._tokens.check()
+        super().check()
         padding = sum(-sequence.length % self.page for sequence in self.sequences)
         if padding != self.padding:
             raise CheckFailed(f"{self.padding} slots of padding by the ledger's count, {padding} by recount")
@@ -272,7 +183,7 @@ class PagedLedger(_PaddedLedger):
 
     def _forget(self) -> None:
         """Forgets the numbers of pages that neither the tree nor an open sequence has."""
-        known = [segment.tokens for segment in self._tokens.indexed_segments()]
+        known = [segment.tokens for segment in self.indexed_segments()]
         known += [*self._coded.values(), self._last[1]]
         size = self.page
         used = {number for tokens in known for number in np.frombuffer(tokens, np.int32)[::size].tolist()}
@@ -280,7 +191,7 @@ class PagedLedger(_PaddedLedger):
             del self._numbers[ids]
 
 
-class ContiguousLedger(_PaddedLedger):
+class ContiguousLedger(PaddedLedger):
     """One run of slots per request, as long as the request may get: its prompt and `max_new` tokens. No token
     is shared or cached.
 
@@ -296,19 +207,15 @@ class ContiguousLedger(_PaddedLedger):
     @property
     def num_available(self) -> int:
         """Tokens that `extend` can allocate: the slots in no run, and those of runs that have no token yet."""
-        return self._tokens.num_free
+        return self.num_free + self.padding
 
-    def slots(self, rows: Seq[int], lengths: np.ndarray, steps: int = 1) -> int:
-        """Returns the slots of the runs of these rows, added up over `steps` steps."""
-        return steps * sum([self._runs[row] for row in rows])
+    def slots(self, rows: Seq[int], lengths: Seq[int]) -> int:
+        """Returns the slots of the runs of these rows."""
+        return sum([self._runs[row] for row in rows])
 
     def growth(self, sequences: Seq[Sequence], count: int = 1) -> int:
         """Returns 0: tokens use the slots of their run."""
         return 0
-
-    def growth_cycle(self, sequences: Seq[Sequence]) -> list[int]:
-        """Returns [0]: a step takes no slot of the pool."""
-        return [0]
 
     def match(self, token_ids: bytes, namespace: Namespace = ()) -> Match:
         """Returns an empty match."""
@@ -316,7 +223,7 @@ class ContiguousLedger(_PaddedLedger):
 
     def open(self, token_ids: bytes, namespace: Namespace = (), session: Session | None = None) -> Sequence:
         """Opens a sequence with a run of its own."""
-        sequence = self._tokens.open(token_ids, namespace)
+        sequence = super().open(token_ids, namespace)
         run = len(token_ids) // TOKEN_BYTES + self._max_new - 1  # the last token's K/V is never written
         self._runs[sequence.row] = run
         self.padding += run
@@ -326,7 +233,7 @@ class ContiguousLedger(_PaddedLedger):
 
     def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
         """Uses `counts[i]` more slots of the run of `sequences[i]`."""
-        alloc = self._tokens.extend(sequences, counts)
+        alloc = super().extend(sequences, counts)
         self.padding -= sum(counts)
         return alloc
 
@@ -335,13 +242,13 @@ class ContiguousLedger(_PaddedLedger):
 
     def close(self, sequence: Sequence, output_ids: bytes = b"", cache: bool = True) -> None:
         """Closes a sequence and frees its run."""
-        self._tokens.require_open(sequence)
+        self.require_open(sequence)
         self.padding -= self._runs.pop(sequence.row) - sequence.length
-        self._tokens.close(sequence, b"", cache=False)
+        super().close(sequence, b"", cache=False)
 
     def check(self) -> None:
         """Recounts everything. Raises CheckFailed."""
-        self._tokens.check()
+        super().check()
         padding = sum(self._runs[sequence.row] - sequence.length for sequence in self.sequences)
         if padding != self.padding or self.num_free < 0:
             raise CheckFailed(
@@ -350,12 +257,9 @@ class ContiguousLedger(_PaddedLedger):
             )
 
 
-SimulatedLedger = TokenLedger | PagedLedger | ContiguousLedger
-
-
 def make_ledger(
     allocation: str, capacity: int, max_sequences: int, max_entries: int, max_new: int
-) -> SimulatedLedger:
+) -> TokenLedger:
     """Returns the ledger for the name of an allocation. `max_new`: tokens that a contiguous one reserves after
     each prompt."""
     page = page_of(allocation)

@@ -155,31 +155,18 @@ class SimulationResult:
         return cls.from_json(path.read_bytes())
 
 
-@dataclass(frozen=True)
-class _Several:
-    """The file of several results."""
-
-    results: list[SimulationResult]
-
-
-@dataclass(frozen=True)
-class _Peek:
-    """What tells a file of several results from a file of one."""
-
-    results: list[Any] | None = None
-
-
 def encode_all(results: Sequence[SimulationResult]) -> bytes:
     """Encodes results for one file: a single one as itself, several as a list named "results"."""
-    return results[0].to_json() if len(results) == 1 else msgspec.json.encode(_Several(list(results)))
+    return results[0].to_json() if len(results) == 1 else msgspec.json.encode({"results": results})
 
 
 def load_all(path: Path) -> list[SimulationResult]:
     """Reads what `encode_all` encoded. Raises OSError, msgspec.DecodeError."""
     data = path.read_bytes()
-    if msgspec.json.decode(data, type=_Peek).results is None:
+    parts = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    if "results" not in parts:
         return [SimulationResult.from_json(data)]
-    results = msgspec.json.decode(data, type=_Several).results
+    results = msgspec.json.decode(parts["results"], type=list[SimulationResult])
     if not results:
         raise msgspec.ValidationError("the list of results is empty")
     return results

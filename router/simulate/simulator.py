@@ -11,27 +11,26 @@ prefixes are known, their ids fill the prompt.
 """
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from random import Random
 
 import numpy as np
 
-from lightkv.ledger import Sequence
 from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.prefill_budget import PrefillBudget
 from lightkv.router.engine.request import Request
+from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import ExpectedMemory, Limits, StepPlan, StepResult, TokenEvent
-from lightkv.router.engine.step_time import StepTime, Work
+from lightkv.router.engine.step_time import StepTime
 from lightkv.router.sampling_params import SamplingParams
 
 from .admissions import make_simulated
 from .arrivals import Arrivals, at_once, faster, poisson
 from .config import InvalidSimulation, SimulationConfig, page_of
-from .paged_ledger import ContiguousLedger, PagedLedger, make_ledger
+from .paged_ledger import ContiguousLedger, PaddedLedger, PagedLedger, make_ledger
 from .record import Distribution, Means, Overtaking, Timeline
 from .result import Figures, Series, SimulationResult
-from .steady import SteadyScheduler
 from .trace_files import TraceRequest
 from .traces import Trace, is_timed, needs_time_unit, open_trace, summarise
 
@@ -46,14 +45,11 @@ Progress = Callable[[str, int], None]
 """Takes the name of the current phase, and how many of its requests have ended."""
 
 
-def simulate(
-    trace_name: str, config: SimulationConfig, progress: Progress | None = None, stepwise: bool = False
-) -> SimulationResult:
+def simulate(trace_name: str, config: SimulationConfig, progress: Progress | None = None) -> SimulationResult:
     """Runs a trace (`traces.open_trace`) to its end.
 
-    `stepwise`: takes each step by itself, also where many are alike; the result is the same. Raises
-    UnreadableTrace, InvalidStepTime, InvalidAllocation, OSError, and InvalidSimulation for a request that can
-    never run.
+    Raises UnreadableTrace, InvalidStepTime, InvalidAllocation, OSError, and InvalidSimulation for a request
+    that can never run.
     """
     trace = open_trace(trace_name, config.requests, config.seed, config.reading)
     if config.time_unit is not None and not needs_time_unit(trace_name):
@@ -66,7 +62,7 @@ def simulate(
     if config.load is not None and config.saturation is None:
         config = replace(config, saturation=saturation(trace_name, config, progress))
     step_time = StepTime.parse(config.step_time)
-    return _Simulation(trace, config, step_time, progress or (lambda what, done: None), not stepwise).run()
+    return _Simulation(trace, config, step_time, progress or (lambda what, done: None)).run()
 
 
 def num_requests(trace_name: str, config: SimulationConfig) -> int:
@@ -121,10 +117,12 @@ class _Device:
             own = left[rows[i]]
             own[0] -= 1
             tokens.append(MORE if own[0] else END)
-        if self._simulation.has_padding:
-            self._count_slots(
-                [rows[i] for i in plan.sample], [starts[i] + plan.counts[i] for i in plan.sample]
-            )
+        ledger = self._simulation.ledger
+        if isinstance(ledger, PagedLedger | ContiguousLedger):
+            lengths = [starts[i] + plan.counts[i] for i in plan.sample]
+            slots = ledger.slots([rows[i] for i in plan.sample], lengths)
+            self.all_slots += slots
+            self.empty_slots += slots - sum(lengths)
         self._simulation.pass_time(self._step_time.seconds(plan.work))
         self._result = StepResult(plan.step, tokens, plan.num_free, 0)
 
@@ -135,37 +133,14 @@ class _Device:
     def check(self, edits: bytes, expected: ExpectedMemory) -> None:
         """Does nothing: there is no memory."""
 
-    def steps_without_end(self, sequences: Iterable[Sequence]) -> int:
-        """Returns the number of steps in which none of these sequences gets its last token."""
-        return min([self._left[sequence.row][0] for sequence in sequences]) - 1
 
-    def repeat(self, sequences: list[Sequence], steps: int) -> None:
-        """Notes `steps` steps in each of which these sequences, and no others, got a token. Call it before
-        their slots are allocated."""
-        for sequence in sequences:
-            self._left[sequence.row][0] -= steps
-        if self._simulation.has_padding:
-            rows = [sequence.row for sequence in sequences]
-            self._count_slots(rows, [sequence.length + 1 for sequence in sequences], steps)
-
-    def _count_slots(self, rows: list[int], lengths: list[int], steps: int = 1) -> None:
-        ledger = self._simulation.ledger
-        assert isinstance(ledger, PagedLedger | ContiguousLedger)
-        slots = ledger.slots(rows, np.array(lengths, np.int64), steps)
-        tokens = steps * sum(lengths) + len(rows) * steps * (steps - 1) // 2
-        self.all_slots += slots
-        self.empty_slots += slots - tokens
-
-
+@dataclass
 class _Live:
-    """A request that was sent and has not ended."""
+    """A request that was sent and has not ended. `first`: the time of its first token."""
 
-    __slots__ = ("arrival", "first", "request")
-
-    def __init__(self, arrival: float, request: Request) -> None:
-        self.arrival = arrival
-        self.first = 0.0  # the time of its first token
-        self.request = request
+    arrival: float
+    request: Request
+    first: float = 0.0
 
 
 class _Simulation:
@@ -177,10 +152,8 @@ class _Simulation:
         config: SimulationConfig,
         step_time: StepTime,
         progress: Progress,
-        at_once: bool,
     ) -> None:
         self.config = config
-        self._at_once = at_once
         self.trace = trace
         self.step_time = step_time
         self._progress = progress
@@ -200,14 +173,13 @@ class _Simulation:
         limits = Limits(
             config.max_num_seqs, longest, config.prefill_chunk, VOCAB_SIZE, itl_target=config.itl_target
         )
-        self.scheduler = SteadyScheduler(
+        self.scheduler = Scheduler(
             self.ledger,
             limits,
             admission=admission,
             clock=lambda: self.clock,
             budget=PrefillBudget(limits, step_time),
         )
-        self.has_padding = page != 1
         self.device = _Device(self, step_time, config.max_num_seqs)
         self.engine = LocalEngine(self.scheduler, self.device)
         self._live: dict[str, _Live] = {}
@@ -232,8 +204,6 @@ class _Simulation:
         self._arrivals.look(self.clock)
         while True:
             self._send()
-            if self._at_once and self._repeat():
-                continue
             if self.engine.has_work:
                 step = self.ledger.step
                 self._take(self.engine.step())
@@ -253,10 +223,8 @@ class _Simulation:
     def pass_time(self, seconds: float) -> None:
         """Moves the clock on, and notes what the ledger holds meanwhile."""
         ledger = self.ledger
-        padding = ledger.padding if isinstance(ledger, PagedLedger | ContiguousLedger) else 0
-        self._pass(seconds, ledger.num_held, padding, ledger.num_cached)
-
-    def _pass(self, seconds: float, held: int, padding: int, cached: int) -> None:
+        held, cached = ledger.num_held, ledger.num_cached
+        padding = ledger.padding if isinstance(ledger, PaddedLedger) else 0
         scheduler, arrivals = self.scheduler, self._arrivals
         running, waiting = scheduler.num_running, scheduler.num_waiting + arrivals.num_waiting
         if self._loaded and not waiting and arrivals.exhausted:
@@ -269,43 +237,6 @@ class _Simulation:
         now, self.clock = self.clock, self.clock + seconds
         self._timeline.add(now, self.clock, (held - padding, padding, cached, running, waiting))
         arrivals.look(self.clock)
-
-    def _repeat(self) -> bool:
-        """Takes the next steps at once where they are the same decodes again and again: until an answer ends,
-        or a request arrives that the scheduler has to see. The result is exactly that of single steps, which
-        a test checks. Returns False where fewer than two steps are alike."""
-        scheduler, ledger = self.scheduler, self.ledger
-        steps = scheduler.steady_steps()
-        if steps < 2 or self.clock > scheduler.late_at:
-            return False
-        sequences = list(ledger.sequences)
-        steps = min(steps, self.device.steps_without_end(sequences))
-        if steps < 2:
-            return False
-        num = len(sequences)
-        cycle, padding = [num], 0
-        if isinstance(ledger, PagedLedger | ContiguousLedger):
-            cycle, padding = ledger.growth_cycle(sequences), ledger.padding
-        held, cached, free = ledger.num_held, ledger.num_cached, ledger.num_free
-        kv = sum([sequence.length for sequence in sequences])
-        taken = 0
-        while taken < steps:
-            growth = cycle[taken % len(cycle)]
-            held += growth
-            padding += growth - num
-            free -= growth
-            if free < 0:  # cached tokens are evicted
-                cached, free = cached + free, 0
-            kv += num
-            taken += 1
-            self._pass(self.step_time.seconds(Work(num, kv, 0, 0)), held, padding, cached)
-            if self._arrivals.num_waiting and scheduler.num_waiting < self._queue:
-                break
-            if self.clock > scheduler.late_at:
-                break
-        self.device.repeat(sequences, taken)
-        scheduler.repeat(taken, MORE)
-        return True
 
     def _arrange(self) -> tuple[Arrivals, float, float]:
         """Returns the arrivals, the requests offered a second, and the rate of saturation."""

@@ -9,6 +9,8 @@ import codecs
 import secrets
 from collections.abc import Collection, Sequence
 
+from msgspec.structs import replace
+
 from lightkv.router.engine.step import PromptLogprobs, TokenEvent, TokenLogprobs
 from lightkv.router.sampling_params import SamplingParams
 
@@ -33,7 +35,7 @@ class AnswerPlan:
         self._asked = params
         self._tokenizer = tokenizer
         if params.n != 1:
-            params = params.child(0)
+            params = replace(params, n=1)
         self.params = with_banned_ids(params, tokenizer) if params.bad_words else params
         self.stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:

@@ -288,7 +288,7 @@ def test_default_backends_and_an_unknown_name(device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
 @pytest.mark.parametrize(
-    "case", ["gqa-3", "v-narrower", "softcap-window", "chunk-5", "sinks", *slow("window-5", "softcap")]
+    "case", ["softcap-window", "chunk-5", "sinks", *slow("gqa-3", "v-narrower", "window-5", "softcap")]
 )
 def test_scores_of_entries(name: str, case: str, device: torch.device) -> None:
     """Scores are the queries' probabilities by entry, also where tokens were dropped."""

@@ -1,13 +1,13 @@
 """What a step leaves in a quantised pool: the same bytes and scales from both backends, with rotary positions
 applied on the way or before, and layers that stay as computed beside others."""
 
-import pytest
 import torch
 
 from lightkv import KVSpec
 from lightkv.attention import Batch, LayerShape, RotaryEmbedding, Step, make_backends
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
+from tests.support.combinations import each_value
 
 NAMES = ("int8", "int8-g8", "int4")
 DIM = 32
@@ -37,8 +37,7 @@ def written(name: str, backend: str, rotated: bool, device: torch.device) -> lis
     return [*memory.pool.buffers, *queries]
 
 
-@pytest.mark.parametrize("rotated", [False, True], ids=["plain", "rotary"])
-@pytest.mark.parametrize("name", NAMES)
+@each_value(name=NAMES, rotated=[True, False])
 def test_both_backends_write_the_same(name: str, rotated: bool, device: torch.device) -> None:
     ours, expected = (written(name, backend, rotated, device) for backend in ("triton", "torch"))
     assert ours[0].any()

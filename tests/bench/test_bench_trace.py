@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from lightkv.router import EngineConfig
 from lightkv.router.engine.step_time import StepTime
 from lightkv.router.model.build import assemble
 from lightkv.router.simulate.trace_files import FileTrace, TraceRequest, UnreadableTrace
+from tests.support.combinations import each_value
 from tests.support.served import save_tiny_model
 from tests.support.tiny_files import tiny_config
 from tests.support.tiny_models import tiny_llama
@@ -161,10 +161,7 @@ def a_trace(num: int = 16) -> Replayed:
     return Replayed("a trace", [TraceRequest(None, 10 + 7 * i % 40, 21 + i % 16) for i in range(num)])
 
 
-@pytest.mark.parametrize(
-    ("allocation", "admission"),
-    [*product(["token", "paged:16", "paged:64"], ["exact", "quantile", "watermark"]), ("contiguous", "sum")],
-)
+@each_value(allocation=["paged:16", "paged:64", "token"], admission=["exact", "quantile", "watermark"])
 def test_the_device_counts_as_the_ledger_does(machine: Machine, allocation: str, admission: str) -> None:
     trace = a_trace().at_once()
     found = machine.replay(trace, allocation, admission, seed=0)  # raises where they part
@@ -174,6 +171,14 @@ def test_the_device_counts_as_the_ledger_does(machine: Machine, allocation: str,
         assert found["num_preemptions"] > 0
     again = machine.replay(trace, "token", "exact", seed=1)  # the memory is empty again
     assert again["hit_tokens"] == 0
+
+
+def test_the_device_counts_as_a_ledger_of_longest_answers_does(machine: Machine) -> None:
+    trace = a_trace().at_once()
+    found = machine.replay(trace, "contiguous", "sum", seed=0)  # raises where they part
+    assert found["output_tokens"] == sum(request.output for request in trace)
+    assert found["num_steps"] == len(machine.points)
+    assert machine.replay(trace, "token", "exact", seed=1)["hit_tokens"] == 0
 
 
 def test_a_device_that_counts_otherwise_is_found_out(

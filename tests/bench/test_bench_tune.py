@@ -164,6 +164,7 @@ def test_a_run(
 ) -> None:
     monkeypatch.setattr(tune, "Clock", lambda _: clock)
     monkeypatch.setattr(tune, "PREFILL", (CHUNKS,))
+    monkeypatch.setattr(tune, "PREFILL_TILES", tune.PREFILL_TILES[-1:])
     monkeypatch.setattr(tune, "PREFILL_DIMS", ())
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)

@@ -22,7 +22,7 @@ from lightkv.router.cli.app import app
 from lightkv.router.config import bounds, declared
 from lightkv.router.model.build import build_runner
 from lightkv.router.model.info import model_info
-from lightkv.router.model_files import resolve
+from tests.support.served import save_tiny_model
 
 SMALL = ["--device", "cpu", "--max-total-tokens", "2048"]
 GREEDY = ["--temperature", "0", "--max-tokens", "6"]
@@ -53,16 +53,23 @@ def llm() -> LLM:
 
 
 @pytest.fixture
-def templateless(tmp_path: Path) -> Path:
-    """The default model without its chat template."""
-    source = resolve(EngineConfig.model, lambda line: None)
+def loaded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """The default model, which commands of the test find loaded instead of loading it again."""
+    monkeypatch.setattr("lightkv.router.llm.LLM", lambda config, report: llm)
+    return llm
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with the default model's tokenizer and chat template."""
+    return save_tiny_model(tmp_path_factory.mktemp("cli") / "tiny")
+
+
+@pytest.fixture
+def templateless(tmp_path: Path, tiny: Path) -> Path:
+    """The tiny model without its chat template."""
     target = tmp_path / "model"
-    target.mkdir()
-    for file in source.iterdir():
-        if file.suffix == ".safetensors":
-            (target / file.name).symlink_to(file)
-        elif file.name != "chat_template.jinja":
-            shutil.copy(file, target)
+    shutil.copytree(tiny, target, ignore=shutil.ignore_patterns("chat_template.jinja"))
     settings = target / "tokenizer_config.json"
     values = json.loads(settings.read_text()) if settings.exists() else {}
     settings.write_text(json.dumps({key: value for key, value in values.items() if key != "chat_template"}))
@@ -193,8 +200,9 @@ def test_bad_usage_is_exit_code_2(args: list[str], stdin: str | bytes | None, wo
     assert words in flat(err)
 
 
-def test_a_pool_beyond_the_memory_is_exit_code_1() -> None:
-    code, out, err = run("generate", "--device", "cpu", "--max-total-tokens", "100000000000", "hi")
+def test_a_pool_beyond_the_memory_is_exit_code_1(tiny: Path) -> None:
+    settings = ["--model", str(tiny), "--device", "cpu", "--max-total-tokens", "100000000000"]
+    code, out, err = run("generate", *settings, "hi")
     assert code == 1
     assert out == ""
     assert err.splitlines()[-1].startswith("lightkv: ")
@@ -230,9 +238,9 @@ def test_raw_continues_the_text_from_a_pipe(llm: LLM) -> None:
         assert (code, out) == (0, expected + "\n")
 
 
-def test_a_system_prompt_comes_before_the_prompt(llm: LLM) -> None:
+def test_a_system_prompt_comes_before_the_prompt(loaded: LLM) -> None:
     chat = [{"role": "system", "content": "You are a pirate."}, {"role": "user", "content": QUESTION}]
-    expected = llm.generate(chat, PARAMS)[0]
+    expected = loaded.generate(chat, PARAMS)[0]
     _, out, err = generate("--system", "You are a pirate.", QUESTION)
     assert out == expected.outputs[0].text + "\n"
     assert err.splitlines()[-1].startswith(f"{len(expected.prompt_token_ids)} prompt tokens")
@@ -246,6 +254,7 @@ def test_several_prompts_are_answered_in_order_under_headings(llm: LLM) -> None:
     assert out == "\n".join(f"## {p}\n\n{t}\n" for p, t in zip(prompts, texts, strict=True))
 
 
+@pytest.mark.usefixtures("loaded")
 def test_n_answers_and_a_stop_string() -> None:
     code, out, err = generate("--raw", "--n", "2", "--stop", "Paris", "The capital of France is")
     assert code == 0
@@ -259,7 +268,8 @@ def test_a_seed_repeats_the_answer() -> None:
     assert generate(*args)[1] == generate(*args)[1]
 
 
-def test_without_a_template_the_text_is_continued_with_a_note(templateless: Path, llm: LLM) -> None:
+def test_without_a_template_the_text_is_continued_with_a_note(templateless: Path, tiny: Path) -> None:
+    llm = LLM(EngineConfig(str(tiny), device="cpu", max_total_tokens=2048))
     code, out, err = generate("--model", str(templateless), "The capital of France is")
     assert code == 0
     assert out == llm.generate("The capital of France is", PARAMS)[0].outputs[0].text + "\n"
@@ -270,17 +280,19 @@ def test_without_a_template_the_text_is_continued_with_a_note(templateless: Path
 # Interruptions
 
 
-def _long_answer() -> tuple[subprocess.Popen[bytes], bytes]:
-    """Starts a command with a long answer. Returns its process and the first byte of the answer."""
+def _long_answer(model: Path | None = None) -> tuple[subprocess.Popen[bytes], bytes]:
+    """Starts a command with a long answer of the default or a given model. Returns its process and the first
+    byte of the answer."""
     args = ["generate", *SMALL, "--temperature", "0", "--max-tokens", "1500", "--raw", "1 2 3 4 5 6 7 8"]
-    program = [sys.executable, "-m", "lightkv.router.cli", *args]
+    chosen = [] if model is None else ["--model", str(model)]
+    program = [sys.executable, "-m", "lightkv.router.cli", *args, *chosen]
     process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
     assert process.stdout is not None
     return process, process.stdout.read(1)
 
 
-def test_ctrl_c_ends_the_command_cleanly() -> None:
-    process, first = _long_answer()
+def test_ctrl_c_ends_the_command_cleanly(tiny: Path) -> None:
+    process, first = _long_answer(tiny)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=90)
     assert process.returncode == 130
@@ -350,8 +362,8 @@ from lightkv.router.config import EngineConfig
 from lightkv.router.model.info import model_info
 from pathlib import Path
 info = model_info(EngineConfig(device="cpu", dtype="bfloat16"), Path({str(tmp_path)!r}))
-assert info.weight_bytes > 3.4e9, info
-assert info.bytes_per_token == 2 * 8 * 8 * 128 * 2, info
+assert info["weight_bytes"] > 3.4e9, info
+assert info["bytes_per_token"] == 2 * 8 * 8 * 128 * 2, info
 peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 assert peak < 1.2e9, peak
 """
@@ -381,10 +393,10 @@ def test_info_predicts_the_pool_beside_the_weights(own_memory: None, tmp_path: P
     torch.cuda.empty_cache()  # both figures are of what is held now, without what earlier tests left
     told = model_info(settings, tmp_path)
     runner, engine = build_runner(settings, lambda line: None)
-    assert (told.dtype, told.bytes_per_token) == (engine.dtype, engine.bytes_per_token)
+    assert (told["dtype"], told["bytes_per_token"]) == (engine.dtype, engine.bytes_per_token)
     # The weights have 1.3 GB, which the predicted figure has to leave out. Loading holds a little more.
-    missed = abs(told.pool_tokens - engine.capacity) * told.bytes_per_token
-    assert missed < told.weight_bytes / 5, (told, engine)
+    missed = abs(told["pool_tokens"] - engine.capacity) * told["bytes_per_token"]
+    assert missed < told["weight_bytes"] / 5, (told, engine)
     del runner
 
 

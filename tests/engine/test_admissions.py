@@ -15,6 +15,7 @@ from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits, StepResult
 from lightkv.router.simulate.admissions import make_simulated
 from lightkv.router.simulate.config import SIMULATED_ADMISSIONS
+from tests.support.combinations import each_value
 from tests.support.model_worker import STOP, ModelWorker, assert_idle
 
 VOCABULARY = 300
@@ -34,8 +35,7 @@ def make(
     return LocalEngine(Scheduler(ledger, limits, admission=make_simulated(admission, 0, 0)), worker), worker
 
 
-@pytest.mark.parametrize("chunk", [0, 5])
-@pytest.mark.parametrize("admission", SIMULATED_ADMISSIONS)
+@each_value(admission=SIMULATED_ADMISSIONS, chunk=[0, 5])
 def test_random_requests_under_each_admission(admission: str, chunk: int) -> None:
     """Prompts with shared prefixes run in a pool that a few requests fill. The worker raises if a slot is
     missing."""

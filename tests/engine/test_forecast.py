@@ -10,6 +10,7 @@ from lightkv.router.engine.admission import Demand, peak_tokens
 from lightkv.router.engine.forecast import Candidate, Forecast, Prefill
 from lightkv.router.engine.prefill_budget import PrefillBudget
 from lightkv.router.engine.step import Limits
+from tests.support.combinations import slow
 
 CAPACITY = 100_000
 
@@ -133,13 +134,16 @@ class Life:
             self.forecast.admit(sequence, final, exact)
 
 
+@pytest.mark.parametrize("num_steps", [250, *slow(1000)])
 @pytest.mark.parametrize("exact_share", [1.0, 0.5])
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("seed", range(2))
-def test_the_forecast_is_the_peak_of_its_specification(seed: int, lag: int, exact_share: float) -> None:
+def test_the_forecast_is_the_peak_of_its_specification(
+    seed: int, lag: int, exact_share: float, num_steps: int
+) -> None:
     life = Life(random.Random(seed), lag, exact_share)
     most_shared = 0
-    for step in range(1000):
+    for step in range(num_steps):
         for _ in range(life.rng.randint(0, 3)):
             life.arrive()
         life.check()

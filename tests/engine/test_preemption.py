@@ -16,6 +16,7 @@ from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits, TokenEvent
 from lightkv.router.model.build import assemble
+from tests.support.combinations import slow
 from tests.support.model_worker import STOP, ModelWorker, assert_idle, run
 
 VOCABULARY = 300
@@ -156,7 +157,8 @@ def test_prompts_that_compete_for_the_pool_all_finish() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("chunk", [0, 5])
-def test_random_requests_admitted_by_estimates(chunk: int, depth: int) -> None:
+@pytest.mark.parametrize("num_steps", [4_000, *slow(12_000)])
+def test_random_requests_admitted_by_estimates(num_steps: int, chunk: int, depth: int) -> None:
     """The model of the memory raises when a slot is missing, shared wrongly or freed twice, or when it does not
     hold the tokens that a resumed request continues. test_scheduler.py does the same with exact admission."""
     rng = random.Random(chunk)
@@ -177,7 +179,7 @@ def test_random_requests_admitted_by_estimates(chunk: int, depth: int) -> None:
                 left = alive.pop(event.request_id)
                 assert left == 0 if event.finish_reason == "length" else left >= 0
 
-    for step in range(12_000):
+    for step in range(num_steps):
         if rng.random() < 0.2 and scheduler.num_waiting < 8:
             added += 1
             prompt = rng.choice(families)[: rng.randint(1, 60)]

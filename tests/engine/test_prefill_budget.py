@@ -361,7 +361,7 @@ def test_the_simulator_plans_the_same_steps_as_the_engine(
         itl_target=target,
         step_time=",".join(f"{name}={value}" for name, value in SMALL.as_dict().items() if name in PARAMETERS),
     )  # fmt: skip
-    simulator.simulate(str(path), config, stepwise=True)
+    simulator.simulate(str(path), config)
 
     limits = msgspec.structs.replace(LIMITS, max_model_len=3001, itl_target=target)
     info = RunnerInfo("", "", "", "", False, 3000, 1, 1, "", limits, SMALL)

@@ -277,7 +277,7 @@ def test_the_sizes_are_known_without_weights(case: str, tmp_path: Path) -> None:
     config = EngineConfig(str(tmp_path), device="cpu", max_total_tokens=100, max_num_seqs=2)
     info = model_info(config, tmp_path)
     shape = probe_of(case).spec
-    assert (info.num_layers, info.num_kv_heads, info.k_dim) == (4, shape.num_kv_heads, shape.k_dim)
+    assert (info["num_layers"], info["num_kv_heads"], info["k_dim"]) == (4, shape.num_kv_heads, shape.k_dim)
 
 
 def probe_of(case: str) -> ModelShape:

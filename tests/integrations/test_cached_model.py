@@ -11,7 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForC
 
 from lightkv.errors import OutOfRows, UnknownBackend, UnsupportedModel
 from lightkv.integrations import cached_model
-from lightkv.integrations.cached_model import CachedModel, select
+from lightkv.integrations.batch_call import select
+from lightkv.integrations.cached_model import CachedModel
 from lightkv.ledger.sequence import Sequence
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from tests.support.tiny_models import VOCABULARY, tiny_llama

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_integration_transformers import SMALL, make_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -40,6 +39,7 @@ from lightkv.integrations.model.hf_model import PackedStep, bind, bound
 from lightkv.integrations.model.proofs.gated_mlp import find_mlp
 from lightkv.integrations.model.proofs.own_pass import NotFusable
 from lightkv.triton_kernels.layers.residual_norm import Norm
+from tests.support.eager_models import SMALL, make_model
 
 LLAMA = LlamaConfig(**SMALL)
 BOTH = "qkv and gate_up as one product each, norms with the residual"
@@ -403,7 +403,7 @@ def test_a_layer_whose_kernels_compute_something_else_is_not_fused(
         "decoder_layer.gated_activation_reference",
         "decoder_layer.DecoderLayer.forward",
         "proofs.layer_run._part_call",
-        "proofs.gated_mlp._error",
+        "proofs.gated_mlp.relative_error",
         "linears.JoinedLinear.__init__",
     ],
 )

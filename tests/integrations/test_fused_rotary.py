@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from test_integration_transformers import SMALL, make_model
 from transformers import (
     Cohere2Config,
     CohereConfig,
@@ -39,12 +38,14 @@ from lightkv.integrations.eviction import HeavyHitters
 from lightkv.integrations.model.attention_call import AttentionCall, compute
 from lightkv.integrations.model.fused_rotary import fused_forwards, fused_layers, set_fused_forwards
 from lightkv.integrations.model.hf_model import bind, bound, forward
-from lightkv.integrations.model.linears import LinearPlan, prepare_linears
+from lightkv.integrations.model.linears import prepare_linears
 from lightkv.integrations.model.probe import probe
 from lightkv.integrations.streaming import Stream, Window
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.triton_kernels.write.inputs import Rotation
 from lightkv.triton_kernels.write.write_kv import rotate_reference
+from tests.support.combinations import slow
+from tests.support.eager_models import SMALL, make_model
 
 BOTH = [0, 1]
 # Without head_dim, a head has 32 / 4 = 8 dimensions.
@@ -230,7 +231,7 @@ def test_a_norm_with_a_hook_is_called(when: str, device: torch.device) -> None:
     assert len(calls) == len(STEPS)
 
 
-@pytest.mark.parametrize("name", ["phi3", "cohere", "qwen3", "cohere-norms", "norm-over-heads"])
+@pytest.mark.parametrize("name", ["phi3", *slow("cohere", "qwen3"), "cohere-norms", "norm-over-heads"])
 def test_write_kv_rotates_as_the_modules_do(name: str, device: torch.device) -> None:
     model = make_model(MODELS[name][0], device)
     bind(model)
@@ -355,7 +356,7 @@ def test_projections_may_be_replaced(when: str) -> None:
     plain = Steps(model, "torch")
 
     def replace() -> None:
-        prepare_linears(model, LinearPlan(packed=True))
+        prepare_linears(model, packed=True)
         for layer in model.model.layers:
             for name in ("q_proj", "v_proj", "o_proj"):
                 base = getattr(layer.self_attn, name)

@@ -27,6 +27,7 @@ from lightkv.integrations.hf_cache import LightKVCache
 from lightkv.integrations.model.hf_model import bind
 from lightkv.router import EngineConfig
 from lightkv.router.model_files import resolve
+from tests.support.combinations import each_pair
 
 VOCABULARY = 97
 SMALL = {
@@ -141,9 +142,11 @@ def test_results_are_those_of_transformers_own_cache(call: str, attention: str, 
         cache.kv.check()
 
 
-@pytest.mark.parametrize("attention", [OWN, OURS])
-@pytest.mark.parametrize("call", ["batch", "beams", "assisted"])
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "llama"])
+@each_pair(
+    name=[name for name in CONFIGS if name != "llama"],
+    call=["batch", "beams", "assisted"],
+    attention=[OWN, OURS],
+)
 def test_other_models(name: str, call: str, attention: str, device: torch.device) -> None:
     prompts, options = CALLS[call]
     # sdpa has no softcap.
@@ -444,7 +447,8 @@ def test_a_mask_or_positions_that_would_be_ignored_are_refused(attention: str, d
     cache.kv.check()
 
 
-@pytest.mark.parametrize("attention", [pytest.param(OWN, marks=pytest.mark.slow), OURS])
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", [OWN, OURS])
 def test_smollm2(attention: str, device: torch.device) -> None:
     directory = resolve(EngineConfig.model, print)
     tokenizer = AutoTokenizer.from_pretrained(directory)

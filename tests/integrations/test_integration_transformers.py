@@ -23,7 +23,6 @@ from transformers import (
     OPTConfig,
     Phi3Config,
     PreTrainedConfig,
-    PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     RobertaConfig,
@@ -39,21 +38,9 @@ from lightkv.integrations.model.probe import probe
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.router.model.model_config import position_limit
 from lightkv.triton_kernels.attention.variants import Chunk, SinkLogits, Softcap, Window
+from tests.support.combinations import slow
+from tests.support.eager_models import SMALL, VOCABULARY, make_model
 
-VOCABULARY = 97
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 PLAIN = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -84,15 +71,6 @@ CONFIGS = {
     "gpt-oss": GptOssConfig(**MIXED, num_local_experts=2, num_experts_per_tok=1),
     "llama4": LLAMA4,
 }
-
-
-def make_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
-    torch.manual_seed(0)
-    # Eager attention is the reference, since it applies the model's mask and softcap.
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    for parameter in model.parameters():  # large, so that attention is far from uniform and biases matter
-        torch.nn.init.normal_(parameter, std=0.2)
-    return model.to(device).eval()
 
 
 @torch.no_grad()
@@ -145,9 +123,10 @@ def test_packed_forward_on_torch(name: str, device: torch.device) -> None:
     assert_packed_equals_own_forward(CONFIGS[name], "torch", STEPS, device)
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
-def test_packed_forward_on_triton(name: str, device: torch.device) -> None:
-    assert_packed_equals_own_forward(CONFIGS[name], "triton", STEPS, device)
+@pytest.mark.parametrize("name", ["llama", *slow("gemma2")])
+@pytest.mark.parametrize("num_steps", [3, *slow(len(STEPS))])
+def test_packed_forward_on_triton(name: str, num_steps: int, device: torch.device) -> None:
+    assert_packed_equals_own_forward(CONFIGS[name], "triton", STEPS[:num_steps], device)
 
 
 @pytest.mark.gpu

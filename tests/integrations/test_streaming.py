@@ -35,8 +35,8 @@ from lightkv.attention import (
     Rotary,
     StaticStep,
     Step,
+    biased_attention,
     make_backends,
-    torch_plan,
 )
 from lightkv.attention.forms.gaps import with_gaps
 from lightkv.attention.forms.sinks import Sinks, with_sinks
@@ -476,7 +476,7 @@ def test_sequences_with_different_gaps_in_one_step(
 ) -> None:
     """Compares backends with the definition in float64: slots shuffled, free ones NaN, V narrower than K."""
     torch.manual_seed(0)
-    monkeypatch.setattr(torch_plan, "QUERY_TILE", 3 if name == "torch-tiles" else 512)
+    monkeypatch.setattr(biased_attention, "QUERY_TILE", 3 if name == "torch-tiles" else 512)
     heads, kv_heads, dim, v_dim, num_sink_tokens = 6, 2, 24, 16, 3
     shape = LayerShape(
         heads, dim, kv_heads, AttentionOptions(scale=0.5).plus(Softcap(softcap) if softcap else None), v_dim

@@ -80,9 +80,9 @@ def test_index_window_and_softcap(device: torch.device, shift: int, window: int,
     check(cache, group=3, window=window, softcap=softcap, spread=3.0)
 
 
-@pytest.mark.parametrize("num_queries", [2, 4, 8], ids="queries{}".format)
-@pytest.mark.parametrize(("group", "window"), [(1, 0), (4, 0), (3, 40), (7, 1)], ids=str)
-def test_queries_of_a_request(device: torch.device, num_queries: int, group: int, window: int) -> None:
+@each_value(shape=[(1, 0), (4, 0), (3, 40), (7, 1)], num_queries=[2, 4, 8])
+def test_queries_of_a_request(device: torch.device, num_queries: int, shape: tuple[int, int]) -> None:
+    group, window = shape
     torch.manual_seed(num_queries)
     cache = poisoned_cache([130, 0, 1, 3, 65], device=device, num_kv_heads=2)
     check(cache, group=group, window=window, num_queries=num_queries)
@@ -109,19 +109,14 @@ def check_shared(
     assert_lse(lse, q, cache, options, num_queries=num_queries)
 
 
-@pytest.mark.parametrize("num_splits", [1, 3, 20], ids="splits{}".format)
-@pytest.mark.parametrize(
-    ("group", "num_queries", "shift", "softcap"), [(4, 1, 0, 0.0), (1, 3, 0, 5.0), (3, 2, 4, 0.0)], ids=str
-)
+@each_value(shape=[(4, 1, 0, 0.0), (1, 3, 0, 5.0), (3, 2, 4, 0.0)], num_splits=[3, 1, 20])
 def test_shared_prefixes_are_read_once(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
     num_splits: int,
-    group: int,
-    num_queries: int,
-    shift: int,
-    softcap: float,
+    shape: tuple[int, int, int, float],
 ) -> None:
+    group, num_queries, shift, softcap = shape
     torch.manual_seed(num_splits)
     monkeypatch.setattr(decode_tuning, "decode_workers", lambda *_: num_splits)
     cache = poisoned_cache(
@@ -132,8 +127,7 @@ def test_shared_prefixes_are_read_once(
     check_shared(cache, prefixes, group=group, num_queries=num_queries, softcap=softcap)
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 5, 40], ids="splits{}".format)
-@pytest.mark.parametrize("window", [0, 50], ids="window{}".format)
+@each_value(num_splits=[1, 2, 5, 40], window=[0, 50])
 def test_any_number_of_splits(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, num_splits: int, window: int
 ) -> None:

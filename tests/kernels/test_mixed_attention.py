@@ -82,14 +82,14 @@ def test_index_window_and_softcap(device: torch.device, shift: int, window: int,
     check(step, window=window, softcap=softcap)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("dtype", [*slow(torch.float32), torch.float16], ids=["float32", "float16"])
 def test_values_of_another_dim(device: torch.device, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     check(make_step(PREFILLS, DECODES, device=device, dtype=dtype, key_dim=80, value_dim=64))
 
 
 @pytest.mark.parametrize("surplus", [*slow(0), 5], ids="surplus{}".format)
-@pytest.mark.parametrize("num_queries", [1, 3], ids="queries{}".format)
+@pytest.mark.parametrize("num_queries", [*slow(1), 3], ids="queries{}".format)
 def test_a_plan_serves_every_layer(device: torch.device, num_queries: int, surplus: int) -> None:
     torch.manual_seed(2)
     step = make_step(PREFILLS, DECODES, device=device, group=3, num_queries=num_queries, surplus=surplus)
@@ -98,7 +98,7 @@ def test_a_plan_serves_every_layer(device: torch.device, num_queries: int, surpl
         check(step, window=20, num_queries=num_queries, plan=plan)
 
 
-@pytest.mark.parametrize("window", [0, 20], ids="window{}".format)
+@pytest.mark.parametrize("window", [*slow(0), 20], ids="window{}".format)
 def test_decodes_first_with_unused_slots(device: torch.device, window: int) -> None:
     """The slots of a captured step: prefills write over the output of unused decodes, and the padding is the
     queries of a last prefill without tokens, whose output is zeros."""

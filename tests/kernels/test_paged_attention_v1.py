@@ -105,7 +105,7 @@ def check(
         assert not out[blocks.seq_lens == 0].any()
 
 
-@pytest.mark.parametrize("block_size", [8, 32, *slow(1, 16, 128)], ids="block{}".format)
+@pytest.mark.parametrize("block_size", [8, *slow(1, 16, 32, 128)], ids="block{}".format)
 @pytest.mark.parametrize("dtype", [*slow(torch.float32), torch.float16])
 def test_block_sizes(device: torch.device, block_size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(block_size)
@@ -374,7 +374,8 @@ def test_bfloat16_in_caches_past_2_to_the_31_elements() -> None:
     k_cache[-50:], v_cache[-50:] = torch.randn_like(k_cache[-50:]), torch.randn_like(v_cache[-50:])
     lens = torch.tensor([96, 81], dtype=torch.int32, device="cuda")
     q = torch.randn(2, 32, 128, dtype=torch.bfloat16, device="cuda")
-    expected = paged_attention_v1_reference(q, k_cache, v_cache, tables, lens, scale=128**-0.5)
+    blocks = Blocks(k_cache, v_cache, tables, lens)
+    expected = paged_attention_v1_reference(inputs_of(q, blocks, 128**-0.5))
     plan = decode_plan(torch.arange(2, device="cuda"), lens, num_kv_heads=8)
     forms: list[dict[str, Any]] = [{}, {"partition_size": 64}, {"plan": plan}]
     for form in forms:

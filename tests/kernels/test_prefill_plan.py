@@ -17,6 +17,7 @@ from lightkv.triton_kernels.attention.prefill.prefill_plan_reference import (
     share_reference,
 )
 from lightkv.triton_kernels.attention.variants import Window
+from tests.support.combinations import each_value
 
 RAGGED = [(37, 0), (900, 512), (0, 7), (64, 8000), (1200, 128), (333, 3000), (4, 2), (18, 16000), (5, -3)]
 H200 = tuning.DeviceClass(num_multiprocessors=132, shared_memory=232448, major=9)
@@ -67,9 +68,9 @@ def check(
     return plan
 
 
-@pytest.mark.parametrize("window", [0, 1, 300], ids="window{}".format)
-@pytest.mark.parametrize(("group", "block_m"), [(1, 64), (4, 128), (3, 32), (7, 16), (16, 16)], ids=str)
-def test_ragged_batches(device: torch.device, group: int, block_m: int, window: int) -> None:
+@each_value(rows=[(16, 16), (1, 64), (4, 128), (7, 16), (3, 32)], window=[0, 1, 300])
+def test_ragged_batches(device: torch.device, rows: tuple[int, int], window: int) -> None:
+    group, block_m = rows
     torch.manual_seed(group)
     check(RAGGED, device=device, group=group, block_m=block_m, window=window)
 

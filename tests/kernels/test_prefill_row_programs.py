@@ -15,10 +15,10 @@ from lightkv.triton_kernels.attention.variants import SinkLogits, Window
 from lightkv.triton_kernels.attention.variants.variant import limits
 from tests.support.attention.caches import poisoned_cache, starts
 from tests.support.attention.log_sum_exps import lse_reference
+from tests.support.combinations import each_value
 
 
-@pytest.mark.parametrize("num_workers", [0, 6], ids=["whole", "shares"])
-@pytest.mark.parametrize("window", [0, 20], ids=["all keys", "window"])
+@each_value(num_workers=[0, 6], window=[0, 20])
 def test_programs_of_a_tile(num_workers: int, window: int, device: torch.device) -> None:
     torch.manual_seed(0)
     sequences = [(21, 90), (5, 0), (40, 30), (1, 60)]

@@ -94,7 +94,7 @@ def with_scales_apart(kv: PagedKV) -> PagedKV:
     return kv._replace(scales=apart[:, 0], v_scales=apart[:, 1])
 
 
-@pytest.mark.parametrize("name", ["int8", "int8-g8"])
+@pytest.mark.parametrize("name", [*slow("int8"), "int8-g8"])
 def test_scales_of_k_and_v_may_stand_apart(name: str, device: torch.device) -> None:
     torch.manual_seed(11)
     cache = quantised_cache([70, 0, 33], name, device)
@@ -122,7 +122,7 @@ def test_decode(name: str | KVFormat, dtype: torch.dtype, device: torch.device) 
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str
 )
-@pytest.mark.parametrize("name", ["int4", "int4-g16"])
+@pytest.mark.parametrize("name", ["int4", *slow("int4-g16")])
 def test_values_beyond_float16_give_no_nan(name: str, dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(12)
     for factor in (1e4, 1e5):
@@ -160,13 +160,13 @@ def test_decode_options(
     check_decode(cache, dtype, AttentionOptions().plus(variant), num_queries)
 
 
-def test_decode_with_sinks_and_alibi(device: torch.device) -> None:
+@each_value(variant=["alibi", "sinks"], dtype=[torch.float32, torch.float16])
+def test_decode_with_sinks_and_alibi(variant: str, dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(4)
     slopes, sinks = alibi_slopes(8, device=device), torch.randn(8, device=device)
-    for dtype in (torch.float32, torch.float16):
-        cache = quantised_cache([70, 5, 133], "int4", device, dtype=dtype)
-        check_decode(cache, dtype, AttentionOptions().plus(Alibi(slopes)))
-        check_decode(cache, dtype, AttentionOptions().plus(SinkLogits(sinks)))
+    cache = quantised_cache([70, 5, 133], "int4", device, dtype=dtype)
+    added = Alibi(slopes) if variant == "alibi" else SinkLogits(sinks)
+    check_decode(cache, dtype, AttentionOptions().plus(added))
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

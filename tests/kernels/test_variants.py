@@ -7,7 +7,7 @@ The caches are those of `test_decode_attention`: shuffled slots, NaN in all free
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from itertools import combinations
+from itertools import combinations, product
 from typing import NamedTuple
 
 import pytest
@@ -82,6 +82,17 @@ each_set = pytest.mark.parametrize(
     "kinds",
     [*([kind] for kind in VARIANTS), *(pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS)],
     ids=lambda kinds: "-".join(kind.__name__ for kind in kinds),
+)
+# Each variant decodes with one or three queries of a request, and a tree with both.
+QUICK = [([kind], 3 if place % 2 or kind is TreeMask else 1) for place, kind in enumerate(VARIANTS)]
+QUICK.append(([TreeMask], 1))
+each_set_with_queries = pytest.mark.parametrize(
+    ("kinds", "num_queries"),
+    [
+        pytest.param(kinds, num, marks=() if (kinds, num) in QUICK else pytest.mark.slow)
+        for kinds, num in product([*([kind] for kind in VARIANTS), *PAIRS], (1, 3))
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else "-".join(kind.__name__ for kind in value),
 )
 
 
@@ -215,8 +226,7 @@ class Case(NamedTuple):
         return prefill_attention(*self.args, options, plan=plan, out=torch.full_like(self.q, torch.nan))
 
 
-@each_set
-@pytest.mark.parametrize("num_queries", [1, 3], ids="queries{}".format)
+@each_set_with_queries
 def test_decode(
     kinds: list[type[Variant]], num_queries: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,8 @@ from lightkv.router.text.tokenizer import Tokenizer
 
 NEW_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+SHORT_TOKENS = 8
+SHORT = SamplingParams(temperature=0, max_tokens=SHORT_TOKENS, ignore_eos=True)
 
 SYSTEM = (
     "You are a careful assistant at a small museum of clocks. Answer in one short sentence, name the year "
@@ -132,26 +134,30 @@ def assert_idle(llm: LLM) -> None:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    llm = LLM(EngineConfig(device="cpu", max_total_tokens=4096, max_num_seqs=32))
+    llm = LLM(EngineConfig(device="cpu", max_total_tokens=4096, max_num_seqs=32, prefill_chunk=64))
     yield llm
     assert_idle(llm)
 
 
 @pytest.mark.parametrize(
-    ("chunk", "places", "num_tokens"),
-    [
-        (64, FEW, 8),
-        pytest.param(7, EVERY, NEW_TOKENS, marks=pytest.mark.slow),
-        pytest.param(64, EVERY, NEW_TOKENS, marks=pytest.mark.slow),
-        pytest.param(0, EVERY, NEW_TOKENS, marks=pytest.mark.slow),
-    ],
-    ids=["few-in-chunks-of-64", "chunks-of-7", "chunks-of-64", "unlimited"],
+    "chunk",
+    [pytest.param(chunk, marks=pytest.mark.slow) for chunk in (7, 64, 0)],
+    ids=["chunks-of-7", "chunks-of-64", "unlimited"],
 )
-def test_greedy_output_is_hugging_faces(chunk: int, places: tuple[int, ...], num_tokens: int) -> None:
+def test_greedy_output_is_hugging_faces(chunk: int) -> None:
+    config = EngineConfig(device="cpu", max_total_tokens=8192, max_num_seqs=32, prefill_chunk=chunk)
+    assert_hugging_faces(LLM(config), EVERY, NEW_TOKENS)
+
+
+def test_greedy_output_of_a_few_prompts_in_chunks_of_64_is_hugging_faces(llm: LLM) -> None:
+    assert llm.stats().hit_tokens == 0  # no other test has come before, so that nothing is cached
+    assert_hugging_faces(llm, FEW, SHORT_TOKENS)
+
+
+def assert_hugging_faces(llm: LLM, places: tuple[int, ...], num_tokens: int) -> None:
+    """Compares the answers to the prompts at these places with Hugging Face's, computed and then cached."""
     asked = [prompts()[place] for place in places]
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    config = EngineConfig(device="cpu", max_total_tokens=8192, max_num_seqs=32, prefill_chunk=chunk)
-    llm = LLM(config)
     for run in ("first", "cached"):
         before = llm.stats()
         outputs = llm.generate(asked, params)
@@ -180,11 +186,10 @@ def test_chats_that_run_together_hit_their_common_prompt() -> None:
     assert_idle(llm)
 
 
-def test_a_pool_too_small_for_all_runs_them_in_turn(llm: LLM) -> None:
+def test_a_pool_too_small_for_all_runs_them_in_turn() -> None:
     small = LLM(EngineConfig(device="cpu", max_total_tokens=200, max_num_seqs=4))
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    outputs = small.generate([prompts()[place] for place in FEW], params)
-    assert [output.outputs[0].token_ids for output in outputs] == expected(FEW, 8)
+    outputs = small.generate([prompts()[place] for place in FEW], SHORT)
+    assert [output.outputs[0].token_ids for output in outputs] == expected(FEW, SHORT_TOKENS)
     assert small.stats().reached_peak <= 200
     assert_idle(small)
 
@@ -192,11 +197,11 @@ def test_a_pool_too_small_for_all_runs_them_in_turn(llm: LLM) -> None:
 def test_streaming_gives_the_same_text(llm: LLM) -> None:
     texts = ["", ""]
     ends = {}
-    for chunk in llm.stream([PROMPTS[4], PROMPTS[13]], GREEDY):
+    for chunk in llm.stream([PROMPTS[4], PROMPTS[13]], SHORT):
         texts[chunk.prompt_idx] += chunk.text
         if chunk.finish_reason:
             ends[chunk.prompt_idx] = chunk.finish_reason
-    whole = llm.generate([PROMPTS[4], PROMPTS[13]], GREEDY)
+    whole = llm.generate([PROMPTS[4], PROMPTS[13]], SHORT)
     assert texts == [output.outputs[0].text for output in whole]
     assert ends == {0: "length", 1: "length"}
 
@@ -234,7 +239,7 @@ def test_a_stop_string_ends_an_answer_that_another_call_has_stepped(llm: LLM) ->
 
 
 def test_dropping_a_stream_ends_its_requests(llm: LLM) -> None:
-    stream = llm.stream([PROMPTS[0], PROMPTS[1]], GREEDY)
+    stream = llm.stream([PROMPTS[0], PROMPTS[1]], SHORT)
     next(stream)
     assert llm.stats().num_running == 2
     stream.close()  # type: ignore[attr-defined]
@@ -253,7 +258,7 @@ def test_a_stop_string_ends_the_text_and_the_request(llm: LLM) -> None:
 
 
 def test_a_stop_token_is_not_part_of_the_text(llm: LLM) -> None:
-    plain = llm.generate(PROMPTS[0], GREEDY)[0].outputs[0]
+    plain = llm.generate(PROMPTS[0], SHORT)[0].outputs[0]
     token = plain.token_ids[5]
     first = plain.token_ids.index(token)
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, stop_token_ids=[token])
@@ -281,9 +286,9 @@ def test_n_answers_share_their_prompt_and_differ(llm: LLM) -> None:
 def test_a_seeded_answer_does_not_depend_on_the_batch(llm: LLM) -> None:
     params = SamplingParams(temperature=0.8, top_p=0.95, seed=11, max_tokens=12)
     alone = llm.generate(PROMPTS[10], params)[0].outputs[0].token_ids
-    mixed = llm.generate([PROMPTS[0], PROMPTS[10], PROMPTS[2]], [GREEDY, params, GREEDY])
+    mixed = llm.generate([PROMPTS[0], PROMPTS[10], PROMPTS[2]], [SHORT, params, SHORT])
     assert mixed[1].outputs[0].token_ids == alone
-    assert mixed[0].outputs[0].token_ids == expected((0,))[0]
+    assert mixed[0].outputs[0].token_ids == expected((0,), SHORT_TOKENS)[0]
 
 
 def test_logprobs_equal_the_models(llm: LLM) -> None:
@@ -352,9 +357,9 @@ def test_a_failed_step_loses_its_requests_and_nothing_else(llm: LLM, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr("lightkv.router.model.parts.forward", fail)
         with pytest.raises(StepFailed, match="no such luck"):
-            llm.generate(PROMPTS[:3], GREEDY)
+            llm.generate(PROMPTS[:3], SHORT)
     assert_idle(llm)
-    assert llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].token_ids == expected((0,))[0]
+    assert llm.generate(PROMPTS[0], SHORT)[0].outputs[0].token_ids == expected((0,), SHORT_TOKENS)[0]
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_an_engine_stores_fp8_with_the_scales_of_its_checkpoint(tmp_path: Path) 
     lines: list[str] = []
     runner, info = build_runner(config, lines.append)
     assert info.bytes_per_token == 2 * 2 * (8 + 8)  # layers, heads, dims; no scales by token
-    assert model_info(config, directory).bytes_per_token == info.bytes_per_token
+    assert model_info(config, directory)["bytes_per_token"] == info.bytes_per_token
     pool = runner._parts.memory.pool
     for layer in (0, 1):
         found = pool.scales(layer)

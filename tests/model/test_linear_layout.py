@@ -22,7 +22,7 @@ from lightkv.integrations.model.cpu_linear import (
     measure,
     measured_sizes,
 )
-from lightkv.integrations.model.linears import JoinedPart, LinearPlan, Linears, prepare_linears
+from lightkv.integrations.model.linears import JoinedPart, Linears, prepare_linears
 
 torch.manual_seed(0)
 
@@ -33,7 +33,7 @@ PLAIN = Layout(False, (False, True, True), 1.5)
 
 
 def pack(model: nn.Module) -> Linears:
-    return prepare_linears(model, LinearPlan(packed=True))
+    return prepare_linears(model, packed=True)
 
 
 class Model(nn.Module):
@@ -248,7 +248,7 @@ def test_a_joined_product_may_be_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         expected = torch.cat([q(x), k(x)], -1)
     weight, whole = k.weight.detach().clone(), q.bias.detach().clone()
-    made = prepare_linears(model, LinearPlan({model: {model: ("q", "k")}}, packed=True))
+    made = prepare_linears(model, {model: {model: ("q", "k")}}, packed=True)
     joined = made.joined[model]
     assert made.num_placed == 1
     assert type(joined.linear) is PlainLinear

@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightkv.integrations.model.cpu_linear import MAX_TOKENS, PackedLinear, padded_size
-from lightkv.integrations.model.linears import LinearPlan, Linears, prepare_linears
+from lightkv.integrations.model.linears import Linears, prepare_linears
 
 torch.manual_seed(0)
 
 
 def pack(model: nn.Module) -> Linears:
-    return prepare_linears(model, LinearPlan(packed=True))
+    return prepare_linears(model, packed=True)
 
 
 class Tied(nn.Module):

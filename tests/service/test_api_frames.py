@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
-from lightkv.router.service.frames import FrameStream
+from lightkv.router.service import frames
+from lightkv.router.service.frames import BadFrame, FrameStream
 from lightkv.router.service.messages import Abort, AskMap, ToRouter
 
 KIB = 1024
@@ -69,14 +70,30 @@ def test_a_burst_that_is_read_in_time_arrives_whole() -> None:
     run(body)
 
 
+def test_a_frame_of_the_most_bytes_arrives_and_a_longer_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 400)
+    longest = Abort("a" * (700 - len(msgspec.msgpack.encode(Abort("a" * 300)))))
+
+    async def body(ours: FrameStream[ToRouter], theirs: FrameStream[ToRouter]) -> None:
+        ours.send(longest)
+        assert await theirs.receive() == longest
+        ours.send(Abort(longest.request_id + "a"))
+        with pytest.raises(BadFrame, match="a frame of 401 bytes; at most 400 are allowed"):
+            await theirs.receive()
+
+    run(body)
+
+
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_messages_arrive_however_their_bytes_are_cut(size: int) -> None:
     async def scenario() -> None:
         sender, receiver = socket.socketpair()
         stream = FrameStream[ToRouter](*await asyncio.open_unix_connection(sock=receiver), ToRouter)
         sent = [Abort("a"), Abort("b" * 300), AskMap(), Abort("")]
-        frames = [msgspec.msgpack.encode(message) for message in sent]
-        data = b"".join(len(frame).to_bytes(4, "little") + frame for frame in frames) + b"\5\0\0\0cut"
+        encoded = [msgspec.msgpack.encode(message) for message in sent]
+        data = b"".join(len(frame).to_bytes(4, "little") + frame for frame in encoded) + b"\5\0\0\0cut"
         for start in range(0, len(data), size):
             sender.send(data[start : start + size])
             await asyncio.sleep(0)

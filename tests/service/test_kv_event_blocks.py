@@ -171,8 +171,7 @@ def test_blocks_follow_a_random_life(seed: int) -> None:
     life, tree, blocks = LedgerLife(seed), BlockTree(), Blocks()
     for _ in range(100):  # the tree is taken up while it is in use
         life.step()
-    life.ledger.note_changes()
-    blocks.apply(batch(list(tree.restart(life.ledger.contents()))))
+    blocks.apply(batch(list(tree.restart(life.ledger.note_changes()))))
     most = 0
     for step in range(1500):
         life.step()

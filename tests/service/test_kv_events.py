@@ -189,7 +189,7 @@ def test_an_overflow_drops_all_that_was_queued() -> None:
     queue = ChangeQueue(max_bytes=10_000)
     for first in range(0, 9000, 1000):
         cache(ledger, first, 1000)
-        queue.put(ledger.drain_changes(), ledger.contents)
+        queue.put(ledger.drain_changes(), ledger.note_changes)
     items, is_last = queue.take()
     assert not is_last
     assert queue.num_overflows == 3
@@ -414,7 +414,7 @@ def test_the_ring_may_overtake_a_consumer_that_reads_slowly() -> None:
 def test_an_error_in_the_thread_closes_the_sockets(capfd: pytest.CaptureFixture[str]) -> None:
     ledger = TokenLedger(1000, 4, 1000)
     with publishing(ledger) as (publisher, _):
-        publisher.queue.put([SegmentGrew(99, b"\0\0\0\0")], ledger.contents)
+        publisher.queue.put([SegmentGrew(99, b"\0\0\0\0")], ledger.note_changes)
         (thread,) = [thread for thread in threading.enumerate() if thread.name == "kv-events"]
         thread.join(20)
         assert not thread.is_alive()

@@ -30,8 +30,8 @@ def test_one_result_has_its_figures_charts_and_settings(one: SimulationResult) -
         "Memory", "Requests", "Time to the first token (TTFT)", "Time per token after it (TPOT)",
     ]  # fmt: skip
     for words in (
-        f"Goodput: {figures.goodput:.2f} requests a second",
-        f"{figures.memory_padding_share:.2%} was lost at the ends of pages",
+        f"{figures.goodput:.2f} requests a second, {figures.met_share:.1%} of them",
+        f"{figures.memory_padding_share:.2%} padding",
         f"{figures.num_preemptions:,}",
         "target 10 s",
         "target 100 ms",
@@ -85,6 +85,14 @@ def test_the_report_says_which_waiting_requests_are_not_counted(one: SimulationR
     assert words in Parsed(render([at_once])).all_text()
     assert words in Parsed(render([one, at_once])).all_text()
     assert words not in Parsed(render([one])).all_text()
+
+
+def test_a_result_of_another_writer_has_a_summary_too(one: SimulationResult) -> None:
+    wanted = ("trace", "allocation", "admission", "ttft_target", "tpot_target")
+    result = replace(one, settings={name: one.settings[name] for name in wanted})
+    assert "paged:64, watermark; — tokens" in Parsed(render([result])).all_text()
+    strange = replace(one, settings={**one.settings, "capacity": "<b>", "itl_target": "<b>"})
+    assert "paged:64, watermark; <b> tokens" in Parsed(render([strange])).all_text()
 
 
 def test_a_step_time_that_was_given_has_no_fit(one: SimulationResult) -> None:

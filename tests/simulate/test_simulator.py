@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lightkv.router.cli.app import app
-from lightkv.router.cli.simulate import summary
+from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step_time import StepTime, Work
 from lightkv.router.simulate import simulator
 from lightkv.router.simulate.config import (
@@ -23,9 +23,10 @@ from lightkv.router.simulate.config import (
     SimulationConfig,
 )
 from lightkv.router.simulate.record import Distribution, Overtaking, Timeline
+from lightkv.router.simulate.report.tables import summary
 from lightkv.router.simulate.result import SERIES_POINTS, SimulationResult
 from lightkv.router.simulate.simulator import saturation, simulate
-from lightkv.router.simulate.steady import SteadyScheduler
+from tests.support.combinations import each_pair
 
 STEP_TIME = "base=0.01,per_decode=1e-4,per_kv=1e-6,prefill=0.002,per_prompt=1e-4,per_pair=1e-7"
 SMALL = SimulationConfig(capacity=3000, max_new=200, prefill_chunk=64, max_num_seqs=24, step_time=STEP_TIME)
@@ -74,9 +75,8 @@ def test_last_pages_are_as_empty_as_by_brute_force(trace: str, page: int) -> Non
         for length in range(request.prompt, request.prompt + request.output):
             empty += -length % page
             slots += length + -length % page
-    for stepwise in (False, True):
-        found = simulate(trace, config, stepwise=stepwise).figures
-        assert found.last_page_waste_share == pytest.approx(empty / slots, abs=1e-12)
+    found = simulate(trace, config).figures
+    assert found.last_page_waste_share == pytest.approx(empty / slots, abs=1e-12)
     assert simulate(trace, replace(config, allocation="token")).figures.last_page_waste_share == 0
 
 
@@ -92,60 +92,31 @@ def test_exact_never_preempts(tmp_path: Path, seed: int, allocation: str) -> Non
     assert found.memory_used_share > (0.05 if allocation == "contiguous" else 0.15)
 
 
-@pytest.mark.parametrize("admission", SIMULATED_ADMISSIONS)
-@pytest.mark.parametrize("allocation", ["token", "paged:32"])
-def test_steps_at_once_are_the_same_steps(tmp_path: Path, allocation: str, admission: str) -> None:
-    name = write_trace(tmp_path / "trace.csv", 5, num=120, gap=0.08)
-    config = replace(SMALL, allocation=allocation, admission=admission, ttft_target=4.0)
-    at_once = simulate(name, config)
-    assert at_once.to_json() == simulate(name, config, stepwise=True).to_json()
-    assert at_once.figures.num_steps > 500
-
-
 @pytest.mark.parametrize("allocation", ["token", "paged:32", "contiguous"])
 def test_a_target_bounds_the_steps_and_never_preempts(tmp_path: Path, allocation: str) -> None:
-    """Steps at once, too. Without the target a step takes 36 ms and more."""
+    """Without the target a step takes 36 ms and more."""
     name = write_trace(tmp_path / "trace.csv", 5, num=80, gap=0.08)
     config = replace(SMALL, allocation=allocation, prefill_chunk=256, itl_target=0.02, capacity=6000)
     found = simulate(name, config)
-    assert found.to_json() == simulate(name, config, stepwise=True).to_json()
     assert found.figures.num_preemptions == 0
     free = simulate(name, replace(config, itl_target=0.0)).figures
     assert found.figures.tpot_p99 < free.tpot_p99
     assert found.settings["itl_target"] == 0.02
-    assert "; steps of at most 20 ms beside decodes" in next(summary(found))
+    assert "; steps of at most 20 ms beside decodes" in summary(found)["policy"]
 
 
-@pytest.mark.parametrize("patience", [None, 2.0])
-@pytest.mark.parametrize("allocation", ["token", "paged:32"])
-@pytest.mark.parametrize("stated", [0.0, 0.5])
+@each_pair(patience=[None, 2.0], allocation=["token", "paged:32"], stated=[0.0, 0.5])
 def test_requests_without_a_limit_are_estimated(
     tmp_path: Path, stated: float, allocation: str, patience: float | None
 ) -> None:
-    """Steps at once, too. None with a limit is preempted, and the pool is fuller than if all have one."""
+    """None with a limit is preempted, and the pool is fuller than if all have one."""
     name = write_trace(tmp_path / "trace.csv", 5, num=120, gap=0.04)
     config = replace(SMALL, allocation=allocation, patience=patience, low_priority=0.3, reserve=0.0)
-    found = simulate(name, replace(config, stated=stated))
-    assert found.to_json() == simulate(name, replace(config, stated=stated), stepwise=True).to_json()
-    figures = found.figures
+    figures = simulate(name, replace(config, stated=stated)).figures
     assert (figures.num_finished, figures.num_preempted_stated) == (120, 0)
     assert figures.num_unstated == 120 if not stated else 30 < figures.num_unstated < 90
     assert figures.num_preemptions > 0
     assert figures.memory_used_share > simulate(name, config).figures.memory_used_share
-
-
-def test_steps_are_taken_at_once(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without this the test before would compare nothing."""
-    taken = []
-
-    class Watched(SteadyScheduler):
-        def repeat(self, count: int, token: int) -> None:
-            taken.append(count)
-            super().repeat(count, token)
-
-    monkeypatch.setattr(simulator, "SteadyScheduler", Watched)
-    found = simulate(trace, SMALL).figures
-    assert sum(taken) > found.num_steps / 4
 
 
 @pytest.mark.parametrize("admission", SIMULATED_ADMISSIONS)
@@ -261,13 +232,13 @@ def test_waiting_is_told_apart_by_size_and_priority(trace: str) -> None:
 def test_few_requests_are_held_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     most = 0
 
-    class Watched(SteadyScheduler):
+    class Watched(Scheduler):
         def plan(self):  # type: ignore[no-untyped-def]
             nonlocal most
             most = max(most, self.num_waiting)
             return super().plan()
 
-    monkeypatch.setattr(simulator, "SteadyScheduler", Watched)
+    monkeypatch.setattr(simulator, "Scheduler", Watched)
     simulate("chat", SimulationConfig(requests=400, rate=math.inf, capacity=20_000))
     assert most <= simulator.QUEUE
 

@@ -94,13 +94,17 @@ class Served:
     def processes(self) -> dict[str, int]:
         """Returns the running processes of this service, by the name of their module. A child that has not
         called exec yet has its parent's name; the parent, which is older, is returned."""
-        found: dict[str, int] = {}
+        return {name: pids[0] for name, pids in self.all_processes().items()}
+
+    def all_processes(self) -> dict[str, list[int]]:
+        """Returns the running processes of this service, by the name of their module, the oldest first."""
+        found: dict[str, list[int]] = {}
         for directory in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
             with suppress(OSError):  # the process has ended, or belongs to another user
                 if f"{MARK}={self._mark}".encode() in (directory / "environ").read_bytes().split(b"\0"):
                     argv = (directory / "cmdline").read_bytes().decode().split("\0")
                     name = next(word for word in argv if word.startswith("lightkv.router."))
-                    found.setdefault(PROCESSES[name], int(directory.name))
+                    found.setdefault(PROCESSES[name], []).append(int(directory.name))
         return found
 
     def connect(self) -> http.client.HTTPConnection:

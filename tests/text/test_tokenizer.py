@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, processors
 
 from lightkv.router.model_files import DEFAULT_MODEL, resolve
+from lightkv.router.sampling_params import SamplingParams
+from lightkv.router.text.banned_words import token_sequences, with_banned_ids
 from lightkv.router.text.completion import Detokenizer, StopChecker
 from lightkv.router.text.tokenizer import (
     ChatTemplateError,
@@ -413,3 +415,11 @@ def test_text_that_only_began_like_a_stop_string_is_shown() -> None:
 def test_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="empty stop string"):
         StopChecker(["a", ""])
+
+
+def test_a_word_is_banned_at_the_beginning_of_a_text_and_after_a_space(byte_level: Tokenizer) -> None:
+    both = [tuple(byte_level.encode(text, add_special_tokens=False).tolist()) for text in ("cat", " cat")]
+    assert both[0] != both[1]
+    assert token_sequences(["cat"], byte_level) == both
+    asked = SamplingParams(bad_words=["cat"], bad_words_ids=[(5, 6)])
+    assert with_banned_ids(asked, byte_level) == SamplingParams(bad_words_ids=[(5, 6), *both])

@@ -175,7 +175,13 @@ def tickets_for(weight: Tensor) -> Tensor:
     return torch.zeros(num_blocks, dtype=torch.int32, device=weight.device)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tickets: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    tickets: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """Returns x · weight^T + bias, by the kernel that is fastest for the shape (`linear_launch`).
 
     Args:
@@ -184,6 +190,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tickets: Tenso
         bias: `[N]`, or None.
         tickets: of `tickets_for`; may serve any number of products with as many rows, one after the other.
             Without them products whose programs share rows are left to cuBLAS.
+        out: `[..., N]`, contiguous, written and returned; None for new memory.
 
     Sums are float32, rounded once at the end. Nothing synchronises, so a CUDA graph can capture it.
     `torch.nn.functional.linear` computes everything but a few tokens in 16 bits on a Hopper GPU.
@@ -192,10 +199,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tickets: Tenso
     num_tokens = x.numel() // max(dim, 1)
     launch = _launch(x, weight, num_tokens) if 0 < num_tokens <= MAX_TOKENS else None
     if launch is None or (launch.splits > 1 and tickets is None):
-        return functional.linear(x, weight, bias)
+        if out is None:
+            return functional.linear(x, weight, bias)
+        torch.mm(x.reshape(-1, dim), weight.t(), out=out.view(-1, len(weight)))
+        return out if bias is None else out.add_(bias)
     num_rows = weight.shape[0]
     tokens = x.reshape(num_tokens, dim)
-    out = x.new_empty((*x.shape[:-1], num_rows))
+    if out is None:
+        out = x.new_empty((*x.shape[:-1], num_rows))
     early = x.is_cuda and tuning.has_early_launch(tuning.device_class(x.device))
     options = {"launch_pdl": True} if early else {}
     if num_tokens == 1:

@@ -8,7 +8,7 @@ from lightkv.attention.batch import Batch
 from lightkv.memory.token_table import TokenTable
 from lightkv.triton_kernels.attention.lookups import BeamTable, Lookup
 
-from .form import PLAIN, Form, Numbers
+from .form import PLAIN, Form
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,8 +22,8 @@ class Beams(Form):
     def lookup(self) -> Lookup:
         return BeamTable(self.indirection)
 
-    def check_table(self, numbers: Numbers, table: TokenTable) -> None:
-        wanted, longest = len(table.req_to_token), int((numbers.starts + numbers.counts).max(initial=0))
+    def check_table(self, batch: Batch, table: TokenTable) -> None:
+        wanted, longest = len(table.req_to_token), int((batch.starts + batch.counts).max(initial=0))
         given = self.indirection
         if (
             given.dim() != 2

@@ -11,16 +11,6 @@ from lightkv.triton_kernels.attention.lookups import TOKEN_TABLE, Lookup
 from lightkv.triton_kernels.attention.variants.variant import Variant
 
 
-class Numbers(NamedTuple):
-    """The numbers of a batch of B sequences, int64 `[B]` on the host: each one's row of the token table, where
-    it starts, and how many tokens it computes. The first `num_prefills` are prefills, all others decodes."""
-
-    rows: np.ndarray
-    starts: np.ndarray
-    counts: np.ndarray
-    num_prefills: int
-
-
 class Seen(NamedTuple):
     """Where a step's sequences find their tokens: the index, int32 `[num_rows, num_entries]` on the device,
     each sequence's row of it, and how many entries of that row are from before this step."""
@@ -34,8 +24,9 @@ class Seen(NamedTuple):
 class Form:
     """The plain form: a row of the token table has an entry for each token, in order, and none was dropped.
 
-    Another form overrides what it changes. `layer` is a layer's backend, and `step` the step that was made from
-    the batch: the backends and steps import this file, so it does not name their classes.
+    Another form overrides what it changes. `batch` is the `Batch` of the sequences, `layer` a layer's backend,
+    and `step` the step that was made from the batch: their files import this one, so it does not name their
+    classes.
     """
 
     @property
@@ -51,7 +42,7 @@ class Form:
     def check_mask(self, mask: Variant) -> None:
         """Raises ValueError for a mask that has no meaning for these sequences."""
 
-    def check_table(self, numbers: Numbers, table: TokenTable) -> None:
+    def check_table(self, batch: Any, table: TokenTable) -> None:
         """Raises ValueError where the form does not fit the table."""
 
     def check_layer(self, layer: Any) -> None:
@@ -60,24 +51,22 @@ class Form:
     def check_scores(self) -> None:
         """Raises ValueError where attention has no scores by entry."""
 
-    def places(self, numbers: Numbers, table: TokenTable) -> np.ndarray:
+    def places(self, batch: Any, table: TokenTable) -> np.ndarray:
         """Returns where the slots of the step's tokens are in the flattened table, int64 `[T]`. Raises
         IndexError for places outside the table."""
-        return table.entries(numbers.rows, numbers.starts, numbers.counts)
+        return table.entries(batch.rows, batch.starts, batch.counts)
 
-    def seen(self, numbers: Numbers, table: TokenTable) -> Seen:
+    def seen(self, batch: Any, table: TokenTable) -> Seen:
         """Returns where attention finds the tokens."""
-        return Seen(table.req_to_token, numbers.rows, numbers.starts)
+        return Seen(table.req_to_token, batch.rows, batch.starts)
 
     def attend_by_kernels(self, layer: Any, q: torch.Tensor, step: Any, out: torch.Tensor) -> None:
         """Writes the attention of all tokens of `step` to `out` `[T, H, v_dim]`, in a `TritonAttention`."""
         layer.attend_plain(q, step, out)
 
-    def attend_in_torch(
-        self, layer: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Any, out: torch.Tensor
-    ) -> None:
-        """Does the same in a `TorchAttention`; k and v are the step's, and are in the pool already."""
-        layer.attend_plain(q, k, v, step, out)
+    def attend_in_torch(self, layer: Any, q: torch.Tensor, step: Any, out: torch.Tensor) -> None:
+        """Does the same in a `TorchAttention`."""
+        layer.attend_plain(q, step, out)
 
 
 PLAIN = Form()

@@ -12,27 +12,26 @@ import numpy as np
 import torch
 
 from lightkv.attention.backend import AttentionBackend
-from lightkv.attention.batch import Batch, packed_positions
-from lightkv.attention.biased_attention import attend_with_bias
+from lightkv.attention.batch import Batch
 from lightkv.attention.step import Step
 from lightkv.attention.torch_backend import TorchAttention
 from lightkv.attention.triton_backend import TritonAttention
 from lightkv.memory.staging import upload
-from lightkv.memory.token_table import TokenTable
+from lightkv.memory.token_table import TokenTable, packed_ranges
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, decode_plan, num_programs_for
 from lightkv.triton_kernels.attention.lookups import TOKEN_TABLE, Lookup, RingRows
-from lightkv.triton_kernels.attention.lookups.ring_rows import check_held, ring_slots
+from lightkv.triton_kernels.attention.lookups.ring_rows import check_held
 from lightkv.triton_kernels.attention.lookups.ring_sinks import dropped_tokens
-from lightkv.triton_kernels.attention.merge_states import merge_states, merge_states_reference
+from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.paged_kv import PagedKV
 from lightkv.triton_kernels.attention.variants.sink_logits import SinkLogits
-from lightkv.triton_kernels.attention.variants.variant import Scored, Variant, limits
+from lightkv.triton_kernels.attention.variants.variant import Variant, limits
 from lightkv.triton_kernels.layout.ring import Ring
 
-from .form import PLAIN, Form, Numbers, Seen
-from .sinks import attend_apart_by_kernels, attend_apart_in_torch, check_sinks
+from .form import PLAIN, Form, Seen
+from .sinks import attend_apart_by_kernels, attend_apart_in_torch, attend_past_sinks, check_sinks
 
 
 def over_rings(batch: Batch, ring: Ring) -> Batch:
@@ -63,12 +62,6 @@ def over_rings(batch: Batch, ring: Ring) -> Batch:
     return replace(batch, form=RingPrompts(ring, dropped))
 
 
-def write_ring_slots(step: Step, ring: Ring) -> None:
-    """Writes the slots of the tokens at the positions of `step`, decodes over rings, to its `slot_mapping`, on
-    the device: so a captured step finds them after it has moved its positions on."""
-    ring_slots(step.index, step.rows, step.position_ids, ring, step.slot_mapping)
-
-
 @dataclass(frozen=True)
 class _OnRings(Form):
     """What decodes and prompts over rings have in common."""
@@ -81,16 +74,16 @@ class _OnRings(Form):
             "their tokens; run the sequences with a mask in a step of their own"
         )
 
-    def check_table(self, numbers: Numbers, table: TokenTable) -> None:
+    def check_table(self, batch: Batch, table: TokenTable) -> None:
         if self.ring.capacity > table.max_entries:
             raise ValueError(
                 f"{self.ring} takes {self.ring.capacity} entries of a row, and the table's rows have "
                 f"{table.max_entries} entries; make the table longer, or the ring smaller"
             )
 
-    def places(self, numbers: Numbers, table: TokenTable) -> np.ndarray:
-        positions = packed_positions(numbers.starts, numbers.counts)
-        return table.places(np.repeat(numbers.rows, numbers.counts), self.ring.entries(positions))
+    def places(self, batch: Batch, table: TokenTable) -> np.ndarray:
+        positions = packed_ranges(batch.starts, batch.counts)
+        return table.places(np.repeat(batch.rows, batch.counts), self.ring.entries(positions))
 
 
 class _Plan(NamedTuple):
@@ -208,42 +201,20 @@ class Rings(_OnRings):
         merge_states(partial_out, lse, out=out)
         layer.restore_heads(out, kv.format, step)
 
-    def attend_in_torch(
-        self,
-        layer: TorchAttention,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        step: Step,
-        out: torch.Tensor,
-    ) -> None:
+    def attend_in_torch(self, layer: TorchAttention, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
         if limits(layer.options.variants):
-            layer.attend_plain(q, k, v, step, out)
+            layer.attend_plain(q, step, out)
             return
         kv, ring, lengths = layer.paged_kv(step), self.ring, step.host.kv_lens.tolist()
-        rotated = q
-        if ring.sinks:
-            assert layer.rotary is not None
-            dropped = torch.tensor([ring.dropped(length - 1) for length in lengths], device=q.device)
-            rotated = layer.rotary.rotate_back(q, dropped)
         out.zero_()  # also the padding of a static batch
         for token, (row, length) in enumerate(zip(step.host.rows.tolist(), lengths, strict=True)):
             if not length:
                 continue
-            queries = slice(token, token + 1)
-            first = min(ring.first_key(length - 1), length)
-            window = slots_reference(kv, row, torch.arange(first, length, device=q.device))
-            if not ring.sinks:
-                scored = Scored.of_last(queries, token, len(window), q.device)
-                out[queries] = attend_with_bias(q[queries], *layer.read(step, window), layer.options, scored)
-                continue
-            sinks = slots_reference(kv, row, torch.arange(min(ring.sinks, length), device=q.device))
-            # Learned sinks join one of the parts, here the first.
-            states = [layer.attend_part(rotated[queries], *layer.read(step, sinks), None, True)]
-            if first < length:
-                states.append(layer.attend_part(q[queries], *layer.read(step, window), None, False))
-            outs, lses = (torch.stack(part) for part in zip(*states, strict=True))
-            out[queries] = merge_states_reference(outs, lses)[0]
+            num_sinks, first = min(ring.sinks, length), min(ring.first_key(length - 1), length)
+            seen = torch.cat((torch.arange(num_sinks), torch.arange(first, length))).to(q.device)
+            slots = slots_reference(kv, row, seen)
+            queries, dropped = slice(token, token + 1), ring.dropped(length - 1)
+            out[queries] = attend_past_sinks(layer, q, queries, step, slots, num_sinks, dropped)
 
 
 @dataclass(frozen=True)
@@ -274,12 +245,12 @@ class RingPrompts(_OnRings):
                 "rows that are no rings"
             )
 
-    def seen(self, numbers: Numbers, table: TokenTable) -> Seen:
+    def seen(self, batch: Batch, table: TokenTable) -> Seen:
         if not self.has_gaps:
-            return super().seen(numbers, table)
+            return super().seen(batch, table)
         gaps = np.array(self.dropped, dtype=np.int64)
-        index = _in_order(table, numbers.rows, gaps, self.ring)
-        return Seen(index, np.arange(len(gaps)), numbers.starts - gaps)
+        index = _in_order(table, batch.rows, gaps, self.ring)
+        return Seen(index, np.arange(len(gaps)), batch.starts - gaps)
 
     def attend_by_kernels(
         self, layer: TritonAttention, q: torch.Tensor, step: Step, out: torch.Tensor
@@ -289,19 +260,11 @@ class RingPrompts(_OnRings):
         else:
             layer.attend_plain(q, step, out)
 
-    def attend_in_torch(
-        self,
-        layer: TorchAttention,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        step: Step,
-        out: torch.Tensor,
-    ) -> None:
+    def attend_in_torch(self, layer: TorchAttention, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
         if self.has_gaps and self.ring.sinks:
             attend_apart_in_torch(layer, q, step, out, self.ring.sinks, self.dropped)
         else:
-            layer.attend_plain(q, k, v, step, out)
+            layer.attend_plain(q, step, out)
 
 
 def _decode_plan(

@@ -13,15 +13,16 @@ import torch
 
 from lightkv.attention.backend import AttentionBackend
 from lightkv.attention.batch import Batch
+from lightkv.attention.biased_attention import attend_with_bias
 from lightkv.attention.step import Step
 from lightkv.attention.torch_backend import TorchAttention
 from lightkv.attention.triton_backend import TritonAttention
 from lightkv.memory.staging import upload
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
-from lightkv.triton_kernels.attention.merge_states import merge_states, merge_states_reference
+from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.mixed_attention import mixed_attention
 from lightkv.triton_kernels.attention.variants.sink_logits import SinkLogits
-from lightkv.triton_kernels.attention.variants.variant import Variant
+from lightkv.triton_kernels.attention.variants.variant import Scored, Variant
 
 from .gaps import Gaps, with_gaps
 
@@ -52,15 +53,7 @@ class Sinks(Gaps):
     ) -> None:
         attend_apart_by_kernels(layer, q, step, out, self.num_sinks, self.dropped)
 
-    def attend_in_torch(
-        self,
-        layer: TorchAttention,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        step: Step,
-        out: torch.Tensor,
-    ) -> None:
+    def attend_in_torch(self, layer: TorchAttention, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
         attend_apart_in_torch(layer, q, step, out, self.num_sinks, self.dropped)
 
 
@@ -97,15 +90,6 @@ def check_sinks(layer: AttentionBackend, num_sinks: int) -> None:
         )
 
 
-def _dropped_by_token(layer_idx: int, step: Step, dropped: tuple[int, ...]) -> torch.Tensor:
-    """Returns how many tokens the sequence of each token has dropped, int64 `[T]`, uploaded once a step."""
-
-    def make() -> torch.Tensor:
-        return upload([np.repeat(np.array(dropped, dtype=np.int64), step.host.counts)], step.memory.device)[0]
-
-    return step.plans.get("dropped", layer_idx, make)
-
-
 def attend_apart_by_kernels(
     layer: TritonAttention,
     q: torch.Tensor,
@@ -137,7 +121,12 @@ def attend_apart_by_kernels(
 
     # Every query sees all sink tokens, so to the decode kernels it is a request of its own. Learned sinks
     # join one of the two parts only.
-    rotated = layer.rotary.rotate_back(q, _dropped_by_token(layer.layer_idx, step, dropped))
+    by_token = step.plans.get(
+        "dropped",
+        layer.layer_idx,
+        lambda: upload([np.repeat(np.array(dropped), step.host.counts)], step.memory.device)[0],
+    )
+    rotated = layer.rotary.rotate_back(q, by_token)
     decode_attention(
         layer.as_stored(rotated, kv.format, step),
         kv,
@@ -159,18 +148,32 @@ def attend_apart_in_torch(
     num_sinks: int,
     dropped: tuple[int, ...],
 ) -> None:
-    """Does the same in plain torch, a tile of queries at a time."""
-    assert layer.rotary is not None
-    plan = layer.tiles(q, step, fused=False, skipped=num_sinks)
-    rotated = layer.rotary.rotate_back(q, _dropped_by_token(layer.layer_idx, step, dropped))
-    for tile in plan.tiles:
-        assert tile.slots is not None
-        sinks = step.index[tile.row, :num_sinks].long()
-        parts = ((q, tile.slots, plan.bias_of(tile)), (rotated, sinks, None))
-        states = []
-        for part, (queries, slots, bias) in enumerate(parts):
-            keys, values = layer.read(step, slots)
-            # Learned sinks join one of the parts, here the first.
-            states.append(layer.attend_part(queries[tile.start : tile.end], keys, values, bias, part == 0))
-        partial_out, partial_lse = (torch.stack(part) for part in zip(*states, strict=True))
-        out[tile.start : tile.end] = merge_states_reference(partial_out, partial_lse)[0]
+    """Does the same in plain torch, sequence by sequence."""
+    host = step.host
+    ends = np.cumsum(host.counts)
+    for idx, by in enumerate(dropped):
+        queries = slice(int(ends[idx] - host.counts[idx]), int(ends[idx]))
+        slots = step.index[int(host.rows[idx]), : int(host.kv_lens[idx])].long()
+        out[queries] = attend_past_sinks(layer, q, queries, step, slots, num_sinks, by)
+
+
+def attend_past_sinks(
+    layer: TorchAttention,
+    q: torch.Tensor,
+    queries: slice,
+    step: Step,
+    slots: torch.Tensor,
+    num_sinks: int,
+    dropped: int,
+) -> torch.Tensor:
+    """Returns the attention of a sequence's `queries` in q to `slots`, of which the first `num_sinks` are those
+    of its sinks. The sinks' keys are rotated on by what it has `dropped`, which gives the same scores as to
+    rotate its queries back by as much."""
+    keys, values = layer.read(step, slots)
+    keys = keys.to(q.dtype)
+    if num_sinks:
+        assert layer.rotary is not None
+        sinks = layer.rotary.rotate_back(keys[:num_sinks], torch.tensor([-dropped], device=q.device))
+        keys = torch.cat((sinks, keys[num_sinks:]))
+    scored = Scored.of_last(queries, 0, len(keys), q.device)
+    return attend_with_bias(q[queries], keys, values, layer.options, scored)

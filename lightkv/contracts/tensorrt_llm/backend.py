@@ -15,15 +15,13 @@ from lightkv.triton_kernels.attention.mixed_attention import (
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.variants import Chunk, SinkLogits, Window
 from lightkv.triton_kernels.attention.variants.variant import limits
-from lightkv.triton_kernels.write.inputs import NO_BIASES, StoredKV
-from lightkv.triton_kernels.write.write_kv import write_kv, write_kv_reference
+from lightkv.triton_kernels.write.inputs import NO_BIASES, Biases, StoredKV
+from lightkv.triton_kernels.write.write_kv import split_qkv, write_kv, write_kv_reference
 
 from .arguments import AttentionInputType, PredefinedAttentionMask, merge_attention_forward_args
-from .joined_keys import join_keys
 from .metadata import AttentionMetadata
 from .page_views import PageTable, PageViews
-from .qkv_bias import biased, qkv_biases
-from .step import Step
+from .step import Step, join_keys
 
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
@@ -93,7 +91,7 @@ class AttentionBackend:
     @qkv_bias.setter
     def qkv_bias(self, bias: torch.Tensor | None) -> None:
         made = (
-            NO_BIASES if bias is None else qkv_biases(bias, self.num_heads, self.num_kv_heads, self.head_dim)
+            NO_BIASES if bias is None else _qkv_biases(bias, self.num_heads, self.num_kv_heads, self.head_dim)
         )
         self._qkv_bias, self._biases = bias, made
 
@@ -170,7 +168,7 @@ class AttentionBackend:
         if self._biases.q is not None and self._biases.q.device != q.device:
             bias_device = self._biases.q.device
             raise ValueError(f"qkv_bias is on {bias_device}, and q on {q.device}; move it there")
-        heads = biased(heads, self._biases.q)
+        heads = _biased(heads, self._biases.q)
         is_direct = output is not None and output.dtype == q.dtype and output.is_contiguous()
         found = output if is_direct and output is not None else q.new_empty(out_shape)
         out = found.view(len(q), self.num_heads, self.head_dim)
@@ -339,7 +337,7 @@ class AttentionBackend:
         return kv
 
     def _biased_keys(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return biased(k, self._biases.k), biased(v, self._biases.v)
+        return _biased(k, self._biases.k), _biased(v, self._biases.v)
 
     def _write(
         self,
@@ -430,3 +428,23 @@ def _to_fp8(out: torch.Tensor, out_scale: torch.Tensor | None) -> torch.Tensor:
             raise ValueError(f"out_scale has {out_scale.numel()} numbers; give one for the whole output")
         scaled = scaled * out_scale.to(out.device, torch.float32)
     return scaled.clamp_(-LARGEST_FP8, LARGEST_FP8).to(FP8)
+
+
+def _qkv_biases(bias: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> Biases:
+    """Returns views of a fused projection's bias, `[(num_heads + 2 * num_kv_heads) * head_dim]`: for each head
+    and dim of q, K and V. Raises ValueError for another shape, for one that is not contiguous, and for one of
+    no floating type."""
+    size = (num_heads + 2 * num_kv_heads) * head_dim
+    fits = isinstance(bias, torch.Tensor) and bias.shape == (size,) and bias.is_contiguous()
+    if not fits or not bias.is_floating_point():
+        found = f"{bias.dtype} {tuple(bias.shape)}" if isinstance(bias, torch.Tensor) else repr(bias)
+        raise ValueError(
+            f"qkv_bias must be contiguous floats [{size}], for {num_heads} heads of q and {num_kv_heads} each "
+            f"of K and V, of {head_dim} dims; got {found}"
+        )
+    return Biases(*split_qkv(bias.detach(), num_heads, num_kv_heads, head_dim))
+
+
+def _biased(heads: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Returns heads `[tokens, heads, head_dim]` with their bias, if any, added in float32 and rounded once."""
+    return heads if bias is None else (heads.float() + bias.float()).to(heads.dtype)

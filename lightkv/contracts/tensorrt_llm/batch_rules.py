@@ -1,11 +1,10 @@
 """The rules of TensorRT-LLM's batches, which metadata keep before they are loaded to the device."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from .arguments import KVCacheParams, is_default
+from .arguments import is_default
 from .beams import Beams
 from .step import BatchNumbers, StaticRoom
 
@@ -27,33 +26,10 @@ UNSUPPORTED_PARAMS = {
 }
 
 
-class BatchFields(Protocol):
-    """The fields of `AttentionMetadata` that describe a batch."""
-
-    max_num_requests: int
-    max_num_tokens: int
-    max_num_sequences: int | None
-    seq_lens: Any
-    seq_lens_kv: Any
-    num_contexts: int
-    beam_width: int | Sequence[int]
-    prompt_lens: list[int] | None
-    kv_cache_params: KVCacheParams | None
-    runtime_features: Any
-    is_cuda_graph: bool
-
-    @property
-    def uses_cache(self) -> bool:
-        """Whether K and V are kept."""
-
-    @property
-    def is_cross(self) -> bool:
-        """Whether keys are those of other sequences."""
-
-
-def checked_numbers(metadata: BatchFields, room: StaticRoom | None) -> BatchNumbers:
-    """Returns the numbers of the batch that the fields of `metadata` describe, in the room of a CUDA graph.
-    Raises ValueError where they break the rules; it reads no table of beams and no blocks."""
+def checked_numbers(metadata: Any, room: StaticRoom | None) -> BatchNumbers:
+    """Returns the numbers of the batch that the fields of `metadata`, an AttentionMetadata, describe, in the
+    room of a CUDA graph. Raises ValueError where they break the rules; it reads no table of beams and no
+    blocks."""
     for holder, unsupported in ((metadata, UNSUPPORTED), (metadata.kv_cache_params, UNSUPPORTED_PARAMS)):
         for name, default in unsupported.items():
             value = getattr(holder, name, default)
@@ -99,7 +75,7 @@ def checked_numbers(metadata: BatchFields, room: StaticRoom | None) -> BatchNumb
     return numbers
 
 
-def _check_size(metadata: BatchFields, q_lens: np.ndarray, beams: Beams | None) -> None:
+def _check_size(metadata: Any, q_lens: np.ndarray, beams: Beams | None) -> None:
     """Raises ValueError for more sequences or tokens than the metadata takes."""
     widest = 1 if beams is None else int(beams.widths.max())
     most = metadata.max_num_sequences or metadata.max_num_requests * widest
@@ -111,7 +87,7 @@ def _check_size(metadata: BatchFields, q_lens: np.ndarray, beams: Beams | None) 
         )
 
 
-def _check_room(metadata: BatchFields, numbers: BatchNumbers, room: StaticRoom) -> None:
+def _check_room(metadata: Any, numbers: BatchNumbers, room: StaticRoom) -> None:
     """Raises ValueError if a CUDA graph has no room for the batch."""
     if (
         len(numbers.q_lens) != room.num_sequences
@@ -131,7 +107,7 @@ def _check_room(metadata: BatchFields, numbers: BatchNumbers, room: StaticRoom) 
         )
 
 
-def _check_beams(metadata: BatchFields, numbers: BatchNumbers, beams: Beams) -> None:
+def _check_beams(metadata: Any, numbers: BatchNumbers, beams: Beams) -> None:
     """Raises ValueError where the lengths of beams do not fit each other."""
     beams.check_lengths(numbers.q_lens, numbers.cached)
     prompts = metadata.prompt_lens
@@ -142,7 +118,7 @@ def _check_beams(metadata: BatchFields, numbers: BatchNumbers, beams: Beams) -> 
         )
 
 
-def _check_order(metadata: BatchFields, numbers: BatchNumbers) -> None:
+def _check_order(metadata: Any, numbers: BatchNumbers) -> None:
     """Raises ValueError for a generation before a context, as far as the numbers show one."""
     remedy = "put all contexts before all generations, and let num_contexts count them"
     cached, q_lens = numbers.cached.tolist(), numbers.q_lens.tolist()

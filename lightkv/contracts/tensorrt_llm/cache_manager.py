@@ -15,11 +15,10 @@ from lightkv.memory.staging import upload
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED
 
 from .arguments import CacheType
-from .page_views import STATIC_FP8, STATIC_INT8
+from .page_views import FORMATS
 
 # The ledger wants a prompt; blocks are never published, so no other request hits it.
 _ANY_ID = (0,)
-_FORMATS = {torch.float8_e4m3fn: STATIC_FP8, torch.int8: STATIC_INT8}
 
 
 class KVCacheManager:
@@ -79,7 +78,7 @@ class KVCacheManager:
         self.kv_layout = kv_layout
         self.cache_type = cache_type
         width = self.num_kv_heads * self.tokens_per_block * self.head_dim
-        of_dtype = _FORMATS.get(dtype, AS_COMPUTED)
+        of_dtype = FORMATS.get(dtype, AS_COMPUTED)
         computed = torch.bfloat16 if of_dtype.is_quantised else dtype
         spec = KVSpec(self.num_layers, 1, width, width, computed, of_dtype)
         most_beams = self.max_batch_size * self.max_beam_width

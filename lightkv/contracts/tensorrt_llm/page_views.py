@@ -11,9 +11,10 @@ from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, Elements, KV
 from .step import Step, check_blocks
 
 MAX_SLOTS = 2**31  # an index is int32
-STATIC_FP8 = KVFormat.parse("fp8-static")
-STATIC_INT8 = KVFormat(Elements(8, is_static=True))
-_FORMATS = {torch.float8_e4m3fn: STATIC_FP8, torch.int8: STATIC_INT8}
+FORMATS = {  # by the type of the blocks
+    torch.float8_e4m3fn: KVFormat.parse("fp8-static"),
+    torch.int8: KVFormat(Elements(8, is_static=True)),
+}
 
 
 class PageTable(NamedTuple):
@@ -77,7 +78,7 @@ class PageViews(NamedTuple):
         first = buffer.storage_offset()
         k = buffer.as_strided(size, stride, first)
         v = buffer.as_strided(size, stride, first + strides[1])
-        return cls(k, v, page_size, slots_per_block, _FORMATS.get(buffer.dtype, AS_COMPUTED))
+        return cls(k, v, page_size, slots_per_block, FORMATS.get(buffer.dtype, AS_COMPUTED))
 
     def table(self, step: Step) -> PageTable:
         """Returns where the keys of a batch are. It is computed on the device, so that a CUDA graph follows its

@@ -11,10 +11,13 @@ joins q, k and v, and gate and up, into one product.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
+from lightkv.integrations.ranks.sharded import SummedLinear
+from lightkv.integrations.ranks.term_room import TermPlace
 from lightkv.triton_kernels.layers.gated_activation import gated_activation, gated_activation_reference
 from lightkv.triton_kernels.layers.residual_norm import Norm
 
@@ -37,15 +40,39 @@ class Attention:
     arguments: tuple[str, ...]
     is_inlined: bool = False
 
-    def forward(self, x: Tensor, step: AttentionHandler, given: Mapping[str, Any]) -> Tensor:
-        """Returns the attention output of x, both `[1, T, C]`. `given`: the layer's keyword arguments."""
+    def forward(
+        self, x: Tensor, step: AttentionHandler, given: Mapping[str, Any], turn: int | None
+    ) -> "Output":
+        """Returns the attention output of x `[1, T, C]`. `given`: the layer's keyword arguments; `turn`: as in
+        `Output.of`."""
         layout = layout_of(self.module) if self.is_inlined else None
         if layout is None:
             out, _ = self.module(x, lightkv=step, **{name: given[name] for name in self.arguments})
-            return cast(Tensor, out)
+            return Output(cast(Tensor, out))
         call = layout.call(self.module, x, given["position_embeddings"])  # q, k and v, without positions
         heads = step.attend(call)  # writes K/V and applies positions on the way, then attends
-        return layout.project_out(self.module, heads)
+        return Output.of(getattr(self.module, layout.output), heads.flatten(2), turn)
+
+
+class Output(NamedTuple):
+    """What a part of a layer returns, `[1, T, C]`; where it has a place, a rank's term of that, `[T, C]`."""
+
+    x: Tensor
+    place: TermPlace | None = None
+
+    @classmethod
+    def of(cls, linear: nn.Module, x: Tensor, turn: int | None) -> "Output":
+        """Computes the last product of a part. `turn`: 0 behind attention, 1 behind the MLP, None for a layer
+        whose sums over ranks do not take turns."""
+        place = linear.place(turn, x) if turn is not None and isinstance(linear, SummedLinear) else None
+        return cls(linear(x)) if place is None else cls(cast(SummedLinear, linear).term(x, place), place)
+
+    def add_and_norm(
+        self, residual: Tensor, norm: Norm | None, post: Norm | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Returns what `residual_norm` returns."""
+        function = add_and_norm if self.place is None else self.place.add_and_norm
+        return function(self.x, residual, norm, post=post, scale=scale)
 
 
 class NextNorm(NamedTuple):
@@ -72,6 +99,7 @@ class DecoderLayer:
     scale: float  # the factor of what is added
     next_norm: NextNorm | None = None
     is_last: bool = False  # no layer comes after it, so only the tokens whose logits are wanted need its MLP
+    takes_turns: bool = False  # its attention and its MLP both end with a sum over ranks
 
     def forward(
         self, hidden: Tensor, step: AttentionHandler, given: Mapping[str, Any], carry: Carry
@@ -83,14 +111,18 @@ class DecoderLayer:
         """
         all_tokens, kept, next_norm = hidden, self._sampled(step, hidden), self.next_norm
         x = hidden if self.input_norm is None else self.input_norm(hidden)  # as a rule it is in the carry
-        x = self.attention.forward(x, step, given)
+        has_places = self.takes_turns and kept is None  # a term in its place has all tokens
+        out = self.attention.forward(x, step, given, 0 if has_places else None)
         if kept is not None:
-            x, hidden, next_norm = x.index_select(1, kept), hidden.index_select(1, kept), None
-        hidden, x = add_and_norm(x, hidden, self.before_mlp, post=self.after_attention, scale=self.scale)
-        for module in self.mlp:
+            out, hidden, next_norm = Output(out.x.index_select(1, kept)), hidden.index_select(1, kept), None
+        hidden, x = out.add_and_norm(hidden, self.before_mlp, self.after_attention, self.scale)
+        *others, last = self.mlp
+        for module in others:
             x = module(x)
+        gated = gated_mlp(last) if has_places else None
+        out = Output(last(x)) if gated is None else gated.output(x, 1)
         norm = None if next_norm is None else next_norm.norm
-        hidden, x = add_and_norm(x, hidden, norm, post=self.after_mlp, scale=self.scale)
+        hidden, x = out.add_and_norm(hidden, norm, self.after_mlp, self.scale)
         if next_norm is not None:
             carry.put(next_norm.module, hidden, x)
         # The tokens that are not sampled keep what they had before the layer, which is not read any more.
@@ -111,10 +143,9 @@ class GatedMLP:
     activation: str  # "silu", "gelu_tanh" or "gelu"
     down: nn.Module
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps `[..., C]` to `[..., C]`."""
-        gate_up = self.gate_up(x)
-        return cast(Tensor, self.down(activate(gate_up, self.activation)))
+    def output(self, x: Tensor, turn: int | None = None) -> Output:
+        """Computes the MLP of x, `[..., C]`. `turn`: as in `Output.of`."""
+        return Output.of(self.down, activate(self.gate_up(x), self.activation), turn)
 
 
 def activate(gate_up: Tensor, activation: str) -> Tensor:
@@ -140,4 +171,11 @@ def mlp_forward(module: nn.Module, mlp: GatedMLP, *args: Any, **kwargs: Any) -> 
     """The forward pass of a gated MLP, which may also stand in a layer that is not fused."""
     if len(args) != 1 or kwargs:
         return type(module).forward(module, *args, **kwargs)
-    return mlp.forward(args[0])
+    return mlp.output(args[0]).x
+
+
+def gated_mlp(module: nn.Module) -> GatedMLP | None:
+    """Returns the gated MLP that the forward pass of `module` computes; None where it is another one."""
+    forward = vars(module).get("forward")
+    is_ours = isinstance(forward, partial) and forward.func is mlp_forward
+    return cast(GatedMLP, cast(partial[Any], forward).args[1]) if is_ours else None

@@ -17,10 +17,11 @@ from transformers import PreTrainedModel
 from lightkv.integrations.model.proofs.gated_mlp import MLPLayout, find_mlp
 from lightkv.integrations.model.proofs.layer_run import LayerCall, LayerRun
 from lightkv.integrations.model.proofs.own_pass import NotFusable
+from lightkv.integrations.ranks.sharded import SummedLinear
 from lightkv.triton_kernels.layers.residual_norm import Norm
 
 from .attention_call import compute
-from .decoder_layer import DecoderLayer, GatedMLP, NextNorm, layer_forward, mlp_forward
+from .decoder_layer import DecoderLayer, GatedMLP, NextNorm, gated_mlp, layer_forward, mlp_forward
 from .fused_norm import Carry, find_norm, may_be_norm, norm_forward, set_norm_forward
 from .fused_rotary import (
     NoiseHandler,
@@ -31,7 +32,6 @@ from .fused_rotary import (
     use_joined,
 )
 from .linears import (
-    LinearPlan,
     Linears,
     has_hooks,
     has_registered_hooks,
@@ -91,7 +91,7 @@ def fuse_layers(model: PreTrainedModel, report: Report, packed: bool = False) ->
 
     The model runs once, and each layer a few times more, on eight tokens. Weights of q, k and v become views of
     one joined weight, and so do gate and up: at most one layer's weights are in memory twice at a time.
-    `packed`: whether linear layers are packed, too, as `LinearPlan` says. This is for models that the engine
+    `packed`: whether linear layers are packed, too (`prepare_linears`). This is for models that the engine
     loaded. Modules with hooks, or with a forward pass other than their class's, are left alone. Synchronises.
     """
     unfuse_layers(model)
@@ -100,7 +100,9 @@ def fuse_layers(model: PreTrainedModel, report: Report, packed: bool = False) ->
     attentions = fused_forwards(model)
     linears = prepare_linears(
         _module(model),
-        LinearPlan({layer: parts.one_input(layer) for layer in calls.layers}, packed, few_tokens=True),
+        {layer: parts.one_input(layer) for layer in calls.layers},
+        packed=packed,
+        few_tokens=True,
     )
     carry = Carry()
     for module, norm in parts.norms.items():
@@ -238,7 +240,17 @@ class _Parts(NamedTuple):
             attention=replace(attention, is_inlined=is_inlined),
             next_norm=NextNorm(following, self.norms[following]) if following in self.norms else None,
             is_last=attention.module is calls.last_attention,
+            takes_turns=is_inlined and _sums_twice(layer),
         )
+
+
+def _sums_twice(layer: DecoderLayer) -> bool:
+    """Returns whether both the attention and the MLP of a layer end with a sum over ranks."""
+    layout, gated = layout_of(layer.attention.module), gated_mlp(layer.mlp[-1])
+    if layout is None or gated is None:
+        return False
+    ends = getattr(layer.attention.module, layout.output), gated.down
+    return all(isinstance(end, SummedLinear) for end in ends)
 
 
 def _agrees(run: LayerRun) -> bool:
@@ -279,7 +291,7 @@ def _summary(
         if mlps:
             fused.products["gate_up"] += 1
         for module in mlps:
-            fused.activations[cast(Any, module.forward).args[1].activation] += 1
+            fused.activations[cast(GatedMLP, gated_mlp(module)).activation] += 1
         body = parts.layers[layer][1].mlp if layer in parts.layers else ()
         if kept := [module for module in body if module not in mlps]:
             keep("MLP", kept[0], parts.why_not.get(kept[0], ""))

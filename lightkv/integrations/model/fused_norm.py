@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightkv.integrations.model.proofs.own_pass import NotFusable, noise, own_forward, run_own
+from lightkv.integrations.model.proofs.own_pass import (
+    NotFusable,
+    epsilons,
+    noise,
+    own_forward,
+    relative_error,
+    run_own,
+)
 from lightkv.triton_kernels.layers.residual_norm import (
     MAX_DIM,
     Norm,
@@ -22,14 +29,8 @@ from lightkv.triton_kernels.layers.residual_norm import (
 
 from .linears import has_registered_hooks
 
-# For modules that do not keep their epsilon as an attribute.
-_EPSILONS = (1e-5, 1e-6)
 # The factors of the rows that a norm is tried on: large ones show clipping, small ones the epsilon.
 _FACTORS = (1.0, 64.0, 2.0**-10)
-
-
-# The rounding of float32 results, since a kernel adds up a row in another order, and has its own exp.
-MIN_EPS = 2.0**-20
 
 
 def add_and_norm(
@@ -113,31 +114,22 @@ def find_norm(module: Any, x: Tensor) -> Norm | None:
         return None  # it takes other arguments, or another shape
     if not isinstance(own, Tensor) or own.shape != rows.shape or own.dtype != rows.dtype:
         return None
-    best, least = None, float("inf")
+    best, least, largest = None, float("inf"), own.abs().amax(-1, keepdim=True)
     for norm in _forms(module, rows):
-        error = _error(residual_norm_reference(rows, None, norm)[1], own)
+        error = relative_error(residual_norm_reference(rows, None, norm)[1], own, largest, 3)
         if error <= 1.0 and error < least:
             best, least = norm, error
         if error == 0.0:
             break
     # The kernel itself has to agree, too: this is what will run.
-    return best if best is not None and _error(add_and_norm(rows, None, best)[1], own) <= 1.0 else None
+    if best is None or relative_error(add_and_norm(rows, None, best)[1], own, largest, 3) > 1.0:
+        return None
+    return best
 
 
 def _forms(module: Any, x: Tensor) -> Iterator[Norm]:
-    own = [value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1e-2]
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
     forms = list(product((False, True), (False, True) if weight is not None else (False,), (True, False)))
-    for eps in dict.fromkeys((*own, *_EPSILONS, torch.finfo(x.dtype).eps)):
+    for eps in epsilons(module, x.dtype):
         for centred, plus_one, rounded_before in forms:
             yield Norm(weight, bias, eps, centred, plus_one, rounded_before)
-
-
-def _error(ours: Tensor, own: Tensor) -> float:
-    """Returns the largest difference, in units of what rounding may change of the row's largest number."""
-    if ours.dtype != own.dtype or ours.shape != own.shape:
-        return float("inf")
-    eps = max(torch.finfo(own.dtype).eps, MIN_EPS)
-    unit = 3 * eps * own.abs().amax(-1, keepdim=True).float()
-    error = ((ours.float() - own.float()).abs() / unit.clamp(min=1e-30)).max()
-    return float(torch.nan_to_num(error, nan=float("inf")))

@@ -20,6 +20,7 @@ from lightkv.attention import RotaryEmbedding
 from lightkv.integrations.model.proofs.own_pass import (
     LARGE,
     NotFusable,
+    epsilons,
     is_equal,
     noise,
     own_forward,
@@ -42,7 +43,6 @@ _OUTPUTS = ("o_proj", "dense", "out_proj")
 # Where an angle stands in the rotary tables: in both halves, twice in a row, or once.
 _HALVES, _PAIRS, _ONCE = "halves", "pairs", "once"
 
-_EPSILONS = (1e-5, 1e-6)  # of norms that do not keep theirs as an attribute
 _DEFAULT_CONTEXT = 2048  # tokens, for a configuration that names no context
 
 
@@ -404,8 +404,7 @@ def find_head_norm(module: Any, heads: torch.Tensor, over_all: bool) -> HeadNorm
     x *= torch.tensor((1.0, LARGE, 2.0**-10)).repeat(x.shape[1])[: x.shape[1], None, None].to(x)
     own = run_own(module, x.flatten(2) if over_all else x).view(x.shape)
     best, least = None, float("inf")
-    values = [value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1e-2]
-    for eps in dict.fromkeys((*values, *_EPSILONS, torch.finfo(x.dtype).eps)):
+    for eps in epsilons(module, x.dtype):
         for centred, plus_one, rounded_before in product((False, True), (False, True), (True, False)):
             norm = HeadNorm(weight, eps, centred, plus_one, rounded_before, over_all)
             ours = normalise_reference(x[0], norm, x.dtype)

@@ -26,20 +26,6 @@ from .cpu_linear import MIN_WEIGHTS, Layout, PackedLinear, PlainLinear, choose, 
 MEASURING_SECONDS = 1.0  # after which no further shape is measured
 
 
-@dataclass(frozen=True)
-class LinearPlan:
-    """What `prepare_linears` does to the linear layers of a model.
-
-    `one_input`: by decoder layer, in the order in which they run, and by a module in it, the names of the
-    linear layers of this module that get the same input: these are joined. `packed`: whether float32 layers on
-    a CPU are packed. `few_tokens`: whether layers on a GPU compute few tokens by kernels of ours.
-    """
-
-    one_input: Mapping[nn.Module, Mapping[nn.Module, Sequence[str]]] = field(default_factory=dict)
-    packed: bool = False
-    few_tokens: bool = False
-
-
 @dataclass
 class Linears:
     """What `prepare_linears` did: `joined` by the module that the parts belong to, and the lines to report.
@@ -73,8 +59,18 @@ class Linears:
         return list(by_shape.values())
 
 
-def prepare_linears(model: nn.Module, plan: LinearPlan) -> Linears:
-    """Joins the linear layers of `model` and gives each product the way in which it runs, as `plan` says.
+def prepare_linears(
+    model: nn.Module,
+    one_input: Mapping[nn.Module, Mapping[nn.Module, Sequence[str]]] | None = None,
+    *,
+    packed: bool = False,
+    few_tokens: bool = False,
+) -> Linears:
+    """Joins linear layers of `model` and gives each product the way in which it runs.
+
+    `one_input`: by decoder layer, in the order in which they run, and by a module in it, the names of the
+    linear layers of this module that get the same input: these are joined. `packed`: whether float32 layers on
+    a CPU are packed. `few_tokens`: whether layers on a GPU compute few tokens by kernels of ours.
 
     Only layers of exactly the type nn.Linear, without hooks and with the forward pass of their class, are
     changed: another one may compute something else. At most one decoder layer's weights are in memory twice at
@@ -82,11 +78,11 @@ def prepare_linears(model: nn.Module, plan: LinearPlan) -> Linears:
     """
     linears = Linears(model)
     shared = shared_parameters(model)
-    for layer, groups in plan.one_input.items():
+    for layer, groups in (one_input or {}).items():
         linears.joined |= _join_in(layer, groups, shared)
-    if plan.packed:
+    if packed:
         _place(linears)
-    if plan.few_tokens:
+    if few_tokens:
         _set_linear_forwards([model, *linears.joined.values()])
     return linears
 

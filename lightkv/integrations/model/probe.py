@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from lightkv.attention import AttentionOptions, LayerShape
 from lightkv.errors import LightKVError, UnsupportedModel
-from lightkv.integrations.model.adapters.proof import num_tokens_for, require_own_attention
+from lightkv.integrations.model.adapters.proof import require_own_attention
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.triton_kernels.attention.variants import Alibi, Chunk, SinkLogits, Softcap, Window
 
@@ -234,15 +234,12 @@ def _probed(model: PreTrainedModel) -> Iterator[None]:
     Raises UnsupportedModel, also in place of any error that the model itself raises.
     """
     undo = undo_binding(model)
-    # Dropout would differ between passes.
-    training = [module for module in model.modules() if module.training]
     AttentionMaskInterface.register(PROBE, _mask_rule)
     switch_attention(model, PROBE)
     try:
         fix_rotary(model)
         fix_positions(model)
-        model.eval()
-        with torch.no_grad():
+        with evaluated(model), torch.no_grad():
             yield
     except (UnsupportedModel, torch.OutOfMemoryError):
         raise
@@ -255,8 +252,6 @@ def _probed(model: PreTrainedModel) -> Iterator[None]:
         raise (NeedsNumbers if needs_numbers else UnsupportedModel)(type(model).__name__, reason) from error
     finally:
         undo()
-        for module in training:
-            module.training = True
 
 
 def _mask_rule(*, mask_function: Any, **_: Any) -> _MaskRule:
@@ -268,21 +263,22 @@ def _mask_rule(*, mask_function: Any, **_: Any) -> _MaskRule:
 # Whether a token is computed the same wherever it stands
 
 
-class _PastLayer(CacheLayerMixin):
-    """A layer of `_Past`. `cached` holds the shapes of the K and V that it was given last."""
+class RecordingLayer(CacheLayerMixin):
+    """A layer of a cache that claims to hold `length` tokens, and returns only the K/V of new ones. `calls`
+    holds what it was given."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int = 0) -> None:
         super().__init__()
-        self.cached: list[tuple[int, ...]] = []
+        self.calls: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._length = length
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Does nothing: nothing is kept."""
+        """Does nothing: nothing is allocated."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.cached = [tuple(key_states.shape), tuple(value_states.shape)]
+        self.calls.append((key_states, value_states))
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -295,11 +291,24 @@ class _PastLayer(CacheLayerMixin):
         return -1
 
 
+@contextmanager
+def evaluated(module: Any) -> Iterator[None]:
+    """Puts `module` into evaluation mode while the block runs: dropout would differ between passes, and a layer
+    may be skipped in training."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
 class _Past(Cache):
-    """A cache that claims to hold `length` tokens, and returns only the K/V of new ones."""
+    """A cache of such layers."""
 
     def __init__(self, num_layers: int, length: int) -> None:
-        super().__init__(layers=[_PastLayer(length) for _ in range(num_layers)])
+        super().__init__(layers=[RecordingLayer(length) for _ in range(num_layers)])
 
 
 class _Projections:
@@ -326,7 +335,7 @@ def require_plain_cache(model: PreTrainedModel, shape: ModelShape) -> None:
         model(input_ids=ids, past_key_values=past, use_cache=True, lightkv=_Projections())
     expected = [(1, spec.num_kv_heads, 1, dim) for dim in (spec.k_dim, spec.v_dim)]
     for idx, layer in enumerate(past.layers):
-        found = cast(_PastLayer, layer).cached
+        found = [tuple(given.shape) for kv in cast(RecordingLayer, layer).calls[-1:] for given in kv]
         if found != expected:
             reason = f"layer {idx} caches {found} a token, where its attention takes K and V as {expected}"
             raise UnsupportedModel(type(model).__name__, reason)
@@ -376,7 +385,8 @@ def _require_packable(model: PreTrainedModel, shape: ModelShape) -> None:
 def _require_own_attention(model: PreTrainedModel, kept: KeptHandler, shape: ModelShape) -> None:
     """Raises UnsupportedModel if the attention of an adapted model differs from its own."""
     text = model.config.get_text_config()
-    num_tokens = num_tokens_for(shape.layers, context_length(text))
+    widest = max(layer.options.most_keys or 0 for layer in shape.layers)
+    num_tokens = min(max(24, widest + 8), 512, context_length(text) or 512)  # past the windows, if short
     ids = _varied_ids(text.vocab_size, num_tokens, text.pad_token_id).to(model.device)
     with _probed(model):
         require_own_attention(model, kept, shape.layers, ids)

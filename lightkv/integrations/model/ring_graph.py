@@ -7,11 +7,12 @@ import torch
 from transformers import PreTrainedModel
 
 from lightkv.attention import AttentionBackend, Batch, BatchShape, StaticStep
-from lightkv.attention.forms.rings import over_rings, write_ring_slots
+from lightkv.attention.forms.rings import over_rings
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.capture import Capture
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import upload
+from lightkv.triton_kernels.attention.lookups.ring_rows import ring_slots
 from lightkv.triton_kernels.layout.ring import Ring
 
 from .attention_call import compute
@@ -57,7 +58,8 @@ class RingGraph:
     def compute(self) -> torch.Tensor:
         """Runs what is captured: the step, and the move to the next one."""
         step = self._step
-        write_ring_slots(step, self._ring)
+        # On the device, where the last step has moved the positions on.
+        ring_slots(step.index, step.rows, step.position_ids, self._ring, step.slot_mapping)
         packed = PackedStep(step, self._backends)
         logits = compute(self._model, self._input_ids, step.position_ids, packed, None)
         active = step.rows > 0

@@ -20,7 +20,7 @@ def fix_positions(model: PreTrainedModel) -> None:
     """
     for layer in _counting_layers(model):
         if not _hooks_of(layer):
-            layer.register_forward_pre_hook(_GivePositions(), with_kwargs=True)
+            layer.register_forward_pre_hook(_give_positions, with_kwargs=True)
 
 
 def has_positions(model: PreTrainedModel) -> bool:
@@ -49,18 +49,16 @@ def _counting_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _hooks_of(layer: nn.Module) -> list[int]:
-    return [idx for idx, hook in layer._forward_pre_hooks.items() if isinstance(hook, _GivePositions)]
+    return [idx for idx, hook in layer._forward_pre_hooks.items() if hook is _give_positions]
 
 
-class _GivePositions:
+def _give_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A hook before the forward pass of a layer that gives it a `_PlacesToPositions` for a cache."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        position_ids = kwargs.get("position_ids")
-        if kwargs.get("past_key_values") is not None or position_ids is None or len(position_ids) != 1:
-            return None
-        places = torch.arange(position_ids.shape[1], device=position_ids.device)
-        return args, kwargs | {"past_key_values": _PlacesToPositions(position_ids[0] - places)}
+    position_ids = kwargs.get("position_ids")
+    if kwargs.get("past_key_values") is not None or position_ids is None or len(position_ids) != 1:
+        return None
+    places = torch.arange(position_ids.shape[1], device=position_ids.device)
+    return args, kwargs | {"past_key_values": _PlacesToPositions(position_ids[0] - places)}
 
 
 @dataclass(frozen=True)

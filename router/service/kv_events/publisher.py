@@ -59,15 +59,13 @@ class KVEventPublisher:
     def follow(self, ledger: TokenLedger | None) -> None:
         """Publishes another ledger's blocks from now on, in place of those before; None: none."""
         self._ledger = ledger
-        if ledger is not None:
-            ledger.note_changes()
-        self.queue.restart([] if ledger is None else ledger.contents())
+        self.queue.restart([] if ledger is None else ledger.note_changes())
 
     def send(self) -> None:
         """Hands over what has changed since the last call."""
         ledger = self._ledger
         if ledger is not None and (changes := ledger.drain_changes()):
-            self.queue.put(changes, ledger.contents)
+            self.queue.put(changes, ledger.note_changes)
 
     def close(self) -> None:
         """Publishes what was handed over, and that no block is left, and stops listening."""

@@ -30,7 +30,7 @@ def over_time(result: SimulationResult) -> tuple[Chart, Chart]:
     memory = _memory(result)
     if memory.note or not 0 < f.loaded_seconds < f.seconds:
         return memory, requests
-    admitted = (Tick(_clock([result]).at(f.loaded_seconds), "all admitted"),)
+    admitted = (Tick(_clock([result])[0].at(f.loaded_seconds), "all admitted"),)
     return replace(memory, moments=admitted), replace(requests, moments=admitted)
 
 
@@ -45,7 +45,8 @@ def _memory(result: SimulationResult) -> Chart:
     )
     if not series.used:
         return _nothing(title)
-    x, y = _clock([result]), y_scale([series.capacity])
+    x, ticks, label = _clock([result])
+    y = y_scale([series.capacity])
     nothing = [0.0] * len(series.used)
     held = [used + empty for used, empty in zip(series.used, series.padding, strict=True)]
     full = [a + b for a, b in zip(held, series.cached, strict=True)]
@@ -59,8 +60,7 @@ def _memory(result: SimulationResult) -> Chart:
     lines = [Mark("held", steps((x, y), edges, held), 1 if any(series.padding) else 0)]
     capacity = Tick(y.at(series.capacity), f"capacity {_short(series.capacity)}")
     return Chart(
-        title, words, _clock_label([result]), "tokens",
-        _clock_ticks([result]), y.ticks(_short), areas, lines, (capacity,),
+        title, words, label, "tokens", ticks, y.ticks(_short), areas, lines, (capacity,),
     )  # fmt: skip
 
 
@@ -69,16 +69,15 @@ def counts(title: str, lines: Sequence[tuple[str, SimulationResult, Sequence[flo
     drawn = [(name, result, values) for name, result, values in lines if values]
     if not drawn:
         return _nothing(title)
-    results = [result for _, result, _ in drawn]
-    x, y = _clock(results), y_scale([max(values) for _, _, values in drawn])
+    x, ticks, label = _clock([result for _, result, _ in drawn])
+    y = y_scale([max(values) for _, _, values in drawn])
     words = "; ".join(f"{name}: {max(values):,.0f} at most" for name, _, values in drawn)
     marks = [
         Mark(name, steps((x, y), _edges(result), values), colour)
         for colour, (name, result, values) in enumerate(drawn)
     ]
     return Chart(
-        title, f"Over time. {words}.", _clock_label(results), "requests",
-        _clock_ticks(results), y.ticks(_short), lines=marks,
+        title, f"Over time. {words}.", label, "requests", ticks, y.ticks(_short), lines=marks,
     )  # fmt: skip
 
 
@@ -88,8 +87,8 @@ def shares(results: Sequence[SimulationResult], names: Sequence[str]) -> Chart:
     drawn = [(number, r) for number, r in enumerate(results) if r.series.used]
     if not drawn:
         return _nothing(title)
-    shown = [result for _, result in drawn]
-    x, y = _clock(shown), y_scale([1.0])
+    x, ticks, label = _clock([result for _, result in drawn])
+    y = y_scale([1.0])
     marks = []
     for number, result in drawn:
         series = result.series
@@ -99,8 +98,8 @@ def shares(results: Sequence[SimulationResult], names: Sequence[str]) -> Chart:
         f"{names[i]}: {r.figures.memory_held_share:.1%} on average while loaded" for i, r in drawn
     )
     return Chart(
-        title, f"Share of the capacity over time. {words}.", _clock_label(shown), "of the capacity",
-        _clock_ticks(shown), y.ticks(lambda value: f"{value:.0%}"), lines=marks,
+        title, f"Share of the capacity over time. {words}.", label, "of the capacity",
+        ticks, y.ticks(lambda value: f"{value:.0%}"), lines=marks,
         levels=(Tick(y.at(1.0), "capacity"),),
     )  # fmt: skip
 
@@ -161,23 +160,12 @@ def _edges(result: SimulationResult) -> list[float]:
 _UNITS = ((7200.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 
 
-def _unit(results: Sequence[SimulationResult]) -> tuple[float, float, str]:
-    """Returns the longest time, the seconds of its unit, and the unit's name."""
+def _clock(results: Sequence[SimulationResult]) -> tuple[Scale, list[Tick], str]:
+    """Returns the axis of time for the longest of the results: its scale, its ticks and its label."""
     longest = max(_edges(result)[-1] for result in results)
-    return longest, *next((seconds, name) for least, seconds, name in _UNITS if longest >= least)
-
-
-def _clock(results: Sequence[SimulationResult]) -> Scale:
-    return x_scale(_unit(results)[0])
-
-
-def _clock_ticks(results: Sequence[SimulationResult]) -> list[Tick]:
-    longest, seconds, _ = _unit(results)
-    return x_scale(longest / seconds).ticks(lambda value: f"{value:g}")
-
-
-def _clock_label(results: Sequence[SimulationResult]) -> str:
-    return f"{_unit(results)[2]} of the simulated clock"
+    seconds, unit = next((seconds, name) for least, seconds, name in _UNITS if longest >= least)
+    ticks = x_scale(longest / seconds).ticks(lambda value: f"{value:g}")
+    return x_scale(longest), ticks, f"{unit} of the simulated clock"
 
 
 def in_seconds(value: float) -> str:

@@ -6,18 +6,27 @@ page has no script, and its Content-Security-Policy lets it load nothing.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 
 import jinja2
 
 from lightkv import __version__
 from lightkv.router.simulate.result import SimulationResult
-from lightkv.router.simulate.sweep import Repeats, is_above, repeats_of
+from lightkv.router.simulate.sweep import Repeats, repeats_of
 
 from .chart import HEIGHT, LEFT, PLOT_BOTTOM, PLOT_RIGHT, TOP, WIDTH, Chart
-from .charts import counts, duration, in_seconds, latencies, over_time, shares
-from .tables import Table, all_figures, in_words, policies, settings, source_of, split, step_times
+from .charts import counts, duration, latencies, over_time, shares
+from .tables import (
+    Table,
+    all_figures,
+    in_words,
+    policies,
+    settings,
+    source_of,
+    split,
+    step_times,
+    summary_table,
+)
 
 TEMPLATE_FILE = Path(__file__).with_name("page.html.jinja")
 
@@ -32,7 +41,6 @@ class Part:
     title: str
     paragraphs: Sequence[str] = ()
     warning: str = ""
-    tiles: Sequence[tuple[str, str, str]] = ()  # name, figure, comment
     charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
 
@@ -88,7 +96,7 @@ def _differing(results: Sequence[SimulationResult]) -> list[str]:
 
 def _one(group: Repeats) -> Iterator[Part]:
     result = group.mean
-    yield Part("In short", (*_summary(result), *_seeds([group])), tiles=_tiles(result))
+    yield Part("In short", (_seeds([group]),), tables=(summary_table(result),))
     yield Part("Memory and requests over time", _means(result), charts=over_time(result))
     yield Part("Latencies", (_QUANTILES,), charts=latencies([result], [""]))
     yield Part("Policy", tables=policies([group], labels([result]), comparable=False))
@@ -108,7 +116,7 @@ def _several(groups: Sequence[Repeats], names: Sequence[str]) -> Iterator[Part]:
         )
     yield Part(
         "In short",
-        (*_comparison(groups, names, comparable=not others), *_seeds(groups)),
+        (_seeds(groups),),
         warning,
         tables=_narrow(*policies(groups, names, comparable=not others)),
     )
@@ -127,7 +135,7 @@ def _several(groups: Sequence[Repeats], names: Sequence[str]) -> Iterator[Part]:
     )
     yield Part("Latencies", (_QUANTILES,), charts=latencies(results, names))
     for name, result in zip(names, results, strict=True):
-        yield Part(name, (*_summary(result), *_means(result)), charts=over_time(result))
+        yield Part(name, _means(result), charts=over_time(result), tables=(summary_table(result),))
     yield from _last_parts(groups, names)
 
 
@@ -162,114 +170,17 @@ _LEFT_OUT = (
 )
 
 
-def _seeds(groups: Sequence[Repeats]) -> Iterator[str]:
+def _seeds(groups: Sequence[Repeats]) -> str:
     """Says over which seeds the figures are means, and what charts show."""
     if all(len(group.results) == 1 for group in groups):
-        yield (
+        return (
             "Each figure is of one seed, and close ones may change places under another: --seeds 5 shows how "
             "far they spread."
         )
-        return
     seeds = list(dict.fromkeys(seed for group in groups for seed in group.seeds))
-    yield (
+    return (
         f"Figures are means over the seeds {', '.join(map(str, seeds))}, and below them stand the least and "
         "the greatest. Charts and settings are of the first seed."
-    )
-
-
-def _summary(result: SimulationResult) -> Iterator[str]:
-    f = result.figures
-    came = f"at {f.offered_rate:.2f} a second" if f.offered_rate else "all waiting at the start"
-    came = f"{result.settings['trace']}: {_requests(f.num_requests)}, {came}"
-    if f.load:
-        came += f", {f.load:.2f} times the rate that an oracle serves ({f.saturation_rate:.2f} a second)"
-    lost = f" {_requests(f.num_skipped)} more could never fit and were left out." if f.num_skipped else ""
-    if f.num_cut:
-        lost += f" {_were(f.num_cut, 'answer')} cut at max_new."
-    yield (
-        f"{came}. The last request ended after {duration(f.seconds)} of the simulated clock. Until the last "
-        f"admission {f.served_rate:.2f} requests a second were served; over the whole time "
-        f"{f.output_rate:,.0f} tokens a second were generated.{lost}"
-    )
-    ttft, tpot = _targets(result)
-    yield (
-        f"Goodput: {f.goodput:.2f} requests a second met both targets ({f.met_share:.1%} of the requests): "
-        f"{_goal(result)}. 99% of the requests got their first token within {in_seconds(f.ttft_p99)} "
-        f"({_within(f.ttft_p99, ttft)}), and 99% took at most {in_seconds(f.tpot_p99)} per token after it "
-        f"({_within(f.tpot_p99, tpot)})."
-    )
-    memory = (
-        f"Until the last admission {f.memory_used_share:.1%} of the memory held tokens of running requests"
-    )
-    if f.memory_padding_share:
-        memory += f", {f.memory_padding_share:.2%} was {_empty(result)}"
-    memory += (
-        f", and {f.memory_cached_share:.1%} held cached prefixes. At most {f.peak_held_share:.1%} was held at "
-        "once."
-    )
-    if f.hit_tokens:
-        memory += (
-            f" {f.hit_tokens:,} of {f.prompt_tokens:,} prompt tokens were found in the cache "
-            f"({f.hit_tokens / max(f.prompt_tokens, 1):.1%})."
-        )
-    yield memory
-    if not f.num_preemptions:
-        yield "No request was preempted."
-        return
-    yield (
-        f"{_were(f.num_preempted, 'request')} preempted ({f.preempted_share:.2%}), {_times(f.num_preemptions)} "
-        f"in total; {f.recomputed_tokens:,} tokens had to be computed again."
-    )
-
-
-def _tiles(result: SimulationResult) -> list[tuple[str, str, str]]:
-    f = result.figures
-    ttft, tpot = _targets(result)
-    return [
-        ("goodput", f"{f.goodput:.2f} /s", f"{f.met_share:.1%} in time"),
-        ("TTFT p99", in_seconds(f.ttft_p99), f"target {in_seconds(ttft)}"),
-        ("TPOT p99", in_seconds(f.tpot_p99), f"target {in_seconds(tpot)}"),
-        ("memory used", f"{f.memory_used_share:.1%}", f"{f.memory_padding_share:.2%} waste"),
-        ("preemptions", f"{f.num_preemptions:,}", f"{f.preempted_share:.2%} of requests"),
-    ]
-
-
-def _comparison(groups: Sequence[Repeats], names: Sequence[str], comparable: bool) -> Iterator[str]:
-    if not comparable:
-        return
-    results = [group.mean for group in groups]
-    ordered = sorted(zip(groups, names, strict=True), key=lambda pair: -pair[0].mean.figures.goodput)
-    (first, name), (last, last_name) = ordered[0], ordered[-1]
-    f, lowest, goal = first.mean.figures, last.mean.figures, _goal(first.mean)
-    if f.goodput == lowest.goodput:
-        yield f"All have the same goodput: {f.goodput:.2f} requests a second met both targets ({goal})."
-    elif not is_above(first, last, attrgetter("goodput")):
-        yield (
-            f"The order of the goodputs depends on the seed. Their means are from {lowest.goodput:.2f} "
-            f"({last_name}) to {f.goodput:.2f} ({name}) requests a second that met both targets ({goal})."
-        )
-    else:
-        yield (
-            f"{name} has the highest goodput: {f.goodput:.2f} requests a second met both targets ({goal}). "
-            f"{last_name} has the lowest: {lowest.goodput:.2f}, {lowest.goodput / f.goodput:.0%} of that."
-        )
-    close = [other for group, other in ordered[1:] if not is_above(first, group, attrgetter("goodput"))]
-    if close and f.goodput != lowest.goodput and last_name not in close:
-        yield f"With some seed it is no higher than that of {' and '.join(close)}."
-    calm = [n for r, n in zip(results, names, strict=True) if not r.figures.num_preemptions]
-    if len(calm) == len(results):
-        yield "None of them preempted a request."
-    else:
-        worst, worst_name = max(zip(results, names, strict=True), key=lambda p: p[0].figures.num_preemptions)
-        yield (
-            f"No preemptions: {'; '.join(calm) or 'none of them'}. {worst_name} preempted most often: "
-            f"{_times(worst.figures.num_preemptions)}, {worst.figures.preempted_share:.2%} of the requests."
-        )
-    used = sorted(zip(results, names, strict=True), key=lambda p: -p[0].figures.memory_used_share)
-    yield (
-        f"On average until the last admission, tokens of running requests filled from "
-        f"{used[-1][0].figures.memory_used_share:.1%} of the memory ({used[-1][1]}) to "
-        f"{used[0][0].figures.memory_used_share:.1%} ({used[0][1]})."
     )
 
 
@@ -292,37 +203,3 @@ def _step_time_words(results: Sequence[SimulationResult]) -> tuple[str, ...]:
     if all(set(source_of(result)) == {"given"} for result in results):
         words += " The parameters were given by hand, so how well they fit a device is not known."
     return (words,)
-
-
-def _targets(result: SimulationResult) -> tuple[float, float]:
-    return result.settings["ttft_target"], result.settings["tpot_target"]
-
-
-def _goal(result: SimulationResult) -> str:
-    ttft, tpot = _targets(result)
-    return (
-        f"the first token within {in_seconds(ttft)}, and then on average at most {in_seconds(tpot)} per token"
-    )
-
-
-def _empty(result: SimulationResult) -> str:
-    """Describes the slots that are held without a token."""
-    if result.settings["allocation"] == "contiguous":
-        return "reserved for tokens to come"
-    return "lost at the ends of pages"
-
-
-def _within(value: float, target: float) -> str:
-    return "within the target" if value <= target else f"{value / target:.1f} times the target"
-
-
-def _requests(num: int) -> str:
-    return f"{num:,} request{'s' if num != 1 else ''}"
-
-
-def _were(num: int, what: str) -> str:
-    return f"{num:,} {what} was" if num == 1 else f"{num:,} {what}s were"
-
-
-def _times(num: int) -> str:
-    return "once" if num == 1 else f"{num:,} times"

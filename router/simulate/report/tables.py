@@ -1,4 +1,4 @@
-"""The tables of simulations: policies side by side, settings, step-time models and every figure."""
+"""The tables of simulations: the summary, policies side by side, settings, step times and every figure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -73,6 +73,42 @@ _MEMORY = (
     _Row("requests preempted", lambda f: f.preempted_share, ".2%", -1),
     _Row("recomputed", lambda f: f.recomputed_tokens, ",", -1),
 )
+
+
+def summary(result: SimulationResult) -> dict[str, str]:
+    """Returns the most important figures in words, each by its name."""
+    f = result.figures
+    settings = result.settings
+    arriving = "all at the start" if not f.offered_rate else f"{f.offered_rate:.2f} a second"
+    load = f", {f.load:.2f} of saturation ({f.saturation_rate:.2f})" if f.load else ""
+    targets = f"first token in {settings['ttft_target']:g} s, then {settings['tpot_target'] * 1e3:g} ms each"
+    within = ""
+    itl_target = settings.get("itl_target")
+    if isinstance(itl_target, int | float) and itl_target:
+        within = f"; steps of at most {itl_target * 1e3:g} ms beside decodes"
+    padding = f", {f.memory_padding_share:.2%} padding" if f.memory_padding_share else ""
+    waste = f"; of a request's slots {f.last_page_waste_share:.2%} empty" if f.last_page_waste_share else ""
+    capacity = in_words(settings.get("capacity"))
+    return {
+        "policy": f"{settings['allocation']}, {settings['admission']}; {capacity} tokens{within}",
+        "requests": f"{f.num_requests:,}, {arriving}{load}"
+        + (f"; {f.num_skipped:,} too large" if f.num_skipped else ""),
+        "served": f"{f.served_rate:.2f} requests a second while loaded, {f.output_rate:,.0f} tokens a second",
+        "goodput": f"{f.goodput:.2f} requests a second, {f.met_share:.1%} of them ({targets})",
+        "first token": f"p50 {f.ttft_p50:.2f} s, p90 {f.ttft_p90:.2f} s, p99 {f.ttft_p99:.2f} s",
+        "per token": f"p50 {f.tpot_p50 * 1e3:.1f} ms, p90 {f.tpot_p90 * 1e3:.1f} ms, "
+        f"p99 {f.tpot_p99 * 1e3:.1f} ms",
+        "memory": f"{f.memory_used_share:.1%} used{padding}, {f.memory_cached_share:.1%} cached{waste}",
+        "preempted": f"{f.num_preemptions:,} times, {f.preempted_share:.2%} of requests; "
+        f"{f.recomputed_tokens:,} tokens computed again",
+        "running": f"{f.mean_running:.0f} at once in the mean, {f.max_running} at most",
+    }  # fmt: skip
+
+
+def summary_table(result: SimulationResult) -> Table:
+    """Returns the summary as a table."""
+    rows = [(name, [Cell(words)]) for name, words in summary(result).items()]
+    return Table("The most important figures", ["", "value"], rows, numeric=False)
 
 
 def policies(groups: Sequence[Repeats], names: Sequence[str], comparable: bool) -> tuple[Table, Table]:

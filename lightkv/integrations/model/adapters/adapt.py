@@ -24,12 +24,13 @@ class Family:
 
     `module`: the class of the attention modules. `attend`: computes one of their calls; None where the module
     calls AttentionInterface, and only has to be given the handler. `slopes`: returns those of a model's bias by
-    distance. `needs_mask`: whether the model's forward pass fails without an attention mask.
+    distance; None for a family without one. `needs_mask`: whether the model's forward pass fails without an
+    attention mask.
     """
 
     module: str
     attend: Callable[[ModuleCall], Tensor] | None = None
-    slopes: Callable[[Any], Tensor | None] = families.no_slopes
+    slopes: Callable[[Any], Tensor | None] | None = None
     needs_mask: bool = False
 
 
@@ -54,13 +55,13 @@ def adapt(model: PreTrainedModel) -> int:
     family = FAMILIES.get(type(model).__name__)
     if family is None or kept_handler(model) is not None:
         return 0
-    slopes = family.slopes(model)
+    slopes = None if family.slopes is None else family.slopes(model)
     mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=model.device) if family.needs_mask else None
     kept = KeptHandler(model, family.attend is not None, mask)
     modules: list[Any] = adapted_modules(model)
     for module in modules:
         if family.attend is None:
-            module.register_forward_pre_hook(_GiveHandler(kept), with_kwargs=True)
+            module.register_forward_pre_hook(partial(_give_handler, kept), with_kwargs=True)
             continue
         if not hasattr(module, "layer_idx"):
             module.layer_idx = module.layer_id  # GPT-Neo's name for it
@@ -75,16 +76,11 @@ def adapted_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
     return [module for module in model.modules() if type(module).__name__ == name]
 
 
-@dataclass(frozen=True)
-class _GiveHandler:
+def _give_handler(
+    kept: KeptHandler, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """A hook before the forward pass of an attention module that gives it the handler of the model's call."""
-
-    kept: KeptHandler
-
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.kept.handler is None:
-            return None
-        return args, {"lightkv": self.kept.handler, **kwargs}
+    return None if kept.handler is None else (args, {"lightkv": kept.handler, **kwargs})
 
 
 def _attention_forward(

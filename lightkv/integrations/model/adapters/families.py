@@ -143,7 +143,3 @@ def falcon_slopes(model: Any) -> Tensor | None:
     mask = torch.ones(1, 2, dtype=torch.int64, device=model.device)
     bias = build_alibi_tensor(mask, num_heads, torch.float32)
     return cast(Tensor, bias[:, 0, 1].contiguous() / (model.config.hidden_size // num_heads) ** 0.5)
-
-
-def no_slopes(model: Any) -> None:
-    """Returns None: the model has no ALiBi."""

@@ -19,7 +19,6 @@ from lightkv.triton_kernels.attention.variants.variant import Scored
 
 from .adapt import adapted_modules
 
-_MIN_TOKENS, _MAX_TOKENS = 24, 512
 # Of a token's attention output. Modules are compared in float32, but the bias by distance that they are given
 # is rounded to the model's type, and by Falcon to bfloat16.
 _TOLERANCE = 2.0**-6
@@ -40,12 +39,6 @@ class _Reference:
         options = self.layers[call.module.layer_idx].options
         scored = Scored.of_last(slice(0, len(q)), 0, len(q), q.device)
         return attend_reference(q, k, v, options, scored)[None].to(q.dtype)
-
-
-def num_tokens_for(layers: Sequence[LayerShape], context: int | None) -> int:
-    """Returns how many tokens the text of `require_own_attention` should have, to reach past the windows."""
-    widest = max(layer.options.most_keys or 0 for layer in layers)
-    return min(max(_MIN_TOKENS, widest + 8), _MAX_TOKENS, context or _MAX_TOKENS)
 
 
 def require_own_attention(

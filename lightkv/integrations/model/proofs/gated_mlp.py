@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from lightkv.integrations.model.decoder_layer import activate
-from lightkv.integrations.model.fused_norm import MIN_EPS
 from lightkv.triton_kernels.layers.gated_activation import ACTIVATIONS, gated_activation_reference
 
-from .own_pass import LARGE, NotFusable, is_equal, noise, own_forward, run_own
+from .own_pass import LARGE, NotFusable, is_equal, noise, own_forward, relative_error, run_own
 
 _NUM_TOKENS = 8
 
@@ -78,13 +77,15 @@ def _find_activation(module: Any, first: tuple[str, ...], down: str, like: Tenso
         raise NotFusable("gate and up return different shapes")
     inner = last.x
     gate_up = torch.cat([calls[name].y for name in first], dim=-1)
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    products = gate * up  # which bound those with the activation
     errors = {
-        activation: _error(gated_activation_reference(gate_up, activation), inner, gate_up)
+        activation: relative_error(gated_activation_reference(gate_up, activation), inner, products, 4)
         for activation in ACTIVATIONS
     }
     best = min(ACTIVATIONS, key=lambda activation: errors[activation])
     # The kernel itself, too: this is what will run.
-    if max(errors[best], _error(activate(gate_up, best), inner, gate_up)) > 1.0:
+    if max(errors[best], relative_error(activate(gate_up, best), inner, products, 4)) > 1.0:
         raise NotFusable(f"{down} does not get the product of up and an activation of the gate")
     return best
 
@@ -113,14 +114,3 @@ def _record(module: Any, names: tuple[str, ...], x: Tensor) -> tuple[Any, dict[s
             raise NotFusable(f"{name} does not map one tensor to another")
         calls[name] = _Call(args[0], y)
     return output, calls
-
-
-def _error(ours: Tensor, own: Tensor, gate_up: Tensor) -> float:
-    """Returns the largest difference, in units of what rounding may change: gate * up bounds the products."""
-    if ours.dtype != own.dtype or ours.shape != own.shape:
-        return float("inf")
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    eps = max(torch.finfo(own.dtype).eps, MIN_EPS)
-    unit = 4 * eps * (gate * up).abs()
-    error = ((ours.float() - own.float()).abs() / unit.clamp(min=1e-30)).max()
-    return float(torch.nan_to_num(error, nan=float("inf")))

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from lightkv.errors import LightKVError
 
+# The rounding of float32 results, since a kernel adds up a row in another order, and has its own exp.
+MIN_EPS = 2.0**-20
 LARGE = 64.0  # the factor of large inputs, which a module that clips its projections would clip
 
 
@@ -64,3 +66,19 @@ def is_equal(ours: Any, own: Any) -> bool:
     """Returns whether both are tensors of the same dtype, shape and values."""
     both = isinstance(ours, Tensor) and isinstance(own, Tensor)
     return both and ours.dtype == own.dtype and torch.equal(ours, own)
+
+
+def relative_error(ours: Tensor, own: Tensor, bound: Tensor, num_roundings: int) -> float:
+    """Returns the largest difference, in units of what so many roundings may change of numbers of size `bound`;
+    infinite for another dtype or shape."""
+    if ours.dtype != own.dtype or ours.shape != own.shape:
+        return float("inf")
+    unit = num_roundings * max(torch.finfo(own.dtype).eps, MIN_EPS) * bound.abs().float()
+    error = ((ours.float() - own.float()).abs() / unit.clamp(min=1e-30)).max()
+    return float(torch.nan_to_num(error, nan=float("inf")))
+
+
+def epsilons(module: Any, dtype: torch.dtype) -> list[float]:
+    """Returns what the epsilon of a norm may be, most likely ones first."""
+    kept = [value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1e-2]
+    return list(dict.fromkeys((*kept, 1e-5, 1e-6, torch.finfo(dtype).eps)))

@@ -1,0 +1,97 @@
+"""The ranks that run one model together: what they add up, gather, and agree on.
+
+Every rank makes the same calls in the same order. Tensors of a GPU go through NCCL, and those of a CPU, like
+the few numbers that the hosts agree on, through gloo. Inside a decoder layer ranks only ever add up (`sum`),
+which `all_reduce.py` does in the fastest way that was measured for the size; it can be captured in a CUDA
+graph.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .all_reduce import AllReduce
+from .term_room import TermRoom
+
+# The ranks are on one host. Multicast over NVLink is off: a program that ends badly while it uses it can take
+# the GPUs of a host out of service.
+_ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
+_DAY = timedelta(days=1)  # the router bounds the time of every call, and kills a rank that takes longer
+
+
+class RankGroup:
+    """The ranks of one model, as the process with number `rank` of `size` sees them.
+
+    `store`: where they find each other, the same for all. A process belongs to one group at most. Blocks until
+    every rank has joined. The ranks are on one host, and each has a device of its own, or a CPU.
+    """
+
+    def __init__(self, rank: int, size: int, store: dist.Store, device: torch.device) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} of {size} ranks; ranks are numbered from 0 to {size - 1}")
+        self.rank = rank
+        self.size = size
+        self.device = device
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_DAY)
+        self.sums = AllReduce.measured(device)
+        self.room = TermRoom.measured(rank, self.sums, device)
+
+    @property
+    def lines(self) -> list[str]:
+        """What to report: how tensors of which sizes are added up."""
+        return self.sums.lines + ([] if self.room is None else self.room.lines)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Returns the sum of every rank's x, in the memory of x or in other memory. It has the same bits on
+        all."""
+        return self.sums.sum(x)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Returns the ranks' x, `[..., n]`, side by side: `[..., size · n]`."""
+        parts = x.new_empty(self.size, *x.shape)
+        dist.all_gather(list(parts), x.contiguous())
+        return parts.movedim(0, -2).flatten(-2)
+
+    def take_first(self, x: Tensor) -> Tensor:
+        """Overwrites x with that of rank 0, and returns it."""
+        dist.broadcast(x, 0)
+        return x
+
+    def list_of_first(self, numbers: Sequence[int]) -> list[int]:
+        """Returns the numbers that rank 0 has given, as many as they are; all are above 0."""
+        found = torch.zeros(self.largest(len(numbers)), dtype=torch.int64)
+        found[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
+        return [number for number in self.take_first(found).tolist() if number]
+
+    def clock_of_first(self) -> float:
+        """Returns the seconds on the clock of rank 0, so that what depends on them goes the same way on all."""
+        return self.take_first(torch.tensor(time.perf_counter(), dtype=torch.float64)).item()
+
+    def smallest(self, number: int) -> int:
+        """Returns the smallest number that a rank has given."""
+        return self._agreed(number, dist.ReduceOp.MIN)
+
+    def largest(self, number: int) -> int:
+        """Returns the largest number that a rank has given."""
+        return self._agreed(number, dist.ReduceOp.MAX)
+
+    def _agreed(self, number: int, how: dist.ReduceOp.RedOpType) -> int:
+        found = torch.tensor(number)
+        dist.all_reduce(found, how)
+        return int(found)
+
+    def leave(self) -> None:
+        """Ends the group. All ranks call this, or end."""
+        dist.destroy_process_group()

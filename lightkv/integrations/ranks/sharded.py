@@ -1,0 +1,230 @@
+"""Loads a rank's part of a model, and gives the parts the forward passes with which the ranks compute together.
+
+transformers says in a plan how each module of a model is divided (`tp_plan`), and its loader reads a rank's
+part of each tensor only. Its own forward passes for divided modules do work on the host at every call; here
+every module keeps the one of its class, with at most one exchange around it:
+
+    colwise            a rank has some outputs                       no exchange
+    colwise, gathered  likewise, but all outputs are needed          the outputs side by side
+    rowwise            a rank has some inputs, and returns a term    the sum of the terms
+    embedding          a rank has some tokens of the vocabulary      the sum, of which one term is not 0
+
+A decoder layer so has two sums: behind the attention's output projection, and behind the MLP's.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from lightkv.errors import UnsupportedModel
+from lightkv.triton_kernels.layers.linear import linear, tickets_for
+
+from .group import RankGroup
+from .term_room import TermPlace
+
+# What has to follow the forward pass of a module's class, by the style of its plan.
+_NOTHING = {"colwise", "packed_colwise", "packed_rowwise", "replicate", "local_params"}
+_NOTHING |= {"replicated_with_grad_allreduce", "grouped_gemm"}
+_SUM = {"rowwise", "rowwise_split_input", "rowwise_rep", "moe_tp_experts", "all_reduce"}
+_GATHER = {"colwise_gather_output", "colwise_rep"}
+_EMBEDDING = {"embedding_rowwise"}
+_SPLIT_INPUT = {"rowwise_split_input", "rowwise_rep"}
+_KEYS_AND_VALUES = ("k_proj", "v_proj")
+
+
+class SummedLinear(nn.Module):
+    """A linear layer of which each rank has some of the inputs: maps a rank's `[..., in_features]` to the whole
+    `[..., out_features]`. `begin`: the ranks are given the inputs of all, and this one's begin there."""
+
+    def __init__(self, linear: nn.Linear, ranks: RankGroup, begin: int | None = None) -> None:
+        super().__init__()
+        self.linear = linear
+        self.bias = linear.bias  # added once, to the sum
+        linear.register_parameter("bias", None)
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self._ranks = ranks
+        self._begin = begin
+        self._tickets: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._begin is not None:
+            x = x.narrow(-1, self._begin, self.in_features)
+        y = self._ranks.sum(self.linear(x))
+        return y if self.bias is None else y + self.bias
+
+    def place(self, turn: int, x: Tensor) -> TermPlace | None:
+        """Returns the place for this rank's term of x, where it is added up with a layer's residual and norm:
+        `turn` 0 behind attention, 1 behind the MLP. None where the forward pass is called instead."""
+        room = self._ranks.room
+        is_ordinary = room is None or self.bias is not None or self._begin is not None
+        return None if is_ordinary else room.place(turn, x, self.out_features)  # type: ignore[union-attr]
+
+    def term(self, x: Tensor, place: TermPlace) -> Tensor:
+        """Returns this rank's term of x, `[T, out_features]` in its place."""
+        weight = self.linear.weight
+        if self._tickets is None or self._tickets.device != weight.device:
+            self._tickets = tickets_for(weight)
+        rows = x.reshape(-1, x.shape[-1])
+        return linear(rows, weight, None, self._tickets, place.rows(len(rows), len(weight), x.dtype))
+
+
+class GatheredLinear(nn.Module):
+    """A linear layer of which each rank computes some of the outputs, and returns all of them."""
+
+    def __init__(self, linear: nn.Linear, ranks: RankGroup, out_features: int) -> None:
+        super().__init__()
+        self.linear = linear
+        self.in_features = linear.in_features
+        self.out_features = out_features
+        self._missing = part_size(out_features, ranks) - linear.out_features  # in the last parts
+        self._ranks = ranks
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight of this rank's outputs."""
+        return self.linear.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.pad(self.linear(x), (0, self._missing)) if self._missing else self.linear(x)
+        return self._ranks.gather(y).narrow(-1, 0, self.out_features)
+
+
+def part_size(size: int, ranks: RankGroup) -> int:
+    """Returns the size of each rank's part of a dimension; the last parts may be smaller, or empty."""
+    return -(-size // ranks.size)
+
+
+def load_part(directory: Any, ranks: RankGroup, config: PreTrainedConfig, **arguments: Any) -> Any:
+    """Returns what `AutoModelForCausalLM.from_pretrained` returns, with this rank's part of the weights.
+
+    Raises UnsupportedModel where the model cannot be divided among so many ranks.
+    """
+    # Imported here, since a model on one rank needs neither them nor the half second that they take.
+    from transformers.distributed import DistributedConfig
+
+    plan = _plan(config, ranks)
+    os.environ["LOCAL_RANK"] = str(ranks.device.index or 0)  # by which transformers chooses the device
+    divided = DistributedConfig(tp_size=ranks.size, tp_plan=plan)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        directory, config=config, distributed_config=divided, **arguments
+    )
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    _divide(model, ranks, plan)
+    return loaded
+
+
+def _plan(config: PreTrainedConfig, ranks: RankGroup) -> dict[str, str]:
+    """Returns the model's plan, by names with * for numbers, with what this many ranks change of it."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    plan = dict(model.tp_plan or {})
+    name, text = type(model).__name__, config.get_text_config()
+    if not any("layers" in key for key in plan):
+        raise UnsupportedModel(
+            name, "transformers has no plan of how to divide its layers among ranks (tp_plan)"
+        )
+    known = _NOTHING | _SUM | _GATHER | _EMBEDDING
+    if strange := sorted(set(plan.values()) - known):
+        raise UnsupportedModel(name, f"its plan divides modules in ways not known here: {', '.join(strange)}")
+    num_heads = text.num_attention_heads
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    splits_heads = any(_last(key) == "q_proj" and style == "colwise" for key, style in plan.items())
+    if splits_heads and (num_heads % ranks.size or (num_kv_heads % ranks.size and ranks.size % num_kv_heads)):
+        allowed = [size for size in range(2, num_heads + 1) if _fits(num_heads, num_kv_heads, size)]
+        raise UnsupportedModel(
+            name,
+            f"{num_heads} heads and {num_kv_heads} K/V heads cannot be divided among {ranks.size} ranks, "
+            f"but among {', '.join(map(str, allowed)) or 1}",
+        )
+    if splits_heads and num_kv_heads < ranks.size:
+        # Several ranks need the same head. Each reads all of them, and keeps one.
+        plan |= {key: "replicate" for key in plan if _last(key) in _KEYS_AND_VALUES}
+    for key in [key for key, style in plan.items() if _last(key) == "gate_up_proj" and style in _GATHER]:
+        # Gate and up as one weight: each rank takes its part of both, where transformers gathers and splits.
+        down = f"{key.rpartition('.')[0]}.down_proj"
+        if plan.get(down) in _SPLIT_INPUT:
+            plan |= {key: "packed_colwise", down: "rowwise"}
+    return plan
+
+
+def _fits(num_heads: int, num_kv_heads: int, size: int) -> bool:
+    return num_heads % size == 0 and (num_kv_heads % size == 0 or size % num_kv_heads == 0)
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _divide(model: PreTrainedModel, ranks: RankGroup, plan: Mapping[str, str]) -> None:
+    """Makes the parts that were loaded plain parameters, and gives the modules the exchanges of their
+    styles."""
+    from torch.distributed.tensor import DTensor
+
+    root = cast(nn.Module, model)
+    if not any(isinstance(parameter, DTensor) for parameter in root.parameters()):
+        raise UnsupportedModel(type(model).__name__, "transformers before 5.23 loads no parts of models")
+    local: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, DTensor):
+                if parameter not in local:
+                    local[parameter] = nn.Parameter(parameter.to_local(), requires_grad=False)
+                module._parameters[name] = local[parameter]
+        vars(module).pop("forward", None)
+    for name, module, style in list(_styled(root, plan)):
+        if isinstance(module, nn.Linear):
+            whole_in, whole_out = module.in_features, module.out_features
+            module.out_features, module.in_features = module.weight.shape
+            if style == "replicate" and _last(name) in _KEYS_AND_VALUES:
+                _keep_head(module, model.config.get_text_config(), ranks)
+            if style in _SUM:
+                begin = ranks.rank * part_size(whole_in, ranks) if style in _SPLIT_INPUT else None
+                _put(root, name, SummedLinear(module, ranks, begin))
+            elif style in _GATHER:
+                _put(root, name, GatheredLinear(module, ranks, whole_out))
+        elif style in _EMBEDDING:
+            module.forward = partial(_embed, module, ranks)
+        elif style in _SUM:
+            module.forward = partial(_summed, module, ranks)
+
+
+def _styled(root: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yields the modules that the plan names, with their names and styles."""
+    for name, module in root.named_modules():
+        generic = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        if generic in plan:
+            yield name, module, plan[generic]
+
+
+def _put(root: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, own = name.rpartition(".")
+    setattr(root.get_submodule(parent), own, module)
+
+
+def _keep_head(module: nn.Linear, text: PreTrainedConfig, ranks: RankGroup) -> None:
+    """Keeps the outputs of the one K/V head that the query heads of this rank read."""
+    size = module.out_features // text.num_key_value_heads
+    begin = ranks.rank * text.num_key_value_heads // ranks.size * size
+    for name, parameter in list(module.named_parameters()):
+        part = parameter.narrow(0, begin, size).clone()
+        setattr(module, name, nn.Parameter(part, requires_grad=False))
+    module.out_features = size
+
+
+def _embed(module: Any, ranks: RankGroup, ids: Tensor) -> Tensor:
+    """The forward pass of an embedding of which each rank has consecutive tokens: the last one the rest."""
+    own = ids - ranks.rank * part_size(module.num_embeddings, ranks)
+    is_here = (own >= 0) & (own < len(module.weight))
+    found = type(module).forward(module, torch.where(is_here, own, 0))
+    return ranks.sum(found * is_here[..., None])
+
+
+def _summed(module: nn.Module, ranks: RankGroup, *args: Any, **kwargs: Any) -> Tensor:
+    """The forward pass of a module that returns this rank's term of its output."""
+    return ranks.sum(type(module).forward(module, *args, **kwargs))

@@ -1,0 +1,70 @@
+"""Memory that every rank of a host has mapped, and what it costs to use it."""
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_TIMES = 20
+_RUNS_A_GRAPH = 10
+
+
+class Mapped(NamedTuple):
+    """Memory of this rank, uint8, zero at first, and the addresses at which this rank sees that of each
+    rank."""
+
+    own: Tensor
+    addresses: list[int]
+
+
+def map_memory(num_bytes: int, device: torch.device) -> Mapped | None:
+    """Returns `num_bytes` bytes that all ranks have mapped; None, on all, where one of them cannot.
+
+    Every rank calls this with the same number. It uses no multicast, and keeps the memory until the process
+    ends.
+    """
+    mapped = None
+    try:
+        import torch.distributed._symmetric_memory as symmetric
+
+        own = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+        own.zero_()
+        handle = symmetric.rendezvous(own, cast(Any, dist.group.WORLD))
+        mapped = Mapped(own, list(handle.buffer_ptrs))
+        torch.cuda.synchronize()
+    except (ImportError, AttributeError, RuntimeError):
+        pass
+    return mapped if all_agree(mapped is not None) else None
+
+
+def all_agree(works: bool) -> bool:
+    """Returns whether something works on every rank: all use it, or none, or some would wait for ever."""
+    agreed = torch.tensor(int(works))
+    dist.all_reduce(agreed, dist.ReduceOp.MIN)
+    return bool(agreed)
+
+
+def graph_ms(run: Callable[[], object]) -> float:
+    """Returns the milliseconds of `run` in a CUDA graph, on the slowest rank. Every rank calls this."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(_RUNS_A_GRAPH):
+                run()
+        times = []
+        for _ in range(_TIMES):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / _RUNS_A_GRAPH)
+    slowest = torch.tensor(median(times))
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)

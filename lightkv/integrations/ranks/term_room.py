@@ -1,0 +1,130 @@
+"""Adds up the ranks' terms of a layer's output together with the residual and the norm that comes next.
+
+A product writes this rank's term straight into memory that all ranks have mapped, and one kernel
+(`summed_residual_norm`) does the rest: nothing is copied, and the sum is never written. A decoder layer has
+two such sums, behind its attention and behind its MLP, and each has a place of its own, so that they take
+turns.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightkv.triton_kernels.layers.residual_norm import Norm, residual_norm
+from lightkv.triton_kernels.layers.summed_residual_norm import MAX_PROGRAMS, Terms, summed_residual_norm
+
+from .all_reduce import AllReduce, told_bytes
+from .symmetric import Mapped, all_agree, graph_ms, map_memory
+
+MOST_BYTES = 32 << 20  # of a term: 4,096 tokens of 4,096 numbers in 16 bits
+_DIM = 4096  # of the rows that are measured
+_SIZES = [8 << 10 << shift for shift in range(0, 13, 2)]  # bytes: 8 KiB, 32 KiB … 32 MiB
+
+
+@dataclass(frozen=True)
+class TermPlace:
+    """Memory for one rank's term, and where the terms of the others are."""
+
+    memory: Tensor  # uint8
+    addresses: Tensor
+    signals: Tensor
+    own_signals: Tensor  # kept, since others write to it
+    rank: int
+
+    def rows(self, num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
+        """Returns the memory as `[num_rows, dim]`."""
+        return self.memory[: num_rows * dim * dtype.itemsize].view(dtype).view(num_rows, dim)
+
+    def add_and_norm(
+        self,
+        term: Tensor,
+        residual: Tensor,
+        norm: Norm | None,
+        *,
+        post: Norm | None = None,
+        scale: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns what `residual_norm` returns of the sum of the terms, of which this rank's is in `rows`."""
+        terms = Terms(term, self.addresses, self.signals, self.rank)
+        return summed_residual_norm(terms, residual, norm, post=post, scale=scale)
+
+
+@dataclass(frozen=True)
+class TermRoom:
+    """The two places of a rank, and up to how many bytes of a term they are faster than `AllReduce`."""
+
+    places: tuple[TermPlace, TermPlace]
+    most_bytes: int
+
+    @classmethod
+    def measured(cls, rank: int, sums: AllReduce, device: torch.device) -> "TermRoom | None":
+        """Makes the places and measures them; None, on all ranks, where they do not work or do not pay."""
+        if device.type != "cuda":
+            return None
+        size = dist.get_world_size()
+        mapped = [map_memory(num, device) for num in (MOST_BYTES, MOST_BYTES, 4 * MAX_PROGRAMS * size)]
+        if any(one is None for one in mapped):
+            return None
+        first, second, signals = (one for one in mapped if one is not None)
+
+        def place(memory: Mapped) -> TermPlace:
+            addresses, pads = (torch.tensor(one.addresses, device=device) for one in (memory, signals))
+            return TermPlace(memory.own, addresses, pads, signals.own, rank)
+
+        room = cls((place(first), place(second)), MOST_BYTES)
+        if not all_agree(room._is_right(device)):
+            return None
+        most = 0
+        for num_bytes in _SIZES:
+            joined, apart = room.measure(num_bytes, sums)
+            if joined >= apart:
+                break
+            most = num_bytes
+        return cls(room.places, most) if most else None
+
+    @property
+    def lines(self) -> list[str]:
+        """What to report."""
+        return [f"sums with residual and norm in one kernel: up to {told_bytes(self.most_bytes)}"]
+
+    def place(self, turn: int, x: Tensor, dim: int) -> TermPlace | None:
+        """Returns the place of the first or the second sum of a layer for a term of x's rows of `dim`; None
+        where the ordinary sum is faster."""
+        num_bytes = x.numel() // x.shape[-1] * dim * x.element_size()
+        return self.places[turn] if num_bytes <= self.most_bytes else None
+
+    def _is_right(self, device: torch.device) -> bool:
+        """Returns whether both places add up small whole numbers, several times in turns."""
+        try:
+            for turn in range(4):
+                place = self.places[turn % 2]
+                term = place.rows(3, 64, torch.bfloat16)
+                term.fill_(place.rank + 1 + turn)
+                residual = torch.ones(3, 64, dtype=torch.bfloat16, device=device)
+                hidden, _ = place.add_and_norm(term, residual, None)
+                size = dist.get_world_size()
+                if not bool((hidden == 1 + size * turn + size * (size + 1) // 2).all()):
+                    return False
+        except RuntimeError:
+            return False
+        return True
+
+    def measure(self, num_bytes: int, sums: AllReduce) -> tuple[float, float]:
+        """Returns the milliseconds of a sum with residual and norm: in one kernel, and one after the other."""
+        device = self.places[0].memory.device
+        num_rows = max(1, num_bytes // 2 // _DIM)
+        residual = torch.zeros(num_rows, _DIM, dtype=torch.bfloat16, device=device)
+        norm = Norm(torch.ones(_DIM, dtype=torch.bfloat16, device=device), None, 1e-5)
+        x = torch.zeros_like(residual)
+
+        def joined() -> None:
+            for place in self.places:
+                place.add_and_norm(place.rows(num_rows, _DIM, torch.bfloat16), residual, norm)
+
+        def apart() -> None:
+            for _ in self.places:
+                residual_norm(sums.sum(x), residual, norm)
+
+        return graph_ms(joined) / 2, graph_ms(apart) / 2

@@ -1,0 +1,1 @@
+"""One worker process for each rank of a model, as one worker."""

@@ -1,0 +1,84 @@
+"""A model on several ranks answers, token for token, as it does on one."""
+
+import random
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightkv.integrations.ranks.group import RankGroup
+from lightkv.router import EngineConfig, SamplingParams
+from lightkv.router.engine.loop import LocalEngine, make_scheduler
+from lightkv.router.engine.request import Request
+from lightkv.router.model.build import build_runner
+from tests.support.ranks import run_ranks
+from tests.support.tiny_architectures import VOCABULARY, random_weights, tiny
+
+
+def answers(ranks: RankGroup | None, directory: str, settings: dict[str, Any]) -> tuple[Any, ...]:
+    """Runs requests with shared prefixes, chunks and sampling; returns tokens, free counts and the report."""
+    config = EngineConfig(
+        model=directory, device="cpu", dtype="float32", prefill_chunk=16, max_total_tokens=200, **settings
+    )
+    lines: list[str] = []
+    runner, info = build_runner(config, lines.append, ranks=ranks)
+    engine = LocalEngine(make_scheduler(info), runner)
+    rng = random.Random(5)
+    shared = [rng.randrange(3, VOCABULARY) for _ in range(20)]
+    for i in range(8):
+        prompt = shared[: rng.randint(0, 20)]
+        prompt += [rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, 12))]
+        params = SamplingParams(max_tokens=12, temperature=0.0 if i % 2 else 0.9, ignore_eos=True)
+        engine.add(Request(str(i), array("i", prompt).tobytes(), params, seed=i))
+    tokens: dict[str, list[int]] = {}
+    while engine.has_work:
+        for event in engine.step():
+            if event.token is not None:
+                tokens.setdefault(event.request_id, []).append(event.token)
+    engine.check()
+    return tokens, info.capacity, info.bytes_per_token, lines
+
+
+FAMILIES = ["llama", "qwen3_moe", "gemma3_text", "olmo2", "phi3", "glm", "cohere2"]
+SLOW = [pytest.param(family, size, marks=pytest.mark.slow) for family in FAMILIES for size in (2, 4)]
+
+
+@pytest.mark.parametrize(("family", "size"), [("qwen3_moe", 2), *SLOW])
+def test_tokens_are_those_of_one_rank(family: str, size: int, tmp_path: Path) -> None:
+    """Requests with shared prefixes, in chunks, greedy and drawn, on models with experts, windows, norms of all
+    heads, one weight for gate and up, and fewer K/V heads than ranks."""
+    random_weights(tiny(family)).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").touch()
+    expected, capacity, num_bytes, _ = answers(None, str(tmp_path), {})
+    for tokens, rank_capacity, rank_bytes, lines in run_ranks(size, answers, str(tmp_path), {}):
+        assert tokens == expected
+        assert rank_capacity == capacity
+        # olmo2 normalises all heads together and phi3 has one weight for them: their ranks have all heads.
+        assert rank_bytes == (num_bytes if family in ("olmo2", "phi3") else num_bytes // 2)
+        assert "sums over ranks: gloo" in lines
+
+
+@pytest.mark.slow
+def test_the_default_model_on_three_ranks() -> None:
+    """It has nine heads and three K/V heads."""
+    found = run_ranks(3, answers, EngineConfig.model, {})
+    expected = answers(None, EngineConfig.model, {})
+    assert all(tokens == expected[0] for tokens, *_ in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "size", "reason"),
+    [
+        ("llama", 3, "4 heads and 2 K/V heads cannot be divided among 3 ranks, but among 2, 4"),
+        ("gpt2", 2, "transformers has no plan of how to divide its layers among ranks"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_is_refused(
+    family: str, size: int, reason: str, tmp_path: Path
+) -> None:
+    random_weights(tiny(family)).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").touch()
+    with pytest.raises(AssertionError, match=reason):
+        run_ranks(size, answers, str(tmp_path), {})

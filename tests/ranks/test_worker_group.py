@@ -1,0 +1,107 @@
+"""Workers of several ranks behave as one worker: the same results, and one end for all."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from lightkv.errors import CheckFailed
+from lightkv.router import EngineConfig
+from lightkv.router.engine.step import StepResult
+from lightkv.router.service.ranks.worker_group import WorkerGroup, _same
+from lightkv.router.service.worker_client import WorkerDied
+from tests.support.recorded_steps import Recording, assert_same, saved
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    return saved(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def recording(config: EngineConfig) -> Recording:
+    return Recording(config)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(work)
+
+
+def pids(group: WorkerGroup) -> list[int]:
+    """Returns the process ids, by rank."""
+    return [worker.pid for worker in group._workers]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_two_ranks_have_the_results_of_one_and_end_together(
+    config: EngineConfig, recording: Recording, tmp_path: Path
+) -> None:
+    """Also: the tables of both are the same bytes, and a rank that is killed takes the other one with it."""
+
+    async def work() -> None:
+        store = tmp_path / "ranks"
+        store.write_text("what a killed router has left")
+        group = WorkerGroup(2, store)
+        lines: list[str] = []
+        info = await group.start(config, lines.append)
+        assert info.num_ranks == 2
+        assert info.capacity == recording.info.capacity
+        assert 2 * info.bytes_per_token == recording.info.bytes_per_token
+        assert "sums over ranks: gloo" in lines
+        results = [await group.step(plan) for plan in recording.plans]
+        results += [await group.flush(), await group.flush()]
+        assert_same(results[1:-1], recording.results)
+        assert len(await group.check(recording.edits, recording.holding)) == 16
+
+        flushing = asyncio.ensure_future(group.flush())
+        await asyncio.sleep(0)
+        os.kill(pids(group)[1], signal.SIGKILL)
+        with suppress(WorkerDied):
+            await flushing  # it may have been answered before
+        with pytest.raises(WorkerDied):
+            await group.flush()
+        died = await group.wait_dead()
+        assert died.returncode == -signal.SIGKILL
+        assert not any(map(is_running, pids(group)))
+        assert not store.exists()
+
+    run(work())
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_group(config: EngineConfig, recording: Recording, tmp_path: Path) -> None:
+    async def work() -> None:
+        group = WorkerGroup(2, tmp_path / "ranks", step_timeout=1.0)
+        await group.start(config, lambda line: None)
+        os.kill(pids(group)[1], signal.SIGSTOP)
+        with pytest.raises(WorkerDied, match=r"took more than 1 s"):
+            await group.step(recording.plans[0])
+        await group.wait_dead()
+        assert not any(map(is_running, pids(group)))
+
+    run(work())
+
+
+@pytest.mark.parametrize("change", [{"tokens": [5, 7]}, {"num_free": 8}, {"flags": 1}, {"step": 4}])
+def test_results_that_differ_are_an_error(change: dict[str, Any]) -> None:
+    same: dict[str, Any] = {"step": 3, "tokens": [5, 6], "num_free": 9, "flags": 0}
+    results = [StepResult(**same), StepResult(**same)]
+    assert _same(results) is results[0]
+    with pytest.raises(CheckFailed, match=r"rank 1 has .* and rank 0 has"):
+        _same([results[0], StepResult(**{**same, **change})])
+    with pytest.raises(CheckFailed):
+        _same([results[0], None])
