@@ -128,8 +128,8 @@ class BlockTree:
         return events
 
     def restart(self, contents: Iterable[SegmentAdded]) -> Iterator[KVEvent]:
-        """Forgets everything and begins with what a tree holds (`TokenLedger.note_changes`). Yields the events that
-        bring consumers there from any state; it is done when they end."""
+        """Forgets everything and begins with what a tree holds (`TokenLedger.note_changes`). Yields the events
+        that bring consumers there from any state; it is done when they end."""
         self._nodes.clear()
         self._num_blocks = 0
         yield AllBlocksCleared()
