@@ -37,6 +37,7 @@ _EXAMPLES = (
     "lightkv simulate chat --rate inf --requests 20000 --out chat.json",
     "lightkv simulate chat --load 1.3 --admission timely --report timely.html",
     "lightkv simulate mine.csv --allocation token,paged:16,paged:48 --seeds 5 --report pages.html",
+    "lightkv simulate chat --replicas 4 --routing least-tokens",
     "lightkv simulate mooncake_conversation_trace.jsonl --time-unit ms | tail -1 | jq .goodput",
 )
 _REPORT_EXAMPLES = (
