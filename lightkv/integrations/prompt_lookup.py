@@ -27,6 +27,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 import torch
 
+from lightkv.ledger import Sequence
 from lightkv.token_ids import TokenIds, int32_bytes
 
 from .cached_model import CachedModel
@@ -91,6 +92,16 @@ class PromptLookup:
                 if len(lines) < most_lines and line not in lines:
                     lines.append(line)
         return lines
+
+
+def verify(
+    lm: CachedModel, sequence: Sequence, tree: GuessTree, verification: Verification = VERIFICATION
+) -> torch.Tensor:
+    """Computes the nodes of a tree at the end of a sequence, in one pass. Returns the logits after each node,
+    `[nodes, vocabulary]`. Raises the errors of `CachedModel.forward`."""
+    masked = None if tree.is_line and verification != "tree" else tree
+    as_decodes = masked is None and verification == "decode"
+    return lm.forward([sequence], [tree.tokens], all_logits=True, tree=masked, as_decodes=as_decodes)
 
 
 @torch.no_grad()
@@ -159,9 +170,7 @@ def generate(
             # One less than may still be generated, because the pass yields a token of its own.
             lines = lookup.propose_lines(min(budget, max_new_tokens - len(output) - 1), num_lines)
             tree = GuessTree.of_lines(output[-1], lines, max(1, most_entries - sequence.length))
-            masked = None if tree.is_line and verification != "tree" else tree
-            as_decodes = masked is None and verification == "decode"
-            rows = lm.forward([sequence], [tree.tokens], all_logits=True, tree=masked, as_decodes=as_decodes)
+            rows = verify(lm, sequence, tree, verification)
             num_forwards += 1
     finally:
         lm.cache.close(sequence, output)

@@ -14,15 +14,13 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .arrivals import Arrivals, Inbox, Numbered, prompt_ids
 from .record import Distribution, Timeline
 from .result import Figures, Series, SimulationResult
 from .routing import Policy, View, known_tokens
-
-if TYPE_CHECKING:
-    from .simulator import Simulation
+from .simulation import Simulation
 
 PROGRESS_EVERY = 100
 # How the figures of replicas become those of all: these are of the replica where they are greatest, or means;

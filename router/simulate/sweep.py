@@ -7,7 +7,8 @@ from typing import Any
 
 from .config import SimulationConfig
 from .result import Figures, SimulationResult
-from .simulator import Progress, simulate
+from .simulation import Progress
+from .simulator import simulate
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits, RunnerInfo, StepPlan
 from lightkv.router.engine.step_time import PARAMETERS, StepTime, Work
 from lightkv.router.sampling_params import SamplingParams
-from lightkv.router.simulate import simulator
+from lightkv.router.simulate import simulation, simulator
 from lightkv.router.simulate.config import SimulationConfig
 from tests.support.model_worker import STOP, ModelWorker, assert_idle, run
 
@@ -350,12 +350,12 @@ def test_the_simulator_plans_the_same_steps_as_the_engine(
     path.write_text("ContextTokens,GeneratedTokens\n" + "".join(f"{p},{o}\n" for p, o in lengths))
     simulated: list[StepPlan] = []
 
-    class Device(simulator._Device):
+    class Device(simulation._Device):
         def launch(self, plan: StepPlan) -> None:
             simulated.append(plan)
             super().launch(plan)
 
-    monkeypatch.setattr(simulator, "_Device", Device)
+    monkeypatch.setattr(simulation, "_Device", Device)
     config = SimulationConfig(
         capacity=3000, max_num_seqs=16, prefill_chunk=300, max_new=40, admission="oracle", rate=math.inf,
         itl_target=target,

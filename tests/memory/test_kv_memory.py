@@ -279,7 +279,7 @@ def test_the_workers_gpu_is_its_current_one_before_anything_is_built(
 ) -> None:
     calls: list[str] = []
 
-    def build(config: EngineConfig, report: object) -> None:
+    def build(config: EngineConfig, report: object, ranks: object) -> None:
         calls.append("build")
         raise InvalidConfig("that is enough")
 

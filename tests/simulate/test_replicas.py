@@ -16,7 +16,8 @@ from lightkv.router.simulate.fleet import Fleet, together
 from lightkv.router.simulate.record import Distribution, Timeline
 from lightkv.router.simulate.result import SimulationResult
 from lightkv.router.simulate.routing import ROUTINGS
-from lightkv.router.simulate.simulator import Simulation, settings_of, simulate
+from lightkv.router.simulate.simulation import Simulation, settings_of
+from lightkv.router.simulate.simulator import simulate
 from lightkv.router.simulate.traces import open_trace
 from tests.support.multi_turn import BLOCK, write_conversations
 

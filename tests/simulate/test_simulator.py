@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from lightkv.router.cli.app import app
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step_time import StepTime, Work
-from lightkv.router.simulate import simulator
+from lightkv.router.simulate import simulation, simulator
 from lightkv.router.simulate.config import (
     ALLOCATIONS,
     PAGE_SIZES,
@@ -238,9 +238,9 @@ def test_few_requests_are_held_however_many_wait(monkeypatch: pytest.MonkeyPatch
             most = max(most, self.num_waiting)
             return super().plan()
 
-    monkeypatch.setattr(simulator, "Scheduler", Watched)
+    monkeypatch.setattr(simulation, "Scheduler", Watched)
     simulate("chat", SimulationConfig(requests=400, rate=math.inf, capacity=20_000))
-    assert most <= simulator.QUEUE
+    assert most <= simulation.QUEUE
 
 
 # --------------------------------------------------------------------------------
