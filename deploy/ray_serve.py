@@ -34,7 +34,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from yarl import URL
 
 _MARGIN_SECONDS = 15  # for a service that has drained to end its processes
-_NOT_SENT = {b"connection", b"keep-alive", b"transfer-encoding", b"content-length"}  # aiohttp's own
+_NOT_SENT = {b"connection", b"keep-alive", b"transfer-encoding"}  # aiohttp's own
 _NOT_ANSWERED = {
     b"connection",
     b"keep-alive",
@@ -125,7 +125,8 @@ class Replica:
         )
 
     async def __call__(self, request: Request) -> Response:
-        """Passes a request through, and its answer back as it comes."""
+        """Passes a request through, and its answer back as it comes. The body is passed on piece by
+        piece, and the service bounds it."""
         target = os.fsdecode(request.scope.get("raw_path") or request.url.path.encode())
         url = URL(f"{_LOCAL}{target}?{request.url.query}".removesuffix("?"), encoded=True)
         headers = [
@@ -133,10 +134,11 @@ class Replica:
             for name, value in request.headers.raw
             if name.lower() not in _NOT_SENT
         ]
-        body = await request.body()
+        has_body = "content-length" in request.headers or "transfer-encoding" in request.headers
+        body = request.stream() if has_body else None
         try:
             answer = await self._session.request(
-                request.method, url, data=body or None, headers=headers, allow_redirects=False
+                request.method, url, data=body, headers=headers, allow_redirects=False
             )
         except aiohttp.ClientError as error:
             return JSONResponse(_error(error), 503)

@@ -154,7 +154,7 @@ class EngineConfig:
     tensor_parallel: Annotated[int, Meta(ge=1, le=64)] = setting(
         1,
         "How many ranks run the model together, each a process with a part of the weights and of K and V: on "
-        "GPUs the first so many of this host. As many as divide the model's heads. For a service alone.",
+        "GPUs the first so many of this host. The number has to divide the model's heads. For a service alone.",
     )
     dtype: str = setting(
         "auto",
@@ -236,8 +236,8 @@ class EngineConfig:
     kv_events: str | None = setting(
         None,
         "Publish what the cache holds, for gateways that route by prefixes, at tcp://HOST:PORT (HOST *: every "
-        "address; replays at the next port): vLLM's KV events over ZeroMQ, in blocks of 64 tokens. Whoever "
-        "reaches the ports can read the prompts. Needs the packages of lightkv[events]. For lightkv serve.",
+        "address; replays at the next port): vLLM's KV events over ZeroMQ, in blocks of 64 tokens. Programs "
+        "that can connect there read the prompts. Needs the packages of lightkv[events]. For lightkv serve.",
     )
 
     def __post_init__(self) -> None:

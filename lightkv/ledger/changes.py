@@ -1,4 +1,4 @@
-"""What came and went in the prefix tree, as data: for whoever tells others what the cache holds.
+"""What came and went in the prefix tree, as data, from which KV events are made.
 
 The ledger notes these only where it was asked to (`PrefixTree.note_changes`). Segments are named by their ids,
 and tokens are int32 bytes. Held and cached segments are not told apart, since look-ups find both; unindexed

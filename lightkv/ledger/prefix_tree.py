@@ -128,7 +128,7 @@ class PrefixTree:
     replay evicts the same segments. What a session protects is not in the heap.
 
     `shared`: the segments that two or more sequences hold. `changes`: what has become of the indexed segments,
-    in order; None while nobody wants to know.
+    in order; None while they are not noted.
     """
 
     def __init__(self, hit_worth: int = 1) -> None:

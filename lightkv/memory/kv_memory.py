@@ -158,8 +158,10 @@ class KVMemory:
 
     def digest(self) -> bytes:
         """Returns a digest of which slots are free and of the token table's rows; synchronises."""
-        tensors = self.allocator.mem_state, self.table.req_to_token[1:]  # row 0 is padding
-        return blake2b(b"".join(x.cpu().numpy().tobytes() for x in tensors), digest_size=16).digest()
+        digest = blake2b(digest_size=16)
+        for tensor in (self.allocator.mem_state, self.table.req_to_token[1:]):  # row 0 is padding
+            digest.update(tensor.cpu().numpy().data)
+        return digest.digest()
 
     def check(self, holdings: Holdings | None = None) -> None:
         """Recounts on the device, which synchronises: the allocator's counts, and that no slot has two owners.

@@ -163,6 +163,7 @@ class Worker(rpyc.Service):
         self._grammars = grammars
         self._runner: ModelRunner | None = None
         self._pipeline: StepPipeline | None = None
+        self._is_rank = False
 
     def exposed_start(self, request: bytes) -> bytes:
         """`WorkerStart` → `RunnerInfo`: loads the model, once."""
@@ -178,8 +179,8 @@ class Worker(rpyc.Service):
         return self._answer(_NOTHING, b"\xc0", lambda _: self._started()[1].flush())
 
     def exposed_check(self, request: bytes) -> bytes:
-        """(edits, `ExpectedMemory`) → a digest of the tables: applies the edits and recounts the memory. A
-        failure is fatal."""
+        """(edits, `ExpectedMemory`) → a digest of a rank's tables, empty without ranks: applies the edits and
+        recounts the memory. A failure is fatal."""
         return self._answer(_CHECK, request, self._check)
 
     def exposed_map(self, request: bytes) -> bytes:
@@ -205,6 +206,7 @@ class Worker(rpyc.Service):
         if self._grammars is not None:
             GrammarServer(self._grammars, runner.grammars).start()
         _announce_compilation(self._slow_work.announce)
+        self._is_rank = rank is not None
         self._runner, self._pipeline = runner, StepPipeline(runner, self._slow_work.finish)
         freeze_objects()
         return Done(info)
@@ -213,7 +215,7 @@ class Worker(rpyc.Service):
         runner = self._started()[0]
         runner.check(*request)
         runner.grammars.trim()  # no request waits now
-        return Done(runner.digest())
+        return Done(runner.digest() if self._is_rank else b"")
 
     def _map(self, request: tuple[bytes, SlotOwners]) -> Done[PoolMap]:
         runner = self._started()[0]

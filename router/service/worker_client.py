@@ -101,7 +101,8 @@ class Worker(Protocol):
         """Returns the result of the oldest step in flight, or raises its error."""
 
     async def check(self, edits: bytes, expected: ExpectedMemory) -> bytes:
-        """Applies the edits and recounts the memory, between steps. Returns a digest of its tables."""
+        """Applies the edits and recounts the memory, between steps. Returns a digest of a rank's tables, which
+        is empty for a worker that is no rank."""
 
     async def map(self, edits: bytes, owners: SlotOwners) -> PoolMap:
         """Applies the edits and returns what every slot is used for, between steps."""
@@ -223,8 +224,8 @@ class WorkerClient:
         return await self._call("flush", _STEP)
 
     async def check(self, edits: bytes, expected: ExpectedMemory) -> bytes:
-        """Applies edits that no plan has carried yet, and recounts the memory. Returns a digest of its
-        tables. A WorkerFailed is fatal."""
+        """Applies edits that no plan has carried yet, and recounts the memory. Returns a digest of a rank's
+        tables, which is empty for a worker that is no rank. A WorkerFailed is fatal."""
         return await self._call("check", _CHECKED, (edits, expected))
 
     async def map(self, edits: bytes, owners: SlotOwners) -> PoolMap:

@@ -142,6 +142,18 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayServe]:
         running.close()
 
 
+def test_the_service_bounds_bodies_with_and_without_a_length(ray: RayServe) -> None:
+    pieces = [b"a" * 2**20] * 64
+    for body in (b"".join(pieces), iter(pieces)):  # an iterator is sent in chunks, without a length
+        with closing(http.client.HTTPConnection("127.0.0.1", ray.port, timeout=SECONDS)) as connection:
+            headers = {"Content-Type": "application/json"}
+            with suppress(ConnectionError):  # the answer comes before the body ends
+                connection.request("POST", "/v1/completions", body, headers)
+            response = connection.getresponse()
+            assert response.status == 413, response.read()
+    assert ray.stream() == "completed"
+
+
 @pytest.mark.parametrize("victim", ["replica", "api process"])
 def test_one_of_two_is_killed_under_streams(victim: str, ray: RayServe) -> None:
     """Each stream completes or ends with an error, none hangs, and then there are two again."""

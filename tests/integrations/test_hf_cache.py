@@ -28,21 +28,8 @@ from lightkv.integrations.model.hf_model import bind
 from lightkv.router import EngineConfig
 from lightkv.router.model_files import resolve
 from tests.support.combinations import each_pair
+from tests.support.eager_models import SMALL, VOCABULARY
 
-VOCABULARY = 97
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 MIXED = {**SMALL, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 CONFIGS = {
     "llama": LlamaConfig(**SMALL),

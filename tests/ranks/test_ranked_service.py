@@ -20,17 +20,17 @@ def test_a_rank_that_is_killed_under_streams_ten_times(tmp_path: Path) -> None:
         for turn in range(10):
             if len(kills) > 1:  # three in a minute end the service; a death is noticed late here
                 wait_until(lambda: time.monotonic() - kills[-2] > 75, seconds=90)
-            wait_until(lambda: served.request("/health")[0] == 200)
+            wait_until(lambda: served.request("/health")[0] == 200, seconds=60)
             with served.stream(4000) as events:
-                next(events)  # three deaths without a step would end the service, too
                 os.kill(served.all_processes()["worker"][turn % 2], signal.SIGKILL)
                 kills.append(time.monotonic())
                 last = list(events)[-1]
                 waited = time.monotonic() - kills[-1]
+            print(f"kill {turn}: the client was told after {waited:.3f} s")
             assert last["error"]["code"] == 503
             assert waited < 30, "the client is told at once; this bound is for a machine that is busy"
             assert served.request(COMPLETIONS, {"prompt": "a"})[0] in (200, 503)
-        wait_until(lambda: served.request("/health")[0] == 200)
+        wait_until(lambda: served.request("/health")[0] == 200, seconds=60)
         assert served.complete() == text
         assert served.at_rest()["num_worker_starts"] == 11
         assert len(served.all_processes()["worker"]) == 2

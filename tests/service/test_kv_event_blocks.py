@@ -135,7 +135,7 @@ def test_names_are_the_same_in_every_replica_but_for_namespaces() -> None:
         plain, salted = tree.apply(ledger.tree.drain_changes())
         names.append((plain.block_hashes, salted.block_hashes))
     assert names[0][0] == names[1][0]
-    # What is made of a tenant's API key tells nobody whether a guessed one is right.
+    # A name that is made of a tenant's API key does not show whether a guessed key is right.
     assert not set(names[0][1]) & set(names[1][1])
 
 

@@ -307,7 +307,7 @@ def unread(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, endpoint: str) 
     return one
 
 
-def test_those_that_never_read_hold_up_nobody() -> None:
+def test_consumers_that_never_read_hold_up_no_other() -> None:
     ledger = TokenLedger(300_000, 4, 100_000)
     with publishing(ledger) as (publisher, consumer):
         for _ in range(3):

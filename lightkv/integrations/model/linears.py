@@ -5,8 +5,9 @@
       compute   each product gets the way in which it runs: packed or plain on a CPU, as measured there; on a
                 GPU by kernels for few tokens
 
-Whatever changes the products of a model is a step of this pass, so that the steps see each other: what was
-joined is packed as one.
+Whatever changes the products of a loaded model is a step of this pass, so that the steps see each other: what
+was joined is packed as one. The division among ranks is no step of it, because it comes earlier: a rank reads
+its part of each weight only (`integrations/ranks/sharded.py`).
 """
 
 import time

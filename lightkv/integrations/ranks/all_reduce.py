@@ -9,6 +9,7 @@ The operators are those of torch (`torch.ops.symm_mem`). They read a buffer, so 
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -40,9 +41,7 @@ class AllReduce:
         ways: dict[str, Way] = {"NCCL": _by_library, **_symmetric_ways(device)}
         sums = cls(ways, [(_ANY, "NCCL")])
         if len(ways) > 1:
-            fastest = [
-                (size, min(times := measure_ways(sums, size), key=times.__getitem__)) for size in _SIZES
-            ]
+            fastest = [(size, _fastest(measure_ways(sums, size))) for size in _SIZES]
             following = [*fastest[1:], (_ANY, "NCCL")]
             ends = [one for one, after in zip(fastest, following, strict=True) if one[1] != after[1]]
             sums._chosen = [*ends, (_ANY, "NCCL")]
@@ -70,7 +69,11 @@ def told_bytes(num_bytes: float) -> str:
 def measure_ways(sums: AllReduce, num_bytes: int) -> dict[str, float]:
     """Returns the milliseconds that each way takes for a tensor of `num_bytes`, in a CUDA graph."""
     x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device="cuda")
-    return {name: graph_ms(lambda way=way: way(x)) for name, way in sums.ways.items()}  # type: ignore[misc]
+    return {name: graph_ms(partial(way, x)) for name, way in sums.ways.items()}
+
+
+def _fastest(times: dict[str, float]) -> str:
+    return min(times, key=lambda name: times[name])
 
 
 def _by_library(x: Tensor) -> Tensor:

@@ -62,13 +62,14 @@ class SummedLinear(nn.Module):
         """Returns the place for this rank's term of x, where it is added up with a layer's residual and norm:
         `turn` 0 behind attention, 1 behind the MLP. None where the forward pass is called instead."""
         room = self._ranks.room
-        is_ordinary = room is None or self.bias is not None or self._begin is not None
-        return None if is_ordinary else room.place(turn, x, self.out_features)  # type: ignore[union-attr]
+        if room is None or self.bias is not None or self._begin is not None:
+            return None
+        return room.place(turn, x, self.out_features)
 
     def term(self, x: Tensor, place: TermPlace) -> Tensor:
         """Returns this rank's term of x, `[T, out_features]` in its place."""
         weight = self.linear.weight
-        if self._tickets is None or self._tickets.device != weight.device:
+        if self._tickets is None:
             self._tickets = tickets_for(weight)
         rows = x.reshape(-1, x.shape[-1])
         return linear(rows, weight, None, self._tickets, place.rows(len(rows), len(weight), x.dtype))

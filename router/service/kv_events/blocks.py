@@ -46,7 +46,7 @@ class _Root:
         self.is_private = len(names) < len(namespace)
         self.seed, self.key = bytes(32), None
         if namespace and not self.is_private:
-            # It may be made of a tenant's API key, which nobody shall be able to try out on it.
+            # A namespace may be made of a tenant's API key, of which no consumer can test a guess so.
             hashed = hashlib.blake2b(msgspec.json.encode(names), key=secret, digest_size=32)
             self.seed, self.key = hashed.digest(), hashed.hexdigest()[:32]
 
@@ -128,7 +128,7 @@ class BlockTree:
         return events
 
     def restart(self, contents: Iterable[SegmentAdded]) -> Iterator[KVEvent]:
-        """Forgets everything and begins with what a tree holds (`TokenLedger.contents`). Yields the events that
+        """Forgets everything and begins with what a tree holds (`PrefixTree.contents`). Yields the events that
         bring consumers there from any state; it is done when they end."""
         self._nodes.clear()
         self._num_blocks = 0

@@ -2,8 +2,9 @@
 
 A consumer sends the number of the first batch that it misses, 8 bytes, big-endian, behind an empty frame. It
 gets the frames (topic, number, payload) of each batch from there on, and then a batch with the number -1. The
-last batches are kept, bounded in number and in bytes. Whoever asks for older ones is sent what the cache holds
-now, behind an AllBlocksCleared, under the numbers of the last batches: after those it is right again, too.
+last batches are kept, bounded in number and in bytes. A consumer that asks for older ones is sent what the
+cache holds now, behind an AllBlocksCleared, under the numbers of the last batches: after those it is right
+again, too.
 
 No consumer holds up another: each is sent as much as its connection takes, in turns, and is forgotten when it
 takes nothing for `STALL_SECONDS`.

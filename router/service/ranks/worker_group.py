@@ -35,7 +35,13 @@ class WorkerGroup:
     ) -> None:
         store.unlink(missing_ok=True)  # of a group whose router was killed
         self._store = store
-        self._workers = [WorkerClient(step_timeout, program) for _ in range(size)]
+        self._workers: list[WorkerClient] = []
+        try:
+            for _ in range(size):
+                self._workers.append(WorkerClient(step_timeout, program))
+        except BaseException:
+            self.kill()
+            raise
         self._compiled: dict[int, list[Compiled]] = {}  # answers of some ranks, by the grammar's id
         self._taking: dict[WorkerClient, asyncio.Task[Compiled]] = {}
         self._end = asyncio.get_running_loop().create_task(self._wait_for_end())
@@ -134,12 +140,19 @@ class WorkerGroup:
         tasks = [asyncio.ensure_future(call(worker, rank)) for rank, worker in enumerate(self._workers)]
         errors: list[BaseException] = []  # in the order in which they came
         waiting = set(tasks)
-        while waiting:
-            timeout = FAIL_SECONDS if errors else None
-            done, waiting = await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            errors += [error for task in done if (error := task.exception()) is not None]
-            if not done or not all(isinstance(error, WorkerFailed) for error in errors):
-                self.kill("another rank of its group has failed")
+        try:
+            while waiting:
+                timeout = FAIL_SECONDS if errors else None
+                done, waiting = await asyncio.wait(
+                    waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+                )
+                errors += [error for task in done if (error := task.exception()) is not None]
+                if not done or not all(isinstance(error, WorkerFailed) for error in errors):
+                    self.kill("another rank of its group has failed")
+        except asyncio.CancelledError:
+            for task in tasks:
+                task.cancel()  # which kills its worker
+            raise
         failed = [error for error in errors if isinstance(error, WorkerFailed)]
         if not errors:
             return [task.result() for task in tasks]
