@@ -190,6 +190,7 @@ def _divide(model: PreTrainedModel, ranks: RankGroup, plan: Mapping[str, str]) -
             elif style in _GATHER:
                 _put(root, name, GatheredLinear(module, ranks, whole_out))
         elif style in _EMBEDDING:
+            cast(Any, module).padding_idx = None  # it may be in another part; only gradients depend on it
             module.forward = partial(_embed, module, ranks)
         elif style in _SUM:
             module.forward = partial(_summed, module, ranks)
