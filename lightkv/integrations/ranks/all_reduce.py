@@ -5,7 +5,8 @@ part, and reads the sums of the other parts), both over memory that all ranks ha
 tensors are bound by latency, for which one shot has a single exchange; large ones by the bytes over the
 links, of which two shots move the least. No way uses multicast. On a CPU there is gloo alone.
 
-The operators are those of torch (`torch.ops.symm_mem`). They read a buffer, so x is copied into it first.
+The operators are those of torch (`torch.ops.symm_mem`). They read a buffer, so x is copied into it first. They
+take no float16, which NCCL adds up in every size.
 """
 
 from collections.abc import Callable
@@ -22,12 +23,13 @@ Way = Callable[[Tensor], Tensor]
 MOST_BYTES = 32 << 20  # of a tensor in symmetric memory; above it NCCL adds up in any case
 _SIZES = [8 << 10 << shift for shift in range(0, 13, 2)]  # bytes: 8 KiB, 32 KiB … 32 MiB
 _ANY = float("inf")
+_SUMMED = (torch.bfloat16, torch.float32)  # by the operators
 _ROW_BYTES = 16  # the operators take whole vectors of so many bytes from each rank
 
 
 class AllReduce:
     """Sums over all ranks. `ways`: all that there are here, by name. `chosen`: the largest number of bytes and
-    the way for it, ascending; the last has no limit."""
+    the way for it, ascending; the last is the library's, and has no limit."""
 
     def __init__(self, ways: dict[str, Way], chosen: list[tuple[float, str]]) -> None:
         self.ways = ways
@@ -57,8 +59,8 @@ class AllReduce:
     def sum(self, x: Tensor) -> Tensor:
         """Returns the sum of every rank's x; x itself may be overwritten."""
         x = x.contiguous()
-        way = next(name for limit, name in self._chosen if x.nbytes <= limit)
-        return self.ways[way](x)
+        fitting = [name for limit, name in self._chosen if x.nbytes <= limit]
+        return self.ways[fitting[0] if x.dtype in _SUMMED else fitting[-1]](x)
 
 
 def told_bytes(num_bytes: float) -> str:
