@@ -26,16 +26,21 @@ def map_memory(num_bytes: int, device: torch.device) -> Mapped | None:
     Every rank calls this with the same number. It uses no multicast, and keeps the memory until the process
     ends.
     """
-    mapped = None
+    own = mapped = None
     try:
         import torch.distributed._symmetric_memory as symmetric
 
         own = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
         own.zero_()
+    except (ImportError, AttributeError, RuntimeError):
+        pass
+    if not all_agree(own is not None) or own is None:
+        return None  # before the rendezvous, where each rank would wait for one that does not come
+    try:
         handle = symmetric.rendezvous(own, cast(Any, dist.group.WORLD))
         mapped = Mapped(own, list(handle.buffer_ptrs))
         torch.cuda.synchronize()
-    except (ImportError, AttributeError, RuntimeError):
+    except (AttributeError, RuntimeError):
         pass
     return mapped if all_agree(mapped is not None) else None
 
