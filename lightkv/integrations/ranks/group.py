@@ -18,10 +18,13 @@ from torch import Tensor
 from .all_reduce import AllReduce
 from .term_room import TermRoom
 
-# The ranks are on one host. Multicast over NVLink is off: a program that ends badly while it uses it can take
-# the GPUs of a host out of service.
+# The ranks are on one host, so nothing listens on its network: NCCL would take another interface than the
+# loopback one where there is one, and opens a port more for a tool that asks it for its state (RAS). Multicast
+# over NVLink is off: a program that ends badly while it uses it can take the GPUs of a host out of service.
 _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_RAS_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
