@@ -162,7 +162,7 @@ def main() -> None:
     given = options.parse_args()
     for num_ranks in given.ranks:
         print(f"floor: {num_ranks} ranks read 1/{num_ranks} of the weights and of K and V each:")
-        print(f"       at least {1 / num_ranks:.2f} of a step's time on one, and the sums over the ranks on top")
+        print(f"       at least {1 / num_ranks:.2f} of a step's time on one, and the sums on top")
     sides = asyncio.run(measure(given))
     for name, figures in sides.items():
         print(name, figures, flush=True)
