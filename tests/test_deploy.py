@@ -122,6 +122,17 @@ def test_the_compose_files_mount_what_there_is_and_build_targets_that_there_are(
     assert job["static_configs"] == [{"targets": ["lightkv:8000"]}]
 
 
+def test_ranks_have_shared_memory_for_nccl() -> None:
+    """Docker and Kubernetes give 64 MiB by default, at which NCCL fails on GPUs without links."""
+    (compose,) = documents(COMPOSE / "cuda.yaml")
+    assert compose["services"]["lightkv"]["shm_size"] == "1gb"
+    pod = of_kind("Deployment")["spec"]["template"]["spec"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    volumes = {volume["name"]: volume["emptyDir"] for volume in pod["volumes"]}
+    assert set(mounts.values()) == set(volumes)
+    assert volumes[mounts["/dev/shm"]] == {"medium": "Memory", "sizeLimit": "1Gi"}
+
+
 def test_the_dashboard_asks_for_series_that_there_are(series: set[str]) -> None:
     dashboard = json.loads((COMPOSE / "grafana" / "lightkv.json").read_text(encoding="utf-8"))
     (sources,) = documents(COMPOSE / "grafana" / "datasources.yaml")
