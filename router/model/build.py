@@ -38,6 +38,7 @@ from lightkv.integrations.model.kv_scales import (
 from lightkv.integrations.model.linears import prepare_linears
 from lightkv.integrations.model.probe import ModelShape, probe
 from lightkv.integrations.ranks.group import RankGroup
+from lightkv.integrations.ranks.sharded import part_of_heads
 from lightkv.ledger.shared_prefixes import PrefixSharing
 from lightkv.memory.device import usable_device
 from lightkv.memory.kv_memory import KVMemory
@@ -328,11 +329,14 @@ def assemble(
     size = f"{pool.num_bytes / 2**20:,.1f} MiB"
     report(f"K/V pool: {pool.num_tokens:,} tokens in {kv_text(config, shape)}, {size} ({pool.why})")
     memory = KVMemory(shape.spec, pool.num_slots, limits.max_num_seqs, limits.max_model_len, device)
+    scales = scales or {}
+    if ranks is not None:
+        scales = _scales_of_rank(scales, sizes.text, shape.spec.num_kv_heads, ranks)
     try:
-        set_kv_scales(memory.pool, scales or {})
+        set_kv_scales(memory.pool, scales)
     except BadScales as error:
         raise InvalidConfig(f"--kv-dtype {config.kv_dtype}: {error}") from error
-    use_fp8_prefill(backends, shape.spec, device, scales or {}, config.prefill_dtype, report)
+    use_fp8_prefill(backends, shape.spec, device, scales, config.prefill_dtype, report)
     sampler = Sampler(
         limits.max_num_seqs + 1, limits.vocab_size, device, None if ranks is None else ranks.take_first
     )
@@ -377,6 +381,19 @@ def assemble(
         clock = time.perf_counter if ranks is None else ranks.clock_of_first
         info = replace(info, step_time=StepTimer(runner, info, clock).measure(report))
     return runner, info
+
+
+def _scales_of_rank(
+    scales: Mapping[int, LayerScales], text: PreTrainedConfig, num_own: int, ranks: RankGroup
+) -> dict[int, LayerScales]:
+    """Returns the scales with those of this rank's `num_own` K/V heads, where there is one for each of the
+    model's."""
+    num_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+
+    def own(scale: torch.Tensor) -> torch.Tensor:
+        return part_of_heads(scale, num_own, ranks) if len(scale) == num_heads else scale
+
+    return {layer: one._replace(k=own(one.k), v=own(one.v)) for layer, one in scales.items()}
 
 
 def use_fp8_prefill(

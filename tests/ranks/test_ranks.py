@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from lightkv.integrations.ranks.group import RankGroup
 from lightkv.router import EngineConfig, SamplingParams
@@ -15,6 +17,7 @@ from lightkv.router.engine.request import Request
 from lightkv.router.model.build import build_runner
 from tests.support.ranks import run_ranks
 from tests.support.tiny_architectures import VOCABULARY, random_weights, tiny
+from tests.support.tiny_files import save_tiny
 
 
 def answers(ranks: RankGroup | None, directory: str, settings: dict[str, Any]) -> tuple[Any, ...]:
@@ -107,6 +110,24 @@ def test_tokens_are_those_of_one_rank(family: str, size: int, tmp_path: Path) ->
         # olmo2 normalises all heads together and phi3 has one weight for them: their ranks have all heads.
         assert rank_bytes == (num_bytes if family in ("olmo2", "phi3") else num_bytes // 2)
         assert "sums over ranks: gloo" in lines
+
+
+def static_scales(ranks: RankGroup, directory: str) -> list[Any]:
+    """Returns the scales of K and V of each head that a rank has, in the last layer."""
+    config = EngineConfig(directory, device="cpu", kv_dtype="fp8-static", max_total_tokens=40)
+    runner, _ = build_runner(config, lambda line: None, ranks=ranks)
+    scales = runner._parts.memory.pool.scales(1)
+    assert scales is not None
+    return scales[17].tolist()  # type: ignore[no-any-return]
+
+
+def test_a_rank_has_the_scales_of_its_own_heads(tmp_path: Path) -> None:
+    file = save_tiny(tmp_path) / "model.safetensors"
+    scales = {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([0.5, 2.0])}  # V has one for each head
+    names = [(layer, name) for layer in (0, 1) for name in scales]
+    more = {f"model.layers.{layer}.self_attn.{name}": scales[name].clone() for layer, name in names}
+    save_file(load_file(file) | more, file, {"format": "pt"})
+    assert run_ranks(2, static_scales, str(tmp_path)) == [[[0.5, 0.5]], [[0.5, 2.0]]]
 
 
 @pytest.mark.slow

@@ -101,6 +101,12 @@ def part_size(size: int, ranks: RankGroup) -> int:
     return -(-size // ranks.size)
 
 
+def part_of_heads(values: Tensor, num_own: int, ranks: RankGroup) -> Tensor:
+    """Returns those of `values`, one for each K/V head of the model, that are for this rank's `num_own`."""
+    begin = ranks.rank * len(values) // ranks.size if num_own < len(values) else 0
+    return values[begin : begin + num_own]
+
+
 def load_part(directory: Any, ranks: RankGroup, config: PreTrainedConfig, **arguments: Any) -> Any:
     """Returns what `AutoModelForCausalLM.from_pretrained` returns, with this rank's part of the weights.
 
