@@ -27,7 +27,7 @@ from lightkv.router.engine.step import ExpectedMemory, PoolMap, RunnerInfo, Slot
 from lightkv.router.service.grammars.server import GrammarServer
 from lightkv.router.service.wire.plan_message import PlanMessage
 
-from .child_process import freeze_objects, ignore_signals
+from .child_process import end_with_parent, freeze_objects, ignore_signals
 from .log_stream import drain_log, write_in_background
 from .messages import Done, WorkerError, WorkerStart
 
@@ -314,7 +314,8 @@ def main(
     parser.add_argument("--progress-fd", type=int, required=True, help="a pipe for lines of progress")
     parser.add_argument("--grammar-fd", type=int, required=True, help="the same, for orders of grammars")
     args = parser.parse_args(arguments)
-    ignore_signals()  # this process ends with the router
+    end_with_parent()  # also while it is stopped, when `exit_with_peer` does nothing
+    ignore_signals()
     write_in_background()
     for fd in (args.fd, args.progress_fd, args.grammar_fd):
         os.set_inheritable(fd, False)  # a child of this process must not keep them open
