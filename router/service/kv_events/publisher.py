@@ -103,6 +103,8 @@ class _Worker:
     def _work(self) -> None:
         while True:
             self._wait()
+            for one in self._sockets.connections:
+                one.watch()
             self._replays.receive()
             items, is_last = self._queue.take()
             for item in items:
@@ -116,10 +118,12 @@ class _Worker:
             self._replays.turn()
 
     def _wait(self) -> None:
-        """Waits for changes, for requests, or for a consumer to read on."""
+        """Waits for changes, for requests, for connections, or for a consumer to read on."""
         replays = self._replays
         poller = zmq.Poller()
         poller.register(self._queue.wake_fd, zmq.POLLIN)
+        for one in self._sockets.connections:
+            poller.register(one.monitor, zmq.POLLIN)
         if replays.has_room:
             poller.register(self._sockets.replay, zmq.POLLIN)
         poller.poll(replays.wait_ms)
