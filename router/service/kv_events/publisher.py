@@ -133,7 +133,6 @@ class _Worker:
             payload = self._encode(batch)
             number = self._ring.add(payload)
             self._sockets.pub.send_multipart((TOPIC, number.to_bytes(8, "big"), payload))
-            time.sleep(0)  # the router's loop comes first
 
     def _everything(self, most: int) -> list[bytes]:
         """Returns at most so many batches that bring consumers to the present from any state."""
@@ -144,6 +143,9 @@ class _Worker:
         return [self._encode(batch) for batch in _batches(events, max_numbers)]
 
     def _encode(self, events: list[KVEvent]) -> bytes:
+        time.sleep(
+            0
+        )  # the router's loop comes first, even if consumers ask for everything all the time
         return self._encoder.encode(KVEventBatch(time.time(), events, DATA_PARALLEL_RANK))
 
 

@@ -1,4 +1,4 @@
-"""The ports of the KV events against many connections."""
+"""The ports of the KV events against consumers that ask for too much: connections, or replays of everything."""
 
 import os
 import resource
@@ -7,14 +7,17 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lightkv.ledger import TokenLedger
 from lightkv.router.service.kv_events import connections
+from lightkv.router.service.kv_events import publisher as publisher_module
 from lightkv.router.service.kv_events.publisher import KVEventPublisher
-from tests.service.test_kv_events import ANYWHERE, cache, free_address
+from tests.service.test_kv_events import ANYWHERE, cache, free_address, publishing
 from tests.support.kv_events import WAIT_MS, Consumer, blocks_of
 from tests.support.served import Served, save_tiny_model, wait_until
 
@@ -65,6 +68,26 @@ def test_connections_beyond_a_number_are_ended(monkeypatch: pytest.MonkeyPatch, 
     assert consumer.blocks.prefixes() == blocks_of(ledger)
     consumer.close()
     publisher.close()
+
+
+def test_the_thread_steps_back_for_each_batch_that_it_makes_for_a_replay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps_back: list[float] = []
+    clock = SimpleNamespace(time=time.time, sleep=steps_back.append)
+    monkeypatch.setattr(publisher_module, "time", clock)
+    ledger = TokenLedger(100_000, 4, 100_000)
+    with publishing(ledger, max_kept=1) as (publisher, consumer):
+        cache(ledger, 0, 100_000)
+        publisher.send()
+        consumer.replay()
+        num_before = len(steps_back)
+        assert num_before >= consumer.next > 3
+        cache(ledger, 200_000, 64)  # another state to answer with
+        publisher.send()
+        num_batches = len(consumer.ask(bytes(8)))
+        assert num_batches > 3
+        assert len(steps_back) >= num_before + num_batches
 
 
 PROGRAM = """
