@@ -143,9 +143,7 @@ class _Worker:
         return [self._encode(batch) for batch in _batches(events, max_numbers)]
 
     def _encode(self, events: list[KVEvent]) -> bytes:
-        time.sleep(
-            0
-        )  # the router's loop comes first, even if consumers ask for everything all the time
+        time.sleep(0)  # the router's loop comes first, even if consumers ask for everything all the time
         return self._encoder.encode(KVEventBatch(time.time(), events, DATA_PARALLEL_RANK))
 
 
