@@ -24,13 +24,16 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
+from string import punctuation
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 from ray import serve
 from ray.serve.config import AutoscalingContext
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Scope
 from yarl import URL
 
 _MARGIN_SECONDS = 15  # for a service that has drained to end its processes
@@ -43,6 +46,7 @@ _NOT_ANSWERED = {
     b"server",
     b"x-request-id",
 }  # Ray's
+_SENT_AS_IT_IS = punctuation.replace("#", "")  # of a target
 _KEY = "LIGHTKV_API_KEY"
 _LOCAL = "http://localhost"  # the host that requests of the replica's own name
 _METRICS = {"waiting_tokens": "lightkv:waiting_tokens{", "usage": "vllm:kv_cache_usage_perc{"}
@@ -127,13 +131,16 @@ class Replica:
     async def __call__(self, request: Request) -> Response:
         """Passes a request through, and its answer back as it comes. The body is passed on piece by
         piece, and the service bounds it."""
-        target = os.fsdecode(request.scope.get("raw_path") or request.url.path.encode())
-        url = URL(f"{_LOCAL}{target}?{request.url.query}".removesuffix("?"), encoded=True)
-        headers = [
-            (name.decode("latin-1"), value.decode("latin-1"))
-            for name, value in request.headers.raw
-            if name.lower() not in _NOT_SENT
-        ]
+        try:
+            url = _target(request.scope)
+            headers = [
+                (name.decode(), value.decode())
+                for name, value in request.headers.raw
+                if name.lower() not in _NOT_SENT
+            ]
+        except ValueError as error:
+            message = f"this request cannot be passed on: {error}; percent-encode what is not ASCII"
+            return JSONResponse(_error(message, "invalid_request_error", 400), 400)
         has_body = "content-length" in request.headers or "transfer-encoding" in request.headers
         body = request.stream() if has_body else None
         try:
@@ -141,7 +148,7 @@ class Replica:
                 request.method, url, data=body, headers=headers, allow_redirects=False
             )
         except aiohttp.ClientError as error:
-            return JSONResponse(_error(error), 503)
+            return JSONResponse(_lost(error), 503)
         response = StreamingResponse(_pieces(answer), answer.status)
         response.raw_headers = [
             (name.lower(), value) for name, value in answer.raw_headers if name.lower() not in _NOT_ANSWERED
@@ -216,11 +223,25 @@ async def _pieces(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     except aiohttp.ClientError as error:
         if answer.content_type != "text/event-stream":
             raise
-        yield b"data: " + json.dumps(_error(error)).encode() + b"\n\n"
+        yield b"data: " + json.dumps(_lost(error)).encode() + b"\n\n"
     finally:
         answer.close()
 
 
-def _error(error: Exception) -> dict[str, Any]:
+def _target(scope: Scope) -> URL:
+    """Returns where the service has what a request asks for, byte by byte. Raises ValueError if that is no
+    path."""
+    path: bytes = scope.get("raw_path") or scope["path"].encode()
+    if not path.startswith(b"/"):
+        raise ValueError(f"its target is {path!r}, which does not begin with /")
+    target = b"?".join(filter(None, (path, scope["query_string"])))
+    return URL(_LOCAL + quote(target, safe=_SENT_AS_IT_IS), encoded=True)
+
+
+def _lost(error: Exception) -> dict[str, Any]:
     message = f"the replica has lost its service ({error}); send the request again"
-    return {"error": {"message": message, "type": "server_error", "param": None, "code": 503}}
+    return _error(message, "server_error", 503)
+
+
+def _error(message: str, kind: str, code: int) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}

@@ -20,9 +20,10 @@ _RENAMED = {
 # Settings that switch off what a setting here switches on.
 _OPPOSITE = {"enforce_eager": "cuda_graphs", "disable_cuda_graph": "cuda_graphs"}
 _ALWAYS = "it is always so; leave it out"
+_ONE_GPU = "an LLM runs on one GPU; leave it out, or start lightkv serve --tensor-parallel N"
 _REMEDIES = {
-    "tensor_parallel_size": "a model runs on one GPU; leave it out",
-    "tp_size": "a model runs on one GPU; leave it out",
+    "tensor_parallel_size": _ONE_GPU,
+    "tp_size": _ONE_GPU,
     "enable_prefix_caching": f"prefixes are cached to the token, and {_ALWAYS}",
     "enable_chunked_prefill": f"prompts are computed in chunks (prefill_chunk), and {_ALWAYS}",
     "block_size": "a page is one token; leave it out",

@@ -90,6 +90,11 @@ class ModelRunner:
         self._scored_at_once = min(max(limits.max_num_seqs, 16), 256)
         self.limits = limits
 
+    @property
+    def newest_error(self) -> Exception | None:
+        """Why `collect` will fail for the step that was launched last, as far as that is known."""
+        return self._in_flight[-1].error if self._in_flight else None
+
     def announce(self, report: Report) -> None:
         """Calls `report` with a line before a step captures a graph, from now on."""
         if self._graphs is not None:

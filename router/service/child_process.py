@@ -5,6 +5,7 @@ them. The launcher alone handles it. The other processes ignore it from their fi
 with their peers or when the launcher tells them to.
 """
 
+import ctypes
 import gc
 import os
 import signal
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_PDEATHSIG = 1  # of prctl: the signal to get when the parent dies
 
 
 def command(module: str, *args: str) -> list[str]:
@@ -44,6 +46,12 @@ def ignore_signals() -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def end_with_parent() -> None:
+    """Has the kernel kill this process when the thread that has started it ends, even while this one is
+    stopped."""
+    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
 
 
 def freeze_objects() -> None:

@@ -22,12 +22,7 @@ from lightkv.router.engine.admission import make_admission
 from lightkv.router.engine.grammar_desk import TooManyGrammars
 from lightkv.router.engine.loop import Engine, make_scheduler
 from lightkv.router.engine.request import InvalidPrompt, NeverFits
-from lightkv.router.engine.step import (
-    RunnerInfo,
-    SlotOwners,
-    StepResult,
-    TokenEvent,
-)
+from lightkv.router.engine.step import RunnerInfo, SlotOwners, StepResult, TokenEvent
 from lightkv.router.sampling_params import InvalidParams
 from lightkv.router.service.grammars.held_requests import HeldRequests
 from lightkv.router.service.wire.request_room import NoRoom
@@ -153,7 +148,14 @@ class Router:
 
     async def _work(self) -> int:
         while True:
-            worker = self._make_worker()
+            try:
+                worker = self._make_worker()
+            except OSError as error:
+                text = (
+                    f"no worker can be started ({error}); free what is lacking, and start the service again"
+                )
+                self._end_engine("dead", text, text)
+                return 1
             self._num_starts += 1
             try:
                 self._info = await worker.start(self._config, self._report)

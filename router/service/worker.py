@@ -27,7 +27,7 @@ from lightkv.router.engine.step import ExpectedMemory, PoolMap, RunnerInfo, Slot
 from lightkv.router.service.grammars.server import GrammarServer
 from lightkv.router.service.wire.plan_message import PlanMessage
 
-from .child_process import freeze_objects, ignore_signals
+from .child_process import end_with_parent, freeze_objects, ignore_signals
 from .log_stream import drain_log, write_in_background
 from .messages import Done, WorkerError, WorkerStart
 
@@ -89,17 +89,25 @@ class StepPipeline:
     A failed step is reported in place of its result. The next step was planned before the failure was known, so
     it is not computed and fails, too; its edits are applied, unless the failure was fatal. `launched` is called
     after a plan was launched, before the pipeline waits for the result of another.
+
+    `is_rank`: whether other ranks run the same plans. They wait for a rank that has failed, and what is added
+    up later would be of different layers. So its failure is fatal, and the call that launches it reports it.
     """
 
-    def __init__(self, runner: "ModelRunner", launched: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, runner: "ModelRunner", launched: Callable[[], None] = lambda: None, is_rank: bool = False
+    ) -> None:
         self._runner = runner
         self._launched = launched
+        self._is_rank = is_rank
         self._last: int | WorkerError | None = None  # the step in flight: its number, or its failure
 
     def step(self, plan: StepPlan) -> Done[StepResult | None] | WorkerError:
         """Launches a plan, then returns the result of the step before it; None if there is none."""
         launched = self._launch(plan)
         self._launched()
+        if self._is_rank and isinstance(launched, WorkerError):
+            return launched
         answer = self.flush()
         self._last = launched
         return answer
@@ -114,7 +122,7 @@ class StepPipeline:
         try:
             return Done(self._runner.collect())
         except Exception as error:
-            return failure(error, self._runner.fatal, last)
+            return failure(error, self._runner.fatal or self._is_rank, last)
 
     def _launch(self, plan: StepPlan) -> int | WorkerError:
         failed = self._last if isinstance(self._last, WorkerError) else None
@@ -123,11 +131,13 @@ class StepPipeline:
                 raise BadRequest(_LOST)
             if failed is None:
                 self._runner.launch(plan)
+                if self._is_rank and (error := self._runner.newest_error) is not None:
+                    raise error
                 return plan.step
             self._runner.skip(plan)
             raise StepSkipped(failed)
         except Exception as error:
-            return failure(error, self._runner.fatal, plan.step)
+            return failure(error, self._runner.fatal or self._is_rank, plan.step)
 
 
 class SlowWork:
@@ -207,7 +217,8 @@ class Worker(rpyc.Service):
             GrammarServer(self._grammars, runner.grammars).start()
         _announce_compilation(self._slow_work.announce)
         self._is_rank = rank is not None
-        self._runner, self._pipeline = runner, StepPipeline(runner, self._slow_work.finish)
+        self._runner = runner
+        self._pipeline = StepPipeline(runner, self._slow_work.finish, self._is_rank)
         freeze_objects()
         return Done(info)
 
@@ -303,7 +314,8 @@ def main(
     parser.add_argument("--progress-fd", type=int, required=True, help="a pipe for lines of progress")
     parser.add_argument("--grammar-fd", type=int, required=True, help="the same, for orders of grammars")
     args = parser.parse_args(arguments)
-    ignore_signals()  # this process ends with the router
+    end_with_parent()  # also while it is stopped, when `exit_with_peer` does nothing
+    ignore_signals()
     write_in_background()
     for fd in (args.fd, args.progress_fd, args.grammar_fd):
         os.set_inheritable(fd, False)  # a child of this process must not keep them open

@@ -208,10 +208,50 @@ print(
     wanted([0, 0], [0.0, 0.0], 2, 2),
 )
 """
+    assert printed(program).split() == ["1", "3", "3", "3", "2", "3", "1"]
+
+
+def test_targets_and_headers_of_any_bytes_arrive_as_they_are_or_are_refused() -> None:
+    program = """
+import asyncio
+import aiohttp
+from deploy.ray_serve import Replica
+from starlette.requests import Request
+
+class Session:
+    async def request(self, method, url, data, headers, allow_redirects):
+        print(url.raw_host, url.raw_path_qs, *(value.encode() for _, value in headers))
+        raise aiohttp.ClientError
+
+async def ask(path, query=b"", value=b"v"):
+    scope = {"type": "http", "method": "GET", "path": "", "raw_path": path, "query_string": query}
+    answer = await replica(Request({**scope, "headers": [(b"x-a", value)]}))
+    print(answer.status_code)
+
+replica = object.__new__(Replica)
+replica._session = Session()
+for request in [
+    (b"/a%2f%ff/", b"b=%20&c=?"), (b"//evil/x",), (b"/\\xff\\xfe #", b"\\xff"), (b"/", b"", "\u00e9".encode()),
+    (b"/", b"", b"\\xff"), (b"http://evil/x",), (b"@evil:80/x",), (b":99999/x",), (b"*",),
+]:
+    asyncio.run(ask(*request))
+"""
+    assert printed(program).splitlines() == [
+        *("localhost /a%2f%ff/?b=%20&c=? b'v'", "503"),
+        *("localhost //evil/x b'v'", "503"),
+        *("localhost /%FF%FE%20%23?%FF b'v'", "503"),
+        *(f"localhost / {'é'.encode()}", "503"),
+        *("400", "400", "400", "400", "400"),
+    ]
+
+
+def printed(program: str) -> str:
+    """What a program prints where Ray is."""
     done = subprocess.run(
         [SERVE.parent / "python", "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS
     )
-    assert done.stdout.split() == ["1", "3", "3", "3", "2", "3", "1"], done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_its_end_leaves_no_process(ray: RayServe) -> None:

@@ -75,7 +75,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "opposite": ({"enforce_eager": True}, "LLM(EngineConfig(model='m', cuda_graphs=False))"),
     "absent": (
         {"tensor_parallel_size": 2},
-        "LLM('m'); tensor_parallel_size: a model runs on one GPU; leave it out",
+        "LLM('m'); tensor_parallel_size: an LLM runs on one GPU; leave it out, or start lightkv serve "
+        "--tensor-parallel N",
     ),
     "several": (
         {"max_num_seqs": 8, "enable_prefix_caching": True},

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -14,8 +15,9 @@ import uvloop
 from lightkv.errors import CheckFailed
 from lightkv.router import EngineConfig
 from lightkv.router.engine.step import StepResult
+from lightkv.router.service.messages import WorkerError
 from lightkv.router.service.ranks.worker_group import WorkerGroup, _same
-from lightkv.router.service.worker_client import WorkerDied
+from lightkv.router.service.worker_client import WorkerDied, WorkerFailed
 from tests.support.recorded_steps import Recording, assert_same, saved
 
 
@@ -92,6 +94,80 @@ def test_a_rank_that_hangs_ends_the_group(config: EngineConfig, recording: Recor
             await group.step(recording.plans[0])
         await group.wait_dead()
         assert not any(map(is_running, pids(group)))
+
+    run(work())
+
+
+# A worker of which rank 1 raises where {place} is called, once its model is loaded.
+FAILING = """
+from lightkv.router.service.worker import Worker, main
+
+class Failing(Worker):
+    def _start(self, start):
+        done = super()._start(start)
+        if start.rank.number == 1:
+            self._runner.{place} = lambda *given: 1 / 0
+        return done
+
+main(Failing)
+"""
+
+
+@pytest.mark.parametrize("place", ["_logits", "_parts.memory.apply", "_take_tokens"])
+def test_a_rank_that_raises_in_a_step_ends_the_group_at_once(
+    place: str, config: EngineConfig, recording: Recording, tmp_path: Path
+) -> None:
+    """Rank 0 waits for it in the step, and would do so until the time of a step is over."""
+
+    async def work() -> None:
+        program = [sys.executable, "-c", FAILING.format(place=place)]
+        group = WorkerGroup(2, tmp_path / "ranks", step_timeout=60.0, program=program)
+        await group.start(config, lambda line: None)
+        if place == "_take_tokens":
+            assert await group.step(recording.plans[0]) is None
+        call = group.flush() if place == "_take_tokens" else group.step(recording.plans[0])
+        with pytest.raises(WorkerFailed, match="step 0: ZeroDivisionError") as failed:
+            await call
+        assert failed.value.fatal
+        await group.wait_dead()
+        assert not any(map(is_running, pids(group)))
+
+    run(work())
+
+
+class LostRank:
+    """A rank whose call ends in an error, once `may_end` is set. It notes why it was killed."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        self.may_end = asyncio.Event()
+        self.reasons: list[str] = []
+
+    def kill(self, reason: str = "") -> None:
+        self.reasons.append(reason)
+        self.may_end.set()
+
+    async def call(self) -> None:
+        await self.may_end.wait()
+        raise self.error
+
+
+def test_a_rank_that_has_died_is_the_reason_even_if_another_has_noticed_it_first() -> None:
+    """A model whose loading fails is not loaded again, and one whose rank was killed meanwhile is."""
+
+    async def work() -> None:
+        noticed = LostRank(WorkerFailed(WorkerError("RuntimeError", "closed by peer", False)))
+        killed = LostRank(WorkerDied(-signal.SIGKILL))
+        group = object.__new__(WorkerGroup)
+        group._workers = [noticed, killed]  # type: ignore[list-item]
+        calls = asyncio.ensure_future(group._all(lambda worker, _: worker.call()))  # type: ignore[attr-defined]
+        noticed.may_end.set()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        killed.may_end.set()
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            await calls
+        assert noticed.reasons == ["another rank of its group has failed"]
 
     run(work())
 

@@ -485,3 +485,15 @@ def test_draining_finishes_accepted_requests(tmp_path: Path) -> None:
 def test_the_router_loads_no_torch() -> None:
     code = "import sys, lightkv.router.service.router; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_no_worker_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with service(tmp_path) as made:
+            client = await made.connect()
+            monkeypatch.setattr(made.router, "_make_worker", Path("/nowhere/at/all").read_text)
+            made.workers[0].crash(signal.SIGKILL)
+            assert "nowhere" in (await client.until(lambda status: status.state == "dead")).detail
+            assert await made.exit_code == 1
+
+    asyncio.run(scenario())

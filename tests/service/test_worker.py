@@ -112,6 +112,7 @@ class ScriptedRunner:
         self.fatal = False
         self.launch_error: Exception | None = None
         self.collect_error: Exception | None = None
+        self.newest_error: Exception | None = None
         self._steps: list[int] = []
 
     def launch(self, plan: StepPlan) -> None:
@@ -202,6 +203,18 @@ def test_nothing_is_launched_after_a_fatal_failure(pipeline: StepPipeline, scrip
     assert [outcome(answer)[0] for answer in answers[1:]] == [1, 2, 3]
     assert [outcome(answer)[2] for answer in answers[2:]] == [True, True]
     assert scripted.log == ["launch 0", "launch 1", "collect 0"]
+
+
+@pytest.mark.parametrize("place", ["launch_error", "newest_error", "collect_error"])
+def test_a_rank_says_at_once_that_a_step_has_failed_which_is_fatal(
+    place: str, scripted: ScriptedRunner
+) -> None:
+    """Where its sampling has failed, too. The step before it is lost with the group."""
+    pipeline = StepPipeline(scripted, is_rank=True)  # type: ignore[arg-type]
+    assert outcome(pipeline.step(bare_plan(0))) is None
+    setattr(scripted, place, RuntimeError("out of luck"))
+    failed = 0 if place == "collect_error" else 1
+    assert outcome(pipeline.step(bare_plan(1))) == (failed, "RuntimeError", True)
 
 
 # The wire

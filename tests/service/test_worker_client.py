@@ -293,10 +293,14 @@ def test_a_worker_ends_with_the_event_loop_of_its_client() -> None:
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name
+    ("number", "is_stopped"),
+    [(signal.SIGKILL, False), (signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGKILL, True)],
+    ids=["SIGKILL", "SIGTERM", "SIGINT", "stopped"],
 )
-def test_a_worker_ends_with_the_process_that_started_it(config: EngineConfig, number: signal.Signals) -> None:
-    """Its main thread is loading the model, and reads nothing from the socket."""
+def test_a_worker_ends_with_the_process_that_started_it(
+    config: EngineConfig, number: signal.Signals, is_stopped: bool
+) -> None:
+    """Its main thread is loading the model, and reads nothing from the socket; or the process is stopped."""
     program = (
         "import asyncio, json, sys\n"
         "from lightkv.router import EngineConfig\n"
@@ -316,6 +320,8 @@ def test_a_worker_ends_with_the_process_that_started_it(config: EngineConfig, nu
         pid = int(output.readline())
         time.sleep(0.7)
         assert is_running(pid)
+        if is_stopped:
+            os.kill(pid, signal.SIGSTOP)
         router.send_signal(number)
         router.wait(timeout=10)
     wait_gone(pid)

@@ -9,7 +9,6 @@ passes fits in the worker, and no grammar makes this process read the tokenizer 
                                 └── its death ──► this process's Checked ─┘
 """
 
-import ctypes
 import os
 import resource
 import select
@@ -23,7 +22,7 @@ import msgspec
 import numpy as np
 
 from lightkv.router.sampling_params import Grammar
-from lightkv.router.service.child_process import freeze_objects, ignore_signals
+from lightkv.router.service.child_process import end_with_parent, freeze_objects, ignore_signals
 from lightkv.router.service.frames import LENGTH
 from lightkv.router.text.grammars import InvalidGrammar, ModelTokens, heap_bytes, reason_of
 
@@ -35,7 +34,6 @@ MEMORY_BYTES = 2**30  # that a child may map beside what this process has
 NICENESS = 5  # of the children: steps go before checks
 _WALK_TOKENS = 48  # the length of the text that is followed
 _READ_BYTES = 2**18
-_PDEATHSIG = 1  # of prctl: the signal to get when the parent dies
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -167,7 +165,7 @@ def _check_and_exit(request: Check, model: ModelTokens) -> NoReturn:
     """Checks a grammar in a child process, and ends it."""
     code = 1
     try:
-        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
         os.nice(NICENESS)
         size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (size, size))

@@ -103,6 +103,8 @@ class _Worker:
     def _work(self) -> None:
         while True:
             self._wait()
+            for one in self._sockets.connections:
+                one.watch()
             self._replays.receive()
             items, is_last = self._queue.take()
             for item in items:
@@ -116,10 +118,12 @@ class _Worker:
             self._replays.turn()
 
     def _wait(self) -> None:
-        """Waits for changes, for requests, or for a consumer to read on."""
+        """Waits for changes, for requests, for connections, or for a consumer to read on."""
         replays = self._replays
         poller = zmq.Poller()
         poller.register(self._queue.wake_fd, zmq.POLLIN)
+        for one in self._sockets.connections:
+            poller.register(one.monitor, zmq.POLLIN)
         if replays.has_room:
             poller.register(self._sockets.replay, zmq.POLLIN)
         poller.poll(replays.wait_ms)
@@ -129,7 +133,6 @@ class _Worker:
             payload = self._encode(batch)
             number = self._ring.add(payload)
             self._sockets.pub.send_multipart((TOPIC, number.to_bytes(8, "big"), payload))
-            time.sleep(0)  # the router's loop comes first
 
     def _everything(self, most: int) -> list[bytes]:
         """Returns at most so many batches that bring consumers to the present from any state."""
@@ -140,6 +143,7 @@ class _Worker:
         return [self._encode(batch) for batch in _batches(events, max_numbers)]
 
     def _encode(self, events: list[KVEvent]) -> bytes:
+        time.sleep(0)  # the router's loop comes first, even if consumers ask for everything all the time
         return self._encoder.encode(KVEventBatch(time.time(), events, DATA_PARALLEL_RANK))
 
 

@@ -6,6 +6,7 @@ import socket
 import zmq
 
 from .check import CannotPublish
+from .connections import Connections
 from .replay import QUEUED_BATCHES
 
 _ENDPOINT = re.compile(r"tcp://(?P<host>\*|\[[^\[\]]+\]|[^:\[\]]+):(?P<port>\d+)")
@@ -15,7 +16,8 @@ _LINGER_MS = 200  # for what is not sent yet at the end
 
 
 class Sockets:
-    """The two sockets, listening. `endpoint`, `replay_endpoint`: where. Raises CannotPublish."""
+    """The two sockets, listening. `endpoint`, `replay_endpoint`: where; `connections`: those of each. Raises
+    CannotPublish."""
 
     def __init__(self, endpoint: str) -> None:
         found = _ENDPOINT.fullmatch(endpoint)
@@ -32,6 +34,7 @@ class Sockets:
             one.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
             one.setsockopt(zmq.TCP_KEEPALIVE, 1)
             one.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)
+        self.connections = [Connections(one) for one in (self.pub, self.replay)]
         try:
             self.endpoint = _listen(self.pub, found["host"], port)
             self.replay_endpoint = _listen(self.replay, found["host"], port + 1 if port else 0)
@@ -40,6 +43,8 @@ class Sockets:
             raise
 
     def close(self) -> None:
+        for one in self.connections:
+            one.close()
         self.pub.close()
         self.replay.close()
         self._context.term()

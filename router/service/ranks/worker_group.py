@@ -134,11 +134,13 @@ class WorkerGroup:
     async def _all(self, call: Callable[[WorkerClient, int], Coroutine[Any, Any, Result]]) -> list[Result]:
         """Calls every rank at once and returns their answers, by rank.
 
-        Raises WorkerDied if one has ended, and WorkerFailed if all have failed. If some have failed, the others
-        may wait for them for ever: then the group is killed, and the WorkerFailed is fatal.
+        Raises WorkerDied if one has ended, even if others have noticed that first and have failed, and
+        WorkerFailed if all have failed. If some have failed, the others may wait for them for ever: then the
+        group is killed, and the WorkerFailed is fatal.
         """
         tasks = [asyncio.ensure_future(call(worker, rank)) for rank, worker in enumerate(self._workers)]
         errors: list[BaseException] = []  # in the order in which they came
+        reason: BaseException | None = None  # why the group was killed
         waiting = set(tasks)
         try:
             while waiting:
@@ -147,21 +149,22 @@ class WorkerGroup:
                     waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
                 )
                 errors += [error for task in done if (error := task.exception()) is not None]
-                if not done or not all(isinstance(error, WorkerFailed) for error in errors):
+                ends = [error for error in errors if not isinstance(error, WorkerFailed)]
+                if reason is None and (ends or not done):
+                    reason = ends[0] if ends else errors[0]
                     self.kill("another rank of its group has failed")
         except asyncio.CancelledError:
             for task in tasks:
                 task.cancel()  # which kills its worker
             raise
-        failed = [error for error in errors if isinstance(error, WorkerFailed)]
         if not errors:
             return [task.result() for task in tasks]
-        if not isinstance(errors[0], WorkerFailed):
-            raise errors[0]
-        if len(failed) < len(tasks):
+        failed = [error for error in errors if isinstance(error, WorkerFailed)]
+        reason = reason or next((error for error in failed if error.fatal), failed[0])
+        if isinstance(reason, WorkerFailed) and len(failed) < len(tasks):
             self.kill("another rank of its group has failed")
-            failed[0].fatal = True
-        raise next((error for error in failed if error.fatal), failed[0])
+            reason.fatal = True
+        raise reason
 
 
 def _same(results: Sequence[StepResult | None]) -> StepResult | None:
