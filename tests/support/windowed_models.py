@@ -202,10 +202,10 @@ FAMILIES = {
 def own_answers(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_new: int) -> list[list[int]]:
     """Returns the `num_new` tokens that transformers' own `generate` adds to each prompt, greedily.
 
-    The prompts run together, padded on the left. Those of a model with chunks run alone, because transformers
-    5.23 counts the padding into the chunks while it decodes.
+    The prompts run together, padded on the left. Those of Llama-4 run alone: in transformers 5.23 the factor by
+    which it scales queries counts the padding.
     """
-    if len(prompts) > 1 and getattr(model.config, "attention_chunk_size", None):
+    if len(prompts) > 1 and getattr(model.config, "attn_temperature_tuning", False):
         return [own_answers(model, [prompt], num_new)[0] for prompt in prompts]
     width = max(map(len, prompts))
     ids, mask = torch.zeros(2, len(prompts), width, dtype=torch.int64)
@@ -229,19 +229,18 @@ def make_engine(
     pool: int = 2000,
     chunk: int = 0,
     depth: int = 1,
-    backend: str = "torch",
     admission: Admission | None = None,
 ) -> LocalEngine:
     """Returns an engine over a new model of this family.
 
-    `pool`: the slots of its memory. `chunk`: the most prompt tokens of a step; 0 is no limit. `depth`: the steps
-    in flight. `admission`: None counts each request with its `max_tokens`.
+    `pool`: the slots of its memory. `chunk`: the most prompt tokens of a step; 0 is no limit. `depth`: the
+    steps in flight. `admission`: None counts each request with its `max_tokens`.
     """
     config = EngineConfig(
         device="cpu",
         dtype="float32",
         kv_dtype="auto",
-        attention_backend=backend,
+        attention_backend="torch",
         max_total_tokens=pool,
         max_num_seqs=6,
         max_model_len=CONTEXT,
