@@ -157,11 +157,11 @@ FAMILIES = {
         {"sliding_window": 10},
         _layers("WWWF", 10, _TWO_OF_FOUR),
     ),
-    # Six windows to two full layers: two lanes leave no rest.
+    # Four windows to two full layers: two lanes leave no rest.
     "exaone4": Family(
         "exaone4",
-        {"num_hidden_layers": 8, "sliding_window": 24},
-        _layers("WWWFWWWF", 24, _TWO_OF_FOUR),
+        {"num_hidden_layers": 6, "sliding_window": 24, "sliding_window_pattern": 3},
+        _layers("WWFWWF", 24, _TWO_OF_FOUR),
     ),
     "ministral": Family(
         "ministral",
