@@ -2,7 +2,9 @@
 
 import random
 from array import array
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -128,15 +130,17 @@ def cases() -> list[tuple[str, str]]:
     return found
 
 
-def tiny(model_type: str, variant: str = "") -> PreTrainedConfig:
-    """Returns a configuration of this type with four small layers."""
+def tiny(
+    model_type: str, variant: str = "", fields: Mapping[str, Any] = MappingProxyType({})
+) -> PreTrainedConfig:
+    """Returns a configuration of this type with four small layers, where `fields` say nothing else."""
     kind = CONFIG_MAPPING[model_type]
     known = set(getattr(kind, "__dataclass_fields__", ()))
     sizes = {name: value for name, value in SIZES.items() if name in known and model_type not in LARGE}
     sizes |= MORE.get(model_type, {}) | VARIANTS.get(model_type, {}).get(variant, {})
     if variant == "is_decoder":
         sizes["is_decoder"] = True
-    config = kind(**sizes)
+    config = kind(**(sizes | dict(fields)))
     config.architectures = [architecture(model_type)]
     return config
 
