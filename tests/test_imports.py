@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -94,7 +95,29 @@ def sources(*folders: str) -> list[Path]:
     return [file for file in files if file.resolve() == file]
 
 
+class Found(NamedTuple):
+    """What the tests ask of a file: the full names that it imports, each with whether it does so relatively,
+    and where it uses torch's own pickling."""
+
+    imports: tuple[tuple[str, bool], ...]
+    pickling: tuple[str, ...]
+
+
 @cache
+def read(file: Path) -> Found:
+    """Parses a file once for all tests. Its tree is not kept: half a million nodes slow every collection."""
+    imports: list[tuple[str, bool]] = []
+    pickling: list[str] = []
+    for node in ast.walk(parse(file)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imports.extend(_imported(file, node))
+        elif isinstance(node, ast.Attribute) and node.attr in ("load", "save"):
+            name = ast.unparse(node)
+            if name in ("torch.load", "torch.save"):
+                pickling.append(f"{file.relative_to(ROOT)}:{node.lineno} uses {name}")
+    return Found(tuple(imports), tuple(pickling))
+
+
 def parse(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"), str(file))
 
@@ -105,17 +128,20 @@ def package_of(file: Path) -> str:
     return ".".join(parts if parts[0] in ("lightkv", "bench", "tests") else ("lightkv", *parts))
 
 
-def imported(file: Path) -> Iterator[tuple[str, bool]]:
+def imported(file: Path) -> tuple[tuple[str, bool], ...]:
     """The full names of what a file imports, and whether it does so relatively."""
-    for node in ast.walk(parse(file)):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, False) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                package = package_of(file).split(".")
-                base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
-            yield from ((f"{base}.{alias.name}", bool(node.level)) for alias in node.names)
+    return read(file).imports
+
+
+def _imported(file: Path, node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, bool]]:
+    if isinstance(node, ast.Import):
+        yield from ((alias.name, False) for alias in node.names)
+        return
+    base = node.module or ""
+    if node.level:
+        package = package_of(file).split(".")
+        base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
+    yield from ((f"{base}.{alias.name}", bool(node.level)) for alias in node.names)
 
 
 def folder_of(name: str) -> str | None:
@@ -265,10 +291,7 @@ def test_nothing_is_pickled(folder: str) -> None:
         for name, _ in imported(file)
         if name.split(".")[0] in PICKLES
     ]
-    for file in sources(folder):
-        for node in ast.walk(parse(file)):
-            if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "torch.save"):
-                wrong.append(f"{file.relative_to(ROOT)}:{node.lineno} uses {ast.unparse(node)}")
+    wrong.extend(use for file in sources(folder) for use in read(file).pickling)
     assert not wrong
 
 
@@ -277,6 +300,7 @@ def test_no_environment_variable_is_read_at_import(folder: str) -> None:
     wrong = [
         f"{file.relative_to(ROOT)}:{node.lineno}"
         for file in sources(folder)
+        if re.search("environ|getenv", file.read_text(encoding="utf-8"))  # others need not be parsed again
         for node in _run_at_import(parse(file))
         if isinstance(node, ast.Attribute | ast.Name)
         and re.fullmatch(r"(os\.)?(environ|environb|getenv)", ast.unparse(node))
@@ -311,6 +335,7 @@ def test_what_tests_share_stands_in_support() -> None:
     """Files beside tests are tests and conftest.py, and no test imports one."""
     files = [file for file in sources("tests") if "support" not in file.parts]
     names = {module_of(file).removeprefix("tests.") for file in files} | {file.stem for file in files}
+    names.remove("__init__")
     wrong = []
     for file in files:
         if file.relative_to(ROOT / "tests").parts[0] in NOT_YET_ALONE:
@@ -319,6 +344,7 @@ def test_what_tests_share_stands_in_support() -> None:
             wrong.append(f"{file.relative_to(ROOT)} is no test: it belongs into tests/support")
         for name, _ in imported(file):
             module = name.removeprefix("tests.")
-            if any(is_within(module, other) for other in names - {"__init__"}):
+            parts = module.split(".")
+            if names & {".".join(parts[:count]) for count in range(1, len(parts) + 1)}:
                 wrong.append(f"{file.relative_to(ROOT)} imports {name}, which is no part of tests.support")
     assert not wrong

@@ -3,7 +3,9 @@
 import itertools
 import math
 import random
+from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -24,7 +26,7 @@ from lightkv.router.simulate.config import (
 )
 from lightkv.router.simulate.record import Distribution, Overtaking, Timeline
 from lightkv.router.simulate.report.tables import summary
-from lightkv.router.simulate.result import SERIES_POINTS, SimulationResult
+from lightkv.router.simulate.result import SERIES_POINTS, Figures, SimulationResult
 from lightkv.router.simulate.simulator import saturation, simulate
 from tests.support.combinations import each_pair
 
@@ -121,15 +123,28 @@ def test_requests_without_a_limit_are_estimated(
 
 @pytest.mark.parametrize("admission", SIMULATED_ADMISSIONS)
 def test_a_seed_gives_the_same_bytes(admission: str) -> None:
-    config = SimulationConfig(requests=60, load=1.2, admission=admission, capacity=10_000, seed=7)
+    config = SimulationConfig(requests=60, load=1.2, admission=admission, capacity=6000, max_new=512, seed=7)
     first = simulate("chat", config).to_json()
     assert first == simulate("chat", config).to_json()
     assert first != simulate("chat", replace(config, seed=8)).to_json()
 
 
-def test_estimates_use_more_memory_than_exact_and_the_oracle_preempts_none() -> None:
-    config = SimulationConfig(requests=250, rate=math.inf, capacity=20_000)
-    found = {name: simulate("chat", replace(config, admission=name)).figures for name in SIMULATED_ADMISSIONS}
+@pytest.fixture(scope="module")
+def crowded() -> Callable[..., Figures]:
+    """A function that returns the figures of 250 requests at once, under an admission and a reserve."""
+
+    @cache
+    def run_crowded(admission: str, reserve: float | None = None) -> Figures:
+        config = SimulationConfig(requests=250, rate=math.inf, capacity=10_000, max_new=1024)
+        return simulate("chat", replace(config, admission=admission, reserve=reserve)).figures
+
+    return run_crowded
+
+
+def test_estimates_use_more_memory_than_exact_and_the_oracle_preempts_none(
+    crowded: Callable[..., Figures],
+) -> None:
+    found = {name: crowded(name) for name in SIMULATED_ADMISSIONS}
     used = {name: figures.memory_used_share for name, figures in found.items()}
     assert used["sum"] < used["exact"] < used["quantile"] < used["watermark"]
     assert used["exact"] < used["moving-average"]
@@ -140,10 +155,9 @@ def test_estimates_use_more_memory_than_exact_and_the_oracle_preempts_none() -> 
     assert found["watermark"].num_preemptions > found["quantile"].num_preemptions
 
 
-def test_a_reserve_lowers_preemptions() -> None:
-    config = SimulationConfig(requests=250, rate=math.inf, capacity=20_000, admission="watermark")
-    own, more = (simulate("chat", replace(config, reserve=reserve)).figures for reserve in (None, 0.2))
-    assert own == simulate("chat", replace(config, reserve=0.01)).figures
+def test_a_reserve_lowers_preemptions(crowded: Callable[..., Figures]) -> None:
+    own, more = crowded("watermark"), crowded("watermark", 0.2)
+    assert own == crowded("watermark", 0.01)
     assert more.num_preemptions < own.num_preemptions
     assert more.memory_used_share < own.memory_used_share
     loaded = SimulationConfig(requests=50, load=1.0, capacity=8000)
@@ -154,10 +168,11 @@ def test_a_reserve_lowers_preemptions() -> None:
 
 
 def test_timely_admits_requests_first_that_can_meet_the_target() -> None:
-    config = SimulationConfig(requests=300, load=1.5, capacity=10_000, ttft_target=5.0)
+    config = SimulationConfig(requests=150, load=1.5, capacity=10_000, ttft_target=5.0)
+    config = replace(config, saturation=saturation("chat", config))  # once for both
     first_come = simulate("chat", replace(config, admission="quantile")).figures
     timely = simulate("chat", replace(config, admission="timely")).figures
-    assert timely.num_finished == first_come.num_finished == 300
+    assert timely.num_finished == first_come.num_finished == 150
     assert timely.met_share > 1.3 * first_come.met_share
     assert timely.ttft_max > first_come.ttft_p50
 
@@ -239,8 +254,8 @@ def test_few_requests_are_held_however_many_wait(monkeypatch: pytest.MonkeyPatch
             return super().plan()
 
     monkeypatch.setattr(simulation, "Scheduler", Watched)
-    simulate("chat", SimulationConfig(requests=400, rate=math.inf, capacity=20_000))
-    assert most <= simulation.QUEUE
+    simulate("chat", SimulationConfig(requests=150, rate=math.inf, capacity=20_000, max_new=512))
+    assert most <= simulation.QUEUE < 150
 
 
 # --------------------------------------------------------------------------------
@@ -360,7 +375,7 @@ def test_a_million_requests_take_bounded_memory() -> None:
 
 
 def test_every_pair_of_policies_runs() -> None:
-    config = SimulationConfig(requests=12, rate=math.inf, capacity=4096, max_new=1024)
+    config = SimulationConfig(requests=12, rate=math.inf, capacity=4096, max_new=256)
     for allocation, admission in itertools.product(ALLOCATIONS, SIMULATED_ADMISSIONS):
         if allocation != "contiguous" or admission == "sum":
             chosen = replace(config, allocation=allocation, admission=admission)
