@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -35,13 +34,6 @@ _logger = logging.getLogger("lightkv.api")
 _ATTEMPTS = 2  # a child may be killed by another's need of memory
 
 
-class _Known(NamedTuple):
-    """What is known of a grammar: why it is refused, or nothing, and its bytes when it is compiled."""
-
-    wrong: str
-    num_bytes: int
-
-
 class _NoAnswer(Exception):
     """It is not known whether a grammar can be used: another time it may be."""
 
@@ -54,7 +46,7 @@ class _Waiting:
         self.grammar = grammar
         self.owner = owner
         self.num = 0
-        self.answer: asyncio.Future[_Known] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[Checked] = asyncio.get_running_loop().create_future()
 
     def refuse(self, error: RequestRefused) -> None:
         self.answer.set_exception(error)
@@ -72,7 +64,7 @@ class GrammarChecker:
         self._process = _CheckProcess(directory, vocab_size)
         self._queues = FairQueue[_Waiting](MAX_WAITING), FairQueue[_Waiting](MAX_WAITING)
         self._working: list[asyncio.Task[None] | None] = [None, None]
-        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        self._known: OrderedDict[bytes, Checked] = OrderedDict()
         self._waiting: dict[bytes, _Waiting] = {}  # those that are being checked included
 
     async def check(self, grammar: Grammar, field: str, owner: bytes = b"") -> int:
@@ -109,7 +101,7 @@ class GrammarChecker:
         """The grammars that wait for their check to begin."""
         return sum(map(len, self._queues))
 
-    async def _wait(self, one: _Waiting) -> _Known:
+    async def _wait(self, one: _Waiting) -> Checked:
         one.num += 1
         try:
             return await asyncio.shield(one.answer)
@@ -167,7 +159,7 @@ class GrammarChecker:
         finally:
             self._forget(one)
 
-    async def _ask(self, grammar: Grammar) -> _Known:
+    async def _ask(self, grammar: Grammar) -> Checked:
         """Raises _NoAnswer."""
         failed = ""
         for _ in range(_ATTEMPTS):
@@ -177,7 +169,7 @@ class GrammarChecker:
                 failed = str(error)
                 continue
             if not answer.failed:
-                return _Known(answer.wrong, answer.num_bytes)
+                return answer
             failed = answer.failed
         raise _NoAnswer(failed)
 
