@@ -19,7 +19,7 @@ import msgspec
 from lightkv.router.engine.fair_queue import FairQueue
 from lightkv.router.sampling_params import Grammar
 from lightkv.router.service.child_process import command
-from lightkv.router.service.frames import LENGTH
+from lightkv.router.service.frames import FrameStream
 from lightkv.router.service.router_client import RequestRefused
 from lightkv.router.text.grammars import InvalidGrammar
 
@@ -185,6 +185,7 @@ class _CheckProcess:
         self._directory = directory
         self._vocab_size = vocab_size
         self._process: Process | None = None
+        self._frames: FrameStream[Checked] | None = None  # to and from the process
         self._reading: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._asked: dict[int, asyncio.Future[Checked]] = {}
@@ -192,13 +193,11 @@ class _CheckProcess:
 
     async def ask(self, grammar: Grammar) -> Checked:
         """Returns the answer about a grammar. Raises _NoAnswer."""
-        process = await self._started()
+        process, frames = await self._started()
         number = next(self._numbers)
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
-            content = msgspec.msgpack.encode(Check(number, grammar))
-            assert process.stdin is not None
-            process.stdin.write(LENGTH.pack(len(content)) + content)
+            frames.send(Check(number, grammar))
             return await asyncio.wait_for(answer, ANSWER_SECONDS)
         except (TimeoutError, OSError) as error:
             await self.close(process)
@@ -218,10 +217,10 @@ class _CheckProcess:
             running.kill()
         await running.wait()
 
-    async def _started(self) -> Process:
+    async def _started(self) -> tuple[Process, FrameStream[Checked]]:
         async with self._starting:
-            if self._process is not None and self._process.returncode is None:
-                return self._process
+            if self._process is not None and self._frames is not None and self._process.returncode is None:
+                return self._process, self._frames
             await self.close()
             arguments = (str(self._directory), str(self._vocab_size()))
             try:
@@ -230,39 +229,34 @@ class _CheckProcess:
                 )
             except OSError as error:
                 raise _NoAnswer(f"its process did not start: {error.strerror}") from error
-            self._process = process
+            assert process.stdout is not None
+            assert process.stdin is not None
+            frames = FrameStream[Checked](process.stdout, process.stdin, Checked)
+            self._process, self._frames = process, frames
+            begun = None
             try:
-                await asyncio.wait_for(_read(process), START_SECONDS)
-            except (TimeoutError, asyncio.IncompleteReadError) as error:
-                await self.close(process)
-                raise _NoAnswer("its process did not start") from error
-            except BaseException:
-                await self.close(process)
-                raise
-            self._reading = asyncio.create_task(self._read_answers(process))
-            return process
+                with suppress(TimeoutError):
+                    begun = await asyncio.wait_for(frames.receive(), START_SECONDS)
+            finally:
+                if begun is None:
+                    await self.close(process)
+            if begun is None:
+                raise _NoAnswer("its process did not start")
+            self._reading = asyncio.create_task(self._read_answers(process, frames))
+            return process, frames
 
-    async def _read_answers(self, process: Process) -> None:
+    async def _read_answers(self, process: Process, frames: FrameStream[Checked]) -> None:
         """Hands out the answers until the process ends."""
-        try:
-            while True:
-                answer = await _read(process)
-                waiting = self._asked.get(answer.number)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(answer)
-        except (asyncio.IncompleteReadError, OSError):
-            # Its end is seen here before its return code is known: the next check starts another one.
-            if self._process is process:
-                self._process = None
-            with suppress(ProcessLookupError):
-                process.kill()
-            asked, self._asked = self._asked, {}
-            for waiting in asked.values():
-                if not waiting.done():
-                    waiting.set_exception(_NoAnswer("its process has ended"))
-
-
-async def _read(process: Process) -> Checked:
-    assert process.stdout is not None
-    (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-    return msgspec.msgpack.decode(await process.stdout.readexactly(size), type=Checked)
+        while (answer := await frames.receive()) is not None:
+            waiting = self._asked.get(answer.number)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(answer)
+        # Its end is seen here before its return code is known: the next check starts another one.
+        if self._process is process:
+            self._process = None
+        with suppress(ProcessLookupError):
+            process.kill()
+        asked, self._asked = self._asked, {}
+        for waiting in asked.values():
+            if not waiting.done():
+                waiting.set_exception(_NoAnswer("its process has ended"))
