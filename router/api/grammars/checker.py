@@ -96,11 +96,6 @@ class GrammarChecker:
         await asyncio.gather(*working, return_exceptions=True)
         await self._process.close()
 
-    @property
-    def num_waiting(self) -> int:
-        """The grammars that wait for their check to begin."""
-        return sum(map(len, self._queues))
-
     async def _wait(self, one: _Waiting) -> Checked:
         one.num += 1
         try:
