@@ -12,8 +12,6 @@ from .tokenizer import Tokenizer
 def with_banned_ids(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
     """Returns `params` with the token ids of their `bad_words`, as an engine needs them. Raises
     InvalidParams."""
-    if not params.bad_words:
-        return params
     found = [*params.bad_words_ids, *token_sequences(params.bad_words, tokenizer)]
     ids = list(dict.fromkeys(tuple(one) for one in found))
     return replace(params, bad_words=(), bad_words_ids=ids)

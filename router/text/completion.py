@@ -241,18 +241,18 @@ class StopChecker:
         return text
 
     def _hold_back(self, text: str) -> str:
-        num_held = max((self._num_begun(text, stop) for stop in self._stops), default=0)
+        num_held = max((num_begun(text, stop) for stop in self._stops), default=0)
         shown = len(text) - num_held
         self._held = text[shown:]
         return text[:shown]
 
-    @staticmethod
-    def _num_begun(text: str, stop: str) -> int:
-        """Returns the length of the longest end of `text` that is a beginning of `stop`."""
-        tail = text[-(len(stop) - 1) :] if len(stop) > 1 else ""
-        start = tail.find(stop[0])
-        while start >= 0:
-            if stop.startswith(tail[start:]):
-                return len(tail) - start
-            start = tail.find(stop[0], start + 1)
-        return 0
+
+def num_begun(text: str, mark: str) -> int:
+    """Returns the length of the longest end of `text` that is a beginning of `mark`, and not all of it."""
+    tail = text[-(len(mark) - 1) :] if len(mark) > 1 else ""
+    start = tail.find(mark[0])
+    while start >= 0:
+        if mark.startswith(tail[start:]):
+            return len(tail) - start
+        start = tail.find(mark[0], start + 1)
+    return 0

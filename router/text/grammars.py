@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -25,7 +24,7 @@ from lightkv.errors import LightKVError
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.router.sampling_params import Grammar, InvalidParams
 
-from .structural_tags import WHITESPACE, grammars_of, lark_of_ebnf, quoted
+from .structural_tags import grammars_of, lark_of_ebnf, quoted, with_whitespace
 from .tokenizer import Tokenizer
 
 Result = TypeVar("Result")
@@ -33,7 +32,6 @@ Result = TypeVar("Result")
 # llguidance compiles what a grammar nests by recursion. This much holds whatever fits in MAX_GRAMMAR_BYTES: the
 # longest chains of references take 47 MiB. Masks, copies and the end of a matcher need no deep stack.
 COMPILE_STACK_BYTES = 64 * 2**20
-_NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 
 
 class InvalidGrammar(InvalidParams):
@@ -64,44 +62,32 @@ def limits() -> LLParserLimits:
     )
 
 
-def source_of(grammar: Grammar, special: Mapping[str, int] = _NO_TOKENS) -> str:
-    """Returns the grammar in the form that llguidance compiles. Raises ValueError for a text that is not
+def _source_of(grammar: Grammar, special: Mapping[str, int]) -> str:
+    """Returns the grammar in the form that llguidance compiles. Raises InvalidGrammar for a text that is not
     JSON, GBNF or a structural tag where it has to be.
 
     `special`: the ids of the special tokens, by the texts by which a structural tag names them.
     """
-    match grammar.kind:
-        case "json_object":
-            return _of_schema('{"type": "object"}')
-        case "json_schema":
-            return _of_schema(grammar.text)
-        case "regex":
-            # \d and \w are of ASCII, as in JSON schemas.
-            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, 'dw')}/")
-        case "choice":
-            choices = json.loads(grammar.text)
-            if not isinstance(choices, list) or not all(isinstance(one, str) for one in choices):
-                raise ValueError("the choices are not a list of texts")
-            if not choices:
-                raise ValueError("the list of choices is empty; give at least one")
-            return "start: " + " | ".join(map(quoted, choices))
-        case "structural_tag":
-            return grammars_of(grammar.text, special)
-        case _:
-            return LLMatcher.grammar_from_lark(lark_of_ebnf(grammar.text))
-
-
-def _of_schema(schema: str) -> str:
-    value = json.loads(schema)
-    if isinstance(value, dict) or value is True:
-        schema = "{}" if value is True else schema
-        return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
-    raise ValueError("a JSON schema is an object, or true")
-
-
-def _checked_source(grammar: Grammar, special: Mapping[str, int]) -> str:
     try:
-        return source_of(grammar, special)
+        match grammar.kind:
+            case "json_object":
+                return LLMatcher.grammar_from_json_schema(with_whitespace({"type": "object"}))
+            case "json_schema":
+                return LLMatcher.grammar_from_json_schema(with_whitespace(json.loads(grammar.text)))
+            case "regex":
+                # \d and \w are of ASCII, as in JSON schemas.
+                return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, 'dw')}/")
+            case "choice":
+                choices = json.loads(grammar.text)
+                if not isinstance(choices, list) or not all(isinstance(one, str) for one in choices):
+                    raise ValueError("the choices are not a list of texts")
+                if not choices:
+                    raise ValueError("the list of choices is empty; give at least one")
+                return "start: " + " | ".join(map(quoted, choices))
+            case "structural_tag":
+                return grammars_of(grammar.text, special)
+            case _:
+                return LLMatcher.grammar_from_lark(lark_of_ebnf(grammar.text))
     except Exception as error:
         raise InvalidGrammar("grammar", reason_of(error)) from error
 
@@ -222,7 +208,7 @@ class ModelTokens(NamedTuple):
         `niceness`: that of the thread. Python's part runs in the calling thread, so that the lock is never held
         by a thread that others go before.
         """
-        source = _checked_source(grammar, self.special)
+        source = _source_of(grammar, self.special)
         return _in_thread(partial(_built, source, self.tokenizer), stack_bytes, niceness).result()
 
 

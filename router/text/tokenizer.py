@@ -306,13 +306,13 @@ class _GenerationBlock(Extension):
 def _compiled(source: str) -> jinja2.Template:
     """Raises ChatTemplateError."""
     try:
-        return _sandbox().from_string(source)
+        return template_sandbox().from_string(source)
     except Exception as error:  # too deep nesting fails in Python's own compiler
         reason = f"the model's chat template does not parse ({error}); use plain completions instead"
         raise ChatTemplateError(reason) from error
 
 
-def _sandbox() -> ImmutableSandboxedEnvironment:
+def template_sandbox() -> ImmutableSandboxedEnvironment:
     """Makes the environment that chat templates are written for: that of transformers' apply_chat_template."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]

@@ -4,6 +4,7 @@ from typing import Any
 
 EVERYWHERE: dict[str, Any] = {
     "do_sample": False,
+    "early_stopping": True,
     "num_beams": 2,
     "stop_regex": "[.!]",
     "prompt_embeds": "AAAA",

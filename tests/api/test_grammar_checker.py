@@ -55,6 +55,11 @@ def with_checker(scenario: Callable[[GrammarChecker], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
+def num_waiting(checker: GrammarChecker) -> int:
+    """Returns how many grammars wait for their check to begin."""
+    return sum(map(len, checker._queues))
+
+
 def slow(title: str) -> Grammar:
     return Grammar("json_schema", json.dumps({**SLOW, "title": title}))
 
@@ -258,11 +263,11 @@ def test_grammars_whose_clients_hung_up_leave_the_queue() -> None:
         many = [Grammar("regex", f"[a-z]{{{i}}}") for i in range(1, MAX_WAITING + 1)]
         tasks = [asyncio.create_task(checker.check(one, "field")) for one in many]
         await asyncio.sleep(0.001)
-        assert checker.num_waiting > MAX_WAITING // 2
+        assert num_waiting(checker) > MAX_WAITING // 2
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert checker.num_waiting == 0
+        assert num_waiting(checker) == 0
         await checker.check(DIGITS, "field")
         assert len(checker._waiting) == 0
 
@@ -348,7 +353,7 @@ def test_what_waits_is_refused_when_the_checker_closes() -> None:
             await checker.close()
             found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
             assert {str(one) for one in found} == {"the service is shutting down"}
-            assert checker.num_waiting == len(checker._waiting) == 0
+            assert num_waiting(checker) == len(checker._waiting) == 0
             assert await asyncio.wait_for(checker.check(DIGITS, "field"), 10) > 0  # in another process
 
     asyncio.run(run())

@@ -24,7 +24,6 @@ from lightkv.router.api.http.body import (
     BodyRoom,
     count_blank,
     parse,
-    parse_short,
 )
 from lightkv.router.api.requests.prompts import convert, num_characters
 from tests.support.api_process import start_api_process, until_closed
@@ -312,14 +311,13 @@ def test_a_short_body_is_parsed_as_pythons_own_parser_does(body: bytes) -> None:
         except ValueError as error:
             return f"{type(error).__name__}: {error}"
 
-    assert outcome(parse_short) == outcome(lambda text: json.loads(text.decode()))
+    assert outcome(parse) == outcome(lambda text: json.loads(text.decode()))
 
 
 @pytest.mark.parametrize("blank", [b"", b" " * SHORT_BODY], ids=["short", "long"])
 def test_half_a_surrogate_pair_becomes_a_character_that_utf8_has(blank: bytes) -> None:
     body = b'{"\\uDC00": ["a\\ud800", "\\ud83d\\ude42", 123456789012345678901234567890, 1.5, NaN]}' + blank
-    found = parse(body) if blank else parse_short(body)
-    assert repr(found) == repr(
+    assert repr(parse(body)) == repr(
         {"\ufffd": ["a\ufffd", "\U0001f642", 123456789012345678901234567890, 1.5, float("nan")]}
     )
 

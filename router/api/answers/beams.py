@@ -1,6 +1,6 @@
 """Answers by beam search: rounds of requests to the router, each of one token a beam."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from starlette.types import Receive
 
@@ -14,35 +14,12 @@ from .generation import (
     Answer,
     AnswerClock,
     Backend,
+    BeamAnswers,
     Generation,
     GenerationLost,
     GenerationSpec,
     closed_with_client,
 )
-
-
-@dataclass(frozen=True)
-class BeamAnswers:
-    """The answers to one HTTP request that were found by beam search, as a writer needs them.
-
-    `num_cached_tokens`: None if the service does not report them. `num_hit_tokens`: the same, whatever clients
-    are told.
-    """
-
-    answers: list[Answer]
-    num_prompt_tokens: int
-    num_cached_tokens: int | None
-    num_hit_tokens: int
-
-    @property
-    def all_answers(self) -> list[Answer]:
-        """All answers, whose tokens count."""
-        return self.answers
-
-    @property
-    def num_completion_tokens(self) -> int:
-        """The tokens of the answers."""
-        return sum(len(answer.completion.token_ids) for answer in self.answers)
 
 
 async def search_beams(

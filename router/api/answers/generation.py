@@ -4,10 +4,10 @@ closed together."""
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import Receive
@@ -198,28 +198,6 @@ class Backend:
         return Generation(spec, answers, events, closed, self.reports_cached_tokens)
 
 
-class Answered(Protocol):
-    """Answers and their tokens, as writers need them. `all_answers`: also those that are not returned."""
-
-    @property
-    def answers(self) -> Sequence[Answer]: ...
-
-    @property
-    def all_answers(self) -> Sequence[Answer]: ...
-
-    @property
-    def num_prompt_tokens(self) -> int: ...
-
-    @property
-    def num_cached_tokens(self) -> int | None: ...
-
-    @property
-    def num_hit_tokens(self) -> int: ...
-
-    @property
-    def num_completion_tokens(self) -> int: ...
-
-
 class Generation:
     """The answers to one HTTP request while they are generated. `close` aborts the unfinished ones.
 
@@ -350,6 +328,33 @@ class Generation:
         self._growing.clear()
         self._events.close()
         raise _FAILURES[finish_reason](error)
+
+
+@dataclass(frozen=True)
+class BeamAnswers:
+    """The answers to one HTTP request that were found by beam search, as a writer needs them.
+
+    `num_cached_tokens`: None if the service does not report them. `num_hit_tokens`: the same, whatever clients
+    are told.
+    """
+
+    answers: list[Answer]
+    num_prompt_tokens: int
+    num_cached_tokens: int | None
+    num_hit_tokens: int
+
+    @property
+    def all_answers(self) -> list[Answer]:
+        """All answers, whose tokens count."""
+        return self.answers
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """The tokens of the answers."""
+        return sum(len(answer.completion.token_ids) for answer in self.answers)
+
+
+Answered = Generation | BeamAnswers
 
 
 def _mean_logprob(answer: Answer) -> float:

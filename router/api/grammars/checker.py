@@ -13,14 +13,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
 from lightkv.router.engine.fair_queue import FairQueue
 from lightkv.router.sampling_params import Grammar
 from lightkv.router.service.child_process import command
-from lightkv.router.service.frames import LENGTH
+from lightkv.router.service.frames import FrameStream
 from lightkv.router.service.router_client import RequestRefused
 from lightkv.router.text.grammars import InvalidGrammar
 
@@ -35,13 +34,6 @@ _logger = logging.getLogger("lightkv.api")
 _ATTEMPTS = 2  # a child may be killed by another's need of memory
 
 
-class _Known(NamedTuple):
-    """What is known of a grammar: why it is refused, or nothing, and its bytes when it is compiled."""
-
-    wrong: str
-    num_bytes: int
-
-
 class _NoAnswer(Exception):
     """It is not known whether a grammar can be used: another time it may be."""
 
@@ -54,7 +46,7 @@ class _Waiting:
         self.grammar = grammar
         self.owner = owner
         self.num = 0
-        self.answer: asyncio.Future[_Known] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[Checked] = asyncio.get_running_loop().create_future()
 
     def refuse(self, error: RequestRefused) -> None:
         self.answer.set_exception(error)
@@ -72,7 +64,7 @@ class GrammarChecker:
         self._process = _CheckProcess(directory, vocab_size)
         self._queues = FairQueue[_Waiting](MAX_WAITING), FairQueue[_Waiting](MAX_WAITING)
         self._working: list[asyncio.Task[None] | None] = [None, None]
-        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        self._known: OrderedDict[bytes, Checked] = OrderedDict()
         self._waiting: dict[bytes, _Waiting] = {}  # those that are being checked included
 
     async def check(self, grammar: Grammar, field: str, owner: bytes = b"") -> int:
@@ -104,12 +96,7 @@ class GrammarChecker:
         await asyncio.gather(*working, return_exceptions=True)
         await self._process.close()
 
-    @property
-    def num_waiting(self) -> int:
-        """The grammars that wait for their check to begin."""
-        return sum(map(len, self._queues))
-
-    async def _wait(self, one: _Waiting) -> _Known:
+    async def _wait(self, one: _Waiting) -> Checked:
         one.num += 1
         try:
             return await asyncio.shield(one.answer)
@@ -167,7 +154,7 @@ class GrammarChecker:
         finally:
             self._forget(one)
 
-    async def _ask(self, grammar: Grammar) -> _Known:
+    async def _ask(self, grammar: Grammar) -> Checked:
         """Raises _NoAnswer."""
         failed = ""
         for _ in range(_ATTEMPTS):
@@ -177,7 +164,7 @@ class GrammarChecker:
                 failed = str(error)
                 continue
             if not answer.failed:
-                return _Known(answer.wrong, answer.num_bytes)
+                return answer
             failed = answer.failed
         raise _NoAnswer(failed)
 
@@ -193,6 +180,7 @@ class _CheckProcess:
         self._directory = directory
         self._vocab_size = vocab_size
         self._process: Process | None = None
+        self._frames: FrameStream[Checked] | None = None  # to and from the process
         self._reading: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._asked: dict[int, asyncio.Future[Checked]] = {}
@@ -200,13 +188,11 @@ class _CheckProcess:
 
     async def ask(self, grammar: Grammar) -> Checked:
         """Returns the answer about a grammar. Raises _NoAnswer."""
-        process = await self._started()
+        process, frames = await self._started()
         number = next(self._numbers)
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
-            content = msgspec.msgpack.encode(Check(number, grammar))
-            assert process.stdin is not None
-            process.stdin.write(LENGTH.pack(len(content)) + content)
+            frames.send(Check(number, grammar))
             return await asyncio.wait_for(answer, ANSWER_SECONDS)
         except (TimeoutError, OSError) as error:
             await self.close(process)
@@ -226,10 +212,10 @@ class _CheckProcess:
             running.kill()
         await running.wait()
 
-    async def _started(self) -> Process:
+    async def _started(self) -> tuple[Process, FrameStream[Checked]]:
         async with self._starting:
-            if self._process is not None and self._process.returncode is None:
-                return self._process
+            if self._process is not None and self._frames is not None and self._process.returncode is None:
+                return self._process, self._frames
             await self.close()
             arguments = (str(self._directory), str(self._vocab_size()))
             try:
@@ -238,39 +224,34 @@ class _CheckProcess:
                 )
             except OSError as error:
                 raise _NoAnswer(f"its process did not start: {error.strerror}") from error
-            self._process = process
+            assert process.stdout is not None
+            assert process.stdin is not None
+            frames = FrameStream[Checked](process.stdout, process.stdin, Checked)
+            self._process, self._frames = process, frames
+            begun = None
             try:
-                await asyncio.wait_for(_read(process), START_SECONDS)
-            except (TimeoutError, asyncio.IncompleteReadError) as error:
-                await self.close(process)
-                raise _NoAnswer("its process did not start") from error
-            except BaseException:
-                await self.close(process)
-                raise
-            self._reading = asyncio.create_task(self._read_answers(process))
-            return process
+                with suppress(TimeoutError):
+                    begun = await asyncio.wait_for(frames.receive(), START_SECONDS)
+            finally:
+                if begun is None:
+                    await self.close(process)
+            if begun is None:
+                raise _NoAnswer("its process did not start")
+            self._reading = asyncio.create_task(self._read_answers(process, frames))
+            return process, frames
 
-    async def _read_answers(self, process: Process) -> None:
+    async def _read_answers(self, process: Process, frames: FrameStream[Checked]) -> None:
         """Hands out the answers until the process ends."""
-        try:
-            while True:
-                answer = await _read(process)
-                waiting = self._asked.get(answer.number)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(answer)
-        except (asyncio.IncompleteReadError, OSError):
-            # Its end is seen here before its return code is known: the next check starts another one.
-            if self._process is process:
-                self._process = None
-            with suppress(ProcessLookupError):
-                process.kill()
-            asked, self._asked = self._asked, {}
-            for waiting in asked.values():
-                if not waiting.done():
-                    waiting.set_exception(_NoAnswer("its process has ended"))
-
-
-async def _read(process: Process) -> Checked:
-    assert process.stdout is not None
-    (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-    return msgspec.msgpack.decode(await process.stdout.readexactly(size), type=Checked)
+        while (answer := await frames.receive()) is not None:
+            waiting = self._asked.get(answer.number)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(answer)
+        # Its end is seen here before its return code is known: the next check starts another one.
+        if self._process is process:
+            self._process = None
+        with suppress(ProcessLookupError):
+            process.kill()
+        asked, self._asked = self._asked, {}
+        for waiting in asked.values():
+            if not waiting.done():
+                waiting.set_exception(_NoAnswer("its process has ended"))

@@ -22,6 +22,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from .guard import too_large
+
 # Bytes. A body of this size is parsed within a few milliseconds, so it is parsed without a thread.
 SHORT_BODY = 2**16
 # The first bytes of each body are not counted, so that short requests are served even if no room is left.
@@ -54,11 +56,6 @@ class BodyRoom:
         self.num_claimed = 0
         self.num_open = 0
         self.parsing = asyncio.Semaphore(1)  # long bodies are parsed one at a time
-
-    @property
-    def too_large(self) -> HTTPException:
-        """The error for a body that is larger than the limit."""
-        return HTTPException(413, f"the body has more than {self.max_body_bytes} bytes; send a smaller one")
 
     def claim(self, num_bytes: int) -> None:
         """Reserves room for bytes that have arrived. Raises HTTPException (503) if there is not enough."""
@@ -106,7 +103,7 @@ class _BodyRequest(Request):
             received = bytearray()
             async for chunk in self.stream():
                 if len(received) + len(chunk) > self._room.max_body_bytes:
-                    raise self._room.too_large
+                    raise HTTPException(413, too_large(self._room.max_body_bytes))
                 more = max(len(received) + len(chunk) - FREE_BYTES, 0) - self._num_claimed
                 self._room.claim(more)
                 self._num_claimed += more
@@ -122,7 +119,7 @@ class _BodyRequest(Request):
             self._room.open(num_open)
             self._num_open += num_open
             if len(body) <= SHORT_BODY:
-                value = parse_short(body)
+                value = parse(body)
                 num_blank = count_blank(body) if num_open else 0
             else:
                 async with self._room.parsing:
@@ -184,27 +181,19 @@ def body_route(room: BodyRoom) -> type[APIRoute]:
     return BodyRoute
 
 
-def parse_short(body: bytes | bytearray) -> Any:
-    """Parses a short body. Raises ValueError if it is not JSON."""
-    try:
-        return msgspec.json.decode(body)  # in a third of the time
-    except (msgspec.DecodeError, ValueError):
-        return _lenient(body)  # which says where it is not JSON
-
-
 def parse(body: bytes | bytearray, max_values: int = MAX_VALUES) -> Any:
-    """Parses a long body, holding Python's lock for some tens of milliseconds at a time.
+    """Parses a body, holding Python's lock for some tens of milliseconds at most.
 
     Raises HTTPException (413) if it has too many values for that, and ValueError if it is not JSON. NaN and
     half surrogate pairs, which strict JSON does not allow, are accepted except in very large bodies.
     """
-    num_structure = _check_values(body, max_values)
-    if len(body) <= _LENIENT_BODY and num_structure <= _LENIENT_STRUCTURE:
-        return _lenient(body)
+    num_structure = _check_values(body, max_values) if len(body) > SHORT_BODY else 0
     try:
-        return msgspec.json.decode(body)
-    except msgspec.DecodeError as error:
-        raise json.JSONDecodeError(str(error), "", 0) from error
+        return msgspec.json.decode(body)  # in a third of the time
+    except (msgspec.DecodeError, ValueError) as error:
+        if len(body) > _LENIENT_BODY or num_structure > _LENIENT_STRUCTURE:
+            raise json.JSONDecodeError(str(error), "", 0) from error
+    return _lenient(body)  # which says where it is not JSON
 
 
 def _lenient(body: bytes | bytearray) -> Any:

@@ -110,13 +110,9 @@ class Guard:
         elif scope["method"] == "POST" and _is_form(headers):
             await error_response(400, not_json(headers.get("content-type")))(scope, receive, send)
         elif length.isdecimal() and int(length) > self._max_body_bytes:
-            await error_response(413, self._too_large)(scope, receive, send)
+            await error_response(413, too_large(self._max_body_bytes))(scope, receive, send)
         else:
             await self._app(scope, receive, send)
-
-    @property
-    def _too_large(self) -> str:
-        return f"the body has more than {self._max_body_bytes} bytes; send a smaller one"
 
     def _key(self, authorization: str) -> bytes | None:
         """Returns the API key that a request sent, or None if it is not one of the service's."""
@@ -125,6 +121,11 @@ class Guard:
             return None
         # Headers are decoded as latin-1, so this restores the bytes that were sent.
         return self._keys.find(given.strip().encode("latin-1"))
+
+
+def too_large(max_bytes: int) -> str:
+    """Returns the message for a body of more than `max_bytes`."""
+    return f"the body has more than {max_bytes} bytes; send a smaller one"
 
 
 def is_json(kind: str | None) -> bool:

@@ -1,7 +1,5 @@
 """The fields with which a request asks for a beam search, and what such a search does not heed."""
 
-from typing import Literal
-
 from pydantic import BaseModel, ConfigDict, Field
 
 from lightkv.router.sampling_params import InvalidParams, SamplingParams
@@ -40,9 +38,6 @@ class BeamFields(BaseModel):
     length_penalty: float | None = Field(
         None, description="The power of a beam's length that its score is divided by; 1 by default."
     )
-    early_stopping: bool | Literal["never"] | None = Field(
-        None, description="End the beam search once enough beams have finished; off by default."
-    )
 
     def beam_params(self, params: SamplingParams, n: int, streams: bool, grammar_field: str) -> BeamParams:
         """Returns the parameters of the beam search that the request asks for. Raises InvalidParams, also for
@@ -66,6 +61,5 @@ class BeamFields(BaseModel):
             num_returned=n,
             max_tokens=params.max_tokens,
             length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
-            early_stopping=self.early_stopping or False,
             ignore_eos=params.ignore_eos,
         )

@@ -218,13 +218,10 @@ class GenerationRequest(BeamFields, RequestBody):
             raise InvalidParams("stream_options", "an object", "it only together with stream: true")
         if streams and self.prompt_logprobs is not None:
             raise InvalidParams("prompt_logprobs", self.prompt_logprobs, "it without stream: true")
-        if not self.use_beam_search:
-            for field, value, plain in (
-                ("length_penalty", self.length_penalty, (None, 1)),
-                ("early_stopping", self.early_stopping, (None, False)),
-            ):
-                if value not in plain:
-                    raise InvalidParams(field, value, "it together with use_beam_search: true")
+        if self.length_penalty not in (None, 1) and not self.use_beam_search:
+            raise InvalidParams(
+                "length_penalty", self.length_penalty, "it together with use_beam_search: true"
+            )
         if self.best_of is not None and self.best_of < n:
             raise InvalidParams("best_of", self.best_of, f"n, which is {n}, or more")
         num_generated = n

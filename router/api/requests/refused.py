@@ -60,6 +60,7 @@ UNSUPPORTED = (
     # Other names
     *(Unsupported(name, (), f"null, and use {field}") for name, field in RENAMED.items()),
     Unsupported("do_sample", (True,), "true, or null and temperature: 0 for the likeliest tokens"),
+    Unsupported("early_stopping", (False,), "false: a search ends once no growing beam would be better"),
     Unsupported("num_beams", (1,), "1, and use use_beam_search with so many beams in best_of"),
     # The form of the text
     Unsupported("stop_regex", ([],), "null, and use stop: a regex of a request can keep a core busy"),

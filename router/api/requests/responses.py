@@ -87,7 +87,7 @@ class ResponseRequest(RequestBody):
                     raise InvalidParams(name, value, _CHAT_ONLY[field])
                 del extras[name]
         fields: dict[str, Any] = {name: extras[name] for name in extras if name not in _LABELS}
-        for name in ("model", "temperature", "top_p", "stream", "parallel_tool_calls"):
+        for name in ("model", "temperature", "top_p", "stream", "stream_options", "parallel_tool_calls"):
             fields[name] = getattr(self, name)
         fields["max_completion_tokens"] = self.max_output_tokens
         fields["messages"] = self.messages()
@@ -147,8 +147,6 @@ class ResponseRequest(RequestBody):
             value = getattr(self, name, None) or extras.get(name)
             if value is not None:
                 raise InvalidParams(name, value, _STATE)
-        if self.stream_options is not None and not self.stream:
-            raise InvalidParams("stream_options", "an object", "it only together with stream: true")
         if self.store:
             raise InvalidParams("store", self.store, "false: the service keeps no responses")
         if self.background:

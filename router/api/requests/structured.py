@@ -77,16 +77,14 @@ def _of_structured_outputs(value: dict[str, Any] | None) -> Grammar | None:
     return _grammar(field, kinds[0], value, spaces)
 
 
-def _grammar(field: str, kind: str, value: Any, spaces: str | None) -> Grammar | None:
+def _grammar(field: str, kind: str, value: Any, spaces: str | None) -> Grammar:
     """Returns the grammar of one field. `kind`: one of _KINDS; `spaces`: a regex of whitespace within JSON."""
-    if value is None:
-        return None
     if kind == "json_object":
-        if type(value) is not bool:
+        if value is not True:
             raise InvalidParams(field, value, "true or false for json_object")
-        if value and spaces is not None:
-            return Grammar("json_schema", _schema(field, {"type": "object"}, spaces))
-        return Grammar("json_object") if value else None
+        if spaces is None:
+            return Grammar("json_object")
+        return Grammar("json_schema", _schema(field, {"type": "object"}, spaces))
     if kind == "json":
         return Grammar("json_schema", _schema(field, value, spaces))
     if kind == "choice":
@@ -94,7 +92,10 @@ def _grammar(field: str, kind: str, value: Any, spaces: str | None) -> Grammar |
             raise InvalidParams(field, value, "a list of one or more texts")
         return Grammar("choice", json.dumps(value, ensure_ascii=False))
     if kind == "structural_tag":
-        return Grammar("structural_tag", _structural_tag(field, value))
+        if not isinstance(value, str | dict):
+            raise InvalidParams(field, value, "a structural tag, which is an object")
+        text = value if isinstance(value, str) else _dumped(field, value, "structural tag")
+        return Grammar("structural_tag", text)
     if not isinstance(value, str):
         raise InvalidParams(field, value, f"a {kind} as a text")
     return Grammar("regex" if kind == "regex" else "lark", value)
@@ -119,16 +120,12 @@ def _check_size(field: str, text: str) -> None:
         raise InvalidGrammar(field, f"it has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
 
 
-def _structural_tag(field: str, value: Any) -> str:
-    """Returns a structural tag as JSON. Raises InvalidParams."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, dict):
-        raise InvalidParams(field, value, "a structural tag, which is an object")
+def _dumped(field: str, value: Any, what: str) -> str:
+    """Returns a value as JSON. Raises InvalidGrammar."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except RecursionError as error:
-        raise InvalidGrammar(field, "the structural tag is nested too deeply") from error
+        raise InvalidGrammar(field, f"the {what} is nested too deeply") from error
 
 
 def _schema(field: str, value: Any, spaces: str | None) -> str:
@@ -141,10 +138,7 @@ def _schema(field: str, value: Any, spaces: str | None) -> str:
         raise InvalidParams(field, value, "a JSON schema, which is an object")
     if spaces is not None and value is not False:
         value = {**({} if value is True else value), "x-guidance": {"whitespace_pattern": spaces}}
-    try:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    except RecursionError as error:
-        raise InvalidGrammar(field, "the schema is nested too deeply") from error
+    return _dumped(field, value, "schema")
 
 
 def _closed(field: str, value: Any) -> Any:

@@ -151,13 +151,8 @@ class ToolUse:
         ]
 
     @property
-    def grammar(self) -> Grammar | None:
-        """What the answer has to be; None where the model decides whether to call. Raises InvalidParams."""
-        try:
-            if self.name is not None:
-                return Grammar("json_schema", named_schema(self.schemas[self.name]))
-            if self.is_required:
-                return Grammar("json_schema", required_schema(self.schemas, None if self.is_parallel else 1))
-        except RecursionError as error:
-            raise InvalidParams("tools", "nested too deeply", "schemas of fewer levels") from error
-        return None
+    def grammar(self) -> Grammar:
+        """What an answer has to be that calls some function, or the named one. Raises RecursionError."""
+        if self.name is not None:
+            return Grammar("json_schema", named_schema(self.schemas[self.name]))
+        return Grammar("json_schema", required_schema(self.schemas, None if self.is_parallel else 1))

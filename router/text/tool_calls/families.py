@@ -7,7 +7,8 @@ from typing import Any
 
 import jinja2
 import jinja2.nodes
-from jinja2.ext import loopcontrols
+
+from lightkv.router.text.tokenizer import template_sandbox
 
 from . import deepseek, harmony, hermes, llama3, mistral, qwen3_coder
 from .forms import Format
@@ -80,14 +81,11 @@ def reasoning_of(template: str) -> str | None:
 
 def variables_of(template: str) -> frozenset[str]:
     """Returns the names of the variables that a chat template reads; none if it does not parse."""
-    source = re.sub(
-        r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}", "", template
-    )  # which only transformers knows
     try:
-        tree = jinja2.Environment(extensions=[loopcontrols]).parse(source)
+        names = template_sandbox().parse(template).find_all(jinja2.nodes.Name)
+        return frozenset(node.name for node in names if node.ctx == "load")
     except (jinja2.TemplateError, RecursionError):
         return frozenset()
-    return frozenset(node.name for node in tree.find_all(jinja2.nodes.Name) if node.ctx == "load")
 
 
 def wants_text(template: str) -> bool:

@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Generator
 from typing import NamedTuple, TypeVar
 
+from lightkv.router.text.completion import num_begun
+
 R = TypeVar("R")
 
 
@@ -152,14 +154,3 @@ class Reader:
                 break
             parts.append(part)
         return parts
-
-
-def num_begun(text: str, mark: str) -> int:
-    """Returns the length of the longest end of `text` that is a beginning of `mark`, and not all of it."""
-    tail = text[-(len(mark) - 1) :] if len(mark) > 1 else ""
-    start = tail.find(mark[0])
-    while start >= 0:
-        if mark.startswith(tail[start:]):
-            return len(tail) - start
-        start = tail.find(mark[0], start + 1)
-    return 0
