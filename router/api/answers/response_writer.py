@@ -37,7 +37,7 @@ class ResponseWriter:
             items.append(finished(_message_item(), message.get("content") or "", logprobs))
         for call in calls:
             function = call["function"]
-            items.append(finished(_call_item(call.get("id"), function["name"]), function["arguments"]))
+            items.append(finished(_call_item(call["id"], function["name"]), function["arguments"]))
         if choice["finish_reason"] == "length":
             items[-1]["status"] = "incomplete"
         return self.body(items, choice["finish_reason"], generation)
@@ -163,9 +163,9 @@ class ResponseEvents:
         return opened + self._event("response.output_text.delta", fields | {"logprobs": logprobs or []})
 
     def _add_call(self, call: Mapping[str, Any]) -> bytes:
-        opened, function = b"", call.get("function") or {}
+        opened, function = b"", call["function"]
         if self._item is None or self._item["type"] != "function_call" or self._call_idx != call["index"]:
-            item = _call_item(call.get("id"), function.get("name") or "")
+            item = _call_item(call["id"], function["name"])
             opened = self._close() + self._open(item)
             self._call_idx = call["index"]
         arguments = function.get("arguments")
@@ -243,13 +243,12 @@ def _reasoning_item() -> dict[str, Any]:
     return {"id": name, "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
 
 
-def _call_item(call_id: str | None, name: str) -> dict[str, Any]:
-    token = secrets.token_hex(16)
+def _call_item(call_id: str, name: str) -> dict[str, Any]:
     return {
-        "id": f"fc_{token}",
+        "id": f"fc_{secrets.token_hex(16)}",
         "type": "function_call",
         "status": "in_progress",
-        "call_id": call_id or f"call_{token}",
+        "call_id": call_id,
         "name": name,
         "arguments": "",
     }

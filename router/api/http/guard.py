@@ -1,6 +1,6 @@
 """What every request passes before it reaches a route: it gets an id and a record, and is refused under another
 host's name, without an API key, of a web page's form or with too large a body. A request on which the service
-itself fails is answered. Errors have OpenAI's form."""
+itself fails is answered. Errors have OpenAI's form. The server takes requests of HTTP alone (`server.py`)."""
 
 import json
 import re
@@ -41,9 +41,6 @@ class RequestObserver:
         self._take = take
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         headers = Headers(scope=scope)
         given = headers.get(REQUEST_ID_HEADER, "")
         record = RequestRecord(
@@ -93,9 +90,6 @@ class Guard:
         self._max_body_bytes = settings.max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         headers = Headers(scope=scope)
         length = headers.get("content-length", "0")
         key = self._key(headers.get("authorization", ""))
@@ -175,7 +169,7 @@ class DefectAnswer:
         try:
             await self._app(scope, receive, noting_send)
         except Exception:
-            if scope["type"] == "http" and not has_begun:
+            if not has_begun:
                 await defect_response()(scope, receive, send)
             raise
 
