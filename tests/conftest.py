@@ -4,7 +4,7 @@
 import inspect
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import torch
@@ -118,6 +118,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, skip in missing.items():
             if item.get_closest_marker(marker):
                 item.add_marker(skip)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Runs on one thread: for tiny models, several threads would mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

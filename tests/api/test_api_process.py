@@ -292,8 +292,10 @@ def test_a_connection_beyond_the_limit_is_a_503(connect: Connect, router: ApiUnd
     router.router.delay = 0.05
     try:
         asked = json.dumps({"prompt": "a", "max_tokens": 100, "stream": True}).encode()
-        streams = [connect() for _ in range(MAX_CONNECTIONS)]
-        for connection in streams:
+        streams = []
+        for _ in range(MAX_CONNECTIONS):
+            connection = connect()  # each sends its head at once: it has HEADER_SECONDS for that
+            streams.append(connection)
             connection.sendall(head(COMPLETIONS, len(asked), "Connection: close\r\n") + asked)
             assert connection.recv(12) == b"HTTP/1.1 200"
         further = connect()

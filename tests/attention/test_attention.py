@@ -291,13 +291,13 @@ def test_default_backends_and_an_unknown_name(device: torch.device) -> None:
 @pytest.mark.parametrize(
     "case", ["softcap-window", "chunk-5", "sinks", *slow("gqa-3", "v-narrower", "window-5", "softcap")]
 )
-def test_scores_of_entries(name: str, case: str, device: torch.device) -> None:
-    """Scores are the queries' probabilities by entry, also where tokens were dropped. K and V are written by
-    the backend of torch, for what writes them is tested above."""
+@pytest.mark.parametrize("writer_name", ["torch", *slow("triton")], ids="{}-writes".format)
+def test_scores_of_entries(writer_name: str, name: str, case: str, device: torch.device) -> None:
+    """Scores are the queries' probabilities by entry, also where tokens were dropped."""
     torch.manual_seed(0)
     shape = on(CASES[case], device)
     history = History(shape, torch.float32, device)
-    backend, writer = (make_backends(one, device, [shape, shape])[1] for one in (name, "torch"))
+    backend, writer = (make_backends(one, device, [shape, shape])[1] for one in (name, writer_name))
     for rows, counts, num_prefills in STEPS[:3]:
         starts = history.place(rows, counts)
         batch = with_gaps(Batch.of(rows, starts, counts, num_prefills), [3 * row for row in rows])

@@ -4,7 +4,6 @@ those of transformers' own `generate`, and what the adapters change is proved an
 import json
 import shutil
 from array import array
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -35,6 +34,8 @@ from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.triton_kernels.attention.variants import Alibi, Window
 from tests.support.served import starting
 from tests.support.tiny_architectures import NUM_NEW, answers, own_answers, prompts, random_weights, tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 ALIBI = {"alibi": True, "multi_query": False, "parallel_attn": False}
 GROUPED = {"new_decoder_architecture": True, "num_kv_heads": 2}
@@ -67,15 +68,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm-norms": ("stablelm", {"qk_layernorm": True}),
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Runs on one thread: for models this small, several threads would mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def config_of(case: str, **changes: Any) -> PreTrainedConfig:

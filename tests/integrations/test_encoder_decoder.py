@@ -3,7 +3,6 @@ held once for all beams of a request."""
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,6 +25,8 @@ from lightkv.errors import UnsupportedModel
 from lightkv.integrations.hf_cache import LightKVCache
 from lightkv.integrations.model.hf_model import switch_attention
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCABULARY = 97
 ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
@@ -82,15 +83,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "several": {"do_sample": True, "max_new_tokens": NEW, "eos_token_id": None, "num_return_sequences": 3},
     "beam-sampled": {"do_sample": True, "max_new_tokens": 8, "num_beams": 3},
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Runs on one thread: for models this small, several threads would mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_model(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

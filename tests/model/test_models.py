@@ -5,12 +5,10 @@
 
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
 from lightkv.errors import UnsupportedModel
@@ -29,6 +27,8 @@ from tests.support.tiny_architectures import (
     random_weights,
     tiny,
 )
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 VERSION = transformers.__version__
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -108,15 +108,6 @@ def page(outcomes: dict[tuple[str, str], str | None]) -> str:
     for reason, names in sorted(refused.items(), key=lambda item: (-len(item[1]), item[0])):
         lines.append(f"| {reason} | {', '.join(sorted(names))} |")
     return "\n".join(lines) + "\n"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Runs on one thread: for models this small, several threads would mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def outcomes(directory: Path) -> dict[tuple[str, str], str | None]:

@@ -6,7 +6,8 @@ too early, or hit where its window is not there, changes an answer.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from lightkv.attention import Chunk, Window
+from lightkv.errors import UnsupportedModel
 from lightkv.integrations.hf_cache import LightKVCache
 from lightkv.integrations.model.hf_model import bind
 from lightkv.integrations.model.probe import probe
 from lightkv.router import LLM, EngineConfig, SamplingParams
 from lightkv.router.engine.admission import Admission, OutputLengths
+from lightkv.router.model.model_config import load_supported_config
 from lightkv.router.text.beam_search import BeamParams
 from tests.support.combinations import each_value, slow
 from tests.support.model_worker import assert_idle, run
@@ -35,6 +38,8 @@ from tests.support.windowed_models import (
     run_all,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 RUNNING = [name for name, family in FAMILIES.items() if not family.refusal]
 # Many windows, as many windows as full layers, chunks, three windows to two full layers, and windows alone.
 QUICK = ["gemma3", "gpt-oss", "llama4", "granite-swa", "ministral-windows"]
@@ -44,15 +49,6 @@ NUM_NEW = 6  # tokens of most answers
 # Of a cached text of 80 tokens, a prefix of so many or more is hit to the very token: windows, and the slack
 # that the cache keeps before them, reach back to it from the end of the text.
 EXACT = 32
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Runs on one thread: for models this small, several threads would mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def text(length: int, seed: int) -> list[int]:
@@ -83,6 +79,14 @@ def expected(family: str, prompts: Sequence[Sequence[int]], num_new: int = NUM_N
 
 # --------------------------------------------------------------------------------
 # The table of families
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_families_are_refused_for_the_reason_in_the_table(name: str, tmp_path: Path) -> None:
+    reference(name).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UnsupportedModel, match=re.escape(FAMILIES[name].refusal)):
+        load_supported_config(tmp_path)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

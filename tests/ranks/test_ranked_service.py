@@ -34,6 +34,8 @@ def test_a_rank_that_is_killed_under_streams_ten_times(tmp_path: Path) -> None:
         assert served.complete() == text
         assert served.at_rest()["num_worker_starts"] == 11
         assert len(served.all_processes()["worker"]) == 2
+        served.signal(signal.SIGTERM)
+        assert served.wait() == 0
+        assert not served.all_processes()
     finally:
         served.close()
-    assert not served.all_processes()
