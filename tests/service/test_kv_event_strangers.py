@@ -17,7 +17,7 @@ from lightkv.ledger import TokenLedger
 from lightkv.router.service.kv_events import connections
 from lightkv.router.service.kv_events import publisher as publisher_module
 from lightkv.router.service.kv_events.publisher import KVEventPublisher
-from tests.service.test_kv_events import ANYWHERE, cache, free_address, publishing
+from tests.service.test_kv_events import ANYWHERE, cache, free_address, publish_until_heard, publishing
 from tests.support.kv_events import WAIT_MS, Consumer, blocks_of
 from tests.support.served import Served, save_tiny_model, wait_until
 
@@ -58,11 +58,7 @@ def test_connections_beyond_a_number_are_ended(monkeypatch: pytest.MonkeyPatch, 
     for one in found.values():
         one.close()
     consumer = Consumer(publisher.endpoint, publisher.replay_endpoint)
-    for attempt in range(100):
-        cache(ledger, attempt * 64, 64)
-        publisher.send()
-        if consumer.live.poll(200):
-            break
+    publish_until_heard(publisher, consumer, ledger, 64)
     consumer.take_live()
     consumer.replay()
     assert consumer.blocks.prefixes() == blocks_of(ledger)

@@ -58,6 +58,18 @@ def cache(ledger: TokenLedger, first: int, count: int) -> None:
     ledger.close(sequence)
 
 
+def publish_until_heard(
+    publisher: KVEventPublisher, consumer: Consumer, ledger: TokenLedger, count: int
+) -> None:
+    """Caches `count` tokens again and again until the consumer's subscription has reached the publisher."""
+    for attempt in range(100):
+        cache(ledger, attempt * count, count)
+        publisher.send()
+        if consumer.live.poll(200):
+            return
+    pytest.fail("the consumer heard nothing of a hundred batches")
+
+
 def free_address() -> str:
     """An address whose port and the next one are free."""
     while True:
@@ -132,11 +144,7 @@ def test_what_is_left_at_the_end_is_nothing() -> None:
     publisher = KVEventPublisher(ANYWHERE)
     consumer = Consumer(publisher.endpoint, publisher.replay_endpoint)
     publisher.follow(ledger)
-    for attempt in range(100):
-        cache(ledger, attempt * 128, 128)
-        publisher.send()
-        if consumer.live.poll(200):
-            break
+    publish_until_heard(publisher, consumer, ledger, 128)
     consumer.replay()
     publisher.close()
     while consumer.blocks.known:
