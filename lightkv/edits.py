@@ -31,12 +31,13 @@ class AllocPart(NamedTuple):
 
 
 class Reuse(NamedTuple):
-    """Gives entry `entries[i]` of row `rows[i]` the slot of its entry `sources[i]`, in the groups of `cls`."""
+    """Gives entry `entries[i]` of row `rows[i]` the slot of its entry `entries[i] - distance`, in the groups of
+    class `cls`."""
 
     cls: int
+    distance: int
     rows: tuple[int, ...]
     entries: tuple[int, ...]
-    sources: tuple[int, ...]
 
 
 class MapSegments(NamedTuple):
@@ -193,7 +194,7 @@ _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 
 
 # Edits of lists: how many integers come before their lists, and how many lists of equal length they have.
-_LISTS = {Alloc: (0, 3), AllocPart: (1, 3), Reuse: (1, 3), MapSegments: (2, 1), MapPart: (3, 1)}
+_LISTS = {Alloc: (0, 3), AllocPart: (1, 3), Reuse: (2, 2), MapSegments: (2, 1), MapPart: (3, 1)}
 
 
 def encode(edits: Iterable[Edit]) -> bytes:

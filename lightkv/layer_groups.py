@@ -59,6 +59,14 @@ class Lifetime:
         """Returns the first position that a sequence of `length` tokens keeps before it grows."""
         return self.first_seen(max(length - self.slack, 0))
 
+    def gone_at(self, position: int) -> int:
+        """Returns the least length with which a sequence does not keep `position` any more. There is none
+        where all is seen."""
+        assert self.sees != "full"
+        if self.sees == "window":
+            return position + self.size + self.slack
+        return (position // self.size + 1) * self.size + self.slack
+
 
 FULL = Lifetime()
 

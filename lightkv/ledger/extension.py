@@ -8,6 +8,7 @@ from lightkv.errors import OutOfTokens, SequenceTooLong
 
 from .sequence import Sequence, require_lists, require_sequence
 from .state import LedgerState
+from .tails import Takers
 from .windows import WindowedSequence
 
 
@@ -22,6 +23,9 @@ class Extension:
         self._batch_rows: tuple[int, ...] = ()
         self._batch_end = 0
         self._slot_per_token = True  # whether each new token of that batch takes a slot of its own
+        # Where layers do not all see everything: what the batch's next tokens take, and for how many steps.
+        self._takers: list[Takers] = []
+        self._num_needed = self._num_alike = 0
 
     def growth(self, sequences: Seq[Sequence], count: int) -> int:
         """Returns how many available slots are enough to extend each of these by `count` tokens."""
@@ -37,7 +41,7 @@ class Extension:
             self._set_batch(sequences)
 
     def forget_batch(self) -> None:
-        """Has the next batch checked, since a sequence has closed."""
+        """Has the next batch checked, since a sequence has closed, forked or gone back."""
         self._batch = []
 
     def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
@@ -45,7 +49,8 @@ class Extension:
         require_lists(sequences, counts)
         if not sequences:
             return Alloc((), (), ())
-        self.require_batch(sequences)
+        if sequences != self._batch:
+            self._set_batch(sequences)
         if not self._slot_per_token:
             in_classes = self._state.tails.lifetimes
             return (self._extend_in_classes if in_classes else self._extend_each)(sequences, counts)
@@ -95,27 +100,54 @@ class Extension:
     def _extend_in_classes(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
         """Extends a batch of a model whose layers do not all see everything. What has passed is freed first,
         also if there is too little room then."""
-        if min(counts) < 1:
-            raise ValueError(f"asked for {min(counts)} tokens; ask for at least one of each sequence")
-        state, tails = self._state, self._state.tails
-        windowed = [one for one in sequences if isinstance(one, WindowedSequence)]
-        starts = [one.length for one in windowed]
-        if (end := max(map(add, starts, counts))) > self.max_entries:
-            raise SequenceTooLong(end, self.max_entries)
-        for sequence in windowed:
+        state, is_decode = self._state, counts.count(1) == len(counts)
+        starts = tuple([one.length for one in sequences])
+        if not (is_decode and self._num_alike):
+            if min(counts) < 1:
+                raise ValueError(f"asked for {min(counts)} tokens; ask for at least one of each sequence")
+            if (end := max(map(add, starts, counts))) > self.max_entries:
+                raise SequenceTooLong(end, self.max_entries)
+            self._bring_up_to_date(sequences, counts)
+        self.make_room(self._num_needed)
+        edit = Alloc(self._batch_rows, starts, tuple(counts))
+        state.alloc(edit, self._num_needed)
+        for takers in self._takers:
+            for other in takers.edits(starts):
+                state.emit(other)
+        if is_decode:
+            for sequence in sequences:
+                sequence.length += 1
+        else:
+            for sequence, count in zip(sequences, counts, strict=True):
+                sequence.length += count
+        self._num_alike -= 1
+        return edit
+
+    def _bring_up_to_date(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
+        """Frees what has passed of those sequences to which something happens, and finds out for how many
+        steps nothing will, as long as the batch stays the same. Raises OutOfTokens."""
+        tails, state = self._state.tails, self._state
+        self._num_alike = 0
+        batch = [one for one in sequences if isinstance(one, WindowedSequence)]
+        due = [
+            (one, count)
+            for one, count in zip(batch, counts, strict=True)
+            if count != 1 or one.length >= one.event
+        ]
+        for sequence, _ in due:
             tails.settle(sequence)
-        needed, passed = tails.growth(windowed, counts)
+        needed, passed = tails.growth(batch, counts)
         if needed > (available := state.num_free + state.num_cached + passed):
             raise OutOfTokens(needed, available, state.capacity)
-        tails.free_passed(windowed, counts)
-        self.make_room(needed)
-        edit = Alloc(self._batch_rows, tuple(starts), tuple(counts))
-        state.alloc(edit, sum(counts) * state.width)
-        for other in tails.take(windowed, counts):
-            state.emit(other)
-        for sequence, count in zip(windowed, counts, strict=True):
-            sequence.advance(count)
-        return edit
+        for sequence, count in due:
+            tails.prepare(sequence, count)
+            sequence.find_event()
+        self._takers = tails.take(batch, counts)
+        self._num_needed = sum(counts) * state.width + sum([takers.num_slots for takers in self._takers])
+        self._num_alike = 1
+        if counts.count(1) == len(counts):
+            longest = self.max_entries - max([one.length for one in batch])
+            self._num_alike = max(min([one.event - one.length for one in batch] + [longest]), 1)
 
     def make_room(self, needed: int) -> None:
         """Evicts cached tokens until `needed` are free. Raises OutOfTokens."""
@@ -141,4 +173,5 @@ class Extension:
         self._slot_per_token = slot_per_token
         self._batch = batch
         self._batch_rows = rows
+        self._num_alike = 0
         self._batch_end = self.max_entries  # so that the next `extend` looks it up

@@ -280,6 +280,8 @@ class TokenLedger:
         self._extension.require_batch(sequences)
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.require_shrink(count)
+        if self._state.tails.lifetimes:
+            self._extension.forget_batch()
         for sequence, count in zip(sequences, counts, strict=True):
             if num_freed := sequence.shrink(count):
                 self._state.free_range(sequence.row, sequence.length, sequence.length + num_freed)
@@ -297,6 +299,7 @@ class TokenLedger:
         sequence.prompt = token_ids
         if isinstance(sequence, WindowedSequence):
             sequence.set_points(sequence.length, sequence.length)
+            self._extension.forget_batch()
 
     def publish(self, sequence: Sequence) -> None:
         """Lets other sequences hit those tokens of the sequence's prompt that have slots, while it runs.
@@ -365,6 +368,7 @@ class TokenLedger:
             raise OutOfRows(self.max_sequences)
         if isinstance(sequence, WindowedSequence):
             state.tails.settle(sequence)
+            self._extension.forget_batch()
         state.share_tail(sequence)
         if isinstance(sequence, WindowedSequence):
             state.tails.share_all(sequence)
@@ -383,6 +387,7 @@ class TokenLedger:
             raise ValueError(f"cannot cut a sequence of {sequence.length} entries to {length}")
         if isinstance(sequence, WindowedSequence):
             sequence.require_truncate(length)
+            self._extension.forget_batch()
             state.tails.free_after(sequence, length, sequence.length - length)
         start = max(length, sequence.shared)
         if start < sequence.length:

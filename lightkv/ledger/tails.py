@@ -32,6 +32,56 @@ class Growth(NamedTuple):
     passed: int
 
 
+class Takers(NamedTuple):
+    """The sequences of a batch that take free slots in a class, `counts` of them each, and those that reuse
+    theirs."""
+
+    cls: int
+    width: int
+    fresh: list[WindowedSequence]
+    fresh_rows: tuple[int, ...]
+    counts: tuple[int, ...]
+    reusing: list[WindowedSequence]
+    reusing_rows: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        of_class: int,
+        width: int,
+        fresh: list[tuple[WindowedSequence, int]],
+        reusing: list[WindowedSequence],
+    ) -> "Takers":
+        """Makes one, from the sequences that take free slots, with how many tokens, and those that take
+        none."""
+        return cls(
+            of_class,
+            width,
+            [one for one, _ in fresh],
+            tuple([one.row for one, _ in fresh]),
+            tuple([count for _, count in fresh]),
+            reusing,
+            tuple([one.row for one in reusing]),
+        )
+
+    @property
+    def num_slots(self) -> int:
+        """Free slots that are taken."""
+        return self.width * sum(self.counts)
+
+    def edits(self, starts: tuple[int, ...]) -> list[Edit]:
+        """Returns what the memory has to do for the next tokens. `starts`: the lengths of the whole batch."""
+        edits: list[Edit] = []
+        if self.fresh:
+            entries = starts if not self.reusing else tuple([one.length for one in self.fresh])
+            edits.append(AllocPart(self.cls, self.fresh_rows, entries, self.counts))
+        if self.reusing:
+            distance = self.reusing[0].distances[self.cls - 1]
+            entries = starts if not self.fresh else tuple([one.length for one in self.reusing])
+            edits.append(Reuse(self.cls, distance, self.reusing_rows, entries))
+        return edits
+
+
 class Tails:
     """What is held and cached in the classes from 1 on, of one ledger's state.
 
@@ -95,7 +145,7 @@ class Tails:
                 held.append(segment)
                 if not part.is_whole:
                     break
-            sequence.own[cls - 1] = hit
+            sequence.set_own(cls, hit)
             sequence.note_oldest(cls)
             if held:
                 ids = tuple([segment.id for segment in reversed(held)])
@@ -141,7 +191,7 @@ class Tails:
             if end - segment.length < point < end:
                 self._state.split(segment, point - end + segment.length)
         for cls, lifetime in zip(self._classes, self.lifetimes, strict=True):
-            if sequence.own[cls - 1] < point:
+            if sequence.own(cls) < point:
                 first = lifetime.first_kept(point)
                 self._leave_passed(sequence, cls, first)
                 self._free_own(sequence, cls, first)
@@ -154,56 +204,55 @@ class Tails:
                 self._let_go(part, sequence.row)
         sequence.note_oldest(cls)
 
-    def growth(self, sequences: Seq[WindowedSequence], counts: Iterable[int]) -> Growth:
+    def growth(self, sequences: Iterable[WindowedSequence], counts: Iterable[int]) -> Growth:
         """Returns what these sequences take and give back for so many more tokens each, once they are
         settled."""
         needed = passed = 0
         for sequence, count in zip(sequences, counts, strict=True):
             needed += count * self._state.width
             for cls, width in zip(self._classes, self._widths, strict=True):
-                gone = max(self._passed(sequence, cls) - sequence.own[cls - 1], 0)
-                if not (gone == count == 1):
+                gone = self._gone(sequence, cls)
+                if not self._reuses(cls, gone, count):
                     needed += count * width
                     passed += gone * width
         return Growth(needed, passed)
 
-    def _passed(self, sequence: WindowedSequence, cls: int) -> int:
-        """Returns before which entry its own have passed, and are not to be kept for others."""
+    def _gone(self, sequence: WindowedSequence, cls: int) -> int:
+        """Returns how many of a sequence's own tokens have passed, and are not to be kept for others."""
         passed, points = sequence.passed(cls), sequence.points
         if points and points[0] <= sequence.length:
-            return min(passed, self.lifetimes[cls - 1].first_kept(points[0]))
-        return passed
+            passed = min(passed, self.lifetimes[cls - 1].first_kept(points[0]))
+        return max(passed - sequence.own(cls), 0)
 
-    def free_passed(self, sequences: Seq[WindowedSequence], counts: Iterable[int]) -> None:
-        """Frees what has passed of settled sequences, unless `reused` tells of it."""
-        for sequence, count in zip(sequences, counts, strict=True):
-            for cls in self._classes:
-                passed = sequence.passed(cls)
-                if passed > sequence.own[cls - 1] and not (count == 1 == passed - sequence.own[cls - 1]):
-                    self._free_own(sequence, cls, passed)
+    def _reuses(self, cls: int, gone: int, count: int) -> bool:
+        """Returns whether the next tokens, `count` of them, take the slots of those that have passed."""
+        return gone == count == 1 and self.lifetimes[cls - 1].sees == "window"
 
-    def take(self, sequences: Seq[WindowedSequence], counts: Seq[int]) -> list[Edit]:
-        """Moves settled sequences on by so many tokens in these classes, whose slots are free. Returns the
-        edits: a token takes a free slot, or that of the one that has passed."""
-        edits: list[Edit] = []
+    def prepare(self, sequence: WindowedSequence, count: int) -> None:
+        """Frees what has passed of a settled sequence that is about to grow by `count` tokens, or has it
+        reused."""
+        for cls in self._classes:
+            gone = self._gone(sequence, cls)
+            if self._reuses(cls, gone, count):
+                if not sequence.distances[cls - 1]:
+                    sequence.reuse(cls)
+            elif gone:
+                self._free_own(sequence, cls, sequence.own(cls) + gone)
+            elif sequence.distances[cls - 1]:
+                sequence.set_own(cls, sequence.own(cls))
+
+    def take(self, sequences: Seq[WindowedSequence], counts: Seq[int]) -> "list[Takers]":
+        """Returns for each class which of these prepared sequences take free slots, and which reuse theirs."""
+        takers = []
         for cls, width in zip(self._classes, self._widths, strict=True):
-            fresh: list[tuple[int, int, int]] = []  # rows, starts, counts
-            reused: list[tuple[int, int, int]] = []  # rows, entries, sources
-            for sequence, count in zip(sequences, counts, strict=True):
-                own = sequence.own[cls - 1]
-                if sequence.passed(cls) > own:
-                    reused.append((sequence.row, sequence.length, own))
-                    sequence.own[cls - 1] = own + 1
-                else:
-                    fresh.append((sequence.row, sequence.length, count))
-            if fresh:
-                edits.append(AllocPart(cls, *map(tuple, zip(*fresh, strict=True))))
-                num_slots = width * sum(count for _, _, count in fresh)
-                self._state.count(free=-num_slots)
-                self._state.tree.pass_tokens(num_slots)
-            if reused:
-                edits.append(Reuse(cls, *map(tuple, zip(*reused, strict=True))))
-        return edits
+            fresh = [
+                (one, count)
+                for one, count in zip(sequences, counts, strict=True)
+                if not one.distances[cls - 1]
+            ]
+            reusing = [one for one in sequences if one.distances[cls - 1]]
+            takers.append(Takers.of(cls, width, fresh, reusing))
+        return takers
 
     # Forks, cuts and ends
 
@@ -212,7 +261,7 @@ class Tails:
         its tokens are in its path."""
         for cls in self._classes:
             passed = sequence.passed(cls)
-            if passed > sequence.own[cls - 1]:
+            if passed > sequence.own(cls):
                 self._free_own(sequence, cls, passed)
             self._share(sequence, cls, sequence.length, sequence.segments_up(), hold=True)
 
@@ -225,10 +274,10 @@ class Tails:
     def free_after(self, sequence: WindowedSequence, length: int, count: int) -> None:
         """Frees what is the sequence's own of the `count` entries from `length` on, which it gives up."""
         for cls in self._classes:
-            own = sequence.own[cls - 1]
+            own = sequence.own(cls)
             if max(own, length) < length + count:
                 self._free_range(sequence, cls, max(own, length), length + count)
-            sequence.own[cls - 1] = min(own, length)
+            sequence.set_own(cls, min(own, length))
         sequence.points = [point for point in sequence.points if point <= length]
 
     def note_cut(self, sequence: WindowedSequence) -> None:
@@ -242,7 +291,7 @@ class Tails:
         if not node.indexed:
             return
         for cls, lifetime in zip(self._classes, self.lifetimes, strict=True):
-            if sequence.own[cls - 1] < end:
+            if sequence.own(cls) < end:
                 self._free_own(sequence, cls, lifetime.first_kept(end))
                 self._share(sequence, cls, end, _ends(node, end), hold=False)
             self._supersede(node, cls, end, lifetime.first_kept(end))
@@ -265,7 +314,7 @@ class Tails:
     ) -> None:
         """Makes parts of the sequence's own entries up to `end`, where a segment of `path` ends; with `hold`
         the sequence holds them. Where the path has a part already, the sequence's own are freed."""
-        state, row, own = self._state, sequence.row, sequence.own[cls - 1]
+        state, row, own = self._state, sequence.row, sequence.own(cls)
         for segment, at in path:
             first = max(at - segment.length, own)
             if at > end:
@@ -291,7 +340,7 @@ class Tails:
                 self._hold(part, row)
             else:
                 self._parts.note_idle(part)
-        sequence.own[cls - 1] = max(own, end)
+        sequence.set_own(cls, max(own, end))
         sequence.note_oldest(cls)
 
     # Parts and the entries of rows
@@ -319,10 +368,10 @@ class Tails:
 
     def _free_own(self, sequence: WindowedSequence, cls: int, end: int) -> None:
         """Frees the sequence's own entries before `end`."""
-        own = sequence.own[cls - 1]
+        own = sequence.own(cls)
         if own < end:
             self._free_range(sequence, cls, own, end)
-            sequence.own[cls - 1] = end
+            sequence.set_own(cls, end)
 
     def _free_range(self, sequence: WindowedSequence, cls: int, start: int, end: int) -> None:
         self._state.emit(FreePartRange(cls, sequence.row, start, end))
@@ -340,7 +389,7 @@ class Tails:
     def forget(self, sequence: WindowedSequence, segment: Segment) -> None:
         """Makes the parts of a segment the sequence's own, which alone holds it; it is forgotten then."""
         for part in segment.parts.values():
-            sequence.own[part.cls - 1] -= part.length
+            sequence.set_own(part.cls, sequence.own(part.cls) - part.length)
         segment.parts = NO_PARTS
 
     def split(self, segment: Segment, head: Segment) -> None:
@@ -403,7 +452,7 @@ class Tails:
         for row, sequence in self._state.sequences.items():
             assert isinstance(sequence, WindowedSequence)
             for cls, width in zip(self._classes, self._widths, strict=True):
-                held += (sequence.length - sequence.own[cls - 1]) * width
+                held += (sequence.length - sequence.own(cls)) * width
                 for part, _ in sequence.held_parts(cls):
                     holders.setdefault(id(part), set()).add(row)
         for segment in segments:

@@ -56,10 +56,10 @@ class GroupedMemory:
                 self._alloc(0, rows, starts, counts)
             case AllocPart(cls, rows, starts, counts):
                 self._alloc(cls, rows, starts, counts)
-            case Reuse(cls, rows, entries, sources):
+            case Reuse(cls, distance, rows, entries):
                 for group in self.of_class[cls]:
-                    for row, entry, source in zip(rows, entries, sources, strict=True):
-                        self.table[group][row][entry] = self.table[group][row][source]
+                    for row, entry in zip(rows, entries, strict=True):
+                        self.table[group][row][entry] = self.table[group][row][entry - distance]
             case FreeRange(row, start, end):
                 self._free_entries(0, row, start, end)
             case FreePartRange(cls, row, start, end):
