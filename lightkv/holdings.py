@@ -1,6 +1,7 @@
 """What rows and segments hold by the ledger's account, as plain integers: `KVMemory.check` compares them with
 the slots that it has."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 
@@ -28,6 +29,19 @@ class HeldRow(NamedTuple):
     dropped: int
     windows: tuple[HeldWindow, ...] = ()
 
+    @property
+    def own(self) -> tuple[int, ...]:
+        """The first entry that is its own, by class."""
+        return (self.shared, *(window.own for window in self.windows))
+
+    def held(self) -> Iterator[tuple[int, int]]:
+        """Yields (class, segment) for each segment, and each part of one, that it holds."""
+        for segment in self.segments:
+            yield 0, segment
+        for cls, window in enumerate(self.windows, start=1):
+            for segment in window.segments:
+                yield cls, segment
+
 
 class Holdings(NamedTuple):
     """All open sequences' rows, and how many tokens each segment has, held or cached; and how many of them its
@@ -37,7 +51,16 @@ class Holdings(NamedTuple):
     segments: dict[int, int]
     parts: tuple[dict[int, int], ...] = ()
 
-    @property
-    def private(self) -> list[tuple[int, int, int]]:
-        """The entries that one sequence alone holds, as (row, start, end)."""
-        return [(row.row, row.shared, row.length) for row in self.rows]
+    def tokens(self, cls: int, segment: int) -> int:
+        """Returns how many tokens of a segment there are in a class."""
+        return self.parts[cls - 1][segment] if cls else self.segments[segment]
+
+
+class SlotLabels(NamedTuple):
+    """Labels of slots (`lightkv/memory_map.py`): those of segments that sequences hold, by class and id;
+    `other`, of the other segments; and those of the entries that a row alone holds, by class, row, start and
+    end."""
+
+    segments: list[dict[int, int]]
+    own: dict[tuple[int, int, int, int], int]
+    other: int

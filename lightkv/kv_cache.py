@@ -29,7 +29,7 @@ from .counts import checked_counts, checked_integer
 from .edits import Edit
 from .errors import CheckFailed, LightKVError, WrongThread
 from .ledger import TokenLedger
-from .memory_map import CACHED, OWN, MemoryMap, segment_labels
+from .memory_map import MemoryMap, slot_labels
 from .token_ids import TokenIds, int32_bytes
 
 _logger = logging.getLogger("lightkv")
@@ -417,8 +417,7 @@ class KVCache:
     def memory_map(self) -> MemoryMap:
         """Returns what every slot is used for now. Waits for the device."""
         self._require_owner()
-        own = {where: OWN + where[0] for where in self.ledger.private_ranges()}
-        return MemoryMap(self.memory.labels(segment_labels(self.ledger), own, CACHED))
+        return MemoryMap(self.memory.labels(slot_labels(self.ledger.holdings())))
 
     def check(self) -> None:
         """Recounts everything, on the device too, which synchronises: counts, holders, readers and rings; that

@@ -13,11 +13,15 @@ A token takes a slot in each group of each class that still sees it. This file n
 with it, and the memory makes its lanes of it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from .counts import checked_count
 
+FULL_WEIGHT = 4  # of a token that stays, beside one that a window passes, where waste is weighed
+GROUP_PRICE = 0.005  # of the bytes of a token, for each group
 SLACK = 64  # positions that a sequence can go back, and that a prompt may diverge before a tail's end
 
 
@@ -86,10 +90,56 @@ class LayerClass:
 
 @dataclass(frozen=True)
 class LayerGroups:
-    """The classes of a model, the full one first, and how many lanes a slot has."""
+    """The classes of a model, the full one first. `num_lanes`: the layers that a slot has room for."""
 
     classes: tuple[LayerClass, ...]
     num_lanes: int
+
+    @classmethod
+    def of(cls, lifetimes: Sequence[Lifetime]) -> "LayerGroups":
+        """Cuts layers, whose rows have equal bytes, into groups.
+
+        Layers of one lifetime stay together, and so do all layers where none sees everything, since nothing
+        would then limit what the prefix tree knows. Otherwise the cut is that of the least waste: the lanes
+        that have no layer in a group. Tokens of layers that see everything count `FULL_WEIGHT` times, since
+        they stay, and each group costs a little, for its table and its slots.
+        """
+        layers: dict[Lifetime, list[int]] = {}
+        for layer, lifetime in enumerate(lifetimes):
+            layers.setdefault(lifetime, []).append(layer)
+        if len(layers) == 1 or FULL not in layers:
+            return one_group(len(lifetimes))
+        order = sorted(layers, key=lambda one: (one != FULL, one.sees, one.size))
+        cuts = []
+        for num_lanes in range(1, max(map(len, layers.values())) + 1):
+            classes = [LayerClass(one, _batched(layers[one], num_lanes)) for one in order]
+            cuts.append(cls(tuple(classes), num_lanes))
+        return min(cuts, key=lambda cut: cut.waste(FULL_WEIGHT) + GROUP_PRICE * cut.num_groups)
+
+    def waste(self, full_weight: int = 1) -> float:
+        """Returns how many lanes of a token's slots have no layer, as a share of those that have one.
+        `full_weight`: how many times the class counts that sees everything."""
+        taken = needed = 0
+        for one in self.classes:
+            weight = full_weight if one.lifetime == FULL else 1
+            taken += weight * one.num_groups * self.num_lanes
+            needed += weight * sum(map(len, one.groups))
+        return taken / needed - 1
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of each group, of all classes in their order."""
+        return tuple([group for one in self.classes for group in one.groups])
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """The group and the lane of each layer."""
+        found = {
+            layer: (number, lane)
+            for number, group in enumerate(self.groups)
+            for lane, layer in enumerate(group)
+        }
+        return [found[layer] for layer in range(len(found))]
 
     @property
     def is_uniform(self) -> bool:
@@ -101,9 +151,29 @@ class LayerGroups:
         """Groups of all classes: the slots of a token that every layer still sees."""
         return sum(one.num_groups for one in self.classes)
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The slots that a token takes in each class."""
+        return tuple([one.num_groups for one in self.classes])
+
+    @property
+    def slices(self) -> list[slice]:
+        """Where the groups of each class are, of the groups of all classes."""
+        ends = list(accumulate(self.widths))
+        return [slice(end - width, end) for end, width in zip(ends, self.widths, strict=True)]
+
     def slots(self, length: int) -> int:
         """Returns how many slots a sequence of `length` tokens keeps that shares none."""
         return sum(one.num_groups * (length - one.lifetime.first_kept(length)) for one in self.classes)
 
 
-ONE_GROUP = LayerGroups((LayerClass(FULL, ((0,),)),), 1)  # what the ledger counts with for uniform models
+def one_group(num_layers: int) -> LayerGroups:
+    """Returns the one group of a model whose layers hold every token for as long as any of them does."""
+    return LayerGroups((LayerClass(FULL, (tuple(range(num_layers)),)),), num_layers)
+
+
+def _batched(layers: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
+    return tuple([tuple(layers[start : start + size]) for start in range(0, len(layers), size)])
+
+
+ONE_GROUP = one_group(1)  # for whoever counts, and has no layers

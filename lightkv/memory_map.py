@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .ledger import TokenLedger
+from .holdings import Holdings, SlotLabels
 
 FREE, CACHED, SHARED, OWN = range(4)  # a slot's label; OWN + row: only that row holds it
 
@@ -29,7 +29,7 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Owner:
-    """A row that alone holds `num_tokens` tokens. `request_id`: its request; empty if that is not known, or if
+    """A row that alone holds `num_tokens` slots. `request_id`: its request; empty if that is not known, or if
     the request has ended and a step in flight still uses the row."""
 
     row: int
@@ -75,20 +75,33 @@ class MemoryMap:
         return np.bincount(self.labels, minlength=OWN)
 
 
-def segment_labels(ledger: TokenLedger) -> dict[int, int]:
-    """Returns the label of every held segment by its id: SHARED, or OWN + row."""
-    labels = {segment.id: OWN + row for row, segment in ledger.sole_segments()}
-    return labels | dict.fromkeys((segment.id for segment in ledger.shared), SHARED)
-
-
-def owners(ledger: TokenLedger) -> list[Owner]:
-    """Returns the rows that hold tokens alone, the one with the most first."""
-    own: Counter[int] = Counter()
-    for row, start, end in ledger.private_ranges():
-        own[row] += end - start
-    for row, segment in ledger.sole_segments():
-        own[row] += segment.length
+def owners(holdings: Holdings, widths: Sequence[int]) -> list[Owner]:
+    """Returns the rows that hold slots alone, the one with the most first. `widths`: the slots of a token in
+    each class."""
+    labels, own = slot_labels(holdings), Counter[int]()
+    for (cls, row, start, end), _ in labels.own.items():
+        own[row] += (end - start) * widths[cls]
+    for cls, of_class in enumerate(labels.segments):
+        for segment, label in of_class.items():
+            if label >= OWN:
+                own[label - OWN] += holdings.tokens(cls, segment) * widths[cls]
     return in_order([Owner(row, count) for row, count in own.items() if count])
+
+
+def slot_labels(holdings: Holdings) -> SlotLabels:
+    """Returns the labels of what is held: SHARED, or OWN + the row that alone holds it. The rest is CACHED."""
+    segments: list[dict[int, int]] = [{} for _ in (holdings.segments, *holdings.parts)]
+    for row in holdings.rows:
+        for cls, segment in row.held():
+            of_class = segments[cls]
+            of_class[segment] = SHARED if segment in of_class else OWN + row.row
+    own = {
+        (cls, row.row, start, row.length): OWN + row.row
+        for row in holdings.rows
+        for cls, start in enumerate(row.own)
+        if start < row.length
+    }
+    return SlotLabels(segments, own, CACHED)
 
 
 def in_order(owners: list[Owner]) -> list[Owner]:

@@ -21,13 +21,13 @@ import msgspec
 import uvloop
 
 from bench.serving.served import cpu_seconds, descendants
+from lightkv.holdings import Holdings
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.step import (
     ExpectedMemory,
     Limits,
     PoolMap,
     RunnerInfo,
-    SlotOwners,
     StepPlan,
     StepResult,
 )
@@ -88,7 +88,7 @@ class ScriptedRunner:
     def skip(self, plan: StepPlan) -> None:
         raise NotImplementedError("no step fails here")
 
-    def map(self, edits: bytes, owners: SlotOwners) -> PoolMap:
+    def map(self, edits: bytes, holdings: Holdings) -> PoolMap:
         raise NotImplementedError("this device has no slots to describe")
 
 

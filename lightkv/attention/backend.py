@@ -88,7 +88,7 @@ class AttentionBackend(ABC):
         return PagedKV(
             pool.k(layer_idx),
             pool.v(layer_idx),
-            step.index,
+            step.index_of(layer_idx),
             step.lookup,
             scales=pool.scales(layer_idx),
             format=pool.format(layer_idx),
@@ -102,7 +102,7 @@ class AttentionBackend(ABC):
         step: Step,
         rotary: RotaryEmbedding | None = None,
     ) -> torch.Tensor:
-        """Writes k and v to the slots `step.slot_mapping`, then attends from q.
+        """Writes k and v to the layer's slots (`Step.slots_of`), then attends from q.
 
         Args:
             q: `[num_tokens, num_heads * head_dim]` on the pool's device, or with the heads as a dimension of

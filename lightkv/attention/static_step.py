@@ -119,7 +119,9 @@ class StaticStep:
         self.prefix_members = prefix_members
         self._room = room
         self._packed: torch.Tensor | None = None
-        self._slots = torch.empty(shape.num_tokens, dtype=torch.int64, device=memory.device)
+        num_groups = len(memory.table.groups)
+        size = (shape.num_tokens,) if num_groups == 1 else (num_groups, shape.num_tokens)
+        self._slots = torch.empty(size, dtype=torch.int64, device=memory.device)
         self._unshared: list[np.ndarray] = []
         if prefix_members > 1 and shape.num_decodes > 1:
             self._unshared = SharedReads(prefix_members, ()).arrays(shape.num_decodes)
@@ -176,7 +178,7 @@ class StaticStep:
             q_starts=q_starts,
             position_ids=position_ids,
             slot_mapping=self._slots,
-            index=table.req_to_token,
+            index=table.req_to_token if len(table.groups) == 1 else table.groups,
             mask=mask,
             shared_prefixes=(
                 shared_groups(rest, self.prefix_members) if shared is not None and self._unshared else None

@@ -96,7 +96,8 @@ class Step:
       or `[prefills + 1]` where the decodes' come first (`BatchShape`);
     - `position_ids`: int64 `[T]`; `slot_mapping`: int64 `[T]`, the slots that this step's K/V is written to;
     - `index`: int32 `[num_rows, num_entries]`, the slots of each row's entries, and `lookup`, how it finds that
-      of a position;
+      of a position. Where layers have groups, both have a dimension more in front: `slots_of` and `index_of`
+      give a layer its own;
     - `mask`: what hides keys or changes scores in this step, in every layer, or None;
     - `shared_prefixes`: decodes whose first tokens are in the same slots and are read together, or None;
     - `also`: the caller's arrays.
@@ -167,11 +168,21 @@ class Step:
             q_starts=q_starts,
             position_ids=position_ids,
             slot_mapping=memory.table.read(places_there).long(),
-            index=seen.index,
+            index=seen.index if len(memory.table.groups) == 1 else memory.table.groups,
             mask=mask,
             shared_prefixes=None if shared is None else shared_groups(rest, shared.most_members),
             also=rest[len(rest) - len(also) :],
         )
+
+    def slots_of(self, layer_idx: int) -> torch.Tensor:
+        """Returns the slots that this step's K/V of a layer is written to: int64 `[T]`."""
+        if self.slot_mapping.dim() == 1:
+            return self.slot_mapping
+        return self.slot_mapping[self.memory.group_of_layer[layer_idx]]
+
+    def index_of(self, layer_idx: int) -> torch.Tensor:
+        """Returns the slots of each row's entries in a layer: int32 `[num_rows, num_entries]`."""
+        return self.index if self.index.dim() == 2 else self.index[self.memory.group_of_layer[layer_idx]]
 
     @property
     def lookup(self) -> Lookup:

@@ -45,7 +45,7 @@ class TorchAttention(AttentionBackend):
     ) -> None:
         if rotary is not None:
             rotary.apply(q, k)
-        step.memory.pool.write(self.layer_idx, step.slot_mapping, k, v)
+        step.memory.pool.write(self.layer_idx, step.slots_of(self.layer_idx), k, v)
 
     def read(self, step: Step, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns K and V of slots, int64 `[n]`, which may be valid until the next call only."""
@@ -103,11 +103,12 @@ class TorchAttention(AttentionBackend):
             out[queries] = attend_with_bias(q[queries], keys, values, options, scored)
 
     def _prefill(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
-        key = "tiles", *window_and_chunk(self.options), q.dtype, self._is_fused
+        index = step.index_of(self.layer_idx)
+        key = "tiles", *window_and_chunk(self.options), q.dtype, self._is_fused, index.data_ptr()
         plan = step.plans.get(
-            key, self.layer_idx, lambda: tiled_prefill(step, self.options, q.dtype, self._is_fused)
+            key, self.layer_idx, lambda: tiled_prefill(step, index, self.options, q.dtype, self._is_fused)
         )
-        written = step.slot_mapping[step.host.first_prefill_token :]
+        written = step.slots_of(self.layer_idx)[step.host.first_prefill_token :]
         group = self.num_heads // self.num_kv_heads
         if step.host.decodes_first:
             out.zero_()  # also the padding, so that what is computed of it stays finite
@@ -128,8 +129,11 @@ class TorchAttention(AttentionBackend):
             out[tile.start : tile.end].unflatten(1, (-1, group)).copy_(attended.permute(2, 0, 1, 3))
 
     def _decode(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
-        key = "buckets", *window_and_chunk(self.options), q.dtype
-        buckets = step.plans.get(key, self.layer_idx, lambda: decode_buckets(step, self.options, q.dtype))
+        index = step.index_of(self.layer_idx)
+        key = "buckets", *window_and_chunk(self.options), q.dtype, index.data_ptr()
+        buckets = step.plans.get(
+            key, self.layer_idx, lambda: decode_buckets(step, index, self.options, q.dtype)
+        )
         for members, slots, width, bias in buckets:
             queries = q if members is None else q.index_select(0, members)
             keys, values = self.read(step, slots)

@@ -69,8 +69,11 @@ class TiledPrefill(NamedTuple):
         return self.bias[-num_queries:, -len(tile.slots) :].contiguous()
 
 
-def decode_buckets(step: Step, options: AttentionOptions, dtype: torch.dtype) -> list[PaddedBucket]:
-    """Returns the decodes of a step in buckets of similar length. `dtype` is that of the queries."""
+def decode_buckets(
+    step: Step, index: torch.Tensor, options: AttentionOptions, dtype: torch.dtype
+) -> list[PaddedBucket]:
+    """Returns the decodes of a step in buckets of similar length. `index`: the layer's (`Step.index_of`);
+    `dtype` is that of the queries."""
     window, chunk = window_and_chunk(options)
     lengths = step.host.kv_lens[step.host.num_prefills :]
     if window:
@@ -81,15 +84,19 @@ def decode_buckets(step: Step, options: AttentionOptions, dtype: torch.dtype) ->
     lengths = np.maximum(lengths, 1)
     buckets = bucket_lengths(lengths)
     return [
-        _padded_bucket(step, lengths, members if len(buckets) > 1 else None, dtype) for members in buckets
+        _padded_bucket(step, index, lengths, members if len(buckets) > 1 else None, dtype)
+        for members in buckets
     ]
 
 
-def tiled_prefill(step: Step, options: AttentionOptions, dtype: torch.dtype, fused: bool) -> TiledPrefill:
-    """Returns the prefills of a step in tiles. `dtype` is that of the queries. With `fused`, attention stores
-    no scores, so a prefill without a prefix is one tile, whatever its length, or one in each chunk."""
+def tiled_prefill(
+    step: Step, index: torch.Tensor, options: AttentionOptions, dtype: torch.dtype, fused: bool
+) -> TiledPrefill:
+    """Returns the prefills of a step in tiles. `index`: the layer's (`Step.index_of`); `dtype` is that of the
+    queries. With `fused`, attention stores no scores, so a prefill without a prefix is one tile, whatever its
+    length, or one in each chunk."""
     window, chunk = window_and_chunk(options)
-    tiles = _prefill_tiles(step, window, chunk, fused)
+    tiles = _prefill_tiles(step, index, window, chunk, fused)
     return TiledPrefill(tiles, _tile_bias(tiles, window, dtype))
 
 
@@ -111,9 +118,9 @@ def bucket_lengths(lengths: np.ndarray) -> list[np.ndarray]:
 
 
 def _padded_bucket(
-    step: Step, lengths: np.ndarray, members: np.ndarray | None, dtype: torch.dtype
+    step: Step, index: torch.Tensor, lengths: np.ndarray, members: np.ndarray | None, dtype: torch.dtype
 ) -> PaddedBucket:
-    table, host = step.memory.table, step.host
+    host = step.host
     rows = host.rows[host.num_prefills :]
     ends = np.maximum(host.kv_lens[host.num_prefills :], 1)
     if members is not None:
@@ -122,23 +129,25 @@ def _padded_bucket(
     offsets = np.arange(width)
     padded = offsets >= lengths[:, None]  # [G, width]
     entries = (ends - lengths)[:, None] + offsets
-    entries += rows[:, None] * table.max_entries
+    entries += rows[:, None] * index.shape[1]
     # Padding reads row 0, hence slot 0, whose K/V is finite. The row's own entries there are stale: a free slot
     # may hold NaN, which no bias masks.
     entries[padded] = 0
     arrays = [entries.reshape(-1), padded.reshape(-1), *([] if members is None else [members])]
-    where, hidden, *chosen = upload(arrays, table.device)
+    where, hidden, *chosen = upload(arrays, index.device)
     bias = None
     if padded.any():
-        bias = torch.zeros(len(rows), 1, 1, width, dtype=dtype, device=table.device)
+        bias = torch.zeros(len(rows), 1, 1, width, dtype=dtype, device=index.device)
         bias.masked_fill_(hidden.view(bias.shape), float("-inf"))
-    return PaddedBucket(chosen[0] if chosen else None, table.read(where).long(), width, bias)
+    return PaddedBucket(chosen[0] if chosen else None, index.view(-1)[where].long(), width, bias)
 
 
-def _prefill_tiles(step: Step, window: int, chunk: int, fused: bool) -> list[PrefillTile]:
+def _prefill_tiles(
+    step: Step, index: torch.Tensor, window: int, chunk: int, fused: bool
+) -> list[PrefillTile]:
     """Returns the prefills in tiles. No tile has queries of two chunks, so within a tile every query sees all
     keys of its chunk up to its own."""
-    index, host = step.index, step.host
+    host = step.host
     tiles = []
     packed_end = 0
     for idx, num_tokens in enumerate(host.counts[: host.num_prefills].tolist()):

@@ -79,7 +79,7 @@ class TritonAttention(AttentionBackend):
         step: Step,
         rotary: RotaryEmbedding | None,
     ) -> None:
-        pool, layer, slots = step.memory.pool, self.layer_idx, step.slot_mapping
+        pool, layer, slots = step.memory.pool, self.layer_idx, step.slots_of(self.layer_idx)
         stored = StoredKV(pool.k(layer), pool.v(layer), pool.scales(layer), pool.format(layer))
         if rotary is None:
             write_kv(k, v, stored, slots)

@@ -110,17 +110,6 @@ class TokenLedger:
         """Yields the open sequences that hold `segment`."""
         return map(self._state.sequences.__getitem__, segment.holders)
 
-    def sole_segments(self) -> Iterator[tuple[int, Segment]]:
-        """Yields (row, segment) for each segment that exactly one open sequence holds."""
-        for row, sequence in self._state.sequences.items():
-            for segment in sequence.path():
-                if len(segment.holders) == 1:
-                    yield row, segment
-
-    def private_ranges(self) -> list[tuple[int, int, int]]:
-        """Returns the private tail of each open sequence as (row, first entry, end)."""
-        return [(one.row, one.shared, one.length) for one in self._state.sequences.values()]
-
     def holdings(self) -> Holdings:
         """Returns what each open sequence's row and each segment holds, once the edits so far are applied."""
         found = dict.fromkeys(self._state.tree)

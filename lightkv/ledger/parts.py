@@ -13,45 +13,7 @@ from collections.abc import Collection
 
 from lightkv.errors import CheckFailed
 
-from .prefix_tree import NO_PARTS, Segment
-
-
-class Part:
-    """The last `length` tokens of `segment` in class `cls`.
-
-    width: slots that a token takes in the class. holders: the rows whose windows reach it. superseded: whether
-    a later part of the same path serves what this one could, so that it is evicted before all others.
-    """
-
-    __slots__ = ("cls", "holders", "length", "number", "queued", "segment", "superseded", "width")
-
-    def __init__(self, number: int, segment: Segment, cls: int, length: int, width: int) -> None:
-        self.number = number  # which no other part of the ledger has
-        self.segment = segment
-        self.cls = cls
-        self.length = length
-        self.width = width
-        self.holders: set[int] = set()
-        self.superseded = False
-        self.queued = False  # whether it is in a heap of `Parts`, perhaps with an older due
-
-    @property
-    def num_slots(self) -> int:
-        """Slots of the part."""
-        return self.length * self.width
-
-    @property
-    def due(self) -> int:
-        """Its place in the order of eviction, among those of segments."""
-        return 0 if self.superseded else self.segment.due
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it has all tokens of its segment."""
-        return self.length == self.segment.length
-
-    def __repr__(self) -> str:
-        return f"Part({self.length} tokens of {self.segment}, class {self.cls}, holders={len(self.holders)})"
+from .prefix_tree import NO_PARTS, Part, Segment
 
 
 class Parts:

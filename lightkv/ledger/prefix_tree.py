@@ -17,14 +17,11 @@ its tokens are known.
 
 import heapq
 from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from lightkv.errors import CheckFailed
 
 from .changes import Namespace, SegmentAdded, SegmentCut, SegmentGrew, SegmentSplit, TreeChange
-
-if TYPE_CHECKING:
-    from .parts import Part
 
 TOKEN_BYTES = 4
 MAX_HITS = 8  # of a segment; further hits do not let it stay any longer
@@ -103,6 +100,44 @@ class Segment:
             found.append(node)
             stack.extend(node.children.values())
         return found[::-1]
+
+
+class Part:
+    """The last `length` tokens of `segment` in class `cls` (`parts.py`).
+
+    width: slots that a token takes in the class. holders: the rows whose windows reach it. superseded: whether
+    a later part of the same path serves what this one could, so that it is evicted before all others.
+    """
+
+    __slots__ = ("cls", "holders", "length", "number", "queued", "segment", "superseded", "width")
+
+    def __init__(self, number: int, segment: Segment, cls: int, length: int, width: int) -> None:
+        self.number = number  # which no other part of the ledger has
+        self.segment = segment
+        self.cls = cls
+        self.length = length
+        self.width = width
+        self.holders: set[int] = set()
+        self.superseded = False
+        self.queued = False  # whether it is in a heap of `Parts`, perhaps with an older due
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the part."""
+        return self.length * self.width
+
+    @property
+    def due(self) -> int:
+        """Its place in the order of eviction, among those of segments."""
+        return 0 if self.superseded else self.segment.due
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all tokens of its segment."""
+        return self.length == self.segment.length
+
+    def __repr__(self) -> str:
+        return f"Part({self.length} tokens of {self.segment}, class {self.cls}, holders={len(self.holders)})"
 
 
 class Match(NamedTuple):

@@ -10,18 +10,32 @@ The state's verbs (`state.py`) call this file where there is more than one class
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from lightkv.edits import AllocPart, Edit, FreePart, FreePartRange, MapPart, MapSegments, Reuse, StorePart
 from lightkv.errors import CheckFailed
 from lightkv.layer_groups import LayerClass, Lifetime
 
-from .parts import Part, Parts
-from .prefix_tree import NO_PARTS, TOKEN_BYTES, Segment
+from .parts import Parts
+from .prefix_tree import NO_PARTS, TOKEN_BYTES, Part, PrefixTree, Segment
+from .sequence import Sequence
 from .windows import WindowedSequence
 
-if TYPE_CHECKING:
-    from .state import LedgerState
+
+class State(Protocol):
+    """What the tails need of the ledger's state (`LedgerState`), which owns them."""
+
+    tree: PrefixTree
+    sequences: dict[int, Sequence]
+    width: int
+
+    def emit(self, edit: Edit) -> None: ...
+
+    def count(self, free: int = 0, cached: int = 0) -> None: ...
+
+    def free_range(self, row: int, start: int, end: int) -> None: ...
+
+    def split(self, segment: Segment, at: int) -> Segment: ...
 
 
 class Growth(NamedTuple):
@@ -88,7 +102,7 @@ class Tails:
     Every verb takes time in proportion to the segments that a window reaches.
     """
 
-    def __init__(self, state: "LedgerState", classes: Seq[LayerClass]) -> None:
+    def __init__(self, state: State, classes: Seq[LayerClass]) -> None:
         self._state = state
         self._parts = Parts()
         self.lifetimes = [one.lifetime for one in classes]

@@ -9,8 +9,7 @@ from lightkv.errors import CheckFailed
 from lightkv.holdings import HeldWindow
 from lightkv.layer_groups import Lifetime
 
-from .parts import Part
-from .prefix_tree import TOKEN_BYTES, Segment
+from .prefix_tree import TOKEN_BYTES, Part, Segment
 from .sequence import Sequence
 from .sessions import Session
 

@@ -4,7 +4,7 @@ The ledger decides and emits the edits; this side needs no token id and no tree.
 edits were applied in the same order are equal.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -13,21 +13,27 @@ import torch
 
 from lightkv.edits import (
     Alloc,
+    AllocPart,
     CopyRow,
     Edit,
     ForgetSegment,
+    FreePart,
+    FreePartRange,
     FreeRange,
     FreeSegment,
     KeepEntries,
+    MapPart,
     MapSegments,
     MergeSegments,
     MoveEntries,
+    Reuse,
     SetGap,
     SplitSegment,
+    StorePart,
     StoreSegment,
 )
 from lightkv.errors import CheckFailed
-from lightkv.holdings import HeldRow, Holdings
+from lightkv.holdings import HeldRow, Holdings, SlotLabels
 from lightkv.triton_kernels.slots.allocate import TableEntries
 
 from .allocator import TokenAllocator
@@ -63,16 +69,22 @@ class KVMemory:
             require_current(device, torch.cuda.current_device())
         self.allocator = TokenAllocator(num_slots, device)
         self.device = device = self.allocator.device  # with its index: to torch, "cuda" is another one
-        self.table = TokenTable(max_sequences, max_entries, device)
+        groups = spec.groups
+        self.table = TokenTable(max_sequences, max_entries, device, groups.num_groups)
         self.pool = KVPool(spec, num_slots, device)
-        self._segments: dict[int, torch.Tensor] = {}  # id → int32 slots, in the order of the tokens
+        self.group_of_layer = [group for group, _ in groups.places]
+        self._groups = groups.slices  # of each class, in the table
+        # By class, of each segment: int32 slots, `[groups of the class, n]`, of all its tokens in class 0, and
+        # of the last n in the others. Where there is one group in all, `[n]`.
+        self._segments: list[dict[int, torch.Tensor]] = [{} for _ in groups.classes]
         self._step: _Step | None = None
+        self._reused: dict[int, _Step] = {}  # by class: the last step in which slots were used again
         # Rows that have dropped tokens → the positions of their entries then, and how many they dropped.
         self._dropped: dict[int, tuple[torch.Tensor, int]] = {}
 
     @property
     def capacity(self) -> int:
-        """Tokens that the pool holds."""
+        """Slots of the pool, but for padding."""
         return self.allocator.capacity
 
     @property
@@ -115,51 +127,92 @@ class KVMemory:
             )
         entries = iter(kept)
         allocated: torch.Tensor | None = None
+        allocs: list[Alloc | AllocPart] = []  # done together
         freed: list[torch.Tensor] = []  # freed together; views of the table, so before anything writes it
         for edit in edits:
-            if isinstance(edit, FreeRange):
-                freed.append(self.table.slots(edit.row, edit.start, edit.end))
+            if isinstance(edit, Alloc | AllocPart):
+                self._free(freed)
+                allocs.append(edit)
                 continue
-            if isinstance(edit, FreeSegment):
-                freed.append(self._cut_segment(edit))
-                continue
-            self._free(freed)
-            match edit:
-                case Alloc():
-                    allocated = self._alloc(edit)
-                case MapSegments(row, start, segments):
-                    slots = torch.cat([self._segments[segment] for segment in segments])
-                    self.table.slots(row, start, start + len(slots)).copy_(slots)
-                case StoreSegment(row, start, end, segment):
-                    self._segments[segment] = self.table.slots(row, start, end).clone()
-                case SplitSegment(segment, at, head):
-                    slots = self._segments[segment]
-                    self._segments[head], self._segments[segment] = slots[:at], slots[at:]
-                case MergeSegments(segment, head):
-                    parts = self._segments.pop(head), self._segments[segment]
-                    self._segments[segment] = torch.cat(parts)
-                case ForgetSegment(segment):
-                    del self._segments[segment]
-                case CopyRow(row, source, end):
-                    self.table.slots(row, 0, end).copy_(self.table.slots(source, 0, end))
-                    self._dropped.pop(row, None)
-                    if source in self._dropped:
-                        self._dropped[row] = self._dropped[source]
-                case SetGap(row, end, dropped):
-                    self._dropped[row] = self.positions(row, end), dropped
-                    if not dropped:
-                        del self._dropped[row]
-                case MoveEntries(row, start, end, to):
-                    self._move(row, torch.arange(start, end, device=self.device), to, end)
-                case KeepEntries():
-                    freed.append(self._keep(edit, next(entries)))
+            allocated = self._alloc(allocs, allocated)
+            if not self._frees(edit, freed):
+                self._free(freed)
+                self._change(edit, freed, entries)
         self._free(freed)
-        return allocated
+        return self._alloc(allocs, allocated)
+
+    def _frees(self, edit: Edit, freed: list[torch.Tensor]) -> bool:
+        """Adds to `freed` what an edit frees, if it does nothing else. Returns whether it is such an edit."""
+        match edit:
+            case FreeRange(row, start, end):
+                freed.append(self._entries(0, row, start, end))
+            case FreePartRange(cls, row, start, end):
+                freed.append(self._entries(cls, row, start, end))
+            case FreeSegment():
+                freed += self._cut_segment(edit)
+            case FreePart(cls, segment):
+                freed.append(self._segments[cls].pop(segment))
+            case _:
+                return False
+        return True
+
+    def _change(self, edit: Edit, freed: list[torch.Tensor], kept: Iterator[torch.Tensor]) -> None:
+        """Applies an edit that changes rows or segments. What it frees is added to `freed`."""
+        full = self._segments[0]
+        match edit:
+            case MapSegments(row, start, segments):
+                slots = torch.cat([full[segment] for segment in segments], -1)
+                self._entries(0, row, start, start + slots.shape[-1]).copy_(slots)
+            case MapPart(cls, row, end, segments):
+                slots = torch.cat([self._segments[cls][segment] for segment in segments], -1)
+                self._entries(cls, row, end - slots.shape[-1], end).copy_(slots)
+            case StoreSegment(row, start, end, segment):
+                full[segment] = self._entries(0, row, start, end).clone()
+            case StorePart(cls, row, start, end, segment):
+                self._segments[cls][segment] = self._entries(cls, row, start, end).clone()
+            case SplitSegment():
+                self._split(edit)
+            case MergeSegments(segment, head):
+                for of_class in self._segments:
+                    if head in of_class:
+                        of_class[segment] = torch.cat((of_class.pop(head), of_class[segment]), -1)
+            case ForgetSegment(segment):
+                for of_class in self._segments:
+                    of_class.pop(segment, None)
+            case Reuse():
+                self._reuse(edit)
+            case CopyRow(row, source, end):
+                self.table.groups[:, row, :end] = self.table.groups[:, source, :end]
+                self._dropped.pop(row, None)
+                if source in self._dropped:
+                    self._dropped[row] = self._dropped[source]
+            case SetGap(row, end, dropped):
+                self._dropped[row] = self.positions(row, end), dropped
+                if not dropped:
+                    del self._dropped[row]
+            case MoveEntries(row, start, end, to):
+                self._move(row, torch.arange(start, end, device=self.device), to, end)
+            case KeepEntries():
+                freed.append(self._keep(edit, next(kept)))
+
+    def _entries(self, cls: int, row: int, start: int, end: int) -> torch.Tensor:
+        """Returns the slots of entries [start, end) of `row` in a class, as segments have them: a view."""
+        if len(self.table.groups) == 1:
+            return self.table.slots(row, start, end)
+        return self.table.group_slots(self._groups[cls], row, start, end)
+
+    def _split(self, edit: SplitSegment) -> None:
+        segment, at, head = edit
+        rest = self._segments[0][segment].shape[-1] - at
+        for of_class in self._segments:
+            slots = of_class.get(segment)
+            if slots is not None and (above := slots.shape[-1] - rest) > 0:
+                of_class[head], of_class[segment] = slots[..., :above], slots[..., above:]
 
     def digest(self) -> bytes:
         """Returns a digest of which slots are free and of the token table's rows; synchronises."""
         digest = blake2b(digest_size=16)
-        for tensor in (self.allocator.mem_state, self.table.req_to_token[1:]):  # row 0 is padding
+        for tensor in (self.allocator.mem_state, self.table.groups[:, 1:].contiguous()):  # row 0 is padding
             digest.update(tensor.cpu().numpy().data)
         return digest.digest()
 
@@ -172,13 +225,16 @@ class KVMemory:
         """
         self.allocator.check()
         if holdings is not None:
-            self._check_segments(holdings.segments)
+            self._check_segments(holdings)
             self._check_dropped(holdings.rows)
             self._check_shared(holdings.rows)
         owners = self.allocator.mem_state.cpu().numpy().astype(np.int64)  # 1 where free
         owners[0] += 1  # padding is its own owner
-        held = list(self._segments.values())
-        held += [self.table.slots(*where) for where in (() if holdings is None else holdings.private)]
+        held = [slots.flatten() for of_class in self._segments for slots in of_class.values()]
+        for row in () if holdings is None else holdings.rows:
+            held += [
+                self._entries(cls, row.row, own, row.length).flatten() for cls, own in enumerate(row.own)
+            ]
         if held:
             slots = torch.cat(held).cpu().numpy()
             if slots.size and not 0 <= int(slots.min()) <= int(slots.max()) < len(owners):
@@ -194,15 +250,17 @@ class KVMemory:
                 f"slot {int(owners.argmin())} is lost: it is not free, and no sequence holds it"
             )
 
-    def _check_segments(self, lengths: Mapping[int, int]) -> None:
-        """Raises CheckFailed unless the segments have the ledger's ids and numbers of tokens."""
-        found = {segment: len(slots) for segment, slots in self._segments.items()}
-        for segment in found.keys() | lengths.keys():
-            if found.get(segment) != lengths.get(segment):
-                raise CheckFailed(
-                    f"segment {segment} has {found.get(segment, 'no')} slots, and "
-                    f"{lengths.get(segment, 'no')} tokens by the ledger's count"
-                )
+    def _check_segments(self, holdings: Holdings) -> None:
+        """Raises CheckFailed unless segments and parts have the ledger's ids and numbers of tokens."""
+        counted = (holdings.segments, *holdings.parts)
+        for cls, (of_class, lengths) in enumerate(zip(self._segments, counted, strict=True)):
+            found = {segment: slots.shape[-1] for segment, slots in of_class.items()}
+            for segment in found.keys() | lengths.keys():
+                if found.get(segment) != lengths.get(segment):
+                    raise CheckFailed(
+                        f"segment {segment} has slots for {found.get(segment, 'no')} tokens in class {cls}, "
+                        f"and {lengths.get(segment, 'no')} tokens by the ledger's count"
+                    )
 
     def _check_dropped(self, rows: Iterable[HeldRow]) -> None:
         """Raises CheckFailed unless rows have dropped the ledger's numbers of tokens, and the positions of
@@ -221,70 +279,105 @@ class KVMemory:
                 )
 
     def _check_shared(self, rows: Iterable[HeldRow]) -> None:
-        """Raises CheckFailed unless each row begins with the slots of its segments."""
-        sharing = [row for row in rows if row.shared]
-        if not sharing:
+        """Raises CheckFailed unless each row has the slots of its segments, and of their parts."""
+        expected, found, where = [], [], []
+        for row in rows:
+            held = [(0, row.segments, 0, row.shared)]
+            held += [(cls, one.segments, one.start, one.own) for cls, one in enumerate(row.windows, start=1)]
+            for cls, segments, start, end in held:
+                if segments:
+                    expected.append(torch.cat([self._segments[cls][one] for one in segments], -1).flatten())
+                    found.append(self._entries(cls, row.row, start, end).flatten())
+                    where.append((row.row, cls, start, end, segments))
+        if not found or torch.equal(torch.cat(expected), torch.cat(found)):
             return
-        expected = torch.cat([self._segments[segment] for row in sharing for segment in row.segments])
-        found = torch.cat([self.table.slots(row.row, 0, row.shared) for row in sharing])
-        if torch.equal(expected, found):
-            return
-        for row in sharing:
-            slots = torch.cat([self._segments[segment] for segment in row.segments]).tolist()
-            for entry, (slot, own) in enumerate(
-                zip(slots, self.table.slots(row.row, 0, row.shared).tolist(), strict=False)
-            ):
-                if slot != own:
-                    raise CheckFailed(
-                        f"entry {entry} of row {row.row} is slot {own}, and slot {slot} in its segments "
-                        f"{list(row.segments)}"
-                    )
-        raise CheckFailed("rows share more or fewer entries than their segments have slots")
+        for (row_idx, cls, start, end, segments), want, have in zip(where, expected, found, strict=True):
+            if not torch.equal(want, have):
+                raise CheckFailed(
+                    f"entries {start} to {end} of row {row_idx} in class {cls} are slots {have.tolist()}, and "
+                    f"{want.tolist()} in the segments {list(segments)}"
+                )
 
-    def labels(
-        self, segments: Mapping[int, int], own: Mapping[tuple[int, int, int], int], other: int
-    ) -> np.ndarray:
-        """Returns a label for each slot from 1 on, int32 `[capacity]`, and 0 for free slots. Synchronises.
-
-        `segments`: labels by segment; segments that are missing there get `other`. `own`: labels by (row,
-        start, end).
-        """
-        labels = torch.zeros(self.capacity + 1, dtype=torch.int32, device=self.device)
-        held = [(slots, segments.get(segment, other)) for segment, slots in self._segments.items()]
-        held += [(self.table.slots(*where), label) for where, label in own.items()]
+    def labels(self, labels: SlotLabels) -> np.ndarray:
+        """Returns a label for each slot from 1 on, int32 `[capacity]`, and 0 for free slots. Synchronises."""
+        found = torch.zeros(self.capacity + 1, dtype=torch.int32, device=self.device)
+        held = [
+            (slots.flatten(), of_class.get(segment, labels.other))
+            for segments, of_class in zip(self._segments, labels.segments, strict=True)
+            for segment, slots in segments.items()
+        ]
+        held += [(self._entries(*where).flatten(), label) for where, label in labels.own.items()]
         if held:
-            slots = torch.cat([part for part, _ in held]).long()
-            counts = np.array([len(part) for part, _ in held])
+            slots = torch.cat([some for some, _ in held]).long()
+            counts = np.array([len(some) for some, _ in held])
             (values,) = upload(
                 [np.repeat(np.array([label for _, label in held], np.int32), counts)], self.device
             )
-            labels.index_copy_(0, slots, values)
-        return labels[1:].cpu().numpy()
+            found.index_copy_(0, slots, values)
+        return found[1:].cpu().numpy()
 
-    def _alloc(self, edit: Alloc) -> torch.Tensor:
-        table = self.table
-        if edit.counts.count(1) == len(edit.rows):
-            return self.allocator.alloc(len(edit.rows), entries=self._step_entries(edit))
-        (entries,) = upload([table.entries(edit.rows, edit.starts, edit.counts)], self.device)
-        where = TableEntries(table.req_to_token, entries)
+    def _alloc(self, allocs: list[Alloc | AllocPart], before: torch.Tensor | None) -> torch.Tensor | None:
+        """Allocates the slots of these edits at once, and forgets the edits. Returns those of the last Alloc in
+        the first group, or `before` if there is no Alloc."""
+        if not allocs:
+            return before
+        first, *others = allocs
+        if not others and isinstance(first, Alloc) and first.counts.count(1) == len(first.rows):
+            allocs.clear()
+            where = self._step_entries(first)
+            return self.allocator.alloc(len(where.positions), entries=where)[: len(first.rows)]
+        table, places, num, found = self.table, [], 0, before
+        spans: list[tuple[int, int]] = []
+        for edit in allocs:
+            cls = edit.cls if isinstance(edit, AllocPart) else 0
+            groups = self._groups[cls]
+            of_row = table.entries(edit.rows, edit.starts, edit.counts)
+            if not cls:
+                spans.append((num, num + len(of_row)))
+            for group in range(groups.start, groups.stop):
+                places.append(of_row + group * table.req_to_token.numel())
+                num += len(of_row)
+        allocs.clear()
+        (entries,) = upload([np.concatenate(places)], self.device)
+        where = TableEntries(table.all_rows, entries)
         # More than one token each means prompts, which are read fastest from adjacent slots.
-        return self.allocator.alloc(sum(edit.counts), contiguous=True, entries=where)
+        slots = self.allocator.alloc(num, contiguous=True, entries=where)
+        for start, end in spans:
+            found = slots[start:end]
+        return found
 
     def _step_entries(self, edit: Alloc) -> TableEntries:
         """Returns where a decode step's slots go. Uploads nothing if the step follows the one before."""
-        step = self._step
-        if step is not None and step.rows == edit.rows and step.next_starts == edit.starts:
-            if max(edit.starts) >= self.table.max_entries:
-                raise IndexError(f"position {max(edit.starts)}, in rows of {self.table.max_entries} entries")
+        step = self._step = self._moved_on(self._step, edit.rows, edit.starts, self._groups[0])
+        return TableEntries(self.table.all_rows, step.positions, step.rows_on_device)
+
+    def _moved_on(
+        self, step: "_Step | None", rows: tuple[int, ...], starts: tuple[int, ...], groups: slice
+    ) -> "_Step":
+        """Returns the step of these rows and positions, which is uploaded unless it follows `step`."""
+        if step is not None and step.rows == rows and step.next_starts == starts:
+            if max(starts) >= self.table.max_entries:
+                raise IndexError(f"position {max(starts)}, in rows of {self.table.max_entries} entries")
             step.positions.add_(1)
         else:
-            self.table.entries(edit.rows, edit.starts, edit.counts)  # raises for places outside the table
-            rows, positions = upload(
-                [np.array(edit.rows, dtype=np.int64), np.array(edit.starts, dtype=np.int64)], self.device
+            self.table.entries(rows, starts, (1,) * len(rows))  # raises for places outside the table
+            # The rows of all groups follow one another.
+            firsts = np.arange(groups.start, groups.stop)[:, None] * (self.table.max_sequences + 1)
+            of_groups = (firsts + np.array(rows, dtype=np.int64)).ravel()
+            on_device = upload(
+                [of_groups, np.tile(np.array(starts, dtype=np.int64), len(firsts))], self.device
             )
-            step = self._step = _Step(edit.rows, edit.starts, rows, positions)
-        step.next_starts = tuple(map((1).__add__, edit.starts))
-        return TableEntries(self.table.req_to_token, step.positions, step.rows_on_device)
+            step = _Step(rows, starts, *on_device)
+        step.next_starts = tuple(map((1).__add__, starts))
+        return step
+
+    def _reuse(self, edit: Reuse) -> None:
+        """Gives the newest entries of rows the slots of those that have passed."""
+        cls, distance, rows, entries = edit
+        step = self._moved_on(self._reused.get(cls), rows, entries, self._groups[cls])
+        self._reused[cls] = step
+        table = self.table.all_rows
+        table[step.rows_on_device, step.positions] = table[step.rows_on_device, step.positions - distance]
 
     def _keep(self, edit: KeepEntries, entries: torch.Tensor) -> torch.Tensor:
         """Keeps `entries` of the range and returns the slots of the others, which are to be freed."""
@@ -309,14 +402,22 @@ class KVMemory:
         self._dropped[row] = torch.cat((positions[:to], positions[entries])), dropped
         self.table.slots(row, to, to + len(entries)).copy_(self.table.slots(row, 0, length)[entries])
 
-    def _cut_segment(self, edit: FreeSegment) -> torch.Tensor:
-        """Removes the slots from `start` on from the segment and returns them, which are to be freed."""
-        slots = self._segments.pop(edit.segment)
-        if edit.start:
-            self._segments[edit.segment] = slots[: edit.start]
-        return slots[edit.start :]
+    def _cut_segment(self, edit: FreeSegment) -> list[torch.Tensor]:
+        """Removes the tokens from `start` on from the segment and its parts. Returns their slots, which are to
+        be freed."""
+        segment, start = edit
+        num_freed = self._segments[0][segment].shape[-1] - start
+        freed = []
+        for of_class in self._segments:
+            if (slots := of_class.pop(segment, None)) is not None:
+                keep = max(slots.shape[-1] - num_freed, 0)
+                if keep:
+                    of_class[segment] = slots[..., :keep]
+                freed.append(slots[..., keep:])
+        return freed
 
     def _free(self, freed: list[torch.Tensor]) -> None:
         if freed:
-            self.allocator.free(freed[0] if len(freed) == 1 else torch.cat(freed))
+            flat = [slots.flatten() for slots in freed]
+            self.allocator.free(flat[0] if len(flat) == 1 else torch.cat(flat))
             freed.clear()

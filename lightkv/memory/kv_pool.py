@@ -34,7 +34,8 @@ CPU_TOKENS = 32_768  # the default on a CPU, where a pool that fills the memory 
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """How many tokens a pool will hold, its size in bytes, and the calculation in words."""
+    """How many tokens a pool will hold, its size in bytes, and the calculation in words. Where layers have
+    groups, `num_tokens` are slots, of which a token takes several."""
 
     num_tokens: int
     num_bytes: int
@@ -60,10 +61,11 @@ def plan_pool(
     graphs, buffers made later). On a CPU: `CPU_TOKENS`, in at most a quarter of the free memory. Raises
     OutOfMemory when not one token fits, ValueError for a count below one or a fraction outside (0, 1].
     """
-    per_token = spec.bytes_per_token
+    per_token = spec.bytes_per_slot
     if num_tokens is not None:
         if num_tokens < 1:
             raise ValueError(f"a pool of {num_tokens} tokens; ask for at least one")
+        num_tokens *= spec.groups.num_groups
         # Checked first, because a CPU's allocation succeeds without memory, and the process is killed later.
         free = _free_bytes(device)
         if (num_tokens + 1) * per_token > free:
@@ -84,7 +86,7 @@ def plan_pool(
     else:
         free = _free_bytes(device)
         available = free // 4 - reserve
-        limit = min(available, (CPU_TOKENS + 1) * per_token)
+        limit = min(available, (CPU_TOKENS * spec.groups.num_groups + 1) * per_token)
         why = (
             f"the default of a CPU, {CPU_TOKENS} tokens"
             if limit < available
@@ -100,10 +102,10 @@ class KVPool:
     """`num_slots` slots of `spec` on `device`.
 
     Layer `i` is one buffer `[num_slots, row_width]`: a slot's K heads, then its V heads, so that they are
-    adjacent in memory. Where they are quantised, a second buffer holds the scales of each slot and head,
-    except for static ones, which are the same for all slots. These have to be set first: `scales`, `write` and
-    `read` raise ValueError for a layer that lacks them. Raises OutOfMemory, with nothing allocated, if the
-    device has no room.
+    adjacent in memory. Layers in the same lane of different groups share it. Where they are quantised, a second
+    buffer holds the scales of each slot and head, except for static ones, which are the same for all slots.
+    These have to be set first: `scales`, `write` and `read` raise ValueError for a layer that lacks them.
+    Raises OutOfMemory, with nothing allocated, if the device has no room.
     """
 
     def __init__(self, spec: KVSpec, num_slots: int, device: torch.device | str) -> None:
@@ -114,36 +116,48 @@ class KVPool:
         self.spec = spec
         self.num_slots = num_slots
         self.device = device
+        layers = range(spec.num_layers)
+        lanes = [lane for _, lane in spec.groups.places]
         rows: list[torch.Tensor] = []
         scales: list[torch.Tensor] = []
-        num_layers = range(spec.num_layers)
         try:
-            for layer_idx in num_layers:
-                shape = num_slots, spec.row_width(layer_idx)
-                rows.append(torch.empty(shape, dtype=spec.row_dtype(layer_idx), device=device))
-                scales.append(self._make_scales(spec.format.of_layer(layer_idx)))
+            for layer_idx, lane in enumerate(lanes):
+                # Layers in the same lane of their groups have one buffer.
+                first, of_layer = lanes.index(lane), spec.format.of_layer(layer_idx)
+                is_first = first == layer_idx
+                rows.append(self._make_rows(layer_idx) if is_first else rows[first])
+                has_own = is_first or of_layer.is_static
+                scales.append(self._make_scales(of_layer) if has_own else scales[first])
         except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU allocator raises the bare type
             rows.clear()
             scales.clear()
-            raise OutOfMemory(_free_bytes(device), spec.bytes_per_token, num_slots - 1) from error
+            raise OutOfMemory(_free_bytes(device), spec.bytes_per_slot, num_slots - 1) from error
         for buffer in (*rows, *scales):
             # Padding is read under a mask, and a weight of 0 does not mask a NaN: 0 * NaN is NaN.
             buffer[:1].zero_()
         self._rows, self._scale_rows = rows, scales
-        self._unset = {layer_idx for layer_idx in num_layers if spec.format.of_layer(layer_idx).is_static}
+        self._unset = {layer_idx for layer_idx in layers if spec.format.of_layer(layer_idx).is_static}
         dims = {spec.k_dim, spec.v_dim} if spec.format.elements.has_hadamard else set()
         self._hadamard = {dim: hadamard(dim, device) for dim in dims}
-        self._k, self._v = zip(*map(spec.split, rows, num_layers), strict=True)
-        self._scales = list(map(self._scales_of, num_layers))
+        self._k, self._v = zip(*map(spec.split, rows, layers), strict=True)
+        self._scales = list(map(self._scales_of, layers))
 
     def __repr__(self) -> str:
         return f"KVPool({self.num_slots} slots, {self.num_bytes:,} bytes on {self.device}; {self.spec})"
+
+    def _make_rows(self, layer_idx: int) -> torch.Tensor:
+        spec = self.spec
+        # Entries that a window has passed are read under a mask, too, and may be slots that were never written.
+        make = torch.empty if spec.groups.is_uniform else torch.zeros
+        shape = self.num_slots, spec.row_width(layer_idx)
+        return make(shape, dtype=spec.row_dtype(layer_idx), device=self.device)
 
     def _make_scales(self, of_layer: KVFormat) -> torch.Tensor:
         spec = self.spec
         width = spec.num_kv_heads * of_layer.num_scales(spec.k_dim, spec.v_dim)
         num_rows = 1 if of_layer.is_static else self.num_slots
-        return torch.empty(num_rows, width, dtype=of_layer.scale_dtype, device=self.device)
+        make = torch.empty if spec.groups.is_uniform else torch.zeros
+        return make(num_rows, width, dtype=of_layer.scale_dtype, device=self.device)
 
     def _scales_of(self, layer_idx: int) -> torch.Tensor | None:
         if not self.format(layer_idx).is_quantised:
@@ -154,13 +168,13 @@ class KVPool:
     @property
     def num_bytes(self) -> int:
         """Bytes of all buffers that have a row for each slot."""
-        return self.num_slots * self.spec.bytes_per_token
+        return self.num_slots * self.spec.bytes_per_slot
 
     @property
     def buffers(self) -> list[torch.Tensor]:
         """All that is stored by slot, `[num_slots, ...]`: to copy a token is to copy its row of each."""
         scales = [buffer for buffer in self._scale_rows if len(buffer) == self.num_slots and buffer.shape[1]]
-        return [*self._rows, *scales]
+        return list(dict.fromkeys([*self._rows, *scales]))  # each once, of those that layers share
 
     def format(self, layer_idx: int) -> KVFormat:
         """Returns how a layer is stored."""

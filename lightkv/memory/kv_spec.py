@@ -1,11 +1,13 @@
 """The shape of one token's K/V, and how its elements are stored."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
 from lightkv.counts import checked_count
+from lightkv.layer_groups import LayerGroups, Lifetime, one_group
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
 
@@ -14,8 +16,10 @@ class KVSpec:
     """The K/V of one token, the same in every layer. `k_dim` and `v_dim` are per head and may differ.
 
     `dtype` is the type that K and V are computed in, and stored in where `format` does not say otherwise.
-    `format` may be given by its name, such as "int8" (`KVFormat.parse` lists them). Raises TypeError and
-    ValueError for shapes, types and formats that no pool can have.
+    `format` may be given by its name, such as "int8" (`KVFormat.parse` lists them). `lifetimes`: how long each
+    layer's tokens are seen; layers of different lifetimes then hold their tokens apart (`groups`). None: all
+    layers hold every token. Raises TypeError and ValueError for shapes, types and formats that no pool can
+    have.
     """
 
     num_layers: int
@@ -24,6 +28,7 @@ class KVSpec:
     v_dim: int
     dtype: torch.dtype
     format: KVFormat = AS_COMPUTED
+    lifetimes: tuple[Lifetime, ...] | None = None
 
     def __init__(
         self,
@@ -33,6 +38,7 @@ class KVSpec:
         v_dim: int,
         dtype: torch.dtype,
         format: KVFormat | str = AS_COMPUTED,
+        lifetimes: Sequence[Lifetime] | None = None,
     ) -> None:
         keep = partial(object.__setattr__, self)  # the way in which a frozen dataclass sets its fields
         keep("num_layers", checked_count("num_layers", num_layers))  # numpy's own integers would overflow
@@ -41,6 +47,7 @@ class KVSpec:
         keep("v_dim", checked_count("v_dim", v_dim))
         keep("dtype", dtype)
         keep("format", KVFormat.parse(format) if isinstance(format, str) else format)
+        keep("lifetimes", None if lifetimes is None else tuple(lifetimes))
         self._check()
 
     def _check(self) -> None:
@@ -54,6 +61,10 @@ class KVSpec:
             raise TypeError(f"dtype is {self.dtype!r}; give torch's own, such as torch.float32")
         if not self.dtype.is_floating_point:
             raise ValueError(f"K/V of {self.dtype}: use a floating-point type")
+        if self.lifetimes is not None and len(self.lifetimes) != self.num_layers:
+            raise ValueError(
+                f"{len(self.lifetimes)} lifetimes of {self.num_layers} layers: give one for each"
+            )
         self.format.elements.check("K", self.k_dim)
         self.format.elements.check("V", self.v_dim)
         if beyond := {layer for layer in self.format.skipped if layer >= self.num_layers}:
@@ -62,11 +73,31 @@ class KVSpec:
                 "counted from 0"
             )
 
+    @cached_property
+    def groups(self) -> LayerGroups:
+        """How the layers share slots. All are one group where some are stored otherwise than others, since a
+        slot has the same bytes in any group."""
+        if self.lifetimes is None or self.format.skipped:
+            return one_group(self.num_layers)
+        return LayerGroups.of(self.lifetimes)
+
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token in all layers, with its scales."""
-        each = map(self.format.of_layer, range(self.num_layers))
-        return self.num_kv_heads * sum(one.head_bytes(self.k_dim, self.v_dim, self.dtype) for one in each)
+        return sum(map(self._layer_bytes, range(self.num_layers)))
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one slot: of a token in all layers where these are one group, otherwise in a layer of each
+        lane."""
+        if self.groups.is_uniform:
+            return self.bytes_per_token
+        return self.groups.num_lanes * self._layer_bytes(0)
+
+    def _layer_bytes(self, layer_idx: int) -> int:
+        """Returns the bytes of one token in a layer, with its scales."""
+        of_layer = self.format.of_layer(layer_idx)
+        return self.num_kv_heads * of_layer.head_bytes(self.k_dim, self.v_dim, self.dtype)
 
     def row_width(self, layer_idx: int) -> int:
         """Returns the length of a token's row in a layer's buffer, in elements of `row_dtype`."""

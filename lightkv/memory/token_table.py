@@ -25,15 +25,24 @@ class KVIndices(NamedTuple):
 
 
 class TokenTable:
-    """`req_to_token`: int32 `[max_sequences + 1, max_entries]` on `device`."""
+    """`req_to_token`: int32 `[max_sequences + 1, max_entries]` on `device`.
 
-    def __init__(self, max_sequences: int, max_entries: int, device: torch.device | str) -> None:
+    `groups` has such a table for each layer group, int32 `[num_groups, max_sequences + 1, max_entries]`, of
+    which `req_to_token` is the first. `places` and `entries` are the same in all of them. `all_rows` is a view
+    of it, `[num_groups * (max_sequences + 1), max_entries]`.
+    """
+
+    def __init__(
+        self, max_sequences: int, max_entries: int, device: torch.device | str, num_groups: int = 1
+    ) -> None:
         self.max_sequences = checked_count("max_sequences", max_sequences)
         self.max_entries = checked_count("max_entries", max_entries)
         self.device = usable_device(device)
-        shape = self.max_sequences + 1, self.max_entries
-        self.req_to_token = torch.zeros(shape, dtype=torch.int32, device=self.device)
-        self._flat = self.req_to_token.view(-1)
+        shape = checked_count("num_groups", num_groups), self.max_sequences + 1, self.max_entries
+        self.groups = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        self.req_to_token = self.groups[0]
+        self.all_rows = self.groups.flatten(0, 1)
+        self._flat = self.groups.view(num_groups, -1)
 
     def entries(
         self,
@@ -75,12 +84,19 @@ class TokenTable:
         return rows * self.max_entries + entries
 
     def read(self, entries: torch.Tensor) -> torch.Tensor:
-        """Returns the slots at `entries` (int64 `[n]` on the table's device): int32 `[n]`."""
-        return self._flat.index_select(0, entries)
+        """Returns the slots at `entries` (int64 `[n]` on the table's device): int32 `[n]`, or `[num_groups, n]`
+        where there are several groups."""
+        flat = self._flat
+        return flat[0].index_select(0, entries) if len(flat) == 1 else flat.index_select(1, entries)
 
     def slots(self, row: int, start: int, end: int) -> torch.Tensor:
         """Returns the slots of `row` at positions [start, end): int32, a view of the table."""
         return self.req_to_token[row, start:end]
+
+    def group_slots(self, groups: slice, row: int, start: int, end: int) -> torch.Tensor:
+        """Returns the slots of `row` at positions [start, end) in several groups: int32 `[groups, n]`, a view
+        of the table."""
+        return self.groups[groups, row, start:end]
 
     def kv_indices(self, rows: Sequence[int], lengths: Sequence[int]) -> KVIndices:
         """Returns the first `lengths[i]` slots of each of `rows`, packed. Uploads once, without

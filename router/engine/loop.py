@@ -274,6 +274,6 @@ def make_scheduler(
     """Returns a scheduler over an empty ledger. `max_in_flight`: None is what suits the runner."""
     limits = info.limits
     max_protected = int(limits.session_share * info.capacity)
-    ledger = TokenLedger(info.capacity, limits.max_num_seqs, limits.max_model_len, max_protected)
+    ledger = TokenLedger(info.capacity, limits.max_num_seqs, limits.max_model_len, max_protected, info.groups)
     budget = PrefillBudget(limits, info.step_time, info.graph_tokens)
     return Scheduler(ledger, limits, max_in_flight or info.max_in_flight, admission, budget=budget)

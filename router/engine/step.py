@@ -11,6 +11,7 @@ import numpy as np
 
 from lightkv.edits import Alloc, Edit, decode
 from lightkv.holdings import Holdings
+from lightkv.layer_groups import ONE_GROUP, LayerGroups
 from lightkv.ledger.shared_prefixes import PrefixSharing, SharedPrefix
 from lightkv.memory_map import Counts, Owner
 from lightkv.router.sampling_params import SamplerKind, SamplingParams
@@ -254,18 +255,6 @@ class ExpectedMemory(NamedTuple):
     holdings: Holdings
 
 
-class SlotOwners(msgspec.Struct, frozen=True):
-    """What each slot is used for, as far as only the ledger knows it.
-
-    Attributes:
-        segments: id of a held segment → its label (`lightkv.memory_map`).
-        private: the ranges (row, start, end) of table entries whose slots one sequence alone holds.
-    """
-
-    segments: dict[int, int]
-    private: list[tuple[int, int, int]]
-
-
 class PoolMap(msgspec.Struct, frozen=True):
     """What the pool's slots were used for between two steps. The counts are of all slots, the cells a sample.
 
@@ -314,6 +303,7 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     pool_bytes: int
     pool_reason: str
     limits: Limits
+    groups: LayerGroups = ONE_GROUP
     step_time: StepTime | None = None
     graph_tokens: tuple[int, ...] = ()
     kv_dtype: str = "auto"

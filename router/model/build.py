@@ -173,7 +173,7 @@ class EngineSizes:
         backends = make_backends(config.attention_backend, self.device, shape.layers)
         try:
             chosen = KVFormat.parse(config.kv_dtype, config.skipped_layers)
-            spec = dataclasses.replace(shape.spec, format=chosen)
+            spec = dataclasses.replace(shape.spec, format=chosen, lifetimes=shape.lifetimes)
             for layer in backends:
                 layer.check_format(chosen.of_layer(layer.layer_idx))
             return dataclasses.replace(shape, spec=spec)
@@ -201,7 +201,7 @@ class EngineSizes:
         widest = max(self.text.hidden_size, *(inner if isinstance(inner, list | tuple) else [inner]))
         limits = self.limits
         rows = limits.max_num_seqs + 1
-        table = rows * limits.max_model_len * 4
+        table = rows * limits.max_model_len * 4 * shape.spec.groups.num_groups
         sampling = Sampler.bytes_for(rows, limits.vocab_size)
         logits = limits.max_num_seqs * limits.vocab_size * 4 * _LOGITS_COPIES
         per_token = widest * shape.spec.dtype.itemsize * _HIDDEN_COPIES
@@ -325,7 +325,7 @@ def assemble(
             report(line)
     pool = sizes.pool(shape)
     if ranks is not None and (smallest := ranks.smallest(pool.num_tokens)) < pool.num_tokens:
-        pool = PoolPlan(smallest, (smallest + 1) * shape.spec.bytes_per_token, "as on the smallest rank")
+        pool = PoolPlan(smallest, (smallest + 1) * shape.spec.bytes_per_slot, "as on the smallest rank")
     size = f"{pool.num_bytes / 2**20:,.1f} MiB"
     report(f"K/V pool: {pool.num_tokens:,} tokens in {kv_text(config, shape)}, {size} ({pool.why})")
     memory = KVMemory(shape.spec, pool.num_slots, limits.max_num_seqs, limits.max_model_len, device)
@@ -371,6 +371,7 @@ def assemble(
         bytes_per_token=shape.spec.bytes_per_token,
         pool_bytes=pool.num_bytes,
         pool_reason=pool.why,
+        groups=shape.spec.groups,
         limits=limits,
         graph_tokens=tuple(buckets),
         kv_dtype=config.kv_dtype,

@@ -91,10 +91,10 @@ class _Loaded(NamedTuple):
 class DecodeGraph:
     """The static tensors of one batch size, and the graphs captured for it so far."""
 
-    allocates = True  # the slots of its decodes
-
     def __init__(self, parts: RunnerParts, size: int, prefix_members: int, logits: "SharedLogits") -> None:
         memory = parts.memory
+        # Whether it allocates the slots of its decodes. Those of several layer groups are allocated before it.
+        self.allocates = len(memory.table.groups) == 1
         self._parts = parts
         self._logits = logits
         self._static = StaticStep(BatchShape.of_decodes(size), memory, prefix_members=prefix_members)
@@ -162,7 +162,8 @@ class DecodeGraph:
                 batch = batch.sharing(plan.prefixes, self._static.prefix_members)
             self._step = self._static.load(batch)
             self._count.fill_(count)
-        self._parts.memory.allocator.claim(count)
+        if self.allocates:
+            self._parts.memory.allocator.claim(count)
         graph.replay()
         self._loaded = _Loaded(plan.step, plan.rows, plan.prefixes)
 
@@ -186,9 +187,12 @@ class DecodeGraph:
         """Computes the logits, and moves every row one position on."""
         memory, step = self._parts.memory, self._step
         rows = step.rows
-        entries = TableEntries(memory.table.req_to_token, step.position_ids, rows)
-        memory.allocator.alloc_into(self._slots, self._count, entries)
-        step.slot_mapping.copy_(self._slots)
+        if self.allocates:
+            entries = TableEntries(memory.table.req_to_token, step.position_ids, rows)
+            memory.allocator.alloc_into(self._slots, self._count, entries)
+            step.slot_mapping.copy_(self._slots)
+        else:
+            step.slot_mapping.copy_(memory.table.read(rows * memory.table.max_entries + step.position_ids))
         inputs = StepInputs(step, None, rows, None, rows, step.kv_lens.long())
         logits = inputs.logits(self._parts)
         active = rows > 0

@@ -22,13 +22,13 @@ from msgspec.structs import replace
 
 from lightkv.edits import decode
 from lightkv.errors import CheckFailed
-from lightkv.memory_map import CACHED, OWN, MemoryMap
+from lightkv.holdings import Holdings
+from lightkv.memory_map import MemoryMap, slot_labels
 from lightkv.router.engine.step import (
     ExpectedMemory,
     Limits,
     PoolMap,
     PromptLogprobs,
-    SlotOwners,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -188,15 +188,14 @@ class ModelRunner:
         return self._parts.memory.digest()
 
     @torch.inference_mode()
-    def map(self, edits: bytes, owners: SlotOwners) -> PoolMap:
+    def map(self, edits: bytes, holdings: Holdings) -> PoolMap:
         """Applies `edits`, then returns what the slots are used for; synchronises. For errors see `fatal`."""
         self.fatal = True
         memory = self._parts.memory
         memory.apply(decode(edits))
         self.fatal = False
         try:
-            own = {where: OWN + where[0] for where in owners.private}
-            pool = MemoryMap(memory.labels(owners.segments, own, CACHED))
+            pool = MemoryMap(memory.labels(slot_labels(holdings)))
         except Exception as error:
             self.fatal = self._loses_device(error)
             raise

@@ -16,13 +16,13 @@ import msgspec
 
 from lightkv.errors import LightKVError
 from lightkv.ledger import TokenLedger
-from lightkv.memory_map import owners, segment_labels
+from lightkv.memory_map import owners
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.admission import make_admission
 from lightkv.router.engine.grammar_desk import TooManyGrammars
 from lightkv.router.engine.loop import Engine, make_scheduler
 from lightkv.router.engine.request import InvalidPrompt, NeverFits
-from lightkv.router.engine.step import RunnerInfo, SlotOwners, StepResult, TokenEvent
+from lightkv.router.engine.step import RunnerInfo, StepResult, TokenEvent
 from lightkv.router.sampling_params import InvalidParams
 from lightkv.router.service.grammars.held_requests import HeldRequests
 from lightkv.router.service.wire.request_room import NoRoom
@@ -225,12 +225,11 @@ class Router:
     async def _map(self, worker: Worker, engine: Engine) -> None:
         """Sends the map of the pool, as it is now, to all clients that asked for it."""
         ledger = _ledger_of(engine)
-        labels = SlotOwners(segment_labels(ledger), ledger.private_ranges())
-        holders = self._submitted.named(
-            owners(ledger)
-        )  # now, since requests come and go while the worker counts
+        edits, expected = engine.sync_memory()
+        # Named now, since requests come and go while the worker counts.
+        holders = self._submitted.named(owners(expected.holdings, ledger.groups.widths))
         try:
-            found = await worker.map(engine.sync_memory()[0], labels)
+            found = await worker.map(edits, expected.holdings)
         except WorkerFailed as error:
             if error.fatal:
                 raise

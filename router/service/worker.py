@@ -23,7 +23,8 @@ import rpyc
 from rpyc.core.stream import Stream
 
 from lightkv.errors import LightKVError
-from lightkv.router.engine.step import ExpectedMemory, PoolMap, RunnerInfo, SlotOwners, StepPlan, StepResult
+from lightkv.holdings import Holdings
+from lightkv.router.engine.step import ExpectedMemory, PoolMap, RunnerInfo, StepPlan, StepResult
 from lightkv.router.service.grammars.server import GrammarServer
 from lightkv.router.service.wire.plan_message import PlanMessage
 
@@ -194,7 +195,7 @@ class Worker(rpyc.Service):
         return self._answer(_CHECK, request, self._check)
 
     def exposed_map(self, request: bytes) -> bytes:
-        """(edits, `SlotOwners`) → `PoolMap`: applies the edits and finds what every slot is used for."""
+        """(edits, `Holdings`) → `PoolMap`: applies the edits and finds what every slot is used for."""
         return self._answer(_MAP, request, self._map)
 
     def _start(self, start: WorkerStart) -> Done[RunnerInfo]:
@@ -228,7 +229,7 @@ class Worker(rpyc.Service):
         runner.grammars.trim()  # no request waits now
         return Done(runner.digest() if self._is_rank else b"")
 
-    def _map(self, request: tuple[bytes, SlotOwners]) -> Done[PoolMap]:
+    def _map(self, request: tuple[bytes, Holdings]) -> Done[PoolMap]:
         runner = self._started()[0]
         if runner.fatal:
             raise BadRequest(_LOST)
@@ -289,7 +290,7 @@ def failure(error: Exception, fatal: bool, step: int | None = None) -> WorkerErr
 _START = msgspec.msgpack.Decoder(WorkerStart)
 _PLAN = msgspec.msgpack.Decoder(PlanMessage)
 _CHECK = msgspec.msgpack.Decoder(tuple[bytes, ExpectedMemory])
-_MAP = msgspec.msgpack.Decoder(tuple[bytes, SlotOwners])
+_MAP = msgspec.msgpack.Decoder(tuple[bytes, Holdings])
 _NOTHING = msgspec.msgpack.Decoder(None)
 
 

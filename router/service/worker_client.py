@@ -21,9 +21,10 @@ import rpyc
 from rpyc.core.consts import HANDLE_PING
 
 from lightkv.errors import LightKVError
+from lightkv.holdings import Holdings
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.grammar_desk import Compile, Compiled, Forget
-from lightkv.router.engine.step import ExpectedMemory, PoolMap, RunnerInfo, SlotOwners, StepPlan, StepResult
+from lightkv.router.engine.step import ExpectedMemory, PoolMap, RunnerInfo, StepPlan, StepResult
 from lightkv.router.service.wire.plan_message import PlanMessage
 
 from .call_watch import COMPILE_SECONDS, CPU_STEP_SECONDS, GPU_STEP_SECONDS, CallWatch
@@ -104,7 +105,7 @@ class Worker(Protocol):
         """Applies the edits and recounts the memory, between steps. Returns a digest of a rank's tables, which
         is empty for a worker that is no rank."""
 
-    async def map(self, edits: bytes, owners: SlotOwners) -> PoolMap:
+    async def map(self, edits: bytes, holdings: Holdings) -> PoolMap:
         """Applies the edits and returns what every slot is used for, between steps."""
 
     async def wait_dead(self) -> WorkerDied:
@@ -228,9 +229,9 @@ class WorkerClient:
         tables, which is empty for a worker that is no rank. A WorkerFailed is fatal."""
         return await self._call("check", _CHECKED, (edits, expected))
 
-    async def map(self, edits: bytes, owners: SlotOwners) -> PoolMap:
+    async def map(self, edits: bytes, holdings: Holdings) -> PoolMap:
         """Applies edits that no plan has carried yet, and returns what every slot is used for."""
-        return await self._call("map", _MAPPED, (edits, owners))
+        return await self._call("map", _MAPPED, (edits, holdings))
 
     def send_grammar(self, order: Compile | Forget) -> None:
         """Has the worker compile or forget a grammar, beside its steps. One that has ended gets nothing."""

@@ -105,7 +105,7 @@ def test_prefill_tiles_read_only_keys_that_are_seen(
     memory.table.req_to_token.view(-1).index_copy_(0, torch.arange(32, 96, device=device), slots)
     step = Step.of(Batch.of([1, 2, 3], [10, 0, 0], [9, 6, 3], 3), memory)
     options = AttentionOptions().plus(Window(window) if window else None)
-    plan = torch_plan.tiled_prefill(step, options, torch.float32, fused=True)
+    plan = torch_plan.tiled_prefill(step, step.index, options, torch.float32, fused=True)
     found = [(t.start, t.end, None if t.slots is None else t.slots.tolist()) for t in plan.tiles]
     firsts = [5, 9, 13] if window else [0, 0, 0]
     keys = [list(range(1 + first, 1 + end)) for first, end in zip(firsts, [14, 18, 19], strict=True)]

@@ -427,7 +427,7 @@ def test_the_reader_of_the_page_follows_a_cache(seed: int, device: torch.device)
         ours = cache.memory
         assert memory.free == set(ours.allocator.mem_state.nonzero().flatten().tolist())
         assert memory.segments == {name: slots.tolist() for name, slots in ours._segments.items()}
-        for row, start, end in cache.ledger.private_ranges():
+        for row, _, start, end, *_ in cache.ledger.holdings().rows:
             assert memory.table[row][start:end] == ours.table.slots(row, start, end).tolist()
 
     failed: list[BaseException] = []

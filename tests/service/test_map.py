@@ -15,12 +15,13 @@ from transformers import LlamaConfig
 
 from bench.common.random_model import random_model
 from lightkv.edits import decode, encode
+from lightkv.holdings import Holdings
 from lightkv.ledger import TokenLedger
 from lightkv.memory_map import CACHED, OWN, SHARED, MemoryMap
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
-from lightkv.router.engine.step import PoolMap, SlotOwners, StepResult
+from lightkv.router.engine.step import PoolMap, StepResult
 from lightkv.router.model import runner as model_runner
 from lightkv.router.model.build import build_runner
 from lightkv.router.service.messages import Abort, AskMap, Mapped, WorkerError
@@ -53,16 +54,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     )
 
 
-def owners_of(ledger: TokenLedger) -> SlotOwners:
-    """Returns the owners that the router would send, found from each sequence's path."""
-    held: dict[int, list[int]] = {}
-    for sequence in ledger.sequences:
-        for segment in sequence.path():
-            held.setdefault(segment.id, []).append(sequence.row)
-    labels = {name: OWN + rows[0] if len(rows) == 1 else SHARED for name, rows in held.items()}
-    return SlotOwners(labels, [(one.row, one.shared, one.length) for one in ledger.sequences])
-
-
 def run(config: EngineConfig, maps: list[tuple[PoolMap, tuple[int, int, int]]] | None) -> list[StepResult]:
     """Returns the result of every step. Appends to `maps` a map after each step, with the ledger's counts."""
     runner, info = build_runner(config, lambda line: None)
@@ -78,8 +69,7 @@ def run(config: EngineConfig, maps: list[tuple[PoolMap, tuple[int, int, int]]] |
         results.append(run_step(runner, plan))
         scheduler.complete(results[-1])
         if maps is not None:
-            owners = owners_of(ledger)
-            found = runner.map(encode(ledger.drain()), owners)
+            found = runner.map(encode(ledger.drain()), ledger.holdings())
             maps.append((found, (ledger.num_free, ledger.num_cached, ledger.num_held)))
     return results
 
@@ -123,7 +113,7 @@ class MappingWorker(FakeWorker):
     num_maps = 0
     error: WorkerError | None = None
 
-    async def map(self, edits: bytes, owners: SlotOwners) -> PoolMap:
+    async def map(self, edits: bytes, holdings: Holdings) -> PoolMap:
         self._require_alive()
         memory = self.model.memory
         memory.apply(decode(edits))
@@ -133,8 +123,9 @@ class MappingWorker(FakeWorker):
         labels = np.full(len(memory.free) + 200, -1, dtype=np.int32)
         labels[list(memory.free)] = 0
         for name, slots in memory.segments.items():
-            labels[slots] = owners.segments.get(name, CACHED)
-        for row, start, end in owners.private:
+            holders = [row.row for row in holdings.rows if name in row.segments]
+            labels[slots] = CACHED if not holders else SHARED if len(holders) > 1 else OWN + holders[0]
+        for row, _, start, end, *_ in holdings.rows:
             labels[[memory.rows[row][position] for position in range(start, end)]] = OWN + row
         cells = labels[1:201].tolist()
         assert -1 not in cells  # every slot has a label

@@ -18,6 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 from lightkv.attention import AttentionOptions, LayerShape
 from lightkv.errors import LightKVError, UnsupportedModel
 from lightkv.integrations.model.adapters.proof import require_own_attention
+from lightkv.layer_groups import FULL, Lifetime
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.triton_kernels.attention.variants import Alibi, Chunk, SinkLogits, Softcap, Window
 
@@ -45,6 +46,18 @@ class ModelShape:
 
     spec: KVSpec
     layers: tuple[LayerShape, ...]
+
+    @property
+    def lifetimes(self) -> tuple[Lifetime, ...]:
+        """How long each layer's tokens are seen, for `KVSpec`: by a window, a chunk, or always."""
+        found = []
+        for layer in self.layers:
+            window, chunk = layer.options.of(Window), layer.options.of(Chunk)
+            if window is not None:
+                found.append(Lifetime("window", window.size))
+            else:
+                found.append(FULL if chunk is None else Lifetime("chunk", chunk.size))
+        return tuple(found)
 
 
 class NeedsNumbers(UnsupportedModel):

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightkv.errors import CheckFailed
+from lightkv.holdings import Holdings
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.grammar_desk import Compile, Compiled, Forget
-from lightkv.router.engine.step import ExpectedMemory, PoolMap, RunnerInfo, SlotOwners, StepPlan, StepResult
+from lightkv.router.engine.step import ExpectedMemory, PoolMap, RunnerInfo, StepPlan, StepResult
 from lightkv.router.service.messages import Rank
 from lightkv.router.service.worker_client import WorkerClient, WorkerDied, WorkerFailed
 
@@ -79,9 +80,9 @@ class WorkerGroup:
             raise CheckFailed(f"the tables of ranks {different} differ from those of rank 0; report this")
         return digests[0]
 
-    async def map(self, edits: bytes, owners: SlotOwners) -> PoolMap:
+    async def map(self, edits: bytes, holdings: Holdings) -> PoolMap:
         """Applies the edits on all ranks, and returns what every slot of rank 0 is used for."""
-        return (await self._all(lambda worker, _: worker.map(edits, owners)))[0]
+        return (await self._all(lambda worker, _: worker.map(edits, holdings)))[0]
 
     def send_grammar(self, order: Compile | Forget) -> None:
         """Has all ranks compile or forget a grammar, since each masks what it draws."""
