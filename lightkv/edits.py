@@ -183,9 +183,9 @@ Edit = (
     | KeepEntries
     | AllocPart
     | Reuse
+    | FreePartRange
     | MapPart
     | StorePart
-    | FreePartRange
     | FreePart
 )
 

@@ -92,7 +92,7 @@ class ModelWorker:
     def check(self, edits: bytes, expected: ExpectedMemory) -> None:
         self.memory.apply(decode(edits))
         assert len(self.memory.free) == expected.num_free
-        self.memory.check_owned({row: range(start, end) for row, start, end in expected.holdings.private})
+        self.memory.check_owned({row.row: range(row.shared, row.length) for row in expected.holdings.rows})
 
 
 def run(engine: LocalEngine) -> list[TokenEvent]:
