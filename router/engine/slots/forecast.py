@@ -1,0 +1,291 @@
+"""The forecast of slots: the most that the running requests will hold, where some layers see a window or a chunk
+only.
+
+It answers what `Forecast` (`lightkv/router/engine/forecast.py`) answers for models whose tokens take one slot for
+as long as they are held; the scheduler takes the one that fits its ledger. Each request counts with its life
+(`lives.py`), as if it shared nothing. What several hold counts once, until the last of them leaves it: of a
+segment, or of a segment's part in a class, all but its last holder count less by it for as long as they hold it.
+
+For requests that decode, and for a prompt that is computed alone by a fixed budget, the lives are exact. They
+are bounds, which never rise, for prompts whose chunks depend on others or on time; for a shared part that a chunk
+of a prompt passes, which counts twice in that step; and for the runs of a prompt that the tree cuts in two, which
+count as one. So requests that state their length are never short of a slot, and a request may be refused that
+would have fitted by these.
+"""
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from collections.abc import Set
+from typing import NamedTuple, Protocol, cast
+
+import numpy as np
+
+from lightkv.layer_groups import LayerGroups
+from lightkv.ledger import Sequence
+from lightkv.ledger.prefix_tree import Segment
+from lightkv.router.engine.forecast import Candidate, Prefill
+from lightkv.router.engine.ledger import Ledger
+
+from .lives import Held, Life, Piece, Run, Start, Sums, decoding, prefilling
+
+
+class Part(Protocol):
+    """The last tokens of a segment in a class, and the rows that hold them."""
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def holders(self) -> Set[int]: ...
+
+
+class WindowedSequence(Protocol):
+    """What is read of a sequence beside what every one has: its own entries and the parts that it holds, by
+    class from 1 on, and where it is still to keep tails for others."""
+
+    length: int
+    own: list[int]
+    points: list[int]
+
+    def held_parts(self, cls: int) -> list[tuple[Part, int]]:
+        """Returns the parts that it holds in a class, the last ones first, each with the entry at which it
+        ends."""
+
+
+def start_of(sequence: Sequence) -> Start:
+    """Returns where a sequence stands."""
+    windowed = cast(WindowedSequence, sequence)
+    held = []
+    for cls, own in enumerate(windowed.own, start=1):
+        runs = [Run(end - part.length, end) for part, end in windowed.held_parts(cls)]
+        held.append(Held(tuple(runs[::-1]), own))
+    return Start(windowed.length, tuple(held), tuple(windowed.points))
+
+
+def parts_of(segment: Segment) -> Mapping[int, Part]:
+    """Returns the parts of a segment, by class."""
+    return cast("Mapping[int, Part]", segment.parts)  # type: ignore[attr-defined]
+
+
+class _Holder(NamedTuple):
+    """A request that holds shared tokens: the last step in which it does, and how many of them."""
+
+    last: int
+    count: int
+
+
+class SlotForecast:
+    """Which sequences hold slots, and until when. An open sequence is in one of the states of `Forecast`:
+    admitted, decoding or resting.
+
+    It follows the ledger's `open`, `extend`, `publish` and `close`; `ledger.step` is the number of the next step.
+    `lag`: 1 where a sequence's slots are freed a step after it has taken its last one, else 0.
+    """
+
+    def __init__(self, ledger: Ledger, groups: LayerGroups, lag: int = 0) -> None:
+        self._ledger = ledger
+        self._groups = groups
+        self._lag = lag
+        self._lives: dict[int, Life] = {}  # of the rows that decode or rest
+        self._end: dict[int, int] = {}  # row → the step before which it takes its last token, for the same
+        self._ends: list[tuple[int, int]] = []  # (end, row), ascending
+        self._final: dict[int, int] = {}  # row → the most tokens that its sequence will have
+        self._sum_final = 0
+        self._exact: set[int] = set()  # the rows of the exact sequences
+        self._sums: dict[bool, Sums] = {}  # of `_lives`; True: of the exact ones alone
+
+    def admit(self, sequence: Sequence, final: int, exact: bool = True) -> None:
+        """Notes that a sequence was opened, and whether it is `exact`. It will have up to `final` tokens, those
+        found in the cache included."""
+        if exact:
+            self._exact.add(sequence.row)
+        self._final[sequence.row] = final
+        self._sum_final += final
+
+    def decode(self, sequence: Sequence, remaining: int, begin: int | None = None) -> None:
+        """Notes that the sequence takes one token in each of `remaining` steps, from step `begin` on, which is
+        the next one to plan unless another is given."""
+        begin = self._ledger.step if begin is None else begin
+        row = sequence.row
+        self._remove(row)
+        self._lives[row] = decoding(self._groups, start_of(sequence), begin, remaining, self._lag)
+        self._end[row] = begin + remaining
+        insort(self._ends, (begin + remaining, row))
+        self._final[row] = sequence.length + remaining
+        self._sum_final += sequence.length + remaining
+
+    def rest(self, sequence: Sequence, end: int) -> None:
+        """Notes that the sequence takes no more tokens, as if it had taken the last one in step `end - 1`."""
+        self.decode(sequence, 0, end)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forgets a sequence that is about to close."""
+        self._remove(sequence.row)
+        self._exact.discard(sequence.row)
+        del self._final[sequence.row]
+
+    def _remove(self, row: int) -> None:
+        self._sum_final -= self._final[row]
+        if row in self._end:
+            del self._ends[bisect_left(self._ends, (self._end.pop(row), row))]
+            del self._lives[row]
+        self._sums.clear()
+
+    def steps_to_end(self) -> int:
+        """Returns 1: slots may also be released before a sequence ends."""
+        return 1
+
+    def ended(self) -> set[int]:
+        """Returns the rows of the decoding and resting sequences that take no token in the next step."""
+        return {row for _, row in self._ends[: bisect_right(self._ends, (self._ledger.step + 1,))]}
+
+    @property
+    def total(self) -> int:
+        """The most slots that the sequences would hold if none were shared or released."""
+        return self._sum_final * self._groups.num_groups
+
+    @property
+    def num_estimated(self) -> int:
+        """The estimated sequences."""
+        return len(self._final) - len(self._exact)
+
+    def is_exact(self, sequence: Sequence) -> bool:
+        """Returns whether the sequence was admitted as an exact one."""
+        return sequence.row in self._exact
+
+    def steps_to_wait(self, candidate: Candidate, limit: int, prefills: Seq[Prefill]) -> int:
+        """Returns 0 if the peak stays within `limit` with the candidate, and else 1: it may fit in the next
+        step. `prefills`: the admitted sequences, with the windows that they have beside the candidate."""
+        return int(self._peak(prefills, candidate, False) > limit)
+
+    def steps_to_wait_without(self, candidate: Candidate, evicted: Candidate, limit: int) -> int:
+        """Returns 1: no request waits for longer than a step before it is asked for again."""
+        return 1
+
+    def peak(self, prefills: Seq[Prefill], exact: bool = False) -> int:
+        """Returns the most slots held at any time, with `exact` by the exact sequences alone. `prefills`: the
+        admitted sequences."""
+        return max(self.now(prefills, exact), self._peak(prefills, None, exact))
+
+    def now(self, prefills: Seq[Prefill], exact: bool = False) -> int:
+        """Returns the slots that are held once the last step planned has its slots, with `exact` by the exact
+        sequences alone."""
+        if not exact or not self.num_estimated:
+            return self._ledger.num_held
+        step = self._ledger.step - 1
+        lives = self._prefilling(prefills, exact)
+        sums = self._of_decodes(exact).at(np.array([step]))
+        sums = sums + Sums(list(self._shared({**self._lives, **lives}, None, exact))).at(np.array([step]))
+        starts = [start_of(one).num_slots(self._groups) for one, _ in prefills if self.is_exact(one)]
+        return int(sums[0]) + sum(starts)
+
+    def _peak(self, prefills: Seq[Prefill], candidate: Candidate | None, exact: bool) -> int:
+        """Returns the most slots that are held in a later step: those just before one of the drops."""
+        step, lives = self._ledger.step, self._prefilling(prefills, exact)
+        own = None
+        if candidate is not None:
+            own = self._life_of(candidate)
+        pieces = [piece for life in [*lives.values(), *([own] if own else [])] for piece in life.pieces]
+        decodes = self._of_decodes(exact)
+        ends = np.array([piece.last for piece in pieces], np.int64)
+        points = np.concatenate([decodes.ends[np.searchsorted(decodes.ends, step) :], ends])
+        if not len(points):
+            return 0
+        pieces += self._shared({**self._lives, **lives}, None if own is None else (candidate, own), exact)
+        return int((decodes.at(points) + Sums(pieces).at(points)).max())
+
+    def _prefilling(self, prefills: Seq[Prefill], exact: bool) -> dict[int, Life]:
+        """Returns the lives of the sequences in prefill, by row."""
+        found = {}
+        for sequence, window in prefills:
+            if not exact or self.is_exact(sequence):
+                decodes = self._final[sequence.row] - sequence.length - window.left
+                start = start_of(sequence)
+                found[sequence.row] = prefilling(
+                    self._groups, start, self._ledger.step, window, decodes, self._lag
+                )
+        return found
+
+    def _of_decodes(self, exact: bool) -> Sums:
+        """Returns the sums over the sequences that decode or rest."""
+        exact = exact and self.num_estimated > 0
+        sums = self._sums.get(exact)
+        if sums is None:
+            lives = [life for row, life in self._lives.items() if not exact or row in self._exact]
+            sums = self._sums[exact] = Sums([piece for life in lives for piece in life.pieces])
+        return sums
+
+    def _life_of(self, candidate: Candidate) -> Life:
+        """Returns the life of a request that would be opened now."""
+        (path, tip, num_hit), window, final, points = candidate
+        held = []
+        for cls, one in enumerate(self._groups.classes[1:], start=1):
+            kept, end, runs = one.lifetime.first_kept(num_hit), num_hit, []
+            for i, segment in enumerate(path):
+                part, length = parts_of(segment).get(cls), segment.length if i else tip
+                count = part.length - (segment.length - length) if part is not None else 0
+                if end <= kept or count <= 0:
+                    break
+                runs.append(Run(end - count, end))
+                if count < length:
+                    break
+                end -= length
+            held.append(Held(tuple(runs[::-1]), num_hit))
+        start, decodes = Start(num_hit, tuple(held), points), final - num_hit - window.left
+        return prefilling(self._groups, start, self._ledger.step, window, decodes, self._lag)
+
+    def _shared(
+        self, lives: Mapping[int, Life], candidate: tuple[Candidate, Life] | None, exact: bool
+    ) -> Iterator[Piece]:
+        """Yields what the `lives` count too often, as pieces below zero: shared segments and parts, for as long
+        as another request holds them. `candidate`: another request, and its life."""
+        first, width = self._ledger.step - 1, self._groups.classes[0].num_groups
+        widths = [one.num_groups for one in self._groups.classes]
+        rows = self._exact if exact and self.num_estimated else None
+        hit: dict[Segment, int] = {}  # segment on the candidate's path → how many of its tokens it hits
+        if candidate is not None:
+            path, tip, _ = candidate[0].match
+            for segment in path:
+                if segment.holders:
+                    hit[segment] = tip or segment.length
+                tip = 0
+        depths: dict[Segment, int] = {}
+        for segment in self._ledger.shared | hit.keys():
+            holders = segment.holders if rows is None else segment.holders & rows
+            found = [_Holder(lives[row].last, segment.length) for row in holders]
+            if candidate is not None and segment in hit:
+                found.append(_Holder(candidate[1].last, hit[segment]))
+            yield from _once(found, first, width)
+            for cls, part in parts_of(segment).items():
+                end = _depth(segment, depths)
+                run = Run(end - part.length, end)
+                found = [
+                    _Holder(hold.last, part.length)
+                    for row in (part.holders if rows is None else part.holders & rows)
+                    for hold in lives[row].holds[cls - 1]
+                    if hold.run.begin <= run.begin and run.end <= hold.run.end
+                ]
+                if candidate is not None and segment in hit:
+                    end -= segment.length - hit[segment]
+                    holds = candidate[1].holds[cls - 1]
+                    found += [_Holder(one.last, end - run.begin) for one in holds if one.run.end == end]
+                yield from _once(found, first, widths[cls])
+
+
+def _once(holders: Iterable[_Holder], first: int, width: int) -> Iterator[Piece]:
+    """Yields what is counted too often of tokens that several hold, of which each holds as many of the first
+    ones as its count says."""
+    most = 0
+    for last, count in sorted(holders, reverse=True):
+        if often := min(count, most):
+            yield Piece(first, last, -often * width, 0)
+        most = max(most, count)
+
+
+def _depth(segment: Segment, known: dict[Segment, int]) -> int:
+    """Returns how many tokens there are from the root to the end of a segment; remembers it in `known`."""
+    depth = known.get(segment)
+    if depth is None:
+        depth = known[segment] = sum([one.length for one in segment.up()])
+    return depth
