@@ -1,30 +1,33 @@
-"""The forecast of slots: the most that the running requests will hold, where some layers see a window or a chunk
-only.
+"""The forecast of slots: the most that the running requests will hold, where some layers see a window or a
+chunk only.
 
 It answers what `Forecast` (`lightkv/router/engine/forecast.py`) answers for models whose tokens take one slot for
-as long as they are held; the scheduler takes the one that fits its ledger. Each request counts with its life
-(`lives.py`), as if it shared nothing. What several hold counts once, until the last of them leaves it: of a
-segment, or of a segment's part in a class, all but its last holder count less by it for as long as they hold it.
+as long as they are held; `make_forecast` chooses. Each request counts with its life (`lives.py`), as if it shared
+nothing. What several requests hold, a segment or a segment's part in a class, counts once, until the last of
+them leaves it: the others count less by it for as long as they hold it.
 
-For requests that decode, and for a prompt that is computed alone by a fixed budget, the lives are exact. They
-are bounds, which never rise, for prompts whose chunks depend on others or on time; for a shared part that a chunk
-of a prompt passes, which counts twice in that step; and for the runs of a prompt that the tree cuts in two, which
-count as one. So requests that state their length are never short of a slot, and a request may be refused that
-would have fitted by these.
+The count is exact for requests that decode, and for a prompt that is computed alone by a fixed budget. It is a
+bound, which never rises while these run,
+
+- for prompts whose chunks depend on other prompts or on time;
+- in the step in which a chunk of a prompt passes a part that others hold, too: the part counts twice;
+- where a tail lies in several segments: it counts until its last one has passed.
+
+So requests that state their length are never short of a slot. A request may be refused that would have fitted by
+what a bound is too high.
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from collections.abc import Sequence as Seq
-from collections.abc import Set
 from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
-from lightkv.layer_groups import LayerGroups
+from lightkv.errors import CheckFailed
 from lightkv.ledger import Sequence
 from lightkv.ledger.prefix_tree import Segment
-from lightkv.router.engine.forecast import Candidate, Prefill
+from lightkv.router.engine.forecast import Candidate, Forecast, Prefill
 from lightkv.router.engine.ledger import Ledger
 
 from .lives import Held, Life, Piece, Run, Start, Sums, decoding, prefilling
@@ -68,24 +71,38 @@ def parts_of(segment: Segment) -> Mapping[int, Part]:
     return cast("Mapping[int, Part]", segment.parts)  # type: ignore[attr-defined]
 
 
+def make_forecast(ledger: Ledger, lag: int) -> "Forecast | SlotForecast":
+    """Returns the forecast that fits the ledger's layer groups."""
+    return Forecast(ledger, lag) if ledger.groups.is_uniform else SlotForecast(ledger, lag)
+
+
+def fitting(ledger: Ledger, sequence: Sequence, room: int) -> int:
+    """Returns how many tokens `sequence` can be extended by with `room` slots that are available."""
+    groups = ledger.groups
+    if groups.is_uniform:
+        return room
+    released = groups.num_groups - ledger.growth([sequence])
+    return (room + released) // groups.num_groups
+
+
 class _Holder(NamedTuple):
     """A request that holds shared tokens: the last step in which it does, and how many of them."""
 
     last: int
-    count: int
+    num_tokens: int
 
 
 class SlotForecast:
     """Which sequences hold slots, and until when. An open sequence is in one of the states of `Forecast`:
     admitted, decoding or resting.
 
-    It follows the ledger's `open`, `extend`, `publish` and `close`; `ledger.step` is the number of the next step.
-    `lag`: 1 where a sequence's slots are freed a step after it has taken its last one, else 0.
+    It follows the ledger's `open`, `extend`, `publish` and `close`; `ledger.step` is the number of the next
+    step. `lag`: 1 where a sequence's slots are freed a step after it has taken its last one, else 0.
     """
 
-    def __init__(self, ledger: Ledger, groups: LayerGroups, lag: int = 0) -> None:
+    def __init__(self, ledger: Ledger, lag: int = 0) -> None:
         self._ledger = ledger
-        self._groups = groups
+        self._groups = ledger.groups
         self._lag = lag
         self._lives: dict[int, Life] = {}  # of the rows that decode or rest
         self._end: dict[int, int] = {}  # row → the step before which it takes its last token, for the same
@@ -166,33 +183,37 @@ class SlotForecast:
     def peak(self, prefills: Seq[Prefill], exact: bool = False) -> int:
         """Returns the most slots held at any time, with `exact` by the exact sequences alone. `prefills`: the
         admitted sequences."""
-        return max(self.now(prefills, exact), self._peak(prefills, None, exact))
+        is_all = not exact or not self.num_estimated
+        now = self._ledger.num_held if is_all else self.now(prefills, exact)
+        return max(now, self._peak(prefills, None, exact))
 
     def now(self, prefills: Seq[Prefill], exact: bool = False) -> int:
-        """Returns the slots that are held once the last step planned has its slots, with `exact` by the exact
-        sequences alone."""
-        if not exact or not self.num_estimated:
-            return self._ledger.num_held
-        step = self._ledger.step - 1
-        lives = self._prefilling(prefills, exact)
-        sums = self._of_decodes(exact).at(np.array([step]))
-        sums = sums + Sums(list(self._shared({**self._lives, **lives}, None, exact))).at(np.array([step]))
-        starts = [start_of(one).num_slots(self._groups) for one, _ in prefills if self.is_exact(one)]
-        return int(sums[0]) + sum(starts)
+        """Returns the slots that are held by the lives' count once the last step planned has its slots, with
+        `exact` those of the exact sequences alone."""
+        step = np.array([self._ledger.step - 1])
+        shared = self._shared({**self._lives, **self._prefilling(prefills, exact)}, None, exact)
+        counted = self._of_decodes(exact).at(step) + Sums(list(shared)).at(step)
+        starts = [start_of(one) for one, _ in prefills if not exact or self.is_exact(one)]
+        return int(counted[0]) + sum([start.num_slots(self._groups) for start in starts])
+
+    def check(self, prefills: Seq[Prefill]) -> None:
+        """Raises CheckFailed where the lives count less than is held."""
+        if (num := self.now(prefills)) < self._ledger.num_held:
+            raise CheckFailed(f"{self._ledger.num_held} slots are held, the forecast counts {num}")
 
     def _peak(self, prefills: Seq[Prefill], candidate: Candidate | None, exact: bool) -> int:
         """Returns the most slots that are held in a later step: those just before one of the drops."""
         step, lives = self._ledger.step, self._prefilling(prefills, exact)
-        own = None
-        if candidate is not None:
-            own = self._life_of(candidate)
-        pieces = [piece for life in [*lives.values(), *([own] if own else [])] for piece in life.pieces]
+        opened = None if candidate is None else (candidate, self._life_of(candidate))
+        pieces = [piece for life in lives.values() for piece in life.pieces]
+        if opened is not None:
+            pieces += opened[1].pieces
         decodes = self._of_decodes(exact)
         ends = np.array([piece.last for piece in pieces], np.int64)
         points = np.concatenate([decodes.ends[np.searchsorted(decodes.ends, step) :], ends])
         if not len(points):
             return 0
-        pieces += self._shared({**self._lives, **lives}, None if own is None else (candidate, own), exact)
+        pieces += self._shared({**self._lives, **lives}, opened, exact)
         return int((decodes.at(points) + Sums(pieces).at(points)).max())
 
     def _prefilling(self, prefills: Seq[Prefill], exact: bool) -> dict[int, Life]:
@@ -236,16 +257,16 @@ class SlotForecast:
         return prefilling(self._groups, start, self._ledger.step, window, decodes, self._lag)
 
     def _shared(
-        self, lives: Mapping[int, Life], candidate: tuple[Candidate, Life] | None, exact: bool
+        self, lives: Mapping[int, Life], opened: tuple[Candidate, Life] | None, exact: bool
     ) -> Iterator[Piece]:
         """Yields what the `lives` count too often, as pieces below zero: shared segments and parts, for as long
-        as another request holds them. `candidate`: another request, and its life."""
+        as another request holds them. `opened`: a request that would be opened, and its life."""
         first, width = self._ledger.step - 1, self._groups.classes[0].num_groups
         widths = [one.num_groups for one in self._groups.classes]
         rows = self._exact if exact and self.num_estimated else None
         hit: dict[Segment, int] = {}  # segment on the candidate's path → how many of its tokens it hits
-        if candidate is not None:
-            path, tip, _ = candidate[0].match
+        if opened is not None:
+            path, tip, _ = opened[0].match
             for segment in path:
                 if segment.holders:
                     hit[segment] = tip or segment.length
@@ -254,8 +275,8 @@ class SlotForecast:
         for segment in self._ledger.shared | hit.keys():
             holders = segment.holders if rows is None else segment.holders & rows
             found = [_Holder(lives[row].last, segment.length) for row in holders]
-            if candidate is not None and segment in hit:
-                found.append(_Holder(candidate[1].last, hit[segment]))
+            if opened is not None and segment in hit:
+                found.append(_Holder(opened[1].last, hit[segment]))
             yield from _once(found, first, width)
             for cls, part in parts_of(segment).items():
                 end = _depth(segment, depths)
@@ -266,9 +287,9 @@ class SlotForecast:
                     for hold in lives[row].holds[cls - 1]
                     if hold.run.begin <= run.begin and run.end <= hold.run.end
                 ]
-                if candidate is not None and segment in hit:
+                if opened is not None and segment in hit:
                     end -= segment.length - hit[segment]
-                    holds = candidate[1].holds[cls - 1]
+                    holds = opened[1].holds[cls - 1]
                     found += [_Holder(one.last, end - run.begin) for one in holds if one.run.end == end]
                 yield from _once(found, first, widths[cls])
 

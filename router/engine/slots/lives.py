@@ -20,6 +20,7 @@ steps of the ledger (`TokenLedger.step`), so they stay as they are while a reque
 Integers only: nothing here knows the ledger.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
@@ -27,7 +28,6 @@ from typing import NamedTuple
 import numpy as np
 
 from lightkv.layer_groups import LayerGroups, Lifetime
-
 from lightkv.router.engine.prefill_budget import PrefillWindow
 
 
@@ -105,8 +105,8 @@ class Start(NamedTuple):
 
 
 class Sums:
-    """Pieces of any number of lives, sorted by where they begin and by where they end, with the sums up to each,
-    so that the slots of any step are two look-ups.
+    """Pieces of any number of lives, by where they begin and by where they end, with the sums up to each: so the
+    slots of any step are two look-ups.
 
     ends: the last step of each piece, ascending. The slots fall after none but these.
     """
@@ -157,6 +157,14 @@ def most_slots(groups: LayerGroups, length: int, most: int) -> int:
             count = min(length, 2 * most_kept(one.lifetime) + most)
         slots += count * one.num_groups
     return slots
+
+
+def longest_held(groups: LayerGroups, capacity: int, most: int) -> int:
+    """Returns how many tokens a request may have so that it can run in a pool of `capacity` slots, in chunks of
+    up to `most` tokens, whatever it hits: 0 where none fits."""
+    if groups.is_uniform:
+        return capacity
+    return bisect_right(range(1, capacity + 1), capacity, key=lambda length: most_slots(groups, length, most))
 
 
 def decoding(groups: LayerGroups, start: Start, begin: int, remaining: int, lag: int) -> Life:
@@ -287,7 +295,7 @@ def _bound(
         tokens.append(Piece(begin + decodes + 1, last, end + decodes, 0))
     width = groups.classes[0].num_groups
     pieces = [Piece(a, b, base * width, slope * width) for a, b, base, slope in tokens]
-    holds = []
+    holds: list[list[Hold]] = []
     for one, held in zip(groups.classes[1:], start.held, strict=True):
         width = one.num_groups
         most = _most_own(one.lifetime, held, start, window)
