@@ -10,7 +10,7 @@ token, they are its positions.
 import struct
 from array import array
 from collections.abc import Iterable
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 
 class Alloc(NamedTuple):
@@ -21,11 +21,68 @@ class Alloc(NamedTuple):
     counts: tuple[int, ...]
 
 
+class AllocPart(NamedTuple):
+    """Does what Alloc does in the groups of class `cls`."""
+
+    cls: int
+    rows: tuple[int, ...]
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+class Reuse(NamedTuple):
+    """Gives entry `entries[i]` of row `rows[i]` the slot of its entry `entries[i] - distance`, in the groups of
+    class `cls`."""
+
+    cls: int
+    distance: int
+    rows: tuple[int, ...]
+    entries: tuple[int, ...]
+
+
 class MapSegments(NamedTuple):
-    """Fills a new `row` with the slots of `segments`, one after the other, from entry 0 on."""
+    """Fills `row` with the slots of `segments`, one after the other, from entry `start` on."""
 
     row: int
+    start: int
     segments: tuple[int, ...]
+
+
+class MapPart(NamedTuple):
+    """Fills `row` with the slots of the parts of `segments` in class `cls`, one after the other, up to entry
+    `end`."""
+
+    cls: int
+    row: int
+    end: int
+    segments: tuple[int, ...]
+
+
+class StorePart(NamedTuple):
+    """Makes the slots of entries [start, end) of `row` in class `cls` the part of `segment`. If it has one
+    already, its old slots are among them."""
+
+    cls: int
+    row: int
+    start: int
+    end: int
+    segment: int
+
+
+class FreePartRange(NamedTuple):
+    """Frees the slots of entries [start, end) of `row` in class `cls`."""
+
+    cls: int
+    row: int
+    start: int
+    end: int
+
+
+class FreePart(NamedTuple):
+    """Frees the slots of the part that `segment` has in class `cls`, and forgets it."""
+
+    cls: int
+    segment: int
 
 
 class StoreSegment(NamedTuple):
@@ -124,29 +181,35 @@ Edit = (
     | SetGap
     | MoveEntries
     | KeepEntries
+    | AllocPart
+    | Reuse
+    | MapPart
+    | StorePart
+    | FreePartRange
+    | FreePart
 )
 
 _KINDS: tuple[type, ...] = get_args(Edit)
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 
 
+# Edits of lists: how many integers come before their lists, and how many lists of equal length they have.
+_LISTS = {Alloc: (0, 3), AllocPart: (1, 3), Reuse: (2, 2), MapSegments: (2, 1), MapPart: (3, 1)}
+
+
 def encode(edits: Iterable[Edit]) -> bytes:
     """Encodes each edit as little-endian int64: its kind, its number of integers, and the integers."""
     words: list[int] = []
     for edit in edits:
-        if isinstance(edit, Alloc):
-            rows, starts, counts = edit
-            words += (_CODES[Alloc], 3 * len(rows))
-            words += rows
-            words += starts
-            words += counts
-        elif isinstance(edit, MapSegments):
-            row, segments = edit
-            words += (_CODES[MapSegments], 1 + len(segments), row)
-            words += segments
+        kind = type(edit)
+        values: tuple[Any, ...] = edit
+        if kind in _LISTS:
+            first = _LISTS[kind][0]
+            words += (_CODES[kind], first + sum(map(len, values[first:])), *values[:first])
+            for one in values[first:]:
+                words += one
         else:
-            words += (_CODES[type(edit)], len(edit))
-            words += edit
+            words += (_CODES[kind], len(values), *values)
     return struct.pack(f"<{len(words)}q", *words)
 
 
@@ -162,18 +225,14 @@ def decode(data: bytes) -> list[Edit]:
         at += 2 + count
         if not 0 <= code < len(_KINDS) or count < 0 or len(values) != count:
             raise ValueError(f"not an edit: kind {code} with {len(values)} of {count} integers")
-        kind = _KINDS[code]
-        if kind is Alloc:
-            third, rest = divmod(count, 3)
-            if rest:
-                raise ValueError(f"not an edit: an Alloc of {count} integers, not three equal parts")
-            edits.append(Alloc(values[:third], values[third : 2 * third], values[2 * third :]))
-        elif kind is MapSegments:
-            if not values:
-                raise ValueError("not an edit: a MapSegments without a row")
-            edits.append(MapSegments(values[0], values[1:]))
-        else:
-            if count != len(kind._fields):  # type: ignore[attr-defined]
-                raise ValueError(f"not an edit: {kind.__name__} of {count} integers")
-            edits.append(kind(*values))
+        kind: Any = _KINDS[code]
+        first, num_lists = _LISTS.get(kind, (len(kind._fields), 0))
+        length, rest = divmod(count - first, num_lists) if num_lists else (0, count - first)
+        if rest or length < 0:
+            raise ValueError(
+                f"not an edit: {kind.__name__} of {count} integers, which has {first} and {num_lists} lists of "
+                "equal length"
+            )
+        lists = (values[first + i * length : first + (i + 1) * length] for i in range(num_lists))
+        edits.append(kind(*values[:first], *lists))
     return edits

@@ -4,11 +4,21 @@ the slots that it has."""
 from typing import NamedTuple
 
 
+class HeldWindow(NamedTuple):
+    """What a row holds in a class of layers that do not see everything: its entries [start, own) are the slots
+    of the parts of `segments`, one after the other, and those from `own` on are its own."""
+
+    segments: tuple[int, ...]
+    start: int
+    own: int
+
+
 class HeldRow(NamedTuple):
     """An open sequence's row of the token table.
 
     Its first `shared` entries are the slots of `segments`, one after the other; the entries [shared, length)
-    are its own. `dropped`: positions before its next token that edits have dropped.
+    are its own. `dropped`: positions before its next token that edits have dropped. `windows`: for each
+    class from 1 on.
     """
 
     row: int
@@ -16,13 +26,16 @@ class HeldRow(NamedTuple):
     shared: int
     length: int
     dropped: int
+    windows: tuple[HeldWindow, ...] = ()
 
 
 class Holdings(NamedTuple):
-    """All open sequences' rows, and how many tokens each segment has, held or cached."""
+    """All open sequences' rows, and how many tokens each segment has, held or cached; and how many of them its
+    part has in each class from 1 on."""
 
     rows: list[HeldRow]
     segments: dict[int, int]
+    parts: tuple[dict[int, int], ...] = ()
 
     @property
     def private(self) -> list[tuple[int, int, int]]:

@@ -23,8 +23,8 @@ SLACK = 64  # positions that a sequence can go back, and that a prompt may diver
 
 @dataclass(frozen=True)
 class Lifetime:
-    """How long a layer's tokens are seen: always, by the next `size - 1` tokens (a window), or by those of their
-    chunk of `size`. `size` is 0 for "full"."""
+    """How long a layer's tokens are seen: always, by the next `size - 1` tokens (a window), or by those of
+    their chunk of `size`. `size` is 0 for "full"."""
 
     sees: Literal["full", "window", "chunk"] = "full"
     size: int = 0
@@ -49,9 +49,23 @@ class Lifetime:
             return max(position - self.size + 1, 0)
         return position // self.size * self.size
 
+    def boundary(self, limit: int) -> int:
+        """Returns the highest position, at most `limit`, at which a query sees no earlier one."""
+        if self.sees == "chunk":
+            return limit // self.size * self.size
+        return limit if self.size == 1 else 0
+
     def first_kept(self, length: int) -> int:
         """Returns the first position that a sequence of `length` tokens keeps before it grows."""
         return self.first_seen(max(length - self.slack, 0))
+
+    def gone_at(self, position: int) -> int:
+        """Returns the least length with which a sequence does not keep `position` any more. There is none
+        where all is seen."""
+        assert self.sees != "full"
+        if self.sees == "window":
+            return position + self.size + self.slack
+        return (position // self.size + 1) * self.size + self.slack
 
 
 FULL = Lifetime()

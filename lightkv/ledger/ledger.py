@@ -9,42 +9,51 @@ After every verb `num_free + num_cached + num_held == capacity`.
 
 from collections.abc import Iterable, Iterator, Set
 from collections.abc import Sequence as Seq
-from operator import add, index
 from typing import TypeVar
 
 from lightkv.counts import checked_count
-from lightkv.edits import Alloc, Edit
+from lightkv.edits import Alloc, Edit, MoveEntries, SetGap
 from lightkv.errors import OutOfRows, OutOfTokens, SequenceTooLong
 from lightkv.holdings import HeldRow, Holdings
+from lightkv.layer_groups import ONE_GROUP, LayerGroups
 from lightkv.triton_kernels.layout.ring import Ring
 
 from .crosses import CrossSequence, ReaderSequence
+from .extension import Extension
 from .prefix_tree import TOKEN_BYTES, Match, Namespace, PrefixTree, Segment
 from .rings import RingSequence
-from .sequence import Sequence, require_lists, require_sequence
+from .sequence import Sequence, require_lists
 from .sessions import Session, SessionCounts
 from .state import LedgerState
+from .windows import WindowedSequence
 
 S = TypeVar("S", bound=Sequence)
 
 
 class TokenLedger:
-    """Counts for a pool of `capacity` tokens and a table of `max_sequences` rows of `max_entries` entries.
+    """Counts for a pool of `capacity` slots and a table of `max_sequences` rows of `max_entries` entries.
 
-    `max_protected`: the most tokens that sessions protect, which are evicted last.
+    `max_protected`: the most tokens that sessions protect, which are evicted last. `groups`: how the model's
+    layers share slots. Where all see everything, as by default, a token is one slot; otherwise all counts are
+    of slots, and sequences hold in the layers with windows what these still see (`tails.py`).
     """
 
-    def __init__(self, capacity: int, max_sequences: int, max_entries: int, max_protected: int = 0) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        max_sequences: int,
+        max_entries: int,
+        max_protected: int = 0,
+        groups: LayerGroups = ONE_GROUP,
+    ) -> None:
+        self.groups = groups
         self.max_sequences = checked_count("max_sequences", max_sequences)
         self.max_entries = checked_count("max_entries", max_entries)
         self.step = 0  # the step being planned; publications carry it until `confirm`
         max_protected = checked_count("max_protected", max_protected, least=0)
-        self._state = LedgerState(checked_count("capacity", capacity), self.max_sequences, max_protected)
-        # The sequences of the last `extend`, their rows, and an upper bound of where the longest of them ends.
-        self._batch: list[Sequence] = []
-        self._batch_rows: tuple[int, ...] = ()
-        self._batch_end = 0
-        self._slot_per_token = True  # whether each new token of that batch takes a slot of its own
+        capacity = checked_count("capacity", capacity)
+        self._state = LedgerState(capacity, self.max_sequences, max_protected, groups)
+        self._extension = Extension(self._state, self.max_entries)
 
     @property
     def capacity(self) -> int:
@@ -114,14 +123,20 @@ class TokenLedger:
 
     def holdings(self) -> Holdings:
         """Returns what each open sequence's row and each segment holds, once the edits so far are applied."""
-        segments = {segment.id: segment.length for segment in self._state.tree}
+        found = dict.fromkeys(self._state.tree)
         rows = []
         for row, sequence in self._state.sequences.items():
             path = list(sequence.path())[::-1]
-            segments.update((segment.id, segment.length) for segment in path)
+            found.update(dict.fromkeys(path))
             ids = tuple(segment.id for segment in path)
-            rows.append(HeldRow(row, ids, sequence.shared, sequence.length, sequence.gap.dropped))
-        return Holdings(rows, segments)
+            windows = sequence.windows() if isinstance(sequence, WindowedSequence) else ()
+            dropped = sequence.gap.dropped
+            rows.append(HeldRow(row, ids, sequence.shared, sequence.length, dropped, windows))
+        parts: tuple[dict[int, int], ...] = tuple({} for _ in self.groups.classes[1:])
+        for segment in found:
+            for cls, part in segment.parts.items():
+                parts[cls - 1][segment.id] = part.length
+        return Holdings(rows, {segment.id: segment.length for segment in found}, parts)
 
     def require_open(self, sequence: Sequence) -> None:
         """Raises ValueError for a sequence that is closed or belongs to another ledger."""
@@ -143,7 +158,11 @@ class TokenLedger:
         bytes; sequences of different `namespace` share nothing. `session`: protects the tokens that are cached
         when the sequence closes (`open_session`). Raises OutOfRows, SequenceTooLong, ValueError.
         """
-        return self._open(Sequence(token_ids, session), _num_tokens(token_ids), namespace)
+        lifetimes = self._state.tails.lifetimes
+        sequence = (
+            WindowedSequence(token_ids, session, lifetimes) if lifetimes else Sequence(token_ids, session)
+        )
+        return self._open(sequence, _num_tokens(token_ids), namespace)
 
     def open_ring(
         self, token_ids: bytes, ring: Ring, namespace: Namespace = (), session: Session | None = None
@@ -151,6 +170,7 @@ class TokenLedger:
         """Opens a sequence in a row of `ring.capacity` entries, which get their slots as it fills and are then
         written again; a prompt of any length may follow. At most its sinks are shared. Raises what `open`
         does."""
+        self._require_one_group("a ring")
         sequence = RingSequence(token_ids, session, ring)
         _num_tokens(token_ids)
         return self._open(sequence, ring.capacity, namespace)
@@ -164,6 +184,7 @@ class TokenLedger:
     ) -> ReaderSequence:
         """Opens a sequence that reads a cross sequence (`open_cross`) and keeps it open, as its forks do. It
         shares tokens only with other readers. Raises what `open` does, and ValueError for any other `cross`."""
+        self._require_one_group("a reader")
         self.require_open(cross)
         reader = ReaderSequence(token_ids, session, cross)
         return self._open(reader, _num_tokens(token_ids), namespace, cross.root.namespace)
@@ -176,8 +197,9 @@ class TokenLedger:
         """
         if length < 1:
             raise ValueError(f"a cross sequence of {length} tokens; give at least one")
+        self._require_one_group("a cross sequence")
         self._require_row(length)
-        self._make_room(length)
+        self._extension.make_room(length)
         sequence = CrossSequence()
         # An object of its own, so that no namespace of a caller's is that of its readers.
         self._state.open(sequence, (object(),))
@@ -191,6 +213,14 @@ class TokenLedger:
         self._require_row(num_entries)
         self._state.open(sequence, namespace + within)
         return sequence
+
+    def _require_one_group(self, what: str) -> None:
+        """Raises ValueError where layers have slots of their own, which `what` does not know."""
+        if not self.groups.is_uniform:
+            raise ValueError(
+                f"{what} in a cache of {self.groups.num_groups} layer groups: it holds each token in all "
+                "layers; make the cache of a spec without lifetimes"
+            )
 
     def _require_row(self, num_entries: int) -> None:
         """Raises SequenceTooLong, OutOfRows unless there is a free row of so many entries."""
@@ -221,109 +251,44 @@ class TokenLedger:
     def match(self, token_ids: bytes, namespace: Namespace = ()) -> Match:
         """Returns what `open` would hit. Changes nothing. Raises ValueError."""
         _num_tokens(token_ids)
-        return self._state.tree.match(namespace, token_ids)
+        match = self._state.tree.match(namespace, token_ids)
+        if not match.path or not self._state.tails.lifetimes:
+            return match
+        path, matched, _ = self._state.tails.reachable(list(match.path[::-1]), match.tip * TOKEN_BYTES)
+        tip = matched // TOKEN_BYTES
+        return Match(tuple(path[::-1]), tip, tip + sum(segment.length for segment in path[:-1]))
 
     def growth(self, sequences: Seq[Sequence], count: int = 1) -> int:
         """Returns how many available slots are enough to extend each of these by `count` tokens."""
-        return count * len(sequences)
+        return self._extension.growth(sequences, count)
 
     def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
         """Allocates `counts[i]` more slots for `sequences[i]`, all or none; evicts cached tokens as needed.
 
         Returns the edit of the allocation, which `drain` hands out, too, unless it allocates nothing: some
-        kinds of sequence are extended with fewer slots than tokens (`Sequence.slots_needed`).
+        kinds of sequence are extended with fewer slots than tokens (`Sequence.slots_needed`). Where layers have
+        groups, it is that of the layers that see everything.
 
         Raises OutOfTokens only when free and cached tokens together are too few; SequenceTooLong, ValueError.
         """
-        require_lists(sequences, counts)
-        if not sequences:
-            return Alloc((), (), ())
-        if sequences != self._batch:
-            self._set_batch(sequences)
-        if not self._slot_per_token:
-            return self._extend_each(sequences, counts)
-        starts = [sequence.length for sequence in sequences]
-        is_decode = counts.count(1) == len(starts)  # one token each
-        if is_decode:
-            needed = len(starts)
-            self._batch_end += 1
-            if self._batch_end > self.max_entries:  # the bound may be too high
-                self._batch_end = max(starts) + 1
-        else:
-            needed = index(sum(counts))  # raises for numbers that are no integers
-            if min(counts) < 1:
-                raise ValueError(f"asked for {min(counts)} tokens; ask for at least one of each sequence")
-            self._batch_end = max(map(add, starts, counts))
-        if self._batch_end > self.max_entries:
-            raise SequenceTooLong(self._batch_end, self.max_entries)
-        self._make_room(needed)
-        edit = Alloc(self._batch_rows, tuple(starts), tuple(counts))
-        self._state.alloc(edit, needed)
-        if is_decode:
-            for sequence in sequences:
-                sequence.length += 1
-        else:
-            for sequence, count in zip(sequences, counts, strict=True):
-                sequence.length += count
-        return edit
-
-    def _extend_each(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
-        """Extends a batch in which some tokens may take no slot."""
-        if min(counts) < 1:
-            raise ValueError(f"asked for {min(counts)} tokens; ask for at least one of each sequence")
-        needed = [one.slots_needed(index(count)) for one, count in zip(sequences, counts, strict=True)]
-        growing = [(one.row, one.length, more) for one, more in zip(sequences, needed, strict=True) if more]
-        rows, starts, missing = zip(*growing, strict=True) if growing else ((), (), ())
-        edit = Alloc(rows, starts, missing)
-        end = max(map(add, starts, missing), default=0)
-        if end > self.max_entries:
-            raise SequenceTooLong(end, self.max_entries)
-        if growing:
-            self._make_room(sum(needed))
-            self._state.alloc(edit, sum(needed))
-        for sequence, count in zip(sequences, counts, strict=True):
-            sequence.advance(count)
-        return edit
-
-    def _make_room(self, needed: int) -> None:
-        """Evicts cached tokens until `needed` are free. Raises OutOfTokens."""
-        state = self._state
-        if needed > state.num_free:
-            if needed > self.num_available:
-                raise OutOfTokens(needed, self.num_available, self.capacity)
-            state.evict(needed - state.num_free)
-
-    def _set_batch(self, sequences: Seq[Sequence]) -> None:
-        """Checks the sequences of a batch, once for as long as the same ones are extended."""
-        slot_per_token = True
-        for sequence in sequences:
-            require_sequence(sequence)
-            slot_per_token = slot_per_token and sequence.slot_per_token
-        rows = tuple([sequence.row for sequence in sequences])
-        batch = list(sequences)
-        if list(map(self._state.sequences.get, rows)) != batch:
-            for sequence in batch:
-                self.require_open(sequence)
-        if len(rows) > 1 and len(set(rows)) < len(rows):
-            raise ValueError("a sequence occurs twice; give it one count")
-        self._slot_per_token = slot_per_token
-        self._batch = batch
-        self._batch_rows = rows
-        self._batch_end = self.max_entries  # so that the next `extend` looks it up
+        return self._extension.extend(sequences, counts)
 
     def shrink(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
         """Undoes an `extend` whose tokens were not computed: frees the last `counts[i]` slots of
         `sequences[i]`, all or none. Raises ValueError for slots that other sequences may hold."""
         require_lists(sequences, counts)
-        if sequences != self._batch:
-            self._set_batch(sequences)
+        self._extension.require_batch(sequences)
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.require_shrink(count)
+        if self._state.tails.lifetimes:
+            self._extension.forget_batch()
         for sequence, count in zip(sequences, counts, strict=True):
             if num_freed := sequence.shrink(count):
                 self._state.free_range(sequence.row, sequence.length, sequence.length + num_freed)
+                if isinstance(sequence, WindowedSequence):
+                    self._state.tails.free_after(sequence, sequence.length, num_freed)
                 if sequence.gap.dropped:
-                    self._state.set_gap(sequence.row, sequence.length, sequence.gap.dropped)
+                    self._state.emit(SetGap(sequence.row, sequence.length, sequence.gap.dropped))
 
     def set_prompt(self, sequence: Sequence, token_ids: bytes) -> None:
         """Replaces the sequence's prompt (int32 bytes), which `publish` and `close` store its tokens under.
@@ -332,6 +297,9 @@ class TokenLedger:
         """
         self.require_open(sequence)
         sequence.prompt = token_ids
+        if isinstance(sequence, WindowedSequence):
+            sequence.set_points(sequence.length, sequence.length)
+            self._extension.forget_batch()
 
     def publish(self, sequence: Sequence) -> None:
         """Lets other sequences hit those tokens of the sequence's prompt that have slots, while it runs.
@@ -379,11 +347,15 @@ class TokenLedger:
             return
         start, end = sequence.shared, sequence.length
         if cache and sequence.is_cacheable:
+            if isinstance(sequence, WindowedSequence):
+                state.tails.settle(sequence)
             start = state.cache_tail(sequence, sequence.prompt + output_ids)
         if end > start:
             state.free_range(sequence.row, start, end)
+        if isinstance(sequence, WindowedSequence):
+            state.tails.free_own(sequence)
         state.close(sequence)
-        self._batch = []
+        self._extension.forget_batch()
 
     def fork(self, sequence: Sequence) -> Sequence:
         """Opens another sequence that holds the same tokens; no K/V is copied. Raises OutOfRows, ValueError.
@@ -394,7 +366,12 @@ class TokenLedger:
         self._require_branching(sequence)
         if not state.has_free_row:
             raise OutOfRows(self.max_sequences)
+        if isinstance(sequence, WindowedSequence):
+            state.tails.settle(sequence)
+            self._extension.forget_batch()
         state.share_tail(sequence)
+        if isinstance(sequence, WindowedSequence):
+            state.tails.share_all(sequence)
         return state.fork(sequence)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
@@ -408,6 +385,10 @@ class TokenLedger:
         self._require_branching(sequence)
         if not 0 <= length <= sequence.length:
             raise ValueError(f"cannot cut a sequence of {sequence.length} entries to {length}")
+        if isinstance(sequence, WindowedSequence):
+            sequence.require_truncate(length)
+            self._extension.forget_batch()
+            state.tails.free_after(sequence, length, sequence.length - length)
         start = max(length, sequence.shared)
         if start < sequence.length:
             state.free_range(sequence.row, start, sequence.length)
@@ -416,7 +397,7 @@ class TokenLedger:
         sequence.length = length
         if sequence.gap.dropped:
             sequence.gap = sequence.gap.cut(length)
-            state.set_gap(sequence.row, length, sequence.gap.dropped)
+            state.emit(SetGap(sequence.row, length, sequence.gap.dropped))
         if not sequence.gap.dropped:
             sequence.prompt = sequence.prompt[: length * TOKEN_BYTES]
 
@@ -430,6 +411,7 @@ class TokenLedger:
         """
         state = self._state
         self._require_branching(sequence)
+        self._require_one_group("a sequence that drops tokens")
         length, shared, end = sequence.length, sequence.shared, sink_tokens + count
         if count < 0 or sink_tokens < 0 or end > length:
             raise ValueError(f"cannot drop {count} tokens after {sink_tokens}, of {length}")
@@ -441,7 +423,7 @@ class TokenLedger:
             state.leave_range(sequence, sink_tokens, min(end, shared))
         if end > shared:
             state.free_range(sequence.row, max(sink_tokens, shared), end)
-        state.move_entries(sequence.row, end, length, sink_tokens)
+        state.emit(MoveEntries(sequence.row, end, length, sink_tokens))
         sequence.length -= count
         sequence.gap = sequence.gap.widened(sink_tokens, count)
         return state.num_free - before
@@ -454,6 +436,7 @@ class TokenLedger:
         the sequence computes is cached from now on. Raises ValueError.
         """
         self._require_branching(sequence)
+        self._require_one_group("a sequence that drops tokens")
         start = max(sequence.shared, sequence.gap.start)
         num_freed = sequence.length - start - count
         if count < 0 or num_freed < 0:

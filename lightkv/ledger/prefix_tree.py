@@ -17,14 +17,18 @@ its tokens are known.
 
 import heapq
 from collections.abc import Collection, Iterable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lightkv.errors import CheckFailed
 
 from .changes import Namespace, SegmentAdded, SegmentCut, SegmentGrew, SegmentSplit, TreeChange
 
+if TYPE_CHECKING:
+    from .parts import Part
+
 TOKEN_BYTES = 4
 MAX_HITS = 8  # of a segment; further hits do not let it stay any longer
+NO_PARTS: "dict[int, Part]" = {}  # of every segment that has none; nothing is ever put into it
 
 
 class Segment:
@@ -34,7 +38,8 @@ class Segment:
     sequences on whose path the segment is. indexed: whether look-ups find it by its tokens. credit: for its
     hits since it was stored; 0: there was none. due: its place in the order of eviction, the last use plus the
     credit (`PrefixTree`). protected: how many sessions end here, and how many children are protected
-    (`sessions.py`); if not 0, it is evicted last.
+    (`sessions.py`); if not 0, it is evicted last. parts: what there is of it in the classes of layers that do
+    not see everything (`parts.py`).
     """
 
     __slots__ = (
@@ -47,6 +52,7 @@ class Segment:
         "indexed",
         "namespace",
         "parent",
+        "parts",
         "protected",
         "published",
         "queued",
@@ -62,6 +68,7 @@ class Segment:
         self.parent = parent
         self.children: dict[bytes, Segment] = {}
         self.holders: set[int] = set()
+        self.parts: dict[int, Part] = NO_PARTS
         self.indexed = True
         self.credit = 0
         self.due = 0

@@ -16,34 +16,40 @@ from lightkv.edits import (
     KeepEntries,
     MapSegments,
     MergeSegments,
-    MoveEntries,
     SetGap,
     SplitSegment,
     StoreSegment,
 )
 from lightkv.errors import CheckFailed
+from lightkv.layer_groups import LayerGroups
 
 from .prefix_tree import TOKEN_BYTES, Namespace, PrefixTree, Segment
 from .sequence import Sequence, require_sequence
 from .sessions import Sessions
+from .tails import Tails
+from .windows import WindowedSequence
 
 HITS_A_TURNOVER = 32  # hits that let a segment stay for as long as it takes to allocate the whole pool once
 
 
 class LedgerState:
-    """Counts for a pool of `capacity` tokens, of which sessions protect up to `max_protected`, and a table of
-    `max_sequences` rows.
+    """Counts for a pool of `capacity` slots, of which sessions protect up to `max_protected`, and a table of
+    `max_sequences` rows, for a model of these layer `groups`.
 
-    Other files may read num_free, num_cached (tokens), sequences (the open ones, by row), tree and sessions.
+    Other files may read num_free, num_cached (slots), sequences (the open ones, by row), tree and sessions.
+    `width` is the number of slots of a token in the class that sees everything, whose tokens are the tree's
+    segments; `tails` has the other classes.
     """
 
-    def __init__(self, capacity: int, max_sequences: int, max_protected: int = 0) -> None:
+    def __init__(self, capacity: int, max_sequences: int, max_protected: int, groups: LayerGroups) -> None:
         self.capacity = capacity
         self.max_sequences = max_sequences
         self.num_free = capacity
         self.num_cached = 0
         self.tree = PrefixTree(max(capacity // HITS_A_TURNOVER, 1))
         self.sessions = Sessions(self.tree, max_protected)
+        self.width = groups.classes[0].num_groups
+        self.tails = Tails(self, groups.classes[1:])
         self.sequences: dict[int, Sequence] = {}
         self._free_rows = list(range(max_sequences, 0, -1))
         self._gapped: set[int] = set()  # rows whose path has a gap: what was dropped lies above what is held
@@ -66,6 +72,15 @@ class LedgerState:
         edits, self._edits = self._edits, []
         return edits
 
+    def emit(self, edit: Edit) -> None:
+        """Has the memory do this after all edits so far."""
+        self._edits.append(edit)
+
+    def count(self, free: int = 0, cached: int = 0) -> None:
+        """Counts so many slots more as free and as cached."""
+        self.num_free += free
+        self.num_cached += cached
+
     # Sequences
 
     def open(self, sequence: Sequence, namespace: Namespace) -> None:
@@ -73,6 +88,9 @@ class LedgerState:
         tree, tokens = self.tree, sequence.lookup_key
         root = tree.root(namespace)
         path, matched = tree.find(root, tokens, 0, len(tokens) - TOKEN_BYTES)
+        in_tree = 0
+        if path and self.tails.lifetimes:
+            path, matched, in_tree = self.tails.reachable(path, matched)
         row = self._free_rows.pop()
         root.holders.add(row)
         node, shared = root, 0
@@ -80,13 +98,15 @@ class LedgerState:
             node = path[-1]
             if matched < len(node.tokens):
                 path[-1] = node = self.split(node, matched // TOKEN_BYTES)
-            self.num_cached -= tree.add_holder(path, row)
+            self.num_cached -= tree.add_holder(path, row) * self.width
             tree.hit(path)
             shared = sum([len(segment.tokens) for segment in path]) // TOKEN_BYTES
-            self._edits.append(MapSegments(row, tuple([segment.id for segment in path])))
+            self._edits.append(MapSegments(row, 0, tuple([segment.id for segment in path])))
         self.sequences[row] = sequence
         sequence.enter(row, root, node, shared)
         sequence.num_hit = shared
+        if isinstance(sequence, WindowedSequence):
+            self.tails.enter(sequence, in_tree)
 
     def fork(self, sequence: Sequence) -> Sequence:
         """Opens a sequence in a free row that holds the same path as `sequence`, which has no private tail
@@ -97,6 +117,8 @@ class LedgerState:
         sequence.root.holders.add(row)
         fork = self.sequences[row] = sequence.twin()
         fork.enter(row, sequence.root, sequence.node, sequence.shared)
+        if isinstance(sequence, WindowedSequence):
+            self.tails.hold_same(sequence, row)
         if sequence.row in self._gapped:
             self._gapped.add(row)
         self._edits.append(CopyRow(row, sequence.row, sequence.length))
@@ -137,20 +159,12 @@ class LedgerState:
     def free_range(self, row: int, start: int, end: int) -> None:
         """Frees the slots of the private entries [start, end) of `row`; there is at least one."""
         self._edits.append(FreeRange(row, start, end))
-        self.num_free += end - start
+        self.num_free += (end - start) * self.width
 
     def keep_entries(self, row: int, start: int, end: int, count: int) -> None:
         """Keeps `count` of the private entries [start, end) of `row`, and frees the slots of the others."""
         self._edits.append(KeepEntries(row, start, end, count))
         self.num_free += end - start - count
-
-    def move_entries(self, row: int, start: int, end: int, to: int) -> None:
-        """Moves the last entries of `row`, [start, end), down to `to`."""
-        self._edits.append(MoveEntries(row, start, end, to))
-
-    def set_gap(self, row: int, end: int, dropped: int) -> None:
-        """Sets where the entries of `row` end and how many positions it has dropped before its next token."""
-        self._edits.append(SetGap(row, end, dropped))
 
     # Private tails that become segments
 
@@ -194,6 +208,8 @@ class LedgerState:
         that the tree has from another sequence are freed here.
         """
         node, end = self._cache_tail(sequence, tokens)
+        if isinstance(sequence, WindowedSequence):
+            self.tails.cache_tail(sequence, node, end)
         if sequence.session is not None and node.indexed:
             self.sessions.protect(sequence.session, node, end)
         return end
@@ -230,7 +246,7 @@ class LedgerState:
             else:
                 node = tree.add(node, fresh)
                 tree.touch([node])
-                self.num_cached += node.length
+                self.num_cached += node.length * self.width
                 tree.note_unheld(node)
             self._edits.append(StoreSegment(row, end - node.length, end, node.id))
         return node, max(end, found)
@@ -289,13 +305,18 @@ class LedgerState:
                 self._gapped.discard(sequence.row)
         sequence.shared -= end - start
         self.leave(sequence, path[num_below:num_kept_or_left])
+        if isinstance(sequence, WindowedSequence):
+            self.tails.note_cut(sequence)
 
     def leave(self, sequence: Sequence, path: Iterable[Segment]) -> None:
         """Removes `sequence` from the holders of `path` (the deepest first). A segment without holders becomes
         cached if it is indexed, and is freed if not."""
+        if isinstance(sequence, WindowedSequence):
+            path = list(path)
+            self.tails.leave(path, sequence.row)
         unheld, sole = self.tree.remove_holder(path, sequence.row)
         for segment in unheld:
-            length = len(segment.tokens) // TOKEN_BYTES
+            length = len(segment.tokens) // TOKEN_BYTES * self.width
             if not segment.indexed:
                 self._edits.append(FreeSegment(segment.id, 0))
                 self.num_free += length
@@ -315,6 +336,8 @@ class LedgerState:
         while not node.indexed and node.holders == {sequence.row}:
             assert node.parent is not None
             self._edits.append(ForgetSegment(node.id))
+            if isinstance(sequence, WindowedSequence):
+                self.tails.forget(sequence, node)
             sequence.shared -= node.length
             node.holders.clear()
             node = node.parent
@@ -323,6 +346,8 @@ class LedgerState:
             node, sequence.gap = above, sequence.gap.after(None)
             self._gapped.discard(sequence.row)
         sequence.node = node
+        if isinstance(sequence, WindowedSequence):
+            self.tails.note_cut(sequence)
 
     def _merge_unindexed(self, sequence: Sequence) -> None:
         """Merges neighbouring unindexed segments of its path that have the same holders. So a path stays short
@@ -331,9 +356,13 @@ class LedgerState:
         while sequence.row in segment.holders and not segment.indexed:
             head = segment.parent
             assert head is not None
-            if not head.indexed and head.holders == segment.holders:
+            alike = not head.indexed and head.holders == segment.holders
+            if alike and self.tails.can_join(head, segment):
+                self.tails.join(head, segment)
                 self.tree.merge(segment)
                 self._edits.append(MergeSegments(segment.id, head.id))
+                if segment.parts:
+                    self.tails.note_ends(segment)
             else:
                 segment = head
 
@@ -353,19 +382,30 @@ class LedgerState:
         if head.indexed and head.confirmed < head.length:
             self._unconfirmed.append(head)
         self._edits.append(SplitSegment(segment.id, at, head.id))
+        if segment.parts:
+            self.tails.split(segment, head)
         return head
 
     def evict(self, count: int) -> None:
-        """Frees `count` of the cached tokens, in the tree's order, and those that sessions protect last."""
-        while count:
-            segment = self.tree.oldest()
+        """Frees `count` of the cached slots, in the tree's order, and those that sessions protect last; a few
+        more, where a token has several."""
+        tree, tails = self.tree, self.tails
+        while count > 0:
+            segment = tree.oldest()
+            if freed := tails.evict(segment) or (segment is None and tails.evict_protected()):
+                count -= freed
+                continue
+            is_protected = segment is None
             if segment is None:
                 segment = self.sessions.oldest()
-                assert segment is not None  # num_cached counts exactly what the two can reach
-                self.sessions.evict(min(segment.length, count))
-            keep = max(segment.length - count, 0)
-            count -= segment.length - keep
-            self._trim(segment, keep)
+            assert segment is not None  # num_cached counts exactly what can be reached so
+            count -= tails.drop_parts(segment)  # nothing could go on from what is left of it
+            if count > 0:
+                keep = max(segment.length + -count // self.width, 0)
+                if is_protected:
+                    self.sessions.evict(segment.length - keep)
+                count -= (segment.length - keep) * self.width
+                self._trim(segment, keep)
 
     def _trim(self, segment: Segment, keep: int) -> None:
         """Frees all but the first `keep` tokens of an unheld leaf."""
@@ -373,8 +413,9 @@ class LedgerState:
         if not freed:
             return
         self._edits.append(FreeSegment(segment.id, keep))
-        self.num_cached -= freed
-        self.num_free += freed
+        slots = freed * self.width + self.tails.cut(segment, freed)
+        self.num_cached -= slots
+        self.num_free += slots
         if keep:
             self.sessions.trim(segment, freed)
             self.tree.cut(segment, keep)
@@ -435,15 +476,18 @@ class LedgerState:
                 shared += segment.length
             else:
                 cached += segment.length
+        cached_in_parts, held_in_parts = self.tails.check({*self.tree, *holders})
+        cached = cached * self.width + cached_in_parts
+        shared, private = shared * self.width + held_in_parts, private * self.width
         held = self.capacity - self.num_free - self.num_cached
         for name, (counted, recounted) in {
             "cached": (self.num_cached, cached),
             "held": (held, shared + private),
         }.items():
             if counted != recounted:
-                raise CheckFailed(f"{counted} tokens {name} by the ledger's count, {recounted} by recount")
+                raise CheckFailed(f"{counted} slots {name} by the ledger's count, {recounted} by recount")
         if self.num_free < 0:
-            raise CheckFailed(f"{self.num_free} tokens free")
+            raise CheckFailed(f"{self.num_free} slots free")
         if sorted([*self._free_rows, *self.sequences]) != list(range(1, self.max_sequences + 1)):
             raise CheckFailed(f"rows free {sorted(self._free_rows)}, open {sorted(self.sequences)}")
 
@@ -451,5 +495,5 @@ class LedgerState:
 def _may_grow(node: Segment) -> bool:
     """Returns whether its only holder can add tokens to this segment. A segment that was hit or is protected
     stays as it is, since the new tokens were not hit and are not protected."""
-    alone = node.parent is not None and len(node.holders) == 1 and not node.children
+    alone = node.parent is not None and len(node.holders) == 1 and not node.children and not node.parts
     return alone and not node.credit and not node.protected

@@ -127,9 +127,9 @@ class KVMemory:
             match edit:
                 case Alloc():
                     allocated = self._alloc(edit)
-                case MapSegments(row, segments):
+                case MapSegments(row, start, segments):
                     slots = torch.cat([self._segments[segment] for segment in segments])
-                    self.table.slots(row, 0, len(slots)).copy_(slots)
+                    self.table.slots(row, start, start + len(slots)).copy_(slots)
                 case StoreSegment(row, start, end, segment):
                     self._segments[segment] = self.table.slots(row, start, end).clone()
                 case SplitSegment(segment, at, head):

@@ -152,10 +152,10 @@ def test_a_step_that_follows_another_uploads_nothing(
 
 def test_store_map_split_and_free_segments(memory: KVMemory) -> None:
     memory.apply([Alloc((1,), (0,), (6,)), StoreSegment(1, 0, 4, segment=9)])
-    memory.apply([MapSegments(2, (9,)), Alloc((2,), (4,), (2,))])
+    memory.apply([MapSegments(2, 0, (9,)), Alloc((2,), (4,), (2,))])
     assert row_slots(memory, 2, 6) == [1, 2, 3, 4, 7, 8]
     memory.check(Holdings([HeldRow(1, (9,), 4, 6, 0), HeldRow(2, (9,), 4, 6, 0)], {9: 4}))
-    memory.apply([SplitSegment(9, 1, head=10), MapSegments(3, (10, 9))])
+    memory.apply([SplitSegment(9, 1, head=10), MapSegments(3, 0, (10, 9))])
     assert row_slots(memory, 3, 4) == [1, 2, 3, 4]
     memory.apply([FreeSegment(9, 1)])
     assert memory.num_free == memory.capacity - 6
@@ -172,7 +172,7 @@ def test_store_segment_may_grow_a_segment(memory: KVMemory) -> None:
             StoreSegment(1, 0, 2, 1),
             StoreSegment(1, 0, 5, 1),
             FreeRange(1, 5, 5),
-            MapSegments(2, (1,)),
+            MapSegments(2, 0, (1,)),
         ]
     )
     assert row_slots(memory, 2, 5) == [1, 2, 3, 4, 5]
@@ -182,7 +182,7 @@ def test_store_segment_may_grow_a_segment(memory: KVMemory) -> None:
 def test_freed_slots_are_read_before_the_row_is_mapped_again(memory: KVMemory) -> None:
     """A row is closed and opened again within one list of edits: the slots that it held first are freed."""
     memory.apply([Alloc((1,), (0,), (3,)), Alloc((2,), (0,), (3,)), StoreSegment(2, 0, 3, 5)])
-    memory.apply([FreeRange(1, 0, 3), MapSegments(1, (5,))])
+    memory.apply([FreeRange(1, 0, 3), MapSegments(1, 0, (5,))])
     assert row_slots(memory, 1, 3) == [4, 5, 6]
     memory.check(Holdings([HeldRow(row, (5,), 3, 3, 0) for row in (1, 2)], {5: 3}))
     assert memory.num_free == memory.capacity - 3
@@ -250,7 +250,7 @@ def test_the_same_edits_make_the_same_memory(memory: KVMemory, device: torch.dev
         StoreSegment(1, 0, 4, 1),
         SplitSegment(1, 2, 2),
         FreeRange(3, 2, 7),
-        MapSegments(4, (2,)),
+        MapSegments(4, 0, (2,)),
         Alloc((4, 2), (2, 1), (1, 1)),
         FreeSegment(1, 1),
     ]
@@ -298,7 +298,7 @@ def test_apply_never_synchronises(memory: KVMemory) -> None:
         return [
             alloc,
             StoreSegment(1, 0, 4, segment),
-            MapSegments(3, (segment,)),
+            MapSegments(3, 0, (segment,)),
             FreeRange(1, 4, 5),
             FreeRange(2, 0, 3),
             FreeSegment(segment, 0),

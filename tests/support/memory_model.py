@@ -33,9 +33,9 @@ class MemoryModel:
                     for row, start, count in zip(rows, starts, counts, strict=True):
                         for position in range(start, start + count):
                             self.rows.setdefault(row, {})[position] = self._alloc()
-                case MapSegments(row, segments):
+                case MapSegments(row, start, segments):
                     slots = [slot for segment in segments for slot in self.segments[segment]]
-                    self.rows[row] = dict(enumerate(slots))
+                    self.rows[row] = dict(enumerate(slots, start))
                 case StoreSegment(row, start, end, segment):
                     slots = [self.rows[row][position] for position in range(start, end)]
                     before = self.segments.get(segment, [])

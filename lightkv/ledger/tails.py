@@ -1,0 +1,485 @@
+"""The classes of layers that do not see everything: what sequences hold and leave there, in slots.
+
+A sequence keeps in such a class what its next tokens see, and `SLACK` positions more, since it may go back by
+so many. Where a prompt or an answer ends, and where a second prompt has turned off, this *tail* becomes parts
+of the segments of the path (`parts.py`), from which a later sequence goes on: it hits as many tokens as every
+class can continue after.
+
+The state's verbs (`state.py`) call this file where there is more than one class.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, NamedTuple
+
+from lightkv.edits import AllocPart, Edit, FreePart, FreePartRange, MapPart, MapSegments, Reuse, StorePart
+from lightkv.errors import CheckFailed
+from lightkv.layer_groups import LayerClass, Lifetime
+
+from .parts import Part, Parts
+from .prefix_tree import NO_PARTS, TOKEN_BYTES, Segment
+from .windows import WindowedSequence
+
+if TYPE_CHECKING:
+    from .state import LedgerState
+
+
+class Growth(NamedTuple):
+    """What the next tokens of some sequences take and give back, in slots: `needed` to allocate, once `passed`
+    private ones are freed."""
+
+    needed: int
+    passed: int
+
+
+class Takers(NamedTuple):
+    """The sequences of a batch that take free slots in a class, `counts` of them each, and those that reuse
+    theirs."""
+
+    cls: int
+    width: int
+    fresh: list[WindowedSequence]
+    fresh_rows: tuple[int, ...]
+    counts: tuple[int, ...]
+    reusing: list[WindowedSequence]
+    reusing_rows: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        of_class: int,
+        width: int,
+        fresh: list[tuple[WindowedSequence, int]],
+        reusing: list[WindowedSequence],
+    ) -> "Takers":
+        """Makes one, from the sequences that take free slots, with how many tokens, and those that take
+        none."""
+        return cls(
+            of_class,
+            width,
+            [one for one, _ in fresh],
+            tuple([one.row for one, _ in fresh]),
+            tuple([count for _, count in fresh]),
+            reusing,
+            tuple([one.row for one in reusing]),
+        )
+
+    @property
+    def num_slots(self) -> int:
+        """Free slots that are taken."""
+        return self.width * sum(self.counts)
+
+    def edits(self, starts: tuple[int, ...]) -> list[Edit]:
+        """Returns what the memory has to do for the next tokens. `starts`: the lengths of the whole batch."""
+        edits: list[Edit] = []
+        if self.fresh:
+            entries = starts if not self.reusing else tuple([one.length for one in self.fresh])
+            edits.append(AllocPart(self.cls, self.fresh_rows, entries, self.counts))
+        if self.reusing:
+            distance = self.reusing[0].distances[self.cls - 1]
+            entries = starts if not self.fresh else tuple([one.length for one in self.reusing])
+            edits.append(Reuse(self.cls, distance, self.reusing_rows, entries))
+        return edits
+
+
+class Tails:
+    """What is held and cached in the classes from 1 on, of one ledger's state.
+
+    Every verb takes time in proportion to the segments that a window reaches.
+    """
+
+    def __init__(self, state: "LedgerState", classes: Seq[LayerClass]) -> None:
+        self._state = state
+        self._parts = Parts()
+        self.lifetimes = [one.lifetime for one in classes]
+        self._widths = [one.num_groups for one in classes]
+        self._classes = range(1, len(classes) + 1)
+
+    # Hits
+
+    def reachable(self, path: list[Segment], matched: int) -> tuple[list[Segment], int, int]:
+        """Returns as much of `path`, from the root on, as a sequence can hit: up to the last token after which
+        every class has what the next one sees. `matched`: bytes of the last segment, as in `PrefixTree.find`,
+        whose answer this replaces. Returns how many tokens the whole path matched, too."""
+        end = sum([segment.length for segment in path])
+        in_tree = found = end - path[-1].length + matched // TOKEN_BYTES
+        runs = [self._runs(path, cls) for cls in self._classes]
+        before = -1
+        while found != before:
+            before = found
+            for lifetime, ranges in zip(self.lifetimes, runs, strict=True):
+                found = _latest(lifetime, ranges, found)
+        while path and end - path[-1].length >= found:
+            end -= path.pop().length
+        return path, (found - end + path[-1].length) * TOKEN_BYTES if path else 0, in_tree
+
+    def _runs(self, path: Seq[Segment], cls: int) -> list[tuple[int, int]]:
+        """Returns the ranges of tokens of `path` that a class has, ascending."""
+        runs: list[tuple[int, int]] = []
+        end = 0
+        for segment in path:
+            start, end = end, end + segment.length
+            part = segment.parts.get(cls)
+            if part is None:
+                continue
+            first = end - part.length
+            if runs and runs[-1][1] == first == start:
+                runs[-1] = runs[-1][0], end
+            else:
+                runs.append((first, end))
+        return runs
+
+    def enter(self, sequence: WindowedSequence, matched: int) -> None:
+        """Gives an opened sequence the parts that its next tokens see. `matched`: the tokens of its prompt that
+        the tree has."""
+        state, hit = self._state, sequence.length
+        sequence.set_points(hit, matched)
+        for cls in self._classes:
+            kept = sequence.passed(cls)
+            held: list[Segment] = []
+            for segment, end in sequence.segments_up():
+                part = segment.parts.get(cls)
+                if end <= kept or part is None:
+                    break
+                self._hold(part, sequence.row)
+                held.append(segment)
+                if not part.is_whole:
+                    break
+            sequence.set_own(cls, hit)
+            sequence.note_oldest(cls)
+            if held:
+                ids = tuple([segment.id for segment in reversed(held)])
+                state.emit(MapPart(cls, sequence.row, hit, ids))
+
+    # Growth
+
+    def settle(self, sequence: WindowedSequence) -> None:
+        """Brings a sequence up to date with the tokens that it has: it shares what the tree has got meanwhile,
+        keeps the tails of the points that it has passed, and leaves the parts that have passed."""
+        length = sequence.length
+        if sequence.shared < min(length, len(sequence.prompt) // TOKEN_BYTES):
+            self._adopt(sequence)
+        while sequence.points and sequence.points[0] <= length:
+            self._keep_tail(sequence, sequence.points.pop(0))
+        for cls in self._classes:
+            if 0 < sequence.oldest[cls - 1] <= (passed := sequence.passed(cls)):
+                self._leave_passed(sequence, cls, passed)
+
+    def _adopt(self, sequence: WindowedSequence) -> None:
+        """Shares tokens of the prompt that are in the tree, too, and frees the sequence's own."""
+        state, tree, start = self._state, self._state.tree, sequence.shared
+        node, tokens = sequence.node, sequence.prompt
+        if not node.indexed or tokens[start * TOKEN_BYTES : (start + 1) * TOKEN_BYTES] not in node.children:
+            return
+        path, matched = tree.find(node, tokens, start * TOKEN_BYTES, sequence.length * TOKEN_BYTES)
+        if matched < len(path[-1].tokens):
+            path[-1] = state.split(path[-1], matched // TOKEN_BYTES)
+        found = sum(segment.length for segment in path)
+        state.free_range(sequence.row, start, start + found)
+        state.count(cached=-(tree.add_holder(path, sequence.row) * state.width))
+        tree.hit(path)
+        state.emit(MapSegments(sequence.row, start, tuple([segment.id for segment in path])))
+        sequence.shared += found
+        sequence.node = path[-1]
+
+    def _keep_tail(self, sequence: WindowedSequence, point: int) -> None:
+        """Makes parts of what is seen at `point`, which the sequence has reached; not where its path ends
+        before."""
+        if point > sequence.shared:
+            return
+        for segment, end in sequence.segments_up():
+            if end - segment.length < point < end:
+                self._state.split(segment, point - end + segment.length)
+        for cls, lifetime in zip(self._classes, self.lifetimes, strict=True):
+            if sequence.own(cls) < point:
+                first = lifetime.first_kept(point)
+                self._leave_passed(sequence, cls, first)
+                self._free_own(sequence, cls, first)
+                self._share(sequence, cls, point, sequence.segments_up(), hold=True)
+
+    def _leave_passed(self, sequence: WindowedSequence, cls: int, passed: int) -> None:
+        """Has a sequence leave the parts that end before entry `passed`."""
+        for part, end in sequence.held_parts(cls):
+            if end <= passed:
+                self._let_go(part, sequence.row)
+        sequence.note_oldest(cls)
+
+    def growth(self, sequences: Iterable[WindowedSequence], counts: Iterable[int]) -> Growth:
+        """Returns what these sequences take and give back for so many more tokens each, once they are
+        settled."""
+        needed = passed = 0
+        for sequence, count in zip(sequences, counts, strict=True):
+            needed += count * self._state.width
+            for cls, width in zip(self._classes, self._widths, strict=True):
+                gone = self._gone(sequence, cls)
+                if not self._reuses(cls, gone, count):
+                    needed += count * width
+                    passed += gone * width
+        return Growth(needed, passed)
+
+    def _gone(self, sequence: WindowedSequence, cls: int) -> int:
+        """Returns how many of a sequence's own tokens have passed, and are not to be kept for others."""
+        passed, points = sequence.passed(cls), sequence.points
+        if points and points[0] <= sequence.length:
+            passed = min(passed, self.lifetimes[cls - 1].first_kept(points[0]))
+        return max(passed - sequence.own(cls), 0)
+
+    def _reuses(self, cls: int, gone: int, count: int) -> bool:
+        """Returns whether the next tokens, `count` of them, take the slots of those that have passed."""
+        return gone == count == 1 and self.lifetimes[cls - 1].sees == "window"
+
+    def prepare(self, sequence: WindowedSequence, count: int) -> None:
+        """Frees what has passed of a settled sequence that is about to grow by `count` tokens, or has it
+        reused."""
+        for cls in self._classes:
+            gone = self._gone(sequence, cls)
+            if self._reuses(cls, gone, count):
+                if not sequence.distances[cls - 1]:
+                    sequence.reuse(cls)
+            elif gone:
+                self._free_own(sequence, cls, sequence.own(cls) + gone)
+            elif sequence.distances[cls - 1]:
+                sequence.set_own(cls, sequence.own(cls))
+
+    def take(self, sequences: Seq[WindowedSequence], counts: Seq[int]) -> "list[Takers]":
+        """Returns for each class which of these prepared sequences take free slots, and which reuse theirs."""
+        takers = []
+        for cls, width in zip(self._classes, self._widths, strict=True):
+            fresh = [
+                (one, count)
+                for one, count in zip(sequences, counts, strict=True)
+                if not one.distances[cls - 1]
+            ]
+            reusing = [one for one in sequences if one.distances[cls - 1]]
+            takers.append(Takers.of(cls, width, fresh, reusing))
+        return takers
+
+    # Forks, cuts and ends
+
+    def share_all(self, sequence: WindowedSequence) -> None:
+        """Makes parts of all that a settled sequence holds as its own, so that others can hold it, too. All of
+        its tokens are in its path."""
+        for cls in self._classes:
+            passed = sequence.passed(cls)
+            if passed > sequence.own(cls):
+                self._free_own(sequence, cls, passed)
+            self._share(sequence, cls, sequence.length, sequence.segments_up(), hold=True)
+
+    def hold_same(self, sequence: WindowedSequence, row: int) -> None:
+        """Has a fork in `row` hold the parts that `sequence` holds, which has no tokens of its own."""
+        for cls in self._classes:
+            for part, _ in sequence.held_parts(cls):
+                part.holders.add(row)
+
+    def free_after(self, sequence: WindowedSequence, length: int, count: int) -> None:
+        """Frees what is the sequence's own of the `count` entries from `length` on, which it gives up."""
+        for cls in self._classes:
+            own = sequence.own(cls)
+            if max(own, length) < length + count:
+                self._free_range(sequence, cls, max(own, length), length + count)
+            sequence.set_own(cls, min(own, length))
+        sequence.points = [point for point in sequence.points if point <= length]
+
+    def note_cut(self, sequence: WindowedSequence) -> None:
+        """Notes that a sequence has left the last segments of its path."""
+        for cls in self._classes:
+            sequence.note_oldest(cls)
+
+    def cache_tail(self, sequence: WindowedSequence, node: Segment, end: int) -> None:
+        """Keeps what is seen after the first `end` tokens of a sequence that is about to close, for whoever
+        goes on from there. They are those of the path to `node`."""
+        if not node.indexed:
+            return
+        for cls, lifetime in zip(self._classes, self.lifetimes, strict=True):
+            if sequence.own(cls) < end:
+                self._free_own(sequence, cls, lifetime.first_kept(end))
+                self._share(sequence, cls, end, _ends(node, end), hold=False)
+            self._supersede(node, cls, end, lifetime.first_kept(end))
+
+    def free_own(self, sequence: WindowedSequence) -> None:
+        """Frees all that is the sequence's own in these classes."""
+        for cls in self._classes:
+            self._free_own(sequence, cls, sequence.length)
+
+    def _supersede(self, node: Segment, cls: int, end: int, first: int) -> None:
+        """Has the parts of the path to `node`, which ends at `end`, evicted first where they end up to `first`,
+        but for those where prompts turn off or other sessions end."""
+        for segment, at in _ends(node, end):
+            part = segment.parts.get(cls)
+            if at <= first and part is not None and len(segment.children) == 1 and segment.protected < 2:
+                self._parts.supersede(part)
+
+    def _share(
+        self, sequence: WindowedSequence, cls: int, end: int, path: Iterable[tuple[Segment, int]], hold: bool
+    ) -> None:
+        """Makes parts of the sequence's own entries up to `end`, where a segment of `path` ends; with `hold`
+        the sequence holds them. Where the path has a part already, the sequence's own are freed."""
+        state, row, own = self._state, sequence.row, sequence.own(cls)
+        for segment, at in path:
+            first = max(at - segment.length, own)
+            if at > end:
+                continue
+            if first >= at:
+                break
+            part, count = segment.parts.get(cls), at - first
+            there = min(part.length, count) if part is not None else 0
+            if there:
+                self._free_range(sequence, cls, at - there, at)
+                if hold or there < count:
+                    state.emit(MapPart(cls, row, at, (segment.id,)))
+            if part is None or there < count:
+                is_held = part is not None and bool(part.holders)
+                part = self._parts.store(segment, cls, count, self._widths[cls - 1])
+                state.emit(StorePart(cls, row, first, at, segment.id))
+                for other in part.holders:  # they hold the longer part from now on
+                    state.emit(MapPart(cls, other, at, (segment.id,)))
+                if not is_held:
+                    state.count(cached=(count - there) * part.width)  # for as long as no row holds it
+            part.superseded = False
+            if hold:
+                self._hold(part, row)
+            else:
+                self._parts.note_idle(part)
+        sequence.set_own(cls, max(own, end))
+        sequence.note_oldest(cls)
+
+    # Parts and the entries of rows
+
+    def _hold(self, part: Part, row: int) -> None:
+        if not part.holders:
+            self._state.count(cached=-part.num_slots)
+            part.superseded = False
+        part.holders.add(row)
+
+    def _let_go(self, part: Part, row: int) -> None:
+        """Removes a row from the holders of a part, which is then cached, or freed where no look-up finds
+        it."""
+        part.holders.discard(row)
+        if part.holders:
+            return
+        state = self._state
+        if part.segment.indexed:
+            state.count(cached=part.num_slots)
+            self._parts.note_idle(part)
+        else:
+            state.count(free=part.num_slots)
+            state.emit(FreePart(part.cls, part.segment.id))
+            self._parts.remove(part)
+
+    def _free_own(self, sequence: WindowedSequence, cls: int, end: int) -> None:
+        """Frees the sequence's own entries before `end`."""
+        own = sequence.own(cls)
+        if own < end:
+            self._free_range(sequence, cls, own, end)
+            sequence.set_own(cls, end)
+
+    def _free_range(self, sequence: WindowedSequence, cls: int, start: int, end: int) -> None:
+        self._state.emit(FreePartRange(cls, sequence.row, start, end))
+        self._state.count(free=(end - start) * self._widths[cls - 1])
+
+    # What the state does to segments
+
+    def leave(self, segments: Iterable[Segment], row: int) -> None:
+        """Removes a row from the holders of all parts of these segments, which it leaves."""
+        for segment in segments:
+            for part in list(segment.parts.values()):
+                if row in part.holders:
+                    self._let_go(part, row)
+
+    def forget(self, sequence: WindowedSequence, segment: Segment) -> None:
+        """Makes the parts of a segment the sequence's own, which alone holds it; it is forgotten then."""
+        for part in segment.parts.values():
+            sequence.set_own(part.cls, sequence.own(part.cls) - part.length)
+        segment.parts = NO_PARTS
+
+    def split(self, segment: Segment, head: Segment) -> None:
+        """Divides the parts of a segment whose first tokens have become `head`."""
+        self._parts.split(segment, head)
+        self.note_ends(head)
+
+    def note_ends(self, segment: Segment) -> None:
+        """Notes that the parts of a segment end where they did not before, for the rows that hold them."""
+        for part in segment.parts.values():
+            for row in part.holders:
+                sequence = self._state.sequences[row]
+                assert isinstance(sequence, WindowedSequence)
+                sequence.note_oldest(part.cls)
+
+    def can_join(self, head: Segment, segment: Segment) -> bool:
+        """Returns whether the parts of both segments can be joined with their tokens."""
+        return self._parts.can_join(head, segment)
+
+    def join(self, head: Segment, segment: Segment) -> None:
+        """Joins the parts of `head` to those of `segment`, whose tokens are joined next."""
+        self._parts.join(head, segment)
+
+    def cut(self, segment: Segment, freed: int) -> int:
+        """Takes the last `freed` tokens of an unheld segment out of its parts. Returns their slots there."""
+        return self._parts.cut(segment, freed) if segment.parts else 0
+
+    def evict(self, leaf: Segment | None) -> int:
+        """Frees the oldest part that no row holds, if it is due before `leaf`, the oldest segment. Returns how
+        many slots that frees; 0 if the leaf is due first."""
+        part = self._parts.oldest()
+        if part is None or (leaf is not None and leaf.due < part.due):
+            return 0
+        return self._drop(part)
+
+    def evict_protected(self) -> int:
+        """Frees the oldest part that sessions protect. Returns how many slots that frees; 0 for none."""
+        part = self._parts.oldest_protected()
+        return 0 if part is None else self._drop(part)
+
+    def drop_parts(self, segment: Segment) -> int:
+        """Frees the parts of an unheld segment, which is about to be cut. Returns how many slots that frees."""
+        return sum([self._drop(part) for part in list(segment.parts.values())])
+
+    def _drop(self, part: Part) -> int:
+        self._state.emit(FreePart(part.cls, part.segment.id))
+        self._state.count(free=part.num_slots, cached=-part.num_slots)
+        self._parts.remove(part)
+        return part.num_slots
+
+    def check(self, segments: Iterable[Segment]) -> tuple[int, int]:
+        """Recounts the parts of these segments and their holders. Returns how many slots of parts are cached
+        and how many are held, with the sequences' own. Raises CheckFailed."""
+        segments = list(segments)
+        self._parts.check(segments)
+        holders: dict[int, set[int]] = {}
+        held = cached = 0
+        if not self.lifetimes:
+            return cached, held
+        for row, sequence in self._state.sequences.items():
+            assert isinstance(sequence, WindowedSequence)
+            for cls, width in zip(self._classes, self._widths, strict=True):
+                held += (sequence.length - sequence.own(cls)) * width
+                for part, _ in sequence.held_parts(cls):
+                    holders.setdefault(id(part), set()).add(row)
+        for segment in segments:
+            for part in segment.parts.values():
+                if part.holders != holders.get(id(part), set()):
+                    raise CheckFailed(f"{part} lists {part.holders}, and is held by {holders.get(id(part))}")
+                if part.holders:
+                    held += part.num_slots
+                else:
+                    cached += part.num_slots
+        return cached, held
+
+
+def _ends(node: Segment, end: int) -> Iterable[tuple[Segment, int]]:
+    """Yields `node` and the segments above it, each with the token at which it ends; `node` ends at `end`."""
+    for segment in node.up():
+        yield segment, end
+        end -= segment.length
+
+
+def _latest(lifetime: Lifetime, runs: Seq[tuple[int, int]], limit: int) -> int:
+    """Returns the highest number of tokens, at most `limit`, after which a token sees only what `runs` have."""
+    best = lifetime.boundary(limit)
+    for first, end in reversed(runs):
+        at = min(end, limit)
+        if at <= best:
+            break
+        if lifetime.first_seen(at) >= first:
+            return at
+    return best

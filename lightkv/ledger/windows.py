@@ -1,0 +1,175 @@
+"""Sequences of models with layers that do not see everything: what each holds in the classes of such layers."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from typing import ClassVar, Self
+
+from lightkv.errors import CheckFailed
+from lightkv.holdings import HeldWindow
+from lightkv.layer_groups import Lifetime
+
+from .parts import Part
+from .prefix_tree import TOKEN_BYTES, Segment
+from .sequence import Sequence
+from .sessions import Session
+
+
+class WindowedSequence(Sequence):
+    """A sequence that holds all of its tokens in the class that sees everything, and the last ones in the
+    others. Of these, the first come from parts of its path, and the others are its own:
+
+        entry      0           held from        own              length
+                   ├─ released ─┼─ held parts ───┼─── its own ────┤
+
+    lifetimes: of the classes from 1 on; the lists have a number for each of them. distances: how far back the
+    entry is whose slot its next token takes; 0 while that takes a free one. oldest: where the first of the
+    parts that it holds ends, which it leaves once all of it has passed; 0 where it holds none. points:
+    ascending, where its prompt ends and where others may turn off from it, as far as it has not passed them:
+    what is seen there is kept for others. event: the length at which something else happens than that each of
+    its tokens takes a slot, or reuses one; 0 if that is to be found out.
+    """
+
+    __slots__ = ("_own", "distances", "event", "lifetimes", "oldest", "points")
+
+    slot_per_token: ClassVar[bool] = False
+
+    def __init__(self, prompt: bytes, session: Session | None, lifetimes: Seq[Lifetime]) -> None:
+        super().__init__(prompt, session)
+        self.lifetimes = lifetimes
+        self._own = [0] * len(lifetimes)  # where it reuses no slots
+        self.distances = [0] * len(lifetimes)
+        self.oldest = [0] * len(lifetimes)
+        self.points: list[int] = []
+        self.event = 0
+
+    def own(self, cls: int) -> int:
+        """Returns the first entry that is its own in a class."""
+        distance = self.distances[cls - 1]
+        return self.length - distance if distance else self._own[cls - 1]
+
+    def set_own(self, cls: int, entry: int) -> None:
+        """Sets the first entry that is its own in a class. Its next token takes a free slot."""
+        self._own[cls - 1] = entry
+        self.distances[cls - 1] = 0
+        self.event = 0
+
+    def reuse(self, cls: int) -> None:
+        """Has each of its tokens take the slot of the first that is its own, from the next one on."""
+        self.distances[cls - 1] = self.length - self._own[cls - 1]
+
+    def find_event(self) -> None:
+        """Finds out at which length something else happens."""
+        events = self.points[:1]
+        for own, distance, oldest, lifetime in zip(
+            self._own, self.distances, self.oldest, self.lifetimes, strict=True
+        ):
+            if oldest:
+                events.append(lifetime.gone_at(oldest - 1))
+            if not distance:
+                events.append(lifetime.gone_at(own))
+        self.event = min(events, default=sys.maxsize)
+
+    def stop_reusing(self) -> None:
+        """Has its tokens take free slots, since it goes back."""
+        for cls in range(1, len(self.lifetimes) + 1):
+            self.set_own(cls, self.own(cls))
+
+    def twin(self) -> Self:
+        twin = type(self)(self.prompt, self.session, self.lifetimes)
+        twin.num_hit = self.num_hit
+        twin._own, twin.oldest, twin.points = self._own[:], self.oldest[:], self.points[:]
+        return twin
+
+    def segments_up(self) -> Iterator[tuple[Segment, int]]:
+        """Yields the segments of its path, the deepest first, each with the entry at which it ends."""
+        end = self.shared
+        for segment in self.path():
+            yield segment, end
+            end -= segment.length
+
+    def held_parts(self, cls: int) -> list[tuple[Part, int]]:
+        """Returns the parts that it holds in a class, the last ones first, each with the entry at which it
+        ends."""
+        found: list[tuple[Part, int]] = []
+        own = self.own(cls)
+        for segment, end in self.segments_up():
+            if end > own:
+                continue
+            part = segment.parts.get(cls)
+            if part is None or self.row not in part.holders:
+                break
+            found.append((part, end))
+        return found
+
+    def held_from(self, cls: int) -> int:
+        """Returns the first entry that it holds in a class."""
+        return self.own(cls) - sum(part.length for part, _ in self.held_parts(cls))
+
+    def windows(self) -> tuple[HeldWindow, ...]:
+        """Returns what it holds in each class."""
+        found = []
+        for cls in range(1, len(self.lifetimes) + 1):
+            ids = tuple([part.segment.id for part, _ in self.held_parts(cls)][::-1])
+            found.append(HeldWindow(ids, self.held_from(cls), self.own(cls)))
+        return tuple(found)
+
+    def note_oldest(self, cls: int) -> None:
+        """Finds anew where the first part that it holds in a class ends."""
+        held = self.held_parts(cls)
+        self.oldest[cls - 1] = held[-1][1] if held else 0
+        self.event = 0
+
+    def passed(self, cls: int) -> int:
+        """Returns before which entry it holds nothing in a class once it grows."""
+        return self.lifetimes[cls - 1].first_kept(self.length)
+
+    def set_points(self, hit: int, matched: int) -> None:
+        """Notes where something is to be kept for others, of a sequence that has hit `hit` tokens of the
+        `matched` ones that the tree has."""
+        end = len(self.prompt) // TOKEN_BYTES
+        self.points = [point for point in sorted({matched, end}) if hit < point <= end]
+        self.event = 0
+
+    def require_shrink(self, count: int) -> None:
+        super().require_shrink(count)
+        self._require_seen(self.length - count)
+        own = max([self.own(cls) for cls in range(1, len(self.lifetimes) + 1)])
+        if count and self.length - count < own:
+            raise ValueError(f"{self} cannot free {count} tokens: others may hold those before {own}")
+
+    def shrink(self, count: int) -> int:
+        self.stop_reusing()
+        return super().shrink(count)
+
+    def require_truncate(self, length: int) -> None:
+        """Raises ValueError where the token after its first `length` ones sees some that are not held."""
+        self._require_seen(length)
+
+    def _require_seen(self, length: int) -> None:
+        for cls, lifetime in enumerate(self.lifetimes, start=1):
+            if (first := self.held_from(cls)) > lifetime.first_seen(length):
+                raise ValueError(
+                    f"{self} cannot go back to {length} tokens: the next one sees those from "
+                    f"{lifetime.first_seen(length)} on in layers with a {lifetime.sees} of {lifetime.size}, "
+                    f"and they are held from {first} on; open a sequence for these tokens"
+                )
+
+    def check(self, sequences: "Mapping[int, Sequence]") -> None:
+        super().check(sequences)
+        for cls, lifetime in enumerate(self.lifetimes, start=1):
+            own, first, held = self.own(cls), self.held_from(cls), self.held_parts(cls)
+            if not 0 <= first <= own <= self.length or first > lifetime.first_seen(self.length):
+                raise CheckFailed(f"{self} holds {first} to {own} in parts of class {cls}, then its own")
+            if held and held[0][1] != own:
+                raise CheckFailed(
+                    f"{self} holds parts of class {cls} up to {held[0][1]}; its own begin at {own}"
+                )
+            if self.distances[cls - 1] not in (0, lifetime.size + lifetime.slack):
+                raise CheckFailed(
+                    f"{self} reuses slots of class {cls} {self.distances[cls - 1]} entries back"
+                )
+            if self.oldest[cls - 1] != (held[-1][1] if held else 0):
+                raise CheckFailed(
+                    f"{self} holds {held} of class {cls}, the first up to {self.oldest[cls - 1]}"
+                )

@@ -1,0 +1,293 @@
+"""A ledger of several layer groups: counts, hits, tails and eviction, against a model of the memory that knows
+what was written to each slot."""
+
+import random
+from array import array
+from typing import NamedTuple
+
+import pytest
+
+from lightkv.errors import OutOfTokens
+from lightkv.layer_groups import FULL, LayerClass, LayerGroups, Lifetime
+from lightkv.ledger import TokenLedger
+from lightkv.ledger.sequence import Sequence
+from tests.support.grouped_memory import GroupedMemory
+
+
+def groups_of(*classes: tuple[str, int, int]) -> LayerGroups:
+    """Returns groups of one lane, from what the layers of each class see, its size and its number of groups."""
+    found, layer = [], 0
+    for sees, size, count in classes:
+        lifetime = Lifetime(sees, size) if size else FULL
+        found.append(LayerClass(lifetime, tuple((layer + i,) for i in range(count))))
+        layer += count
+    return LayerGroups(tuple(found), 1)
+
+
+WINDOW = groups_of(("full", 0, 1), ("window", 6, 2))
+GROUPS = {
+    "window": WINDOW,
+    "two windows": groups_of(("full", 0, 2), ("window", 4, 1), ("window", 9, 3)),
+    "chunk": groups_of(("full", 0, 1), ("chunk", 8, 3)),
+    "window and chunk": groups_of(("full", 0, 1), ("window", 5, 1), ("chunk", 7, 1)),
+    "narrow": groups_of(("full", 0, 1), ("window", 1, 1)),
+}
+
+
+class Text(NamedTuple):
+    """A running sequence and its token ids, of which the first `prompt` are its prompt."""
+
+    sequence: Sequence
+    ids: list[int]
+    prompt: int
+
+
+class Life:
+    """A ledger and its memory, in which every token that is computed must find what it sees."""
+
+    def __init__(self, groups: LayerGroups, capacity: int, num_rows: int = 6, num_entries: int = 120) -> None:
+        self.ledger = TokenLedger(capacity, num_rows, num_entries, capacity // 3, groups)
+        self.memory = GroupedMemory(groups, capacity, num_rows, num_entries)
+        self.num_computed = 0
+
+    def apply(self) -> None:
+        self.memory.apply(self.ledger.drain())
+
+    def open(self, ids: list[int], session: str | None = None) -> Text:
+        of = None if session is None else self.ledger.open_session(session)
+        sequence = self.ledger.open(ids_bytes(ids), session=of)
+        self.apply()
+        return Text(sequence, list(ids), len(ids))
+
+    def extend(self, *texts: tuple[Text, int]) -> None:
+        """Computes the next `count` tokens of each text."""
+        self.ledger.extend([text.sequence for text, _ in texts], [count for _, count in texts])
+        self.apply()
+        for text, count in texts:
+            end = text.sequence.length
+            names = names_of(text.ids)
+            self.memory.check_reads(text.sequence.row, end - count, names)
+            self.memory.write(text.sequence.row, end - count, names[end - count : end])
+            self.num_computed += count
+
+    def finish_prompt(self, text: Text, chunk: int = 1000) -> None:
+        while (left := text.prompt - text.sequence.length) > 0:
+            self.extend((text, min(left, chunk)))
+            self.publish(text)
+
+    def publish(self, text: Text) -> None:
+        self.ledger.publish(text.sequence)
+        self.apply()
+        self.ledger.confirm(self.ledger.step)
+
+    def decode(self, text: Text, count: int) -> None:
+        for _ in range(count):
+            if len(text.ids) == text.sequence.length:
+                text.ids.append(len(text.ids) % 5)
+            self.extend((text, 1))
+
+    def close(self, text: Text, cache: bool = True) -> None:
+        self.ledger.close(text.sequence, ids_bytes(text.ids[text.prompt :]), cache)
+        self.apply()
+
+    def check(self) -> None:
+        self.ledger.check()
+        self.memory.check(self.ledger.holdings(), self.ledger.num_free)
+
+
+def ids_bytes(ids: list[int]) -> bytes:
+    return array("i", ids).tobytes()
+
+
+def names_of(ids: list[int]) -> list[object]:
+    """Returns a name for each token: all ids up to it, on which its K/V depends."""
+    return [tuple(ids[: end + 1]) for end in range(len(ids))]
+
+
+def test_what_is_held_follows_the_length() -> None:
+    groups = WINDOW
+    life = Life(groups, 400)
+    text = life.open([1] * 40)
+    life.finish_prompt(text, chunk=15)
+    for _ in range(60):
+        before = text.sequence.length
+        life.decode(text, 1)
+        life.check()
+        tail = max(before, 40) - 40 < 12  # the prompt's tail is held until all of it has passed
+        if not tail:
+            assert life.ledger.num_held == groups.slots(before) + groups.num_groups
+    life.close(text, cache=False)
+    life.check()
+    assert life.ledger.num_held == 0
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_an_answer_is_hit_to_its_last_token(name: str) -> None:
+    life = Life(GROUPS[name], 900)
+    text = life.open([1, 2, 3] * 10)
+    life.finish_prompt(text)
+    life.decode(text, 25)
+    ids = text.ids[:]
+    life.close(text)
+    life.check()
+    again = life.open([*ids, 7, 7])
+    assert again.sequence.num_hit == len(ids)
+    life.finish_prompt(again)
+    life.check()
+    life.close(again)
+    life.check()
+
+
+def test_a_prompt_that_turns_off_is_hit_by_the_third() -> None:
+    """The second prompt that turns off in the middle of a text keeps what the third one needs."""
+    life = Life(WINDOW, 900)
+    head, hits = [3] * 50, []
+    for number in range(4):
+        text = life.open([*head, *[number + 10] * 30])
+        hits.append(text.sequence.num_hit)
+        life.finish_prompt(text, chunk=20)
+        life.decode(text, 3)
+        life.close(text)
+        life.check()
+    assert hits == [0, 0, 50, 50]
+
+
+def test_templates_may_rewrite_the_last_tokens_of_a_turn() -> None:
+    groups = groups_of(("full", 0, 1), ("window", 64, 1))
+    life = Life(groups, 4000, num_entries=1000)
+    text = life.open([1] * 100)
+    life.finish_prompt(text)
+    life.decode(text, 100)
+    ids = text.ids[:]
+    life.close(text)
+    again = life.open([*ids[:-40], 9, 9, 9])
+    assert again.sequence.num_hit == len(ids) - 40
+    life.finish_prompt(again)
+    life.check()
+
+
+def test_a_refused_extension_takes_nothing() -> None:
+    life = Life(WINDOW, 100)
+    text = life.open([1] * 30)
+    with pytest.raises(OutOfTokens, match="100"):
+        life.ledger.extend([text.sequence], [50])
+    life.apply()
+    life.check()
+    assert (life.ledger.num_free, text.sequence.length) == (100, 0)
+
+
+def test_going_back_further_than_what_is_held_is_refused() -> None:
+    life = Life(WINDOW, 400)
+    text = life.open([1] * 40)
+    life.finish_prompt(text)
+    life.decode(text, 30)
+    before = life.ledger.holdings()
+    with pytest.raises(ValueError, match="open a sequence for these tokens"):
+        life.ledger.truncate(text.sequence, 30)
+    with pytest.raises(ValueError, match="6"):
+        life.ledger.shrink([text.sequence], [20])
+    assert life.ledger.holdings() == before
+    assert not life.ledger.drain()
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("seed", range(6))
+def test_random_lives(name: str, seed: int) -> None:
+    live(GROUPS[name], random.Random(f"{name} {seed}"), 250)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GROUPS)
+def test_many_random_lives(name: str) -> None:
+    for seed in range(200):
+        live(GROUPS[name], random.Random(f"{name} {seed} long"), 400)
+
+
+def live(groups: LayerGroups, rng: random.Random, num_verbs: int) -> None:
+    """Lets sequences come and go, fork, go back, and end, in a pool that is too small for all."""
+    life = Life(groups, rng.randrange(60, 260) * groups.num_groups)
+    ledger = life.ledger
+    texts: list[Text] = []
+    known: list[list[int]] = [[1]]  # texts to begin with
+    for _ in range(num_verbs):
+        verb = rng.choices(["open", "extend", "fork", "truncate", "shrink", "close", "evict"], VERBS)[0]
+        text = rng.choice(texts) if texts else None
+        if verb == "open" and len(texts) < 6:
+            base = rng.choice(known)
+            ids = base[: rng.randrange(1, len(base) + 1)] + rng.choices(range(3), k=rng.randrange(1, 25))
+            texts.append(life.open(ids[:100], rng.choice([None, None, "a", "b"])))
+        elif text is None:
+            continue
+        elif verb == "extend":
+            extend_some(life, texts, rng)
+        elif verb == "fork" and len(texts) < 6:
+            texts.append(Text(ledger.fork(text.sequence), text.ids[:], text.prompt))
+            life.apply()
+        elif verb in ("truncate", "shrink") and text.sequence.length:
+            go_back(life, texts, text, verb, rng.randrange(12))
+        elif verb == "close":
+            texts.remove(text)
+            if text.sequence.length:
+                known.append(text.ids[: text.sequence.length][:90])
+            life.close(text, rng.random() < 0.8)
+        elif verb == "evict" and ledger.num_cached and rng.random() < 0.3:
+            ledger.evict(rng.randrange(1, ledger.num_cached + 1))
+            life.apply()
+        life.check()
+    for text in texts:
+        life.close(text)
+    life.check()
+    assert ledger.num_held == 0
+    ledger.evict(ledger.num_cached)
+    life.apply()
+    life.check()
+    assert ledger.num_free == ledger.capacity
+
+
+VERBS = [3, 12, 1, 1, 1, 2, 1]
+
+
+def go_back(life: Life, texts: list[Text], text: Text, verb: str, count: int) -> None:
+    """Takes the last tokens of a text back, unless the ledger refuses, which then has changed nothing."""
+    sequence, length = text.sequence, max(text.sequence.length - count, 1)
+    before = life.ledger.holdings()
+    try:
+        if verb == "truncate":
+            life.ledger.truncate(sequence, length)
+        else:
+            life.ledger.shrink([sequence], [sequence.length - length])
+    except ValueError:
+        assert life.ledger.holdings() == before
+        assert not life.ledger.drain()
+        return
+    life.apply()
+    if verb == "truncate":
+        texts[texts.index(text)] = Text(sequence, text.ids[:length], min(text.prompt, length))
+
+
+def extend_some(life: Life, texts: list[Text], rng: random.Random) -> None:
+    batch = rng.sample(texts, rng.randrange(1, len(texts) + 1))
+    wanted = []
+    for text in batch:
+        length = text.sequence.length
+        left = text.prompt - length
+        count = min(left, rng.randrange(1, 20)) if left > 0 else 1
+        if length + count > 118:
+            continue
+        while len(text.ids) < length + count:
+            text.ids.append(rng.randrange(3))
+        wanted.append((text, count))
+    if not wanted:
+        return
+    sequences = [text.sequence for text, _ in wanted]
+    enough = life.ledger.growth(sequences, max(count for _, count in wanted))
+    available = life.ledger.num_available
+    try:
+        life.extend(*wanted)
+    except OutOfTokens:
+        assert enough > available
+        life.apply()
+        return
+    for text, _ in wanted:
+        if rng.random() < 0.7 and text.sequence.length <= text.prompt:
+            life.publish(text)
