@@ -1,74 +1,47 @@
 """The forecast of slots: the most that the running requests will hold, where some layers see a window or a
 chunk only.
 
-It answers what `Forecast` (`lightkv/router/engine/forecast.py`) answers for models whose tokens take one slot for
-as long as they are held; `make_forecast` chooses. Each request counts with its life (`lives.py`), as if it shared
-nothing. What several requests hold, a segment or a segment's part in a class, counts once, until the last of
-them leaves it: the others count less by it for as long as they hold it.
+It answers what `Forecast` (`lightkv/router/engine/forecast.py`) answers for models whose tokens take one slot
+for as long as they are held; `make_forecast` chooses. Each request counts with its life (`lives.py`), as if it
+shared nothing. What several requests hold, a segment or a segment's part in a class, counts once, until the last
+of them leaves it: the others count less by it for as long as they hold it.
 
 The count is exact for requests that decode, and for a prompt that is computed alone by a fixed budget. It is a
 bound, which never rises while these run,
 
 - for prompts whose chunks depend on other prompts or on time;
 - in the step in which a chunk of a prompt passes a part that others hold, too: the part counts twice;
-- where a tail lies in several segments: it counts until its last one has passed.
+- where a tail will lie in several segments: it counts as one run until it does.
 
-So requests that state their length are never short of a slot. A request may be refused that would have fitted by
-what a bound is too high.
+So requests that state their length are never short of a slot. A request may be refused that would have fitted
+by what a bound is too high.
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple
 
 import numpy as np
 
 from lightkv.errors import CheckFailed
 from lightkv.ledger import Sequence
 from lightkv.ledger.prefix_tree import Segment
+from lightkv.ledger.windows import WindowedSequence
 from lightkv.router.engine.forecast import Candidate, Forecast, Prefill
 from lightkv.router.engine.ledger import Ledger
 
 from .lives import Held, Life, Piece, Run, Start, Sums, decoding, prefilling
 
 
-class Part(Protocol):
-    """The last tokens of a segment in a class, and the rows that hold them."""
-
-    @property
-    def length(self) -> int: ...
-
-    @property
-    def holders(self) -> Set[int]: ...
-
-
-class WindowedSequence(Protocol):
-    """What is read of a sequence beside what every one has: its own entries and the parts that it holds, by
-    class from 1 on, and where it is still to keep tails for others."""
-
-    length: int
-    own: list[int]
-    points: list[int]
-
-    def held_parts(self, cls: int) -> list[tuple[Part, int]]:
-        """Returns the parts that it holds in a class, the last ones first, each with the entry at which it
-        ends."""
-
-
 def start_of(sequence: Sequence) -> Start:
-    """Returns where a sequence stands."""
-    windowed = cast(WindowedSequence, sequence)
+    """Returns where a sequence of a ledger with layer groups stands."""
+    assert isinstance(sequence, WindowedSequence)
     held = []
-    for cls, own in enumerate(windowed.own, start=1):
-        runs = [Run(end - part.length, end) for part, end in windowed.held_parts(cls)]
-        held.append(Held(tuple(runs[::-1]), own))
-    return Start(windowed.length, tuple(held), tuple(windowed.points))
-
-
-def parts_of(segment: Segment) -> Mapping[int, Part]:
-    """Returns the parts of a segment, by class."""
-    return cast("Mapping[int, Part]", segment.parts)  # type: ignore[attr-defined]
+    for cls in range(1, len(sequence.lifetimes) + 1):
+        runs = [Run(end - part.length, end) for part, end in sequence.held_parts(cls)]
+        held.append(Held(tuple(runs[::-1]), sequence.own(cls)))
+    return Start(sequence.length, tuple(held), tuple(sequence.points))
 
 
 def make_forecast(ledger: Ledger, lag: int) -> "Forecast | SlotForecast":
@@ -105,6 +78,8 @@ class SlotForecast:
         self._groups = ledger.groups
         self._lag = lag
         self._lives: dict[int, Life] = {}  # of the rows that decode or rest
+        # The sequence of each of these, and where its oldest parts ended when its life was computed.
+        self._known: dict[int, tuple[WindowedSequence, list[int]]] = {}
         self._end: dict[int, int] = {}  # row → the step before which it takes its last token, for the same
         self._ends: list[tuple[int, int]] = []  # (end, row), ascending
         self._final: dict[int, int] = {}  # row → the most tokens that its sequence will have
@@ -124,13 +99,13 @@ class SlotForecast:
         """Notes that the sequence takes one token in each of `remaining` steps, from step `begin` on, which is
         the next one to plan unless another is given."""
         begin = self._ledger.step if begin is None else begin
-        row = sequence.row
+        row, final = sequence.row, sequence.length + remaining
         self._remove(row)
-        self._lives[row] = decoding(self._groups, start_of(sequence), begin, remaining, self._lag)
         self._end[row] = begin + remaining
         insort(self._ends, (begin + remaining, row))
-        self._final[row] = sequence.length + remaining
-        self._sum_final += sequence.length + remaining
+        self._final[row] = final
+        self._sum_final += final
+        self._foretell(sequence)
 
     def rest(self, sequence: Sequence, end: int) -> None:
         """Notes that the sequence takes no more tokens, as if it had taken the last one in step `end - 1`."""
@@ -146,8 +121,25 @@ class SlotForecast:
         self._sum_final -= self._final[row]
         if row in self._end:
             del self._ends[bisect_left(self._ends, (self._end.pop(row), row))]
-            del self._lives[row]
+            del self._lives[row], self._known[row]
         self._sums.clear()
+
+    def _foretell(self, sequence: Sequence) -> None:
+        """Computes the life of a sequence that decodes or rests, from now on."""
+        assert isinstance(sequence, WindowedSequence)
+        row = sequence.row
+        remaining = self._final[row] - sequence.length
+        begin = self._end[row] - remaining
+        self._lives[row] = decoding(self._groups, start_of(sequence), begin, remaining, self._lag)
+        self._known[row] = sequence, sequence.oldest[:]
+        self._sums.clear()
+
+    def _refresh(self) -> None:
+        """Computes the lives of those anew whose parts have changed: a tail that was one run may have become
+        several parts, which it leaves one after the other."""
+        for sequence, oldest in list(self._known.values()):
+            if sequence.oldest != oldest:
+                self._foretell(sequence)
 
     def steps_to_end(self) -> int:
         """Returns 1: slots may also be released before a sequence ends."""
@@ -190,6 +182,7 @@ class SlotForecast:
     def now(self, prefills: Seq[Prefill], exact: bool = False) -> int:
         """Returns the slots that are held by the lives' count once the last step planned has its slots, with
         `exact` those of the exact sequences alone."""
+        self._refresh()
         step = np.array([self._ledger.step - 1])
         shared = self._shared({**self._lives, **self._prefilling(prefills, exact)}, None, exact)
         counted = self._of_decodes(exact).at(step) + Sums(list(shared)).at(step)
@@ -203,6 +196,7 @@ class SlotForecast:
 
     def _peak(self, prefills: Seq[Prefill], candidate: Candidate | None, exact: bool) -> int:
         """Returns the most slots that are held in a later step: those just before one of the drops."""
+        self._refresh()
         step, lives = self._ledger.step, self._prefilling(prefills, exact)
         opened = None if candidate is None else (candidate, self._life_of(candidate))
         pieces = [piece for life in lives.values() for piece in life.pieces]
@@ -244,7 +238,7 @@ class SlotForecast:
         for cls, one in enumerate(self._groups.classes[1:], start=1):
             kept, end, runs = one.lifetime.first_kept(num_hit), num_hit, []
             for i, segment in enumerate(path):
-                part, length = parts_of(segment).get(cls), segment.length if i else tip
+                part, length = segment.parts.get(cls), segment.length if i else tip
                 count = part.length - (segment.length - length) if part is not None else 0
                 if end <= kept or count <= 0:
                     break
@@ -278,7 +272,7 @@ class SlotForecast:
             if opened is not None and segment in hit:
                 found.append(_Holder(opened[1].last, hit[segment]))
             yield from _once(found, first, width)
-            for cls, part in parts_of(segment).items():
+            for cls, part in segment.parts.items():
                 end = _depth(segment, depths)
                 run = Run(end - part.length, end)
                 found = [

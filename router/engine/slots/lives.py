@@ -105,8 +105,8 @@ class Start(NamedTuple):
 
 
 class Sums:
-    """Pieces of any number of lives, by where they begin and by where they end, with the sums up to each: so the
-    slots of any step are two look-ups.
+    """Pieces of any number of lives, by where they begin and by where they end, with the sums up to each: so
+    the slots of any step are two look-ups.
 
     ends: the last step of each piece, ascending. The slots fall after none but these.
     """
@@ -131,14 +131,6 @@ def _sums(lines: np.ndarray) -> np.ndarray:
     sums = np.zeros((len(lines) + 1, 2), np.int64)
     np.cumsum(lines, axis=0, out=sums[1:])
     return sums
-
-
-def last_with(lifetime: Lifetime, entry: int) -> int:
-    """Returns the greatest length at which a sequence that grows does not release `entry`, in a class that does
-    not see everything."""
-    if lifetime.sees == "window":
-        return entry + lifetime.size - 1 + lifetime.slack
-    return (entry // lifetime.size + 1) * lifetime.size + lifetime.slack - 1
 
 
 def most_kept(lifetime: Lifetime) -> int:
@@ -187,7 +179,7 @@ def decoding(groups: LayerGroups, start: Start, begin: int, remaining: int, lag:
         released = [run for run in before.runs if run.end <= held.start]
         holds.append([Hold(run, begin - 1) for run in released])
         for run in held.runs:
-            passes = last_with(one.lifetime, run.end - 1) + offset
+            passes = one.lifetime.gone_at(run.end - 1) - 1 + offset
             holds[-1].append(Hold(run, passes if passes < end - 1 else last))
         width = one.num_groups
         for first, until, base, slope in _lines(one.lifetime, held, length, length + remaining):
@@ -256,14 +248,14 @@ def _lines(lifetime: Lifetime, held: Held, length: int, end: int) -> Iterator[Pi
     """Yields the entries that a settled sequence holds once it has grown by one token, for each length from
     `length` to `end` - 1 that it has before: pieces over lengths."""
     for run in held.runs:
-        until = min(last_with(lifetime, run.end - 1), end - 1)
+        until = min(lifetime.gone_at(run.end - 1), end) - 1
         if length <= until:
             yield Piece(length, until, 1 - run.begin, 1)
             length = until + 1
     first = held.own
     while length < end:
         first = max(first, lifetime.first_kept(length))
-        until = min(last_with(lifetime, first), end - 1)
+        until = min(lifetime.gone_at(first), end) - 1
         if lifetime.sees == "window" and until == length:  # one comes, one passes
             yield Piece(length, end - 1, length + 1 - first, 0)
             return
@@ -304,7 +296,7 @@ def _bound(
                 pieces.append(Piece(a, b, base * width, slope * width))
         holds.append([])
         for run in held.runs:
-            released = max(last_with(one.lifetime, run.end - 1) + 1, end)  # the length by which it has passed
+            released = max(one.lifetime.gone_at(run.end - 1), end)  # the length by which it has passed
             until = step + window.last + released - end if released < end + decodes else last
             pieces.append(Piece(step, until, (run.end - run.begin) * width, 0))
             holds[-1].append(Hold(run, until))
