@@ -1,8 +1,9 @@
 """Admission: computes the most tokens that running requests will hold, and decides which request may join them.
 
 `peak_tokens` is the specification of `forecast.Forecast`, which the scheduler uses, and docs/admission.md
-explains both. An `Admission` estimates how long outputs will be, and decides whether a waiting request fits in
-addition to the running ones.
+explains both. (Where layers see a window only, a token takes several slots, some of which are released before
+its request ends: `slots/forecast.py` counts these.) An `Admission` estimates how long outputs will be, and
+decides whether a waiting request fits in addition to the running ones.
 
 A request in decode holds `held` tokens (a) alone now and one more after each of `remaining` steps (b); then it
 ends and frees them all. The total rises in every step and falls only at an end, so that it peaks just before
@@ -20,16 +21,19 @@ is held until its last holder ends, so it counts once.
 from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from lightkv.errors import CheckFailed
+from lightkv.ledger import Match
 from lightkv.router.config import TTFT_TARGET
 
 from .forecast import Candidate, Forecast, Prefill
 from .ledger import Ledger
 from .prefill_budget import PrefillWindow, StepBudget
 from .request import Request
+from .slots.forecast import SlotForecast
 
 
 class SharedSegment(Protocol):
@@ -102,6 +106,28 @@ def peak_tokens(demands: Sequence[Demand], lag: int = 0) -> int:
     return peak
 
 
+def check_peaks(
+    ledger: Ledger,
+    forecast: Forecast | SlotForecast,
+    prefills: Sequence[Prefill],
+    demands: Callable[[bool], Sequence[Demand]],
+    lag: int,
+) -> None:
+    """Compares the peaks that are forecast with a recount, and that of the exact requests with the capacity. A
+    request that was admitted because no other ran is not counted before. Raises CheckFailed.
+
+    `demands`: returns those of all requests that hold tokens or, given True, of the exact ones.
+    """
+    if isinstance(forecast, SlotForecast):
+        forecast.check(prefills)
+    for exact in (False, True):
+        peak = forecast.peak(prefills, exact)
+        if isinstance(forecast, Forecast) and peak != (recount := peak_tokens(demands(exact), lag)):
+            raise CheckFailed(f"a peak of {peak} tokens is forecast, {recount} by recount")
+        if exact and peak > ledger.capacity and (ledger.groups.is_uniform or ledger.num_open > 1):
+            raise CheckFailed(f"exact requests peak at {peak} of {ledger.capacity} slots")
+
+
 class Estimates(Protocol):
     """Estimates the length of an output from the lengths of earlier ones."""
 
@@ -158,7 +184,7 @@ class Running(NamedTuple):
     prefills before `idx`, and a request that is admitted gets that place among them."""
 
     ledger: Ledger
-    forecast: Forecast
+    forecast: Forecast | SlotForecast
     prefilling: Sequence[Request]
     decoding: Collection[Request]
     budget: StepBudget
@@ -202,8 +228,8 @@ class Admission:
         return self.trusts_limits and (request.states_length or self.estimates is None)
 
     def limit(self, num_slots: int, num_requests: int) -> int:
-        """Returns the most tokens that `num_requests` may be counted with, of a number of slots: as many, since
-        a token takes one slot. The simulator's other allocations take more."""
+        """Returns what `num_requests` may be counted with, of a number of slots: as much. The simulator's other
+        allocations take more slots than are counted."""
         return num_slots
 
     def observe(self, request: Request) -> None:
@@ -227,7 +253,7 @@ class Admission:
         return expected
 
     def limit_with(self, running: Running, request: Request) -> int:
-        """Returns the most tokens that the running requests and this one may be counted with, less the
+        """Returns the most slots that the running requests and this one may be counted with, less the
         reserve."""
         ledger = running.ledger
         limit = self.limit(ledger.capacity, ledger.num_open + 1)
@@ -240,13 +266,16 @@ class Admission:
         how many steps it has none, unless a request ends or a prefill is computed: at least 1, or infinity."""
         ledger, forecast = running.ledger, running.forecast
         limit = self.limit_with(running, request)
-        if forecast.total + request.final <= limit:
+        num_groups = ledger.groups.num_groups
+        if forecast.total + request.final * num_groups <= limit:
             return 0  # the peak is at most the sum of all
         match = ledger.match(request.prefill_ids, request.namespace)
         window, prefills = running.windows(request.num_prefill_tokens - match.num_tokens, match.num_tokens)
-        if window.now > running.room:  # as until something is freed
+        if window.now * num_groups > running.room:  # as until something is freed
             return forecast.steps_to_end()
         candidate = Candidate(match, window, request.final)
+        if num_groups > 1:
+            candidate = candidate._replace(points=_points(ledger, request, match))
         wait = forecast.steps_to_wait(candidate, limit, prefills)
         kept = candidate.held  # the rest may be evicted while it waits
         if wait > 1 and kept.num_tokens < match.num_tokens:
@@ -254,6 +283,14 @@ class Admission:
             evicted = Candidate(kept, window, request.final)
             wait = min(wait, forecast.steps_to_wait_without(candidate, evicted, limit))
         return wait
+
+
+def _points(ledger: Ledger, request: Request, match: Match) -> tuple[int, ...]:
+    """Returns where a request that hits `match` would keep tails for others: at the end of its prompt, and at
+    the end of the tokens that it could hit if every layer had them."""
+    in_tree = ledger.tree.match(request.namespace, request.prefill_ids).num_tokens
+    points = sorted({in_tree, request.num_prefill_tokens})
+    return tuple([point for point in points if point > match.num_tokens])
 
 
 ASSUMED_LENGTH = 256  # of an answer whose length nothing is known about

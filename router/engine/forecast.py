@@ -44,11 +44,13 @@ class Prefill(NamedTuple):
 
 class Candidate(NamedTuple):
     """A request that would be admitted: what it hits, when the rest of its prefill would be computed, and the
-    tokens that it grows to, those that it hits included."""
+    tokens that it grows to, those that it hits included. `points`: where it would keep the tail of its prompt,
+    or of a part of it, in layers that see a window only."""
 
     match: Match
     window: PrefillWindow
     final: int
+    points: tuple[int, ...] = ()
 
     @property
     def held(self) -> Match:
@@ -355,7 +357,7 @@ class Forecast:
             if len(segment.holders) > 1 and (last := self._last_end(segment, exact)) < end:
                 runs.append(_Run(segment.length, last, end))
         if candidate is not None:
-            (path, tip, num_hit), window, final = candidate
+            (path, tip, num_hit), window, final, _ = candidate
             decodes = final - num_hit - window.left
             end = _Growth(0, window, decodes).end(step)
             for segment in path:

@@ -7,18 +7,22 @@ from typing import Protocol
 
 from lightkv.edits import Alloc, Edit
 from lightkv.holdings import Holdings
+from lightkv.layer_groups import LayerGroups
 from lightkv.ledger import Match, Sequence, Session, SessionCounts
-from lightkv.ledger.prefix_tree import Namespace, Segment
+from lightkv.ledger.prefix_tree import Namespace, PrefixTree, Segment
 
 
 class Ledger(Protocol):
-    """Counts of free, cached and held tokens, and the verbs that change them; `TokenLedger` documents each.
+    """Counts of free, cached and held slots, and the verbs that change them; `TokenLedger` documents each.
 
     A refused verb changes nothing. After each verb `num_free + num_cached + num_held == capacity`.
     """
 
     step: int
     """The number of the next step to plan."""
+
+    @property
+    def groups(self) -> LayerGroups: ...
 
     @property
     def capacity(self) -> int: ...
@@ -44,6 +48,9 @@ class Ledger(Protocol):
     def holders(self, segment: Segment) -> Iterator[Sequence]: ...
 
     def holdings(self) -> Holdings: ...
+
+    @property
+    def tree(self) -> PrefixTree: ...
 
     def match(self, token_ids: bytes, namespace: Namespace = ()) -> Match: ...
 

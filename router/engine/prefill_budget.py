@@ -32,12 +32,15 @@ class PrefillWindow(NamedTuple):
         now: the most of them that the next step computes.
         most: the most of them that each step after it computes.
         last: the latest step that computes the last of them.
+        fixed: whether the next step computes exactly `now` and each one after it `most`, as far as they are
+            left, unless a more urgent prefill is admitted.
     """
 
     left: int
     now: int
     most: int
     last: int
+    fixed: bool = False
 
     @property
     def first(self) -> int:
@@ -101,11 +104,12 @@ class PrefillBudget:
         Each of them may have the next step to itself, because those before it may be aborted. The latest is
         that none is aborted, and that each step computes as few tokens as it may.
         """
-        found, ahead = [], 0
+        found, ahead, is_even = [], 0, self.least == self.most
         for left in num_left:
+            fixed = is_even and not ahead
             ahead += left
             last = _steps(ahead, self.least) - 1
-            found.append(PrefillWindow(left, min(left, self.most), self.most, last))
+            found.append(PrefillWindow(left, min(left, self.most), self.most, last, fixed))
         return found
 
 
@@ -158,10 +162,11 @@ class StepBudget:
         the one at `idx` is next, from position `start` on, and those behind it get what it leaves.
         """
         found, ahead = [], 0
+        is_even = self._step_time is None and self._least == self._most
         room = self._most - self.work.prompt  # the most that the step may still compute
         sure = 0  # what the step still computes in any case
         for i, left in enumerate(num_left):
-            now = 0
+            now, fixed = 0, is_even and ahead == sure
             if i == idx:
                 now = sure = self.tokens(start, left)
                 room -= now
@@ -171,7 +176,7 @@ class StepBudget:
                     sure += now
                     room -= now
             ahead += left
-            found.append(PrefillWindow(left, now, self._most, _steps(ahead - sure, self._least)))
+            found.append(PrefillWindow(left, now, self._most, _steps(ahead - sure, self._least), fixed))
         return found
 
 

@@ -7,10 +7,12 @@ from typing import Literal
 import numpy as np
 
 from lightkv.errors import LightKVError
+from lightkv.layer_groups import ONE_GROUP, LayerGroups
 from lightkv.ledger import Sequence, Session
 from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace
 from lightkv.router.sampling_params import MAX_END_IDS, InvalidParams, SamplingParams
 
+from .slots.lives import longest_held
 from .step import Limits, PromptLogprobs, ScoredChunk
 
 _REMEDIES = {
@@ -21,8 +23,8 @@ MAX_SCORES = 4_000_000  # log-probabilities of one prompt, which travel in one m
 
 
 class NeverFits(LightKVError):
-    """The request could not run even if it were alone: it is longer than the context, or takes more slots than
-    the pool has. `limit`: the tokens of either."""
+    """The request could not run even if it were alone: it is longer than the context, or may take more slots
+    than the pool has. `limit`: the tokens of the context, or those of one request that fit the pool."""
 
     def __init__(
         self, prompt: int, max_tokens: int, limit: int, what: Literal["context", "pool"] = "context"
@@ -158,8 +160,8 @@ class Request:
         self.cached = not self.is_scored  # do the request's tokens stay in the cache once it has ended?
         self.num_in_flight = 0
 
-    def validate(self, limits: Limits, capacity: int) -> None:
-        """Checks that the request can run in a pool of `capacity` tokens.
+    def validate(self, limits: Limits, capacity: int, groups: LayerGroups = ONE_GROUP) -> None:
+        """Checks that the request can run in a pool of `capacity` slots, of a model with these layer groups.
 
         Raises NeverFits, InvalidPrompt, InvalidParams.
         """
@@ -191,22 +193,18 @@ class Request:
         prompt, new = self.num_prompt, self.max_tokens
         if prompt + new > limits.max_model_len:
             raise NeverFits(prompt, new, limits.max_model_len)
-        if self.max_slots > capacity:
-            raise NeverFits(prompt, new, capacity, "pool")
-
-    @property
-    def max_slots(self) -> int:
-        """The most slots that the request takes. The K/V of its last token is never written."""
-        return self.num_prompt + self.max_tokens - 1
+        # The K/V of its last token is never written.
+        if prompt + new - 1 > (longest := longest_held(groups, capacity, limits.prefill_budget)):
+            raise NeverFits(prompt, new, longest, "pool")
 
     @property
     def final(self) -> int:
-        """The slots that the request is expected to take in the end."""
+        """The tokens that the request is expected to have written in the end."""
         return self.num_prompt + self.expected - 1
 
     @property
     def remaining(self) -> int:
-        """The slots that a running request is expected to take from now on."""
+        """The tokens that a running request is expected to write from now on."""
         assert self.sequence is not None
         return self.final - self.sequence.length
 
@@ -257,12 +255,14 @@ class Request:
         self.num_prefill_tokens = self.num_prompt + len(self.output)
 
 
-def validate_all(requests: Iterable[Request], limits: Limits, capacity: int) -> None:
+def validate_all(
+    requests: Iterable[Request], limits: Limits, capacity: int, groups: LayerGroups = ONE_GROUP
+) -> None:
     """Checks requests as `Request.validate` does. Answers that share their prompt and parameters are checked
     once."""
     checked = None
     for request in requests:
         shared = (request.prompt_ids, request.params, request.stop_ids)
         if checked is None or any(one is not other for one, other in zip(shared, checked, strict=True)):
-            request.validate(limits, capacity)
+            request.validate(limits, capacity, groups)
             checked = shared

@@ -24,12 +24,13 @@ from typing import NamedTuple
 from lightkv.errors import CheckFailed
 from lightkv.ledger import Sequence
 
-from .admission import Admission, Demand, Running, peak_tokens
-from .forecast import Forecast, Prefill
+from .admission import Admission, Demand, Running, check_peaks
+from .forecast import Prefill
 from .ledger import Ledger
 from .plan_writer import Chunk, PlanWriter
 from .prefill_budget import PrefillBudget, PrefillWindow, StepBudget
 from .request import Request, validate_all
+from .slots.forecast import fitting, make_forecast
 from .step import Limits, StepPlan, StepResult, TokenEvent
 from .waiting import WaitingQueue
 
@@ -64,7 +65,7 @@ class Scheduler:
         self.ledger = ledger
         self.limits = limits
         self.depth = depth
-        self.peak_held = 0  # the most tokens held in any step
+        self.peak_held = 0  # the most slots held in any step
         self.num_prompt_tokens = 0  # of the requests admitted so far
         self.num_hit_tokens = 0  # those of them that were found in the cache
         self.num_output_tokens = 0  # sampled for requests that had not ended
@@ -78,7 +79,7 @@ class Scheduler:
         self._plans = PlanWriter(ledger, limits)
         self._in_flight: deque[_Batch] = deque()
         self._failed = False  # a step has failed, and another is still in flight
-        self._forecast = Forecast(ledger, lag=depth - 1)
+        self._forecast = make_forecast(ledger, lag=depth - 1)
         self._admission = admission or Admission()
         self._clock = clock
         self._budget = budget or PrefillBudget(limits)
@@ -138,7 +139,7 @@ class Scheduler:
         names = [request.id for request in requests]
         if len(set(names) - self._requests.keys()) < len(names):
             raise ValueError(f"one of the requests {names} is running, or given twice; give each its own id")
-        validate_all(requests, self.limits, self.ledger.capacity)
+        validate_all(requests, self.limits, self.ledger.capacity, self.ledger.groups)
         for request in requests:
             self._requests[request.id] = request
             request.arrival = self._arrivals
@@ -175,12 +176,14 @@ class Scheduler:
             self._preempt(max([r for r in self._running() if not r.is_exact], key=_order))
             decoding, sequences = self._next_decodes()
             growth = ledger.growth(sequences)
-        chunks = self._plan_prefills(sequences, growth)
+        # The decodes' slots are allocated last, so that no prefix found by `_plan_prefills` is evicted for
+        # them. Where they also release some, which chunks may need, they come first.
+        ones = [1] * len(decoding)
+        early_alloc = None if ledger.groups.is_uniform else ledger.extend(sequences, ones)
+        chunks = self._plan_prefills(sequences, growth if early_alloc is None else 0)
         if not chunks and not decoding:
             return None
-        # The decodes' slots are allocated last, so that no prefix found by `_plan_prefills` is evicted for
-        # them.
-        decode_alloc = ledger.extend(sequences, [1] * len(decoding))
+        decode_alloc = early_alloc or ledger.extend(sequences, ones)
         plan = self._plans.write(chunks, decoding, sequences, decode_alloc)
         requests = sampled = decoding
         if chunks:
@@ -269,12 +272,12 @@ class Scheduler:
         return demands
 
     def forecast_peak(self) -> int:
-        """Returns the most tokens that the running requests will hold at any time, if all reach their expected
+        """Returns the most slots that the running requests will hold at any time, if all reach their expected
         length."""
         return self._forecast.peak(self._prefills())
 
     def exact_peak(self) -> int:
-        """Returns the most tokens that the exact requests will hold at any time, if all reach their
+        """Returns the most slots that the exact requests will hold at any time, if all reach their
         `max_tokens`. It is at most the capacity."""
         return self._forecast.peak(self._prefills(), exact=True)
 
@@ -283,12 +286,7 @@ class Scheduler:
         self.ledger.check()
         running = self._running()
         holding = running + self._finishing
-        for exact, forecast in enumerate((self.forecast_peak(), self.exact_peak())):
-            recount = peak_tokens(self.demands(bool(exact)), lag=self.depth - 1)
-            if forecast != recount:
-                raise CheckFailed(f"a peak of {forecast} tokens is forecast, {recount} by recount")
-            if exact and forecast > self.ledger.capacity:
-                raise CheckFailed(f"exact requests peak at {forecast} of {self.ledger.capacity} tokens")
+        check_peaks(self.ledger, self._forecast, self._prefills(), self.demands, self.depth - 1)
         if len(holding) != self.ledger.num_open:
             raise CheckFailed(
                 f"{len(holding)} requests hold tokens, {self.ledger.num_open} sequences are open"
@@ -373,7 +371,8 @@ class Scheduler:
         room = self.ledger.num_available - growth
         if room < 0 or (not room and not decodes and self._prefilling):
             return True
-        if self._admission.limit(room, self.num_prefilling) >= self.limits.prefill_budget:
+        most = self.limits.prefill_budget * self.ledger.groups.num_groups
+        if self._admission.limit(room, self.num_prefilling) >= most:
             return False
         num = max([i for i, request in enumerate(self._prefilling, 1) if request.is_exact], default=0)
         budget = self._step_budget(decodes)
@@ -411,7 +410,7 @@ class Scheduler:
         if not self._prefilling and not self.waiting:
             return chunks
         budget = self._step_budget(decodes)
-        while (room := self.ledger.num_available - growth) > 0:
+        while (room := self.ledger.num_available - growth) > 0 or not self.ledger.groups.is_uniform:
             idx = len(chunks)
             head = self.waiting.head
             admitted = self._prefilling[idx] if idx < len(self._prefilling) else None
@@ -423,9 +422,11 @@ class Scheduler:
             elif admitted is None:
                 break
             request = self._prefilling[idx]
-            start = request.sequence.length  # type: ignore[union-attr]
-            count = min(budget.tokens(start, request.num_prefill_left), room)
-            if not count:
+            sequence = request.sequence
+            assert sequence is not None
+            start, most = sequence.length, fitting(self.ledger, sequence, room)
+            count = min(budget.tokens(start, request.num_prefill_left), most)
+            if count <= 0:
                 break
             chunks.append(self._next_chunk(request, start, count))
             budget.add(start, count)

@@ -1,0 +1,125 @@
+"""Random lives of the scheduler over a ledger of layer groups: no request is ever short of a slot."""
+
+import random
+from array import array
+
+import pytest
+
+from lightkv.layer_groups import FULL, LayerGroups, Lifetime
+from lightkv.ledger import TokenLedger
+from lightkv.router.engine.admission import Admission, OutputLengths
+from lightkv.router.engine.prefill_budget import PrefillBudget
+from lightkv.router.engine.request import Request
+from lightkv.router.engine.scheduler import Scheduler
+from lightkv.router.engine.slots.lives import most_slots
+from lightkv.router.engine.step import Limits, StepPlan, StepResult
+from lightkv.router.engine.step_time import StepTime
+from lightkv.router.sampling_params import SamplingParams
+from tests.support.slot_steps import layers
+
+MAX_MODEL_LEN = 120
+STOP = 7
+GROUPS = {
+    "window": layers((FULL, 1), (Lifetime("window", 6), 2)),
+    "two windows": layers((FULL, 2), (Lifetime("window", 4), 1), (Lifetime("window", 9), 3)),
+    "chunk": layers((FULL, 1), (Lifetime("chunk", 8), 3)),
+    "window and chunk": layers((FULL, 1), (Lifetime("window", 5), 1), (Lifetime("chunk", 7), 1)),
+}
+
+
+def budget(rng: random.Random, limits: Limits) -> PrefillBudget:
+    model = StepTime(
+        base=1e-3,
+        per_decode=rng.choice((0.0, 1e-4, 1e-3)),
+        per_kv=1e-6,
+        prefill=0.0,
+        per_prompt=rng.choice((1e-5, 1e-4, 5e-4)),
+        per_pair=2e-7,
+    )
+    return PrefillBudget(limits, model)
+
+
+def random_request(rng: random.Random, number: int, families: list[list[int]], share: float) -> Request:
+    prompt = rng.choice(families)[: rng.randint(1, 60)] if rng.random() < 0.8 else []
+    prompt = prompt + [rng.randrange(50) for _ in range(1 if rng.random() < 0.5 else 61 - len(prompt))]
+    params = SamplingParams(max_tokens=rng.randint(1, 50), temperature=0.0)
+    ids = array("i", prompt).tobytes()
+    return Request(
+        str(number), ids, params, 1, frozenset({STOP}), priority=rng.randrange(3) if rng.random() < 0.3 else 0
+    )
+
+
+def live(
+    groups: LayerGroups, seed: int, steps: int, depth: int, chunk: int, timed: bool, share: float = 1.0
+) -> Scheduler:
+    """Runs random requests, a `share` of which state their length, and checks all counts in every step."""
+    rng = random.Random(seed)
+    capacity = int(rng.choice((1.0, 1.3, 2.0)) * most_slots(groups, MAX_MODEL_LEN, chunk))
+    target = rng.choice((None, 0.002, 0.005)) if timed else 0.0
+    limits = Limits(12, MAX_MODEL_LEN, chunk, 300, itl_target=target)
+    ledger = TokenLedger(capacity, 12, MAX_MODEL_LEN, 0, groups)
+    made = budget(rng, limits) if timed else None
+    admission = None if share == 1.0 else Admission(OutputLengths(assumed=4))
+    scheduler = Scheduler(ledger, limits, depth, admission, budget=made)
+    families = [[rng.randrange(100, 103) for _ in range(60)] for _ in range(4)]
+    in_flight: list[StepPlan] = []
+    alive: set[str] = set()
+    added = 0
+
+    def take() -> None:
+        plan = in_flight.pop(0)
+        tokens = [STOP if rng.random() < 0.02 else rng.randrange(10, 13) for _ in plan.sample]
+        if rng.random() < 0.001:
+            events = scheduler.fail("a failed step")
+        else:
+            events = scheduler.complete(StepResult(plan.step, tokens, plan.num_free, 0))
+        alive.difference_update(event.request_id for event in events if event.finish_reason)
+
+    while scheduler.step < steps or scheduler.has_work:
+        if rng.random() < 0.25 and scheduler.num_waiting < 6 and scheduler.step < steps:
+            scheduler.add(random_request(rng, added, families, share))
+            alive.add(str(added))
+            added += 1
+        if alive and rng.random() < 0.02:
+            name = rng.choice(sorted(alive))
+            assert scheduler.abort(name)
+            alive.remove(name)
+        scheduler.check()
+        plan = scheduler.plan()
+        scheduler.check()
+        if plan is not None:
+            in_flight.append(plan)
+        if in_flight and (plan is None or scheduler.num_in_flight == depth or rng.random() < 0.2):
+            take()
+    assert not alive
+    assert ledger.num_held == 0
+    assert scheduler.num_hit_tokens > steps // 40
+    assert scheduler.peak_held > capacity // 3
+    return scheduler
+
+
+@pytest.mark.parametrize("timed", [False, True], ids=["fixed", "timed"])
+@pytest.mark.parametrize("chunk", [5, 32])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("name", GROUPS)
+def test_no_request_that_states_its_length_is_short_of_a_slot(
+    name: str, depth: int, chunk: int, timed: bool
+) -> None:
+    assert live(GROUPS[name], depth + chunk, 250, depth, chunk, timed).num_preemptions == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_nor_beside_requests_that_are_estimated(depth: int) -> None:
+    assert live(GROUPS["two windows"], depth, 400, depth, 16, False, share=0.4).num_preemptions > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("timed", [False, True], ids=["fixed", "timed"])
+@pytest.mark.parametrize("chunk", [5, 16, 32])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("name", GROUPS)
+def test_nor_in_long_lives(name: str, depth: int, chunk: int, timed: bool) -> None:
+    for seed in range(3):
+        share = (1.0, 0.5)[seed % 2]
+        live(GROUPS[name], 1000 * seed + 10 * depth + chunk, 3000, depth, chunk, timed, share)
