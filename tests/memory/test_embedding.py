@@ -216,7 +216,7 @@ def test_every_life_makes_the_edits_that_the_page_shows(capsys: pytest.CaptureFi
         exec(compile(program, "memory.md", "exec"), names)
         assert capsys.readouterr().out == printed, program
         kinds |= set(re.findall(r"^(\w+)\(", printed, re.MULTILINE))
-    assert OF_ONE_CLASS <= kinds
+    assert kinds >= OF_ONE_CLASS
 
 
 # --------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def test_a_memory_with_the_same_edits_is_the_same(seed: int, device: torch.devic
         edits = decode(event)
         kinds |= {type(edit).__name__ for edit in edits}
         mirror.apply(edits, kept)
-    assert OF_ONE_CLASS == kinds
+    assert kinds == OF_ONE_CLASS
     memory = cache.memory
     assert torch.equal(mirror.table.req_to_token, memory.table.req_to_token)
     assert torch.equal(mirror.allocator.mem_state, memory.allocator.mem_state)
@@ -404,7 +404,8 @@ def test_the_page_of_the_bytes_has_every_edit_with_its_number_and_its_integers()
 @pytest.mark.parametrize(
     "message",
     [b"1234567", bytes(8), encode([Alloc((1,), (0,), (3,))])[:-8], *(
-        struct.pack(f"<{2 + n}q", kind, n, *range(n)) for kind, n in ((18, 1), (-1, 2), (0, 4), (1, 1), (2, 3), (12, 3), (13, 0), (15, 2), (17, 3))
+        struct.pack(f"<{2 + n}q", kind, n, *range(n))
+        for kind, n in ((18, 1), (-1, 2), (0, 4), (1, 1), (2, 3), (12, 3), (13, 0), (13, 5), (15, 2), (17, 3))
     ), struct.pack("<2q", 5, -1)],
 )  # fmt: skip
 def test_bytes_that_are_no_edits_are_refused_by_both_readers(message: bytes) -> None:
@@ -437,7 +438,7 @@ def test_the_reader_of_the_page_follows_a_cache(seed: int, device: torch.device)
     called = random_verbs(cache, random.Random(seed), 800)
     assert not failed
     assert called == {"open", "extend", "publish", "fork", "truncate", "release", "keep", "close"}
-    assert OF_ONE_CLASS == seen
+    assert seen == OF_ONE_CLASS
     assert memory.table == cache.memory.table.req_to_token.tolist()
 
 

@@ -3,8 +3,8 @@ chunk only.
 
 It answers what `Forecast` (`lightkv/router/engine/forecast.py`) answers for models whose tokens take one slot
 for as long as they are held; `make_forecast` chooses. Each request counts with its life (`lives.py`), as if it
-shared nothing. What several requests hold, a segment or a segment's part in a class, counts once, until the last
-of them leaves it: the others count less by it for as long as they hold it.
+shared nothing. What several requests hold, a segment or a segment's part in a class, counts once, until the
+last of them leaves it: the others count less by it for as long as they hold it.
 
 The count is exact for requests that decode, and for a prompt that is computed alone by a fixed budget. It is a
 bound, which never rises while these run,
