@@ -160,8 +160,12 @@ def longest_held(groups: LayerGroups, capacity: int, most: int) -> int:
 
 
 def decoding(groups: LayerGroups, start: Start, begin: int, remaining: int, lag: int) -> Life:
-    """Returns the exact life, from the step before `begin` on, of a request that takes one token in each of
-    `remaining` steps from `begin` on. It is freed `lag` steps after it has taken the last one."""
+    """Returns the life, from the step before `begin` on, of a request that takes one token in each of
+    `remaining` steps from `begin` on. It is freed `lag` steps after it has taken the last one.
+
+    It is exact without a lag. With one, a request that ends early is held for a step in which it does not grow,
+    so that it releases nothing: what it would release of a class in a step counts in that step, too.
+    """
     now = start.num_slots(groups)
     pieces = [Piece(begin - 1, begin - 1, now, 0)]
     end = begin + remaining
@@ -174,18 +178,23 @@ def decoding(groups: LayerGroups, start: Start, begin: int, remaining: int, lag:
     width = groups.classes[0].num_groups
     pieces.append(Piece(begin, end - 1, (1 - offset) * width, width))
     final, holds = (length + remaining) * width, []
-    for one, before in zip(groups.classes[1:], start.held, strict=True):
-        held = _settled(one.lifetime, before, length, start.points)
-        released = [run for run in before.runs if run.end <= held.start]
+    for one, old in zip(groups.classes[1:], start.held, strict=True):
+        held = _settled(one.lifetime, old, length, start.points)
+        released = [run for run in old.runs if run.end <= held.start]
         holds.append([Hold(run, begin - 1) for run in released])
         for run in held.runs:
             passes = one.lifetime.gone_at(run.end - 1) - 1 + offset
             holds[-1].append(Hold(run, passes if passes < end - 1 else last))
         width = one.num_groups
+        count = length - old.start
         for first, until, base, slope in _lines(one.lifetime, held, length, length + remaining):
-            pieces.append(
-                Piece(first + offset, until + offset, (base - slope * offset) * width, slope * width)
-            )
+            if lag and count > base + slope * first:
+                pieces.append(Piece(first + offset, first + offset, count * width, 0))
+                first += 1
+            if first <= until:
+                line = (base - slope * offset) * width
+                pieces.append(Piece(first + offset, until + offset, line, slope * width))
+            count = base + slope * until
         kept = held.left(one.lifetime.first_kept(length + remaining - 1))
         final += (length + remaining - kept.start) * width
     if lag:
@@ -297,7 +306,7 @@ def _bound(
         holds.append([])
         for run in held.runs:
             released = max(one.lifetime.gone_at(run.end - 1), end)  # the length by which it has passed
-            until = step + window.last + released - end if released < end + decodes else last
+            until = step + window.last + released - end + lag if released < end + decodes else last
             pieces.append(Piece(step, until, (run.end - run.begin) * width, 0))
             holds[-1].append(Hold(run, until))
     return Life(pieces, holds, last)
