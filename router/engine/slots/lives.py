@@ -181,25 +181,31 @@ def decoding(groups: LayerGroups, start: Start, begin: int, remaining: int, lag:
     for one, old in zip(groups.classes[1:], start.held, strict=True):
         held = _settled(one.lifetime, old, length, start.points)
         released = [run for run in old.runs if run.end <= held.start]
-        holds.append([Hold(run, begin - 1) for run in released])
+        holds.append([Hold(run, begin - 1 + lag) for run in released])
         for run in held.runs:
             passes = one.lifetime.gone_at(run.end - 1) - 1 + offset
-            holds[-1].append(Hold(run, passes if passes < end - 1 else last))
-        width = one.num_groups
-        count = length - old.start
+            holds[-1].append(Hold(run, passes + lag if passes < end - 1 else last))
+        width, kept = one.num_groups, old.start
         for first, until, base, slope in _lines(one.lifetime, held, length, length + remaining):
-            if lag and count > base + slope * first:
-                pieces.append(Piece(first + offset, first + offset, count * width, 0))
-                first += 1
-            if first <= until:
-                line = (base - slope * offset) * width
-                pieces.append(Piece(first + offset, until + offset, line, slope * width))
-            count = base + slope * until
-        kept = held.left(one.lifetime.first_kept(length + remaining - 1))
-        final += (length + remaining - kept.start) * width
+            line = (base - slope * offset) * width
+            pieces.append(Piece(first + offset, until + offset, line, slope * width))
+            if lag:
+                late = _late(released + list(held.runs), kept, first + 1 - base - slope * first)
+                pieces.append(Piece(first + offset, first + offset, late * width, 0))
+                kept = until + 1 - base - slope * until
+        in_the_end = held.left(one.lifetime.first_kept(length + remaining - 1))
+        final += (length + remaining - in_the_end.start) * width
     if lag:
         pieces.append(Piece(end, last, final, 0))
     return Life(pieces, holds, last)
+
+
+def _late(runs: list[Run], kept: int, keeps: int) -> int:
+    """Returns how many entries to count for one more step, of those that are released when the first one that
+    is kept becomes `keeps` instead of `kept`: all of the runs, and its own but for the one that a new token
+    makes up for."""
+    of_runs = sum([run.end - run.begin for run in runs if kept <= run.begin and run.end <= keeps])
+    return of_runs + max(keeps - kept - of_runs - 1, 0)
 
 
 def prefilling(
