@@ -11,6 +11,7 @@ bound, which never rises while these run,
 
 - for prompts whose chunks depend on other prompts or on time;
 - in the step in which a chunk of a prompt passes a part that others hold, too: the part counts twice;
+- with two steps in flight, in a step in which a request releases something (`lives.decoding`);
 - where a tail will lie in several segments: it counts as one run until it does.
 
 So requests that state their length are never short of a slot. A request may be refused that would have fitted
@@ -31,7 +32,7 @@ from lightkv.ledger.windows import WindowedSequence
 from lightkv.router.engine.forecast import Candidate, Forecast, Prefill
 from lightkv.router.engine.ledger import Ledger
 
-from .lives import Held, Life, Piece, Run, Start, Sums, decoding, prefilling
+from .lives import Held, Life, Piece, Run, Start, Sums, decoding, grown, prefilling
 
 
 def start_of(sequence: Sequence) -> Start:
@@ -54,7 +55,14 @@ def fitting(ledger: Ledger, sequence: Sequence, room: int) -> int:
     groups = ledger.groups
     if groups.is_uniform:
         return room
-    released = groups.num_groups - ledger.growth([sequence])
+    assert isinstance(sequence, WindowedSequence)
+    start = start_of(sequence)
+    after = grown(groups, start, 1)
+    released = start.num_slots(groups) + groups.num_groups - after.num_slots(groups)
+    for cls, held in enumerate(after.held, start=1):
+        for part, end in sequence.held_parts(cls):  # what others hold stays
+            if end <= held.start and len(part.holders) > 1:
+                released -= part.num_slots
     return (room + released) // groups.num_groups
 
 

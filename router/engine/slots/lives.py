@@ -160,8 +160,12 @@ def longest_held(groups: LayerGroups, capacity: int, most: int) -> int:
 
 
 def decoding(groups: LayerGroups, start: Start, begin: int, remaining: int, lag: int) -> Life:
-    """Returns the exact life, from the step before `begin` on, of a request that takes one token in each of
-    `remaining` steps from `begin` on. It is freed `lag` steps after it has taken the last one."""
+    """Returns the life, from the step before `begin` on, of a request that takes one token in each of
+    `remaining` steps from `begin` on. It is freed `lag` steps after it has taken the last one.
+
+    It is exact without a lag. With one, a request that ends early is held for a step in which it does not grow,
+    so that it releases nothing: what it would release of a class in a step counts in that step, too.
+    """
     now = start.num_slots(groups)
     pieces = [Piece(begin - 1, begin - 1, now, 0)]
     end = begin + remaining
@@ -174,23 +178,34 @@ def decoding(groups: LayerGroups, start: Start, begin: int, remaining: int, lag:
     width = groups.classes[0].num_groups
     pieces.append(Piece(begin, end - 1, (1 - offset) * width, width))
     final, holds = (length + remaining) * width, []
-    for one, before in zip(groups.classes[1:], start.held, strict=True):
-        held = _settled(one.lifetime, before, length, start.points)
-        released = [run for run in before.runs if run.end <= held.start]
-        holds.append([Hold(run, begin - 1) for run in released])
+    for one, old in zip(groups.classes[1:], start.held, strict=True):
+        held = _settled(one.lifetime, old, length, start.points)
+        released = [run for run in old.runs if run.end <= held.start]
+        holds.append([Hold(run, begin - 1 + lag) for run in released])
         for run in held.runs:
             passes = one.lifetime.gone_at(run.end - 1) - 1 + offset
-            holds[-1].append(Hold(run, passes if passes < end - 1 else last))
-        width = one.num_groups
+            holds[-1].append(Hold(run, passes + lag if passes < end - 1 else last))
+        width, kept = one.num_groups, old.start
         for first, until, base, slope in _lines(one.lifetime, held, length, length + remaining):
-            pieces.append(
-                Piece(first + offset, until + offset, (base - slope * offset) * width, slope * width)
-            )
-        kept = held.left(one.lifetime.first_kept(length + remaining - 1))
-        final += (length + remaining - kept.start) * width
+            line = (base - slope * offset) * width
+            pieces.append(Piece(first + offset, until + offset, line, slope * width))
+            if lag:
+                late = _late(released + list(held.runs), kept, first + 1 - base - slope * first)
+                pieces.append(Piece(first + offset, first + offset, late * width, 0))
+                kept = until + 1 - base - slope * until
+        in_the_end = held.left(one.lifetime.first_kept(length + remaining - 1))
+        final += (length + remaining - in_the_end.start) * width
     if lag:
         pieces.append(Piece(end, last, final, 0))
     return Life(pieces, holds, last)
+
+
+def _late(runs: list[Run], kept: int, keeps: int) -> int:
+    """Returns how many entries to count for one more step, of those that are released when the first one that
+    is kept becomes `keeps` instead of `kept`: all of the runs, and its own but for the one that a new token
+    makes up for."""
+    of_runs = sum([run.end - run.begin for run in runs if kept <= run.begin and run.end <= keeps])
+    return of_runs + max(keeps - kept - of_runs - 1, 0)
 
 
 def prefilling(
@@ -297,7 +312,7 @@ def _bound(
         holds.append([])
         for run in held.runs:
             released = max(one.lifetime.gone_at(run.end - 1), end)  # the length by which it has passed
-            until = step + window.last + released - end if released < end + decodes else last
+            until = step + window.last + released - end + lag if released < end + decodes else last
             pieces.append(Piece(step, until, (run.end - run.begin) * width, 0))
             holds[-1].append(Hold(run, until))
     return Life(pieces, holds, last)
