@@ -81,7 +81,7 @@ class KVCache:
         max_entries: int,
         device: torch.device | str,
     ) -> None:
-        self.ledger = ledger = TokenLedger(capacity, max_sequences, max_entries)
+        self.ledger = ledger = TokenLedger(capacity, max_sequences, max_entries, groups=spec.groups)
         self.memory = KVMemory(spec, ledger.capacity + 1, ledger.max_sequences, ledger.max_entries, device)
         self.on_edits: Callable[[list[Edit], list[torch.Tensor]], None] | None = None
         self._owner = threading.current_thread()
@@ -94,7 +94,8 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Tokens that the cache can hold."""
+        """Tokens that the cache can hold. Where its layers have groups (`KVSpec.groups`), this and the other
+        counts are of slots, of which a token takes one in each group whose layers still see it."""
         return self.ledger.capacity
 
     @property
@@ -185,15 +186,17 @@ class KVCache:
         """Allocates `counts[i]` more slots for `sequences[i]`, all or none; evicts cached tokens as needed.
 
         Returns the slots to write their K/V to: int64 `[sum(counts)]` on the device, packed in the order of
-        `sequences`. In a ring these may be slots of old tokens, and a call takes up to `ring.room(position)`
-        tokens. Raises OutOfTokens only when free and cached tokens together are too few, SequenceTooLong,
-        ValueError.
+        `sequences`; where layers have groups `[num_groups, sum(counts)]`, and those of a layer are in the row
+        `memory.group_of_layer[layer]`. In a ring these may be slots of old tokens, and a call takes up to
+        `ring.room(position)` tokens. Raises OutOfTokens only when free and cached tokens together are too few,
+        SequenceTooLong, ValueError.
         """
         self._require_no_callback()
         counts = checked_counts("counts", counts)
         edit = self.ledger.extend(sequences, counts)
         slots = self._apply()
-        if edit.counts != tuple(counts):  # some tokens took no slot of their own
+        # Some tokens took no slot of their own, or one in each group.
+        if edit.counts != tuple(counts) or not self.ledger.groups.is_uniform:
             return self._newest_slots(sequences, counts)
         if slots is None:  # no sequence was given
             return torch.empty(0, dtype=torch.int64, device=self.memory.device)
@@ -308,14 +311,16 @@ class KVCache:
         self.ledger.evict(checked_integer("count", count))
         self._apply()
 
-    def slots(self, sequence: Sequence) -> torch.Tensor:
-        """Returns the slots of its tokens: int32 `[length]` on the device, a view of its row of the table.
+    def slots(self, sequence: Sequence, layer_idx: int = 0) -> torch.Tensor:
+        """Returns the slots of its tokens in a layer: int32 `[length]` on the device, a view of its row of the
+        table. In a layer with a window or a chunk, those that it has passed are not its own any more.
 
         Raises ValueError.
         """
         self._require_owner()
         self.ledger.require_open(sequence)
-        return self.memory.table.slots(sequence.row, 0, sequence.length)
+        group = self.memory.group_of_layer[layer_idx]
+        return self.memory.table.groups[group, sequence.row, : sequence.length]
 
     def positions(self, sequence: Sequence) -> torch.Tensor:
         """Returns the positions of its tokens: int64 `[length]` on the device, with gaps where some were
@@ -357,10 +362,11 @@ class KVCache:
         """Copies the K/V of a sequence, which stays open, to host memory. Waits for the device.
 
         It copies every entry that has a slot, so call it after the forward pass that writes them. Raises
-        ValueError, also for a sequence that has dropped tokens.
+        ValueError, also for a sequence that has dropped tokens, and where layers have groups.
         """
         self._require_owner()
         self.ledger.require_open(sequence)
+        self._require_one_group()
         if not sequence.is_whole:
             raise ValueError(
                 f"{sequence} has dropped tokens, so a prompt's K/V cannot be made of it; run it anew"
@@ -382,11 +388,13 @@ class KVCache:
         """Opens a sequence with this K/V, which is that of the first tokens of `token_ids`.
 
         Tokens that the cache has already are shared, and only the others are copied. Raises what `open` and
-        `extend` raise, and ValueError for K/V of another shape or type; it then holds nothing.
+        `extend` raise, and ValueError for K/V of another shape or type, and where layers have groups; it then
+        holds nothing.
         """
         self._require_no_callback()
         if not isinstance(exported, ExportedKV):
             raise TypeError(f"exported is {reprlib.repr(exported)}; give what `export` returned")
+        self._require_one_group()
         ids, pool = int32_bytes(token_ids), self.memory.pool
         num_ids = len(ids) // TOKEN_BYTES
         if exported.spec != pool.spec or not 1 <= exported.length <= num_ids:
@@ -440,6 +448,14 @@ class KVCache:
         ]
         places = table.places(np.repeat([one.row for one in sequences], counts), np.concatenate(spans))
         return table.read(upload([places], self.memory.device)[0]).long()
+
+    def _require_one_group(self) -> None:
+        """Raises ValueError where layers have groups: a sequence's K/V is then not that of all its tokens."""
+        if not self.ledger.groups.is_uniform:
+            raise ValueError(
+                f"the K/V of {self.ledger.groups.num_groups} layer groups is neither exported nor imported; "
+                "make the caches of a spec without lifetimes"
+            )
 
     def _require_owner(self) -> None:
         caller = threading.current_thread()

@@ -87,6 +87,15 @@ class LayerClass:
         """Slots that a token takes in this class."""
         return len(self.groups)
 
+    def __str__(self) -> str:
+        sees = {
+            "full": "all tokens",
+            "window": f"the last {self.lifetime.size:,} tokens",
+            "chunk": f"chunks of {self.lifetime.size:,} tokens",
+        }
+        slots = "1 slot" if self.num_groups == 1 else f"{self.num_groups} slots"
+        return f"{sum(map(len, self.groups))} layers see {sees[self.lifetime.sees]} ({slots} a token)"
+
 
 @dataclass(frozen=True)
 class LayerGroups:

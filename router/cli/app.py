@@ -216,13 +216,35 @@ def info(
         "architecture": f"{model['architecture']}, attention by {model['attention_backend']}",
         "weights": f"{_gib(model['weight_bytes'])}: {model['num_parameters']:,} parameters in {model['dtype']}",
         "one token": f"{model['bytes_per_token']:,} bytes: {heads} in {model['kv_dtype']}",
-        "pool": f"{model['pool_tokens']:,} tokens in {_gib(model['pool_bytes'])}",
+        **_layer_rows(model),
+        "pool": f"{model['pool_tokens']:,} {_unit(model)} in {_gib(model['pool_bytes'])}",
         "": model["pool_reason"],
         "requests": f"{model['max_num_seqs']} at once, of {model['max_model_len']:,} tokens each at most",
         "step": f"{chunk} at most",
     }
     for name, value in rows.items():
         typer.echo(f"{name:<14}{value}")
+
+
+def _unit(model: dict[str, Any]) -> str:
+    """Returns what the pool of a model holds, in words."""
+    return "tokens" if len(model["layer_classes"]) == 1 else "slots"
+
+
+def _layer_rows(model: dict[str, Any]) -> dict[str, str]:
+    """Returns what layers see that do not see everything, and what a request costs then."""
+    if len(model["layer_classes"]) == 1:
+        return {}
+    costs = [
+        f"{length:,} tokens in {slots:,} slots ({_gib(slots * model['bytes_per_slot'])})"
+        for length, slots in model["slots_of_request"].items()
+    ]
+    unused = f", {model['unused_lanes']:.0%} of them unused" if model["unused_lanes"] else ""
+    return {
+        "layers": "; ".join(model["layer_classes"]),
+        "one slot": f"{model['bytes_per_slot']:,} bytes{unused}",
+        "a request": ", ".join(costs),
+    }
 
 
 add_serve_command(app)

@@ -327,7 +327,11 @@ def assemble(
     if ranks is not None and (smallest := ranks.smallest(pool.num_tokens)) < pool.num_tokens:
         pool = PoolPlan(smallest, (smallest + 1) * shape.spec.bytes_per_slot, "as on the smallest rank")
     size = f"{pool.num_bytes / 2**20:,.1f} MiB"
-    report(f"K/V pool: {pool.num_tokens:,} tokens in {kv_text(config, shape)}, {size} ({pool.why})")
+    groups = shape.spec.groups
+    unit = "tokens" if groups.is_uniform else "slots"
+    report(f"K/V pool: {pool.num_tokens:,} {unit} in {kv_text(config, shape)}, {size} ({pool.why})")
+    if not groups.is_uniform:
+        report(f"layers: {'; '.join(map(str, groups.classes))}")
     memory = KVMemory(shape.spec, pool.num_slots, limits.max_num_seqs, limits.max_model_len, device)
     scales = scales or {}
     if ranks is not None:
@@ -371,7 +375,7 @@ def assemble(
         bytes_per_token=shape.spec.bytes_per_token,
         pool_bytes=pool.num_bytes,
         pool_reason=pool.why,
-        groups=shape.spec.groups,
+        groups=groups,
         limits=limits,
         graph_tokens=tuple(buckets),
         kv_dtype=config.kv_dtype,

@@ -4,7 +4,7 @@ The sizes are those that `build.py` would choose. No memory is used for the weig
 """
 
 import platform
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +26,8 @@ from .loader import load_model
 from .model_config import load_supported_config
 
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "numpy")
+
+_LENGTHS = (2_048, 8_192, 32_768)  # of the requests whose slots are told
 
 
 class MachineInfo(msgspec.Struct, frozen=True):
@@ -72,7 +74,7 @@ def model_info(config: EngineConfig, directory: Path) -> dict[str, Any]:
     backends = make_backends(config.attention_backend, device, shape.layers)
     use_fp8_prefill(backends, spec, device, scales, config.prefill_dtype, lambda line: None)
     if device.type == "cuda" and config.max_total_tokens is None:
-        pool = _beside_weights(pool, weight_bytes, spec.bytes_per_token)
+        pool = _beside_weights(pool, weight_bytes, spec.bytes_per_slot)
     return {
         "model": config.model,
         "directory": str(directory),
@@ -85,6 +87,11 @@ def model_info(config: EngineConfig, directory: Path) -> dict[str, Any]:
         "k_dim": spec.k_dim,
         "v_dim": spec.v_dim,
         "bytes_per_token": spec.bytes_per_token,
+        "bytes_per_slot": spec.bytes_per_slot,
+        "layer_groups": asdict(spec.groups),
+        "layer_classes": list(map(str, spec.groups.classes)),
+        "unused_lanes": spec.groups.waste(),
+        "slots_of_request": {length: spec.groups.slots(length) for length in _LENGTHS},
         "kv_dtype": kv_text(config, shape),
         "attention_backend": pick_backend(config.attention_backend, device).__name__,
         "max_num_seqs": limits.max_num_seqs,
