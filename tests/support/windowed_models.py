@@ -230,24 +230,26 @@ def make_engine(
     chunk: int = 0,
     depth: int = 1,
     admission: Admission | None = None,
+    device: str = "cpu",
 ) -> LocalEngine:
     """Returns an engine over a new model of this family.
 
     `pool`: the slots of its memory. `chunk`: the most prompt tokens of a step; 0 is no limit. `depth`: the
-    steps in flight. `admission`: None counts each request with its `max_tokens`.
+    steps in flight. `admission`: None counts each request with its `max_tokens`. On a GPU attention is
+    Triton's, and steps are CUDA graphs.
     """
     config = EngineConfig(
-        device="cpu",
+        device=device,
         dtype="float32",
         kv_dtype="auto",
-        attention_backend="torch",
+        attention_backend="torch" if device == "cpu" else "triton",
         max_total_tokens=pool,
         max_num_seqs=6,
         max_model_len=CONTEXT,
         prefill_chunk=chunk,
         session_share=1.0,
     )
-    runner, info = assemble(FAMILIES[family].model(), config, lambda line: None)
+    runner, info = assemble(FAMILIES[family].model().to(device), config, lambda line: None)
     return LocalEngine(make_scheduler(info, admission, depth), runner)
 
 
