@@ -65,12 +65,12 @@ def test_what_graphs_keep_holds_no_partial_outputs(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(prefill_module, "empty_partials", noted)
     config = EngineConfig(
-        device="cpu", attention_backend="triton", max_num_seqs=3, prefill_chunk=40, max_total_tokens=200
+        device="cpu", attention_backend="triton", max_num_seqs=3, prefill_chunk=20, max_total_tokens=200
     )
     runner, _ = assemble(tiny_llama(CPU, context=160), config, lambda line: None)
     graphs = [
         PromptGraph(runner._parts, shapes[0], runner.limits, SharedLogits(3))
-        for shapes in prompt_shapes([16, 24], 3).values()
+        for shapes in prompt_shapes([8, 12], 3).values()
     ]
     for graph in graphs:
         graph.rehearse()
