@@ -1,4 +1,4 @@
-"""A checkpoint of two random layers on which benchmarks run in a test, and a quick interpreter for kernels."""
+"""A checkpoint of two random layers on which benchmarks run in a test."""
 
 from pathlib import Path
 
@@ -7,10 +7,7 @@ import torch
 
 from bench.common import random_checkpoint
 from bench.common.random_model import random_model
-from tests.support.interpreter import quick_interpreter
 from tests.support.two_layers import TWO_LAYERS
-
-__all__ = ["quick_interpreter", "tiny_model"]
 
 
 @pytest.fixture(scope="session")
