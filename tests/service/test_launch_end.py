@@ -87,6 +87,7 @@ def test_no_process_or_file_outlives_a_killed_launcher(model: Path, tmp_path: Pa
         served.close()
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_ends_the_service_with_the_reason(start: Start, sockets: Path) -> None:
     served = start("--max-total-tokens", "100000000000000")
     assert served.wait() == 1
