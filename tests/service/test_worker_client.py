@@ -225,7 +225,7 @@ def is_running(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def wait_gone(pid: int, seconds: float = 2.0) -> None:
+def wait_gone(pid: int, seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while is_running(pid):
         assert time.monotonic() < deadline, f"process {pid} is still there"
