@@ -50,6 +50,7 @@ def test_a_request_is_answered_under_the_served_model_name(shared: Served) -> No
 
 
 def test_the_service_says_how_its_pool_holds_values(shared: Served) -> None:
+    assert shared.complete()
     load = shared.at_rest()
     assert (load["kv_dtype"], load["capacity"]) == ("int8", 8192)
     assert load["num_ledger_checks"] > 0
