@@ -1,4 +1,4 @@
-"""The map of a running service: the worker's counts, the steps around it, and the whole service."""
+"""The map of a service: the worker's counts and the steps around it. `test_launch.py` asks a whole service."""
 
 import asyncio
 import random
