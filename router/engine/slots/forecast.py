@@ -212,7 +212,7 @@ class SlotForecast:
             pieces += opened[1].pieces
         decodes = self._of_decodes(exact)
         ends = np.array([piece.last for piece in pieces], np.int64)
-        points = np.concatenate([decodes.ends[np.searchsorted(decodes.ends, step) :], ends])
+        points = np.concatenate([decodes.drops[np.searchsorted(decodes.drops, step) :], ends])
         if not len(points):
             return 0
         pieces += self._shared({**self._lives, **lives}, opened, exact)

@@ -110,7 +110,7 @@ class Sums:
     """Pieces of any number of lives, by where they begin and by where they end, with the sums up to each: so
     the slots of any step are two look-ups.
 
-    ends: the last step of each piece, ascending. The slots fall after none but these.
+    drops: the steps in which a piece ends, ascending. The slots fall after none but these.
     """
 
     def __init__(self, pieces: Seq[Piece]) -> None:
@@ -118,14 +118,15 @@ class Sums:
         lines = columns[:, 2:]
         begin, end = columns[:, 0].argsort(), columns[:, 1].argsort()
         self._begins = columns[begin, 0]
-        self.ends = columns[end, 1]
+        self._ends = columns[end, 1]
+        self.drops = np.unique(self._ends)
         self._begun = _sums(lines[begin])
         self._ended = _sums(lines[end])
 
     def at(self, steps: np.ndarray) -> np.ndarray:
         """Returns the slots in each of these steps."""
         sums = self._begun[np.searchsorted(self._begins, steps, side="right")]
-        sums = sums - self._ended[np.searchsorted(self.ends, steps, side="left")]
+        sums = sums - self._ended[np.searchsorted(self._ends, steps, side="left")]
         return sums[:, 0] + sums[:, 1] * steps
 
 
