@@ -304,7 +304,6 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     pool_bytes: int
     pool_reason: str
     limits: Limits
-    groups: LayerGroups = ONE_GROUP
     step_time: StepTime | None = None
     graph_tokens: tuple[int, ...] = ()
     kv_dtype: str = "auto"

@@ -7,15 +7,13 @@ too early, or hit where its window is not there, changes an answer.
 
 import random
 import re
-from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
 import torch
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig
 
 from lightkv.attention import Chunk, Window
 from lightkv.errors import UnsupportedModel
@@ -28,23 +26,28 @@ from lightkv.router.model.model_config import load_supported_config
 from lightkv.router.text.beam_search import BeamParams
 from tests.support.combinations import each_value, slow
 from tests.support.model_worker import assert_idle, run
-from tests.support.tiny_architectures import VOCABULARY, random_weights, tiny
+from tests.support.tiny_architectures import random_weights, tiny
 from tests.support.windowed_models import (
     FAMILIES,
+    LONG,
+    NUM_NEW,
+    PROMPTS,
+    RUNNING,
     LayerKind,
+    expected,
     make_engine,
     own_answers,
+    reference,
     request,
     run_all,
+    text,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RUNNING = [name for name, family in FAMILIES.items() if not family.refusal]
 # Many windows, as many windows as full layers, chunks, three windows to two full layers, and windows alone.
 QUICK = ["gemma3", "gpt-oss", "llama4", "granite-swa", "ministral-windows"]
 REFUSED = [name for name in FAMILIES if name not in RUNNING]
-NUM_NEW = 6  # tokens of most answers
 # Of a cached text of 80 tokens, a prefix of so many or more is hit to the very token: the shortest window, of 8
 # tokens, and the slack of as many that is kept before it, reach back to it from the end of the text.
 EXACT = 72
@@ -53,32 +56,6 @@ EXACT = 72
 def quickly(*names: str) -> list[Any]:
     """Returns all families that run, of which `make test` takes only these."""
     return [*names, *slow(*(name for name in RUNNING if name not in names))]
-
-
-def text(length: int, seed: int) -> list[int]:
-    """Returns random tokens."""
-    rng = random.Random(seed)
-    return [rng.randrange(3, VOCABULARY) for _ in range(length)]
-
-
-PROMPTS = [text(length, length) for length in (5, 8, 9, 16, 17, 33, 90)]
-LONG = text(80, 0)
-
-
-@cache
-def reference(family: str) -> PreTrainedModel:
-    """Returns the model that transformers runs alone."""
-    return FAMILIES[family].model()
-
-
-@cache
-def _own_answers(family: str, prompts: tuple[tuple[int, ...], ...], num_new: int) -> list[list[int]]:
-    return own_answers(reference(family), prompts, num_new)
-
-
-def expected(family: str, prompts: Sequence[Sequence[int]], num_new: int = NUM_NEW) -> list[list[int]]:
-    """Returns what transformers generates greedily, which is computed once for all tests."""
-    return _own_answers(family, tuple(map(tuple, prompts)), num_new)
 
 
 # --------------------------------------------------------------------------------
