@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from lightkv.errors import CheckFailed
 from lightkv.ledger import Sequence
+from lightkv.router.engine.slots.forecast import fitting, make_forecast
 
 from .admission import Admission, Demand, Running, check_peaks
 from .forecast import Prefill
@@ -30,7 +31,6 @@ from .ledger import Ledger
 from .plan_writer import Chunk, PlanWriter
 from .prefill_budget import PrefillBudget, PrefillWindow, StepBudget
 from .request import Request, validate_all
-from .slots.forecast import fitting, make_forecast
 from .step import Limits, StepPlan, StepResult, TokenEvent
 from .waiting import WaitingQueue
 
