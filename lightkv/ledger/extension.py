@@ -8,8 +8,7 @@ from lightkv.errors import OutOfTokens, SequenceTooLong
 
 from .sequence import Sequence, require_lists, require_sequence
 from .state import LedgerState
-from .tails import Takers
-from .windows import WindowedSequence
+from .windows import Takers, WindowedSequence
 
 
 class Extension:

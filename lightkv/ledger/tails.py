@@ -10,16 +10,16 @@ The state's verbs (`state.py`) call this file where there is more than one class
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from lightkv.edits import AllocPart, Edit, FreePart, FreePartRange, MapPart, MapSegments, Reuse, StorePart
+from lightkv.edits import Edit, FreePart, FreePartRange, MapPart, MapSegments, StorePart
 from lightkv.errors import CheckFailed
 from lightkv.layer_groups import LayerClass, Lifetime
 
 from .parts import Parts
 from .prefix_tree import NO_PARTS, TOKEN_BYTES, Part, PrefixTree, Segment
 from .sequence import Sequence
-from .windows import WindowedSequence
+from .windows import Growth, Takers, WindowedSequence
 
 
 class State(Protocol):
@@ -36,64 +36,6 @@ class State(Protocol):
     def free_range(self, row: int, start: int, end: int) -> None: ...
 
     def split(self, segment: Segment, at: int) -> Segment: ...
-
-
-class Growth(NamedTuple):
-    """What the next tokens of some sequences take and give back, in slots: `needed` to allocate, once `passed`
-    private ones are freed."""
-
-    needed: int
-    passed: int
-
-
-class Takers(NamedTuple):
-    """The sequences of a batch that take free slots in a class, `counts` of them each, and those that reuse
-    theirs."""
-
-    cls: int
-    width: int
-    fresh: list[WindowedSequence]
-    fresh_rows: tuple[int, ...]
-    counts: tuple[int, ...]
-    reusing: list[WindowedSequence]
-    reusing_rows: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls,
-        of_class: int,
-        width: int,
-        fresh: list[tuple[WindowedSequence, int]],
-        reusing: list[WindowedSequence],
-    ) -> "Takers":
-        """Makes one, from the sequences that take free slots, with how many tokens, and those that take
-        none."""
-        return cls(
-            of_class,
-            width,
-            [one for one, _ in fresh],
-            tuple([one.row for one, _ in fresh]),
-            tuple([count for _, count in fresh]),
-            reusing,
-            tuple([one.row for one in reusing]),
-        )
-
-    @property
-    def num_slots(self) -> int:
-        """Free slots that are taken."""
-        return self.width * sum(self.counts)
-
-    def edits(self, starts: tuple[int, ...]) -> list[Edit]:
-        """Returns what the memory has to do for the next tokens. `starts`: the lengths of the whole batch."""
-        edits: list[Edit] = []
-        if self.fresh:
-            entries = starts if not self.reusing else tuple([one.length for one in self.fresh])
-            edits.append(AllocPart(self.cls, self.fresh_rows, entries, self.counts))
-        if self.reusing:
-            distance = self.reusing[0].distances[self.cls - 1]
-            entries = starts if not self.fresh else tuple([one.length for one in self.reusing])
-            edits.append(Reuse(self.cls, distance, self.reusing_rows, entries))
-        return edits
 
 
 class Tails:
@@ -209,7 +151,7 @@ class Tails:
                 first = lifetime.first_kept(point)
                 self._leave_passed(sequence, cls, first)
                 self._free_own(sequence, cls, first)
-                self._share(sequence, cls, point, sequence.segments_up(), hold=True)
+                self._share(sequence, cls, point, (sequence.node, sequence.shared), hold=True)
 
     def _leave_passed(self, sequence: WindowedSequence, cls: int, passed: int) -> None:
         """Has a sequence leave the parts that end before entry `passed`."""
@@ -255,7 +197,7 @@ class Tails:
             elif sequence.distances[cls - 1]:
                 sequence.set_own(cls, sequence.own(cls))
 
-    def take(self, sequences: Seq[WindowedSequence], counts: Seq[int]) -> "list[Takers]":
+    def take(self, sequences: Seq[WindowedSequence], counts: Seq[int]) -> list[Takers]:
         """Returns for each class which of these prepared sequences take free slots, and which reuse theirs."""
         takers = []
         for cls, width in zip(self._classes, self._widths, strict=True):
@@ -277,7 +219,7 @@ class Tails:
             passed = sequence.passed(cls)
             if passed > sequence.own(cls):
                 self._free_own(sequence, cls, passed)
-            self._share(sequence, cls, sequence.length, sequence.segments_up(), hold=True)
+            self._share(sequence, cls, sequence.length, (sequence.node, sequence.shared), hold=True)
 
     def hold_same(self, sequence: WindowedSequence, row: int) -> None:
         """Has a fork in `row` hold the parts that `sequence` holds, which has no tokens of its own."""
@@ -307,7 +249,7 @@ class Tails:
         for cls, lifetime in zip(self._classes, self.lifetimes, strict=True):
             if sequence.own(cls) < end:
                 self._free_own(sequence, cls, lifetime.first_kept(end))
-                self._share(sequence, cls, end, _ends(node, end), hold=False)
+                self._share(sequence, cls, end, (node, end), hold=False)
             self._supersede(node, cls, end, lifetime.first_kept(end))
 
     def free_own(self, sequence: WindowedSequence) -> None:
@@ -324,38 +266,55 @@ class Tails:
                 self._parts.supersede(part)
 
     def _share(
-        self, sequence: WindowedSequence, cls: int, end: int, path: Iterable[tuple[Segment, int]], hold: bool
+        self, sequence: WindowedSequence, cls: int, end: int, path: tuple[Segment, int], hold: bool
     ) -> None:
-        """Makes parts of the sequence's own entries up to `end`, where a segment of `path` ends; with `hold`
-        the sequence holds them. Where the path has a part already, the sequence's own are freed."""
+        """Makes parts of the sequence's own entries up to `end`, where a segment ends of the path to `path[0]`,
+        which ends at entry `path[1]`; with `hold` the sequence holds them.
+
+        Where the path has a part already, the sequence's own are freed. No row comes to hold more than it did
+        by that: a segment is split where a part that rows hold would become longer, and where the sequence
+        would hold a part that is longer than its own.
+        """
         state, row, own = self._state, sequence.row, sequence.own(cls)
-        for segment, at in path:
-            first = max(at - segment.length, own)
-            if at > end:
-                continue
-            if first >= at:
-                break
-            part, count = segment.parts.get(cls), at - first
-            there = min(part.length, count) if part is not None else 0
-            if there:
-                self._free_range(sequence, cls, at - there, at)
-                if hold or there < count:
-                    state.emit(MapPart(cls, row, at, (segment.id,)))
-            if part is None or there < count:
-                is_held = part is not None and bool(part.holders)
-                part = self._parts.store(segment, cls, count, self._widths[cls - 1])
-                state.emit(StorePart(cls, row, first, at, segment.id))
-                for other in part.holders:  # they hold the longer part from now on
-                    state.emit(MapPart(cls, other, at, (segment.id,)))
-                if not is_held:
-                    state.count(cached=(count - there) * part.width)  # for as long as no row holds it
-            part.superseded = False
-            if hold:
-                self._hold(part, row)
-            else:
-                self._parts.note_idle(part)
+        segment, at = path
+        while at > own and segment.parent is not None:
+            if at <= end:
+                first = max(at - segment.length, own)
+                part, count = segment.parts.get(cls), at - first
+                if (
+                    part is not None
+                    and part.length != count
+                    and (hold if part.length > count else part.holders)
+                ):
+                    state.split(segment, segment.length - min(part.length, count))
+                    first, count = max(at - segment.length, own), min(part.length, count)
+                self._share_segment(sequence, cls, segment, (first, at))
+                part = segment.parts[cls]
+                part.superseded = False
+                if hold:
+                    self._hold(part, row)
+                else:
+                    self._parts.note_idle(part)
+            at -= segment.length
+            segment = segment.parent
         sequence.set_own(cls, max(own, end))
         sequence.note_oldest(cls)
+
+    def _share_segment(
+        self, sequence: WindowedSequence, cls: int, segment: Segment, entries: tuple[int, int]
+    ) -> None:
+        """Makes the sequence's own `entries`, [first, end), which are the last of a segment, its part, or frees
+        those that its part has. If no row holds it, it counts as cached."""
+        state, row, width, (first, end) = self._state, sequence.row, self._widths[cls - 1], entries
+        part, count = segment.parts.get(cls), end - first
+        there = min(part.length, count) if part is not None else 0
+        if there:
+            self._free_range(sequence, cls, end - there, end)
+            state.emit(MapPart(cls, row, end, (segment.id,)))
+        if there < count:
+            self._parts.store(segment, cls, count, width)
+            state.emit(StorePart(cls, row, first, end, segment.id))
+            state.count(cached=(count - there) * width)  # a part that rows hold has its length already
 
     # Parts and the entries of rows
 

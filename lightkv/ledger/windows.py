@@ -3,8 +3,9 @@
 import sys
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
+from lightkv.edits import AllocPart, Edit, Reuse
 from lightkv.errors import CheckFailed
 from lightkv.holdings import HeldWindow
 from lightkv.layer_groups import Lifetime
@@ -172,3 +173,61 @@ class WindowedSequence(Sequence):
                 raise CheckFailed(
                     f"{self} holds {held} of class {cls}, the first up to {self.oldest[cls - 1]}"
                 )
+
+
+class Growth(NamedTuple):
+    """What the next tokens of some sequences take and give back, in slots: `needed` to allocate, once `passed`
+    private ones are freed."""
+
+    needed: int
+    passed: int
+
+
+class Takers(NamedTuple):
+    """The sequences of a batch that take free slots in a class, `counts` of them each, and those that reuse
+    theirs."""
+
+    cls: int
+    width: int
+    fresh: list[WindowedSequence]
+    fresh_rows: tuple[int, ...]
+    counts: tuple[int, ...]
+    reusing: list[WindowedSequence]
+    reusing_rows: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        of_class: int,
+        width: int,
+        fresh: list[tuple[WindowedSequence, int]],
+        reusing: list[WindowedSequence],
+    ) -> "Takers":
+        """Makes one, from the sequences that take free slots, with how many tokens, and those that take
+        none."""
+        return cls(
+            of_class,
+            width,
+            [one for one, _ in fresh],
+            tuple([one.row for one, _ in fresh]),
+            tuple([count for _, count in fresh]),
+            reusing,
+            tuple([one.row for one in reusing]),
+        )
+
+    @property
+    def num_slots(self) -> int:
+        """Free slots that are taken."""
+        return self.width * sum(self.counts)
+
+    def edits(self, starts: tuple[int, ...]) -> list[Edit]:
+        """Returns what the memory has to do for the next tokens. `starts`: the lengths of the whole batch."""
+        edits: list[Edit] = []
+        if self.fresh:
+            entries = starts if not self.reusing else tuple([one.length for one in self.fresh])
+            edits.append(AllocPart(self.cls, self.fresh_rows, entries, self.counts))
+        if self.reusing:
+            distance = self.reusing[0].distances[self.cls - 1]
+            entries = starts if not self.fresh else tuple([one.length for one in self.reusing])
+            edits.append(Reuse(self.cls, distance, self.reusing_rows, entries))
+        return edits
