@@ -51,9 +51,11 @@ class Holdings(NamedTuple):
     segments: dict[int, int]
     parts: tuple[dict[int, int], ...] = ()
 
-    def tokens(self, cls: int, segment: int) -> int:
-        """Returns how many tokens of a segment there are in a class."""
-        return self.parts[cls - 1][segment] if cls else self.segments[segment]
+    def lengths(self, cls: int) -> dict[int, int]:
+        """Returns how many tokens each segment has in a class."""
+        if not cls:
+            return self.segments
+        return self.parts[cls - 1] if self.parts else {}
 
 
 class SlotLabels(NamedTuple):

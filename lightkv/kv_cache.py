@@ -306,7 +306,7 @@ class KVCache:
         self._apply()
 
     def evict(self, count: int) -> None:
-        """Frees `count` cached tokens, the least recently used first. Raises OutOfTokens, ValueError."""
+        """Frees `count` cached tokens, longest unused, least hit first. Raises OutOfTokens, ValueError."""
         self._require_no_callback()
         self.ledger.evict(checked_integer("count", count))
         self._apply()

@@ -84,7 +84,7 @@ def owners(holdings: Holdings, widths: Sequence[int]) -> list[Owner]:
     for cls, of_class in enumerate(labels.segments):
         for segment, label in of_class.items():
             if label >= OWN:
-                own[label - OWN] += holdings.tokens(cls, segment) * widths[cls]
+                own[label - OWN] += holdings.lengths(cls)[segment] * widths[cls]
     return in_order([Owner(row, count) for row, count in own.items() if count])
 
 

@@ -283,7 +283,7 @@ class LLM:
         whole = replace_params(one_token, max_tokens=params.max_tokens)
         for search in searches:  # the last round is as long as a whole answer
             request = Request("", search.prompts[0], whole, seed=0)
-            request.validate(self.info.limits, self.info.capacity)
+            request.validate(self.info.limits, self.info.capacity, self.info.groups)
         while growing := [search for search in searches if search.prompts]:
             asked = [search.prompts for search in growing]
             ids = [array("i", prompt).tolist() for own in asked for prompt in own]
@@ -329,7 +329,7 @@ class LLM:
             for index, (seed, completion) in enumerate(plan.begin()):
                 params_of_one = others if index else plan.params
                 request = Request(secrets.token_hex(8), prompt_ids, params_of_one, seed, plan.stop_ids)
-                request.validate(self.info.limits, self.info.capacity)
+                request.validate(self.info.limits, self.info.capacity, self.info.groups)
                 answers.append(_Answer(prompt_idx, index, request, completion, grammar))
         return answers
 

@@ -328,9 +328,14 @@ def check_ranges(params: Any, *names: str) -> None:
     # As `Allowed.has_type` and `has_range`, written out: each request passes here, and its way is short.
     for name in names or fields:
         kinds, _, limits = fields[name]
+        if not limits:
+            continue
         value = getattr(params, name)
-        has_type = type(value) in kinds or (type(value) is int and float in kinds)
-        if limits and not (has_type and (value is None or all(test(value, limit) for test, limit in limits))):
+        is_allowed = type(value) in kinds or (type(value) is int and float in kinds)
+        if value is not None:
+            for test, limit in limits:
+                is_allowed = is_allowed and test(value, limit)
+        if not is_allowed:
             raise InvalidParams(name, value, fields[name].words)
 
 

@@ -1,5 +1,5 @@
-"""Settings of all tests: the interpreter on machines without a GPU, how many processes run the tests, the
-`gpu` and `browser` markers, a file's time budget, the K/V format of engines."""
+"""Settings of all tests: the interpreter on machines without a GPU, without work that it need not do, how many
+processes run the tests, the `gpu` and `browser` markers, a file's time budget, the K/V format of engines."""
 
 import inspect
 import os
@@ -17,6 +17,9 @@ import pytest
 
 from lightkv.router.config import EngineConfig
 from tests.support.headless_browser import NAMES, find_browser
+from tests.support.interpreter import quick_interpreter
+
+__all__ = ["quick_interpreter"]
 
 # A shell's background job ignores Ctrl-C, and so would the programs that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

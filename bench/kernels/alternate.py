@@ -12,8 +12,8 @@ rows first, many at a time, into a folder of its own, which a later run finds ag
 
 The figure of a row is the median, over its turns, of the ratio of the new tree's time to the old one's. A row
 is slower if this is above --limit, and so are the ratios of all turns but one. The exit status is 1 if a row is
-slower, or failed in one tree. The outputs' mean absolute values are compared, too: a row that computes
-something else is marked.
+slower, or failed in one tree. The outputs' mean absolute values are compared, too, and of decode steps of
+models the greedy tokens: a row that computes something else is marked.
 """
 
 import argparse
@@ -220,7 +220,8 @@ def measure(trees: Trees, kind: str, options: argparse.Namespace) -> dict[str, A
     if not names:
         refuse(f"no row has one of {options.rows} in its name; there are {known[0]}")
     limit = options.limit or LIMITS[kind]
-    results: dict[str, Any] = {"settings": {"times": options.times, "limit": limit}, "rows": {}}
+    settings = {"old": trees.old.folder.name, "new": trees.new.folder.name, "times": options.times}
+    results: dict[str, Any] = {"settings": settings | {"limit": limit}, "rows": {}}
     begin = time.perf_counter()
     if kind == "kernels" and options.device == "cuda":
         for which, failed in zip(("old", "new"), trees.ask("compile", names), strict=True):

@@ -5,6 +5,8 @@ This file is loaded in the process of each tree. It uses what both have.
 """
 
 import time
+import zlib
+from array import array
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -17,6 +19,7 @@ from bench.serving import decode_step, prompt_step
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.hf_cache import LightKVCache
 from lightkv.integrations.model.hf_model import bind
+from lightkv.router.model.token_buckets import MOST_TOKENS
 
 SMALL = LlamaConfig(
     vocab_size=1024,
@@ -31,8 +34,9 @@ SMALL = LlamaConfig(
 ROWS, PROMPT = 8, 64  # of the small model's batch
 STEPS = 20  # timed in a turn
 WARM_UP = 3  # steps of a turn that are not
-TURNS = 16  # the most turns that a row of decode has room for
-PROMPTS = ("512", "2048", "700+32x2048")  # two trees share a GPU's memory
+DECODES = {1: (512, 16), 32: (512, 16), 256: (256, 5)}  # by batch: prompt tokens, and most turns of a row
+PROMPTS = ("512", "2048", "4096", "700+32x2048")  # two trees share a GPU's memory
+ROOM = "4096+32x2048"  # of a pool for all of them at the same time
 
 Measure = Callable[[], list[float]]
 
@@ -47,7 +51,7 @@ def rows(device: torch.device) -> dict[str, Callable[[], dict[str, Measure]]]:
         "models: generate": partial(_generate, device),
     }
     if device.type == "cuda":
-        found |= {f"models: 8B, decode of {batch}": partial(_decode, batch) for batch in (1, 32)}
+        found |= {f"models: 8B, decode of {batch}": partial(_decode, batch) for batch in DECODES}
         found["models: 8B, prompts"] = _prompts
     return found
 
@@ -130,36 +134,55 @@ def _large() -> Any:
     return decode_step.random_model(LLAMA_3_8B, torch.device("cuda"), torch.bfloat16)
 
 
-def _decode(batch: int) -> dict[str, Measure]:
-    """Returns the engine's step of decode: from one result to the next, by its graph."""
-    steps = TURNS * (WARM_UP + STEPS)
-    engine, _, requests = decode_step.make_engine(_large(), batch, 512, steps, True, True, "auto")
+class _Steps:
+    """The engine's steps of decode: from one result to the next, by its graph.
 
-    def step() -> list[float]:
-        assert requests
+    `checksum`: of the greedy tokens that all requests had before the first step that is timed.
+    """
+
+    def __init__(self, batch: int) -> None:
+        prompt, turns = DECODES[batch]
+        steps = turns * (WARM_UP + STEPS)
+        self._engine, _, requests = decode_step.make_engine(
+            _large(), batch, prompt, steps, True, True, "auto"
+        )
+        self._left = turns
+        tokens = [token for request in requests for token in request.output]
+        self.checksum = float(zlib.crc32(array("i", tokens).tobytes()))
+
+    def __call__(self) -> list[float]:
+        """Returns the µs of each step of a turn. Raises RuntimeError if the requests may end during it."""
+        if not self._left:
+            raise RuntimeError("the row has room for no further turn; give fewer --times")
+        self._left -= 1
         times = []
         for _ in range(WARM_UP + STEPS):
             begin = time.perf_counter()
-            engine.step()
+            self._engine.step()
             times.append((time.perf_counter() - begin) * 1e6)
-        engine.settle()
+        self._engine.settle()
         return times[WARM_UP:]
 
-    return {"step": step}
+
+def _decode(batch: int) -> dict[str, Measure]:
+    return {"step": _Steps(batch)}
 
 
 @torch.inference_mode()
 def _prompts() -> dict[str, Measure]:
-    """Returns the steps with prompts, by the graph of their bucket and eagerly."""
+    """Returns the steps with prompts: by graphs of their very size, and above the largest bucket eagerly.
+
+    The engine's graphs are of sizes that it chooses by measuring at start, which differ from one start to the
+    next, and would be compared instead of the trees.
+    """
     cases = [prompt_step.Case.of(text) for text in PROMPTS]
-    runner = prompt_step.make_runner(_large(), cases)
+    runner = prompt_step.make_runner(_large(), [prompt_step.Case.of(ROOM)])
     sides = {}
     for case in cases:
         step = prompt_step.Step(runner, case, LLAMA_3_8B.vocab_size)
-        graph = runner._graphs.get(step.plan)
-        runs = {"eager": runner._run} | ({} if graph is None else {"graph": graph.replay})
-        for name, run in runs.items():
-            sides[f"{case.text()}, {name}"] = partial(_prompt_times, step, run)
+        has_graph = case.num_tokens <= MOST_TOKENS
+        run = prompt_step.exact_graph(runner, case).replay if has_graph else runner._run
+        sides[f"{case.text()}, {'graph' if has_graph else 'eager'}"] = partial(_prompt_times, step, run)
     return sides
 
 

@@ -83,14 +83,14 @@ class Worker:
 
     def open(self, name: str) -> dict[str, Any]:
         """Makes a row, and runs and captures its sides. Returns what each wrote, as the mean of absolute
-        values; None if it returns no tensor."""
+        values, and of a model's steps the checksum of the tokens; None if there is neither."""
         self.close()
         torch.manual_seed(0)
         is_timed_by_itself = name.startswith("models:")
         found: dict[str, Any] = {}
         for side, run in self._rows[name]().items():
             if is_timed_by_itself:
-                self._open[side], found[side] = run, None
+                self._open[side], found[side] = run, getattr(run, "checksum", None)
                 if self._clock is None:
                     run()
                 continue

@@ -5,8 +5,8 @@ that see everything, with groups and with every layer holding every token, as be
 
 Both kinds of memory take turns on one model of random weights, which is a published shape with fewer layers. A
 step is the wall time of the engine's step, with two in flight; held bytes are those of the requests once their
-prompts are computed. The greedy answers of both have to be the same but for rounding, which is told as the share
-of the tokens that are equal.
+prompts are computed. The greedy answers of both have to be the same but for rounding: the share of the tokens
+that are equal is told.
 """
 
 import gc

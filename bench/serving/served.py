@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
@@ -39,18 +39,33 @@ class ServerFailed(Exception):
 class Server:
     """Runs `lightkv serve` with `arguments` for the length of a `with` block. `url`: its root.
 
-    Raises ServerFailed with the last lines that the server wrote.
+    `folder`: the checkout whose lightkv it runs; None for the one that this process runs. `environment`:
+    variables that it has beside those of this process. Raises ServerFailed with the last lines that the server
+    wrote.
     """
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        folder: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._arguments = arguments
+        self._folder = folder
+        self._environment = environment
         self.url = ""
 
     def __enter__(self) -> "Server":
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         command = [sys.executable, "-m", "lightkv.router.cli", "serve", "--port", "0", *self._arguments]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._log, text=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            cwd=self._folder,
+            env=os.environ | dict(self._environment or {}),
         )
         killer = threading.Timer(START_SECONDS, self._process.kill)
         killer.start()

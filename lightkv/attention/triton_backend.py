@@ -12,7 +12,7 @@ from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_at
 from lightkv.triton_kernels.attention.paged_kv import HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.fp8_prefill import fp8_prefill_reason, unknown_in_fp8
 from lightkv.triton_kernels.attention.prefill.fp8_scratch import ALIGNMENT
-from lightkv.triton_kernels.attention.prefill.prefill_combine import most_part_bytes
+from lightkv.triton_kernels.attention.prefill.prefill_combine import most_partial_bytes
 from lightkv.triton_kernels.attention.variants.variant import Variant, limits
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from lightkv.triton_kernels.write.head_tiles import constants_of
@@ -46,7 +46,7 @@ class TritonAttention(AttentionBackend):
         return decode_tuning.MOST_DECODE_ROWS // (self.num_heads // self.num_kv_heads)
 
     def scratch_bytes(self, num_tokens: int, dtype: torch.dtype, device: torch.device) -> int:
-        return most_part_bytes(tuning.device_class(device), self.heads, num_tokens, dtype.itemsize)
+        return most_partial_bytes(tuning.device_class(device), self.heads, num_tokens, dtype.itemsize)
 
     def check_format(self, layer_format: KVFormat) -> None:
         for dim in (self.head_dim, self.v_dim):

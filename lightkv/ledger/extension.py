@@ -161,7 +161,8 @@ class Extension:
         """Checks the sequences of a batch, once for as long as the same ones are extended."""
         slot_per_token = True
         for sequence in sequences:
-            require_sequence(sequence)
+            if not isinstance(sequence, Sequence):  # the call alone would take longer, for each of a batch
+                require_sequence(sequence)
             slot_per_token = slot_per_token and sequence.slot_per_token
         rows = tuple([sequence.row for sequence in sequences])
         batch = list(sequences)

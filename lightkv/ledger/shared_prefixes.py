@@ -201,7 +201,8 @@ class BatchPrefixes:
         if changed or left:
             self._renew(changed)
             prefixes = [prefix for family in self._families for prefix in family.prefixes]
-            self._sets = sorted(prefixes)  # so that sums over the batch keep their order
+            # Sums over the batch keep their order. No two sets have a row in common.
+            self._sets = sorted(prefixes, key=lambda prefix: prefix.rows[0])
         saved = sum([family.saved for family in self._families])
         found = self._sets if self._sharing.is_worth_it(saved, len(batch)) else []
         if found != self._found:

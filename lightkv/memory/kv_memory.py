@@ -255,8 +255,8 @@ class KVMemory:
 
     def _check_segments(self, holdings: Holdings) -> None:
         """Raises CheckFailed unless segments and parts have the ledger's ids and numbers of tokens."""
-        counted = (holdings.segments, *holdings.parts)
-        for cls, (of_class, lengths) in enumerate(zip(self._segments, counted, strict=True)):
+        for cls, of_class in enumerate(self._segments):
+            lengths = holdings.lengths(cls)
             found = {segment: slots.shape[-1] for segment, slots in of_class.items()}
             for segment in found.keys() | lengths.keys():
                 if found.get(segment) != lengths.get(segment):

@@ -28,12 +28,12 @@ from typing import NamedTuple, Protocol
 from lightkv.errors import CheckFailed
 from lightkv.ledger import Match
 from lightkv.router.config import TTFT_TARGET
+from lightkv.router.engine.slots.forecast import SlotForecast
 
 from .forecast import Candidate, Forecast, Prefill
 from .ledger import Ledger
 from .prefill_budget import PrefillWindow, StepBudget
 from .request import Request
-from .slots.forecast import SlotForecast
 
 
 class SharedSegment(Protocol):

@@ -29,10 +29,11 @@ class EngineDead(LightKVError):
 class EngineStats(msgspec.Struct, frozen=True):
     """The counts of an engine.
 
-    Tokens: capacity, free, held, cached, forecast_peak (the most that the running requests are expected to come
-    to hold), exact_peak (the most that those of them may come to hold that state max_tokens and are never
-    preempted), reached_peak (the most that were held so far), waiting_tokens (of the prompts that wait, and of
-    what preempted requests had generated) and session_tokens (cached or held, and protected by sessions). The
+    Slots, of which a token takes one, or several where some layers see a window only: capacity, free, held,
+    cached, forecast_peak (the most that the running requests are expected to come to hold), exact_peak (the
+    most that those of them may come to hold that state max_tokens and are never preempted) and reached_peak
+    (the most that were held so far). Tokens: waiting_tokens (of the prompts that wait, and of what preempted
+    requests had generated) and session_tokens (cached or held, and protected by sessions). The
     numbers of requests, of those of them whose lengths are estimated, and of sessions that protect tokens, are
     those of now. All others are totals: steps, prompt tokens and those of them found in the cache, generated
     tokens, preemptions, the tokens that were computed again after preemptions, and the tokens of sessions that

@@ -10,9 +10,9 @@ from lightkv.errors import LightKVError
 from lightkv.layer_groups import ONE_GROUP, LayerGroups
 from lightkv.ledger import Sequence, Session
 from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace
+from lightkv.router.engine.slots.lives import longest_held
 from lightkv.router.sampling_params import MAX_END_IDS, InvalidParams, SamplingParams
 
-from .slots.lives import longest_held
 from .step import Limits, PromptLogprobs, ScoredChunk
 
 _REMEDIES = {

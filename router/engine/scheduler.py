@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from lightkv.errors import CheckFailed
 from lightkv.ledger import Sequence
+from lightkv.router.engine.slots.forecast import fitting, make_forecast
 
 from .admission import Admission, Demand, Running, check_peaks
 from .forecast import Prefill
@@ -30,7 +31,6 @@ from .ledger import Ledger
 from .plan_writer import Chunk, PlanWriter
 from .prefill_budget import PrefillBudget, PrefillWindow, StepBudget
 from .request import Request, validate_all
-from .slots.forecast import fitting, make_forecast
 from .step import Limits, StepPlan, StepResult, TokenEvent
 from .waiting import WaitingQueue
 
@@ -80,6 +80,7 @@ class Scheduler:
         self._in_flight: deque[_Batch] = deque()
         self._failed = False  # a step has failed, and another is still in flight
         self._forecast = make_forecast(ledger, lag=depth - 1)
+        self._num_groups = ledger.groups.num_groups  # slots of a token that all layers see
         self._admission = admission or Admission()
         self._clock = clock
         self._budget = budget or PrefillBudget(limits)
@@ -176,14 +177,13 @@ class Scheduler:
             self._preempt(max([r for r in self._running() if not r.is_exact], key=_order))
             decoding, sequences = self._next_decodes()
             growth = ledger.growth(sequences)
-        # The decodes' slots are allocated last, so that no prefix found by `_plan_prefills` is evicted for
-        # them. Where they also release some, which chunks may need, they come first.
-        ones = [1] * len(decoding)
-        early_alloc = None if ledger.groups.is_uniform else ledger.extend(sequences, ones)
+        # The decodes' slots are allocated last, so that no prefix that is hit is evicted for them; but first
+        # where they also release some, which chunks may need.
+        early_alloc = None if self._num_groups == 1 else ledger.extend(sequences, [1] * len(decoding))
         chunks = self._plan_prefills(sequences, growth if early_alloc is None else 0)
         if not chunks and not decoding:
             return None
-        decode_alloc = early_alloc or ledger.extend(sequences, ones)
+        decode_alloc = early_alloc or ledger.extend(sequences, [1] * len(decoding))
         plan = self._plans.write(chunks, decoding, sequences, decode_alloc)
         requests = sampled = decoding
         if chunks:
@@ -371,7 +371,7 @@ class Scheduler:
         room = self.ledger.num_available - growth
         if room < 0 or (not room and not decodes and self._prefilling):
             return True
-        most = self.limits.prefill_budget * self.ledger.groups.num_groups
+        most = self.limits.prefill_budget * self._num_groups
         if self._admission.limit(room, self.num_prefilling) >= most:
             return False
         num = max([i for i, request in enumerate(self._prefilling, 1) if request.is_exact], default=0)
@@ -410,7 +410,7 @@ class Scheduler:
         if not self._prefilling and not self.waiting:
             return chunks
         budget = self._step_budget(decodes)
-        while (room := self.ledger.num_available - growth) > 0 or not self.ledger.groups.is_uniform:
+        while (room := self.ledger.num_available - growth) > 0 or self._num_groups > 1:
             idx = len(chunks)
             head = self.waiting.head
             admitted = self._prefilling[idx] if idx < len(self._prefilling) else None
@@ -422,9 +422,8 @@ class Scheduler:
             elif admitted is None:
                 break
             request = self._prefilling[idx]
-            sequence = request.sequence
-            assert sequence is not None
-            start, most = sequence.length, fitting(self.ledger, sequence, room)
+            start = request.sequence.length  # type: ignore[union-attr]
+            most = fitting(self.ledger, request.sequence, room)  # type: ignore[arg-type]
             count = min(budget.tokens(start, request.num_prefill_left), most)
             if count <= 0:
                 break

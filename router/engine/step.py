@@ -291,7 +291,8 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     steps take; None where that was not measured. `graph_tokens`: the tokens of its CUDA graphs for steps with
     prompts, ascending, to which smaller steps are padded; empty without graphs. `kv_dtype` and `skipped_layers`
     are as the configuration gives them; `kv_type` is the name of what K and V are stored as. `num_ranks`: the
-    processes that run the model together; bytes are those of one of them."""
+    processes that run the model together; bytes are those of one of them. `groups`: how its layers share slots;
+    `capacity` is in slots."""
 
     architecture: str
     device: str
@@ -303,12 +304,12 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     pool_bytes: int
     pool_reason: str
     limits: Limits
-    groups: LayerGroups = ONE_GROUP
     step_time: StepTime | None = None
     graph_tokens: tuple[int, ...] = ()
     kv_dtype: str = "auto"
     skipped_layers: tuple[int, ...] = ()
     num_ranks: int = 1
+    groups: LayerGroups = ONE_GROUP
 
     @property
     def kv_type(self) -> str:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from lightkv.errors import LightKVError, UnsupportedModel
 from lightkv.integrations.model.kv_scales import without_kv_scheme
 from lightkv.integrations.ranks.group import RankGroup
-from lightkv.integrations.ranks.sharded import load_part
+from lightkv.integrations.ranks.sharded import load_rank_part
 from lightkv.memory.kv_pool import _free_bytes
 from lightkv.router.model_files import UnreadableWeights, one_line, stored_bytes, weight_files
 
@@ -57,7 +57,7 @@ def load_model(
         ranks: the group of this process, which then reads its own part of the weights; None reads all.
 
     Raises:
-        UnsupportedModel: see `check_supported` and, with ranks, `load_part`.
+        UnsupportedModel: see `check_supported` and, with ranks, `load_rank_part`.
         UnreadableWeights: a file or tensor is missing, damaged, or does not fit the configuration.
         ModelTooLarge: the weights do not fit the device. This is checked before any weight is read, since Linux
             grants more CPU memory than it has and kills the process that uses it.
@@ -87,7 +87,7 @@ def load_model(
                 load: Any = AutoModelForCausalLM.from_pretrained
                 model, info = load(directory, config=config, device_map={"": device}, **settings)
             else:
-                model, info = load_part(directory, ranks, config, **settings)
+                model, info = load_rank_part(directory, ranks, config, **settings)
     except torch.OutOfMemoryError as error:
         raise ModelTooLarge(directory, num_bytes, free, total) from error
     except UnsupportedModel:

@@ -106,7 +106,7 @@ def test_an_error_at_the_start_of_the_process_is_one_line(fresh: ApiUnderTest, t
 # Limits of the server
 
 
-HEADER_SECONDS, BODY_SECONDS, MAX_CONNECTIONS = 0.6, 0.9, 6
+HEADER_SECONDS, BODY_SECONDS, MAX_CONNECTIONS = 0.4, 0.6, 6
 Connect = Callable[[], socket.socket]
 
 
@@ -278,7 +278,7 @@ def test_an_answer_may_take_longer_than_the_time_limits(connect: Connect, router
     try:
         for stream in (False, True):
             connection = connect()
-            asked = {"prompt": "a", "max_tokens": 20, "stream": stream}
+            asked = {"prompt": "a", "max_tokens": 10, "stream": stream}
             body = json.dumps(asked).encode()
             connection.sendall(head(COMPLETIONS, len(body), "Connection: close\r\n") + body)
             received = until_closed(connection)
@@ -291,7 +291,7 @@ def test_an_answer_may_take_longer_than_the_time_limits(connect: Connect, router
 def test_a_connection_beyond_the_limit_is_a_503(connect: Connect, router: ApiUnderTest) -> None:
     router.router.delay = 0.05
     try:
-        asked = json.dumps({"prompt": "a", "max_tokens": 100, "stream": True}).encode()
+        asked = json.dumps({"prompt": "a", "max_tokens": 40, "stream": True}).encode()
         streams = []
         for _ in range(MAX_CONNECTIONS):
             connection = connect()  # each sends its head at once: it has HEADER_SECONDS for that

@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from tests.api.test_structured_output import SLOW
 VOCAB_SIZE = 49_152
 DIGITS, LETTERS = Grammar("regex", "[0-9]+"), Grammar("regex", "[a-z]+")
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "cats"]
+WithChecker = Callable[[Callable[[GrammarChecker], Awaitable[None]]], None]
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +48,33 @@ async def running() -> AsyncIterator[GrammarChecker]:
         await checker.close()
 
 
-def with_checker(scenario: Callable[[GrammarChecker], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with running() as checker:
-            await scenario(checker)
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
 
-    asyncio.run(run())
+
+@pytest.fixture(scope="module")
+def shared(runner: asyncio.Runner) -> Iterator[GrammarChecker]:
+    context = running()
+    yield runner.run(context.__aenter__())
+    runner.run(context.__aexit__(None, None, None))
+
+
+@pytest.fixture
+def with_checker(runner: asyncio.Runner, shared: GrammarChecker) -> WithChecker:
+    """A function that runs a scenario on the tests' common checker, which knows no grammar yet."""
+
+    async def idle() -> None:
+        while shared._process._asked or shared._waiting:
+            await asyncio.sleep(0.01)
+
+    def run(scenario: Callable[[GrammarChecker], Awaitable[None]]) -> None:
+        runner.run(idle())
+        shared._known.clear()
+        runner.run(scenario(shared))  # type: ignore[arg-type]
+
+    return run
 
 
 def num_waiting(checker: GrammarChecker) -> int:
@@ -89,7 +111,7 @@ def tag(form: object) -> Grammar:
 
 @pytest.mark.parametrize("deep", [chain, rules])
 def test_what_fits_in_the_checkers_stack_fits_in_the_workers(
-    model: ModelTokens, deep: Callable[[int], Grammar]
+    model: ModelTokens, deep: Callable[[int], Grammar], with_checker: WithChecker
 ) -> None:
     """The deepest grammar that passes compiles as the worker compiles it, and so does the one that is deeper by
     one, which is refused; the longest that a request may have is refused, too. The process lives on."""
@@ -146,7 +168,7 @@ def test_the_checker_agrees_with_the_worker_on_excluded_texts(
     assert bool(wrong) is (num > 1 and not special)
 
 
-def test_the_checker_knows_the_models_special_tokens(model: ModelTokens) -> None:
+def test_the_checker_knows_the_models_special_tokens(model: ModelTokens, with_checker: WithChecker) -> None:
     """A text that has one within it cannot be a trigger; a text of the same characters could."""
     tags = [{"type": "tag", "begin": "a<|im_end|>b", "content": {"type": "any_text"}, "end": "c"}]
     grammar = tag({"type": "triggered_tags", "triggers": ["a<|im_end|>"], "tags": tags})
@@ -158,7 +180,7 @@ def test_the_checker_knows_the_models_special_tokens(model: ModelTokens) -> None
     with_checker(scenario)
 
 
-def test_the_checker_goes_on_after_a_grammar_that_takes_too_long() -> None:
+def test_the_checker_goes_on_after_a_grammar_that_takes_too_long(with_checker: WithChecker) -> None:
     async def scenario(checker: GrammarChecker) -> None:
         for title in "ab":
             begun = time.monotonic()
@@ -173,7 +195,7 @@ def test_the_checker_goes_on_after_a_grammar_that_takes_too_long() -> None:
     with_checker(scenario)
 
 
-def test_what_a_grammar_takes_is_measured() -> None:
+def test_what_a_grammar_takes_is_measured(with_checker: WithChecker) -> None:
     small, large = chain(2), Grammar("choice", json.dumps([f"number {i * 7919}" for i in range(2000)]))
 
     async def scenario(checker: GrammarChecker) -> None:
@@ -198,7 +220,7 @@ def test_a_model_without_a_usable_tokenizer_is_told(tmp_path: Path) -> None:
 # The process
 
 
-def test_a_check_whose_process_was_killed_is_made_again() -> None:
+def test_a_check_whose_process_was_killed_is_made_again(with_checker: WithChecker) -> None:
     async def scenario(checker: GrammarChecker) -> None:
         for grammar in (DIGITS, LETTERS):
             checking = asyncio.create_task(checker.check(grammar, "field"))
@@ -211,7 +233,9 @@ def test_a_check_whose_process_was_killed_is_made_again() -> None:
     with_checker(scenario)
 
 
-def test_an_honest_grammar_whose_checks_fail_is_not_refused_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_honest_grammar_whose_checks_fail_is_not_refused_for_good(
+    monkeypatch: pytest.MonkeyPatch, with_checker: WithChecker
+) -> None:
     async def scenario(checker: GrammarChecker) -> None:
         with monkeypatch.context() as busy:
             busy.setattr(checker_module, "ANSWER_SECONDS", 0.0)
@@ -223,7 +247,9 @@ def test_an_honest_grammar_whose_checks_fail_is_not_refused_for_good(monkeypatch
     with_checker(scenario)
 
 
-def test_a_child_that_is_killed_is_not_the_grammars_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_is_killed_is_not_the_grammars_fault(
+    monkeypatch: pytest.MonkeyPatch, with_checker: WithChecker
+) -> None:
     async def scenario(checker: GrammarChecker) -> None:
         process = checker._process._process
         assert process is not None
@@ -246,7 +272,7 @@ def test_a_child_that_is_killed_is_not_the_grammars_fault(monkeypatch: pytest.Mo
 # The queue
 
 
-def test_short_grammars_do_not_wait_for_long_ones() -> None:
+def test_short_grammars_do_not_wait_for_long_ones(with_checker: WithChecker) -> None:
     async def scenario(checker: GrammarChecker) -> None:
         tasks = [asyncio.create_task(checker.check(slow(title), "field")) for title in "abcd"]
         await asyncio.sleep(0.1)
@@ -258,7 +284,7 @@ def test_short_grammars_do_not_wait_for_long_ones() -> None:
     with_checker(scenario)
 
 
-def test_grammars_whose_clients_hung_up_leave_the_queue() -> None:
+def test_grammars_whose_clients_hung_up_leave_the_queue(with_checker: WithChecker) -> None:
     async def scenario(checker: GrammarChecker) -> None:
         many = [Grammar("regex", f"[a-z]{{{i}}}") for i in range(1, MAX_WAITING + 1)]
         tasks = [asyncio.create_task(checker.check(one, "field")) for one in many]
@@ -274,7 +300,7 @@ def test_grammars_whose_clients_hung_up_leave_the_queue() -> None:
     with_checker(scenario)
 
 
-def test_one_check_serves_all_that_ask_for_the_same_grammar() -> None:
+def test_one_check_serves_all_that_ask_for_the_same_grammar(with_checker: WithChecker) -> None:
     async def scenario(checker: GrammarChecker) -> None:
         first = asyncio.create_task(checker.check(LETTERS, "field"))
         others = [asyncio.create_task(checker.check(LETTERS, "field")) for _ in range(4 * MAX_WAITING)]
@@ -285,7 +311,7 @@ def test_one_check_serves_all_that_ask_for_the_same_grammar() -> None:
     with_checker(scenario)
 
 
-def test_beyond_its_bound_the_queue_refuses() -> None:
+def test_beyond_its_bound_the_queue_refuses(with_checker: WithChecker) -> None:
     async def scenario(checker: GrammarChecker) -> None:
         many = [Grammar("regex", f"[a-z]{{{i}}}") for i in range(1, MAX_WAITING + 10)]
         tasks = [asyncio.create_task(checker.check(one, "field", b"greedy")) for one in many]
@@ -324,7 +350,7 @@ def test_checks_before_the_service_is_ready_are_refused_and_later_ones_made() ->
 
 
 def test_an_unforeseen_error_refuses_one_check_and_not_those_behind_it(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, with_checker: WithChecker
 ) -> None:
     async def scenario(checker: GrammarChecker) -> None:
         ask = checker._process.ask
@@ -354,12 +380,12 @@ def test_what_waits_is_refused_when_the_checker_closes() -> None:
             found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
             assert {str(one) for one in found} == {"the service is shutting down"}
             assert num_waiting(checker) == len(checker._waiting) == 0
-            assert await asyncio.wait_for(checker.check(DIGITS, "field"), 10) > 0  # in another process
+            assert await asyncio.wait_for(checker.check(DIGITS, "field"), 60) > 0  # in another process
 
     asyncio.run(run())
 
 
-def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch, with_checker: WithChecker) -> None:
     assert MAX_KNOWN < 10_000
 
     async def scenario(checker: GrammarChecker) -> None:

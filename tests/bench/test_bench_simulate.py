@@ -19,22 +19,29 @@ def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     options = ["--requests", "12", "--policy-requests", "12", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["bench", *options])
     monkeypatch.setattr(simulate, "FILES", {"azure-conv": "", "sharegpt": ""})
+    monkeypatch.setattr(simulate, "POLICY_WORKLOADS", ("prefill-heavy", "chat"))
+    monkeypatch.setattr(simulate, "GOODPUT_TRACES", ("sharegpt",))
+    monkeypatch.setattr(simulate, "LOADS", (1.3,))
     simulate.main()
     results = json.loads(out.read_text())["results"]
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["results"] == results
     assert results["goodput"]["sharegpt"]["1.3"].keys() == {*SIMULATED_ADMISSIONS, simulate.PATIENT_ORACLE}
+    assert results["policies"].keys() == {"prefill-heavy", "chat"}
     assert results["policies"]["chat"]["exact"]["num_finished"] == 12
     shares = results["waste"]["azure-conv"]
     assert 0 < shares[0] < shares[-1] < 1
 
 
-def test_some_admissions_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_admissions_of_all_traces_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out.json"
     options = ["--requests", "12", "--parts", "goodput", "--goodput-admissions", "timely", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["bench", *options])
     simulate.main()
     results = json.loads(out.read_text())["results"]
-    assert results["goodput"]["azure-conv"]["0.7"].keys() == {"timely", "oracle", simulate.PATIENT_ORACLE}
+    goodput = results["goodput"]
+    assert goodput.keys() == {"azure-conv", "sharegpt"}
+    assert all(by.keys() == {"saturation", "0.7", "1.0", "1.3"} for by in goodput.values())
+    assert goodput["azure-conv"]["0.7"].keys() == {"timely", "oracle", simulate.PATIENT_ORACLE}
 
 
 def test_step_times_of_a_model() -> None:

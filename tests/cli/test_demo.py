@@ -8,11 +8,13 @@ from rich.console import Console
 from lightkv.router import LLM, EngineConfig
 from lightkv.router.cli.demo import QUESTIONS, Run, answer, faults, summary
 from lightkv.router.engine.loop import EngineStats
+from tests.support.served import save_tiny_model
 
 
 @pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(EngineConfig(device="cpu", max_total_tokens=2048))
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    model = save_tiny_model(tmp_path_factory.mktemp("demo") / "tiny")
+    return LLM(EngineConfig(str(model), device="cpu", max_total_tokens=2048))
 
 
 def test_the_answers_are_lines_without_a_terminal_and_the_counts_agree(llm: LLM) -> None:
@@ -34,7 +36,7 @@ def test_the_answers_are_lines_without_a_terminal_and_the_counts_agree(llm: LLM)
     assert shared > 300
     assert stats.prompt_tokens - stats.hit_tokens < shared + 40 * len(QUESTIONS)
     told = summary(stats, run, llm.info.pool_bytes)
-    assert told["capacity"] == "2,048 tokens (90.0 MiB)"
+    assert told["capacity"] == "2,048 tokens (0.5 MiB)"
     assert told["held"] == "0 tokens"
     assert f"{stats.hit_tokens:,} of {stats.prompt_tokens:,}" in told["prefix tokens hit"]
 

@@ -15,6 +15,7 @@ from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits
 from lightkv.router.engine.step_time import StepTime
 from lightkv.router.sampling_params import SamplingParams
+from tests.support.combinations import each_pair
 from tests.support.model_worker import STOP, ModelWorker, assert_idle
 
 MAX_MODEL_LEN = 90
@@ -85,9 +86,7 @@ def live(seed: int, steps: int, depth: int, chunk: int, timed: bool) -> None:
     assert scheduler.peak_held > 0.8 * capacity
 
 
-@pytest.mark.parametrize("timed", [False, True], ids=["fixed", "timed"])
-@pytest.mark.parametrize("chunk", [5, 32])
-@pytest.mark.parametrize("depth", [1, 2])
+@each_pair(timed=[False, True], chunk=[5, 32], depth=[1, 2])
 def test_an_admitted_request_is_never_short_of_a_token(depth: int, chunk: int, timed: bool) -> None:
     live(depth + chunk, 400, depth, chunk, timed)
 

@@ -13,6 +13,7 @@ from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits
 from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.simulate.admissions import make_simulated
+from tests.support.combinations import slow
 from tests.support.model_worker import STOP, ModelWorker, assert_idle, run
 
 CAPACITY = 120
@@ -51,7 +52,7 @@ def test_admission_takes_the_tokens_that_sessions_protect() -> None:
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(6), *slow(*range(6, 12))])
 def test_a_life_of_sessions_keeps_every_count(seed: int) -> None:
     """Conversations that grow, abort, expire and come back, in a pool that is too small for all of them."""
     rng = random.Random(seed)

@@ -233,7 +233,7 @@ def live(seed: int, steps: int, depth: int, chunk: int, exact_share: float) -> N
 @pytest.mark.parametrize("chunk", [5, 32])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_exact_requests_are_never_short_beside_estimated_ones(depth: int, chunk: int) -> None:
-    live(depth + chunk, 600, depth, chunk, exact_share=0.5)
+    live(depth + chunk, 300, depth, chunk, exact_share=0.5)
 
 
 @pytest.mark.slow

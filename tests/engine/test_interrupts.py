@@ -12,7 +12,7 @@ from lightkv.router import LLM, SamplingParams
 from lightkv.router.llm import interrupts_deferred
 from tests.support.recorded_steps import saved
 
-ROUNDS = 20
+ROUNDS = 12
 PARAMS = SamplingParams(max_tokens=24, temperature=0.9, seed=1, n=2, ignore_eos=True)
 PROMPTS = [[5, 6, 7, 8], [5, 6, 7, 8, 9, 10], [20] * 30]
 

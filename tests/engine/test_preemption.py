@@ -157,7 +157,7 @@ def test_prompts_that_compete_for_the_pool_all_finish() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("chunk", [0, 5])
-@pytest.mark.parametrize("num_steps", [4_000, *slow(12_000)])
+@pytest.mark.parametrize("num_steps", [2_000, *slow(4_000, 12_000)])
 def test_random_requests_admitted_by_estimates(num_steps: int, chunk: int, depth: int) -> None:
     """The model of the memory raises when a slot is missing, shared wrongly or freed twice, or when it does not
     hold the tokens that a resumed request continues. test_scheduler.py does the same with exact admission."""
@@ -211,7 +211,7 @@ def test_random_requests_admitted_by_estimates(num_steps: int, chunk: int, depth
             take()
     assert_idle(engine)
     assert not alive
-    assert scheduler.num_preemptions > 20
+    assert scheduler.num_preemptions > num_steps / 400
     assert scheduler.num_recomputed_tokens > 0
 
 
@@ -253,7 +253,7 @@ def preempted_and_not(
     return engines[0], engines[1], found
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", *slow("int8")])
 def test_a_preemption_does_not_change_the_answer(kv_dtype: str) -> None:
     """In float32, greedy, random and penalised tokens are the same as without preemptions."""
     ample, scarce, found = preempted_and_not("cpu", torch.float32, kv_dtype)

@@ -21,6 +21,7 @@ from lightkv.router.engine.step_time import PARAMETERS, StepTime, Work
 from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.simulate import simulation, simulator
 from lightkv.router.simulate.config import SimulationConfig
+from tests.support.combinations import each_value
 from tests.support.model_worker import STOP, ModelWorker, assert_idle, run
 
 H200 = StepTime.parse("")
@@ -270,8 +271,7 @@ def plans_of(engine: LocalEngine, worker: ModelWorker, requests: list[Request]) 
     return worker.plans
 
 
-@pytest.mark.parametrize("target", [1e-9, 0.0025, 0.004, None])
-@pytest.mark.parametrize("depth", [1, 2])
+@each_value(target=[1e-9, 0.0025, 0.004, None], depth=[1, 2])
 def test_no_planned_step_takes_longer_than_the_target(target: float | None, depth: int) -> None:
     model = replace(SMALL, base=0.02, per_prompt=2e-4) if target is None else SMALL
     engine, worker = make(model, target, depth)

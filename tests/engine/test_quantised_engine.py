@@ -26,6 +26,7 @@ from lightkv.router.model.parts import StepOutput
 from lightkv.router.model.runner import ModelRunner
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from lightkv.triton_kernels.quantised.quantise_reference import apply_hadamard, dequantise, quantise
+from tests.support.combinations import slow
 from tests.support.model_worker import assert_idle
 from tests.support.tiny_models import VOCABULARY, tiny_llama
 
@@ -178,7 +179,7 @@ def test_the_same_memory_holds_and_admits_more_tokens(name: str, monkeypatch: py
     assert running <= more.num_tokens // 21  # prompts may share their first token
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", *slow("int4")])
 def test_a_life_with_preemptions_aborts_and_failed_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every answer that ends by itself is the one that the request gets alone."""
     lengths = OutputLengths()

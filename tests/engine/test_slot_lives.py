@@ -86,7 +86,7 @@ def slots_of(lives: list[Life], num: int) -> list[int]:
 def peak_of(lives: list[Life]) -> int:
     """Returns their peak from STEP on, from what is held just before their drops alone."""
     sums = Sums([piece for life in lives for piece in life.pieces])
-    ends = sums.ends[np.searchsorted(sums.ends, STEP) :]
+    ends = sums.drops[np.searchsorted(sums.drops, STEP) :]
     return int(sums.at(ends).max(initial=0))
 
 

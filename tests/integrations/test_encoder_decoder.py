@@ -25,6 +25,7 @@ from lightkv.errors import UnsupportedModel
 from lightkv.integrations.hf_cache import LightKVCache
 from lightkv.integrations.model.hf_model import switch_attention
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
+from tests.support.combinations import each_value
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -154,8 +155,7 @@ def assert_empty(cache: LightKVCache) -> None:
     kv.check()
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("name", MAKERS)
+@each_value(name=list(MAKERS), call=list(CALLS))
 def test_results_are_those_of_transformers_own_cache(name: str, call: str, device: torch.device) -> None:
     model, options = make_model(name, device), CALLS[call]
     cache = LightKVCache(model, CAPACITY)

@@ -128,12 +128,14 @@ def test_a_reused_row_starts_at_zero() -> None:
         lm.cache.close(sequence, cache=False)
 
 
-def watched(capacity: int = 60, backend: str | None = None) -> tuple[CachedModel, HeavyHitters, Sequence]:
-    """Returns a model and its heavy hitters, after 30 tokens of a sequence."""
+def watched(
+    capacity: int = 60, backend: str | None = None, num_tokens: int = 30
+) -> tuple[CachedModel, HeavyHitters, Sequence]:
+    """Returns a model and its heavy hitters, after `num_tokens` of a sequence."""
     lm = CachedModel(make_model(torch.device("cpu")), capacity, max_sequences=3, backend=backend)
     hitters = HeavyHitters(lm)
     sequence = lm.cache.open([1])
-    hitters.forward(sequence, range(30))
+    hitters.forward(sequence, range(num_tokens))
     return lm, hitters, sequence
 
 
@@ -235,14 +237,14 @@ def test_published_tokens_are_never_evicted() -> None:
 
 
 def test_the_scores_are_those_of_the_chosen_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, hitters, sequence = watched(backend="torch")
+    _, hitters, sequence = watched(backend="torch", num_tokens=12)
     expected = hitters.scores(sequence)
 
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("the reference was called, where the kernel was chosen")
 
     monkeypatch.setattr(torch_backend, "attention_scores_reference", fail)
-    _, hitters, sequence = watched(backend="triton")
+    _, hitters, sequence = watched(backend="triton", num_tokens=12)
     torch.testing.assert_close(hitters.scores(sequence), expected, rtol=1e-4, atol=1e-4)
 
 

@@ -44,7 +44,7 @@ from lightkv.integrations.streaming import Stream, Window
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.triton_kernels.write.inputs import Rotation
 from lightkv.triton_kernels.write.write_kv import rotate_reference
-from tests.support.combinations import slow
+from tests.support.combinations import each_value, slow
 from tests.support.eager_models import SMALL, make_model
 
 BOTH = [0, 1]
@@ -131,7 +131,8 @@ MODELS: dict[str, tuple[PreTrainedConfig, list[int]]] = {
     ),
     "learned": (GPT2Config(vocab_size=SMALL["vocab_size"], n_embd=32, n_layer=2, n_head=4), []),
 }
-STEPS = [([1, 2], [5, 2], 2), ([2, 1], [3, 1], 1), ([2, 1], [1, 1], 0)]
+# The rows of each step, their tokens, and how many of them are prefills: two, one beside a decode, and none.
+STEPS = [([1, 2], [3, 1], 2), ([2, 1], [2, 1], 1), ([2, 1], [1, 1], 0)]
 
 
 class Steps:
@@ -162,13 +163,13 @@ class Steps:
         return logits
 
 
-def assert_unfused_agrees(model: PreTrainedModel, backend: str, tolerance: float = 1e-5) -> None:
-    steps = Steps(model, backend)
-    ours = steps.run()
+def assert_unfused_agrees(model: PreTrainedModel, backend: str, own_backend: str = "torch") -> None:
+    """Compares the fused modules on `backend` with the model's own on `own_backend`."""
+    ours = Steps(model, backend).run()
     set_fused_forwards(model, {})
     assert not fused_layers(model)
-    for logits, own in zip(ours, steps.run(), strict=True):
-        torch.testing.assert_close(logits, own, rtol=tolerance, atol=tolerance)
+    for logits, own in zip(ours, Steps(model, own_backend).run(), strict=True):
+        torch.testing.assert_close(logits, own, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -231,12 +232,15 @@ def test_a_norm_with_a_hook_is_called(when: str, device: torch.device) -> None:
     assert len(calls) == len(STEPS)
 
 
-@pytest.mark.parametrize("name", ["phi3", *slow("cohere", "qwen3"), "cohere-norms", "norm-over-heads"])
-def test_write_kv_rotates_as_the_modules_do(name: str, device: torch.device) -> None:
+@each_value(
+    name=["phi3", *slow("cohere", "qwen3"), "cohere-norms", "norm-over-heads"],
+    own_backend=["torch", *slow("triton")],
+)
+def test_write_kv_rotates_as_the_modules_do(name: str, own_backend: str, device: torch.device) -> None:
     model = make_model(MODELS[name][0], device)
     bind(model)
     assert fused_layers(model) == BOTH
-    assert_unfused_agrees(model, "triton")
+    assert_unfused_agrees(model, "triton", own_backend)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
@@ -436,29 +440,33 @@ def test_a_rotated_call_has_the_keys_of_the_unfused_model(device: torch.device) 
     assert not torch.equal(recorders[0].keys[0][:, :, 0], recorders[0].keys[0][:, :, 1])
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_sinks_rotate_q_back_from_its_own_position(backend: str, device: torch.device) -> None:
+# The backends of the fused modules and of the model's own.
+BACKEND_PAIRS = [("torch", "torch"), ("triton", "torch"), *slow(("triton", "triton"))]
+
+
+@pytest.mark.parametrize("backends", BACKEND_PAIRS, ids="-beside-".join)
+def test_sinks_rotate_q_back_from_its_own_position(backends: tuple[str, str], device: torch.device) -> None:
     logits = []
-    for fused in (True, False):
+    for fused, backend in zip((True, False), backends, strict=True):
         lm = CachedModel(make_model(LLAMA, device), 40, 1, backend=backend, exact_positions=True)
         assert fused_layers(lm.model) == BOTH
         if not fused:
             set_fused_forwards(lm.model, {})
         flow = Stream(lm, Window(size=6, sink_tokens=2, stride=3), [5, 6, 7])
-        logits.append(torch.cat([*flow.feed(range(10, 19))]))
+        logits.append(torch.cat([*flow.feed(range(10, 16))]))
     torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_scores_are_those_of_rotated_queries(backend: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backends", BACKEND_PAIRS, ids="-beside-".join)
+def test_scores_are_those_of_rotated_queries(backends: tuple[str, str], device: torch.device) -> None:
     scores = []
-    for fused in (True, False):
+    for fused, backend in zip((True, False), backends, strict=True):
         lm = CachedModel(make_model(LLAMA, device), 40, 1, backend=backend)
         if not fused:
             set_fused_forwards(lm.model, {})
         hitters = HeavyHitters(lm)
-        sequence = lm.cache.open(list(range(3, 15)))
-        hitters.forward(sequence, range(3, 15))
+        sequence = lm.cache.open(list(range(3, 10)))
+        hitters.forward(sequence, range(3, 10))
         scores.append(hitters.scores(sequence).clone())
     torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-5)
 

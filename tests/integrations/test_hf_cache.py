@@ -27,7 +27,7 @@ from lightkv.integrations.hf_cache import LightKVCache
 from lightkv.integrations.model.hf_model import bind
 from lightkv.router import EngineConfig
 from lightkv.router.model_files import resolve
-from tests.support.combinations import each_pair
+from tests.support.combinations import each_value
 from tests.support.eager_models import SMALL, VOCABULARY
 
 MIXED = {**SMALL, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
@@ -102,8 +102,7 @@ def test_the_example_in_the_docstring_runs() -> None:
     assert not result.failed
 
 
-@pytest.mark.parametrize("attention", [OWN, OURS])
-@pytest.mark.parametrize("call", CALLS)
+@each_value(call=list(CALLS), attention=[OWN, OURS])
 def test_results_are_those_of_transformers_own_cache(call: str, attention: str, device: torch.device) -> None:
     prompts, options = CALLS[call]
     model = make_model(CONFIGS["llama"], device)
@@ -129,7 +128,7 @@ def test_results_are_those_of_transformers_own_cache(call: str, attention: str, 
         cache.kv.check()
 
 
-@each_pair(
+@each_value(
     name=[name for name in CONFIGS if name != "llama"],
     call=["batch", "beams", "assisted"],
     attention=[OWN, OURS],

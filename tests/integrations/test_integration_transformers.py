@@ -116,6 +116,7 @@ STEPS = [
     ([2, 3, 1], [5, 1, 1], 1),
     ([3, 2, 1], [1, 1, 1], 0),
 ]
+SHORT_STEPS = [([1, 2], [5, 2], 2), ([3, 1, 2], [3, 2, 1], 2), ([1, 2, 3], [1, 1, 1], 0)]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -124,9 +125,9 @@ def test_packed_forward_on_torch(name: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", *slow("gemma2")])
-@pytest.mark.parametrize("num_steps", [3, *slow(len(STEPS))])
-def test_packed_forward_on_triton(name: str, num_steps: int, device: torch.device) -> None:
-    assert_packed_equals_own_forward(CONFIGS[name], "triton", STEPS[:num_steps], device)
+@pytest.mark.parametrize("steps", [SHORT_STEPS, *slow(STEPS)], ids=len)
+def test_packed_forward_on_triton(name: str, steps: Any, device: torch.device) -> None:
+    assert_packed_equals_own_forward(CONFIGS[name], "triton", steps, device)
 
 
 @pytest.mark.gpu

@@ -1,10 +1,10 @@
-"""Compares `combine_parts` with its reference, on plans of every form; parts of no request are NaN."""
+"""Compares `combine_partials` with its reference, on plans of every form; parts of no request are NaN."""
 
 import random
 
 import torch
 
-from lightkv.triton_kernels.attention.decode.decode_combine import combine_parts, combine_parts_reference
+from lightkv.triton_kernels.attention.decode.decode_combine import combine_partials, combine_parts_reference
 from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan
 from tests.support.combinations import each_pair
 
@@ -47,7 +47,7 @@ def test_parts_are_combined(device: torch.device, seed: int, num_queries: int, n
         partial_out[unseen], partial_lse[unseen] = 0.0, -torch.inf
     out = torch.full((len(plan.parts) * num_queries, NUM_HEADS, VALUE_DIM), torch.nan, device=device)
     lse = torch.full(out.shape[:2], torch.nan, device=device)
-    combine_parts(partial_out, partial_lse, plan, out, lse, num_queries)
+    combine_partials(partial_out, partial_lse, plan, out, lse, num_queries)
     combined = combine_parts_reference(partial_out, partial_lse, plan, num_queries)
     for request in range(len(plan.parts)):
         queries = slice(request * num_queries, (request + 1) * num_queries)

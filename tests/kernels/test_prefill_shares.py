@@ -24,8 +24,8 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
 from lightkv.triton_kernels.attention.prefill.prefill_combine import (
     combine_tiles,
     combine_tiles_reference,
-    empty_parts,
-    most_part_bytes,
+    empty_partials,
+    most_partial_bytes,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
 from lightkv.triton_kernels.attention.variants import SinkLogits, Softcap, Window
@@ -359,9 +359,9 @@ def test_the_most_partial_outputs_are_known_before_any_call() -> None:
                         device, num_requests, num_kv_heads, rows, dim, dim, 2
                     )
                     shares = prefill_tuning.prefill_shares(device, launch, num_kv_heads)
-                    parts = empty_parts(shares.num_workers, num_kv_heads, launch.block_m, dim, META)
+                    parts = empty_partials(shares.num_workers, num_kv_heads, launch.block_m, dim, META)
                     sizes.append(sum(part.nbytes for part in parts))
-                assert max(sizes) == most_part_bytes(device, heads, num_tokens, 2)
+                assert max(sizes) == most_partial_bytes(device, heads, num_tokens, 2)
             assert 0 < max(sizes) <= 34 << 20
 
 
@@ -372,14 +372,14 @@ def test_a_call_makes_as_many_partial_outputs_as_are_known_before(
     made: list[tuple[Tensor, Tensor]] = []
 
     def noted(*sizes: Any) -> tuple[Tensor, Tensor]:
-        made.append(empty_parts(*sizes))
+        made.append(empty_partials(*sizes))
         return made[-1]
 
-    monkeypatch.setattr(prefill_module, "empty_parts", noted)
+    monkeypatch.setattr(prefill_module, "empty_partials", noted)
     case = Case.make([(37, 30)], device, dtype=torch.float16)
     prefill_attention(*case.args)
     (parts,), heads = made, HeadShape.of(case.q, case.cache.kv)
-    assert sum(part.nbytes for part in parts) == most_part_bytes(
+    assert sum(part.nbytes for part in parts) == most_partial_bytes(
         tuning.device_class(device), heads, len(case.q), case.q.element_size()
     )
     held = [value for value in case.plan(None) if isinstance(value, Tensor)]
@@ -403,7 +403,7 @@ def test_graphs_share_the_memory_of_partial_outputs() -> None:
         torch.cuda.empty_cache()
         reserved.append(torch.cuda.memory_reserved())
     heads = HeadShape.of(cases[0].q, cases[0].cache.kv)
-    parts = most_part_bytes(tuning.device_class(cases[0].q.device), heads, 128, 2)
+    parts = most_partial_bytes(tuning.device_class(cases[0].q.device), heads, 128, 2)
     assert reserved[-1] - reserved[0] < parts
     for case, out, graph in zip(cases, outs, graphs, strict=True):
         out.fill_(torch.nan)

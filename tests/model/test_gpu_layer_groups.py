@@ -3,9 +3,18 @@
 import pytest
 import torch
 
-from tests.model.test_windowed_families import LONG, NUM_NEW, PROMPTS, RUNNING, expected, text
 from tests.support.model_worker import assert_idle
-from tests.support.windowed_models import make_engine, request, run_all
+from tests.support.windowed_models import (
+    LONG,
+    NUM_NEW,
+    PROMPTS,
+    RUNNING,
+    expected,
+    make_engine,
+    request,
+    run_all,
+    text,
+)
 
 pytestmark = pytest.mark.gpu
 

@@ -162,9 +162,9 @@ def test_waiting_for_a_core_is_counted() -> None:
     if (cores := len(os.sched_getaffinity(0))) > 8:
         pytest.skip(f"it would take more threads than {cores} cores")
     before = cpu_linear._waited()
-    code = "import time\nend = time.monotonic() + 0.5\nwhile time.monotonic() < end: pass"
+    code = "import time\nend = time.monotonic() + 0.25\nwhile time.monotonic() < end: pass"
     others = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2 * cores)]
-    end = time.monotonic() + 0.5
+    end = time.monotonic() + 0.25
     while time.monotonic() < end:
         pass
     for other in others:

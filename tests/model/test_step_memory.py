@@ -16,7 +16,7 @@ from lightkv.router.model.token_buckets import prompt_shapes
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.paged_kv import HeadShape
 from lightkv.triton_kernels.attention.prefill import prefill_attention as prefill_module
-from lightkv.triton_kernels.attention.prefill.prefill_combine import empty_parts, most_part_bytes
+from lightkv.triton_kernels.attention.prefill.prefill_combine import empty_partials, most_partial_bytes
 from tests.support.tiny_models import tiny_llama
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def test_the_partial_outputs_of_prefill_are_counted(monkeypatch: pytest.MonkeyPa
     shape = probe(tiny_llama(CPU, context=160))
     layer: LayerShape = shape.layers[0]
     heads = HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.v_dim or layer.head_dim)
-    parts = most_part_bytes(tuning.device_class(CPU), heads, 44, shape.spec.dtype.itemsize)
+    parts = most_partial_bytes(tuning.device_class(CPU), heads, 44, shape.spec.dtype.itemsize)
     assert parts > 0
     assert needed("triton") - needed("torch") == parts
     # Graphs have memory of their own, and eager steps do not use it.
@@ -59,18 +59,18 @@ def test_what_graphs_keep_holds_no_partial_outputs(monkeypatch: pytest.MonkeyPat
 
     def noted(*sizes: Any) -> tuple[torch.Tensor, torch.Tensor]:
         assert all(part() is None for part in made)
-        parts = empty_parts(*sizes)
+        parts = empty_partials(*sizes)
         made.extend(map(weakref.ref, parts))
         return parts
 
-    monkeypatch.setattr(prefill_module, "empty_parts", noted)
+    monkeypatch.setattr(prefill_module, "empty_partials", noted)
     config = EngineConfig(
-        device="cpu", attention_backend="triton", max_num_seqs=3, prefill_chunk=40, max_total_tokens=200
+        device="cpu", attention_backend="triton", max_num_seqs=3, prefill_chunk=20, max_total_tokens=200
     )
     runner, _ = assemble(tiny_llama(CPU, context=160), config, lambda line: None)
     graphs = [
         PromptGraph(runner._parts, shapes[0], runner.limits, SharedLogits(3))
-        for shapes in prompt_shapes([16, 24], 3).values()
+        for shapes in prompt_shapes([8, 12], 3).values()
     ]
     for graph in graphs:
         graph.rehearse()

@@ -27,6 +27,7 @@ from lightkv.router.model.token_buckets import (
     prompt_shapes,
     token_buckets,
 )
+from tests.support.combinations import slow
 from tests.support.tiny_models import tiny_llama
 
 # Milliseconds of the products of an 8B model's layers on an H200; those of 1, 256, 384 and 2304 are made up.
@@ -159,7 +160,7 @@ def test_the_choice_is_the_cheapest_of_all(seed: int) -> None:
     assert cost(large) == pytest.approx(min(map(cost, allowed)))
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 3, 7, 8, 256])
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 7, 8, 48, *slow(256)])
 def test_a_shape_fits_every_step(max_num_seqs: int) -> None:
     """Padded to at most 1.5 times its tokens, above 512 to at most 1.2 times; a step of few prompts even to the
     next bucket, without slots for decodes if it has none."""

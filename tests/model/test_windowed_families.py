@@ -7,15 +7,13 @@ too early, or hit where its window is not there, changes an answer.
 
 import random
 import re
-from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
 import torch
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig
 
 from lightkv.attention import Chunk, Window
 from lightkv.errors import UnsupportedModel
@@ -28,53 +26,36 @@ from lightkv.router.model.model_config import load_supported_config
 from lightkv.router.text.beam_search import BeamParams
 from tests.support.combinations import each_value, slow
 from tests.support.model_worker import assert_idle, run
-from tests.support.tiny_architectures import VOCABULARY, random_weights, tiny
+from tests.support.tiny_architectures import random_weights, tiny
 from tests.support.windowed_models import (
     FAMILIES,
+    LONG,
+    NUM_NEW,
+    PROMPTS,
+    RUNNING,
     LayerKind,
+    expected,
     make_engine,
     own_answers,
+    reference,
     request,
     run_all,
+    text,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RUNNING = [name for name, family in FAMILIES.items() if not family.refusal]
 # Many windows, as many windows as full layers, chunks, three windows to two full layers, and windows alone.
 QUICK = ["gemma3", "gpt-oss", "llama4", "granite-swa", "ministral-windows"]
-NAMES = [*QUICK, *slow(*(name for name in RUNNING if name not in QUICK))]
 REFUSED = [name for name in FAMILIES if name not in RUNNING]
-NUM_NEW = 6  # tokens of most answers
 # Of a cached text of 80 tokens, a prefix of so many or more is hit to the very token: the shortest window, of 8
 # tokens, and the slack of as many that is kept before it, reach back to it from the end of the text.
 EXACT = 72
 
 
-def text(length: int, seed: int) -> list[int]:
-    """Returns random tokens."""
-    rng = random.Random(seed)
-    return [rng.randrange(3, VOCABULARY) for _ in range(length)]
-
-
-PROMPTS = [text(length, length) for length in (5, 8, 9, 16, 17, 33, 90)]
-LONG = text(80, 0)
-
-
-@cache
-def reference(family: str) -> PreTrainedModel:
-    """Returns the model that transformers runs alone."""
-    return FAMILIES[family].model()
-
-
-@cache
-def _own_answers(family: str, prompts: tuple[tuple[int, ...], ...], num_new: int) -> list[list[int]]:
-    return own_answers(reference(family), prompts, num_new)
-
-
-def expected(family: str, prompts: Sequence[Sequence[int]], num_new: int = NUM_NEW) -> list[list[int]]:
-    """Returns what transformers generates greedily, which is computed once for all tests."""
-    return _own_answers(family, tuple(map(tuple, prompts)), num_new)
+def quickly(*names: str) -> list[Any]:
+    """Returns all families that run, of which `make test` takes only these."""
+    return [*names, *slow(*(name for name in RUNNING if name not in names))]
 
 
 # --------------------------------------------------------------------------------
@@ -124,7 +105,7 @@ def resized(name: str, by: int) -> PreTrainedConfig:
     return tiny(family.model_type, fields={**family.fields, **changed})
 
 
-@pytest.mark.parametrize("name", [*NAMES, *slow(*REFUSED)])
+@pytest.mark.parametrize("name", [*quickly(*QUICK), *slow(*REFUSED)])
 def test_a_window_that_is_wrong_by_one_gives_other_answers(name: str) -> None:
     """So the tests below notice it."""
     for by in (-1, 1):
@@ -143,7 +124,7 @@ def test_prompts_of_many_lengths_in_chunks(name: str, chunk: int, depth: int) ->
     assert_idle(engine)
 
 
-@each_value(name=NAMES, chunk=[0, 7, 16], depth=[1, 2])
+@each_value(name=quickly("gemma3", "llama4", "ministral-windows"), chunk=[0, 7, 16], depth=[1, 2])
 def test_a_long_prefix_is_hit_across_windows(name: str, chunk: int, depth: int) -> None:
     """Prompts leave a long one that is cached at, before and after bounds of windows and chunks; two of them
     also continue its answer. Then others leave these prompts."""
@@ -169,7 +150,7 @@ def test_a_long_prefix_is_hit_across_windows(name: str, chunk: int, depth: int) 
     assert_idle(engine)
 
 
-@each_value(name=NAMES, chunk=[0, 7, 16], depth=[1, 2])
+@each_value(name=quickly("llama4", "gpt-oss", "granite-swa"), chunk=[0, 7, 16], depth=[1, 2])
 def test_tokens_are_shared_with_a_request_whose_windows_pass_them(name: str, chunk: int, depth: int) -> None:
     """The first request holds them for the others while its own windows move on."""
     engine = make_engine(name, chunk=chunk, depth=depth)
@@ -195,7 +176,7 @@ def test_tokens_are_shared_with_a_request_whose_windows_pass_them(name: str, chu
     assert_idle(engine)
 
 
-@each_value(name=NAMES, chunk=[0, 7, 16], depth=[1, 2])
+@each_value(name=quickly("gemma3", "llama4", "granite-swa"), chunk=[0, 7, 16], depth=[1, 2])
 def test_a_preemption_changes_no_answer(name: str, chunk: int, depth: int) -> None:
     """Answers are longer than admission expects. Two of the prompts share a prefix."""
     most = 16
@@ -209,7 +190,7 @@ def test_a_preemption_changes_no_answer(name: str, chunk: int, depth: int) -> No
     assert_idle(engine)
 
 
-@each_value(name=NAMES, chunk=[0, 16, 40], depth=[1, 2])
+@each_value(name=quickly("ministral-windows", "gpt-oss", "llama4"), chunk=[0, 16, 40], depth=[1, 2])
 def test_turns_of_sessions_find_what_the_turns_before_left(name: str, chunk: int, depth: int) -> None:
     """Two conversations run beside requests that take the rest of the pool. Each turn leaves the one before two
     tokens early, as with templates that write the end of an answer anew."""
@@ -274,7 +255,7 @@ def test_a_random_life_changes_no_answer(name: str, seed: int) -> None:
 # Forks and beams
 
 
-@each_value(name=NAMES)
+@each_value(name=quickly("gemma3", "llama4"))
 def test_several_answers_and_beams_of_a_prompt(name: str, tmp_path: Path) -> None:
     """A model that is loaded: its answers to a prompt are equal, and its beams are transformers'."""
     FAMILIES[name].model().save_pretrained(tmp_path)
@@ -314,7 +295,7 @@ def beam_options(length: int, width: int, num_new: int) -> dict[str, Any]:
     }
 
 
-@each_value(name=NAMES, is_bound=[False, True])
+@each_value(name=quickly("gpt-oss", "granite-swa", "ministral-windows"), is_bound=[False, True])
 def test_generate_with_lightkvs_cache(name: str, is_bound: bool) -> None:
     """transformers' own `generate` forks the sequences of its beams, with its attention and with lightkv's; the
     second call hits what the first one left."""

@@ -113,7 +113,10 @@ main(Failing)
 """
 
 
-@pytest.mark.parametrize("place", ["_logits", "_parts.memory.apply", "_take_tokens"])
+@pytest.mark.parametrize(
+    "place",
+    ["_logits", *(pytest.param(p, marks=pytest.mark.slow) for p in ("_parts.memory.apply", "_take_tokens"))],
+)
 def test_a_rank_that_raises_in_a_step_ends_the_group_at_once(
     place: str, config: EngineConfig, recording: Recording, tmp_path: Path
 ) -> None:

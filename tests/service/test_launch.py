@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from lightkv.memory_map import OWN
 from lightkv.router.config import EngineConfig, InvalidConfig, ServiceConfig
 from lightkv.router.model_files import ModelNotFound
 from lightkv.router.service.child_process import command
@@ -23,9 +24,11 @@ from tests.support.served import API_KEY, COMPLETIONS, Served, Start, wait_until
 
 @pytest.fixture(scope="module")
 def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A service with an API key, which the tests leave unchanged. SIGTERM has to end it with code 0."""
+    """A service with an API key and K/V in 8 bits, which the tests leave unchanged. SIGTERM has to end it with
+    code 0."""
     directory = tmp_path_factory.mktemp("shared")
-    served = Served(model, directory / "log", "--served-model-name", "tiny", api_key=API_KEY).wait_ready()
+    settings = ["--served-model-name", "tiny", "--kv-dtype", "int8", "--kv-skip-layers", "1"]
+    served = Served(model, directory / "log", *settings, api_key=API_KEY).wait_ready()
     try:
         yield served
         served.process.terminate()
@@ -46,6 +49,20 @@ def test_a_request_is_answered_under_the_served_model_name(shared: Served) -> No
     wait_until(lambda: shared.request("/load")[1]["hit_tokens"] > 0)
 
 
+def test_the_service_says_how_its_pool_holds_values(shared: Served) -> None:
+    assert shared.complete()
+    load = shared.at_rest()
+    assert (load["kv_dtype"], load["capacity"]) == ("int8", 8192)
+    assert load["num_ledger_checks"] > 0
+    assert shared.request("/v1/models")[1]["data"][0]["kv_dtype"] == "int8"
+    connection = shared.connect()
+    connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {API_KEY}"})
+    # Two layers of two heads, of 8 + 8 dims: one with two scales a head, the other in float32.
+    assert 'bytes_per_token="176",cache_dtype="int8"' in connection.getresponse().read().decode()
+    connection.close()
+    assert "tokens in int8, layer 1 in float32" in shared.log.read_text()
+
+
 def test_the_key_guards_the_service_and_no_process_shows_it(shared: Served) -> None:
     assert shared.request(COMPLETIONS, {"prompt": "a"}, headers={})[0] == 401
     assert shared.request("/load", headers={"Authorization": "Bearer wrong"})[0] == 401
@@ -62,6 +79,31 @@ def test_the_worker_alone_has_torch(shared: Served) -> None:
         name: "libtorch" in Path(f"/proc/{pid}/maps").read_text() for name, pid in shared.processes().items()
     }
     assert loaded == {"cli": False, "router_process": False, "api": False, "worker": True}
+
+
+def test_the_map_of_a_running_service(shared: Served) -> None:
+    shared.at_rest()
+    status, empty, _ = shared.request("/map")
+    assert (status, empty["capacity"], empty["num_own"], empty["slots_per_cell"]) == (200, 8192, 0, 1)
+    with shared.stream(4000) as events:
+        found: dict[str, Any] = {}
+
+        def maps_its_tokens() -> bool:
+            found.update(shared.request("/map")[1])
+            return found["num_own"] > 8
+
+        wait_until(maps_its_tokens)
+        rows = {cell for cell in found["cells"] if cell >= OWN}
+        assert len(rows) == 1
+        assert found["cells"].count(rows.pop()) == found["num_own"]
+        num_own = found["num_own"]
+        wait_until(lambda: shared.request("/map")[1]["num_own"] > num_own)  # the request continues
+        assert "choices" in next(events)
+    load = shared.at_rest()
+    wait_until(lambda: shared.request("/map")[1]["num_own"] == 0)
+    pool = shared.request("/map")[1]
+    assert (pool["num_free"], pool["num_cached"]) == (load["free"], load["cached"])
+    assert "Traceback" not in shared.log.read_text()
 
 
 def test_a_killed_worker_is_replaced(shared: Served) -> None:

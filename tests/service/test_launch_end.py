@@ -13,7 +13,7 @@ from tests.support.served import COMPLETIONS, Served, Start, starting, wait_unti
 def test_sigterm_lets_requests_finish_and_admits_no_more(start: Start, sockets: Path) -> None:
     served = start("--shutdown-timeout", "60").wait_ready()
     assert stat.S_IMODE((sockets / "router.sock").stat().st_mode) == 0o600
-    with served.stream(300) as events:
+    with served.stream(150) as events:
         served.process.terminate()
         wait_until(lambda: served.request("/ready")[0] == 503)
         status, _, headers = served.request(COMPLETIONS, {"prompt": "a"})
@@ -87,6 +87,7 @@ def test_no_process_or_file_outlives_a_killed_launcher(model: Path, tmp_path: Pa
         served.close()
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_ends_the_service_with_the_reason(start: Start, sockets: Path) -> None:
     served = start("--max-total-tokens", "100000000000000")
     assert served.wait() == 1

@@ -9,7 +9,8 @@ import pytest
 from tests.support.served import Start, wait_until
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_to_all_processes_end_the_service_like_one_to_the_launcher(
     start: Start, sockets: Path, number: signal.Signals
 ) -> None:

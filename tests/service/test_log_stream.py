@@ -104,6 +104,7 @@ def test_a_service_answers_while_nobody_reads_its_log(
         assert read_now(reader).startswith("{")
 
 
+@pytest.mark.slow
 def test_a_whole_service_starts_serves_and_stops_with_a_log_that_nobody_reads(tmp_path: Path) -> None:
     fifo = tmp_path / "log"
     os.mkfifo(fifo)

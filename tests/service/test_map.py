@@ -1,4 +1,4 @@
-"""The map of a running service: the worker's counts, the steps around it, and the whole service."""
+"""The map of a service: the worker's counts and the steps around it. `test_launch.py` asks a whole service."""
 
 import asyncio
 import random
@@ -26,9 +26,7 @@ from lightkv.router.model import runner as model_runner
 from lightkv.router.model.build import build_runner
 from lightkv.router.service.messages import Abort, AskMap, Mapped, WorkerError
 from lightkv.router.service.worker_client import WorkerFailed
-from tests.support.fake_router import wait_until
 from tests.support.run_step import run_step
-from tests.support.served import API_KEY, Served, save_tiny_model
 
 TINY = LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
@@ -247,36 +245,3 @@ def test_a_failed_map_is_answered_with_the_error(tmp_path: Path, fatal: bool) ->
         await asyncio.wait_for(scenario(), 20)
 
     asyncio.run(bounded())
-
-
-# --------------------------------------------------------------------------------
-# The whole service
-
-
-def test_the_map_of_a_running_service(tmp_path: Path) -> None:
-    served = Served(save_tiny_model(tmp_path / "tiny"), tmp_path / "log", api_key=API_KEY)
-    try:
-        served.wait_ready()
-        status, empty, _ = served.request("/map")
-        assert (status, empty["num_free"], empty["slots_per_cell"]) == (200, 8192, 1)
-        with served.stream(4000) as events:
-            found: dict[str, Any] = {}
-
-            def maps_its_tokens() -> bool:
-                found.update(served.request("/map")[1])
-                return found["num_own"] > 8
-
-            wait_until(maps_its_tokens)
-            rows = {cell for cell in found["cells"] if cell >= OWN}
-            assert len(rows) == 1
-            assert found["cells"].count(rows.pop()) == found["num_own"]
-            num_own = found["num_own"]
-            wait_until(lambda: served.request("/map")[1]["num_own"] > num_own)  # the request continues
-            assert "choices" in next(events)
-        load = served.at_rest()
-        wait_until(lambda: served.request("/map")[1]["num_own"] == 0)
-        pool = served.request("/map")[1]
-        assert (pool["num_free"], pool["num_cached"]) == (load["free"], load["cached"])
-        assert "Traceback" not in served.log.read_text()
-    finally:
-        served.close()

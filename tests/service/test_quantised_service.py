@@ -15,6 +15,7 @@ from lightkv.router.config import flag
 from tests.support.served import COMPLETIONS, Served, save_tiny_model, wait_until
 
 
+@pytest.mark.slow
 def test_a_service_in_int8_answers_and_counts(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "tiny")
     served = Served(model, tmp_path / "log", "--kv-dtype", "int8", "--kv-skip-layers", "1")

@@ -51,6 +51,7 @@ def test_many_answers_with_penalties_to_a_long_cached_prompt(service: Served) ->
     assert service.at_rest()["num_worker_starts"] == 1
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_replaced(service: Served) -> None:
     expected = service.complete()
     starts = service.request("/load")[1]["num_worker_starts"]
@@ -71,6 +72,7 @@ def test_a_worker_that_hangs_is_replaced(service: Served) -> None:
     assert "--step-timeout" in service.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_stopped_router_is_not_ready_and_loses_no_request(service: Served) -> None:
     """The time in which the router itself was stopped does not count: it does not kill the worker."""
     service.complete()

@@ -28,7 +28,7 @@ from lightkv.router.simulate.record import Distribution, Overtaking, Timeline
 from lightkv.router.simulate.report.tables import summary
 from lightkv.router.simulate.result import SERIES_POINTS, Figures, SimulationResult
 from lightkv.router.simulate.simulator import saturation, simulate
-from tests.support.combinations import each_pair
+from tests.support.combinations import each_pair, each_value
 
 STEP_TIME = "base=0.01,per_decode=1e-4,per_kv=1e-6,prefill=0.002,per_prompt=1e-4,per_pair=1e-7"
 SMALL = SimulationConfig(capacity=3000, max_new=200, prefill_chunk=64, max_num_seqs=24, step_time=STEP_TIME)
@@ -82,8 +82,7 @@ def test_last_pages_are_as_empty_as_by_brute_force(trace: str, page: int) -> Non
     assert simulate(trace, replace(config, allocation="token")).figures.last_page_waste_share == 0
 
 
-@pytest.mark.parametrize("allocation", ALLOCATIONS)
-@pytest.mark.parametrize("seed", range(3))
+@each_value(seed=range(3), allocation=ALLOCATIONS)
 def test_exact_never_preempts(tmp_path: Path, seed: int, allocation: str) -> None:
     """`simulate` recounts everything at its end."""
     name = write_trace(tmp_path / "trace.csv", seed, num=120, gap=0.01)
@@ -123,7 +122,7 @@ def test_requests_without_a_limit_are_estimated(
 
 @pytest.mark.parametrize("admission", SIMULATED_ADMISSIONS)
 def test_a_seed_gives_the_same_bytes(admission: str) -> None:
-    config = SimulationConfig(requests=60, load=1.2, admission=admission, capacity=6000, max_new=512, seed=7)
+    config = SimulationConfig(requests=30, load=1.2, admission=admission, capacity=6000, max_new=512, seed=7)
     first = simulate("chat", config).to_json()
     assert first == simulate("chat", config).to_json()
     assert first != simulate("chat", replace(config, seed=8)).to_json()
@@ -131,11 +130,11 @@ def test_a_seed_gives_the_same_bytes(admission: str) -> None:
 
 @pytest.fixture(scope="module")
 def crowded() -> Callable[..., Figures]:
-    """A function that returns the figures of 250 requests at once, under an admission and a reserve."""
+    """A function that returns the figures of 150 requests at once, under an admission and a reserve."""
 
     @cache
     def run_crowded(admission: str, reserve: float | None = None) -> Figures:
-        config = SimulationConfig(requests=250, rate=math.inf, capacity=10_000, max_new=1024)
+        config = SimulationConfig(requests=150, rate=math.inf, capacity=10_000, max_new=1024)
         return simulate("chat", replace(config, admission=admission, reserve=reserve)).figures
 
     return run_crowded
@@ -168,11 +167,11 @@ def test_a_reserve_lowers_preemptions(crowded: Callable[..., Figures]) -> None:
 
 
 def test_timely_admits_requests_first_that_can_meet_the_target() -> None:
-    config = SimulationConfig(requests=150, load=1.5, capacity=10_000, ttft_target=5.0)
+    config = SimulationConfig(requests=100, load=1.5, capacity=10_000, ttft_target=5.0)
     config = replace(config, saturation=saturation("chat", config))  # once for both
     first_come = simulate("chat", replace(config, admission="quantile")).figures
     timely = simulate("chat", replace(config, admission="timely")).figures
-    assert timely.num_finished == first_come.num_finished == 150
+    assert timely.num_finished == first_come.num_finished == 100
     assert timely.met_share > 1.3 * first_come.met_share
     assert timely.ttft_max > first_come.ttft_p50
 

@@ -5,8 +5,10 @@ holds, and why lightkv refuses the family, if it does. Windows and chunks are sh
 so that an answer is wrong where a window is. Engines over these models are made here, too.
 """
 
+import random
 from array import array
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -265,3 +267,33 @@ def run_all(engine: LocalEngine, requests: Sequence[Request]) -> list[list[int]]
     run(engine)
     assert {one.finish_reason for one in requests} == {"length"}
     return [one.output.tolist() for one in requests]
+
+
+RUNNING = [name for name, family in FAMILIES.items() if not family.refusal]
+NUM_NEW = 6  # tokens of most answers
+
+
+def text(length: int, seed: int) -> list[int]:
+    """Returns random tokens."""
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCABULARY) for _ in range(length)]
+
+
+PROMPTS = [text(length, length) for length in (5, 8, 9, 16, 17, 33, 90)]
+LONG = text(80, 0)
+
+
+@cache
+def reference(family: str) -> PreTrainedModel:
+    """Returns the model that transformers runs alone."""
+    return FAMILIES[family].model()
+
+
+@cache
+def _own_answers(family: str, prompts: tuple[tuple[int, ...], ...], num_new: int) -> list[list[int]]:
+    return own_answers(reference(family), prompts, num_new)
+
+
+def expected(family: str, prompts: Sequence[Sequence[int]], num_new: int = NUM_NEW) -> list[list[int]]:
+    """Returns what transformers generates greedily, which is computed once for all tests."""
+    return _own_answers(family, tuple(map(tuple, prompts)), num_new)

@@ -16,7 +16,7 @@ from lightkv.triton_kernels.layout.strides import has_unit_stride
 
 
 @triton.jit
-def add_parts(acc, total, peak, tile, part_lse):
+def add_partials(acc, total, peak, tile, part_lse):
     """Adds normalised outputs, [BLOCK_P, BLOCK_DV], whose log-sum-exps are `part_lse`, to the weighted sum of
     those before; returns it, the sum of the weights and the largest log-sum-exp."""
     new_peak = tl.maximum(peak, tl.max(part_lse, 0))
@@ -67,7 +67,7 @@ def _merge_kernel(
             mask=written[:, None] & (dims < DV)[None, :],
             other=0.0,
         )  # [BLOCK_P, BLOCK_DV]
-        acc, total, peak = add_parts(acc, total, peak, tile, part_lse)
+        acc, total, peak = add_partials(acc, total, peak, tile, part_lse)
     acc = acc / tl.where(total > 0.0, total, 1.0)
     pointers = out + token * stride_out_t + head * stride_out_h + dims
     tl.store(pointers, acc.to(out.dtype.element_ty), mask=dims < DV)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.decode import decode_tuning
-from lightkv.triton_kernels.attention.decode.decode_combine import combine_parts
+from lightkv.triton_kernels.attention.decode.decode_combine import combine_partials
 from lightkv.triton_kernels.attention.decode.decode_plan import (
     ITEM_FIELDS,
     PART_FIELDS,
@@ -443,4 +443,4 @@ def attend_shares(inputs: PagedInputs, plan: DecodePlan, out: Tensor) -> None:
         launch.shape,
         **launch.options,
     )
-    combine_parts(partial_out, partial_lse, plan, out, None, 1)
+    combine_partials(partial_out, partial_lse, plan, out, None, 1)

@@ -93,8 +93,8 @@ class _Plan(NamedTuple):
     lookup: RingRows
 
 
-class _Parts(NamedTuple):
-    """What they share where the sinks are attended to apart from the window: the keys of each part, and by how
+class _SinksAndWindow(NamedTuple):
+    """What they share where the sinks are attended to apart from the window: the keys of each, and by how
     many positions queries are rotated back for the sinks."""
 
     sinks: DecodePlan
@@ -129,7 +129,7 @@ class Rings(_OnRings):
             return
         kv = layer.paged_kv(step)
         if self.ring.sinks and kv.format.elements.has_hadamard:
-            self._attend_to_parts(layer, q, kv, step, out)
+            self._attend_to_sinks_and_window(layer, q, kv, step, out)
             return
 
         def make() -> _Plan:
@@ -152,7 +152,7 @@ class Rings(_OnRings):
         )
         layer.restore_heads(out, kv.format, step)
 
-    def _attend_to_parts(
+    def _attend_to_sinks_and_window(
         self, layer: TritonAttention, q: torch.Tensor, kv: PagedKV, step: Step, out: torch.Tensor
     ) -> None:
         """Attends to rings with sinks whose keys were multiplied by a Hadamard matrix. A query is rotated back
@@ -163,9 +163,9 @@ class Rings(_OnRings):
         # Without the columns of the sinks, a row is a ring without sinks.
         window = RingRows(Ring(0, ring.size, ring.stride))
 
-        def make() -> _Parts:
+        def make() -> _SinksAndWindow:
             sink_lengths, window_lengths = lengths.clamp(max=ring.sinks), (lengths - ring.sinks).clamp(min=0)
-            return _Parts(
+            return _SinksAndWindow(
                 _decode_plan(layer, q, kv, step, sink_lengths, TOKEN_TABLE),
                 sink_lengths,
                 _decode_plan(layer, q, kv, step, window_lengths, window),
@@ -173,18 +173,18 @@ class Rings(_OnRings):
                 dropped_tokens(lengths, ring),
             )
 
-        key = "parts", *layer.heads, ring, q.dtype, kv.format
-        parts = step.plans.get(key, layer.layer_idx, make)
+        key = "both", *layer.heads, ring, q.dtype, kv.format
+        both = step.plans.get(key, layer.layer_idx, make)
         partial_out = torch.empty((2, *out.shape), dtype=torch.float32, device=out.device)
         lse = torch.empty((2, *q.shape[:2]), dtype=torch.float32, device=q.device)
-        # Learned sinks join the part that always has keys.
+        # Learned sinks join the keys of the stream's sinks: there always are some.
         decode_attention(
-            layer.as_stored(layer.rotary.rotate_back(q, parts.dropped), kv.format, step),
+            layer.as_stored(layer.rotary.rotate_back(q, both.dropped), kv.format, step),
             kv._replace(lookup=TOKEN_TABLE),
             step.rows,
-            parts.sink_lengths,
+            both.sink_lengths,
             layer.options,
-            plan=parts.sinks,
+            plan=both.sinks,
             out=partial_out[0],
             lse=lse[0],
         )
@@ -192,9 +192,9 @@ class Rings(_OnRings):
             layer.as_stored(q, kv.format, step),
             kv._replace(index=kv.index[:, ring.sinks :], lookup=window),
             step.rows,
-            parts.window_lengths,
+            both.window_lengths,
             layer.options.without(SinkLogits),
-            plan=parts.window,
+            plan=both.window,
             out=partial_out[1],
             lse=lse[1],
         )

@@ -55,14 +55,14 @@ class Attention:
 
 
 class Output(NamedTuple):
-    """What a part of a layer returns, `[1, T, C]`; where it has a place, a rank's term of that, `[T, C]`."""
+    """What attention or the MLP returns, `[1, T, C]`; where it has a place, a rank's term of that, `[T, C]`."""
 
     x: Tensor
     place: TermPlace | None = None
 
     @classmethod
     def of(cls, linear: nn.Module, x: Tensor, turn: int | None) -> "Output":
-        """Computes the last product of a part. `turn`: 0 behind attention, 1 behind the MLP, None for a layer
+        """Computes their last product. `turn`: 0 behind attention, 1 behind the MLP, None for a layer
         whose sums over ranks do not take turns."""
         place = linear.place(turn, x) if turn is not None and isinstance(linear, SummedLinear) else None
         return cls(linear(x)) if place is None else cls(cast(SummedLinear, linear).term(x, place), place)

@@ -96,7 +96,7 @@ def fuse_layers(model: PreTrainedModel, report: Report, packed: bool = False) ->
     """
     unfuse_layers(model)
     calls = _ModelCalls(model)
-    parts = _Parts.of(model, calls)
+    parts = _ModelParts.of(model, calls)
     attentions = fused_forwards(model)
     linears = prepare_linears(
         _module(model),
@@ -184,7 +184,7 @@ class _ModelCalls:
             self.norms.setdefault(module, args[0])
 
 
-class _Parts(NamedTuple):
+class _ModelParts(NamedTuple):
     """What was found in a model: its known norms, its gated MLPs, and its layers, each with a run of its own.
 
     `why_not`: why other modules were not found to be layers, or gated MLPs.
@@ -196,7 +196,7 @@ class _Parts(NamedTuple):
     why_not: dict[nn.Module, str]
 
     @classmethod
-    def of(cls, model: PreTrainedModel, calls: _ModelCalls) -> "_Parts":
+    def of(cls, model: PreTrainedModel, calls: _ModelCalls) -> "_ModelParts":
         norms = {
             module: norm for module, x in calls.norms.items() if (norm := find_norm(module, x)) is not None
         }
@@ -268,7 +268,7 @@ def _agrees(run: LayerRun) -> bool:
 def _summary(
     model: PreTrainedModel,
     calls: _ModelCalls,
-    parts: _Parts,
+    parts: _ModelParts,
     linears: Linears,
     attentions: Mapping[nn.Module, Callable[..., Any]],
 ) -> FusedLayers:

@@ -83,7 +83,7 @@ class GatheredLinear(nn.Module):
         self.linear = linear
         self.in_features = linear.in_features
         self.out_features = out_features
-        self._missing = part_size(out_features, ranks) - linear.out_features  # in the last parts
+        self._missing = rank_part_size(out_features, ranks) - linear.out_features  # in the last parts
         self._ranks = ranks
 
     @property
@@ -96,7 +96,7 @@ class GatheredLinear(nn.Module):
         return self._ranks.gather(y).narrow(-1, 0, self.out_features)
 
 
-def part_size(size: int, ranks: RankGroup) -> int:
+def rank_part_size(size: int, ranks: RankGroup) -> int:
     """Returns the size of each rank's part of a dimension; the last parts may be smaller, or empty."""
     return -(-size // ranks.size)
 
@@ -107,7 +107,7 @@ def part_of_heads(values: Tensor, num_own: int, ranks: RankGroup) -> Tensor:
     return values[begin : begin + num_own]
 
 
-def load_part(directory: Any, ranks: RankGroup, config: PreTrainedConfig, **arguments: Any) -> Any:
+def load_rank_part(directory: Any, ranks: RankGroup, config: PreTrainedConfig, **arguments: Any) -> Any:
     """Returns what `AutoModelForCausalLM.from_pretrained` returns, with this rank's part of the weights.
 
     Raises UnsupportedModel where the model cannot be divided among so many ranks.
@@ -191,7 +191,7 @@ def _divide(model: PreTrainedModel, ranks: RankGroup, plan: Mapping[str, str]) -
             if style == "replicate" and _last(name) in _KEYS_AND_VALUES:
                 _keep_head(module, model.config.get_text_config(), ranks)
             if style in _SUM:
-                begin = ranks.rank * part_size(whole_in, ranks) if style in _SPLIT_INPUT else None
+                begin = ranks.rank * rank_part_size(whole_in, ranks) if style in _SPLIT_INPUT else None
                 _put(root, name, SummedLinear(module, ranks, begin))
             elif style in _GATHER:
                 _put(root, name, GatheredLinear(module, ranks, whole_out))
@@ -227,7 +227,7 @@ def _keep_head(module: nn.Linear, text: PreTrainedConfig, ranks: RankGroup) -> N
 
 def _embed(module: Any, ranks: RankGroup, ids: Tensor) -> Tensor:
     """The forward pass of an embedding of which each rank has consecutive tokens: the last one the rest."""
-    own = ids - ranks.rank * part_size(module.num_embeddings, ranks)
+    own = ids - ranks.rank * rank_part_size(module.num_embeddings, ranks)
     is_here = (own >= 0) & (own < len(module.weight))
     found = type(module).forward(module, torch.where(is_here, own, 0))
     return ranks.sum(found * is_here[..., None])

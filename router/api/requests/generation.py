@@ -33,6 +33,7 @@ from lightkv.router.api.grammars.checker import GrammarChecker
 from lightkv.router.api.http.stream import EventStream
 from lightkv.router.config import MAX_SECONDS, NAMESPACE_HEADER, SESSION_HEADER
 from lightkv.router.engine.request import NeverFits
+from lightkv.router.engine.slots.lives import longest_held
 from lightkv.router.sampling_params import MAX_COUNT, MAX_LOGPROBS, Grammar, InvalidParams, SamplingParams
 from lightkv.router.service.api_settings import ApiSettings
 from lightkv.token_set import TokenSet
@@ -328,7 +329,8 @@ class Desk:
             grammar=grammar,
             is_cut=is_cut,
             room=PromptRoom(context, kept, body.truncation_side == "right"),
-            longest=min(context, info.capacity + 1),  # the last token needs no slot
+            # The last token needs no slot.
+            longest=min(context, longest_held(info.groups, info.capacity, info.limits.prefill_budget) + 1),
             extras=Extras(
                 token_ids=body.return_token_ids is True,
                 ids_for_tokens=body.return_tokens_as_token_ids is True,

@@ -10,7 +10,7 @@ The count is exact for requests that decode, and for a prompt that is computed a
 bound, which never rises while these run,
 
 - for prompts whose chunks depend on other prompts or on time;
-- in the step in which a chunk of a prompt passes a part that others hold, too: the part counts twice;
+- in the step in which a chunk of a prompt passes a part that others hold, too;
 - with two steps in flight, in a step in which a request releases something (`lives.decoding`);
 - where a tail will lie in several segments: it counts as one run until it does.
 
@@ -40,7 +40,7 @@ def start_of(sequence: Sequence) -> Start:
     assert isinstance(sequence, WindowedSequence)
     held = []
     for cls in range(1, len(sequence.lifetimes) + 1):
-        runs = [Run(end - part.length, end) for part, end in sequence.held_parts(cls)]
+        runs = [Run(end - part.length, end, len(part.holders) > 1) for part, end in sequence.held_parts(cls)]
         held.append(Held(tuple(runs[::-1]), sequence.own(cls)))
     return Start(sequence.length, tuple(held), tuple(sequence.points))
 
@@ -212,7 +212,7 @@ class SlotForecast:
             pieces += opened[1].pieces
         decodes = self._of_decodes(exact)
         ends = np.array([piece.last for piece in pieces], np.int64)
-        points = np.concatenate([decodes.ends[np.searchsorted(decodes.ends, step) :], ends])
+        points = np.concatenate([decodes.drops[np.searchsorted(decodes.drops, step) :], ends])
         if not len(points):
             return 0
         pieces += self._shared({**self._lives, **lives}, opened, exact)
@@ -247,10 +247,12 @@ class SlotForecast:
             kept, end, runs = one.lifetime.first_kept(num_hit), num_hit, []
             for i, segment in enumerate(path):
                 part, length = segment.parts.get(cls), segment.length if i else tip
-                count = part.length - (segment.length - length) if part is not None else 0
-                if end <= kept or count <= 0:
+                if part is None or end <= kept:
                     break
-                runs.append(Run(end - count, end))
+                count = part.length - (segment.length - length)
+                if count <= 0:
+                    break
+                runs.append(Run(end - count, end, bool(part.holders)))
                 if count < length:
                     break
                 end -= length

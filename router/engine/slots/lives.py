@@ -41,10 +41,12 @@ class Piece(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The entries [begin, end) of a class, which are held as a whole until the last of them has passed."""
+    """The entries [begin, end) of a class, which are held as a whole until the last of them has passed.
+    `shared`: whether others hold them, too."""
 
     begin: int
     end: int
+    shared: bool = False
 
 
 class Hold(NamedTuple):
@@ -108,7 +110,7 @@ class Sums:
     """Pieces of any number of lives, by where they begin and by where they end, with the sums up to each: so
     the slots of any step are two look-ups.
 
-    ends: the last step of each piece, ascending. The slots fall after none but these.
+    drops: the steps in which a piece ends, ascending. The slots fall after none but these.
     """
 
     def __init__(self, pieces: Seq[Piece]) -> None:
@@ -116,14 +118,15 @@ class Sums:
         lines = columns[:, 2:]
         begin, end = columns[:, 0].argsort(), columns[:, 1].argsort()
         self._begins = columns[begin, 0]
-        self.ends = columns[end, 1]
+        self._ends = columns[end, 1]
+        self.drops = np.unique(self._ends)
         self._begun = _sums(lines[begin])
         self._ended = _sums(lines[end])
 
     def at(self, steps: np.ndarray) -> np.ndarray:
         """Returns the slots in each of these steps."""
         sums = self._begun[np.searchsorted(self._begins, steps, side="right")]
-        sums = sums - self._ended[np.searchsorted(self.ends, steps, side="left")]
+        sums = sums - self._ended[np.searchsorted(self._ends, steps, side="left")]
         return sums[:, 0] + sums[:, 1] * steps
 
 
@@ -215,7 +218,8 @@ def prefilling(
     as `window` says and then takes one token in each of `decodes` steps.
 
     It is exact where the window is `fixed`. In the step of a chunk it counts with what it holds before or after
-    it, whichever is more, since the decodes of the step have got their slots by then. Where the window is not
+    it, whichever is more, since the decodes of the step have got their slots by then; what others hold, too,
+    counts with both. Where the window is not
     fixed, the life is a bound: in every step the slots are no fewer than those of any way to compute the
     prompt, and they are no more than those that were foretold a step before (`_bound`).
     """
@@ -226,13 +230,17 @@ def prefilling(
     left, count, slots = window.left, window.now, start.num_slots(groups)
     while True:
         before = slots
+        stays = 0  # slots of shared runs that the chunk releases
         if count:
             held = start.held
             start = grown(groups, start, count)
             slots = start.num_slots(groups)
-            for found, old, new in zip(holds, held, start.held, strict=True):
-                found += [Hold(run, step - 1) for run in old.runs if run.end <= new.start]
-        pieces.append(Piece(step, step, max(before, slots), 0))
+            for one, found, old, new in zip(groups.classes[1:], holds, held, start.held, strict=True):
+                for run in old.runs:
+                    if run.end <= new.start:
+                        found.append(Hold(run, step if run.shared else step - 1))
+                        stays += (run.end - run.begin) * one.num_groups * run.shared
+        pieces.append(Piece(step, step, max(before, slots + stays), 0))
         step, left = step + 1, left - count
         if not left:
             break

@@ -73,7 +73,7 @@ class HeldRequests:
             raise ValueError("the submission has no grammar; add its requests to the engine")
         scheduler, now = engine.scheduler, time.monotonic()
         for request in requests:
-            request.validate(scheduler.limits, scheduler.ledger.capacity)
+            request.validate(scheduler.limits, scheduler.ledger.capacity, scheduler.ledger.groups)
         names = [request.id for request in requests]
         grammar_id = self._desk.hold(names, grammar, submit.grammar_bytes, submit.grammar_owner)
         for request in requests:

@@ -12,7 +12,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 MAX_CONNECTIONS = 64  # of one socket
-_PARTS = 4  # of the descriptors of a process that has few of them, one is for the connections of one socket
+_DESCRIPTORS_EACH = 4  # a connection per so many descriptors of a process, where it has few of them
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
@@ -25,7 +25,7 @@ class Connections:
     """
 
     def __init__(self, listening: "zmq.Socket[bytes]") -> None:
-        self.most = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _PARTS)
+        self.most = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _DESCRIPTORS_EACH)
         self.monitor = listening.get_monitor_socket(_EVENTS)
         self._listening = listening
         self._descriptors: set[int] = set()

@@ -91,7 +91,7 @@ def _differing(results: Sequence[SimulationResult]) -> list[str]:
 
 
 # --------------------------------------------------------------------------------
-# The parts
+# The parts of the page
 
 
 def _one(group: Repeats) -> Iterator[Part]:

@@ -35,7 +35,7 @@ from lightkv.triton_kernels.attention.variants.variant import (
 )
 
 from . import decode_tuning
-from .decode_combine import combine_parts
+from .decode_combine import combine_partials
 from .decode_kernel import decode_kernel
 from .decode_plan import DecodePlan, decode_plan, num_programs_for
 
@@ -94,7 +94,7 @@ def _decode_attention(
         num_stages=launch.num_stages,
         **options,
     )
-    combine_parts(partial_out, partial_lse, plan, out, lse, num_queries)
+    combine_partials(partial_out, partial_lse, plan, out, lse, num_queries)
 
 
 _decode_attention.register_fake(lambda *_: None)  # the outputs are arguments

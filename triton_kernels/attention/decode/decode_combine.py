@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.merge_states import add_parts
+from lightkv.triton_kernels.attention.merge_states import add_partials
 
 from . import decode_tuning
 from .decode_plan import PART_FIELDS, DecodePlan
@@ -79,7 +79,7 @@ def _combine_kernel(
             mask=is_part[:, None] & (dims < DV)[None, :],
             other=0.0,
         )  # [BLOCK_P, BLOCK_DV]
-        acc, total, peak = add_parts(acc, total, peak, tile, part_lse)
+        acc, total, peak = add_partials(acc, total, peak, tile, part_lse)
     acc = acc / tl.where(total > 0.0, total, 1.0)
     tl.store(
         out + token * stride_out_b + head * stride_out_h + dims, acc.to(out.dtype.element_ty), mask=dims < DV
@@ -88,7 +88,7 @@ def _combine_kernel(
         tl.store(lse + token * num_heads + head, peak + tl.log2(total))
 
 
-def combine_parts(
+def combine_partials(
     partial_out: Tensor,
     partial_lse: Tensor,
     plan: DecodePlan,
@@ -134,7 +134,7 @@ def combine_parts(
 def combine_parts_reference(
     partial_out: Tensor, partial_lse: Tensor, plan: DecodePlan, num_queries: int
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Computes `combine_parts` in plain torch: for each request that has several parts, its output
+    """Computes `combine_partials` in plain torch: for each request that has several parts, its output
     `[num_queries, H, Dv]` and log-sum-exp `[num_queries, H]`, float32."""
     combined = {}
     for request, (first, count, first_of_prefix, of_prefix) in enumerate(plan.parts.tolist()):

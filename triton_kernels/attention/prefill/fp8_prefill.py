@@ -23,7 +23,7 @@ from lightkv.triton_kernels.attention.variants.variant import Scored, Variant, l
 
 from . import prefill_tuning
 from .fp8_scratch import Fp8Scratch, to_fp8_reference
-from .prefill_combine import combine_tiles, empty_parts
+from .prefill_combine import combine_tiles, empty_partials
 from .prefill_plan import PrefillPlan, prefill_plan
 
 HEAD_DIMS = (64, 128)
@@ -137,7 +137,7 @@ def fp8_prefill_attention(
 
     partial_out = partial_lse = None
     if plan.num_workers:
-        partial_out, partial_lse = empty_parts(
+        partial_out, partial_lse = empty_partials(
             plan.num_workers, heads.num_kv_heads, plan.launch.block_m, heads.value_dim, q.device
         )
     launch_fp8_prefill(

@@ -39,7 +39,7 @@ from lightkv.triton_kernels.attention.variants.variant import (
 )
 
 from . import prefill_tuning
-from .prefill_combine import combine_tiles, empty_parts
+from .prefill_combine import combine_tiles, empty_partials
 from .prefill_kernel import prefill_kernel
 from .prefill_plan import PrefillPlan, prefill_plan
 
@@ -98,7 +98,7 @@ def _prefill_attention(
     block_m, block_n, num_warps, num_stages = launch
     partial_out = partial_lse = None
     if num_workers:
-        partial_out, partial_lse = empty_parts(num_workers, num_kv_heads, block_m, value_dim, q.device)
+        partial_out, partial_lse = empty_partials(num_workers, num_kv_heads, block_m, value_dim, q.device)
     outputs = Outputs(out, out.stride(0), out.stride(1), lse, partial_out, partial_lse)
     hopper = _hopper_launch(q, cache.k, cache.v, out, used, block_m)
     if hopper is not None:

@@ -1,7 +1,7 @@
 """The second half of prefill where keys were shared out: adds up the partial outputs of each tile that was cut,
 with weights.
 
-A part is a normalised output and the log-sum-exp of its scores (base 2). With m the largest log-sum-exp, a
+A part of a tile is a normalised output and the log-sum-exp of its scores (base 2). With m the largest, a
 part's weight is 2**(lse - m). The second piece of a tile is the first item of its share, and names the tile's
 parts (`prefill_plan.py`). So the programs are one for each share but the first, each K/V head, and a few rows
 of a tile; those without a second piece end at once.
@@ -98,22 +98,24 @@ def _combine_kernel(
         tl.store(lse + tokens * (num_kv_heads * GROUP) + heads, peak + tl.log2(total), mask=in_tile)
 
 
-def _parts_shape(num_workers: int, num_kv_heads: int, block_m: int) -> tuple[int, int, int]:
+def _partial_shape(num_workers: int, num_kv_heads: int, block_m: int) -> tuple[int, int, int]:
     return 2 * num_workers, num_kv_heads, block_m
 
 
-def empty_parts(
+def empty_partials(
     num_workers: int, num_kv_heads: int, block_m: int, value_dim: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Makes `partial_out` and `partial_lse` of `combine_tiles`, with undefined values."""
-    shape = _parts_shape(num_workers, num_kv_heads, block_m)
+    shape = _partial_shape(num_workers, num_kv_heads, block_m)
     partial_out = torch.empty((*shape, value_dim), dtype=torch.float32, device=device)
     return partial_out, torch.empty(shape, dtype=torch.float32, device=device)
 
 
-def most_part_bytes(device: tuning.DeviceClass, heads: HeadShape, num_tokens: int, element_size: int) -> int:
-    """Returns the most bytes of parts that a call of `prefill_attention` makes for up to `num_tokens` queries
-    of `element_size` bytes an element, whatever the requests and their lengths are."""
+def most_partial_bytes(
+    device: tuning.DeviceClass, heads: HeadShape, num_tokens: int, element_size: int
+) -> int:
+    """Returns the most bytes of partial outputs that a call of `prefill_attention` makes for up to
+    `num_tokens` queries of `element_size` bytes an element, whatever the requests and their lengths are."""
     group, found = heads.num_heads // heads.num_kv_heads, 0
     # Tiles differ between few and many queries; many requests have the tiles of few queries, or of many.
     counts = {min(1 << bits, num_tokens) for bits in range(num_tokens.bit_length() + 1)}
@@ -121,7 +123,7 @@ def most_part_bytes(device: tuning.DeviceClass, heads: HeadShape, num_tokens: in
         sizes = heads.num_kv_heads, count * group, heads.key_dim, heads.value_dim, element_size
         launch = prefill_tuning.prefill_launch(device, 1, *sizes)
         shares = prefill_tuning.prefill_shares(device, launch, heads.num_kv_heads)
-        shape = _parts_shape(shares.num_workers, heads.num_kv_heads, launch.block_m)
+        shape = _partial_shape(shares.num_workers, heads.num_kv_heads, launch.block_m)
         found = max(found, math.prod(shape) * (heads.value_dim + 1) * torch.float32.itemsize)
     return found
 

@@ -80,7 +80,7 @@ def _normalise(acc, total):
 
 
 @gluon.jit
-def write_part(
+def write_partial(
     acc, peak, total, outputs, part, num_kv_heads, tile, MEMBER: gl.constexpr, BLOCK_M: gl.constexpr
 ):
     """Normalises a warpgroup's rows, in pieces, and writes those that belong to the request to a partial
@@ -94,14 +94,14 @@ def write_part(
     place = (part * num_kv_heads + kv_head) * BLOCK_M + rows
     in_tile = first_row + rows < num_rows
     for i in gl.static_range(len(acc)):
-        _write_part_piece(values[i], partial_out, place * D, in_tile)
+        _write_partial_piece(values[i], partial_out, place * D, in_tile)
         partial_out += acc[i].shape[1]
     total = gl.convert_layout(total, acc_row)
     gl.store(partial_lse + place, gl.convert_layout(peak, acc_row) + gl.log2(total), mask=in_tile)
 
 
 @gluon.jit
-def _write_part_piece(values, partial_out, place, in_tile):
+def _write_partial_piece(values, partial_out, place, in_tile):
     layout: gl.constexpr = values.type.layout
     place = gl.convert_layout(place, gl.SliceLayout(1, layout))[:, None]
     in_tile = gl.convert_layout(in_tile, gl.SliceLayout(1, layout))[:, None]

@@ -44,7 +44,7 @@ from .hopper_scores import (
     thread_sums,
 )
 from .hopper_values import allocate_values, copy_values, pass_values, take_values
-from .prefill_hopper_items import ROWS, item_at, piece_of, tile_of, write_part, write_tile
+from .prefill_hopper_items import ROWS, item_at, piece_of, tile_of, write_partial, write_tile
 from .prefill_hopper_tiles import WARPS, product_layout, scale_rows, tile_at, wait_output
 
 
@@ -248,7 +248,7 @@ def _compute(
                 count = _pass_tiles(count, keys, tiles)
         if SHARES:
             if piece[2] >= 0:
-                write_part(
+                write_partial(
                     out, peak, total, outputs, piece[2], work.num_kv_heads, tile, MEMBER, shape.BLOCK_M
                 )
             else:
