@@ -46,11 +46,12 @@ from .token_table import TokenTable
 
 @dataclass
 class _Step:
-    """The last decode step: its rows and, on the device, int64 `[n]` each, the rows and the positions that it
-    wrote. next_starts: the positions of the next step if it has the same rows."""
+    """The last step that wrote one entry of each row: in each class in turn, its rows, and the positions of the
+    next step if that has the same rows; and on the device, int64 `[n]` each, the rows of all groups and the
+    positions that it wrote."""
 
-    rows: tuple[int, ...]
-    next_starts: tuple[int, ...]
+    rows: list[tuple[int, tuple[int, ...]]]
+    next_starts: list[tuple[int, ...]]
     rows_on_device: torch.Tensor
     positions: torch.Tensor
 
@@ -127,11 +128,13 @@ class KVMemory:
             )
         entries = iter(kept)
         allocated: torch.Tensor | None = None
-        allocs: list[Alloc | AllocPart] = []  # done together
+        allocs: list[Alloc | AllocPart] = []  # an Alloc and the AllocParts after it, done together
         freed: list[torch.Tensor] = []  # freed together; views of the table, so before anything writes it
         for edit in edits:
             if isinstance(edit, Alloc | AllocPart):
                 self._free(freed)
+                if isinstance(edit, Alloc):  # so that which slots it takes depends on no edit before it
+                    allocated = self._alloc(allocs, allocated)
                 allocs.append(edit)
                 continue
             allocated = self._alloc(allocs, allocated)
@@ -317,64 +320,63 @@ class KVMemory:
         return found[1:].cpu().numpy()
 
     def _alloc(self, allocs: list[Alloc | AllocPart], before: torch.Tensor | None) -> torch.Tensor | None:
-        """Allocates the slots of these edits at once, and forgets the edits. Returns those of the last Alloc in
-        the first group, or `before` if there is no Alloc."""
+        """Allocates the slots of these edits at once, and forgets the edits. Returns those of the first group
+        if the first edit is an Alloc, otherwise `before`."""
         if not allocs:
             return before
-        first, *others = allocs
-        if not others and isinstance(first, Alloc) and first.counts.count(1) == len(first.rows):
-            allocs.clear()
-            where = self._step_entries(first)
-            return self.allocator.alloc(len(where.positions), entries=where)[: len(first.rows)]
-        table, places, num, found = self.table, [], 0, before
-        spans: list[tuple[int, int]] = []
-        for edit in allocs:
-            cls = edit.cls if isinstance(edit, AllocPart) else 0
-            groups = self._groups[cls]
-            of_row = table.entries(edit.rows, edit.starts, edit.counts)
-            if not cls:
-                spans.append((num, num + len(of_row)))
-            for group in range(groups.start, groups.stop):
-                places.append(of_row + group * table.req_to_token.numel())
-                num += len(of_row)
-        allocs.clear()
-        (entries,) = upload([np.concatenate(places)], self.device)
-        where = TableEntries(table.all_rows, entries)
+        first = allocs[0]
+        is_step = all(edit.counts.count(1) == len(edit.rows) for edit in allocs)
+        where = self._step_entries(allocs) if is_step else self._prompt_entries(allocs)
         # More than one token each means prompts, which are read fastest from adjacent slots.
-        slots = self.allocator.alloc(num, contiguous=True, entries=where)
-        for start, end in spans:
-            found = slots[start:end]
-        return found
+        slots = self.allocator.alloc(len(where.positions), contiguous=not is_step, entries=where)
+        allocs.clear()
+        return slots[: sum(first.counts)] if isinstance(first, Alloc) else before
 
-    def _step_entries(self, edit: Alloc) -> TableEntries:
+    def _prompt_entries(self, allocs: Sequence[Alloc | AllocPart]) -> TableEntries:
+        """Returns where the slots of these edits go, group by group."""
+        table, places = self.table, []
+        for edit in allocs:
+            of_row = table.entries(edit.rows, edit.starts, edit.counts)
+            groups = self._groups[edit.cls if isinstance(edit, AllocPart) else 0]
+            places += [
+                of_row + group * table.req_to_token.numel() for group in range(groups.start, groups.stop)
+            ]
+        (entries,) = upload([np.concatenate(places)], self.device)
+        return TableEntries(table.all_rows, entries)
+
+    def _step_entries(self, allocs: Sequence[Alloc | AllocPart]) -> TableEntries:
         """Returns where a decode step's slots go. Uploads nothing if the step follows the one before."""
-        step = self._step = self._moved_on(self._step, edit.rows, edit.starts, self._groups[0])
+        rows = [(edit.cls if isinstance(edit, AllocPart) else 0, edit.rows) for edit in allocs]
+        step = self._step = self._moved_on(self._step, rows, [edit.starts for edit in allocs])
         return TableEntries(self.table.all_rows, step.positions, step.rows_on_device)
 
     def _moved_on(
-        self, step: "_Step | None", rows: tuple[int, ...], starts: tuple[int, ...], groups: slice
-    ) -> "_Step":
-        """Returns the step of these rows and positions, which is uploaded unless it follows `step`."""
+        self, step: _Step | None, rows: list[tuple[int, tuple[int, ...]]], starts: list[tuple[int, ...]]
+    ) -> _Step:
+        """Returns the step of these rows, each with its class, and positions. It is uploaded unless it follows
+        `step`."""
         if step is not None and step.rows == rows and step.next_starts == starts:
-            if max(starts) >= self.table.max_entries:
-                raise IndexError(f"position {max(starts)}, in rows of {self.table.max_entries} entries")
+            if (last := max(map(max, starts))) >= self.table.max_entries:
+                raise IndexError(f"position {last}, in rows of {self.table.max_entries} entries")
             step.positions.add_(1)
         else:
-            self.table.entries(rows, starts, (1,) * len(rows))  # raises for places outside the table
-            # The rows of all groups follow one another.
-            firsts = np.arange(groups.start, groups.stop)[:, None] * (self.table.max_sequences + 1)
-            of_groups = (firsts + np.array(rows, dtype=np.int64)).ravel()
-            on_device = upload(
-                [of_groups, np.tile(np.array(starts, dtype=np.int64), len(firsts))], self.device
-            )
-            step = _Step(rows, starts, *on_device)
-        step.next_starts = tuple(map((1).__add__, starts))
+            rows_there, positions = [], []
+            for (cls, of_class), begin in zip(rows, starts, strict=True):
+                self.table.entries(of_class, begin, (1,) * len(begin))  # raises for places outside the table
+                groups = self._groups[cls]
+                # The rows of all groups follow one another.
+                firsts = np.arange(groups.start, groups.stop)[:, None] * (self.table.max_sequences + 1)
+                rows_there.append((firsts + np.array(of_class, dtype=np.int64)).ravel())
+                positions.append(np.tile(np.array(begin, dtype=np.int64), len(firsts)))
+            there = upload([np.concatenate(rows_there), np.concatenate(positions)], self.device)
+            step = _Step(rows, starts, *there)
+        step.next_starts = [tuple(map((1).__add__, begin)) for begin in starts]
         return step
 
     def _reuse(self, edit: Reuse) -> None:
         """Gives the newest entries of rows the slots of those that have passed."""
         cls, distance, rows, entries = edit
-        step = self._moved_on(self._reused.get(cls), rows, entries, self._groups[cls])
+        step = self._moved_on(self._reused.get(cls), [(cls, rows)], [entries])
         self._reused[cls] = step
         table = self.table.all_rows
         table[step.rows_on_device, step.positions] = table[step.rows_on_device, step.positions - distance]

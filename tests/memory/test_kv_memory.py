@@ -165,6 +165,24 @@ def test_store_map_split_and_free_segments(memory: KVMemory) -> None:
     assert memory.num_free == memory.capacity
 
 
+def test_which_slots_are_taken_depends_on_no_other_alloc_of_the_same_call(
+    memory: KVMemory, device: torch.device
+) -> None:
+    other = KVMemory(SPEC, num_slots=41, max_sequences=4, max_entries=16, device=device)
+    edits = [
+        Alloc((1, 2), (0, 0), (4, 4)),
+        FreeRange(1, 0, 4),
+        Alloc((3,), (0,), (4,)),
+        Alloc((4,), (0,), (4,)),
+    ]
+    edits += [Alloc((3,), (4,), (1,)), Alloc((3, 4), (5, 4), (1, 1))]
+    memory.apply(edits)
+    assert (row_slots(memory, 3, 6), row_slots(memory, 4, 5)) == ([1, 2, 3, 4, 13, 14], [9, 10, 11, 12, 15])
+    for edit in edits:
+        other.apply([edit])
+    assert memory.digest() == other.digest()
+
+
 def test_store_segment_may_grow_a_segment(memory: KVMemory) -> None:
     memory.apply(
         [

@@ -1,0 +1,167 @@
+"""A device memory of several layer groups, beside a model of it in lists that applies the same edits."""
+
+import random
+from array import array
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from lightkv import KVSpec
+from lightkv.edits import Alloc, AllocPart, Edit, MapPart, Reuse, SplitSegment, StorePart
+from lightkv.errors import CheckFailed, OutOfTokens
+from lightkv.layer_groups import FULL, Lifetime
+from lightkv.ledger import TokenLedger
+from lightkv.ledger.sequence import Sequence
+from lightkv.memory.kv_memory import KVMemory
+from tests.support.grouped_memory import GroupedMemory
+
+ROWS, ENTRIES = 5, 64
+WINDOW, NARROW, CHUNK = Lifetime("window", 6), Lifetime("window", 2), Lifetime("chunk", 7)
+LIFETIMES = {
+    "a full group and two of a window": [WINDOW, WINDOW, FULL, WINDOW, WINDOW, FULL],
+    "full, window and chunk": [WINDOW, CHUNK, FULL, CHUNK],
+    "two full groups and one of a window": [FULL, FULL, NARROW],
+}
+
+
+@dataclass
+class Text:
+    """A running sequence and its token ids, of which the first `prompt` are its prompt."""
+
+    sequence: Sequence
+    ids: list[int]
+    prompt: int
+
+
+class Pair:
+    """A ledger, the device memory, and the model. The two memories may choose different slots, but the same
+    entries have to share one."""
+
+    def __init__(self, lifetimes: list[Lifetime], slots_by_group: int, device: torch.device) -> None:
+        spec = KVSpec(len(lifetimes), 1, 2, 2, torch.float32, lifetimes=lifetimes)
+        capacity = slots_by_group * spec.groups.num_groups
+        self.ledger = TokenLedger(capacity, ROWS, ENTRIES, groups=spec.groups)
+        self.memory = KVMemory(spec, capacity + 1, ROWS, ENTRIES, device)
+        self.model = GroupedMemory(spec.groups, capacity, ROWS, ENTRIES)
+        self.kinds: set[type[Edit]] = set()
+
+    def apply(self) -> None:
+        edits = self.ledger.drain()
+        self.kinds |= set(map(type, edits))
+        self.memory.apply(edits)
+        self.model.apply(edits)
+        self.check()
+
+    def check(self) -> None:
+        holdings = self.ledger.holdings()
+        self.model.check(holdings, self.ledger.num_free)
+        self.memory.check(holdings)
+        assert self.memory.num_free == self.ledger.num_free
+        table, same = self.memory.table.groups.tolist(), dict[int, int]()
+        for row in holdings.rows:
+            firsts = [0, *(window.start for window in row.windows)]
+            for groups, first in zip(self.model.of_class, firsts, strict=True):
+                for group in groups:
+                    found = table[group][row.row][first : row.length]
+                    expected = self.model.table[group][row.row][first : row.length]
+                    for slot, of_model in zip(found, expected, strict=True):
+                        assert same.setdefault(of_model, slot) == slot
+        assert len(set(same.values())) == len(same)
+
+    def open(self, ids: list[int]) -> Text:
+        return Text(self.ledger.open(array("i", ids).tobytes()), ids, len(ids))
+
+    def extend(self, texts: list[Text], rng: random.Random) -> None:
+        """Computes a chunk of prompts, and the next token of the others."""
+        counts = [max(min(rng.randrange(1, 20), one.prompt - one.sequence.length), 1) for one in texts]
+        for text, count in zip(texts, counts, strict=True):
+            if text.sequence.length + count > len(text.ids):
+                text.ids.append(rng.randrange(3))
+        try:
+            self.ledger.extend([text.sequence for text in texts], counts)
+        except OutOfTokens:
+            return
+        for text in texts:
+            if text.sequence.length <= text.prompt:
+                self.ledger.publish(text.sequence)
+        self.ledger.confirm(self.ledger.step)
+
+    def close(self, text: Text) -> None:
+        self.ledger.close(text.sequence, array("i", text.ids[text.prompt :]).tobytes())
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", LIFETIMES)
+def test_random_lives_of_the_memory(name: str, seed: int, device: torch.device) -> None:
+    pair, rng = Pair(LIFETIMES[name], 80, device), random.Random(f"{name} {seed}")
+    ledger, texts, known = pair.ledger, list[Text](), [[1, 2]]
+    for _ in range(250):
+        verb = rng.choices(["open", "extend", "fork", "truncate", "close", "evict"], [4, 14, 1, 1, 2, 1])[0]
+        text = rng.choice(texts) if texts else None
+        if verb == "open" and len(texts) < ROWS:
+            base = rng.choice(known)
+            ids = base[: rng.randrange(1, len(base) + 1)] + rng.choices(range(3), k=rng.randrange(1, 20))
+            texts.append(pair.open(ids[:50]))
+        elif verb == "evict" and ledger.num_cached:
+            ledger.evict(rng.randrange(1, ledger.num_cached + 1))
+        elif text is None:
+            continue
+        elif verb == "extend":
+            batch = [one for one in texts if one.sequence.length < ENTRIES - 20]
+            pair.extend(rng.sample(batch, rng.randrange(len(batch) + 1)), rng)
+        elif verb == "fork" and len(texts) < ROWS:
+            texts.append(Text(ledger.fork(text.sequence), text.ids[:], text.prompt))
+        elif verb == "truncate" and text.sequence.length > text.prompt:
+            ledger.truncate(text.sequence, text.sequence.length - 1)
+            text.ids.pop()
+        elif verb == "close":
+            texts.remove(text)
+            known.append(text.ids[: max(text.sequence.length, 1)])
+            pair.close(text)
+        pair.apply()
+    for text in texts:
+        pair.close(text)
+    ledger.evict(ledger.num_cached)
+    pair.apply()
+    assert pair.memory.num_free == pair.memory.capacity
+    assert pair.kinds >= {Alloc, AllocPart, Reuse, SplitSegment, StorePart, MapPart}
+
+
+@pytest.mark.parametrize("cls", [1, 2])
+@pytest.mark.parametrize("place", ["shared", "own"])
+def test_a_wrong_slot_of_any_class_is_found(cls: int, place: str, device: torch.device) -> None:
+    pair, rng = Pair(LIFETIMES["full, window and chunk"], 80, device), random.Random(0)
+    first = pair.open([1] * 19)
+    while first.sequence.length < first.prompt:
+        pair.extend([first], rng)
+    pair.close(first)
+    second = pair.open([*first.ids, 2])
+    for _ in range(3):
+        pair.extend([second], rng)
+    pair.apply()
+    (row,) = (row for row in pair.ledger.holdings().rows if row.row == second.sequence.row)
+    window = row.windows[cls - 1]
+    entry = window.start if place == "shared" else row.length - 1
+    assert window.start < window.own < row.length
+    slot = pair.memory.table.groups[pair.model.of_class[cls][0], row.row, entry]
+    before = slot.clone()
+    slot.copy_(pair.memory.table.groups[0, row.row, 0])
+    with pytest.raises(CheckFailed):
+        pair.check()
+    slot.copy_(before)
+    pair.check()
+
+
+def test_equal_edits_give_equal_memories(device: torch.device) -> None:
+    """The digest covers the tables of all groups."""
+    pairs = [Pair(LIFETIMES["full, window and chunk"], 80, device) for _ in range(2)]
+    for pair in pairs:
+        text, rng = pair.open([1] * 19), random.Random(0)
+        while text.sequence.length < 30:
+            pair.extend([text], rng)
+            pair.apply()
+    first, second = (pair.memory for pair in pairs)
+    assert first.digest() == second.digest()
+    first.table.groups[-1, 1, 29] += 1
+    assert first.digest() != second.digest()

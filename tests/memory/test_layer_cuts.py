@@ -1,0 +1,54 @@
+"""How the layers of models are cut into groups: the lanes of a slot, and the slots of a token in each class."""
+
+import pytest
+
+from lightkv.layer_groups import FULL, LayerGroups, Lifetime
+
+
+def window(size: int) -> Lifetime:
+    return Lifetime("window", size)
+
+
+MODELS = {
+    "Gemma-3-270M": ([*[window(512)] * 5, FULL] * 3, 3, (1, 5)),
+    "Gemma-3-12B": ([*[window(1024)] * 5, FULL] * 8, 8, (1, 5)),
+    "gpt-oss-20b": ([window(128), FULL] * 12, 12, (1, 1)),
+    "Llama 4": ([*[Lifetime("chunk", 8192)] * 3, FULL] * 12, 12, (1, 3)),
+    "Cohere 2": ([*[window(4096)] * 3, FULL] * 8, 8, (1, 3)),
+    "a full layer alone": ([*[window(512)] * 3, FULL], 1, (1, 3)),
+    "three classes": ([FULL] * 2 + [window(64)] * 4 + [window(256)] * 6, 2, (1, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cut_without_a_rest_wastes_nothing(name: str) -> None:
+    lifetimes, num_lanes, widths = MODELS[name]
+    groups = LayerGroups.of(lifetimes)
+    assert (groups.num_lanes, groups.widths, groups.waste()) == (num_lanes, widths, 0)
+    check_cut(groups, lifetimes)
+
+
+@pytest.mark.parametrize("num_windowed", range(1, 60, 7))
+@pytest.mark.parametrize("num_full", [1, 5, 12])
+def test_every_cut_has_each_layer_once_and_little_waste(num_full: int, num_windowed: int) -> None:
+    lifetimes = [FULL] * num_full + [window(128)] * num_windowed
+    groups = LayerGroups.of(lifetimes)
+    check_cut(groups, lifetimes)
+    assert groups.waste() < 0.12
+
+
+def check_cut(groups: LayerGroups, lifetimes: list[Lifetime]) -> None:
+    assert sorted(layer for group in groups.groups for layer in group) == list(range(len(lifetimes)))
+    for one in groups.classes:
+        assert {lifetimes[layer] for group in one.groups for layer in group} == {one.lifetime}
+        assert max(map(len, one.groups)) <= groups.num_lanes
+    assert groups.classes[0].lifetime == FULL
+    for layer, (group, lane) in enumerate(groups.places):
+        assert groups.groups[group][lane] == layer
+
+
+@pytest.mark.parametrize("lifetimes", [[FULL] * 4, [window(8)] * 4, [window(8), window(9)]])
+def test_layers_of_one_lifetime_or_without_a_full_one_are_one_group(lifetimes: list[Lifetime]) -> None:
+    groups = LayerGroups.of(lifetimes)
+    assert groups.is_uniform
+    assert (groups.num_lanes, groups.widths) == (len(lifetimes), (1,))
