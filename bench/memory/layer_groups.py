@@ -1,11 +1,12 @@
 """What layer groups cost and save on a GPU: decode steps and held bytes of models that mix windows with layers
 that see everything, with groups and with every layer holding every token, as before.
 
-    python -m bench.memory.layer_groups [--shapes gemma-3 gpt-oss] [--batches 1 32 256] [--prompt 2048]
+    python -m bench.memory.layer_groups [--shapes gemma-3 gpt-oss] [--batches 1 32 256] [--prompt 2048] [--capacity]
 
 Both kinds of memory take turns on one model of random weights, which is a published shape with fewer layers. A
 step is the wall time of the engine's step, with two in flight; held bytes are those of the requests once their
-prompts are computed. The greedy answers of both have to be the same but for rounding: the share of the tokens
+prompts are computed; `--capacity` counts how many requests of 32k tokens, all of which state their length, run at
+once in the bytes of three that hold every token. The greedy answers of both have to be the same but for rounding: the share of the tokens
 that are equal is told.
 """
 
@@ -34,7 +35,21 @@ from lightkv.router.model.build import assemble
 ROUNDS = 2  # of both kinds of memory
 WARM, TIMED = 12, 40  # steps of a round
 
+CAPACITY_PROMPT, CAPACITY_TOKENS, CAPACITY_REQUESTS = 32_000, 400, 24
+
 SHAPES: dict[str, PretrainedConfig] = {
+    "gemma-3-270m": Gemma3TextConfig(
+        vocab_size=262144,
+        hidden_size=640,
+        intermediate_size=2048,
+        num_hidden_layers=18,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        sliding_window=512,
+        layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3,
+        max_position_embeddings=32768,
+    ),
     # Gemma-3 12B has 48 layers, one in six of which sees everything.
     "gemma-3": Gemma3TextConfig(
         vocab_size=262208,
@@ -121,6 +136,41 @@ def measure(model: PreTrainedModel, batch: int, prompt: int) -> Reading:
     return Reading(statistics.median(times) * 1e3, held, answers, info)
 
 
+def capacity(model: PreTrainedModel) -> tuple[int, int]:
+    """Returns how many requests of 32k tokens ran at once, and how many preemptions there were."""
+    length = CAPACITY_PROMPT + CAPACITY_TOKENS
+    config = EngineConfig(
+        device="cuda",
+        max_num_seqs=CAPACITY_REQUESTS,
+        max_model_len=length,
+        max_total_tokens=3 * length,
+        prefill_chunk=8192,
+        itl_target=0.0,
+        cuda_graphs=False,
+    )
+    runner, info = assemble(model, config, lambda line: None)
+    engine = LocalEngine(make_scheduler(info), runner)
+    rng = random.Random(0)
+    for i in range(CAPACITY_REQUESTS):
+        ids = array("i", [rng.randrange(info.limits.vocab_size) for _ in range(CAPACITY_PROMPT)]).tobytes()
+        params = SamplingParams(temperature=0, max_tokens=CAPACITY_TOKENS, ignore_eos=True)
+        engine.add(Request(str(i), ids, params, seed=i))
+    most = 0
+    while engine.has_work:
+        engine.step()
+        most = max(most, engine.stats().num_running)
+        if engine.stats().num_waiting == 0 or engine.stats().num_preemptions:
+            break
+    while engine.has_work:
+        engine.step()
+    engine.check()
+    found = most, engine.stats().num_preemptions
+    del engine, runner
+    gc.collect()
+    torch.cuda.empty_cache()
+    return found
+
+
 def equal_share(ours: list[list[int]], theirs: list[list[int]]) -> float:
     """Returns the share of tokens that are equal up to each answer's first difference."""
     same = total = 0
@@ -135,6 +185,7 @@ def main() -> None:
     options_parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     options_parser.add_argument("--batches", nargs="+", type=int, default=[1, 32, 256])
     options_parser.add_argument("--prompt", type=int, default=2048)
+    options_parser.add_argument("--capacity", action="store_true", help="also count requests of 32k tokens")
     options = options_parser.parse_args()
     print_machine()
     settings = {"prompt": options.prompt, "rounds": ROUNDS, "timed_steps": TIMED}
@@ -170,6 +221,18 @@ def main() -> None:
                 "equal_tokens": share,
             }
             save_json("layer_groups", {"settings": settings, "results": results}, options.out)
+        if options.capacity:
+            with one_group():
+                before_most, _ = capacity(model)
+            most, preemptions = capacity(model)
+            results[f"{shape}, capacity"] = {
+                "requests_at_once": {"one group": before_most, "groups": most},
+                "ratio": most / before_most,
+                "preemptions": preemptions,
+            }
+            print(
+                f"{shape}: {before_most} requests of 32k at once, with groups {most}; {preemptions} preempted"
+            )
         del model
         gc.collect()
         torch.cuda.empty_cache()
