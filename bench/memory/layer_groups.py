@@ -1,13 +1,13 @@
 """What layer groups cost and save on a GPU: decode steps and held bytes of models that mix windows with layers
 that see everything, with groups and with every layer holding every token, as before.
 
-    python -m bench.memory.layer_groups [--shapes gemma-3 gpt-oss] [--batches 1 32 256] [--prompt 2048] [--capacity]
+    python -m bench.memory.layer_groups --out bench/results/layer-groups.json
 
-Both kinds of memory take turns on one model of random weights, which is a published shape with fewer layers. A
-step is the wall time of the engine's step, with two in flight; held bytes are those of the requests once their
-prompts are computed; `--capacity` counts how many requests of 32k tokens, all of which state their length, run at
-once in the bytes of three that hold every token. The greedy answers of both have to be the same but for rounding: the share of the tokens
-that are equal is told.
+Both kinds of memory take turns on one model of random weights, which is a published shape, most of them with
+fewer layers. A step is the wall time of the engine's step, with two in flight; held bytes are those of the
+requests once their prompts are computed. `--capacity` counts how many requests of 32k tokens, all of which state
+their length, run at once in the bytes of three that hold every token. The greedy answers of both have to be the
+same but for rounding: the share of the tokens that are equal is told.
 """
 
 import gc

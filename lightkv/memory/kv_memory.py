@@ -35,6 +35,7 @@ from lightkv.edits import (
 from lightkv.errors import CheckFailed
 from lightkv.holdings import HeldRow, Holdings, SlotLabels
 from lightkv.triton_kernels.slots.allocate import TableEntries
+from lightkv.triton_kernels.slots.entries import reuse_entries, reuse_entries_reference
 
 from .allocator import TokenAllocator
 from .device import require_current, usable_device
@@ -73,6 +74,7 @@ class KVMemory:
         groups = spec.groups
         self.table = TokenTable(max_sequences, max_entries, device, groups.num_groups)
         self.pool = KVPool(spec, num_slots, device)
+        self._reuse_entries = reuse_entries if device.type == "cuda" else reuse_entries_reference
         self.group_of_layer = [group for group, _ in groups.places]
         self._groups = groups.slices  # of each class, in the table
         # By class, of each segment: int32 slots, `[groups of the class, n]`, of all its tokens in class 0, and
@@ -378,8 +380,7 @@ class KVMemory:
         cls, distance, rows, entries = edit
         step = self._moved_on(self._reused.get(cls), [(cls, rows)], [entries])
         self._reused[cls] = step
-        table = self.table.all_rows
-        table[step.rows_on_device, step.positions] = table[step.rows_on_device, step.positions - distance]
+        self._reuse_entries(self.table.all_rows, step.rows_on_device, step.positions, distance)
 
     def _keep(self, edit: KeepEntries, entries: torch.Tensor) -> torch.Tensor:
         """Keeps `entries` of the range and returns the slots of the others, which are to be freed."""

@@ -22,7 +22,7 @@ from lightkv.attention import (
     prefix_members,
 )
 from lightkv.attention.restored_prefill import SCRATCH_BYTES
-from lightkv.edits import Alloc, FreeRange
+from lightkv.edits import Alloc, AllocPart, FreePartRange, FreeRange
 from lightkv.errors import InvalidDevice
 from lightkv.integrations.model.adapters.adapt import adapt
 from lightkv.integrations.model.context import context_length
@@ -438,12 +438,19 @@ def _warm_up(memory: KVMemory, limits: Limits) -> None:
 
     The kernels are compiled by size, and the first launch of each takes longer than the others.
     """
-    most = min(limits.prefill_budget, limits.max_model_len, memory.capacity)
-    for size in _powers_of_two(most):
-        memory.apply([Alloc((1,), (0,), (size,)), FreeRange(1, 0, size)])
-    for size in _powers_of_two(min(limits.max_num_seqs, memory.capacity)):
-        rows = tuple(range(1, size + 1))
-        memory.apply([Alloc(rows, (0,) * size, (1,) * size), *(FreeRange(row, 0, 1) for row in rows)])
+    groups = memory.pool.spec.groups
+    others = range(1, len(groups.classes))  # classes of layers that do not see everything
+    num_tokens = memory.capacity // groups.num_groups
+    for size in _powers_of_two(min(limits.prefill_budget, limits.max_model_len, num_tokens)):
+        memory.apply([Alloc((1,), (0,), (size,)), *(AllocPart(cls, (1,), (0,), (size,)) for cls in others)])
+        memory.apply([FreeRange(1, 0, size), *(FreePartRange(cls, 1, 0, size) for cls in others)])
+    for size in _powers_of_two(min(limits.max_num_seqs, num_tokens)):
+        rows, ones = tuple(range(1, size + 1)), (1,) * size
+        memory.apply(
+            [Alloc(rows, (0,) * size, ones), *(AllocPart(cls, rows, (0,) * size, ones) for cls in others)]
+        )
+        frees = [FreeRange(row, 0, 1) for row in rows]
+        memory.apply([*frees, *(FreePartRange(cls, row, 0, 1) for cls in others for row in rows)])
 
 
 def _eager_plans(limits: Limits, most_in_graphs: int) -> Iterator[StepPlan]:

@@ -28,6 +28,7 @@ from lightkv.memory.capture import Capture
 from lightkv.router.engine.step import Limits, StepPlan
 from lightkv.router.sampling_params import SamplerKind
 from lightkv.triton_kernels.slots.allocate import TableEntries
+from lightkv.triton_kernels.slots.entries import read_entries
 
 from .parts import MaskedSampling, RunnerParts, StepInputs, StepLogits, StepOutput
 from .token_buckets import FEW_PREFILLS, MOST_TOKENS, most_buckets, prompt_shapes
@@ -192,7 +193,7 @@ class DecodeGraph:
             memory.allocator.alloc_into(self._slots, self._count, entries)
             step.slot_mapping.copy_(self._slots)
         else:
-            step.slot_mapping.copy_(memory.table.read(rows * memory.table.max_entries + step.position_ids))
+            read_entries(memory.table.groups, rows, step.position_ids, step.slot_mapping)
         inputs = StepInputs(step, None, rows, None, rows, step.kv_lens.long())
         logits = inputs.logits(self._parts)
         active = rows > 0

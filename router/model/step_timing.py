@@ -44,7 +44,7 @@ class Shape(NamedTuple):
 def shapes(info: RunnerInfo) -> list[Shape]:
     """Returns the steps to measure: decodes alone, prompts alone, and both; the largest of each that the limits
     and half of the pool have room for."""
-    limits, room = info.limits, info.capacity // 2
+    limits, room = info.limits, info.capacity // 2 // info.groups.widths[0]
     most = limits.max_num_seqs
     chunk = min(LONGEST_CHUNK, limits.prefill_budget, limits.max_model_len, room)
     start = min(LATEST_START, limits.max_model_len - chunk, room - chunk)
@@ -77,7 +77,11 @@ def _is_enough(times: list[float]) -> bool:
 
 
 class StepTimer:
-    """Measures an executor whose memory is empty, and leaves it empty. `clock` returns seconds."""
+    """Measures an executor whose memory is empty, and leaves it empty. `clock` returns seconds.
+
+    Where layers have groups, slots are allocated for those layers alone that see everything; the others read the
+    padding's.
+    """
 
     def __init__(
         self, executor: Executor, info: RunnerInfo, clock: Callable[[], float] = time.perf_counter
@@ -114,7 +118,9 @@ class StepTimer:
         """Gives each row a last token of its own, so that decodes use different experts where a model has
         some."""
         limits = self._info.limits
-        num = min(limits.max_num_seqs, limits.prefill_budget, self._info.capacity)
+        num = min(
+            limits.max_num_seqs, limits.prefill_budget, self._info.capacity // self._info.groups.widths[0]
+        )
         rows, starts, counts = list(range(1, num + 1)), [0] * num, [1] * num
         alloc = Alloc(tuple(rows), tuple(starts), tuple(counts))
         self._executor.launch(self._plan([alloc], rows, starts, counts, num))
