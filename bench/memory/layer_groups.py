@@ -5,9 +5,9 @@ that see everything, with groups and with every layer holding every token, as be
 
 Both kinds of memory take turns on one model of random weights, which is a published shape, most of them with
 fewer layers. A step is the wall time of the engine's step, with two in flight; held bytes are those of the
-requests once their prompts are computed. `--capacity` counts how many requests of 32k tokens, all of which state
-their length, run at once in the bytes of three that hold every token. The greedy answers of both have to be the
-same but for rounding: the share of the tokens that are equal is told.
+requests once their prompts are computed. `--capacity` counts how many requests of 32k tokens, all of which
+state their length, run at once in the bytes of three that hold every token. The greedy answers of both have to
+be the same but for rounding: the share of the tokens that are equal is told.
 """
 
 import gc

@@ -79,8 +79,8 @@ def _is_enough(times: list[float]) -> bool:
 class StepTimer:
     """Measures an executor whose memory is empty, and leaves it empty. `clock` returns seconds.
 
-    Where layers have groups, slots are allocated for those layers alone that see everything; the others read the
-    padding's.
+    Where layers have groups, slots are allocated for those layers alone that see everything; the others read
+    the padding's.
     """
 
     def __init__(

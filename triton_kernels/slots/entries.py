@@ -24,8 +24,8 @@ def _reuse_kernel(table, rows, positions, stride, distance, num, BLOCK: tl.const
 def reuse_entries(table: Tensor, rows: Tensor, positions: Tensor, distance: int) -> None:
     """Gives entry `positions[i]` of row `rows[i]` the slot of its entry `positions[i] - distance`.
 
-    `table`: int32 `[num_rows, num_entries]`, contiguous; rows and positions: int64 `[n]`; no entry occurs twice,
-    nor as another one's source. Contents are not checked.
+    `table`: int32 `[num_rows, num_entries]`, contiguous; rows and positions: int64 `[n]`; no entry occurs
+    twice, nor as another one's source. Contents are not checked.
     """
     if len(rows):
         grid = (triton.cdiv(len(rows), _BLOCK),)
