@@ -258,12 +258,15 @@ class Tails:
             self._free_own(sequence, cls, sequence.length)
 
     def _supersede(self, node: Segment, cls: int, end: int, first: int) -> None:
-        """Has the parts of the path to `node`, which ends at `end`, evicted first where they end up to `first`,
-        but for those where prompts turn off or other sessions end."""
+        """Has the parts of the path to `node`, which ends at `end`, evicted first as far as they end up to
+        `first`, but for those where prompts turn off or other sessions end."""
         for segment, at in _ends(node, end):
             part = segment.parts.get(cls)
-            if at <= first and part is not None and len(segment.children) == 1 and segment.protected < 2:
-                self._parts.supersede(part)
+            if part is None or at - part.length >= first or segment.protected > 1 or _is_turn_off(segment):
+                continue
+            if at > first:
+                segment = self._state.split(segment, segment.length - (at - first))
+            self._parts.supersede(segment.parts[cls])
 
     def _share(
         self, sequence: WindowedSequence, cls: int, end: int, path: tuple[Segment, int], hold: bool
@@ -437,6 +440,13 @@ class Tails:
                 else:
                     cached += part.num_slots
         return cached, held
+
+
+def _is_turn_off(segment: Segment) -> bool:
+    """Returns whether several prompts went on from here. What a prompt has left of an answer, whose last tokens it
+    rewrites, is none of them until it is hit."""
+    used = [one for one in segment.children.values() if one.holders or one.credit or one.children]
+    return len(used) > 1
 
 
 def _ends(node: Segment, end: int) -> Iterable[tuple[Segment, int]]:

@@ -190,6 +190,47 @@ def test_going_back_further_than_what_is_held_is_refused() -> None:
     assert not life.ledger.drain()
 
 
+def computed_in_conversations(groups: LayerGroups, capacity: int) -> int:
+    """Returns how many prompt tokens twelve conversations of ten turns compute, whose turns come in any order,
+    and each of which rewrites the last tokens of the answer before it."""
+    rng = random.Random(0)
+    ledger = TokenLedger(capacity, 4, 4000, groups=groups)
+    texts = [[1] * 40 + [100 + number] for number in range(CONVERSATIONS)]
+    computed = 0
+    order = [number for number in range(CONVERSATIONS) for _ in range(10)]
+    rng.shuffle(order)
+    for number in order:
+        prompt = texts[number] + [rng.randrange(1000) for _ in range(rng.randrange(10, 60))]
+        answer = [rng.randrange(1000) for _ in range(rng.randrange(10, 60))]
+        sequence = ledger.open(ids_bytes(prompt))
+        computed += len(prompt) - sequence.num_hit
+        ledger.extend([sequence], [len(prompt) - sequence.length])
+        ledger.publish(sequence)
+        ledger.confirm(ledger.step)
+        for _ in answer[1:]:
+            ledger.extend([sequence], [1])
+        ledger.close(sequence, ids_bytes(answer))
+        texts[number] = prompt + answer[:-4] + [7] * 4
+    ledger.check()
+    return computed
+
+
+CONVERSATIONS = 12
+
+
+@pytest.mark.parametrize(("occupancy", "most"), [(0.5, 1.02), (0.9, 1.15)])
+def test_conversations_compute_little_more_than_with_an_unbounded_cache(
+    occupancy: float, most: float
+) -> None:
+    """The conversations' tokens, and a tail of each, fill this share of the pool."""
+    groups = groups_of(("full", 0, 1), ("window", 80, 3))
+    num_tokens = CONVERSATIONS * 10 * 70 + 40  # turns of 20 to 118 tokens, after what all begin with
+    tail = groups.slots(1000) - 1000
+    capacity = int((num_tokens + (CONVERSATIONS + 1) * tail) / occupancy)
+    unbounded = computed_in_conversations(groups, 10**6)
+    assert computed_in_conversations(groups, capacity) <= most * unbounded
+
+
 @pytest.mark.parametrize("name", GROUPS)
 @pytest.mark.parametrize("seed", range(6))
 def test_random_lives(name: str, seed: int) -> None:
