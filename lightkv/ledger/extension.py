@@ -102,6 +102,7 @@ class Extension:
         state, is_decode = self._state, counts.count(1) == len(counts)
         starts = tuple([one.length for one in sequences])
         if not (is_decode and self._num_alike):
+            index(sum(counts))  # raises for numbers that are no integers
             if min(counts) < 1:
                 raise ValueError(f"asked for {min(counts)} tokens; ask for at least one of each sequence")
             if (end := max(map(add, starts, counts))) > self.max_entries:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lightkv import KVSpec
+from lightkv import KVCache, KVSpec
 from lightkv.edits import Alloc, AllocPart, Edit, MapPart, Reuse, SplitSegment, StorePart
 from lightkv.errors import CheckFailed, OutOfTokens
 from lightkv.layer_groups import FULL, Lifetime
@@ -165,3 +165,16 @@ def test_equal_edits_give_equal_memories(device: torch.device) -> None:
     assert first.digest() == second.digest()
     first.table.groups[-1, 1, 29] += 1
     assert first.digest() != second.digest()
+
+
+def test_a_refused_extension_leaves_ledger_and_memory_equal(device: torch.device) -> None:
+    spec = KVSpec(2, 1, 2, 2, torch.float32, lifetimes=[FULL, WINDOW])
+    cache = KVCache(spec, 100, max_sequences=2, max_entries=200, device=device)
+    sequence = cache.open([1] * 40)
+    cache.extend([sequence], [40])
+    cache.publish(sequence)
+    cache.confirm()
+    with pytest.raises(OutOfTokens):
+        cache.extend([sequence], [120])
+    cache.check()
+    assert (sequence.length, cache.num_free) == (40, 100 - 40 - 11)
