@@ -14,6 +14,7 @@ from lightkv.layer_groups import FULL, Lifetime
 from lightkv.ledger import TokenLedger
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.kv_memory import KVMemory
+from lightkv.memory.kv_pool import plan_pool
 from tests.support.grouped_memory import GroupedMemory
 
 ROWS, ENTRIES = 5, 64
@@ -178,3 +179,10 @@ def test_a_refused_extension_leaves_ledger_and_memory_equal(device: torch.device
         cache.extend([sequence], [120])
     cache.check()
     assert (sequence.length, cache.num_free) == (40, 100 - 40 - 11)
+
+
+def test_a_pools_plan_tells_tokens_that_were_asked_for_and_bytes_of_slots() -> None:
+    spec = KVSpec(2, 1, 2, 2, torch.float32, lifetimes=[FULL, WINDOW])
+    asked = plan_pool(spec, torch.device("cpu"), num_tokens=30)
+    assert (asked.num_tokens, asked.why) == (60, "30 tokens were asked for")
+    assert plan_pool(spec, torch.device("cpu")).why.endswith("at 16 bytes a slot")
