@@ -30,6 +30,8 @@ class Extension:
         """Returns how many available slots are enough to extend each of these by `count` tokens."""
         if not self._state.tails.lifetimes:
             return count * len(sequences)
+        if count == 1 and self._num_alike > 0 and sequences == self._batch:  # as in most steps
+            return self._num_needed
         windowed = [one for one in sequences if isinstance(one, WindowedSequence)]
         needed, passed = self._state.tails.growth(windowed, [count] * len(windowed))
         return needed - passed

@@ -111,11 +111,15 @@ def test_what_is_held_follows_the_length() -> None:
     text = life.open([1] * 40)
     life.finish_prompt(text, chunk=15)
     for _ in range(60):
-        before = text.sequence.length
+        before, enough = text.sequence.length, life.ledger.growth([text.sequence])
+        available = life.ledger.num_available
         life.decode(text, 1)
         life.check()
+        taken = available - life.ledger.num_available
         tail = max(before, 40) - 40 < 12  # the prompt's tail is held until all of it has passed
+        assert taken <= enough
         if not tail:
+            assert taken == enough or before == 52  # in which the tail is left
             assert life.ledger.num_held == groups.slots(before) + groups.num_groups
     life.close(text, cache=False)
     life.check()
