@@ -27,7 +27,7 @@ from lightkv.triton_kernels.layout.ring import Ring
 
 from .counts import checked_counts, checked_integer
 from .edits import Edit
-from .errors import CheckFailed, LightKVError, WrongThread
+from .errors import CheckFailed, LightKVError, OutOfTokens, WrongThread
 from .ledger import TokenLedger
 from .memory_map import MemoryMap, slot_labels
 from .token_ids import TokenIds, int32_bytes
@@ -189,11 +189,15 @@ class KVCache:
         `sequences`; where layers have groups `[num_groups, sum(counts)]`, and those of a layer are in the row
         `memory.group_of_layer[layer]`. In a ring these may be slots of old tokens, and a call takes up to
         `ring.room(position)` tokens. Raises OutOfTokens only when free and cached tokens together are too few,
-        SequenceTooLong, ValueError.
+        SequenceTooLong, ValueError. What windows have passed is freed even where slots are then too few.
         """
         self._require_no_callback()
         counts = checked_counts("counts", counts)
-        edit = self.ledger.extend(sequences, counts)
+        try:
+            edit = self.ledger.extend(sequences, counts)
+        except OutOfTokens:
+            self._apply()  # where layers have groups, what their windows have passed was freed all the same
+            raise
         slots = self._apply()
         # Some tokens took no slot of their own, or one in each group.
         if edit.counts != tuple(counts) or not self.ledger.groups.is_uniform:

@@ -185,4 +185,4 @@ def _batched(layers: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
     return tuple([tuple(layers[start : start + size]) for start in range(0, len(layers), size)])
 
 
-ONE_GROUP = one_group(1)  # for whoever counts, and has no layers
+ONE_GROUP = one_group(1)  # for counting where no layers are known

@@ -30,6 +30,8 @@ class Extension:
         """Returns how many available slots are enough to extend each of these by `count` tokens."""
         if not self._state.tails.lifetimes:
             return count * len(sequences)
+        if count == 1 and self._num_alike > 0 and sequences == self._batch:  # as in most steps
+            return self._num_needed
         windowed = [one for one in sequences if isinstance(one, WindowedSequence)]
         needed, passed = self._state.tails.growth(windowed, [count] * len(windowed))
         return needed - passed
@@ -102,6 +104,7 @@ class Extension:
         state, is_decode = self._state, counts.count(1) == len(counts)
         starts = tuple([one.length for one in sequences])
         if not (is_decode and self._num_alike):
+            index(sum(counts))  # raises for numbers that are no integers
             if min(counts) < 1:
                 raise ValueError(f"asked for {min(counts)} tokens; ask for at least one of each sequence")
             if (end := max(map(add, starts, counts))) > self.max_entries:

@@ -2,7 +2,8 @@
 
 It is pure Python arithmetic without torch, slots or a clock. Each verb changes the counts and the prefix tree
 at once and emits *edits* (`lightkv/edits.py`), which the device memory's owner applies; `drain` returns
-them. A verb that raises has changed nothing and emitted no edit.
+them. A verb that raises has changed nothing and emitted no edit; but where layers have groups, an extension
+that is refused for want of slots has freed what the windows of its sequences have passed.
 
 After every verb `num_free + num_cached + num_held == capacity`.
 """
@@ -49,11 +50,20 @@ class TokenLedger:
         self.groups = groups
         self.max_sequences = checked_count("max_sequences", max_sequences)
         self.max_entries = checked_count("max_entries", max_entries)
-        self.step = 0  # the step being planned; publications carry it until `confirm`
         max_protected = checked_count("max_protected", max_protected, least=0)
         capacity = checked_count("capacity", capacity)
         self._state = LedgerState(capacity, self.max_sequences, max_protected, groups)
         self._extension = Extension(self._state, self.max_entries)
+
+    @property
+    def step(self) -> int:
+        """The number of the step that is being planned, which its caller counts on; what is published carries
+        it until `confirm`."""
+        return self._state.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._state.step = step
 
     @property
     def capacity(self) -> int:
@@ -256,7 +266,8 @@ class TokenLedger:
 
         Returns the edit of the allocation, which `drain` hands out, too, unless it allocates nothing: some
         kinds of sequence are extended with fewer slots than tokens (`Sequence.slots_needed`). Where layers have
-        groups, it is that of the layers that see everything.
+        groups, it is that of the layers that see everything, and what windows have passed is freed first, even
+        if the extension is then refused.
 
         Raises OutOfTokens only when free and cached tokens together are too few; SequenceTooLong, ValueError.
         """
@@ -288,6 +299,7 @@ class TokenLedger:
         sequence.prompt = token_ids
         if isinstance(sequence, WindowedSequence):
             sequence.set_points(sequence.length, sequence.length)
+            sequence.published = 0
             self._extension.forget_batch()
 
     def publish(self, sequence: Sequence) -> None:
@@ -302,11 +314,13 @@ class TokenLedger:
         start, end = sequence.shared, sequence.num_publishable
         if not end:
             return
+        if isinstance(sequence, WindowedSequence):
+            sequence.published = end
         if not sequence.node.indexed:
-            state.publish_path(sequence, self.step)
+            state.publish_path(sequence)
         if end > start and sequence.node.indexed:
             tokens = sequence.prompt[start * TOKEN_BYTES : end * TOKEN_BYTES]
-            state.publish_tail(sequence, tokens, self.step)
+            state.publish_tail(sequence, tokens)
 
     def confirm(self, step: int) -> None:
         """Keeps what was published up to and including `step`, all of which has been computed."""
@@ -378,6 +392,7 @@ class TokenLedger:
             sequence.require_truncate(length)
             self._extension.forget_batch()
             state.tails.free_after(sequence, length, sequence.length - length)
+            sequence.points = [point for point in sequence.points if point <= length]
         start = max(length, sequence.shared)
         if start < sequence.length:
             state.free_range(sequence.row, start, sequence.length)

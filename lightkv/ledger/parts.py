@@ -22,6 +22,9 @@ class Parts:
     def __init__(self) -> None:
         self._idle: list[tuple[int, int, Part]] = []  # a heap; see `oldest`
         self._protected: list[tuple[int, int, Part]] = []  # those that sessions protect, the same
+        self._pending: list[
+            Part
+        ] = []  # those that no confirmed step has computed yet, and some that are gone
         self._next_number = 0
 
     def store(self, segment: Segment, cls: int, length: int, width: int) -> Part:
@@ -39,6 +42,26 @@ class Parts:
     def remove(self, part: Part) -> None:
         """Removes a part."""
         del part.segment.parts[part.cls]
+
+    def note_pending(self, part: Part, step: int) -> None:
+        """Notes that `step`, which may still fail, computes tokens of a part."""
+        if part.pending < 0:
+            self._pending.append(part)
+        part.pending = max(part.pending, step)
+
+    def confirm(self, step: int) -> None:
+        """Marks as computed what `step` and those before it compute."""
+        waiting = []
+        for part in self._pending:
+            if part.pending > step:
+                waiting.append(part)
+            else:
+                part.pending = -1
+        self._pending = waiting
+
+    def pending(self) -> list[Part]:
+        """Returns the parts with tokens that no confirmed step has computed."""
+        return [part for part in self._pending if part.segment.parts.get(part.cls) is part]
 
     def note_idle(self, part: Part) -> None:
         """Puts a part that no row holds among those that can be evicted."""
@@ -89,6 +112,8 @@ class Parts:
             new = self.store(head, part.cls, above, part.width)
             new.holders = part.holders.copy()
             new.superseded = part.superseded
+            if part.pending >= 0:
+                self.note_pending(new, part.pending)
             self.note_idle(new)
 
     def cut(self, segment: Segment, freed: int) -> int:
@@ -115,7 +140,10 @@ class Parts:
     def join(self, head: Segment, segment: Segment) -> None:
         """Joins the parts of `head` to those of `segment`, before the tokens are joined."""
         for cls, above in head.parts.items():
-            segment.parts[cls].length += above.length
+            part = segment.parts[cls]
+            part.length += above.length
+            if above.pending >= 0:
+                self.note_pending(part, above.pending)
         head.parts = NO_PARTS
 
     def check(self, segments: Collection[Segment]) -> None:

@@ -80,6 +80,13 @@ class Segment:
         """Tokens in this segment."""
         return len(self.tokens) // TOKEN_BYTES
 
+    @property
+    def may_grow(self) -> bool:
+        """Whether its only holder can add tokens to it. A segment that was hit or is protected stays as it is,
+        since the new tokens were not hit and are not protected, and so does one whose end has parts."""
+        alone = self.parent is not None and len(self.holders) == 1 and not self.children and not self.parts
+        return alone and not self.credit and not self.protected
+
     def __repr__(self) -> str:
         kind = "" if self.indexed else ", unindexed"
         return f"Segment({self.id}, length={self.length}, holders={len(self.holders)}{kind})"
@@ -106,10 +113,11 @@ class Part:
     """The last `length` tokens of `segment` in class `cls` (`parts.py`).
 
     width: slots that a token takes in the class. holders: the rows whose windows reach it. superseded: whether
-    a later part of the same path serves what this one could, so that it is evicted before all others.
+    a later part of the same path serves what this one could, so that it is evicted before all others. pending:
+    the step that computes the last of its tokens to be computed, until that is confirmed; -1 from then on.
     """
 
-    __slots__ = ("cls", "holders", "length", "number", "queued", "segment", "superseded", "width")
+    __slots__ = ("cls", "holders", "length", "number", "pending", "queued", "segment", "superseded", "width")
 
     def __init__(self, number: int, segment: Segment, cls: int, length: int, width: int) -> None:
         self.number = number  # which no other part of the ledger has
@@ -119,6 +127,7 @@ class Part:
         self.width = width
         self.holders: set[int] = set()
         self.superseded = False
+        self.pending = -1
         self.queued = False  # whether it is in a heap of `Parts`, perhaps with an older due
 
     @property

@@ -37,6 +37,7 @@ class LedgerState:
     `max_sequences` rows, for a model of these layer `groups`.
 
     Other files may read num_free, num_cached (slots), sequences (the open ones, by row), tree and sessions.
+    `step` is the step that is being planned, and `confirmed` the last one that is known to have been computed.
     `width` is the number of slots of a token in the class that sees everything, whose tokens are the tree's
     segments; `tails` has the other classes.
     """
@@ -46,6 +47,8 @@ class LedgerState:
         self.max_sequences = max_sequences
         self.num_free = capacity
         self.num_cached = 0
+        self.step = 0
+        self.confirmed = -1
         self.tree = PrefixTree(max(capacity // HITS_A_TURNOVER, 1))
         self.sessions = Sessions(self.tree, max_protected)
         self.width = groups.classes[0].num_groups
@@ -168,22 +171,23 @@ class LedgerState:
 
     # Private tails that become segments
 
-    def publish_path(self, sequence: Sequence, step: int) -> None:
-        """Indexes the unindexed segments of its path, as far as its prompt goes; `step` computes them."""
+    def publish_path(self, sequence: Sequence) -> None:
+        """Indexes the unindexed segments of its path, as far as its prompt goes; this step computes them."""
         for segment in self._index_path(sequence, sequence.prompt):
             segment.confirmed = 0
-            segment.published = step
+            segment.published = self.step
             self._unconfirmed.append(segment)
 
-    def publish_tail(self, sequence: Sequence, tokens: bytes, step: int) -> None:
-        """Stores the first tokens of its private tail as a segment that others can hit; `step` computes them.
+    def publish_tail(self, sequence: Sequence, tokens: bytes) -> None:
+        """Stores the first tokens of its private tail as a segment that others can hit; this step computes
+        them.
 
         They stay private if another segment that begins with the same token is in their place.
         """
         node = sequence.node
         if tokens[:TOKEN_BYTES] in node.children:
             return
-        if _may_grow(node):
+        if node.may_grow:
             # The sequence's own newest segment (that of the chunk before) grows, so that there is one segment
             # and not a chain of chunks.
             if node.confirmed == node.length:
@@ -196,7 +200,7 @@ class LedgerState:
             node.confirmed = 0
             sequence.node = node
             self._unconfirmed.append(node)
-        node.published = step
+        node.published = self.step
         end = sequence.shared = sequence.shared + len(tokens) // TOKEN_BYTES
         self._edits.append(StoreSegment(sequence.row, end - node.length, end, node.id))
 
@@ -239,7 +243,7 @@ class LedgerState:
                 tree.note_unheld(node)
         if end > found:
             fresh = tokens[found * TOKEN_BYTES : end * TOKEN_BYTES]
-            if node is sequence.node and _may_grow(node):
+            if node is sequence.node and node.may_grow:
                 if node.confirmed == node.length:
                     node.confirmed += end - found
                 tree.grow(node, fresh)
@@ -434,13 +438,17 @@ class LedgerState:
             else:
                 waiting.append(segment)
         self._unconfirmed = waiting
+        self.confirmed = max(self.confirmed, step)
+        self.tails.confirm(step)
 
     def unconfirmed_rows(self) -> list[int]:
-        """Returns the rows, ascending, that hold a segment with unconfirmed tokens."""
-        return sorted({row for segment in self._unconfirmed_segments() for row in segment.holders})
+        """Returns the rows, ascending, that hold a segment or a part with unconfirmed tokens."""
+        rows = {row for segment in self._unconfirmed_segments() for row in segment.holders}
+        return sorted(rows | self.tails.unconfirmed_rows())
 
     def retract(self) -> None:
         """Frees the tokens that are not confirmed. No sequence holds them (`unconfirmed_rows`)."""
+        self.tails.retract()
         for segment in self._unconfirmed_segments():
             if segment.parent is None:
                 continue  # was removed with an unconfirmed segment above it
@@ -490,10 +498,3 @@ class LedgerState:
             raise CheckFailed(f"{self.num_free} slots free")
         if sorted([*self._free_rows, *self.sequences]) != list(range(1, self.max_sequences + 1)):
             raise CheckFailed(f"rows free {sorted(self._free_rows)}, open {sorted(self.sequences)}")
-
-
-def _may_grow(node: Segment) -> bool:
-    """Returns whether its only holder can add tokens to this segment. A segment that was hit or is protected
-    stays as it is, since the new tokens were not hit and are not protected."""
-    alone = node.parent is not None and len(node.holders) == 1 and not node.children and not node.parts
-    return alone and not node.credit and not node.protected

@@ -28,6 +28,8 @@ class State(Protocol):
     tree: PrefixTree
     sequences: dict[int, Sequence]
     width: int
+    step: int
+    confirmed: int
 
     def emit(self, edit: Edit) -> None: ...
 
@@ -36,6 +38,8 @@ class State(Protocol):
     def free_range(self, row: int, start: int, end: int) -> None: ...
 
     def split(self, segment: Segment, at: int) -> Segment: ...
+
+    def publish_tail(self, sequence: Sequence, tokens: bytes) -> None: ...
 
 
 class Tails:
@@ -111,10 +115,15 @@ class Tails:
 
     def settle(self, sequence: WindowedSequence) -> None:
         """Brings a sequence up to date with the tokens that it has: it shares what the tree has got meanwhile,
-        keeps the tails of the points that it has passed, and leaves the parts that have passed."""
+        publishes what follows, keeps the tails of the points that it has passed, and leaves the parts that have
+        passed."""
         length = sequence.length
         if sequence.shared < min(length, len(sequence.prompt) // TOKEN_BYTES):
             self._adopt(sequence)
+            end = min(sequence.published, sequence.num_publishable)
+            if sequence.node.indexed and sequence.shared < end:
+                tokens = sequence.prompt[sequence.shared * TOKEN_BYTES : end * TOKEN_BYTES]
+                self._state.publish_tail(sequence, tokens)
         while sequence.points and sequence.points[0] <= length:
             self._keep_tail(sequence, sequence.points.pop(0))
         for cls in self._classes:
@@ -234,7 +243,6 @@ class Tails:
             if max(own, length) < length + count:
                 self._free_range(sequence, cls, max(own, length), length + count)
             sequence.set_own(cls, min(own, length))
-        sequence.points = [point for point in sequence.points if point <= length]
 
     def note_cut(self, sequence: WindowedSequence) -> None:
         """Notes that a sequence has left the last segments of its path."""
@@ -250,7 +258,8 @@ class Tails:
             if sequence.own(cls) < end:
                 self._free_own(sequence, cls, lifetime.first_kept(end))
                 self._share(sequence, cls, end, (node, end), hold=False)
-            self._supersede(node, cls, end, lifetime.first_kept(end))
+            if cls in node.parts:
+                self._supersede(node, cls, end, lifetime.first_kept(end))
 
     def free_own(self, sequence: WindowedSequence) -> None:
         """Frees all that is the sequence's own in these classes."""
@@ -291,7 +300,7 @@ class Tails:
                 ):
                     state.split(segment, segment.length - min(part.length, count))
                     first, count = max(at - segment.length, own), min(part.length, count)
-                self._share_segment(sequence, cls, segment, (first, at))
+                self._share_segment(sequence, cls, segment, (first, at), hold)
                 part = segment.parts[cls]
                 part.superseded = False
                 if hold:
@@ -304,10 +313,11 @@ class Tails:
         sequence.note_oldest(cls)
 
     def _share_segment(
-        self, sequence: WindowedSequence, cls: int, segment: Segment, entries: tuple[int, int]
+        self, sequence: WindowedSequence, cls: int, segment: Segment, entries: tuple[int, int], runs_on: bool
     ) -> None:
         """Makes the sequence's own `entries`, [first, end), which are the last of a segment, its part, or frees
-        those that its part has. If no row holds it, it counts as cached."""
+        those that its part has. If no row holds it, it counts as cached. `runs_on`: whether the sequence goes
+        on, so that the step that computes them may still fail."""
         state, row, width, (first, end) = self._state, sequence.row, self._widths[cls - 1], entries
         part, count = segment.parts.get(cls), end - first
         there = min(part.length, count) if part is not None else 0
@@ -315,9 +325,26 @@ class Tails:
             self._free_range(sequence, cls, end - there, end)
             state.emit(MapPart(cls, row, end, (segment.id,)))
         if there < count:
-            self._parts.store(segment, cls, count, width)
+            part = self._parts.store(segment, cls, count, width)
+            if runs_on and state.confirmed < state.step - 1:  # the step that computes them may be in flight
+                self._parts.note_pending(part, state.step - 1)
             state.emit(StorePart(cls, row, first, end, segment.id))
             state.count(cached=(count - there) * width)  # a part that rows hold has its length already
+
+    # Steps
+
+    def confirm(self, step: int) -> None:
+        """Marks as computed the parts that `step` and those before it compute."""
+        self._parts.confirm(step)
+
+    def unconfirmed_rows(self) -> set[int]:
+        """Returns the rows that hold a part with unconfirmed tokens."""
+        return {row for part in self._parts.pending() for row in part.holders}
+
+    def retract(self) -> None:
+        """Frees the parts with unconfirmed tokens, which no sequence holds."""
+        for part in self._parts.pending():
+            self._drop(part)
 
     # Parts and the entries of rows
 

@@ -26,11 +26,13 @@ class WindowedSequence(Sequence):
     entry is whose slot its next token takes; 0 while that takes a free one. oldest: where the first of the
     parts that it holds ends, which it leaves once all of it has passed; 0 where it holds none. points:
     ascending, where its prompt ends and where others may turn off from it, as far as it has not passed them:
-    what is seen there is kept for others. event: the length at which something else happens than that each of
-    its tokens takes a slot, or reuses one; 0 if that is to be found out.
+    what is seen there is kept for others. published: how many tokens of its prompt others may hit; those that
+    `publish` could not store are stored as soon as it shares the ones before them. event: the length at which
+    something else happens than that each of its tokens takes a slot, or reuses one; 0 if that is to be found
+    out.
     """
 
-    __slots__ = ("_own", "distances", "event", "lifetimes", "oldest", "points")
+    __slots__ = ("_own", "distances", "event", "lifetimes", "oldest", "points", "published")
 
     slot_per_token: ClassVar[bool] = False
 
@@ -41,6 +43,7 @@ class WindowedSequence(Sequence):
         self.distances = [0] * len(lifetimes)
         self.oldest = [0] * len(lifetimes)
         self.points: list[int] = []
+        self.published = 0
         self.event = 0
 
     def own(self, cls: int) -> int:

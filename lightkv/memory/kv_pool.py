@@ -65,12 +65,13 @@ def plan_pool(
     if num_tokens is not None:
         if num_tokens < 1:
             raise ValueError(f"a pool of {num_tokens} tokens; ask for at least one")
+        why = f"{num_tokens} tokens were asked for"
         num_tokens *= spec.groups.num_groups
         # Checked first, because a CPU's allocation succeeds without memory, and the process is killed later.
         free = _free_bytes(device)
         if (num_tokens + 1) * per_token > free:
             raise OutOfMemory(free, per_token, num_tokens)
-        return PoolPlan(num_tokens, (num_tokens + 1) * per_token, f"{num_tokens} tokens were asked for")
+        return PoolPlan(num_tokens, (num_tokens + 1) * per_token, why)
     if not 0 < fraction <= 1:
         raise ValueError(f"a memory fraction of {fraction}; it lies above 0 and at most at 1")
 
@@ -95,7 +96,8 @@ def plan_pool(
     num_slots = limit // per_token
     if num_slots < 2:  # slot 0 holds no token
         raise OutOfMemory(max(available, 0), per_token)
-    return PoolPlan(num_slots - 1, num_slots * per_token, f"{why}, at {per_token} bytes a token")
+    unit = "token" if spec.groups.is_uniform else "slot"
+    return PoolPlan(num_slots - 1, num_slots * per_token, f"{why}, at {per_token} bytes a {unit}")
 
 
 class KVPool:

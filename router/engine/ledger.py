@@ -15,7 +15,8 @@ from lightkv.ledger.prefix_tree import Namespace, PrefixTree, Segment
 class Ledger(Protocol):
     """Counts of free, cached and held slots, and the verbs that change them; `TokenLedger` documents each.
 
-    A refused verb changes nothing. After each verb `num_free + num_cached + num_held == capacity`.
+    A refused verb changes nothing, but that `extend` frees first what windows have passed. After each verb
+    `num_free + num_cached + num_held == capacity`.
     """
 
     step: int

@@ -75,10 +75,11 @@ class Life:
             self.extend((text, min(left, chunk)))
             self.publish(text)
 
-    def publish(self, text: Text) -> None:
+    def publish(self, text: Text, confirm: bool = True) -> None:
         self.ledger.publish(text.sequence)
         self.apply()
-        self.ledger.confirm(self.ledger.step)
+        if confirm:
+            self.ledger.confirm(self.ledger.step)
 
     def decode(self, text: Text, count: int) -> None:
         for _ in range(count):
@@ -110,11 +111,15 @@ def test_what_is_held_follows_the_length() -> None:
     text = life.open([1] * 40)
     life.finish_prompt(text, chunk=15)
     for _ in range(60):
-        before = text.sequence.length
+        before, enough = text.sequence.length, life.ledger.growth([text.sequence])
+        available = life.ledger.num_available
         life.decode(text, 1)
         life.check()
+        taken = available - life.ledger.num_available
         tail = max(before, 40) - 40 < 12  # the prompt's tail is held until all of it has passed
+        assert taken <= enough
         if not tail:
+            assert taken == enough or before == 52  # in which the tail is left
             assert life.ledger.num_held == groups.slots(before) + groups.num_groups
     life.close(text, cache=False)
     life.check()
@@ -174,6 +179,119 @@ def test_a_refused_extension_takes_nothing() -> None:
     life.apply()
     life.check()
     assert (life.ledger.num_free, text.sequence.length) == (100, 0)
+
+
+def test_a_refused_extension_frees_only_what_has_passed() -> None:
+    life = Life(WINDOW, 150)
+    text = life.open([1] * 40)
+    life.finish_prompt(text)
+    held = life.ledger.num_held
+    with pytest.raises(OutOfTokens):
+        life.ledger.extend([text.sequence], [60])
+    life.apply()
+    life.check()
+    assert (text.sequence.length, held - life.ledger.num_held) == (40, 29 * 2)
+    life.decode(text, 20)
+    life.check()
+
+
+def test_counts_that_are_no_integers_are_refused() -> None:
+    life = Life(WINDOW, 400)
+    text = life.open([1] * 40)
+    with pytest.raises(TypeError):
+        life.ledger.extend([text.sequence], [2.0])  # type: ignore[list-item]
+    assert not life.ledger.drain()
+
+
+def test_tails_of_a_failed_step_are_not_hit() -> None:
+    """The second prompt that turns off computes a tail beside tokens that are cached. The step that computes
+    it fails after the next one is planned, which has stored the tail."""
+    life = Life(WINDOW, 900)
+    ledger = life.ledger
+    first = life.open([3] * 50 + [10] * 30)
+    life.finish_prompt(first)
+    life.close(first)
+    second = life.open([3] * 50 + [11] * 30)
+    for _ in range(2):
+        life.extend((second, 40))
+        ledger.publish(second.sequence)
+        ledger.step += 1
+    life.extend((second, 1))
+    life.apply()
+    assert ledger.match(ids_bytes([3] * 50 + [12])).num_tokens == 50
+    with pytest.raises(ValueError, match="rows"):
+        ledger.retract()
+    life.check()
+    ledger.close(second.sequence, cache=False)
+    ledger.retract()
+    life.apply()
+    life.check()
+    assert ledger.match(ids_bytes([3] * 50 + [12])).num_tokens == 0
+    assert (
+        ledger.match(ids_bytes([3] * 50 + [10] * 30 + [1])).num_tokens == 80
+    )  # the first one's were computed
+
+
+def test_tails_of_confirmed_steps_stay_when_a_later_one_fails() -> None:
+    life = Life(WINDOW, 900)
+    ledger = life.ledger
+    text = life.open([3] * 40)
+    life.extend((text, 40))
+    ledger.publish(text.sequence)
+    ledger.step += 1
+    life.decode(text, 1)  # stores the tail that the step before computes
+    ledger.step += 1
+    ledger.confirm(0)
+    ledger.close(text.sequence, cache=False)
+    ledger.retract()
+    life.apply()
+    life.check()
+    assert ledger.match(ids_bytes([3] * 40 + [1])).num_tokens == 40
+
+
+def test_a_prompt_that_turns_off_within_its_last_chunk_is_hit_while_it_runs() -> None:
+    """Its last chunk begins with tokens that the tree has from another prompt."""
+    life = Life(WINDOW, 900)
+    first = life.open([3] * 50 + [10] * 30)
+    life.finish_prompt(first)
+    life.close(first)
+    second = life.open([3] * 50 + [11] * 30)
+    life.finish_prompt(second, chunk=40)
+    life.decode(second, 2)
+    life.check()
+    assert life.ledger.match(ids_bytes([3] * 50 + [11] * 30 + [1])).num_tokens == 80
+
+
+def test_a_tail_is_superseded_only_by_one_that_is_there() -> None:
+    """The second turn leaves no tail: its prompt was not published, and its answer's ids are not told."""
+    life = Life(WINDOW, 900)
+    for token in (1, 2):
+        first = life.open([token] * 40)
+        life.finish_prompt(first)
+        life.close(first)
+    second = life.open([1] * 70)
+    life.extend((second, 30))
+    life.decode(second, 30)
+    life.ledger.close(second.sequence)
+    life.apply()
+    life.ledger.evict(1)
+    life.apply()
+    life.check()
+    assert life.ledger.match(ids_bytes([2] * 41)).num_tokens == 0  # was used the longest ago
+    assert life.ledger.match(ids_bytes([1] * 41)).num_tokens == 40
+
+
+def test_a_chunk_that_is_undone_leaves_the_prompts_tail_to_be_kept() -> None:
+    life = Life(WINDOW, 900)
+    text = life.open([1, 2] * 20)
+    life.extend((text, 30))
+    life.ledger.shrink([text.sequence], [10])
+    life.apply()
+    life.finish_prompt(text)
+    life.decode(text, 40)
+    life.close(text)
+    life.check()
+    assert life.ledger.match(ids_bytes([1, 2] * 20 + [7])).num_tokens == 40
 
 
 def test_going_back_further_than_what_is_held_is_refused() -> None:
@@ -288,6 +406,54 @@ def live(groups: LayerGroups, rng: random.Random, num_verbs: int) -> None:
 VERBS = [3, 12, 1, 1, 1, 2, 1]
 
 
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("seed", range(4))
+def test_what_failed_steps_wrote_is_never_read(name: str, seed: int) -> None:
+    """Up to two steps are in flight. What those wrote is garbage once the older one fails."""
+    rng, groups = random.Random(f"{name} {seed} fails"), GROUPS[name]
+    life = Life(groups, rng.randrange(150, 400) * groups.num_groups)
+    ledger, written = life.ledger, life.memory.written
+    texts: list[Text] = []
+    known: list[list[int]] = [[1]]
+    steps: list[
+        tuple[int, list[Text], dict[int, object]]
+    ] = []  # in flight, with what was in the slots before
+    for _ in range(200):
+        busy = [text for _, batch, _ in steps for text in batch]
+        if len(texts) < 6 and rng.random() < 0.4:
+            base = rng.choice(known)
+            ids = base[: rng.randrange(1, len(base) + 1)] + rng.choices(range(3), k=rng.randrange(1, 25))
+            texts.append(life.open(ids[:90]))
+        for text in [text for text in texts if text not in busy and rng.random() < 0.1]:
+            texts.remove(text)
+            known.append(text.ids[: text.sequence.length] or [1])
+            life.close(text)
+        if texts and len(steps) < 2:
+            before = dict(written)
+            batch = rng.sample(texts, rng.randrange(1, len(texts) + 1))
+            batch = extend_some(life, batch, rng, confirm=False)
+            steps.append((ledger.step, batch, before))
+            ledger.step += 1
+        if steps and rng.random() < 0.6:
+            step, _, before = steps[0]
+            if rng.random() < 0.8:
+                ledger.confirm(step)
+                del steps[0]
+            else:
+                for slot, what in written.items():
+                    if before.get(slot) is not what:
+                        written[slot] = "garbage"
+                busy = [text for _, batch, _ in steps for text in batch]
+                for text in texts[:]:  # also those that have only been opened, which may have hit what failed
+                    if text in busy or text.sequence.length == text.sequence.num_hit:
+                        texts.remove(text)
+                        life.close(text, cache=False)
+                steps.clear()
+                ledger.retract()
+                life.apply()
+        life.check()
+
+
 def go_back(life: Life, texts: list[Text], text: Text, verb: str, count: int) -> None:
     """Takes the last tokens of a text back, unless the ledger refuses, which then has changed nothing."""
     sequence, length = text.sequence, max(text.sequence.length - count, 1)
@@ -306,7 +472,9 @@ def go_back(life: Life, texts: list[Text], text: Text, verb: str, count: int) ->
         texts[texts.index(text)] = Text(sequence, text.ids[:length], min(text.prompt, length))
 
 
-def extend_some(life: Life, texts: list[Text], rng: random.Random) -> None:
+def extend_some(life: Life, texts: list[Text], rng: random.Random, confirm: bool = True) -> list[Text]:
+    """Extends some of the texts, and publishes most of what is of their prompts. Returns those that it has
+    extended."""
     batch = rng.sample(texts, rng.randrange(1, len(texts) + 1))
     wanted = []
     for text in batch:
@@ -319,7 +487,7 @@ def extend_some(life: Life, texts: list[Text], rng: random.Random) -> None:
             text.ids.append(rng.randrange(3))
         wanted.append((text, count))
     if not wanted:
-        return
+        return []
     sequences = [text.sequence for text, _ in wanted]
     enough = life.ledger.growth(sequences, max(count for _, count in wanted))
     available = life.ledger.num_available
@@ -328,7 +496,8 @@ def extend_some(life: Life, texts: list[Text], rng: random.Random) -> None:
     except OutOfTokens:
         assert enough > available
         life.apply()
-        return
+        return []
     for text, _ in wanted:
         if rng.random() < 0.7 and text.sequence.length <= text.prompt:
-            life.publish(text)
+            life.publish(text, confirm)
+    return [text for text, _ in wanted]

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lightkv import KVSpec
+from lightkv import KVCache, KVSpec
 from lightkv.edits import Alloc, AllocPart, Edit, MapPart, Reuse, SplitSegment, StorePart
 from lightkv.errors import CheckFailed, OutOfTokens
 from lightkv.layer_groups import FULL, Lifetime
 from lightkv.ledger import TokenLedger
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.kv_memory import KVMemory
+from lightkv.memory.kv_pool import plan_pool
 from tests.support.grouped_memory import GroupedMemory
 
 ROWS, ENTRIES = 5, 64
@@ -165,3 +166,23 @@ def test_equal_edits_give_equal_memories(device: torch.device) -> None:
     assert first.digest() == second.digest()
     first.table.groups[-1, 1, 29] += 1
     assert first.digest() != second.digest()
+
+
+def test_a_refused_extension_leaves_ledger_and_memory_equal(device: torch.device) -> None:
+    spec = KVSpec(2, 1, 2, 2, torch.float32, lifetimes=[FULL, WINDOW])
+    cache = KVCache(spec, 100, max_sequences=2, max_entries=200, device=device)
+    sequence = cache.open([1] * 40)
+    cache.extend([sequence], [40])
+    cache.publish(sequence)
+    cache.confirm()
+    with pytest.raises(OutOfTokens):
+        cache.extend([sequence], [120])
+    cache.check()
+    assert (sequence.length, cache.num_free) == (40, 100 - 40 - 11)
+
+
+def test_a_pools_plan_tells_tokens_that_were_asked_for_and_bytes_of_slots() -> None:
+    spec = KVSpec(2, 1, 2, 2, torch.float32, lifetimes=[FULL, WINDOW])
+    asked = plan_pool(spec, torch.device("cpu"), num_tokens=30)
+    assert (asked.num_tokens, asked.why) == (60, "30 tokens were asked for")
+    assert plan_pool(spec, torch.device("cpu")).why.endswith("at 16 bytes a slot")

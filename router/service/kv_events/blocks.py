@@ -8,6 +8,10 @@ the first of them leaves; leaves of the tree end anywhere, so the last tokens of
     segments            ├─────────── A ───────┼── B ─┤
     blocks              ├─── 0 ────┼─── 1 ────┤          two, which end in A; B's tokens fill none yet
 
+Where layers have groups, a block says that the layers which see everything have its tokens. What layers with a
+window keep of them can be evicted before, without an event: a prompt may hit fewer tokens than it has blocks
+here.
+
 A block's name is a hash of its tokens and the name before it. The tree of a cache namespace begins with a name
 of its own, and its first blocks carry that as an extra key, where vLLM has a request's cache_salt.
 """
