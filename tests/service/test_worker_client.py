@@ -189,6 +189,21 @@ def test_a_worker_leaves_signals_to_the_launcher_and_is_killed_if_it_does_not_an
     run(uvloop.new_event_loop, work())
 
 
+def test_a_worker_that_refuses_its_start_says_why_and_ends(config: EngineConfig) -> None:
+    """The setting is refused before torch is imported."""
+    wrong = dataclasses.replace(config)
+    object.__setattr__(wrong, "model", 7)
+
+    async def work() -> None:
+        client = WorkerClient()
+        with pytest.raises(WorkerFailed, match=r"\$\.config\.model") as failed:
+            await client.start(wrong, lambda line: None)
+        assert (failed.value.kind, failed.value.fatal) == ("BadRequest", False)
+        assert (await client.wait_dead()).returncode is not None
+
+    run(asyncio.new_event_loop, work())
+
+
 @pytest.mark.slow
 def test_an_unknown_model_is_reported_as_such(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
