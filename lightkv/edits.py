@@ -143,7 +143,7 @@ class SetGap(NamedTuple):
 
 class MoveEntries(NamedTuple):
     """Moves the last entries of `row`, [start, end), down to begin at `to`. The entries that were there have
-    been freed or left."""
+    been freed or left, so the row has dropped `start - to` positions more; the moved entries keep theirs."""
 
     row: int
     start: int
@@ -153,7 +153,8 @@ class MoveEntries(NamedTuple):
 
 class KeepEntries(NamedTuple):
     """Keeps `num_kept` of the last entries of `row`, [start, end), and frees the slots of the others. Which
-    ones stay is passed to the memory beside the edit (`KVMemory.apply`); they move down to begin at `start`."""
+    ones stay is passed to the memory beside the edit (`KVMemory.apply`). They move down to begin at `start`,
+    and keep their positions."""
 
     row: int
     start: int

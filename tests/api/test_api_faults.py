@@ -13,11 +13,8 @@ from hypothesis import strategies as st
 
 from lightkv.router.api.requests.chat import ChatRequest
 from lightkv.router.api.requests.completion import CompletionRequest
-from lightkv.router.config import EngineConfig
-from lightkv.router.model_files import resolve
 from lightkv.router.service.api_settings import ApiSettings
 from lightkv.router.service.messages import Refused
-from lightkv.router.text.tokenizer import Tokenizer
 from tests.support.fake_router import (
     CHAT,
     COMPLETIONS,
@@ -26,6 +23,7 @@ from tests.support.fake_router import (
     MODEL,
     TEXT,
     ApiUnderTest,
+    default_tokenizer,
     error_of,
     idle,
     metrics_text,
@@ -137,8 +135,7 @@ def test_more_answers_than_the_queue_holds_are_refused_with_the_numbers(
     tmp_path: Path, path: str, fields: dict[str, Any]
 ) -> None:
     narrow = ApiSettings(model_names=[MODEL], max_queued_requests=4)
-    tokenizer = Tokenizer(resolve(EngineConfig.model, report=lambda line: None))
-    with ApiUnderTest(tokenizer, tmp_path / "router", narrow).running() as api:
+    with ApiUnderTest(default_tokenizer(), tmp_path / "router", narrow).running() as api:
         error = api.post(path, {**HELLO, "prompt": "a", **fields}, 400)["error"]
         assert error["param"] == "n"
         for words in (f"{fields['n']} for each of", "at most 4", "--max-queued-requests"):

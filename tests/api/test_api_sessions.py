@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -60,24 +61,19 @@ def test_a_request_names_its_session_in_the_body_or_in_a_header(tmp_path: Path) 
         assert [submit.session for submit in api.router.submits[-4:]] == [named(api, session_id="many")] * 4
 
 
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
+def test_wrong_sessions_are_refused_by_the_fields_name(tmp_path: Path) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"session_id": "x" * 257}, "session_id"),
         ({"session_id": 7}, "session_id"),
         ({"session_id": "a", "session_ttl": 0}, "session_ttl"),
         ({"session_id": "a", "session_ttl": 86_401}, "session_ttl"),
         ({"session_id": "a", "session_ttl": "long"}, "session_ttl"),
         ({"session_ttl": 5}, "session_ttl"),
-    ],
-)
-def test_wrong_sessions_are_refused_by_the_fields_name(
-    tmp_path: Path, fields: dict[str, Any], field: str
-) -> None:
+    ]
     with service(tmp_path).running() as api:
-        for path in PATHS:
+        for path, (fields, field) in product(PATHS, wrong):
             status, _, content = api.send("POST", path, BODY | fields)
-            assert (status, error_of(content)["param"]) == (400, field)
+            assert (status, error_of(content)["param"]) == (400, field), (path, fields)
         assert api.send("POST", COMPLETIONS, BODY, {SESSION_HEADER: "x" * 257})[0] == 400
         # Also where the body names the session, and where fewer characters have so many bytes.
         accented = ("é" * 129).encode().decode("latin-1")
@@ -137,7 +133,7 @@ def test_a_session_expires_after_its_time_to_live(tmp_path: Path) -> None:
 def test_a_session_does_not_expire_while_a_request_of_it_runs(tmp_path: Path) -> None:
     with service(tmp_path, session_ttl=0.4).running() as api:
         api.router.delay = 0.15
-        assert api.send("POST", COMPLETIONS, PROMPT | {"max_tokens": 6, "session_id": "s"})[0] == 200
+        assert api.send("POST", COMPLETIONS, PROMPT | {"max_tokens": 4, "session_id": "s"})[0] == 200
         assert not api.router.released
         eventually(lambda: len(api.router.released) == 1)
         api.router.refuse = lambda submit: Refused(submit.request_id, "queue_full", "full")

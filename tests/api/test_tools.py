@@ -21,6 +21,7 @@ from lightkv.router.config import InvalidConfig, ServiceConfig
 from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar
 from lightkv.router.service.api_settings import ApiSettings
 from lightkv.router.text.grammars import InvalidGrammar
+from lightkv.router.text.tokenizer import Tokenizer
 from tests.support.fake_router import CHAT, MODEL, ApiUnderTest, ids_of, service
 from tests.support.grammars import compile_grammar
 
@@ -95,7 +96,10 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Api
             if template is not None:
                 under_test.tokenizer._template_source = template
             if name == "shipped":
-                under_test.tokenizer.settings["response_template"] = RESPONSE
+                under_test.tokenizer.settings = {
+                    **under_test.tokenizer.settings,
+                    "response_template": RESPONSE,
+                }
             running[name] = stack.enter_context(under_test.running())
         yield running
 
@@ -553,6 +557,7 @@ def test_ids_are_as_the_model_insists(services: dict[str, ApiUnderTest]) -> None
 
 def test_special_tokens_are_shown_to_the_parser_alone(tmp_path: Path) -> None:
     under_test = service(tmp_path)
+    under_test.tokenizer = Tokenizer(under_test.tokenizer.directory)  # which no other service shares
     under_test.tokenizer._template_source = "{{ tools }}<|python_tag|>{{ messages }}"
     special = under_test.tokenizer._tokenizer
     special.add_special_tokens(["<|python_tag|>"])

@@ -22,8 +22,9 @@ def test_it_measures_first_tokens_and_loads() -> None:
         assert set(first["cpu_ms"]) == set(host_path.ROLES)
         load = bench.load(4)
         assert load["requests"] == 4
-        assert load["between_ms"] > 0
-        assert load["tokens_per_piece"] >= 1.0
+        assert 1.0 <= load["tokens_per_piece"] <= 4.0
+        # A busy machine may bring the 4 tokens of every answer in one piece, with no time between them.
+        assert (load["between_ms"] > 0) == (load["tokens_per_piece"] < 4.0)
 
 
 def test_a_step_takes_what_the_script_says() -> None:

@@ -124,7 +124,12 @@ def test_what_was_measured_is_simulated_again(
     again("--step-time", str(tmp_path / "model.json"))
     assert str(tmp_path) not in out.read_text()  # a file is called by its name
 
+    bare = tmp_path / "bare.json"  # as a replay without a model of the step's time leaves it
+    stored = json.loads(out.read_text())
+    del stored["results"]["step_times"]["given"]
+    bare.write_text(json.dumps(stored))
     for arguments, match in (
+        (["chat", "--again", str(bare)], "give a --step-time"),
         (["decode-heavy", "--again", str(out)], "decode-heavy is not what was replayed; give chat"),
         (["chat", "--again", str(tmp_path)], "no result of a benchmark"),
     ):
@@ -133,18 +138,10 @@ def test_what_was_measured_is_simulated_again(
             trace_replay.main()
 
 
-def test_only_what_had_a_model_is_simulated_again(
-    run: Callable[..., Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run("--model", model, *SIZES, "--allocation", "token", "--load", 1)
-    monkeypatch.setattr(sys, "argv", ["bench", "chat", "--again", str(tmp_path / "out.json")])
-    with pytest.raises(SystemExit, match="give a --step-time"):
-        trace_replay.main()
-
-
 def test_no_replay_is_begun_when_the_time_is_up(run: Callable[..., Any], model: Path) -> None:
     results = run("--model", model, *SIZES, "--seconds", 0.001)
     assert [load["allocations"] for load in results["loads"].values()] == [{}, {}]
+    assert "given" not in results["step_times"]
 
 
 @pytest.fixture

@@ -248,10 +248,10 @@ def test_a_system_prompt_comes_before_the_prompt(llm: LLM, tiny: Path) -> None:
     assert err.splitlines()[-1].startswith(f"{len(expected.prompt_token_ids)} prompt tokens")
 
 
-def test_several_prompts_are_answered_in_order_under_headings(llm: LLM, tiny: Path) -> None:
+def test_several_prompts_are_answered_in_order_under_headings(loaded: LLM) -> None:
     prompts = ["The capital of France is", "Two plus two is", "The sun is"]
-    texts = [output.outputs[0].text for output in llm.generate(prompts, PARAMS)]
-    _, out, _ = generate("--model", str(tiny), "--raw", *prompts)
+    texts = [output.outputs[0].text for output in loaded.generate(prompts, PARAMS)]
+    _, out, _ = generate("--raw", *prompts)
     assert out == "\n".join(f"## {p}\n\n{t}\n" for p, t in zip(prompts, texts, strict=True))
 
 

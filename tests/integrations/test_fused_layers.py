@@ -34,12 +34,11 @@ from lightkv.integrations.model.cpu_linear import PackedLinear
 from lightkv.integrations.model.decoder_layer import layer_forward
 from lightkv.integrations.model.fused_layers import FusedLayers, fuse_layers, unfuse_layers
 from lightkv.integrations.model.fused_norm import Carry, find_norm
-from lightkv.integrations.model.fused_rotary import fused_layers
 from lightkv.integrations.model.hf_model import PackedStep, bind, bound
 from lightkv.integrations.model.proofs.gated_mlp import find_mlp
 from lightkv.integrations.model.proofs.own_pass import NotFusable
 from lightkv.triton_kernels.layers.residual_norm import Norm
-from tests.support.eager_models import SMALL, make_model
+from tests.support.eager_models import SMALL, fused_layers, make_model
 
 LLAMA = LlamaConfig(**SMALL)
 BOTH = "qkv and gate_up as one product each, norms with the residual"

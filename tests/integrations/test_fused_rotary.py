@@ -36,7 +36,7 @@ from lightkv.attention import Batch, BatchShape, RotaryEmbedding, StaticStep, St
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.eviction import HeavyHitters
 from lightkv.integrations.model.attention_call import AttentionCall, compute
-from lightkv.integrations.model.fused_rotary import fused_forwards, fused_layers, set_fused_forwards
+from lightkv.integrations.model.fused_rotary import fused_forwards, set_fused_forwards
 from lightkv.integrations.model.hf_model import bind, bound, forward
 from lightkv.integrations.model.linears import prepare_linears
 from lightkv.integrations.model.probe import probe
@@ -45,7 +45,7 @@ from lightkv.memory.kv_memory import KVMemory
 from lightkv.triton_kernels.write.inputs import Rotation
 from lightkv.triton_kernels.write.write_kv import rotate_reference
 from tests.support.combinations import each_value, slow
-from tests.support.eager_models import SMALL, make_model
+from tests.support.eager_models import SMALL, fused_layers, make_model
 
 BOTH = [0, 1]
 # Without head_dim, a head has 32 / 4 = 8 dimensions.

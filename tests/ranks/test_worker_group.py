@@ -16,6 +16,7 @@ from lightkv.errors import CheckFailed
 from lightkv.router import EngineConfig
 from lightkv.router.engine.step import StepResult
 from lightkv.router.service.messages import WorkerError
+from lightkv.router.service.ranks import worker_group
 from lightkv.router.service.ranks.worker_group import WorkerGroup, _same
 from lightkv.router.service.worker_client import WorkerDied, WorkerFailed
 from tests.support.recorded_steps import Recording, assert_same, saved
@@ -113,10 +114,8 @@ main(Failing)
 """
 
 
-@pytest.mark.parametrize(
-    "place",
-    ["_logits", *(pytest.param(p, marks=pytest.mark.slow) for p in ("_parts.memory.apply", "_take_tokens"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["_logits", "_parts.memory.apply", "_take_tokens"])
 def test_a_rank_that_raises_in_a_step_ends_the_group_at_once(
     place: str, config: EngineConfig, recording: Recording, tmp_path: Path
 ) -> None:
@@ -171,6 +170,35 @@ def test_a_rank_that_has_died_is_the_reason_even_if_another_has_noticed_it_first
         with pytest.raises(WorkerDied, match="SIGKILL"):
             await calls
         assert noticed.reasons == ["another rank of its group has failed"]
+
+    run(work())
+
+
+def test_a_rank_that_has_failed_ends_another_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failure is the reason, and the other's end is not. If all fail in the same way, none is killed."""
+    monkeypatch.setattr(worker_group, "FAIL_SECONDS", 0.01)
+
+    async def work() -> None:
+        failed, waiting = (
+            LostRank(WorkerFailed(WorkerError("ZeroDivisionError", "by zero", False, 0))),
+            LostRank(WorkerDied(-signal.SIGKILL)),  # once it is killed
+        )
+        group = object.__new__(WorkerGroup)
+        group._workers = [waiting, failed]  # type: ignore[list-item]
+        failed.may_end.set()
+        with pytest.raises(WorkerFailed, match="step 0: ZeroDivisionError") as raised:
+            await asyncio.wait_for(group._all(lambda worker, _: worker.call()), 20)  # type: ignore[attr-defined]
+        assert raised.value.fatal
+        assert "another rank of its group has failed" in waiting.reasons
+
+        alike = [LostRank(WorkerFailed(WorkerError("ModelNotFound", "no model", False))) for _ in range(2)]
+        group._workers = alike  # type: ignore[assignment]
+        for rank in alike:
+            rank.may_end.set()
+        with pytest.raises(WorkerFailed, match="no model") as raised:
+            await group._all(lambda worker, _: worker.call())  # type: ignore[attr-defined]
+        assert not raised.value.fatal
+        assert not any(rank.reasons for rank in alike)
 
     run(work())
 

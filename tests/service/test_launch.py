@@ -5,6 +5,7 @@ import io
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,15 +25,14 @@ from tests.support.served import API_KEY, COMPLETIONS, Served, Start, wait_until
 
 @pytest.fixture(scope="module")
 def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A service with an API key and K/V in 8 bits, which the tests leave unchanged. SIGTERM has to end it with
-    code 0."""
+    """A service with an API key and K/V in 8 bits. The last test that uses it ends it, and the others leave it
+    unchanged."""
     directory = tmp_path_factory.mktemp("shared")
     settings = ["--served-model-name", "tiny", "--kv-dtype", "int8", "--kv-skip-layers", "1"]
+    settings += ["--shutdown-timeout", "60", "--socket-dir", str(directory / "s")]
     served = Served(model, directory / "log", *settings, api_key=API_KEY).wait_ready()
     try:
         yield served
-        served.process.terminate()
-        assert served.wait() == 0, served.log.read_text()
     finally:
         served.close()
 
@@ -157,6 +157,21 @@ def test_only_the_launcher_handles_signals(shared: Served) -> None:
     assert shared.request("/ready")[0] == 200
     assert shared.complete()
     assert shared.processes() == processes
+
+
+def test_sigterm_lets_requests_finish_and_admits_no_more(shared: Served) -> None:
+    sockets = shared.log.parent / "s"
+    assert stat.S_IMODE((sockets / "router.sock").stat().st_mode) == 0o600
+    with shared.stream(150) as events:
+        shared.process.terminate()
+        wait_until(lambda: shared.request("/ready")[0] == 503)
+        status, _, headers = shared.request(COMPLETIONS, {"prompt": "a"})
+        assert (status, "Retry-After" in headers) == (503, True)
+        received = list(events)
+    assert received[-1] == "[DONE]"
+    assert received[-2]["choices"][0]["finish_reason"] == "length"
+    assert shared.wait() == 0, shared.log.read_text()
+    assert list(sockets.iterdir()) == []
 
 
 # --------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""How the service ends: signals, time limits, lost processes, and a model that cannot be loaded."""
+"""How the service ends: signals, time limits, lost processes, and a model that cannot be loaded. SIGTERM
+while a request runs ends the service of `test_launch.py`."""
 
 import os
 import signal
@@ -7,22 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.served import COMPLETIONS, Served, Start, starting, wait_until
-
-
-def test_sigterm_lets_requests_finish_and_admits_no_more(start: Start, sockets: Path) -> None:
-    served = start("--shutdown-timeout", "60").wait_ready()
-    assert stat.S_IMODE((sockets / "router.sock").stat().st_mode) == 0o600
-    with served.stream(150) as events:
-        served.process.terminate()
-        wait_until(lambda: served.request("/ready")[0] == 503)
-        status, _, headers = served.request(COMPLETIONS, {"prompt": "a"})
-        assert (status, "Retry-After" in headers) == (503, True)
-        received = list(events)
-    assert received[-1] == "[DONE]"
-    assert received[-2]["choices"][0]["finish_reason"] == "length"
-    assert served.wait() == 0
-    assert list(sockets.iterdir()) == []
+from tests.support.served import Served, Start, starting, wait_until
 
 
 @pytest.mark.slow

@@ -487,6 +487,33 @@ def test_the_router_loads_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_a_model_that_cannot_be_loaded_ends_the_service_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker would fail likewise, so none is started."""
+    reason = "a K/V pool of 9 tokens takes 9 GiB"
+    fails = asyncio.Event()
+
+    async def start(worker: FakeWorker, config: EngineConfig, report: Callable[[str], None]) -> RunnerInfo:
+        await fails.wait()
+        raise WorkerFailed(WorkerError("NotEnoughMemory", reason, False))
+
+    async def scenario() -> None:
+        monkeypatch.setattr(FakeWorker, "start", start)
+        async with service(tmp_path) as made:
+            while not made.path.exists():
+                await asyncio.sleep(0.001)
+            client = Client(FrameStream(*await asyncio.open_unix_connection(made.path), ToApi))
+            await client.until(lambda status: status.state == "starting")
+            fails.set()
+            assert reason in (await client.until(lambda status: status.state == "dead")).detail
+            assert await made.exit_code == 1
+        assert len(made.workers) == 1
+        assert made.workers[0].killed.is_set()
+
+    asyncio.run(scenario())
+
+
 def test_no_worker_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with service(tmp_path) as made:

@@ -318,6 +318,22 @@ def test_an_impossible_setting_is_refused(
     assert words in msgspec.msgpack.decode(answer, type=WorkerError).message
 
 
+def test_a_model_that_is_unknown_or_does_not_fit_is_an_error_of_that_kind(
+    worker: Worker, config: EngineConfig
+) -> None:
+    unknown = dataclasses.replace(config, model="./nowhere")
+    answer = worker.exposed_start(msgspec.msgpack.encode(WorkerStart(unknown)))
+    error = msgspec.msgpack.decode(answer, type=WorkerError)
+    assert (error.kind, error.fatal) == ("ModelNotFound", False)
+    assert "./nowhere" in error.message
+    large = dataclasses.replace(config, max_total_tokens=10**14)
+    answer = worker.exposed_start(msgspec.msgpack.encode(WorkerStart(large)))
+    assert (
+        "a K/V pool of 100000000000000 tokens takes"
+        in msgspec.msgpack.decode(answer, type=WorkerError).message
+    )
+
+
 def test_rpyc_allows_calls_of_exposed_methods_and_nothing_else() -> None:
     allowed = {name for name, value in RPYC_CONFIG.items() if name.startswith("allow_") and value}
     assert allowed == {"allow_getattr", "allow_exposed_attrs"}

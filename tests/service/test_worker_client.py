@@ -39,10 +39,22 @@ def run(loop_factory: Callable[[], asyncio.AbstractEventLoop], work: Coroutine[A
         runner.run(work)
 
 
-@pytest.mark.parametrize("loop_factory", [uvloop.new_event_loop], ids=["uvloop"])
-def test_a_worker_has_the_same_results_as_a_runner_in_process(
+LOOPS = pytest.mark.parametrize(
+    "loop_factory",
+    [pytest.param(asyncio.new_event_loop, marks=pytest.mark.slow), uvloop.new_event_loop],
+    ids=["asyncio", "uvloop"],
+)
+
+
+@LOOPS
+def test_a_worker_has_the_results_of_a_runner_in_process_and_gets_large_plans_while_it_is_slow(
     config: EngineConfig, recording: Recording, loop_factory: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
+    """The first plans' messages have 4 MiB each. In the end, a send to a dead worker raises."""
+
+    def large(plan: StepPlan) -> StepPlan:
+        return msgspec.structs.replace(plan, prompts=[bytes(4 << 20)])
+
     async def work() -> None:
         client = WorkerClient()
         lines: list[str] = []
@@ -51,7 +63,26 @@ def test_a_worker_has_the_same_results_as_a_runner_in_process(
         assert any(line.startswith("K/V pool: 300 tokens") for line in lines)
         assert "\n" not in "".join(lines)
 
-        results = [await client.step(plan) for plan in recording.plans]
+        plans = [*map(large, recording.plans[:3]), *recording.plans[3:]]
+        results = [await client.step(plans[0])]  # the worker is idle
+
+        os.kill(client.pid, signal.SIGSTOP)  # the worker is stopped
+        waiting = asyncio.ensure_future(client.step(plans[1]))
+        for _ in range(10):  # the event loop is not blocked
+            await asyncio.sleep(0.01)
+        assert not waiting.done()
+        os.kill(client.pid, signal.SIGCONT)
+        results.append(await waiting)
+
+        waiting = asyncio.ensure_future(client.step(plans[2]))
+        for _ in range(20):  # the worker is slow
+            os.kill(client.pid, signal.SIGSTOP)
+            await asyncio.sleep(0.01)
+            os.kill(client.pid, signal.SIGCONT)
+            await asyncio.sleep(0.002)
+        results.append(await waiting)
+
+        results += [await client.step(plan) for plan in plans[3:]]
         results += [await client.flush(), await client.flush()]
         assert results[0] is None
         assert results[-1] is None
@@ -66,7 +97,13 @@ def test_a_worker_has_the_same_results_as_a_runner_in_process(
             await client.flush()
         assert await flushing is None
         assert client.alive
-        client.kill()
+
+        os.kill(client.pid, signal.SIGKILL)
+        while is_running(client.pid):  # the event loop has no turn in which to notice the end
+            time.sleep(0.01)
+        for plan in (large(plans[3]), plans[3]):
+            with pytest.raises(WorkerDied, match="SIGKILL"):
+                await client.step(plan)
         assert (await client.wait_dead()).returncode == -signal.SIGKILL
         assert not client.alive
 
@@ -116,55 +153,6 @@ def test_failures_are_reported_in_their_turn_and_a_killed_worker_at_once(
     run(asyncio.new_event_loop, work())
 
 
-LOOPS = pytest.mark.parametrize(
-    "loop_factory",
-    [pytest.param(asyncio.new_event_loop, marks=pytest.mark.slow), uvloop.new_event_loop],
-    ids=["asyncio", "uvloop"],
-)
-
-
-@LOOPS
-def test_a_large_plan_reaches_a_slow_worker_and_a_send_to_a_dead_one_raises(
-    config: EngineConfig, recording: Recording, loop_factory: Callable[[], asyncio.AbstractEventLoop]
-) -> None:
-    def large(plan: StepPlan) -> StepPlan:
-        return msgspec.structs.replace(plan, prompts=[bytes(4 << 20)])
-
-    async def work() -> None:
-        client = WorkerClient()
-        await client.start(config, lambda line: None)
-        plans = [large(plan) for plan in recording.plans[:4]]
-        results = [await client.step(plans[0])]  # the worker is idle
-
-        os.kill(client.pid, signal.SIGSTOP)  # the worker is stopped
-        waiting = asyncio.ensure_future(client.step(plans[1]))
-        for _ in range(10):  # the event loop is not blocked
-            await asyncio.sleep(0.01)
-        assert not waiting.done()
-        os.kill(client.pid, signal.SIGCONT)
-        results.append(await waiting)
-
-        waiting = asyncio.ensure_future(client.step(plans[2]))
-        for _ in range(20):  # the worker is slow
-            os.kill(client.pid, signal.SIGSTOP)
-            await asyncio.sleep(0.01)
-            os.kill(client.pid, signal.SIGCONT)
-            await asyncio.sleep(0.002)
-        results += [await waiting, await client.flush()]
-        assert results[0] is None
-        assert_same(results[1:], recording.results[:3])
-
-        os.kill(client.pid, signal.SIGKILL)
-        while is_running(client.pid):  # the event loop has no turn in which to notice the end
-            time.sleep(0.01)
-        for plan in (plans[3], recording.plans[3]):
-            with pytest.raises(WorkerDied, match="SIGKILL"):
-                await client.step(plan)
-        assert (await client.wait_dead()).returncode == -signal.SIGKILL
-
-    run(loop_factory, work())
-
-
 def test_a_worker_leaves_signals_to_the_launcher_and_is_killed_if_it_does_not_answer_in_time(
     config: EngineConfig, recording: Recording
 ) -> None:
@@ -199,6 +187,21 @@ def test_a_worker_leaves_signals_to_the_launcher_and_is_killed_if_it_does_not_an
         return found if signal.SIGTERM in found else set()
 
     run(uvloop.new_event_loop, work())
+
+
+def test_a_worker_that_refuses_its_start_says_why_and_ends(config: EngineConfig) -> None:
+    """The setting is refused before torch is imported."""
+    wrong = dataclasses.replace(config)
+    object.__setattr__(wrong, "model", 7)
+
+    async def work() -> None:
+        client = WorkerClient()
+        with pytest.raises(WorkerFailed, match=r"\$\.config\.model") as failed:
+            await client.start(wrong, lambda line: None)
+        assert (failed.value.kind, failed.value.fatal) == ("BadRequest", False)
+        assert (await client.wait_dead()).returncode is not None
+
+    run(asyncio.new_event_loop, work())
 
 
 @pytest.mark.slow

@@ -1,9 +1,11 @@
 """Tiny models of any architecture with eager attention, which applies each model's own mask and softcap."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from lightkv.integrations.model.fused_rotary import fused_forwards
 
 VOCABULARY = 97
 SMALL: dict[str, Any] = {
@@ -28,3 +30,8 @@ def make_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedMode
     for parameter in model.parameters():  # large, so that attention is far from uniform and biases matter
         torch.nn.init.normal_(parameter, std=0.2)
     return model.to(device).eval()
+
+
+def fused_layers(model: PreTrainedModel) -> list[int]:
+    """Returns the indices of the layers whose attention has the fused forward pass, ascending."""
+    return sorted(cast(int, module.layer_idx) for module in fused_forwards(model))

@@ -11,6 +11,8 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -284,7 +286,7 @@ class ApiUnderTest:
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=[self._run()])
-        self._server: uvicorn.Server | None = None
+        self._stopped = asyncio.Event()
 
     @contextmanager
     def running(self, take: Sequence[RequestTaker] = ()) -> Iterator["ApiUnderTest"]:
@@ -294,8 +296,7 @@ class ApiUnderTest:
         try:
             yield self
         finally:
-            assert self._server is not None
-            self._server.should_exit = True
+            self._loop.call_soon_threadsafe(self._stopped.set)
             self._thread.join(20)
             assert not self._thread.is_alive(), "the server did not stop"
             self._loop.close()
@@ -309,13 +310,16 @@ class ApiUnderTest:
         config = uvicorn.Config(
             app, "127.0.0.1", 0, http="h11", lifespan="off", log_level="error", timeout_graceful_shutdown=1
         )
-        self._server = uvicorn.Server(config)
-        serving = asyncio.create_task(self._server.serve())
-        while not self._server.started:
-            await asyncio.sleep(0.001)
-        self.port = self._server.servers[0].sockets[0].getsockname()[1]
+        config.load()
+        server = uvicorn.Server(config)
+        server.lifespan = config.lifespan_class(config)
+        await server.startup()
+        self.port = server.servers[0].sockets[0].getsockname()[1]
+        ticking = asyncio.create_task(server.main_loop())  # its end alone would take a tick of 0.1 s
         self._started.set()
-        await serving
+        await self._stopped.wait()
+        ticking.cancel()
+        await server.shutdown()
         await app.state.grammars.close()
         await self.client.close()
         listener.close()
@@ -389,13 +393,18 @@ def metrics_text(api: ApiUnderTest) -> str:
     return api.send("GET", "/metrics")[2].decode()
 
 
+@cache
+def default_tokenizer() -> Tokenizer:
+    """Returns the default model's tokenizer, of which every service has a copy that a test may change."""
+    return Tokenizer(resolve(EngineConfig.model, report=lambda line: None))
+
+
 def service(directory: Path, **settings: Any) -> ApiUnderTest:
     """Returns a service with the default model's tokenizer which answers TEXT repeatedly. `settings`: fields of
     ApiSettings."""
     usual: dict[str, Any] = {"max_body_bytes": 200_000, "max_answers": 16}
     limits = ApiSettings(model_names=[MODEL, "alias/of-it"], **usual | settings)
-    tokenizer = Tokenizer(resolve(EngineConfig.model, report=lambda line: None))
-    return ApiUnderTest(tokenizer, directory / "router", limits)
+    return ApiUnderTest(copy(default_tokenizer()), directory / "router", limits)
 
 
 def idle(api: ApiUnderTest) -> ApiUnderTest:

@@ -3,6 +3,10 @@
     norm ─► q, k, v ─► K/V written, attention ─► o ─► add, norm ─► gate, up ─► activation ─► down ─► add, norm
             one product  positions on the way          one pass      one product  one pass            one pass
 
+On a GPU, the passes are `residual_norm` (over ranks `summed_residual_norm`) and `gated_activation`, and the
+products `linear`, all in `triton_kernels/layers/`. In between, `PackedStep.attend` calls the layer's backend,
+which runs `write_kv` and `mixed_attention`.
+
 The last norm is that of the next layer, or of the model: its output waits in a `Carry` (`fused_norm.py`) until
 that module calls its norm. `proofs/layer_run.py` finds these parts in a model and makes a `DecoderLayer` of
 them, `fused_layers.py` compares each layer that runs so with the model's own forward pass, and `linears.py`

@@ -142,11 +142,6 @@ def _fused_forward(module: Any, layout: AttentionLayout, *args: Any, **kwargs: A
     return layout.project_out(module, handler.attend(layout.call(module, x, tables))), None
 
 
-def fused_layers(model: PreTrainedModel) -> list[int]:
-    """Returns the indices of the layers of `model` that have the fused forward pass, ascending."""
-    return sorted(cast(int, module.layer_idx) for module in model.modules() if _is_fused(module))
-
-
 def fuse(model: PreTrainedModel) -> None:
     """Gives attention modules of a bound `model` the fused forward pass, where theirs computes the same.
 

@@ -12,8 +12,8 @@ them, and a few queries still fill the tile. The tiles are a work list (`prefill
 few to fill the device, as with a few queries after many keys, the keys of a tile are shared out among several
 programs, which write partial outputs, and a second kernel combines these (`prefill_combine.py`).
 
-The kernel of `prefill_kernel.py` runs wherever Triton does. On compute capability 9 `prefill_hopper.py` goes
-through the same work list, where types, head dim and strides allow.
+The kernel of `prefill_kernel.py` runs wherever Triton does. On compute capability 9 `hopper/prefill_hopper.py`
+goes through the same work list, where types, head dim and strides allow.
 """
 
 from collections.abc import Sequence
