@@ -34,9 +34,10 @@ S = TypeVar("S", bound=Sequence)
 class TokenLedger:
     """Counts for a pool of `capacity` slots and a table of `max_sequences` rows of `max_entries` entries.
 
-    `max_protected`: the most tokens that sessions protect, which are evicted last. `groups`: how the model's
-    layers share slots. Where all see everything, as by default, a token is one slot; otherwise all counts are
-    of slots, and sequences hold in the layers with windows what these still see (`tails.py`).
+    `max_protected`: the most slots of what sessions protect, which is evicted last; their tails in layers with
+    windows come on top. `groups`: how the model's layers share slots. Where all see everything, as by default,
+    a token is one slot; otherwise all counts are of slots, and sequences hold in the layers with windows what
+    these still see (`tails.py`).
     """
 
     def __init__(

@@ -66,8 +66,8 @@ class LedgerState:
         self.step = 0
         self.confirmed = -1
         self.tree = PrefixTree(max(capacity // HITS_A_TURNOVER, 1))
-        self.sessions = Sessions(self.tree, max_protected)
         self.width = groups.classes[0].num_groups
+        self.sessions = Sessions(self.tree, max_protected // self.width)
         self.tails = Tails(self, groups.classes[1:])
         self.sequences: dict[int, Sequence] = {}
         self._free_rows = list(range(max_sequences, 0, -1))
