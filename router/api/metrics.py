@@ -43,7 +43,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
         "Share of the pool that running requests hold (1 means all of it).",
         lambda load: load.held / load.capacity if load.capacity else 0.0,
     ),
-    ("lightkv:capacity_tokens", "Capacity of the pool in tokens.", lambda load: load.capacity),
+    (
+        "lightkv:capacity_tokens",
+        "Capacity of the pool in tokens; in slots where a token takes several, as all counts of the pool.",
+        lambda load: load.capacity,
+    ),
     ("lightkv:free_tokens", "Free tokens of the pool.", lambda load: load.free),
     ("lightkv:held_tokens", "Tokens that running requests hold.", lambda load: load.held),
     ("lightkv:cached_tokens", "Tokens cached for later requests.", lambda load: load.cached),
