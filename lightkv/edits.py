@@ -5,6 +5,23 @@ slots, which only the device knows. Replaying all edits rebuilds the memory's st
 
 Every range is half open. Entries are places in a row of the token table; as long as a sequence has dropped no
 token, they are its positions.
+
+What a verb of the ledger moves between its counts, and the edits that it may emit, in their order; models whose
+layers do not all see everything have those of parts beside them:
+
+    open      cached to held            SplitSegment, MapSegments
+    extend    cached and free to held   FreeSegment, Alloc
+    shrink    held to free              of each sequence FreeRange, SetGap
+    publish   nothing                   StoreSegment
+    confirm   nothing                   none
+    retract   cached to free            FreeSegment
+    fork      nothing                   StoreSegment, MergeSegments, CopyRow
+    truncate  held to free and cached   FreeRange, SplitSegment, FreeSegment, ForgetSegment, SetGap
+    release   held to free and cached   SplitSegment, FreeSegment, ForgetSegment, FreeRange, MoveEntries
+    keep      held to free              KeepEntries
+    close     held to free and cached   SplitSegment, FreeRange, StoreSegment, FreeRange, FreeSegment,
+                                        ForgetSegment, SetGap
+    evict     cached to free            FreeSegment
 """
 
 import struct

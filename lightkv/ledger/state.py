@@ -2,22 +2,6 @@
 
 A verb here changes tree, counts and edits together, and trusts its arguments: the public verbs (`ledger.py`)
 check what a caller asks for before they call it. No other file writes the counts or the edits.
-
-What a public verb moves between the counts, and the edits that it may emit, in their order:
-
-    open      cached to held            SplitSegment, MapSegments
-    extend    cached and free to held   FreeSegment, Alloc
-    shrink    held to free              of each sequence FreeRange, SetGap
-    publish   nothing                   StoreSegment
-    confirm   nothing                   none
-    retract   cached to free            FreeSegment
-    fork      nothing                   StoreSegment, MergeSegments, CopyRow
-    truncate  held to free and cached   FreeRange, SplitSegment, FreeSegment, ForgetSegment, SetGap
-    release   held to free and cached   SplitSegment, FreeSegment, ForgetSegment, FreeRange, MoveEntries
-    keep      held to free              KeepEntries
-    close     held to free and cached   SplitSegment, FreeRange, StoreSegment, FreeRange, FreeSegment,
-                                        ForgetSegment, SetGap
-    evict     cached to free            FreeSegment
 """
 
 from collections.abc import Iterable

@@ -157,34 +157,6 @@ def test_a_prompt_that_turns_off_is_hit_by_the_third() -> None:
     assert hits == [0, 0, 50, 50]
 
 
-def test_a_step_that_failed_leaves_no_tail() -> None:
-    """The tail of its tokens, which the step behind it has kept at a segment that was computed before."""
-    life, head = Life(WINDOW, 900), [3] * 50
-    first = life.open([*head, *[10] * 30])
-    life.finish_prompt(first)
-    life.close(first)
-    ledger, ids = life.ledger, ids_bytes([*head, *[11] * 5])
-    sequence = ledger.open(ids)
-    ledger.extend([sequence], [55 - sequence.length])
-    ledger.publish(sequence)
-    ledger.step += 1
-    ledger.extend([sequence], [1])
-    with pytest.raises(ValueError, match="hold what a failed step has published"):
-        ledger.retract()
-    ledger.close(sequence, cache=False)
-    ledger.retract()
-    life.apply()
-    life.check()
-    assert ledger.match(ids).num_tokens == 0
-    again = life.open([*head, *[11] * 5])
-    life.finish_prompt(again)
-    life.decode(again, 1)  # which keeps the tail of a step that has succeeded
-    ledger.retract()
-    life.close(again)
-    life.check()
-    assert ledger.match(ids_bytes([*head, 12])).num_tokens == 50
-
-
 def test_sessions_protect_a_number_of_slots() -> None:
     ledger = TokenLedger(2000, 4, 400, 500, GROUPS["two windows"])
     counts = []

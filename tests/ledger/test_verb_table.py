@@ -1,4 +1,4 @@
-"""The table of verbs in the docstring of `lightkv/ledger/state.py`, compared with what each verb does."""
+"""The table of verbs in the docstring of `lightkv/edits.py`, compared with what each verb does."""
 
 import re
 from collections import defaultdict
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-import lightkv.ledger.state
+import lightkv.edits
 from tests.support.cache_life import Life
 
 COUNTS = ("free", "cached", "held")
@@ -17,7 +17,7 @@ EACH = "of each sequence "
 
 def table() -> dict[str, tuple[str, list[str], bool]]:
     """Returns the counts and the edits of each verb, and whether the edits are those of each sequence."""
-    text = (lightkv.ledger.state.__doc__ or "").split("in their order:\n\n")[1]
+    text = (lightkv.edits.__doc__ or "").split("beside them:\n\n")[1]
     text = re.sub(r",\n {8,}", ", ", text)
     rows = [re.split(r" {2,}", line.strip()) for line in text.splitlines() if line.strip()]
     return {
