@@ -61,17 +61,16 @@ def plan_pool(
     graphs, buffers made later). On a CPU: `CPU_TOKENS`, in at most a quarter of the free memory. Raises
     OutOfMemory when not one token fits, ValueError for a count below one or a fraction outside (0, 1].
     """
-    per_token = spec.bytes_per_slot
+    per_slot = spec.bytes_per_slot
     if num_tokens is not None:
         if num_tokens < 1:
             raise ValueError(f"a pool of {num_tokens} tokens; ask for at least one")
-        why = f"{num_tokens} tokens were asked for"
-        num_tokens *= spec.groups.num_groups
+        num_slots = num_tokens * spec.groups.num_groups
         # Checked first, because a CPU's allocation succeeds without memory, and the process is killed later.
         free = _free_bytes(device)
-        if (num_tokens + 1) * per_token > free:
-            raise OutOfMemory(free, per_token, num_tokens)
-        return PoolPlan(num_tokens, (num_tokens + 1) * per_token, why)
+        if (num_slots + 1) * per_slot > free:
+            raise OutOfMemory(free, per_slot * spec.groups.num_groups, num_tokens)
+        return PoolPlan(num_slots, (num_slots + 1) * per_slot, f"{num_tokens} tokens were asked for")
     if not 0 < fraction <= 1:
         raise ValueError(f"a memory fraction of {fraction}; it lies above 0 and at most at 1")
 
@@ -87,17 +86,17 @@ def plan_pool(
     else:
         free = _free_bytes(device)
         available = free // 4 - reserve
-        limit = min(available, (CPU_TOKENS * spec.groups.num_groups + 1) * per_token)
+        limit = min(available, (CPU_TOKENS * spec.groups.num_groups + 1) * per_slot)
         why = (
             f"the default of a CPU, {CPU_TOKENS} tokens"
             if limit < available
             else f"a quarter of {_gib(free)} free memory"
         )
-    num_slots = limit // per_token
-    if num_slots < 2:  # slot 0 holds no token
-        raise OutOfMemory(max(available, 0), per_token)
+    num_slots = limit // per_slot
+    if num_slots <= spec.groups.num_groups:  # slot 0 holds no token
+        raise OutOfMemory(max(available, 0), per_slot * spec.groups.num_groups)
     unit = "token" if spec.groups.is_uniform else "slot"
-    return PoolPlan(num_slots - 1, num_slots * per_token, f"{why}, at {per_token} bytes a {unit}")
+    return PoolPlan(num_slots - 1, num_slots * per_slot, f"{why}, at {per_slot} bytes a {unit}")
 
 
 class KVPool:

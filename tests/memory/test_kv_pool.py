@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightkv import KVPool, KVSpec, OutOfMemory
+from lightkv.layer_groups import FULL, Lifetime
 from lightkv.memory.kv_pool import CPU_TOKENS, plan_pool
 
 SPEC = KVSpec(num_layers=3, num_kv_heads=2, k_dim=6, v_dim=4, dtype=torch.float16)
@@ -116,6 +117,20 @@ def test_plan_without_room_for_one_token(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("lightkv.memory.kv_pool._free_bytes", lambda device: 0)
     with pytest.raises(OutOfMemory, match=f"1 tokens takes {SPEC.bytes_per_token} bytes"):
         plan_pool(SPEC, CPU)
+
+
+def test_a_plan_for_layer_groups_tells_tokens_and_slots_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = dataclasses.replace(SPEC, lifetimes=[Lifetime("window", 4), FULL, Lifetime("window", 4)])
+    assert spec.groups.num_groups == 3
+    plan = plan_pool(spec, CPU, num_tokens=100)
+    assert (plan.num_tokens, plan.why) == (300, "100 tokens were asked for")
+    assert plan_pool(spec, CPU).why.endswith(f"at {spec.bytes_per_slot} bytes a slot")
+    free = 4 * 3 * spec.bytes_per_slot  # slot 0, and two of the three slots of a token
+    monkeypatch.setattr("lightkv.memory.kv_pool._free_bytes", lambda device: free)
+    with pytest.raises(OutOfMemory, match=f"1 tokens takes {spec.bytes_per_token} bytes"):
+        plan_pool(spec, CPU)
+    with pytest.raises(OutOfMemory, match=f"4 tokens takes {4 * spec.bytes_per_token} bytes"):
+        plan_pool(spec, CPU, num_tokens=4)
 
 
 @pytest.mark.parametrize("wrong", [{"num_tokens": 0}, {"fraction": 0.0}, {"fraction": 1.5}])
