@@ -174,7 +174,7 @@ class Scheduler:
         while self._forecast.num_estimated and self._is_short(sequences, growth):
             if self._in_flight:  # a request in a step in flight cannot be preempted
                 return None
-            self._preempt(max([r for r in self._running() if not r.is_exact], key=_order))
+            self._preempt(max([r for r in self._running() if not r.is_exact], key=lambda r: r.order))
             decoding, sequences = self._next_decodes()
             growth = ledger.growth(sequences)
         # The decodes' slots are allocated last, so that no prefix that is hit is evicted for them; but first
@@ -369,7 +369,8 @@ class Scheduler:
         """Returns whether slots are too few for the `growth` of the `decodes`, without decodes for any prefill,
         or for the chunks of the exact requests, which have to be computed as they are forecast."""
         room = self.ledger.num_available - growth
-        if room < 0 or (not room and not decodes and self._prefilling):
+        first = [] if decodes else self._prefilling[:1]
+        if room < 0 or any(fitting(self.ledger, request.sequence, room) < 1 for request in first):
             return True
         most = self.limits.prefill_budget * self._num_groups
         if self._admission.limit(room, self.num_prefilling) >= most:
@@ -419,11 +420,12 @@ class Scheduler:
             if head is not None and self._admit(head, budget, room, idx):
                 self.waiting.pop()
                 self._prefilling.insert(idx, head)
+                room = self.ledger.num_available - growth  # what it has hit is not available any more
             elif admitted is None:
                 break
             request = self._prefilling[idx]
             start = request.sequence.length  # type: ignore[union-attr]
-            most = fitting(self.ledger, request.sequence, room)  # type: ignore[arg-type]
+            most = fitting(self.ledger, request.sequence, room)
             count = min(budget.tokens(start, request.num_prefill_left), most)
             if count <= 0:
                 break
@@ -494,7 +496,3 @@ class Scheduler:
         if self._failed and not self._in_flight:
             self._failed = False
             self.ledger.retract()
-
-
-def _order(request: Request) -> tuple[float, bool, int]:
-    return request.order

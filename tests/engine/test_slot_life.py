@@ -7,7 +7,7 @@ import pytest
 
 from lightkv.layer_groups import FULL, LayerGroups, Lifetime
 from lightkv.ledger import TokenLedger
-from lightkv.router.engine.admission import Admission, OutputLengths
+from lightkv.router.engine.admission import Admission, OutputLengths, Running
 from lightkv.router.engine.prefill_budget import PrefillBudget
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
@@ -111,6 +111,34 @@ def test_no_request_that_states_its_length_is_short_of_a_slot(
 @pytest.mark.parametrize("depth", [1, 2])
 def test_nor_beside_requests_that_are_estimated(depth: int) -> None:
     assert live(GROUPS["two windows"], depth, 400, depth, 16, False, share=0.4).num_preemptions > 0
+
+
+class AdmitsAll(Admission):
+    def steps_to_wait(self, running: Running, request: Request) -> float:
+        return 0
+
+
+@pytest.mark.parametrize("capacity", range(310, 330))
+def test_prompts_that_fill_the_pool_do_not_stop_each_other(capacity: int) -> None:
+    """A step needs the slots of a whole token; and what a request has hit, as after a preemption, is not
+    available any more."""
+    ledger = TokenLedger(capacity, 4, MAX_MODEL_LEN, 0, GROUPS["two windows"])
+    scheduler = Scheduler(ledger, Limits(4, MAX_MODEL_LEN, 5, 300), 1, AdmitsAll(OutputLengths(assumed=2)))
+    params = SamplingParams(max_tokens=3, temperature=0.0)
+    first, second = (
+        Request(str(id), array("i", [id] * 60).tobytes(), params, 1, priority=-id, states_length=False)
+        for id in (1, 2)
+    )
+    scheduler.add(first)
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        assert plan is not None
+        scheduler.complete(StepResult(plan.step, [9] * len(plan.sample), plan.num_free, 0))
+        scheduler.check()
+        if scheduler.step == 7:
+            scheduler.add(second)
+    assert (len(first.output), len(second.output)) == (3, 3)
+    assert scheduler.num_preemptions > 0
 
 
 @pytest.mark.slow

@@ -50,8 +50,8 @@ def make_forecast(ledger: Ledger, lag: int) -> "Forecast | SlotForecast":
     return Forecast(ledger, lag) if ledger.groups.is_uniform else SlotForecast(ledger, lag)
 
 
-def fitting(ledger: Ledger, sequence: Sequence, room: int) -> int:
-    """Returns how many tokens `sequence` can be extended by with `room` slots that are available."""
+def fitting(ledger: Ledger, sequence: Sequence | None, room: int) -> int:
+    """Returns how many tokens an open sequence can be extended by with `room` slots that are available."""
     groups = ledger.groups
     if groups.is_uniform:
         return room
