@@ -24,7 +24,7 @@ from lightkv.router.model_files import DEFAULT_MODEL, resolve
 from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar
 from lightkv.router.service.router_client import RequestRefused
 from lightkv.router.text.grammars import COMPILE_STACK_BYTES, InvalidGrammar, ModelTokens
-from tests.api.test_structured_output import SLOW
+from tests.support.hard_grammars import SLOW, chain
 
 VOCAB_SIZE = 49_152
 DIGITS, LETTERS = Grammar("regex", "[0-9]+"), Grammar("regex", "[a-z]+")
@@ -84,16 +84,6 @@ def num_waiting(checker: GrammarChecker) -> int:
 
 def slow(title: str) -> Grammar:
     return Grammar("json_schema", json.dumps({**SLOW, "title": title}))
-
-
-def chain(levels: int) -> Grammar:
-    """A schema whose objects refer to each other, `levels` deep."""
-    definitions: dict[str, object] = {
-        f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["a"]}
-        for i in range(levels)
-    }
-    definitions[f"d{levels}"] = {"type": "integer"}
-    return Grammar("json_schema", json.dumps({"$ref": "#/$defs/d0", "$defs": definitions}))
 
 
 def rules(levels: int) -> Grammar:

@@ -13,14 +13,13 @@ from llguidance import LLTokenizer
 from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar
 from tests.support.fake_router import CHAT, COMPLETIONS, HELLO, ApiUnderTest, idle, service
 from tests.support.grammars import compile_grammar
+from tests.support.hard_grammars import SLOW
 
 TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "é"}}
 TAG_TEXT = '{"type":"structural_tag","format":{"type":"const_string","value":"é"}}'
 SCHEMA = {"type": "object", "properties": {"é": {"type": "string"}}}
 JSON = '{"type":"object","properties":{"é":{"type":"string"}}}'
 CLOSED_JSON = JSON[:-1] + ',"additionalProperties":false}'
-# Compiling it takes many seconds.
-SLOW = {"type": "object", "properties": {f"x{i}": {"type": "string", "maxLength": i} for i in range(4000)}}
 # Converting it from GBNF takes some seconds.
 MANY_RULES = "root ::= a0\n" + "".join(f"a{i} ::= a{i + 1}\n" for i in range(9000)) + 'a9000 ::= "x"'
 # Others that were made to take long, or too much memory.

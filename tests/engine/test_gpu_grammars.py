@@ -14,9 +14,9 @@ from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.model.build import assemble
 from lightkv.router.sampling_params import Grammar, SamplingParams
-from tests.engine.test_grammars import END, compile_grammars, run, tokens
-from tests.engine.test_preemption import counted_by, expecting
 from tests.support.byte_model import save_byte_model
+from tests.support.grammar_rows import END, compile_grammars, run, tokens
+from tests.support.preempting import counted_by, expecting
 
 pytestmark = pytest.mark.gpu
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from test_gpu_engine import CONFIG, add_requests, make, run, share_alike
 from transformers import PreTrainedModel
 
 from bench.common.random_model import random_model
@@ -12,6 +11,7 @@ from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.model.build import assemble
+from tests.support.gpu_engine import CONFIG, add_requests, make, run, share_alike
 from tests.support.model_worker import assert_idle
 
 pytestmark = pytest.mark.gpu

@@ -22,19 +22,12 @@ from lightkv.router.model.build import assemble
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar
 from lightkv.router.text.grammars import InvalidGrammar, RowGrammar
-from tests.engine.test_preemption import counted_by, expecting
-from tests.support.byte_model import MERGES, VOCABULARY, save_byte_model
+from tests.support.byte_model import VOCABULARY, save_byte_model
+from tests.support.grammar_rows import END, SCHEMA, compile_grammars, run, tokens
 from tests.support.model_worker import assert_idle
+from tests.support.preempting import counted_by, expecting
 from tests.support.random_schemas import random_schema
 
-END = 256 + len(MERGES)
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 999}, "b": {"enum": ["x", "yy"]}},
-    "required": ["a", "b"],
-    "additionalProperties": False,
-    "x-guidance": {"whitespace_pattern": ""},
-}
 GRAMMARS = [
     Grammar("json_schema", json.dumps(SCHEMA)),
     Grammar("choice", '["yes", "no", "it is \\"so\\"\\n"]'),
@@ -196,56 +189,6 @@ def make(directory: Path, pool: int, depth: int, estimates: bool) -> tuple[Local
     ledger = TokenLedger(info.capacity, info.limits.max_num_seqs, info.limits.max_model_len)
     admission = counted_by(expecting(4) if estimates else None)
     return LocalEngine(Scheduler(ledger, info.limits, depth, admission=admission), runner), runner
-
-
-OF_REQUESTS = [  # by their ids, from 1 on
-    Grammar("regex", "[a-f ]{60}[0-9]"),
-    Grammar("json_schema", json.dumps(SCHEMA)),
-    Grammar("regex", "(ab|cd|e){12,20}"),
-]
-
-
-def requests() -> list[Request]:
-    rng = random.Random(0)
-    grammars = [1, 2, None, 3]
-    found = []
-    for i in range(12):
-        ids = array("i", [rng.randrange(250) for _ in range(rng.randint(5, 60))]).tobytes()
-        temperature = (0.0, 1.0)[i % 2]
-        penalty = 1.2 if i % 5 == 0 else 1.0
-        params = SamplingParams(
-            temperature=temperature,
-            max_tokens=60,
-            repetition_penalty=penalty,
-            logprobs=1 if i % 7 == 0 else None,
-        )
-        stop_ids = frozenset({END})
-        found.append(Request(str(i), ids, params, seed=i, stop_ids=stop_ids, grammar=grammars[i % 4]))
-    return found
-
-
-def compile_grammars(engine: LocalEngine, grammars: list[Grammar]) -> None:
-    """Compiles the grammars for the engine's runner, with ids from 1 on."""
-    compiled = engine.executor.grammars  # type: ignore[attr-defined]
-    for grammar_id, grammar in enumerate(grammars, start=1):
-        compiled.release(grammar_id)
-        compiled.compile(grammar_id, grammar)
-
-
-def run(engine: LocalEngine) -> dict[str, list[TokenEvent]]:
-    events: dict[str, list[TokenEvent]] = {}
-    compile_grammars(engine, OF_REQUESTS)
-    for one in requests():
-        engine.add(one)
-    while engine.has_work:
-        for event in engine.step():
-            events.setdefault(event.request_id, []).append(event)
-    assert_idle(engine)
-    return events
-
-
-def tokens(events: dict[str, list[TokenEvent]]) -> dict[str, list[int | None]]:
-    return {name: [event.token for event in found] for name, found in events.items()}
 
 
 @pytest.fixture(scope="module")
@@ -416,12 +359,12 @@ def test_a_row_lets_go_of_its_text_with_its_last_token(directory: Path) -> None:
     _, runner = make(directory, 2000, 2, estimates=False)
     grammars = runner.grammars
     grammars.compile(1, GRAMMARS[0])
-    for max_tokens, tokens, has_ended in ((3, 2, False), (3, 3, True), (None, 3, False)):
+    for max_tokens, num_tokens, has_ended in ((3, 2, False), (3, 3, True), (None, 3, False)):
         grammars.set_row(5, 1, b"", max_tokens)
         row = grammars.of(5)
         assert row is not None
         masks = np.zeros((1, grammars.mask_words), np.int32)
-        for _ in range(tokens):
+        for _ in range(num_tokens):
             assert not grammars.fill(masks, [(0, row)])
             allowed = np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little"))
             row.take(next(int(token) for token in allowed if token != END))

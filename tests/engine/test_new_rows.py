@@ -2,7 +2,6 @@
 
 import msgspec
 import pytest
-from test_scheduler import VOCABULARY, ids, make
 
 from lightkv.router import LLM, SamplingParams
 from lightkv.router.engine.new_rows import NewRows
@@ -10,6 +9,7 @@ from lightkv.router.engine.request import Request
 from lightkv.router.engine.step import StepPlan
 from lightkv.router.sampling_params import MAX_END_IDS, InvalidParams
 from tests.support.recorded_steps import saved
+from tests.support.scheduled import VOCABULARY, ids, make
 
 LONG = [1 + i % (VOCABULARY - 1) for i in range(1200)]
 

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from bench.common.random_model import random_model
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
-from lightkv.router.engine.admission import Admission, OutputLengths
+from lightkv.router.engine.admission import OutputLengths
 from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
@@ -18,6 +18,7 @@ from lightkv.router.engine.step import Limits, TokenEvent
 from lightkv.router.model.build import assemble
 from tests.support.combinations import slow
 from tests.support.model_worker import STOP, ModelWorker, assert_idle, run
+from tests.support.preempting import counted_by, expecting
 
 VOCABULARY = 300
 PARAMS = [
@@ -27,14 +28,6 @@ PARAMS = [
         temperature=0.8, max_tokens=60, ignore_eos=True, repetition_penalty=1.2, frequency_penalty=0.5
     ),
 ]
-
-
-def expecting(length: int) -> OutputLengths:
-    """Returns the estimates after many outputs of this length."""
-    lengths = OutputLengths()
-    for _ in range(OutputLengths.num_recent):
-        lengths.observe(length)
-    return lengths
 
 
 def request(name: str, prompt: list[int], max_tokens: int, priority: int = 0) -> Request:
@@ -47,10 +40,6 @@ def make(capacity: int, lengths: OutputLengths | None, chunk: int = 0) -> tuple[
     worker = ModelWorker(capacity, random.Random(0))
     scheduler = Scheduler(ledger, Limits(12, 90, chunk, VOCABULARY), admission=counted_by(lengths))
     return LocalEngine(scheduler, worker), worker
-
-
-def counted_by(lengths: OutputLengths | None) -> Admission:
-    return Admission(lengths, trusts_limits=lengths is None, reserve=0.03)
 
 
 def test_an_estimate_is_a_quantile_of_the_recent_longer_outputs() -> None:

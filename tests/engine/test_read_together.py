@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from msgspec.structs import replace
-from test_gpu_engine import no_waits, share_alike, take
 
 from lightkv.attention import Batch, Step
 from lightkv.ledger import TokenLedger
@@ -22,6 +21,7 @@ from lightkv.router.model.build import assemble
 from lightkv.router.model.cuda_graph import DecodeGraph, GraphKey, SharedLogits
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import SamplerKind
+from tests.support.gpu_engine import no_waits, share_alike, take
 from tests.support.model_worker import assert_idle
 from tests.support.tiny_models import VOCABULARY, tiny_llama
 

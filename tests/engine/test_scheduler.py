@@ -1,43 +1,20 @@
 """The scheduler with a worker of integers: admission, chunks, ends, failures, and a long random life."""
 
 import random
-from array import array
 from collections.abc import Iterator
 
 import msgspec
 import pytest
 
 from lightkv.errors import LedgerMismatch
-from lightkv.ledger import TokenLedger
-from lightkv.ledger.shared_prefixes import PrefixSharing, SharedPrefix, shared_prefixes
+from lightkv.ledger.shared_prefixes import SharedPrefix, shared_prefixes
 from lightkv.router.engine.loop import EngineDead, LocalEngine
 from lightkv.router.engine.request import InvalidPrompt, NeverFits, Request
-from lightkv.router.engine.scheduler import Scheduler
-from lightkv.router.engine.step import Limits, StepPlan, TokenEvent
+from lightkv.router.engine.step import StepPlan, TokenEvent
 from lightkv.router.sampling_params import InvalidParams, SamplingParams
 from tests.support.combinations import slow
 from tests.support.model_worker import STOP, ModelWorker, assert_idle, run
-
-VOCABULARY = 300
-GROUPING = PrefixSharing(max_members=3, min_tokens=1, min_saved=1, min_mean=0)
-
-
-def ids(tokens: list[int]) -> bytes:
-    return array("i", tokens).tobytes()
-
-
-def make(
-    capacity: int = 100,
-    max_num_seqs: int = 8,
-    max_model_len: int = 80,
-    prefill_chunk: int = 0,
-    stop_chance: float = 0.0,
-    depth: int = 1,
-) -> tuple[LocalEngine, ModelWorker]:
-    ledger = TokenLedger(capacity, max_num_seqs, max_model_len)
-    worker = ModelWorker(capacity, random.Random(0), stop_chance)
-    limits = Limits(max_num_seqs, max_model_len, prefill_chunk, VOCABULARY, GROUPING)
-    return LocalEngine(Scheduler(ledger, limits, depth), worker), worker
+from tests.support.scheduled import GROUPING, VOCABULARY, ids, make
 
 
 def request(name: str, prompt: list[int], max_tokens: int) -> Request:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.api.test_grammar_checker import chain
+from tests.support.hard_grammars import chain
 from tests.support.served import COMPLETIONS, Start, wait_until
 
 

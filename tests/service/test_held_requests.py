@@ -13,7 +13,7 @@ from lightkv.router.sampling_params import Grammar
 from lightkv.router.service.grammars import held_requests
 from lightkv.router.service.messages import Abort, Accepted, Refused
 from lightkv.router.service.restarts import MAX_CRASHES
-from tests.service.test_router import Client, FakeWorker, Service, assert_idle, service
+from tests.support.router_service import Client, FakeWorker, Service, assert_idle, service
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 DIGITS, LETTERS = Grammar("regex", "[0-9]+"), Grammar("regex", "[a-z]+")

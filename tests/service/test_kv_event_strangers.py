@@ -17,7 +17,7 @@ from lightkv.ledger import TokenLedger
 from lightkv.router.service.kv_events import connections
 from lightkv.router.service.kv_events import publisher as publisher_module
 from lightkv.router.service.kv_events.publisher import KVEventPublisher
-from tests.service.test_kv_events import ANYWHERE, cache, free_address, publish_until_heard, publishing
+from tests.support.kv_event_cache import ANYWHERE, cache, free_address, publish_until_heard, publishing
 from tests.support.kv_events import WAIT_MS, Consumer, blocks_of
 from tests.support.served import Served, save_tiny_model, wait_until
 

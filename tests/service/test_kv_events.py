@@ -5,9 +5,7 @@ import random
 import signal
 import socket
 import threading
-from array import array
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,66 +19,15 @@ from lightkv.router.cli.app import app
 from lightkv.router.config import EngineConfig, InvalidConfig
 from lightkv.router.engine.step import TokenEvent
 from lightkv.router.service.kv_events import check, replay
-from lightkv.router.service.kv_events.change_queue import MAX_QUEUED_BYTES, ChangeQueue
+from lightkv.router.service.kv_events.change_queue import ChangeQueue
 from lightkv.router.service.kv_events.check import CannotPublish, require_package
 from lightkv.router.service.kv_events.publisher import KVEventPublisher
 from lightkv.router.service.kv_events.replay import MAX_REPLAYS, Replays, Ring
 from lightkv.router.service.kv_events.sockets import check_endpoint
 from lightkv.router.service.messages import Accepted
-from tests.service.test_router import Client, service
+from tests.support.kv_event_cache import ANYWHERE, cache, free_address, publish_until_heard, publishing
 from tests.support.kv_events import END, WAIT_MS, Blocks, Consumer, LedgerLife, blocks_of
-
-ANYWHERE = "tcp://127.0.0.1:0"
-
-
-@contextmanager
-def publishing(
-    ledger: TokenLedger, max_queued_bytes: int = MAX_QUEUED_BYTES, max_kept: int = 10_000
-) -> Iterator[tuple[KVEventPublisher, Consumer]]:
-    publisher = KVEventPublisher(ANYWHERE, max_queued_bytes, max_kept)
-    consumer = Consumer(publisher.endpoint, publisher.replay_endpoint)
-    try:
-        publisher.follow(ledger)
-        yield publisher, consumer
-    finally:
-        publisher.close()
-        consumer.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "kv-events"]
-
-
-def ids(first: int, count: int) -> bytes:
-    return array("i", range(first, first + count)).tobytes()
-
-
-def cache(ledger: TokenLedger, first: int, count: int) -> None:
-    sequence = ledger.open(ids(first, count))
-    ledger.extend([sequence], [count])
-    ledger.close(sequence)
-
-
-def publish_until_heard(
-    publisher: KVEventPublisher, consumer: Consumer, ledger: TokenLedger, count: int
-) -> None:
-    """Caches `count` tokens again and again until the consumer's subscription has reached the publisher."""
-    for attempt in range(100):
-        cache(ledger, attempt * count, count)
-        publisher.send()
-        if consumer.live.poll(200):
-            return
-    pytest.fail("the consumer heard nothing of a hundred batches")
-
-
-def free_address() -> str:
-    """An address whose port and the next one are free."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return f"tcp://127.0.0.1:{port}"
+from tests.support.router_service import Client, service
 
 
 def live_through(life: LedgerLife, num_edits: int, every: int) -> tuple[int, int]:

@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from test_router import FakeWorker, Service
 from transformers import LlamaConfig
 
 from bench.common.random_model import random_model
@@ -26,6 +25,7 @@ from lightkv.router.model import runner as model_runner
 from lightkv.router.model.build import build_runner
 from lightkv.router.service.messages import Abort, AskMap, Mapped, WorkerError
 from lightkv.router.service.worker_client import WorkerFailed
+from tests.support.router_service import FakeWorker, Service
 from tests.support.run_step import run_step
 
 TINY = LlamaConfig(

@@ -16,15 +16,15 @@ from lightkv.router.engine.step import Limits
 from lightkv.router.model.build import EngineSizes
 from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.service.messages import Accepted, Load, NewAnswer, NewPrompt, ReleaseSession, Submit
-from tests.service import test_router
-from tests.service.test_router import Client, Service, service
+from tests.support import router_service
+from tests.support.router_service import Client, Service, service
 
 
 @pytest.fixture(autouse=True)
 def with_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workers' pool of 200 tokens has a quarter for sessions."""
     limits = Limits(4, 100, 16, 300, session_share=0.25)
-    monkeypatch.setattr(test_router, "INFO", msgspec.structs.replace(test_router.INFO, limits=limits))
+    monkeypatch.setattr(router_service, "INFO", msgspec.structs.replace(router_service.INFO, limits=limits))
 
 
 async def turn(client: Client, name: str, prompt: list[int], session: str | None) -> None:
@@ -76,10 +76,10 @@ def test_a_session_protects_its_tokens_until_it_is_released(tmp_path: Path) -> N
 def test_the_setting_reaches_the_ledger() -> None:
     """EngineConfig → the worker's limits → the router's ledger."""
     sizes = EngineSizes(EngineConfig(session_share=0.125), torch.device("cpu"), LlamaConfig())
-    info = msgspec.structs.replace(test_router.INFO, limits=sizes.limits)
+    info = msgspec.structs.replace(router_service.INFO, limits=sizes.limits)
     ledger = make_scheduler(info).ledger
     assert isinstance(ledger, TokenLedger)
-    assert ledger._state.sessions.limit == test_router.CAPACITY // 8
+    assert ledger._state.sessions.limit == router_service.CAPACITY // 8
 
 
 def test_the_sessions_of_a_client_end_when_it_leaves(tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ from lightkv.router.service.wire import submitted
 from lightkv.router.service.wire.plan_message import PlanMessage
 from lightkv.router.service.wire.request_room import NoRoom, RequestRoom, request_bytes
 from lightkv.router.service.wire.submitted import SubmittedRequests, requests_of
-from tests.service.test_router import assert_idle, service
 from tests.support.fake_router import LIMITS, FakeRouter
+from tests.support.router_service import assert_idle, service
 
 VOCABULARY = 49152
 encode = msgspec.msgpack.encode
