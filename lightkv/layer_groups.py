@@ -33,7 +33,8 @@ class Lifetime:
     sees: Literal["full", "window", "chunk"] = "full"
     size: int = 0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raises ValueError or TypeError unless layers can see so."""
         if self.sees not in ("full", "window", "chunk"):
             raise ValueError(f"layers see {self.sees!r}; give 'full', 'window' or 'chunk'")
         checked_count("size", self.size, least=0 if self.sees == "full" else 1)

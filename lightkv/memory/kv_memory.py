@@ -230,6 +230,12 @@ class KVMemory:
         """
         self.allocator.check()
         if holdings is not None:
+            for row in holdings.rows:
+                if len(row.own) != len(self._segments):
+                    raise CheckFailed(
+                        f"row {row.row} is counted in {len(row.own)} classes of layers, and the memory has "
+                        f"{len(self._segments)}: make the ledger for the spec's groups"
+                    )
             self._check_segments(holdings)
             self._check_dropped(holdings.rows)
             self._check_shared(holdings.rows)

@@ -63,8 +63,14 @@ class KVSpec:
             raise ValueError(f"K/V of {self.dtype}: use a floating-point type")
         if self.lifetimes is not None and len(self.lifetimes) != self.num_layers:
             raise ValueError(
-                f"{len(self.lifetimes)} lifetimes of {self.num_layers} layers: give one for each"
+                f"{len(self.lifetimes)} lifetimes for {self.num_layers} layers: give one for each"
             )
+        for lifetime in self.lifetimes or ():
+            if not isinstance(lifetime, Lifetime):
+                raise TypeError(
+                    f"a lifetime is {lifetime!r}; give a Lifetime, such as Lifetime('window', 512)"
+                )
+            lifetime.check()
         self.format.elements.check("K", self.k_dim)
         self.format.elements.check("V", self.v_dim)
         if beyond := {layer for layer in self.format.skipped if layer >= self.num_layers}:

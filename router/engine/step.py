@@ -292,7 +292,7 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     prompts, ascending, to which smaller steps are padded; empty without graphs. `kv_dtype` and `skipped_layers`
     are as the configuration gives them; `kv_type` is the name of what K and V are stored as. `num_ranks`: the
     processes that run the model together; bytes are those of one of them. `groups`: how its layers share slots;
-    `capacity` is in slots."""
+    `capacity` is in slots, and `longest` says how many tokens fit whatever a request hits; None: as many."""
 
     architecture: str
     device: str
@@ -310,6 +310,7 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     skipped_layers: tuple[int, ...] = ()
     num_ranks: int = 1
     groups: LayerGroups = ONE_GROUP
+    longest: int | None = None
 
     @property
     def kv_type(self) -> str:

@@ -11,7 +11,7 @@ from lightkv.router.api.requests import refused as refused_fields
 from lightkv.router.api.requests.chat import ChatRequest
 from lightkv.router.api.requests.completion import CompletionRequest
 from lightkv.router.api.requests.refused import Unsupported
-from tests.api import refused_examples
+from tests.support import refused_examples
 from tests.support.fake_router import (
     CHAT,
     COMPLETIONS,

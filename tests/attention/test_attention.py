@@ -327,7 +327,8 @@ def test_prefill_tiles_end_with_their_chunk(device: torch.device, monkeypatch: p
     slots = torch.arange(1, 65, dtype=torch.int32, device=device)
     memory.table.req_to_token.view(-1).index_copy_(0, torch.arange(32, 96, device=device), slots)
     step = Step.of(Batch.of([1, 2], [10, 0], [13, 12], 2), memory)
-    plan = torch_plan.tiled_prefill(step, AttentionOptions().plus(Chunk(8)), torch.float32, fused=True)
+    options = AttentionOptions().plus(Chunk(8))
+    plan = torch_plan.tiled_prefill(step, step.index, options, torch.float32, fused=True)
     found = [(t.start, t.end, None if t.slots is None else t.slots.tolist()) for t in plan.tiles]
     # Entry e of row 1 is in slot e + 1.
     parts = [(0, 4, list(range(9, 15))), (4, 6, list(range(9, 17)))]

@@ -1,7 +1,9 @@
 """How the layers of models are cut into groups: the lanes of a slot, and the slots of a token in each class."""
 
 import pytest
+import torch
 
+from lightkv import KVSpec
 from lightkv.layer_groups import FULL, LayerGroups, Lifetime
 
 
@@ -52,3 +54,18 @@ def test_layers_of_one_lifetime_or_without_a_full_one_are_one_group(lifetimes: l
     groups = LayerGroups.of(lifetimes)
     assert groups.is_uniform
     assert (groups.num_lanes, groups.widths) == (len(lifetimes), (1,))
+
+
+@pytest.mark.parametrize(
+    ("lifetimes", "error", "said"),
+    [
+        ([Lifetime("window", 8)], ValueError, "1 lifetimes for 2 layers"),
+        ([Lifetime(), "full"], TypeError, "Lifetime"),
+        ([Lifetime("window", 0), Lifetime()], ValueError, "size"),
+        ([Lifetime("full", 8), Lifetime()], ValueError, "no size"),
+        ([Lifetime("past", 8), Lifetime()], ValueError, "'past'"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_spec_refuses_lifetimes_that_are_none(lifetimes: list[Lifetime], error: type, said: str) -> None:
+    with pytest.raises(error, match=said):
+        KVSpec(2, 1, 8, 8, torch.float32, lifetimes=lifetimes)

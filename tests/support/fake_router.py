@@ -404,7 +404,9 @@ def service(directory: Path, **settings: Any) -> ApiUnderTest:
     ApiSettings."""
     usual: dict[str, Any] = {"max_body_bytes": 200_000, "max_answers": 16}
     limits = ApiSettings(model_names=[MODEL, "alias/of-it"], **usual | settings)
-    return ApiUnderTest(copy(default_tokenizer()), directory / "router", limits)
+    tokenizer = copy(default_tokenizer())
+    tokenizer.__dict__.pop("_template", None)  # compiled; a test may give it another source
+    return ApiUnderTest(tokenizer, directory / "router", limits)
 
 
 def idle(api: ApiUnderTest) -> ApiUnderTest:

@@ -17,11 +17,9 @@ from transformers import (
 )
 
 from lightkv.errors import UnsupportedModel
-from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
-from lightkv.router.engine.loop import LocalEngine
+from lightkv.router.engine.loop import LocalEngine, make_scheduler
 from lightkv.router.engine.request import Request
-from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.model.build import assemble
 from lightkv.router.model.model_config import load_supported_config
 
@@ -218,9 +216,7 @@ def answers(
         fuse=fuse,
     )
     runner, info = assemble(model, config, lambda line: None)
-    limits = info.limits
-    ledger = TokenLedger(info.capacity, limits.max_num_seqs, limits.max_model_len)
-    engine = LocalEngine(Scheduler(ledger, limits), runner)
+    engine = LocalEngine(make_scheduler(info), runner)
     for idx, prompt in enumerate(prompts):
         params = SamplingParams(temperature=0, max_tokens=NUM_NEW)
         engine.add(Request(str(idx), array("i", prompt).tobytes(), params, seed=0))

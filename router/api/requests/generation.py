@@ -33,7 +33,6 @@ from lightkv.router.api.grammars.checker import GrammarChecker
 from lightkv.router.api.http.stream import EventStream
 from lightkv.router.config import MAX_SECONDS, NAMESPACE_HEADER, SESSION_HEADER
 from lightkv.router.engine.request import NeverFits
-from lightkv.router.engine.slots.lives import longest_held
 from lightkv.router.sampling_params import MAX_COUNT, MAX_LOGPROBS, Grammar, InvalidParams, SamplingParams
 from lightkv.router.service.api_settings import ApiSettings
 from lightkv.token_set import TokenSet
@@ -330,7 +329,7 @@ class Desk:
             is_cut=is_cut,
             room=PromptRoom(context, kept, body.truncation_side == "right"),
             # The last token needs no slot.
-            longest=min(context, longest_held(info.groups, info.capacity, info.limits.prefill_budget) + 1),
+            longest=min(context, (info.capacity if info.longest is None else info.longest) + 1),
             extras=Extras(
                 token_ids=body.return_token_ids is True,
                 ids_for_tokens=body.return_tokens_as_token_ids is True,
