@@ -95,7 +95,9 @@ class LayerClass:
             "chunk": f"chunks of {self.lifetime.size:,} tokens",
         }
         slots = "1 slot" if self.num_groups == 1 else f"{self.num_groups} slots"
-        return f"{sum(map(len, self.groups))} layers see {sees[self.lifetime.sees]} ({slots} a token)"
+        num_layers = sum(map(len, self.groups))
+        layers = "1 layer sees" if num_layers == 1 else f"{num_layers} layers see"
+        return f"{layers} {sees[self.lifetime.sees]} ({slots} a token)"
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,10 @@ def model_info(config: EngineConfig, directory: Path) -> dict[str, Any]:
         "layer_groups": asdict(spec.groups),
         "layer_classes": list(map(str, spec.groups.classes)),
         "unused_lanes": spec.groups.waste(),
-        "slots_of_request": {length: spec.groups.slots(length) for length in _LENGTHS},
+        "slots_of_request": {
+            length: spec.groups.slots(length)
+            for length in dict.fromkeys(min(length, limits.max_model_len) for length in _LENGTHS)
+        },
         "kv_dtype": kv_text(config, shape),
         "attention_backend": pick_backend(config.attention_backend, device).__name__,
         "max_num_seqs": limits.max_num_seqs,

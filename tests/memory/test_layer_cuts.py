@@ -69,3 +69,11 @@ def test_layers_of_one_lifetime_or_without_a_full_one_are_one_group(lifetimes: l
 def test_a_spec_refuses_lifetimes_that_are_none(lifetimes: list[Lifetime], error: type, said: str) -> None:
     with pytest.raises(error, match=said):
         KVSpec(2, 1, 8, 8, torch.float32, lifetimes=lifetimes)
+
+
+def test_classes_are_told_in_words() -> None:
+    groups = LayerGroups.of([window(1024)] * 3 + [FULL])
+    assert list(map(str, groups.classes)) == [
+        "1 layer sees all tokens (1 slot a token)",
+        "3 layers see the last 1,024 tokens (3 slots a token)",
+    ]
