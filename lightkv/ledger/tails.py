@@ -175,6 +175,10 @@ class Tails:
         needed = passed = 0
         for sequence, count in zip(sequences, counts, strict=True):
             needed += count * self._state.width
+            if count == 1 and sequence.length < sequence.event:  # as in the step before
+                for distance, width in zip(sequence.distances, self._widths, strict=True):
+                    needed += 0 if distance else width
+                continue
             for cls, width in zip(self._classes, self._widths, strict=True):
                 gone = self._gone(sequence, cls)
                 if not self._reuses(cls, gone, count):
