@@ -44,6 +44,7 @@ class Extension:
     def forget_batch(self) -> None:
         """Has the next batch checked, since a sequence has closed, forked or gone back."""
         self._batch = []
+        self._num_alike = 0
 
     def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
         """Extends `sequences[i]` by `counts[i]` tokens, all or none (`TokenLedger.extend`)."""

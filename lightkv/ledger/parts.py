@@ -22,9 +22,8 @@ class Parts:
     def __init__(self) -> None:
         self._idle: list[tuple[int, int, Part]] = []  # a heap; see `oldest`
         self._protected: list[tuple[int, int, Part]] = []  # those that sessions protect, the same
-        self._pending: list[
-            Part
-        ] = []  # those that no confirmed step has computed yet, and some that are gone
+        # Those that no confirmed step has computed yet, and some that are gone.
+        self._pending: list[Part] = []
         self._next_number = 0
 
     def store(self, segment: Segment, cls: int, length: int, width: int) -> Part:

@@ -254,8 +254,8 @@ class Tails:
             sequence.note_oldest(cls)
 
     def cache_tail(self, sequence: WindowedSequence, node: Segment, end: int) -> None:
-        """Keeps what is seen after the first `end` tokens of a sequence that is about to close, for whoever
-        goes on from there. They are those of the path to `node`."""
+        """Keeps what is seen after the first `end` tokens of a sequence that is about to close, so that later
+        ones can go on from there. These tokens are those of the path to `node`."""
         if not node.indexed:
             return
         for cls, lifetime in zip(self._classes, self.lifetimes, strict=True):

@@ -157,6 +157,15 @@ def test_a_prompt_that_turns_off_is_hit_by_the_third() -> None:
     assert hits == [0, 0, 50, 50]
 
 
+def test_no_sequence_needs_no_slot_once_the_batch_has_closed() -> None:
+    life = Life(WINDOW, 400)
+    text = life.open([1] * 30)
+    life.finish_prompt(text)
+    life.decode(text, 3)
+    life.close(text)
+    assert life.ledger.growth([]) == 0
+
+
 def test_sessions_protect_a_number_of_slots() -> None:
     ledger = TokenLedger(2000, 4, 400, 500, GROUPS["two windows"])
     counts = []

@@ -172,7 +172,7 @@ def test_tokens_are_shared_with_a_request_whose_windows_pass_them(name: str, chu
     assert first.output.tolist() == answer
     assert all(
         one.num_hit for one in (others[0], *others[2:], later)
-    )  # nobody turned off before the other one
+    )  # the other one is the first to turn off at its place
     assert_idle(engine)
 
 
