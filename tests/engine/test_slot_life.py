@@ -15,6 +15,7 @@ from lightkv.router.engine.slots.lives import most_slots
 from lightkv.router.engine.step import Limits, StepPlan, StepResult
 from lightkv.router.engine.step_time import StepTime
 from lightkv.router.sampling_params import SamplingParams
+from tests.support.combinations import each_pair
 from tests.support.slot_steps import layers
 
 MAX_MODEL_LEN = 120
@@ -97,10 +98,7 @@ def live(
     return scheduler
 
 
-@pytest.mark.parametrize("timed", [False, True], ids=["fixed", "timed"])
-@pytest.mark.parametrize("chunk", [5, 32])
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("name", GROUPS)
+@each_pair(name=list(GROUPS), depth=[1, 2], chunk=[5, 32], timed=[False, True])
 def test_no_request_that_states_its_length_is_short_of_a_slot(
     name: str, depth: int, chunk: int, timed: bool
 ) -> None:

@@ -122,7 +122,7 @@ def test_requests_without_a_limit_are_estimated(
 
 @pytest.mark.parametrize("admission", SIMULATED_ADMISSIONS)
 def test_a_seed_gives_the_same_bytes(admission: str) -> None:
-    config = SimulationConfig(requests=30, load=1.2, admission=admission, capacity=6000, max_new=512, seed=7)
+    config = SimulationConfig(requests=12, load=1.2, admission=admission, capacity=4000, max_new=256, seed=7)
     first = simulate("chat", config).to_json()
     assert first == simulate("chat", config).to_json()
     assert first != simulate("chat", replace(config, seed=8)).to_json()
@@ -159,7 +159,7 @@ def test_a_reserve_lowers_preemptions(crowded: Callable[..., Figures]) -> None:
     assert own == crowded("watermark", 0.01)
     assert more.num_preemptions < own.num_preemptions
     assert more.memory_used_share < own.memory_used_share
-    loaded = SimulationConfig(requests=50, load=1.0, capacity=8000)
+    loaded = SimulationConfig(requests=15, load=1.0, capacity=8000)
     rates = {
         simulate("chat", replace(loaded, reserve=reserve)).figures.saturation_rate for reserve in (None, 0.4)
     }
