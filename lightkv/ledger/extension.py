@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence as Seq
 from operator import add, index
+from typing import cast
 
 from lightkv.edits import Alloc
 from lightkv.errors import OutOfTokens, SequenceTooLong
 
 from .sequence import Sequence, require_lists, require_sequence
 from .state import LedgerState
-from .windows import Takers, WindowedSequence
+from .windows import Takers, WindowedSequence, part_due
 
 
 class Extension:
@@ -32,8 +33,8 @@ class Extension:
             return count * len(sequences)
         if count == 1 and self._num_alike > 0 and sequences == self._batch:  # as in most steps
             return self._num_needed
-        windowed = [one for one in sequences if isinstance(one, WindowedSequence)]
-        needed, passed = self._state.tails.growth(windowed, [count] * len(windowed))
+        windowed = cast("Seq[WindowedSequence]", sequences)
+        needed, passed = self._state.tails.growth(*part_due(windowed, [count] * len(sequences)))
         return needed - passed
 
     def require_batch(self, sequences: Seq[Sequence]) -> None:
@@ -131,15 +132,11 @@ class Extension:
         steps nothing will, as long as the batch stays the same. Raises OutOfTokens."""
         tails, state = self._state.tails, self._state
         self._num_alike = 0
-        batch = [one for one in sequences if isinstance(one, WindowedSequence)]
-        due = [
-            (one, count)
-            for one, count in zip(batch, counts, strict=True)
-            if count != 1 or one.length >= one.event
-        ]
+        batch = cast("Seq[WindowedSequence]", sequences)
+        alike, due = part_due(batch, counts)
         for sequence, _ in due:
             tails.settle(sequence)
-        needed, passed = tails.growth(batch, counts)
+        needed, passed = tails.growth(alike, due)
         if needed > (available := state.num_free + state.num_cached + passed):
             raise OutOfTokens(needed, available, state.capacity)
         for sequence, count in due:
@@ -150,7 +147,7 @@ class Extension:
         self._num_alike = 1
         if counts.count(1) == len(counts):
             longest = self.max_entries - max([one.length for one in batch])
-            self._num_alike = max(min([one.event - one.length for one in batch] + [longest]), 1)
+            self._num_alike = max(min(min([one.event - one.length for one in batch]), longest), 1)
 
     def make_room(self, needed: int) -> None:
         """Evicts cached tokens until `needed` are free. Raises OutOfTokens."""

@@ -10,6 +10,7 @@ The state's verbs (`state.py`) call this file where there is more than one class
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from operator import mul
 from typing import Protocol
 
 from lightkv.edits import Edit, FreePart, FreePartRange, MapPart, MapSegments, StorePart
@@ -169,16 +170,16 @@ class Tails:
                 self._let_go(part, sequence.row)
         sequence.note_oldest(cls)
 
-    def growth(self, sequences: Iterable[WindowedSequence], counts: Iterable[int]) -> Growth:
-        """Returns what these sequences take and give back for so many more tokens each, once they are
-        settled."""
-        needed = passed = 0
-        for sequence, count in zip(sequences, counts, strict=True):
+    def growth(self, alike: Seq[WindowedSequence], due: Seq[tuple[WindowedSequence, int]]) -> Growth:
+        """Returns what sequences take and give back: those `alike` for one more token each, which takes what
+        their last one took, and those `due`, once they are settled, for so many more tokens (`part_due`)."""
+        columns = zip(*[one.distances for one in alike], strict=True)
+        needed = len(alike) * self._state.width + sum(
+            map(mul, [one.count(0) for one in columns], self._widths)
+        )
+        passed = 0
+        for sequence, count in due:
             needed += count * self._state.width
-            if count == 1 and sequence.length < sequence.event:  # as in the step before
-                for distance, width in zip(sequence.distances, self._widths, strict=True):
-                    needed += 0 if distance else width
-                continue
             for cls, width in zip(self._classes, self._widths, strict=True):
                 gone = self._gone(sequence, cls)
                 if not self._reuses(cls, gone, count):
@@ -212,16 +213,9 @@ class Tails:
 
     def take(self, sequences: Seq[WindowedSequence], counts: Seq[int]) -> list[Takers]:
         """Returns for each class which of these prepared sequences take free slots, and which reuse theirs."""
-        takers = []
-        for cls, width in zip(self._classes, self._widths, strict=True):
-            fresh = [
-                (one, count)
-                for one, count in zip(sequences, counts, strict=True)
-                if not one.distances[cls - 1]
-            ]
-            reusing = [one for one in sequences if one.distances[cls - 1]]
-            takers.append(Takers.of(cls, width, fresh, reusing))
-        return takers
+        columns = zip(*[one.distances for one in sequences], strict=True)
+        of_classes = zip(self._classes, self._widths, columns, strict=True)
+        return [Takers.of(cls, width, sequences, counts, column) for cls, width, column in of_classes]
 
     # Forks, cuts and ends
 

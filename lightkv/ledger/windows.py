@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from itertools import compress
 from typing import ClassVar, NamedTuple, Self
 
 from lightkv.edits import AllocPart, Edit, Reuse
@@ -186,6 +187,21 @@ class Growth(NamedTuple):
     passed: int
 
 
+def part_due(
+    sequences: Seq[WindowedSequence], counts: Seq[int]
+) -> tuple[list[WindowedSequence], list[tuple[WindowedSequence, int]]]:
+    """Parts those sequences whose next tokens, `counts` of them, take what their last one took, from those to
+    which something happens, with their counts."""
+    alike, due = [], []
+    for pair in zip(sequences, counts, strict=True):
+        sequence, count = pair
+        if count == 1 and sequence.length < sequence.event:
+            alike.append(sequence)
+        else:
+            due.append(pair)
+    return alike, due
+
+
 class Takers(NamedTuple):
     """The sequences of a batch that take free slots in a class, `counts` of them each, and those that reuse
     theirs."""
@@ -203,20 +219,19 @@ class Takers(NamedTuple):
         cls,
         of_class: int,
         width: int,
-        fresh: list[tuple[WindowedSequence, int]],
-        reusing: list[WindowedSequence],
+        sequences: Seq[WindowedSequence],
+        counts: Seq[int],
+        distances: Seq[int],
     ) -> "Takers":
-        """Makes one, from the sequences that take free slots, with how many tokens, and those that take
-        none."""
-        return cls(
-            of_class,
-            width,
-            [one for one, _ in fresh],
-            tuple([one.row for one, _ in fresh]),
-            tuple([count for _, count in fresh]),
-            reusing,
-            tuple([one.row for one in reusing]),
-        )
+        """Makes one of the sequences of a batch, of how many tokens each takes, and of how far back the entry
+        is whose slot it takes: 0 where that is a free one."""
+        fresh, reusing, fresh_counts = [], list(sequences), ()
+        if 0 in distances:
+            is_fresh = [not distance for distance in distances]
+            fresh, reusing = list(compress(sequences, is_fresh)), list(compress(sequences, distances))
+            fresh_counts = tuple(compress(counts, is_fresh))
+        rows = tuple([one.row for one in fresh]), tuple([one.row for one in reusing])
+        return cls(of_class, width, fresh, rows[0], fresh_counts, reusing, rows[1])
 
     @property
     def num_slots(self) -> int:
