@@ -225,7 +225,9 @@ class Takers(NamedTuple):
     ) -> "Takers":
         """Makes one of the sequences of a batch, of how many tokens each takes, and of how far back the entry
         is whose slot it takes: 0 where that is a free one."""
-        fresh, reusing, fresh_counts = [], list(sequences), ()
+        fresh: list[WindowedSequence] = []
+        fresh_counts: tuple[int, ...] = ()
+        reusing = list(sequences)
         if 0 in distances:
             is_fresh = [not distance for distance in distances]
             fresh, reusing = list(compress(sequences, is_fresh)), list(compress(sequences, distances))
