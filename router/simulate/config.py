@@ -1,11 +1,13 @@
 """The settings of a simulation, from which the command line makes its options."""
 
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
 from msgspec import Meta
 
 from lightkv.errors import LightKVError
+from lightkv.layer_groups import FULL, ONE_GROUP, LayerGroups, Lifetime
 from lightkv.router.config import ADMISSIONS, MAX_SECONDS, require_ranges, setting
 
 from .routing import BLOCK_TOKENS, BUSY_FACTOR, ROUTINGS
@@ -16,6 +18,8 @@ ALLOCATIONS = ("token", "contiguous", *(f"paged:{size}" for size in PAGE_SIZES))
 MAX_RATE = 1e9  # requests per second, and as a multiple
 # The service's own, and others for comparison (`admissions.py`).
 SIMULATED_ADMISSIONS = (*ADMISSIONS, "past-future", "moving-average", "watermark", "sum", "oracle")
+UNIFORM_ADMISSIONS = ("watermark", "sum")  # count tokens that all layers hold until a request ends
+LAYERS = re.compile(r"([1-9][0-9]{0,2})x(?:full|(window|chunk):([1-9][0-9]{0,8}))")
 
 
 class InvalidAllocation(LightKVError, ValueError):
@@ -41,6 +45,12 @@ class SimulationConfig:
         "and moving-average (other estimates of output lengths), watermark (counts prompts only, up to 99 % of "
         "the pool), sum (counts prompt + max_tokens of each request), oracle (exact, and knows the true length "
         "of each answer). Default: exact; for contiguous it is sum, the only possible one.",
+    )
+    layers: str = setting(
+        "",
+        "What the model's layers see, for the allocation token: 8xfull,40xwindow:1024, say, or "
+        "12xfull,36xchunk:8192. The pool has the bytes of --capacity tokens in all layers. Default: all see "
+        "everything.",
     )
     capacity: Annotated[int, Meta(ge=1)] = setting(120_000, "Tokens that the K/V pool holds.")
     max_num_seqs: Annotated[int, Meta(ge=1)] = setting(256, "The most requests that run at once.")
@@ -126,6 +136,13 @@ class SimulationConfig:
         if self.admission not in (None, *SIMULATED_ADMISSIONS):
             known = ", ".join(SIMULATED_ADMISSIONS)
             raise InvalidSimulation(f"--admission is {self.admission!r}; give one of {known}")
+        if self.layers and (page != 1 or self.counted in UNIFORM_ADMISSIONS):
+            raise InvalidSimulation(
+                f"--layers with --allocation {self.allocation} and --admission {self.counted}: pages, runs and "
+                f"the admissions {' and '.join(UNIFORM_ADMISSIONS)} count tokens that all layers hold for as "
+                "long as a request runs; leave --layers out"
+            )
+        groups_of(self.layers)
         if self.routing not in ROUTINGS:
             raise InvalidSimulation(f"--routing is {self.routing!r}; give one of {', '.join(ROUTINGS)}")
         if not page and self.admission not in (None, "sum"):
@@ -145,9 +162,34 @@ class SimulationConfig:
         return Reading(self.time_unit, self.block_tokens)
 
     @property
+    def num_slots(self) -> int:
+        """Slots of a pool that has the bytes of `capacity` tokens in all layers."""
+        groups = groups_of(self.layers)
+        return self.capacity * sum(map(len, groups.groups)) // groups.num_lanes
+
+    @property
     def counted(self) -> str:
         """The name of the admission, or of its default."""
         return self.admission or ("exact" if page_of(self.allocation) else "sum")
+
+
+def groups_of(layers: str) -> LayerGroups:
+    """Returns how layers share slots, from the words of --layers; "": all see everything. Raises
+    InvalidSimulation."""
+    if not layers:
+        return ONE_GROUP
+    lifetimes: list[Lifetime] = []
+    for words in layers.split(","):
+        found = LAYERS.fullmatch(words.strip())
+        if found is None:
+            raise InvalidSimulation(
+                f"--layers is {layers!r}, of which {words!r} is no number of layers and what they see; give "
+                "8xfull,40xwindow:1024, say, or chunk for window"
+            )
+        num, sees, size = found.groups()
+        one = FULL if sees is None else Lifetime("window" if sees == "window" else "chunk", int(size))
+        lifetimes += [one] * int(num)
+    return LayerGroups.of(lifetimes)
 
 
 def page_of(allocation: str) -> int:

@@ -92,8 +92,9 @@ class Fleet:
     def _route(self, numbered: Numbered) -> int:
         ids = prompt_ids(*numbered)
         replicas = self.replicas
+        width = replicas[0].ledger.groups.num_groups
         loads = [
-            simulation.ledger.num_held + simulation.waiting_tokens + inbox.num_tokens
+            simulation.ledger.num_held + (simulation.waiting_tokens + inbox.num_tokens) * width
             for simulation, inbox in zip(replicas, self._inboxes, strict=True)
         ]
         return self._choose(

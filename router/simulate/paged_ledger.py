@@ -12,6 +12,7 @@ import numpy as np
 
 from lightkv.edits import Alloc
 from lightkv.errors import CheckFailed, OutOfTokens, SequenceTooLong
+from lightkv.layer_groups import ONE_GROUP, LayerGroups
 from lightkv.ledger import Match, Sequence, Session, TokenLedger
 from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace
 
@@ -258,13 +259,18 @@ class ContiguousLedger(PaddedLedger):
 
 
 def make_ledger(
-    allocation: str, capacity: int, max_sequences: int, max_entries: int, max_new: int
+    allocation: str,
+    capacity: int,
+    max_sequences: int,
+    max_entries: int,
+    max_new: int,
+    groups: LayerGroups = ONE_GROUP,
 ) -> TokenLedger:
     """Returns the ledger for the name of an allocation. `max_new`: tokens that a contiguous one reserves after
-    each prompt."""
+    each prompt; `groups`: of layers that do not all see everything, which "token" alone knows."""
     page = page_of(allocation)
     if page == 1:
-        return TokenLedger(capacity, max_sequences, max_entries)
+        return TokenLedger(capacity, max_sequences, max_entries, groups=groups)
     if not page:
         return ContiguousLedger(capacity, max_sequences, max_entries, max_new)
     return PagedLedger(capacity, max_sequences, max_entries, page)

@@ -73,7 +73,7 @@ class Figures:
     num_unstated: int = 0  # requests without max_tokens
     num_preempted_stated: int = 0  # requests with max_tokens that were preempted at least once
     max_overtaken: int = 0  # the most later requests that got their first token before one did
-    large_ttft_max: float = 0.0  # of requests that take a sixteenth of the pool or more
+    large_ttft_max: float = 0.0  # of requests with a sixteenth of the tokens that fit the pool, or more
     low_ttft_max: float = 0.0  # of requests with a priority of 1
 
 

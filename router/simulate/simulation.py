@@ -20,13 +20,14 @@ from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.prefill_budget import PrefillBudget
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
+from lightkv.router.engine.slots.lives import longest_held
 from lightkv.router.engine.step import ExpectedMemory, Limits, StepPlan, StepResult, TokenEvent
 from lightkv.router.engine.step_time import StepTime
 from lightkv.router.sampling_params import SamplingParams
 
 from .admissions import make_simulated
 from .arrivals import Arrivals, Inbox, arrange, prompt_ids
-from .config import InvalidSimulation, SimulationConfig, page_of
+from .config import InvalidSimulation, SimulationConfig, groups_of, page_of
 from .paged_ledger import ContiguousLedger, PaddedLedger, PagedLedger, make_ledger
 from .record import Distribution, Means, Overtaking, Timeline
 from .result import Figures, Series, SimulationResult
@@ -38,7 +39,7 @@ END, MORE = 2, 1  # sampled: the last token of an answer, any other
 QUEUE = 64  # requests in the scheduler's queue; further ones wait outside, as a few numbers each
 PROGRESS_EVERY = 100
 WORDS = "simulating"  # what a progress bar says
-LARGE_SHARE = 1 / 16  # of the pool; a request that takes as much is large
+LARGE_SHARE = 1 / 16  # of the tokens of the longest request that fits the pool; one with as many is large
 
 Progress = Callable[[str, int], None]
 """Takes the name of the current phase, and how many of its requests have ended."""
@@ -123,10 +124,13 @@ class Simulation:
         self._what = WORDS if config.rate != math.inf else "measuring saturation"
         self.clock = 0.0
         page = page_of(config.allocation)
-        longest = config.capacity + 1
+        groups, num_slots = groups_of(config.layers), config.num_slots
+        most = config.prefill_chunk or num_slots
+        longest = longest_held(groups, num_slots, most) + 1
         self.ledger = make_ledger(
-            config.allocation, config.capacity, config.max_num_seqs, longest, config.max_new
+            config.allocation, num_slots, config.max_num_seqs, longest, config.max_new, groups
         )
+        self._longest = longest_held(groups, self.ledger.capacity, most)  # tokens that a request may have
         admission = make_simulated(config.counted, config.seed, max(page - 1, 0), config.ttft_target)
         if config.patience is not None:
             admission = replace(admission, patience=config.patience)
@@ -189,7 +193,7 @@ class Simulation:
         if plan is None:
             raise InvalidSimulation(
                 f"{self.scheduler.num_running} requests run and no step can be made: "
-                f"{self.ledger.num_held} tokens are held of {self.ledger.capacity}; give a larger --capacity"
+                f"{self.ledger.num_held} slots are held of {self.ledger.capacity}; give a larger --capacity"
             )
         self.device.launch(plan)
         return True
@@ -236,11 +240,11 @@ class Simulation:
 
     def _send_one(self, number: int, asked: TraceRequest) -> None:
         config = self.config
-        if asked.prompt + config.max_new - 1 > self.ledger.capacity:
+        if asked.prompt + config.max_new - 1 > self._longest:
             if not config.skip_too_large:
                 raise InvalidSimulation(
                     f"request {number} of {self.trace.name} has {asked.prompt} prompt tokens and up to "
-                    f"{config.max_new} new ones, of a pool of {self.ledger.capacity}; give a larger "
+                    f"{config.max_new} new ones, of a pool of {self._longest}; give a larger "
                     "--capacity, a smaller --max-new, or --skip-too-large to leave such requests out"
                 )
             self._num_skipped += 1
@@ -256,7 +260,7 @@ class Simulation:
         if config.admission == "oracle":
             params = SamplingParams(temperature=0.0, max_tokens=output)
         elif not is_stated:  # it may take all of the pool
-            params = SamplingParams(temperature=0.0, max_tokens=self.ledger.capacity + 1 - asked.prompt)
+            params = SamplingParams(temperature=0.0, max_tokens=self._longest + 1 - asked.prompt)
         request = Request(str(number), ids, params, number, frozenset({END}), (), priority)
         request.states_length = is_stated
         self.device.outputs[number] = [output]
@@ -286,7 +290,7 @@ class Simulation:
         request = live.request
         self.ttft.add(seconds)
         self._overtaking.begin(request.arrival + 1)
-        if request.num_prompt + self.device.outputs[request.seed][0] >= LARGE_SHARE * self.ledger.capacity:
+        if request.num_prompt + self.device.outputs[request.seed][0] >= LARGE_SHARE * self._longest:
             self._large_ttft_max = max(self._large_ttft_max, seconds)
         if request.priority:
             self._low_ttft_max = max(self._low_ttft_max, seconds)

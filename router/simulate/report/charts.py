@@ -38,9 +38,10 @@ def _memory(result: SimulationResult) -> Chart:
     """Draws used, wasted and cached slots, stacked under the capacity."""
     series, f = result.series, result.figures
     title, edges = "Memory", _edges(result)
+    unit = "slots" if result.settings.get("layers") else "tokens"
     words = (
-        f"Tokens of the pool's {series.capacity:,} over {duration(f.seconds)}. Means while loaded: "
-        f"{f.memory_used_share:.1%} used, {f.memory_padding_share:.2%} waste, "
+        f"{unit.capitalize()} of the pool's {series.capacity:,} over {duration(f.seconds)}. Means while "
+        f"loaded: {f.memory_used_share:.1%} used, {f.memory_padding_share:.2%} waste, "
         f"{f.memory_cached_share:.1%} cached; at most {f.peak_held_share:.1%} held."
     )
     if not series.used:
@@ -60,7 +61,7 @@ def _memory(result: SimulationResult) -> Chart:
     lines = [Mark("held", steps((x, y), edges, held), 1 if any(series.padding) else 0)]
     capacity = Tick(y.at(series.capacity), f"capacity {_short(series.capacity)}")
     return Chart(
-        title, words, label, "tokens", ticks, y.ticks(_short), areas, lines, (capacity,),
+        title, words, label, unit, ticks, y.ticks(_short), areas, lines, (capacity,),
     )  # fmt: skip
 
 
