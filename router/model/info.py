@@ -90,7 +90,7 @@ def model_info(config: EngineConfig, directory: Path) -> dict[str, Any]:
         "bytes_per_slot": spec.bytes_per_slot,
         "layer_groups": asdict(spec.groups),
         "layer_classes": list(map(str, spec.groups.classes)),
-        "unused_lanes": spec.groups.waste(),
+        "unused_lanes": spec.unused_share,
         "slots_of_request": {
             length: spec.groups.slots(length)
             for length in dict.fromkeys(min(length, limits.max_model_len) for length in _LENGTHS)
