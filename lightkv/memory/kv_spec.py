@@ -127,7 +127,7 @@ class KVSpec:
         checked_count("a holder", holder, least=0)
         if holder > layer or self.holder(holder) != holder:
             raise ValueError(
-                f"layer {layer} reads the K/V of layer {holder}; give itself, or an earlier one with K/V of its own"
+                f"layer {layer} reads the K/V of layer {holder}; give itself, or an earlier one with its own"
             )
         lived = [None if self.lifetimes is None else self.lifetimes[one] for one in (layer, holder)]
         if self.heads(layer) != self.heads(holder) or lived[0] != lived[1]:
