@@ -236,10 +236,7 @@ class LightKVCache(Cache):
             )
         source, slots, seen = self._pending.step
         write_tokens(self.kv.memory.pool, layer_idx, slots, source, (keys, values))
-        k, v = self._gather(layer_idx, seen.view(len(keys), -1))
-        if (self.kv.memory.pool.spec.holders or ()).count(layer_idx) > 1:  # layers after it read them, too
-            return k.clone(), v.clone()
-        return k, v
+        return self._gather(layer_idx, seen.view(len(keys), -1))
 
     def _gather(self, layer_idx: int, seen: torch.Tensor) -> KV:
         """Returns K and V at the slots `seen`, int64 `[rows, width]`, as `[rows, heads, width, dim]`."""
