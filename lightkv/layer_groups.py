@@ -2,20 +2,24 @@
 
 Layers whose tokens live and die together are a class: those that see everything, those that see a window, those
 that see a chunk. A class is cut into groups of layers that share slots, each layer of a group in a lane of its
-own:
+own, or beside others whose rows are narrower than the lane:
 
     slot      lane 0     lane 1     lane 2
     ├─ of group 0 (full):      layer 5    layer 11   layer 17
     ├─ of group 1 (window):    layer 0    layer 1    layer 2
     └─ of group 2 (window):    layer 3    layer 4    layer 6     …
 
+    where rows of full layers have half the bytes of the others
+    ├─ of group 0 (full):      5 and 11   17 and 23
+    └─ of group 1 (window):    layer 0    layer 1
+
 A token takes a slot in each group of each class that still sees it. This file needs no torch: the ledger counts
 with it, and the memory makes its lanes of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Literal
 
 from .counts import checked_count
@@ -76,17 +80,25 @@ class Lifetime:
 FULL = Lifetime()
 
 
+Lane = tuple[int, ...]  # the layers whose rows stand beside one another in a lane of a group
+
+
 @dataclass(frozen=True)
 class LayerClass:
-    """The layers of one lifetime, by groups: the layers of each, in the order of the lanes."""
+    """The layers of one lifetime, by groups: the layers in each lane."""
 
     lifetime: Lifetime
-    groups: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[Lane, ...], ...]
 
     @property
     def num_groups(self) -> int:
         """Slots that a token takes in this class."""
         return len(self.groups)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """All layers of the class."""
+        return tuple(chain.from_iterable(chain.from_iterable(self.groups)))
 
     def __str__(self) -> str:
         sees = {
@@ -95,63 +107,84 @@ class LayerClass:
             "chunk": f"chunks of {self.lifetime.size:,} tokens",
         }
         slots = "1 slot" if self.num_groups == 1 else f"{self.num_groups} slots"
-        num_layers = sum(map(len, self.groups))
+        num_layers = len(self.layers)
         layers = "1 layer sees" if num_layers == 1 else f"{num_layers} layers see"
         return f"{layers} {sees[self.lifetime.sees]} ({slots} a token)"
 
 
 @dataclass(frozen=True)
 class LayerGroups:
-    """The classes of a model, the full one first. `num_lanes`: the layers that a slot has room for."""
+    """The classes of a model, the full one first. `num_lanes`: the lanes of a slot."""
 
     classes: tuple[LayerClass, ...]
     num_lanes: int
 
     @classmethod
-    def of(cls, lifetimes: Sequence[Lifetime]) -> "LayerGroups":
-        """Cuts layers, whose rows have equal bytes, into groups.
+    def of(cls, lifetimes: Sequence[Lifetime], row_bytes: Sequence[int] | None = None) -> "LayerGroups":
+        """Cuts layers into groups.
+
+        `row_bytes`: the bytes of a token's row in each layer, 0 for a layer that holds none; None where they
+        are equal. A lane is as wide as the widest row, and has as many narrower ones as fit.
 
         Layers of one lifetime stay together, and so do all layers where none sees everything, since nothing
-        would then limit what the prefix tree knows. Otherwise the cut is that of the least waste: the lanes
-        that have no layer in a group. Tokens of layers that see everything count `FULL_WEIGHT` times, since
-        they stay, and each group costs a little, for its table and its slots.
+        would then limit what the prefix tree knows. Otherwise the cut is that of the least waste: the bytes of
+        lanes that no layer has. Tokens of layers that see everything count `FULL_WEIGHT` times, since they
+        stay, and each group costs a little, for its table and its slots. All layers stay together, too, where
+        the slots of a token that stays would have as many bytes as the token has in all layers.
         """
+        rows = row_bytes or [1] * len(lifetimes)
         layers: dict[Lifetime, list[int]] = {}
         for layer, lifetime in enumerate(lifetimes):
-            layers.setdefault(lifetime, []).append(layer)
+            if rows[layer]:
+                layers.setdefault(lifetime, []).append(layer)
+        together = one_group(sorted(chain.from_iterable(layers.values())))
         if len(layers) == 1 or FULL not in layers:
-            return one_group(len(lifetimes))
+            return together
         order = sorted(layers, key=lambda one: (one != FULL, one.sees, one.size))
+        lanes = {one: _lanes(layers[one], rows) for one in order}
         cuts = []
-        for num_lanes in range(1, max(map(len, layers.values())) + 1):
-            classes = [LayerClass(one, _batched(layers[one], num_lanes)) for one in order]
+        for num_lanes in range(1, max(map(len, lanes.values())) + 1):
+            classes = [LayerClass(one, _batched(lanes[one], num_lanes)) for one in order]
             cuts.append(cls(tuple(classes), num_lanes))
-        return min(cuts, key=lambda cut: cut.waste(FULL_WEIGHT) + GROUP_PRICE * cut.num_groups)
+        cut = min(cuts, key=lambda cut: cut.waste(row_bytes, FULL_WEIGHT) + GROUP_PRICE * cut.num_groups)
+        stays = cut.widths[0] * sum(cut.lane_sizes(rows))
+        return cut if stays < sum(rows) else together
 
-    def waste(self, full_weight: int = 1) -> float:
-        """Returns how many lanes of a token's slots have no layer, as a share of those that have one.
-        `full_weight`: how many times the class counts that sees everything."""
+    def lane_sizes(self, sizes: Sequence[int]) -> list[int]:
+        """Returns how wide each lane is, where the rows of layers have these sizes: as its widest group."""
+        return [max(sum(sizes[layer] for layer in layers) for layers in lane) for lane in self.lanes]
+
+    def waste(self, row_bytes: Sequence[int] | None = None, full_weight: int = 1) -> float:
+        """Returns how many bytes of a token's slots no layer has, as a share of those that layers have.
+        `row_bytes`: as for `of`. `full_weight`: how many times the class counts that sees everything."""
+        rows = row_bytes or [1] * (1 + max(chain.from_iterable(one.layers for one in self.classes)))
+        slot = sum(self.lane_sizes(rows))
         taken = needed = 0
         for one in self.classes:
             weight = full_weight if one.lifetime == FULL else 1
-            taken += weight * one.num_groups * self.num_lanes
-            needed += weight * sum(map(len, one.groups))
+            taken += weight * one.num_groups * slot
+            needed += weight * sum(rows[layer] for layer in one.layers)
         return taken / needed - 1
 
     @property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The layers of each group, of all classes in their order."""
+    def groups(self) -> tuple[tuple[Lane, ...], ...]:
+        """The lanes of each group, of all classes in their order."""
         return tuple([group for one in self.classes for group in one.groups])
 
     @property
-    def places(self) -> list[tuple[int, int]]:
-        """The group and the lane of each layer."""
-        found = {
+    def lanes(self) -> list[list[Lane]]:
+        """For each lane, what the groups have in it that reach so far."""
+        return [[group[lane] for group in self.groups if lane < len(group)] for lane in range(self.num_lanes)]
+
+    @property
+    def places(self) -> dict[int, tuple[int, int]]:
+        """The group and the lane of each layer that holds K/V."""
+        return {
             layer: (number, lane)
             for number, group in enumerate(self.groups)
-            for lane, layer in enumerate(group)
+            for lane, layers in enumerate(group)
+            for layer in layers
         }
-        return [found[layer] for layer in range(len(found))]
 
     @property
     def is_uniform(self) -> bool:
@@ -179,13 +212,29 @@ class LayerGroups:
         return sum(one.num_groups * (length - one.lifetime.first_kept(length)) for one in self.classes)
 
 
-def one_group(num_layers: int) -> LayerGroups:
-    """Returns the one group of a model whose layers hold every token for as long as any of them does."""
-    return LayerGroups((LayerClass(FULL, (tuple(range(num_layers)),)),), num_layers)
+def one_group(layers: Iterable[int]) -> LayerGroups:
+    """Returns the one group of a model whose `layers` hold every token for as long as any of them does, each in
+    a lane of its own."""
+    lanes = tuple([(layer,) for layer in layers])
+    return LayerGroups((LayerClass(FULL, (lanes,)),), len(lanes))
 
 
-def _batched(layers: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
-    return tuple([tuple(layers[start : start + size]) for start in range(0, len(layers), size)])
+def _lanes(layers: Sequence[int], rows: Sequence[int]) -> list[Lane]:
+    """Returns the lanes that layers take, each as wide as the widest of all rows: the layers with the widest
+    rows first, and as many to a lane as fit."""
+    room, lanes = 0, list[Lane]()
+    for layer in sorted(layers, key=lambda layer: -rows[layer]):
+        if rows[layer] <= room:
+            lanes[-1] = (*lanes[-1], layer)
+            room -= rows[layer]
+        else:
+            lanes.append((layer,))
+            room = max(rows) - rows[layer]
+    return lanes
 
 
-ONE_GROUP = one_group(1)  # for counting where no layers are known
+def _batched(lanes: Sequence[Lane], size: int) -> tuple[tuple[Lane, ...], ...]:
+    return tuple([tuple(lanes[start : start + size]) for start in range(0, len(lanes), size)])
+
+
+ONE_GROUP = one_group([0])  # for counting where no layers are known

@@ -102,7 +102,8 @@ class AttentionBackend(ABC):
         step: Step,
         rotary: RotaryEmbedding | None = None,
     ) -> torch.Tensor:
-        """Writes k and v to the layer's slots (`Step.slots_of`), then attends from q.
+        """Writes k and v to the layer's slots (`Step.slots_of`), then attends from q. A layer that reads the
+        K/V of another one (`KVSpec.holder`), which has run before it, writes nothing.
 
         Args:
             q: `[num_tokens, num_heads * head_dim]` on the pool's device, or with the heads as a dimension of
@@ -132,7 +133,10 @@ class AttentionBackend(ABC):
         k = k.view(num_tokens, self.num_kv_heads, self.head_dim)
         v = v.view(num_tokens, self.num_kv_heads, self.v_dim)
         out = q.new_empty(num_tokens, self.num_heads, self.v_dim)
-        self._write(q, k, v, step, rotary)
+        if step.memory.pool.spec.holder(self.layer_idx) == self.layer_idx:
+            self._write(q, k, v, step, rotary)
+        else:
+            assert rotary is None, "positions are applied by the write"
         self._attend(q, step, out)
         return out.flatten(1)
 

@@ -53,7 +53,7 @@ class TritonAttention(AttentionBackend):
             constants_of(layer_format.elements, dim)
 
     def use_fp8_prefill(self, q_scale: float, spec: KVSpec, device: torch.device) -> None:
-        reason, layer_format = fp8_prefill_reason(device, self.heads), spec.format.of_layer(self.layer_idx)
+        reason, layer_format = fp8_prefill_reason(device, self.heads), spec.format_of(self.layer_idx)
         if spec.dtype.itemsize != 2:
             reason = f"it is for models in 16 bits, and this one computes in {spec.dtype}"
         if not layer_format.is_static:

@@ -28,8 +28,10 @@ class CacheLayer(CacheLayerMixin):
         """Does nothing: the pool is allocated when the cache is made."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> KV:
-        found: KV = self._owner.update_layer(self._layer_idx, key_states, value_states)
-        return found
+        k, v = self._owner.update_layer(self._layer_idx, key_states, value_states)
+        holders = self._owner.kv.memory.pool.spec.holders or ()
+        # What layers after it read, too, must not be written over by the next layer's K/V.
+        return (k.clone(), v.clone()) if holders.count(self._layer_idx) > 1 else (k, v)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._owner.num_columns + query_length, 0

@@ -282,6 +282,6 @@ def assemble(
     backends = make_backends(backend, model.device, shape.layers, rotary)
     spec = replace(shape.spec, format=kv_format)
     for layer in backends:
-        layer.check_format(kv_format.of_layer(layer.layer_idx))
+        layer.check_format(spec.format_of(layer.layer_idx))
     cache = KVCache(spec, capacity, max_sequences, max_entries, model.device)
     return cache, backends

@@ -75,7 +75,8 @@ class KVMemory:
         self.table = TokenTable(max_sequences, max_entries, device, groups.num_groups)
         self.pool = KVPool(spec, num_slots, device)
         self._reuse_entries = reuse_entries if device.type == "cuda" else reuse_entries_reference
-        self.group_of_layer = [group for group, _ in groups.places]
+        places = groups.places
+        self.group_of_layer = [places[spec.holder(layer)][0] for layer in range(spec.num_layers)]
         self._groups = groups.slices  # of each class, in the table
         # By class, of each segment: int32 slots, `[groups of the class, n]`, of all its tokens in class 0, and
         # of the last n in the others. Where there is one group in all, `[n]`.

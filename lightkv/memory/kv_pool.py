@@ -1,9 +1,10 @@
-"""The K/V of every slot, in one buffer per layer, and the plan of how many slots fit a device.
+"""The K/V of every slot, in one buffer per lane, and the plan of how many slots fit a device.
 
 Slot 0 is padding: it is zero at first, and safe to read and to write.
 """
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from lightkv.counts import checked_count
 from lightkv.errors import OutOfMemory
+from lightkv.layer_groups import Lane
 from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
 from lightkv.triton_kernels.quantised.quantise_reference import (
     dequantise,
@@ -102,9 +104,11 @@ def plan_pool(
 class KVPool:
     """`num_slots` slots of `spec` on `device`.
 
-    Layer `i` is one buffer `[num_slots, row_width]`: a slot's K heads, then its V heads, so that they are
-    adjacent in memory. Layers in the same lane of different groups share it. Where they are quantised, a second
-    buffer holds the scales of each slot and head, except for static ones, which are the same for all slots.
+    Where layers are one group, layer `i` is one buffer `[num_slots, row_width]`: a slot's K heads, then its V
+    heads, so that they are adjacent in memory. Layers in the same lane of different groups share it, and those
+    in the same lane of one group have their rows beside one another there. Layers that read another one's K/V
+    have none of their own. Where they are quantised, a second buffer holds the scales of each slot and head,
+    except for static ones, which are the same for all slots.
     These have to be set first: `scales`, `write` and `read` raise ValueError for a layer that lacks them.
     Raises OutOfMemory, with nothing allocated, if the device has no room.
     """
@@ -118,53 +122,81 @@ class KVPool:
         self.num_slots = num_slots
         self.device = device
         layers = range(spec.num_layers)
-        lanes = [lane for _, lane in spec.groups.places]
-        rows: list[torch.Tensor] = []
-        scales: list[torch.Tensor] = []
+        lanes = spec.groups.lanes
+        buffers: list[torch.Tensor] = []
+        rows: dict[int, torch.Tensor] = {}
+        scales: dict[int, torch.Tensor] = {}
         try:
-            for layer_idx, lane in enumerate(lanes):
-                # Layers in the same lane of their groups have one buffer.
-                first, of_layer = lanes.index(lane), spec.format.of_layer(layer_idx)
-                is_first = first == layer_idx
-                rows.append(self._make_rows(layer_idx) if is_first else rows[first])
-                has_own = is_first or of_layer.is_static
-                scales.append(self._make_scales(of_layer) if has_own else scales[first])
+            for lane in lanes:
+                buffers.append(self._make_lane(lane, rows))
+            for lane in lanes:
+                buffers += self._make_scales(lane, scales)
         except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU allocator raises the bare type
+            buffers.clear()
             rows.clear()
             scales.clear()
             raise OutOfMemory(_free_bytes(device), spec.bytes_per_slot, num_slots - 1) from error
-        for buffer in (*rows, *scales):
+        for buffer in (*buffers, *scales.values()):
             # Padding is read under a mask, and a weight of 0 does not mask a NaN: 0 * NaN is NaN.
             buffer[:1].zero_()
-        self._rows, self._scale_rows = rows, scales
-        self._unset = {layer_idx for layer_idx in layers if spec.format.of_layer(layer_idx).is_static}
-        dims = {spec.k_dim, spec.v_dim} if spec.format.elements.has_hadamard else set()
+        self._buffers = buffers
+        self._rows = [rows[spec.holder(layer)] for layer in layers]
+        self._static_scales = {layer: one for layer, one in scales.items() if spec.format_of(layer).is_static}
+        self._unset = set(self._static_scales)
+        heads = [spec.heads(layer) for layer in layers]
+        dims = {dim for one in heads for dim in one[1:]} if spec.format.elements.has_hadamard else set()
         self._hadamard = {dim: hadamard(dim, device) for dim in dims}
-        self._k, self._v = zip(*map(spec.split, rows, layers), strict=True)
-        self._scales = list(map(self._scales_of, layers))
+        self._k, self._v = zip(*map(spec.split, self._rows, layers), strict=True)
+        self._scales = [self._by_head(scales.get(spec.holder(layer)), layer) for layer in layers]
 
     def __repr__(self) -> str:
         return f"KVPool({self.num_slots} slots, {self.num_bytes:,} bytes on {self.device}; {self.spec})"
 
-    def _make_rows(self, layer_idx: int) -> torch.Tensor:
+    def _make_lane(self, lane: Sequence[Lane], rows: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Makes the buffer of a lane, of which `lane` has the layers in each group, and adds their views to
+        `rows`. The buffer is of bytes where they have several types."""
         spec = self.spec
+        types = {spec.row_dtype(layer) for layers in lane for layer in layers}
+        dtype = types.pop() if len(types) == 1 else torch.uint8
+        width = max(sum(spec.lane_bytes[layer] for layer in layers) for layers in lane)
+        buffer = self._make(width // dtype.itemsize, dtype)
+        for layers in lane:
+            begin = 0
+            for layer in layers:
+                end = begin + spec.row_width(layer) * spec.row_dtype(layer).itemsize
+                view = buffer[:, begin // dtype.itemsize : end // dtype.itemsize]
+                rows[layer] = view.view(spec.row_dtype(layer))
+                begin += spec.lane_bytes[layer]
+        return buffer
+
+    def _make_scales(self, lane: Sequence[Lane], scales: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Makes the buffer of a lane's scales, likewise; none where none of them stands by slot. Static ones
+        are in a row of their own."""
+        spec, dtype = self.spec, self.spec.format.scale_dtype
+        width = max(sum(map(spec.num_scales, layers)) for layers in lane)
+        buffers = [self._make(width, dtype)] if width else []
+        for layers in lane:
+            begin = 0
+            for layer in layers:
+                if spec.format_of(layer).is_static:
+                    num = 2 * spec.heads(layer).num_kv_heads  # one for K and one for V of each head
+                    scales[layer] = torch.empty(1, num, dtype=dtype, device=self.device)
+                elif num := spec.num_scales(layer):
+                    scales[layer] = buffers[0][:, begin : begin + num]
+                    begin += num
+        return buffers
+
+    def _make(self, width: int, dtype: torch.dtype) -> torch.Tensor:
         # Entries that a window has passed are read under a mask, too, and may be slots that were never written.
-        make = torch.empty if spec.groups.is_uniform else torch.zeros
-        shape = self.num_slots, spec.row_width(layer_idx)
-        return make(shape, dtype=spec.row_dtype(layer_idx), device=self.device)
+        make = torch.empty if self.spec.groups.is_uniform else torch.zeros
+        return make((self.num_slots, width), dtype=dtype, device=self.device)
 
-    def _make_scales(self, of_layer: KVFormat) -> torch.Tensor:
-        spec = self.spec
-        width = spec.num_kv_heads * of_layer.num_scales(spec.k_dim, spec.v_dim)
-        num_rows = 1 if of_layer.is_static else self.num_slots
-        make = torch.empty if spec.groups.is_uniform else torch.zeros
-        return make(num_rows, width, dtype=of_layer.scale_dtype, device=self.device)
-
-    def _scales_of(self, layer_idx: int) -> torch.Tensor | None:
-        if not self.format(layer_idx).is_quantised:
+    def _by_head(self, scales: torch.Tensor | None, layer_idx: int) -> torch.Tensor | None:
+        """Returns a layer's scales, `[num_slots or 1, n]`, as `[num_slots, num_kv_heads, num_scales]`."""
+        if scales is None:
             return None
-        scales = self._scale_rows[layer_idx].expand(self.num_slots, -1)
-        return scales.unflatten(1, (self.spec.num_kv_heads, -1))
+        num_kv_heads = self.spec.heads(layer_idx).num_kv_heads
+        return scales.expand(self.num_slots, -1).unflatten(1, (num_kv_heads, -1))
 
     @property
     def num_bytes(self) -> int:
@@ -174,15 +206,15 @@ class KVPool:
     @property
     def buffers(self) -> list[torch.Tensor]:
         """All that is stored by slot, `[num_slots, ...]`: to copy a token is to copy its row of each."""
-        scales = [buffer for buffer in self._scale_rows if len(buffer) == self.num_slots and buffer.shape[1]]
-        return list(dict.fromkeys([*self._rows, *scales]))  # each once, of those that layers share
+        return list(self._buffers)
 
     def format(self, layer_idx: int) -> KVFormat:
         """Returns how a layer is stored."""
-        return self.spec.format.of_layer(layer_idx)
+        return self.spec.format_of(layer_idx)
 
     def kv(self, layer_idx: int) -> torch.Tensor:
-        """Returns the stored K and V of a layer together, `[num_slots, row_width]`, contiguous."""
+        """Returns the stored K and V of a layer together, `[num_slots, row_width]`: contiguous, unless layers
+        have groups or rows of several widths, where rows may be apart."""
         return self._rows[layer_idx]
 
     def k(self, layer_idx: int) -> torch.Tensor:
@@ -198,7 +230,7 @@ class KVPool:
         """Returns what stands beside the heads of a layer, `[num_slots, num_kv_heads, num_scales]`: the scales
         and the zero points of K, then those of V. Static ones have a stride of 0. None where nothing is
         quantised."""
-        if layer_idx in self._unset:
+        if self.spec.holder(layer_idx) in self._unset:
             raise ValueError(
                 f"the static scales of layer {layer_idx} are not set: call set_static_scales first "
                 "(set_kv_scales with those of a checkpoint), or choose a format with a scale for each token, "
@@ -216,11 +248,9 @@ class KVPool:
 
         Raises ValueError for a layer without static scales, and for scales that are not finite and positive.
         """
-        of_layer, scales = (
-            self.format(layer_idx),
-            torch.stack(
-                [one.float().flatten().expand(self.spec.num_kv_heads) for one in (k_scale, v_scale)], dim=1
-            ),
+        of_layer, num_kv_heads = self.format(layer_idx), self.spec.heads(layer_idx).num_kv_heads
+        scales = torch.stack(
+            [one.float().flatten().expand(num_kv_heads) for one in (k_scale, v_scale)], dim=1
         )
         if not of_layer.is_static:
             raise ValueError(f"layer {layer_idx} has no static scales; its format is {of_layer}")
@@ -229,8 +259,8 @@ class KVPool:
                 f"the scales of layer {layer_idx} are {scales.tolist()}; give finite, positive ones, or choose "
                 "a format with a scale for each token, such as int8"
             )
-        self._scale_rows[layer_idx].copy_(scales.flatten()[None])
-        self._unset.discard(layer_idx)
+        self._static_scales[self.spec.holder(layer_idx)].copy_(scales.flatten()[None])
+        self._unset.discard(self.spec.holder(layer_idx))
 
     def write(self, layer_idx: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes K `[n, num_kv_heads, k_dim]` and V to slots, int64 `[n]`, quantised in plain torch."""
@@ -241,7 +271,7 @@ class KVPool:
                 cache.index_copy_(0, slots, x.to(cache.dtype))
             return
         found: list[torch.Tensor] = []
-        static = split_scales(scales[0], of_layer, self.spec.k_dim)
+        static = split_scales(scales[0], of_layer, self.spec.heads(layer_idx).k_dim)
         for x, cache, given in zip((k, v), caches, static, strict=True):
             x, own = quantise(x, of_layer.elements, of_layer.scale_dtype, given)
             found.append(own)
@@ -258,7 +288,7 @@ class KVPool:
         scales = self.scales(layer_idx)
         if scales is None:
             return k, v
-        of_k, of_v = split_scales(scales[slots], of_layer, self.spec.k_dim)
+        of_k, of_v = split_scales(scales[slots], of_layer, self.spec.heads(layer_idx).k_dim)
         return self._restored(k, of_k, of_layer.elements), self._restored(v, of_v, of_layer.elements)
 
     def _restored(self, stored: torch.Tensor, scales: torch.Tensor, elements: Elements) -> torch.Tensor:

@@ -207,7 +207,10 @@ def info(
     memory = (
         f", {_gib(machine.free_bytes)} of {_gib(machine.total_bytes)} free" if machine.total_bytes else ""
     )
-    heads = "{num_layers} layers x {num_kv_heads} K/V heads x ({k_dim} + {v_dim})".format_map(model)
+    heads = " + ".join(
+        "{num_layers} layers x {num_kv_heads} K/V heads x ({k_dim} + {v_dim})".format_map(one)
+        for one in model["kv_heads"]
+    )
     chunk = f"{model['prefill_chunk']:,} prompt tokens" if model["prefill_chunk"] else "all prompt tokens"
     rows = {
         **machine.versions,

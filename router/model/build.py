@@ -176,7 +176,7 @@ class EngineSizes:
             chosen = KVFormat.parse(config.kv_dtype, config.skipped_layers)
             spec = dataclasses.replace(shape.spec, format=chosen, lifetimes=shape.lifetimes)
             for layer in backends:
-                layer.check_format(chosen.of_layer(layer.layer_idx))
+                layer.check_format(spec.format_of(layer.layer_idx))
             return dataclasses.replace(shape, spec=spec)
         except ValueError as error:
             skipped = f", --kv-skip-layers {config.kv_skip_layers}" if config.kv_skip_layers else ""

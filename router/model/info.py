@@ -4,6 +4,7 @@ The sizes are those that `build.py` would choose. No memory is used for the weig
 """
 
 import platform
+from collections import Counter
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +20,7 @@ from lightkv.errors import OutOfMemory
 from lightkv.integrations.model.adapters.adapt import adapt
 from lightkv.integrations.model.probe import ModelShape, NeedsNumbers, find_shape, probe
 from lightkv.memory.kv_pool import PoolPlan
+from lightkv.memory.kv_spec import KVSpec
 from lightkv.router.config import EngineConfig
 
 from .build import EngineSizes, kv_scales, kv_text, pick_device, pick_dtype, use_fp8_prefill
@@ -86,11 +88,12 @@ def model_info(config: EngineConfig, directory: Path) -> dict[str, Any]:
         "num_kv_heads": spec.num_kv_heads,
         "k_dim": spec.k_dim,
         "v_dim": spec.v_dim,
+        "kv_heads": _kv_heads(spec),
         "bytes_per_token": spec.bytes_per_token,
         "bytes_per_slot": spec.bytes_per_slot,
         "layer_groups": asdict(spec.groups),
         "layer_classes": list(map(str, spec.groups.classes)),
-        "unused_lanes": spec.groups.waste(),
+        "unused_lanes": spec.unused_share,
         "slots_of_request": {
             length: spec.groups.slots(length)
             for length in dict.fromkeys(min(length, limits.max_model_len) for length in _LENGTHS)
@@ -104,6 +107,12 @@ def model_info(config: EngineConfig, directory: Path) -> dict[str, Any]:
         "pool_bytes": pool.num_bytes,
         "pool_reason": pool.why,
     }
+
+
+def _kv_heads(spec: KVSpec) -> list[dict[str, int]]:
+    """Returns the K/V heads that layers hold, and of how many layers."""
+    found = Counter(spec.heads(layer) for layer in range(spec.num_layers) if spec.holder(layer) == layer)
+    return [{"num_layers": count, **heads._asdict()} for heads, count in found.items()]
 
 
 def _shape(model: PreTrainedModel) -> ModelShape:

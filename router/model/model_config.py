@@ -24,6 +24,7 @@ from lightkv.router.model_files import UnreadableWeights, in_line, one_line, rea
 
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # names used by configurations
 _MAX_LAYERS = 10_000
+_MAY_DIFFER = {"head_dim", "num_key_value_heads"}  # fields that may differ by layer: the probe reads neither
 
 
 def load_config(directory: Path) -> PreTrainedConfig:
@@ -79,8 +80,8 @@ def check_supported(config: PreTrainedConfig) -> None:
         raise UnsupportedModel(in_line(architecture), in_line(reason))
 
     # This check comes first: transformers raises when a field that differs by layer is read.
-    if getattr(config, "is_heterogeneous", False):
-        refuse("its layers differ in shape")
+    if other := (getattr(config, "per_layer_attributes", None) or set()) - _MAY_DIFFER:
+        refuse(f"its layers differ in {', '.join(sorted(other))}")
     if config.is_encoder_decoder:
         refuse("it is an encoder-decoder")
     sub_configs = getattr(config, "sub_configs", {})
@@ -92,12 +93,10 @@ def check_supported(config: PreTrainedConfig) -> None:
         refuse("transformers has no causal language model of this type")
     if getattr(config, "is_decoder", None) is False and hasattr(config, "add_cross_attention"):
         refuse("it is an encoder")
-    if getattr(config, "use_bidirectional_attention", False):
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # text is causal
         refuse("its attention is bidirectional")
     if getattr(config, "kv_lora_rank", None):
         refuse("its attention is latent (kv_lora_rank)")
-    if getattr(config, "num_kv_shared_layers", 0):
-        refuse("some of its layers read another layer's K/V (num_kv_shared_layers)")
     if getattr(model_class, "_is_stateful", False):
         refuse("some of its layers keep a recurrent state")
     layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []

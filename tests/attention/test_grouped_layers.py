@@ -130,7 +130,7 @@ def test_a_lane_is_one_buffer(device: torch.device) -> None:
     pool = KVMemory(spec, 50, ROWS, ENTRIES, device).pool
     assert (spec.groups.num_lanes, spec.groups.widths) == (2, (1, 2))
     addresses = [pool.k(layer).data_ptr() for layer in range(6)]
-    of_lane = {lane: addresses[layer] for layer, (_, lane) in enumerate(spec.groups.places)}
-    assert addresses == [of_lane[lane] for _, lane in spec.groups.places]
+    of_lane = {lane: addresses[layer] for layer, (_, lane) in spec.groups.places.items()}
+    assert addresses == [of_lane[spec.groups.places[layer][1]] for layer in range(6)]
     assert len(set(addresses)) == len(pool.buffers) == 2
     assert pool.num_bytes == 50 * spec.bytes_per_slot == 50 * 2 * 32 * 4

@@ -19,7 +19,7 @@ def groups_of(*classes: tuple[str, int, int]) -> LayerGroups:
     found, layer = [], 0
     for sees, size, count in classes:
         lifetime = Lifetime(sees, size) if size else FULL
-        found.append(LayerClass(lifetime, tuple((layer + i,) for i in range(count))))
+        found.append(LayerClass(lifetime, tuple(((layer + i,),) for i in range(count))))
         layer += count
     return LayerGroups(tuple(found), 1)
 

@@ -40,13 +40,13 @@ def test_every_cut_has_each_layer_once_and_little_waste(num_full: int, num_windo
 
 
 def check_cut(groups: LayerGroups, lifetimes: list[Lifetime]) -> None:
-    assert sorted(layer for group in groups.groups for layer in group) == list(range(len(lifetimes)))
+    assert sorted(layer for one in groups.classes for layer in one.layers) == list(range(len(lifetimes)))
     for one in groups.classes:
-        assert {lifetimes[layer] for group in one.groups for layer in group} == {one.lifetime}
+        assert {lifetimes[layer] for layer in one.layers} == {one.lifetime}
         assert max(map(len, one.groups)) <= groups.num_lanes
     assert groups.classes[0].lifetime == FULL
-    for layer, (group, lane) in enumerate(groups.places):
-        assert groups.groups[group][lane] == layer
+    for layer, (group, lane) in groups.places.items():
+        assert groups.groups[group][lane] == (layer,)
 
 
 @pytest.mark.parametrize("lifetimes", [[FULL] * 4, [window(8)] * 4, [window(8), window(9)]])

@@ -45,9 +45,9 @@ Brackets name the field of the configuration that makes the difference. A model 
 and be refused with another: layer types, windows and shared layers are read from its config.json.
 
 Beside layers that see everything, layers with a window or a chunk hold what their next tokens see and 64
-tokens more ([layer groups](memory.md#layer-groups)). Where no layer sees everything, or `--kv-skip-layers`
-stores some layers otherwise, all layers hold all tokens. The models here are tiny and random. The released
-checkpoints of two families need more than that:
+tokens more ([layer groups](memory.md#layer-groups)). Where no layer sees everything, all layers hold all
+tokens. Layers that read the K/V of another layer (Gemma-3n, Gemma-4) hold none. The models here are tiny and
+random. The released checkpoints of two families need more than that:
 
 - **gpt-oss** stores its experts in MXFP4. transformers turns them into bfloat16 while it loads them (42 GB for
   20b, 234 GB for 120b), unless the package `kernels` is installed. lightkv has not been run on them, and its
@@ -155,7 +155,6 @@ REFUSED = {
     ("codegen", ""): "AttentionInterface",
     ("deepseek_v3", ""): "latent",
     ("doge", ""): "changes its attention mask",
-    ("gemma3n_text", ""): "another layer's K/V",
     ("mamba", ""): "recurrent state",
     ("musicgen", ""): "encoder-decoder",
     ("openai-gpt", ""): "AttentionInterface",

@@ -132,6 +132,6 @@ def layers(*classes: tuple[Lifetime, int]) -> LayerGroups:
     """Returns layer groups of one layer each, from the lifetimes and numbers of groups of the classes."""
     found, layer = [], 0
     for lifetime, count in classes:
-        found.append(LayerClass(lifetime, tuple((layer + i,) for i in range(count))))
+        found.append(LayerClass(lifetime, tuple(((layer + i,),) for i in range(count))))
         layer += count
     return LayerGroups(tuple(found), 1)

@@ -101,7 +101,6 @@ _GEMMA4_FIELDS = {
     "global_head_dim": 16,
     "vocab_size_per_layer_input": VOCABULARY,
 }
-_DIFFER_IN_SHAPE = "its layers differ in shape"
 
 # Where a family's fields name no `layer_types`, its configuration makes them by the family's own pattern.
 FAMILIES = {
@@ -125,7 +124,6 @@ FAMILIES = {
         "gemma4_text",
         {**_GEMMA4_FIELDS, "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 8},
         _GEMMA4_SHARING,
-        refusal=_DIFFER_IN_SHAPE,
     ),
     # Layers that see all have one product for K and V, and fewer K/V heads.
     "gemma4-tied": Family(
@@ -137,7 +135,6 @@ FAMILIES = {
             "hidden_size_per_layer_input": 0,
         },
         _layers("WWFWWF", 12, _TWO_OF_FOUR, Heads(4, 1, 16, 16)),
-        refusal=_DIFFER_IN_SHAPE,
     ),
     "gpt-oss": Family(
         "gpt_oss",
@@ -187,9 +184,6 @@ FAMILIES = {
         "mimo_v2_flash",
         {"num_attention_heads": 8, "head_dim": 12, "sliding_window": 11},
         _layers("FWWW", 11, Heads(8, 4, 12, 8), Heads(8, 2, 12, 8)),
-        refusal=(
-            "its layers' K/V differ: (KV heads, K dim, V dim) [(2, 12, 8), (4, 12, 8)], {torch.bfloat16}"
-        ),
     ),
     # Its mask is that of a window, of which its attention is not told.
     "phimoe": Family(

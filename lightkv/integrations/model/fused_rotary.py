@@ -7,7 +7,7 @@ frequency by layer stays the model's own. `fuse` compares each module with its o
 that computes anything else keeps its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, product
@@ -282,6 +282,8 @@ class _Watch:
         x: Any = args[0] if args else kwargs.get("hidden_states")
         if not _are_tables(tables, x) or kwargs.get("past_key_values") is not None:
             return None
+        if any(isinstance(given, MutableMapping) for given in kwargs.values()):
+            return None  # the module may leave its K/V there, for layers after it
         token = torch.arange(x.shape[1], device=x.device)[:, None]  # [T, 1]
         x = noise(tuple(x.shape), x) * torch.where(token // 2 % 2 == 1, LARGE, 1.0).to(x.dtype)
         if args:

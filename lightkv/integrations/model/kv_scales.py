@@ -133,15 +133,14 @@ def set_kv_scales(pool: KVPool, scales: Mapping[int, LayerScales]) -> None:
     """
     spec = pool.spec
     for layer in range(spec.num_layers):
-        if not pool.format(layer).is_static:
+        if not pool.format(layer).is_static or spec.holder(layer) != layer:
             continue
         if layer not in scales:
             raise BadScales(f"there are no scales for layer {layer}; {_REMEDY}")
-        of_layer = scales[layer]
+        of_layer, num_kv_heads = scales[layer], spec.heads(layer).num_kv_heads
         for name, scale in (("K", of_layer.k), ("V", of_layer.v)):
-            if len(scale) not in (1, spec.num_kv_heads):
+            if len(scale) not in (1, num_kv_heads):
                 raise BadScales(
-                    f"layer {layer} has {len(scale)} scales of {name}, and {spec.num_kv_heads} K/V heads; "
-                    f"{_REMEDY}"
+                    f"layer {layer} has {len(scale)} scales of {name}, and {num_kv_heads} K/V heads; {_REMEDY}"
                 )
         pool.set_static_scales(layer, of_layer.k, of_layer.v)

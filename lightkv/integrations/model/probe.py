@@ -19,7 +19,7 @@ from lightkv.attention import AttentionOptions, LayerShape
 from lightkv.errors import LightKVError, UnsupportedModel
 from lightkv.integrations.model.adapters.proof import require_own_attention
 from lightkv.layer_groups import FULL, Lifetime
-from lightkv.memory.kv_spec import KVSpec
+from lightkv.memory.kv_spec import KVHeads, KVSpec
 from lightkv.triton_kernels.attention.variants import Alibi, Chunk, SinkLogits, Softcap, Window
 
 from .attention_call import AttentionCall, KeptHandler, compute, kept_handler, switch_attention
@@ -119,6 +119,8 @@ class _ShapeRecorder:
         self.architecture = architecture
         self.layers: dict[int, LayerShape] = {}
         self.dtypes: set[torch.dtype] = set()
+        self.kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of the layers that make their own
+        self.holders: dict[int, int] = {}
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         q, k, v = call.q, call.k, call.v
@@ -132,6 +134,10 @@ class _ShapeRecorder:
             raise self._unsupported(f"layer {idx} attends q {q.shape}, k {k.shape}, v {v.shape}")
         self.layers[idx] = LayerShape(q.shape[1], q.shape[-1], k.shape[1], options, v.shape[-1])
         self.dtypes |= {k.dtype, v.dtype}
+        # A layer that reads another one's K/V is given the very tensors.
+        self.holders[idx] = next((one for one, kv in self.kv.items() if kv[0] is k and kv[1] is v), idx)
+        if self.holders[idx] == idx:
+            self.kv[idx] = k, v
         return q.new_zeros(call.output_shape)
 
     def _options(self, call: AttentionCall) -> AttentionOptions:
@@ -232,12 +238,24 @@ def find_shape(model: PreTrainedModel) -> ModelShape:
         reason = f"of {num_layers} layers, {len(recorder.layers)} call the attention interface"
         raise UnsupportedModel(architecture, reason)
     layers = tuple(recorder.layers[idx] for idx in range(num_layers))
-    shapes = {(layer.num_kv_heads, layer.head_dim, cast(int, layer.v_dim)) for layer in layers}
-    if len(shapes) > 1 or len(recorder.dtypes) > 1:
-        reason = f"its layers' K/V differ: (KV heads, K dim, V dim) {sorted(shapes)}, {recorder.dtypes}"
-        raise UnsupportedModel(architecture, reason)
-    (shape,), (dtype,) = shapes, recorder.dtypes
-    return ModelShape(KVSpec(num_layers, *shape, dtype), layers)
+    if len(recorder.dtypes) > 1:
+        raise UnsupportedModel(architecture, f"the types of its layers' K/V differ: {recorder.dtypes}")
+    (dtype,) = recorder.dtypes
+    heads = [KVHeads(layer.num_kv_heads, layer.head_dim, cast(int, layer.v_dim)) for layer in layers]
+    holders = [recorder.holders[idx] for idx in range(num_layers)]
+    spec = KVSpec(
+        num_layers,
+        *heads[0],
+        dtype,
+        layer_heads=None if len(set(heads)) == 1 else heads,
+        holders=None if holders == list(range(num_layers)) else holders,
+    )
+    shape = ModelShape(spec, layers)
+    for layer, holder in enumerate(holders):
+        if shape.lifetimes[layer] != shape.lifetimes[holder]:
+            reason = f"layer {layer} reads the K/V of layer {holder}, but sees other tokens than that"
+            raise UnsupportedModel(architecture, reason)
+    return shape
 
 
 @contextmanager
@@ -346,8 +364,10 @@ def require_plain_cache(model: PreTrainedModel, shape: ModelShape) -> None:
     past = _Past(spec.num_layers, 0)
     with _probed(model):
         model(input_ids=ids, past_key_values=past, use_cache=True, lightkv=_Projections())
-    expected = [(1, spec.num_kv_heads, 1, dim) for dim in (spec.k_dim, spec.v_dim)]
     for idx, layer in enumerate(past.layers):
+        num_kv_heads, *dims = spec.heads(idx)
+        # A layer that reads another one's K/V may cache nothing.
+        expected = [(1, num_kv_heads, 1, dim) for dim in dims] if spec.holder(idx) == idx else []
         found = [tuple(given.shape) for kv in cast(RecordingLayer, layer).calls[-1:] for given in kv]
         if found != expected:
             reason = f"layer {idx} caches {found} a token, where its attention takes K and V as {expected}"
@@ -360,7 +380,9 @@ def _require_packable(model: PreTrainedModel, shape: ModelShape) -> None:
     context = context_length(text)
     num_tokens = _NUM_TOKENS if context is None else min(_NUM_TOKENS, context)
     ids = _varied_ids(text.vocab_size, num_tokens, text.pad_token_id).to(model.device)
-    positions = torch.arange(num_tokens, device=ids.device)
+    positions = wanted = torch.arange(num_tokens, device=ids.device)
+    # Some models would take a part of their mask where a number says which logits are computed, so it is a
+    # tensor: `wanted`.
     order = torch.tensor([token for token in _ORDER if token < num_tokens], device=ids.device)
     far = (
         context or num_tokens
@@ -369,13 +391,13 @@ def _require_packable(model: PreTrainedModel, shape: ModelShape) -> None:
     def packed(positions: torch.Tensor) -> _Pass:
         """Computes the tokens in `order`, and returns the results in the order of `ids`."""
         projections = _Projections()
-        logits = compute(model, ids[order], positions[order], projections, None)
+        logits = compute(model, ids[order], positions[order], projections, wanted)
         return _Pass([part[order.argsort()] for part in (*projections.found, logits)])
 
     def own(**arguments: Any) -> _Pass:
         """Computes the tokens as one text, in the way in which the model is usually called."""
         projections = _Projections()
-        output = model(input_ids=ids[None], lightkv=projections, **arguments)
+        output = model(input_ids=ids[None], logits_to_keep=wanted, lightkv=projections, **arguments)
         return _Pass([*projections.found, output.logits[0]])
 
     def refuse(difference: str, what: str) -> NoReturn:

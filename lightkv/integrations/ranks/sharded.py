@@ -139,6 +139,13 @@ def _plan(config: PreTrainedConfig, ranks: RankGroup) -> dict[str, str]:
     known = _NOTHING | _SUM | _GATHER | _EMBEDDING
     if strange := sorted(set(plan.values()) - known):
         raise UnsupportedModel(name, f"its plan divides modules in ways not known here: {', '.join(strange)}")
+    keys = {
+        module.out_features
+        for key, module in model.named_modules()
+        if _last(key) == "k_proj" and isinstance(module, nn.Linear)
+    }
+    if len(keys) > 1:
+        raise UnsupportedModel(name, "its layers' K/V heads differ, which are not divided among ranks")
     num_heads = text.num_attention_heads
     num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
     splits_heads = any(_last(key) == "q_proj" and style == "colwise" for key, style in plan.items())
