@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.memory import branches, prefix_pages
+from bench.memory import branches, hybrid_blocks, prefix_pages
 from bench.memory.branches import ByPages, ByToken
 from bench.memory.prefix_pages import Turn
 from lightkv.errors import CheckFailed
@@ -149,3 +149,24 @@ def test_slots_that_are_never_freed_are_an_error() -> None:
     memory.open(5)
     with pytest.raises(CheckFailed, match="5 slots are held without a sequence"):
         branches.Steps(memory).end()
+
+
+# --------------------------------------------------------------------------------
+# Layers with windows
+
+
+def test_hybrid_blocks(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hybrid_blocks, "LENGTHS", (1100,))
+    monkeypatch.setattr(hybrid_blocks, "STEPS", 40)
+    monkeypatch.setattr(hybrid_blocks, "TURNS", 3)
+    monkeypatch.setattr(hybrid_blocks, "ANSWERED", (20, 40))
+    found = run(hybrid_blocks.main, "--shapes", "gpt-oss-20b", "--conversations", 16)["shapes"]["gpt-oss-20b"]
+    short = {side: own["prefill_bytes"] for side, own in found["held"]["12"].items()}
+    row = 2 * 8 * 64 * 2 * 12  # bytes of a token in a group of 12 layers; there are two groups
+    assert short == {"lightkv": 24 * row} | {f"blocks of {n}": 2 * n * row for n in (16, 64, 528)}
+    assert found["bytes_of_12_tokens_in_all_layers"] == 24 * row
+    for own in found["held"]["1100"].values():
+        assert own["first_decode_share"] < own["prefill_share"] < 1.5
+    for room in found["turns"]["computed_ratio"].values():
+        assert min(room.values()) >= 1
+        assert room["lightkv"] < room["blocks of 16"] < room["blocks of 64"] < room["blocks of 528"]
