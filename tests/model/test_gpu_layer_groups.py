@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 def test_answers_are_transformers_own(name: str, pool: int) -> None:
     """Of prompts in chunks, after hits and turn-offs; a small pool runs them in turn."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    graphs = name != "gpt-oss"  # transformers' experts in float32 copy numbers from the host
+    graphs = name not in ("gpt-oss", "mimo-v2")  # transformers' experts in float32 copy numbers from the host
     engine = make_engine(name, chunk=16, depth=2, device="cuda", pool=pool, cuda_graphs=graphs)
     requests = [request(str(idx), prompt, NUM_NEW) for idx, prompt in enumerate(PROMPTS)]
     assert run_all(engine, requests) == expected(name, PROMPTS)

@@ -252,7 +252,7 @@ def find_shape(model: PreTrainedModel) -> ModelShape:
     )
     shape = ModelShape(spec, layers)
     for layer, holder in enumerate(holders):
-        if shape.lifetimes[layer] != shape.lifetimes[holder]:
+        if layer != holder and shape.lifetimes[layer] != shape.lifetimes[holder]:
             reason = f"layer {layer} reads the K/V of layer {holder}, but sees other tokens than that"
             raise UnsupportedModel(architecture, reason)
     return shape
