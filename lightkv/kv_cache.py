@@ -131,7 +131,9 @@ class KVCache:
     def match(self, token_ids: TokenIds, namespace: Namespace = ()) -> int:
         """Returns how many tokens of this prompt `open` would hit. Changes nothing. Raises ValueError."""
         self._require_owner()
-        return self.ledger.match(int32_bytes(token_ids), namespace).num_tokens
+        ids = int32_bytes(token_ids)
+        branch = self.ledger.find_branch(ids, namespace)
+        return branch.point if branch else self.ledger.match(ids, namespace).num_tokens
 
     def open(self, token_ids: TokenIds, namespace: Namespace = ()) -> Sequence:
         """Opens a sequence that holds the longest cached prefix of its prompt: its first `length` tokens.
@@ -140,7 +142,10 @@ class KVCache:
         OutOfRows, SequenceTooLong, ValueError.
         """
         self._require_no_callback()
-        sequence = self.ledger.open(int32_bytes(token_ids), namespace)
+        ids = int32_bytes(token_ids)
+        if branch := self.ledger.find_branch(ids, namespace):
+            self.ledger.keep_branch(branch)
+        sequence = self.ledger.open(ids, namespace)
         self._apply()
         return sequence
 

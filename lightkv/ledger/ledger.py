@@ -21,12 +21,13 @@ from lightkv.triton_kernels.layout.ring import Ring
 
 from .crosses import CrossSequence, ReaderSequence
 from .extension import Extension
+from .parts import reachable
 from .prefix_tree import TOKEN_BYTES, Match, Namespace, PrefixTree, Segment
 from .rings import RingSequence
 from .sequence import Sequence, require_lists
 from .sessions import Session, SessionCounts
 from .state import LedgerState
-from .windows import WindowedSequence
+from .windows import Branch, WindowedSequence
 
 S = TypeVar("S", bound=Sequence)
 
@@ -252,11 +253,26 @@ class TokenLedger:
         """Returns what `open` would hit. Changes nothing. Raises ValueError."""
         _num_tokens(token_ids)
         match = self._state.tree.match(namespace, token_ids)
-        if not match.path or not self._state.tails.lifetimes:
+        lifetimes = self._state.tails.lifetimes
+        if not match.path or not lifetimes:
             return match
-        path, matched, _ = self._state.tails.reachable(list(match.path[::-1]), match.tip * TOKEN_BYTES)
+        path, matched, _ = reachable(lifetimes, list(match.path[::-1]), match.tip * TOKEN_BYTES)
         tip = matched // TOKEN_BYTES
         return Match(tuple(path[::-1]), tip, tip + sum(segment.length for segment in path[:-1]))
+
+    def find_branch(self, token_ids: bytes, namespace: Namespace = ()) -> Branch | None:
+        """Returns where a prompt turns off from an open sequence, which still has what windows see there but
+        would keep it for no other; `keep_branch` has it kept. None where `open` hits all that the tree has, no
+        sequence has it any more, or `open` refuses the prompt. Changes nothing."""
+        state, too_long = self._state, len(token_ids) > self.max_entries * TOKEN_BYTES
+        if too_long or not state.tails.lifetimes or not state.has_free_row:
+            return None
+        return state.tails.find_branch(state.tree.match(namespace, token_ids))
+
+    def keep_branch(self, branch: Branch) -> None:
+        """Keeps what is seen where a prompt turns off, which `find_branch` has found: `open` hits it now."""
+        self._state.tails.keep_branch(branch)
+        self._extension.forget_batch()
 
     def growth(self, sequences: Seq[Sequence], count: int = 1) -> int:
         """Returns how many available slots are enough to extend each of these by `count` tokens."""
@@ -316,7 +332,7 @@ class TokenLedger:
         if not end:
             return
         if isinstance(sequence, WindowedSequence):
-            sequence.published = end
+            sequence.published, sequence.published_in = end, state.step
         if not sequence.node.indexed:
             state.publish_path(sequence)
         if end > start and sequence.node.indexed:

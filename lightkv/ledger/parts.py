@@ -10,10 +10,12 @@ part that no row holds is cached, whether or not its segment is held, and can be
 
 import heapq
 from collections.abc import Collection
+from collections.abc import Sequence as Seq
 
 from lightkv.errors import CheckFailed
+from lightkv.layer_groups import Lifetime
 
-from .prefix_tree import NO_PARTS, Part, Segment
+from .prefix_tree import NO_PARTS, TOKEN_BYTES, Part, Segment
 
 
 class Parts:
@@ -159,3 +161,50 @@ class Parts:
                     raise CheckFailed(f"{part} of a segment that no look-up finds has no holder")
                 if not part.holders and part not in queued:
                     raise CheckFailed(f"{part} has no holder and cannot be evicted")
+
+
+def reachable(lifetimes: Seq[Lifetime], path: list[Segment], matched: int) -> tuple[list[Segment], int, int]:
+    """Returns as much of `path`, from the root on, as a sequence can hit: up to the last token after which
+    every class has what the next one sees. `matched`: bytes of the last segment, as in `PrefixTree.find`, whose
+    answer this replaces. Returns how many tokens the whole path matched, too."""
+    end = sum([segment.length for segment in path])
+    in_tree = found = end - path[-1].length + matched // TOKEN_BYTES
+    of_class = [ranges_of(path, cls) for cls in range(1, len(lifetimes) + 1)]
+    before = -1
+    while found != before:
+        before = found
+        for lifetime, ranges in zip(lifetimes, of_class, strict=True):
+            found = last_reachable(lifetime, ranges, found)
+    while path and end - path[-1].length >= found:
+        end -= path.pop().length
+    return path, (found - end + path[-1].length) * TOKEN_BYTES if path else 0, in_tree
+
+
+def ranges_of(path: Seq[Segment], cls: int) -> list[tuple[int, int]]:
+    """Returns the ranges of tokens that a class has of a path, which is given from the root on; ascending."""
+    ranges: list[tuple[int, int]] = []
+    end = 0
+    for segment in path:
+        start, end = end, end + segment.length
+        part = segment.parts.get(cls)
+        if part is None:
+            continue
+        first = end - part.length
+        if ranges and ranges[-1][1] == first == start:
+            ranges[-1] = ranges[-1][0], end
+        else:
+            ranges.append((first, end))
+    return ranges
+
+
+def last_reachable(lifetime: Lifetime, ranges: Seq[tuple[int, int]], limit: int) -> int:
+    """Returns the highest number of tokens, at most `limit`, after which a token sees only what the `ranges`
+    have."""
+    best = lifetime.boundary(limit)
+    for first, end in reversed(ranges):
+        at = min(end, limit)
+        if at <= best:
+            break
+        if lifetime.first_seen(at) >= first:
+            return at
+    return best

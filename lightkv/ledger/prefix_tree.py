@@ -98,6 +98,12 @@ class Segment:
             yield node
             node = node.parent
 
+    def ends_up(self, end: int) -> "Iterator[tuple[Segment, int]]":
+        """Yields what `up` does, each with the token at which it ends; this one ends at `end`."""
+        for segment in self.up():
+            yield segment, end
+            end -= segment.length
+
     def below(self) -> "list[Segment]":
         """Returns every segment under this one, children before their parents."""
         found: list[Segment] = []

@@ -23,6 +23,7 @@ from lightkv.edits import (
 from lightkv.errors import CheckFailed
 from lightkv.layer_groups import LayerGroups
 
+from .parts import reachable
 from .prefix_tree import TOKEN_BYTES, Namespace, PrefixTree, Segment
 from .sequence import Sequence, require_sequence
 from .sessions import Sessions
@@ -91,12 +92,11 @@ class LedgerState:
         tree, tokens = self.tree, sequence.lookup_key
         root = tree.root(namespace)
         path, matched = tree.find(root, tokens, 0, len(tokens) - TOKEN_BYTES)
-        in_tree = 0
+        node, shared, in_tree = root, 0, 0
         if path and self.tails.lifetimes:
-            path, matched, in_tree = self.tails.reachable(path, matched)
+            path, matched, in_tree = reachable(self.tails.lifetimes, path, matched)
         row = self._free_rows.pop()
         root.holders.add(row)
-        node, shared = root, 0
         if path:
             node = path[-1]
             if matched < len(node.tokens):

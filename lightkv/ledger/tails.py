@@ -15,12 +15,12 @@ from typing import Protocol
 
 from lightkv.edits import Edit, FreePart, FreePartRange, MapPart, MapSegments, StorePart
 from lightkv.errors import CheckFailed
-from lightkv.layer_groups import LayerClass, Lifetime
+from lightkv.layer_groups import LayerClass
 
-from .parts import Parts
-from .prefix_tree import NO_PARTS, TOKEN_BYTES, Part, PrefixTree, Segment
+from .parts import Parts, last_reachable, ranges_of
+from .prefix_tree import NO_PARTS, TOKEN_BYTES, Match, Part, PrefixTree, Segment
 from .sequence import Sequence
-from .windows import Growth, Takers, WindowedSequence
+from .windows import Branch, Growth, Takers, WindowedSequence
 
 
 class State(Protocol):
@@ -58,37 +58,43 @@ class Tails:
 
     # Hits
 
-    def reachable(self, path: list[Segment], matched: int) -> tuple[list[Segment], int, int]:
-        """Returns as much of `path`, from the root on, as a sequence can hit: up to the last token after which
-        every class has what the next one sees. `matched`: bytes of the last segment, as in `PrefixTree.find`,
-        whose answer this replaces. Returns how many tokens the whole path matched, too."""
-        end = sum([segment.length for segment in path])
-        in_tree = found = end - path[-1].length + matched // TOKEN_BYTES
-        runs = [self._runs(path, cls) for cls in self._classes]
-        before = -1
-        while found != before:
-            before = found
-            for lifetime, ranges in zip(self.lifetimes, runs, strict=True):
-                found = _latest(lifetime, ranges, found)
-        while path and end - path[-1].length >= found:
-            end -= path.pop().length
-        return path, (found - end + path[-1].length) * TOKEN_BYTES if path else 0, in_tree
-
-    def _runs(self, path: Seq[Segment], cls: int) -> list[tuple[int, int]]:
-        """Returns the ranges of tokens of `path` that a class has, ascending."""
-        runs: list[tuple[int, int]] = []
-        end = 0
-        for segment in path:
-            start, end = end, end + segment.length
-            part = segment.parts.get(cls)
-            if part is None:
+    def find_branch(self, match: Match) -> Branch | None:
+        """Returns where a prompt turns off, of which the tree has this, from a sequence that still has, as its
+        own, what classes see there for which no part is there."""
+        path, point = match.path, match.num_tokens
+        needs = []  # the class, the first token that is seen, and the last ones that are there
+        for cls, lifetime in zip(self._classes, self.lifetimes, strict=True):
+            ranges = ranges_of(path[::-1], cls)
+            if last_reachable(lifetime, ranges, point) < point:
+                needs.append((cls, lifetime.first_seen(point), ranges[-1] if ranges else (0, 0)))
+        for row in path[0].holders if needs else ():
+            sequence = self._state.sequences[row]
+            if not isinstance(sequence, WindowedSequence) or sequence.published < point:
                 continue
-            first = end - part.length
-            if runs and runs[-1][1] == first == start:
-                runs[-1] = runs[-1][0], end
+            for cls, seen, (first, last) in needs:
+                own = sequence.own(cls)
+                if not last <= own < point or seen < (first if last == own else own):
+                    break
             else:
-                runs.append((first, end))
-        return runs
+                more = sum([(point - sequence.own(cls)) * self._widths[cls - 1] for cls, *_ in needs])
+                return Branch(sequence, point, tuple([cls for cls, *_ in needs]), more)
+        return None
+
+    def keep_branch(self, branch: Branch) -> None:
+        """Makes parts of what is seen where a prompt turns off (`find_branch`).
+
+        The step that is being planned may compute and read any of the sequence's own entries. So those before
+        become parts, too, which it leaves when it grows, and which are the first to be evicted then."""
+        sequence, point, classes, _ = branch
+        self._split_path(sequence, point)
+        for cls in classes:
+            own, first = sequence.own(cls), self.lifetimes[cls - 1].first_kept(point)
+            if own < first:
+                self._split_path(sequence, first)
+            self._share(sequence, cls, point, (sequence.node, sequence.shared), sequence.published_in)
+            for segment, end in sequence.segments_up():
+                if own < end <= first:
+                    self._parts.supersede(segment.parts[cls])
 
     def enter(self, sequence: WindowedSequence, matched: int) -> None:
         """Gives an opened sequence the parts that its next tokens see. `matched`: the tokens of its prompt that
@@ -153,15 +159,19 @@ class Tails:
         before."""
         if point > sequence.shared:
             return
-        for segment, end in sequence.segments_up():
-            if end - segment.length < point < end:
-                self._state.split(segment, point - end + segment.length)
+        self._split_path(sequence, point)
         for cls, lifetime in zip(self._classes, self.lifetimes, strict=True):
             if sequence.own(cls) < point:
                 first = lifetime.first_kept(point)
                 self._leave_passed(sequence, cls, first)
                 self._free_own(sequence, cls, first)
-                self._share(sequence, cls, point, (sequence.node, sequence.shared), hold=True)
+                self._share(sequence, cls, point, (sequence.node, sequence.shared), self._state.step - 1)
+
+    def _split_path(self, sequence: WindowedSequence, at: int) -> None:
+        """Has a segment of the sequence's path end at entry `at`."""
+        for segment, end in sequence.segments_up():
+            if end - segment.length < at < end:
+                self._state.split(segment, at - end + segment.length)
 
     def _leave_passed(self, sequence: WindowedSequence, cls: int, passed: int) -> None:
         """Has a sequence leave the parts that end before entry `passed`."""
@@ -226,7 +236,8 @@ class Tails:
             passed = sequence.passed(cls)
             if passed > sequence.own(cls):
                 self._free_own(sequence, cls, passed)
-            self._share(sequence, cls, sequence.length, (sequence.node, sequence.shared), hold=True)
+            path = sequence.node, sequence.shared
+            self._share(sequence, cls, sequence.length, path, self._state.step - 1)
 
     def hold_same(self, sequence: WindowedSequence, row: int) -> None:
         """Has a fork in `row` hold the parts that `sequence` holds, which has no tokens of its own."""
@@ -255,7 +266,7 @@ class Tails:
         for cls, lifetime in zip(self._classes, self.lifetimes, strict=True):
             if sequence.own(cls) < end:
                 self._free_own(sequence, cls, lifetime.first_kept(end))
-                self._share(sequence, cls, end, (node, end), hold=False)
+                self._share(sequence, cls, end, (node, end), None)
             if cls in node.parts:
                 self._supersede(node, cls, end, lifetime.first_kept(end))
 
@@ -267,7 +278,7 @@ class Tails:
     def _supersede(self, node: Segment, cls: int, end: int, first: int) -> None:
         """Has the parts of the path to `node`, which ends at `end`, evicted first as far as they end up to
         `first`, but for those where prompts turn off or other sessions end."""
-        for segment, at in _ends(node, end):
+        for segment, at in node.ends_up(end):
             part = segment.parts.get(cls)
             if part is None or at - part.length >= first or segment.protected > 1 or _is_turn_off(segment):
                 continue
@@ -276,16 +287,17 @@ class Tails:
             self._parts.supersede(segment.parts[cls])
 
     def _share(
-        self, sequence: WindowedSequence, cls: int, end: int, path: tuple[Segment, int], hold: bool
+        self, sequence: WindowedSequence, cls: int, end: int, path: tuple[Segment, int], step: int | None
     ) -> None:
         """Makes parts of the sequence's own entries up to `end`, where a segment ends of the path to `path[0]`,
-        which ends at entry `path[1]`; with `hold` the sequence holds them.
+        which ends at entry `path[1]`. The sequence holds them; not with a `step` of None, where it closes.
+        `step`: the last one that may compute some of them.
 
         Where the path has a part already, the sequence's own are freed. No row comes to hold more than it did
         by that: a segment is split where a part that rows hold would become longer, and where the sequence
         would hold a part that is longer than its own.
         """
-        state, row, own = self._state, sequence.row, sequence.own(cls)
+        state, row, own, hold = self._state, sequence.row, sequence.own(cls), step is not None
         segment, at = path
         while at > own and segment.parent is not None:
             if at <= end:
@@ -298,7 +310,7 @@ class Tails:
                 ):
                     state.split(segment, segment.length - min(part.length, count))
                     first, count = max(at - segment.length, own), min(part.length, count)
-                self._share_segment(sequence, cls, segment, (first, at), hold)
+                self._share_segment(sequence, cls, segment, (first, at), step)
                 part = segment.parts[cls]
                 part.superseded = False
                 if hold:
@@ -311,11 +323,15 @@ class Tails:
         sequence.note_oldest(cls)
 
     def _share_segment(
-        self, sequence: WindowedSequence, cls: int, segment: Segment, entries: tuple[int, int], runs_on: bool
+        self,
+        sequence: WindowedSequence,
+        cls: int,
+        segment: Segment,
+        entries: tuple[int, int],
+        step: int | None,
     ) -> None:
         """Makes the sequence's own `entries`, [first, end), which are the last of a segment, its part, or frees
-        those that its part has. If no row holds it, it counts as cached. `runs_on`: whether the sequence goes
-        on, so that the step that computes them may still fail."""
+        those that its part has. If no row holds it, it counts as cached. `step`: as in `_share`."""
         state, row, width, (first, end) = self._state, sequence.row, self._widths[cls - 1], entries
         part, count = segment.parts.get(cls), end - first
         there = min(part.length, count) if part is not None else 0
@@ -324,8 +340,8 @@ class Tails:
             state.emit(MapPart(cls, row, end, (segment.id,)))
         if there < count:
             part = self._parts.store(segment, cls, count, width)
-            if runs_on and state.confirmed < state.step - 1:  # the step that computes them may be in flight
-                self._parts.note_pending(part, state.step - 1)
+            if step is not None and state.confirmed < step:  # which may still fail
+                self._parts.note_pending(part, step)
             state.emit(StorePart(cls, row, first, end, segment.id))
             state.count(cached=(count - there) * width)  # a part that rows hold has its length already
 
@@ -472,22 +488,3 @@ def _is_turn_off(segment: Segment) -> bool:
     it rewrites, is none of them until it is hit."""
     used = [one for one in segment.children.values() if one.holders or one.credit or one.children]
     return len(used) > 1
-
-
-def _ends(node: Segment, end: int) -> Iterable[tuple[Segment, int]]:
-    """Yields `node` and the segments above it, each with the token at which it ends; `node` ends at `end`."""
-    for segment in node.up():
-        yield segment, end
-        end -= segment.length
-
-
-def _latest(lifetime: Lifetime, runs: Seq[tuple[int, int]], limit: int) -> int:
-    """Returns the highest number of tokens, at most `limit`, after which a token sees only what `runs` have."""
-    best = lifetime.boundary(limit)
-    for first, end in reversed(runs):
-        at = min(end, limit)
-        if at <= best:
-            break
-        if lifetime.first_seen(at) >= first:
-            return at
-    return best

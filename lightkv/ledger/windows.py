@@ -28,12 +28,12 @@ class WindowedSequence(Sequence):
     parts that it holds ends, which it leaves once all of it has passed; 0 where it holds none. points:
     ascending, where its prompt ends and where others may turn off from it, as far as it has not passed them:
     what is seen there is kept for others. published: how many tokens of its prompt others may hit; those that
-    `publish` could not store are stored as soon as it shares the ones before them. event: the length at which
-    something else happens than that each of its tokens takes a slot, or reuses one; 0 if that is to be found
-    out.
+    `publish` could not store are stored as soon as it shares the ones before them. published_in: the step in
+    which that was said last. event: the length at which something else happens than that each of its tokens
+    takes a slot, or reuses one; 0 if that is to be found out.
     """
 
-    __slots__ = ("_own", "distances", "event", "lifetimes", "oldest", "points", "published")
+    __slots__ = ("_own", "distances", "event", "lifetimes", "oldest", "points", "published", "published_in")
 
     slot_per_token: ClassVar[bool] = False
 
@@ -45,6 +45,7 @@ class WindowedSequence(Sequence):
         self.oldest = [0] * len(lifetimes)
         self.points: list[int] = []
         self.published = 0
+        self.published_in = -1
         self.event = 0
 
     def own(self, cls: int) -> int:
@@ -200,6 +201,16 @@ def part_due(
         else:
             due.append(pair)
     return alike, due
+
+
+class Branch(NamedTuple):
+    """Where a prompt turns off, after `point` tokens, from a sequence that still has what `classes` see there.
+    `num_slots`: how many more than else it may hold for a while if that is kept."""
+
+    sequence: WindowedSequence
+    point: int
+    classes: tuple[int, ...]
+    num_slots: int
 
 
 class Takers(NamedTuple):

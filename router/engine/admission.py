@@ -285,6 +285,19 @@ class Admission:
         return wait
 
 
+def keep_branch(running: Running, request: Request) -> None:
+    """Has the tail kept where a request turns off from a running one that still holds it, so that it hits as
+    many tokens as if all layers saw everything: where the pool has room for the running requests then, too."""
+    ledger, forecast = running.ledger, running.forecast
+    branch = ledger.find_branch(request.prefill_ids, request.namespace)
+    if branch is None or not isinstance(forecast, SlotForecast):
+        return
+    _, prefills = running.windows(0, 0)
+    if forecast.peak(prefills) + branch.num_slots <= ledger.capacity:
+        ledger.keep_branch(branch)
+        forecast.note_kept(branch.sequence)
+
+
 def _points(ledger: Ledger, request: Request, match: Match) -> tuple[int, ...]:
     """Returns where a request that hits `match` would keep tails for others: at the end of its prompt, and at
     the end of the tokens that it could hit if every layer had them."""

@@ -10,6 +10,7 @@ from lightkv.holdings import Holdings
 from lightkv.layer_groups import LayerGroups
 from lightkv.ledger import Match, Sequence, Session, SessionCounts
 from lightkv.ledger.prefix_tree import Namespace, PrefixTree, Segment
+from lightkv.ledger.windows import Branch
 
 
 class Ledger(Protocol):
@@ -54,6 +55,10 @@ class Ledger(Protocol):
     def tree(self) -> PrefixTree: ...
 
     def match(self, token_ids: bytes, namespace: Namespace = ()) -> Match: ...
+
+    def find_branch(self, token_ids: bytes, namespace: Namespace = ()) -> Branch | None: ...
+
+    def keep_branch(self, branch: Branch) -> None: ...
 
     def open(
         self, token_ids: bytes, namespace: Namespace = (), session: Session | None = None

@@ -25,7 +25,7 @@ from lightkv.errors import CheckFailed
 from lightkv.ledger import Sequence
 from lightkv.router.engine.slots.forecast import fitting, make_forecast
 
-from .admission import Admission, Demand, Running, check_peaks
+from .admission import Admission, Demand, Running, check_peaks, keep_branch
 from .forecast import Prefill
 from .ledger import Ledger
 from .plan_writer import Chunk, PlanWriter
@@ -312,13 +312,15 @@ class Scheduler:
         ledger = self.ledger
         if self.step < self._retry_at or ledger.num_open >= self.limits.max_num_seqs:
             return False
+        running = Running(
+            ledger, self._forecast, self._prefilling, self._decoding.values(), budget, room, idx
+        )
+        if self._num_groups > 1:
+            keep_branch(running, request)
         if not budget.can_begin(request.num_prefill_tokens):
             return False  # it is admitted in a step that computes a part of it
         if not len(request.output) < request.expected < request.max_tokens:  # else its estimate still stands
             request.expected = self._admission.expected(request, len(request.output))
-        running = Running(
-            ledger, self._forecast, self._prefilling, self._decoding.values(), budget, room, idx
-        )
         if ledger.num_open and (wait := self._admission.steps_to_wait(running, request)):
             self._retry_at = self.step + wait
             return False

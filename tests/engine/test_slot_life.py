@@ -111,6 +111,34 @@ def test_nor_beside_requests_that_are_estimated(depth: int) -> None:
     assert live(GROUPS["two windows"], depth, 400, depth, 16, False, share=0.4).num_preemptions > 0
 
 
+def computed_in_a_burst(groups: LayerGroups, chunk: int, depth: int) -> int:
+    """Returns how many prompt tokens five prompts compute that come at once and begin with the same 40."""
+    scheduler = Scheduler(
+        TokenLedger(5000, 8, MAX_MODEL_LEN, 0, groups), Limits(8, MAX_MODEL_LEN, chunk, 300), depth
+    )
+    params = SamplingParams(max_tokens=9, temperature=0.0)
+    for number in range(5):
+        ids = array("i", [1] * 40 + [number + 2] * (5 + 11 * number)).tobytes()
+        scheduler.add(Request(str(number), ids, params, 1))
+    computed, in_flight = 0, list[StepPlan]()
+    while scheduler.has_work:
+        if plan := scheduler.plan():
+            in_flight.append(plan)
+            computed += sum(plan.counts[: plan.num_prefills])
+        if plan is None or len(in_flight) == depth:
+            plan = in_flight.pop(0)
+            scheduler.complete(StepResult(plan.step, [9] * len(plan.sample), plan.num_free, 0))
+        scheduler.check()
+    return computed
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("chunk", [8, 32, 120])
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_burst_computes_what_its_prompts_have_in_common_once(name: str, chunk: int, depth: int) -> None:
+    assert computed_in_a_burst(GROUPS[name], chunk, depth) == 40 + sum(5 + 11 * number for number in range(5))
+
+
 class AdmitsAll(Admission):
     def steps_to_wait(self, running: Running, request: Request) -> float:
         return 0

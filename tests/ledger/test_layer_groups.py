@@ -53,8 +53,13 @@ class Life:
     def apply(self) -> None:
         self.memory.apply(self.ledger.drain())
 
-    def open(self, ids: list[int], session: str | None = None) -> Text:
+    def open(self, ids: list[int], session: str | None = None, keep_branch: bool = False) -> Text:
         of = None if session is None else self.ledger.open_session(session)
+        if keep_branch and (branch := self.ledger.find_branch(ids_bytes(ids))):
+            before = self.ledger.num_available, self.ledger.num_held
+            self.ledger.keep_branch(branch)
+            assert (self.ledger.num_available, self.ledger.num_held) == before
+            assert self.ledger.match(ids_bytes(ids)).num_tokens == branch.point
         sequence = self.ledger.open(ids_bytes(ids), session=of)
         self.apply()
         return Text(sequence, list(ids), len(ids))
@@ -155,6 +160,51 @@ def test_a_prompt_that_turns_off_is_hit_by_the_third() -> None:
         life.close(text)
         life.check()
     assert hits == [0, 0, 50, 50]
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("own", [1, 5, 30])
+def test_prompts_of_one_step_hit_what_they_have_in_common(name: str, own: int) -> None:
+    """The first one has its slots, and is computed in the step that computes the second one's tokens, too."""
+    life = Life(GROUPS[name], 1200)
+    ledger, head = life.ledger, [3] * 37
+    texts = []
+    for number in range(3):
+        text = life.open([*head, *[number + 10] * own], keep_branch=True)
+        assert text.sequence.num_hit == (len(head) if number else 0)
+        ledger.extend([text.sequence], [text.prompt - text.sequence.length])
+        life.publish(text, confirm=False)
+        texts.append(text)
+    for text in texts:  # every layer writes before it attends
+        names = names_of(text.ids)
+        life.memory.write(text.sequence.row, text.sequence.num_hit, names[text.sequence.num_hit :])
+    for text in texts:
+        life.memory.check_reads(text.sequence.row, text.sequence.num_hit, names_of(text.ids))
+    life.check()
+    ledger.step += 1
+    for text in texts:
+        life.decode(text, 25)
+        life.check()
+    alone = ledger.groups.slots(len(texts[0].ids) - 1) + ledger.groups.num_groups
+    assert ledger.num_held == 3 * alone - 2 * len(head) * ledger.groups.widths[0]  # as if nothing was kept
+
+
+def test_a_branch_that_a_failed_step_computes_is_not_hit() -> None:
+    life = Life(WINDOW, 900)
+    ledger = life.ledger
+    first = life.open([3] * 50 + [10] * 30)
+    life.extend((first, 80))
+    life.publish(first, confirm=False)
+    second = life.open([3] * 50 + [11] * 30, keep_branch=True)
+    assert second.sequence.num_hit == 50
+    ledger.step += 1
+    for text in (first, second):
+        life.close(text, cache=False)
+    ledger.retract()
+    life.apply()
+    life.check()
+    assert ledger.match(ids_bytes([3] * 50 + [12])).num_tokens == 0
+    assert ledger.num_free == ledger.capacity
 
 
 def test_no_sequence_needs_no_slot_once_the_batch_has_closed() -> None:
@@ -396,7 +446,8 @@ def live(groups: LayerGroups, rng: random.Random, num_verbs: int) -> None:
         if verb == "open" and len(texts) < 6:
             base = rng.choice(known)
             ids = base[: rng.randrange(1, len(base) + 1)] + rng.choices(range(3), k=rng.randrange(1, 25))
-            texts.append(life.open(ids[:100], rng.choice([None, None, "a", "b"])))
+            session, keeps = rng.choice([None, None, "a", "b"]), rng.random() < 0.5
+            texts.append(life.open(ids[:100], session, keeps))
         elif text is None:
             continue
         elif verb == "extend":
@@ -445,7 +496,7 @@ def test_what_failed_steps_wrote_is_never_read(name: str, seed: int) -> None:
         if len(texts) < 6 and rng.random() < 0.4:
             base = rng.choice(known)
             ids = base[: rng.randrange(1, len(base) + 1)] + rng.choices(range(3), k=rng.randrange(1, 25))
-            texts.append(life.open(ids[:90]))
+            texts.append(life.open(ids[:90], keep_branch=rng.random() < 0.5))
         for text in [text for text in texts if text not in busy and rng.random() < 0.1]:
             texts.remove(text)
             known.append(text.ids[: text.sequence.length] or [1])

@@ -9,7 +9,7 @@ import torch
 
 from lightkv import KVCache, KVSpec
 from lightkv.edits import Alloc, AllocPart, Edit, MapPart, Reuse, SplitSegment, StorePart
-from lightkv.errors import CheckFailed, OutOfTokens
+from lightkv.errors import CheckFailed, OutOfTokens, SequenceTooLong
 from lightkv.layer_groups import FULL, Lifetime
 from lightkv.ledger import TokenLedger
 from lightkv.ledger.sequence import Sequence
@@ -179,6 +179,28 @@ def test_a_refused_extension_leaves_ledger_and_memory_equal(device: torch.device
         cache.extend([sequence], [120])
     cache.check()
     assert (sequence.length, cache.num_free) == (40, 100 - 40 - 11)
+
+
+def test_a_prompt_hits_what_an_open_sequence_still_has(device: torch.device) -> None:
+    """`match` says so, too; a call that is refused changes nothing."""
+    spec = KVSpec(2, 1, 2, 2, torch.float32, lifetimes=[FULL, WINDOW])
+    cache = KVCache(spec, 400, max_sequences=3, max_entries=90, device=device)
+    first = cache.open([1] * 40 + [2] * 30)
+    cache.extend([first], [70])
+    cache.publish(first)
+    prompt = [1] * 40 + [3] * 10
+    assert cache.match(prompt) == 40
+    before = cache.ledger.holdings()
+    with pytest.raises(SequenceTooLong):
+        cache.open(prompt * 2)
+    assert cache.ledger.holdings() == before
+    second = cache.open(prompt)
+    assert second.num_hit == 40
+    cache.extend([second], [10])
+    cache.confirm()
+    cache.extend([first, second], [1, 1])
+    cache.check()
+    assert cache.match(prompt) == 40
 
 
 def test_a_pools_plan_tells_tokens_that_were_asked_for_and_bytes_of_slots() -> None:

@@ -142,6 +142,11 @@ class SlotForecast:
         self._known[row] = sequence, sequence.oldest[:]
         self._sums.clear()
 
+    def note_kept(self, sequence: Sequence) -> None:
+        """Notes that a sequence keeps a tail that it would not have kept (`TokenLedger.keep_branch`)."""
+        if sequence.row in self._lives:
+            self._foretell(sequence)
+
     def _refresh(self) -> None:
         """Computes the lives of those anew whose parts have changed: a tail that was one run may have become
         several parts, which it leaves one after the other."""
