@@ -382,10 +382,10 @@ def test_a_crop_longer_than_a_row_changes_nothing(device: torch.device) -> None:
     cache = LightKVCache(model, 400)
     batch = padded(PROMPTS[1:3], device)  # of 12 tokens and of 1
     model(**batch, past_key_values=cache)
-    lengths = [sequence.length for sequence in cache._sequences]
+    lengths = [sequence.length for sequence in cache._batch.sequences]
     with pytest.raises(ValueError, match=r"crop\(-2\).*the shortest row has 1 tokens"):
         cache.crop(-2)
-    assert [sequence.length for sequence in cache._sequences] == lengths == [12, 1]
+    assert [sequence.length for sequence in cache._batch.sequences] == lengths == [12, 1]
     assert (cache.get_seq_length(), cache.kv.num_held) == (12, 13)
     cache.crop(-1)
     assert (cache.get_seq_length(), cache.kv.num_held) == (11, 11)
