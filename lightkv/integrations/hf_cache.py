@@ -37,7 +37,9 @@ halves share one pool. The K/V of an encoder's output is written once, and held 
 """
 
 import weakref
+from collections.abc import Set
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +53,7 @@ from lightkv.integrations.model.attention_call import ATTENTION
 from lightkv.integrations.model.hf_model import PackedStep
 from lightkv.integrations.model.probe import probe, require_plain_cache
 from lightkv.kv_cache import KVCache
+from lightkv.layer_groups import FULL, Lifetime
 from lightkv.memory.kv_gatherer import KVGatherer
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
@@ -62,7 +65,7 @@ from .batch_call import (
     left_padding,
     pack_step,
     require_own_columns,
-    seen_slots,
+    seen_by_rows,
 )
 from .cache_layers import KV, CacheLayer, CrossLayer, ReadableLayer, write_tokens
 from .cached_model import assemble
@@ -86,9 +89,16 @@ class LightKVCache(Cache):
     again. Direct calls of the model continue the present batch until `reset`. A mask may hide the padding that
     a batch begins with, and nothing else. Positions may be given, but have to be those of the unpadded text.
 
+    Layers that see a window or a chunk hold what they still see (`kv.ledger.groups`, `LayerGroups`), so that a
+    text takes the less of the pool the longer it is: `capacity` counts tokens that every layer sees. `kv`
+    counts slots, of which such a token takes one in each group. The tokens of one call of the model are held
+    in all layers until the next call; `generate(prefill_chunk_size=…)` bounds that. `crop` goes back by the
+    tokens of the last call and 64 more, or the window if that is shorter, and is refused beyond.
+
     `max_sequences` limits the rows of a batch, beams included, and `max_entries` the length of a text; the
-    default is the model's context, or the capacity if that is smaller. `backend` names the backend of lightkv's
-    attention, for a model that is bound to it. `kv` is the cache itself, with its counts, its map and `evict`.
+    default is the model's context, or what the pool can hold if that is smaller. `backend` names the backend of
+    lightkv's attention, for a model that is bound to it. `kv` is the cache itself, with its counts, its map and
+    `evict`.
 
     `kv_format` says how K and V are stored, as for `CachedModel`.
 
@@ -118,17 +128,25 @@ class LightKVCache(Cache):
     ) -> None:
         shape = probe(model)
         require_plain_cache(model, shape)
+        shape = replace(shape, spec=replace(shape.spec, lifetimes=shape.lifetimes))
         kv, backends = assemble(
             model, shape, capacity, max_sequences, max_entries, backend, kv_format=kv_format
         )
-        owner = weakref.proxy(self)
-        Cache.__init__(self, layers=[CacheLayer(owner, idx) for idx in range(shape.spec.num_layers)])
-        self._start(model, kv, backends)
+        owner, seen = weakref.proxy(self), shape.lifetimes
+        Cache.__init__(self, layers=[CacheLayer(owner, idx, one != FULL) for idx, one in enumerate(seen)])
+        self._start(model, kv, backends, set(seen) - {FULL})
 
-    def _start(self, module: nn.Module, kv: KVCache, backends: list[AttentionBackend]) -> None:
+    def _start(
+        self,
+        module: nn.Module,
+        kv: KVCache,
+        backends: list[AttentionBackend],
+        sliding: Set[Lifetime] = frozenset(),
+    ) -> None:
         """Sets the cache up without a batch, and puts its hooks on the forward pass of `module`. `backends`: of
-        the layers of a model that may be bound to lightkv's attention."""
-        self.kv, self._backends = kv, backends
+        the layers of a model that may be bound to lightkv's attention. `sliding`: what its sliding layers
+        see."""
+        self.kv, self._backends, self._sliding = kv, backends, sliding
         self._gatherer = KVGatherer(kv.memory.pool)
         self._batch = TextBatch(kv)
         self._pending: _Pending | None = None  # also after a call of the model that failed
@@ -145,6 +163,18 @@ class LightKVCache(Cache):
     def num_columns(self) -> int:
         """Columns of the batch so far, padding included; during a call of the model, those before the call."""
         return self._batch.ids.shape[1] if self._pending is None else self._pending.first
+
+    @property
+    def first_seen(self) -> int:
+        """The first column that sliding layers see in a call of the model that computes those from
+        `num_columns` on. It is the same for all of them, since models make one mask for several layers."""
+        start = self.num_columns
+        seen = [
+            padding + one.first_seen(max(start - padding, 0))
+            for padding in self._batch.padding
+            for one in self._sliding
+        ]
+        return min(seen, default=0)
 
     @property
     def max_entries(self) -> int:
@@ -191,13 +221,13 @@ class LightKVCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last tokens of every row; their number is given as a negative one.
 
-        Raises ValueError for a number above 0, and where a row has fewer tokens without its padding; then no
-        row is cropped.
+        Raises ValueError for a number above 0, and where a row has fewer tokens without its padding or does not
+        hold what the next one sees; then no row is cropped.
         """
         self._batch.crop(int(tokens_to_remove))  # assisted decoding passes a tensor
 
-    def update_layer(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> KV:
-        """Writes a layer's new K/V, and gathers the K/V that its attention sees.
+    def update_layer(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, first: int) -> KV:
+        """Writes a layer's new K/V, and gathers the K/V that its attention sees, from the column `first` on.
 
         keys, values: `[B, heads, T, dim]`. Returns both as `[B, heads, width, dim]`, which stay valid until the
         next call.
@@ -207,8 +237,9 @@ class LightKVCache(Cache):
                 "this cache works in calls of the whole model that it was made for, not in calls of its parts"
             )
         source, slots, seen = self._pending.step
-        write_tokens(self.kv.memory.pool, layer_idx, slots, source, (keys, values))
-        return self._gather(layer_idx, seen.view(len(keys), -1))
+        group = self.kv.memory.group_of_layer[layer_idx]
+        write_tokens(self.kv.memory.pool, layer_idx, slots[group], source, (keys, values))
+        return self._gather(layer_idx, seen[group, :, first:])
 
     def _gather(self, layer_idx: int, seen: torch.Tensor) -> KV:
         """Returns K and V at the slots `seen`, int64 `[rows, width]`, as `[rows, heads, width, dim]`."""
@@ -359,7 +390,7 @@ class _EncoderDecoderKVCache(LightKVCache, EncoderDecoderCache):
     def read_layer(self, layer_idx: int) -> KV:
         """Returns a copy of a layer's K/V of the decoder's text, `[B, heads, columns, dim]`."""
         batch = self._batch
-        seen = seen_slots(self.kv.memory.table, batch.rows, batch.padding, self.num_columns)
+        seen = seen_by_rows(self.kv.memory.table, batch.rows, batch.padding, self.num_columns)
         k, v = self._gather(layer_idx, seen)
         return k.clone(), v.clone()
 
