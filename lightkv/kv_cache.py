@@ -247,7 +247,9 @@ class KVCache:
     def fork(self, sequence: Sequence) -> Sequence:
         """Opens another sequence with the same tokens in the same slots: K/V is shared and never copied.
 
-        Tokens that either of them adds from now on are its own. Raises OutOfRows, ValueError.
+        Tokens that either of them adds from now on are its own. Where layers have groups, fork after the
+        forward pass that computes the newest ones, since a fork gives up what windows have passed. Raises
+        OutOfRows, ValueError.
         """
         self._require_no_callback()
         fork = self.ledger.fork(sequence)

@@ -31,11 +31,12 @@ class Part(NamedTuple):
 
 
 class GatheredStep(NamedTuple):
-    """A step on the model's own attention: which K/V is written, and which every row sees."""
+    """A step on the model's own attention: which K/V is written, and which every row sees, in each of G layer
+    groups."""
 
     source: torch.Tensor  # int64 [n]: the computed tokens that are new, as places in [B * T], row by row
-    slots: torch.Tensor  # int64 [n]: the slots that their K/V is written to
-    seen: torch.Tensor  # int64 [B * width]: the slots of each row, column by column; 0 in padding
+    slots: torch.Tensor  # int64 [G, n]: the slots that their K/V is written to
+    seen: torch.Tensor  # int64 [G, B, width]: the slots of each row, column by column; 0 in padding
 
 
 def left_padding(mask: torch.Tensor | None, num_rows: int, num_columns: int) -> list[int]:
@@ -103,11 +104,14 @@ def gather_step(
     source_there, entries_there, seen_there, positions_there = upload(
         [source, entries, seen.reshape(-1), positions.reshape(-1)], call.input_ids.device
     )
-    step = GatheredStep(source_there, table.read(entries_there).long(), table.read(seen_there).long())
+    slots, seen_slots = (
+        table.read(there).long().view(len(table.groups), -1) for there in (entries_there, seen_there)
+    )
+    step = GatheredStep(source_there, slots, seen_slots.unflatten(1, (len(rows), width)))
     return step, first, positions_there.view(len(rows), -1)
 
 
-def seen_slots(table: TokenTable, rows: list[int], padding: list[int], width: int) -> torch.Tensor:
+def seen_by_rows(table: TokenTable, rows: list[int], padding: list[int], width: int) -> torch.Tensor:
     """Returns the slots of the first `width` columns of each row, int64 `[rows, width]`; 0 in padding."""
     (there,) = upload([_seen_entries(table, rows, padding, width).reshape(-1)], table.device)
     return table.read(there).long().view(len(rows), width)

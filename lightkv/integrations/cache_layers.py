@@ -12,15 +12,20 @@ KV = tuple[torch.Tensor, torch.Tensor]
 
 
 class CacheLayer(CacheLayerMixin):
-    """One layer of a decoder's own K/V. `owner` is its LightKVCache, or a weak reference to it."""
+    """One layer of a decoder's own K/V. `owner` is its LightKVCache, or a weak reference to it.
+
+    A sliding layer sees a window or a chunk. Its K/V and its mask begin at the owner's `first_seen`, as those
+    of transformers' own caches begin behind what their windows have passed.
+    """
 
     is_croppable = True
     keys: Any = None
     values: Any = None
 
-    def __init__(self, owner: Any, layer_idx: int) -> None:
+    def __init__(self, owner: Any, layer_idx: int, is_sliding: bool = False) -> None:
         # transformers' own constructor would set keys and values, which are properties of some layers.
         self.is_initialized = False
+        self.is_sliding = is_sliding
         self._owner = owner
         self._layer_idx = layer_idx
 
@@ -28,13 +33,19 @@ class CacheLayer(CacheLayerMixin):
         """Does nothing: the pool is allocated when the cache is made."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> KV:
-        k, v = self._owner.update_layer(self._layer_idx, key_states, value_states)
+        k, v = self._owner.update_layer(self._layer_idx, key_states, value_states, self._first)
         holders = self._owner.kv.memory.pool.spec.holders or ()
         # What layers after it read, too, must not be written over by the next layer's K/V.
         return (k.clone(), v.clone()) if holders.count(self._layer_idx) > 1 else (k, v)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._owner.num_columns + query_length, 0
+        first = self._first
+        return self._owner.num_columns + query_length - first, first
+
+    @property
+    def _first(self) -> int:
+        """The first column of the K/V that `update` returns."""
+        return int(self._owner.first_seen) if self.is_sliding else 0
 
     def get_seq_length(self) -> int:
         return int(self._owner.num_columns)

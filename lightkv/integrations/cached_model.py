@@ -273,15 +273,17 @@ def assemble(
 ) -> tuple[KVCache, list[AttentionBackend]]:
     """Returns a cache for the K/V of `model`, of the shape that `probe` found, and the backends of its layers.
 
-    The arguments are those of `CachedModel`. The model does not change. Raises UnknownBackend, OutOfMemory and
+    The arguments are those of `CachedModel`; where the spec has lifetimes of layers, the cache has the slots of
+    `capacity` tokens that every layer sees. The model does not change. Raises UnknownBackend, OutOfMemory and
     ValueError.
     """
     capacity = checked_count("capacity", capacity)
-    context = context_length(model.config.get_text_config()) or capacity
-    max_entries = max_entries or min(capacity, context)
     backends = make_backends(backend, model.device, shape.layers, rotary)
     spec = replace(shape.spec, format=kv_format)
     for layer in backends:
         layer.check_format(spec.format_of(layer.layer_idx))
-    cache = KVCache(spec, capacity, max_sequences, max_entries, model.device)
+    context = context_length(model.config.get_text_config()) or capacity
+    num_slots = capacity * spec.groups.num_groups
+    max_entries = max_entries or min(num_slots // spec.groups.widths[0], context)
+    cache = KVCache(spec, num_slots, max_sequences, max_entries, model.device)
     return cache, backends

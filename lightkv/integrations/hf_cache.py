@@ -37,8 +37,9 @@ halves share one pool. The K/V of an encoder's output is written once, and held 
 """
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Set
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -52,8 +53,7 @@ from lightkv.integrations.model.attention_call import ATTENTION
 from lightkv.integrations.model.hf_model import PackedStep
 from lightkv.integrations.model.probe import probe, require_plain_cache
 from lightkv.kv_cache import KVCache
-from lightkv.ledger.prefix_tree import TOKEN_BYTES
-from lightkv.ledger.sequence import Sequence
+from lightkv.layer_groups import FULL, Lifetime
 from lightkv.memory.kv_gatherer import KVGatherer
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
@@ -65,13 +65,13 @@ from .batch_call import (
     left_padding,
     pack_step,
     require_own_columns,
-    seen_slots,
-    select,
+    seen_by_rows,
 )
 from .cache_layers import KV, CacheLayer, CrossLayer, ReadableLayer, write_tokens
 from .cached_model import assemble
 from .cross_kv import CrossKV, EncoderOutput
 from .encoder_decoder import probe_encoder_decoder
+from .text_batch import TextBatch
 
 
 class _Pending(NamedTuple):
@@ -89,9 +89,16 @@ class LightKVCache(Cache):
     again. Direct calls of the model continue the present batch until `reset`. A mask may hide the padding that
     a batch begins with, and nothing else. Positions may be given, but have to be those of the unpadded text.
 
+    Layers that see a window or a chunk hold what they still see (`kv.ledger.groups`, `LayerGroups`), so that a
+    text takes the less of the pool the longer it is: `capacity` counts tokens that every layer sees. `kv`
+    counts slots, of which such a token takes one in each group. The tokens of one call of the model are held
+    in all layers until the next call; `generate(prefill_chunk_size=…)` bounds that. `crop` goes back by the
+    tokens of the last call and 64 more, or the window if that is shorter, and is refused beyond.
+
     `max_sequences` limits the rows of a batch, beams included, and `max_entries` the length of a text; the
-    default is the model's context, or the capacity if that is smaller. `backend` names the backend of lightkv's
-    attention, for a model that is bound to it. `kv` is the cache itself, with its counts, its map and `evict`.
+    default is the model's context, or what the pool can hold if that is smaller. `backend` names the backend of
+    lightkv's attention, for a model that is bound to it. `kv` is the cache itself, with its counts, its map and
+    `evict`.
 
     `kv_format` says how K and V are stored, as for `CachedModel`.
 
@@ -121,21 +128,27 @@ class LightKVCache(Cache):
     ) -> None:
         shape = probe(model)
         require_plain_cache(model, shape)
+        shape = replace(shape, spec=replace(shape.spec, lifetimes=shape.lifetimes))
         kv, backends = assemble(
             model, shape, capacity, max_sequences, max_entries, backend, kv_format=kv_format
         )
-        owner = weakref.proxy(self)
-        Cache.__init__(self, layers=[CacheLayer(owner, idx) for idx in range(shape.spec.num_layers)])
-        self._start(model, kv, backends)
+        owner, seen = weakref.proxy(self), shape.lifetimes
+        Cache.__init__(self, layers=[CacheLayer(owner, idx, one != FULL) for idx, one in enumerate(seen)])
+        self._start(model, kv, backends, set(seen) - {FULL})
 
-    def _start(self, module: nn.Module, kv: KVCache, backends: list[AttentionBackend]) -> None:
+    def _start(
+        self,
+        module: nn.Module,
+        kv: KVCache,
+        backends: list[AttentionBackend],
+        sliding: Set[Lifetime] = frozenset(),
+    ) -> None:
         """Sets the cache up without a batch, and puts its hooks on the forward pass of `module`. `backends`: of
-        the layers of a model that may be bound to lightkv's attention."""
-        self.kv, self._backends = kv, backends
+        the layers of a model that may be bound to lightkv's attention. `sliding`: what its sliding layers
+        see."""
+        self.kv, self._backends, self._sliding = kv, backends, sliding
         self._gatherer = KVGatherer(kv.memory.pool)
-        self._sequences: list[Sequence] = []  # one for each row of the batch
-        self._padding: list[int] = []
-        self._ids = torch.empty(0, 0, dtype=torch.int64, device=kv.memory.device)  # [B, columns so far]
+        self._batch = TextBatch(kv)
         self._pending: _Pending | None = None  # also after a call of the model that failed
         # The hooks hold weak references, so that an unused cache is freed and its hooks are removed.
         begin, end = weakref.WeakMethod(self._begin), weakref.WeakMethod(self._end)
@@ -149,7 +162,19 @@ class LightKVCache(Cache):
     @property
     def num_columns(self) -> int:
         """Columns of the batch so far, padding included; during a call of the model, those before the call."""
-        return self._ids.shape[1] if self._pending is None else self._pending.first
+        return self._batch.ids.shape[1] if self._pending is None else self._pending.first
+
+    @property
+    def first_seen(self) -> int:
+        """The first column that sliding layers see in a call of the model that computes those from
+        `num_columns` on. It is the same for all of them, since models make one mask for several layers."""
+        start = self.num_columns
+        seen = [
+            padding + one.first_seen(max(start - padding, 0))
+            for padding in self._batch.padding
+            for one in self._sliding
+        ]
+        return min(seen, default=0)
 
     @property
     def max_entries(self) -> int:
@@ -164,22 +189,12 @@ class LightKVCache(Cache):
     @property
     def num_hit(self) -> int:
         """The number of tokens that were cached when the present batch began, summed over its rows."""
-        return sum(sequence.num_hit for sequence in self._sequences)
+        return sum(sequence.num_hit for sequence in self._batch.sequences)
 
     def reset(self) -> None:
         """Ends the present batch: its tokens are held no longer, and stay cached while there is room."""
         failed, self._pending = self._pending is not None, None
-        ids = [] if failed else self._ids.tolist()
-        for row, sequence in enumerate(self._sequences):
-            if failed:  # some layers have no K/V of the last tokens
-                self.kv.close(sequence, cache=False)
-            else:
-                known = self._padding[row] + len(sequence.prompt) // TOKEN_BYTES
-                self.kv.close(sequence, ids[row][known:])
-        if failed:
-            self.kv.retract()
-        self._sequences = []
-        self._ids = self._ids[:0, :0]
+        self._batch.end(failed)
 
     @property
     def _is_user_defined(self) -> bool:
@@ -193,39 +208,26 @@ class LightKVCache(Cache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Continues row `beam_idx[i]` as row i, by forks, which copy no K/V. `beam_idx` is int64 `[rows]`."""
-        order = beam_idx.tolist()
-        self._sequences = select(self.kv, self._sequences, order)
-        self._padding = [self._padding[row] for row in order]
-        self._ids = self._ids.index_select(0, beam_idx.to(self._ids.device))
+        self._batch.reorder(beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Continues only the rows at `indices`."""
-        self.reorder_cache(torch.arange(len(self._sequences))[indices.cpu()])
+        self.reorder_cache(torch.arange(len(self._batch.sequences))[indices.cpu()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Continues every row as `repeats` rows."""
-        self.reorder_cache(torch.arange(len(self._sequences)).repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(len(self._batch.sequences)).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last tokens of every row; their number is given as a negative one.
 
-        Raises ValueError for a number above 0, and where a row has fewer tokens without its padding; then no
-        row is cropped.
+        Raises ValueError for a number above 0, and where a row has fewer tokens without its padding or does not
+        hold what the next one sees; then no row is cropped.
         """
-        tokens_to_remove = int(tokens_to_remove)  # assisted decoding passes a tensor
-        shortest = min((sequence.length for sequence in self._sequences), default=0)
-        if not -shortest <= tokens_to_remove <= 0:
-            raise ValueError(
-                f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative one; "
-                f"the shortest row has {shortest} tokens"
-            )
-        if tokens_to_remove:
-            for sequence in self._sequences:
-                self.kv.truncate(sequence, sequence.length + tokens_to_remove)
-            self._ids = self._ids[:, :tokens_to_remove]
+        self._batch.crop(int(tokens_to_remove))  # assisted decoding passes a tensor
 
-    def update_layer(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> KV:
-        """Writes a layer's new K/V, and gathers the K/V that its attention sees.
+    def update_layer(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, first: int) -> KV:
+        """Writes a layer's new K/V, and gathers the K/V that its attention sees, from the column `first` on.
 
         keys, values: `[B, heads, T, dim]`. Returns both as `[B, heads, width, dim]`, which stay valid until the
         next call.
@@ -235,8 +237,9 @@ class LightKVCache(Cache):
                 "this cache works in calls of the whole model that it was made for, not in calls of its parts"
             )
         source, slots, seen = self._pending.step
-        write_tokens(self.kv.memory.pool, layer_idx, slots, source, (keys, values))
-        return self._gather(layer_idx, seen.view(len(keys), -1))
+        group = self.kv.memory.group_of_layer[layer_idx]
+        write_tokens(self.kv.memory.pool, layer_idx, slots[group], source, (keys, values))
+        return self._gather(layer_idx, seen[group, :, first:])
 
     def _gather(self, layer_idx: int, seen: torch.Tensor) -> KV:
         """Returns K and V at the slots `seen`, int64 `[rows, width]`, as `[rows, heads, width, dim]`."""
@@ -248,10 +251,11 @@ class LightKVCache(Cache):
         if kwargs.get("past_key_values") is not self:
             return None
         call = self._read_call(args, kwargs)
-        parts, same_as = self._allocate(call)
+        is_new = not self._batch.sequences
+        parts, same_as = self._begin_batch(call) if is_new else self._batch.extend(call.input_ids.shape[1])
         self._pending = pending = _Pending(None, call, self.num_columns)
         kwargs = dict(kwargs)
-        rows = [sequence.row for sequence in self._sequences]
+        rows = self._batch.rows
         if self._backends and model.config.get_text_config()._attn_implementation == ATTENTION:
             made, arguments = pack_step(self.kv.memory, rows, parts, same_as, call, self.num_columns)
             packed = PackedStep(made, self._backends)
@@ -286,73 +290,23 @@ class LightKVCache(Cache):
             )
         num_rows, num_new = input_ids.shape
         width = self.num_columns + num_new
-        wrong_rows = self._sequences and num_rows != len(self._sequences)
+        held_rows = len(self._batch.sequences)
+        wrong_rows = held_rows and num_rows != held_rows
         shape = None if mask is None else tuple(getattr(mask, "shape", ()))
         if not num_new or wrong_rows or shape not in (None, (num_rows, width)):
             raise ValueError(
                 f"{num_new} tokens of {num_rows} rows and a mask of {shape}, after {self.num_columns} tokens "
-                f"of {len(self._sequences)} rows: call reset() before another text"
+                f"of {held_rows} rows: call reset() before another text"
             )
-        padding = self._padding if self._sequences else left_padding(mask, num_rows, num_new)
-        continued = mask if self._sequences else None
+        padding = self._batch.padding if held_rows else left_padding(mask, num_rows, num_new)
+        continued = mask if held_rows else None
         require_own_columns(padding, self.num_columns, num_new, continued, kwargs.get("position_ids"))
         return ModelCall(input_ids, padding, min(num_logits or num_new, num_new))
 
-    def _allocate(self, call: ModelCall) -> tuple[list[Part], list[int]]:
-        """Allocates slots for a call, which begins or continues the batch.
-
-        Returns what is to be computed, and for every row the first row that has the same text.
-        """
-        if not self._sequences:
-            self._padding = call.padding
-            return self._open(call.input_ids.tolist(), call.num_logits)
-        num_rows, num_new = call.input_ids.shape
-        parts = [Part(row, sequence.length, num_new) for row, sequence in enumerate(self._sequences)]
-        self.kv.extend(self._sequences, [num_new] * num_rows)
-        return parts, list(range(num_rows))
-
-    def _open(self, texts: list[list[int]], num_logits: int) -> tuple[list[Part], list[int]]:
-        """Opens a sequence for every row, as a fork where an earlier row has the same text.
-
-        Tokens that are not cached have to be computed, and the last `num_logits` tokens in any case. Returns
-        the same as `_allocate`.
-        """
-        sequences: list[Sequence] = []
-        parts = []
-        first_with: dict[Hashable, int] = {}
-        same_as = []
-        try:
-            for row, (columns, padding) in enumerate(zip(texts, self._padding, strict=True)):
-                text = columns[padding:]
-                first = first_with.setdefault((self._kind(row), *text), row)
-                same_as.append(first)
-                if first < row:
-                    sequences.append(self.kv.fork(sequences[first]))
-                    continue
-                # `open` leaves at least the last token of its prompt to be computed. The prompt is cut here, so
-                # that it leaves as many tokens as get logits.
-                sequence = self._open_row(row, text[: max(len(text) - num_logits + 1, 1)])
-                sequences.append(sequence)
-                parts.append(Part(row, sequence.length, len(text) - sequence.length))
-                self.kv.extend([sequence], [parts[-1].num_tokens])
-                # Later rows of this very step may hit it: every layer writes its K/V before it attends.
-                self.kv.publish(sequence)
-        except BaseException:
-            for sequence in sequences:
-                self.kv.close(sequence, cache=False)
-            self.kv.retract()
-            raise
-        self._sequences = sequences
-        return parts, same_as
-
-    def _kind(self, row: int) -> Hashable:
-        """Returns what a row of a batch that begins has to have in common with those that it shares K/V with,
-        beside the text."""
-        return None
-
-    def _open_row(self, row: int, prompt: list[int]) -> Sequence:
-        """Opens the sequence of a row of a batch that begins."""
-        return self.kv.open(prompt)
+    def _begin_batch(self, call: ModelCall) -> tuple[list[Part], list[int]]:
+        """Opens the rows of a batch that begins. Returns what `TextBatch.begin` returns."""
+        kinds = [None] * len(call.padding)  # rows share K/V wherever their texts agree
+        return self._batch.begin(call, kinds, lambda _, prompt: self.kv.open(prompt))
 
     def _end(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Runs after the model's forward pass: records what it computed."""
@@ -365,11 +319,9 @@ class LightKVCache(Cache):
         ):
             return None
         self._pending = None
-        self.kv.confirm()
-        ids, num_logits = pending.call.input_ids, pending.call.num_logits
-        self._ids = torch.cat((self._ids, ids), 1) if len(self._ids) else ids
+        self._batch.confirm(pending.call.input_ids)
         if is_packed:
-            output["logits"] = output.logits[0].unflatten(0, (-1, num_logits))
+            output["logits"] = output.logits[0].unflatten(0, (-1, pending.call.num_logits))
             output["past_key_values"] = self
         return output
 
@@ -437,8 +389,8 @@ class _EncoderDecoderKVCache(LightKVCache, EncoderDecoderCache):
 
     def read_layer(self, layer_idx: int) -> KV:
         """Returns a copy of a layer's K/V of the decoder's text, `[B, heads, columns, dim]`."""
-        rows = [sequence.row for sequence in self._sequences]
-        seen = seen_slots(self.kv.memory.table, rows, self._padding, self.num_columns)
+        batch = self._batch
+        seen = seen_by_rows(self.kv.memory.table, batch.rows, batch.padding, self.num_columns)
         k, v = self._gather(layer_idx, seen)
         return k.clone(), v.clone()
 
@@ -471,27 +423,23 @@ class _EncoderDecoderKVCache(LightKVCache, EncoderDecoderCache):
     def _takes_positions(self, kwargs: dict[str, Any]) -> bool:
         return kwargs.get("position_ids") is not None
 
-    def _open(self, texts: list[list[int]], num_logits: int) -> tuple[list[Part], list[int]]:
-        if len(texts) > self._max_rows:
+    def _begin_batch(self, call: ModelCall) -> tuple[list[Part], list[int]]:
+        if len(call.padding) > self._max_rows:
             raise OutOfRows(self._max_rows)
         assert self._output is not None
         cross = CrossKV(self.kv, self._output)
+        # Rows share K/V where their encoder output is the same, too. Some decoders count padding in their
+        # positions.
+        kinds = list(zip(cross.which, call.padding, strict=True))
         with ExitStack() as undo:
             undo.callback(cross.release)  # from then on its readers hold it; without any, it is freed
+            begun = self._batch.begin(
+                call,
+                kinds,
+                lambda row, prompt: self.kv.open_reader(prompt, cross.sequence(row), (call.padding[row],)),
+            )
             self._cross = cross
-            try:
-                return super()._open(texts, num_logits)
-            except BaseException:
-                self._cross = None
-                raise
-
-    def _kind(self, row: int) -> Hashable:
-        # Some decoders count padding in their positions.
-        return None if self._cross is None else (self._cross.which[row], self._padding[row])
-
-    def _open_row(self, row: int, prompt: list[int]) -> Sequence:
-        assert self._cross is not None
-        return self.kv.open_reader(prompt, self._cross.sequence(row), (self._padding[row],))
+            return begun
 
 
 def _call(method: weakref.WeakMethod[Any], call: tuple[Any, ...]) -> Any:

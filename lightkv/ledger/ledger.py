@@ -403,10 +403,8 @@ class TokenLedger:
         """
         state = self._state
         self._require_branching(sequence)
-        if not 0 <= length <= sequence.length:
-            raise ValueError(f"cannot cut a sequence of {sequence.length} entries to {length}")
+        sequence.require_truncate(length)
         if isinstance(sequence, WindowedSequence):
-            sequence.require_truncate(length)
             self._extension.forget_batch()
             state.tails.free_after(sequence, length, sequence.length - length)
             sequence.points = [point for point in sequence.points if point <= length]

@@ -187,6 +187,11 @@ class Sequence:
         if not 0 <= count <= self.length - self.shared:
             raise ValueError(f"{self} cannot free {count} of {self.num_private} private tokens")
 
+    def require_truncate(self, length: int) -> None:
+        """Raises ValueError unless all but its first `length` entries can be dropped."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot cut a sequence of {self.length} entries to {length}")
+
     def shrink(self, count: int) -> int:
         """Moves it back by `count` tokens. Returns how many of its last entries are to be freed."""
         self.length -= count

@@ -148,10 +148,11 @@ class WindowedSequence(Sequence):
         return super().shrink(count)
 
     def require_truncate(self, length: int) -> None:
-        """Raises ValueError where the token after its first `length` ones sees some that are not held."""
+        super().require_truncate(length)
         self._require_seen(length)
 
     def _require_seen(self, length: int) -> None:
+        """Raises ValueError where the token after its first `length` ones sees some that are not held."""
         for cls, lifetime in enumerate(self.lifetimes, start=1):
             if (first := self.held_from(cls)) > lifetime.first_seen(length):
                 raise ValueError(

@@ -29,6 +29,7 @@ from lightkv.router import EngineConfig
 from lightkv.router.model_files import resolve
 from tests.support.combinations import each_value
 from tests.support.eager_models import SMALL, VOCABULARY
+from tests.support.generating import GREEDY, OURS, OWN, assert_same, generate, padded
 
 MIXED = {**SMALL, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 CONFIGS = {
@@ -38,9 +39,7 @@ CONFIGS = {
     "gemma2": Gemma2Config(**MIXED, query_pre_attn_scalar=24, attn_logit_softcapping=5.0),
     "gpt2": GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=256),
 }
-OWN, OURS = "own attention", "lightkv's"
 PROMPTS = [[5, 6, 7, 8, 5, 6], [11, 40, 3, 90, 22, 61, 17, 4, 33, 8, 70, 5], [9], [11, 40, 3, 90, 22, 64]]
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
 CALLS: dict[str, tuple[list[list[int]], dict[str, Any]]] = {
     "greedy": (PROMPTS[1:2], GREEDY),
     "batch": (PROMPTS, GREEDY),
@@ -61,39 +60,6 @@ def make_model(config: PreTrainedConfig, device: torch.device, attention: str = 
     for parameter in model.parameters():  # large, so that some tokens are much likelier than others
         torch.nn.init.normal_(parameter, std=0.2)
     return model.to(device).eval()
-
-
-def padded(prompts: list[list[int]], device: torch.device, extra: int = 0) -> dict[str, torch.Tensor]:
-    width = max(map(len, prompts)) + extra
-    ids = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
-    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return {
-        "input_ids": torch.tensor(ids, device=device),
-        "attention_mask": torch.tensor(mask, device=device),
-    }
-
-
-def generate(model: PreTrainedModel, cache: Any, prompts: list[list[int]], **options: Any) -> Any:
-    extra = options.pop("extra", 0)
-    torch.manual_seed(1)
-    return model.generate(  # type: ignore[operator]
-        **padded(prompts, model.device, extra),
-        past_key_values=cache,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_scores=True,
-        output_logits=True,
-        **options,
-    )
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    assert torch.equal(found.sequences, expected.sequences)
-    assert len(found.logits) == len(expected.logits)
-    for ours, theirs in zip(found.logits, expected.logits, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
-    if "sequences_scores" in expected:
-        torch.testing.assert_close(found.sequences_scores, expected.sequences_scores, rtol=1e-4, atol=1e-4)
 
 
 def test_the_example_in_the_docstring_runs() -> None:
@@ -382,10 +348,10 @@ def test_a_crop_longer_than_a_row_changes_nothing(device: torch.device) -> None:
     cache = LightKVCache(model, 400)
     batch = padded(PROMPTS[1:3], device)  # of 12 tokens and of 1
     model(**batch, past_key_values=cache)
-    lengths = [sequence.length for sequence in cache._sequences]
+    lengths = [sequence.length for sequence in cache._batch.sequences]
     with pytest.raises(ValueError, match=r"crop\(-2\).*the shortest row has 1 tokens"):
         cache.crop(-2)
-    assert [sequence.length for sequence in cache._sequences] == lengths == [12, 1]
+    assert [sequence.length for sequence in cache._batch.sequences] == lengths == [12, 1]
     assert (cache.get_seq_length(), cache.kv.num_held) == (12, 13)
     cache.crop(-1)
     assert (cache.get_seq_length(), cache.kv.num_held) == (11, 11)
