@@ -105,8 +105,8 @@ SLOW = [pytest.param(family, size, marks=pytest.mark.slow) for family in FAMILIE
 @pytest.mark.parametrize(("family", "size"), [("qwen3_moe", 2), *SLOW[:2], *SLOW[3:]])
 def test_tokens_are_those_of_one_rank(family: str, size: int, tmp_path: Path) -> None:
     """Requests with shared prefixes, in chunks, greedy and drawn, on models with experts, windows, sinks, norms
-    of all heads, one weight for gate and up, and fewer K/V heads than ranks. The padding token is the vocabulary's
-    last, so that no other rank than the last has it."""
+    of all heads, one weight for gate and up, and fewer K/V heads than ranks. The padding token is the
+    vocabulary's last, so that no other rank than the last has it."""
     model = random_weights(tiny(family))
     model.config.pad_token_id = VOCABULARY - 1
     model.save_pretrained(tmp_path)
