@@ -45,25 +45,29 @@ _GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
     ),
     (
         "lightkv:capacity_tokens",
-        "Capacity of the pool in tokens; in slots where a token takes several, as all counts of the pool.",
+        "Slots of the pool: a token takes one, or several where some layers see a window only.",
         lambda load: load.capacity,
     ),
-    ("lightkv:free_tokens", "Free tokens of the pool.", lambda load: load.free),
-    ("lightkv:held_tokens", "Tokens that running requests hold.", lambda load: load.held),
-    ("lightkv:cached_tokens", "Tokens cached for later requests.", lambda load: load.cached),
+    ("lightkv:free_tokens", "Free slots of the pool.", lambda load: load.free),
+    ("lightkv:held_tokens", "Slots that running requests hold.", lambda load: load.held),
+    (
+        "lightkv:cached_tokens",
+        "Slots of tokens that are cached for later requests.",
+        lambda load: load.cached,
+    ),
     (
         "lightkv:forecast_peak_tokens",
-        "The most tokens that the running requests are expected to come to hold.",
+        "The most slots that the running requests are expected to come to hold.",
         lambda load: load.forecast_peak,
     ),
     (
         "lightkv:exact_peak_tokens",
-        "The most tokens that the running requests with max_tokens may come to hold; at most the capacity.",
+        "The most slots that the running requests with max_tokens may come to hold; at most the capacity.",
         lambda load: load.exact_peak,
     ),
     (
         "lightkv:reached_peak_tokens",
-        "The most tokens held in any step so far.",
+        "The most slots held in any step so far.",
         lambda load: load.reached_peak,
     ),
     ("lightkv:sessions", "Sessions that protect tokens.", lambda load: load.num_sessions),
@@ -106,7 +110,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
     ("lightkv:steps", "Steps of the model.", lambda load: load.num_steps),
     (
         "lightkv:ledger_checks",
-        "Comparisons of the device's count of free tokens with the ledger's.",
+        "Comparisons of the device's count of free slots with the ledger's.",
         lambda load: load.num_ledger_checks,
     ),
     (
@@ -191,7 +195,9 @@ class _RouterCollector:
         yield dropped
         info = latest.status.info
         if info is not None:
-            family = InfoMetricFamily("vllm:cache_config", "The K/V pool.", labels=["model_name"])
+            family = InfoMetricFamily(
+                "vllm:cache_config", "The K/V pool; its blocks are slots.", labels=["model_name"]
+            )
             config = {
                 "block_size": "1",
                 "num_gpu_blocks": str(info.capacity),

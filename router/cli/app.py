@@ -176,7 +176,7 @@ def generate(
         "lightkv info",
         "lightkv info --model ./my-model --device cuda:1 --mem-fraction 0.8",
         "lightkv info --kv-dtype int8",
-        "lightkv info --json | jq .model.pool_tokens",
+        "lightkv info --json | jq .model.pool_slots",
     )
 )
 @takes_engine
@@ -220,7 +220,7 @@ def info(
         "weights": f"{_gib(model['weight_bytes'])}: {model['num_parameters']:,} parameters in {model['dtype']}",
         "one token": f"{model['bytes_per_token']:,} bytes: {heads} in {model['kv_dtype']}",
         **_layer_rows(model),
-        "pool": f"{model['pool_tokens']:,} {_unit(model)} in {_gib(model['pool_bytes'])}",
+        "pool": f"{model['pool_slots']:,} {_unit(model)} in {_gib(model['pool_bytes'])}",
         "": model["pool_reason"],
         "requests": f"{model['max_num_seqs']} at once, of {model['max_model_len']:,} tokens each at most",
         "step": f"{chunk} at most",

@@ -103,7 +103,7 @@ def model_info(config: EngineConfig, directory: Path) -> dict[str, Any]:
         "max_num_seqs": limits.max_num_seqs,
         "max_model_len": limits.max_model_len,
         "prefill_chunk": limits.prefill_chunk,
-        "pool_tokens": pool.num_tokens,
+        "pool_slots": pool.num_tokens,
         "pool_bytes": pool.num_bytes,
         "pool_reason": pool.why,
     }

@@ -223,11 +223,19 @@ def test_every_invalid_request_has_a_name_of_its_own() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["", "gemma3", "gpt-oss"])
 def test_a_whole_run_on_a_small_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "results.json"
-    argv = ["--model", save_tiny_model(tmp_path / "tiny"), "--minutes", 0.4, "--rest-every", 0.2]
+    argv = [
+        "--model",
+        save_tiny_model(tmp_path / "tiny", family=family),
+        "--minutes",
+        0.4,
+        "--rest-every",
+        0.2,
+    ]
     argv += ["--prompts", 8, "--max-total-tokens", 512, "--out", out]
     monkeypatch.setattr("sys.argv", ["soak", *map(str, argv)])
     monkeypatch.setattr(soak.signal, "signal", lambda *_: None)

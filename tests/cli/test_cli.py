@@ -332,7 +332,7 @@ def test_info_agrees_with_the_engine(llm: LLM, tiny: Path) -> None:
     assert told["machine"]["device"] == "cpu"
     assert model["bytes_per_token"] == engine.bytes_per_token == 2 * 2 * (8 + 8) * 4
     assert (model["num_layers"], model["num_kv_heads"], model["k_dim"], model["v_dim"]) == (2, 2, 8, 8)
-    assert (model["pool_tokens"], model["pool_bytes"]) == (2048, engine.pool_bytes)
+    assert (model["pool_slots"], model["pool_bytes"]) == (2048, engine.pool_bytes)
     assert (model["pool_reason"], model["architecture"]) == (engine.pool_reason, engine.architecture)
     assert (model["max_num_seqs"], model["max_model_len"], model["prefill_chunk"]) == (3, 99, 7)
     num_parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tiny).parameters())
@@ -399,7 +399,7 @@ def test_info_predicts_the_pool_beside_the_weights(own_memory: None, tmp_path: P
     runner, engine = build_runner(settings, lambda line: None)
     assert (told["dtype"], told["bytes_per_token"]) == (engine.dtype, engine.bytes_per_token)
     # The weights have 1.3 GB, which the predicted figure has to leave out. Loading holds a little more.
-    missed = abs(told["pool_tokens"] - engine.capacity) * told["bytes_per_token"]
+    missed = abs(told["pool_slots"] - engine.capacity) * told["bytes_per_token"]
     assert missed < told["weight_bytes"] / 5, (told, engine)
     del runner
 

@@ -1,5 +1,6 @@
 """A model on several ranks answers, token for token, as it does on one."""
 
+import json
 import random
 from array import array
 from pathlib import Path
@@ -11,13 +12,15 @@ from safetensors.torch import load_file, save_file
 
 from lightkv.integrations.ranks.group import RankGroup
 from lightkv.router import EngineConfig, SamplingParams
-from lightkv.router.engine.admission import make_admission
+from lightkv.router.engine.admission import Admission, OutputLengths, make_admission
 from lightkv.router.engine.loop import LocalEngine, make_scheduler
 from lightkv.router.engine.request import Request
 from lightkv.router.model.build import build_runner
 from tests.support.ranks import run_ranks
 from tests.support.tiny_architectures import VOCABULARY, random_weights, tiny
 from tests.support.tiny_files import save_tiny
+from tests.support.windowed_models import FAMILIES as WINDOWED
+from tests.support.windowed_models import LONG, NUM_NEW, expected, request, run_all, text
 
 
 def answers(
@@ -95,15 +98,15 @@ def test_tables_stay_the_same_bytes_on_all_ranks(num_edits: int, tmp_path: Path)
     assert all(found == expected for found in run_ranks(2, life, str(tmp_path), num_edits))
 
 
-FAMILIES = ["llama", "qwen3_moe", "gemma3_text", "olmo2", "phi3", "glm", "cohere2"]
+FAMILIES = ["llama", "qwen3_moe", "gemma3_text", "gpt_oss", "olmo2", "phi3", "glm", "cohere2"]
 SLOW = [pytest.param(family, size, marks=pytest.mark.slow) for family in FAMILIES for size in (2, 4)]
 
 
 @pytest.mark.parametrize(("family", "size"), [("qwen3_moe", 2), *SLOW[:2], *SLOW[3:]])
 def test_tokens_are_those_of_one_rank(family: str, size: int, tmp_path: Path) -> None:
-    """Requests with shared prefixes, in chunks, greedy and drawn, on models with experts, windows, norms of all
-    heads, one weight for gate and up, and fewer K/V heads than ranks. The padding token is the vocabulary's
-    last, so that no other rank than the last has it."""
+    """Requests with shared prefixes, in chunks, greedy and drawn, on models with experts, windows, sinks, norms
+    of all heads, one weight for gate and up, and fewer K/V heads than ranks. The padding token is the
+    vocabulary's last, so that no other rank than the last has it."""
     model = random_weights(tiny(family))
     model.config.pad_token_id = VOCABULARY - 1
     model.save_pretrained(tmp_path)
@@ -115,6 +118,80 @@ def test_tokens_are_those_of_one_rank(family: str, size: int, tmp_path: Path) ->
         # olmo2 normalises all heads together and phi3 has one weight for them: their ranks have all heads.
         assert rank_bytes == (num_bytes if family in ("olmo2", "phi3") else num_bytes // 2)
         assert "sums over ranks: gloo" in lines
+
+
+# Beside a long text: prompts that leave it in its middle and shortly before its end, and one that is longer.
+SHARING = [LONG[:57] + text(30, 1), LONG[:76] + text(12, 2), LONG + text(9, 3)]
+
+
+def shared_windows(
+    ranks: RankGroup | None, directory: str, pool: int
+) -> tuple[list[list[int]], list[int], int, list[bytes]]:
+    """Runs a long prompt, and then others that hit a part of it, in chunks and in a pool of so many tokens,
+    which is too small for all of them. Returns the answers, the tokens that each has hit, the number of
+    preemptions, and digests of the tables."""
+    config = EngineConfig(
+        model=directory,
+        device="cpu",
+        dtype="float32",
+        prefill_chunk=16,
+        max_total_tokens=pool,
+        max_num_seqs=6,
+    )
+    runner, info = build_runner(config, lambda line: None, ranks=ranks)
+    assert not info.groups.is_uniform
+    admission = Admission(OutputLengths(assumed=2), trusts_limits=False)
+    engine = LocalEngine(make_scheduler(info, admission), runner)
+    found, hits, digests = [], [], []
+    for turn, prompts in enumerate(([LONG], SHARING)):
+        requests = [request(f"{turn} {i}", prompt, 2 * NUM_NEW) for i, prompt in enumerate(prompts)]
+        found += run_all(engine, requests)
+        hits += [one.num_hit for one in requests]
+        engine.check()
+        digests.append(runner.digest())
+    assert engine.stats().held == 0
+    return found, hits, engine.stats().num_preemptions, digests
+
+
+@pytest.mark.parametrize(
+    ("family", "pool", "size"),
+    [
+        ("gpt-oss", 110, 2),
+        pytest.param("gpt-oss", 110, 4, marks=pytest.mark.slow),
+        *[pytest.param("gemma3", 56, size, marks=pytest.mark.slow) for size in (2, 4)],
+    ],
+)
+def test_layer_groups_on_several_ranks(family: str, pool: int, size: int, tmp_path: Path) -> None:
+    """Answers are transformers', with prefixes that are hit across windows, chunks and preemptions, and the
+    tables of all ranks are those of one."""
+    WINDOWED[family].model().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").touch()
+    own = expected(family, [LONG, *SHARING], 2 * NUM_NEW)
+    alone = shared_windows(None, str(tmp_path), pool)
+    answers, hits, num_preemptions, _ = alone
+    assert answers == own
+    assert sum(hit >= 57 for hit in hits) == 2
+    assert num_preemptions > 0
+    assert all(found == alone for found in run_ranks(size, shared_windows, str(tmp_path), pool))
+
+
+@pytest.mark.slow
+def test_experts_that_are_stored_in_mxfp4(tmp_path: Path) -> None:
+    """As gpt-oss' own checkpoints store them: a rank reads and unpacks its own ones."""
+    random_weights(tiny("gpt_oss", fields={"intermediate_size": 64})).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").touch()
+    weights = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, num_in, num_out = weights.pop(name).shape
+        shape = num_experts, num_out, num_in // 32
+        weights[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+        weights[f"{name}_scales"] = torch.randint(122, 126, shape, dtype=torch.uint8)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = answers(None, str(tmp_path), {})
+    assert all(found[0] == expected[0] for found in run_ranks(2, answers, str(tmp_path), {}))
 
 
 def static_scales(ranks: RankGroup, directory: str) -> list[Any]:

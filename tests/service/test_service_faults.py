@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 
+from tests.support.combinations import slow
 from tests.support.served import COMPLETIONS, Served, save_tiny_model, starting, wait_until
 
 LONG_PROMPT = [(7 * i) % 9000 + 20 for i in range(8000)]
 STEP_TIMEOUT = 5
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+@pytest.fixture(scope="module", params=["", *slow("gemma3", "gpt-oss")])
+def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Also with models of which most layers have windows."""
     directory = tmp_path_factory.mktemp("service")
-    model = save_tiny_model(directory / "model")
+    model = save_tiny_model(directory / "model", family=request.param)
     with starting(model, directory / "log", directory) as begin:
         served = begin("--step-timeout", str(STEP_TIMEOUT), "--prefill-chunk", "512")
         yield served.wait_ready()

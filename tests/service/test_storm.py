@@ -7,6 +7,7 @@ from the service, and the memory of its processes from the kernel.
 import asyncio
 import json
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.support.served import COMPLETIONS, Served, save_tiny_model, wait_until
+from lightkv.router.service.router import RECOUNT_SECONDS
+from tests.support.served import COMPLETIONS, Served, own_text, save_tiny_model, wait_until
 
 NUM_STREAMS = 256
 NUM_CONNECTS = 500
@@ -34,10 +36,16 @@ STORY = "the old keeper climbs up to the lamp at dusk and counts every step on t
 WORDS = STORY.split()
 
 
+@pytest.fixture(scope="module", params=["", "gemma3", "gpt-oss"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model; two have layers with windows."""
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny", family=request.param)
+
+
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = tmp_path_factory.mktemp("storm")
-    served = Served(save_tiny_model(directory / "tiny"), directory / "log", env=WITHOUT_CACHES)
+    served = Served(model, directory / "log", env=WITHOUT_CACHES)
     try:
         yield served.wait_ready()
         served.process.terminate()
@@ -205,8 +213,9 @@ def test_a_crowd_of_streams_completes_in_steady_memory(served: Served) -> None:
 
 
 @pytest.mark.slow
-def test_a_storm_loses_no_token_and_causes_no_server_error(served: Served) -> None:
-    text = served.complete()
+def test_a_storm_loses_no_token_and_causes_no_server_error(served: Served, model: Path) -> None:
+    text = own_text(model, STORY, MAX_TOKENS)
+    assert served.complete(STORY, MAX_TOKENS) == text
     before = served.at_rest()["generated_tokens"]
     pids, descriptors = served.processes(), num_descriptors(served)
     replies = asyncio.run(asyncio.wait_for(storm(served.url, NUM_CONNECTS), SECONDS))
@@ -225,6 +234,7 @@ def test_a_storm_loses_no_token_and_causes_no_server_error(served: Served) -> No
     # The requests of clients that disconnected were aborted.
     assert generated < MAX_TOKENS * (len(replies["whole"]) + len(replies["cut"]) / 2)
     wait_until(lambda: num_descriptors(served) <= descriptors + 1)  # plus the connection of this test
-    assert served.complete() == text
+    assert served.complete(STORY, MAX_TOKENS) == text
+    time.sleep(1.5 * RECOUNT_SECONDS)  # a recount that failed would end the service
     assert served.processes() == pids
     assert "Traceback" not in served.log.read_text()

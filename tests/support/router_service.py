@@ -155,7 +155,7 @@ class Client:
 
 
 class Service:
-    """A router that serves in this event loop, and the workers that it has made."""
+    """A router that serves in this event loop, and the workers that it has made, by `make` if it is given."""
 
     def __init__(
         self,
@@ -165,8 +165,10 @@ class Service:
         max_queued: int = 10,
         admission: str = "exact",
         kv_events: str | None = None,
+        make: Callable[[], FakeWorker] | None = None,
     ) -> None:
         self.path = path
+        self.make = make
         self.pause = pause
         self.workers: list[FakeWorker] = []
         config = EngineConfig(admission=admission, kv_events=kv_events)
@@ -174,7 +176,7 @@ class Service:
         self.exit_code: asyncio.Task[int] = asyncio.create_task(self.router.serve(path))
 
     def make_worker(self) -> FakeWorker:
-        self.workers.append(FakeWorker(self.pause))
+        self.workers.append(FakeWorker(self.pause) if self.make is None else self.make())
         return self.workers[-1]
 
     async def connect(self) -> Client:
@@ -194,8 +196,9 @@ async def service(
     max_queued: int = 10,
     admission: str = "exact",
     kv_events: str | None = None,
+    make: Callable[[], FakeWorker] | None = None,
 ) -> AsyncIterator[Service]:
-    made = Service(path / "router.sock", depth, pause, max_queued, admission, kv_events)
+    made = Service(path / "router.sock", depth, pause, max_queued, admission, kv_events, make)
     try:
         yield made
     finally:

@@ -17,12 +17,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from transformers import LlamaConfig
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from bench.common.random_model import random_model
 from lightkv.router.cli.http_client import UnixConnection
 from lightkv.router.config import EngineConfig
 from lightkv.router.model_files import resolve
+from tests.support.tiny_architectures import random_weights, tiny
+from tests.support.windowed_models import FAMILIES, own_answers
 
 PROCESSES = {
     "lightkv.router.cli": "cli",
@@ -36,26 +39,42 @@ API_KEY = "a-key-of-the-tests"
 COMPLETIONS = "/v1/completions"
 
 
-def save_tiny_model(directory: Path, hidden_size: int = 32) -> Path:
+def save_tiny_model(directory: Path, hidden_size: int = 32, family: str = "") -> Path:
     """Saves a model of two random layers with the default model's tokenizer and a context of 8,192 tokens. Its
-    heads have a quarter of `hidden_size` dims."""
+    heads have a quarter of `hidden_size` dims. `family`: of `windowed_models`, whose layers it has instead."""
     source = resolve(EngineConfig.model, lambda line: None)
     directory.mkdir()
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=json.loads((source / "config.json").read_text())["vocab_size"],
-        hidden_size=hidden_size,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-    )
-    random_model(config, torch.device("cpu"), torch.float32).save_pretrained(directory)
+    sizes = {
+        "vocab_size": json.loads((source / "config.json").read_text())["vocab_size"],
+        "max_position_embeddings": 8192,
+    }
+    if family:
+        chosen = FAMILIES[family]
+        model = random_weights(tiny(chosen.model_type, fields={**chosen.fields, **sizes}))
+    else:
+        config = LlamaConfig(
+            hidden_size=hidden_size,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            **sizes,
+        )
+        model = random_model(config, torch.device("cpu"), torch.float32)
+    model.save_pretrained(directory)
     for file in source.iterdir():
         if file.name.startswith(("tokenizer", "special_tokens", "chat_template")):
             shutil.copy(file, directory)
     return directory
+
+
+def own_text(model: Path, prompt: str, max_tokens: int) -> str:
+    """Returns what transformers generates greedily with a saved model, as `Served.complete` asks for it."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    ids = tokenizer.encode(prompt).ids
+    own = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return str(tokenizer.decode(own_answers(own, [ids], max_tokens)[0]))
 
 
 class Served:

@@ -8,6 +8,8 @@ every module keeps the one of its class, with at most one exchange around it:
     colwise, gathered  likewise, but all outputs are needed          the outputs side by side
     rowwise            a rank has some inputs, and returns a term    the sum of the terms
     embedding          a rank has some tokens of the vocabulary      the sum, of which one term is not 0
+    experts            a rank has a part of each expert, or some     the sum of the terms
+                       experts as a whole
 
 A decoder layer so has two sums: behind the attention's output projection, and behind the MLP's.
 """
@@ -35,6 +37,23 @@ _GATHER = {"colwise_gather_output", "colwise_rep"}
 _EMBEDDING = {"embedding_rowwise"}
 _SPLIT_INPUT = {"rowwise_split_input", "rowwise_rep"}
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
+# What is added to transformers' plans, by the type of the model. For gpt-oss it has one of whole experts alone,
+# which is how weights in MXFP4 can be divided.
+_MORE = {
+    "gpt_oss": {
+        "model.embed_tokens": "embedding_rowwise",
+        "model.layers.*.self_attn.q_proj": "colwise",
+        "model.layers.*.self_attn.k_proj": "colwise",
+        "model.layers.*.self_attn.v_proj": "colwise",
+        "model.layers.*.self_attn.sinks": "colwise",
+        "model.layers.*.self_attn.o_proj": "rowwise",
+        "model.layers.*.mlp.experts.gate_up_proj": "grouped_gemm",
+        "model.layers.*.mlp.experts.gate_up_proj_bias": "grouped_gemm",
+        "model.layers.*.mlp.experts.down_proj": "grouped_gemm",
+        "model.layers.*.mlp.experts.down_proj_bias": "grouped_gemm",
+        "model.layers.*.mlp.experts": "moe_tp_experts",
+    }
+}
 
 
 class SummedLinear(nn.Module):
@@ -130,7 +149,7 @@ def _plan(config: PreTrainedConfig, ranks: RankGroup) -> dict[str, str]:
     """Returns the model's plan, by names with * for numbers, with what this many ranks change of it."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    plan = dict(model.tp_plan or {})
+    plan = dict(model.tp_plan or {}) | _MORE.get(config.model_type, {})
     name, text = type(model).__name__, config.get_text_config()
     if not any("layers" in key for key in plan):
         raise UnsupportedModel(
@@ -206,7 +225,8 @@ def _divide(model: PreTrainedModel, ranks: RankGroup, plan: Mapping[str, str]) -
             cast(Any, module).padding_idx = None  # it may be in another part; only gradients depend on it
             module.forward = partial(_embed, module, ranks)
         elif style in _SUM:
-            module.forward = partial(_summed, module, ranks)
+            has_some = getattr(module, "_is_expert_parallel", False)
+            module.forward = partial(_of_own_experts if has_some else _summed, module, ranks)
 
 
 def _styled(root: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, nn.Module, str]]:
@@ -243,3 +263,12 @@ def _embed(module: Any, ranks: RankGroup, ids: Tensor) -> Tensor:
 def _summed(module: nn.Module, ranks: RankGroup, *args: Any, **kwargs: Any) -> Tensor:
     """The forward pass of a module that returns this rank's term of its output."""
     return ranks.sum(type(module).forward(module, *args, **kwargs))
+
+
+def _of_own_experts(module: Any, ranks: RankGroup, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    """The forward pass of experts of which this rank has consecutive ones. Those of other ranks have an index
+    that transformers leaves out, and no weight."""
+    own = indices - ranks.rank * module.num_experts
+    is_here = (own >= 0) & (own < module.num_experts)
+    own = torch.where(is_here, own, module.num_experts)
+    return ranks.sum(type(module).forward(module, x, own, weights * is_here))
