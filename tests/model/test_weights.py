@@ -38,7 +38,7 @@ def lines() -> list[str]:
 SUPPORTED = [
     "Llama", "Mistral", "Ministral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma", "Gemma2", "Gemma3Text",
     "Phi", "Phi3", "Olmo2", "Olmo3", "SmolLM3", "Granite", "Cohere2", "Glm4", "Starcoder2", "GPTNeoX", "GPT2",
-    "OPT", "GptOss", "Llama4Text", "Bloom", "Falcon", "GPTJ", "GPTNeo", "Mpt", "Nemotron", "StableLm",
+    "OPT", "GptOss", "Gemma3nText", "Llama4Text", "Bloom", "Falcon", "GPTJ", "GPTNeo", "Mpt", "Nemotron", "StableLm",
 ]  # fmt: skip
 UNSUPPORTED = {
     "T5": "encoder-decoder",
@@ -53,7 +53,6 @@ UNSUPPORTED = {
     "MiniMax": "linear_attention",
     "Gemma3": "other modalities",
     "Llava": "other modalities",
-    "Gemma3nText": "another layer's K/V",
     "CodeGen": "AttentionInterface",
 }
 

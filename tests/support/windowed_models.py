@@ -94,6 +94,7 @@ _GEMMA4_SHARING = tuple(
         _layers("WWFWWF", 12, _TWO_OF_FOUR, Heads(4, 2, 16, 16)), (None, None, None, 1, 1, 2), strict=True
     )
 )
+_GEMMA3N_SHARING = tuple([kind._replace(heads=_TWO_OF_FOUR) for kind in _GEMMA4_SHARING])
 _GEMMA4_FIELDS = {
     "num_hidden_layers": 6,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
@@ -135,6 +136,22 @@ FAMILIES = {
             "hidden_size_per_layer_input": 0,
         },
         _layers("WWFWWF", 12, _TWO_OF_FOUR, Heads(4, 1, 16, 16)),
+    ),
+    # The layers at the end read others' K/V here, too, and the residual has several streams.
+    "gemma3n": Family(
+        "gemma3n_text",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "sliding_window": 12,
+            "num_kv_shared_layers": 3,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 8,
+            "activation_sparsity_pattern": None,
+            "intermediate_size": 48,
+            "laurel_rank": 4,
+        },
+        _GEMMA3N_SHARING,
     ),
     "gpt-oss": Family(
         "gpt_oss",
