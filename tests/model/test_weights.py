@@ -38,7 +38,8 @@ def lines() -> list[str]:
 SUPPORTED = [
     "Llama", "Mistral", "Ministral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma", "Gemma2", "Gemma3Text",
     "Phi", "Phi3", "Olmo2", "Olmo3", "SmolLM3", "Granite", "Cohere2", "Glm4", "Starcoder2", "GPTNeoX", "GPT2",
-    "OPT", "GptOss", "Gemma3nText", "Llama4Text", "Bloom", "Falcon", "GPTJ", "GPTNeo", "Mpt", "Nemotron", "StableLm",
+    "OPT", "GptOss", "Gemma3nText", "Llama4Text", "Bloom", "Falcon", "GPTJ", "GPTNeo", "Mpt", "Nemotron",
+    "StableLm",
 ]  # fmt: skip
 UNSUPPORTED = {
     "T5": "encoder-decoder",
