@@ -220,8 +220,6 @@ class _Connection(H11Protocol):
         if not is_silent and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             text = f"the {awaited} took more than {self._seconds[awaited]:g} seconds to arrive; try again"
             self._send_error(408, text)
-            if self.cycle is not None:
-                self.cycle.disconnected = True  # stops the route, which may still wait for the body
         self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
@@ -242,6 +240,8 @@ class _Connection(H11Protocol):
         response = h11.Response(status_code=status, headers=headers, reason=reason)
         for event in (response, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # stops the route, which may wait for the body, or answer, too
 
 
 class _TooManyConnections:
