@@ -125,6 +125,9 @@ def narrow(router: ApiUnderTest) -> Iterator[tuple[int, int]]:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         yield port, process.pid
+        process.kill()
+        assert process.stderr is not None
+        assert b"Traceback" not in process.stderr.read()
     finally:
         process.kill()
         process.wait()
@@ -213,6 +216,16 @@ def test_chunks_of_an_old_client_and_other_malformed_requests_are_refused(connec
         lines, body = until_closed(connection).split(b"\r\n\r\n", 1)
         assert lines.startswith(b"HTTP/1.1 400")
         assert said in error_of(body)["message"]
+
+
+def test_a_body_that_is_no_http_is_answered_once(connect: Connect) -> None:
+    """The route answers the headers, of another type than JSON, while the connection has closed already."""
+    connection = connect()
+    begin = head(COMPLETIONS, 1).replace(b"Content-Length: 1", b"Transfer-Encoding: chunked")
+    connection.sendall(begin.replace(b"application/json", b"multipart/form-data") + b"no length\r\n")
+    received = until_closed(connection)
+    assert received.startswith(b"HTTP/1.1 400")
+    assert received.count(b"HTTP/1.1") == 1
 
 
 def trickle(pieces: dict[socket.socket, bytes]) -> dict[socket.socket, bytes]:
