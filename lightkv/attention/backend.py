@@ -135,8 +135,11 @@ class AttentionBackend(ABC):
         out = q.new_empty(num_tokens, self.num_heads, self.v_dim)
         if step.memory.pool.spec.holder(self.layer_idx) == self.layer_idx:
             self._write(q, k, v, step, rotary)
-        else:
-            assert rotary is None, "positions are applied by the write"
+        elif rotary is not None:
+            raise ValueError(
+                f"layer {self.layer_idx} reads the K/V of another one, and writes none, which would rotate q; "
+                "rotate q first, and give no rotary"
+            )
         self._attend(q, step, out)
         return out.flatten(1)
 

@@ -28,8 +28,8 @@ class WindowedSequence(Sequence):
     parts that it holds ends, which it leaves once all of it has passed; 0 where it holds none. points:
     ascending, where its prompt ends and where others may turn off from it, as far as it has not passed them:
     what is seen there is kept for others. published: how many tokens of its prompt others may hit; those that
-    `publish` could not store are stored as soon as it shares the ones before them. published_in: the step in
-    which that was said last. event: the length at which something else happens than that each of its tokens
+    `publish` could not store are stored as soon as it shares the ones before them. published_in: the step of
+    the last `publish`. event: the length at which something else happens than that each of its tokens
     takes a slot, or reuses one; 0 if that is to be found out.
     """
 

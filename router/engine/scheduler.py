@@ -315,7 +315,7 @@ class Scheduler:
         running = Running(
             ledger, self._forecast, self._prefilling, self._decoding.values(), budget, room, idx
         )
-        if self._num_groups > 1:
+        if self._num_groups > 1:  # also while it waits, since windows pass what it would hit
             keep_branch(running, request)
         if not budget.can_begin(request.num_prefill_tokens):
             return False  # it is admitted in a step that computes a part of it
