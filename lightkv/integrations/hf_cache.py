@@ -96,7 +96,7 @@ class LightKVCache(Cache):
     tokens of the last call and 64 more, or the window if that is shorter, and is refused beyond.
 
     `max_sequences` limits the rows of a batch, beams included, and `max_entries` the length of a text; the
-    default is the model's context, or what layers that see everything have slots for. `backend` names that of
+    default is the model's context, or what layers that see everything have slots for. `backend` names the one of
     lightkv's attention, for a model that is bound to it. `kv` is the cache itself, with its counts, its map and
     `evict`.
 

@@ -270,8 +270,8 @@ class TokenLedger:
         return state.tails.find_branch(state.tree.match(namespace, token_ids))
 
     def keep_branch(self, branch: Branch) -> None:
-        """Keeps what is seen where a prompt turns off: `open` hits it now. It has to follow on the `find_branch`
-        that found it. Raises ValueError if its sequence has closed."""
+        """Keeps what is seen where a prompt turns off: `open` hits it now. It has to follow on the
+        `find_branch` that found it. Raises ValueError if its sequence has closed."""
         self.require_open(branch.sequence)
         self._state.tails.keep_branch(branch)
         self._extension.forget_batch()
