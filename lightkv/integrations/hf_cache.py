@@ -96,8 +96,8 @@ class LightKVCache(Cache):
     tokens of the last call and 64 more, or the window if that is shorter, and is refused beyond.
 
     `max_sequences` limits the rows of a batch, beams included, and `max_entries` the length of a text; the
-    default is the model's context, or what layers that see everything have slots for. `backend` names the one of
-    lightkv's attention, for a model that is bound to it. `kv` is the cache itself, with its counts, its map and
+    default is the model's context, or what layers that see everything have slots for. `backend` is the name
+    of one of lightkv's, for a model that is bound to it. `kv` is the cache itself, with its counts, its map and
     `evict`.
 
     `kv_format` says how K and V are stored, as for `CachedModel`.
