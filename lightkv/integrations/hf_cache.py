@@ -80,6 +80,7 @@ class _Pending(NamedTuple):
     step: GatheredStep | PackedStep | None  # None while slots are allocated and the step is not made yet
     call: ModelCall
     first: int  # the first column that it computes
+    first_seen: int  # the first one that sliding layers see
 
 
 class LightKVCache(Cache):
@@ -168,6 +169,8 @@ class LightKVCache(Cache):
     def first_seen(self) -> int:
         """The first column that sliding layers see in a call of the model that computes those from
         `num_columns` on. It is the same for all of them, since models make one mask for several layers."""
+        if self._pending is not None:
+            return self._pending.first_seen
         start = self.num_columns
         seen = [
             padding + one.first_seen(max(start - padding, 0))
@@ -253,7 +256,7 @@ class LightKVCache(Cache):
         call = self._read_call(args, kwargs)
         is_new = not self._batch.sequences
         parts, same_as = self._begin_batch(call) if is_new else self._batch.extend(call.input_ids.shape[1])
-        self._pending = pending = _Pending(None, call, self.num_columns)
+        self._pending = pending = _Pending(None, call, self.num_columns, self.first_seen)
         kwargs = dict(kwargs)
         rows = self._batch.rows
         if self._backends and model.config.get_text_config()._attn_implementation == ATTENTION:
