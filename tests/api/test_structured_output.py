@@ -224,7 +224,7 @@ def test_half_surrogates_in_a_grammar_do_no_harm(api: ApiUnderTest) -> None:
         assert "\ufffd" in str(api.router.submits[-1].params.grammar)
 
 
-def test_adversarial_grammars_are_refused_soon_and_streams_go_on(api: ApiUnderTest) -> None:
+def test_adversarial_grammars_are_refused_within_a_second_and_streams_go_on(api: ApiUnderTest) -> None:
     api.post(
         COMPLETIONS, body(COMPLETIONS, {"structured_outputs": {"regex": "a"}})
     )  # starts the child process
@@ -250,10 +250,13 @@ def test_adversarial_grammars_are_refused_soon_and_streams_go_on(api: ApiUnderTe
         error = api.post(COMPLETIONS, body(COMPLETIONS, fields), 400)["error"]
         taken = time.monotonic() - begun
         assert error["param"] == next(iter(fields)), name
-        assert taken < 10, (name, taken)  # 0.5 s of the processor, on a machine that may do much else
+        assert taken < 1.5, (
+            name,
+            taken,
+        )  # 0.5 s of the processor, and what a machine that does much else adds
     done.set()
     reading.join()
-    assert max(gaps) < 5, max(gaps)
+    assert max(gaps) < 0.5, max(gaps)
 
 
 def test_json_is_compact_by_default_if_the_service_says_so(tmp_path: Path) -> None:
