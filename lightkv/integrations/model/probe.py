@@ -30,8 +30,9 @@ from .token_positions import fix_positions
 # The name under which lightkv's attention function gets a mask, which holds the model's own rule (_MaskRule).
 PROBE = "lightkv_probe"
 
-# Arguments of attention that change nothing here: dropout is off, and positions are applied to q and k already.
-_HARMLESS = frozenset({"dropout", "position_ids", "cache_position", "use_cache"})
+# Arguments of attention that change nothing here: dropout is off, positions are applied to q and k already, and
+# logits_to_keep is the model's own argument, which some wrappers hand on to all their layers.
+_HARMLESS = frozenset({"dropout", "position_ids", "cache_position", "use_cache", "logits_to_keep"})
 _FORWARD_ARGUMENTS = frozenset({"position_ids", "logits_to_keep"})  # of a model, beside input_ids
 _FAR = 1 << 20  # the query position at which masks are examined, which is past any window or chunk
 _NUM_TOKENS = 8  # in each of the passes that are compared
@@ -98,6 +99,8 @@ class _MaskRule:
     """The mask that layers get under the probe: the rule itself, which can be evaluated at any position."""
 
     visible: Any  # (batch, head, query position, key position) → bool tensor
+    # A wrapper may hand it to its text model, which makes no mask of its own when it is given one of four dims.
+    ndim = 4
 
     def __getattr__(self, name: str) -> Any:
         # The attribute of a tensor was meant: the model computes with its mask.
@@ -105,6 +108,9 @@ class _MaskRule:
 
     def __getitem__(self, index: Any) -> Any:
         raise LightKVError("it changes its attention mask (by taking a part of it)")
+
+    def __radd__(self, other: Any) -> Any:
+        raise LightKVError("it changes its attention mask (by adding it to another)")
 
     def sees(self, query: int, keys: list[int], device: torch.device) -> list[bool]:
         """Returns, for each position in `keys`, whether a query at position `query` may attend to it."""
