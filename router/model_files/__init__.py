@@ -13,7 +13,7 @@ from .files import (
     one_line,
     read_json,
     require_whole,
-    stored_bytes,
+    stored_tensors,
     weight_files,
 )
 from .search import resolve
@@ -28,6 +28,6 @@ __all__ = [
     "read_json",
     "require_whole",
     "resolve",
-    "stored_bytes",
+    "stored_tensors",
     "weight_files",
 ]
