@@ -10,7 +10,7 @@ from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import numpy as np
@@ -56,7 +56,7 @@ class Tokenizer:
 
     Args:
         directory: holds tokenizer.json and config.json, and may hold generation_config.json,
-            tokenizer_config.json, special_tokens_map.json and chat_template.jinja.
+            tokenizer_config.json, special_tokens_map.json and a chat template (chat_template.jinja or .json).
 
         chat_template: the source of a chat template to use in place of the model's own.
 
@@ -80,6 +80,8 @@ class Tokenizer:
         self._tokenizer.no_padding()
 
         config = _read_json(directory / "config.json")
+        text = config.get("text_config")  # that of a model of several modalities
+        config = (text if isinstance(text, dict) else {}) | _given(config)
         generation_config = _read_json(directory / "generation_config.json", optional=True)
         settings = _read_json(directory / "tokenizer_config.json", optional=True)
         named = _read_json(directory / "special_tokens_map.json", optional=True) | settings
@@ -198,7 +200,7 @@ class Tokenizer:
             ChatTemplateError: there is no template, it is broken, it does what its sandbox forbids, or it
                 refuses the messages.
         """
-        compiled = self._template if template is None else _compiled(template)
+        compiled, takes_parts = self._template if template is None else _compiled(template)
         mark = ""
         if continues_last:  # the text is cut where this stands
             if not messages:
@@ -206,6 +208,8 @@ class Tokenizer:
             mark = secrets.token_hex(16)
             last = {**messages[-1], "content": f"{messages[-1].get('content') or ''}{mark} "}
             messages = [*messages[:-1], last]
+        if takes_parts:
+            messages = [_in_parts(message) for message in messages]
         try:
             text = compiled.render(
                 {
@@ -281,7 +285,7 @@ class Tokenizer:
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     @cached_property
-    def _template(self) -> jinja2.Template:
+    def _template(self) -> "_Template":
         if self._template_source is None:
             raise ChatTemplateError("this model has no chat template; use plain completions instead")
         return _compiled(self._template_source)
@@ -303,13 +307,40 @@ class _GenerationBlock(Extension):
         )
 
 
-def _compiled(source: str) -> jinja2.Template:
+class _Template(NamedTuple):
+    """A chat template. `takes_parts`: it leaves out a content that is a text, and writes one that is a list of
+    parts, as templates of models of several modalities do."""
+
+    compiled: jinja2.Template
+    takes_parts: bool
+
+
+def _compiled(source: str) -> _Template:
     """Raises ChatTemplateError."""
     try:
-        return template_sandbox().from_string(source)
+        compiled = template_sandbox().from_string(source)
+        asked = {"role": "user", "content": "lightkv"}
+        takes_parts = not _writes(compiled, asked) and _writes(compiled, _in_parts(asked))
+        return _Template(compiled, takes_parts)
     except Exception as error:  # too deep nesting fails in Python's own compiler
         reason = f"the model's chat template does not parse ({error}); use plain completions instead"
         raise ChatTemplateError(reason) from error
+
+
+def _writes(template: jinja2.Template, message: Mapping[str, Any]) -> bool:
+    """Returns whether a template writes the text of a message, "lightkv"."""
+    try:
+        return "lightkv" in template.render(messages=[message], add_generation_prompt=True)
+    except Exception:  # a template is a program, and may need more than this
+        return False
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a message whose content, if it is a text, is a list of one part."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def template_sandbox() -> ImmutableSandboxedEnvironment:
@@ -350,13 +381,20 @@ def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
         raise UnreadableTokenizer(path, f"cannot be read ({one_line(error)})") from error
 
 
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 def _read_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     try:
         if path.is_file():
             return path.read_text(encoding="utf-8")
-        path = directory / "tokenizer_config.json"
-        template = settings.get("chat_template")
+        path = directory / "chat_template.json"  # of the processor of a model of several modalities
+        template = read_json(path).get("chat_template") if path.is_file() else None
+        if template is None:
+            path = directory / "tokenizer_config.json"
+            template = settings.get("chat_template")
         if isinstance(template, list):  # several templates, each with a name
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
     except (OSError, ValueError, TypeError, KeyError) as error:

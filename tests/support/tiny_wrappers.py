@@ -14,14 +14,16 @@ from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoModelForMultimodalLM,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 
 from lightkv.errors import UnsupportedModel
 from lightkv.router.model.loader import load_model
 from lightkv.router.model.model_config import load_supported_config
-from lightkv.router.model.text_half import is_wrapper, text_half, wrapper_class
-from tests.support.tiny_architectures import MORE, SIZES, answers, own_answers, prompts
+from lightkv.router.model.text_half import is_wrapper, text_half
+from tests.support.tiny_architectures import MORE, SIZES, VOCABULARY, answers, own_answers, prompts
 
 CPU = torch.device("cpu")
 # Fields of a wrapper's text model, or of the wrapper itself, for which the sizes do not fit together.
@@ -33,6 +35,8 @@ TEXT: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": [16, 16],
         "rope_parameters": _MROPE | {"mrope_section": [1, 1, 2]},
     },
+    "gemma4_text": {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8},
+    "gemma4_unified_text": {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8},
     "glm4v_moe_text": {
         "rope_parameters": _MROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
     },
@@ -51,6 +55,10 @@ WHOLE: dict[str, dict[str, Any]] = {
     "chameleon": {"vocabulary_map": {"<image>": 90, "IMGIMGAZ": 91}},
     "emu3": {"vocabulary_map": {"<image>": 90, "<|visual token 000000|>": 91}},
     "fun_asr_nano": {"adaptor_config": {"hidden_size": 32, "intermediate_size": 8}},
+    "gemma4": {
+        "vision_config": {"model_type": "gemma4_vision"},
+        "audio_config": {"model_type": "gemma4_audio"},
+    },
     "granite4_vision": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "4/8"},
     "granite_docling": {"vision_config": {"out_hidden_size": 32}},
     "inkling2": {"vision_config": {"text_hidden_size": 32}},
@@ -62,11 +70,77 @@ WHOLE: dict[str, dict[str, Any]] = {
     },
 }
 
+# Of towers, by the names that configurations use.
+TOWER: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "embed_dim", "d_model"), 16),
+    **dict.fromkeys(
+        ("intermediate_size", "encoder_ffn_dim", "projector_input_dim", "projector_output_dim"), 16
+    ),
+    **dict.fromkeys(("num_hidden_layers", "depth", "encoder_layers", "num_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "encoder_attention_heads"), 2),
+    **dict.fromkeys(("image_size",), 32),
+    **dict.fromkeys(("patch_size",), 8),
+    "out_hidden_size": 32,  # that of the text model
+    "vision_output_dim": 16,
+    "global_head_dim": 8,
+    "head_dim": 8,
+    "num_key_value_heads": 2,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+# Whole wrappers of these are small enough to be made: the families that matter, and the ways of naming weights.
+FAMILIES = (
+    "aya_vision",
+    "gemma3",
+    "gemma4",
+    "glm4v",
+    "idefics3",
+    "internvl",
+    "llama4",
+    "llava",
+    "mistral3",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "voxtral",
+)
+
+
+def whole_wrapper(model_type: str, **text: Any) -> PreTrainedModel:
+    """Returns a float32 wrapper of one of FAMILIES with tiny towers, and random weights that are large enough
+    for its answers to vary. `text`: fields of its text model."""
+    kind = CONFIG_MAPPING[model_type]
+    towers: dict[str, Any] = {}
+    for name in kind.sub_configs:
+        named = WHOLE.get(model_type, {}).get(name) or getattr(kind(), name).to_dict()
+        tower = CONFIG_MAPPING[named["model_type"]]
+        if name != "text_config":
+            known = getattr(tower, "__dataclass_fields__", ())
+            sizes = {field: value for field, value in TOWER.items() if field in known}
+            towers[name] = {"model_type": named["model_type"]} | sizes
+    config = tiny_wrapper(model_type, towers, text)
+    torch.manual_seed(0)
+    model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.dim() >= 2:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval().requires_grad_(False)
+
 
 def wrapper_cases() -> list[str]:
     """Returns the model types of all wrappers, in order."""
     kinds = {*MODEL_FOR_MULTIMODAL_LM_MAPPING, *filter(is_wrapper, MODEL_FOR_CAUSAL_LM_MAPPING)}
-    return sorted(kind.model_type for kind in kinds)
+    return sorted(kind.model_type for kind in kinds if wrapper_name(kind.model_type))
+
+
+def wrapper_name(model_type: str) -> str:
+    """Returns the name of the class that transformers makes of a wrapper's configuration; "" for none."""
+    kind = CONFIG_MAPPING[model_type]
+    for mapping in (MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        if kind in mapping:
+            return str(mapping[kind].__name__)
+    return ""
 
 
 def tiny_wrapper(
@@ -88,7 +162,7 @@ def tiny_wrapper(
         text_type = given.get("model_type") or getattr(kind(), name).model_type
         sizes = _sizes(CONFIG_MAPPING[text_type]) | MORE.get(text_type, {}) | TEXT.get(text_type, {})
         config = kind(**own, **{name: {"model_type": text_type} | sizes | given | dict(text)})
-    config.architectures = [getattr(wrapper_class(config), "__name__", model_type)]
+    config.architectures = [wrapper_name(model_type)]
     return config
 
 
