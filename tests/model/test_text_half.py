@@ -13,13 +13,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 from lightkv.errors import UnsupportedModel
-from lightkv.router import EngineConfig
+from lightkv.router import LLM, EngineConfig, SamplingParams
 from lightkv.router.model import loader
 from lightkv.router.model.info import model_info
 from lightkv.router.model.loader import ModelTooLarge, load_model
 from lightkv.router.model.model_config import load_supported_config
 from lightkv.router.model.text_half import left_out_of
 from lightkv.router.model_files import UnreadableWeights
+from tests.support.byte_model import save_byte_model
 from tests.support.combinations import slow
 from tests.support.tiny_architectures import answers, own_answers, prompts
 from tests.support.tiny_wrappers import FAMILIES, tiny_wrapper, whole_wrapper
@@ -69,6 +70,25 @@ def test_texts_and_bytes_are_those_of_the_wrapper_and_its_text_model(name: str, 
     assert sum(left_out_of(model).values()) == stored - kept
     assert left_out_of(model)
     assert answers(model, prompts(), prefill_chunk=16) == own_answers(whole, prompts())
+
+
+def test_llm_runs_a_chat_and_refuses_an_image_by_name(tmp_path: Path) -> None:
+    save_byte_model(tmp_path)  # its tokenizer
+    (tmp_path / "config.json").unlink()
+    whole_wrapper("gemma3", vocab_size=300).save_pretrained(tmp_path)
+    template = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    llm = LLM(EngineConfig(model=str(tmp_path), device="cpu", max_total_tokens=300))
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    text, chat = (
+        llm.generate([prompt], params)[0] for prompt in ("abc", [{"role": "user", "content": "abc"}])
+    )
+    assert chat.prompt_token_ids == text.prompt_token_ids
+    assert chat.outputs[0].token_ids == text.outputs[0].token_ids
+    assert llm.info.left_out.keys() == {"model.vision_tower", "model.multi_modal_projector"}
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+    with pytest.raises(TypeError, match="part of type image_url"):
+        llm.chat([image], params)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
