@@ -143,7 +143,8 @@ def _causal(config: PreTrainedConfig) -> PreTrainedConfig:
 @contextmanager
 def _without_missing_packages() -> Iterator[None]:
     """Puts a LeftOut in the place of a tower that needs a package which is not installed (timm)."""
-    own = AutoModel.from_config
+    auto: Any = AutoModel
+    before, own = vars(auto)["from_config"], auto.from_config
 
     def from_config(config: PreTrainedConfig, **arguments: Any) -> Any:
         try:
@@ -151,11 +152,11 @@ def _without_missing_packages() -> Iterator[None]:
         except ImportError:
             return LeftOut(config)
 
-    AutoModel.from_config = from_config
+    auto.from_config = from_config
     try:
         yield
     finally:
-        del AutoModel.from_config  # that of its base class is found again
+        auto.from_config = before
 
 
 def _unused_by_text(whole: PreTrainedModel) -> tuple[str, ...]:
