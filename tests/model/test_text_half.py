@@ -11,9 +11,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
+from typer.testing import CliRunner
 
 from lightkv.errors import UnsupportedModel
 from lightkv.router import LLM, EngineConfig, SamplingParams
+from lightkv.router.cli.app import app
 from lightkv.router.model import loader
 from lightkv.router.model.info import model_info
 from lightkv.router.model.loader import ModelTooLarge, load_model
@@ -118,6 +120,11 @@ def test_info_says_what_is_left_out(saved: Path) -> None:
     assert info["left_out"].keys() == {"model.vision_tower", "model.multi_modal_projector"}
     stored = sum(one.nbytes for one in load_file(saved / "model.safetensors").values())
     assert info["weight_bytes"] + sum(info["left_out"].values()) == stored
+    shown = CliRunner().invoke(app, ["info", "--model", str(saved), "--device", "cpu"])
+    assert shown.exit_code == 0, shown.stderr
+    (row,) = [line for line in shown.stdout.splitlines() if line.startswith("left out ")]
+    assert "that texts do not need: " in row
+    assert "model.vision_tower (" in row
 
 
 def test_a_checkpoint_without_towers_loads(directory: Path) -> None:
