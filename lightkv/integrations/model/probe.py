@@ -99,7 +99,7 @@ class _MaskRule:
     """The mask that layers get under the probe: the rule itself, which can be evaluated at any position."""
 
     visible: Any  # (batch, head, query position, key position) → bool tensor
-    shape: tuple[int, int, int, int]  # of the mask that transformers would make by the rule
+    shape: tuple[int, int, int, int] = (1, 1, 1, 1)  # of the mask that transformers would make by the rule
 
     @property
     def ndim(self) -> int:
