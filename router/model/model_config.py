@@ -103,9 +103,13 @@ def check_supported(config: PreTrainedConfig) -> None:
         refuse("it reads a prompt in both directions, and counts its positions from 1")
     if getattr(config, "is_decoder", None) is False and hasattr(config, "add_cross_attention"):
         refuse("it is an encoder")
+    text = config.get_text_config()
+    _check_text(text, refuse)
     if getattr(model_class, "_is_stateful", False):
         refuse("some of its layers keep a recurrent state")
-    _check_text(config.get_text_config(), refuse)
+    layer_types = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
+    if other := set(layer_types) - {"full_attention", "sliding_attention", "chunked_attention"}:
+        refuse(f"it has layers of type {', '.join(sorted(other))}")
     is_adapted = getattr(model_class, "__name__", "") in FAMILIES
     if not (wraps or getattr(model_class, "_supports_attention_backend", False) or is_adapted):
         refuse("its transformers code does not support other attention functions (AttentionInterface)")
@@ -123,9 +127,6 @@ def _check_text(text: PreTrainedConfig, refuse: Callable[[str], NoReturn]) -> No
         refuse("its attention is latent (kv_lora_rank)")
     if (getattr(text, "num_kv_shared_layers", None) or 0) >= getattr(text, "num_hidden_layers", 1):
         refuse("it drafts for another model: all of its layers read that model's K/V")
-    layer_types = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
-    if other := set(layer_types) - {"full_attention", "sliding_attention", "chunked_attention"}:
-        refuse(f"it has layers of type {', '.join(sorted(other))}")
 
 
 def load_checked_config(directory: Path) -> PreTrainedConfig:
