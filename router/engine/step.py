@@ -293,7 +293,7 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     are as the configuration gives them; `kv_type` is the name of what K and V are stored as. `num_ranks`: the
     processes that run the model together; bytes are those of one of them. `groups`: how its layers share slots;
     `capacity` is in slots, and `longest` says how many tokens fit whatever a request hits; None: as many.
-    `left_out`: the modules of a model of several modalities that texts do not need and that are not loaded, with
+    `left_out`: the modules of a model of several modalities that texts do not need, which are not loaded, with
     the bytes that their weights would take."""
 
     architecture: str

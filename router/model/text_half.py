@@ -1,8 +1,8 @@
 """The text half of a wrapper: a model of transformers that joins a text model with a vision or an audio tower.
 
 transformers' class of the wrapper computes every text, as it does by itself. What no text needs (a tower, a
-projector) is found by a run of the whole wrapper over a text on the meta device, which takes no memory. An empty
-module then stands in its place, and its weights are neither read nor held.
+projector) is found by a run of the whole wrapper over a text on the meta device, which takes no memory. An
+empty module then stands in its place, and its weights are neither read nor held.
 """
 
 import copy
@@ -89,8 +89,8 @@ def text_half(config: PreTrainedConfig) -> TextHalf:
     """
     wrapper = wrapper_class(config)
     with torch.device("meta"):
-        # In bfloat16: on the meta device, products over experts exist in 16 bits only. Some towers have no other
-        # attention than eager, which is what the run over a text has to restore.
+        # In bfloat16: on the meta device, products over experts exist in 16 bits only. Some towers have no
+        # attention but eager, which is what the run over a text has to restore.
         whole = _without(wrapper, ()).from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
     left_out = _unused_by_text(whole)
     return TextHalf(_without(wrapper, left_out), left_out, whole)
@@ -167,9 +167,7 @@ def _unused_by_text(whole: PreTrainedModel) -> tuple[str, ...]:
     def note(module: nn.Module, *_: Any) -> None:
         called.add(module)
 
-    handles = [
-        part.register_forward_pre_hook(note) for _, module in candidates for part in module.modules()
-    ]
+    handles = [part.register_forward_pre_hook(note) for _, module in candidates for part in module.modules()]
     try:
         # A wrapper that cannot run is refused where its text half is probed.
         with suppress(UnsupportedModel):

@@ -92,8 +92,7 @@ def weight_files(directory: Path) -> list[str]:
 
 
 def stored_tensors(path: Path) -> dict[str, tuple[str, int]]:
-    """Returns the element type ("F32", "BF16", …) and the bytes of each tensor in the safetensors file at `path`,
-    by its name.
+    """Returns the element type ("F32", "BF16", …) and the bytes of each tensor in a safetensors file, by name.
 
     Raises UnreadableWeights for a damaged file, or one whose size differs from what its header says.
     """
