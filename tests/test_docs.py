@@ -187,6 +187,11 @@ def test_every_number_of_architectures_is_that_of_the_list(page: Path) -> None:
     assert counts == f"{architectures} architectures run, in {len(listed)} configurations"
     found = re.findall(r"\b(\d+) architectures\b", text_of(page))
     assert set(found) <= {str(architectures)}
+    counts, names = re.findall(r"^### The text of (.*)\n\n(.*)$", text_of(MODELS), re.MULTILINE)[0]
+    wrappers = names.split(", ")
+    num = len({name.partition(" (")[0] for name in wrappers})
+    assert counts == f"{num} wrappers runs, in {len(wrappers)} configurations"
+    assert set(re.findall(r"\btexts of (\d+) that\b", text_of(page))) <= {str(num)}
     assert found or page != README
 
 

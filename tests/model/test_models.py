@@ -127,7 +127,7 @@ def page(outcomes: Outcomes, wrappers: Outcomes) -> str:
             ", ".join(sorted(runs)),
             "",
             WRAPPERS.format(num=len(FAMILIES)),
-            f"### The text of {num_texts} architectures runs, in {len(texts)} configurations",
+            f"### The text of {num_texts} wrappers runs, in {len(texts)} configurations",
             "",
             ", ".join(sorted(texts)),
             "",
