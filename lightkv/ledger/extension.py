@@ -4,7 +4,7 @@ from collections.abc import Sequence as Seq
 from operator import add, index
 from typing import cast
 
-from lightkv.edits import Alloc
+from lightkv.edits import Alloc, AllocPart
 from lightkv.errors import OutOfTokens, SequenceTooLong
 
 from .sequence import Sequence, require_lists, require_sequence
@@ -148,6 +148,30 @@ class Extension:
         if counts.count(1) == len(counts):
             longest = self.max_entries - max([one.length for one in batch])
             self._num_alike = max(min(min([one.event - one.length for one in batch]), longest), 1)
+
+    def extend_imported(self, sequence: WindowedSequence, length: int, firsts: Seq[int]) -> Alloc:
+        """Extends a sequence by tokens of which the classes from 1 on get those from the entries `firsts` on
+        (`TokenLedger.extend_imported`)."""
+        self.require_batch([sequence])
+        state, start = self._state, sequence.length
+        if length <= start:
+            raise ValueError(f"{sequence} has {start} tokens already; give more than {length}")
+        if length > self.max_entries:
+            raise SequenceTooLong(length, self.max_entries)
+        sequence.require_import(length, firsts)
+        starts = [max(start, first) for first in firsts]
+        takers = state.tails.take_free(sequence, [length - one for one in starts])
+        needed = (length - start) * state.width + sum([one.num_slots for one in takers])
+        self.make_room(needed)
+        edit = Alloc((sequence.row,), (start,), (length - start,))
+        state.alloc(edit, needed)
+        for one, first in zip(takers, starts, strict=True):
+            state.emit(AllocPart(one.cls, one.fresh_rows, (first,), one.counts))
+        state.tails.leave_before(sequence, firsts)
+        sequence.length = length
+        sequence.points = [point for point in sequence.points if point >= length]
+        self.forget_batch()
+        return edit
 
     def make_room(self, needed: int) -> None:
         """Evicts cached tokens until `needed` are free. Raises OutOfTokens."""

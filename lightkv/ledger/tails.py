@@ -17,7 +17,7 @@ from lightkv.edits import Edit, FreePart, FreePartRange, MapPart, MapSegments, S
 from lightkv.errors import CheckFailed
 from lightkv.layer_groups import LayerClass
 
-from .parts import Parts, last_reachable, ranges_of
+from .parts import Parts, is_turn_off, last_reachable, ranges_of
 from .prefix_tree import NO_PARTS, TOKEN_BYTES, Match, Part, PrefixTree, Segment
 from .sequence import Sequence
 from .windows import Branch, Growth, Takers, WindowedSequence
@@ -227,6 +227,22 @@ class Tails:
         of_classes = zip(self._classes, self._widths, columns, strict=True)
         return [Takers.of(cls, width, sequences, counts, column) for cls, width, column in of_classes]
 
+    def take_free(self, sequence: WindowedSequence, counts: Seq[int]) -> list[Takers]:
+        """Returns for each class what `sequence` takes there: so many free slots."""
+        of_classes = zip(self._classes, self._widths, counts, strict=True)
+        return [Takers.of(cls, width, [sequence], [count], [0]) for cls, width, count in of_classes]
+
+    def leave_before(self, sequence: WindowedSequence, firsts: Seq[int]) -> None:
+        """Has a sequence give up what it holds in a class whose next entry is not the one after its last one,
+        but a later one, in `firsts`."""
+        for cls, first in zip(self._classes, firsts, strict=True):
+            own = sequence.own(cls)
+            if first > sequence.length:
+                self._leave_passed(sequence, cls, sequence.length)
+                self._free_own(sequence, cls, sequence.length)
+                own = first
+            sequence.set_own(cls, own)
+
     # Forks, cuts and ends
 
     def share_all(self, sequence: WindowedSequence) -> None:
@@ -280,7 +296,7 @@ class Tails:
         `first`, but for those where prompts turn off or other sessions end."""
         for segment, at in node.ends_up(end):
             part = segment.parts.get(cls)
-            if part is None or at - part.length >= first or segment.protected > 1 or _is_turn_off(segment):
+            if part is None or at - part.length >= first or segment.protected > 1 or is_turn_off(segment):
                 continue
             if at > first:
                 segment = self._state.split(segment, segment.length - (at - first))
@@ -481,10 +497,3 @@ class Tails:
                 else:
                     cached += part.num_slots
         return cached, held
-
-
-def _is_turn_off(segment: Segment) -> bool:
-    """Returns whether several prompts went on from here. What a prompt has left of an answer, whose last tokens
-    it rewrites, is none of them until it is hit."""
-    used = [one for one in segment.children.values() if one.holders or one.credit or one.children]
-    return len(used) > 1

@@ -111,6 +111,10 @@ class WindowedSequence(Sequence):
         """Returns the first entry that it holds in a class."""
         return self.own(cls) - sum(part.length for part, _ in self.held_parts(cls))
 
+    def kept_from(self) -> list[int]:
+        """Returns, for each class, the first entry that it holds and keeps when it grows."""
+        return [max(self.held_from(cls), self.passed(cls)) for cls in range(1, len(self.lifetimes) + 1)]
+
     def windows(self) -> tuple[HeldWindow, ...]:
         """Returns what it holds in each class."""
         found = []
@@ -150,6 +154,16 @@ class WindowedSequence(Sequence):
     def require_truncate(self, length: int) -> None:
         super().require_truncate(length)
         self._require_seen(length)
+
+    def require_import(self, length: int, firsts: Seq[int]) -> None:
+        """Raises ValueError unless a token after `length` ones sees none before the entries `firsts`, one of
+        each class."""
+        seen = [lifetime.first_seen(length) for lifetime in self.lifetimes]
+        if len(firsts) != len(seen) or any(not 0 <= a <= b for a, b in zip(firsts, seen, strict=True)):
+            raise ValueError(
+                f"K/V of {length} tokens that begins at {list(firsts)} in the classes of layers after the "
+                f"first one; the next token sees those from {seen} on"
+            )
 
     def _require_seen(self, length: int) -> None:
         """Raises ValueError where the token after its first `length` ones sees some that are not held."""

@@ -151,9 +151,9 @@ class KVMemory:
         """Adds to `freed` what an edit frees, if it does nothing else. Returns whether it is such an edit."""
         match edit:
             case FreeRange(row, start, end):
-                freed.append(self._entries(0, row, start, end))
+                freed.append(self.entries(0, row, start, end))
             case FreePartRange(cls, row, start, end):
-                freed.append(self._entries(cls, row, start, end))
+                freed.append(self.entries(cls, row, start, end))
             case FreeSegment():
                 freed += self._cut_segment(edit)
             case FreePart(cls, segment):
@@ -168,14 +168,14 @@ class KVMemory:
         match edit:
             case MapSegments(row, start, segments):
                 slots = torch.cat([full[segment] for segment in segments], -1)
-                self._entries(0, row, start, start + slots.shape[-1]).copy_(slots)
+                self.entries(0, row, start, start + slots.shape[-1]).copy_(slots)
             case MapPart(cls, row, end, segments):
                 slots = torch.cat([self._segments[cls][segment] for segment in segments], -1)
-                self._entries(cls, row, end - slots.shape[-1], end).copy_(slots)
+                self.entries(cls, row, end - slots.shape[-1], end).copy_(slots)
             case StoreSegment(row, start, end, segment):
-                full[segment] = self._entries(0, row, start, end).clone()
+                full[segment] = self.entries(0, row, start, end).clone()
             case StorePart(cls, row, start, end, segment):
-                self._segments[cls][segment] = self._entries(cls, row, start, end).clone()
+                self._segments[cls][segment] = self.entries(cls, row, start, end).clone()
             case SplitSegment():
                 self._split(edit)
             case MergeSegments(segment, head):
@@ -201,7 +201,7 @@ class KVMemory:
             case KeepEntries():
                 freed.append(self._keep(edit, next(kept)))
 
-    def _entries(self, cls: int, row: int, start: int, end: int) -> torch.Tensor:
+    def entries(self, cls: int, row: int, start: int, end: int) -> torch.Tensor:
         """Returns the slots of entries [start, end) of `row` in a class, as segments have them: a view."""
         if len(self.table.groups) == 1:
             return self.table.slots(row, start, end)
@@ -244,9 +244,7 @@ class KVMemory:
         owners[0] += 1  # padding is its own owner
         held = [slots.flatten() for of_class in self._segments for slots in of_class.values()]
         for row in () if holdings is None else holdings.rows:
-            held += [
-                self._entries(cls, row.row, own, row.length).flatten() for cls, own in enumerate(row.own)
-            ]
+            held += [self.entries(cls, row.row, own, row.length).flatten() for cls, own in enumerate(row.own)]
         if held:
             slots = torch.cat(held).cpu().numpy()
             if slots.size and not 0 <= int(slots.min()) <= int(slots.max()) < len(owners):
@@ -299,7 +297,7 @@ class KVMemory:
             for cls, segments, start, end in held:
                 if segments:
                     expected.append(torch.cat([self._segments[cls][one] for one in segments], -1).flatten())
-                    found.append(self._entries(cls, row.row, start, end).flatten())
+                    found.append(self.entries(cls, row.row, start, end).flatten())
                     where.append((row.row, cls, start, end, segments))
         if not found or torch.equal(torch.cat(expected), torch.cat(found)):
             return
@@ -318,7 +316,7 @@ class KVMemory:
             for segments, of_class in zip(self._segments, labels.segments, strict=True)
             for segment, slots in segments.items()
         ]
-        held += [(self._entries(*where).flatten(), label) for where, label in labels.own.items()]
+        held += [(self.entries(*where).flatten(), label) for where, label in labels.own.items()]
         if held:
             slots = torch.cat([some for some, _ in held]).long()
             counts = np.array([len(some) for some, _ in held])

@@ -203,6 +203,81 @@ def test_a_prompt_hits_what_an_open_sequence_still_has(device: torch.device) -> 
     assert cache.match(prompt) == 40
 
 
+def rows_by_layer(cache: KVCache, sequence: Sequence, first: int = 0) -> list[torch.Tensor]:
+    """Returns the K/V of what each layer sees of a sequence, from entry `first` of it on."""
+    spec, found = cache.memory.pool.spec, []
+    for layer in range(spec.num_layers):
+        assert spec.lifetimes is not None
+        seen = max(spec.lifetimes[layer].first_seen(sequence.length), first)
+        slots = cache.slots(sequence, layer)[seen:].long()
+        found.append(torch.cat([one.flatten(1) for one in cache.memory.pool.read(layer, slots)], 1))
+    return found
+
+
+@pytest.mark.parametrize("format", ["auto", "int8"])
+@pytest.mark.parametrize("name", LIFETIMES)
+def test_a_sequence_goes_on_in_another_cache(name: str, format: str, device: torch.device) -> None:
+    """Its windows bring what they keep alone, it can go back within the slack, and it shares what is there."""
+    lifetimes = LIFETIMES[name]
+    spec = KVSpec(len(lifetimes), 1, 8, 8, torch.float32, format, lifetimes=lifetimes)
+    here, there = (KVCache(spec, 60 * spec.groups.num_groups, ROWS, ENTRIES, device) for _ in range(2))
+    ids = [1] * 20 + [2] * 30
+    sequence = here.open(ids)
+    for count in (20, 29):
+        slots = here.extend([sequence], [count])
+        for layer in range(spec.num_layers):
+            group = here.memory.group_of_layer[layer]
+            here.memory.pool.write(layer, slots[group], *torch.randn(2, count, 1, 8, device=device))
+    exported = here.export(sequence)
+    assert exported.length == 49
+    first = there.import_sequence(ids, exported)
+    there.check()
+    assert (first.length, there.num_held) == (49, spec.groups.slots(49))
+    for ours, theirs in zip(rows_by_layer(there, first), rows_by_layer(here, sequence), strict=True):
+        assert torch.equal(ours, theirs)
+    there.truncate(first, 48)
+    there.extend([first], [1])
+    there.close(first)
+    second = there.import_sequence([1] * 20 + [2] * 28 + [3, 4], exported._replace(length=49))
+    assert second.num_hit >= 46
+    there.check()
+    there.close(second)
+    there.evict(there.num_cached)
+    assert there.num_free == there.capacity
+    full = there.open(range(10, 10 + 50))
+    there.extend([full], [50])
+    before = there.ledger.holdings(), there.num_free
+    with pytest.raises(OutOfTokens):
+        there.import_sequence(ids, exported)
+    assert (there.ledger.holdings(), there.num_free) == before
+    there.check()
+
+
+def test_an_import_of_other_groups_or_of_less_than_is_seen_is_refused(device: torch.device) -> None:
+    spec = KVSpec(2, 1, 2, 2, torch.float32, lifetimes=[FULL, WINDOW])
+    cache = KVCache(spec, 400, max_sequences=3, max_entries=90, device=device)
+    sequence = cache.open([1] * 30)
+    cache.extend([sequence], [30])
+    exported = cache.export(sequence)
+    assert [layer.shape[-2] for layer in exported.layers] == [30, 11]  # 5 are seen, and 6 more are kept
+    cut = [exported.layers[0], exported.layers[1][:, -4:]]
+    before = cache.ledger.holdings()
+    for layers, said in [
+        (cut, "sees those from"),
+        (exported.layers[:1], "1 tensors"),
+        ([exported.layers[0], exported.layers[1][0]], "2 are needed"),
+        ([exported.layers[0], torch.cat([exported.layers[1]] * 3, 1)], "begins at"),
+        ([], "0 tensors"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            cache.import_sequence([1] * 31, exported._replace(layers=layers), ("other",))
+        assert cache.ledger.holdings() == before
+    uniform = KVCache(KVSpec(2, 1, 2, 2, torch.float32), 400, max_sequences=3, max_entries=90, device=device)
+    with pytest.raises(ValueError, match="in a cache of"):
+        uniform.import_sequence([1] * 31, exported)
+    cache.check()
+
+
 def test_a_pools_plan_tells_tokens_that_were_asked_for_and_bytes_of_slots() -> None:
     spec = KVSpec(2, 1, 2, 2, torch.float32, lifetimes=[FULL, WINDOW])
     asked = plan_pool(spec, torch.device("cpu"), num_tokens=30)
