@@ -131,14 +131,21 @@ class KVMemory:
             )
         entries = iter(kept)
         allocated: torch.Tensor | None = None
-        allocs: list[Alloc | AllocPart] = []  # an Alloc and the AllocParts after it, done together
+        # At most one Alloc, which is the first, and AllocParts, done together. In a plan, the Alloc of decodes
+        # follows on their AllocParts.
+        allocs: list[Alloc | AllocPart] = []
         freed: list[torch.Tensor] = []  # freed together; views of the table, so before anything writes it
         for edit in edits:
-            if isinstance(edit, Alloc | AllocPart):
+            if isinstance(edit, Alloc | AllocPart | Reuse):
                 self._free(freed)
-                if isinstance(edit, Alloc):  # so that which slots it takes depends on no edit before it
-                    allocated = self._alloc(allocs, allocated)
-                allocs.append(edit)
+                if isinstance(edit, Reuse):  # of slots that were allocated long before, so it need not wait
+                    self._reuse(edit)
+                elif isinstance(edit, AllocPart):
+                    allocs.append(edit)
+                else:
+                    if allocs and isinstance(allocs[0], Alloc):
+                        allocated = self._alloc(allocs, allocated)
+                    allocs.insert(0, edit)
                 continue
             allocated = self._alloc(allocs, allocated)
             if not self._frees(edit, freed):
@@ -185,8 +192,6 @@ class KVMemory:
             case ForgetSegment(segment):
                 for of_class in self._segments:
                     of_class.pop(segment, None)
-            case Reuse():
-                self._reuse(edit)
             case CopyRow(row, source, end):
                 self.table.groups[:, row, :end] = self.table.groups[:, source, :end]
                 self._dropped.pop(row, None)

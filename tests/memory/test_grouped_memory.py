@@ -4,6 +4,7 @@ import random
 from array import array
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from lightkv.ledger import TokenLedger
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.kv_pool import plan_pool
+from lightkv.memory.staging import upload
 from tests.support.grouped_memory import GroupedMemory
 
 ROWS, ENTRIES = 5, 64
@@ -166,6 +168,34 @@ def test_equal_edits_give_equal_memories(device: torch.device) -> None:
     assert first.digest() == second.digest()
     first.table.groups[-1, 1, 29] += 1
     assert first.digest() != second.digest()
+
+
+def test_a_step_that_follows_another_uploads_nothing(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a plan, too, where the Alloc of the decodes is the last edit; some rows reuse slots, others do not."""
+    spec = KVSpec(2, 1, 2, 2, torch.float32, lifetimes=[FULL, WINDOW])
+    ledger = TokenLedger(400, 2, 90, groups=spec.groups)
+    memory = KVMemory(spec, 401, 2, 90, device)
+    ids = array("i", [1]).tobytes()
+    sequences = [ledger.open(ids), ledger.open(ids)]
+    ledger.extend(sequences, [30, 1])
+    uploads: list[int] = []  # in each step
+
+    def counted(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+        uploads[-1] += 1
+        return upload(arrays, device)
+
+    monkeypatch.setattr("lightkv.memory.kv_memory.upload", counted)
+    for _ in range(6):
+        uploads.append(0)
+        alloc = ledger.extend(sequences, [1, 1])
+        edits = ledger.drain()
+        memory.apply([*(edit for edit in edits if edit is not alloc), alloc])
+    assert set(map(type, edits)) == {Alloc, AllocPart, Reuse}
+    assert uploads[0]
+    assert uploads[-3:] == [0, 0, 0]
+    memory.check(ledger.holdings())
 
 
 def test_a_refused_extension_leaves_ledger_and_memory_equal(device: torch.device) -> None:
