@@ -138,7 +138,7 @@ class Scheduler:
         """Queues all of the requests, or none. Raises as `Request.validate` does, and ValueError for an id in
         use."""
         names = [request.id for request in requests]
-        if len(set(names) - self._requests.keys()) < len(names):
+        if len(set(names)) < len(names) or not self._requests.keys().isdisjoint(names):
             raise ValueError(f"one of the requests {names} is running, or given twice; give each its own id")
         validate_all(requests, self.limits, self.ledger.capacity, self.ledger.groups)
         for request in requests:
