@@ -7,7 +7,7 @@ from typing import cast
 from lightkv.edits import Alloc, AllocPart
 from lightkv.errors import OutOfTokens, SequenceTooLong
 
-from .sequence import Sequence, require_lists, require_sequence
+from .sequence import Sequence, require_lists
 from .state import LedgerState
 from .windows import Takers, WindowedSequence, part_due
 
@@ -18,6 +18,8 @@ class Extension:
     def __init__(self, state: LedgerState, max_entries: int) -> None:
         self._state = state
         self.max_entries = max_entries
+        # Whether all sequences that were ever opened have a slot for each token (`Sequence.slot_per_token`).
+        self.is_even = True
         # The sequences of the last `extend`, their rows, and an upper bound of where the longest of them ends.
         self._batch: list[Sequence] = []
         self._batch_rows: tuple[int, ...] = ()
@@ -183,19 +185,17 @@ class Extension:
 
     def _set_batch(self, sequences: Seq[Sequence]) -> None:
         """Checks the sequences of a batch, once for as long as the same ones are extended."""
-        slot_per_token = True
-        for sequence in sequences:
-            if not isinstance(sequence, Sequence):  # the call alone would take longer, for each of a batch
-                require_sequence(sequence)
-            slot_per_token = slot_per_token and sequence.slot_per_token
-        rows = tuple([sequence.row for sequence in sequences])
         batch = list(sequences)
+        try:
+            rows = tuple([sequence.row for sequence in batch])
+        except AttributeError:
+            rows = ()
         if list(map(self._state.sequences.get, rows)) != batch:
             for sequence in batch:
                 self._state.require_open(sequence)
         if len(rows) > 1 and len(set(rows)) < len(rows):
             raise ValueError("a sequence occurs twice; give it one count")
-        self._slot_per_token = slot_per_token
+        self._slot_per_token = self.is_even or all(sequence.slot_per_token for sequence in batch)
         self._batch = batch
         self._batch_rows = rows
         self._num_alike = 0

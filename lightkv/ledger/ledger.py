@@ -204,6 +204,7 @@ class TokenLedger:
         sequence = CrossSequence()
         # An object of its own, so that no namespace of a caller's is that of its readers.
         self._state.open(sequence, (object(),))
+        self._extension.is_even = False
         self._state.alloc(Alloc((sequence.row,), (0,), (length,)), length)
         sequence.length = length
         return sequence
@@ -213,6 +214,7 @@ class TokenLedger:
             raise TypeError(f"namespace is {namespace!r} ({type(namespace).__name__}); give a tuple")
         self._require_row(num_entries)
         self._state.open(sequence, namespace + within)
+        self._extension.is_even &= sequence.slot_per_token
         return sequence
 
     def _require_one_group(self, what: str) -> None:
