@@ -44,10 +44,8 @@ class State(Protocol):
 
 
 class Tails:
-    """What is held and cached in the classes from 1 on, of one ledger's state.
-
-    Every verb takes time in proportion to the segments that a window reaches.
-    """
+    """What is held and cached in the classes from 1 on, of one ledger's state. Every verb takes time in
+    proportion to the segments that a window reaches."""
 
     def __init__(self, state: State, classes: Seq[LayerClass]) -> None:
         self._state = state
@@ -55,6 +53,9 @@ class Tails:
         self.lifetimes = [one.lifetime for one in classes]
         self._widths = [one.num_groups for one in classes]
         self._classes = range(1, len(classes) + 1)
+        # What `find_branch` last looked for, and the sequences that have passed it in all classes.
+        self._sought: tuple[Segment | None, int] = (None, 0)
+        self._passed: set[Sequence] = set()
 
     # Hits
 
@@ -67,9 +68,15 @@ class Tails:
             ranges = ranges_of(path[::-1], cls)
             if last_reachable(lifetime, ranges, point) < point:
                 needs.append((cls, lifetime.first_seen(point), ranges[-1] if ranges else (0, 0)))
+        if needs and self._sought != (path[0], point):  # a prompt that waits is looked for in every step
+            self._sought, self._passed = (path[0], point), set()
         for row in path[0].holders if needs else ():
             sequence = self._state.sequences[row]
-            if not isinstance(sequence, WindowedSequence) or sequence.published < point:
+            if sequence in self._passed or not isinstance(sequence, WindowedSequence):
+                continue
+            if min(map(sequence.own, self._classes)) >= point:
+                self._passed.add(sequence)
+            if sequence.published < point:
                 continue
             for cls, seen, (first, last) in needs:
                 own = sequence.own(cls)
@@ -263,6 +270,7 @@ class Tails:
 
     def free_after(self, sequence: WindowedSequence, length: int, count: int) -> None:
         """Frees what is the sequence's own of the `count` entries from `length` on, which it gives up."""
+        self._passed.discard(sequence)
         for cls in self._classes:
             own = sequence.own(cls)
             if max(own, length) < length + count:
@@ -421,6 +429,7 @@ class Tails:
 
     def forget(self, sequence: WindowedSequence, segment: Segment) -> None:
         """Makes the parts of a segment the sequence's own, which alone holds it; it is forgotten then."""
+        self._passed.discard(sequence)
         for part in segment.parts.values():
             sequence.set_own(part.cls, sequence.own(part.cls) - part.length)
         segment.parts = NO_PARTS

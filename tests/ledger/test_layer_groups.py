@@ -11,6 +11,7 @@ from lightkv.errors import OutOfTokens, SequenceTooLong
 from lightkv.layer_groups import FULL, LayerClass, LayerGroups, Lifetime
 from lightkv.ledger import TokenLedger
 from lightkv.ledger.sequence import Sequence
+from lightkv.ledger.windows import WindowedSequence
 from tests.support.grouped_memory import GroupedMemory
 
 
@@ -199,6 +200,27 @@ def test_prompts_of_one_step_hit_what_they_have_in_common(name: str, own: int) -
         life.check()
     alone = ledger.groups.slots(len(texts[0].ids) - 1) + ledger.groups.num_groups
     assert ledger.num_held == 3 * alone - 2 * len(head) * ledger.groups.widths[0]  # as if nothing was kept
+
+
+def test_a_waiting_prompt_asks_each_sequence_once_that_has_passed_what_it_seeks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    life = Life(WINDOW, 2000, num_rows=9)
+    texts = [life.open([1] * 30 + [number + 2] * 9) for number in range(8)]
+    for text in texts:
+        life.finish_prompt(text)
+        life.decode(text, 20)
+    asked, own = [], WindowedSequence.own
+    monkeypatch.setattr(WindowedSequence, "own", lambda one, cls: asked.append(one) or own(one, cls))
+    waiting = ids_bytes([1] * 25 + [99] * 9)
+    for num_asked in (8, 0, 0):
+        asked.clear()
+        assert life.ledger.find_branch(waiting) is None
+        assert len(set(asked)) == num_asked
+    life.ledger.truncate(texts[0].sequence, texts[0].sequence.length - 1)  # which goes back
+    asked.clear()
+    assert life.ledger.find_branch(waiting) is None
+    assert set(asked) == {texts[0].sequence}
 
 
 def test_a_branch_that_a_failed_step_computes_is_not_hit() -> None:
