@@ -1,7 +1,8 @@
 """The device memory of a cache: free slots, table, segments and K/V. Only edits change it.
 
 The ledger decides and emits the edits; this side needs no token id and no tree. Two memories to which the same
-edits were applied in the same order are equal.
+edits were applied in the same order are equal. Where layers have groups, the edits of a step's plan have to be
+one call of `apply` in both, since the Alloc that is its last edit is done with those before it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -134,25 +135,26 @@ class KVMemory:
         # At most one Alloc, which is the first, and AllocParts, done together. In a plan, the Alloc of decodes
         # follows on their AllocParts.
         allocs: list[Alloc | AllocPart] = []
+        reuses: list[Reuse] = []  # done after these, of which some may allocate what is reused
         freed: list[torch.Tensor] = []  # freed together; views of the table, so before anything writes it
         for edit in edits:
             if isinstance(edit, Alloc | AllocPart | Reuse):
                 self._free(freed)
-                if isinstance(edit, Reuse):  # of slots that were allocated long before, so it need not wait
-                    self._reuse(edit)
+                if isinstance(edit, Reuse):
+                    reuses.append(edit)
                 elif isinstance(edit, AllocPart):
                     allocs.append(edit)
                 else:
                     if allocs and isinstance(allocs[0], Alloc):
-                        allocated = self._alloc(allocs, allocated)
+                        allocated = self._grow(allocs, reuses, allocated)
                     allocs.insert(0, edit)
                 continue
-            allocated = self._alloc(allocs, allocated)
+            allocated = self._grow(allocs, reuses, allocated)
             if not self._frees(edit, freed):
                 self._free(freed)
                 self._change(edit, freed, entries)
         self._free(freed)
-        return self._alloc(allocs, allocated)
+        return self._grow(allocs, reuses, allocated)
 
     def _frees(self, edit: Edit, freed: list[torch.Tensor]) -> bool:
         """Adds to `freed` what an edit frees, if it does nothing else. Returns whether it is such an edit."""
@@ -331,18 +333,24 @@ class KVMemory:
             found.index_copy_(0, slots, values)
         return found[1:].cpu().numpy()
 
-    def _alloc(self, allocs: list[Alloc | AllocPart], before: torch.Tensor | None) -> torch.Tensor | None:
-        """Allocates the slots of these edits at once, and forgets the edits. Returns those of the first group
-        if the first edit is an Alloc, otherwise `before`."""
-        if not allocs:
-            return before
-        first = allocs[0]
-        is_step = all(edit.counts.count(1) == len(edit.rows) for edit in allocs)
-        where = self._step_entries(allocs) if is_step else self._prompt_entries(allocs)
-        # More than one token each means prompts, which are read fastest from adjacent slots.
-        slots = self.allocator.alloc(len(where.positions), contiguous=not is_step, entries=where)
-        allocs.clear()
-        return slots[: sum(first.counts)] if isinstance(first, Alloc) else before
+    def _grow(
+        self, allocs: list[Alloc | AllocPart], reuses: list[Reuse], before: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Allocates the slots of these edits at once, then reuses those of the others, and forgets the edits.
+        Returns the slots of the first group if the first edit is an Alloc, otherwise `before`."""
+        if allocs:
+            first = allocs[0]
+            is_step = all(edit.counts.count(1) == len(edit.rows) for edit in allocs)
+            where = self._step_entries(allocs) if is_step else self._prompt_entries(allocs)
+            # More than one token each means prompts, which are read fastest from adjacent slots.
+            slots = self.allocator.alloc(len(where.positions), contiguous=not is_step, entries=where)
+            allocs.clear()
+            if isinstance(first, Alloc):
+                before = slots[: sum(first.counts)]
+        for edit in reuses:
+            self._reuse(edit)
+        reuses.clear()
+        return before
 
     def _prompt_entries(self, allocs: Sequence[Alloc | AllocPart]) -> TableEntries:
         """Returns where the slots of these edits go, group by group."""

@@ -198,6 +198,24 @@ def test_a_step_that_follows_another_uploads_nothing(
     memory.check(ledger.holdings())
 
 
+def test_several_plans_are_applied_at_once(device: torch.device) -> None:
+    """The first decode after a prompt reuses a slot that the prompt has allocated: it has window and slack."""
+    spec = KVSpec(3, 1, 2, 2, torch.float32, lifetimes=[FULL, WINDOW, CHUNK])
+    ledger, memory = TokenLedger(400, 2, 90, groups=spec.groups), KVMemory(spec, 401, 2, 90, device)
+    first, second = (ledger.open(array("i", [token]).tobytes()) for token in (1, 2))
+    ledger.extend([first, second], [WINDOW.size + WINDOW.slack, 3])
+    edits = ledger.drain()
+    for _ in range(3):
+        alloc = ledger.extend([first, second], [1, 1])
+        edits += [*(edit for edit in ledger.drain() if edit is not alloc), alloc]
+    assert [type(edit) for edit in edits].index(Reuse) < edits.index(alloc)
+    newest = memory.apply(edits)
+    assert newest is not None
+    rows = zip(alloc.rows, alloc.starts, strict=True)
+    assert newest.tolist() == [int(memory.table.req_to_token[row, entry]) for row, entry in rows]
+    memory.check(ledger.holdings())
+
+
 def test_a_refused_extension_leaves_ledger_and_memory_equal(device: torch.device) -> None:
     spec = KVSpec(2, 1, 2, 2, torch.float32, lifetimes=[FULL, WINDOW])
     cache = KVCache(spec, 100, max_sequences=2, max_entries=200, device=device)
