@@ -195,11 +195,11 @@ class KVCache:
             self._apply()  # where layers have groups, what their windows have passed was freed all the same
             raise
         slots = self._apply()
+        if not sequences:
+            return self.memory.table.read(torch.empty(0, dtype=torch.int64, device=self.memory.device)).long()
         # Some tokens took no slot of their own, or one in each group.
-        if edit.counts != tuple(counts) or not self.ledger.groups.is_uniform:
+        if slots is None or edit.counts != tuple(counts) or not self.ledger.groups.is_uniform:
             return self._newest_slots(sequences, counts)
-        if slots is None:  # no sequence was given
-            return torch.empty(0, dtype=torch.int64, device=self.memory.device)
         return slots.long()
 
     def shrink(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:

@@ -60,7 +60,7 @@ def read_row(memory: KVMemory, row: int, firsts: Seq[int], length: int) -> Expor
     for cls, first in enumerate(firsts):
         slots = memory.entries(cls, row, first, length).long()
         for rows in memory.pool.buffers:
-            found = rows.index_select(0, slots.flatten()).view(*slots.shape, -1)
+            found = rows.index_select(0, slots.flatten()).unflatten(0, slots.shape)
             layer = torch.empty(found.shape, dtype=rows.dtype, pin_memory=device.type == "cuda")
             layers.append(layer.copy_(found, non_blocking=True))
     if device.type == "cuda":

@@ -301,6 +301,24 @@ def test_a_sequence_goes_on_in_another_cache(name: str, format: str, device: tor
     there.check()
 
 
+@pytest.mark.parametrize("lifetimes", [None, [FULL, CHUNK]])
+def test_nothing_is_extended_and_exported(lifetimes: list[Lifetime] | None, device: torch.device) -> None:
+    """A sequence without tokens, and one that begins with a chunk, of which it holds nothing yet."""
+    spec = KVSpec(2, 1, 2, 2, torch.float32, lifetimes=lifetimes)
+    here, there = (KVCache(spec, 400, max_sequences=3, max_entries=90, device=device) for _ in range(2))
+    assert here.extend([], []).shape == ((2, 0) if lifetimes else (0,))
+    sequence = here.open([1] * 14)
+    assert [layer.shape[-2] for layer in here.export(sequence).layers] == [0, 0]
+    here.extend([sequence], [14])
+    here.close(sequence)
+    here.evict(7 if lifetimes else 0)  # what was kept of the chunk before
+    hit = here.open([1] * 14 + [2])
+    exported = here.export(hit)
+    assert [layer.shape[-2] for layer in exported.layers] == ([14, 0] if lifetimes else [14, 14])
+    there.extend([there.import_sequence([1] * 14 + [2], exported)], [1])
+    there.check()
+
+
 def test_an_import_of_other_groups_or_of_less_than_is_seen_is_refused(device: torch.device) -> None:
     spec = KVSpec(2, 1, 2, 2, torch.float32, lifetimes=[FULL, WINDOW])
     cache = KVCache(spec, 400, max_sequences=3, max_entries=90, device=device)
