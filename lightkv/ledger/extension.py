@@ -161,14 +161,17 @@ class Extension:
         if length > self.max_entries:
             raise SequenceTooLong(length, self.max_entries)
         sequence.require_import(length, firsts)
-        starts = [max(start, first) for first in firsts]
-        takers = state.tails.take_free(sequence, [length - one for one in starts])
-        needed = (length - start) * state.width + sum([one.num_slots for one in takers])
+        parts = [
+            AllocPart(cls, (sequence.row,), (first,), (length - first,))
+            for cls, first in enumerate([max(start, first) for first in firsts], start=1)
+        ]
+        needed = (length - start) * state.width
+        needed += sum([width * part.counts[0] for width, part in zip(state.tails.widths, parts, strict=True)])
         self.make_room(needed)
         edit = Alloc((sequence.row,), (start,), (length - start,))
         state.alloc(edit, needed)
-        for one, first in zip(takers, starts, strict=True):
-            state.emit(AllocPart(one.cls, one.fresh_rows, (first,), one.counts))
+        for part in parts:
+            state.emit(part)
         state.tails.leave_before(sequence, firsts)
         sequence.length = length
         sequence.points = [point for point in sequence.points if point >= length]

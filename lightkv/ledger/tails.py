@@ -20,7 +20,7 @@ from lightkv.layer_groups import LayerClass
 from .parts import Parts, is_turn_off, last_reachable, ranges_of
 from .prefix_tree import NO_PARTS, TOKEN_BYTES, Match, Part, PrefixTree, Segment
 from .sequence import Sequence
-from .windows import Branch, Growth, Takers, WindowedSequence
+from .windows import Branch, Growth, Need, Takers, WindowedSequence
 
 
 class State(Protocol):
@@ -51,7 +51,7 @@ class Tails:
         self._state = state
         self._parts = Parts()
         self.lifetimes = [one.lifetime for one in classes]
-        self._widths = [one.num_groups for one in classes]
+        self.widths = [one.num_groups for one in classes]
         self._classes = range(1, len(classes) + 1)
         # What `find_branch` last looked for, and the sequences that have passed it in all classes.
         self._sought: tuple[Segment | None, int] = (None, 0)
@@ -63,11 +63,11 @@ class Tails:
         """Returns where a prompt turns off, of which the tree has this, from a sequence that still has, as its
         own, what classes see there for which no part is there."""
         path, point = match.path, match.num_tokens
-        needs = []  # the class, the first token that is seen, and the last ones that are there
+        needs: list[Need] = []
         for cls, lifetime in zip(self._classes, self.lifetimes, strict=True):
             ranges = ranges_of(path[::-1], cls)
             if last_reachable(lifetime, ranges, point) < point:
-                needs.append((cls, lifetime.first_seen(point), ranges[-1] if ranges else (0, 0)))
+                needs.append(Need(cls, lifetime.first_seen(point), ranges[-1] if ranges else (0, 0)))
         if needs and self._sought != (path[0], point):  # a prompt that waits is looked for in every step
             self._sought, self._passed = (path[0], point), set()
         for row in path[0].holders if needs else ():
@@ -76,14 +76,8 @@ class Tails:
                 continue
             if min(map(sequence.own, self._classes)) >= point:
                 self._passed.add(sequence)
-            if sequence.published < point:
-                continue
-            for cls, seen, (first, last) in needs:
-                own = sequence.own(cls)
-                if not last <= own < point or seen < (first if last == own else own):
-                    break
-            else:
-                more = sum([(point - sequence.own(cls)) * self._widths[cls - 1] for cls, *_ in needs])
+            if sequence.still_has(point, needs):
+                more = sum([(point - sequence.own(cls)) * self.widths[cls - 1] for cls, *_ in needs])
                 return Branch(sequence, point, tuple([cls for cls, *_ in needs]), more)
         return None
 
@@ -192,12 +186,12 @@ class Tails:
         their last one took, and those `due`, once they are settled, for so many more tokens (`part_due`)."""
         columns = zip(*[one.distances for one in alike], strict=True)
         needed = len(alike) * self._state.width + sum(
-            map(mul, [one.count(0) for one in columns], self._widths)
+            map(mul, [one.count(0) for one in columns], self.widths)
         )
         passed = 0
         for sequence, count in due:
             needed += count * self._state.width
-            for cls, width in zip(self._classes, self._widths, strict=True):
+            for cls, width in zip(self._classes, self.widths, strict=True):
                 gone = self._gone(sequence, cls)
                 if not self._reuses(cls, gone, count):
                     needed += count * width
@@ -231,13 +225,8 @@ class Tails:
     def take(self, sequences: Seq[WindowedSequence], counts: Seq[int]) -> list[Takers]:
         """Returns for each class which of these prepared sequences take free slots, and which reuse theirs."""
         columns = zip(*[one.distances for one in sequences], strict=True)
-        of_classes = zip(self._classes, self._widths, columns, strict=True)
+        of_classes = zip(self._classes, self.widths, columns, strict=True)
         return [Takers.of(cls, width, sequences, counts, column) for cls, width, column in of_classes]
-
-    def take_free(self, sequence: WindowedSequence, counts: Seq[int]) -> list[Takers]:
-        """Returns for each class what `sequence` takes there: so many free slots."""
-        of_classes = zip(self._classes, self._widths, counts, strict=True)
-        return [Takers.of(cls, width, [sequence], [count], [0]) for cls, width, count in of_classes]
 
     def leave_before(self, sequence: WindowedSequence, firsts: Seq[int]) -> None:
         """Has a sequence give up what it holds in a class whose next entry is not the one after its last one,
@@ -295,7 +284,8 @@ class Tails:
                 self._supersede(node, cls, end, lifetime.first_kept(end))
 
     def free_own(self, sequence: WindowedSequence) -> None:
-        """Frees all that is the sequence's own in these classes."""
+        """Frees all that is the sequence's own in these classes, as it closes."""
+        self._passed.discard(sequence)
         for cls in self._classes:
             self._free_own(sequence, cls, sequence.length)
 
@@ -356,7 +346,7 @@ class Tails:
     ) -> None:
         """Makes the sequence's own `entries`, [first, end), which are the last of a segment, its part, or frees
         those that its part has. If no row holds it, it counts as cached. `step`: as in `_share`."""
-        state, row, width, (first, end) = self._state, sequence.row, self._widths[cls - 1], entries
+        state, row, width, (first, end) = self._state, sequence.row, self.widths[cls - 1], entries
         part, count = segment.parts.get(cls), end - first
         there = min(part.length, count) if part is not None else 0
         if there:
@@ -416,7 +406,7 @@ class Tails:
 
     def _free_range(self, sequence: WindowedSequence, cls: int, start: int, end: int) -> None:
         self._state.emit(FreePartRange(cls, sequence.row, start, end))
-        self._state.count(free=(end - start) * self._widths[cls - 1])
+        self._state.count(free=(end - start) * self.widths[cls - 1])
 
     # What the state does to segments
 
@@ -493,7 +483,7 @@ class Tails:
             return cached, held
         for row, sequence in self._state.sequences.items():
             assert isinstance(sequence, WindowedSequence)
-            for cls, width in zip(self._classes, self._widths, strict=True):
+            for cls, width in zip(self._classes, self.widths, strict=True):
                 held += (sequence.length - sequence.own(cls)) * width
                 for part, _ in sequence.held_parts(cls):
                     holders.setdefault(id(part), set()).add(row)

@@ -16,6 +16,15 @@ from .sequence import Sequence
 from .sessions import Session
 
 
+class Need(NamedTuple):
+    """What a prompt that turns off lacks in a class: the first token that is `seen` there, and the last range
+    of tokens, [first, end), that is there."""
+
+    cls: int
+    seen: int
+    there: tuple[int, int]
+
+
 class WindowedSequence(Sequence):
     """A sequence that holds all of its tokens in the class that sees everything, and the last ones in the
     others. Of these, the first come from parts of its path, and the others are its own:
@@ -132,6 +141,15 @@ class WindowedSequence(Sequence):
     def passed(self, cls: int) -> int:
         """Returns before which entry it holds nothing in a class once it grows."""
         return self.lifetimes[cls - 1].first_kept(self.length)
+
+    def still_has(self, point: int, needs: Seq[Need]) -> bool:
+        """Returns whether it has as its own what is needed to go on after its first `point` tokens, which
+        others may hit."""
+        for cls, seen, (first, end) in needs:
+            own = self.own(cls)
+            if not end <= own < point or seen < (first if end == own else own):
+                return False
+        return self.published >= point
 
     def set_points(self, hit: int, matched: int) -> None:
         """Notes where something is to be kept for others, of a sequence that has hit `hit` tokens of the
