@@ -384,7 +384,8 @@ class KVCache:
         """Opens a sequence with this K/V, which is that of the first tokens of `token_ids`.
 
         Tokens that the cache has already are shared, and only the others are copied. Raises what `open` and
-        `extend` raise, and ValueError for K/V of another shape or type; it then holds nothing.
+        `extend` raise, and it then holds nothing; before that ValueError and TypeError for K/V of another shape
+        or type, and for K/V that lacks some of what the next token sees.
         """
         self._require_no_callback()
         if not isinstance(exported, ExportedKV):

@@ -160,7 +160,6 @@ class Extension:
             raise ValueError(f"{sequence} has {start} tokens already; give more than {length}")
         if length > self.max_entries:
             raise SequenceTooLong(length, self.max_entries)
-        sequence.require_import(length, firsts)
         parts = [
             AllocPart(cls, (sequence.row,), (first,), (length - first,))
             for cls, first in enumerate([max(start, first) for first in firsts], start=1)

@@ -298,6 +298,7 @@ class TokenLedger:
         """Extends a sequence to `length` tokens whose K/V comes from elsewhere, all or none. `firsts`: where
         layers have groups, for each class after the first, the first entry that comes; none is held before it.
         Returns and raises what `extend` does, and ValueError where the next token sees an earlier entry."""
+        self.groups.require_import(length, firsts)
         if isinstance(sequence, WindowedSequence):
             return self._extension.extend_imported(sequence, length, firsts)
         return self.extend([sequence], [length - sequence.length])

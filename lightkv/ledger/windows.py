@@ -173,16 +173,6 @@ class WindowedSequence(Sequence):
         super().require_truncate(length)
         self._require_seen(length)
 
-    def require_import(self, length: int, firsts: Seq[int]) -> None:
-        """Raises ValueError unless a token after `length` ones sees none before the entries `firsts`, one of
-        each class."""
-        seen = [lifetime.first_seen(length) for lifetime in self.lifetimes]
-        if len(firsts) != len(seen) or any(not 0 <= a <= b for a, b in zip(firsts, seen, strict=True)):
-            raise ValueError(
-                f"K/V of {length} tokens that begins at {list(firsts)} in the classes of layers after the "
-                f"first one; the next token sees those from {seen} on"
-            )
-
     def _require_seen(self, length: int) -> None:
         """Raises ValueError where the token after its first `length` ones sees some that are not held."""
         for cls, lifetime in enumerate(self.lifetimes, start=1):

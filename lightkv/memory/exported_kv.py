@@ -28,13 +28,15 @@ class ExportedKV(NamedTuple):
         return [self.layers[i : i + num_buffers] for i in range(0, len(self.layers), num_buffers)]
 
     def require_fit(self, pool: KVPool, num_ids: int) -> list[int]:
-        """Returns, for each class, the first of the tokens that it has. Raises ValueError unless it has the
-        form of K/V of the first of `num_ids` tokens in such a pool."""
+        """Returns, for each class, the first of the tokens that it has. Raises ValueError, TypeError unless it
+        has the form of K/V of the first of `num_ids` tokens in such a pool, and all that the next one sees."""
         if self.spec != pool.spec or not 1 <= self.length <= num_ids:
             raise ValueError(
                 f"K/V of {self.length} tokens of {self.spec} for {num_ids} token ids in a cache of "
                 f"{pool.spec}; give the ids that it was computed from, at least one"
             )
+        if others := {type(layer).__name__ for layer in self.layers if not isinstance(layer, torch.Tensor)}:
+            raise TypeError(f"layers are of {sorted(others)}; give tensors, as `export` returned them")
         classes = self.spec.groups.classes
         needed = len(classes) * len(pool.buffers)
         firsts, expected = [], []
@@ -50,6 +52,7 @@ class ExportedKV(NamedTuple):
                 f"needed, the first of {pool.buffers[0].shape[1]} elements a token; give what `export` "
                 "returned, whole"
             )
+        self.spec.groups.require_import(self.length, firsts[1:])
         return firsts
 
 

@@ -324,6 +324,7 @@ def test_an_import_of_other_groups_or_of_less_than_is_seen_is_refused(device: to
     cache = KVCache(spec, 400, max_sequences=3, max_entries=90, device=device)
     sequence = cache.open([1] * 30)
     cache.extend([sequence], [30])
+    cache.publish(sequence)  # so that a prompt which turns off from it would split its segment
     exported = cache.export(sequence)
     assert [layer.shape[-2] for layer in exported.layers] == [30, 11]  # 5 are seen, and 6 more are kept
     cut = [exported.layers[0], exported.layers[1][:, -4:]]
@@ -336,8 +337,10 @@ def test_an_import_of_other_groups_or_of_less_than_is_seen_is_refused(device: to
         ([], "0 tensors"),
     ]:
         with pytest.raises(ValueError, match=said):
-            cache.import_sequence([1] * 31, exported._replace(layers=layers), ("other",))
+            cache.import_sequence([1] * 20 + [2] * 11, exported._replace(layers=layers))
         assert cache.ledger.holdings() == before
+    with pytest.raises(TypeError, match="NoneType"):
+        cache.import_sequence([1] * 31, exported._replace(layers=[exported.layers[0], None]))
     uniform = KVCache(KVSpec(2, 1, 2, 2, torch.float32), 400, max_sequences=3, max_entries=90, device=device)
     with pytest.raises(ValueError, match="in a cache of"):
         uniform.import_sequence([1] * 31, exported)
