@@ -10,7 +10,6 @@ The state's verbs (`state.py`) call this file where there is more than one class
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from operator import mul
 from typing import Protocol
 
 from lightkv.edits import Edit, FreePart, FreePartRange, MapPart, MapSegments, StorePart
@@ -181,17 +180,19 @@ class Tails:
                 self._let_go(part, sequence.row)
         sequence.note_oldest(cls)
 
-    def growth(self, alike: Seq[WindowedSequence], due: Seq[tuple[WindowedSequence, int]]) -> Growth:
-        """Returns what sequences take and give back: those `alike` for one more token each, which takes what
-        their last one took, and those `due`, once they are settled, for so many more tokens (`part_due`)."""
-        columns = zip(*[one.distances for one in alike], strict=True)
-        needed = len(alike) * self._state.width + sum(
-            map(mul, [one.count(0) for one in columns], self.widths)
-        )
+    def growth(
+        self, sequences: Seq[WindowedSequence], counts: Seq[int], due: Seq[int], columns: Seq[list[int]]
+    ) -> Growth:
+        """Returns what sequences take and give back for `counts` more tokens, once those at the indices `due`
+        are settled (`due_of`). `columns`: of all of them (`columns_of`)."""
+        needed = sum(counts) * self._state.width
+        of_classes = zip(columns, self.widths, strict=False)  # no column where there is no sequence
+        needed += sum([column.count(0) * width for column, width in of_classes])
         passed = 0
-        for sequence, count in due:
-            needed += count * self._state.width
+        for i in due:
+            sequence, count = sequences[i], counts[i]
             for cls, width in zip(self._classes, self.widths, strict=True):
+                needed -= width * (not sequence.distances[cls - 1])  # counted as one of the others
                 gone = self._gone(sequence, cls)
                 if not self._reuses(cls, gone, count):
                     needed += count * width
@@ -222,11 +223,11 @@ class Tails:
             elif sequence.distances[cls - 1]:
                 sequence.set_own(cls, sequence.own(cls))
 
-    def take(self, sequences: Seq[WindowedSequence], counts: Seq[int]) -> list[Takers]:
-        """Returns for each class which of these prepared sequences take free slots, and which reuse theirs."""
-        columns = zip(*[one.distances for one in sequences], strict=True)
+    def take(self, rows: tuple[int, ...], counts: Seq[int], columns: Seq[list[int]]) -> list[Takers]:
+        """Returns for each class which of these rows of prepared sequences take free slots, and which reuse
+        theirs."""
         of_classes = zip(self._classes, self.widths, columns, strict=True)
-        return [Takers.of(cls, width, sequences, counts, column) for cls, width, column in of_classes]
+        return [Takers.of(cls, width, rows, counts, column) for cls, width, column in of_classes]
 
     def leave_before(self, sequence: WindowedSequence, firsts: Seq[int]) -> None:
         """Has a sequence give up what it holds in a class whose next entry is not the one after its last one,

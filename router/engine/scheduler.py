@@ -18,7 +18,7 @@ completes. Admission counts this additional step.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from lightkv.errors import CheckFailed
 from lightkv.ledger import Sequence
@@ -162,18 +162,16 @@ class Scheduler:
             self._retry_at = 0  # there may be another head of the queue
         ledger = self.ledger
         decodes = self._next_decodes()
-        growth = ledger.growth(decodes.sequences)
-        while self._forecast.num_estimated and self._is_short(decodes.sequences, growth):
+        while self._forecast.num_estimated and self._is_short(decodes.sequences):
             if self._in_flight:  # a request in a step in flight cannot be preempted
                 return None
             self._preempt(max([r for r in self._running() if not r.is_exact], key=lambda r: r.order))
             decodes = self._next_decodes()
-            growth = ledger.growth(decodes.sequences)
         # The decodes' slots are allocated last, so that no prefix that is hit is evicted for them; but first
         # where they also release some, which chunks may need.
         sequences, ones = decodes.sequences, [1] * len(decodes.rows)
         early_alloc = None if self._num_groups == 1 else ledger.extend(sequences, ones)
-        chunks = self._plan_prefills(sequences, growth if early_alloc is None else 0)
+        chunks = self._plan_prefills(sequences, ledger.growth(sequences) if early_alloc is None else 0)
         if not chunks and not sequences:
             return None
         decode_alloc = early_alloc or ledger.extend(sequences, ones)
@@ -191,17 +189,15 @@ class Scheduler:
     def complete(self, result: StepResult) -> list[TokenEvent]:
         """Completes the oldest step in flight with its tokens. Returns the events of each request."""
         step = self._pop_oldest(result.step)
-        events: list[TokenEvent] = []
-        if not self._failed:
-            self.ledger.confirm(step.plan.step)
-            for scored, found in zip(step.plan.scored, result.scored, strict=True):
-                step.prefills[scored.part].prompt_logprobs.append(found)
-            events = self._take_tokens(step, result)
+        events = [] if self._failed else self._take_tokens(step, result)
         self._release_finished()
         return events
 
     def _take_tokens(self, step: PlannedStep, result: StepResult) -> list[TokenEvent]:
-        """Gives each request of a step its token. Returns the events."""
+        """Gives each request of a computed step its token. Returns the events."""
+        self.ledger.confirm(step.plan.step)
+        for scored, found in zip(step.plan.scored, result.scored, strict=True):
+            step.prefills[scored.part].prompt_logprobs.append(found)
         decodes, num_begun = step.decodes, len(step.begun)
         if len(result.tokens) != num_begun + len(decodes.rows):
             raise ValueError(f"{len(result.tokens)} tokens for {num_begun + len(decodes.rows)} requests")
@@ -209,9 +205,8 @@ class Scheduler:
         for i, request in enumerate(step.begun):
             self._take_token(request, i, result, events)
         tokens, at = result.tokens[num_begun:], 0
-        looked_at: Iterable[int] = range(len(tokens))
-        if not result.logprobs and not result.errors:  # as in most steps: most requests go on
-            looked_at = decodes.ending(tokens, self._forecast.ended())
+        is_plain = not result.logprobs and not result.errors  # as in most steps: most requests go on
+        looked_at = decodes.ending(tokens, self._forecast.ended()) if is_plain else range(len(tokens))
         for i in [*looked_at, len(tokens)]:
             events += decodes.take(tokens, at, i)
             self.num_output_tokens += i - at
@@ -348,8 +343,7 @@ class Scheduler:
     # ------------------------------------------------------------------ the parts of a step
 
     def _next_decodes(self) -> DecodeBatch:
-        """Returns the requests that take a token in the next step. Those that have outlived their estimates get
-        others."""
+        """Returns the requests that take a token in the next step, once outlived estimates are made anew."""
         ended = self._forecast.ended()
         if ended and self._forecast.num_estimated:
             self._estimate_anew(ended)
@@ -368,10 +362,16 @@ class Scheduler:
                 request.expected = self._admission.expected(request, generated)
                 self._forecast.decode(sequence, request.remaining)
 
-    def _is_short(self, decodes: list[Sequence], growth: int) -> bool:
-        """Returns whether slots are too few for the `growth` of the `decodes`, without decodes for any prefill,
-        or for the chunks of the exact requests, which have to be computed as they are forecast."""
-        room = self.ledger.num_available - growth
+    def _is_short(self, decodes: list[Sequence]) -> bool:
+        """Returns whether slots are too few for the next tokens of the `decodes` and for prefills."""
+        available, most = self.ledger.num_available, len(decodes) * self._num_groups
+        if self._num_groups > 1 and not self._is_too_little(available - most, decodes):
+            return False  # as not even a slot in each group for each token would make it
+        return self._is_too_little(available - self.ledger.growth(decodes), decodes)
+
+    def _is_too_little(self, room: int, decodes: list[Sequence]) -> bool:
+        """Returns whether `room` beside the `decodes` is too little: without decodes for any prefill, else for
+        the chunks of the exact requests, which have to be computed as they are forecast."""
         first = [] if decodes else self._prefilling[:1]
         if room < 0 or any(fitting(self.ledger, request.sequence, room) < 1 for request in first):
             return True
