@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lightkv.errors import LightKVError
 from lightkv.integrations.model.context import CONTEXT_NAMES
-from lightkv.router.model_files import one_line, read_json
+from lightkv.router.model_files import one_line, read_json, refuse_pointer
 
 _SHORT = 4096  # longer texts (characters) and lists (tokens) are converted without holding Python's lock
 _MIN_LONGEST_TOKEN = 32  # characters
@@ -69,6 +69,7 @@ class Tokenizer:
         self.directory = directory
         path = directory / "tokenizer.json"
         try:
+            refuse_pointer(path)
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except (KeyboardInterrupt, SystemExit):
             raise

@@ -1,0 +1,198 @@
+"""Tests of models in the forms in which they are published: they answer as in transformers, or are refused with
+a remedy."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightkv.errors import LightKVError
+from lightkv.router import LLM, EngineConfig, SamplingParams
+from lightkv.router.model.loader import load_model
+from lightkv.router.model_files import UnreadableWeights, require_whole, resolve
+from tests.support.tiny_files import save_published
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+PROMPTS = ["Hello you", "abc"]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_published(tmp_path_factory.mktemp("published") / "model")
+
+
+@pytest.fixture
+def directory(published: Path, tmp_path: Path) -> Path:
+    """A copy of a complete model, for one test to change."""
+    return Path(shutil.copytree(published, tmp_path / "model"))
+
+
+def load(directory: Path) -> LLM:
+    return LLM(EngineConfig(str(directory), device="cpu", max_total_tokens=200, max_model_len=100))
+
+
+def answers(directory: Path) -> list[list[int]]:
+    greedy = SamplingParams(temperature=0, max_tokens=12)
+    return [output.outputs[0].token_ids for output in load(directory).generate(PROMPTS, greedy)]
+
+
+def expected_answers(directory: Path) -> list[list[int]]:
+    """Returns the answers of transformers to `PROMPTS`, from the same files."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    found = []
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        found.append(model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist())
+    return found
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Changes fields of a JSON file; `...` removes one."""
+    fields = (json.loads(path.read_text()) if path.is_file() else {}) | changes
+    path.write_text(json.dumps({name: value for name, value in fields.items() if value is not ...}))
+
+
+def shard(directory: Path) -> list[Path]:
+    """Splits the weights in three shards, and returns these."""
+    tensors = list(load_file(directory / "model.safetensors").items())
+    (directory / "model.safetensors").unlink()
+    shards = [directory / f"model-{i + 1:05}-of-00003.safetensors" for i in range(3)]
+    for i, path in enumerate(shards):
+        save_file(dict(tensors[i::3]), path, metadata={"format": "pt"})
+    weight_map = {name: shards[i % 3].name for i, (name, _) in enumerate(tensors)}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return shards
+
+
+# Files that are missing, or stand in another form
+
+
+def rename(directory: Path, name: str, other: str) -> None:
+    (directory / name).rename(directory / other)
+
+
+OTHER_FORMS = {
+    "sentencepiece": (
+        lambda d: rename(d, "tokenizer.json", "tokenizer.model"),
+        r"lacks tokenizer\.json; tokenizer\.model is sentencepiece.*: pip install sentencepiece protobuf && "
+        r"python -c .*AutoTokenizer",
+    ),
+    "tekken": (
+        lambda d: rename(d, "tokenizer.json", "tekken.json"),
+        r"lacks tokenizer\.json; tekken\.json is .*: pip install mistral-common && "
+        r"python -c .*convert_tekken_tokenizer",
+    ),
+    "pickle": (
+        lambda d: rename(d, "model.safetensors", "pytorch_model.bin"),
+        r"lacks model\.safetensors; its \*\.bin weights are pickle, which lightkv never loads.*save_pretrained",
+    ),
+    "pth": (lambda d: rename(d, "model.safetensors", "consolidated.00.pth"), r"\*\.pth weights are pickle"),
+    "gguf": (lambda d: rename(d, "model.safetensors", "model-Q4_0.gguf"), r"no \.gguf file can be given"),
+    "mistral": (lambda d: rename(d, "model.safetensors", "consolidated.safetensors"), r"is Mistral's own form"),
+    "params": (lambda d: rename(d, "config.json", "params.json"), r"lacks config\.json.*is Mistral's own form"),
+    "variant": (lambda d: rename(d, "model.safetensors", "model.fp16.safetensors"), r"the name model\."),
+    "adapter": (lambda d: rename(d, "config.json", "adapter_config.json"), "it is an adapter: merge it"),
+    "shard": (lambda d: shard(d)[1].unlink(), r"lacks model-00002-of-\d+\.safetensors; replace it"),
+    "index": (
+        lambda d: (shard(d), (d / "model.safetensors.index.json").unlink()),
+        r"lacks model\.safetensors\.index\.json; replace it",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "says"), OTHER_FORMS.values(), ids=OTHER_FORMS.keys())
+def test_what_is_missing_is_named_with_its_remedy(
+    directory: Path, change: Callable[[Path], Any], says: str
+) -> None:
+    change(directory)
+    with pytest.raises(UnreadableWeights, match=says) as raised:
+        require_whole(resolve(str(directory), lambda line: None))
+    assert str(raised.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
+)
+def test_a_pointer_of_git_lfs(directory: Path, name: str) -> None:
+    (directory / name).write_text(POINTER)
+    with pytest.raises(LightKVError, match=rf"{name}: .*a Git-LFS pointer: run git lfs pull"):
+        load(directory)
+
+
+def test_a_truncated_shard(directory: Path) -> None:
+    second = shard(directory)[1]
+    second.write_bytes(second.read_bytes()[:-100])
+    with pytest.raises(UnreadableWeights, match=rf"{second.name}: has \d+ bytes and should have \d+"):
+        load(directory)
+
+
+# Weights
+
+
+def change_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def as_stored_in_two_types(directory: Path) -> None:
+    change_weights(
+        directory,
+        lambda tensors: tensors.update(
+            {name: tensor.bfloat16() for name, tensor in tensors.items() if "norm" not in name}
+        ),
+    )
+    edit(directory / "config.json", dtype="bfloat16")
+
+
+def with_more_tensors(directory: Path) -> None:
+    more = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+        "model.layers.2.mlp.up_proj.weight": torch.ones(3, 3),
+    }
+    change_weights(directory, lambda tensors: tensors.update(more))
+
+
+def with_a_gguf_beside(directory: Path) -> None:
+    (directory / "model-Q4_0.gguf").write_bytes(b"GGUF")
+
+
+CHECKPOINTS: dict[str, Callable[[Path], Any]] = {
+    "shards": shard,
+    "bf16-with-float32-norms": as_stored_in_two_types,
+    "more-tensors-and-a-gguf": lambda d: (with_more_tensors(d), with_a_gguf_beside(d)),
+    "torch-dtype": lambda d: edit(d / "config.json", dtype=..., torch_dtype="float16"),
+    "no-dtype-nor-architecture": lambda d: edit(d / "config.json", dtype=..., architectures=...),
+    "tensors-without-the-prefix": lambda d: change_weights(
+        d,
+        lambda tensors: [tensors.update({n[6:]: tensors.pop(n)}) for n in list(tensors) if n[:6] == "model."],
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHECKPOINTS.values(), ids=CHECKPOINTS.keys())
+def test_weights_are_those_of_transformers(directory: Path, change: Callable[[Path], Any]) -> None:
+    change(directory)
+    require_whole(directory)
+    loaded = load_model(directory, torch.device("cpu"), "auto", lambda line: None).state_dict()
+    expected = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict()
+    assert loaded.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(loaded[name], tensor), name
+
+
+def test_answers_are_those_of_transformers(directory: Path) -> None:
+    """A checkpoint with many of these at once."""
+    as_stored_in_two_types(directory)
+    with_more_tensors(directory)
+    shard(directory)
+    edit(directory / "config.json", dtype=..., architectures=...)
+    assert answers(directory) == expected_answers(directory)
