@@ -20,20 +20,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lightkv.errors import LightKVError
 from lightkv.integrations.model.context import CONTEXT_NAMES
-from lightkv.router.model_files import one_line, read_json, refuse_pointer
+
+from .tokenizer_files import (
+    SPECIAL_TOKENS,
+    UnreadableTokenizer,
+    read_object,
+    read_template,
+    read_tokenizer,
+    sampled_part,
+    token_text,
+)
 
 _SHORT = 4096  # longer texts (characters) and lists (tokens) are converted without holding Python's lock
 _MIN_LONGEST_TOKEN = 32  # characters
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-class UnreadableTokenizer(LightKVError):
-    """A file of the tokenizer, or one that it needs, is missing or damaged."""
-
-    def __init__(self, path: Path, reason: str) -> None:
-        self.path = path
-        self.reason = reason
-        super().__init__(f"{path}: {reason}; replace it with a whole copy")
 
 
 class ChatTemplateError(LightKVError):
@@ -46,7 +45,7 @@ class Tokenizer:
     Attributes:
         directory: that of the model.
         eos_ids: the ids that end an answer: those of generation_config.json, or else of config.json, and the
-            tokenizer's own.
+            tokenizer's own, without those beyond the vocabulary, which are never sampled.
         bos: the id that begins a text, or None.
         vocab_size: that of the model, which may be larger than the tokenizer's.
         max_model_len: the model's context in tokens; 0 if config.json does not name it.
@@ -67,44 +66,34 @@ class Tokenizer:
 
     def __init__(self, directory: Path, chat_template: str | None = None) -> None:
         self.directory = directory
-        path = directory / "tokenizer.json"
-        try:
-            refuse_pointer(path)
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except (
-            BaseException
-        ) as error:  # tokenizers raises bare Exception, and its panics are not even Exceptions
-            raise UnreadableTokenizer(path, f"is not a tokenizer ({one_line(error)})") from error
-        self._tokenizer.no_truncation()  # the file may hold settings from training
-        self._tokenizer.no_padding()
-
-        config = _read_json(directory / "config.json")
-        generation_config = _read_json(directory / "generation_config.json", optional=True)
-        settings = _read_json(directory / "tokenizer_config.json", optional=True)
-        named = _read_json(directory / "special_tokens_map.json", optional=True) | settings
+        config = read_object(directory / "config.json")
+        generation_config = read_object(directory / "generation_config.json", optional=True)
+        settings = read_object(directory / "tokenizer_config.json", optional=True)
+        named = read_object(directory / "special_tokens_map.json", optional=True) | settings
+        self._tokenizer, self._num_added = read_tokenizer(directory, named)
         self._special_tokens = {
-            name: text for name in _SPECIAL_TOKENS if (text := _token_text(named.get(name))) is not None
+            name: text for name in SPECIAL_TOKENS if (text := token_text(named.get(name))) is not None
         }
 
         self.bos: int | None = self._special_id("bos_token")
-        eos = generation_config.get("eos_token_id", config.get("eos_token_id"))
+        eos = generation_config.get("eos_token_id")
+        if eos is None:
+            eos = config.get("eos_token_id")
         eos_ids = [*(eos if isinstance(eos, list) else [eos]), self._special_id("eos_token")]
         if not all(token_id is None or _is_count(token_id) for token_id in eos_ids):
             raise UnreadableTokenizer(directory, f"its eos_token_id is {str(eos)[:100]!r}, not a token id")
-        self.eos_ids: frozenset[int] = frozenset(eos_ids) - {None}
         self.vocab_size: int = config.get("vocab_size", self._tokenizer.get_vocab_size())
         lengths = [config[name] for name in CONTEXT_NAMES if config.get(name) is not None]
         self.max_model_len: int = lengths[0] if lengths else 0
         if not _is_count(self.vocab_size) or not _is_count(self.max_model_len):
             sizes = f"a vocabulary of {self.vocab_size!r} and a context of {self.max_model_len!r} tokens"
             raise UnreadableTokenizer(directory / "config.json", f"names {sizes[:200]}")
+        self.eos_ids = frozenset(one for one in eos_ids if one is not None and one < self.vocab_size)
 
         self.settings = settings
         self._template_source = chat_template
         if chat_template is None:
-            self._template_source = _read_template(directory, settings)
+            self._template_source = read_template(directory, settings)
         else:
             _ = self._template  # raises ChatTemplateError
         added = self._tokenizer.get_added_tokens_decoder()
@@ -130,6 +119,15 @@ class Tokenizer:
     def template(self) -> str:
         """The source of the chat template; empty if there is none."""
         return self._template_source or ""
+
+    def sampled_json(self) -> str:
+        """Returns the tokenizer as a tokenizer.json, without the tokens beyond the model's vocabulary."""
+        if self._num_added:
+            text = self._tokenizer.to_str()
+        else:
+            text = (self.directory / "tokenizer.json").read_text(encoding="utf-8")
+        is_longer = max(self._tokenizer.get_vocab().values(), default=0) >= self.vocab_size
+        return sampled_part(text, self.vocab_size) if is_longer else text
 
     def special_ids_of(self, texts: Sequence[str]) -> frozenset[int]:
         """Returns the ids of those of `texts` that are special tokens."""
@@ -340,37 +338,6 @@ def template_sandbox() -> ImmutableSandboxedEnvironment:
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
     environment.filters["tojson"] = tojson
     return environment
-
-
-def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
-    if optional and not path.is_file():
-        return {}
-    try:
-        return read_json(path)
-    except (OSError, ValueError) as error:
-        raise UnreadableTokenizer(path, f"cannot be read ({one_line(error)})") from error
-
-
-def _read_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    path = directory / "chat_template.jinja"
-    try:
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-        path = directory / "tokenizer_config.json"
-        template = settings.get("chat_template")
-        if isinstance(template, list):  # several templates, each with a name
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UnreadableTokenizer(path, f"holds no chat template ({one_line(error)})") from error
-    if template is not None and not isinstance(template, str):
-        raise UnreadableTokenizer(path, f"has a chat template of type {type(template).__name__}")
-    return template
-
-
-def _token_text(token: Any) -> str | None:
-    """Returns the text of a special token, which the files hold as a string or within an object."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
 
 
 def _is_count(value: Any) -> bool:

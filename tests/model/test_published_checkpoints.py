@@ -14,9 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightkv.errors import LightKVError
 from lightkv.router import LLM, EngineConfig, SamplingParams
+from lightkv.router.engine.request import InvalidPrompt
 from lightkv.router.model.loader import load_model
 from lightkv.router.model_files import UnreadableWeights, require_whole, resolve
-from tests.support.tiny_files import save_published
+from lightkv.router.sampling_params import Grammar
+from lightkv.router.text.tokenizer import Tokenizer, UnreadableTokenizer
+from tests.support.tiny_files import byte_tokenizer, save_published
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 PROMPTS = ["Hello you", "abc"]
@@ -190,9 +193,95 @@ def test_weights_are_those_of_transformers(directory: Path, change: Callable[[Pa
 
 
 def test_answers_are_those_of_transformers(directory: Path) -> None:
-    """A checkpoint with many of these at once."""
+    """A checkpoint with many of these at once, a padded vocabulary, and end tokens that end the answers."""
+    change_weights(
+        directory,
+        lambda tensors: tensors.update(
+            {name: torch.cat([one, 2 * one[:61]]) for name, one in tensors.items() if len(one) == 259}
+        ),
+    )
     as_stored_in_two_types(directory)
     with_more_tensors(directory)
     shard(directory)
-    edit(directory / "config.json", dtype=..., architectures=...)
-    assert answers(directory) == expected_answers(directory)
+    edit(directory / "config.json", dtype=..., architectures=..., vocab_size=320)
+    whole = expected_answers(directory)
+    assert any(token >= 259 for tokens in whole for token in tokens)  # it has no text
+    ends = [whole[0][5], whole[1][3]]
+    edit(directory / "generation_config.json", eos_token_id=ends)
+    expected = expected_answers(directory)
+    assert [tokens[-1] in ends for tokens in expected] == [True, True]
+    assert answers(directory) == expected
+
+
+# Tokens
+
+
+ADDED = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+TOKENS_ELSEWHERE: dict[str, dict[str, dict[str, Any]]] = {
+    "added-tokens-decoder": {
+        "tokenizer_config.json": {
+            "added_tokens_decoder": {
+                "260": {"content": "you", "special": False, **ADDED},
+                "259": {"content": "<turn>", "special": True, **ADDED},
+            },
+            "eos_token": "<turn>",
+        }
+    },
+    "added-tokens": {
+        "added_tokens.json": {"you": 260, "<turn>": 259},
+        "special_tokens_map.json": {"eos_token": {"content": "<turn>", **ADDED}},
+        "tokenizer_config.json": {"eos_token": ...},
+    },
+    "special-tokens": {
+        "tokenizer_config.json": {"eos_token": "<turn>", "additional_special_tokens": ["<tool>", "you"]}
+    },
+}
+
+
+@pytest.mark.parametrize("files", TOKENS_ELSEWHERE.values(), ids=TOKENS_ELSEWHERE.keys())
+def test_tokens_that_tokenizer_json_lacks(directory: Path, files: dict[str, dict[str, Any]]) -> None:
+    for name, fields in files.items():
+        edit(directory / name, **fields)
+    edit(directory / "config.json", vocab_size=320)
+    text = "Hello you<turn><tool></s>\n"
+    expected = AutoTokenizer.from_pretrained(directory)
+    tokenizer = Tokenizer(directory)
+    ids = tokenizer.encode(text).tolist()
+    assert ids == expected.encode(text)
+    assert max(ids) >= 259
+    assert tokenizer.decode(ids) == expected.decode(ids, skip_special_tokens=True)
+    assert tokenizer.eos_ids == {257, expected.eos_token_id}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [5, [], {"259": "<turn>"}, {"259": {"special": True}}, {"x": {"content": "a"}}, {"1": {"content": 5}}],
+)
+def test_tokens_that_cannot_be_added(directory: Path, wrong: Any) -> None:
+    edit(directory / "tokenizer_config.json", added_tokens_decoder=wrong)
+    with pytest.raises(
+        UnreadableTokenizer, match=r"tokenizer_config\.json: names tokens that cannot be added"
+    ):
+        Tokenizer(directory)
+
+
+def test_end_tokens(directory: Path) -> None:
+    edit(directory / "generation_config.json", eos_token_id=[257, 258, 259])  # the vocabulary ends before 259
+    assert Tokenizer(directory).eos_ids == {257, 258}
+    edit(directory / "generation_config.json", eos_token_id=None)
+    edit(directory / "config.json", eos_token_id=[258])
+    assert Tokenizer(directory).eos_ids == {257, 258}
+
+
+def test_a_tokenizer_longer_than_the_embedding(directory: Path) -> None:
+    byte_tokenizer("<turn>", "you").save(str(directory / "tokenizer.json"))
+    edit(directory / "generation_config.json", eos_token_id=[257, 259])
+    llm = load(directory)
+    with pytest.raises(InvalidPrompt, match="token ids from 188 to 260; the model's go from 0 to 258"):
+        llm.generate("you\0")
+    wanted = SamplingParams(
+        temperature=0, max_tokens=9, grammar=Grammar("regex", "[ab]{3}you"), bad_words=["you"]
+    )
+    answer = llm.generate("abc", wanted)[0].outputs[0]
+    assert (len(answer.text), answer.text[-3:], answer.finish_reason) == (6, "you", "stop")
+    assert answer.token_ids[-1] == 257
