@@ -25,7 +25,7 @@ from .tokenizer_files import (
     SPECIAL_TOKENS,
     UnreadableTokenizer,
     read_object,
-    read_template,
+    read_templates,
     read_tokenizer,
     sampled_part,
     token_text,
@@ -55,8 +55,8 @@ class Tokenizer:
 
     Args:
         directory: holds tokenizer.json and config.json, and may hold generation_config.json,
-            tokenizer_config.json, special_tokens_map.json and chat_template.jinja.
-
+            tokenizer_config.json, special_tokens_map.json, added_tokens.json, and chat templates
+            (chat_template.jinja, additional_chat_templates/, chat_template.json).
         chat_template: the source of a chat template to use in place of the model's own.
 
     Raises:
@@ -91,10 +91,11 @@ class Tokenizer:
         self.eos_ids = frozenset(one for one in eos_ids if one is not None and one < self.vocab_size)
 
         self.settings = settings
-        self._template_source = chat_template
-        if chat_template is None:
-            self._template_source = read_template(directory, settings)
-        else:
+        templates = (
+            read_templates(directory, settings) if chat_template is None else {"default": chat_template}
+        )
+        self._template_source, self._tool_source = templates.get("default"), templates.get("tool_use")
+        if chat_template is not None:
             _ = self._template  # raises ChatTemplateError
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -119,6 +120,11 @@ class Tokenizer:
     def template(self) -> str:
         """The source of the chat template; empty if there is none."""
         return self._template_source or ""
+
+    @property
+    def tool_template(self) -> str:
+        """The source of the template for chats with tools, which may be one of its own."""
+        return self.template if self._tool_source is None else self._tool_source
 
     def sampled_json(self) -> str:
         """Returns the tokenizer as a tokenizer.json, without the tokens beyond the model's vocabulary."""
@@ -197,7 +203,10 @@ class Tokenizer:
             ChatTemplateError: there is no template, it is broken, it does what its sandbox forbids, or it
                 refuses the messages.
         """
-        compiled = self._template if template is None else _compiled(template)
+        if template is not None:
+            compiled = _compiled(template)
+        else:
+            compiled = self._tool_template if tools and self._tool_source is not None else self._template
         mark = ""
         if continues_last:  # the text is cut where this stands
             if not messages:
@@ -284,6 +293,10 @@ class Tokenizer:
         if self._template_source is None:
             raise ChatTemplateError("this model has no chat template; use plain completions instead")
         return _compiled(self._template_source)
+
+    @cached_property
+    def _tool_template(self) -> jinja2.Template:
+        return _compiled(self.tool_template)
 
     def _special_id(self, name: str) -> int | None:
         text = self._special_tokens.get(name)

@@ -85,21 +85,32 @@ def _more_tokens(directory: Path, settings: Mapping[str, Any]) -> Iterator[token
         yield tokenizers.AddedToken(text, special=True, normalized=False)
 
 
-def read_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    """Returns the model's chat template; None where it has none. Raises UnreadableTokenizer."""
+def read_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the model's chat templates by name. "tool_use" is for chats with tools, "default" for all others.
+
+    They are files of their own, or else in tokenizer_config.json (`settings`), or else in a processor's
+    chat_template.json. Raises UnreadableTokenizer.
+    """
     path = directory / "chat_template.jinja"
     try:
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-        path = directory / "tokenizer_config.json"
-        template = settings.get("chat_template")
-        if isinstance(template, list):  # several templates, each with a name
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        found: dict[str, Any] = {"default": path.read_text(encoding="utf-8")} if path.is_file() else {}
+        for path in sorted(directory.glob("additional_chat_templates/*.jinja")):
+            found[path.stem] = path.read_text(encoding="utf-8")
+        if "default" in found:
+            return found
+        path, given = directory / "tokenizer_config.json", settings.get("chat_template")
+        if given is None:
+            path = directory / "chat_template.json"
+            given = read_object(path, optional=True).get("chat_template")
+        if isinstance(given, list):  # several templates, each with a name
+            given = {entry["name"]: entry["template"] for entry in given}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UnreadableTokenizer(path, f"holds no chat template ({one_line(error)})") from error
-    if template is not None and not isinstance(template, str):
-        raise UnreadableTokenizer(path, f"has a chat template of type {type(template).__name__}")
-    return template
+    named = given if isinstance(given, dict) else {} if given is None else {"default": given}
+    for template in named.values():
+        if not isinstance(template, str):
+            raise UnreadableTokenizer(path, f"has a chat template of type {type(template).__name__}")
+    return named | found
 
 
 def token_text(token: Any) -> str | None:

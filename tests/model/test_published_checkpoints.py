@@ -14,10 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightkv.errors import LightKVError
 from lightkv.router import LLM, EngineConfig, SamplingParams
+from lightkv.router.api.requests.dialect import ChatDialect
+from lightkv.router.api.requests.prompts import Chat
+from lightkv.router.api.requests.tools import Function, ToolUse
 from lightkv.router.engine.request import InvalidPrompt
 from lightkv.router.model.loader import load_model
 from lightkv.router.model_files import UnreadableWeights, require_whole, resolve
 from lightkv.router.sampling_params import Grammar
+from lightkv.router.service.api_settings import ApiSettings
 from lightkv.router.text.tokenizer import Tokenizer, UnreadableTokenizer
 from tests.support.tiny_files import byte_tokenizer, save_published
 
@@ -285,3 +289,65 @@ def test_a_tokenizer_longer_than_the_embedding(directory: Path) -> None:
     answer = llm.generate("abc", wanted)[0].outputs[0]
     assert (len(answer.text), answer.text[-3:], answer.finish_reason) == (6, "you", "stop")
     assert answer.token_ids[-1] == 257
+
+
+# Chat templates
+
+CHAT = [{"role": "user", "content": "Hello"}]
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+NAMED = [
+    {"name": "default", "template": "{{ bos_token }}default {{ messages[0].content }}"},
+    {"name": "tool_use", "template": "tools {{ tools | length }}"},
+]
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+
+
+TEMPLATES: dict[str, Callable[[Path], Any]] = {
+    "file": lambda d: write(d / "chat_template.jinja", "file {{ messages[0].content }}"),
+    "file-before-settings": lambda d: (
+        edit(d / "tokenizer_config.json", chat_template=NAMED),
+        write(d / "chat_template.jinja", "file"),
+    ),
+    "file-and-folder": lambda d: (
+        write(d / "chat_template.jinja", "file"),
+        write(d / "additional_chat_templates" / "tool_use.jinja", "folder {{ tools | length }}"),
+    ),
+    "settings": lambda d: edit(d / "tokenizer_config.json", chat_template=NAMED),
+}
+
+
+@pytest.mark.parametrize("change", TEMPLATES.values(), ids=TEMPLATES.keys())
+def test_templates_are_found_as_in_transformers(directory: Path, change: Callable[[Path], Any]) -> None:
+    change(directory)
+    reference, tokenizer = AutoTokenizer.from_pretrained(directory), Tokenizer(directory)
+    for tools in (None, TOOLS):
+        expected = reference.apply_chat_template(CHAT, tools=tools, tokenize=False)
+        assert tokenizer.render_chat(CHAT, False, tools=tools) == expected
+
+
+def test_the_template_of_a_processor(directory: Path) -> None:
+    edit(directory / "chat_template.json", chat_template="processor {{ messages[0].content }}")
+    assert Tokenizer(directory).render_chat(CHAT) == "processor Hello"
+    edit(directory / "tokenizer_config.json", chat_template="settings")  # it comes first
+    assert Tokenizer(directory).render_chat(CHAT) == "settings"
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"chat_template": 5}', '{"chat_template": [{"name": "a"}]}'])
+def test_a_damaged_template_of_a_processor(directory: Path, content: str) -> None:
+    (directory / "chat_template.json").write_text(content)
+    with pytest.raises(UnreadableTokenizer, match=r"chat_template\.json: "):
+        Tokenizer(directory)
+
+
+def test_the_dialect_of_a_template_for_tools(directory: Path) -> None:
+    hermes = "{{ tools }}<tool_call>\n{'name': …}\n</tool_call>"
+    named = [NAMED[0], {"name": "tool_use", "template": hermes}]
+    edit(directory / "tokenizer_config.json", chat_template=named)
+    dialect = ChatDialect(Tokenizer(directory), ApiSettings(model_names=["m"]))
+    use = ToolUse([Function(name="look", parameters={"type": "object"}, strict=None)])
+    told = dialect.told(Chat(CHAT), use)
+    assert [tool["function"]["name"] for tool in told.tools or ()] == ["look"]
