@@ -25,6 +25,7 @@ from .tokenizer_files import (
     SPECIAL_TOKENS,
     UnreadableTokenizer,
     read_object,
+    read_sampling,
     read_templates,
     read_tokenizer,
     sampled_part,
@@ -51,6 +52,7 @@ class Tokenizer:
         max_model_len: the model's context in tokens; 0 if config.json does not name it.
         special_ids: the ids that `decode` leaves out by default.
         settings: what tokenizer_config.json says.
+        recommended: the sampling parameters that generation_config.json recommends, by name.
         is_byte_level: each token stands for the same bytes wherever it occurs (`token_bytes`).
 
     Args:
@@ -91,6 +93,7 @@ class Tokenizer:
         self.eos_ids = frozenset(one for one in eos_ids if one is not None and one < self.vocab_size)
 
         self.settings = settings
+        self.recommended = read_sampling(directory / "generation_config.json")
         templates = (
             read_templates(directory, settings) if chat_template is None else {"default": chat_template}
         )

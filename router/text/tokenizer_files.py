@@ -10,6 +10,7 @@ import tokenizers
 
 from lightkv.errors import LightKVError
 from lightkv.router.model_files import one_line, read_json, refuse_pointer
+from lightkv.router.sampling_params import RECOMMENDED, InvalidParams, SamplingParams
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -111,6 +112,18 @@ def read_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, st
         if not isinstance(template, str):
             raise UnreadableTokenizer(path, f"has a chat template of type {type(template).__name__}")
     return named | found
+
+
+def read_sampling(path: Path) -> dict[str, float]:
+    """Returns the sampling parameters that the generation_config.json at `path` recommends, by name; none if it
+    is missing. Raises UnreadableTokenizer for a value that no request may have."""
+    given = read_object(path, optional=True)
+    found = {name: given[name] for name in RECOMMENDED if given.get(name) is not None}
+    try:
+        SamplingParams(**found)
+    except InvalidParams as error:
+        raise UnreadableTokenizer(path, f"has a wrong value: {error}, or take the field out") from error
+    return found
 
 
 def token_text(token: Any) -> str | None:

@@ -4,6 +4,7 @@ a remedy."""
 import json
 import shutil
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def directory(published: Path, tmp_path: Path) -> Path:
 
 
 def load(directory: Path) -> LLM:
-    return LLM(EngineConfig(str(directory), device="cpu", max_total_tokens=200, max_model_len=100))
+    return LLM(EngineConfig(str(directory), device="cpu", max_total_tokens=300))
 
 
 def answers(directory: Path) -> list[list[int]]:
@@ -351,3 +352,38 @@ def test_the_dialect_of_a_template_for_tools(directory: Path) -> None:
     use = ToolUse([Function(name="look", parameters={"type": "object"}, strict=None)])
     told = dialect.told(Chat(CHAT), use)
     assert [tool["function"]["name"] for tool in told.tools or ()] == ["look"]
+
+
+# Sampling
+
+RECOMMENDED = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.1}
+
+
+def test_sampling_as_the_model_recommends(directory: Path) -> None:
+    others = {"do_sample": True, "max_new_tokens": 5, "num_beams": 1, "transformers_version": "4.37.0"}
+    edit(directory / "generation_config.json", **RECOMMENDED, **others)
+    assert Tokenizer(directory).recommended == RECOMMENDED
+    edit(directory / "generation_config.json", **dict.fromkeys(RECOMMENDED, ...) | {"top_k": 1})
+    llm = load(directory)
+    assert llm.default_params == SamplingParams(top_k=1)
+    greedy = llm.generate("abc", SamplingParams(temperature=0, max_tokens=9))[0].outputs[0].token_ids
+    assert [chunk.token_ids[0] for chunk in islice(llm.stream("abc"), 9)] == greedy
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1),
+        ("temperature", "hot"),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_k", 2.5),
+        ("min_p", True),
+    ],
+)
+def test_a_recommended_value_that_no_request_may_have(directory: Path, field: str, value: Any) -> None:
+    edit(directory / "generation_config.json", **{field: value})
+    with pytest.raises(
+        UnreadableTokenizer, match=rf"generation_config\.json: has a wrong value: {field} is .*; give"
+    ):
+        Tokenizer(directory)
