@@ -103,18 +103,18 @@ def read_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, st
         if given is None:
             path = directory / "chat_template.json"
             given = read_object(path, optional=True).get("chat_template")
+        named = {} if given is None else {"default": given}
         if isinstance(given, list):  # several templates, each with a name
-            given = {entry["name"]: entry["template"] for entry in given}
+            named = {entry["name"]: entry["template"] for entry in given}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UnreadableTokenizer(path, f"holds no chat template ({one_line(error)})") from error
-    named = given if isinstance(given, dict) else {} if given is None else {"default": given}
     for template in named.values():
         if not isinstance(template, str):
             raise UnreadableTokenizer(path, f"has a chat template of type {type(template).__name__}")
     return named | found
 
 
-def read_sampling(path: Path) -> dict[str, float]:
+def read_sampling(path: Path) -> dict[str, Any]:
     """Returns the sampling parameters that the generation_config.json at `path` recommends, by name; none if it
     is missing. Raises UnreadableTokenizer for a value that no request may have."""
     given = read_object(path, optional=True)

@@ -197,6 +197,25 @@ def test_weights_are_those_of_transformers(directory: Path, change: Callable[[Pa
         assert torch.equal(loaded[name], tensor), name
 
 
+def test_tied_weights(directory: Path) -> None:
+    change_weights(directory, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(UnreadableWeights, match=r'lm_head\.weight first; .* set "tie_word_embeddings": true'):
+        load_model(directory, torch.device("cpu"), "auto", lambda line: None)
+    edit(directory / "config.json", tie_word_embeddings=True)
+    test_weights_are_those_of_transformers(directory, lambda d: None)
+
+
+def test_a_package_that_weights_in_fewer_bits_need(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*arguments: Any, **settings: Any) -> Any:
+        raise ImportError("Loading a GPTQ quantized model requires optimum")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    with pytest.raises(
+        UnreadableWeights, match=r"requires optimum\); give the model with weights in 16 bits"
+    ):
+        load_model(directory, torch.device("cpu"), "auto", lambda line: None)
+
+
 def test_answers_are_those_of_transformers(directory: Path) -> None:
     """A checkpoint with many of these at once, a padded vocabulary, and end tokens that end the answers."""
     change_weights(
