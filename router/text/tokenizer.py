@@ -84,7 +84,8 @@ class Tokenizer:
         eos_ids = [*(eos if isinstance(eos, list) else [eos]), self._special_id("eos_token")]
         if not all(token_id is None or _is_count(token_id) for token_id in eos_ids):
             raise UnreadableTokenizer(directory, f"its eos_token_id is {str(eos)[:100]!r}, not a token id")
-        self.vocab_size: int = config.get("vocab_size", self._tokenizer.get_vocab_size())
+        # A tokenizer may leave out ids, so that it has fewer tokens than its highest id says.
+        self.vocab_size: int = config["vocab_size"] if "vocab_size" in config else self._num_ids
         lengths = [config[name] for name in CONTEXT_NAMES if config.get(name) is not None]
         self.max_model_len: int = lengths[0] if lengths else 0
         if not _is_count(self.vocab_size) or not _is_count(self.max_model_len):
@@ -135,8 +136,7 @@ class Tokenizer:
             text = self._tokenizer.to_str()
         else:
             text = (self.directory / "tokenizer.json").read_text(encoding="utf-8")
-        is_longer = max(self._tokenizer.get_vocab().values(), default=0) >= self.vocab_size
-        return sampled_part(text, self.vocab_size) if is_longer else text
+        return sampled_part(text, self.vocab_size) if self._num_ids > self.vocab_size else text
 
     def special_ids_of(self, texts: Sequence[str]) -> frozenset[int]:
         """Returns the ids of those of `texts` that are special tokens."""
@@ -284,6 +284,10 @@ class Tokenizer:
     def longest_token(self) -> int:
         """The characters of the longest token, at least 32: normalisers may join a few characters to one."""
         return max(_MIN_LONGEST_TOKEN, *map(len, self._tokenizer.get_vocab()))
+
+    @property
+    def _num_ids(self) -> int:
+        return 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if len(text) <= _SHORT:

@@ -293,7 +293,7 @@ def test_end_tokens(directory: Path) -> None:
     edit(directory / "generation_config.json", eos_token_id=[257, 258, 259])  # the vocabulary ends before 259
     assert Tokenizer(directory).eos_ids == {257, 258}
     edit(directory / "generation_config.json", eos_token_id=None)
-    edit(directory / "config.json", eos_token_id=[258])
+    edit(directory / "config.json", eos_token_id=[258], vocab_size=...)
     assert Tokenizer(directory).eos_ids == {257, 258}
 
 
