@@ -85,7 +85,7 @@ class Tokenizer:
         if not all(token_id is None or _is_count(token_id) for token_id in eos_ids):
             raise UnreadableTokenizer(directory, f"its eos_token_id is {str(eos)[:100]!r}, not a token id")
         # A tokenizer may leave out ids, so that it has fewer tokens than its highest id says.
-        self.vocab_size: int = config["vocab_size"] if "vocab_size" in config else self._num_ids
+        self.vocab_size: int = config.get("vocab_size", self._num_ids)
         lengths = [config[name] for name in CONTEXT_NAMES if config.get(name) is not None]
         self.max_model_len: int = lengths[0] if lengths else 0
         if not _is_count(self.vocab_size) or not _is_count(self.max_model_len):
@@ -285,7 +285,7 @@ class Tokenizer:
         """The characters of the longest token, at least 32: normalisers may join a few characters to one."""
         return max(_MIN_LONGEST_TOKEN, *map(len, self._tokenizer.get_vocab()))
 
-    @property
+    @cached_property
     def _num_ids(self) -> int:
         return 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
