@@ -425,6 +425,14 @@ def _require_message(prompt_idx: int, message: Message) -> None:
             f"prompt {prompt_idx} is a chat with {reprlib.repr(message)} among its messages; give messages "
             'such as {"role": "user", "content": "Hello!"}'
         )
+    content = message.get("content")
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text":
+            raise TypeError(
+                f"prompt {prompt_idx} is a chat with a part of type {kind}, and models run on texts only here; "
+                "give parts of type text"
+            )
     if "role" not in message and ("prompt" in message or "prompt_token_ids" in message):
         raise TypeError(
             f"prompt {prompt_idx} is in a dict with {' and '.join(map(repr, message))}; give the text or the "

@@ -219,6 +219,7 @@ def info(
         "model": f"{model['model']}, in {model['directory']}",
         "architecture": f"{model['architecture']}, attention by {model['attention_backend']}",
         "weights": f"{_gib(model['weight_bytes'])}: {model['num_parameters']:,} parameters in {model['dtype']}",
+        **_left_out_row(model),
         "one token": f"{model['bytes_per_token']:,} bytes: {heads} in {model['kv_dtype']}",
         **_layer_rows(model),
         "pool": f"{model['pool_slots']:,} {_unit(model)} in {_gib(model['pool_bytes'])}",
@@ -228,6 +229,14 @@ def info(
     }
     for name, value in rows.items():
         typer.echo(f"{name:<14}{value}")
+
+
+def _left_out_row(model: dict[str, Any]) -> dict[str, str]:
+    """Returns what of a model of several modalities is not loaded, since texts do not need it."""
+    if not model["left_out"]:
+        return {}
+    parts = ", ".join(f"{name} ({_gib(one)})" for name, one in model["left_out"].items())
+    return {"left out": f"{_gib(sum(model['left_out'].values()))} that texts do not need: {parts}"}
 
 
 def _unit(model: dict[str, Any]) -> str:

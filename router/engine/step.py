@@ -292,7 +292,9 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     prompts, ascending, to which smaller steps are padded; empty without graphs. `kv_dtype` and `skipped_layers`
     are as the configuration gives them; `kv_type` is the name of what K and V are stored as. `num_ranks`: the
     processes that run the model together; bytes are those of one of them. `groups`: how its layers share slots;
-    `capacity` is in slots, and `longest` says how many tokens fit whatever a request hits; None: as many."""
+    `capacity` is in slots, and `longest` says how many tokens fit whatever a request hits; None: as many.
+    `left_out`: the modules of a model of several modalities that texts do not need, which are not loaded, with
+    the bytes that their weights would take."""
 
     architecture: str
     device: str
@@ -311,6 +313,7 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     num_ranks: int = 1
     groups: LayerGroups = ONE_GROUP
     longest: int | None = None
+    left_out: dict[str, int] = {}
 
     @property
     def kv_type(self) -> str:

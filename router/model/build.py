@@ -60,6 +60,7 @@ from .parts import RunnerParts
 from .runner import ModelRunner
 from .sampler import Sampler
 from .step_timing import StepTimer
+from .text_half import left_out_of
 from .token_buckets import token_buckets
 
 Report = Callable[[str], None]
@@ -383,6 +384,7 @@ def assemble(
         kv_dtype=config.kv_dtype,
         skipped_layers=config.skipped_layers,
         num_ranks=1 if ranks is None else ranks.size,
+        left_out=left_out_of(model),
     )
     if config.itl_target or (config.itl_target is None and device.type == "cuda"):
         clock = time.perf_counter if ranks is None else ranks.clock_of_first

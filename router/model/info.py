@@ -26,6 +26,7 @@ from lightkv.router.config import EngineConfig
 from .build import EngineSizes, kv_scales, kv_text, pick_device, pick_dtype, use_fp8_prefill
 from .loader import load_model
 from .model_config import load_supported_config
+from .text_half import left_out_of
 
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "numpy")
 
@@ -84,6 +85,7 @@ def model_info(config: EngineConfig, directory: Path) -> dict[str, Any]:
         "dtype": str(spec.dtype).removeprefix("torch."),
         "num_parameters": sum(parameter.numel() for parameter in parameters),
         "weight_bytes": weight_bytes,
+        "left_out": left_out_of(model),
         "num_layers": spec.num_layers,
         "num_kv_heads": spec.num_kv_heads,
         "k_dim": spec.k_dim,

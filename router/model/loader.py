@@ -6,22 +6,24 @@ run.
 
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from lightkv.errors import LightKVError, UnsupportedModel
 from lightkv.integrations.model.kv_scales import without_kv_scheme
 from lightkv.integrations.ranks.group import RankGroup
 from lightkv.integrations.ranks.sharded import load_rank_part
 from lightkv.memory.kv_pool import _free_bytes
-from lightkv.router.model_files import UnreadableWeights, one_line, stored_bytes, weight_files
+from lightkv.router.model_files import UnreadableWeights, one_line, stored_tensors, weight_files
 
 from .model_config import load_checked_config, quiet_transformers
+from .text_half import TextHalf, is_wrapper, note_left_out, text_half
 
 Report = Callable[[str], None]
 
@@ -63,15 +65,20 @@ def load_model(
             grants more CPU memory than it has and kills the process that uses it.
     """
     config = without_kv_scheme(load_checked_config(directory))
-    stored = sum((stored_bytes(directory / name) for name in weight_files(directory)), Counter[str]())
+    half = _text_half(directory, config)
+    stored = _StoredBytes.of(directory, half)
     if dtype == "auto":
-        dtype = _auto_dtype(device, getattr(config, "dtype", None), set(stored))
-    num_bytes = _loaded_bytes(stored, dtype.itemsize) // (1 if ranks is None else ranks.size)
+        dtype = _auto_dtype(device, getattr(config, "dtype", None), set(stored.read))
+    num_bytes = _loaded_bytes(stored.read, dtype.itemsize) // (1 if ranks is None else ranks.size)
+    left_out = {name: _loaded_bytes(one, dtype.itemsize) for name, one in stored.left_out.items()}
     free, total = _memory(device)
     if num_bytes > free and device.type != "meta":  # the meta device stores nothing
         raise ModelTooLarge(directory, num_bytes, free, total)
 
     report(f"loading {num_bytes / 1e9:.2f} GB from {directory} onto {device} as {dtype}")
+    if half is not None:
+        parts = ", ".join(f"{name} ({one / 1e9:.2f} GB)" for name, one in left_out.items())
+        report(f"of {half.model_class.__name__}, only texts run here; left out: {parts or 'nothing'}")
     started = time.perf_counter()
     try:
         with quiet_transformers():
@@ -83,11 +90,12 @@ def load_model(
                 "trust_remote_code": False,
                 "output_loading_info": True,
             }
+            model_class: Any = AutoModelForCausalLM if half is None else half.model_class
             if ranks is None:
-                load: Any = AutoModelForCausalLM.from_pretrained
+                load = model_class.from_pretrained
                 model, info = load(directory, config=config, device_map={"": device}, **settings)
             else:
-                model, info = load_rank_part(directory, ranks, config, **settings)
+                model, info = load_rank_part(directory, ranks, config, model_class, **settings)
     except torch.OutOfMemoryError as error:
         raise ModelTooLarge(directory, num_bytes, free, total) from error
     except UnsupportedModel:
@@ -109,10 +117,48 @@ def load_model(
     if mismatched := sorted(str(key[0]) for key in info["mismatched_keys"]):
         count = f"{len(mismatched)} tensors, {mismatched[0]} first"
         raise UnreadableWeights(directory, f"{count}, have another shape than config.json says")
-    if unexpected := sorted(info["unexpected_keys"]):
+    known = tuple(f"{name}." for name in (() if half is None else half.left_out))
+    if unexpected := sorted(key for key in info["unexpected_keys"] if not key.startswith(known)):
         report(f"left out {len(unexpected)} tensors unknown to {type(model).__name__}, {unexpected[0]} first")
+    note_left_out(model, left_out)
     report(f"loaded {type(model).__name__} in {time.perf_counter() - started:.1f} s")
     return model.requires_grad_(False).eval()
+
+
+def _text_half(directory: Path, config: PreTrainedConfig) -> TextHalf | None:
+    """Returns how to load the text half of a wrapper in `directory`; None for a text model."""
+    if not is_wrapper(config):
+        return None
+    try:
+        with quiet_transformers():
+            return text_half(config)
+    except UnsupportedModel:
+        raise
+    # A field of a wrong type fails wherever the model's code first uses it.
+    except Exception as error:
+        raise UnreadableWeights(directory, f"cannot be loaded ({one_line(error)})") from error
+
+
+@dataclass(frozen=True)
+class _StoredBytes:
+    """The bytes of each element type in a model's files: of the weights that are read, and of those of each
+    module that is left out."""
+
+    read: Counter[str]
+    left_out: dict[str, Counter[str]]
+
+    @classmethod
+    def of(cls, directory: Path, half: TextHalf | None) -> "_StoredBytes":
+        """Reads the headers of the files in `directory`. Raises UnreadableWeights."""
+        tensors: dict[str, tuple[str, int]] = {}
+        for name in weight_files(directory):
+            tensors |= stored_tensors(directory / name)
+        found = cls(Counter(), defaultdict(Counter))
+        places = {} if half is None else half.places(tensors)
+        for name, (dtype, num_bytes) in tensors.items():
+            counter = found.left_out[places[name]] if name in places else found.read
+            counter[dtype] += num_bytes
+        return found
 
 
 def _auto_dtype(device: torch.device, declared: torch.dtype | None, stored: set[str]) -> torch.dtype:
@@ -126,7 +172,7 @@ def _auto_dtype(device: torch.device, declared: torch.dtype | None, stored: set[
 def _loaded_bytes(stored: Counter[str], itemsize: int) -> int:
     """Returns the bytes of the weights once they are loaded in a type of `itemsize` bytes.
 
-    `stored`: as `stored_bytes` returns them.
+    `stored`: the bytes of each element type in the files.
     """
     return sum(
         num_bytes * itemsize // _CAST_BYTES[name] if name in _CAST_BYTES else num_bytes

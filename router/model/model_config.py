@@ -1,7 +1,7 @@
 """Reads a model's config.json and decides, before any weight is read, whether lightkv can run the model."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,8 +22,11 @@ from lightkv.integrations.model.adapters.adapt import FAMILIES, adapt
 from lightkv.integrations.model.probe import NeedsNumbers, probe
 from lightkv.router.model_files import UnreadableWeights, in_line, one_line, read_json, require_whole
 
+from .text_half import is_wrapper, text_half, wrapper_class
+
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # names used by configurations
 _MAX_LAYERS = 10_000
+_PREFIX_MODELS = {"paligemma"}  # wrappers whose processor has a prompt read in both directions
 _MAY_DIFFER = {"head_dim", "num_key_value_heads"}  # fields that may differ by layer: the probe reads neither
 
 
@@ -42,8 +45,9 @@ def load_config(directory: Path) -> PreTrainedConfig:
         if not isinstance(model_type, str) or not isinstance(architecture, str):
             raise TypeError(f"model_type {model_type!r} and architectures {architecture!r} have to be names")
         # transformers writes out some fields for every layer; a wrong number would use up all memory.
-        if wrong := [name for name in _LAYER_COUNTS if name in raw and not _is_layer_count(raw[name])]:
-            raise ValueError(f"{wrong[0]} is {raw[wrong[0]]!r}, and can be 1 to {_MAX_LAYERS}")
+        for fields in (raw, *(value for value in raw.values() if isinstance(value, dict))):
+            if wrong := [name for name in _LAYER_COUNTS if not _is_layer_count(fields.get(name))]:
+                raise ValueError(f"{wrong[0]} is {fields[wrong[0]]!r}, and can be 1 to {_MAX_LAYERS}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UnreadableWeights(path, f"is not a model configuration ({one_line(error)})") from error
     if model_type not in CONFIG_MAPPING:
@@ -70,11 +74,18 @@ def load_config(directory: Path) -> PreTrainedConfig:
 
 
 def check_supported(config: PreTrainedConfig) -> None:
-    """Raises UnsupportedModel for an architecture that lightkv's attention cannot run. Reads no weights."""
+    """Raises UnsupportedModel for an architecture that lightkv's attention cannot run. Reads no weights.
+
+    Of a wrapper (`text_half`), the text model is checked.
+    """
     named = getattr(config, "architectures", None) or []
+    wraps = is_wrapper(config)
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if known else None
-    architecture = named[0] if named else getattr(model_class, "__name__", config.model_type)
+    if wraps:
+        model_class = wrapper_class(config)
+    own_name = getattr(model_class, "__name__", config.model_type)
+    architecture = named[0] if named else own_name
 
     def refuse(reason: str) -> NoReturn:
         raise UnsupportedModel(in_line(architecture), in_line(reason))
@@ -84,27 +95,38 @@ def check_supported(config: PreTrainedConfig) -> None:
         refuse(f"its layers differ in {', '.join(sorted(other))}")
     if config.is_encoder_decoder:
         refuse("it is an encoder-decoder")
-    sub_configs = getattr(config, "sub_configs", {})
-    if "text_config" in sub_configs or any("vision" in name or "audio" in name for name in sub_configs):
-        refuse("it wraps a text model together with other modalities")
-    if re.search(r"For(?!CausalLM)[A-Z]\w*$", architecture):
+    if re.search(r"For(?!CausalLM)[A-Z]\w*$", architecture) and not (wraps and architecture == own_name):
         refuse("it is not a causal language model")
     if model_class is None:
         refuse("transformers has no causal language model of this type")
+    if wraps and config.model_type in _PREFIX_MODELS:
+        refuse("it reads a prompt in both directions, and counts its positions from 1")
     if getattr(config, "is_decoder", None) is False and hasattr(config, "add_cross_attention"):
         refuse("it is an encoder")
-    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # text is causal
-        refuse("its attention is bidirectional")
-    if getattr(config, "kv_lora_rank", None):
-        refuse("its attention is latent (kv_lora_rank)")
+    text = config.get_text_config()
+    _check_text(text, refuse)
     if getattr(model_class, "_is_stateful", False):
         refuse("some of its layers keep a recurrent state")
-    layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
+    layer_types = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
     if other := set(layer_types) - {"full_attention", "sliding_attention", "chunked_attention"}:
         refuse(f"it has layers of type {', '.join(sorted(other))}")
     is_adapted = getattr(model_class, "__name__", "") in FAMILIES
-    if not getattr(model_class, "_supports_attention_backend", False) and not is_adapted:
+    if not (wraps or getattr(model_class, "_supports_attention_backend", False) or is_adapted):
         refuse("its transformers code does not support other attention functions (AttentionInterface)")
+
+
+def _check_text(text: PreTrainedConfig, refuse: Callable[[str], NoReturn]) -> None:
+    """Calls `refuse` for a configuration of a text model whose attention lightkv cannot run."""
+    if other := (getattr(text, "per_layer_attributes", None) or set()) - _MAY_DIFFER:
+        refuse(f"its layers differ in {', '.join(sorted(other))}")
+    if text.is_encoder_decoder:
+        refuse("its text model is an encoder-decoder")
+    if getattr(text, "use_bidirectional_attention", None) not in (None, False, "vision"):  # text is causal
+        refuse("its attention is bidirectional")
+    if getattr(text, "kv_lora_rank", None):
+        refuse("its attention is latent (kv_lora_rank)")
+    if (getattr(text, "num_kv_shared_layers", None) or 0) >= getattr(text, "num_hidden_layers", 1):
+        refuse("it drafts for another model: all of its layers read that model's K/V")
 
 
 def load_checked_config(directory: Path) -> PreTrainedConfig:
@@ -139,9 +161,14 @@ def load_supported_config(directory: Path) -> PreTrainedConfig:
     """
     config = load_checked_config(directory)
     try:
-        # In bfloat16: on the meta device, products over experts exist in 16 bits only.
-        with quiet_transformers(), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        with quiet_transformers():
+            half = text_half(config) if is_wrapper(config) else None
+            model_class = AutoModelForCausalLM if half is None else half.model_class
+            # In bfloat16: on the meta device, products over experts exist in 16 bits only.
+            with torch.device("meta"):
+                model = model_class.from_config(config, dtype=torch.bfloat16)
+    except UnsupportedModel:
+        raise
     # A field of a wrong type fails wherever the model's code first uses it.
     except Exception as error:
         reason = f"describes no model that can be made ({one_line(error)})"

@@ -14,7 +14,7 @@ from .files import (
     read_json,
     refuse_pointer,
     require_whole,
-    stored_bytes,
+    stored_tensors,
     weight_files,
 )
 from .search import resolve
@@ -30,6 +30,6 @@ __all__ = [
     "refuse_pointer",
     "require_whole",
     "resolve",
-    "stored_bytes",
+    "stored_tensors",
     "weight_files",
 ]

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -100,12 +99,12 @@ def weight_files(directory: Path) -> list[str]:
     return sorted(set(names.values()))
 
 
-def stored_bytes(path: Path) -> Counter[str]:
-    """Returns the bytes of each element type ("F32", "BF16", …) in the safetensors file at `path`.
+def stored_tensors(path: Path) -> dict[str, tuple[str, int]]:
+    """Returns the element type ("F32", "BF16", …) and the bytes of each tensor in a safetensors file, by name.
 
     Raises UnreadableWeights for a damaged file, or one whose size differs from what its header says.
     """
-    num_bytes: Counter[str] = Counter()
+    found: dict[str, tuple[str, int]] = {}
     try:
         size = path.stat().st_size
         refuse_pointer(path)
@@ -122,13 +121,13 @@ def stored_bytes(path: Path) -> Counter[str]:
         for name, entry in header.items():
             if name != "__metadata__":
                 dtype, begin, end = _stored_tensor(name, entry)
-                num_bytes[dtype] += end - begin
+                found[name] = dtype, end - begin
                 expected = max(expected, 8 + header_size + end)
     except (OSError, ValueError, RecursionError) as error:
         raise UnreadableWeights(path, f"is not a safetensors file ({one_line(error)})") from error
     if size != expected:
         raise UnreadableWeights(path, f"has {size} bytes and should have {expected}")
-    return num_bytes
+    return found
 
 
 def _stored_tensor(name: str, entry: Any) -> tuple[str, int, int]:

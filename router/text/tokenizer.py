@@ -10,7 +10,7 @@ from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import numpy as np
@@ -69,6 +69,8 @@ class Tokenizer:
     def __init__(self, directory: Path, chat_template: str | None = None) -> None:
         self.directory = directory
         config = read_object(directory / "config.json")
+        text = config.get("text_config")  # that of a model of several modalities
+        config = (text if isinstance(text, dict) else {}) | _given(config)
         generation_config = read_object(directory / "generation_config.json", optional=True)
         settings = read_object(directory / "tokenizer_config.json", optional=True)
         named = read_object(directory / "special_tokens_map.json", optional=True) | settings
@@ -207,9 +209,11 @@ class Tokenizer:
                 refuses the messages.
         """
         if template is not None:
-            compiled = _compiled(template)
+            compiled, takes_parts = _compiled(template)
+        elif tools and self._tool_source is not None:
+            compiled, takes_parts = self._tool_template
         else:
-            compiled = self._tool_template if tools and self._tool_source is not None else self._template
+            compiled, takes_parts = self._template
         mark = ""
         if continues_last:  # the text is cut where this stands
             if not messages:
@@ -217,6 +221,8 @@ class Tokenizer:
             mark = secrets.token_hex(16)
             last = {**messages[-1], "content": f"{messages[-1].get('content') or ''}{mark} "}
             messages = [*messages[:-1], last]
+        if takes_parts:
+            messages = [_in_parts(message) for message in messages]
         try:
             text = compiled.render(
                 {
@@ -296,13 +302,13 @@ class Tokenizer:
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     @cached_property
-    def _template(self) -> jinja2.Template:
+    def _template(self) -> "_Template":
         if self._template_source is None:
             raise ChatTemplateError("this model has no chat template; use plain completions instead")
         return _compiled(self._template_source)
 
     @cached_property
-    def _tool_template(self) -> jinja2.Template:
+    def _tool_template(self) -> "_Template":
         return _compiled(self.tool_template)
 
     def _special_id(self, name: str) -> int | None:
@@ -322,13 +328,40 @@ class _GenerationBlock(Extension):
         )
 
 
-def _compiled(source: str) -> jinja2.Template:
+class _Template(NamedTuple):
+    """A chat template. `takes_parts`: it leaves out a content that is a text, and writes one that is a list of
+    parts, as templates of models of several modalities do."""
+
+    compiled: jinja2.Template
+    takes_parts: bool
+
+
+def _compiled(source: str) -> _Template:
     """Raises ChatTemplateError."""
     try:
-        return template_sandbox().from_string(source)
+        compiled = template_sandbox().from_string(source)
+        asked = {"role": "user", "content": "lightkv"}
+        takes_parts = not _writes(compiled, asked) and _writes(compiled, _in_parts(asked))
+        return _Template(compiled, takes_parts)
     except Exception as error:  # too deep nesting fails in Python's own compiler
         reason = f"the model's chat template does not parse ({error}); use plain completions instead"
         raise ChatTemplateError(reason) from error
+
+
+def _writes(template: jinja2.Template, message: Mapping[str, Any]) -> bool:
+    """Returns whether a template writes the text of a message, "lightkv"."""
+    try:
+        return "lightkv" in template.render(messages=[message], add_generation_prompt=True)
+    except Exception:  # a template is a program, and may need more than this
+        return False
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a message whose content, if it is a text, is a list of one part."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def template_sandbox() -> ImmutableSandboxedEnvironment:
@@ -358,6 +391,10 @@ def template_sandbox() -> ImmutableSandboxedEnvironment:
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
     environment.filters["tojson"] = tojson
     return environment
+
+
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _is_count(value: Any) -> bool:

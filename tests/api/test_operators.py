@@ -377,7 +377,7 @@ def test_embeddings_are_refused_with_what_to_use(api: ApiUnderTest) -> None:
     assert "Text Embeddings Inference" in error_of(content)["message"]
 
 
-@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url", "file"])
 def test_a_part_that_is_no_text_is_answered_with_text_only(api: ApiUnderTest, kind: str) -> None:
     part = {"type": kind, kind: {"url": "data:,"}}
     content: Any = [{"type": "text", "text": "What is this?"}, part]

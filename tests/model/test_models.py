@@ -5,6 +5,7 @@
 
 import tempfile
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +29,20 @@ from tests.support.tiny_architectures import (
     random_weights,
     tiny,
 )
+from tests.support.tiny_wrappers import FAMILIES, wrapper_cases, wrapper_name, wrapper_outcome
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+Outcomes = dict[tuple[str, str], str | None]  # why a model type, in a variant, is refused; None if it runs
 VERSION = transformers.__version__
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 HEAD = f"""# Models
 
-This page lists the causal language models of transformers {VERSION} that run on lightkv, and those that
-are refused. `make test-all` checks it. A tiny random model of each architecture either gives the same greedy
-answers on lightkv as with transformers' own `generate`, or is refused, for the reason given, before its weights
-and tokenizer are read. The prompts have several lengths, run side by side in chunks, and two share a prefix.
-`python tests/model/test_models.py` writes this page.
+This page lists the causal language models of transformers {VERSION} that run on lightkv, the models of several
+modalities whose text runs, and those that are refused. `make test-all` checks it. A tiny random model of each
+architecture either gives the same greedy answers on lightkv as with transformers' own `generate`, or is
+refused, for the reason given, before its weights and tokenizer are read. The prompts have several lengths, run
+side by side in chunks, and two share a prefix. `python tests/model/test_models.py` writes this page.
 
 Brackets name the field of the configuration that makes the difference. A model may run with one configuration
 and be refused with another: layer types, windows and shared layers are read from its config.json.
@@ -53,8 +56,7 @@ random. The released checkpoints of two families need more than that:
   20b, 234 GB for 120b), unless the package `kernels` is installed. lightkv has not been run on them, and its
   check of the memory, which precedes loading, counts the stored bytes. To run the experts packed takes a
   product over MXFP4.
-- **Llama-4** is released as a model of text and images (`model_type` llama4), and such a wrapper is refused. To
-  run its text, the text configuration and the weights below `language_model.` have to be taken out of it.
+- **Llama-4** is released as a model of text and images (`model_type` llama4), whose text runs (see below).
   transformers computes every expert for every token, and Scout's 218 GB in bfloat16 take several GPUs.
 
 **Adapted models.** The engine changes models of Bloom, Falcon, GPT-J, GPT-Neo, MPT, Nemotron and StableLM that
@@ -92,33 +94,85 @@ and UMT5. T5Gemma is refused: its `generate` replaces the cache of the encoder's
 """
 
 
-def page(outcomes: dict[tuple[str, str], str | None]) -> str:
-    """Returns docs/models.md. `outcomes`: for each case why it is refused, or None if it runs."""
+WRAPPERS = """## Texts on models of several modalities
+
+A wrapper joins a text model with a vision or an audio tower. Its text runs: transformers' class of the wrapper
+computes it, and what no text needs (towers, projectors) is neither read nor held. `lightkv info` names what is
+left out of a model and the bytes that this saves (`left_out` in `info --json` and `/server_info`). The check of
+the memory, which precedes loading, counts what is read.
+
+- The wrapper's own tokenizer and chat template are used, also where a processor brings them
+  (`chat_template.json`). A template that takes a content only as a list of parts gets one.
+- A request with an image, audio, a video or a file is refused with status 400, which names its kind.
+- A text has ordinary positions. M-RoPE (Qwen-VL, GLM-4.xV) has three equal parts then, and runs.
+- A tower whose package is not installed (`timm`) is left out like any other.
+- In bfloat16, of a checkpoint with the published sizes of Gemma-3-4B 7.76 GB are read and 0.87 GB left out, of
+  Qwen2.5-VL-7B 15.23 GB and 1.35 GB (`lightkv info`, on files without numbers).
+- transformers' own `generate` gives the answers that are compared, here for text halves that are saved and
+  loaded; `tests/model/test_text_half.py` compares whole wrappers of {num} families, with towers.
+"""
+
+
+def page(outcomes: Outcomes, wrappers: Outcomes) -> str:
+    """Returns docs/models.md. Of each case, and of each wrapper: why it is refused, or None if it runs."""
+    runs, refused = _listed(outcomes, architecture)
+    texts, refused_texts = _listed(wrappers, wrapper_name)
+    num_run, num_texts = (len({shown.partition(" (")[0] for shown in found}) for found in (runs, texts))
+    return "\n".join(
+        [
+            HEAD,
+            ENCODER_DECODERS,
+            f"## {num_run} architectures run, in {len(runs)} configurations",
+            "",
+            ", ".join(sorted(runs)),
+            "",
+            WRAPPERS.format(num=len(FAMILIES)),
+            f"### The text of {num_texts} architectures runs, in {len(texts)} configurations",
+            "",
+            ", ".join(sorted(texts)),
+            "",
+            f"## {len(outcomes) - len(runs)} configurations are refused",
+            "",
+            *_table(refused),
+            "",
+            f"### {len(wrappers) - len(texts)} configurations of several modalities are refused",
+            "",
+            *_table(refused_texts),
+            "",
+        ]
+    )
+
+
+def _listed(outcomes: Outcomes, class_name: Callable[[str], str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Returns what runs, by the name of its class, and what is refused, by the reason."""
     refused: dict[str, list[str]] = defaultdict(list)
     runs = []
-    shared = Counter(architecture(name) for name in {name for name, _ in outcomes})
+    shared = Counter(class_name(name) for name in {name for name, _ in outcomes})
     for (name, variant), reason in outcomes.items():
-        shown = architecture(name)
+        shown = class_name(name)
         own = variant or (f"model_type {name}" if shared[shown] > 1 else "")
         shown = f"{shown} ({own})" if own else shown
         (runs if reason is None else refused[reason]).append(shown)
-    num_run = len({shown.partition(" (")[0] for shown in runs})
-    run = f"## {num_run} architectures run, in {len(runs)} configurations"
-    lines = [HEAD, ENCODER_DECODERS, run, "", ", ".join(sorted(runs)), ""]
-    num_refused = len(outcomes) - len(runs)
-    lines += [f"## {num_refused} configurations are refused", "", "| reason | architectures |", "|---|---|"]
-    for reason, names in sorted(refused.items(), key=lambda item: (-len(item[1]), item[0])):
-        lines.append(f"| {reason} | {', '.join(sorted(names))} |")
-    return "\n".join(lines) + "\n"
+    return runs, refused
 
 
-def outcomes(directory: Path) -> dict[tuple[str, str], str | None]:
+def _table(refused: dict[str, list[str]]) -> list[str]:
+    rows = sorted(refused.items(), key=lambda item: (-len(item[1]), item[0]))
+    lines = [f"| {reason} | {', '.join(sorted(names))} |" for reason, names in rows]
+    return ["| reason | architectures |", "|---|---|", *lines]
+
+
+def outcomes(directory: Path) -> Outcomes:
     return {case: outcome(*case, directory / "-".join(case)) for case in cases()}
+
+
+def wrapper_outcomes(directory: Path) -> Outcomes:
+    return {(name, ""): wrapper_outcome(name, directory / f"{name}-wrapper") for name in wrapper_cases()}
 
 
 @pytest.mark.slow
 def test_the_page_lists_what_runs(tmp_path: Path) -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(outcomes(tmp_path))
+    assert PAGE.read_text(encoding="utf-8") == page(outcomes(tmp_path), wrapper_outcomes(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -219,4 +273,5 @@ def test_a_model_that_cannot_run_is_refused_before_its_tokenizer(tmp_path: Path)
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
-        PAGE.write_text(page(outcomes(Path(scratch))), encoding="utf-8")
+        found = page(outcomes(Path(scratch)), wrapper_outcomes(Path(scratch)))
+        PAGE.write_text(found, encoding="utf-8")

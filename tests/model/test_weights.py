@@ -39,7 +39,7 @@ SUPPORTED = [
     "Llama", "Mistral", "Ministral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma", "Gemma2", "Gemma3Text",
     "Phi", "Phi3", "Olmo2", "Olmo3", "SmolLM3", "Granite", "Cohere2", "Glm4", "Starcoder2", "GPTNeoX", "GPT2",
     "OPT", "GptOss", "Gemma3nText", "Llama4Text", "Bloom", "Falcon", "GPTJ", "GPTNeo", "Mpt", "Nemotron",
-    "StableLm",
+    "StableLm", "Gemma3", "Llava",
 ]  # fmt: skip
 UNSUPPORTED = {
     "T5": "encoder-decoder",
@@ -52,8 +52,7 @@ UNSUPPORTED = {
     "RecurrentGemma": "recurrent state",
     "Qwen3Next": "recurrent state",
     "MiniMax": "linear_attention",
-    "Gemma3": "other modalities",
-    "Llava": "other modalities",
+    "PaliGemma": "in both directions",
     "CodeGen": "AttentionInterface",
 }
 

@@ -19,6 +19,7 @@ from lightkv.router.model.build import build_runner
 from tests.support.ranks import run_ranks
 from tests.support.tiny_architectures import VOCABULARY, random_weights, tiny
 from tests.support.tiny_files import save_tiny
+from tests.support.tiny_wrappers import whole_wrapper
 from tests.support.windowed_models import FAMILIES as WINDOWED
 from tests.support.windowed_models import LONG, NUM_NEW, expected, request, run_all, text
 
@@ -118,6 +119,16 @@ def test_tokens_are_those_of_one_rank(family: str, size: int, tmp_path: Path) ->
         # olmo2 normalises all heads together and phi3 has one weight for them: their ranks have all heads.
         assert rank_bytes == (num_bytes if family in ("olmo2", "phi3") else num_bytes // 2)
         assert "sums over ranks: gloo" in lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
+def test_the_text_half_of_a_wrapper_has_the_tokens_of_one_rank(family: str, tmp_path: Path) -> None:
+    whole_wrapper(family).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").touch()
+    expected, capacity, num_bytes, _ = answers(None, str(tmp_path), {})
+    for tokens, rank_capacity, rank_bytes, _ in run_ranks(2, answers, str(tmp_path), {}):
+        assert (tokens, rank_capacity, rank_bytes) == (expected, capacity, num_bytes // 2)
 
 
 # Beside a long text: prompts that leave it in its middle and shortly before its end, and one that is longer.

@@ -22,6 +22,7 @@ from lightkv.router.engine.loop import LocalEngine, make_scheduler
 from lightkv.router.engine.request import Request
 from lightkv.router.model.build import assemble
 from lightkv.router.model.model_config import load_supported_config
+from lightkv.router.model.text_half import is_wrapper
 
 VOCABULARY = 96
 
@@ -122,9 +123,10 @@ NUM_NEW = 8  # tokens of each answer
 
 
 def cases() -> list[tuple[str, str]]:
-    """Returns the model type and the variant ("" for none) of every case, in order."""
+    """Returns the model type and the variant ("" for none) of every case, in order, without wrappers."""
     found = []
-    for name in sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING}):
+    kinds = [config for config in MODEL_FOR_CAUSAL_LM_MAPPING if not is_wrapper(config)]
+    for name in sorted({config.model_type for config in kinds}):
         found += [(name, ""), *((name, variant) for variant in VARIANTS.get(name, {}))]
         kind = CONFIG_MAPPING[name]
         fields = getattr(kind, "__dataclass_fields__", {})

@@ -214,6 +214,37 @@ def test_named_templates(tmp_path: Path) -> None:
     assert Tokenizer(write_model(tmp_path, chat_template=named)).render_chat([]) == "chat"
 
 
+# Of SmolVLM's kind, which takes a content as parts only, and of Qwen2.5-VL's, which takes both.
+PARTS = "{% for part in m.content %}{% if part.type == 'image' %}<i>{% elif part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"  # noqa: E501
+BOTH = "{% if m.content is string %}{{ m.content }}!{% else %}" + PARTS + "{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("content", "text"), [(PARTS, "[Hi][yes]"), (BOTH, "[Hi!][yes!]")], ids=["parts", "both"]
+)
+@pytest.mark.parametrize("continues", [False, True])
+def test_the_template_of_a_processor_gets_a_text_as_it_takes_it(
+    content: str, text: str, continues: bool, tmp_path: Path
+) -> None:
+    directory = write_model(tmp_path)
+    template = "{% for m in messages %}[" + content + "]{% endfor %}"
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes"}]
+    rendered = Tokenizer(directory).render_chat(messages, continues_last=continues)
+    assert rendered == (text.rpartition("yes")[0] + "yes" if continues else text)
+
+
+def test_a_model_of_several_modalities_names_sizes_and_ends_of_its_text(tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+    text = {"vocab_size": 400, "max_position_embeddings": 77, "eos_token_id": 5}
+    fields = {"model_type": "gemma3", "eos_token_id": [6, 7], "max_position_embeddings": None}
+    (directory / "config.json").write_text(json.dumps(fields | {"text_config": text}))
+    tokenizer = Tokenizer(directory)
+    assert (tokenizer.vocab_size, tokenizer.max_model_len) == (400, 77)
+    assert {6, 7} <= tokenizer.eos_ids
+    assert 5 not in tokenizer.eos_ids
+
+
 @pytest.mark.parametrize(
     ("template", "says"),
     [

@@ -119,10 +119,23 @@ def switch_attention(model: PreTrainedModel, name: str) -> None:
         return
     AttentionInterface.register(name, _attention)
     before = model.config._attn_implementation
-    model.set_attn_implementation(name)
+    set_attention(model, name)
     if model.config.get_text_config()._attn_implementation != name:
-        model.set_attn_implementation(before)
+        set_attention(model, before)
         raise UnsupportedModel(type(model).__name__, "it does not use transformers' AttentionInterface")
+
+
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Makes the modules of `model` call the attention function `name`.
+
+    The configuration of a tower that is left out stays as it is: transformers would warn that no module has it.
+    """
+    config = model.config
+    parts = [part for part in cast(torch.nn.Module, model).modules() if isinstance(part, PreTrainedModel)]
+    held = {id(part.config) for part in parts} | {id(config.get_text_config())}
+    names = [key for key in config.sub_configs if getattr(config, key, None) is not None]
+    of_parts = [key for key in names if id(getattr(config, key)) in held]
+    model.set_attn_implementation(name if of_parts == names else {"": name, **dict.fromkeys(of_parts, name)})
 
 
 def compute(

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lightkv.attention import AttentionBackend, Step
 
-from .attention_call import ATTENTION, AttentionCall, compute, switch_attention
+from .attention_call import ATTENTION, AttentionCall, compute, set_attention, switch_attention
 from .fused_rotary import fuse, fused_forwards, set_fused_forwards
 from .token_positions import fix_positions, has_positions, release_positions
 
@@ -128,7 +128,7 @@ def undo_binding(model: PreTrainedModel) -> Callable[[], None]:
     had_positions = has_positions(model)
 
     def undo() -> None:
-        model.set_attn_implementation(before)
+        set_attention(model, before)
         module: Any
         for module, rope_type in rope_types.items():
             module.rope_type = rope_type

@@ -30,8 +30,9 @@ from .token_positions import fix_positions
 # The name under which lightkv's attention function gets a mask, which holds the model's own rule (_MaskRule).
 PROBE = "lightkv_probe"
 
-# Arguments of attention that change nothing here: dropout is off, and positions are applied to q and k already.
-_HARMLESS = frozenset({"dropout", "position_ids", "cache_position", "use_cache"})
+# Arguments of attention that change nothing here: dropout is off, positions are applied to q and k already, and
+# logits_to_keep is the model's own argument, which some wrappers hand on to all their layers.
+_HARMLESS = frozenset({"dropout", "position_ids", "cache_position", "use_cache", "logits_to_keep"})
 _FORWARD_ARGUMENTS = frozenset({"position_ids", "logits_to_keep"})  # of a model, beside input_ids
 _FAR = 1 << 20  # the query position at which masks are examined, which is past any window or chunk
 _NUM_TOKENS = 8  # in each of the passes that are compared
@@ -98,6 +99,12 @@ class _MaskRule:
     """The mask that layers get under the probe: the rule itself, which can be evaluated at any position."""
 
     visible: Any  # (batch, head, query position, key position) → bool tensor
+    shape: tuple[int, int, int, int] = (1, 1, 1, 1)  # of the mask that transformers would make by the rule
+
+    @property
+    def ndim(self) -> int:
+        """The dims of that mask. A wrapper hands it to its text model, which looks whether it is ready."""
+        return len(self.shape)
 
     def __getattr__(self, name: str) -> Any:
         # The attribute of a tensor was meant: the model computes with its mask.
@@ -105,6 +112,9 @@ class _MaskRule:
 
     def __getitem__(self, index: Any) -> Any:
         raise LightKVError("it changes its attention mask (by taking a part of it)")
+
+    def __radd__(self, other: Any) -> Any:
+        raise LightKVError("it changes its attention mask (by adding it to another)")
 
     def sees(self, query: int, keys: list[int], device: torch.device) -> list[bool]:
         """Returns, for each position in `keys`, whether a query at position `query` may attend to it."""
@@ -279,15 +289,19 @@ def _probed(model: PreTrainedModel) -> Iterator[None]:
     except Exception as error:
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         reason = f"its forward pass fails when probed ({said})"
-        needs_numbers = model.device.type == "meta" and isinstance(error, RuntimeError)
+        needs_numbers = isinstance(error, RuntimeError) and "meta" in str(error)  # not a shape that is wrong
         raise (NeedsNumbers if needs_numbers else UnsupportedModel)(type(model).__name__, reason) from error
     finally:
         undo()
 
 
-def _mask_rule(*, mask_function: Any, **_: Any) -> _MaskRule:
-    """The mask function that transformers calls."""
-    return _MaskRule(mask_function)
+def _mask_rule(
+    *, mask_function: Any, q_length: int, kv_length: int, attention_mask: Any = None, **_: Any
+) -> _MaskRule:
+    """The mask function that transformers calls. A mask that is ready stays, as it does in transformers."""
+    if isinstance(attention_mask, _MaskRule):
+        return attention_mask
+    return _MaskRule(mask_function, (1, 1, q_length, kv_length))
 
 
 # --------------------------------------------------------------------------------
@@ -379,7 +393,7 @@ def _require_packable(model: PreTrainedModel, shape: ModelShape) -> None:
     text = model.config.get_text_config()
     context = context_length(text)
     num_tokens = _NUM_TOKENS if context is None else min(_NUM_TOKENS, context)
-    ids = _varied_ids(text.vocab_size, num_tokens, text.pad_token_id).to(model.device)
+    ids = _varied_ids(text.vocab_size, num_tokens, getattr(text, "pad_token_id", None)).to(model.device)
     positions = wanted = torch.arange(num_tokens, device=ids.device)
     # Some models would take a part of their mask where a number says which logits are computed, so it is a
     # tensor: `wanted`.
@@ -422,7 +436,7 @@ def _require_own_attention(model: PreTrainedModel, kept: KeptHandler, shape: Mod
     text = model.config.get_text_config()
     widest = max(layer.options.most_keys or 0 for layer in shape.layers)
     num_tokens = min(max(24, widest + 8), 512, context_length(text) or 512)  # past the windows, if short
-    ids = _varied_ids(text.vocab_size, num_tokens, text.pad_token_id).to(model.device)
+    ids = _varied_ids(text.vocab_size, num_tokens, getattr(text, "pad_token_id", None)).to(model.device)
     with _probed(model):
         require_own_attention(model, kept, shape.layers, ids)
 

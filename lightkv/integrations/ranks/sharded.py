@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightkv.errors import UnsupportedModel
 from lightkv.triton_kernels.layers.linear import linear, tickets_for
@@ -126,29 +126,30 @@ def part_of_heads(values: Tensor, num_own: int, ranks: RankGroup) -> Tensor:
     return values[begin : begin + num_own]
 
 
-def load_rank_part(directory: Any, ranks: RankGroup, config: PreTrainedConfig, **arguments: Any) -> Any:
-    """Returns what `AutoModelForCausalLM.from_pretrained` returns, with this rank's part of the weights.
+def load_rank_part(
+    directory: Any, ranks: RankGroup, config: PreTrainedConfig, model_class: Any, **arguments: Any
+) -> Any:
+    """Returns what `from_pretrained` of `model_class` returns, with this rank's part of the weights.
 
-    Raises UnsupportedModel where the model cannot be divided among so many ranks.
+    `model_class`: AutoModelForCausalLM, or a class that makes models of `config` as that does. Raises
+    UnsupportedModel where the model cannot be divided among so many ranks.
     """
     # Imported here, since a model on one rank needs neither them nor the half second that they take.
     from transformers.distributed import DistributedConfig
 
-    plan = _plan(config, ranks)
+    plan = _plan(config, ranks, model_class)
     os.environ["LOCAL_RANK"] = str(ranks.device.index or 0)  # by which transformers chooses the device
     divided = DistributedConfig(tp_size=ranks.size, tp_plan=plan)
-    loaded = AutoModelForCausalLM.from_pretrained(
-        directory, config=config, distributed_config=divided, **arguments
-    )
+    loaded = model_class.from_pretrained(directory, config=config, distributed_config=divided, **arguments)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     _divide(model, ranks, plan)
     return loaded
 
 
-def _plan(config: PreTrainedConfig, ranks: RankGroup) -> dict[str, str]:
+def _plan(config: PreTrainedConfig, ranks: RankGroup, model_class: Any) -> dict[str, str]:
     """Returns the model's plan, by names with * for numbers, with what this many ranks change of it."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = model_class.from_config(config)
     plan = dict(model.tp_plan or {}) | _MORE.get(config.model_type, {})
     name, text = type(model).__name__, config.get_text_config()
     if not any("layers" in key for key in plan):
