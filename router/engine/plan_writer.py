@@ -5,7 +5,7 @@ columns (`Decodes`), so that a step costs little for a request that goes on.
 """
 
 from collections import Counter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from lightkv.edits import Alloc, encode
 from lightkv.ledger import Sequence
@@ -17,6 +17,8 @@ from .ledger import Ledger
 from .new_rows import NewRows
 from .request import Request
 from .step import Limits, StepPlan, TokenEvent
+
+K = TypeVar("K")
 
 
 class Chunk(NamedTuple):
@@ -103,8 +105,8 @@ class Decodes:
             return
         self.prefixes.leave(self._sequences.pop(row))
         del self._ids[row]
-        self._kinds -= Counter([request.kind])  # which keeps none of zero
-        self._stop_ids -= Counter([request.stop_ids])
+        _count_down(self._kinds, request.kind)
+        _count_down(self._stop_ids, request.stop_ids)
         self._batch = None
 
     def batch(self) -> DecodeBatch:
@@ -119,6 +121,13 @@ class Decodes:
                 frozenset().union(*self._stop_ids),
             )
         return self._batch
+
+
+def _count_down(counts: Counter[K], key: K) -> None:
+    """Counts one less of `key`, which is gone at zero."""
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
 
 
 class PlanWriter:
