@@ -116,9 +116,11 @@ def load_model(
         raise UnreadableWeights(directory, reason, remedy if missing == ties else None)
     if mismatched := sorted(str(key[0]) for key in info["mismatched_keys"]):
         count = f"{len(mismatched)} tensors, {mismatched[0]} first"
-        raise UnreadableWeights(directory, f"{count}, have another shape than config.json says")
-    known = tuple(f"{name}." for name in (() if half is None else half.left_out))
-    if unexpected := sorted(key for key in info["unexpected_keys"] if not key.startswith(known)):
+        # transformers does not divide all that it converts while it loads, such as transposed experts.
+        where = "" if ranks is None else " or than a rank's part has (without --tensor-parallel it may load)"
+        raise UnreadableWeights(directory, f"{count}, have another shape than config.json says{where}")
+    known = {} if half is None else half.places(info["unexpected_keys"])
+    if unexpected := sorted(set(info["unexpected_keys"]) - known.keys()):
         report(f"left out {len(unexpected)} tensors unknown to {type(model).__name__}, {unexpected[0]} first")
     note_left_out(model, left_out)
     report(f"loaded {type(model).__name__} in {time.perf_counter() - started:.1f} s")

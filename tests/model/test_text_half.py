@@ -24,6 +24,7 @@ from lightkv.router.model.text_half import left_out_of
 from lightkv.router.model_files import UnreadableWeights
 from tests.support.byte_model import save_byte_model
 from tests.support.combinations import slow
+from tests.support.served import starting
 from tests.support.tiny_architectures import answers, own_answers, prompts
 from tests.support.tiny_wrappers import FAMILIES, tiny_wrapper, whole_wrapper
 
@@ -74,13 +75,18 @@ def test_texts_and_bytes_are_those_of_the_wrapper_and_its_text_model(name: str, 
     assert answers(model, prompts(), prefill_chunk=16) == own_answers(whole, prompts())
 
 
-def test_llm_runs_a_chat_and_refuses_an_image_by_name(tmp_path: Path) -> None:
-    save_byte_model(tmp_path)  # its tokenizer
-    (tmp_path / "config.json").unlink()
+@pytest.fixture
+def with_tokenizer(tmp_path: Path) -> Path:
+    """A whole Gemma-3 with a tokenizer of bytes, and a processor's chat template."""
+    save_byte_model(tmp_path)
     whole_wrapper("gemma3", vocab_size=300).save_pretrained(tmp_path)
     template = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
-    llm = LLM(EngineConfig(model=str(tmp_path), device="cpu", max_total_tokens=300))
+    return tmp_path
+
+
+def test_llm_runs_a_chat_and_refuses_an_image_by_name(with_tokenizer: Path) -> None:
+    llm = LLM(EngineConfig(model=str(with_tokenizer), device="cpu", max_total_tokens=300))
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     text, chat = (
         llm.generate([prompt], params)[0] for prompt in ("abc", [{"role": "user", "content": "abc"}])
@@ -91,6 +97,26 @@ def test_llm_runs_a_chat_and_refuses_an_image_by_name(tmp_path: Path) -> None:
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
     with pytest.raises(TypeError, match="part of type image_url"):
         llm.chat([image], params)
+
+
+@pytest.mark.slow
+def test_a_service_answers_a_chat_and_says_what_is_left_out(with_tokenizer: Path, tmp_path: Path) -> None:
+    with starting(with_tokenizer, tmp_path / "log", tmp_path / "s") as begin:
+        served = begin().wait_ready()
+        assert served.complete("abc")
+        content: Any = [{"type": "text", "text": "abc"}]
+        asked = {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
+        status, answer, _ = served.request("/v1/chat/completions", asked)
+        assert (status, answer["usage"]["prompt_tokens"]) == (200, 1)  # "abc" is one token
+        content.append({"type": "image_url", "image_url": {"url": "data:,"}})
+        status, answer, _ = served.request("/v1/chat/completions", asked)
+        assert status == 400
+        assert "a part of type image_url" in answer["error"]["message"]
+        runner = served.request("/server_info")[1]["runner"]
+        assert runner["architecture"] == "Gemma3ForConditionalGeneration"
+        assert runner["left_out"].keys() == {"model.vision_tower", "model.multi_modal_projector"}
+        assert served.request("/v1/models")[1]["data"][0]["max_model_len"] == 128
+    assert "only texts run here; left out: model." in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
