@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from lightkv.errors import LightKVError, UnsupportedModel
 from lightkv.integrations.model.adapters.adapt import FAMILIES, adapt
+from lightkv.integrations.model.context import first_position
 from lightkv.integrations.model.probe import NeedsNumbers, probe
 from lightkv.router.model_files import UnreadableWeights, in_line, one_line, read_json, require_whole
 
@@ -82,29 +83,49 @@ def check_supported(config: PreTrainedConfig) -> None:
     # This check comes first: transformers raises when a field that differs by layer is read.
     if other := (getattr(config, "per_layer_attributes", None) or set()) - _MAY_DIFFER:
         refuse(f"its layers differ in {', '.join(sorted(other))}")
-    if config.is_encoder_decoder:
-        refuse("it is an encoder-decoder")
+    # The configuration of a checkpoint of BART's decoder alone, say, is that of both halves.
     sub_configs = getattr(config, "sub_configs", {})
+    is_named = named[:1] == [getattr(model_class, "__name__", "")] and architecture.endswith("ForCausalLM")
+    is_decoder_half = config.is_encoder_decoder and is_named and not sub_configs
+    if config.is_encoder_decoder and not is_decoder_half:
+        refuse("it is an encoder-decoder")
     if "text_config" in sub_configs or any("vision" in name or "audio" in name for name in sub_configs):
         refuse("it wraps a text model together with other modalities")
     if re.search(r"For(?!CausalLM)[A-Z]\w*$", architecture):
         refuse("it is not a causal language model")
     if model_class is None:
         refuse("transformers has no causal language model of this type")
-    if getattr(config, "is_decoder", None) is False and hasattr(config, "add_cross_attention"):
+    is_encoder = getattr(config, "is_decoder", None) is False and hasattr(config, "add_cross_attention")
+    if is_encoder and not is_decoder_half:
         refuse("it is an encoder")
+    # In BigBird-Pegasus, which has two numbers of layers, that is the encoder's attention.
+    if getattr(config, "attention_type", None) == "block_sparse" and not hasattr(config, "decoder_layers"):
+        refuse("its attention is over blocks (attention_type is block_sparse, and has to be original_full)")
+    if hasattr(config, "default_language"):
+        refuse("it computes a text with the adapters of its language, and a request names none")
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # text is causal
         refuse("its attention is bidirectional")
     if getattr(config, "kv_lora_rank", None):
         refuse("its attention is latent (kv_lora_rank)")
+    if hasattr(config, "keep_window_size"):
+        refuse("its scores get a bias by key, computed from V, which would have to be kept beside K and V")
     if getattr(model_class, "_is_stateful", False):
         refuse("some of its layers keep a recurrent state")
     layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     if other := set(layer_types) - {"full_attention", "sliding_attention", "chunked_attention"}:
         refuse(f"it has layers of type {', '.join(sorted(other))}")
     is_adapted = getattr(model_class, "__name__", "") in FAMILIES
-    if not getattr(model_class, "_supports_attention_backend", False) and not is_adapted:
-        refuse("its transformers code does not support other attention functions (AttentionInterface)")
+    if not _looks_attention_up(model_class) and not is_adapted:
+        code = "its transformers code does not support other attention functions (AttentionInterface)"
+        refuse(f"{code}, and lightkv has no adapter for it")
+
+
+def _looks_attention_up(model_class: Any) -> bool:
+    """Returns whether the attention function of a class of models can be another one, as transformers says.
+
+    Some classes whose attention is looked up lack the first of the names.
+    """
+    return bool(model_class._supports_attention_backend or model_class._can_set_attn_implementation())
 
 
 def load_checked_config(directory: Path) -> PreTrainedConfig:
@@ -146,7 +167,8 @@ def load_supported_config(directory: Path) -> PreTrainedConfig:
     except Exception as error:
         reason = f"describes no model that can be made ({one_line(error)})"
         raise UnreadableWeights(directory / "config.json", reason) from error
-    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+    skips_padding = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
+    if skips_padding and not first_position(config):
         raise UnsupportedModel(type(model).__name__, "it does not count a text's positions from 0")
     with suppress(NeedsNumbers), quiet_transformers():
         adapt(model)
