@@ -25,23 +25,40 @@ class Family:
     `module`: the class of the attention modules. `attend`: computes one of their calls; None where the module
     calls AttentionInterface, and only has to be given the handler. `slopes`: returns those of a model's bias by
     distance; None for a family without one. `needs_mask`: whether the model's forward pass fails without an
-    attention mask.
+    attention mask. `returned`: what a module returns with the output that `attend` returned.
     """
 
     module: str
     attend: Callable[[ModuleCall], Tensor] | None = None
     slopes: Callable[[Any], Tensor | None] | None = None
     needs_mask: bool = False
+    returned: Callable[[Any, Tensor], Any] = lambda module, output: (output, None)
 
 
 FAMILIES = {
+    "BigBirdForCausalLM": Family("BigBirdSelfAttention", families.bert),
     "BloomForCausalLM": Family("BloomAttention", families.bloom, families.bloom_slopes),
+    "CodeGenForCausalLM": Family("CodeGenAttention", families.codegen),
+    "DiffLlamaForCausalLM": Family("DiffLlamaAttention", families.diff_llama),
     "FalconForCausalLM": Family("FalconAttention", families.falcon, families.falcon_slopes),
     "GPTJForCausalLM": Family("GPTJAttention", families.gpt_j),
     "GPTNeoForCausalLM": Family("GPTNeoAttention", families.gpt_neo),
+    "GPTNeoXJapaneseForCausalLM": Family(
+        "GPTNeoXJapaneseAttention",
+        families.gpt_neox_japanese,
+        returned=lambda module, output: (output, None, module.dense_bias),
+    ),
+    "MegatronBertForCausalLM": Family("MegatronBertSelfAttention", families.bert),
     "MptForCausalLM": Family("MptAttention", families.mpt, families.mpt_slopes, needs_mask=True),
+    "MvpForCausalLM": Family("MvpAttention", families.bart),
     "NemotronForCausalLM": Family("NemotronAttention"),
+    "OpenAIGPTLMHeadModel": Family(
+        "Attention", families.openai_gpt, returned=lambda module, output: [output]
+    ),
+    "RemBertForCausalLM": Family("RemBertSelfAttention", families.bert),
+    "RoFormerForCausalLM": Family("RoFormerSelfAttention", families.bert),
     "StableLmForCausalLM": Family("StableLmAttention"),
+    "XGLMForCausalLM": Family("XGLMAttention", families.bart),
 }
 
 
@@ -59,13 +76,13 @@ def adapt(model: PreTrainedModel) -> int:
     mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=model.device) if family.needs_mask else None
     kept = KeptHandler(model, family.attend is not None, mask)
     modules: list[Any] = adapted_modules(model)
-    for module in modules:
+    for idx, module in enumerate(modules):
         if family.attend is None:
             module.register_forward_pre_hook(partial(_give_handler, kept), with_kwargs=True)
             continue
         if not hasattr(module, "layer_idx"):
-            module.layer_idx = module.layer_id  # GPT-Neo's name for it
-        module.forward = partial(_attention_forward, module, family.attend, slopes, kept)
+            module.layer_idx = idx
+        module.forward = partial(_attention_forward, module, family, slopes, kept)
     model.forward = kept
     return len(modules)
 
@@ -85,13 +102,14 @@ def _give_handler(
 
 def _attention_forward(
     module: Any,
-    attend: Callable[[ModuleCall], Tensor],
+    family: Family,
     slopes: Tensor | None,
     kept: KeptHandler,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The forward pass of an attention module: `attend` in a call of `compute`; else the module's own."""
-    if kept.handler is None:
+    """The forward pass of an attention module: that of its family in a call of `compute`; else its own."""
+    if kept.handler is None or family.attend is None:
         return type(module).forward(module, *args, **kwargs)
-    return attend(ModuleCall(module, kept.handler, slopes, args, kwargs)), None
+    output = family.attend(ModuleCall(module, kept.handler, slopes, args, kwargs))
+    return family.returned(module, output)
