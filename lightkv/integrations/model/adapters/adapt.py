@@ -83,6 +83,12 @@ def adapt(model: PreTrainedModel) -> int:
         if not hasattr(module, "layer_idx"):
             module.layer_idx = idx
         module.forward = partial(_attention_forward, module, family, slopes, kept)
+    # A step may have more tokens than a text has positions.
+    for table in model.modules():
+        if hasattr(table, "make_weights"):  # XGLM's positions
+            table.make_weights = partial(_grow_table, table, kept)
+        if "token_type_ids" in table._buffers:  # BigBird's, which are 0; without them it makes some itself
+            del table.token_type_ids
     model.forward = kept
     return len(modules)
 
@@ -98,6 +104,13 @@ def _give_handler(
 ) -> Any:
     """A hook before the forward pass of an attention module that gives it the handler of the model's call."""
     return None if kept.handler is None else (args, {"lightkv": kept.handler, **kwargs})
+
+
+def _grow_table(table: Any, kept: KeptHandler, *args: Any) -> None:
+    """Grows a table of positions for a longer text, but not in a call of `compute`: CUDA graphs read it where
+    it is."""
+    if kept.handler is None:
+        type(table).make_weights(table, *args)
 
 
 def _attention_forward(
