@@ -15,7 +15,8 @@ STAMP := $(VENV)/.lightkv-installed
 CLIENTS := $(patsubst tests/clients/requirements/%.txt,$(VENV)/clients/%/.installed,$(wildcard tests/clients/requirements/*.txt))
 
 # Files of tests side by side, in their order; `auto` is decided in tests/conftest.py. One process: ARGS="-n 0".
-PYTEST = $(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=10
+# The tests start many processes, each of which would compile the sources again if bytecode were not kept.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=10
 
 .DEFAULT_GOAL := help
 .PHONY: help setup clients demo serve test test-all lint reference clean

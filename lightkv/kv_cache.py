@@ -9,7 +9,6 @@ import reprlib
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +18,8 @@ from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace
 from lightkv.ledger.rings import RingSequence
 from lightkv.ledger.sequence import Sequence, require_list
 from lightkv.ledger.shared_prefixes import PrefixSharing, SharedPrefix, shared_prefixes
+from lightkv.ledger.windows import WindowedSequence
+from lightkv.memory.exported_kv import ExportedKV, read_row, write_row
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.memory.staging import upload
@@ -33,16 +34,6 @@ from .memory_map import MemoryMap, slot_labels
 from .token_ids import TokenIds, int32_bytes
 
 _logger = logging.getLogger("lightkv")
-
-
-class ExportedKV(NamedTuple):
-    """A sequence's K/V in host memory (pinned if the cache is on a GPU): one tensor `[length, width]` per
-    layer, and another for the scales of each layer that is quantised, in the order of `KVPool.buffers`. Static
-    scales belong to the model and are not among them."""
-
-    spec: KVSpec
-    length: int
-    layers: list[torch.Tensor]
 
 
 class KVCache:
@@ -204,11 +195,11 @@ class KVCache:
             self._apply()  # where layers have groups, what their windows have passed was freed all the same
             raise
         slots = self._apply()
+        if not sequences:
+            return self.memory.table.read(torch.empty(0, dtype=torch.int64, device=self.memory.device)).long()
         # Some tokens took no slot of their own, or one in each group.
-        if edit.counts != tuple(counts) or not self.ledger.groups.is_uniform:
+        if slots is None or edit.counts != tuple(counts) or not self.ledger.groups.is_uniform:
             return self._newest_slots(sequences, counts)
-        if slots is None:  # no sequence was given
-            return torch.empty(0, dtype=torch.int64, device=self.memory.device)
         return slots.long()
 
     def shrink(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
@@ -372,26 +363,20 @@ class KVCache:
     def export(self, sequence: Sequence) -> ExportedKV:
         """Copies the K/V of a sequence, which stays open, to host memory. Waits for the device.
 
-        It copies every entry that has a slot, so call it after the forward pass that writes them. Raises
-        ValueError, also for a sequence that has dropped tokens, and where layers have groups.
+        It copies every entry that has a slot, so call it after the forward pass that writes them; where layers
+        have groups, those with windows copy what they keep. Raises ValueError, also for a sequence that has
+        dropped tokens.
         """
         self._require_owner()
         self.ledger.require_open(sequence)
-        self._require_one_group()
         if not sequence.is_whole:
             raise ValueError(
                 f"{sequence} has dropped tokens, so a prompt's K/V cannot be made of it; run it anew"
             )
-        pool, device = self.memory.pool, self.memory.device
-        slots = self.slots(sequence).long()
-        layers = []
-        for rows in pool.buffers:
-            shape = len(slots), rows.shape[1]
-            layer = torch.empty(shape, dtype=rows.dtype, pin_memory=device.type == "cuda")
-            layers.append(layer.copy_(rows.index_select(0, slots), non_blocking=True))
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        return ExportedKV(pool.spec, len(slots), layers)
+        firsts = [0]
+        if isinstance(sequence, WindowedSequence):
+            firsts += sequence.kept_from()
+        return read_row(self.memory, sequence.row, firsts, sequence.length)
 
     def import_sequence(
         self, token_ids: TokenIds, exported: ExportedKV, namespace: Namespace = ()
@@ -399,35 +384,20 @@ class KVCache:
         """Opens a sequence with this K/V, which is that of the first tokens of `token_ids`.
 
         Tokens that the cache has already are shared, and only the others are copied. Raises what `open` and
-        `extend` raise, and ValueError for K/V of another shape or type, and where layers have groups; it then
-        holds nothing.
+        `extend` raise, and it then holds nothing; before that ValueError and TypeError for K/V of another shape
+        or type, and for K/V that lacks some of what the next token sees.
         """
         self._require_no_callback()
         if not isinstance(exported, ExportedKV):
             raise TypeError(f"exported is {reprlib.repr(exported)}; give what `export` returned")
-        self._require_one_group()
-        ids, pool = int32_bytes(token_ids), self.memory.pool
-        num_ids = len(ids) // TOKEN_BYTES
-        if exported.spec != pool.spec or not 1 <= exported.length <= num_ids:
-            raise ValueError(
-                f"K/V of {exported.length} tokens of {exported.spec} for {num_ids} token ids in a cache of "
-                f"{pool.spec}; give the ids that it was computed from, at least one"
-            )
-        found = [(tuple(layer.shape), layer.dtype) for layer in exported.layers]
-        expected = [((exported.length, rows.shape[1]), rows.dtype) for rows in pool.buffers]
-        if found != expected:
-            raise ValueError(
-                f"K/V in {len(found)} tensors {sorted(set(map(str, found)))} where {len(expected)} are "
-                f"needed, the first of {expected[0]}; give what `export` returned, whole"
-            )
+        ids = int32_bytes(token_ids)
+        firsts = exported.require_fit(self.memory.pool, len(ids) // TOKEN_BYTES)
         sequence = self.open(ids, namespace)
         try:
-            start, count = sequence.length, exported.length - sequence.length
-            if count > 0:
-                slots = self.extend([sequence], [count])
-                for rows, layer in zip(pool.buffers, exported.layers, strict=True):
-                    part = layer[start:].to(self.memory.device, non_blocking=True)
-                    rows.index_copy_(0, slots, part)
+            if (start := sequence.length) < exported.length:
+                self.ledger.extend_imported(sequence, exported.length, firsts[1:])
+                self._apply()
+                write_row(self.memory, sequence.row, start, exported)
         except BaseException:  # Ctrl-C as well
             self.close(sequence, cache=False)  # not all of its K/V is written
             raise
@@ -459,14 +429,6 @@ class KVCache:
         ]
         places = table.places(np.repeat([one.row for one in sequences], counts), np.concatenate(spans))
         return table.read(upload([places], self.memory.device)[0]).long()
-
-    def _require_one_group(self) -> None:
-        """Raises ValueError where layers have groups: a sequence's K/V is then not that of all its tokens."""
-        if not self.ledger.groups.is_uniform:
-            raise ValueError(
-                f"the K/V of {self.ledger.groups.num_groups} layer groups is neither exported nor imported; "
-                "make the caches of a spec without lifetimes"
-            )
 
     def _require_owner(self) -> None:
         caller = threading.current_thread()

@@ -211,6 +211,16 @@ class LayerGroups:
         """Returns how many slots a sequence of `length` tokens keeps that shares none."""
         return sum(one.num_groups * (length - one.lifetime.first_kept(length)) for one in self.classes)
 
+    def require_import(self, length: int, firsts: Sequence[int]) -> None:
+        """Raises ValueError unless a token after `length` ones sees none before the positions `firsts`, one for
+        each class after the first."""
+        seen = [one.lifetime.first_seen(length) for one in self.classes[1:]]
+        if len(firsts) != len(seen) or any(not 0 <= a <= b for a, b in zip(firsts, seen, strict=True)):
+            raise ValueError(
+                f"K/V of {length} tokens that begins at {list(firsts)} in the classes of layers after the "
+                f"first one; the next token sees those from {seen} on"
+            )
+
 
 def one_group(layers: Iterable[int]) -> LayerGroups:
     """Returns the one group of a model whose `layers` hold every token for as long as any of them does, each in

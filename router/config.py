@@ -26,6 +26,7 @@ TOOL_PARSERS = ("none", "hermes", "qwen3_coder", "llama3", "mistral", "deepseek"
 REASONING_PARSERS = ("none", "qwen3", "deepseek_r1", "gpt_oss")
 TTFT_TARGET = 10.0  # seconds
 JSON_WHITESPACE = ("any", "compact")
+SAMPLING_DEFAULTS = ("model", "openai")
 CACHE_NAMESPACES = ("key", "header")
 NAMESPACE_HEADER = "X-Cache-Namespace"
 SESSION_HEADER = "X-Session-Id"
@@ -338,6 +339,11 @@ class ServiceConfig:
         "The most tokens of an answer to a request that does not say. Default: what the context leaves for a "
         "chat, 16 for a plain completion.",
     )
+    sampling_defaults: str = setting(
+        "model",
+        "What requests leave out of temperature, top_k, top_p, min_p and repetition_penalty is as the model's "
+        "generation_config.json recommends (model), or 1 for the temperature and no limit or penalty (openai).",
+    )
     json_whitespace: str = setting(
         "any",
         "Whitespace between the parts of JSON in structured answers, unless a request says: any, or compact "
@@ -448,6 +454,9 @@ class ServiceConfig:
             raise InvalidConfig("--served-model-name is empty; give one, or leave it out")
         if len(set(self.served_model_name)) < len(self.served_model_name):
             raise InvalidConfig("--served-model-name has a name twice; leave one of them out")
+        if self.sampling_defaults not in SAMPLING_DEFAULTS:
+            allowed = " or ".join(SAMPLING_DEFAULTS)
+            raise InvalidConfig(f"--sampling-defaults is {self.sampling_defaults!r}; give {allowed}")
         if self.json_whitespace not in JSON_WHITESPACE:
             allowed = " or ".join(JSON_WHITESPACE)
             raise InvalidConfig(f"--json-whitespace is {self.json_whitespace!r}; give {allowed}")

@@ -202,6 +202,11 @@ class LLM:
         self._grammars = _OwnGrammars(runner.grammars)
         self._runs: dict[str, _Run] = {}  # by request id; calls may be interleaved
 
+    @property
+    def default_params(self) -> SamplingParams:
+        """The parameters of prompts that are given none, as the model's generation_config.json recommends."""
+        return SamplingParams(**self.tokenizer.recommended)
+
     def __repr__(self) -> str:
         info, stats = self.info, self.stats()
         return (
@@ -219,9 +224,9 @@ class LLM:
         """Answers every prompt, as many at once as memory allows. Returns one `RequestOutput` a prompt, in
         order.
 
-        `sampling_params`: one for all prompts, or one for each. Raises NeverFits, InvalidParams, InvalidPrompt
-        or TypeError before anything runs, and StepFailed. Ctrl-C ends these answers after the step in flight;
-        other calls continue.
+        `sampling_params`: one for all prompts, or one for each; None takes `default_params`. Raises NeverFits,
+        InvalidParams, InvalidPrompt or TypeError before anything runs, and StepFailed. Ctrl-C ends these
+        answers after the step in flight; other calls continue.
         """
         if unknown:
             raise unknown_keyword("LLM.generate", unknown, "prompts and sampling_params")
@@ -308,7 +313,7 @@ class LLM:
     ) -> list[_Answer]:
         """Returns the answers to generate, in order. Every request is checked before any runs."""
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+            params = [params or self.default_params] * len(prompts)
         if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
             raise TypeError(
                 f"sampling_params is {reprlib.repr(params)}; give SamplingParams, such as "

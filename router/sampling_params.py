@@ -20,6 +20,8 @@ MIN_TEMPERATURE = 1e-5  # below this a row is greedy: the rounding of the logits
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # beyond, logits overflow float32
 MAX_LOGIT_BIAS = 512
 MAX_LOGPROBS = 20
+# What a model's generation_config.json may say of sampling; `do_sample` and the rest of it are not read.
+RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 MAX_BAD_WORDS = 128  # sequences of several tokens that a request bans; single tokens are not limited
 MAX_BAD_WORD_TOKENS = 16
 MAX_BAD_TEXTS, MAX_BAD_TEXT_CHARS = 1024, 256

@@ -90,7 +90,9 @@ SHAPES: dict[str, PretrainedConfig] = {
 
 
 def with_layers(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
-    """Returns a copy of `config` with `num_layers` layers."""
+    """Returns a copy of `config` with its first `num_layers` layers."""
     changed = copy.deepcopy(config)
     changed.num_hidden_layers = num_layers
+    if types := getattr(config, "layer_types", None):
+        changed.layer_types = types[:num_layers]
     return changed

@@ -19,8 +19,8 @@ import torch
 from bench.common.report import parser, print_json, print_machine, print_table, refuse
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.eviction import HeavyHitters, highest
-from lightkv.kv_cache import ExportedKV
 from lightkv.ledger.sequence import Sequence
+from lightkv.memory.exported_kv import ExportedKV
 from lightkv.router.model.loader import load_model
 from lightkv.router.model_files import DEFAULT_MODEL, resolve
 from lightkv.router.text.tokenizer import Tokenizer

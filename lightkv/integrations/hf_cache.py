@@ -52,6 +52,7 @@ from lightkv.errors import OutOfRows
 from lightkv.integrations.model.attention_call import ATTENTION
 from lightkv.integrations.model.hf_model import PackedStep
 from lightkv.integrations.model.probe import probe, require_plain_cache
+from lightkv.integrations.model.token_positions import require_generated_positions
 from lightkv.kv_cache import KVCache
 from lightkv.layer_groups import FULL, Lifetime
 from lightkv.memory.kv_gatherer import KVGatherer
@@ -127,6 +128,7 @@ class LightKVCache(Cache):
         backend: str | None = None,
         kv_format: KVFormat = AS_COMPUTED,
     ) -> None:
+        require_generated_positions(model)
         shape = probe(model)
         require_plain_cache(model, shape)
         shape = replace(shape, spec=replace(shape.spec, lifetimes=shape.lifetimes))

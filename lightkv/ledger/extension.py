@@ -4,12 +4,12 @@ from collections.abc import Sequence as Seq
 from operator import add, index
 from typing import cast
 
-from lightkv.edits import Alloc
+from lightkv.edits import Alloc, AllocPart
 from lightkv.errors import OutOfTokens, SequenceTooLong
 
-from .sequence import Sequence, require_lists, require_sequence
+from .sequence import Sequence, require_lists
 from .state import LedgerState
-from .windows import Takers, WindowedSequence, part_due
+from .windows import Takers, WindowedSequence, columns_of, due_of
 
 
 class Extension:
@@ -18,6 +18,8 @@ class Extension:
     def __init__(self, state: LedgerState, max_entries: int) -> None:
         self._state = state
         self.max_entries = max_entries
+        # Whether all sequences that were ever opened have a slot for each token (`Sequence.slot_per_token`).
+        self.is_even = True
         # The sequences of the last `extend`, their rows, and an upper bound of where the longest of them ends.
         self._batch: list[Sequence] = []
         self._batch_rows: tuple[int, ...] = ()
@@ -33,8 +35,9 @@ class Extension:
             return count * len(sequences)
         if count == 1 and self._num_alike > 0 and sequences == self._batch:  # as in most steps
             return self._num_needed
-        windowed = cast("Seq[WindowedSequence]", sequences)
-        needed, passed = self._state.tails.growth(*part_due(windowed, [count] * len(sequences)))
+        windowed, counts = cast("Seq[WindowedSequence]", sequences), [count] * len(sequences)
+        due, columns = due_of(windowed, counts), columns_of(windowed)
+        needed, passed = self._state.tails.growth(windowed, counts, due, columns)
         return needed - passed
 
     def require_batch(self, sequences: Seq[Sequence]) -> None:
@@ -107,11 +110,19 @@ class Extension:
         starts = tuple([one.length for one in sequences])
         if not (is_decode and self._num_alike):
             index(sum(counts))  # raises for numbers that are no integers
-            if min(counts) < 1:
-                raise ValueError(f"asked for {min(counts)} tokens; ask for at least one of each sequence")
-            if (end := max(map(add, starts, counts))) > self.max_entries:
+            end = max(starts) + 1
+            if not is_decode:
+                if min(counts) < 1:
+                    raise ValueError(f"asked for {min(counts)} tokens; ask for at least one of each sequence")
+                end = max(map(add, starts, counts))
+            if end > self.max_entries:
                 raise SequenceTooLong(end, self.max_entries)
             self._bring_up_to_date(sequences, counts)
+            self._num_alike = 1
+            if is_decode:
+                batch = cast("Seq[WindowedSequence]", sequences)
+                longest = self.max_entries - end + 1
+                self._num_alike = max(min(min([one.event - one.length for one in batch]), longest), 1)
         self.make_room(self._num_needed)
         edit = Alloc(self._batch_rows, starts, tuple(counts))
         state.alloc(edit, self._num_needed)
@@ -128,26 +139,51 @@ class Extension:
         return edit
 
     def _bring_up_to_date(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
-        """Frees what has passed of those sequences to which something happens, and finds out for how many
-        steps nothing will, as long as the batch stays the same. Raises OutOfTokens."""
+        """Frees what has passed of those sequences to which something happens, and finds out what their next
+        tokens take. Raises OutOfTokens."""
         tails, state = self._state.tails, self._state
         self._num_alike = 0
         batch = cast("Seq[WindowedSequence]", sequences)
-        alike, due = part_due(batch, counts)
-        for sequence, _ in due:
-            tails.settle(sequence)
-        needed, passed = tails.growth(alike, due)
+        due = due_of(batch, counts)
+        for i in due:
+            tails.settle(batch[i])
+        columns = columns_of(batch)
+        needed, passed = tails.growth(batch, counts, due, columns)
         if needed > (available := state.num_free + state.num_cached + passed):
             raise OutOfTokens(needed, available, state.capacity)
-        for sequence, count in due:
-            tails.prepare(sequence, count)
-            sequence.find_event()
-        self._takers = tails.take(batch, counts)
+        for i in due:
+            tails.prepare(batch[i], counts[i])
+            batch[i].find_event()
+            for column, distance in zip(columns, batch[i].distances, strict=True):
+                column[i] = distance
+        self._takers = tails.take(self._batch_rows, counts, columns)
         self._num_needed = sum(counts) * state.width + sum([takers.num_slots for takers in self._takers])
-        self._num_alike = 1
-        if counts.count(1) == len(counts):
-            longest = self.max_entries - max([one.length for one in batch])
-            self._num_alike = max(min(min([one.event - one.length for one in batch]), longest), 1)
+
+    def extend_imported(self, sequence: WindowedSequence, length: int, firsts: Seq[int]) -> Alloc:
+        """Extends a sequence by tokens of which the classes from 1 on get those from the entries `firsts` on
+        (`TokenLedger.extend_imported`)."""
+        self.require_batch([sequence])
+        state, start = self._state, sequence.length
+        if length <= start:
+            raise ValueError(f"{sequence} has {start} tokens already; give more than {length}")
+        if length > self.max_entries:
+            raise SequenceTooLong(length, self.max_entries)
+        parts = [
+            AllocPart(cls, (sequence.row,), (first,), (length - first,))
+            for cls, first in enumerate([max(start, first) for first in firsts], start=1)
+        ]
+        needed = (length - start) * state.width
+        needed += sum([width * part.counts[0] for width, part in zip(state.tails.widths, parts, strict=True)])
+        self.make_room(needed)
+        edit = Alloc((sequence.row,), (start,), (length - start,))
+        state.alloc(edit, needed)
+        for part in parts:
+            state.emit(part)
+        state.tails.leave_before(sequence, firsts)
+        sequence.length = length
+        sequence.points = [point for point in sequence.points if point >= length]
+        self.forget_batch()
+        return edit
 
     def make_room(self, needed: int) -> None:
         """Evicts cached tokens until `needed` are free. Raises OutOfTokens."""
@@ -159,19 +195,20 @@ class Extension:
 
     def _set_batch(self, sequences: Seq[Sequence]) -> None:
         """Checks the sequences of a batch, once for as long as the same ones are extended."""
-        slot_per_token = True
-        for sequence in sequences:
-            if not isinstance(sequence, Sequence):  # the call alone would take longer, for each of a batch
-                require_sequence(sequence)
-            slot_per_token = slot_per_token and sequence.slot_per_token
-        rows = tuple([sequence.row for sequence in sequences])
         batch = list(sequences)
+        try:
+            rows = tuple([sequence.row for sequence in batch])
+        except AttributeError:
+            rows = ()
         if list(map(self._state.sequences.get, rows)) != batch:
             for sequence in batch:
                 self._state.require_open(sequence)
         if len(rows) > 1 and len(set(rows)) < len(rows):
             raise ValueError("a sequence occurs twice; give it one count")
-        self._slot_per_token = slot_per_token
+        in_classes = self._state.tails.lifetimes
+        self._slot_per_token = self.is_even or (
+            not in_classes and all(sequence.slot_per_token for sequence in batch)
+        )
         self._batch = batch
         self._batch_rows = rows
         self._num_alike = 0

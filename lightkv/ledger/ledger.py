@@ -24,7 +24,7 @@ from .extension import Extension
 from .parts import reachable
 from .prefix_tree import TOKEN_BYTES, Match, Namespace, PrefixTree, Segment
 from .rings import RingSequence
-from .sequence import Sequence, require_lists
+from .sequence import Sequence, prompt_length, require_lists
 from .sessions import Session, SessionCounts
 from .state import LedgerState
 from .windows import Branch, WindowedSequence
@@ -163,7 +163,7 @@ class TokenLedger:
         sequence = (
             WindowedSequence(token_ids, session, lifetimes) if lifetimes else Sequence(token_ids, session)
         )
-        return self._open(sequence, _num_tokens(token_ids), namespace)
+        return self._open(sequence, prompt_length(token_ids), namespace)
 
     def open_ring(
         self, token_ids: bytes, ring: Ring, namespace: Namespace = (), session: Session | None = None
@@ -173,7 +173,7 @@ class TokenLedger:
         does."""
         self._require_one_group("a ring")
         sequence = RingSequence(token_ids, session, ring)
-        _num_tokens(token_ids)
+        prompt_length(token_ids)
         return self._open(sequence, ring.capacity, namespace)
 
     def open_reader(
@@ -188,7 +188,7 @@ class TokenLedger:
         self._require_one_group("a reader")
         self.require_open(cross)
         reader = ReaderSequence(token_ids, session, cross)
-        return self._open(reader, _num_tokens(token_ids), namespace, cross.root.namespace)
+        return self._open(reader, prompt_length(token_ids), namespace, cross.root.namespace)
 
     def open_cross(self, length: int) -> CrossSequence:
         """Opens a cross sequence: `length` tokens of an encoder, say, whose K/V is written once and read by the
@@ -204,6 +204,7 @@ class TokenLedger:
         sequence = CrossSequence()
         # An object of its own, so that no namespace of a caller's is that of its readers.
         self._state.open(sequence, (object(),))
+        self._extension.is_even = False
         self._state.alloc(Alloc((sequence.row,), (0,), (length,)), length)
         sequence.length = length
         return sequence
@@ -213,6 +214,7 @@ class TokenLedger:
             raise TypeError(f"namespace is {namespace!r} ({type(namespace).__name__}); give a tuple")
         self._require_row(num_entries)
         self._state.open(sequence, namespace + within)
+        self._extension.is_even &= sequence.slot_per_token
         return sequence
 
     def _require_one_group(self, what: str) -> None:
@@ -251,7 +253,7 @@ class TokenLedger:
 
     def match(self, token_ids: bytes, namespace: Namespace = ()) -> Match:
         """Returns what `open` would hit. Changes nothing. Raises ValueError."""
-        _num_tokens(token_ids)
+        prompt_length(token_ids)
         match = self._state.tree.match(namespace, token_ids)
         lifetimes = self._state.tails.lifetimes
         if not match.path or not lifetimes:
@@ -291,6 +293,15 @@ class TokenLedger:
         Raises OutOfTokens only when free and cached tokens together are too few; SequenceTooLong, ValueError.
         """
         return self._extension.extend(sequences, counts)
+
+    def extend_imported(self, sequence: Sequence, length: int, firsts: Seq[int] = ()) -> Alloc:
+        """Extends a sequence to `length` tokens whose K/V comes from elsewhere, all or none. `firsts`: where
+        layers have groups, for each class after the first, the first entry that comes; none is held before it.
+        Returns and raises what `extend` does, and ValueError where the next token sees an earlier entry."""
+        self.groups.require_import(length, firsts)
+        if isinstance(sequence, WindowedSequence):
+            return self._extension.extend_imported(sequence, length, firsts)
+        return self.extend([sequence], [length - sequence.length])
 
     def shrink(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
         """Undoes an `extend` whose tokens were not computed: frees the last `counts[i]` slots of
@@ -485,14 +496,3 @@ class TokenLedger:
     def check(self) -> None:
         """Recounts everything from the sequences and the tree. Raises CheckFailed."""
         self._state.check()
-
-
-def _num_tokens(prompt: bytes) -> int:
-    if not isinstance(prompt, bytes):
-        raise TypeError(
-            f"a prompt is int32 bytes, not a {type(prompt).__name__}: lightkv.token_ids.int32_bytes"
-        )
-    length, rest = divmod(len(prompt), TOKEN_BYTES)
-    if rest or not length:
-        raise ValueError(f"a prompt is int32 token ids, at least one: got {len(prompt)} bytes")
-    return length

@@ -208,3 +208,10 @@ def last_reachable(lifetime: Lifetime, ranges: Seq[tuple[int, int]], limit: int)
         if lifetime.first_seen(at) >= first:
             return at
     return best
+
+
+def is_turn_off(segment: Segment) -> bool:
+    """Returns whether several prompts went on from here. What a prompt has left of an answer, whose last tokens
+    it rewrites, is none of them until it is hit."""
+    used = [one for one in segment.children.values() if one.holders or one.credit or one.children]
+    return len(used) > 1

@@ -235,3 +235,15 @@ class Sequence:
     def __repr__(self) -> str:
         dropped = f", dropped={self.dropped}" if self.dropped else ""
         return f"{type(self).__name__}(row={self.row}, length={self.length}, shared={self.shared}{dropped})"
+
+
+def prompt_length(prompt: bytes) -> int:
+    """Returns the tokens of a prompt of int32 bytes. Raises TypeError, ValueError for what is none."""
+    if not isinstance(prompt, bytes):
+        raise TypeError(
+            f"a prompt is int32 bytes, not a {type(prompt).__name__}: lightkv.token_ids.int32_bytes"
+        )
+    length, rest = divmod(len(prompt), TOKEN_BYTES)
+    if rest or not length:
+        raise ValueError(f"a prompt is int32 token ids, at least one: got {len(prompt)} bytes")
+    return length

@@ -168,8 +168,7 @@ class _Family:
 class BatchPrefixes:
     """`shared_prefixes` of a batch that changes little from step to step.
 
-    Only the families of sequences that join or leave the batch are computed again; a step in which none does
-    costs one comparison.
+    Only the families of sequences that `join` or `leave` it are computed again, by the next `find`.
 
     Its sequences begin by `open` or `fork` and end by `close`; none is truncated or drops tokens while it is in
     the batch. So what two of them share is settled when the later one joins.
@@ -178,33 +177,46 @@ class BatchPrefixes:
     def __init__(self, ledger: SegmentHolders, sharing: PrefixSharing) -> None:
         self._ledger = ledger
         self._sharing = sharing
-        self._batch: list[Sequence] = []
-        self._members: set[Sequence] = set()  # the batch's sequences
+        self._members: set[Sequence] = set()  # the batch's sequences, as of the last `find`
+        self._joined: set[Sequence] = set()  # those that have come and gone since
+        self._left: set[Sequence] = set()
         self._family: dict[Sequence, _Family] = {}  # the family of each sequence that has one
         self._families: set[_Family] = set()
         self._sets: list[SharedPrefix] = []  # those of all families
         self._found: list[SharedPrefix] = []
 
-    def of(self, batch: list[Sequence]) -> list[SharedPrefix]:
-        """Returns the sets in this batch: the same list object for as long as they do not change. The newest
+    def join(self, sequence: Sequence) -> None:
+        """Adds an open sequence to the batch."""
+        self._joined.add(sequence)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Removes a sequence from the batch. It may have closed."""
+        if sequence in self._joined:
+            self._joined.remove(sequence)
+        else:
+            self._left.add(sequence)
+
+    def find(self) -> list[SharedPrefix]:
+        """Returns the sets in the batch: the same list object for as long as they do not change. The newest
         tokens of the batch already have slots."""
-        if self._sharing.max_members < 2 or batch == self._batch:
+        joined, gone = self._joined, self._left
+        if self._sharing.max_members < 2 or not (joined or gone):
             return self._found
-        members = set(batch)
-        gone = self._members - members
-        changed = {sequence for sequence in members - self._members if self._top(sequence) is not None}
+        self._joined, self._left = set(), set()
+        changed = {sequence for sequence in joined if self._top(sequence) is not None}
         left = {self._family.pop(sequence) for sequence in gone & self._family.keys()}
         self._families -= left
         for family in left:
             changed.update(islice(family.members - gone, 1))  # one remaining member leads to all the others
-        self._batch, self._members = batch, members
+        self._members |= joined
+        self._members -= gone
         if changed or left:
             self._renew(changed)
             prefixes = [prefix for family in self._families for prefix in family.prefixes]
             # Sums over the batch keep their order. No two sets have a row in common.
             self._sets = sorted(prefixes, key=lambda prefix: prefix.rows[0])
         saved = sum([family.saved for family in self._families])
-        found = self._sets if self._sharing.is_worth_it(saved, len(batch)) else []
+        found = self._sets if self._sharing.is_worth_it(saved, len(self._members)) else []
         if found != self._found:
             self._found = found
         return self._found

@@ -10,17 +10,16 @@ The state's verbs (`state.py`) call this file where there is more than one class
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from operator import mul
 from typing import Protocol
 
 from lightkv.edits import Edit, FreePart, FreePartRange, MapPart, MapSegments, StorePart
 from lightkv.errors import CheckFailed
 from lightkv.layer_groups import LayerClass
 
-from .parts import Parts, last_reachable, ranges_of
+from .parts import Parts, is_turn_off, last_reachable, ranges_of
 from .prefix_tree import NO_PARTS, TOKEN_BYTES, Match, Part, PrefixTree, Segment
 from .sequence import Sequence
-from .windows import Branch, Growth, Takers, WindowedSequence
+from .windows import Branch, Growth, Need, Takers, WindowedSequence
 
 
 class State(Protocol):
@@ -44,17 +43,18 @@ class State(Protocol):
 
 
 class Tails:
-    """What is held and cached in the classes from 1 on, of one ledger's state.
-
-    Every verb takes time in proportion to the segments that a window reaches.
-    """
+    """What is held and cached in the classes from 1 on, of one ledger's state. Every verb takes time in
+    proportion to the segments that a window reaches."""
 
     def __init__(self, state: State, classes: Seq[LayerClass]) -> None:
         self._state = state
         self._parts = Parts()
         self.lifetimes = [one.lifetime for one in classes]
-        self._widths = [one.num_groups for one in classes]
+        self.widths = [one.num_groups for one in classes]
         self._classes = range(1, len(classes) + 1)
+        # What `find_branch` last looked for, and the sequences that have passed it in all classes.
+        self._sought: tuple[Segment | None, int] = (None, 0)
+        self._passed: set[Sequence] = set()
 
     # Hits
 
@@ -62,21 +62,21 @@ class Tails:
         """Returns where a prompt turns off, of which the tree has this, from a sequence that still has, as its
         own, what classes see there for which no part is there."""
         path, point = match.path, match.num_tokens
-        needs = []  # the class, the first token that is seen, and the last ones that are there
+        needs: list[Need] = []
         for cls, lifetime in zip(self._classes, self.lifetimes, strict=True):
             ranges = ranges_of(path[::-1], cls)
             if last_reachable(lifetime, ranges, point) < point:
-                needs.append((cls, lifetime.first_seen(point), ranges[-1] if ranges else (0, 0)))
+                needs.append(Need(cls, lifetime.first_seen(point), ranges[-1] if ranges else (0, 0)))
+        if needs and self._sought != (path[0], point):  # a prompt that waits is looked for in every step
+            self._sought, self._passed = (path[0], point), set()
         for row in path[0].holders if needs else ():
             sequence = self._state.sequences[row]
-            if not isinstance(sequence, WindowedSequence) or sequence.published < point:
+            if sequence in self._passed or not isinstance(sequence, WindowedSequence):
                 continue
-            for cls, seen, (first, last) in needs:
-                own = sequence.own(cls)
-                if not last <= own < point or seen < (first if last == own else own):
-                    break
-            else:
-                more = sum([(point - sequence.own(cls)) * self._widths[cls - 1] for cls, *_ in needs])
+            if min(map(sequence.own, self._classes)) >= point:
+                self._passed.add(sequence)
+            if sequence.still_has(point, needs):
+                more = sum([(point - sequence.own(cls)) * self.widths[cls - 1] for cls, *_ in needs])
                 return Branch(sequence, point, tuple([cls for cls, *_ in needs]), more)
         return None
 
@@ -180,17 +180,19 @@ class Tails:
                 self._let_go(part, sequence.row)
         sequence.note_oldest(cls)
 
-    def growth(self, alike: Seq[WindowedSequence], due: Seq[tuple[WindowedSequence, int]]) -> Growth:
-        """Returns what sequences take and give back: those `alike` for one more token each, which takes what
-        their last one took, and those `due`, once they are settled, for so many more tokens (`part_due`)."""
-        columns = zip(*[one.distances for one in alike], strict=True)
-        needed = len(alike) * self._state.width + sum(
-            map(mul, [one.count(0) for one in columns], self._widths)
-        )
+    def growth(
+        self, sequences: Seq[WindowedSequence], counts: Seq[int], due: Seq[int], columns: Seq[list[int]]
+    ) -> Growth:
+        """Returns what sequences take and give back for `counts` more tokens, once those at the indices `due`
+        are settled (`due_of`). `columns`: of all of them (`columns_of`)."""
+        needed = sum(counts) * self._state.width
+        of_classes = zip(columns, self.widths, strict=False)  # no column where there is no sequence
+        needed += sum([column.count(0) * width for column, width in of_classes])
         passed = 0
-        for sequence, count in due:
-            needed += count * self._state.width
-            for cls, width in zip(self._classes, self._widths, strict=True):
+        for i in due:
+            sequence, count = sequences[i], counts[i]
+            for cls, width in zip(self._classes, self.widths, strict=True):
+                needed -= width * (not sequence.distances[cls - 1])  # counted as one of the others
                 gone = self._gone(sequence, cls)
                 if not self._reuses(cls, gone, count):
                     needed += count * width
@@ -221,11 +223,22 @@ class Tails:
             elif sequence.distances[cls - 1]:
                 sequence.set_own(cls, sequence.own(cls))
 
-    def take(self, sequences: Seq[WindowedSequence], counts: Seq[int]) -> list[Takers]:
-        """Returns for each class which of these prepared sequences take free slots, and which reuse theirs."""
-        columns = zip(*[one.distances for one in sequences], strict=True)
-        of_classes = zip(self._classes, self._widths, columns, strict=True)
-        return [Takers.of(cls, width, sequences, counts, column) for cls, width, column in of_classes]
+    def take(self, rows: tuple[int, ...], counts: Seq[int], columns: Seq[list[int]]) -> list[Takers]:
+        """Returns for each class which of these rows of prepared sequences take free slots, and which reuse
+        theirs."""
+        of_classes = zip(self._classes, self.widths, columns, strict=True)
+        return [Takers.of(cls, width, rows, counts, column) for cls, width, column in of_classes]
+
+    def leave_before(self, sequence: WindowedSequence, firsts: Seq[int]) -> None:
+        """Has a sequence give up what it holds in a class whose next entry is not the one after its last one,
+        but a later one, in `firsts`."""
+        for cls, first in zip(self._classes, firsts, strict=True):
+            own = sequence.own(cls)
+            if first > sequence.length:
+                self._leave_passed(sequence, cls, sequence.length)
+                self._free_own(sequence, cls, sequence.length)
+                own = first
+            sequence.set_own(cls, own)
 
     # Forks, cuts and ends
 
@@ -247,6 +260,7 @@ class Tails:
 
     def free_after(self, sequence: WindowedSequence, length: int, count: int) -> None:
         """Frees what is the sequence's own of the `count` entries from `length` on, which it gives up."""
+        self._passed.discard(sequence)
         for cls in self._classes:
             own = sequence.own(cls)
             if max(own, length) < length + count:
@@ -271,7 +285,8 @@ class Tails:
                 self._supersede(node, cls, end, lifetime.first_kept(end))
 
     def free_own(self, sequence: WindowedSequence) -> None:
-        """Frees all that is the sequence's own in these classes."""
+        """Frees all that is the sequence's own in these classes, as it closes."""
+        self._passed.discard(sequence)
         for cls in self._classes:
             self._free_own(sequence, cls, sequence.length)
 
@@ -280,7 +295,7 @@ class Tails:
         `first`, but for those where prompts turn off or other sessions end."""
         for segment, at in node.ends_up(end):
             part = segment.parts.get(cls)
-            if part is None or at - part.length >= first or segment.protected > 1 or _is_turn_off(segment):
+            if part is None or at - part.length >= first or segment.protected > 1 or is_turn_off(segment):
                 continue
             if at > first:
                 segment = self._state.split(segment, segment.length - (at - first))
@@ -332,7 +347,7 @@ class Tails:
     ) -> None:
         """Makes the sequence's own `entries`, [first, end), which are the last of a segment, its part, or frees
         those that its part has. If no row holds it, it counts as cached. `step`: as in `_share`."""
-        state, row, width, (first, end) = self._state, sequence.row, self._widths[cls - 1], entries
+        state, row, width, (first, end) = self._state, sequence.row, self.widths[cls - 1], entries
         part, count = segment.parts.get(cls), end - first
         there = min(part.length, count) if part is not None else 0
         if there:
@@ -392,7 +407,7 @@ class Tails:
 
     def _free_range(self, sequence: WindowedSequence, cls: int, start: int, end: int) -> None:
         self._state.emit(FreePartRange(cls, sequence.row, start, end))
-        self._state.count(free=(end - start) * self._widths[cls - 1])
+        self._state.count(free=(end - start) * self.widths[cls - 1])
 
     # What the state does to segments
 
@@ -405,6 +420,7 @@ class Tails:
 
     def forget(self, sequence: WindowedSequence, segment: Segment) -> None:
         """Makes the parts of a segment the sequence's own, which alone holds it; it is forgotten then."""
+        self._passed.discard(sequence)
         for part in segment.parts.values():
             sequence.set_own(part.cls, sequence.own(part.cls) - part.length)
         segment.parts = NO_PARTS
@@ -468,7 +484,7 @@ class Tails:
             return cached, held
         for row, sequence in self._state.sequences.items():
             assert isinstance(sequence, WindowedSequence)
-            for cls, width in zip(self._classes, self._widths, strict=True):
+            for cls, width in zip(self._classes, self.widths, strict=True):
                 held += (sequence.length - sequence.own(cls)) * width
                 for part, _ in sequence.held_parts(cls):
                     holders.setdefault(id(part), set()).add(row)
@@ -481,10 +497,3 @@ class Tails:
                 else:
                     cached += part.num_slots
         return cached, held
-
-
-def _is_turn_off(segment: Segment) -> bool:
-    """Returns whether several prompts went on from here. What a prompt has left of an answer, whose last tokens
-    it rewrites, is none of them until it is hit."""
-    used = [one for one in segment.children.values() if one.holders or one.credit or one.children]
-    return len(used) > 1

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from itertools import compress
+from operator import itemgetter
 from typing import ClassVar, NamedTuple, Self
 
 from lightkv.edits import AllocPart, Edit, Reuse
@@ -14,6 +15,15 @@ from lightkv.layer_groups import Lifetime
 from .prefix_tree import TOKEN_BYTES, Part, Segment
 from .sequence import Sequence
 from .sessions import Session
+
+
+class Need(NamedTuple):
+    """What a prompt that turns off lacks in a class: the first token that is `seen` there, and the last range
+    of tokens, [first, end), that is there."""
+
+    cls: int
+    seen: int
+    there: tuple[int, int]
 
 
 class WindowedSequence(Sequence):
@@ -111,6 +121,10 @@ class WindowedSequence(Sequence):
         """Returns the first entry that it holds in a class."""
         return self.own(cls) - sum(part.length for part, _ in self.held_parts(cls))
 
+    def kept_from(self) -> list[int]:
+        """Returns, for each class, the first entry that it holds and keeps when it grows."""
+        return [max(self.held_from(cls), self.passed(cls)) for cls in range(1, len(self.lifetimes) + 1)]
+
     def windows(self) -> tuple[HeldWindow, ...]:
         """Returns what it holds in each class."""
         found = []
@@ -128,6 +142,15 @@ class WindowedSequence(Sequence):
     def passed(self, cls: int) -> int:
         """Returns before which entry it holds nothing in a class once it grows."""
         return self.lifetimes[cls - 1].first_kept(self.length)
+
+    def still_has(self, point: int, needs: Seq[Need]) -> bool:
+        """Returns whether it has as its own what is needed to go on after its first `point` tokens, which
+        others may hit."""
+        for cls, seen, (first, end) in needs:
+            own = self.own(cls)
+            if not end <= own < point or seen < (first if end == own else own):
+                return False
+        return self.published >= point
 
     def set_points(self, hit: int, matched: int) -> None:
         """Notes where something is to be kept for others, of a sequence that has hit `hit` tokens of the
@@ -189,19 +212,22 @@ class Growth(NamedTuple):
     passed: int
 
 
-def part_due(
-    sequences: Seq[WindowedSequence], counts: Seq[int]
-) -> tuple[list[WindowedSequence], list[tuple[WindowedSequence, int]]]:
-    """Parts those sequences whose next tokens, `counts` of them, take what their last one took, from those to
-    which something happens, with their counts."""
-    alike, due = [], []
-    for pair in zip(sequences, counts, strict=True):
-        sequence, count = pair
-        if count == 1 and sequence.length < sequence.event:
-            alike.append(sequence)
-        else:
-            due.append(pair)
-    return alike, due
+def due_of(sequences: Seq[WindowedSequence], counts: Seq[int]) -> list[int]:
+    """Returns the indices of those sequences to which something happens in their next tokens, `counts` of them.
+    The next token of each other one takes what its last one took."""
+    if counts.count(1) == len(counts):
+        return [i for i, one in enumerate(sequences) if one.event <= one.length]
+    return [
+        i
+        for i, (one, count) in enumerate(zip(sequences, counts, strict=True))
+        if one.event <= one.length or count != 1
+    ]
+
+
+def columns_of(sequences: Seq[WindowedSequence]) -> list[list[int]]:
+    """Returns the `distances` of these sequences, a list for each class; none where there is no sequence."""
+    distances = [one.distances for one in sequences]
+    return [list(map(itemgetter(i), distances)) for i in range(len(distances[0]))] if distances else []
 
 
 class Branch(NamedTuple):
@@ -215,37 +241,30 @@ class Branch(NamedTuple):
 
 
 class Takers(NamedTuple):
-    """The sequences of a batch that take free slots in a class, `counts` of them each, and those that reuse
-    theirs."""
+    """The rows of a batch that take free slots in a class, `counts` of them each, and those that reuse theirs.
+    `distances`: of the whole batch, how far back the entry is whose slot is taken; 0 where that is a free one.
+    """
 
     cls: int
     width: int
-    fresh: list[WindowedSequence]
+    distances: list[int]
     fresh_rows: tuple[int, ...]
     counts: tuple[int, ...]
-    reusing: list[WindowedSequence]
     reusing_rows: tuple[int, ...]
 
     @classmethod
     def of(
-        cls,
-        of_class: int,
-        width: int,
-        sequences: Seq[WindowedSequence],
-        counts: Seq[int],
-        distances: Seq[int],
+        cls, of_class: int, width: int, rows: tuple[int, ...], counts: Seq[int], distances: list[int]
     ) -> "Takers":
-        """Makes one of the sequences of a batch, of how many tokens each takes, and of how far back the entry
-        is whose slot it takes: 0 where that is a free one."""
-        fresh: list[WindowedSequence] = []
-        fresh_counts: tuple[int, ...] = ()
-        reusing = list(sequences)
-        if 0 in distances:
-            is_fresh = [not distance for distance in distances]
-            fresh, reusing = list(compress(sequences, is_fresh)), list(compress(sequences, distances))
-            fresh_counts = tuple(compress(counts, is_fresh))
-        rows = tuple([one.row for one in fresh]), tuple([one.row for one in reusing])
-        return cls(of_class, width, fresh, rows[0], fresh_counts, reusing, rows[1])
+        """Makes one of the rows of a batch, of how many tokens each takes, and of the distances."""
+        num_fresh = distances.count(0)
+        if not num_fresh:
+            return cls(of_class, width, distances, (), (), rows)
+        if num_fresh == len(rows):
+            return cls(of_class, width, distances, rows, tuple(counts), ())
+        is_fresh = [not distance for distance in distances]
+        fresh, fresh_counts = tuple(compress(rows, is_fresh)), tuple(compress(counts, is_fresh))
+        return cls(of_class, width, distances, fresh, fresh_counts, tuple(compress(rows, distances)))
 
     @property
     def num_slots(self) -> int:
@@ -255,11 +274,12 @@ class Takers(NamedTuple):
     def edits(self, starts: tuple[int, ...]) -> list[Edit]:
         """Returns what the memory has to do for the next tokens. `starts`: the lengths of the whole batch."""
         edits: list[Edit] = []
-        if self.fresh:
-            entries = starts if not self.reusing else tuple([one.length for one in self.fresh])
+        if self.fresh_rows:
+            entries = starts
+            if self.reusing_rows:
+                entries = tuple(compress(starts, [not distance for distance in self.distances]))
             edits.append(AllocPart(self.cls, self.fresh_rows, entries, self.counts))
-        if self.reusing:
-            distance = self.reusing[0].distances[self.cls - 1]
-            entries = starts if not self.fresh else tuple([one.length for one in self.reusing])
-            edits.append(Reuse(self.cls, distance, self.reusing_rows, entries))
+        if self.reusing_rows:
+            entries = tuple(compress(starts, self.distances)) if self.fresh_rows else starts
+            edits.append(Reuse(self.cls, max(self.distances), self.reusing_rows, entries))
         return edits

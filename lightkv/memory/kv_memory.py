@@ -1,7 +1,8 @@
 """The device memory of a cache: free slots, table, segments and K/V. Only edits change it.
 
 The ledger decides and emits the edits; this side needs no token id and no tree. Two memories to which the same
-edits were applied in the same order are equal.
+edits were applied in the same order are equal. Where layers have groups, the edits of a step's plan have to be
+one call of `apply` in both, since the Alloc that is its last edit is done with those before it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -131,29 +132,37 @@ class KVMemory:
             )
         entries = iter(kept)
         allocated: torch.Tensor | None = None
-        allocs: list[Alloc | AllocPart] = []  # an Alloc and the AllocParts after it, done together
+        # At most one Alloc, which is the first, and AllocParts, done together. In a plan, the Alloc of decodes
+        # follows on their AllocParts.
+        allocs: list[Alloc | AllocPart] = []
+        reuses: list[Reuse] = []  # done after these, of which some may allocate what is reused
         freed: list[torch.Tensor] = []  # freed together; views of the table, so before anything writes it
         for edit in edits:
-            if isinstance(edit, Alloc | AllocPart):
+            if isinstance(edit, Alloc | AllocPart | Reuse):
                 self._free(freed)
-                if isinstance(edit, Alloc):  # so that which slots it takes depends on no edit before it
-                    allocated = self._alloc(allocs, allocated)
-                allocs.append(edit)
+                if isinstance(edit, Reuse):
+                    reuses.append(edit)
+                elif isinstance(edit, AllocPart):
+                    allocs.append(edit)
+                else:
+                    if allocs and isinstance(allocs[0], Alloc):
+                        allocated = self._grow(allocs, reuses, allocated)
+                    allocs.insert(0, edit)
                 continue
-            allocated = self._alloc(allocs, allocated)
+            allocated = self._grow(allocs, reuses, allocated)
             if not self._frees(edit, freed):
                 self._free(freed)
                 self._change(edit, freed, entries)
         self._free(freed)
-        return self._alloc(allocs, allocated)
+        return self._grow(allocs, reuses, allocated)
 
     def _frees(self, edit: Edit, freed: list[torch.Tensor]) -> bool:
         """Adds to `freed` what an edit frees, if it does nothing else. Returns whether it is such an edit."""
         match edit:
             case FreeRange(row, start, end):
-                freed.append(self._entries(0, row, start, end))
+                freed.append(self.entries(0, row, start, end))
             case FreePartRange(cls, row, start, end):
-                freed.append(self._entries(cls, row, start, end))
+                freed.append(self.entries(cls, row, start, end))
             case FreeSegment():
                 freed += self._cut_segment(edit)
             case FreePart(cls, segment):
@@ -168,14 +177,14 @@ class KVMemory:
         match edit:
             case MapSegments(row, start, segments):
                 slots = torch.cat([full[segment] for segment in segments], -1)
-                self._entries(0, row, start, start + slots.shape[-1]).copy_(slots)
+                self.entries(0, row, start, start + slots.shape[-1]).copy_(slots)
             case MapPart(cls, row, end, segments):
                 slots = torch.cat([self._segments[cls][segment] for segment in segments], -1)
-                self._entries(cls, row, end - slots.shape[-1], end).copy_(slots)
+                self.entries(cls, row, end - slots.shape[-1], end).copy_(slots)
             case StoreSegment(row, start, end, segment):
-                full[segment] = self._entries(0, row, start, end).clone()
+                full[segment] = self.entries(0, row, start, end).clone()
             case StorePart(cls, row, start, end, segment):
-                self._segments[cls][segment] = self._entries(cls, row, start, end).clone()
+                self._segments[cls][segment] = self.entries(cls, row, start, end).clone()
             case SplitSegment():
                 self._split(edit)
             case MergeSegments(segment, head):
@@ -185,8 +194,6 @@ class KVMemory:
             case ForgetSegment(segment):
                 for of_class in self._segments:
                     of_class.pop(segment, None)
-            case Reuse():
-                self._reuse(edit)
             case CopyRow(row, source, end):
                 self.table.groups[:, row, :end] = self.table.groups[:, source, :end]
                 self._dropped.pop(row, None)
@@ -201,7 +208,7 @@ class KVMemory:
             case KeepEntries():
                 freed.append(self._keep(edit, next(kept)))
 
-    def _entries(self, cls: int, row: int, start: int, end: int) -> torch.Tensor:
+    def entries(self, cls: int, row: int, start: int, end: int) -> torch.Tensor:
         """Returns the slots of entries [start, end) of `row` in a class, as segments have them: a view."""
         if len(self.table.groups) == 1:
             return self.table.slots(row, start, end)
@@ -244,9 +251,7 @@ class KVMemory:
         owners[0] += 1  # padding is its own owner
         held = [slots.flatten() for of_class in self._segments for slots in of_class.values()]
         for row in () if holdings is None else holdings.rows:
-            held += [
-                self._entries(cls, row.row, own, row.length).flatten() for cls, own in enumerate(row.own)
-            ]
+            held += [self.entries(cls, row.row, own, row.length).flatten() for cls, own in enumerate(row.own)]
         if held:
             slots = torch.cat(held).cpu().numpy()
             if slots.size and not 0 <= int(slots.min()) <= int(slots.max()) < len(owners):
@@ -299,7 +304,7 @@ class KVMemory:
             for cls, segments, start, end in held:
                 if segments:
                     expected.append(torch.cat([self._segments[cls][one] for one in segments], -1).flatten())
-                    found.append(self._entries(cls, row.row, start, end).flatten())
+                    found.append(self.entries(cls, row.row, start, end).flatten())
                     where.append((row.row, cls, start, end, segments))
         if not found or torch.equal(torch.cat(expected), torch.cat(found)):
             return
@@ -318,7 +323,7 @@ class KVMemory:
             for segments, of_class in zip(self._segments, labels.segments, strict=True)
             for segment, slots in segments.items()
         ]
-        held += [(self._entries(*where).flatten(), label) for where, label in labels.own.items()]
+        held += [(self.entries(*where).flatten(), label) for where, label in labels.own.items()]
         if held:
             slots = torch.cat([some for some, _ in held]).long()
             counts = np.array([len(some) for some, _ in held])
@@ -328,18 +333,24 @@ class KVMemory:
             found.index_copy_(0, slots, values)
         return found[1:].cpu().numpy()
 
-    def _alloc(self, allocs: list[Alloc | AllocPart], before: torch.Tensor | None) -> torch.Tensor | None:
-        """Allocates the slots of these edits at once, and forgets the edits. Returns those of the first group
-        if the first edit is an Alloc, otherwise `before`."""
-        if not allocs:
-            return before
-        first = allocs[0]
-        is_step = all(edit.counts.count(1) == len(edit.rows) for edit in allocs)
-        where = self._step_entries(allocs) if is_step else self._prompt_entries(allocs)
-        # More than one token each means prompts, which are read fastest from adjacent slots.
-        slots = self.allocator.alloc(len(where.positions), contiguous=not is_step, entries=where)
-        allocs.clear()
-        return slots[: sum(first.counts)] if isinstance(first, Alloc) else before
+    def _grow(
+        self, allocs: list[Alloc | AllocPart], reuses: list[Reuse], before: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Allocates the slots of these edits at once, then reuses those of the others, and forgets the edits.
+        Returns the slots of the first group if the first edit is an Alloc, otherwise `before`."""
+        if allocs:
+            first = allocs[0]
+            is_step = all(edit.counts.count(1) == len(edit.rows) for edit in allocs)
+            where = self._step_entries(allocs) if is_step else self._prompt_entries(allocs)
+            # More than one token each means prompts, which are read fastest from adjacent slots.
+            slots = self.allocator.alloc(len(where.positions), contiguous=not is_step, entries=where)
+            allocs.clear()
+            if isinstance(first, Alloc):
+                before = slots[: sum(first.counts)]
+        for edit in reuses:
+            self._reuse(edit)
+        reuses.clear()
+        return before
 
     def _prompt_entries(self, allocs: Sequence[Alloc | AllocPart]) -> TableEntries:
         """Returns where the slots of these edits go, group by group."""

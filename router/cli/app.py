@@ -116,7 +116,7 @@ def generate(
         str | None, typer.Option(help="System message before each prompt; needs --chat.")
     ] = None,
     config: EngineConfig,
-    params: SamplingParams,
+    stated: dict[str, Any],
 ) -> None:
     """Answer prompts, streamed to standard output.
 
@@ -138,6 +138,7 @@ def generate(
 
             find_model(config, report)  # that a model cannot run matters more than what its tokenizer lacks
             raise
+        params = SamplingParams(**tokenizer.recommended | stated)
         if chat is None:
             chat = _has_chat_template(tokenizer)
             report("answering as a chat" if chat else "continuing the text (this model has no chat template)")

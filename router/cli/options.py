@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 
 from lightkv.router.config import API_KEY_VARIABLE, EngineConfig, ServiceConfig, bounds, declared, flag
-from lightkv.router.sampling_params import SamplingParams
+from lightkv.router.sampling_params import RECOMMENDED, SamplingParams
 from lightkv.router.simulate.config import SimulationConfig
 
 T = TypeVar("T")
@@ -80,6 +80,9 @@ def _sampling_options() -> list[inspect.Parameter]:
     options = []
     for name, text in _SAMPLING_HELP.items():
         kind, default = (list[str], None) if name == "stop" else (kinds[name], defaults[name])
+        if name in RECOMMENDED:
+            kind, default = kind | None, None
+            text += f" Default: what the model recommends, or {defaults[name]:g}."
         options.append(_option(name, kind, default, _with_range(text, SamplingParams, name), "Sampling"))
     return options
 
@@ -107,6 +110,13 @@ def _with_options(
     return decorate
 
 
+def _stated(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the sampling parameters that the command line states. Raises InvalidParams."""
+    stated = {name: value for name, value in values.items() if value is not None}
+    SamplingParams(**stated)
+    return stated
+
+
 _SEVERAL = [field.name for field in fields(ServiceConfig) if field.default == ()]
 takes_engine = _with_options(
     "config", _config_options(EngineConfig, "Engine"), lambda values: EngineConfig(**values)
@@ -124,6 +134,4 @@ takes_simulations = _with_options(
         for allocation in dict.fromkeys(name.strip() for name in values["allocation"].split(","))
     ),
 )
-takes_sampling = _with_options(
-    "params", _sampling_options(), lambda values: SamplingParams(**values | {"stop": values["stop"] or ()})
-)
+takes_sampling = _with_options("stated", _sampling_options(), _stated)

@@ -1,6 +1,11 @@
-"""Writes the plan of a step once the scheduler has decided what it computes and the ledger has its slots."""
+"""Writes the plan of a step once the scheduler has decided what it computes and the ledger has its slots.
 
-from typing import NamedTuple
+Most of a step is the same as in the one before: the decodes. What is read of them in every step is kept in
+columns (`Decodes`), so that a step costs little for a request that goes on.
+"""
+
+from collections import Counter
+from typing import NamedTuple, TypeVar
 
 from lightkv.edits import Alloc, encode
 from lightkv.ledger import Sequence
@@ -11,7 +16,9 @@ from lightkv.router.sampling_params import SamplerKind
 from .ledger import Ledger
 from .new_rows import NewRows
 from .request import Request
-from .step import Limits, StepPlan
+from .step import Limits, StepPlan, TokenEvent
+
+K = TypeVar("K")
 
 
 class Chunk(NamedTuple):
@@ -22,33 +29,133 @@ class Chunk(NamedTuple):
     num_tokens: int
 
 
+class DecodeBatch(NamedTuple):
+    """The requests that take a token in a step, in the order in which they began to decode, in columns.
+
+    kind: the highest of their kinds. stop_ids: every token that ends one of them.
+    """
+
+    requests: list[Request]
+    sequences: list[Sequence]
+    rows: list[int]
+    ids: list[str]
+    kind: SamplerKind
+    stop_ids: frozenset[int]
+
+    def take(self, tokens: list[int], start: int, end: int) -> list[TokenEvent]:
+        """Gives the requests from index `start` up to `end` their tokens, with which they go on. Returns the
+        events. `tokens`: those of the whole batch."""
+        for request, token in zip(self.requests[start:end], tokens[start:end], strict=True):
+            request.output.append(token)
+        return list(map(TokenEvent, self.ids[start:end], tokens[start:end]))
+
+    def ending(self, tokens: list[int], rows: set[int]) -> list[int]:
+        """Returns the indices of the requests in these `rows`, and of those that one of `tokens` may end."""
+        found: set[int] = set()
+        if rows:
+            found.update([i for i, row in enumerate(self.rows) if row in rows])
+        if not self.stop_ids.isdisjoint(tokens):
+            found.update([i for i, token in enumerate(tokens) if token in self.stop_ids])
+        return sorted(found)
+
+
+class PlannedStep(NamedTuple):
+    """A plan, the requests whose prefills it computes, those of them whose prefills end, and the decodes. It
+    samples a token for each of the latter two, in this order."""
+
+    plan: StepPlan
+    prefills: list[Request]
+    begun: list[Request]
+    decodes: DecodeBatch
+
+    @property
+    def requests(self) -> list[Request]:
+        """The requests of the step, in the order of the plan's batch."""
+        return self.prefills + self.decodes.requests
+
+
+class Decodes:
+    """The requests that take a token in the next step, in columns by row, and the prefixes that they share."""
+
+    def __init__(self, prefixes: BatchPrefixes) -> None:
+        self.prefixes = prefixes
+        self._requests: dict[int, Request] = {}
+        self._sequences: dict[int, Sequence] = {}
+        self._ids: dict[int, str] = {}
+        self._kinds: Counter[SamplerKind] = Counter()
+        self._stop_ids: Counter[frozenset[int]] = Counter()
+        self._batch: DecodeBatch | None = None  # these requests, until one comes or goes
+
+    def add(self, request: Request) -> None:
+        """Adds a request whose prefill is computed."""
+        assert request.sequence is not None
+        row = request.sequence.row
+        self._requests[row] = request
+        self._sequences[row] = request.sequence
+        self._ids[row] = request.id
+        self.prefixes.join(request.sequence)
+        self._kinds[request.kind] += 1
+        self._stop_ids[request.stop_ids] += 1
+        self._batch = None
+
+    def discard(self, row: int) -> None:
+        """Removes the request in `row`, if there is one."""
+        request = self._requests.pop(row, None)
+        if request is None:
+            return
+        self.prefixes.leave(self._sequences.pop(row))
+        del self._ids[row]
+        _count_down(self._kinds, request.kind)
+        _count_down(self._stop_ids, request.stop_ids)
+        self._batch = None
+
+    def batch(self) -> DecodeBatch:
+        """Returns the requests as they are now: the same object for as long as none comes or goes."""
+        if self._batch is None:
+            self._batch = DecodeBatch(
+                list(self._requests.values()),
+                list(self._sequences.values()),
+                list(self._requests),
+                list(self._ids.values()),
+                max(self._kinds, default=SamplerKind.GREEDY),
+                frozenset().union(*self._stop_ids),
+            )
+        return self._batch
+
+
+def _count_down(counts: Counter[K], key: K) -> None:
+    """Counts one less of `key`, which is gone at zero."""
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
+
+
 class PlanWriter:
     """The plans of the steps over one ledger, whose step number goes up with each."""
 
     def __init__(self, ledger: Ledger, limits: Limits) -> None:
         self._ledger = ledger
         self._new_rows = NewRows(limits.vocab_size)
-        self._prefixes = BatchPrefixes(ledger, limits.prefix_sharing)
+        self.decodes = Decodes(BatchPrefixes(ledger, limits.prefix_sharing))
 
     def introduce(self, request: Request) -> None:
         """Notes that the request's sequence was opened: the next plan says how its row is sampled."""
         assert request.sequence is not None
         self._new_rows.add(request, request.sequence.row)
 
-    def write(
-        self, chunks: list[Chunk], decoding: list[Request], sequences: list[Sequence], decode_alloc: Alloc
-    ) -> StepPlan:
-        """Returns the plan of these chunks and decodes, whose slots the ledger has allocated."""
+    def write(self, chunks: list[Chunk], decodes: DecodeBatch, decode_alloc: Alloc) -> PlannedStep:
+        """Plans the step of these chunks and decodes, whose slots the ledger has allocated."""
         ledger = self._ledger
         # The allocation of the decodes' slots travels as the batch itself (`StepPlan.decode_alloc`).
         edits = [edit for edit in ledger.drain() if edit is not decode_alloc]
         sample = [i for i, chunk in enumerate(chunks) if not chunk.request.num_prefill_left]
-        sampled = [chunks[i].request for i in sample] + decoding
-        sample.extend(range(len(chunks), len(chunks) + len(decoding)))
-        kind = max([request.kind for request in sampled], default=SamplerKind.GREEDY)
+        begun = [chunks[i].request for i in sample]
+        sample.extend(range(len(chunks), len(chunks) + len(decodes.rows)))
+        kind = max([request.kind for request in begun], default=SamplerKind.GREEDY)
+        kind = max(kind, decodes.kind)
         logprobs = {}
         if kind >= SamplerKind.EDITED:
-            wanted = [request.params.logprobs for request in sampled]
+            wanted = [request.params.logprobs for request in begun + decodes.requests]
             logprobs = {i: count for i, count in enumerate(wanted) if count is not None}
         new_rows, prompts = self._new_rows.drain()
         plan = StepPlan(
@@ -67,7 +174,7 @@ class PlanWriter:
             logprobs=logprobs,
             new_rows=new_rows,
             num_free=ledger.num_free,
-            prefixes=self._prefixes.of(sequences),
+            prefixes=self.decodes.prefixes.find(),
             prompts=prompts,
             scored=[
                 scored
@@ -76,4 +183,4 @@ class PlanWriter:
             ],
         )
         ledger.step += 1
-        return plan
+        return PlannedStep(plan, [chunk.request for chunk in chunks], begun, decodes)

@@ -67,13 +67,14 @@ class Request:
         rank: the place in the queue by priority and time, which the queue sets.
         ticket: the number of its place in the queue, while it waits.
         expected: the output tokens that admission counts the request with, up to `max_tokens`.
-        num_in_flight: the steps in flight that the request is in.
+        chunk_step: the newest step that computes a part of the prefill.
         finish_reason: None while the request lives, then "stop", "length", "abort", "invalid" or "error".
     """
 
     __slots__ = (
         "arrival",
         "cached",
+        "chunk_step",
         "expected",
         "finish_reason",
         "grammar",
@@ -86,7 +87,6 @@ class Request:
         "namespace",
         "num_computed",
         "num_hit",
-        "num_in_flight",
         "num_preemptions",
         "num_prefill_tokens",
         "num_prompt",
@@ -158,7 +158,7 @@ class Request:
         )
         self.prompt_logprobs: list[PromptLogprobs] = []  # in the order of the prompt
         self.cached = not self.is_scored  # do the request's tokens stay in the cache once it has ended?
-        self.num_in_flight = 0
+        self.chunk_step = -1
 
     def validate(self, limits: Limits, capacity: int, groups: LayerGroups = ONE_GROUP) -> None:
         """Checks that the request can run in a pool of `capacity` slots, of a model with these layer groups.
@@ -213,6 +213,13 @@ class Request:
         """The tokens of a running request's prefill that no planned step computes."""
         assert self.sequence is not None
         return self.num_prefill_tokens - self.sequence.length
+
+    @property
+    def newest_step(self) -> int:
+        """The newest step that a running request is in. Once its prefill is computed, it takes a token in each
+        step until its end."""
+        assert self.sequence is not None
+        return self.chunk_step + max(self.sequence.length - self.num_prefill_tokens, 0)
 
     @property
     def order(self) -> tuple[float, bool, int]:

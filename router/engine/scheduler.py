@@ -19,7 +19,6 @@ completes. Admission counts this additional step.
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 from lightkv.errors import CheckFailed
 from lightkv.ledger import Sequence
@@ -28,19 +27,11 @@ from lightkv.router.engine.slots.forecast import fitting, make_forecast
 from .admission import Admission, Demand, Running, check_peaks, keep_branch
 from .forecast import Prefill
 from .ledger import Ledger
-from .plan_writer import Chunk, PlanWriter
+from .plan_writer import Chunk, DecodeBatch, PlannedStep, PlanWriter
 from .prefill_budget import PrefillBudget, PrefillWindow, StepBudget
 from .request import Request, validate_all
 from .step import Limits, StepPlan, StepResult, TokenEvent
 from .waiting import WaitingQueue
-
-
-class _Batch(NamedTuple):
-    """A plan in flight, the request of each of its rows, and those of them that it samples a token for."""
-
-    plan: StepPlan
-    requests: list[Request]
-    sampled: list[Request]
 
 
 class Scheduler:
@@ -77,7 +68,8 @@ class Scheduler:
         self._decoding: dict[int, Request] = {}  # by row, in the order in which they began to decode
         self._finishing: list[Request] = []  # ended, but part of a step in flight
         self._plans = PlanWriter(ledger, limits)
-        self._in_flight: deque[_Batch] = deque()
+        self._decodes = self._plans.decodes  # those of `_decoding` that take further tokens
+        self._in_flight: deque[PlannedStep] = deque()
         self._failed = False  # a step has failed, and another is still in flight
         self._forecast = make_forecast(ledger, lag=depth - 1)
         self._num_groups = ledger.groups.num_groups  # slots of a token that all layers see
@@ -138,7 +130,7 @@ class Scheduler:
         """Queues all of the requests, or none. Raises as `Request.validate` does, and ValueError for an id in
         use."""
         names = [request.id for request in requests]
-        if len(set(names) - self._requests.keys()) < len(names):
+        if len(set(names)) < len(names) or not self._requests.keys().isdisjoint(names):
             raise ValueError(f"one of the requests {names} is running, or given twice; give each its own id")
         validate_all(requests, self.limits, self.ledger.capacity, self.ledger.groups)
         for request in requests:
@@ -169,79 +161,85 @@ class Scheduler:
         if self._admission.patience is not None and self.waiting.defer(self._clock()):
             self._retry_at = 0  # there may be another head of the queue
         ledger = self.ledger
-        decoding, sequences = self._next_decodes()
-        growth = ledger.growth(sequences)
-        while self._forecast.num_estimated and self._is_short(sequences, growth):
+        decodes = self._next_decodes()
+        while self._forecast.num_estimated and self._is_short(decodes.sequences):
             if self._in_flight:  # a request in a step in flight cannot be preempted
                 return None
             self._preempt(max([r for r in self._running() if not r.is_exact], key=lambda r: r.order))
-            decoding, sequences = self._next_decodes()
-            growth = ledger.growth(sequences)
+            decodes = self._next_decodes()
         # The decodes' slots are allocated last, so that no prefix that is hit is evicted for them; but first
         # where they also release some, which chunks may need.
-        early_alloc = None if self._num_groups == 1 else ledger.extend(sequences, [1] * len(decoding))
-        chunks = self._plan_prefills(sequences, growth if early_alloc is None else 0)
-        if not chunks and not decoding:
+        sequences, ones = decodes.sequences, [1] * len(decodes.rows)
+        early_alloc = None if self._num_groups == 1 else ledger.extend(sequences, ones)
+        chunks = self._plan_prefills(sequences, ledger.growth(sequences) if early_alloc is None else 0)
+        if not chunks and not sequences:
             return None
-        decode_alloc = early_alloc or ledger.extend(sequences, [1] * len(decoding))
-        plan = self._plans.write(chunks, decoding, sequences, decode_alloc)
-        requests = sampled = decoding
+        decode_alloc = early_alloc or ledger.extend(sequences, ones)
+        planned = self._plans.write(chunks, decodes, decode_alloc)
         if chunks:
-            requests = [chunk.request for chunk in chunks] + decoding
-            sampled = [chunk.request for chunk in chunks if not chunk.request.num_prefill_left]
-            for request in sampled:
+            for request in planned.begun:
                 self._decoding[request.sequence.row] = request  # type: ignore[union-attr]
+                self._decodes.add(request)
             self._prefilling = [request for request in self._prefilling if request.num_prefill_left]
-            sampled += decoding
             self._retry_at = 0  # in the next step the head of the queue may hit what this one computes
-        for request in requests:
-            request.num_in_flight += 1
-        self._in_flight.append(_Batch(plan, requests, sampled))
+        self._in_flight.append(planned)
         self.peak_held = max(self.peak_held, ledger.num_held)
-        return plan
+        return planned.plan
 
     def complete(self, result: StepResult) -> list[TokenEvent]:
         """Completes the oldest step in flight with its tokens. Returns the events of each request."""
-        batch = self._pop_oldest(result.step)
-        events, num_failed = [], 0
-        if not self._failed:
-            self.ledger.confirm(batch.plan.step)
-            for scored, found in zip(batch.plan.scored, result.scored, strict=True):
-                batch.requests[scored.part].prompt_logprobs.append(found)
-            logprobs = result.logprobs
-            for i, (request, token) in enumerate(zip(batch.sampled, result.tokens, strict=True)):
-                if request.finish_reason is not None:
-                    continue
-                if result.errors and i in result.errors:
-                    self._end(request, "invalid")
-                    events.append(TokenEvent(request.id, None, "invalid", error=result.errors[i]))
-                    num_failed += 1
-                    continue
-                request.output.append(token)
-                count = len(request.output)
-                ends = token in request.stop_ids or count == request.max_tokens
-                if not ends and count > 1 and not logprobs:  # most events are of this kind
-                    events.append(TokenEvent(request.id, token))
-                    continue
-                reason = None
-                if ends:
-                    reason = "stop" if token in request.stop_ids else "length"
-                    self._end(request, reason)
-                num_cached = request.num_hit if count == 1 else None
-                scores = request.take_scores() if count == 1 else None
-                events.append(
-                    TokenEvent(request.id, token, reason, logprobs.get(i), None, num_cached, scores)
-                )
-            self.num_output_tokens += len(events) - num_failed
+        step = self._pop_oldest(result.step)
+        events = [] if self._failed else self._take_tokens(step, result)
         self._release_finished()
         return events
+
+    def _take_tokens(self, step: PlannedStep, result: StepResult) -> list[TokenEvent]:
+        """Gives each request of a computed step its token. Returns the events."""
+        self.ledger.confirm(step.plan.step)
+        for scored, found in zip(step.plan.scored, result.scored, strict=True):
+            step.prefills[scored.part].prompt_logprobs.append(found)
+        decodes, num_begun = step.decodes, len(step.begun)
+        if len(result.tokens) != num_begun + len(decodes.rows):
+            raise ValueError(f"{len(result.tokens)} tokens for {num_begun + len(decodes.rows)} requests")
+        events: list[TokenEvent] = []
+        for i, request in enumerate(step.begun):
+            self._take_token(request, i, result, events)
+        tokens, at = result.tokens[num_begun:], 0
+        is_plain = not result.logprobs and not result.errors  # as in most steps: most requests go on
+        looked_at = decodes.ending(tokens, self._forecast.ended()) if is_plain else range(len(tokens))
+        for i in [*looked_at, len(tokens)]:
+            events += decodes.take(tokens, at, i)
+            self.num_output_tokens += i - at
+            if i < len(tokens):
+                self._take_token(decodes.requests[i], num_begun + i, result, events)
+            at = i + 1
+        return events
+
+    def _take_token(self, request: Request, i: int, result: StepResult, events: list[TokenEvent]) -> None:
+        """Gives a request the token at index `i` of a result, unless it has ended. Adds its event."""
+        if request.finish_reason is not None:
+            return
+        if result.errors and i in result.errors:
+            self._end(request, "invalid")
+            events.append(TokenEvent(request.id, None, "invalid", error=result.errors[i]))
+            return
+        token, reason = result.tokens[i], None
+        request.output.append(token)
+        self.num_output_tokens += 1
+        count = len(request.output)
+        if token in request.stop_ids or count == request.max_tokens:
+            reason = "stop" if token in request.stop_ids else "length"
+            self._end(request, reason)
+        num_cached = request.num_hit if count == 1 else None
+        scores = request.take_scores() if count == 1 else None
+        events.append(TokenEvent(request.id, token, reason, result.logprobs.get(i), None, num_cached, scores))
 
     def fail(self, error: str) -> list[TokenEvent]:
         """Ends the requests of every step in flight in "error", since the oldest step was not computed.
 
         Nothing that these steps computed stays in the cache, and the results of the later ones are dropped.
         """
-        requests = {request.id: request for batch in self._in_flight for request in batch.requests}
+        requests = {request.id: request for step in self._in_flight for request in step.requests}
         self._pop_oldest(None)
         self._failed = True
         events = []
@@ -265,7 +263,7 @@ class Scheduler:
             sequence = request.sequence
             assert sequence is not None
             remaining = 0 if request.finish_reason is not None else request.remaining
-            if not remaining and request.num_in_flight and not self._is_in_newest(request):
+            if not remaining and self._is_in_flight(request) and request.newest_step < self.step - 1:
                 remaining = -1
             path = sequence.node.up()
             demands.append(Demand(sequence.num_private, remaining, path, window is None, window=window))
@@ -344,33 +342,36 @@ class Scheduler:
 
     # ------------------------------------------------------------------ the parts of a step
 
-    def _next_decodes(self) -> tuple[list[Request], list[Sequence]]:
-        """Returns the requests that take a token in the next step, and their sequences. A request that has
-        outlived its estimate gets another."""
+    def _next_decodes(self) -> DecodeBatch:
+        """Returns the requests that take a token in the next step, once outlived estimates are made anew."""
         ended = self._forecast.ended()
         if ended and self._forecast.num_estimated:
-            self._estimate_anew()
+            self._estimate_anew(ended)
             ended = self._forecast.ended()
-        by_row = self._decoding
-        if ended:
-            by_row = by_row.copy()
-            for row in ended:
-                by_row.pop(row, None)  # it may be of a request that has ended already
-        decoding = list(by_row.values())
-        return decoding, [request.sequence for request in decoding]  # type: ignore[misc]
+        for row in ended:
+            self._decodes.discard(row)  # it may be of a request that has ended already
+        return self._decodes.batch()
 
-    def _estimate_anew(self) -> None:
-        for request in self._decoding.values():
-            generated = len(request.output) + request.num_in_flight
+    def _estimate_anew(self, ended: set[int]) -> None:
+        """Estimates the requests in these rows again that may go on."""
+        for request in [request for row, request in self._decoding.items() if row in ended]:
+            sequence = request.sequence
+            assert sequence is not None
+            generated = sequence.length + 1 - request.num_prompt  # those of the steps in flight, too
             if request.expected <= generated < request.max_tokens:
-                assert request.sequence is not None
                 request.expected = self._admission.expected(request, generated)
-                self._forecast.decode(request.sequence, request.remaining)
+                self._forecast.decode(sequence, request.remaining)
 
-    def _is_short(self, decodes: list[Sequence], growth: int) -> bool:
-        """Returns whether slots are too few for the `growth` of the `decodes`, without decodes for any prefill,
-        or for the chunks of the exact requests, which have to be computed as they are forecast."""
-        room = self.ledger.num_available - growth
+    def _is_short(self, decodes: list[Sequence]) -> bool:
+        """Returns whether slots are too few for the next tokens of the `decodes` and for prefills."""
+        available, most = self.ledger.num_available, len(decodes) * self._num_groups
+        if self._num_groups > 1 and not self._is_too_little(available - most, decodes):
+            return False  # as not even a slot in each group for each token would make it
+        return self._is_too_little(available - self.ledger.growth(decodes), decodes)
+
+    def _is_too_little(self, room: int, decodes: list[Sequence]) -> bool:
+        """Returns whether `room` beside the `decodes` is too little: without decodes for any prefill, else for
+        the chunks of the exact requests, which have to be computed as they are forecast."""
         first = [] if decodes else self._prefilling[:1]
         if room < 0 or any(fitting(self.ledger, request.sequence, room) < 1 for request in first):
             return True
@@ -403,6 +404,7 @@ class Scheduler:
         assert request.sequence is not None
         if self._decoding.pop(request.sequence.row, None) is None:
             self._prefilling = [r for r in self._prefilling if r is not request]
+        self._decodes.discard(request.sequence.row)
 
     def _plan_prefills(self, decodes: list[Sequence], growth: int) -> list[Chunk]:
         """Returns the prefill chunks of the next step, those of the most urgent requests first.
@@ -447,20 +449,18 @@ class Scheduler:
         assert sequence is not None
         self.ledger.extend([sequence], [count])
         self.ledger.publish(sequence)
+        request.chunk_step = self.step
         if not request.num_prefill_left:
             self._forecast.decode(sequence, request.remaining, begin=self.step + 1)
         return Chunk(request, start, count)
 
     # ------------------------------------------------------------------ the end of steps and requests
 
-    def _pop_oldest(self, step: int | None) -> _Batch:
+    def _pop_oldest(self, step: int | None) -> PlannedStep:
         if not self._in_flight or step not in (None, self._in_flight[0].plan.step):
             steps = [batch.plan.step for batch in self._in_flight]
             raise ValueError(f"a result for step {step}, while the steps {steps} are in flight")
-        batch = self._in_flight.popleft()
-        for request in batch.requests:
-            request.num_in_flight -= 1
-        return batch
+        return self._in_flight.popleft()
 
     def _end(self, request: Request, reason: str) -> None:
         """Ends a request. `_release_finished` frees what it holds once no step in flight contains it."""
@@ -472,14 +472,14 @@ class Scheduler:
         if request.sequence is None:
             self.waiting.forget(request)
         else:
-            if request.num_in_flight:
-                self._forecast.rest(request.sequence, self.step - (not self._is_in_newest(request)))
+            if self._is_in_flight(request):
+                self._forecast.rest(request.sequence, request.newest_step + 1)
             self._forget(request)
             self._finishing.append(request)
 
-    def _is_in_newest(self, request: Request) -> bool:
-        """Returns whether a request of a step in flight is in the newest one."""
-        return request.num_in_flight == len(self._in_flight) or request in self._in_flight[-1].requests
+    def _is_in_flight(self, request: Request) -> bool:
+        """Returns whether a running request is in a step in flight."""
+        return bool(self._in_flight) and request.newest_step >= self._in_flight[0].plan.step
 
     def _release_finished(self) -> None:
         """Closes the sequences of ended requests that are in no step in flight. After a failure, and once
@@ -487,7 +487,7 @@ class Scheduler:
         if self._finishing:
             staying = []
             for request in self._finishing:
-                if request.num_in_flight:
+                if self._is_in_flight(request):
                     staying.append(request)
                     continue
                 assert request.sequence is not None

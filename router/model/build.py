@@ -25,7 +25,7 @@ from lightkv.attention.restored_prefill import SCRATCH_BYTES
 from lightkv.edits import Alloc, AllocPart, FreePartRange, FreeRange
 from lightkv.errors import InvalidDevice
 from lightkv.integrations.model.adapters.adapt import adapt
-from lightkv.integrations.model.context import context_length
+from lightkv.integrations.model.context import context_length, num_layers
 from lightkv.integrations.model.fused_layers import fuse_layers, unfuse_layers
 from lightkv.integrations.model.hf_model import bind
 from lightkv.integrations.model.kv_scales import (
@@ -262,8 +262,9 @@ def kv_scales(config: EngineConfig, directory: Path, model: PreTrainedConfig) ->
             f"--kv-dtype {config.kv_dtype}: the checkpoint's scales are for {kind} elements of {bits} bits "
             "(kv_cache_scheme); choose int8 or int4, which compute their scales"
         )
-    num_layers = model.get_text_config().num_hidden_layers
-    layers = [layer for layer in range(num_layers) if layer not in chosen.skipped]
+    layers = [
+        layer for layer in range(num_layers(model.get_text_config()) or 0) if layer not in chosen.skipped
+    ]
     try:
         files = [directory / name for name in weight_files(directory)]
         return read_kv_scales(files, layers, of_queries=config.prefill_dtype != "model")

@@ -100,13 +100,20 @@ def load_model(
         raise ModelTooLarge(directory, num_bytes, free, total) from error
     except UnsupportedModel:
         raise
+    except ImportError as error:  # of weights in fewer bits
+        remedy = "give the model with weights in 16 bits (with that package, lightkv was not tried)"
+        raise UnreadableWeights(directory, f"cannot be loaded ({one_line(error)})", remedy) from error
     # A field of a wrong type fails wherever the model's code first uses it.
     except Exception as error:
         raise UnreadableWeights(directory, f"cannot be loaded ({one_line(error)})") from error
     # transformers fills missing tensors, and those of another shape, with random numbers. Tied weights are not
     # listed as missing.
     if missing := sorted(info["missing_keys"]):
-        raise UnreadableWeights(directory, f"lacks {len(missing)} of the model's tensors, {missing[0]} first")
+        reason = f"lacks {len(missing)} of the model's tensors, {missing[0]} first"
+        head = model.get_output_embeddings()
+        ties = [name for name, one in model.named_parameters() if head is not None and one is head.weight]
+        remedy = 'if it ties them to its embedding, set "tie_word_embeddings": true in config.json'
+        raise UnreadableWeights(directory, reason, remedy if missing == ties else None)
     if mismatched := sorted(str(key[0]) for key in info["mismatched_keys"]):
         count = f"{len(mismatched)} tensors, {mismatched[0]} first"
         # transformers does not divide all that it converts while it loads, such as transposed experts.

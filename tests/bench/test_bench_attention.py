@@ -99,6 +99,7 @@ def test_a_prefill_row(tools: bench.Bench, flashinfer: peers.FlashInfer) -> None
     assert list(fresh["sides"]) == ["lightkv p1", "lightkv p16", "lightkv contiguous", "SDPA math"]
 
 
+@pytest.mark.slow
 def test_a_mixed_row(tools: bench.Bench, flashinfer: peers.FlashInfer) -> None:
     found = bench.measure_mixed(MIXED, tools._replace(flashinfer=flashinfer))
     assert found["failed"] == {}
@@ -199,6 +200,7 @@ def test_a_graph_is_right_after_memory_was_freed() -> None:
     assert all(bool(other.isnan().all()) for other in others)
 
 
+@pytest.mark.slow
 def test_what_belongs_to_a_decode_row(tools: bench.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "SEVERAL_QUERIES", {"even": 3})
     monkeypatch.setattr(bench, "WRITTEN", ("even",))

@@ -1,10 +1,13 @@
 """The life whose KV events are measured: its cache is full, and its subscriber misses nothing."""
 
+import pytest
+
 from bench.serving import kv_events
 
 FEW = ["--capacity", "6000", "--running", "4", "--prompt", "256", "--output", "32"]
 
 
+@pytest.mark.slow
 def test_a_life_stores_as_much_as_it_evicts_and_its_subscriber_misses_nothing() -> None:
     life = kv_events.Life(kv_events.arguments(FEW))
     life.fill()

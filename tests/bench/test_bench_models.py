@@ -82,6 +82,7 @@ def test_speculation_refuses_another_text(run: Callable[..., Any], monkeypatch: 
         run(speculation.main, "--new-tokens", 4, "--rounds", 1)
 
 
+@pytest.mark.slow
 def test_embedding(run: Callable[..., Any]) -> None:
     results = run(embedding.main, "--new-tokens", 4, "--rounds", 2)
     assert results.keys() == embedding.CASES.keys()
@@ -95,6 +96,7 @@ def test_embedding(run: Callable[..., Any]) -> None:
         assert figures[embedding.DYNAMIC]["most_tokens_held"] >= beams * prompt
 
 
+@pytest.mark.slow
 def test_streaming(run: Callable[..., Any]) -> None:
     sizes = {"tokens": 320, "window": 32, "stride": 8, "block": 80, "control": 2, "generate": 30}
     options = [part for name, value in sizes.items() for part in (f"--{name}", value)]

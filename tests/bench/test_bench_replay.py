@@ -15,6 +15,7 @@ from lightkv.router.model.build import assemble
 from tests.support.two_layers import TWO_LAYERS
 
 
+@pytest.mark.slow
 def test_sequences_are_brought_to_the_length_of_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model(TWO_LAYERS, torch.device("cpu"), torch.float32)
     config = EngineConfig(device="cpu", max_total_tokens=1200, max_num_seqs=8, prefill_chunk=64)

@@ -14,6 +14,7 @@ from lightkv.router.simulate.config import SIMULATED_ADMISSIONS
 from tests.support.tiny_models import tiny_llama
 
 
+@pytest.mark.slow
 def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "out.json"
     options = ["--requests", "12", "--policy-requests", "12", "--out", str(out)]
@@ -32,6 +33,7 @@ def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert 0 < shares[0] < shares[-1] < 1
 
 
+@pytest.mark.slow
 def test_some_admissions_of_all_traces_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out.json"
     options = ["--requests", "12", "--parts", "goodput", "--goodput-admissions", "timely", "--out", str(out)]

@@ -84,6 +84,7 @@ def test_every_allocation_answers_the_same_requests(run: Callable[..., Any], mod
     assert 0 < peer["ttft_p50"] <= peer["ttft_p99"]
 
 
+@pytest.mark.slow
 def test_the_8b_shape(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (trace_replay, transformers_trace):
         monkeypatch.setattr(module, "LLAMA_3_8B", tiny_config())
@@ -138,6 +139,7 @@ def test_what_was_measured_is_simulated_again(
             trace_replay.main()
 
 
+@pytest.mark.slow
 def test_no_replay_is_begun_when_the_time_is_up(run: Callable[..., Any], model: Path) -> None:
     results = run("--model", model, *SIZES, "--seconds", 0.001)
     assert [load["allocations"] for load in results["loads"].values()] == [{}, {}]
@@ -170,6 +172,7 @@ def test_the_device_counts_as_the_ledger_does(machine: Machine, allocation: str,
     assert again["hit_tokens"] == 0
 
 
+@pytest.mark.slow
 def test_the_device_counts_as_a_ledger_of_longest_answers_does(machine: Machine) -> None:
     trace = a_trace().at_once()
     found = machine.replay(trace, "contiguous", "sum", seed=0)  # raises where they part
@@ -239,6 +242,7 @@ def test_prompts_begin_alike_where_the_trace_says_so() -> None:
     assert all(map(np.array_equal, again, (first, second, third, last)))
 
 
+@pytest.mark.slow
 def test_a_saturation_is_of_the_requests_again_and_again() -> None:
     config = trace_replay.SimulationConfig(capacity=400, max_new=40, max_num_seqs=4)
     slow, fast = (StepTime(base, 0, 0, 0, 0, 0) for base in (0.1, 0.01))

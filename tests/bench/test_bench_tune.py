@@ -131,6 +131,7 @@ def test_the_table_is_among_the_candidates(monkeypatch: pytest.MonkeyPatch) -> N
         assert f"general {tune.text(launch)}" in tune.prefill_candidates(row)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_or_is_wrong_is_left_out(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     def broken(*_: object) -> Launch:
         raise RuntimeError("out of resources")

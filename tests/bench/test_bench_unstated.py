@@ -9,6 +9,7 @@ import pytest
 from bench.trace import unstated
 
 
+@pytest.mark.slow
 def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "out.json"
     small = ["--trace", "chat", "--requests", "60", "--capacity", "8000", "--max-new", "2000"]

@@ -278,6 +278,23 @@ def test_ids_are_not_given_twice() -> None:
         engine.add(request("a", [1], 5))
 
 
+def test_to_queue_a_request_takes_no_longer_behind_a_long_queue() -> None:
+    class Counted(str):
+        num_hashed = 0
+
+        def __hash__(self) -> int:
+            Counted.num_hashed += 1
+            return super().__hash__()
+
+    engine, _ = make()
+    hashed = []
+    for i in range(40):
+        before = Counted.num_hashed
+        engine.add(request(Counted(i), [1, 2, 3], 4))
+        hashed.append(Counted.num_hashed - before)
+    assert max(hashed) < 10  # none of those that wait is looked at
+
+
 @pytest.mark.parametrize("prompt", [[], [1, VOCABULARY], [-1]])
 def test_a_prompt_that_is_no_line_of_tokens_is_refused(prompt: list[int]) -> None:
     engine, _ = make()

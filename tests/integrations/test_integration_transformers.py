@@ -25,7 +25,6 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
-    RobertaConfig,
 )
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -190,11 +189,6 @@ def test_probe_takes_the_dtype_from_k_and_v(dtype: torch.dtype, device: torch.de
             FalconConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
             "AttentionInterface",
             id="no-interface",
-        ),
-        pytest.param(
-            RobertaConfig(**PLAIN, is_decoder=True),
-            "does not count a text's positions from 0",
-            id="roberta",
         ),
         pytest.param(NemotronConfig(**SMALL), "do not hand keyword arguments on", id="no-arguments"),
         pytest.param(DogeConfig(**SMALL), "changes its attention mask", id="own-mask"),

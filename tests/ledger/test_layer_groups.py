@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import pytest
 
-from lightkv.errors import OutOfTokens
+from lightkv.errors import OutOfTokens, SequenceTooLong
 from lightkv.layer_groups import FULL, LayerClass, LayerGroups, Lifetime
 from lightkv.ledger import TokenLedger
 from lightkv.ledger.sequence import Sequence
+from lightkv.ledger.windows import WindowedSequence
 from tests.support.grouped_memory import GroupedMemory
 
 
@@ -74,6 +75,18 @@ class Life:
             self.memory.check_reads(text.sequence.row, end - count, names)
             self.memory.write(text.sequence.row, end - count, names[end - count : end])
             self.num_computed += count
+
+    def bring(self, text: Text, length: int, spare: int = 0) -> None:
+        """Gives a text the K/V of its tokens up to `length` from elsewhere: in classes that do not see
+        everything, that of those that the next token sees, and of `spare` more."""
+        start, names = text.sequence.length, names_of(text.ids)
+        classes = self.ledger.groups.classes
+        firsts = [max(one.lifetime.first_seen(length) - spare, 0) for one in classes]
+        self.ledger.extend_imported(text.sequence, length, firsts[1:])
+        self.apply()
+        for cls, first in enumerate(firsts):
+            first = max(start, first)
+            self.memory.write_class(cls, text.sequence.row, first, names[first:length])
 
     def finish_prompt(self, text: Text, chunk: int = 1000) -> None:
         while (left := text.prompt - text.sequence.length) > 0:
@@ -187,6 +200,27 @@ def test_prompts_of_one_step_hit_what_they_have_in_common(name: str, own: int) -
         life.check()
     alone = ledger.groups.slots(len(texts[0].ids) - 1) + ledger.groups.num_groups
     assert ledger.num_held == 3 * alone - 2 * len(head) * ledger.groups.widths[0]  # as if nothing was kept
+
+
+def test_a_waiting_prompt_asks_each_sequence_once_that_has_passed_what_it_seeks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    life = Life(WINDOW, 2000, num_rows=9)
+    texts = [life.open([1] * 30 + [number + 2] * 9) for number in range(8)]
+    for text in texts:
+        life.finish_prompt(text)
+        life.decode(text, 20)
+    asked, own = [], WindowedSequence.own
+    monkeypatch.setattr(WindowedSequence, "own", lambda one, cls: asked.append(one) or own(one, cls))
+    waiting = ids_bytes([1] * 25 + [99] * 9)
+    for num_asked in (8, 0, 0):
+        asked.clear()
+        assert life.ledger.find_branch(waiting) is None
+        assert len(set(asked)) == num_asked
+    life.ledger.truncate(texts[0].sequence, texts[0].sequence.length - 1)  # which goes back
+    asked.clear()
+    assert life.ledger.find_branch(waiting) is None
+    assert set(asked) == {texts[0].sequence}
 
 
 def test_a_branch_that_a_failed_step_computes_is_not_hit() -> None:
@@ -380,6 +414,46 @@ def test_going_back_further_than_what_is_held_is_refused() -> None:
     assert not life.ledger.drain()
 
 
+@pytest.mark.parametrize("name", GROUPS)
+def test_imported_tokens_take_slots_where_they_come_and_are_hit(name: str) -> None:
+    """Windows get what their next tokens see; a prefix that is there already is not taken a second time."""
+    groups = GROUPS[name]
+    life = Life(groups, 300 * groups.num_groups)
+    first = life.open([1] * 20 + [2])
+    life.finish_prompt(first)
+    life.close(first)
+    text = life.open([1] * 20 + [3] * 50)
+    hit, before = text.sequence.length, life.ledger.num_held
+    assert hit == 20
+    length = 60
+    life.bring(text, length)
+    life.check()
+    parts = [one.num_groups * (length - one.lifetime.first_seen(length)) for one in groups.classes[1:]]
+    assert life.ledger.num_held <= before + groups.widths[0] * (length - hit) + sum(parts)
+    life.finish_prompt(text)
+    life.decode(text, 12)
+    life.close(text)
+    assert life.open([1] * 20 + [3] * 50 + [4]).sequence.length == 70
+    life.check()
+
+
+def test_an_import_that_lacks_what_is_seen_is_refused() -> None:
+    life = Life(WINDOW, 400)
+    text = life.open([1] * 60)
+    for length, firsts, said in [
+        (40, [36], "sees those from \\[35\\] on"),
+        (40, [-1], "begins at \\[-1\\]"),
+        (40, [35, 35], "begins at"),
+        (0, [0], "has 0 tokens already"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            life.ledger.extend_imported(text.sequence, length, firsts)
+    with pytest.raises(SequenceTooLong):
+        life.ledger.extend_imported(text.sequence, 130, [100])
+    life.check()
+    assert life.ledger.num_held == 0
+
+
 def computed_in_conversations(groups: LayerGroups, capacity: int) -> int:
     """Returns how many prompt tokens twelve conversations of ten turns compute, whose turns come in any order,
     and each of which rewrites the last tokens of the answer before it."""
@@ -442,7 +516,9 @@ def live(groups: LayerGroups, rng: random.Random, num_verbs: int) -> None:
     texts: list[Text] = []
     known: list[list[int]] = [[1]]  # texts to begin with
     for _ in range(num_verbs):
-        verb = rng.choices(["open", "extend", "fork", "truncate", "shrink", "close", "evict"], VERBS)[0]
+        verb = rng.choices(
+            ["open", "import", "extend", "fork", "truncate", "shrink", "close", "evict"], VERBS
+        )[0]
         text = rng.choice(texts) if texts else None
         if verb == "open" and len(texts) < 6:
             base = rng.choice(known)
@@ -451,6 +527,8 @@ def live(groups: LayerGroups, rng: random.Random, num_verbs: int) -> None:
             texts.append(life.open(ids[:100], session, keeps))
         elif text is None:
             continue
+        elif verb == "import" and text.sequence.length < len(text.ids):
+            bring_some(life, text, rng)
         elif verb == "extend":
             extend_some(life, texts, rng)
         elif verb == "fork" and len(texts) < 6:
@@ -477,7 +555,7 @@ def live(groups: LayerGroups, rng: random.Random, num_verbs: int) -> None:
     assert ledger.num_free == ledger.capacity
 
 
-VERBS = [3, 12, 1, 1, 1, 2, 1]
+VERBS = [3, 1, 12, 1, 1, 1, 2, 1]
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -544,6 +622,16 @@ def go_back(life: Life, texts: list[Text], text: Text, verb: str, count: int) ->
     life.apply()
     if verb == "truncate":
         texts[texts.index(text)] = Text(sequence, text.ids[:length], min(text.prompt, length))
+
+
+def bring_some(life: Life, text: Text, rng: random.Random) -> None:
+    """Gives a text K/V from elsewhere, if the pool has room."""
+    before = life.ledger.holdings(), life.ledger.num_free
+    length = rng.randrange(text.sequence.length + 1, len(text.ids) + 1)
+    try:
+        life.bring(text, length, rng.randrange(8))
+    except OutOfTokens:
+        assert (life.ledger.holdings(), life.ledger.num_free) == before
 
 
 def extend_some(life: Life, texts: list[Text], rng: random.Random, confirm: bool = True) -> list[Text]:

@@ -282,15 +282,18 @@ def test_a_batch_that_changes_gets_the_same_sets_as_a_new_one(
             waiting.append(start(ledger, *prompt))
         elif kind < 0.3 and batch and ledger.num_open < 12:
             batch.append(ledger.fork(rng.choice(batch)))
+            prefixes.join(batch[-1])
         elif kind < 0.45 and batch:
-            ledger.close(batch.pop(rng.randrange(len(batch))))
+            prefixes.leave(sequence := batch.pop(rng.randrange(len(batch))))
+            ledger.close(sequence)
         elif kind < 0.7 and waiting:
             batch.append(waiting.pop())
+            prefixes.join(batch[-1])
         before = len(looked)
         ledger.extend(batch, [1] * len(batch))
-        found = prefixes.of(list(batch))
+        found = prefixes.find()
         assert found == shared_prefixes(ledger.shared, batch, sharing)
-        assert prefixes.of(list(batch)) is found
+        assert prefixes.find() is found
         num_sets += len(found)
         num_alone += len(looked) == before
         assert set(prefixes._family.values()) == prefixes._families

@@ -14,8 +14,8 @@ from torch.nn.functional import normalize, scaled_dot_product_attention
 
 from lightkv import KVCache, KVSpec, LightKVError, OutOfTokens, WrongThread
 from lightkv.edits import Alloc, Edit, StoreSegment, decode, encode
-from lightkv.kv_cache import ExportedKV
 from lightkv.ledger.sequence import Sequence
+from lightkv.memory.exported_kv import ExportedKV
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.kv_pool import KVPool
 

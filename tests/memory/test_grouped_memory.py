@@ -4,6 +4,7 @@ import random
 from array import array
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from lightkv.ledger import TokenLedger
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.kv_pool import plan_pool
+from lightkv.memory.staging import upload
 from tests.support.grouped_memory import GroupedMemory
 
 ROWS, ENTRIES = 5, 64
@@ -168,6 +170,52 @@ def test_equal_edits_give_equal_memories(device: torch.device) -> None:
     assert first.digest() != second.digest()
 
 
+def test_a_step_that_follows_another_uploads_nothing(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a plan, too, where the Alloc of the decodes is the last edit; some rows reuse slots, others do not."""
+    spec = KVSpec(2, 1, 2, 2, torch.float32, lifetimes=[FULL, WINDOW])
+    ledger = TokenLedger(400, 2, 90, groups=spec.groups)
+    memory = KVMemory(spec, 401, 2, 90, device)
+    ids = array("i", [1]).tobytes()
+    sequences = [ledger.open(ids), ledger.open(ids)]
+    ledger.extend(sequences, [30, 1])
+    uploads: list[int] = []  # in each step
+
+    def counted(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+        uploads[-1] += 1
+        return upload(arrays, device)
+
+    monkeypatch.setattr("lightkv.memory.kv_memory.upload", counted)
+    for _ in range(6):
+        uploads.append(0)
+        alloc = ledger.extend(sequences, [1, 1])
+        edits = ledger.drain()
+        memory.apply([*(edit for edit in edits if edit is not alloc), alloc])
+    assert set(map(type, edits)) == {Alloc, AllocPart, Reuse}
+    assert uploads[0]
+    assert uploads[-3:] == [0, 0, 0]
+    memory.check(ledger.holdings())
+
+
+def test_several_plans_are_applied_at_once(device: torch.device) -> None:
+    """The first decode after a prompt reuses a slot that the prompt has allocated: it has window and slack."""
+    spec = KVSpec(3, 1, 2, 2, torch.float32, lifetimes=[FULL, WINDOW, CHUNK])
+    ledger, memory = TokenLedger(400, 2, 90, groups=spec.groups), KVMemory(spec, 401, 2, 90, device)
+    first, second = (ledger.open(array("i", [token]).tobytes()) for token in (1, 2))
+    ledger.extend([first, second], [WINDOW.size + WINDOW.slack, 3])
+    edits = ledger.drain()
+    for _ in range(3):
+        alloc = ledger.extend([first, second], [1, 1])
+        edits += [*(edit for edit in ledger.drain() if edit is not alloc), alloc]
+    assert [type(edit) for edit in edits].index(Reuse) < edits.index(alloc)
+    newest = memory.apply(edits)
+    assert newest is not None
+    rows = zip(alloc.rows, alloc.starts, strict=True)
+    assert newest.tolist() == [int(memory.table.req_to_token[row, entry]) for row, entry in rows]
+    memory.check(ledger.holdings())
+
+
 def test_a_refused_extension_leaves_ledger_and_memory_equal(device: torch.device) -> None:
     spec = KVSpec(2, 1, 2, 2, torch.float32, lifetimes=[FULL, WINDOW])
     cache = KVCache(spec, 100, max_sequences=2, max_entries=200, device=device)
@@ -201,6 +249,102 @@ def test_a_prompt_hits_what_an_open_sequence_still_has(device: torch.device) -> 
     cache.extend([first, second], [1, 1])
     cache.check()
     assert cache.match(prompt) == 40
+
+
+def rows_by_layer(cache: KVCache, sequence: Sequence, first: int = 0) -> list[torch.Tensor]:
+    """Returns the K/V of what each layer sees of a sequence, from entry `first` of it on."""
+    spec, found = cache.memory.pool.spec, []
+    for layer in range(spec.num_layers):
+        assert spec.lifetimes is not None
+        seen = max(spec.lifetimes[layer].first_seen(sequence.length), first)
+        slots = cache.slots(sequence, layer)[seen:].long()
+        found.append(torch.cat([one.flatten(1) for one in cache.memory.pool.read(layer, slots)], 1))
+    return found
+
+
+@pytest.mark.parametrize("format", ["auto", "int8"])
+@pytest.mark.parametrize("name", LIFETIMES)
+def test_a_sequence_goes_on_in_another_cache(name: str, format: str, device: torch.device) -> None:
+    """Its windows bring what they keep alone, it can go back within the slack, and it shares what is there."""
+    lifetimes = LIFETIMES[name]
+    spec = KVSpec(len(lifetimes), 1, 8, 8, torch.float32, format, lifetimes=lifetimes)
+    here, there = (KVCache(spec, 60 * spec.groups.num_groups, ROWS, ENTRIES, device) for _ in range(2))
+    ids = [1] * 20 + [2] * 30
+    sequence = here.open(ids)
+    for count in (20, 29):
+        slots = here.extend([sequence], [count])
+        for layer in range(spec.num_layers):
+            group = here.memory.group_of_layer[layer]
+            here.memory.pool.write(layer, slots[group], *torch.randn(2, count, 1, 8, device=device))
+    exported = here.export(sequence)
+    assert exported.length == 49
+    first = there.import_sequence(ids, exported)
+    there.check()
+    assert (first.length, there.num_held) == (49, spec.groups.slots(49))
+    for ours, theirs in zip(rows_by_layer(there, first), rows_by_layer(here, sequence), strict=True):
+        assert torch.equal(ours, theirs)
+    there.truncate(first, 48)
+    there.extend([first], [1])
+    there.close(first)
+    second = there.import_sequence([1] * 20 + [2] * 28 + [3, 4], exported._replace(length=49))
+    assert second.num_hit >= 46
+    there.check()
+    there.close(second)
+    there.evict(there.num_cached)
+    assert there.num_free == there.capacity
+    full = there.open(range(10, 10 + 50))
+    there.extend([full], [50])
+    before = there.ledger.holdings(), there.num_free
+    with pytest.raises(OutOfTokens):
+        there.import_sequence(ids, exported)
+    assert (there.ledger.holdings(), there.num_free) == before
+    there.check()
+
+
+@pytest.mark.parametrize("lifetimes", [None, [FULL, CHUNK]])
+def test_nothing_is_extended_and_exported(lifetimes: list[Lifetime] | None, device: torch.device) -> None:
+    """A sequence without tokens, and one that begins with a chunk, of which it holds nothing yet."""
+    spec = KVSpec(2, 1, 2, 2, torch.float32, lifetimes=lifetimes)
+    here, there = (KVCache(spec, 400, max_sequences=3, max_entries=90, device=device) for _ in range(2))
+    assert here.extend([], []).shape == ((2, 0) if lifetimes else (0,))
+    sequence = here.open([1] * 14)
+    assert [layer.shape[-2] for layer in here.export(sequence).layers] == [0, 0]
+    here.extend([sequence], [14])
+    here.close(sequence)
+    here.evict(7 if lifetimes else 0)  # what was kept of the chunk before
+    hit = here.open([1] * 14 + [2])
+    exported = here.export(hit)
+    assert [layer.shape[-2] for layer in exported.layers] == ([14, 0] if lifetimes else [14, 14])
+    there.extend([there.import_sequence([1] * 14 + [2], exported)], [1])
+    there.check()
+
+
+def test_an_import_of_other_groups_or_of_less_than_is_seen_is_refused(device: torch.device) -> None:
+    spec = KVSpec(2, 1, 2, 2, torch.float32, lifetimes=[FULL, WINDOW])
+    cache = KVCache(spec, 400, max_sequences=3, max_entries=90, device=device)
+    sequence = cache.open([1] * 30)
+    cache.extend([sequence], [30])
+    cache.publish(sequence)  # so that a prompt which turns off from it would split its segment
+    exported = cache.export(sequence)
+    assert [layer.shape[-2] for layer in exported.layers] == [30, 11]  # 5 are seen, and 6 more are kept
+    cut = [exported.layers[0], exported.layers[1][:, -4:]]
+    before = cache.ledger.holdings()
+    for layers, said in [
+        (cut, "sees those from"),
+        (exported.layers[:1], "1 tensors"),
+        ([exported.layers[0], exported.layers[1][0]], "2 are needed"),
+        ([exported.layers[0], torch.cat([exported.layers[1]] * 3, 1)], "begins at"),
+        ([], "0 tensors"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            cache.import_sequence([1] * 20 + [2] * 11, exported._replace(layers=layers))
+        assert cache.ledger.holdings() == before
+    with pytest.raises(TypeError, match="NoneType"):
+        cache.import_sequence([1] * 31, exported._replace(layers=[exported.layers[0], None]))
+    uniform = KVCache(KVSpec(2, 1, 2, 2, torch.float32), 400, max_sequences=3, max_entries=90, device=device)
+    with pytest.raises(ValueError, match="in a cache of"):
+        uniform.import_sequence([1] * 31, exported)
+    cache.check()
 
 
 def test_a_pools_plan_tells_tokens_that_were_asked_for_and_bytes_of_slots() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightkv import KVCache, KVSpec, LightKVError, OutOfTokens, WrongThread
-from lightkv.kv_cache import ExportedKV
 from lightkv.ledger.sequence import Sequence
+from lightkv.memory.exported_kv import ExportedKV
 from lightkv.triton_kernels.layout.ring import Ring
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=1, k_dim=2, v_dim=1, dtype=torch.float32)

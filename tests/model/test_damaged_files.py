@@ -35,8 +35,13 @@ OTHER_FIELDS = {
 }  # fmt: skip
 FILES: dict[str, Any] = {
     "config.json": None,
-    "tokenizer_config.json": {"chat_template": "a", "bos_token": "a", "eos_token": {"content": "b"}},
-    "generation_config.json": {"eos_token_id": [2], "bos_token_id": 1, "pad_token_id": 0, "max_length": 20},
+    "tokenizer_config.json": {
+        "chat_template": "a",
+        "added_tokens_decoder": {},
+        "bos_token": "a",
+        "eos_token": {"content": "b"},
+    },
+    "generation_config.json": {"eos_token_id": [2], "bos_token_id": 1, "pad_token_id": 0, "top_k": 20},
     "special_tokens_map.json": {"eos_token": "b", "pad_token": {"content": "a"}},
     "model.safetensors.index.json": {"metadata": {}, "weight_map": {"lm_head.weight": "model-1.safetensors"}},
     "tokenizer.json": None,
@@ -51,8 +56,11 @@ ACCEPTED: dict[str, dict[str, list[str]]] = {
         "sub_configs": [],
         "transformers_weights": ["null"],
     },
-    "tokenizer_config.json": {"chat_template": ["null", '"text"', "[]"]},
-    "generation_config.json": {"eos_token_id": ["null", "[]", "5"]},
+    "tokenizer_config.json": {
+        "chat_template": ["null", '"text"', "[]"],
+        "added_tokens_decoder": ["null", "{}"],
+    },
+    "generation_config.json": {"eos_token_id": ["null", "[]", "5"], "top_k": ["null", "-1", "5"]},
     "special_tokens_map.json": {"eos_token": [wrong for wrong in WRONG if wrong is not DEEP]},
     "model.safetensors.index.json": {"metadata": ["{}"], "weight_map": []},
     "tokenizer.json": {"added_tokens": ["[]"], "padding": ["null"], "model": []},

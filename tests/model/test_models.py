@@ -59,11 +59,12 @@ random. The released checkpoints of two families need more than that:
 - **Llama-4** is released as a model of text and images (`model_type` llama4), whose text runs (see below).
   transformers computes every expert for every token, and Scout's 218 GB in bfloat16 take several GPUs.
 
-**Adapted models.** The engine changes models of Bloom, Falcon, GPT-J, GPT-Neo, MPT, Nemotron and StableLM that
-it has loaded, whose layers hand no keyword arguments on: their attention modules are handed the step
-(`lightkv/integrations/model/adapters/adapt.py`), and those that compute scores themselves get a forward pass of
-lightkv's, which is first compared with their own. A model that you loaded yourself stays as it was, and
-`LightKVCache` and `CachedModel` refuse it.
+**Adapted models.** The engine changes models that it has loaded whose attention modules compute scores
+themselves, attend twice a layer, or are not handed keyword arguments: BigBird, Bloom, CodeGen, DiffLlama,
+Falcon, GPT (the first), GPT-J, GPT-Neo, GPT-NeoX-Japanese, Megatron-BERT, MPT, MVP, Nemotron, RemBERT,
+RoFormer, StableLM and XGLM. These modules are handed the step
+(`lightkv/integrations/model/adapters/adapt.py`), or get a forward pass of lightkv's, which is first compared
+with their own. A model that you loaded yourself stays as it was: `LightKVCache` and `CachedModel` refuse it.
 
 - The slopes of ALiBi are read, to the bit, from the bias that the model makes itself. For MPT, transformers
   reads neither `alibi` nor `alibi_bias_max` of the configuration, and so lightkv does not.
@@ -73,6 +74,15 @@ lightkv's, which is first compared with their own. A model that you loaded yours
 - The longest request is the context that the configuration names (`seq_length` of Bloom's checkpoints,
   `max_seq_len` of MPT's), although ALiBi itself has no limit. A Bloom that names none needs `--max-model-len`.
 - In these layers, the residual is not fused with the norms. Rotary positions are fused with the writing of K/V.
+- DiffLlama subtracts two attentions that share K. They are computed as one over heads of V twice as wide, so a
+  token takes 1.5 times the K/V of a Llama with its heads.
+
+**Positions.** RoBERTa and its kin (CamemBERT, Data2Vec, XLM-RoBERTa) give the first token of a text the
+position after the padding token's id, and so does lightkv, whose context is shorter by that. transformers'
+`generate` gives them positions from 0, which their own forward pass does not. Here it is given the right ones,
+and `LightKVCache` refuses these models. A padding token within a text counts as any other. The decoders of BART
+and its kin run alone where config.json names the class (`BartForCausalLM`): they attend to their own text, and
+to no encoder.
 """
 ENCODER_DECODERS = """## Encoder-decoders
 
@@ -206,15 +216,16 @@ def test_engines_of_one_model_with_fused_layers_and_without_give_the_same_texts(
 
 REFUSED = {
     ("bert", ""): "encoder",
-    ("codegen", ""): "AttentionInterface",
+    ("big_bird", "is_decoder"): "attention is over blocks",
+    ("cpmant", ""): "AttentionInterface",
     ("deepseek_v3", ""): "latent",
-    ("doge", ""): "changes its attention mask",
+    ("doge", ""): "a bias by key",
     ("mamba", ""): "recurrent state",
     ("musicgen", ""): "encoder-decoder",
-    ("openai-gpt", ""): "AttentionInterface",
-    ("roberta", "is_decoder"): "does not count a text's positions from 0",
+    ("roberta", ""): "encoder",
     ("rwkv", ""): "recurrent state",
-    ("xmod", "is_decoder"): "does not count a text's positions from 0",
+    ("trocr", ""): "AttentionInterface",
+    ("xmod", "is_decoder"): "adapters of its language",
 }
 
 
@@ -227,7 +238,7 @@ def test_is_refused_before_weights_and_tokenizer_are_read(
     refuses(tmp_path, config, reason)
 
 
-@pytest.mark.parametrize("name", ["mamba", "codegen", "doge"])
+@pytest.mark.parametrize("name", ["mamba", "cpmant", "doge"])
 def test_is_refused_for_its_architecture_before_its_missing_files(name: str, tmp_path: Path) -> None:
     tiny(name).save_pretrained(tmp_path)
     config = EngineConfig(str(tmp_path), device="cpu")
@@ -259,14 +270,14 @@ def refuses(directory: Path, config: Any, reason: str) -> None:
 @pytest.mark.slow
 def test_a_model_that_cannot_run_is_refused_before_its_tokenizer(tmp_path: Path) -> None:
     """The API process reads the tokenizer while the worker checks the model."""
-    transformers.CodeGenConfig(architectures=["CodeGenForCausalLM"]).save_pretrained(tmp_path / "codegen")
+    transformers.CpmAntConfig(architectures=["CpmAntForCausalLM"]).save_pretrained(tmp_path / "cpmant")
     for name in ("tokenizer.json", "model.safetensors"):
-        (tmp_path / "codegen" / name).write_text("neither a tokenizer nor weights")
-    with starting(tmp_path / "codegen", tmp_path / "log", tmp_path / "s") as begin:
+        (tmp_path / "cpmant" / name).write_text("neither a tokenizer nor weights")
+    with starting(tmp_path / "cpmant", tmp_path / "log", tmp_path / "s") as begin:
         served = begin()
         assert served.wait(60) == 1
         log = served.log.read_text()
-    assert "CodeGenForCausalLM cannot run on lightkv" in log
+    assert "CpmAntForCausalLM cannot run on lightkv" in log
     assert "tokenizer" not in log
     assert "Traceback" not in log
 

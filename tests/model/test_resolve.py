@@ -251,12 +251,14 @@ def test_hub(cache: Path, tiny_dir: Path, lines: list[str], monkeypatch: pytest.
         "pytorch_model.bin",
         "tokenizer.json",
     ]
-    files += ["onnx/model.safetensors", "consolidated.safetensors"]
+    files += ["onnx/model.safetensors", "onnx/config.json", "consolidated.safetensors"]
+    template = "additional_chat_templates/tool_use.jinja"
+    files.append(template)
     hub = Hub(lambda: files, tiny_dir)
     hub.install(monkeypatch)
     assert resolve("some/model", lines.append) == tiny_dir
     taken = list(huggingface_hub.utils.filter_repo_objects(files, **hub.asked[0]))
-    assert taken == ["config.json", "model-1.safetensors", "model-2.safetensors", "tokenizer.json"]
+    assert taken == ["config.json", "model-1.safetensors", "model-2.safetensors", "tokenizer.json", template]
     assert "2.00 GB" in lines[-1]
 
 

@@ -39,7 +39,7 @@ SUPPORTED = [
     "Llama", "Mistral", "Ministral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma", "Gemma2", "Gemma3Text",
     "Phi", "Phi3", "Olmo2", "Olmo3", "SmolLM3", "Granite", "Cohere2", "Glm4", "Starcoder2", "GPTNeoX", "GPT2",
     "OPT", "GptOss", "Gemma3nText", "Llama4Text", "Bloom", "Falcon", "GPTJ", "GPTNeo", "Mpt", "Nemotron",
-    "StableLm", "Gemma3", "Llava",
+    "StableLm", "Gemma3", "Llava", "BioGpt", "CodeGen", "XGLM",
 ]  # fmt: skip
 UNSUPPORTED = {
     "T5": "encoder-decoder",
@@ -53,7 +53,7 @@ UNSUPPORTED = {
     "Qwen3Next": "recurrent state",
     "MiniMax": "linear_attention",
     "PaliGemma": "in both directions",
-    "CodeGen": "AttentionInterface",
+    "CpmAnt": "AttentionInterface",
 }
 
 
@@ -65,7 +65,7 @@ def test_supported(name: str) -> None:
 @pytest.mark.parametrize(("name", "reason"), UNSUPPORTED.items(), ids=UNSUPPORTED.keys())
 def test_unsupported(name: str, reason: str) -> None:
     config = getattr(transformers, f"{name}Config")()
-    config.architectures = [f"{name}ForSomething"] if name == "ViT" else [f"{name}ForCausalLM"]
+    config.architectures = [f"{name}ForSomething" if name in {"ViT", "Bart"} else f"{name}ForCausalLM"]
     with pytest.raises(UnsupportedModel, match=reason) as raised:
         check_supported(config)
     assert raised.value.architecture == config.architectures[0]
@@ -219,7 +219,7 @@ def test_tied_weights_are_not_missing(tmp_path: Path, lines: list[str]) -> None:
         (lambda data: b"", "cut off within its header"),
         (lambda data: bytes(len(data)), "not a safetensors file"),
         (lambda data: data[:8] + b"[" + data[9:], "not a safetensors file"),
-        (lambda data: b"version https://git-lfs.github.com/spec/v1\n", "cut off within its header"),
+        (lambda data: b"version https://git-lfs.github.com/spec/v1\n", "Git-LFS pointer"),
     ],
     ids=["a-byte-short", "a-byte-long", "no-tensors", "empty", "zeros", "broken-header", "lfs-pointer"],
 )

@@ -44,6 +44,7 @@ def test_an_interval_is_drawn_at_its_mean() -> None:
     assert chart.between(scales, [0, 2, 3], [0, 0], [5, 1]) == "M0 50H20V90H30L30 100H20V100H0Z"
 
 
+@pytest.mark.slow
 def test_the_series_is_drawn_to_its_end(one: SimulationResult) -> None:
     """Its last interval is cut short; the last step ends at the plot's edge."""
     paths = [path["d"] for path in Parsed(render([one])).of("path") if "line" in path.get("class", "")]

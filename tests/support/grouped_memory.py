@@ -152,9 +152,14 @@ class GroupedMemory:
 
     def write(self, row: int, start: int, names: Sequence[object]) -> None:
         """Writes the tokens from entry `start` on in every group."""
-        for group in self.table:
+        for cls in range(len(self.of_class)):
+            self.write_class(cls, row, start, names)
+
+    def write_class(self, cls: int, row: int, start: int, names: Sequence[object]) -> None:
+        """Writes the tokens from entry `start` on in the groups of a class."""
+        for group in self.of_class[cls]:
             for entry, name in enumerate(names, start=start):
-                self.written[group[row][entry]] = name
+                self.written[self.table[group][row][entry]] = name
 
     def check_reads(self, row: int, length: int, names: Sequence[object]) -> None:
         """Asserts that the token after the first `length` ones finds all that it sees."""

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from lightkv.errors import UnsupportedModel
+from lightkv.integrations.model.context import first_position
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.loop import LocalEngine, make_scheduler
 from lightkv.router.engine.request import Request
@@ -30,12 +31,14 @@ VOCABULARY = 96
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size",), VOCABULARY),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "hidden_dim", "dim", "word_embed_proj_dim"), 32),
-    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "dff", "ffn_hidden_size"), 48),
+    **dict.fromkeys(
+        ("intermediate_size", "n_inner", "ffn_dim", "dff", "ffn_hidden_size", "decoder_ffn_dim"), 48
+    ),
     **dict.fromkeys(
         ("intermediate_size_mlp", "moe_intermediate_size", "shared_expert_intermediate_size"), 16
     ),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 4),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), 4),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads",), 2),
     **dict.fromkeys(("head_dim", "kv_channels", "v_head_dim"), 8),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 128),
@@ -46,6 +49,10 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k"), 2),
     **dict.fromkeys(("n_shared_experts", "moe_num_shared_experts", "num_shared_experts"), 1),
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "num_dense_layers"), 1),
+    # Not as many layers and heads as in the decoder. With fewer layers, transformers' own cache fails.
+    "encoder_layers": 5,
+    "encoder_attention_heads": 2,
+    "decoder_layers": 4,
     "sliding_window": 8,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -56,6 +63,9 @@ SIZES: dict[str, Any] = {
 # Fields for models for which these sizes do not fit together, or which differ from their published defaults.
 MORE: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8},
+    # Where the embeddings are tied, these repeat a token.
+    **{name: {"tie_word_embeddings": False} for name in ("biogpt", "openai-gpt", "xglm")},
+    "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {
         "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -111,6 +121,7 @@ LARGE = {"dots3_note_text", "gemma4_assistant", "zamba2"}
 FULL = ["full_attention"] * 4
 # Models whose outcome depends on a field of their configuration.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "big_bird": {"is_decoder, original_full": {"is_decoder": True, "attention_type": "original_full"}},
     "falcon": {
         "alibi": {"alibi": True, "multi_query": False, "parallel_attn": False},
         "new_decoder_architecture": {"new_decoder_architecture": True, "num_kv_heads": 2},
@@ -196,10 +207,15 @@ def prompts() -> list[list[int]]:
 
 
 def own_answers(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
-    """Returns what transformers generates greedily, one prompt at a time."""
-    found = []
+    """Returns what transformers generates greedily, one prompt at a time.
+
+    RoBERTa and its kin are given the positions that they count themselves where they are given none: `generate`
+    would count from 0.
+    """
+    found, first = [], first_position(model.config)
     for prompt in prompts:
         ids = torch.tensor([prompt])
+        positions = {"position_ids": torch.arange(first, first + len(prompt))[None]} if first else {}
         output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -207,6 +223,8 @@ def own_answers(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[i
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
+            forced_eos_token_id=None,  # the last token would be BART's end of a text, whatever it computes
+            **positions,
         )
         found.append(output[0, len(prompt) :].tolist())
     return found

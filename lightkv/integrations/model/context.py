@@ -1,4 +1,4 @@
-"""The context length of a model, as its configuration states it. Loads no torch."""
+"""The context length, first position and layers of a model, by its configuration. Loads no torch."""
 
 from typing import Any
 
@@ -11,6 +11,18 @@ CONTEXT_NAMES = (
     "max_sequence_length",
     "seq_length",
 )
+# Models whose position embeddings begin after the one that has the id of the padding token.
+_AFTER_PADDING = frozenset(
+    {
+        "camembert",
+        "data2vec-text",
+        "roberta",
+        "roberta-prelayernorm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+    }
+)
 
 
 def context_length(config: Any) -> int | None:
@@ -21,5 +33,25 @@ def context_length(config: Any) -> int | None:
     for name in CONTEXT_NAMES:
         length = getattr(config, name, None)
         if type(length) is int and length > 0:
-            return length
+            return max(1, length - first_position(config))
+    return None
+
+
+def first_position(config: Any) -> int:
+    """Returns the position that a model of this (text) configuration gives to the first token of a text: 0, but
+    for RoBERTa and its kin the one after the id of the padding token."""
+    padding = getattr(config, "pad_token_id", None)
+    if getattr(config, "model_type", None) not in _AFTER_PADDING or type(padding) is not int:
+        return 0
+    return max(0, padding + 1)
+
+
+def num_layers(config: Any) -> int | None:
+    """Returns how many layers the decoder of a model of this (text) configuration has. None if it does not say.
+
+    The configurations of BART and its kin call those of the encoder num_hidden_layers.
+    """
+    for name in ("decoder_layers", "num_hidden_layers"):
+        if type(count := getattr(config, name, None)) is int:
+            return count
     return None

@@ -21,6 +21,7 @@ from lightkv.integrations.ranks.sharded import SummedLinear
 from lightkv.triton_kernels.layers.residual_norm import Norm
 
 from .attention_call import compute
+from .context import num_layers
 from .decoder_layer import DecoderLayer, GatedMLP, NextNorm, gated_mlp, layer_forward, mlp_forward
 from .fused_norm import Carry, find_norm, may_be_norm, norm_forward, set_norm_forward
 from .fused_rotary import (
@@ -272,7 +273,8 @@ def _summary(
     linears: Linears,
     attentions: Mapping[nn.Module, Callable[..., Any]],
 ) -> FusedLayers:
-    fused = FusedLayers(linears, model.config.get_text_config().num_hidden_layers, num_norms=len(parts.norms))
+    count = num_layers(model.config.get_text_config()) or len(calls.layers)
+    fused = FusedLayers(linears, count, num_norms=len(parts.norms))
 
     def keep(part: str, module: nn.Module, reason: str = "") -> None:
         fused.kept[part, type(module).__name__, reason] += 1

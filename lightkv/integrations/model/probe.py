@@ -23,9 +23,9 @@ from lightkv.memory.kv_spec import KVHeads, KVSpec
 from lightkv.triton_kernels.attention.variants import Alibi, Chunk, SinkLogits, Softcap, Window
 
 from .attention_call import AttentionCall, KeptHandler, compute, kept_handler, switch_attention
-from .context import context_length
+from .context import context_length, num_layers
 from .hf_model import fix_rotary, undo_binding
-from .token_positions import fix_positions
+from .token_positions import counting_embeddings, counts_itself, fix_positions
 
 # The name under which lightkv's attention function gets a mask, which holds the model's own rule (_MaskRule).
 PROBE = "lightkv_probe"
@@ -79,7 +79,8 @@ def probe(model: PreTrainedModel) -> ModelShape:
     kept = kept_handler(model)
     owns_attention = kept is not None and kept.owns_attention
     # A call would not fail: the model may accept the arguments as **kwargs, and ignore them.
-    needed = _FORWARD_ARGUMENTS - ({"position_ids"} if owns_attention else set())
+    is_given = owns_attention or counting_embeddings(model)
+    needed = _FORWARD_ARGUMENTS - ({"position_ids"} if is_given else set())
     if missing := needed - inspect.signature(type(model).forward).parameters.keys():
         raise UnsupportedModel(architecture, f"its forward pass takes no {' and no '.join(sorted(missing))}")
     shape = find_shape(model)
@@ -116,6 +117,10 @@ class _MaskRule:
     def __radd__(self, other: Any) -> Any:
         raise LightKVError("it changes its attention mask (by adding it to another)")
 
+    def hides_later(self, device: torch.device) -> bool:
+        """Returns whether a query may not attend to the key after its own."""
+        return self.sees(_FAR, [_FAR + 1], device) == [False]
+
     def sees(self, query: int, keys: list[int], device: torch.device) -> list[bool]:
         """Returns, for each position in `keys`, whether a query at position `query` may attend to it."""
         zero = torch.zeros((), dtype=torch.int64, device="cpu" if device.type == "meta" else device)
@@ -138,7 +143,7 @@ class _ShapeRecorder:
         if not isinstance(idx, int):
             raise self._unsupported(f"{type(call.module).__name__} does not say which layer it is")
         if idx in self.layers:
-            raise self._unsupported(f"layer {idx} attends more than once")
+            raise self._unsupported(f"layer {idx} attends more than once, and a layer holds one K/V a token")
         options = self._options(call)
         if k.shape[:-1] != v.shape[:-1] or k.shape[2] != q.shape[2] or q.shape[1] % k.shape[1]:
             raise self._unsupported(f"layer {idx} attends q {q.shape}, k {k.shape}, v {v.shape}")
@@ -158,7 +163,8 @@ class _ShapeRecorder:
         causal = arguments.pop("is_causal", None)
         if causal is None:
             causal = getattr(call.module, "is_causal", True)
-        if not causal:
+        # BigBird-Pegasus leaves it to the mask.
+        if not causal and not (isinstance(call.mask, _MaskRule) and call.mask.hides_later(call.q.device)):
             raise self._unsupported("its attention is not causal")
         sink_logits = self._sink_logits(arguments.pop("s_aux", None), call)
         alibi_slopes = arguments.pop("alibi_slopes", None)
@@ -167,7 +173,7 @@ class _ShapeRecorder:
             raise self._unsupported(f"its attention takes {', '.join(sorted(unknown))}, unknown here")
         chunk = 0
         if isinstance(call.mask, _MaskRule):
-            chunk = self._chunk(call.mask, window, call)
+            window, chunk = self._seen(call.mask, int(window), call)
         elif call.mask is not None:
             raise self._unsupported("it makes an attention mask of its own")
         variants = (
@@ -188,29 +194,41 @@ class _ShapeRecorder:
             raise self._unsupported(f"its learned sinks (s_aux) are not one for each of {num_heads} heads")
         return sinks.detach().float().reshape(num_heads).contiguous()
 
-    def _chunk(self, mask: _MaskRule, window: int, call: AttentionCall) -> int:
-        """Returns the chunk to which `mask` limits queries; 0 if it is causal, limited to the last `window`
-        keys if that is not 0. Raises UnsupportedModel for any other mask."""
-        device = call.q.device
-        first = _FAR - window + 1 if window else 0
-        keys = [*([first - 1] if window else []), first, (first + _FAR) // 2, _FAR, _FAR + 1]
-        expected = [*([False] if window else []), True, True, True, False]
-        named: Any = getattr(call.module.config, "attention_chunk_size", None)
-        chunk: int = named if type(named) is int and named > 0 and not window else 0
+    def _seen(self, mask: _MaskRule, window: int, call: AttentionCall) -> tuple[int, int]:
+        """Returns the window and the chunk to which `mask` limits queries, each 0 if there is none.
+
+        The window is the one that the call names (`window`, if not 0), or else that of the configuration, which
+        Phi-MoE's mask has and its attention does not name. Raises UnsupportedModel for any other mask.
+        """
+        device, config = call.q.device, call.module.config
+
+        def named(field: str) -> int:
+            size = getattr(config, field, None)
+            return size if type(size) is int and size > 0 and not window else 0
+
+        chunk = named("attention_chunk_size")
         try:
-            if mask.sees(_FAR, keys, device) == expected:
-                return 0
+            for size in dict.fromkeys((window, named("sliding_window") or window)):
+                if _is_window(mask, size, device):
+                    return size, 0
             if chunk and _is_chunked(mask, chunk, device):
-                return chunk
+                return 0, chunk
         except NotImplementedError:
             # The rule of chunks reads a tensor, which has no numbers on the meta device.
             if not chunk or device.type != "meta":
                 raise
-            return chunk
+            return 0, chunk
         raise self._unsupported("its mask is neither causal nor the sliding window or the chunks it names")
 
     def _unsupported(self, reason: str) -> UnsupportedModel:
         return UnsupportedModel(self.architecture, reason)
+
+
+def _is_window(mask: _MaskRule, window: int, device: torch.device) -> bool:
+    """Returns whether a query sees exactly the last `window` keys up to its own; all of them if that is 0."""
+    first = _FAR - window + 1 if window else 0
+    keys = [*([first - 1] if window else []), first, (first + _FAR) // 2, _FAR, _FAR + 1]
+    return mask.sees(_FAR, keys, device) == [*([False] if window else []), True, True, True, False]
 
 
 def _is_chunked(mask: _MaskRule, chunk: int, device: torch.device) -> bool:
@@ -228,13 +246,16 @@ def find_shape(model: PreTrainedModel) -> ModelShape:
     architecture = type(model).__name__
     recorder = _ShapeRecorder(architecture)
     text = model.config.get_text_config()
+    count = num_layers(text)
+    if count is None:
+        raise UnsupportedModel(architecture, "its configuration does not say how many layers it has")
     positions = torch.arange(3, device=model.device)
     with _probed(model):
         output = model(
             input_ids=torch.zeros_like(positions)[None],
             position_ids=positions[None],
             # Without a cache transformers reads the positions, to find packed texts; on meta there are none.
-            past_key_values=_Past(text.num_hidden_layers, 0) if model.device.type == "meta" else None,
+            past_key_values=_Past(count, 0) if model.device.type == "meta" else None,
             use_cache=False,
             logits_to_keep=positions[::2],  # neither all nor the last: a model that only takes a count fails
             lightkv=recorder,
@@ -243,22 +264,21 @@ def find_shape(model: PreTrainedModel) -> ModelShape:
     if logits_shape != (1, 2, text.vocab_size):
         reason = f"asked for the logits of 2 tokens of {text.vocab_size}, it returns them as {logits_shape}"
         raise UnsupportedModel(architecture, reason)
-    num_layers = text.num_hidden_layers
-    if sorted(recorder.layers) != list(range(num_layers)):
-        reason = f"of {num_layers} layers, {len(recorder.layers)} call the attention interface"
+    if sorted(recorder.layers) != list(range(count)):
+        reason = f"of {count} layers, {len(recorder.layers)} call the attention interface"
         raise UnsupportedModel(architecture, reason)
-    layers = tuple(recorder.layers[idx] for idx in range(num_layers))
+    layers = tuple(recorder.layers[idx] for idx in range(count))
     if len(recorder.dtypes) > 1:
         raise UnsupportedModel(architecture, f"the types of its layers' K/V differ: {recorder.dtypes}")
     (dtype,) = recorder.dtypes
     heads = [KVHeads(layer.num_kv_heads, layer.head_dim, cast(int, layer.v_dim)) for layer in layers]
-    holders = [recorder.holders[idx] for idx in range(num_layers)]
+    holders = [recorder.holders[idx] for idx in range(count)]
     spec = KVSpec(
-        num_layers,
+        count,
         *heads[0],
         dtype,
         layer_heads=None if len(set(heads)) == 1 else heads,
-        holders=None if holders == list(range(num_layers)) else holders,
+        holders=None if holders == list(range(count)) else holders,
     )
     shape = ModelShape(spec, layers)
     for layer, holder in enumerate(holders):
@@ -424,8 +444,10 @@ def _require_packable(model: PreTrainedModel, shape: ModelShape) -> None:
         if difference := given.difference(packed(positions)):
             refuse(difference, "what it computes of a token depends on the token's place in the batch")
         if far:
+            # The model's own count shows whether fix_positions changes those that are given as it has to.
+            far_ids = None if counts_itself(model) else (positions + far)[None]
             past = _Past(shape.spec.num_layers, far)
-            there = own(position_ids=(positions + far)[None], past_key_values=past, use_cache=True)
+            there = own(position_ids=far_ids, past_key_values=past, use_cache=True)
             if difference := there.difference(packed(positions + far)):
                 what = f"what it computes of a token after {far} others depends on more than its position"
                 refuse(difference, what)

@@ -158,6 +158,7 @@ class Chats:
 
     def __init__(self, desk: Desk, prompts: PromptReader, dialect: ChatDialect) -> None:
         self._desk = desk
+        self.sampling_defaults = desk.sampling_defaults
         self._prompts = prompts
         self._dialect = dialect
 

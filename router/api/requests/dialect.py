@@ -53,13 +53,13 @@ class ChatDialect:
 
     def __init__(self, tokenizer: Tokenizer, settings: ApiSettings) -> None:
         self._tokenizer = tokenizer
-        template = tokenizer.template
-        self._names = variables_of(template)
+        template = tokenizer.tool_template
+        self._names = variables_of(template) | variables_of(tokenizer.template)
         self._takes_tools = "tools" in self._names
         given = settings.tool_parser
         self._is_given = given not in (None, "none")
         self._family = FAMILIES.get(given or family_of(template) or "none")
-        self._reasoning = settings.reasoning_parser or reasoning_of(template) or "none"
+        self._reasoning = settings.reasoning_parser or reasoning_of(tokenizer.template) or "none"
         is_family = self._family is not None and self._family.has_messages
         self._has_messages = is_family or self._reasoning == "gpt_oss"
         self._wants_text = wants_text(template)

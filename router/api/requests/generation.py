@@ -205,11 +205,16 @@ class GenerationRequest(BeamFields, RequestBody):
         return grammar_of(self.response_format, self.structured_outputs)
 
     def sampling_params(
-        self, max_tokens: int, logprobs: int | None, grammar: Grammar | None
+        self,
+        max_tokens: int,
+        logprobs: int | None,
+        grammar: Grammar | None,
+        defaults: Mapping[str, Any],
     ) -> SamplingParams:
         """Returns the sampling parameters of all answers to each prompt. Raises InvalidParams.
 
-        `max_tokens`, `logprobs`, `grammar`: what several fields say together.
+        `max_tokens`, `logprobs`, `grammar`: what several fields say together. `defaults`: of fields that the
+        request leaves out; a beam search, which does not sample, has none.
         """
         streams, n = self.stream is True, self.n or 1
         if self.model_extra:
@@ -231,9 +236,8 @@ class GenerationRequest(BeamFields, RequestBody):
             num_generated = self.best_of
         if num_generated > n and logprobs is None:
             logprobs = 0  # by which the best are chosen
-        fields: dict[str, Any] = {
-            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
-        }
+        fields: dict[str, Any] = {} if self.use_beam_search else dict(defaults)
+        fields |= {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         fields["prompt_logprobs"] = self.prompt_scores
         if self.logit_bias is not None:
             fields["logit_bias"] = _by_token(self.logit_bias)
@@ -294,7 +298,7 @@ class Desk:
         is_cut = stated is None and (settings.default_max_tokens is not None or default is None)
         field, grammar = body.structure()
         max_tokens = stated if stated is not None else default or MAX_COUNT
-        params = body.sampling_params(max_tokens, logprobs, grammar)
+        params = body.sampling_params(max_tokens, logprobs, grammar, self.sampling_defaults)
         info = self.backend.client.ready_info()
         if num_prompts is not None and not 1 <= num_prompts * params.n <= settings.max_answers:
             most = f"1 to {settings.max_answers} prompts, counted n times each"
@@ -389,6 +393,11 @@ class Desk:
     def compacted(self, grammar: Grammar, field: str) -> Grammar:
         """Returns the grammar as the service's settings have JSON. Raises InvalidParams."""
         return compact(grammar, field) if self.settings.compact_json else grammar
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """The sampling parameters of a request that does not say, by name, where they are not OpenAI's."""
+        return self.backend.tokenizer.recommended if self.settings.uses_recommended else {}
 
     @property
     def max_model_len(self) -> int:

@@ -4,6 +4,7 @@ The service keeps no responses, so a client sends the whole conversation each ti
 has, too, are passed on to `ChatRequest`, which carries them out or refuses them.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any
 
@@ -110,20 +111,21 @@ class ResponseRequest(RequestBody):
             field = _CHAT_NAMES.get(name, name)
             raise InvalidParams(field, "of the wrong form", f"it as OpenAI does ({first['msg']})") from error
 
-    def repeated(self) -> dict[str, Any]:
-        """Returns the fields that the response repeats."""
+    def repeated(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the fields that the response repeats. `defaults`: of sampling."""
+        default_temperature, default_top_p = defaults.get("temperature", 1.0), defaults.get("top_p", 1.0)
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "reasoning": {"effort": (self.reasoning or {}).get("effort"), "summary": None},
-            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "temperature": default_temperature if self.temperature is None else self.temperature,
             "text": {"format": {"type": "text"}} | (self.text or {}),
             "tool_choice": "auto" if self.tool_choice is None else self.tool_choice,
             "tools": self.tools or [],
             "top_logprobs": self.top_logprobs or 0,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_p": default_top_p if self.top_p is None else self.top_p,
         }
 
     def messages(self) -> list[dict[str, Any]]:
@@ -177,9 +179,9 @@ class Responses:
 
     async def respond(self, body: ResponseRequest, request: Request) -> Response:
         """POST /v1/responses: answer a chat, in the form of OpenAI's Responses API."""
-        chat = body.chat()
+        chat, repeated = body.chat(), body.repeated(self._chats.sampling_defaults)
         try:
-            return await self._chats.answer(chat, request, partial(ResponseWriter, body.repeated()))
+            return await self._chats.answer(chat, request, partial(ResponseWriter, repeated))
         except InvalidParams as error:
             raise _renamed(error) from error
 

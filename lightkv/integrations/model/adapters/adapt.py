@@ -25,23 +25,40 @@ class Family:
     `module`: the class of the attention modules. `attend`: computes one of their calls; None where the module
     calls AttentionInterface, and only has to be given the handler. `slopes`: returns those of a model's bias by
     distance; None for a family without one. `needs_mask`: whether the model's forward pass fails without an
-    attention mask.
+    attention mask. `returned`: what a module returns with the output that `attend` returned.
     """
 
     module: str
     attend: Callable[[ModuleCall], Tensor] | None = None
     slopes: Callable[[Any], Tensor | None] | None = None
     needs_mask: bool = False
+    returned: Callable[[Any, Tensor], Any] = lambda module, output: (output, None)
 
 
 FAMILIES = {
+    "BigBirdForCausalLM": Family("BigBirdSelfAttention", families.bert),
     "BloomForCausalLM": Family("BloomAttention", families.bloom, families.bloom_slopes),
+    "CodeGenForCausalLM": Family("CodeGenAttention", families.codegen),
+    "DiffLlamaForCausalLM": Family("DiffLlamaAttention", families.diff_llama),
     "FalconForCausalLM": Family("FalconAttention", families.falcon, families.falcon_slopes),
     "GPTJForCausalLM": Family("GPTJAttention", families.gpt_j),
     "GPTNeoForCausalLM": Family("GPTNeoAttention", families.gpt_neo),
+    "GPTNeoXJapaneseForCausalLM": Family(
+        "GPTNeoXJapaneseAttention",
+        families.gpt_neox_japanese,
+        returned=lambda module, output: (output, None, module.dense_bias),
+    ),
+    "MegatronBertForCausalLM": Family("MegatronBertSelfAttention", families.bert),
     "MptForCausalLM": Family("MptAttention", families.mpt, families.mpt_slopes, needs_mask=True),
+    "MvpForCausalLM": Family("MvpAttention", families.bart),
     "NemotronForCausalLM": Family("NemotronAttention"),
+    "OpenAIGPTLMHeadModel": Family(
+        "Attention", families.openai_gpt, returned=lambda module, output: [output]
+    ),
+    "RemBertForCausalLM": Family("RemBertSelfAttention", families.bert),
+    "RoFormerForCausalLM": Family("RoFormerSelfAttention", families.bert),
     "StableLmForCausalLM": Family("StableLmAttention"),
+    "XGLMForCausalLM": Family("XGLMAttention", families.bart),
 }
 
 
@@ -59,13 +76,20 @@ def adapt(model: PreTrainedModel) -> int:
     mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=model.device) if family.needs_mask else None
     kept = KeptHandler(model, family.attend is not None, mask)
     modules: list[Any] = adapted_modules(model)
-    for module in modules:
+    for idx, module in enumerate(modules):
         if family.attend is None:
             module.register_forward_pre_hook(partial(_give_handler, kept), with_kwargs=True)
             continue
         if not hasattr(module, "layer_idx"):
-            module.layer_idx = module.layer_id  # GPT-Neo's name for it
-        module.forward = partial(_attention_forward, module, family.attend, slopes, kept)
+            module.layer_idx = idx
+        module.forward = partial(_attention_forward, module, family, slopes, kept)
+    # A step may have more tokens than a text has positions.
+    table: Any
+    for table in model.modules():
+        if hasattr(table, "make_weights"):  # XGLM's positions
+            table.make_weights = partial(_grow_table, table, kept)
+        if "token_type_ids" in table._buffers:  # BigBird's, which are 0; without them it makes some itself
+            del table.token_type_ids
     model.forward = kept
     return len(modules)
 
@@ -83,15 +107,23 @@ def _give_handler(
     return None if kept.handler is None else (args, {"lightkv": kept.handler, **kwargs})
 
 
+def _grow_table(table: Any, kept: KeptHandler, *args: Any) -> None:
+    """Grows a table of positions for a longer text, but not in a call of `compute`: CUDA graphs read it where
+    it is."""
+    if kept.handler is None:
+        type(table).make_weights(table, *args)
+
+
 def _attention_forward(
     module: Any,
-    attend: Callable[[ModuleCall], Tensor],
+    family: Family,
     slopes: Tensor | None,
     kept: KeptHandler,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The forward pass of an attention module: `attend` in a call of `compute`; else the module's own."""
-    if kept.handler is None:
+    """The forward pass of an attention module: that of its family in a call of `compute`; else its own."""
+    if kept.handler is None or family.attend is None:
         return type(module).forward(module, *args, **kwargs)
-    return attend(ModuleCall(module, kept.handler, slopes, args, kwargs)), None
+    output = family.attend(ModuleCall(module, kept.handler, slopes, args, kwargs))
+    return family.returned(module, output)

@@ -76,25 +76,112 @@ def falcon(call: ModuleCall) -> Tensor:
     num_groups = module.num_kv_heads
     qkv = module.query_key_value(call.x).unflatten(-1, (num_groups, -1, module.head_dim))
     q, k, v = qkv[..., :-2, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]
-    rotary = None
-    if call.slopes is None:
-        # Every angle stands in both halves of the tables.
-        cos, sin = (table[0, :, : table.shape[-1] // 2] for table in call.arguments["position_embeddings"])
-        rotary = RotaryEmbedding(cos, sin)
+    rotary = _rotary_of_halves(call.arguments["position_embeddings"]) if call.slopes is None else None
     return cast(Tensor, module.dense(call.attend(q, k, v, module.inv_norm_factor, rotary=rotary)))
 
 
 def gpt_j(call: ModuleCall) -> Tensor:
-    """Computes GPT-J's attention, whose table holds the sines and then the cosines of every position."""
+    """Computes GPT-J's attention."""
     module = call.module
     q, k, v = (
         project(call.x).unflatten(-1, (module.num_attention_heads, module.head_dim))
         for project in (module.q_proj, module.k_proj, module.v_proj)
     )
+    return _attend_by_table(call, q, k, v)
+
+
+def codegen(call: ModuleCall) -> Tensor:
+    """Computes CodeGen's attention, whose product holds q, v and k of each quarter of the heads."""
+    module = call.module
+    qkv = module.qkv_proj(call.x).unflatten(-1, (4, 3, -1, module.head_dim))
+    q, v, k = (part.flatten(2, 3) for part in qkv.unbind(-3))
+    return _attend_by_table(call, q, k, v)
+
+
+def _attend_by_table(call: ModuleCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attends by a module with a table that holds the sines and then the cosines of every position."""
+    module = call.module
     (positions,) = call.arguments["position_ids"]
     sin, cos = module.embed_positions.index_select(0, positions).to(k.dtype).chunk(2, -1)
     out = call.attend(q, k, v, 1.0 / module.scale_attn, rotary=RotaryEmbedding(cos, sin, interleaved=True))
     return cast(Tensor, module.out_proj(out))
+
+
+def gpt_neox_japanese(call: ModuleCall) -> Tensor:
+    """Computes the attention of GPT-NeoX-Japanese, whose product holds q, k and v of each head. The last layer
+    adds its bias afterwards."""
+    module = call.module
+    qkv = module.query_key_value(call.x).unflatten(-1, (module.num_attention_heads, 3, module.head_size))
+    q, k, v = qkv.unbind(-2)
+    rotary = _rotary_of_halves(call.arguments["position_embeddings"])
+    return cast(Tensor, module.dense(call.attend(q, k, v, 1.0 / module.norm_factor, rotary=rotary)))
+
+
+def _rotary_of_halves(tables: tuple[Tensor, Tensor]) -> RotaryEmbedding:
+    """Returns the rotary embedding of cosines and sines `[1, T, 2n]`; every angle stands in both halves."""
+    cos, sin = (table[0, :, : table.shape[-1] // 2] for table in tables)
+    return RotaryEmbedding(cos, sin)
+
+
+def openai_gpt(call: ModuleCall) -> Tensor:
+    """Computes the attention of the first GPT, whose product holds q, k and v of all heads."""
+    module = call.module
+    q, k, v = module.c_attn(call.x).unflatten(-1, (3, module.n_head, -1)).unbind(-3)
+    scale = q.shape[-1] ** -0.5 if module.scale else 1.0
+    return cast(Tensor, module.c_proj(call.attend(q, k, v, scale)))
+
+
+def bart(call: ModuleCall) -> Tensor:
+    """Computes the attention of decoders that have BART's modules."""
+    module = call.module
+    q, k, v = (
+        project(call.x).unflatten(-1, (module.num_heads, module.head_dim))
+        for project in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    return cast(Tensor, module.out_proj(call.attend(q, k, v, module.scaling)))
+
+
+def bert(call: ModuleCall) -> Tensor:
+    """Computes the attention of models that have BERT's modules, without the output projection, which is a
+    module of its own. RoFormer hands it the sines and then the cosines of the positions, for V, too, if
+    `rotary_value` says so."""
+    module = call.module
+    dim = module.attention_head_size
+    q, k, v = (
+        project(call.x).unflatten(-1, (module.num_attention_heads, dim))
+        for project in (module.query, module.key, module.value)
+    )
+    rotary = None
+    if hasattr(module, "rotary_value"):
+        table = call.arguments["sinusoidal_pos"]  # [1, 1, T, dim]
+        sin, cos = table[0, 0].to(k.dtype).chunk(2, -1)
+        rotary = RotaryEmbedding(cos, sin, interleaved=True)
+        if module.rotary_value:
+            v = module.apply_rotary_position_embeddings(table, *[v.transpose(1, 2)] * 2)[0].transpose(1, 2)
+    return call.attend(q, k, v, dim**-0.5, rotary=rotary)
+
+
+def diff_llama(call: ModuleCall) -> Tensor:
+    """Computes DiffLlama's attention, the difference of two in each pair of heads.
+
+    Each K/V head is given the V of two: every head attends to the first half of the V heads and to the second.
+    """
+    module = call.module
+    dim = module.head_dim
+    q, k, v = (
+        project(call.x).unflatten(-1, (-1, dim)) for project in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    both = torch.cat(v.chunk(2, -2), -1)  # [1, T, kv_heads / 2, 2 * dim]
+    rotary = _rotary_of_halves(call.arguments["position_embeddings"])
+    out = call.attend(q, k, both.repeat(1, 1, 2, 1), module.scaling, rotary=rotary)
+    first, second = out.unflatten(-1, (-1, 2 * dim)).chunk(2, -2)
+    products = (
+        torch.exp((a * b).sum(-1, dtype=torch.float32)).to(q.dtype)
+        for a, b in ((module.lambda_q1, module.lambda_k1), (module.lambda_q2, module.lambda_k2))
+    )
+    factor = next(products) - next(products) + module.lambda_init
+    difference = (1 - module.lambda_init) * module.groupnorm(first - factor * second)
+    return cast(Tensor, module.o_proj(difference.flatten(2)))
 
 
 def gpt_neo(call: ModuleCall) -> Tensor:
