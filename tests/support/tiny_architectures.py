@@ -121,7 +121,7 @@ LARGE = {"dots3_note_text", "gemma4_assistant", "zamba2"}
 FULL = ["full_attention"] * 4
 # Models whose outcome depends on a field of their configuration.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
-    "big_bird": {"is_decoder, original_full": {"is_decoder": True, "attention_type": "original_full"}},
+    "big_bird": {"is_decoder with original_full": {"is_decoder": True, "attention_type": "original_full"}},
     "falcon": {
         "alibi": {"alibi": True, "multi_query": False, "parallel_attn": False},
         "new_decoder_architecture": {"new_decoder_architecture": True, "num_kv_heads": 2},
