@@ -15,7 +15,7 @@ from lightkv.layer_groups import FULL, SLACK
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from tests.support.combinations import each_value, slow
 from tests.support.generating import GREEDY, OURS, OWN, assert_same, generate
-from tests.support.windowed_models import FAMILIES, LONG, RUNNING
+from tests.support.windowed_models import FAMILIES, LONG
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,7 +34,7 @@ QUICK = ["gemma2", "gemma3", "gpt-oss", "llama4", "cohere2", "ministral-windows"
 
 
 @each_value(
-    name=[*QUICK, *slow(*(name for name in RUNNING if name not in QUICK))],
+    name=[*QUICK, *slow(*(name for name in FAMILIES if name not in QUICK))],
     call=list(CALLS),
     attention=[OWN, OURS],
 )

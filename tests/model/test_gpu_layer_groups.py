@@ -5,10 +5,10 @@ import torch
 
 from tests.support.model_worker import assert_idle
 from tests.support.windowed_models import (
+    FAMILIES,
     LONG,
     NUM_NEW,
     PROMPTS,
-    RUNNING,
     expected,
     make_engine,
     request,
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("pool", [2000, 120])
-@pytest.mark.parametrize("name", RUNNING)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_answers_are_transformers_own(name: str, pool: int) -> None:
     """Of prompts in chunks, after hits and turn-offs; a small pool runs them in turn."""
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -6,7 +6,6 @@ too early, or hit where its window is not there, changes an answer.
 """
 
 import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,11 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig
 
 from lightkv.attention import Chunk, Window
-from lightkv.errors import UnsupportedModel
 from lightkv.integrations.hf_cache import LightKVCache
 from lightkv.integrations.model.hf_model import bind
 from lightkv.integrations.model.probe import probe
 from lightkv.router import LLM, EngineConfig, SamplingParams
 from lightkv.router.engine.admission import Admission, OutputLengths
-from lightkv.router.model.model_config import load_supported_config
 from lightkv.router.text.beam_search import BeamParams
 from tests.support.combinations import each_value, slow
 from tests.support.model_worker import assert_idle, run
@@ -32,7 +29,6 @@ from tests.support.windowed_models import (
     LONG,
     NUM_NEW,
     PROMPTS,
-    RUNNING,
     LayerKind,
     expected,
     make_engine,
@@ -47,7 +43,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 # Many windows, as many windows as full layers, chunks, three windows to two full layers, and windows alone.
 QUICK = ["gemma3", "gpt-oss", "llama4", "granite-swa", "ministral-windows"]
-REFUSED = [name for name in FAMILIES if name not in RUNNING]
 # Of a cached text of 80 tokens, a prefix of so many or more is hit to the very token: the shortest window, of 8
 # tokens, and the slack of as many that is kept before it, reach back to it from the end of the text.
 EXACT = 72
@@ -55,24 +50,15 @@ EXACT = 72
 
 def quickly(*names: str) -> list[Any]:
     """Returns all families that run, of which `make test` takes only these."""
-    return [*names, *slow(*(name for name in RUNNING if name not in names))]
+    return [*names, *slow(*(name for name in FAMILIES if name not in names))]
 
 
 # --------------------------------------------------------------------------------
 # The table of families
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_families_are_refused_for_the_reason_in_the_table(name: str, tmp_path: Path) -> None:
-    reference(name).save_pretrained(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UnsupportedModel, match=re.escape(FAMILIES[name].refusal)):
-        load_supported_config(tmp_path)
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_table_tells_what_transformers_caches(name: str) -> None:
-    """Refused families stand in the table for when they run, and are checked, too."""
     family, past = FAMILIES[name], DynamicCache(config=FAMILIES[name].config())
     with torch.no_grad():
         reference(name)(torch.tensor([LONG]), past_key_values=past)
@@ -89,7 +75,7 @@ def test_the_table_tells_what_transformers_caches(name: str) -> None:
     assert tuple(found) == family.layer_kinds
 
 
-@pytest.mark.parametrize("name", RUNNING)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_probe_finds_the_layers_of_the_table(name: str) -> None:
     for kind, layer in zip(FAMILIES[name].layer_kinds, probe(FAMILIES[name].model()).layers, strict=True):
         assert kind.heads == (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.v_dim)
@@ -105,7 +91,7 @@ def resized(name: str, by: int) -> PreTrainedConfig:
     return tiny(family.model_type, fields={**family.fields, **changed})
 
 
-@pytest.mark.parametrize("name", [*quickly(*QUICK), *slow(*REFUSED)])
+@pytest.mark.parametrize("name", quickly(*QUICK))
 def test_a_window_that_is_wrong_by_one_gives_other_answers(name: str) -> None:
     """So the tests below notice it."""
     for by in (-1, 1):
@@ -116,7 +102,7 @@ def test_a_window_that_is_wrong_by_one_gives_other_answers(name: str) -> None:
 # Prompts, hits and preemptions in the engine
 
 
-@each_value(name=RUNNING, chunk=[0, 7, 16], depth=[1, 2])
+@each_value(name=[*FAMILIES], chunk=[0, 7, 16], depth=[1, 2])
 def test_prompts_of_many_lengths_in_chunks(name: str, chunk: int, depth: int) -> None:
     engine = make_engine(name, chunk=chunk, depth=depth)
     requests = [request(str(idx), prompt, NUM_NEW) for idx, prompt in enumerate(PROMPTS)]
@@ -215,7 +201,7 @@ def test_turns_of_sessions_find_what_the_turns_before_left(name: str, chunk: int
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", RUNNING)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_random_life_changes_no_answer(name: str, seed: int) -> None:
     """Prompts with three prefixes come, some in sessions; some are aborted, or preempted. The pool is too small
     for all of them, so that what is cached is evicted in part."""
