@@ -33,7 +33,7 @@ from lightkv.router.service.wire.submitted import (
     requests_of,
 )
 
-from .child_process import freeze_objects
+from .child_process import collect_seldom, freeze_objects
 from .frames import BadFrame, FrameStream, is_own
 from .log_stream import num_dropped_lines
 from .messages import (
@@ -162,6 +162,7 @@ class Router:
                 engine = self._start_engine(self._info)
                 self._held.begin(worker, engine)
                 freeze_objects()
+                collect_seldom()
                 if self._state == "starting":
                     self._change_state("ready", "ready")
                 await self._steps(worker, engine)

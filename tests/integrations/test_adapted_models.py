@@ -132,7 +132,8 @@ def test_texts_are_those_of_transformers_after_preemptions(
     monkeypatch.setattr(
         "lightkv.router.llm.make_admission", lambda name, ttft_target: make_simulated("watermark", 0, 0)
     )
-    llm = make_llm(case, tmp_path, prefill_chunk=None, max_total_tokens=104, max_num_seqs=5)
+    num_tokens = 80 if case == "gpt-neo" else 104  # whose windows hold less
+    llm = make_llm(case, tmp_path, prefill_chunk=None, max_total_tokens=num_tokens, max_num_seqs=5)
     assert texts(llm)[0] == expected_of(case)
     assert llm.stats().num_preemptions > 0
 
