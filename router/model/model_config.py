@@ -26,6 +26,7 @@ from lightkv.router.model_files import UnreadableWeights, in_line, one_line, rea
 from .text_half import is_wrapper, text_half, wrapper_class
 
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # names used by configurations
+_TOWER_COUNTS = ("decoder_layers", "encoder_layers", "depth")  # of which a model may also have none
 _MAX_LAYERS = 10_000
 _PREFIX_MODELS = {"paligemma"}  # wrappers whose processor has a prompt read in both directions
 _MAY_DIFFER = {"head_dim", "num_key_value_heads"}  # fields that may differ by layer: the probe reads neither
@@ -46,8 +47,10 @@ def load_config(directory: Path) -> PreTrainedConfig:
         if not isinstance(model_type, str) or not isinstance(architecture, str):
             raise TypeError(f"model_type {model_type!r} and architectures {architecture!r} have to be names")
         # transformers writes out some fields for every layer; a wrong number would use up all memory.
-        for fields in (raw, *(value for value in raw.values() if isinstance(value, dict))):
-            if wrong := [name for name in _LAYER_COUNTS if not _is_layer_count(fields.get(name))]:
+        for fields in _objects(raw):
+            wrong = [name for name in _LAYER_COUNTS if not _is_layer_count(fields.get(name))]
+            wrong += [name for name in _TOWER_COUNTS if _is_too_many(fields.get(name))]
+            if wrong:
                 raise ValueError(f"{wrong[0]} is {fields[wrong[0]]!r}, and can be 1 to {_MAX_LAYERS}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UnreadableWeights(path, f"is not a model configuration ({one_line(error)})") from error
@@ -243,6 +246,19 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if had_bars:
             logging.enable_progress_bar()
+
+
+def _objects(value: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields a configuration and those within it, of the parts of a model."""
+    found = [value]
+    while found:
+        fields = found.pop()
+        yield fields
+        found += [part for part in fields.values() if isinstance(part, dict)]
+
+
+def _is_too_many(value: Any) -> bool:
+    return type(value) is int and value > _MAX_LAYERS
 
 
 def _is_layer_count(value: Any) -> bool:

@@ -181,13 +181,20 @@ def test_a_missing_text_weight_is_an_error_and_an_unknown_one_is_told(directory:
 
 @pytest.mark.parametrize(
     ("place", "name", "value"),
-    [("text_config", "num_hidden_layers", 10**9), ("vision_config", "num_hidden_layers", 10**9)],
+    [
+        ("text_config", "num_hidden_layers", 10**9),
+        ("vision_config", "num_hidden_layers", 10**9),
+        ("vision_config", "depth", 10**9),
+        ("text_config", "part", {"config": {"decoder_layers": 10**9}}),
+    ],
 )
-def test_damaged_fields_of_the_halves_are_told(place: str, name: str, value: int, directory: Path) -> None:
+def test_damaged_fields_of_the_halves_are_told(place: str, name: str, value: Any, directory: Path) -> None:
     config = json.loads((directory / "config.json").read_text())
     config[place][name] = value
     (directory / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnreadableWeights, match=name):
+    with pytest.raises(
+        UnreadableWeights, match=f"{'decoder_layers' if name == 'part' else name} is 1000000000"
+    ):
         load_supported_config(directory)
 
 
