@@ -233,9 +233,10 @@ def own_answers(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[i
 def answers(
     model: PreTrainedModel, prompts: list[list[int]], prefill_chunk: int, fuse: bool = True
 ) -> list[list[int]]:
-    """Returns what lightkv's engine generates greedily, all prompts at once, in chunks of `prefill_chunk`."""
+    """Returns what lightkv's engine generates greedily, all prompts at once, in chunks of `prefill_chunk`, on
+    the model's device."""
     config = EngineConfig(
-        device="cpu",
+        device=str(model.device),
         dtype="float32",
         max_total_tokens=400,
         max_num_seqs=4,
