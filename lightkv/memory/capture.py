@@ -1,38 +1,76 @@
 """CUDA graphs of computations on static tensors."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 Output = TypeVar("Output")
+_MOST_BYTES = 1 << 20  # of a host constant
+
+
+class HostConstants(TorchFunctionMode):
+    """Copies on the device of the small tensors that a model's code makes on the host in every pass, such as
+    `torch.tensor(1e-5).to(device)`, which a capture cannot copy.
+
+    A pass inside the mode makes the copies; a later one, with the same values, finds them by their bytes and
+    copies them on the device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: dict[tuple[bytes, torch.dtype, torch.Size, torch.device], torch.Tensor] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func is torch.tensor and torch.device(named.get("device") or "cpu").type == "cuda":
+            device = torch.device(named.pop("device"))
+            return self._on_device(func(*args, **named), device)
+        if func is torch.Tensor.to and args[0].device.type == "cpu":
+            device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **named)
+            if device is not None and device.type == "cuda" and args[0].nbytes <= _MOST_BYTES:
+                return self._on_device(args[0].to(dtype or args[0].dtype), device)
+        return func(*args, **named)
+
+    def _on_device(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns a copy that the caller may write to."""
+        content = host.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        key = content, host.dtype, host.shape, device
+        if key not in self._copies:
+            self._copies[key] = host.to(device)
+        return self._copies[key].clone()
 
 
 class Capture(NamedTuple):
     """What captures share whose graphs never run at the same time.
 
     `pool`: torch's handle of a memory pool. `stream`: where passes warm up and are captured; cuBLAS keeps a
-    workspace of 32 MiB for each stream that it has seen.
+    workspace of 32 MiB for each stream that it has seen. `constants`: those of the computations.
     """
 
     pool: Any
     stream: torch.cuda.Stream
+    constants: HostConstants
 
     @classmethod
     def new(cls) -> "Capture":
         """Returns a memory pool and a stream on the current device."""
-        return cls(torch.cuda.graph_pool_handle(), torch.cuda.Stream())
+        return cls(torch.cuda.graph_pool_handle(), torch.cuda.Stream(), HostConstants())
 
     def graph(self, compute: Callable[[], Output]) -> tuple[torch.cuda.CUDAGraph, Output]:
         """Returns a graph of `compute` and what it returned. The static tensors hold padding alone."""
         self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream), self.constants:
             compute()  # compiles kernels and lets libraries set themselves up
         torch.cuda.current_stream().wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream), _without_collections():
+        capturing = torch.cuda.graph(graph, pool=self.pool, stream=self.stream)
+        with capturing, _without_collections(), self.constants:
             output = compute()
         graph.replay()  # the first replay of a graph takes longer than the others
         return graph, output

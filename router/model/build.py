@@ -53,7 +53,7 @@ from lightkv.router.text.grammars import Grammars
 from lightkv.triton_kernels.compile_ahead import compile_ahead
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
-from .cuda_graph import StepGraphs, graphs_bytes
+from .cuda_graph import CannotCapture, StepGraphs, graphs_bytes
 from .loader import load_model
 from .model_config import load_supported_config, position_limit
 from .parts import RunnerParts
@@ -363,7 +363,11 @@ def assemble(
                 graphs.rehearse()
         _warm_up(memory, limits)
     if graphs is not None:
-        graphs.capture([SamplerKind.GREEDY, SamplerKind.RANDOM], report)
+        try:
+            graphs.capture([SamplerKind.GREEDY, SamplerKind.RANDOM], report)
+        except CannotCapture as error:
+            report(f"no CUDA graphs, so that the host launches each kernel of a step: {error}")
+            graphs = None
     runner = ModelRunner(parts, limits, graphs, Grammars(directory, limits.vocab_size))
     if device.type == "cuda":
         report("compiling the kernels of steps that run eagerly")
@@ -373,7 +377,7 @@ def assemble(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         dtype=str(shape.spec.dtype).removeprefix("torch."),
         attention_backend=type(backends[0]).__name__,
-        cuda_graphs=with_graphs,
+        cuda_graphs=graphs is not None,
         capacity=pool.num_tokens,
         bytes_per_token=shape.spec.bytes_per_token,
         pool_bytes=pool.num_bytes,
@@ -381,7 +385,7 @@ def assemble(
         groups=groups,
         longest=None if groups.is_uniform else longest_held(groups, pool.num_tokens, limits.prefill_budget),
         limits=limits,
-        graph_tokens=tuple(buckets),
+        graph_tokens=tuple(buckets) if graphs else (),
         kv_dtype=config.kv_dtype,
         skipped_layers=config.skipped_layers,
         num_ranks=1 if ranks is None else ranks.size,

@@ -15,14 +15,17 @@ what such rows may sample is known only while the first part runs (`runner.py`).
 
 import gc
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from lightkv.attention import Batch, BatchShape, StaticStep
+from lightkv.errors import LightKVError
 from lightkv.ledger.shared_prefixes import SharedPrefix
 from lightkv.memory.capture import Capture
 from lightkv.router.engine.step import Limits, StepPlan
@@ -60,6 +63,14 @@ def graphs_bytes(
     sampling = max_num_seqs * logits_bytes * _LOGITS_COPIES + masks
     tokens = min(max_step_tokens, MOST_TOKENS) * token_bytes
     return tokens + sampling + scratch_bytes + num_graphs * _GRAPH_BYTES
+
+
+class CannotCapture(LightKVError):
+    """The model's code waits for the device in every pass, which a CUDA graph cannot do."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        super().__init__(f"{Path(last.filename).name}, line {last.lineno}, waits for the device: {last.line}")
 
 
 class GraphKey(NamedTuple):
@@ -338,13 +349,31 @@ class StepGraphs:
 
         Of decode graphs with shared prefixes, one size of each power of two is captured. This compiles the
         kernels, so that a graph captured later, when it is first needed, does not delay requests for long.
+        Raises CannotCapture, before it captures any.
         """
+        self._require_capturable()
         begun, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
         with _frozen_objects():
             num_captured = self._capture_all(kinds, report)
         seconds, used = time.perf_counter() - begun, free - torch.cuda.mem_get_info()[0]
         refused = f"; no memory for {len(self._refused)}, which run eagerly" if self._refused else ""
         report(f"captured {num_captured} CUDA graphs in {seconds:.1f} s, {used / 2**20:,.0f} MiB{refused}")
+
+    @torch.inference_mode()
+    def _require_capturable(self) -> None:
+        """Raises CannotCapture if a smallest step waits for the device."""
+        smallest_prompts = min(self._prompts.items())[1].values()
+        decode = partial(self._decodes[min(self._decodes)].rehearse, GraphKey(SamplerKind.GREEDY))
+        for rehearse in (*(graph.rehearse for graph in smallest_prompts), decode):
+            with self._shared.constants:
+                rehearse()  # lets libraries set themselves up
+                try:
+                    with _waiting_refused():
+                        rehearse()
+                except RuntimeError as error:
+                    if "synchronizing" not in str(error):
+                        raise
+                    raise CannotCapture(error) from error
 
     def _capture_all(self, kinds: Sequence[SamplerKind], report: Callable[[str], None]) -> int:
         """Captures what `capture` says. Returns how many graphs there was memory for."""
@@ -444,6 +473,17 @@ def _frozen_objects() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def _waiting_refused() -> Iterator[None]:
+    """Lets torch raise RuntimeError where the block waits for the device."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

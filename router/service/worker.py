@@ -16,6 +16,7 @@ import select
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import msgspec
@@ -255,18 +256,24 @@ class Worker(rpyc.Service):
 
 
 def _announce_compilation(announce: Callable[[str], None]) -> None:
-    """Makes Triton report when it compiles a kernel that is not in its cache, unless its hook is in use
-    already."""
+    """Makes Triton report when it compiles a kernel that this process has not run yet.
+
+    Triton's own hook, `jit_cache_hook`, fails for kernels that get functions as constants, as attention's do.
+    """
     try:
-        from triton import knobs
+        from triton import JITFunction
     except ImportError:  # torch runs without Triton on a CPU
         return
 
-    def hook(*, fn: Any, **_: Any) -> None:
-        announce(f"compiling {fn.name}")
+    compile_kernel = JITFunction._do_compile
 
-    if knobs.runtime.jit_cache_hook is None:
-        knobs.runtime.jit_cache_hook = hook
+    @wraps(compile_kernel)
+    def announced(kernel: Any, *args: Any, **named: Any) -> Any:
+        announce(f"compiling {kernel.fn.__name__}")
+        return compile_kernel(kernel, *args, **named)
+
+    if not hasattr(compile_kernel, "__wrapped__"):
+        JITFunction._do_compile = announced
 
 
 def _decode(decoder: "msgspec.msgpack.Decoder[Request]", request: bytes) -> Request:

@@ -219,11 +219,11 @@ def test_a_wrapper_whose_text_cannot_run_is_refused_without_its_weights(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gemma3", "llama4", "mistral3", "qwen2_5_vl", "qwen3_vl", "shieldgemma2"])
+@pytest.mark.parametrize("name", ["gemma3", "llama4", "mistral3", "qwen2_5_vl", "qwen3_vl"])
 def test_texts_in_cuda_graphs_are_those_of_the_wrapper(name: str, tmp_path: Path) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}  # of heads of 32
     sections = {"rope_parameters": rope} if "_vl" in name else {}
     whole = whole_wrapper(name, hidden_size=128, head_dim=32, **sections)
-    model = load_model(save(whole, tmp_path), torch.device("cuda"), "auto", lambda line: None)
+    model = load_model(save(whole, tmp_path), torch.device("cuda"), torch.float32, lambda line: None)
     assert answers(model, prompts(), prefill_chunk=16) == own_answers(whole, prompts())

@@ -241,13 +241,12 @@ def make_engine(
     depth: int = 1,
     admission: Admission | None = None,
     device: str = "cpu",
-    cuda_graphs: bool = True,
 ) -> LocalEngine:
     """Returns an engine over a new model of this family.
 
     `pool`: the slots of its memory. `chunk`: the most prompt tokens of a step; 0 is no limit. `depth`: the
     steps in flight. `admission`: None counts each request with its `max_tokens`. On a GPU attention is
-    Triton's, and steps are CUDA graphs unless `cuda_graphs` is False.
+    Triton's, and steps are CUDA graphs if they can be.
     """
     config = EngineConfig(
         device=device,
@@ -259,7 +258,6 @@ def make_engine(
         max_model_len=CONTEXT,
         prefill_chunk=chunk,
         session_share=1.0,
-        cuda_graphs=cuda_graphs,
     )
     runner, info = assemble(FAMILIES[family].model().to(device), config, lambda line: None)
     return LocalEngine(make_scheduler(info, admission, depth), runner)
