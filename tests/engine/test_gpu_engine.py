@@ -15,6 +15,13 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    """A model in float32, in which two ways to compute the same logits differ by little."""
+    torch.manual_seed(0)
+    return random_model(CONFIG, torch.device("cuda"), torch.float32)
+
+
+@pytest.fixture(scope="module")
 def bf16_model() -> PreTrainedModel:
     torch.manual_seed(0)
     return random_model(CONFIG, torch.device("cuda"), torch.bfloat16)

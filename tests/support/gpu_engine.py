@@ -5,11 +5,9 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
-from bench.common.random_model import random_model
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.loop import LocalEngine
@@ -30,13 +28,6 @@ CONFIG = LlamaConfig(
     max_position_embeddings=512,
     tie_word_embeddings=True,
 )
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    """A model in float32, in which two ways to compute the same logits differ by little."""
-    torch.manual_seed(0)
-    return random_model(CONFIG, torch.device("cuda"), torch.float32)
 
 
 def make(model: PreTrainedModel, **settings: object) -> tuple[LocalEngine, ModelRunner]:
