@@ -247,8 +247,9 @@ def measure_lifelike(
     cells = options.lifelike or CELL_NAMES
     command = ["-m", "bench.serving.lifelike", "--out", str(out), "--traces", str(options.traces.resolve()),
                "--vocab-size", str(place.vocab_size), "--max-length", str(MAX_LENGTH), "--cells", *cells,
-               "--seconds", str(options.seconds), "--drain", str(LIFELIKE_DRAIN_SECONDS),
-               "--measure-saturation"]  # fmt: skip
+               "--seconds", str(options.seconds), "--drain", str(LIFELIKE_DRAIN_SECONDS)]  # fmt: skip
+    if options.saturation is None:
+        command.append("--measure-saturation")
     if saturation is not None:
         command += ["--saturation", str(saturation)]
     limit = LIFELIKE_START_SECONDS + len(cells) * (options.seconds + LIFELIKE_DRAIN_SECONDS)
