@@ -10,7 +10,7 @@ import asyncio
 import json
 import ssl
 import time
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
@@ -143,6 +143,7 @@ class Reply(NamedTuple):
 class _Choice(msgspec.Struct):
     text: str = ""
     finish_reason: str | None = None
+    token_ids: list[int] | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -164,7 +165,7 @@ class Answer(NamedTuple):
 
     `sent`: when the connection was begun. `arrivals`: when each piece of the answer arrived; a piece may have
     several tokens, and a token without text arrives with the next one. `ended`: when the last byte arrived. The
-    counts of tokens are the server's.
+    counts of tokens are the server's. `ids`: the tokens, if they were asked for.
     """
 
     sent: float
@@ -173,6 +174,7 @@ class Answer(NamedTuple):
     num_prompt: int
     num_output: int
     text: str
+    ids: Sequence[int] = ()
 
     @property
     def ttft(self) -> float:
@@ -198,10 +200,11 @@ class Answer(NamedTuple):
 class _Stream(asyncio.Protocol):
     """One request on its connection. `result`: the answer, or the error."""
 
-    def __init__(self, request: bytes, num_output: int) -> None:
+    def __init__(self, request: bytes, num_output: int, has_ids: bool) -> None:
         self.result: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._request = request
         self._num_output = num_output
+        self._ids: list[int] | None = [] if has_ids else None
         self._response = ResponseParser()
         self._events = EventParser()
         self._sent = time.perf_counter()
@@ -258,6 +261,8 @@ class _Stream(asyncio.Protocol):
             if choice.text or choice.finish_reason:
                 self._arrivals.append(now)
                 self._texts.append(choice.text)
+            if self._ids is not None:
+                self._ids += choice.token_ids or ()
             self._finish_reason = choice.finish_reason or self._finish_reason
 
     def _finish(self, now: float) -> None:
@@ -276,8 +281,13 @@ class _Stream(asyncio.Protocol):
                 f"{usage.completion_tokens} tokens that ended in {self._finish_reason!r}, where "
                 f"{self._num_output} were asked for; the server has to support ignore_eos"
             )
-        text = "".join(self._texts)
-        answer = Answer(self._sent, self._arrivals, now, usage.prompt_tokens, usage.completion_tokens, text)
+        if self._ids is not None and len(self._ids) != usage.completion_tokens:
+            raise RequestFailed(
+                f"{len(self._ids)} token ids of {usage.completion_tokens} tokens; the server has to support "
+                "return_token_ids"
+            )
+        counts = usage.prompt_tokens, usage.completion_tokens
+        answer = Answer(self._sent, self._arrivals, now, *counts, "".join(self._texts), self._ids or ())
         if not self.result.done():
             self.result.set_result(answer)
 
@@ -331,8 +341,11 @@ class Endpoint:
         except OSError as error:
             raise RequestFailed(f"{path}: no connection to {self._authority}: {error}") from error
 
-    async def complete(self, model: str, ask: Ask) -> Answer:
-        """Streams one greedy completion of exactly `ask.num_output` tokens. Raises RequestFailed."""
+    async def complete(self, model: str, ask: Ask, with_ids: bool = False) -> Answer:
+        """Streams one greedy completion of exactly `ask.num_output` tokens, `with_ids` with their ids too.
+
+        Raises RequestFailed.
+        """
         body = msgspec.json.encode(
             {
                 "model": model,
@@ -342,11 +355,12 @@ class Endpoint:
                 "ignore_eos": True,
                 "stream": True,
                 "stream_options": {"include_usage": True},
+                **({"return_token_ids": True} if with_ids else {}),
             }
         )
         head = self._head("POST", "/v1/completions")
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        stream = _Stream(head.encode() + body, ask.num_output)
+        stream = _Stream(head.encode() + body, ask.num_output, with_ids)
         try:
             async with asyncio.timeout(self._timeout):
                 loop = asyncio.get_running_loop()

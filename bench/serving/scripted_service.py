@@ -36,6 +36,7 @@ from lightkv.router.service.api_settings import ApiSettings, ServeSettings
 from lightkv.router.service.messages import Done, WorkerStart
 from lightkv.router.service.router import Router
 from lightkv.router.service.worker_client import WorkerClient
+from lightkv.router.text.grammars import Grammars
 
 MODEL = "scripted"
 MAX_QUEUED = 4096
@@ -66,6 +67,7 @@ class ScriptedRunner:
     fatal = False
 
     def __init__(self, script: Script) -> None:
+        self.grammars = Grammars(None, script.vocab_size)
         self._script = script
         self._rng = random.Random(0)
         self._is_free_at = 0.0

@@ -4,6 +4,7 @@ From a published trace it uses the lengths alone (`read_trace`), or the requests
 times (`Replayed`). All random numbers come from the generator or the seed that a function is given.
 """
 
+import itertools
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +25,7 @@ from lightkv.router.simulate.traces import Trace
 
 __all__ = [
     "Ask", "Lengths", "Replayed", "UnreadableTrace",
-    "choose", "fill", "mixed", "poisson", "read_trace", "scale",
+    "choose", "fill", "gamma", "mixed", "poisson", "read_trace", "scale",
 ]  # fmt: skip
 
 LOWEST_ID = 100  # many vocabularies keep special tokens below it
@@ -84,14 +85,19 @@ def fill(lengths: Iterable[Lengths], vocab_size: int, rng: random.Random) -> lis
     return [Ask(rng.choices(ids, k=prompt), output) for prompt, output in lengths]
 
 
+def gamma(rate: float, cv: float, num: int, rng: random.Random) -> list[float]:
+    """Draws arrival times in seconds from the start: `num` requests, `rate` a second.
+
+    The gaps have a Gamma distribution, whose deviation is `cv` times its mean: above 1 requests come in bursts.
+    """
+    shape = cv**-2
+    gaps = (rng.gammavariate(shape, 1 / (rate * shape)) for _ in range(num))
+    return list(itertools.accumulate(gaps))
+
+
 def poisson(rate: float, num: int, rng: random.Random) -> list[float]:
     """Draws arrival times in seconds from the start: `num` requests of a Poisson process, `rate` a second."""
-    at = 0.0
-    arrivals = []
-    for _ in range(num):
-        at += rng.expovariate(rate)
-        arrivals.append(at)
-    return arrivals
+    return gamma(rate, 1.0, num, rng)
 
 
 class Replayed:

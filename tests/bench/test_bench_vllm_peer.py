@@ -42,6 +42,16 @@ def http(engine: str, factor: float = 1.0) -> dict[str, Any]:
     return offline(engine, factor, kind="http", loads={"256 clients": load}, batches={}, first_token_ms={})
 
 
+def lifelike(engine: str, factor: float = 1.0, saturation: float = 20.0) -> dict[str, Any]:
+    """A measurement of two cells."""
+    times = dict.fromkeys(("mean", "p50", "p90", "p95", "p99"), 10.0 * factor)
+    cell = {"output_tokens_per_s": 3000.0 / factor, "ttft_ms": times, "per_token_ms": times, "failed": 0,
+            "between_pieces_ms": times, "goodput_per_s": 12.0 / factor, "cut_off": 3}  # fmt: skip
+    cells = {"bursty-0.6": cell, "sessions-0.6": cell | {"turns": {"5 and later": {"ttft_ms": times}}}}
+    made = offline(engine, factor, kind="lifelike", cells=cells, batches={}, first_token_ms={})
+    return made | {"load": {"saturation": saturation}, "saturation": {"requests_per_s": saturation / factor}}
+
+
 def document(
     *measurements: dict[str, Any], device: str = "NVIDIA H200", shape: str = "llama-3-8b"
 ) -> dict[str, Any]:
@@ -98,6 +108,23 @@ def test_every_row_of_a_whole_run_has_a_value() -> None:
     assert len(set(names)) == len(names)
 
 
+def test_loads_like_life_have_rows_of_their_own() -> None:
+    found = {row["name"]: row for row in rows.compare([lifelike("vllm"), lifelike("lightkv", 0.5)])}
+    assert found["saturation"]["lightkv_over_vllm"] == 2.0
+    assert found["bursty-0.6: first token, p99"]["lightkv_over_vllm"] == 0.5
+    assert found["bursty-0.6: failed"]["lightkv_over_vllm"] is None, "none of vLLM's failed"
+    assert found["bursty-0.6: cut off"]["vllm"]["median"] == 3
+    assert found["sessions-0.6: first token of turn 5 and later, p50"]["lightkv"]["median"] == 5.0
+    assert len(found) == 1 + 2 * 11 + 1
+
+
+def test_shares_are_of_what_vllm_can_serve() -> None:
+    machine = {"device": "NVIDIA H200", "versions": {}}
+    earlier = [document(lifelike("vllm", saturation=17.5))]
+    assert compare.Document("llama-3-8b", machine, earlier, None).saturation == 17.5
+    assert compare.Document("llama-3-8b", machine, [], None).saturation is None
+
+
 def test_the_table_shows_both_engines_and_ranges(capsys: pytest.CaptureFixture[str]) -> None:
     measurements = [offline("vllm"), offline("lightkv", 0.5)]
     rows.print_rows(rows.compare(measurements), measurements)
@@ -122,8 +149,9 @@ def test_the_engines_first_tokens_are_compared() -> None:
         (document(offline("lightkv", version="abc")), "lightkv are of different versions"),
         (document(offline("lightkv", settings={"max_num_seqs": 1})), "different versions or settings"),
         (document(offline("vllm", quick=True)), "--quick"),
+        (document(lifelike("vllm"), lifelike("lightkv", saturation=3.0)), "different loads"),
     ],
-    ids=["machine", "model", "commit", "settings", "amount"],
+    ids=["machine", "model", "commit", "settings", "amount", "loads"],
 )
 def test_measurements_that_do_not_belong_together_are_refused(other: dict[str, Any], match: str) -> None:
     first = document(offline("lightkv"))
@@ -138,7 +166,14 @@ def test_measurements_that_do_not_belong_together_are_refused(other: dict[str, A
 
 @pytest.mark.parametrize(
     "argv",
-    [["--only", "nothing"], ["--skip-http", "--skip-offline"], ["--http-rounds", "0"], ["--set", "fuse"]],
+    [
+        ["--only", "nothing"],
+        ["--skip-http", "--skip-offline"],
+        ["--http-rounds", "0"],
+        ["--set", "fuse"],
+        ["--lifelike"],
+        ["--lifelike", "no-such-cell", "--traces", "."],
+    ],
     ids=" ".join,
 )
 def test_options_that_make_no_sense_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -356,6 +391,33 @@ def test_a_part_that_fails_leaves_the_figures_of_the_others(
     results = json.loads(out.read_text())["results"]
     assert [own["start_seconds"] for own in results["measurements"]] == [1.0, 2.0]
     assert results["failures"] == {"vllm, offline": "out of memory"}
+
+
+def test_cells_that_were_measured_before_a_failure_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def fail(command: list[str], *_: object) -> None:
+        commands.append(command)
+        results = {name: lifelike("vllm")[name] for name in ("cells", "load", "saturation")}
+        Path(command[command.index("--out") + 1]).write_text(json.dumps({"results": results}))
+        raise PartFailed("not done within 60 s")
+
+    monkeypatch.setattr(compare, "run_child", fail)
+    (tmp_path / "config.json").write_text('{"vocab_size": 1000}')
+    serve = ("-m", "http.server", "--bind", "127.0.0.1")
+    monkeypatch.setattr(compare.Service, "_is_ready", lambda service: True)
+    engine = Engine("vllm", "1", (), serve, "/", {})
+    options = compare.arguments(["--lifelike", "poisson-0.6", "--traces", str(tmp_path), "--seconds", "40"])
+    place = compare.Workplace(tmp_path, "llama-3-8b", tmp_path, tmp_path)
+    parts = compare.measure_lifelike(engine, engine, place, options, 17.5)
+    assert set(next(parts)["cells"]) == {"bursty-0.6", "sessions-0.6"}
+    with pytest.raises(PartFailed, match="60 s"):
+        next(parts)
+    (command,) = commands
+    for option, value in (("--cells", "poisson-0.6"), ("--seconds", "40.0"), ("--saturation", "17.5")):
+        assert command[command.index(option) + 1] == value
 
 
 @pytest.mark.parametrize("state", ["warm", "cold"])

@@ -3,6 +3,7 @@
     FOLDER/run.sh --out results/vllm-peer-h200.json
     FOLDER/run.sh --only vllm --out /tmp/vllm.json
     FOLDER/run.sh --only lightkv --with /tmp/vllm.json --out results/vllm-peer-h200.json
+    FOLDER/run.sh --skip-offline --skip-http --lifelike --traces TRACES --out results/lifelike-h200.json
     FOLDER/run.sh --shape qwen3-8b --out results/vllm-peer-qwen3-h200.json
     python -m bench.serving.vllm_peer.compare --only lightkv --set max_num_seqs=128
 
@@ -10,7 +11,8 @@
 engine runs alone, with its own default settings: first in process (`peer_bench.py`), then as a service under
 closed loops of 1, 32 and 256 clients (`bench.serving.load`). The model has the shape of a published one
 (Llama-3-8B, unless --shape names another) and random weights, prompts are 512 random ids, answers are greedy
-and have 128 tokens. The result file is written after each part, so a run that is cut off keeps its figures.
+and have 128 tokens. With --lifelike each also serves the loads of `bench.serving.lifelike`, at shares of what
+vLLM can serve. The result file is written after each part, so a run that is cut off keeps its figures.
 """
 
 import argparse
@@ -30,6 +32,8 @@ from typing import NamedTuple
 
 from bench.common.model_shapes import SHAPES
 from bench.common.report import parser, refuse
+from bench.serving.lifelike_cells import CELLS, CLOSED
+from bench.serving.load_options import positive
 from bench.serving.vllm_peer.peer_bench import parse_settings
 from bench.serving.vllm_peer.processes import (
     Engine,
@@ -44,6 +48,7 @@ from bench.serving.vllm_peer.rows import (
     CLIENTS,
     ENGINES,
     HTTP,
+    LIFELIKE,
     OFFLINE,
     PROMPTS,
     Results,
@@ -55,6 +60,7 @@ from bench.serving.vllm_peer.rows import (
 from lightkv.errors import LightKVError
 
 NAME = "vllm_peer"
+CELL_NAMES = [*(cell.name for cell in CELLS), *CLOSED]
 PROMPT, OUTPUT = 512, 128  # tokens
 MAX_LENGTH = 16384  # of a sequence: room for the longest prompt and an answer
 PART_SECONDS = 330.0  # that one engine may take in process, or under the load
@@ -62,6 +68,9 @@ START_SECONDS = 240.0  # that a service may take to start
 READ_BYTES = 2**24
 SHOWN_OFFLINE = re.compile(r"==|batch|prompt")
 SHOWN_HTTP = re.compile(r"\d+ clients: \d+ requests")
+SHOWN_LIFELIKE = re.compile(r"saturation: |\S+: \d+ of \d+ answered")
+LIFELIKE_START_SECONDS = 120.0  # to warm up, and to find the saturation
+LIFELIKE_DRAIN_SECONDS = 45.0  # that a cell may take beyond --seconds
 
 
 class Amount(NamedTuple):
@@ -102,6 +111,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     made.add_argument("--only", choices=[*ENGINES, "nothing"], help="measure one engine, or nothing")
     made.add_argument("--skip-offline", action="store_true", help="leave out the part in process")
     made.add_argument("--skip-http", action="store_true", help="leave out the part with services")
+    made.add_argument("--lifelike", nargs="*", choices=CELL_NAMES, metavar="CELL",
+                      help=f"also serve loads like life: all, or some of {', '.join(CELL_NAMES)}")  # fmt: skip
+    made.add_argument("--traces", type=Path, help="for --lifelike: the folder with Azure's traces")
+    made.add_argument("--seconds", type=positive, default=60.0, help="of each cell of --lifelike")
+    made.add_argument("--saturation", type=positive,
+                      help="requests/s, of which loads are shares; default: vLLM's, measured")  # fmt: skip
     made.add_argument("--quick", action="store_true", help="one round in process, and half as many requests")
     made.add_argument("--http-rounds", type=int, default=1, help="of the load on each service")
     made.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", action="extend",
@@ -113,7 +128,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options = made.parse_args(argv)
     if options.only == "nothing" and not options.earlier:
         made.error("--only nothing joins earlier results; give them with --with")
-    if options.skip_offline and options.skip_http and options.only != "nothing":
+    if options.lifelike is not None and not (options.traces and options.traces.is_dir()):
+        made.error("--lifelike takes the folder of the traces; give --traces")
+    nothing = options.skip_offline and options.skip_http and options.lifelike is None
+    if nothing and options.only != "nothing":
         made.error("--skip-offline and --skip-http leave nothing to measure")
     if options.http_rounds < 1:
         made.error(f"--http-rounds is {options.http_rounds}; give at least 1")
@@ -215,6 +233,39 @@ def measure_http(
             yield found
 
 
+def measure_lifelike(
+    engine: Engine, client: Engine, place: Workplace, options: argparse.Namespace, saturation: float | None
+) -> Iterator[Results]:
+    """Yields the figures of the loads like life. Raises PartFailed, after it has yielded those that there are.
+
+    `saturation`: requests/s, of which the loads are shares; None: the engine's own.
+    """
+    service_log, log = (place.logs / f"{engine.name}-{name}.log" for name in ("lifelike-service", "lifelike"))
+    log.unlink(missing_ok=True)
+    out = place.logs / f"{engine.name}-lifelike.json"
+    out.unlink(missing_ok=True)
+    cells = options.lifelike or CELL_NAMES
+    command = ["-m", "bench.serving.lifelike", "--out", str(out), "--traces", str(options.traces.resolve()),
+               "--vocab-size", str(place.vocab_size), "--max-length", str(MAX_LENGTH), "--cells", *cells,
+               "--seconds", str(options.seconds), "--drain", str(LIFELIKE_DRAIN_SECONDS)]  # fmt: skip
+    if options.saturation is None:
+        command.append("--measure-saturation")
+    if saturation is not None:
+        command += ["--saturation", str(saturation)]
+    limit = LIFELIKE_START_SECONDS + len(cells) * (options.seconds + LIFELIKE_DRAIN_SECONDS)
+    failure = None
+    with Service(engine, service_log, START_SECONDS) as service:
+        print(f"   service ready in {service.start_seconds:.1f} s", flush=True)
+        try:
+            run_child([*command, "--url", service.url], client.environment, log, limit, SHOWN_LIFELIKE)
+        except (PartFailed, KeyboardInterrupt) as error:
+            failure = error
+    if out.exists():
+        yield json.loads(out.read_text())["results"] | {"start_seconds": service.start_seconds}
+    if failure is not None:
+        raise failure
+
+
 class Document:
     """The result file. `failures`: the parts that have no figures, or not all."""
 
@@ -232,6 +283,12 @@ class Document:
         """Adds a measurement, and writes the file."""
         self.measurements.append(measurement)
         self.save()
+
+    @property
+    def saturation(self) -> float | None:
+        """What vLLM can serve of the conversation trace in requests/s; None if it was not measured."""
+        found = [own for own in self.measurements if (own["engine"], own["kind"]) == ("vllm", LIFELIKE)]
+        return found[0]["load"]["saturation"] if found else None
 
     def made(self) -> Results:
         rows = compare(self.measurements)
@@ -255,7 +312,7 @@ class Document:
 def measure(
     engine: Engine, lightkv: Engine, options: argparse.Namespace, place: Workplace, document: Document
 ) -> None:
-    """Measures an engine in process and as a service. If one of the two fails, the other still runs."""
+    """Measures an engine in process and as a service. If a part fails, the others still run."""
     settings = parse_settings(options.set) if engine is lightkv else {}
     amount = QUICK if options.quick else FULL
     parts: dict[str, Iterator[Results]] = {}
@@ -263,6 +320,9 @@ def measure(
         parts[OFFLINE] = measure_offline(engine, place, amount, settings)
     if not options.skip_http:
         parts[HTTP] = measure_http(engine, lightkv, place, amount, options.http_rounds)
+    if options.lifelike is not None:
+        saturation = options.saturation or document.saturation
+        parts[LIFELIKE] = measure_lifelike(engine, lightkv, place, options, saturation)
     for kind, part in parts.items():
         print(f"{engine.name} {engine.version}, {kind}", flush=True)
         set_page_cache(place.model, options.page_cache)

@@ -4,17 +4,19 @@ A measurement is one process of one engine: in process ("offline") or as a servi
 several of a kind, from several rounds or calls. The values of a row come from all of them.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
 from bench.common.report import Spread, print_table, refuse
+from bench.serving.lifelike_cells import CELLS, CLOSED, SESSIONS
 
 ENGINES = ("vllm", "lightkv")
 BATCHES = CLIENTS = (1, 32, 256)
 PROMPTS = (512, 2048, 8192)
-OFFLINE, HTTP = "offline", "http"
-FORMS = {"ms": ".2f", "tokens/s": ",.0f", "s": ".1f"}
+OFFLINE, HTTP, LIFELIKE = "offline", "http", "lifelike"
+FORMS = {"ms": ".2f", "tokens/s": ",.0f", "requests/s": ".2f", "requests": ",.0f", "s": ".1f"}
 
 Measurement = Mapping[str, Any]
 Results = dict[str, Any]
@@ -76,7 +78,36 @@ def _http_rows() -> Iterator[Row]:
         yield row("between tokens, p99", "ms", "between_pieces_ms", "p99")
 
 
-ROWS = (*_offline_rows(), *_start_rows(OFFLINE), *_http_rows(), *_start_rows(HTTP))
+def _lifelike_rows() -> Iterator[Row]:
+    def row(name: str, unit: str, *keys: str) -> Row:
+        return Row(name, unit, LIFELIKE, lambda found: [_value(found, keys)])
+
+    yield row("saturation", "requests/s", "saturation", "requests_per_s")
+    workloads = {cell.name: cell.workload for cell in CELLS} | dict.fromkeys(CLOSED, "")
+    for name, workload in workloads.items():
+        for what, key in (("first token", "ttft_ms"), ("between tokens", "between_pieces_ms")):
+            for percentile in ("p50", "p95", "p99"):
+                yield row(f"{name}: {what}, {percentile}", "ms", "cells", name, key, percentile)
+        yield row(f"{name}: time per output token, mean", "ms", "cells", name, "per_token_ms", "mean")
+        if workload == SESSIONS:
+            late = "5 and later"
+            yield row(
+                f"{name}: first token of turn {late}, p50",
+                "ms",
+                "cells",
+                name,
+                "turns",
+                late,
+                "ttft_ms",
+                "p50",
+            )
+        yield row(f"{name}: goodput", "requests/s", "cells", name, "goodput_per_s")
+        yield row(f"{name}: tokens/s", "tokens/s", "cells", name, "output_tokens_per_s")
+        for lost in ("failed", "cut_off"):
+            yield row(f"{name}: {lost.replace('_', ' ')}", "requests", "cells", name, lost)
+
+
+ROWS = (*_offline_rows(), *_start_rows(OFFLINE), *_http_rows(), *_start_rows(HTTP), *_lifelike_rows())
 
 
 def _values(row: Row, engine: str, measurements: Sequence[Measurement]) -> list[float]:
@@ -85,7 +116,7 @@ def _values(row: Row, engine: str, measurements: Sequence[Measurement]) -> list[
         if (found["engine"], found["kind"]) == (engine, row.kind):
             try:
                 values += row.read(found)
-            except KeyError:  # left out, or the measurement failed before it
+            except (KeyError, TypeError):  # left out, None, or the measurement failed before it
                 continue
     return values
 
@@ -107,7 +138,7 @@ def compare(measurements: Sequence[Measurement]) -> list[Results]:
                     engine: spread and {**spread._asdict(), "values": values[engine]}
                     for engine, spread in spreads.items()
                 },
-                "lightkv_over_vllm": own.median / peer.median if own and peer else None,
+                "lightkv_over_vllm": own.median / peer.median if own and peer and peer.median else None,
             }
         )
     return rows
@@ -140,6 +171,9 @@ def merge(documents: Sequence[Results]) -> list[Results]:
         refuse(f"the measurements are of different models: {', '.join(sorted(models))}")
     if len({own["quick"] for own in measurements}) > 1:
         refuse("some measurements were made with --quick and others without it")
+    loads = {json.dumps(own["load"]) for own in measurements if own["kind"] == LIFELIKE}
+    if len(loads) > 1:
+        refuse(f"the measurements of {LIFELIKE} are of different loads: {', '.join(sorted(loads))}")
     for engine in ENGINES:
         kinds = {f"{own['version']} {own['settings']}" for own in measurements if own["engine"] == engine}
         if len(kinds) > 1:
@@ -155,7 +189,7 @@ def print_rows(rows: Sequence[Results], measurements: Sequence[Measurement]) -> 
         if found is None:
             return ""
         spread, form = Spread(found["median"], found["low"], found["high"]), FORMS[row["unit"]]
-        unit = "" if row["unit"] == "tokens/s" else f" {row['unit']}"
+        unit = f" {row['unit']}" if row["unit"] in ("ms", "s") else ""
         return (spread.text(form) if len(found["values"]) > 1 else f"{spread.median:{form}}") + unit
 
     versions = {found["engine"]: found["version"] for found in measurements}
