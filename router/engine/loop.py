@@ -155,7 +155,7 @@ class Engine:
             held=ledger.num_held,
             cached=ledger.num_cached,
             forecast_peak=scheduler.forecast_peak(),
-            exact_peak=scheduler.exact_peak(),
+            exact_peak=scheduler.forecast_peak(exact=True),
             reached_peak=scheduler.peak_held,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,

@@ -16,10 +16,24 @@ from typing import NamedTuple
 from .step import Limits
 from .step_time import StepTime, Work
 
-# Unless a target is given, a step with decodes and prompts may take this many seconds, or this many times what
-# the decodes alone take, whichever is longer.
-DEFAULT_ITL_TARGET = 0.030
-TIMES_ALONE = 2
+
+class Pace(NamedTuple):
+    """How long a step with decodes and prompts may take: `seconds`, or `times` what the decodes alone take,
+    whichever is longer."""
+
+    seconds: float
+    times: float
+
+    def of(self, alone: float) -> float:
+        return max(self.seconds, self.times * alone)
+
+
+# Unless a target is given, prompts that take SOON seconds to compute are spread over short steps. Where more of
+# them wait, steps become longer, up to those of HURRIED where they take LATE seconds: then first tokens would
+# be delayed, and few long gaps between tokens do less harm than many.
+SPREAD = Pace(0.012, 2.5)
+HURRIED = Pace(0.060, 4.0)
+SOON, LATE = 0.1, 0.2
 LEAST = 64  # prompt tokens a step, under any target, so that every prompt makes progress
 
 
@@ -68,9 +82,9 @@ class PrefillBudget:
         self.least = self.most if self.step_time is None else min(LEAST, self.most)
         self._itl_target = limits.itl_target
 
-    def seconds(self, decodes: int, kv: int) -> float:
+    def seconds(self, decodes: int, kv: int, waiting: int = 0) -> float:
         """Returns the seconds that a step with prompts may take beside `decodes` decodes, which attend `kv`
-        tokens in all; infinity where nothing bounds it.
+        tokens in all, while `waiting` prompt tokens are to be computed; infinity where nothing bounds it.
 
         It is the target, but not less than what the step takes in any case: its decodes, and the least time of
         a step with prompts.
@@ -81,7 +95,9 @@ class PrefillBudget:
         alone = model.seconds(Work(decodes, kv, 0, 0))
         target = self._itl_target
         if target is None:
-            target = max(DEFAULT_ITL_TARGET, TIMES_ALONE * alone)
+            spread, hurried = SPREAD.of(alone), HURRIED.of(alone)
+            behind = (model.per_prompt * waiting - SOON) / (LATE - SOON)
+            target = spread + (hurried - spread) * min(max(behind, 0.0), 1.0)
         return max(target, model.prefill, alone)
 
     def rounded(self, num_tokens: int) -> int:
@@ -93,9 +109,9 @@ class PrefillBudget:
             return graphs[fitting - 1] if fitting else 0
         return num_tokens - num_tokens % (256 if num_tokens > 512 else 128 if num_tokens > 256 else 16)
 
-    def of_step(self, decodes: int, kv: int) -> "StepBudget":
-        """Returns the budget of one step with these decodes, of which nothing is used yet."""
-        return StepBudget(self, decodes, kv)
+    def of_step(self, decodes: int, kv: int, waiting: int = 0) -> "StepBudget":
+        """Returns the budget of one step, of which nothing is used yet. The numbers are those of `seconds`."""
+        return StepBudget(self, decodes, kv, waiting)
 
     def windows(self, num_left: Sequence[int]) -> list[PrefillWindow]:
         """Returns the windows of the prefills that have `num_left` tokens to compute, in their order, before
@@ -116,12 +132,12 @@ class PrefillBudget:
 class StepBudget:
     """What one step may still compute of prompts. `work` is what it computes so far."""
 
-    def __init__(self, budget: PrefillBudget, decodes: int, kv: int) -> None:
+    def __init__(self, budget: PrefillBudget, decodes: int, kv: int, waiting: int) -> None:
         self.work = Work(decodes, kv, 0, 0)
         self._most = budget.most
         self._least = budget.least
         self._rounded = budget.rounded
-        self._seconds = budget.seconds(decodes, kv)
+        self._seconds = budget.seconds(decodes, kv, waiting)
         self._step_time = budget.step_time if self._seconds < math.inf else None
 
     def tokens(self, start: int, num_left: int) -> int:

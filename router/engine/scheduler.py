@@ -269,29 +269,22 @@ class Scheduler:
             demands.append(Demand(sequence.num_private, remaining, path, window is None, window=window))
         return demands
 
-    def forecast_peak(self) -> int:
+    def forecast_peak(self, exact: bool = False) -> int:
         """Returns the most slots that the running requests will hold at any time, if all reach their expected
-        length."""
-        return self._forecast.peak(self._prefills())
-
-    def exact_peak(self) -> int:
-        """Returns the most slots that the exact requests will hold at any time, if all reach their
-        `max_tokens`. It is at most the capacity."""
-        return self._forecast.peak(self._prefills(), exact=True)
+        length; with `exact` the exact ones alone, with their `max_tokens`, which is at most the capacity."""
+        return self._forecast.peak(self._prefills(), exact)
 
     def check(self) -> None:
         """Recounts the ledger, the forecast and the queues. Raises CheckFailed."""
         self.ledger.check()
-        running = self._running()
-        holding = running + self._finishing
+        holding = (running := self._running()) + self._finishing
         check_peaks(self.ledger, self._forecast, self._prefills(), self.demands, self.depth - 1)
         if len(holding) != self.ledger.num_open:
             raise CheckFailed(
                 f"{len(holding)} requests hold tokens, {self.ledger.num_open} sequences are open"
             )
         self.waiting.check()
-        waiting, known = self.num_waiting, len(self._requests)
-        if len(running) + waiting != known:
+        if len(running) + (waiting := self.num_waiting) != (known := len(self._requests)):
             raise CheckFailed(f"{known} requests are known, {len(running)} run, {waiting} wait")
 
     def _running(self) -> list[Request]:
@@ -308,7 +301,7 @@ class Scheduler:
         """Opens the request's sequence if admission allows it, as it always does if no other request runs. Its
         place among the prefills is `idx`; `budget` and `room` are what the step can still compute and hold."""
         ledger = self.ledger
-        if self.step < self._retry_at or ledger.num_open >= self.limits.max_num_seqs:
+        if not self._may_admit:
             return False
         running = Running(
             ledger, self._forecast, self._prefilling, self._decoding.values(), budget, room, idx
@@ -334,6 +327,11 @@ class Scheduler:
             self.num_hit_tokens += sequence.num_hit
         self._plans.introduce(request)
         return True
+
+    @property
+    def _may_admit(self) -> bool:
+        """Whether the next step may admit the head of the queue, as far as is known before it is looked at."""
+        return self.step >= self._retry_at and self.ledger.num_open < self.limits.max_num_seqs
 
     def _prefills(self) -> list[Prefill]:
         """Returns the sequences in prefill, and when the rest of each is computed, before the next step."""
@@ -440,7 +438,9 @@ class Scheduler:
     def _step_budget(self, decodes: list[Sequence]) -> StepBudget:
         """Returns the budget of a step with these decodes."""
         kv = sum([sequence.length + 1 for sequence in decodes]) if self._budget.step_time else 0
-        return self._budget.of_step(len(decodes), kv)
+        waiting = self.waiting.num_tokens if self._may_admit else 0
+        waiting += sum([request.num_prefill_left for request in self._prefilling])
+        return self._budget.of_step(len(decodes), kv, waiting)
 
     def _next_chunk(self, request: Request, start: int, count: int) -> Chunk:
         """Allocates and publishes `count` tokens of a request's prefill from `start` on. After the last of them

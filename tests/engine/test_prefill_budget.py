@@ -13,7 +13,7 @@ import pytest
 
 from lightkv.ledger import TokenLedger
 from lightkv.router.engine.loop import LocalEngine, make_scheduler
-from lightkv.router.engine.prefill_budget import DEFAULT_ITL_TARGET, LEAST, TIMES_ALONE, PrefillBudget
+from lightkv.router.engine.prefill_budget import HURRIED, LATE, LEAST, SOON, SPREAD, PrefillBudget
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits, RunnerInfo, StepPlan
@@ -133,15 +133,20 @@ def test_room_for_fewer_tokens_than_the_least_is_not_rounded_away() -> None:
     assert PrefillBudget(limits, model).of_step(256, 0).tokens(0, 700) == 127
 
 
-def test_the_default_target_is_25_ms_or_twice_the_decodes_alone() -> None:
-    limits = msgspec.structs.replace(LIMITS, prefill_chunk=4096)
-    model = replace(H200, prefill=0.0)
-    budget = PrefillBudget(limits, model)
-    assert budget.seconds(1, 700) == DEFAULT_ITL_TARGET == 0.030
-    alone = model.seconds(Work(256, 256 * 2000, 0, 0))
-    assert alone > DEFAULT_ITL_TARGET / TIMES_ALONE
-    assert budget.seconds(256, 256 * 2000) == TIMES_ALONE * alone
+@pytest.mark.parametrize(("decodes", "is_alone_long"), [(1, False), (256, True)])
+def test_the_default_target_grows_with_the_prompts_that_wait(decodes: int, is_alone_long: bool) -> None:
+    model = replace(H200, base=0.002, prefill=0.0)
+    budget, kv = PrefillBudget(msgspec.structs.replace(LIMITS, prefill_chunk=4096), model), decodes * 2000
+    alone = model.seconds(Work(decodes, kv, 0, 0))
+    spread, hurried = (max(pace.seconds, pace.times * alone) for pace in (SPREAD, HURRIED))
+    assert (spread > SPREAD.seconds) == (hurried > HURRIED.seconds) == is_alone_long
+    soon, late = (seconds / model.per_prompt for seconds in (SOON, LATE))
+    waiting = [0, int(soon), round((soon + late) / 2), math.ceil(late), 10**9]
+    expected = [spread, spread, (spread + hurried) / 2, hurried, hurried]
+    assert [budget.seconds(decodes, kv, num) for num in waiting] == pytest.approx(expected, rel=1e-3)
     assert budget.seconds(0, 0) == math.inf
+    given = PrefillBudget(msgspec.structs.replace(LIMITS, itl_target=0.5), model)
+    assert [given.seconds(decodes, kv, num) for num in waiting] == [0.5] * 5
 
 
 def test_a_target_below_what_any_prompt_token_takes_counts_as_that() -> None:
@@ -280,7 +285,7 @@ def test_no_planned_step_takes_longer_than_the_target(target: float | None, dept
     bound = short = 0
     for work in [plan.work for plan in plans]:
         if work.decodes and work.prompt:
-            allowed = budget.seconds(work.decodes, work.kv)
+            allowed = budget.seconds(work.decodes, work.kv, 10**9)
             assert work.prompt <= LEAST or model.seconds(work) <= allowed + 1e-12
             bound += work.prompt > LEAST
             short += work.prompt <= LEAST
@@ -330,8 +335,38 @@ def test_steps_of_decodes_alone_do_not_ask_for_a_budget(monkeypatch: pytest.Monk
     params = SamplingParams(max_tokens=20, temperature=0.0)
     engine.add(Request("a", array("i", [1, 2, 3]).tobytes(), params, seed=0))
     run(engine)
-    assert asked == [(0, 0)]
+    assert asked == [(0, 0, 3)]
     assert len(worker.plans) == 20
+
+
+def test_prompts_count_as_waiting_where_they_may_be_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those in prefill with what is left of them, and those of the queue unless its head was refused."""
+    engine, _ = make(SMALL, None)
+    budget, scheduler, asked = engine.scheduler._budget, engine.scheduler, []
+    monkeypatch.setattr(
+        budget, "of_step", lambda *counts: asked.append(counts[-1]) or PrefillBudget.of_step(budget, *counts)
+    )
+
+    def add(number: int, length: int, max_tokens: int) -> None:
+        ids = array("i", [number] * length).tobytes()
+        engine.add(Request(str(number), ids, SamplingParams(max_tokens=max_tokens, temperature=0.0), seed=0))
+
+    add(0, 10, 600)
+    engine.step()
+    for number in range(1, 5):  # the last one does not fit beside the others
+        add(number, 400, 300)
+    engine.step()
+    assert asked == [10, 1600]
+    left = sum(request.num_prefill_left for request in scheduler._prefilling)
+    assert left
+    left += scheduler.waiting.num_tokens
+    engine.step()
+    assert asked[2] == left
+    while scheduler.num_prefilling:
+        engine.step()
+    for _ in range(3):  # the first looks at it again
+        engine.step()
+    assert (asked[-1], scheduler.num_waiting, scheduler.waiting.num_tokens) == (0, 1, 400)
 
 
 def test_a_request_is_admitted_in_a_step_that_computes_a_part_of_it() -> None:
