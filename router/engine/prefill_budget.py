@@ -32,7 +32,7 @@ class Pace(NamedTuple):
 # them wait, steps become longer, up to those of HURRIED where they take LATE seconds: then first tokens would
 # be delayed, and few long gaps between tokens do less harm than many.
 SPREAD = Pace(0.012, 2.5)
-HURRIED = Pace(0.060, 4.0)
+HURRIED = Pace(0.060, 3.0)
 SOON, LATE = 0.1, 0.2
 LEAST = 64  # prompt tokens a step, under any target, so that every prompt makes progress
 
@@ -152,9 +152,10 @@ class StepBudget:
         count = min(num_left, self._most - work.prompt)
         if self._step_time is None:
             return count
-        fits = self._step_time.most_prompt_tokens(self._seconds, work, start)
-        if fits is None or fits >= count:
-            return count
+        most = self._step_time.most_prompt_tokens(self._seconds, work, start)
+        fits = count if most is None else min(most, count)
+        if fits == num_left:
+            return fits
         before = work.decodes + work.prompt
         rounded = self._rounded(before + fits) - before
         if work.prompt + rounded >= LEAST:
