@@ -105,7 +105,9 @@ def clamped_gate(gate_up: Tensor, gate: ClampedGate, experts: Tensor, bias: Tens
     return out
 
 
-def clamped_gate_reference(gate_up: Tensor, gate: ClampedGate, experts: Tensor, bias: Tensor | None) -> Tensor:
+def clamped_gate_reference(
+    gate_up: Tensor, gate: ClampedGate, experts: Tensor, bias: Tensor | None
+) -> Tensor:
     """Computes `clamped_gate` in plain torch."""
     if bias is not None:
         gate_up = gate_up + bias[experts]

@@ -82,7 +82,7 @@ def _choice_kernel(
 
 
 def expert_choice(logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
-    """Returns the weights of each token's experts, `[T, top_k]`, and their ids, int64 likewise, the highest first.
+    """Returns the weights of each token's experts, `[T, top_k]`, and their ids, int64, the highest first.
 
     `logits`: `[T, E]` of any floating type, the last dim contiguous. Nothing synchronises, so a CUDA graph can
     capture it. A model on a CPU calls the reference.
@@ -95,8 +95,8 @@ def expert_choice(logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
         raise ValueError("the last stride of the logits must be 1; make them contiguous")
     if not 1 <= choice.top_k <= num_experts <= MAX_EXPERTS or choice.scoring not in SCORINGS:
         raise ValueError(
-            f"{choice.top_k} of {num_experts} experts by {choice.scoring!r}; give at most {MAX_EXPERTS} experts, "
-            f"at least as many as are chosen, and one of {', '.join(SCORINGS)}"
+            f"{choice.top_k} of {num_experts} experts by {choice.scoring!r}; give at most {MAX_EXPERTS}, at "
+            f"least as many as are chosen, and one of {', '.join(SCORINGS)}"
         )
     weights = logits.new_empty((num_tokens, choice.top_k), dtype=choice.dtype)
     ids = index_tensor(logits, (num_tokens, choice.top_k), torch.int64)
@@ -125,8 +125,8 @@ def expert_choice(logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
 def index_tensor(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Returns a tensor for indices that a kernel writes, on the device of `like`.
 
-    It is 0 unless a CUDA graph is captured: a rehearsal (`compile_ahead`) launches no kernel of Triton, and what
-    PyTorch runs after it must not read outside of a tensor.
+    It is 0 unless a CUDA graph is captured: a rehearsal (`compile_ahead`) launches no kernel of Triton, and
+    what PyTorch runs after it must not read outside of a tensor.
     """
     if like.is_cuda and torch.cuda.is_current_stream_capturing():
         return like.new_empty(shape, dtype=dtype)

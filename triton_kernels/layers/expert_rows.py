@@ -80,7 +80,9 @@ def _rows_kernel(
             columns = begin + tl.arange(0, _COLUMNS)
             row = tl.load(x + token.to(tl.int64) * stride_x + columns, mask=columns < C, other=0.0)
             copies = tl.broadcast_to(row[None, :], (K_BLOCK, _COLUMNS))
-            tl.store(starts[:, None] + columns[None, :], copies, mask=within[:, None] & (columns < C)[None, :])
+            tl.store(
+                starts[:, None] + columns[None, :], copies, mask=within[:, None] & (columns < C)[None, :]
+            )
     else:
         experts = (token - num_tokens) * _EXPERTS + tl.arange(0, _EXPERTS)
         ends = tl.zeros([_EXPERTS], tl.int32)
@@ -139,8 +141,12 @@ def expert_rows(x: Tensor, ids: Tensor, num_experts: int) -> ExpertRows:
 def expert_rows_reference(x: Tensor, ids: Tensor, num_experts: int) -> ExpertRows:
     """Computes `expert_rows` in plain torch."""
     places, offsets = _places_and_offsets(ids, num_experts)
-    order = torch.empty_like(places).flatten().scatter_(
-        0, places.flatten().long(), torch.arange(places.numel(), dtype=torch.int32, device=x.device)
+    order = (
+        torch.empty_like(places)
+        .flatten()
+        .scatter_(
+            0, places.flatten().long(), torch.arange(places.numel(), dtype=torch.int32, device=x.device)
+        )
     )
     experts = ids.flatten()[order].clamp(max=num_experts - 1).int()
     places = torch.where(ids < num_experts, places, -1)
@@ -150,7 +156,8 @@ def expert_rows_reference(x: Tensor, ids: Tensor, num_experts: int) -> ExpertRow
 def _places_and_offsets(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Returns the place of each of `ids` in their order, int32 `[T, k]`, and the end of each expert's."""
     experts = torch.arange(num_experts, device=ids.device, dtype=torch.int16)
-    ordered, order = ids.flatten().clamp(max=num_experts).to(torch.int16).sort(stable=True)  # short: two passes
+    short = ids.flatten().clamp(max=num_experts).to(torch.int16)  # the sort passes over each byte
+    ordered, order = short.sort(stable=True)
     numbers = torch.arange(len(order), device=ids.device, dtype=torch.int32)
     places = torch.empty_like(numbers).scatter_(0, order, numbers)
     return places.view(ids.shape), torch.searchsorted(ordered, experts, right=True, out_int32=True)

@@ -74,7 +74,8 @@ class FusedLayers:
             parts.append("norms as one kernel each")
         parts += [f"{name} with its product" for name in sorted(self.activations)]
         if self.num_mixtures:
-            parts.append("experts' choice, rows and sum as one kernel each")
+            has_routers = not any(part == "router" for part, _, _ in self.kept)
+            parts.append(f"experts' {'choice, ' if has_routers else ''}rows and sum as one kernel each")
         lines = [f"fused {self.num_fused} of {self.num_layers} layers: {', '.join(parts) or 'nothing'}"]
         for (part, kind, reason), count in self.kept.items():
             layers = f"{count} layer{'s' if count > 1 else ''}"
@@ -315,7 +316,7 @@ def _summary(
                 keep("router", module, why_not[module])
         body = parts.layers[layer][1].mlp if layer in parts.layers else ()
         if kept := [module for module in body if module not in (*mlps, *mixtures)]:
-            keep("MLP", kept[0], (parts.why_not | why_not).get(kept[0], ""))
+            keep("MLP", kept[0], {**parts.why_not, **why_not}.get(kept[0], ""))
         elif not mlps and not mixtures:
             keep("MLP", layer)
     return fused

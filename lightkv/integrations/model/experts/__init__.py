@@ -1,1 +1,1 @@
-"""Mixtures of experts on lightkv: how routers choose, and how the rows of the experts are ordered and summed."""
+"""Mixtures of experts on lightkv: how routers choose, and how rows are ordered and summed."""

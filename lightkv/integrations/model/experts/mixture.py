@@ -150,7 +150,6 @@ def _find_gate_of(module: Any, like: Tensor) -> Gate:
     if module.has_bias and not isinstance(gate, ClampedGate):
         raise NotFusable("its experts have biases, and a gate that is not known")
     x = noise((_NUM_TOKENS, module.down_proj.shape[2 if module.is_transposed else 1]), like)
-    x[1::2] *= LARGE
     num_experts = module.num_experts
     weights, ids = noise((_NUM_TOKENS, num_experts), like).softmax(-1).topk(min(3, num_experts))
     own = run_own(own_forward(module), x, ids, weights)
@@ -163,12 +162,13 @@ def _find_gate_of(module: Any, like: Tensor) -> Gate:
 def _find_gate(module: Any, like: Tensor) -> Gate:
     """Returns the gate that is closest to that of `module`; None if none is the same to rounding."""
     gate_up = noise((_NUM_TOKENS, module.gate_up_proj.shape[2 if module.is_transposed else 1]), like)
-    gate_up[1::2] *= LARGE
+    gate_up[1::2] *= LARGE / 4  # whose products float16 has, too
     own = run_own(module._apply_gate, gate_up)
     numbers = [value for value in vars(module).values() if isinstance(value, float)]
     clamped = [ClampedGate(*one) for one in product((*numbers, 1.0), numbers, (1.0, 0.0), (True, False))]
+    gates: list[Gate] = [*ACTIVATIONS, *clamped]
     errors: dict[Gate, float] = {}
-    for gate in (*ACTIVATIONS, *clamped):
+    for gate in gates:
         ours = _gated(module, gate, gate_up, gate_up.new_empty(0, dtype=torch.int32), None)
         errors[gate] = relative_error(ours, own, own.abs() + _SMALL, 6)
     best = min(errors, key=lambda gate: errors[gate])

@@ -86,7 +86,11 @@ def find_router(module: nn.Module, like: Tensor) -> Router:
     x = noise((_NUM_TOKENS, weight.shape[1]), like)
     x[1::2] *= LARGE
     output = run_own(own_forward(module), x)
-    if not isinstance(output, tuple) or len(output) != 3 or not all(isinstance(one, Tensor) for one in output):
+    if (
+        not isinstance(output, tuple)
+        or len(output) != 3
+        or not all(isinstance(one, Tensor) for one in output)
+    ):
         raise NotFusable("it does not return logits, weights and ids")
     logits, weights, ids = output
     num_experts = len(weight)
@@ -111,7 +115,7 @@ def find_router(module: nn.Module, like: Tensor) -> Router:
 
 
 def _forms(module: nn.Module, choice: Choice, biases: list[Any]) -> Iterator[Choice]:
-    """Yields what the choice of a router may be, most likely ones first. One of its numbers may be the scale."""
+    """Yields what the choice of a router may be, likely ones first. One of its numbers may be the scale."""
     scales = [value for value in vars(module).values() if isinstance(value, float) and value != 1.0]
     for scale, bias, scoring, normalised in product((1.0, *scales), biases, SCORINGS, (True, False)):
         if bias is None or bias.dtype == torch.float32:
@@ -119,8 +123,8 @@ def _forms(module: nn.Module, choice: Choice, biases: list[Any]) -> Iterator[Cho
 
 
 def _is_choice(choice: Choice, logits: Tensor, weights: Tensor, ids: Tensor) -> bool:
-    """Returns whether `choice` chooses `ids` with these weights, to rounding: of experts with equal scores others
-    may be chosen."""
+    """Returns whether `choice` chooses `ids` with these weights, to rounding: of experts with equal scores
+    others may be chosen."""
     scores = scores_of(logits.float(), choice)
     by = scores if choice.bias is None else scores + choice.bias
     best, wanted = by.topk(choice.top_k).values, weights_of(scores, ids, choice)
