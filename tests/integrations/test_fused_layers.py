@@ -17,6 +17,7 @@ from transformers import (
     Gemma2Config,
     Glm4Config,
     GPT2Config,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MixtralConfig,
@@ -66,6 +67,10 @@ CONFIGS: dict[str, tuple[PreTrainedConfig, list[str]]] = {
     ),
     "experts": (
         MixtralConfig(**SMALL, num_local_experts=4),
+        [f"fused 2 of 2 layers: qkv as one product, norms with the residual, {EXPERTS}"],
+    ),
+    "experts-with-their-weights": (  # what its MLP returns beside the output
+        GptOssConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
         [f"fused 2 of 2 layers: qkv as one product, norms with the residual, {EXPERTS}"],
     ),
     "parallel": (
