@@ -232,8 +232,8 @@ class EngineConfig:
     )
     fuse: bool = setting(
         True,
-        "Compute q, k and v as one product, gate and up as one product, and norms together with the additions "
-        "before them, in layers where that is found to be the same.",
+        "Compute q, k and v as one product, gate and up as one product, norms together with the additions "
+        "before them, and the routing of experts in few kernels, in layers where that is found to be the same.",
     )
     kv_events: str | None = setting(
         None,

@@ -17,6 +17,7 @@ from transformers import (
     Gemma2Config,
     Glm4Config,
     GPT2Config,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MixtralConfig,
@@ -43,6 +44,7 @@ from tests.support.eager_models import SMALL, fused_layers, make_model
 LLAMA = LlamaConfig(**SMALL)
 BOTH = "qkv and gate_up as one product each, norms with the residual"
 SILU = f"fused 2 of 2 layers: {BOTH}, silu with its product"
+EXPERTS = "experts' choice, rows and sum as one kernel each"
 CONFIGS: dict[str, tuple[PreTrainedConfig, list[str]]] = {
     "llama": (LLAMA, [SILU]),
     "biases": (Qwen2Config(**SMALL), [SILU]),
@@ -65,11 +67,11 @@ CONFIGS: dict[str, tuple[PreTrainedConfig, list[str]]] = {
     ),
     "experts": (
         MixtralConfig(**SMALL, num_local_experts=4),
-        [
-            "fused 2 of 2 layers: qkv as one product, norms with the residual",
-            "kept transformers' code for the MLP of 2 layers (MixtralSparseMoeBlock): a gated MLP has "
-            "2 or 3 linear layers, and it has 0",
-        ],
+        [f"fused 2 of 2 layers: qkv as one product, norms with the residual, {EXPERTS}"],
+    ),
+    "experts-with-their-weights": (  # what its MLP returns beside the output
+        GptOssConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
+        [f"fused 2 of 2 layers: qkv as one product, norms with the residual, {EXPERTS}"],
     ),
     "parallel": (
         CohereConfig(**SMALL),

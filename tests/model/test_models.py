@@ -190,6 +190,7 @@ def test_the_page_lists_what_runs(tmp_path: Path) -> None:
     [
         *slow("gemma3_text", "gpt_oss", "llama4_text"),  # test_windowed_families.py runs them
         "glm4",
+        "glm4_moe",
         "granite",
         "olmo2",
         "opt",

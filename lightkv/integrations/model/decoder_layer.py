@@ -124,7 +124,7 @@ class DecoderLayer:
         for module in others:
             x = module(x)
         gated = gated_mlp(last) if has_places else None
-        out = Output(last(x)) if gated is None else gated.output(x, 1)
+        out = Output(_first(last(x))) if gated is None else gated.output(x, 1)
         norm = None if next_norm is None else next_norm.norm
         hidden, x = out.add_and_norm(hidden, norm, self.after_mlp, self.scale)
         if next_norm is not None:
@@ -137,6 +137,11 @@ class DecoderLayer:
         if not self.is_last or not isinstance(step, PackedStep) or step.logits_index is None:
             return None
         return step.logits_index if len(step.logits_index) < hidden.shape[1] else None
+
+
+def _first(output: Any) -> Tensor:
+    """Returns the output of an MLP that may return more, such as the weights of its experts."""
+    return cast(Tensor, output[0] if isinstance(output, tuple) else output)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightkv.integrations.model.experts.mixture import fuse_experts, has_fused_experts, unfuse_experts
+from lightkv.integrations.model.experts.router import router_forward
 from lightkv.integrations.model.proofs.gated_mlp import MLPLayout, find_mlp
 from lightkv.integrations.model.proofs.layer_run import LayerCall, LayerRun
 from lightkv.integrations.model.proofs.own_pass import NotFusable
@@ -43,7 +45,7 @@ from .linears import (
 
 Report = Callable[[str], None]
 
-_FORWARDS = (layer_forward, norm_forward, mlp_forward, linear_forward)
+_FORWARDS = (layer_forward, norm_forward, mlp_forward, linear_forward, router_forward)
 
 
 @dataclass
@@ -56,6 +58,7 @@ class FusedLayers:
     num_norms: int = 0
     products: Counter[str] = field(default_factory=Counter)  # layers, by what is one product in them
     activations: Counter[str] = field(default_factory=Counter)
+    num_mixtures: int = 0  # layers whose experts are fused
     # Layers, by the part that keeps its own code, its class, and why; "" where that is not known.
     kept: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
@@ -70,6 +73,9 @@ class FusedLayers:
         elif self.num_norms:
             parts.append("norms as one kernel each")
         parts += [f"{name} with its product" for name in sorted(self.activations)]
+        if self.num_mixtures:
+            has_routers = not any(part == "router" for part, _, _ in self.kept)
+            parts.append(f"experts' {'choice, ' if has_routers else ''}rows and sum as one kernel each")
         lines = [f"fused {self.num_fused} of {self.num_layers} layers: {', '.join(parts) or 'nothing'}"]
         for (part, kind, reason), count in self.kept.items():
             layers = f"{count} layer{'s' if count > 1 else ''}"
@@ -84,6 +90,7 @@ def unfuse_layers(model: PreTrainedModel) -> None:
     Joined weights stay joined. Attention modules keep what `bind` gave them.
     """
     reset_forwards(_module(model), _FORWARDS)
+    unfuse_experts(_module(model))
 
 
 @torch.no_grad()
@@ -105,6 +112,7 @@ def fuse_layers(model: PreTrainedModel, report: Report, packed: bool = False) ->
         packed=packed,
         few_tokens=True,
     )
+    why_not = fuse_experts(_module(model), _like(model))
     carry = Carry()
     for module, norm in parts.norms.items():
         set_norm_forward(module, norm, carry)
@@ -122,11 +130,12 @@ def fuse_layers(model: PreTrainedModel, report: Report, packed: bool = False) ->
         if not _agrees(run):
             parts.why_not[module] = "fused, it returns something else"
             reset_forwards(module, _FORWARDS)
+            unfuse_experts(module)
             if found.attention.module in attentions:
                 cast(Any, found.attention.module).forward = attentions[found.attention.module]
     carry.clear()
 
-    fused = _summary(model, calls, parts, linears, attentions)
+    fused = _summary(model, calls, parts, linears, attentions, why_not)
     for line in fused.lines():
         report(line)
     return fused
@@ -134,6 +143,11 @@ def fuse_layers(model: PreTrainedModel, report: Report, packed: bool = False) ->
 
 def _module(model: PreTrainedModel) -> nn.Module:
     return cast(nn.Module, model)
+
+
+def _like(model: PreTrainedModel) -> Tensor:
+    """Returns a tensor of the dtype and on the device of `model`."""
+    return torch.empty(0, dtype=model.dtype, device=model.device)
 
 
 class _ModelCalls:
@@ -202,7 +216,7 @@ class _ModelParts(NamedTuple):
             module: norm for module, x in calls.norms.items() if (norm := find_norm(module, x)) is not None
         }
         parts = cls(norms, {}, {}, {})
-        like = torch.empty(0, dtype=model.dtype, device=model.device)
+        like = _like(model)
         for module in _module(model).modules():
             if has_hooks(module) or module in calls.attending:
                 continue
@@ -272,6 +286,7 @@ def _summary(
     parts: _ModelParts,
     linears: Linears,
     attentions: Mapping[nn.Module, Callable[..., Any]],
+    why_not: Mapping[nn.Module, str],
 ) -> FusedLayers:
     count = num_layers(model.config.get_text_config()) or len(calls.layers)
     fused = FusedLayers(linears, count, num_norms=len(parts.norms))
@@ -294,10 +309,15 @@ def _summary(
             fused.products["gate_up"] += 1
         for module in mlps:
             fused.activations[cast(GatedMLP, gated_mlp(module)).activation] += 1
+        mixtures = [module for module in layer.modules() if has_fused_experts(module)]
+        fused.num_mixtures += bool(mixtures)
+        for module in mixtures:
+            if module in why_not:
+                keep("router", module, why_not[module])
         body = parts.layers[layer][1].mlp if layer in parts.layers else ()
-        if kept := [module for module in body if module not in mlps]:
-            keep("MLP", kept[0], parts.why_not.get(kept[0], ""))
-        elif not mlps:
+        if kept := [module for module in body if module not in (*mlps, *mixtures)]:
+            keep("MLP", kept[0], {**parts.why_not, **why_not}.get(kept[0], ""))
+        elif not mlps and not mixtures:
             keep("MLP", layer)
     return fused
 

@@ -30,7 +30,7 @@ class _PartCall(NamedTuple):
     x: Tensor
     arguments: dict[str, Any]
     output: Tensor
-    is_pair: bool  # whether the part returned the output and None
+    rest: tuple[Any, ...]  # what the part returned with the output
 
 
 class LayerRun:
@@ -78,9 +78,10 @@ class LayerRun:
         if at is None or at > 1:
             raise NotFusable("more than a norm comes before its attention")
         before, attention, after = self.calls[:at], self.calls[at], self.calls[at + 1 :]
-        if not attention.is_pair:
+        if attention.rest != (None,):
             raise NotFusable("its attention does not return an output and None")
-        if any(call.is_pair or _more(call.arguments) for call in [*before, *after]):
+        others = [*before, *after]
+        if any(call.rest for call in others[:-1]) or any(_more(call.arguments) for call in others):
             raise NotFusable("a part gets or returns more than one tensor")
         if not _is_chain(self.x, [*before, attention]):
             raise NotFusable("its attention does not get what its first norm returns")
@@ -135,11 +136,10 @@ def _part_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     given = args or (arguments.pop("hidden_states", None),)
     if len(given) != 1 or not isinstance(given[0], Tensor):
         raise NotFusable(f"its {name} does not get one tensor")
-    is_pair = isinstance(output, tuple) and len(output) == 2 and output[1] is None
-    y = output[0] if is_pair else output
+    y, *rest = output if isinstance(output, tuple) else (output,)
     if not isinstance(y, Tensor):
-        raise NotFusable(f"its {name} does not return one tensor")
-    return _PartCall(module, given[0], arguments, y, is_pair)
+        raise NotFusable(f"its {name} does not return a tensor")
+    return _PartCall(module, given[0], arguments, y, tuple(rest))
 
 
 def _more(arguments: Mapping[str, Any]) -> bool:

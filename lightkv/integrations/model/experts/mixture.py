@@ -1,0 +1,175 @@
+"""Fuses what a mixture of experts computes beside its products, where that is proved to compute the same.
+
+    router ─► ids, weights          expert_choice
+    x, ids ─► rows by expert        expert_rows
+    rows   ─► gate and up ─► gate   grouped_mm, then gated_activation or clamped_gate
+           ─► down ─► sum           grouped_mm, then weighted_sum
+
+transformers' experts look their function up by name (`ExpertsInterface`), as attention does, so ours is
+registered there. It has their arguments and their attributes: no class is known here.
+"""
+
+from itertools import product
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+
+from lightkv.integrations.model.decoder_layer import activate
+from lightkv.integrations.model.linears import has_hooks, has_registered_hooks
+from lightkv.integrations.model.proofs.own_pass import (
+    LARGE,
+    NotFusable,
+    noise,
+    own_forward,
+    relative_error,
+    run_own,
+)
+from lightkv.triton_kernels.layers.clamped_gate import ClampedGate, clamped_gate, clamped_gate_reference
+from lightkv.triton_kernels.layers.expert_rows import (
+    ExpertRows,
+    expert_rows,
+    expert_rows_reference,
+    weighted_sum,
+    weighted_sum_reference,
+)
+from lightkv.triton_kernels.layers.gated_activation import ACTIVATIONS
+
+from .router import find_router, set_router_forward
+
+_NAME = "lightkv"  # of our function of experts
+_OWN = "grouped_mm"  # of the one that it stands in for
+_GATE = "lightkv_gate"  # the attribute of experts that run so
+_NUM_TOKENS = 8
+_SMALL = 0.05  # what gates return is compared as if it were at least as large
+# What experts have that use the interface.
+_INTERFACE = ("config", "num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate", "down_proj")
+# What computes the gate of experts: one of ACTIVATIONS, or a ClampedGate; None for the module's own code.
+Gate = ClampedGate | str | None
+
+
+def _forward(module: Any, gate: Gate, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Returns the sum of what the experts `ids` of each token return, by `weights`: `[T, C]` of `[T, C]`."""
+    if not len(x):
+        return torch.empty_like(x)
+    rows = (expert_rows if x.is_cuda else expert_rows_reference)(x, ids, module.num_experts)
+    name = "gate_up_proj" if module.has_gate else "up_proj"
+    inner = _gated(module, gate, _product(module, name, rows.x, rows), rows.experts, _bias(module, name))
+    y = _product(module, "down_proj", inner, rows)
+    add_up = weighted_sum if x.is_cuda else weighted_sum_reference
+    return add_up(y, rows, weights, _bias(module, "down_proj")).to(x.dtype)
+
+
+def _product(module: Any, name: str, x: Tensor, rows: ExpertRows) -> Tensor:
+    weight = getattr(module, name)
+    weight = weight if module.is_transposed else weight.transpose(1, 2)
+    return functional.grouped_mm(x.to(weight.dtype), weight, offs=rows.offsets)
+
+
+def _bias(module: Any, name: str) -> Tensor | None:
+    return cast(Tensor, getattr(module, f"{name}_bias")) if module.has_bias else None
+
+
+def _gated(module: Any, gate: Gate, x: Tensor, experts: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns the gate of the rows x, which are of `experts`. Only a ClampedGate has a bias."""
+    if isinstance(gate, ClampedGate):
+        return (clamped_gate if x.is_cuda else clamped_gate_reference)(x, gate, experts, bias)
+    if gate is not None:
+        return activate(x, gate)
+    return cast(Tensor, module._apply_gate(x) if module.has_gate else module.act_fn(x))
+
+
+def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The function of experts that transformers calls. A module that was not proved runs as before."""
+    given = hidden_states, top_k_index, top_k_weights
+    if _GATE in vars(module):
+        return _forward(module, vars(module)[_GATE], *given)
+    return cast(Tensor, ALL_EXPERTS_FUNCTIONS[_OWN](module, *given))
+
+
+def fuse_experts(root: nn.Module, like: Tensor) -> dict[nn.Module, str]:
+    """Fuses the experts in `root`, and the routers beside them, on noise of the dtype and the device of `like`.
+
+    Modules with hooks are left alone, and so are routers with a forward pass other than their class's. Returns
+    why not, by the module that has the experts, where these or their router keep transformers' code.
+    """
+    gates, why_not = dict[Any, Gate](), dict[nn.Module, str]()
+    for block in root.modules():
+        for child in block.children():
+            if not all(hasattr(child, name) for name in _INTERFACE):
+                continue
+            try:
+                gates[child] = _find_gate_of(child, like)
+                _fuse_router(block, like)
+            except NotFusable as error:
+                why_not[block] = str(error)
+    if gates:
+        ExpertsInterface.register(_NAME, _experts)
+    for module, gate in gates.items():
+        setattr(module, _GATE, gate)
+        module.config._experts_implementation = _NAME
+    return why_not
+
+
+def unfuse_experts(root: nn.Module) -> None:
+    """Makes the experts in `root` compute as transformers' own do."""
+    for module in root.modules():
+        vars(module).pop(_GATE, None)
+
+
+def has_fused_experts(block: nn.Module) -> bool:
+    """Returns whether a part of `block` is experts that `fuse_experts` fused."""
+    return any(_GATE in vars(child) for child in block.children())
+
+
+def _fuse_router(block: nn.Module, like: Tensor) -> None:
+    """Fuses the router of a module that has experts. Raises NotFusable where none is found."""
+    reason = NotFusable("no part of it returns logits, weights and ids")
+    for child in block.children():
+        if has_hooks(child) or child._modules:
+            continue
+        try:
+            set_router_forward(child, find_router(child, like))
+        except NotFusable as error:
+            reason = error
+        else:
+            return
+    raise reason
+
+
+def _find_gate_of(module: Any, like: Tensor) -> Gate:
+    """Returns the gate of the experts `module`. Raises NotFusable if, with it, they do not compute the same."""
+    implementation = module.config._experts_implementation
+    if has_registered_hooks(module) or implementation not in (_OWN, _NAME):
+        raise NotFusable(f"its experts have hooks, or run by {implementation} instead of {_OWN}")
+    if getattr(module, "has_post_expert_norm", False):
+        raise NotFusable("its experts end with norms")
+    gate = _find_gate(module, like) if module.has_gate else None
+    if module.has_bias and not isinstance(gate, ClampedGate):
+        raise NotFusable("its experts have biases, and a gate that is not known")
+    x = noise((_NUM_TOKENS, module.down_proj.shape[2 if module.is_transposed else 1]), like)
+    num_experts = module.num_experts
+    weights, ids = noise((_NUM_TOKENS, num_experts), like).softmax(-1).topk(min(3, num_experts))
+    own = run_own(own_forward(module), x, ids, weights)
+    largest = own.abs().amax(-1, keepdim=True)
+    if relative_error(_forward(module, gate, x, ids, weights), own, largest, 8) > 1.0:
+        raise NotFusable("its experts compute something else than gate, up and down")
+    return gate
+
+
+def _find_gate(module: Any, like: Tensor) -> Gate:
+    """Returns the gate that is closest to that of `module`; None if none is the same to rounding."""
+    gate_up = noise((_NUM_TOKENS, module.gate_up_proj.shape[2 if module.is_transposed else 1]), like)
+    gate_up[1::2] *= LARGE / 4  # whose products float16 has, too
+    own = run_own(module._apply_gate, gate_up)
+    numbers = [value for value in vars(module).values() if isinstance(value, float)]
+    clamped = [ClampedGate(*one) for one in product((*numbers, 1.0), numbers, (1.0, 0.0), (True, False))]
+    gates: list[Gate] = [*ACTIVATIONS, *clamped]
+    errors: dict[Gate, float] = {}
+    for gate in gates:
+        ours = _gated(module, gate, gate_up, gate_up.new_empty(0, dtype=torch.int32), None)
+        errors[gate] = relative_error(ours, own, own.abs() + _SMALL, 6)
+    best = min(errors, key=lambda gate: errors[gate])
+    return best if errors[best] <= 1.0 else None
