@@ -14,6 +14,9 @@ are split. After each request, as many tokens are evicted as the request added t
 only the part of earlier prompts that has not been evicted. Meanwhile 256 sequences are open: they decode, some
 are forked, and four beams fork at every token.
 
+Last, a sequence ends and another one comes before each step of all, once with layers that all see everything
+and once with some that see a window beside these, where the ledger counts in two classes.
+
 The floor of `open` is one look-up in a dict and one comparison of a thousand tokens. Lists of ids are
 converted to bytes once, before they reach the ledger; this is reported separately. Before a figure is printed,
 the ledger recounts itself, and the decoded edits have to give the same free count.
@@ -49,6 +52,7 @@ from lightkv.edits import (
     encode,
 )
 from lightkv.errors import LightKVError
+from lightkv.layer_groups import FULL, ONE_GROUP, LayerGroups, Lifetime
 from lightkv.ledger import TokenLedger
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.ledger.sequence import Sequence
@@ -68,6 +72,9 @@ TARGET_US = {"mean": 5.0, "p99": 20.0}
 STEP_TARGET_US = 20.0
 TARGETED = ("open", "extend", "close", "evict")
 STEP = "extend, a step of all"
+CHANGED_STEP = "extend, a changed step of all"
+# With this window, a sequence that takes a token in each of 256 steps reuses slots in the last 64 of them.
+CLASSES = {"one class": ONE_GROUP, "two classes": LayerGroups.of([Lifetime("window", 128), FULL])}
 
 
 class Load(NamedTuple):
@@ -193,12 +200,13 @@ class Clock:
 class Service:
     """A ledger under a load, with `cached` cached tokens and `running` sequences that decode."""
 
-    def __init__(self, load: Load, cached: int, running: int) -> None:
+    def __init__(self, load: Load, cached: int, running: int, groups: LayerGroups = ONE_GROUP) -> None:
         self.load = load
         self.cached = cached
         room = load.prompt + 256  # for a sequence that decodes, branches and grows
         others = 2 * NUM_BEAMS
-        self.ledger = TokenLedger(cached + (running + others) * room, running + others, 2 * load.prompt)
+        capacity = cached + (running + others) * room * groups.num_groups
+        self.ledger = TokenLedger(capacity, running + others, 2 * load.prompt, groups=groups)
         self.clock = Clock(self.ledger)
         self.prompts = Prompts(load)
         self.hits: list[int] = []
@@ -268,6 +276,15 @@ class Service:
         with self.clock.paused():
             for sequence in self.running:
                 self.clock("truncate", ledger.truncate, sequence, sequence.length - 1)
+
+    def changed_step(self) -> None:
+        """Closes the sequence that has run the longest, opens another one, and extends all by a token."""
+        ledger, clock = self.ledger, self.clock
+        with clock.paused():
+            clock("close", ledger.close, self.running.pop(0))
+            self.running.append(self._prefill(self.prompts.next()))
+        clock(CHANGED_STEP, ledger.extend, self.running, [1] * len(self.running))
+        self.level()
 
     def check(self) -> int:
         """Recounts everything, and exits if a count is wrong. Returns the number of segments."""
@@ -369,6 +386,21 @@ def measure(load: Load, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def changed_steps(load: Load, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Measures the µs of steps whose batch changes, with one class of layers and with two."""
+    found = {}
+    for name, groups in CLASSES.items():
+        service = Service(load, options.cached, options.running, groups)
+        for _ in range(options.running):  # until the sequences have begun one after the other
+            service.changed_step()
+        service.clock.times.clear()
+        for _ in range(options.steps):
+            service.changed_step()
+        service.ledger.check()
+        found[name] = spread_us(service.clock.times[CHANGED_STEP])
+    return found
+
+
 def missed(verbs: dict[str, dict[str, float]]) -> list[str]:
     """Lists the verbs that miss their targets, with their figures."""
     slow = [
@@ -411,7 +443,13 @@ def main() -> None:
         print(f"targets: {'; '.join(slow) if slow else 'met'}\n")
     settings = {key: getattr(options, key) for key in ("cached", "running", "requests", "steps")}
     targets = {"verbs": TARGET_US, "step_mean": STEP_TARGET_US}
-    print_json("ledger", {"settings": settings, "targets_us": targets, "loads": results}, options.out)
+    changed = changed_steps(LOADS[0], options)
+    print(
+        f"{CHANGED_STEP}, median µs: "
+        + ", ".join(f"{kind} {us['median']:.1f}" for kind, us in changed.items())
+    )
+    found = {"settings": settings, "targets_us": targets, "loads": results, "changed_steps": changed}
+    print_json("ledger", found, options.out)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Extending sequences: the verb of every step, which checks a batch once for as long as it stays the same."""
 
 from collections.abc import Sequence as Seq
-from operator import add, index
+from operator import add, attrgetter, index
 from typing import cast
 
 from lightkv.edits import Alloc, AllocPart
@@ -9,7 +9,7 @@ from lightkv.errors import OutOfTokens, SequenceTooLong
 
 from .sequence import Sequence, require_lists
 from .state import LedgerState
-from .windows import Takers, WindowedSequence, columns_of, due_of
+from .windows import WindowedBatch, WindowedSequence
 
 
 class Extension:
@@ -25,30 +25,37 @@ class Extension:
         self._batch_rows: tuple[int, ...] = ()
         self._batch_end = 0
         self._slot_per_token = True  # whether each new token of that batch takes a slot of its own
-        # Where layers do not all see everything: what the batch's next tokens take, and for how many steps.
-        self._takers: list[Takers] = []
-        self._num_needed = self._num_alike = 0
+        # Where layers do not all see everything: what that batch takes, and what the last one of several does.
+        self._in_classes = bool(state.tails.lifetimes)
+        self._windowed = self._several = WindowedBatch(state.tails.widths)
 
     def growth(self, sequences: Seq[Sequence], count: int) -> int:
         """Returns how many available slots are enough to extend each of these by `count` tokens."""
-        if not self._state.tails.lifetimes:
+        tails, batch = self._state.tails, self._windowed
+        if not self._in_classes:
             return count * len(sequences)
-        if count == 1 and self._num_alike > 0 and sequences == self._batch:  # as in most steps
-            return self._num_needed
-        windowed, counts = cast("Seq[WindowedSequence]", sequences), [count] * len(sequences)
-        due, columns = due_of(windowed, counts), columns_of(windowed)
-        needed, passed = self._state.tails.growth(windowed, counts, due, columns)
-        return needed - passed
+        is_known = count == 1 and sequences and sequences == self._batch  # as in most steps
+        if is_known and tails.agenda.due.isdisjoint(batch.members):
+            return len(sequences) * self._state.width + batch.num_slots(0)
+        return tails.growth(cast("Seq[WindowedSequence]", sequences), count)
 
     def require_batch(self, sequences: Seq[Sequence]) -> None:
         """Raises TypeError, ValueError unless these are open sequences of the ledger, none of them twice."""
         if sequences != self._batch:
             self._set_batch(sequences)
 
-    def forget_batch(self) -> None:
-        """Has the next batch checked, since a sequence has closed, forked or gone back."""
+    def check(self) -> None:
+        """Raises CheckFailed unless what happens to each sequence is noticed, and what it takes is known."""
+        if self._in_classes:
+            agenda = self._state.tails.agenda
+            agenda.check(self._state.sequences)
+            self._several.check(agenda.due)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Has the next batch checked, since a sequence is about to close."""
         self._batch = []
-        self._num_alike = 0
+        if isinstance(sequence, WindowedSequence):
+            self._several.remove(sequence)
 
     def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
         """Extends `sequences[i]` by `counts[i]` tokens, all or none (`TokenLedger.extend`)."""
@@ -58,8 +65,7 @@ class Extension:
         if sequences != self._batch:
             self._set_batch(sequences)
         if not self._slot_per_token:
-            in_classes = self._state.tails.lifetimes
-            return (self._extend_in_classes if in_classes else self._extend_each)(sequences, counts)
+            return self._extend_each(sequences, counts)
         starts = [sequence.length for sequence in sequences]
         is_decode = counts.count(1) == len(starts)  # one token each
         if is_decode:
@@ -74,15 +80,26 @@ class Extension:
             self._batch_end = max(map(add, starts, counts))
         if self._batch_end > self.max_entries:
             raise SequenceTooLong(self._batch_end, self.max_entries)
+        if self._in_classes:
+            needed = self._bring_up_to_date(counts, needed)
         self.make_room(needed)
         edit = Alloc(self._batch_rows, tuple(starts), tuple(counts))
         self._state.alloc(edit, needed)
+        if self._in_classes:
+            self._windowed.emit(edit, self._state.emit)
         if is_decode:
             for sequence in sequences:
                 sequence.length += 1
         else:
             for sequence, count in zip(sequences, counts, strict=True):
                 sequence.length += count
+        if self._in_classes:
+            agenda = self._state.tails.agenda
+            self._windowed.longest = self._batch_end
+            if self._windowed is self._several:
+                agenda.move_on(self._state.sequences)
+            else:  # they have grown, but by an extension that the agenda does not count
+                agenda.due |= self._windowed.members
         return edit
 
     def _extend_each(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
@@ -103,61 +120,22 @@ class Extension:
             sequence.advance(count)
         return edit
 
-    def _extend_in_classes(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
-        """Extends a batch of a model whose layers do not all see everything. What has passed is freed first,
-        also if there is too little room then."""
-        state, is_decode = self._state, counts.count(1) == len(counts)
-        starts = tuple([one.length for one in sequences])
-        if not (is_decode and self._num_alike):
-            index(sum(counts))  # raises for numbers that are no integers
-            end = max(starts) + 1
-            if not is_decode:
-                if min(counts) < 1:
-                    raise ValueError(f"asked for {min(counts)} tokens; ask for at least one of each sequence")
-                end = max(map(add, starts, counts))
-            if end > self.max_entries:
-                raise SequenceTooLong(end, self.max_entries)
-            self._bring_up_to_date(sequences, counts)
-            self._num_alike = 1
-            if is_decode:
-                batch = cast("Seq[WindowedSequence]", sequences)
-                longest = self.max_entries - end + 1
-                self._num_alike = max(min(min([one.event - one.length for one in batch]), longest), 1)
-        self.make_room(self._num_needed)
-        edit = Alloc(self._batch_rows, starts, tuple(counts))
-        state.alloc(edit, self._num_needed)
-        for takers in self._takers:
-            for other in takers.edits(starts):
-                state.emit(other)
-        if is_decode:
-            for sequence in sequences:
-                sequence.length += 1
-        else:
-            for sequence, count in zip(sequences, counts, strict=True):
-                sequence.length += count
-        self._num_alike -= 1
-        return edit
-
-    def _bring_up_to_date(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
-        """Frees what has passed of those sequences to which something happens, and finds out what their next
-        tokens take. Raises OutOfTokens."""
-        tails, state = self._state.tails, self._state
-        self._num_alike = 0
-        batch = cast("Seq[WindowedSequence]", sequences)
-        due = due_of(batch, counts)
-        for i in due:
-            tails.settle(batch[i])
-        columns = columns_of(batch)
-        needed, passed = tails.growth(batch, counts, due, columns)
-        if needed > (available := state.num_free + state.num_cached + passed):
-            raise OutOfTokens(needed, available, state.capacity)
-        for i in due:
-            tails.prepare(batch[i], counts[i])
-            batch[i].find_event()
-            for column, distance in zip(columns, batch[i].distances, strict=True):
-                column[i] = distance
-        self._takers = tails.take(self._batch_rows, counts, columns)
-        self._num_needed = sum(counts) * state.width + sum([takers.num_slots for takers in self._takers])
+    def _bring_up_to_date(self, counts: Seq[int], num_tokens: int) -> int:
+        """Frees what has passed of those sequences of the batch to which something happens. Returns how many
+        slots the next tokens of the batch take, `num_tokens` in all. There may be too few even then."""
+        tails, batch, more = self._state.tails, self._windowed, num_tokens - len(counts)
+        if more or tails.agenda.due:
+            due = dict.fromkeys(tails.agenda.due & batch.members, 1)
+            if more:
+                counted = zip(cast("Seq[WindowedSequence]", self._batch), counts, strict=True)
+                due.update([(one, count) for one, count in counted if count != 1])
+            in_order = sorted(due, key=attrgetter("row"))
+            for one in in_order:
+                tails.settle(one)
+            for one in in_order:
+                tails.prepare(one, due[one])
+                batch.put(one)
+        return num_tokens * self._state.width + batch.num_slots(more)
 
     def extend_imported(self, sequence: WindowedSequence, length: int, firsts: Seq[int]) -> Alloc:
         """Extends a sequence by tokens of which the classes from 1 on get those from the entries `firsts` on
@@ -182,7 +160,7 @@ class Extension:
         state.tails.leave_before(sequence, firsts)
         sequence.length = length
         sequence.points = [point for point in sequence.points if point >= length]
-        self.forget_batch()
+        self._windowed.longest = self._batch_end = self.max_entries  # so that the next `extend` looks it up
         return edit
 
     def make_room(self, needed: int) -> None:
@@ -200,16 +178,28 @@ class Extension:
             rows = tuple([sequence.row for sequence in batch])
         except AttributeError:
             rows = ()
-        if list(map(self._state.sequences.get, rows)) != batch:
+        members = set(cast("list[WindowedSequence]", batch if rows and self._in_classes else ()))
+        if members:
+            for one in members - self._several.members:
+                self._state.require_open(one)
+        elif list(map(self._state.sequences.get, rows)) != batch:
             for sequence in batch:
                 self._state.require_open(sequence)
-        if len(rows) > 1 and len(set(rows)) < len(rows):
+        if len(rows) > 1 and len(members or set(rows)) < len(rows):
             raise ValueError("a sequence occurs twice; give it one count")
-        in_classes = self._state.tails.lifetimes
-        self._slot_per_token = self.is_even or (
-            not in_classes and all(sequence.slot_per_token for sequence in batch)
-        )
+        self._slot_per_token = self._in_classes or self.is_even or all(one.slot_per_token for one in batch)
         self._batch = batch
         self._batch_rows = rows
-        self._num_alike = 0
         self._batch_end = self.max_entries  # so that the next `extend` looks it up
+        if members:
+            self._follow(members)
+
+    def _follow(self, members: set[WindowedSequence]) -> None:
+        """Finds out what comes to the batch and what leaves it. A single sequence, such as that of a chunk of a
+        prompt, is a batch of its own beside that of the decodes."""
+        self._windowed = self._several
+        if len(members) == 1 < len(self._several.members):
+            self._several.remove(*members)
+            self._windowed = WindowedBatch(self._state.tails.widths)
+        self._windowed.follow(members, self._state.tails.agenda.due)
+        self._batch_end = self._windowed.longest

@@ -159,9 +159,9 @@ class TokenLedger:
         bytes; sequences of different `namespace` share nothing. `session`: protects the tokens that are cached
         when the sequence closes (`open_session`). Raises OutOfRows, SequenceTooLong, ValueError.
         """
-        lifetimes = self._state.tails.lifetimes
+        agenda = self._state.tails.agenda
         sequence = (
-            WindowedSequence(token_ids, session, lifetimes) if lifetimes else Sequence(token_ids, session)
+            WindowedSequence(token_ids, session, agenda) if agenda.lifetimes else Sequence(token_ids, session)
         )
         return self._open(sequence, prompt_length(token_ids), namespace)
 
@@ -276,7 +276,6 @@ class TokenLedger:
         `find_branch` that found it. Raises ValueError if its sequence has closed."""
         self.require_open(branch.sequence)
         self._state.tails.keep_branch(branch)
-        self._extension.forget_batch()
 
     def growth(self, sequences: Seq[Sequence], count: int = 1) -> int:
         """Returns how many available slots are enough to extend each of these by `count` tokens."""
@@ -310,8 +309,6 @@ class TokenLedger:
         self._extension.require_batch(sequences)
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.require_shrink(count)
-        if self._state.tails.lifetimes:
-            self._extension.forget_batch()
         for sequence, count in zip(sequences, counts, strict=True):
             if num_freed := sequence.shrink(count):
                 self._state.free_range(sequence.row, sequence.length, sequence.length + num_freed)
@@ -330,7 +327,6 @@ class TokenLedger:
         if isinstance(sequence, WindowedSequence):
             sequence.set_points(sequence.length, sequence.length)
             sequence.published = 0
-            self._extension.forget_batch()
 
     def publish(self, sequence: Sequence) -> None:
         """Lets other sequences hit those tokens of the sequence's prompt that have slots, while it runs.
@@ -387,8 +383,8 @@ class TokenLedger:
             state.free_range(sequence.row, start, end)
         if isinstance(sequence, WindowedSequence):
             state.tails.free_own(sequence)
+        self._extension.forget(sequence)
         state.close(sequence)
-        self._extension.forget_batch()
 
     def fork(self, sequence: Sequence) -> Sequence:
         """Opens another sequence that holds the same tokens; no K/V is copied. Raises OutOfRows, ValueError.
@@ -401,7 +397,6 @@ class TokenLedger:
             raise OutOfRows(self.max_sequences)
         if isinstance(sequence, WindowedSequence):
             state.tails.settle(sequence)
-            self._extension.forget_batch()
         state.share_tail(sequence)
         if isinstance(sequence, WindowedSequence):
             state.tails.share_all(sequence)
@@ -418,7 +413,6 @@ class TokenLedger:
         self._require_branching(sequence)
         sequence.require_truncate(length)
         if isinstance(sequence, WindowedSequence):
-            self._extension.forget_batch()
             state.tails.free_after(sequence, length, sequence.length - length)
             sequence.points = [point for point in sequence.points if point <= length]
         start = max(length, sequence.shared)
@@ -496,3 +490,4 @@ class TokenLedger:
     def check(self) -> None:
         """Recounts everything from the sequences and the tree. Raises CheckFailed."""
         self._state.check()
+        self._extension.check()

@@ -19,7 +19,7 @@ from lightkv.layer_groups import LayerClass
 from .parts import Parts, is_turn_off, last_reachable, ranges_of
 from .prefix_tree import NO_PARTS, TOKEN_BYTES, Match, Part, PrefixTree, Segment
 from .sequence import Sequence
-from .windows import Branch, Growth, Need, Takers, WindowedSequence
+from .windows import Agenda, Branch, Need, WindowedSequence
 
 
 class State(Protocol):
@@ -50,6 +50,7 @@ class Tails:
         self._state = state
         self._parts = Parts()
         self.lifetimes = [one.lifetime for one in classes]
+        self.agenda = Agenda(self.lifetimes)
         self.widths = [one.num_groups for one in classes]
         self._classes = range(1, len(classes) + 1)
         # What `find_branch` last looked for, and the sequences that have passed it in all classes.
@@ -134,8 +135,8 @@ class Tails:
         while sequence.points and sequence.points[0] <= length:
             self._keep_tail(sequence, sequence.points.pop(0))
         for cls in self._classes:
-            if 0 < sequence.oldest[cls - 1] <= (passed := sequence.passed(cls)):
-                self._leave_passed(sequence, cls, passed)
+            if sequence.oldest[cls - 1]:
+                self._leave_passed(sequence, cls, sequence.passed(cls))
 
     def _adopt(self, sequence: WindowedSequence) -> None:
         """Shares tokens of the prompt that are in the tree, too, and frees the sequence's own."""
@@ -159,7 +160,8 @@ class Tails:
         before."""
         if point > sequence.shared:
             return
-        self._split_path(sequence, point)
+        if point < sequence.shared:
+            self._split_path(sequence, point)
         for cls, lifetime in zip(self._classes, self.lifetimes, strict=True):
             if sequence.own(cls) < point:
                 first = lifetime.first_kept(point)
@@ -175,29 +177,25 @@ class Tails:
 
     def _leave_passed(self, sequence: WindowedSequence, cls: int, passed: int) -> None:
         """Has a sequence leave the parts that end before entry `passed`."""
+        if not 0 < sequence.oldest[cls - 1] <= passed:
+            return
         for part, end in sequence.held_parts(cls):
             if end <= passed:
                 self._let_go(part, sequence.row)
         sequence.note_oldest(cls)
 
-    def growth(
-        self, sequences: Seq[WindowedSequence], counts: Seq[int], due: Seq[int], columns: Seq[list[int]]
-    ) -> Growth:
-        """Returns what sequences take and give back for `counts` more tokens, once those at the indices `due`
-        are settled (`due_of`). `columns`: of all of them (`columns_of`)."""
-        needed = sum(counts) * self._state.width
-        of_classes = zip(columns, self.widths, strict=False)  # no column where there is no sequence
-        needed += sum([column.count(0) * width for column, width in of_classes])
-        passed = 0
-        for i in due:
-            sequence, count = sequences[i], counts[i]
-            for cls, width in zip(self._classes, self.widths, strict=True):
-                needed -= width * (not sequence.distances[cls - 1])  # counted as one of the others
-                gone = self._gone(sequence, cls)
+    def growth(self, sequences: Seq[WindowedSequence], count: int) -> int:
+        """Returns how many slots sequences take for `count` more tokens each, less what they give back."""
+        alike = [one.distances for one in sequences if one.length < one.event] if count == 1 else []
+        due = [one for one in sequences if one.event <= one.length] if alike else sequences
+        slots = count * len(sequences) * self._state.width
+        for cls, width in zip(self._classes, self.widths, strict=True):
+            slots += [distances[cls - 1] for distances in alike].count(0) * width
+            for one in due:
+                gone = self._gone(one, cls)
                 if not self._reuses(cls, gone, count):
-                    needed += count * width
-                    passed += gone * width
-        return Growth(needed, passed)
+                    slots += (count - gone) * width
+        return slots
 
     def _gone(self, sequence: WindowedSequence, cls: int) -> int:
         """Returns how many of a sequence's own tokens have passed, and are not to be kept for others."""
@@ -212,7 +210,7 @@ class Tails:
 
     def prepare(self, sequence: WindowedSequence, count: int) -> None:
         """Frees what has passed of a settled sequence that is about to grow by `count` tokens, or has it
-        reused."""
+        reused; and finds out when something happens to it next."""
         for cls in self._classes:
             gone = self._gone(sequence, cls)
             if self._reuses(cls, gone, count):
@@ -222,12 +220,11 @@ class Tails:
                 self._free_own(sequence, cls, sequence.own(cls) + gone)
             elif sequence.distances[cls - 1]:
                 sequence.set_own(cls, sequence.own(cls))
-
-    def take(self, rows: tuple[int, ...], counts: Seq[int], columns: Seq[list[int]]) -> list[Takers]:
-        """Returns for each class which of these rows of prepared sequences take free slots, and which reuse
-        theirs."""
-        of_classes = zip(self._classes, self.widths, columns, strict=True)
-        return [Takers.of(cls, width, rows, counts, column) for cls, width, column in of_classes]
+        if count == 1:
+            sequence.find_event()
+            self.agenda.put(sequence)
+        else:
+            self.agenda.due.add(sequence)
 
     def leave_before(self, sequence: WindowedSequence, firsts: Seq[int]) -> None:
         """Has a sequence give up what it holds in a class whose next entry is not the one after its last one,

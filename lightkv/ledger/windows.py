@@ -1,13 +1,13 @@
-"""Sequences of models with layers that do not see everything: what each holds in the classes of such layers."""
+"""Sequences of models with layers that do not see everything: what each holds in the classes of such layers,
+and what a batch of them takes there."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from collections.abc import Sequence as Seq
-from itertools import compress
-from operator import itemgetter
+from operator import attrgetter
 from typing import ClassVar, NamedTuple, Self
 
-from lightkv.edits import AllocPart, Edit, Reuse
+from lightkv.edits import Alloc, AllocPart, Edit, Reuse
 from lightkv.errors import CheckFailed
 from lightkv.holdings import HeldWindow
 from lightkv.layer_groups import Lifetime
@@ -24,6 +24,48 @@ class Need(NamedTuple):
     cls: int
     seen: int
     there: tuple[int, int]
+
+
+class Agenda:
+    """When something happens to the sequences of a ledger (`WindowedSequence.event`), so that they cost nothing
+    until then. lifetimes: of the classes from 1 on. due: those to which it may happen when they grow next.
+
+    Each of the others is looked at again after as many extensions as it takes to get there by a token in each.
+    """
+
+    def __init__(self, lifetimes: Seq[Lifetime]) -> None:
+        self.lifetimes = lifetimes
+        self.due: set[WindowedSequence] = set()
+        self._now = 0  # extensions
+        self._rows: dict[int, set[int]] = {}  # to be looked at then, if there is a sequence in them
+
+    def put(self, sequence: "WindowedSequence") -> None:
+        """Notes when something happens to a sequence."""
+        left = sequence.event - sequence.length
+        if left <= 0:
+            self.due.add(sequence)
+            return
+        self.due.discard(sequence)
+        if sequence.event < sys.maxsize:
+            self._rows.setdefault(self._now + left, set()).add(sequence.row)
+
+    def move_on(self, sequences: Mapping[int, Sequence]) -> None:
+        """Notes that some of the open `sequences`, which are given by row, have grown."""
+        self._now += 1
+        for row in self._rows.pop(self._now, ()):
+            if isinstance(sequence := sequences.get(row), WindowedSequence):
+                self.put(sequence)
+
+    def check(self, sequences: Mapping[int, Sequence]) -> None:
+        """Raises CheckFailed unless what happens to each open sequence will be noticed."""
+        first = {row: now for now, rows in sorted(self._rows.items(), reverse=True) for row in rows}
+        for row, one in sequences.items():
+            assert isinstance(one, WindowedSequence)
+            latest = self._now + one.event - one.length
+            if one not in self.due and one.event < sys.maxsize and first.get(row, sys.maxsize) > latest:
+                raise CheckFailed(f"{one} is not looked at before something happens to it, at {one.event}")
+        if not self.due <= set(sequences.values()):
+            raise CheckFailed(f"{self.due} are due, and not all of them are open")
 
 
 class WindowedSequence(Sequence):
@@ -43,13 +85,16 @@ class WindowedSequence(Sequence):
     takes a slot, or reuses one; 0 if that is to be found out.
     """
 
-    __slots__ = ("_own", "distances", "event", "lifetimes", "oldest", "points", "published", "published_in")
+    __slots__ = (
+        "_agenda", "_own", "distances", "event", "lifetimes", "oldest", "points", "published", "published_in",
+    )  # fmt: skip
 
     slot_per_token: ClassVar[bool] = False
 
-    def __init__(self, prompt: bytes, session: Session | None, lifetimes: Seq[Lifetime]) -> None:
+    def __init__(self, prompt: bytes, session: Session | None, agenda: Agenda) -> None:
         super().__init__(prompt, session)
-        self.lifetimes = lifetimes
+        self._agenda = agenda
+        self.lifetimes = lifetimes = agenda.lifetimes
         self._own = [0] * len(lifetimes)  # where it reuses no slots
         self.distances = [0] * len(lifetimes)
         self.oldest = [0] * len(lifetimes)
@@ -57,6 +102,19 @@ class WindowedSequence(Sequence):
         self.published = 0
         self.published_in = -1
         self.event = 0
+
+    def enter(self, row: int, root: Segment, node: Segment, shared: int) -> None:
+        super().enter(row, root, node, shared)
+        self._change()
+
+    def leave(self) -> Iterable[Sequence]:
+        self._agenda.due.discard(self)
+        return super().leave()
+
+    def _change(self) -> None:
+        """Has it found out when something happens to it, since that has changed."""
+        self.event = 0
+        self._agenda.due.add(self)
 
     def own(self, cls: int) -> int:
         """Returns the first entry that is its own in a class."""
@@ -67,7 +125,7 @@ class WindowedSequence(Sequence):
         """Sets the first entry that is its own in a class. Its next token takes a free slot."""
         self._own[cls - 1] = entry
         self.distances[cls - 1] = 0
-        self.event = 0
+        self._change()
 
     def reuse(self, cls: int) -> None:
         """Has each of its tokens take the slot of the first that is its own, from the next one on."""
@@ -75,15 +133,12 @@ class WindowedSequence(Sequence):
 
     def find_event(self) -> None:
         """Finds out at which length something else happens."""
-        events = self.points[:1]
-        for own, distance, oldest, lifetime in zip(
-            self._own, self.distances, self.oldest, self.lifetimes, strict=True
-        ):
-            if oldest:
-                events.append(lifetime.gone_at(oldest - 1))
-            if not distance:
-                events.append(lifetime.gone_at(own))
-        self.event = min(events, default=sys.maxsize)
+        self.event = self.points[0] if self.points else sys.maxsize
+        for i, lifetime in enumerate(self.lifetimes):
+            if oldest := self.oldest[i]:
+                self.event = min(self.event, lifetime.gone_at(oldest - 1))
+            if not self.distances[i]:
+                self.event = min(self.event, lifetime.gone_at(self._own[i]))
 
     def stop_reusing(self) -> None:
         """Has its tokens take free slots, since it goes back."""
@@ -91,7 +146,7 @@ class WindowedSequence(Sequence):
             self.set_own(cls, self.own(cls))
 
     def twin(self) -> Self:
-        twin = type(self)(self.prompt, self.session, self.lifetimes)
+        twin = type(self)(self.prompt, self.session, self._agenda)
         twin.num_hit = self.num_hit
         twin._own, twin.oldest, twin.points = self._own[:], self.oldest[:], self.points[:]
         return twin
@@ -107,14 +162,14 @@ class WindowedSequence(Sequence):
         """Returns the parts that it holds in a class, the last ones first, each with the entry at which it
         ends."""
         found: list[tuple[Part, int]] = []
-        own = self.own(cls)
-        for segment, end in self.segments_up():
-            if end > own:
-                continue
-            part = segment.parts.get(cls)
-            if part is None or self.row not in part.holders:
-                break
-            found.append((part, end))
+        own, end = self.own(cls), self.shared
+        for segment in self.path():
+            if end <= own:
+                part = segment.parts.get(cls)
+                if part is None or self.row not in part.holders:
+                    break
+                found.append((part, end))
+            end -= segment.length
         return found
 
     def held_from(self, cls: int) -> int:
@@ -137,7 +192,7 @@ class WindowedSequence(Sequence):
         """Finds anew where the first part that it holds in a class ends."""
         held = self.held_parts(cls)
         self.oldest[cls - 1] = held[-1][1] if held else 0
-        self.event = 0
+        self._change()
 
     def passed(self, cls: int) -> int:
         """Returns before which entry it holds nothing in a class once it grows."""
@@ -157,7 +212,7 @@ class WindowedSequence(Sequence):
         `matched` ones that the tree has."""
         end = len(self.prompt) // TOKEN_BYTES
         self.points = [point for point in sorted({matched, end}) if hit < point <= end]
-        self.event = 0
+        self._change()
 
     def require_shrink(self, count: int) -> None:
         super().require_shrink(count)
@@ -204,32 +259,6 @@ class WindowedSequence(Sequence):
                 )
 
 
-class Growth(NamedTuple):
-    """What the next tokens of some sequences take and give back, in slots: `needed` to allocate, once `passed`
-    private ones are freed."""
-
-    needed: int
-    passed: int
-
-
-def due_of(sequences: Seq[WindowedSequence], counts: Seq[int]) -> list[int]:
-    """Returns the indices of those sequences to which something happens in their next tokens, `counts` of them.
-    The next token of each other one takes what its last one took."""
-    if counts.count(1) == len(counts):
-        return [i for i, one in enumerate(sequences) if one.event <= one.length]
-    return [
-        i
-        for i, (one, count) in enumerate(zip(sequences, counts, strict=True))
-        if one.event <= one.length or count != 1
-    ]
-
-
-def columns_of(sequences: Seq[WindowedSequence]) -> list[list[int]]:
-    """Returns the `distances` of these sequences, a list for each class; none where there is no sequence."""
-    distances = [one.distances for one in sequences]
-    return [list(map(itemgetter(i), distances)) for i in range(len(distances[0]))] if distances else []
-
-
 class Branch(NamedTuple):
     """Where a prompt turns off, after `point` tokens, from a sequence that still has what `classes` see there.
     `num_slots`: how many more than else it may hold for a while if that is kept."""
@@ -240,46 +269,95 @@ class Branch(NamedTuple):
     num_slots: int
 
 
-class Takers(NamedTuple):
-    """The rows of a batch that take free slots in a class, `counts` of them each, and those that reuse theirs.
-    `distances`: of the whole batch, how far back the entry is whose slot is taken; 0 where that is a free one.
-    """
+class Takers:
+    """The sequences of a batch that take free slots in a class, and those that reuse theirs, by row."""
 
-    cls: int
-    width: int
-    distances: list[int]
-    fresh_rows: tuple[int, ...]
-    counts: tuple[int, ...]
-    reusing_rows: tuple[int, ...]
+    def __init__(self, cls: int, width: int) -> None:
+        self.cls = cls
+        self.width = width
+        self.fresh: dict[int, WindowedSequence] = {}
+        self.reusing: dict[int, WindowedSequence] = {}
 
-    @classmethod
-    def of(
-        cls, of_class: int, width: int, rows: tuple[int, ...], counts: Seq[int], distances: list[int]
-    ) -> "Takers":
-        """Makes one of the rows of a batch, of how many tokens each takes, and of the distances."""
-        num_fresh = distances.count(0)
-        if not num_fresh:
-            return cls(of_class, width, distances, (), (), rows)
-        if num_fresh == len(rows):
-            return cls(of_class, width, distances, rows, tuple(counts), ())
-        is_fresh = [not distance for distance in distances]
-        fresh, fresh_counts = tuple(compress(rows, is_fresh)), tuple(compress(counts, is_fresh))
-        return cls(of_class, width, distances, fresh, fresh_counts, tuple(compress(rows, distances)))
+    def put(self, sequence: WindowedSequence) -> None:
+        """Adds a sequence, or puts it where it belongs now."""
+        self.remove(sequence.row)
+        of_kind = self.reusing if sequence.distances[self.cls - 1] else self.fresh
+        of_kind[sequence.row] = sequence
 
-    @property
-    def num_slots(self) -> int:
-        """Free slots that are taken."""
-        return self.width * sum(self.counts)
+    def remove(self, row: int) -> None:
+        """Removes the sequence of a row, if it is there."""
+        self.fresh.pop(row, None)
+        self.reusing.pop(row, None)
 
-    def edits(self, starts: tuple[int, ...]) -> list[Edit]:
-        """Returns what the memory has to do for the next tokens. `starts`: the lengths of the whole batch."""
-        edits: list[Edit] = []
-        if self.fresh_rows:
-            entries = starts
-            if self.reusing_rows:
-                entries = tuple(compress(starts, [not distance for distance in self.distances]))
-            edits.append(AllocPart(self.cls, self.fresh_rows, entries, self.counts))
-        if self.reusing_rows:
-            entries = tuple(compress(starts, self.distances)) if self.fresh_rows else starts
-            edits.append(Reuse(self.cls, max(self.distances), self.reusing_rows, entries))
-        return edits
+    def edits(self, alloc: Alloc) -> list[Edit]:
+        """Returns what the memory has to do for what `alloc` does in the class that sees everything."""
+        if not self.reusing:
+            return [AllocPart(self.cls, *alloc)]
+        distance = next(iter(self.reusing.values())).distances[self.cls - 1]
+        if not self.fresh:
+            return [Reuse(self.cls, distance, alloc.rows, alloc.starts)]
+        counts = (1,) * len(self.fresh)
+        if alloc.counts.count(1) < len(alloc.counts):
+            counts = tuple(map(dict(zip(alloc.rows, alloc.counts, strict=True)).__getitem__, self.fresh))
+        starts = tuple([one.length for one in self.fresh.values()])
+        entries = tuple([one.length for one in self.reusing.values()])
+        return [
+            AllocPart(self.cls, tuple(self.fresh), starts, counts),
+            Reuse(self.cls, distance, tuple(self.reusing), entries),
+        ]
+
+
+class WindowedBatch:
+    """The sequences of a batch, and what each takes in the classes from 1 on, of which a token takes `widths`
+    slots. What stays in the batch as it is costs nothing when others come and go."""
+
+    def __init__(self, widths: Seq[int]) -> None:
+        self.members: set[WindowedSequence] = set()
+        self.longest = 0  # an upper bound of their lengths
+        self._takers = [Takers(cls, width) for cls, width in enumerate(widths, start=1)]
+
+    def follow(self, members: set[WindowedSequence], due: Set[WindowedSequence]) -> None:
+        """Makes these the sequences of the batch. Those that are `due` have to be `put` before they grow."""
+        come = members - self.members
+        if len(members) - len(come) < len(self.members):
+            for one in self.members - members:
+                self.remove(one)
+        self.members |= come
+        self.longest = max([self.longest, *[one.length for one in come]])
+        for one in sorted(come - due, key=attrgetter("row")):
+            self.put(one)
+
+    def put(self, sequence: WindowedSequence) -> None:
+        """Finds out what a sequence of the batch takes."""
+        for takers in self._takers:
+            takers.put(sequence)
+
+    def remove(self, sequence: WindowedSequence) -> None:
+        """Removes a sequence, which is still open, if it is there."""
+        if sequence in self.members:
+            self.members.remove(sequence)
+            for takers in self._takers:
+                takers.remove(sequence.row)
+
+    def num_slots(self, more: int) -> int:
+        """Returns how many free slots these classes take for a token of each sequence, and for `more` tokens of
+        some that reuse none."""
+        slots = 0
+        for takers in self._takers:
+            slots += takers.width * (len(takers.fresh) + more)
+        return slots
+
+    def emit(self, alloc: Alloc, emit: Callable[[Edit], None]) -> None:
+        """Emits what the memory has to do for what `alloc` does in the class that sees everything."""
+        for takers in self._takers:
+            for edit in takers.edits(alloc):
+                emit(edit)
+
+    def check(self, due: Set[WindowedSequence]) -> None:
+        """Raises CheckFailed unless those that are not due take what they are said to."""
+        for one in self.members - due:
+            if one.length > self.longest:
+                raise CheckFailed(f"{one} is longer than {self.longest}")
+            for takers, distance in zip(self._takers, one.distances, strict=True):
+                if (takers.reusing if distance else takers.fresh).get(one.row) is not one:
+                    raise CheckFailed(f"{one} reuses slots {distance} entries back, and takes others")

@@ -121,10 +121,14 @@ def test_a_whole_run_reports_every_verb(
     argv = ["ledger", "--cached", "3000", "--running", "6", "--requests", "20", "--steps", "10"]
     monkeypatch.setattr(sys, "argv", [*argv, "--out", str(out)])
     bench.main()
-    found = json.loads(out.read_text())["results"]["loads"]["small"]
+    results = json.loads(out.read_text())["results"]
+    found = results["loads"]["small"]
     verbs = {"open", "extend", "publish", "close", "evict", "fork", "truncate", "release 1", bench.STEP}
     assert verbs <= set(found["verbs"])
     assert all(times["calls"] >= 10 and times["mean"] > 0 for times in found["verbs"].values())
     assert found["floor"]["mean"] > 0
     assert len(found["conversions"]) == 3
+    assert {kind: us["calls"] for kind, us in results["changed_steps"].items()} == dict.fromkeys(
+        bench.CLASSES, 10
+    )
     assert "tokens cached in" in capsys.readouterr().out

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import pytest
 
-from lightkv.errors import OutOfTokens, SequenceTooLong
+from lightkv.errors import CheckFailed, OutOfTokens, SequenceTooLong
 from lightkv.layer_groups import FULL, LayerClass, LayerGroups, Lifetime
 from lightkv.ledger import TokenLedger
 from lightkv.ledger.sequence import Sequence
-from lightkv.ledger.windows import WindowedSequence
+from lightkv.ledger.tails import Tails
+from lightkv.ledger.windows import WindowedBatch, WindowedSequence
 from tests.support.grouped_memory import GroupedMemory
 
 
@@ -248,6 +249,40 @@ def test_no_sequence_needs_no_slot_once_the_batch_has_closed() -> None:
     life.decode(text, 3)
     life.close(text)
     assert life.ledger.growth([]) == 0
+
+
+def test_what_stays_in_a_batch_costs_nothing_when_others_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    life = Life(WINDOW, 9000, num_rows=41)
+    texts = [life.open([number + 2] * 9) for number in range(40)]
+    for text in texts:
+        life.finish_prompt(text)
+    for _ in range(30):  # until all reuse their slots
+        life.ledger.extend([text.sequence for text in texts], [1] * 40)
+    looked_at: list[Sequence] = []
+    put, settle = WindowedBatch.put, Tails.settle
+    monkeypatch.setattr(WindowedBatch, "put", lambda batch, one: looked_at.append(one) or put(batch, one))
+    monkeypatch.setattr(Tails, "settle", lambda tails, one: looked_at.append(one) or settle(tails, one))
+    for number in range(5):
+        life.ledger.close(texts.pop(3 * number).sequence)
+        texts.append(life.open([number + 50] * 9))
+        new = texts[-1].sequence
+        life.ledger.extend([new], [9])  # a chunk beside the decodes
+        looked_at.clear()
+        life.ledger.extend([text.sequence for text in texts], [1] * 40)
+        assert new in looked_at
+        assert len(looked_at) <= 2 * (number + 1)  # of those that have come, at most
+        life.apply()
+        life.check()
+
+
+def test_a_sequence_that_is_due_and_forgotten_is_found() -> None:
+    life = Life(WINDOW, 400)
+    text = life.open([1] * 30)
+    life.finish_prompt(text)
+    agenda = life.ledger._state.tails.agenda
+    agenda.due.clear()
+    with pytest.raises(CheckFailed, match="before something happens"):
+        life.ledger.check()
 
 
 def test_sessions_protect_a_number_of_slots() -> None:
