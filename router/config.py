@@ -194,8 +194,8 @@ class EngineConfig:
     )
     prefill_chunk: Annotated[int, Meta(ge=0)] | None = setting(
         None,
-        "The most prompt tokens per step; 0 is no limit, unless --itl-target is given. Default: 2048 on a GPU, "
-        "8192 there with an --itl-target of 0, as in `LLM`; 512 on a CPU.",
+        "The most prompt tokens per step; 0 is no limit, unless --itl-target is given. Default: 2048 on a GPU "
+        "and 512 on a CPU, four times as many with an --itl-target of 0, as in `LLM`.",
     )
     admission: str = setting(
         "exact",

@@ -156,7 +156,7 @@ class EngineSizes:
         chunk = config.prefill_chunk
         if chunk is None:
             # Larger steps run their matrix products at a higher rate, and no target bounds them.
-            chunk = (8192 if config.itl_target == 0 else 2048) if on_gpu else 512
+            chunk = (2048 if on_gpu else 512) * (4 if config.itl_target == 0 else 1)
         return Limits(
             max_num_seqs=config.max_num_seqs or (256 if on_gpu else 64),
             max_model_len=max_model_len,

@@ -10,7 +10,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightkv.integrations.model.cpu_linear import MAX_TOKENS, PackedLinear, padded_size
+from lightkv.integrations.model.cpu_linear import (
+    LONG_PIECES,
+    MAX_TOKENS,
+    PackedLinear,
+    padded_size,
+    piece_sizes,
+)
 from lightkv.integrations.model.linears import Linears, prepare_linears
 
 torch.manual_seed(0)
@@ -46,7 +52,7 @@ def test_computes_the_same_as_the_plain_layer(shape: tuple[int, int], bias: bool
     linear = nn.Linear(in_features, out_features, bias=bias)
     packed = PackedLinear(linear)
     with torch.inference_mode():
-        for num_tokens in (0, 1, 8, 17, 33, 512, 513, 1100):
+        for num_tokens in (0, 1, 8, 17, 33, 512, 513, 1100, 2048, 3601):
             x = torch.randn(1, num_tokens, in_features)
             got = packed(x)
             assert got.shape == (1, num_tokens, out_features)
@@ -72,6 +78,12 @@ def test_at_most_an_eighth_is_padding() -> None:
     for num_tokens in range(1, MAX_TOKENS + 1):
         assert num_tokens <= padded_size(num_tokens) <= min(num_tokens * 9 / 8, MAX_TOKENS)
     assert [padded_size(num_tokens) for num_tokens in range(17)] == list(range(17))
+    for num_tokens in range(5000):
+        sizes = piece_sizes(num_tokens)
+        assert sum(sizes) == num_tokens
+        assert sizes == sorted(sizes, reverse=True)
+        assert all(size in LONG_PIECES or size <= MAX_TOKENS for size in sizes)
+        assert all(padded_size(size) == size for size in sizes[:-1])
 
 
 class Products(TorchDispatchMode):
@@ -90,11 +102,11 @@ class Products(TorchDispatchMode):
 def test_onednn_computes_few_different_numbers_of_tokens() -> None:
     packed = PackedLinear(nn.Linear(4, 3))
     with Products() as products, torch.no_grad():
-        for num_tokens in (*range(1, 70), *range(70, 1100, 23)):
+        for num_tokens in (*range(1, 70), *range(70, 1100, 23), 2048, 3601):
             packed(torch.randn(1, num_tokens, 4))
     expected = {padded_size(num_tokens) for num_tokens in range(1, MAX_TOKENS + 1)}
     assert len(expected) == 56
-    assert {1, 16, 18, 64, MAX_TOKENS} <= products.sizes <= expected
+    assert {1, 16, 18, 64, MAX_TOKENS, *LONG_PIECES} <= products.sizes <= {*expected, *LONG_PIECES}
 
 
 GROWTH = """

@@ -38,7 +38,8 @@ _MAX_WAITING = 0.05  # of the time that a try takes
 # oneDNN generates about 0.5 MiB of code for each number of tokens that it computes. It and torch each keep the
 # code of the last 1,024 numbers. Steps have any number of tokens, so a worker grew by hundreds of MiB. The
 # layers therefore compute only some numbers of tokens, and pad their input to the next of them.
-MAX_TOKENS = 512  # of one product; a longer input is computed in pieces
+MAX_TOKENS = 512  # of a product that may be padded
+LONG_PIECES = (2048, 1024)  # of a longer input, as long as as many tokens are left: their rates are higher
 _SIZE_BITS = 4  # a padded size is a power of two times at most 2 ** 4
 
 
@@ -103,10 +104,20 @@ def padded_size(num_tokens: int) -> int:
     return -(-num_tokens // step) * step
 
 
+def piece_sizes(num_tokens: int) -> list[int]:
+    """Returns the pieces in which `num_tokens` are computed, the longest first."""
+    sizes = []
+    for most in (*LONG_PIECES, MAX_TOKENS):
+        count, num_tokens = divmod(num_tokens, most)
+        sizes += [most] * count
+    return [*sizes, num_tokens] if num_tokens or not sizes else sizes
+
+
 class PackedLinear(nn.Module):
     """Replaces `linear`, float32 on the CPU, by one with a packed copy of its weight. The bias is shared.
 
-    oneDNN computes at most 56 different numbers of tokens: each `padded_size` up to `MAX_TOKENS`.
+    oneDNN computes at most 58 different numbers of tokens: each `padded_size` up to `MAX_TOKENS`, and those of
+    `LONG_PIECES`.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -125,12 +136,14 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Maps `[..., in_features]`, float32 with any strides, to `[..., out_features]`."""
         num_tokens = x.numel() // self.in_features
-        if num_tokens <= MAX_TOKENS and num_tokens == padded_size(num_tokens):
+        sizes = piece_sizes(num_tokens)
+        if sizes == [padded_size(num_tokens)]:
             return self._compute(x)
         pieces = []
-        for piece in x.reshape(-1, self.in_features).split(MAX_TOKENS):
+        for piece in x.reshape(-1, self.in_features).split(sizes):
             padding = padded_size(len(piece)) - len(piece)
-            pieces.append(self._compute(pad(piece, (0, 0, 0, padding)))[: len(piece)])
+            padded = pad(piece, (0, 0, 0, padding)) if padding else piece  # a pad of 0 is a copy
+            pieces.append(self._compute(padded)[: len(piece)])
         y = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         return y.view(*x.shape[:-1], self.out_features)
 
