@@ -216,7 +216,7 @@ class EngineConfig:
         "The target for the time between tokens, in seconds. While requests decode, a step takes only as many "
         "prompt tokens as keep it within the target, by step times that are measured at start. 0 is no target. "
         "Default for a service on a GPU: 0.012, or 2.5 times what the step takes without prompts if that is "
-        "longer, and more while prompts of over 0.1 seconds wait: up to 0.060 or 3 times, from 0.2 seconds on; "
+        "longer, and more while prompts of over 0.1 seconds wait, or one of 0.05: up to 0.060 or 3 times; "
         "on a CPU, and for an LLM in a program: no target.",
     )
     session_share: Annotated[float, Meta(ge=0, le=1, title="a share")] = setting(

@@ -215,6 +215,12 @@ class Request:
         return self.num_prefill_tokens - self.sequence.length
 
     @property
+    def num_prefill_new(self) -> int:
+        """The tokens of a running request's prefill that were not found in the cache."""
+        assert self.sequence is not None
+        return self.num_prefill_tokens - self.sequence.num_hit
+
+    @property
     def newest_step(self) -> int:
         """The newest step that a running request is in. Once its prefill is computed, it takes a token in each
         step until its end."""

@@ -409,10 +409,9 @@ class Scheduler:
 
         Admits waiting requests while there is budget beside the `decodes`, and room beside their `growth`.
         """
-        chunks: list[Chunk] = []
         if not self._prefilling and not self.waiting:
-            return chunks
-        budget = self._step_budget(decodes)
+            return []
+        budget, chunks = self._step_budget(decodes), list[Chunk]()
         while (room := self.ledger.num_available - growth) > 0 or self._num_groups > 1:
             idx = len(chunks)
             head = self.waiting.head
@@ -436,11 +435,12 @@ class Scheduler:
         return chunks
 
     def _step_budget(self, decodes: list[Sequence]) -> StepBudget:
-        """Returns the budget of a step with these decodes."""
+        """Returns the budget of a step with these decodes. A long prompt, which delays itself, counts twice."""
         kv = sum([sequence.length + 1 for sequence in decodes]) if self._budget.step_time else 0
         waiting = self.waiting.num_tokens if self._may_admit else 0
         waiting += sum([request.num_prefill_left for request in self._prefilling])
-        return self._budget.of_step(len(decodes), kv, waiting)
+        longest = max([request.num_prefill_new for request in self._prefilling], default=0)
+        return self._budget.of_step(len(decodes), kv, max(waiting, 2 * longest))
 
     def _next_chunk(self, request: Request, start: int, count: int) -> Chunk:
         """Allocates and publishes `count` tokens of a request's prefill from `start` on. After the last of them

@@ -364,6 +364,7 @@ def test_prompts_count_as_waiting_where_they_may_be_admitted(monkeypatch: pytest
     assert asked[2] == left
     while scheduler.num_prefilling or scheduler.num_waiting > 1:
         engine.step()
+    assert asked[-1] == 2 * 400  # more than what is left: a long prompt counts twice
     for _ in range(3):  # the first looks at it again
         engine.step()
     assert (asked[-1], scheduler.num_waiting, scheduler.waiting.num_tokens) == (0, 1, 400)
