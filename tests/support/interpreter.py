@@ -60,6 +60,17 @@ def kept_tensors(make: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
+def quick_unwrap(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns `_unwrap_if_constexpr`, which looks for a constexpr before it looks for lists of them."""
+
+    def quick(value: Any) -> Any:
+        if isinstance(value, tl.constexpr):
+            return value.value
+        return unwrap(value) if isinstance(value, list | tuple | tl.tuple) else value
+
+    return quick
+
+
 def patch_attr(obj: Any, name: str, member: Callable[..., Any], builder: Any, scope: Any) -> None:
     """Replaces a function of the language by the interpreter's, as `interpreter._patch_attr` does."""
 
@@ -89,6 +100,8 @@ def quick_interpreter() -> Iterator[None]:
         changed.setattr(interpreter, "_patch_attr", patch_attr)
         changed.setattr(interpreter, "_get_np_dtype", kept_by_name(interpreter._get_np_dtype))
         changed.setattr(tl.block_type, "__init__", kept_blocks(tl.block_type.__init__))
+        changed.setattr(tl.block_type, "to_ir", kept_by_name(tl.block_type.to_ir))
+        changed.setattr(tl.core, "_unwrap_if_constexpr", quick_unwrap(tl.core._unwrap_if_constexpr))
         changed.setattr(tl.tensor, "__init__", kept_tensors(tl.tensor.__init__))
         quick = replace(options, sanitize_overflow=False)
         changed.setattr(interpreter.interpreter_builder, "options", quick)
