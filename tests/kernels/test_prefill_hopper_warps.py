@@ -43,7 +43,7 @@ from lightkv.triton_kernels.attention.variants import (
 from lightkv.triton_kernels.attention.variants.variant import limits
 from tests.support.attention.caches import poisoned_cache, starts
 from tests.support.attention.log_sum_exps import lse_reference
-from tests.support.combinations import each_value, slow
+from tests.support.combinations import each_value, slow, slow_cases
 
 skeleton = pytest.importorskip("lightkv.triton_kernels.attention.prefill.hopper.prefill_hopper_skeleton")
 tiles = pytest.importorskip("lightkv.triton_kernels.attention.prefill.hopper.prefill_hopper_tiles")
@@ -569,7 +569,7 @@ def test_head_dims_of_several_pieces(
     [
         (0, 5.0, 0, 0, True, True, ""),
         (40, 0.0, 7, 0, True, True, ""),
-        *slow((0, 0.0, 60, 48, False, True, "")),
+        *slow_cases((0, 0.0, 60, 48, False, True, "")),
         (0, 0.0, 60, 0, False, False, "alibi"),
     ],
     ids=str,

@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 from lightkv.triton_kernels.write.inputs import Biases, Rotation, StoredKV
 from lightkv.triton_kernels.write.write_kv import rotate_reference, split_qkv, write_kv, write_kv_reference
 from tests.support.attention.feature_table import covers
-from tests.support.combinations import each_pair, slow
+from tests.support.combinations import each_pair, slow_cases
 
 NUM_SLOTS = 64
 NUM_POSITIONS = 40
@@ -131,7 +131,9 @@ def test_biases(device: torch.device, biases: str, num_pairs: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads"), [(1, 1), (3, 1), (6, 3), (20, 4), (4, 16), *slow((8, 8), (16, 4))], ids=str
+    ("num_heads", "num_kv_heads"),
+    [(1, 1), (3, 1), (6, 3), (20, 4), (4, 16), *slow_cases((8, 8), (16, 4))],
+    ids=str,
 )
 def test_heads_are_divided_among_programs(device: torch.device, num_heads: int, num_kv_heads: int) -> None:
     torch.manual_seed(num_heads)
