@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.combinations import slow
-from tests.support.served import Served, save_tiny_model, starting, wait_until
+from tests.support.served import COMPLETIONS, Served, save_tiny_model, starting, wait_until
 
 STEP_TIMEOUT = 5
 
