@@ -21,6 +21,7 @@ from lightkv.router.cli.app import app
 from lightkv.router.model_files import resolve
 from lightkv.triton_kernels.layout.format_names import NAMES
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
+from tests.support.fake_router import service
 from tests.support.served import save_tiny_model, starting
 from tests.support.tiny_models import VOCABULARY, tiny_llama
 
@@ -266,16 +267,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def test_the_readmes_service_answers_the_readmes_request(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_api_answers_the_readmes_request(tmp_path: Path) -> None:
     first, second = blocks_of(README, "bash")
     serve, curl = shlex.split(first.splitlines()[-1]), shlex.split(second)
     assert serve == ["lightkv", "serve", "--port", "8000"]
     assert curl[:3] + curl[4:5] == ["curl", "localhost:8000/v1/chat/completions", "-H", "-d"]
     header, _, value = curl[3].partition(": ")
     path = curl[1].removeprefix("localhost:8000")
-    with starting(tiny_model, tmp_path / "log", tmp_path) as start:
-        status, answer, _ = start().wait_ready().request(path, json.loads(curl[5]), {header: value})
-    assert (status, answer["choices"][0]["message"]["role"]) == (200, "assistant")
+    with service(tmp_path).running() as api:
+        status, _, content = api.send("POST", path, json.loads(curl[5]), {header: value})
+    assert (status, json.loads(content)["choices"][0]["message"]["role"]) == (200, "assistant")
 
 
 def test_the_readme_sets_up_and_activates_before_the_first_command_that_needs_it() -> None:

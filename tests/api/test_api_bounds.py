@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from lightkv.router.api.http.body import FREE_BYTES
 from lightkv.token_set import TokenSet
 from tests.support.api_process import start_api_process
+from tests.support.combinations import each_value
 from tests.support.fake_router import (
     CHAT,
     COMPLETIONS,
@@ -64,8 +65,8 @@ def test_bodies_of_unanswered_requests_have_a_bound(api: ApiUnderTest, stream: b
     assert api.send("POST", CHAT, chat(700 * KIB, max_tokens=1))[0] == 200
 
 
-@pytest.mark.parametrize("blank", [" ", "\t", "\r\n"])
-@pytest.mark.parametrize("num_bytes", [60 * KIB, 600 * KIB])  # parsed at once, and in a thread
+# Parsed at once, and in a thread.
+@each_value(blank=[" ", "\t", "\r\n"], num_bytes=[60 * KIB, 600 * KIB])
 def test_white_space_counts_only_until_a_body_is_parsed(
     api: ApiUnderTest, blank: str, num_bytes: int
 ) -> None:

@@ -4,8 +4,9 @@ The fake router writes the answers.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ import openai
 import pytest
 from llguidance import LLTokenizer
 
+from lightkv.router.api.grammars import check_process, checker
 from lightkv.router.api.requests.chat import ChatRequest
 from lightkv.router.api.requests.dialect import ChatDialect
 from lightkv.router.api.requests.tools import Function, ToolUse
 from lightkv.router.config import InvalidConfig, ServiceConfig
 from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar
 from lightkv.router.service.api_settings import ApiSettings
-from lightkv.router.text.grammars import InvalidGrammar
+from lightkv.router.text.grammars import InvalidGrammar, ModelTokens
 from lightkv.router.text.tokenizer import Tokenizer
 from tests.support.fake_router import CHAT, MODEL, ApiUnderTest, ids_of, service
 from tests.support.grammars import compile_grammar
@@ -73,6 +75,25 @@ RESPONSE: Any = {
 }
 
 
+class ChecksHere:
+    """Checks grammars as the process of a service does (`test_grammar_checker.py`), but in this process, which
+    has the tokens of the only model already."""
+
+    def __init__(self, directory: Path, vocab_size: Callable[[], int]) -> None:
+        self._of_model = directory, vocab_size
+
+    async def ask(self, grammar: Grammar) -> check_process.Checked:
+        directory, vocab_size = self._of_model
+        wrong, num_bytes = check_process.check(grammar, model_tokens(directory, vocab_size()))
+        return check_process.Checked(1, wrong, num_bytes=num_bytes)
+
+    async def close(self) -> None:
+        """No process is to be ended."""
+
+
+model_tokens = cache(ModelTokens.load)
+
+
 @pytest.fixture(scope="module")
 def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ApiUnderTest]]:
     """Services by their model: one whose template has tools and reasoning, the default model with and without
@@ -90,6 +111,8 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Api
         "shipped": ("{{ tools }}{{ messages[0].content }}<|im_start|>assistant\n", {}),
     }
     with ExitStack() as stack:
+        changed = stack.enter_context(pytest.MonkeyPatch.context())
+        changed.setattr(checker, "_CheckProcess", ChecksHere)
         running = {}
         for name, (template, settings) in made.items():
             under_test = service(tmp_path_factory.mktemp(name), **settings)

@@ -4,6 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lightkv.router.cli.app import app
+from tests.support.combinations import slow_cases
 
 
 def run(*args: str) -> tuple[int, str, str]:
@@ -23,7 +24,7 @@ def run(*args: str) -> tuple[int, str, str]:
             28 * 3 * (128 + 8) + 2 * 3 * 256,
             "int8, layers 0 and 29 in float16",
         ),
-        (("int8-g8",), 30 * 3 * (128 + 32), "int8-g8"),
+        *slow_cases((("int8-g8",), 30 * 3 * (128 + 32), "int8-g8")),
     ],
 )
 def test_info_is_true_for_quantised_kv(given: tuple[str, ...], bytes_per_token: int, stored: str) -> None:

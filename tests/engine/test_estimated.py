@@ -12,6 +12,7 @@ from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits, TokenEvent
 from lightkv.router.sampling_params import SamplingParams
+from tests.support.combinations import each_value
 from tests.support.model_worker import STOP, ModelWorker, assert_idle
 
 VOCABULARY = 300
@@ -230,8 +231,7 @@ def live(seed: int, steps: int, depth: int, chunk: int, exact_share: float) -> N
     assert scheduler.peak_held > 0.95 * capacity
 
 
-@pytest.mark.parametrize("chunk", [5, 32])
-@pytest.mark.parametrize("depth", [1, 2])
+@each_value(depth=[1, 2], chunk=[5, 32])
 def test_exact_requests_are_never_short_beside_estimated_ones(depth: int, chunk: int) -> None:
     live(depth + chunk, 300, depth, chunk, exact_share=0.5)
 

@@ -3,14 +3,12 @@
 import random
 from array import array
 
-import pytest
-
 from lightkv.ledger import Sequence, TokenLedger
 from lightkv.router.engine.admission import Demand, peak_tokens
 from lightkv.router.engine.forecast import Candidate, Forecast, Prefill
 from lightkv.router.engine.prefill_budget import PrefillBudget
 from lightkv.router.engine.step import Limits
-from tests.support.combinations import slow
+from tests.support.combinations import each_pair, slow
 
 CAPACITY = 100_000
 
@@ -134,10 +132,7 @@ class Life:
             self.forecast.admit(sequence, final, exact)
 
 
-@pytest.mark.parametrize("num_steps", [100, *slow(250, 1000)])
-@pytest.mark.parametrize("exact_share", [1.0, 0.5])
-@pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("seed", range(2))
+@each_pair(seed=range(2), lag=[0, 1], exact_share=[1.0, 0.5], num_steps=[100, *slow(250, 1000)])
 def test_the_forecast_is_the_peak_of_its_specification(
     seed: int, lag: int, exact_share: float, num_steps: int
 ) -> None:

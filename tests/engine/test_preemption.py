@@ -16,7 +16,7 @@ from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits, TokenEvent
 from lightkv.router.model.build import assemble
-from tests.support.combinations import slow
+from tests.support.combinations import each_value, slow
 from tests.support.model_worker import STOP, ModelWorker, assert_idle, run
 from tests.support.preempting import counted_by, expecting
 
@@ -144,9 +144,7 @@ def test_prompts_that_compete_for_the_pool_all_finish() -> None:
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("chunk", [0, 5])
-@pytest.mark.parametrize("num_steps", [2_000, *slow(4_000, 12_000)])
+@each_value(num_steps=[2_000, *slow(4_000, 12_000)], chunk=[0, 5], depth=[1, 2])
 def test_random_requests_admitted_by_estimates(num_steps: int, chunk: int, depth: int) -> None:
     """The model of the memory raises when a slot is missing, shared wrongly or freed twice, or when it does not
     hold the tokens that a resumed request continues. test_scheduler.py does the same with exact admission."""

@@ -21,7 +21,7 @@ from lightkv.router.engine.step_time import PARAMETERS, StepTime, Work
 from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.simulate import simulation, simulator
 from lightkv.router.simulate.config import SimulationConfig
-from tests.support.combinations import each_value
+from tests.support.combinations import each_value, slow
 from tests.support.model_worker import STOP, ModelWorker, assert_idle, run
 
 H200 = StepTime.parse("")
@@ -376,7 +376,7 @@ def test_a_request_is_admitted_in_a_step_that_computes_a_part_of_it() -> None:
         assert {new.row for new in plan.new_rows} <= set(plan.rows[: plan.num_prefills])
 
 
-@pytest.mark.parametrize("target", [0.0, 0.0025, 1e-9])
+@pytest.mark.parametrize("target", [0.0025, *slow(0.0, 1e-9)])
 def test_the_simulator_plans_the_same_steps_as_the_engine(
     target: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from lightkv.router.engine.loop import EngineDead, LocalEngine
 from lightkv.router.engine.request import InvalidPrompt, NeverFits, Request
 from lightkv.router.engine.step import StepPlan, TokenEvent
 from lightkv.router.sampling_params import InvalidParams, SamplingParams
-from tests.support.combinations import slow
+from tests.support.combinations import each_value, slow
 from tests.support.model_worker import STOP, ModelWorker, assert_idle, run
 from tests.support.scheduled import GROUPING, VOCABULARY, ids, make
 
@@ -441,9 +441,7 @@ def test_requests_that_end_in_the_queue_leave_nothing_there() -> None:
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("num_steps", [1_500, *slow(4_000, 20_000)])
-@pytest.mark.parametrize("chunk", [0, 5, 32])
-@pytest.mark.parametrize("depth", [1, 2])
+@each_value(chunk=[0, 5, 32], depth=[1, 2], num_steps=[1_500, *slow(4_000, 20_000)])
 def test_a_long_random_life_is_never_short_of_a_token(chunk: int, depth: int, num_steps: int) -> None:
     """Arrivals with shared prefixes, early ends, aborts and failures. The model of the memory raises when a
     slot is missing, shared wrongly or freed twice."""

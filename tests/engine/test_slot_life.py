@@ -15,7 +15,7 @@ from lightkv.router.engine.slots.lives import most_slots
 from lightkv.router.engine.step import Limits, StepPlan, StepResult
 from lightkv.router.engine.step_time import StepTime
 from lightkv.router.sampling_params import SamplingParams
-from tests.support.combinations import each_pair
+from tests.support.combinations import each_value, slow
 from tests.support.slot_steps import layers
 
 MAX_MODEL_LEN = 120
@@ -98,7 +98,7 @@ def live(
     return scheduler
 
 
-@each_pair(name=list(GROUPS), depth=[1, 2], chunk=[5, 32], timed=[False, True])
+@each_value(name=list(GROUPS), depth=[1, 2], chunk=[5, 32], timed=[False, True])
 def test_no_request_that_states_its_length_is_short_of_a_slot(
     name: str, depth: int, chunk: int, timed: bool
 ) -> None:
@@ -106,7 +106,7 @@ def test_no_request_that_states_its_length_is_short_of_a_slot(
     assert scheduler.num_preemptions == 0
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [2, *slow(1)])
 def test_nor_beside_requests_that_are_estimated(depth: int) -> None:
     assert live(GROUPS["two windows"], depth, 400, depth, 16, False, share=0.4).num_preemptions > 0
 

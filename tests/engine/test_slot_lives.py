@@ -20,6 +20,7 @@ from lightkv.router.engine.slots.lives import (
     most_slots,
     prefilling,
 )
+from tests.support.combinations import slow
 from tests.support.slot_steps import Row, Window, layers, simulate
 
 STEP = 7  # the number of the next step
@@ -124,7 +125,7 @@ def check_exact(seed: int, num_cases: int) -> None:
         assert slots == mosts if not lag else all(map(ge, slots, mosts))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *slow(1)])
 def test_a_life_is_what_the_simulation_holds_in_every_step(seed: int) -> None:
     check_exact(seed, 1500)
 
@@ -182,7 +183,7 @@ def row_slots(groups: LayerGroups, row: Row) -> int:
     return start_of(row).num_slots(groups)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *slow(1)])
 def test_a_bound_is_never_too_low_and_never_rises(seed: int) -> None:
     check_bound(seed, 3000)
 

@@ -286,8 +286,7 @@ def test_assisted_decoding(options: dict[str, Any], device: torch.device) -> Non
     assert_empty(cache)
 
 
-@pytest.mark.parametrize("kv_format", ["int8", "int4"])
-@pytest.mark.parametrize("name", MAKERS)
+@each_value(name=list(MAKERS), kv_format=["int8", "int4"])
 def test_quantised(name: str, kv_format: str, device: torch.device) -> None:
     model = make_model(name, device)
     given = inputs(name, ROWS, model)

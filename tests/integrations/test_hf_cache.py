@@ -173,8 +173,7 @@ def first_of(output: Any) -> Any:
     return type(output)(sequences=output.sequences[:, :width], logits=output.logits[:1])
 
 
-@pytest.mark.parametrize("attention", [OWN, OURS])
-@pytest.mark.parametrize("call", ["greedy", "batch", "assisted"])
+@each_value(call=["greedy", "batch", "assisted"], attention=[OWN, OURS])
 def test_a_conversation_hits_what_came_before(call: str, attention: str, device: torch.device) -> None:
     prompts, options = CALLS[call]
     model = make_model(CONFIGS["llama"], device)

@@ -22,6 +22,7 @@ from lightkv.triton_kernels.slots.allocate import (
     new_slot_state,
 )
 from lightkv.triton_kernels.slots.slot_search import CountTiles
+from tests.support.combinations import slow
 from tests.support.slot_model import Model, Operations, both, in_programs, in_two_kernels, number, poisoned
 
 WINDOWS = [1, 2, 5, 31, 32, 33, 63, 64, 65, 100, 300, 700]
@@ -31,14 +32,15 @@ WINDOWS = [1, 2, 5, 31, 32, 33, 63, 64, 65, 100, 300, 700]
 @pytest.mark.parametrize(
     "block_slots", [*(pytest.param(slots, marks=pytest.mark.slow) for slots in (32, 64)), 256]
 )
+@pytest.mark.parametrize("cases", [range(0, 9, 4), *slow(range(9))], ids=["some", "all"])
 def test_a_run_is_found_wherever_it_is(
-    device: torch.device, operations: Operations, block_slots: int
+    device: torch.device, operations: Operations, block_slots: int, cases: range
 ) -> None:
     """Runs across words, blocks and the parts that programs search, runs at the pool's ends, and no run at
     all."""
     rng = random.Random(block_slots)
     num_slots = 3001
-    for case in range(9):
+    for case in cases:
         state, model = new_slot_state(num_slots, device, block_slots), Model(num_slots)
         operations.alloc_slots(state, poisoned(num_slots - 1, device))
         model.alloc(num_slots - 1, num_slots - 1)

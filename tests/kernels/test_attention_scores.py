@@ -19,7 +19,7 @@ from lightkv.triton_kernels.attention.lookups import Pages
 from lightkv.triton_kernels.attention.operands import flatten_operands
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.variants import SinkLogits, Softcap, Window
-from tests.support.combinations import each_pair, each_value
+from tests.support.combinations import each_value, slow
 from tests.support.scored import attention_lse
 
 
@@ -91,7 +91,7 @@ def test_lengths_around_a_tile(device: torch.device, length: int) -> None:
     check(make_case([length], [2], device))
 
 
-@pytest.mark.parametrize("group", [1, 3, 4, 8], ids="group{}".format)
+@pytest.mark.parametrize("group", [1, 3, 4, *slow(8)], ids="group{}".format)
 def test_query_heads_per_kv_head(device: torch.device, group: int) -> None:
     torch.manual_seed(group)
     check(make_case([40, 0, 33, 0], [5, 0, 1, 2], device, group=group))
@@ -103,7 +103,7 @@ def test_head_dims(device: torch.device, dim: int, dtype: torch.dtype) -> None:
     check(make_case([65, 1], [3, 1], device, dtype=dtype, dim=dim))
 
 
-@each_pair(shift=[0, 4], window=[0, 1, 40], softcap=[0.0, 5.0])
+@each_value(shift=[0, 4], window=[0, 1, 40], softcap=[0.0, 5.0])
 def test_index_window_and_softcap(device: torch.device, shift: int, window: int, softcap: float) -> None:
     torch.manual_seed(window)
     case = make_case([70, 34], [4, 2], device, shift=shift, num_kv_heads=1, spread=3.0)

@@ -14,6 +14,7 @@ from lightkv.triton_kernels.layers.gated_activation import (
 )
 from lightkv.triton_kernels.layers.linear import linear, linear_launch, tickets_for
 from lightkv.triton_kernels.layers.residual_norm import Norm, residual_norm, residual_norm_reference
+from tests.support.combinations import each_value, slow
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -39,8 +40,7 @@ def norms(dim: int, device: torch.device, dtype: torch.dtype) -> list[Norm | Non
     ]
 
 
-@pytest.mark.parametrize("dim", [16, 100, 576], ids="dim{}".format)
-@pytest.mark.parametrize("has_residual", [False, True], ids=["alone", "residual"])
+@each_value(has_residual=[False, True], dim=[16, 100, 576])
 def test_residual_norm(device: torch.device, dim: int, has_residual: bool) -> None:
     torch.manual_seed(dim)
     for dtype in dtypes(device):
@@ -116,7 +116,7 @@ def assert_product(x: Tensor, weight: Tensor, bias: Tensor | None, tickets: Tens
         assert not tickets.any()
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 5, 16, 33, 64, 65])
+@pytest.mark.parametrize("num_tokens", [1, 5, 16, 65, *slow(2, 33, 64)])
 def test_products_of_few_tokens(device: torch.device, num_tokens: int) -> None:
     """The interpreter has small tiles, so that here too several programs share rows."""
     torch.manual_seed(num_tokens)

@@ -23,7 +23,7 @@ from lightkv.triton_kernels.attention.variants import Softcap, Window
 from tests.support.attention.caches import Cache, assert_close, starts
 from tests.support.attention.log_sum_exps import assert_lse, lse_reference
 from tests.support.attention.mixed_steps import Step, make_step
-from tests.support.combinations import each_pair, slow
+from tests.support.combinations import each_value, slow
 
 PREFILLS = [(33, 40), (0, 7), (65, 0), (1, 5), (0, 0)]  # queries of a request, and tokens before them
 DECODES = [130, 0, 1, 65]  # tokens of a request
@@ -75,7 +75,7 @@ def test_one_kv_head_for_all(device: torch.device) -> None:
     check(make_step(PREFILLS, DECODES, device=device, group=8, num_kv_heads=1))
 
 
-@each_pair(shift=[0, *slow(4), 31], window=[0, *slow(1), 40], softcap=[0.0, 5.0])
+@each_value(shift=[31, 0, *slow(4)], window=[40, 0, *slow(1)], softcap=[5.0, 0.0])
 def test_index_window_and_softcap(device: torch.device, shift: int, window: int, softcap: float) -> None:
     torch.manual_seed(window)
     step = make_step(PREFILLS, DECODES, device=device, shift=shift)

@@ -167,11 +167,9 @@ def check_shares(plan: PrefillPlan) -> list[int]:
     return cut
 
 
-@pytest.mark.parametrize("window", [0, 1, 300], ids="window{}".format)
-@pytest.mark.parametrize(("num_workers", "least_units"), [(2, 1), (7, 3), (60, 1), (300, 1)], ids=str)
-def test_ragged_batches_in_shares(
-    device: torch.device, window: int, num_workers: int, least_units: int
-) -> None:
+@each_value(window=[0, 1, 300], given=[(2, 1), (7, 3), (60, 1), (300, 1)])
+def test_ragged_batches_in_shares(device: torch.device, window: int, given: tuple[int, int]) -> None:
+    num_workers, least_units = given
     torch.manual_seed(window)
     shares = prefill_tuning.PrefillShares(num_workers, num_workers, 32, least_units, ALWAYS)
     plan = check(RAGGED, device=device, group=3, block_m=128, window=window, shares=shares)

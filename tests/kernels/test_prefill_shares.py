@@ -32,6 +32,7 @@ from lightkv.triton_kernels.attention.variants import SinkLogits, Softcap, Windo
 from lightkv.triton_kernels.attention.variants.variant import limits
 from tests.support.attention.caches import Cache, assert_close, poisoned_cache, starts
 from tests.support.attention.log_sum_exps import lse_reference
+from tests.support.combinations import slow_cases
 
 ALWAYS = -(2**30)  # as the least gain: keys are shared out in every batch
 SMALL = tuning.Launch(32, 32, 4, 2)
@@ -129,7 +130,7 @@ def num_parts(plan: PrefillPlan) -> int:
     return int((plan.items[:, 8] >= 0).sum())
 
 
-@pytest.mark.parametrize(("group", "num_workers"), [(1, 2), (3, 40), (4, 5), (16, 7)], ids=str)
+@pytest.mark.parametrize(("group", "num_workers"), [*slow_cases((1, 2)), (3, 40), (4, 5), (16, 7)], ids=str)
 def test_query_heads_per_kv_head(device: torch.device, group: int, num_workers: int) -> None:
     torch.manual_seed(group)
     case = Case.make(FEW_AFTER_MANY, device, group=group)
@@ -140,7 +141,13 @@ def test_query_heads_per_kv_head(device: torch.device, group: int, num_workers: 
 
 @pytest.mark.parametrize(
     ("shift", "window", "softcap"),
-    [(0, 33, 0.0), (0, 40, 5.0), (0, 100, 0.0), (0, 0, 5.0), (4, 100, 5.0), (4, 0, 0.0), (31, 40, 0.0)],
+    [
+        (0, 40, 5.0),
+        (4, 100, 5.0),
+        (4, 0, 0.0),
+        (31, 40, 0.0),
+        *slow_cases((0, 33, 0.0), (0, 100, 0.0), (0, 0, 5.0)),
+    ],
     ids=str,
 )
 def test_index_window_and_softcap(device: torch.device, shift: int, window: int, softcap: float) -> None:

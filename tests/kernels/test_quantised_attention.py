@@ -25,7 +25,7 @@ from lightkv.triton_kernels.attention.variants import Alibi, Chunk, SinkLogits, 
 from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
 from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
 from tests.support.attention.caches import Cache, assert_close, share_first_keys
-from tests.support.combinations import each_pair, each_value, slow
+from tests.support.combinations import each_value, slow
 
 COMMON = ("int8", "fp8-static", "int8-g8", "int4")
 RARE = ("int8-hadamard", "int4-g16", KVFormat(Elements(4, group=8)))  # the last is OpenPPL's
@@ -146,7 +146,7 @@ def test_head_dims(name: str, dims: tuple[int, int], device: torch.device) -> No
 
 
 # In 16 bits a single query has a narrow tile, and in float32 it has not.
-@each_pair(
+@each_value(
     variant=[Window(20), Softcap(5.0), Chunk(32)],
     name=["int8", "int4"],
     num_queries=[1, 3],

@@ -345,7 +345,11 @@ def test_a_variant_of_this_file_in_all_kernels(kinds: list[type[Variant]], devic
 
 
 @pytest.mark.usefixtures("_with_weighed")
-@pytest.mark.parametrize("kinds", [[], [Softcap, Window, SinkLogits]], ids=["alone", "with others"])
+@pytest.mark.parametrize(
+    "kinds",
+    [pytest.param([], marks=pytest.mark.slow), [Softcap, Window, SinkLogits]],
+    ids=["alone", "with others"],
+)
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_a_variant_of_this_file_in_both_backends(
     name: str, kinds: list[type[Variant]], device: torch.device

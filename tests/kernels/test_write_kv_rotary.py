@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 from lightkv.triton_kernels.write.inputs import Biases, Rotation, StoredKV
 from lightkv.triton_kernels.write.write_kv import rotate_reference, split_qkv, write_kv, write_kv_reference
 from tests.support.attention.feature_table import covers
-from tests.support.combinations import each_pair
+from tests.support.combinations import each_pair, slow_cases
 
 NUM_SLOTS = 64
 NUM_POSITIONS = 40
@@ -99,10 +99,8 @@ def test_rotates_q_and_k(device: torch.device, num_tokens: int, interleaved: boo
 
 @covers("rotary, some of the dims", "NeoX", "GPT-J")
 @covers("QKV bias", "NeoX", "GPT-J")
-@pytest.mark.parametrize("interleaved", [False, True], ids=["neox", "gptj"])
-@pytest.mark.parametrize(
-    ("key_dim", "value_dim", "num_pairs"),
-    [
+@each_pair(
+    dims=[
         (64, 64, 16),
         (80, 80, 40),
         (80, 80, 16),
@@ -112,15 +110,16 @@ def test_rotates_q_and_k(device: torch.device, num_tokens: int, interleaved: boo
         (256, 256, 32),
         (6, 3, 1),
     ],
-    ids=str,
+    interleaved=[False, True],
+    biases=["", "qkv"],
 )
-@pytest.mark.parametrize("biases", ["", "qkv"], ids=["plain", "bias"])
 def test_partial_rotary_dims(
-    device: torch.device, key_dim: int, value_dim: int, num_pairs: int, interleaved: bool, biases: str
+    device: torch.device, dims: tuple[int, int, int], interleaved: bool, biases: str
 ) -> None:
+    key_dim, value_dim, num_pairs = dims
     torch.manual_seed(key_dim)
-    dims = {"key_dim": key_dim, "value_dim": value_dim, "num_pairs": num_pairs}
-    check_rotary(device=device, interleaved=interleaved, biases=biases, **dims)
+    given = {"key_dim": key_dim, "value_dim": value_dim, "num_pairs": num_pairs}
+    check_rotary(device=device, interleaved=interleaved, biases=biases, **given)
 
 
 @covers("QKV bias", "NeoX", "not rotated")
@@ -132,7 +131,9 @@ def test_biases(device: torch.device, biases: str, num_pairs: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads"), [(1, 1), (3, 1), (6, 3), (8, 8), (16, 4), (20, 4), (4, 16)], ids=str
+    ("num_heads", "num_kv_heads"),
+    [(1, 1), (3, 1), (6, 3), (20, 4), (4, 16), *slow_cases((8, 8), (16, 4))],
+    ids=str,
 )
 def test_heads_are_divided_among_programs(device: torch.device, num_heads: int, num_kv_heads: int) -> None:
     torch.manual_seed(num_heads)

@@ -17,6 +17,7 @@ from lightkv.ledger.sequence import Sequence
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.kv_pool import plan_pool
 from lightkv.memory.staging import upload
+from tests.support.combinations import each_value
 from tests.support.grouped_memory import GroupedMemory
 
 ROWS, ENTRIES = 5, 64
@@ -94,8 +95,7 @@ class Pair:
         self.ledger.close(text.sequence, array("i", text.ids[text.prompt :]).tobytes())
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", LIFETIMES)
+@each_value(name=list(LIFETIMES), seed=range(3))
 def test_random_lives_of_the_memory(name: str, seed: int, device: torch.device) -> None:
     pair, rng = Pair(LIFETIMES[name], 80, device), random.Random(f"{name} {seed}")
     ledger, texts, known = pair.ledger, list[Text](), [[1, 2]]

@@ -13,6 +13,7 @@ from lightkv import KVCache, KVSpec, OutOfRows, OutOfTokens, SequenceTooLong, kv
 from lightkv.edits import Edit
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.kv_memory import KVMemory
+from tests.support.combinations import slow
 
 SPEC = KVSpec(num_layers=1, num_kv_heads=1, k_dim=1, v_dim=1, dtype=torch.float32)
 
@@ -221,7 +222,7 @@ def assert_reads_its_own(cache: KVCache, one: Running) -> None:
     assert cache.memory.pool.k(0)[slots.long()].flatten().tolist() == expected
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *slow(2, 3, 4, 5)])
 def test_random_walk_of_verbs(seed: int, device: torch.device) -> None:
     """After every verb the counts agree, and every open sequence reads the K of exactly its own tokens."""
     rng = random.Random(seed)

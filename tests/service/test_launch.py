@@ -106,6 +106,11 @@ def test_the_map_of_a_running_service(shared: Served) -> None:
     assert "Traceback" not in shared.log.read_text()
 
 
+def test_many_answers_with_penalties_to_a_long_cached_prompt(shared: Served) -> None:
+    shared.check_many_answers_to_a_long_prompt()
+    assert shared.at_rest()["num_worker_starts"] == 1
+
+
 def test_a_killed_worker_is_replaced(shared: Served) -> None:
     old = shared.processes()["worker"]
     text = shared.complete()

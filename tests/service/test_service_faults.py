@@ -4,14 +4,12 @@ hangs, a router that is stopped."""
 import os
 import signal
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from tests.support.combinations import slow
 from tests.support.served import COMPLETIONS, Served, save_tiny_model, starting, wait_until
 
-LONG_PROMPT = [(7 * i) % 9000 + 20 for i in range(8000)]
 STEP_TIMEOUT = 5
 
 
@@ -23,12 +21,6 @@ def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     with starting(model, directory / "log", directory) as begin:
         served = begin("--step-timeout", str(STEP_TIMEOUT), "--prefill-chunk", "512")
         yield served.wait_ready()
-
-
-def ask(service: Served, **fields: Any) -> list[str]:
-    status, body, _ = service.request(COMPLETIONS, {"temperature": 0, "ignore_eos": True, **fields})
-    assert status == 200, body
-    return [choice["text"] for choice in body["choices"]]
 
 
 def is_ready(service: Served) -> bool:
@@ -44,12 +36,9 @@ def metric(service: Served, name: str) -> str:
     return "\n".join(line for line in text.splitlines() if line.startswith(name))
 
 
+@pytest.mark.slow  # test_launch.py does the same with its service
 def test_many_answers_with_penalties_to_a_long_cached_prompt(service: Served) -> None:
-    """The plan once carried the whole prompt for each answer, which is 32 kB here."""
-    ask(service, prompt=LONG_PROMPT, max_tokens=1)
-    (alone,) = ask(service, prompt=LONG_PROMPT, max_tokens=3, repetition_penalty=1.1)
-    for n in (8, 60):
-        assert ask(service, prompt=LONG_PROMPT, max_tokens=3, repetition_penalty=1.1, n=n) == [alone] * n
+    service.check_many_answers_to_a_long_prompt()
     assert service.at_rest()["num_worker_starts"] == 1
 
 

@@ -153,14 +153,36 @@ def test_failures_are_reported_in_their_turn_and_a_killed_worker_at_once(
     run(asyncio.new_event_loop, work())
 
 
+# A worker that loads no model and computes nothing. {info}: the RunnerInfo that it reports, as hex digits.
+WITHOUT_MODEL = """
+import time
+from types import SimpleNamespace
+import msgspec
+from lightkv.router.service.messages import Done
+from lightkv.router.service.worker import StepPipeline, Worker, main
+
+class WithoutModel(Worker):
+    def _start(self, start):
+        time.sleep(0.3)
+        self._runner = SimpleNamespace(fatal=False, launch=lambda plan: None)
+        self._pipeline = StepPipeline(self._runner)
+        return Done(msgspec.msgpack.decode(bytes.fromhex("{info}")))
+
+main(WithoutModel)
+"""
+
+
 def test_a_worker_leaves_signals_to_the_launcher_and_is_killed_if_it_does_not_answer_in_time(
     config: EngineConfig, recording: Recording
 ) -> None:
     """A signal may reach the whole process group, but running requests have to finish: the worker ends with the
     router, or if a call takes too long."""
+    info = msgspec.msgpack.encode(recording.info).hex()
 
     async def work() -> None:
-        client = WorkerClient(step_timeout=1.0)
+        client = WorkerClient(
+            step_timeout=1.0, program=[sys.executable, "-c", WITHOUT_MODEL.format(info=info)]
+        )
         starting = asyncio.ensure_future(client.start(config, lambda line: None))
         while not (ignored := ignored_signals(client.pid)):
             await asyncio.sleep(0.01)

@@ -61,7 +61,7 @@ def fleet_of(trace_name: str, config: SimulationConfig) -> tuple[list[Simulation
     ],
 )
 def test_a_fleet_of_one_has_the_figures_of_a_single_engine(trace: str, other: dict[str, float | str]) -> None:
-    config = replace(SMALL, requests=120, **other)  # type: ignore[arg-type]
+    config = replace(SMALL, requests=60, **other)  # type: ignore[arg-type]
     single = simulate(trace, config)
     _, one = fleet_of(trace, config)
     assert asdict(one.figures) == pytest.approx(asdict(single.figures), rel=1e-12)
@@ -108,7 +108,7 @@ def test_counts_of_all_ledgers_are_exact_and_figures_are_sums(trace: str, routin
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_a_seed_gives_the_same_bytes(trace: str, routing: str) -> None:
-    config = replace(SMALL, replicas=3, routing=routing, low_priority=0.2, requests=100)
+    config = replace(SMALL, replicas=3, routing=routing, low_priority=0.2, requests=40)
     first = simulate(trace, config)
     assert first.to_json() == simulate(trace, config).to_json()
     assert SimulationResult.from_json(first.to_json()) == first

@@ -16,6 +16,7 @@ from lightkv.router.simulate.report.tables import Cell, Table, policies, split
 from lightkv.router.simulate.result import Figures, SimulationResult, encode_all, load_all, series_csv
 from lightkv.router.simulate.simulator import simulate
 from lightkv.router.simulate.sweep import Repeats, is_above, repeats_of, sweep
+from tests.support.combinations import slow
 from tests.support.simulation_results import SMALL, Parsed, nothing
 
 TOKEN, PAGED = SMALL, replace(SMALL, allocation="paged:48")
@@ -42,7 +43,7 @@ def test_a_sweep_is_each_simulation_by_itself(swept: list[SimulationResult]) -> 
     assert len({result.figures.goodput for result in swept[:3]}) == 3
 
 
-@pytest.mark.parametrize("size", [2, 17, 1000])
+@pytest.mark.parametrize("size", [17, *slow(2, 1000)])
 def test_pages_of_any_size_are_simulated(size: int) -> None:
     assert page_of(f"paged:{size}") == size
     figures = simulate("chat", replace(SMALL, allocation=f"paged:{size}")).figures

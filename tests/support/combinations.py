@@ -14,6 +14,11 @@ def slow(*values: Any) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
+def slow_cases(*cases: tuple[Any, ...]) -> list[Any]:
+    """Returns values for several parameters of a test that are left to `make test-all`."""
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
 def pairs(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Returns combinations, one value of each axis in the order of the axes, in which every two values of
     different axes occur together at least once. The same axes give the same combinations."""

@@ -37,6 +37,7 @@ PROCESSES = {
 MARK = "LIGHTKV_TEST_SERVICE"  # set in the environment of a service's processes, to find them
 API_KEY = "a-key-of-the-tests"
 COMPLETIONS = "/v1/completions"
+LONG_PROMPT = [(7 * i) % 9000 + 20 for i in range(8000)]
 
 
 def save_tiny_model(directory: Path, hidden_size: int = 32, family: str = "") -> Path:
@@ -151,6 +152,20 @@ class Served:
         status, content, _ = self.request(COMPLETIONS, body)
         assert status == 200, content
         return str(content["choices"][0]["text"])
+
+    def ask(self, **fields: Any) -> list[str]:
+        """Returns all texts of a greedy answer."""
+        status, content, _ = self.request(COMPLETIONS, {"temperature": 0, "ignore_eos": True, **fields})
+        assert status == 200, content
+        return [choice["text"] for choice in content["choices"]]
+
+    def check_many_answers_to_a_long_prompt(self) -> None:
+        """The plan once carried the whole prompt for each answer with penalties, which is 32 kB here."""
+        asked = {"prompt": LONG_PROMPT, "max_tokens": 3, "repetition_penalty": 1.1}
+        self.ask(prompt=LONG_PROMPT, max_tokens=1)
+        (alone,) = self.ask(**asked)
+        for n in (8, 60):
+            assert self.ask(**asked, n=n) == [alone] * n
 
     def at_rest(self) -> dict[str, Any]:
         """Returns the counts of /load once no request runs, when no token may be held."""

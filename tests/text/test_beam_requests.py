@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightkv.router import LLM, BeamParams, EngineConfig
 from lightkv.router.sampling_params import InvalidParams
+from tests.support.combinations import each_value
 from tests.support.served import save_tiny_model
 
 
@@ -35,8 +36,7 @@ def llm(shared: LLM) -> Iterator[LLM]:
     assert shared.stats().held == 0
 
 
-@pytest.mark.parametrize("early_stopping", [False, True, "never"], ids=str)
-@pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.5, -1.0], ids=str)
+@each_value(length_penalty=[1.0, 0.0, 2.5, -1.0], early_stopping=[False, True, "never"])
 def test_beams_are_those_of_transformers(
     llm: LLM, reference: PreTrainedModel, length_penalty: float, early_stopping: Any
 ) -> None:
