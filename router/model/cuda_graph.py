@@ -363,8 +363,9 @@ class StepGraphs:
     def _require_capturable(self) -> None:
         """Raises CannotCapture if a smallest step waits for the device."""
         smallest_prompts = min(self._prompts.items())[1].values()
-        decode = partial(self._decodes[min(self._decodes)].rehearse, GraphKey(SamplerKind.GREEDY))
-        for rehearse in (*(graph.rehearse for graph in smallest_prompts), decode):
+        steps: list[Callable[[], None]] = [graph.rehearse for graph in smallest_prompts]
+        steps.append(partial(self._decodes[min(self._decodes)].rehearse, GraphKey(SamplerKind.GREEDY)))
+        for rehearse in steps:
             with self._shared.constants:
                 rehearse()  # lets libraries set themselves up
                 try:
