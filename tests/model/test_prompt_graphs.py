@@ -44,7 +44,9 @@ class Recomputed:
 
 
 def recomputed_graphs(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
-    """Gives the runner graphs of steps with prompts, which run launch by launch. Decodes run eagerly."""
+    """Gives the runner graphs of steps with prompts, which run launch by launch. Decodes run eagerly. No step
+    waits for a GPU."""
+    monkeypatch.setattr(StepGraphs, "_require_capturable", lambda graphs: None)
     capture = SimpleNamespace(graph=lambda compute: (Recomputed(compute), compute()))
     monkeypatch.setattr(StepGraphs, "_shared", capture)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))

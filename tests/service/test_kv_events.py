@@ -79,9 +79,11 @@ def test_subscribers_hear_of_changes_as_they_come() -> None:
         consumer.replay()
         cache(ledger, 50_000, 128)
         publisher.send()
-        assert consumer.live.poll(WAIT_MS)
-        num_replays = consumer.num_replays
-        assert consumer.take_live() == 1
+        num_replays, num_applied = consumer.num_replays, 0
+        while not num_applied:  # of the attempts, some that were replayed may still come
+            assert consumer.live.poll(WAIT_MS)
+            num_applied = consumer.take_live()
+        assert num_applied == 1
         assert consumer.num_replays == num_replays
         assert consumer.blocks.prefixes() == blocks_of(ledger)
 
