@@ -354,7 +354,14 @@ class WindowedBatch:
                 emit(edit)
 
     def check(self, due: Set[WindowedSequence]) -> None:
-        """Raises CheckFailed unless those that are not due take what they are said to."""
+        """Raises CheckFailed unless those that are not due take what they are said to, and no other does."""
+        rows = {one.row for one in self.members}
+        for takers in self._takers:
+            if (
+                takers.fresh.keys() & takers.reusing.keys()
+                or not takers.fresh.keys() | takers.reusing.keys() <= rows
+            ):
+                raise CheckFailed(f"{takers} names rows twice, or others than {sorted(rows)}")
         for one in self.members - due:
             if one.length > self.longest:
                 raise CheckFailed(f"{one} is longer than {self.longest}")

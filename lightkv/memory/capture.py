@@ -28,13 +28,15 @@ class HostConstants(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
-        if func is torch.tensor and torch.device(named.get("device") or "cpu").type == "cuda":
-            device = torch.device(named.pop("device"))
-            return self._on_device(func(*args, **named), device)
-        if func is torch.Tensor.to and args[0].device.type == "cpu":
-            device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **named)
-            if device is not None and device.type == "cuda" and args[0].nbytes <= _MOST_BYTES:
-                return self._on_device(args[0].to(dtype or args[0].dtype), device)
+        if func is torch.tensor and named.get("device") is not None and not isinstance(args[0], torch.Tensor):
+            host, device = func(*args, **(named | {"device": "cpu"})), torch.device(named["device"])
+        elif func is torch.Tensor.to and args[0].device.type == "cpu":
+            moved = args[0].new_empty(0).to(*args[1:], **named)  # says to which type and device
+            host, device = args[0].to(moved.dtype), moved.device
+        else:
+            return func(*args, **named)
+        if device.type == "cuda" and host.nbytes <= _MOST_BYTES:
+            return self._on_device(host, device)
         return func(*args, **named)
 
     def _on_device(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -28,12 +28,12 @@ class Pace(NamedTuple):
         return max(self.seconds, self.times * alone)
 
 
-# Unless a target is given, prompts that take SOON seconds to compute are spread over short steps. Where more of
-# them wait, steps become longer, up to those of HURRIED where they take LATE seconds: then first tokens would
-# be delayed, and few long gaps between tokens do less harm than many.
+# Unless a target is given, prompts that take LITTLE seconds to compute are spread over short steps. Where more
+# of them wait, steps become longer, up to those of HURRIED where they take MUCH seconds: then first tokens
+# would be delayed, and few long gaps between tokens do less harm than many.
 SPREAD = Pace(0.012, 2.5)
 HURRIED = Pace(0.060, 3.0)
-SOON, LATE = 0.1, 0.2
+LITTLE, MUCH = 0.1, 0.2
 LEAST = 64  # prompt tokens a step, under any target, so that every prompt makes progress
 
 
@@ -96,7 +96,7 @@ class PrefillBudget:
         target = self._itl_target
         if target is None:
             spread, hurried = SPREAD.of(alone), HURRIED.of(alone)
-            behind = (model.per_prompt * waiting - SOON) / (LATE - SOON)
+            behind = (model.per_prompt * waiting - LITTLE) / (MUCH - LITTLE)
             target = spread + (hurried - spread) * min(max(behind, 0.0), 1.0)
         return max(target, model.prefill, alone)
 

@@ -78,6 +78,9 @@ class Scheduler:
         self._budget = budget or PrefillBudget(limits)
         self.waiting = WaitingQueue(self._admission.patience)
         self._retry_at = 0.0  # the head of the queue was refused, and does not fit before this step
+        self._refused: Request | None = (
+            None  # the last request that did not fit, which may be admitted by now
+        )
 
     @property
     def step(self) -> int:
@@ -277,15 +280,16 @@ class Scheduler:
     def check(self) -> None:
         """Recounts the ledger, the forecast and the queues. Raises CheckFailed."""
         self.ledger.check()
-        holding = (running := self._running()) + self._finishing
+        running = self._running()
+        holding = running + self._finishing
         check_peaks(self.ledger, self._forecast, self._prefills(), self.demands, self.depth - 1)
         if len(holding) != self.ledger.num_open:
             raise CheckFailed(
                 f"{len(holding)} requests hold tokens, {self.ledger.num_open} sequences are open"
             )
         self.waiting.check()
-        if len(running) + (waiting := self.num_waiting) != (known := len(self._requests)):
-            raise CheckFailed(f"{known} requests are known, {len(running)} run, {waiting} wait")
+        if len(running) + self.num_waiting != (known := len(self._requests)):
+            raise CheckFailed(f"{known} requests are known, {len(running)} run, {self.num_waiting} wait")
 
     def _running(self) -> list[Request]:
         return [*self._prefilling, *self._decoding.values()]
@@ -301,7 +305,7 @@ class Scheduler:
         """Opens the request's sequence if admission allows it, as it always does if no other request runs. Its
         place among the prefills is `idx`; `budget` and `room` are what the step can still compute and hold."""
         ledger = self.ledger
-        if not self._may_admit:
+        if self.step < self._retry_at or ledger.num_open >= self.limits.max_num_seqs:
             return False
         running = Running(
             ledger, self._forecast, self._prefilling, self._decoding.values(), budget, room, idx
@@ -313,7 +317,7 @@ class Scheduler:
         if not len(request.output) < request.expected < request.max_tokens:  # else its estimate still stands
             request.expected = self._admission.expected(request, len(request.output))
         if ledger.num_open and (wait := self._admission.steps_to_wait(running, request)):
-            self._retry_at = self.step + wait
+            self._retry_at, self._refused = self.step + wait, request
             return False
         sequence = ledger.open(request.prefill_ids, request.namespace, request.session)
         request.sequence = sequence
@@ -327,11 +331,6 @@ class Scheduler:
             self.num_hit_tokens += sequence.num_hit
         self._plans.introduce(request)
         return True
-
-    @property
-    def _may_admit(self) -> bool:
-        """Whether the next step may admit the head of the queue, as far as is known before it is looked at."""
-        return self.step >= self._retry_at and self.ledger.num_open < self.limits.max_num_seqs
 
     def _prefills(self) -> list[Prefill]:
         """Returns the sequences in prefill, and when the rest of each is computed, before the next step."""
@@ -437,7 +436,8 @@ class Scheduler:
     def _step_budget(self, decodes: list[Sequence]) -> StepBudget:
         """Returns the budget of a step with these decodes. A long prompt, which delays itself, counts twice."""
         kv = sum([sequence.length + 1 for sequence in decodes]) if self._budget.step_time else 0
-        waiting = self.waiting.num_tokens if self._may_admit else 0
+        may_admit = self.ledger.num_open < self.limits.max_num_seqs and self.waiting.head is not self._refused
+        waiting = self.waiting.num_tokens if may_admit else 0
         waiting += sum([request.num_prefill_left for request in self._prefilling])
         longest = max([request.num_prefill_new for request in self._prefilling], default=0)
         return self._budget.of_step(len(decodes), kv, max(waiting, 2 * longest))

@@ -27,6 +27,7 @@ import torch
 from lightkv.attention import Batch, BatchShape, StaticStep
 from lightkv.errors import LightKVError
 from lightkv.ledger.shared_prefixes import SharedPrefix
+from lightkv.memory import capture
 from lightkv.memory.capture import Capture
 from lightkv.router.engine.step import Limits, StepPlan
 from lightkv.router.sampling_params import SamplerKind
@@ -69,7 +70,8 @@ class CannotCapture(LightKVError):
     """The model's code waits for the device in every pass, which a CUDA graph cannot do."""
 
     def __init__(self, error: RuntimeError) -> None:
-        last = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        last = [frame for frame in frames if frame.filename != capture.__file__][-1]
         super().__init__(f"{Path(last.filename).name}, line {last.lineno}, waits for the device: {last.line}")
 
 
@@ -362,7 +364,7 @@ class StepGraphs:
     @torch.inference_mode()
     def _require_capturable(self) -> None:
         """Raises CannotCapture if a smallest step waits for the device."""
-        smallest_prompts = min(self._prompts.items())[1].values()
+        smallest_prompts = self._prompts[min(self._prompts)].values()
         steps: list[Callable[[], None]] = [graph.rehearse for graph in smallest_prompts]
         steps.append(partial(self._decodes[min(self._decodes)].rehearse, GraphKey(SamplerKind.GREEDY)))
         for rehearse in steps:

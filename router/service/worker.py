@@ -16,7 +16,6 @@ import select
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from functools import wraps
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import msgspec
@@ -267,12 +266,11 @@ def _announce_compilation(announce: Callable[[str], None]) -> None:
 
     compile_kernel = JITFunction._do_compile
 
-    @wraps(compile_kernel)
     def announced(kernel: Any, *args: Any, **named: Any) -> Any:
         announce(f"compiling {kernel.fn.__name__}")
         return compile_kernel(kernel, *args, **named)
 
-    if not hasattr(compile_kernel, "__wrapped__"):
+    if compile_kernel.__name__ != announced.__name__:  # else a worker in this process was announced to before
         JITFunction._do_compile = announced
 
 

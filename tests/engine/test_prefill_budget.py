@@ -13,7 +13,7 @@ import pytest
 
 from lightkv.ledger import TokenLedger
 from lightkv.router.engine.loop import LocalEngine, make_scheduler
-from lightkv.router.engine.prefill_budget import HURRIED, LATE, LEAST, SOON, SPREAD, PrefillBudget
+from lightkv.router.engine.prefill_budget import HURRIED, LEAST, LITTLE, MUCH, SPREAD, PrefillBudget
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits, RunnerInfo, StepPlan
@@ -140,7 +140,7 @@ def test_the_default_target_grows_with_the_prompts_that_wait(decodes: int, is_al
     alone = model.seconds(Work(decodes, kv, 0, 0))
     spread, hurried = (max(pace.seconds, pace.times * alone) for pace in (SPREAD, HURRIED))
     assert (spread > SPREAD.seconds) == (hurried > HURRIED.seconds) == is_alone_long
-    soon, late = (seconds / model.per_prompt for seconds in (SOON, LATE))
+    soon, late = (seconds / model.per_prompt for seconds in (LITTLE, MUCH))
     waiting = [0, int(soon), round((soon + late) / 2), math.ceil(late), 10**9]
     expected = [spread, spread, (spread + hurried) / 2, hurried, hurried]
     assert [budget.seconds(decodes, kv, num) for num in waiting] == pytest.approx(expected, rel=1e-3)

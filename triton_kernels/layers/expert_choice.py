@@ -99,7 +99,7 @@ def expert_choice(logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
             f"least as many as are chosen, and one of {', '.join(SCORINGS)}"
         )
     weights = logits.new_empty((num_tokens, choice.top_k), dtype=choice.dtype)
-    ids = index_tensor(logits, (num_tokens, choice.top_k), torch.int64)
+    ids = zeroed_indices(logits, (num_tokens, choice.top_k), torch.int64)
     if num_tokens:
         early = logits.is_cuda and tuning.has_early_launch(tuning.device_class(logits.device))
         options = {"launch_pdl": True} if early else {}
@@ -122,7 +122,7 @@ def expert_choice(logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
     return weights, ids
 
 
-def index_tensor(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def zeroed_indices(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Returns a tensor for indices that a kernel writes, on the device of `like`.
 
     It is 0 unless a CUDA graph is captured: a rehearsal (`compile_ahead`) launches no kernel of Triton, and

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 
-from .expert_choice import index_tensor
+from .expert_choice import zeroed_indices
 
 # Up to so many rows each program finds the places of its own rows by comparing their experts with all others'.
 # That is quadratic, so beyond it PyTorch sorts the experts, and the kernel copies rows alone.
@@ -113,9 +113,9 @@ def expert_rows(x: Tensor, ids: Tensor, num_experts: int) -> ExpertRows:
     places, offsets = (None, None) if is_compared else _places_and_offsets(ids, num_experts)
     rows = ExpertRows(
         x.new_empty((num_rows, dim)),
-        index_tensor(x, (num_rows,), torch.int32),
-        index_tensor(x, (num_tokens, top_k), torch.int32),
-        index_tensor(x, (num_experts,), torch.int32) if offsets is None else offsets,
+        zeroed_indices(x, (num_rows,), torch.int32),
+        zeroed_indices(x, (num_tokens, top_k), torch.int32),
+        zeroed_indices(x, (num_experts,), torch.int32) if offsets is None else offsets,
     )
     if num_rows:
         early = x.is_cuda and tuning.has_early_launch(tuning.device_class(x.device))

@@ -97,7 +97,8 @@ def find_router(module: nn.Module, like: Tensor) -> Router:
     is_choice = weights.shape == ids.shape and weights.is_floating_point() and ids.dtype == torch.int64
     if logits.shape != (_NUM_TOKENS, num_experts) or not is_choice or len(ids) != _NUM_TOKENS:
         raise NotFusable("it does not return logits, weights and ids of each token")
-    vectors = [None, *(one for one in own if one.shape == (num_experts,))]
+    # A bias that noise hardly shows counts, too: so none comes last.
+    vectors = [*(one for one in own if one.shape == (num_experts,)), None]
     choice = Choice(ids.shape[1], "softmax", True, None, 1.0, weights.dtype)
     biases = [one for one in vectors if one is None or one.dtype == weight.dtype]
     for bias, is_wide in product(biases, (False, True)):
