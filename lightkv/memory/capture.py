@@ -28,11 +28,13 @@ class HostConstants(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
-        if func is torch.tensor and named.get("device") is not None and not isinstance(args[0], torch.Tensor):
+        made_there = func is torch.tensor and args and named.get("device") is not None
+        if made_there and not isinstance(args[0], torch.Tensor):
             host, device = func(*args, **(named | {"device": "cpu"})), torch.device(named["device"])
         elif func is torch.Tensor.to and args[0].device.type == "cpu":
-            moved = args[0].new_empty(0).to(*args[1:], **named)  # says to which type and device
-            host, device = args[0].to(moved.dtype), moved.device
+            where = {name: value for name, value in named.items() if name != "copy"}
+            to_device, dtype, *_ = torch._C._nn._parse_to(*args[1:4], **where)
+            host, device = args[0].to(dtype or args[0].dtype), to_device or args[0].device
         else:
             return func(*args, **named)
         if device.type == "cuda" and host.nbytes <= _MOST_BYTES:
