@@ -149,6 +149,13 @@ def load_pyplot() -> ModuleType:
     return pyplot
 
 
+def save_figure(pyplot: ModuleType, figure: Any, path: Path) -> None:
+    """Writes a figure of matplotlib as a PNG or SVG, into a folder that is made if need be, and closes it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Returns an argument parser with the option `--out`."""
     made = argparse.ArgumentParser(

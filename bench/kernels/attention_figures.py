@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from bench.common.report import Spread, print_table
+from bench.common.report import Spread, print_table, save_figure
 
 from .attention_rows import SEVERAL_QUERIES
 
@@ -152,6 +152,4 @@ def plot(pyplot: Any, results: Results, path: Path) -> None:
         axis.set(title=part.replace("_", ", other head "))
         axis.grid(axis="y", alpha=0.3)
         axis.legend(fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save_figure(pyplot, figure, path)

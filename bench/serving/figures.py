@@ -4,7 +4,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bench.common.report import Spread, print_table
+from bench.common.report import Spread, print_table, save_figure
 
 Results = dict[str, Any]
 
@@ -140,6 +140,4 @@ def plot(pyplot: ModuleType, results: Results, path: Path) -> None:
         axis.yaxis.set_major_formatter("{x:g}")
         axis.grid(alpha=0.3)
         axis.legend(fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save_figure(pyplot, figure, path)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bench.common.report import load_pyplot, refuse
+from bench.common.report import load_pyplot, refuse, save_figure
 from bench.serving.lifelike_cells import BURSTY
 
 Results = dict[str, Any]
@@ -68,9 +68,7 @@ def plot(pyplot: ModuleType, engines: dict[str, Results], path: Path) -> None:
         axis.yaxis.set_major_formatter("{x:g}")
         axis.grid(alpha=0.3)
         axis.legend(fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save_figure(pyplot, figure, path)
 
 
 def main() -> None:

@@ -78,9 +78,8 @@ class Scheduler:
         self._budget = budget or PrefillBudget(limits)
         self.waiting = WaitingQueue(self._admission.patience)
         self._retry_at = 0.0  # the head of the queue was refused, and does not fit before this step
-        self._refused: Request | None = (
-            None  # the last request that did not fit, which may be admitted by now
-        )
+        # The last request that did not fit, which may be admitted by now.
+        self._refused: Request | None = None
 
     @property
     def step(self) -> int:
