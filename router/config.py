@@ -194,8 +194,8 @@ class EngineConfig:
     )
     prefill_chunk: Annotated[int, Meta(ge=0)] | None = setting(
         None,
-        "The most prompt tokens per step; 0 is no limit, unless --itl-target is given. Default: 2048 on a GPU "
-        "and 512 on a CPU, four times as many with an --itl-target of 0, as in `LLM`.",
+        "The most prompt tokens per step; 0 is no limit, unless --itl-target is given. Default: 4096 on a GPU "
+        "and 512 on a CPU; 8192 and 2048 with an --itl-target of 0, as in `LLM`.",
     )
     admission: str = setting(
         "exact",
@@ -215,8 +215,8 @@ class EngineConfig:
         None,
         "The target for the time between tokens, in seconds. While requests decode, a step takes only as many "
         "prompt tokens as keep it within the target, by step times that are measured at start. 0 is no target. "
-        "Default for a service on a GPU: 0.012, or 2.5 times what the step takes without prompts if that is "
-        "longer, and more while prompts of over 0.1 seconds wait, or one of 0.05: up to 0.060 or 3 times; "
+        "Default for a service on a GPU: 0.030, or 4 times what the step takes without prompts if that is "
+        "longer, and more while prompts of over 0.1 seconds wait, or one of 0.05: up to 0.120 or 6 times; "
         "on a CPU, and for an LLM in a program: no target.",
     )
     session_share: Annotated[float, Meta(ge=0, le=1, title="a share")] = setting(

@@ -22,6 +22,12 @@ from .scheduler import Scheduler
 from .step import ExpectedMemory, RunnerInfo, StepPlan, StepResult, TokenEvent
 
 
+# A step is planned so long before the one in flight ends: planning it, sending it, and the first of its kernels
+# take about half of this. And a step may take less than the model says, but hardly less than this part.
+PLAN_SECONDS = 0.004
+SURE_PART = 0.9
+
+
 class EngineDead(LightKVError):
     """The engine has met an error after which its counts or its device cannot be trusted."""
 
@@ -88,6 +94,12 @@ class Engine:
     def can_plan(self) -> bool:
         """Whether another step may be planned before the oldest one completes."""
         return self.scheduler.num_in_flight < self.scheduler.depth
+
+    @property
+    def spare_seconds(self) -> float:
+        """How long after the newest step in flight has begun the next one may be planned, so that requests that
+        come meanwhile get into it. The device does not wait for a step that is planned by then."""
+        return SURE_PART * self.scheduler.decode_seconds - PLAN_SECONDS
 
     def add(self, *requests: Request) -> None:
         """Queues all of the requests, or none. Raises NeverFits, InvalidPrompt, InvalidParams, EngineDead."""
@@ -160,7 +172,7 @@ class Engine:
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_running_estimated=scheduler.num_running_estimated,
-            num_waiting_estimated=scheduler.num_waiting_estimated,
+            num_waiting_estimated=scheduler.waiting.num_estimated,
             waiting_tokens=scheduler.waiting.num_tokens,
             num_steps=scheduler.step,
             prompt_tokens=scheduler.num_prompt_tokens,

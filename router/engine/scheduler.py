@@ -78,8 +78,7 @@ class Scheduler:
         self._budget = budget or PrefillBudget(limits)
         self.waiting = WaitingQueue(self._admission.patience)
         self._retry_at = 0.0  # the head of the queue was refused, and does not fit before this step
-        # The last request that did not fit, which may be admitted by now.
-        self._refused: Request | None = None
+        self._refused: Request | None = None  # the last that did not fit; it may be admitted by now
 
     @property
     def step(self) -> int:
@@ -95,11 +94,6 @@ class Scheduler:
     def num_running(self) -> int:
         """The requests that are admitted and not finished."""
         return self.num_prefilling + len(self._decoding)
-
-    @property
-    def num_waiting_estimated(self) -> int:
-        """Those of the waiting requests that are not exact."""
-        return self.waiting.num_estimated
 
     @property
     def num_running_estimated(self) -> int:
@@ -122,6 +116,14 @@ class Scheduler:
         if not self._in_flight:
             raise ValueError("no step is in flight")
         return self._in_flight[0].plan
+
+    @property
+    def decode_seconds(self) -> float:
+        """What the newest step in flight will take; 0 if the next one has prompts, or if that is not known."""
+        model = self._budget.step_time
+        if model is None or not self._in_flight or self.waiting or self._prefilling:
+            return 0.0
+        return model.seconds(self._in_flight[-1].plan.work)
 
     @property
     def has_work(self) -> bool:
@@ -282,10 +284,8 @@ class Scheduler:
         running = self._running()
         holding = running + self._finishing
         check_peaks(self.ledger, self._forecast, self._prefills(), self.demands, self.depth - 1)
-        if len(holding) != self.ledger.num_open:
-            raise CheckFailed(
-                f"{len(holding)} requests hold tokens, {self.ledger.num_open} sequences are open"
-            )
+        if len(holding) != (num_open := self.ledger.num_open):
+            raise CheckFailed(f"{len(holding)} requests hold tokens, {num_open} sequences are open")
         self.waiting.check()
         if len(running) + self.num_waiting != (known := len(self._requests)):
             raise CheckFailed(f"{known} requests are known, {len(running)} run, {self.num_waiting} wait")

@@ -155,8 +155,10 @@ class EngineSizes:
             )
         chunk = config.prefill_chunk
         if chunk is None:
-            # Larger steps run their matrix products at a higher rate, and no target bounds them.
-            chunk = (2048 if on_gpu else 512) * (4 if config.itl_target == 0 else 1)
+            # Larger steps run their matrix products at a higher rate. Where no target bounds them, they may be
+            # as large as pays.
+            has_target = config.itl_target != 0
+            chunk = (4096 if has_target else 8192) if on_gpu else (512 if has_target else 2048)
         return Limits(
             max_num_seqs=config.max_num_seqs or (256 if on_gpu else 64),
             max_model_len=max_model_len,

@@ -2,8 +2,9 @@
 
 It listens on a unix socket, admits requests by exact token counts, plans each step and sends it to the worker
 (`worker_client.py`), and sends back what each request got. On a GPU the next step is planned while one is in
-flight. When its worker dies, every request ends in "lost" and another worker is started; after `MAX_CRASHES`
-within a minute the process gives up. It gives up at once when the counts of ledger and device differ.
+flight, a few milliseconds before that ends. When its worker dies, every request ends in "lost" and another
+worker is started; after `MAX_CRASHES` within a minute the process gives up. It gives up at once when the counts
+of ledger and device differ.
 """
 
 import asyncio
@@ -185,6 +186,8 @@ class Router:
         while True:
             if self._map_askers:
                 await self._map(worker, engine)
+            if (spare := self._worked + engine.spare_seconds - time.monotonic()) > 0:
+                await asyncio.sleep(spare)  # what comes meanwhile need not wait for the step after the next
             begun = time.perf_counter()
             plan = engine.plan()
             if self._kv_events is not None:

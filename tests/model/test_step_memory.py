@@ -43,7 +43,7 @@ def test_the_partial_outputs_of_prefill_are_counted(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("device", "target", "chunk"),
-    [("cuda", 0.0, 8192), ("cuda", None, 2048), ("cpu", 0.0, 2048), ("cpu", None, 512)],
+    [("cuda", 0.0, 8192), ("cuda", None, 4096), ("cpu", 0.0, 2048), ("cpu", None, 512)],
 )
 def test_steps_have_more_prompt_tokens_where_nobody_waits_between_tokens(
     device: str, target: float | None, chunk: int
