@@ -21,7 +21,6 @@ from .request import Request
 from .scheduler import Scheduler
 from .step import ExpectedMemory, RunnerInfo, StepPlan, StepResult, TokenEvent
 
-
 # A step is planned so long before the one in flight ends: planning it, sending it, and the first of its kernels
 # take about half of this. And a step may take less than the model says, but hardly less than this part.
 PLAN_SECONDS = 0.004

@@ -35,8 +35,8 @@ SPREAD = Pace(0.030, 4.0)
 HURRIED = Pace(0.120, 6.0)
 LITTLE, MUCH = 0.1, 0.2
 LEAST = 64  # prompt tokens a step, under any target, so that every prompt makes progress
-# Within this time the host launches a step without a CUDA graph. Where the largest graph takes less, a step has no
-# more tokens than that, since the device would wait for the host.
+# Within this time the host launches a step without a CUDA graph. Where the largest graph takes less, a step has
+# no more tokens than that, since the device would wait for the host.
 LAUNCH_SECONDS = 0.020
 
 

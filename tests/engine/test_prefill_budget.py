@@ -12,8 +12,16 @@ import msgspec
 import pytest
 
 from lightkv.ledger import TokenLedger
-from lightkv.router.engine.loop import LocalEngine, make_scheduler
-from lightkv.router.engine.prefill_budget import HURRIED, LEAST, LITTLE, MUCH, SPREAD, PrefillBudget
+from lightkv.router.engine.loop import PLAN_SECONDS, SURE_PART, LocalEngine, make_scheduler
+from lightkv.router.engine.prefill_budget import (
+    HURRIED,
+    LAUNCH_SECONDS,
+    LEAST,
+    LITTLE,
+    MUCH,
+    SPREAD,
+    PrefillBudget,
+)
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits, RunnerInfo, StepPlan
@@ -274,6 +282,61 @@ def plans_of(engine: LocalEngine, worker: ModelWorker, requests: list[Request]) 
     run(engine)
     assert_idle(engine)
     return worker.plans
+
+
+def test_a_plan_waits_for_requests_only_while_a_step_is_in_flight_and_no_prompt_is_left() -> None:
+    model = replace(SMALL, base=0.02)
+    engine, worker = make(model, None, depth=2)
+    decode = Request("d", array("i", [1, 2, 3]).tobytes(), SamplingParams(max_tokens=30), seed=0)
+    prompt = Request("p", array("i", [4] * 500).tobytes(), SamplingParams(max_tokens=2), seed=0)
+    assert engine.spare_seconds < 0  # nothing is in flight
+    engine.add(decode)
+    assert engine.spare_seconds < 0
+    first = engine.plan()
+    assert first is not None
+    worker.launch(first)
+    expected = SURE_PART * model.seconds(first.work) - PLAN_SECONDS
+    assert engine.spare_seconds == pytest.approx(expected)
+    assert expected > 0.01
+    engine.add(prompt)
+    assert engine.spare_seconds < 0  # it waits
+    second = engine.plan()
+    assert second is not None
+    worker.launch(second)
+    assert engine.scheduler.num_prefilling == 1
+    assert engine.spare_seconds < 0  # the rest of it is computed next
+    while engine.num_in_flight:
+        engine.complete(worker.collect())
+    run(engine)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("target", [0.0, None])
+def test_no_plan_waits_where_times_are_not_known_or_no_target_is_set(target: float | None) -> None:
+    engine, worker = make(replace(SMALL, base=1.0) if target == 0 else None, target, depth=2)
+    engine.add(Request("d", array("i", [1, 2, 3]).tobytes(), SamplingParams(max_tokens=30), seed=0))
+    plan = engine.plan()
+    assert plan is not None
+    worker.launch(plan)
+    assert engine.spare_seconds < 0
+    engine.complete(worker.collect())
+    run(engine)
+    assert_idle(engine)
+
+
+def test_a_step_is_no_larger_than_the_graphs_where_the_device_would_wait_for_the_host() -> None:
+    limits = msgspec.structs.replace(LIMITS, prefill_chunk=4096, max_model_len=9000)
+    graphs = (256, 1024, 2304)
+    slow = replace(SMALL, per_prompt=1.01 * LAUNCH_SECONDS / 2304)
+    fast = replace(SMALL, per_prompt=0.99 * LAUNCH_SECONDS / 2304)
+    assert PrefillBudget(limits, slow, graphs).most == 4096
+    assert PrefillBudget(limits, fast).most == 4096  # no step runs as a graph
+    budget = PrefillBudget(limits, fast, graphs)
+    assert budget.most == 2304
+    assert budget.of_step(0, 0).tokens(0, 6000) == 2304
+    assert budget.windows([6000])[0].first == 2
+    without_target = msgspec.structs.replace(limits, itl_target=0.0)
+    assert PrefillBudget(without_target, fast, graphs).most == 4096
 
 
 @each_value(target=[1e-9, 0.0025, 0.004, None], depth=[1, 2])

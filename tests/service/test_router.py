@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.admission import OutputLengths
 from lightkv.router.engine.step import RunnerInfo
+from lightkv.router.engine.step_time import StepTime
 from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.service import router as router_module
 from lightkv.router.service.frames import FrameStream
@@ -60,6 +62,28 @@ def test_requests_are_accepted_answered_and_leave_nothing(
             assert made.workers[0].num_checks == 1  # nothing has changed since
 
     monkeypatch.setattr(router_module, "RECOUNT_SECONDS", 0.05)
+    asyncio.run(scenario())
+
+
+def test_a_request_that_comes_early_in_a_step_is_in_the_next_one(tmp_path: Path) -> None:
+    class SteadyWorker(FakeWorker):
+        """Says that each step takes 0.2 seconds, for most of which the next plan waits for requests."""
+
+        async def start(self, config: EngineConfig, report: Callable[[str], None]) -> RunnerInfo:
+            info = await super().start(config, report)
+            return msgspec.structs.replace(info, step_time=StepTime.parse("base=0.2"))
+
+    async def scenario() -> None:
+        async with service(tmp_path, depth=2, make=SteadyWorker) as made:
+            client = await made.connect()
+            await client.submit("a", [7, 8, 9], 4)
+            while not client.events:
+                await client.take()
+            await client.submit("b", [7, 8, 10], 1)
+            assert len(made.workers[0].model.plans) == 2  # the second is in flight, and none is behind it
+            await client.until_ended("a", "b")
+            assert [plan.num_prefills for plan in made.workers[0].model.plans[:3]] == [1, 0, 1]
+
     asyncio.run(scenario())
 
 
