@@ -215,8 +215,8 @@ class EngineConfig:
         None,
         "The target for the time between tokens, in seconds. While requests decode, a step takes only as many "
         "prompt tokens as keep it within the target, by step times that are measured at start. 0 is no target. "
-        "Default for a service on a GPU: 0.030, or 4 times what the step takes without prompts if that is "
-        "longer, and more while prompts of over 0.1 seconds wait, or one of 0.05: up to 0.120 or 6 times; "
+        "Default for a service on a GPU: 0.025, or 2.5 times what the step takes without prompts if that is "
+        "longer, and more while prompts of over 0.1 seconds wait, or one of 0.05: up to 0.120 or 3 times; "
         "on a CPU, and for an LLM in a program: no target.",
     )
     session_share: Annotated[float, Meta(ge=0, le=1, title="a share")] = setting(
@@ -225,7 +225,7 @@ class EngineConfig:
         "all other cached tokens. Beyond it, the sessions that were used the longest ago lose this protection. "
         "Running requests come first in any case. 0: no session protects anything.",
     )
-    cuda_graphs: bool = setting(True, "Run steps as CUDA graphs, those of up to 2,304 tokens.")
+    cuda_graphs: bool = setting(True, "Run steps as CUDA graphs, those of up to 4,352 tokens.")
     group_prefixes: bool = setting(
         True,
         "In decode steps, read a long prefix once for all the requests that share it (triton backend).",

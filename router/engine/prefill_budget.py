@@ -31,13 +31,10 @@ class Pace(NamedTuple):
 # Unless a target is given, prompts that take LITTLE seconds to compute are spread over short steps. Where more
 # of them wait, steps become longer, up to those of HURRIED where they take MUCH seconds: then first tokens
 # would be delayed, and few long gaps between tokens do less harm than many.
-SPREAD = Pace(0.030, 4.0)
-HURRIED = Pace(0.120, 6.0)
+SPREAD = Pace(0.025, 2.5)
+HURRIED = Pace(0.120, 3.0)
 LITTLE, MUCH = 0.1, 0.2
 LEAST = 64  # prompt tokens a step, under any target, so that every prompt makes progress
-# Within this time the host launches a step without a CUDA graph. Where the largest graph takes less, a step has
-# no more tokens than that, since the device would wait for the host.
-LAUNCH_SECONDS = 0.020
 
 
 class PrefillWindow(NamedTuple):
@@ -80,8 +77,6 @@ class PrefillBudget:
         # A chunk of 0 says that no prompt is cut, which only a target that is given can overrule.
         is_bounded = limits.itl_target or (limits.itl_target is None and limits.prefill_chunk)
         self.step_time = step_time if is_bounded else None
-        if self.step_time and graph_tokens and self.step_time.per_prompt * graph_tokens[-1] < LAUNCH_SECONDS:
-            self.most = min(self.most, graph_tokens[-1])
         # The fewest that a step computes where as many are left. How many fit its time depends on its decodes,
         # and these may end at any time.
         self.least = self.most if self.step_time is None else min(LEAST, self.most)

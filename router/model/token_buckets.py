@@ -21,7 +21,7 @@ Report = Callable[[str], None]
 
 # Larger steps run eagerly: the host launches them in less time than the device takes, and a graph's memory
 # grows with its tokens.
-MOST_TOKENS = 2304
+MOST_TOKENS = 4352
 # The prefill slots of most prompt graphs, the one for padding included. With more slots the general kernel of
 # prefill would have smaller tiles, as for prefills of few tokens each (`prefill_tuning.prefill_launch`).
 FEW_PREFILLS = 8
@@ -32,6 +32,8 @@ _SMALL = (16, 24, 32, 48, 64, 96, 128, 192)
 # 64, cuBLAS picks tiles that are slower than those for any number of tokens close by.
 _LEAST_MEASURED, _STEP, _ODD_STEP, _LESS = 256, 32, 64, 4
 MOST_MEASURED = 23  # of these are kept
+# Beyond the last size that is measured a product has hundreds of tiles, and hardly any size is slow.
+_LAST_MEASURED, _LARGE = 2304, (2560, 3072, 3584, 4096)
 
 # What a bucket has to save: 5 % of the time of steps of 40 sizes, or as large a sum of squares.
 _BUCKET_COST = 40 * 0.05**2
@@ -44,10 +46,10 @@ _HEAD_START = 100_000  # cycles of the device that the host gets for the launch 
 def candidates(most: int, chunk: int = 0) -> list[int]:
     """Returns the sizes to choose the larger buckets from, in ascending order.
 
-    They end with `most`, or with MOST_TOKENS if that is less, and `chunk` is among them if it is as large as
-    they are. A single one needs no choice.
+    They end with `most`, or with 2,304 if that is less, and `chunk` is among them if it is as large as they
+    are. A single one needs no choice.
     """
-    most = min(most, MOST_TOKENS)
+    most = min(most, _LAST_MEASURED)
     if most <= _LEAST_MEASURED:
         return [most]
     odd = range(_LEAST_MEASURED + _ODD_STEP - _LESS, most, _ODD_STEP)
@@ -55,11 +57,24 @@ def candidates(most: int, chunk: int = 0) -> list[int]:
     return sorted({*range(_LEAST_MEASURED, most, _STEP), *odd, *chunks, most})
 
 
+def unmeasured(most: int, chunk: int = 0) -> list[int]:
+    """Returns the sizes of the buckets beyond those that are measured, in ascending order.
+
+    They end with `most`, or with MOST_TOKENS if that is less, and `chunk` is among them if it is as large as
+    they are.
+    """
+    most = min(most, MOST_TOKENS)
+    if most <= _LAST_MEASURED:
+        return []
+    return sorted({size for size in (*_LARGE, chunk) if _LAST_MEASURED < size < most} | {most})
+
+
 def most_buckets(most: int) -> int:
-    """Returns how many buckets `choose` may return for steps of up to `most` tokens."""
+    """Returns how many buckets `token_buckets` may return for steps of up to `most` tokens."""
     sizes = candidates(most)
-    # A chunk may be one more candidate than these.
-    return sum(size < sizes[0] for size in _SMALL) + min(len(sizes) + 1, MOST_MEASURED)
+    # A chunk may be one more candidate than these, or one more of those that are not measured.
+    measured = sum(size < sizes[0] for size in _SMALL) + min(len(sizes) + 1, MOST_MEASURED)
+    return measured + len(unmeasured(most, most - 1))
 
 
 def choose(times: Mapping[int, float], chunk: int = 0) -> list[int]:
@@ -152,7 +167,8 @@ def measure(
 
 
 def token_buckets(layers: Sequence[Sequence[nn.Linear]], chunk: int, most: int, report: Report) -> list[int]:
-    """Returns what `choose` does for steps of up to `most` tokens, by the times of `layers` on their GPU.
+    """Returns what `choose` does for steps of up to `most` tokens, by the times of `layers` on their GPU, and
+    the sizes of `unmeasured`.
 
     Without layers, or with a single size to choose from, nothing is measured; times are then taken to be
     proportional to the tokens.
@@ -166,7 +182,7 @@ def token_buckets(layers: Sequence[Sequence[nn.Linear]], chunk: int, most: int, 
         except torch.OutOfMemoryError:
             how = "not measured, for lack of memory"
         torch.cuda.empty_cache()
-    buckets = choose(times, chunk)
+    buckets = [*choose(times, chunk), *unmeasured(most, chunk)]
     report(f"prompt graphs for {len(buckets)} sizes, {how}: {', '.join(map(str, buckets))} tokens")
     return buckets
 

@@ -13,15 +13,7 @@ import pytest
 
 from lightkv.ledger import TokenLedger
 from lightkv.router.engine.loop import PLAN_SECONDS, SURE_PART, LocalEngine, make_scheduler
-from lightkv.router.engine.prefill_budget import (
-    HURRIED,
-    LAUNCH_SECONDS,
-    LEAST,
-    LITTLE,
-    MUCH,
-    SPREAD,
-    PrefillBudget,
-)
+from lightkv.router.engine.prefill_budget import HURRIED, LEAST, LITTLE, MUCH, SPREAD, PrefillBudget
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits, RunnerInfo, StepPlan
@@ -144,7 +136,7 @@ def test_room_for_fewer_tokens_than_the_least_is_not_rounded_away() -> None:
 @pytest.mark.parametrize(("decodes", "is_alone_long"), [(1, False), (256, True)])
 def test_the_default_target_grows_with_the_prompts_that_wait(decodes: int, is_alone_long: bool) -> None:
     model = replace(H200, base=0.002, prefill=0.0)
-    budget, kv = PrefillBudget(msgspec.structs.replace(LIMITS, prefill_chunk=4096), model), decodes * 2000
+    budget, kv = PrefillBudget(msgspec.structs.replace(LIMITS, prefill_chunk=4096), model), decodes * 6000
     alone = model.seconds(Work(decodes, kv, 0, 0))
     spread, hurried = (max(pace.seconds, pace.times * alone) for pace in (SPREAD, HURRIED))
     assert (spread > SPREAD.seconds) == (hurried > HURRIED.seconds) == is_alone_long
@@ -322,21 +314,6 @@ def test_no_plan_waits_where_times_are_not_known_or_no_target_is_set(target: flo
     engine.complete(worker.collect())
     run(engine)
     assert_idle(engine)
-
-
-def test_a_step_is_no_larger_than_the_graphs_where_the_device_would_wait_for_the_host() -> None:
-    limits = msgspec.structs.replace(LIMITS, prefill_chunk=4096, max_model_len=9000)
-    graphs = (256, 1024, 2304)
-    slow = replace(SMALL, per_prompt=1.01 * LAUNCH_SECONDS / 2304)
-    fast = replace(SMALL, per_prompt=0.99 * LAUNCH_SECONDS / 2304)
-    assert PrefillBudget(limits, slow, graphs).most == 4096
-    assert PrefillBudget(limits, fast).most == 4096  # no step runs as a graph
-    budget = PrefillBudget(limits, fast, graphs)
-    assert budget.most == 2304
-    assert budget.of_step(0, 0).tokens(0, 6000) == 2304
-    assert budget.windows([6000])[0].first == 2
-    without_target = msgspec.structs.replace(limits, itl_target=0.0)
-    assert PrefillBudget(without_target, fast, graphs).most == 4096
 
 
 @each_value(target=[1e-9, 0.0025, 0.004, None], depth=[1, 2])

@@ -26,6 +26,7 @@ from lightkv.router.model.token_buckets import (
     most_buckets,
     prompt_shapes,
     token_buckets,
+    unmeasured,
 )
 from tests.support.combinations import slow
 from tests.support.tiny_models import tiny_llama
@@ -78,10 +79,12 @@ def fits_rule(size: int, smaller: int) -> bool:
     return 10 * size <= (15 if size <= 512 else 12) * smaller
 
 
-@pytest.mark.parametrize("most", [1, 15, 16, 64, 76, 193, 256, 257, 300, 511, 600, 1000, 2304, 10_000])
+@pytest.mark.parametrize(
+    "most", [1, 15, 16, 64, 76, 193, 256, 257, 300, 511, 600, 1000, 2304, 2305, 2560, 3333, 10_000]
+)
 def test_buckets_grow_in_small_steps(most: int) -> None:
     for curve in CURVES:
-        buckets = choose(times_of(curve, most))
+        buckets = [*choose(times_of(curve, most)), *unmeasured(most)]
         assert buckets[-1] == min(most, MOST_TOKENS)
         assert buckets == sorted(set(buckets))
         assert buckets[0] == min(most, 16)
@@ -133,6 +136,16 @@ def test_the_chunk_of_long_prompts_is_never_padded(chunk: int) -> None:
             assert all(fits_rule(larger, size) for size, larger in pairwise(found))
             assert len(found) <= most_buckets(chunk + 256)
     assert choose(times_of(on_h200), 100) == choose(times_of(on_h200), 2305) == choose(times_of(on_h200))
+
+
+@pytest.mark.parametrize("chunk", [2305, 2560, 3333, 4096, 4300])
+def test_a_chunk_beyond_the_measured_sizes_is_a_bucket(chunk: int) -> None:
+    most = chunk + 40
+    found = token_buckets([], chunk, most, lambda line: None)
+    assert chunk in found
+    assert found[-1] == most
+    assert len(found) <= most_buckets(most)
+    assert all(fits_rule(larger, size) for size, larger in pairwise(found))
 
 
 def test_sizes_that_save_nothing_are_few() -> None:
@@ -192,10 +205,10 @@ def test_there_are_not_too_many_graphs() -> None:
 
 def test_the_memory_to_keep_does_not_depend_on_times() -> None:
     """Every choice has room: at most three shapes a bucket, and two of them also with shared prefixes."""
-    for most in (20, 300, 2304):
+    for most in (20, 300, 2304, 4352):
         few, many = graphs_bytes(1, most, 0, 0, 0), graphs_bytes(256, most, 0, 0, 0)
         for curve in CURVES:
-            buckets = prompt_shapes(choose(times_of(curve, most)), 256)
+            buckets = prompt_shapes([*choose(times_of(curve, most)), *unmeasured(most)], 256)
             shapes = [shape for shapes in buckets.values() for shape in shapes]
             num_graphs = len(shapes) + sum(shape.num_decodes > 0 for shape in shapes)
             assert num_graphs << 21 <= few < many
@@ -285,10 +298,11 @@ def test_what_is_measured_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         return {size: on_h200(size) for size in sizes}
 
     monkeypatch.setattr(module, "measure", fake)
-    assert token_buckets(layers, 0, 5000, lines.append) == choose(times_of(on_h200))
+    chosen = [*choose(times_of(on_h200)), 2560, 3072, 3584, 4096, 4352]
+    assert token_buckets(layers, 0, 5000, lines.append) == chosen
     assert measured == [candidates(2304)]
     assert re.fullmatch(
-        r"prompt graphs for 31 sizes, measured in [\d.]+ s: 16, 24, .*, 2304 tokens", lines[0]
+        r"prompt graphs for 36 sizes, measured in [\d.]+ s: 16, 24, .*, 4352 tokens", lines[0]
     )
     assert token_buckets([], 0, 2304, lines.append) == choose(times_of(float))
     assert token_buckets(layers, 0, 100, lines.append) == [16, 24, 32, 48, 64, 96, 100]
