@@ -21,10 +21,12 @@ from .request import Request
 from .scheduler import Scheduler
 from .step import ExpectedMemory, RunnerInfo, StepPlan, StepResult, TokenEvent
 
-# A step is planned so long before the one in flight ends: planning it, sending it, and the first of its kernels
-# take about half of this. And a step may take less than the model says, but hardly less than this part.
+# A step is planned so long before the one in flight ends. Planning, sending and launching it take half of this.
 PLAN_SECONDS = 0.004
-SURE_PART = 0.9
+# The part of the seconds that a step takes by the model that is relied on: at first, and at most. It is halved
+# after each plan that came too late, and grows by SURER after each other. The model does not know, for one, of
+# prefixes that are read once for many requests.
+SURE_PART, SURER = 0.9, 0.001
 
 
 class EngineDead(LightKVError):
@@ -78,6 +80,7 @@ class Engine:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self._dead: str | None = None
+        self._sure_part = SURE_PART
 
     @property
     def has_work(self) -> bool:
@@ -98,7 +101,13 @@ class Engine:
     def spare_seconds(self) -> float:
         """How long after the newest step in flight has begun the next one may be planned, so that requests that
         come meanwhile get into it. The device does not wait for a step that is planned by then."""
-        return SURE_PART * self.scheduler.decode_seconds - PLAN_SECONDS
+        return self._sure_part * self.scheduler.decode_seconds - PLAN_SECONDS
+
+    def note_wait(self, seconds: float) -> None:
+        """Notes how long it took to launch a plan that had waited for requests, and to get the result of the
+        step before it. Where that had ended already, the device has waited, and plans will wait less."""
+        is_late = seconds < PLAN_SECONDS / 2
+        self._sure_part = self._sure_part / 2 if is_late else min(self._sure_part + SURER, SURE_PART)
 
     def add(self, *requests: Request) -> None:
         """Queues all of the requests, or none. Raises NeverFits, InvalidPrompt, InvalidParams, EngineDead."""

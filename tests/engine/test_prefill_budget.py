@@ -303,6 +303,29 @@ def test_a_plan_waits_for_requests_only_while_a_step_is_in_flight_and_no_prompt_
     assert_idle(engine)
 
 
+def test_plans_wait_less_after_one_that_came_too_late_and_slowly_more_again() -> None:
+    """A model that says ten times what a step takes makes few plans late."""
+    true_seconds, model = 0.02, replace(SMALL, base=0.2)
+    engine, worker = make(model, None, depth=2)
+    engine.add(Request("d", array("i", [1, 2, 3]).tobytes(), SamplingParams(max_tokens=600), seed=0))
+    late = list[bool]()
+    for _ in range(500):
+        plan = engine.plan()
+        assert plan is not None
+        worker.launch(plan)
+        if (spare := engine.spare_seconds) > 0:
+            left = true_seconds - spare
+            late.append(left < PLAN_SECONDS / 2)
+            engine.note_wait(max(left, 0.0005))
+        engine.complete(worker.collect())
+    assert late[:3] == [True, True, True]
+    assert 0 < sum(late[10:]) < 10
+    assert engine.spare_seconds < true_seconds
+    for _ in range(2000):
+        engine.note_wait(1.0)
+    assert engine._sure_part == SURE_PART
+
+
 @pytest.mark.parametrize("target", [0.0, None])
 def test_no_plan_waits_where_times_are_not_known_or_no_target_is_set(target: float | None) -> None:
     engine, worker = make(replace(SMALL, base=1.0) if target == 0 else None, target, depth=2)
