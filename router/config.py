@@ -194,7 +194,8 @@ class EngineConfig:
     )
     prefill_chunk: Annotated[int, Meta(ge=0)] | None = setting(
         None,
-        "The most prompt tokens per step; 0 is no limit, unless --itl-target is given. Default: 4096 on a GPU "
+        "The most prompt tokens per step; 0 is no limit, unless --itl-target is given. The memory for a step "
+        "of as many is taken from the pool. Default: 4096 on a GPU "
         "and 512 on a CPU; 8192 and 2048 with an --itl-target of 0, as in `LLM`.",
     )
     admission: str = setting(

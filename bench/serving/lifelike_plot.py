@@ -1,6 +1,6 @@
 """Draws first tokens and the time between tokens over the load, for each engine of a file of results.
 
-    python -m bench.serving.lifelike_plot bench/results/lifelike-h100.json docs/lifelike.svg
+    python -m bench.serving.lifelike_plot bench/results/lifelike-two-machines-h100.json docs/lifelike.svg
 
 The file is one of `bench.serving.lifelike`, or of `bench.serving.vllm_peer.compare --lifelike`.
 """

@@ -21,12 +21,12 @@ from .request import Request
 from .scheduler import Scheduler
 from .step import ExpectedMemory, RunnerInfo, StepPlan, StepResult, TokenEvent
 
-# A step is planned so long before the one in flight ends. Planning, sending and launching it take half of this.
-PLAN_SECONDS = 0.004
-# The part of the seconds that a step takes by the model that is relied on: at first, and at most. It is halved
-# after each plan that came too late, and grows by SURER after each other. The model does not know, for one, of
-# prefixes that are read once for many requests.
-SURE_PART, SURER = 0.9, 0.001
+# A plan waits for requests until PLAN_SECONDS before the step in flight ends by the model of step times, and no
+# longer than MOST_WAIT. It takes about half of PLAN_SECONDS to plan, send and launch a step.
+PLAN_SECONDS, MOST_WAIT = 0.004, 0.020
+# The share of a step's time by the model that plans rely on. It is halved after a plan that came too late, and
+# grows by a hundredth after each other. (The model does not know of prefixes that are read once for many, say.)
+MOST_SHARE, SHARE_GROWTH = 0.9, 1.01
 
 
 class EngineDead(LightKVError):
@@ -80,7 +80,7 @@ class Engine:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self._dead: str | None = None
-        self._sure_part = SURE_PART
+        self._share = MOST_SHARE  # of the time of a step by the model, as `spare_seconds` says
 
     @property
     def has_work(self) -> bool:
@@ -101,13 +101,7 @@ class Engine:
     def spare_seconds(self) -> float:
         """How long after the newest step in flight has begun the next one may be planned, so that requests that
         come meanwhile get into it. The device does not wait for a step that is planned by then."""
-        return self._sure_part * self.scheduler.decode_seconds - PLAN_SECONDS
-
-    def note_wait(self, seconds: float) -> None:
-        """Notes how long it took to launch a plan that had waited for requests, and to get the result of the
-        step before it. Where that had ended already, the device has waited, and plans will wait less."""
-        is_late = seconds < PLAN_SECONDS / 2
-        self._sure_part = self._sure_part / 2 if is_late else min(self._sure_part + SURER, SURE_PART)
+        return min(self._share * self.scheduler.in_flight_seconds - PLAN_SECONDS, MOST_WAIT)
 
     def add(self, *requests: Request) -> None:
         """Queues all of the requests, or none. Raises NeverFits, InvalidPrompt, InvalidParams, EngineDead."""
@@ -139,6 +133,7 @@ class Engine:
             self._dead = str(mismatch)
             self.scheduler.fail(self._dead)
             raise mismatch
+        self._share = self._share / 2 if result.had_ended else min(self._share * SHARE_GROWTH, MOST_SHARE)
         return self.scheduler.complete(result)
 
     def fail(self, error: str, fatal: bool = False) -> list[TokenEvent]:

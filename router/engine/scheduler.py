@@ -118,8 +118,8 @@ class Scheduler:
         return self._in_flight[0].plan
 
     @property
-    def decode_seconds(self) -> float:
-        """What the newest step in flight will take; 0 if the next one has prompts, or if that is not known."""
+    def in_flight_seconds(self) -> float:
+        """What the newest step in flight takes by the model; 0 where prompts are left, or nothing is known."""
         model = self._budget.step_time
         if model is None or not self._in_flight or self.waiting or self._prefilling:
             return 0.0

@@ -236,6 +236,7 @@ class StepResult(msgspec.Struct, frozen=True):
         logprobs: by index into `tokens`, where the plan asked for them.
         scored: one for each of the plan's `scored`.
         errors: by index into `tokens`, why a request cannot go on; only this request ends.
+        had_ended: whether the device had ended the step before the next one was launched, and waited for that.
     """
 
     step: int
@@ -245,6 +246,7 @@ class StepResult(msgspec.Struct, frozen=True):
     logprobs: dict[int, TokenLogprobs] = {}
     scored: list[PromptLogprobs] = []
     errors: dict[int, str] = {}
+    had_ended: bool = False
 
 
 class ExpectedMemory(NamedTuple):

@@ -155,7 +155,8 @@ class EngineSizes:
             )
         chunk = config.prefill_chunk
         if chunk is None:
-            # Larger steps run their matrix products at a higher rate. With a target a GPU runs steps as graphs.
+            # Larger steps run their matrix products at a higher rate. With a target, tokens would wait for the
+            # launch of steps that are too large for graphs.
             has_target = config.itl_target != 0
             chunk = (4096 if has_target else 8192) if on_gpu else (512 if has_target else 2048)
         return Limits(

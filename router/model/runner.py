@@ -53,6 +53,7 @@ class _StepInFlight:
         grammars: those of its samples, by their index.
         sampling: samples the step, while that waits for the step before.
         error: why the sampling failed.
+        had_ended: whether it had ended before the host waited for it.
         tokens: what was sampled, once the host has read it and `grammars` have taken it.
         errors: why samples have failed, by their index.
     """
@@ -63,6 +64,7 @@ class _StepInFlight:
     output: StepOutput | None = None
     done: torch.cuda.Event | None = None
     error: Exception | None = None
+    had_ended: bool = False
     tokens: list[int] | None = None
     errors: dict[int, str] = field(default_factory=dict)
 
@@ -154,7 +156,9 @@ class ModelRunner:
                 self._sample_waiting(self._in_flight[0])
             assert step.output is not None
             result = self._read(step.plan, step.output)
-            return replace(result, tokens=tokens, errors=step.errors) if step.grammars else result
+            if step.grammars:
+                result = replace(result, tokens=tokens, errors=step.errors)
+            return replace(result, had_ended=True) if step.had_ended else result
         except Exception as error:
             self.fatal = self.fatal or self._loses_device(error)
             raise
@@ -251,6 +255,7 @@ class ModelRunner:
         if step.tokens is None:
             assert step.output is not None
             if step.done is not None:
+                step.had_ended = step.done.query()
                 step.done.synchronize()
             tokens = step.output.packed[: len(step.plan.sample)].tolist() if step.grammars else []
             for i, grammar in step.grammars:

@@ -19,8 +19,8 @@ from lightkv.attention import BatchShape
 
 Report = Callable[[str], None]
 
-# Larger steps run eagerly: the host launches them in less time than the device takes, and a graph's memory
-# grows with its tokens.
+# Larger steps run eagerly, since a graph's memory grows with its tokens. The device does not wait for the host,
+# but the tokens of the step before such a step are sent only once it is launched.
 MOST_TOKENS = 4352
 # The prefill slots of most prompt graphs, the one for padding included. With more slots the general kernel of
 # prefill would have smaller tiles, as for prefills of few tokens each (`prefill_tuning.prefill_launch`).
@@ -32,7 +32,7 @@ _SMALL = (16, 24, 32, 48, 64, 96, 128, 192)
 # 64, cuBLAS picks tiles that are slower than those for any number of tokens close by.
 _LEAST_MEASURED, _STEP, _ODD_STEP, _LESS = 256, 32, 64, 4
 MOST_MEASURED = 23  # of these are kept
-# Beyond the last size that is measured a product has hundreds of tiles, and hardly any size is slow.
+# Beyond the last size that is measured. A chunk that is cut is as large as one of them.
 _LAST_MEASURED, _LARGE = 2304, (2560, 3072, 3584, 4096)
 
 # What a bucket has to save: 5 % of the time of steps of 40 sizes, or as large a sum of squares.
@@ -74,7 +74,7 @@ def most_buckets(most: int) -> int:
     sizes = candidates(most)
     # A chunk may be one more candidate than these, or one more of those that are not measured.
     measured = sum(size < sizes[0] for size in _SMALL) + min(len(sizes) + 1, MOST_MEASURED)
-    return measured + len(unmeasured(most, most - 1))
+    return measured + len(unmeasured(most)) + (most > _LAST_MEASURED)
 
 
 def choose(times: Mapping[int, float], chunk: int = 0) -> list[int]:

@@ -1,9 +1,10 @@
 """The router process: one engine, one worker, and the API processes that submit requests.
 
 It listens on a unix socket, admits requests by exact token counts, plans each step and sends it to the worker
-(`worker_client.py`), and sends back what each request got. On a GPU it plans a step shortly before the one in
-flight ends. When its worker dies, every request ends in "lost" and another worker is started; after three such
-deaths within a minute the process gives up. It gives up at once when the counts of ledger and device differ.
+(`worker_client.py`), and sends back what each request got. On a GPU it plans the next step while one is in
+flight (`Engine.spare_seconds`). When its worker dies, every request ends in "lost" and another worker is
+started; after `MAX_CRASHES` within a minute the process gives up. It gives up at once when the counts of ledger
+and device differ.
 """
 
 import asyncio
@@ -191,12 +192,10 @@ class Router:
             plan = engine.plan()
             if self._kv_events is not None:
                 self._kv_events.send()
-            self._router_seconds += (sent := time.perf_counter()) - begun
+            self._router_seconds += time.perf_counter() - begun
             try:
                 if plan is not None:
                     result = await worker.step(plan)
-                    if spare > 0:
-                        engine.note_wait(time.perf_counter() - sent)
                     if result is None:
                         if engine.can_plan:
                             continue

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from lightkv.router.config import EngineConfig
+from lightkv.router.engine import loop as loop_module
 from lightkv.router.engine.admission import OutputLengths
 from lightkv.router.engine.step import RunnerInfo
 from lightkv.router.engine.step_time import StepTime
@@ -65,13 +66,15 @@ def test_requests_are_accepted_answered_and_leave_nothing(
     asyncio.run(scenario())
 
 
-def test_a_request_that_comes_early_in_a_step_is_in_the_next_one(tmp_path: Path) -> None:
+def test_a_request_that_comes_early_in_a_step_is_in_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class SteadyWorker(FakeWorker):
-        """Says that each step takes 0.2 seconds, for most of which the next plan waits for requests."""
+        """Says that each step takes 0.4 seconds, for most of which the next plan waits for requests."""
 
         async def start(self, config: EngineConfig, report: Callable[[str], None]) -> RunnerInfo:
             info = await super().start(config, report)
-            return msgspec.structs.replace(info, step_time=StepTime.parse("base=0.2"))
+            return msgspec.structs.replace(info, step_time=StepTime.parse("base=0.4"))
 
     async def scenario() -> None:
         async with service(tmp_path, depth=2, make=SteadyWorker) as made:
@@ -84,6 +87,7 @@ def test_a_request_that_comes_early_in_a_step_is_in_the_next_one(tmp_path: Path)
             await client.until_ended("a", "b")
             assert [plan.num_prefills for plan in made.workers[0].model.plans[:3]] == [1, 0, 1]
 
+    monkeypatch.setattr(loop_module, "MOST_WAIT", 1.0)
     asyncio.run(scenario())
 
 
