@@ -6,8 +6,8 @@ and compares the latencies with measured ones.
 
 The requests and their times are those of the measured cells, and all are answered. Admission, scheduler and
 ledger are the service's, and plans are made when it makes them. The device is a queue of two steps, each of
-which takes what the model says. What HTTP and the processes take is --overhead. No GPU is needed, so another rule for
-prompts can be tried on all cells in seconds. The model's parameters are fitted to steps
+which takes what the model says. What HTTP and the processes take is --overhead. No GPU is needed, so another
+rule for prompts can be tried on all cells in seconds. The model's parameters are fitted to steps
 (`bench.trace.step_time`) or to latencies; `source` in its file says which.
 """
 
