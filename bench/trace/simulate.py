@@ -37,6 +37,8 @@ LOADS = (0.7, 1.0, 1.3)
 POLICY_WORKLOADS = ("decode-heavy", "prefill-heavy", "chat")
 GOODPUT_TRACES = ("azure-conv", "sharegpt")
 PATIENT_ORACLE = "oracle, timely's order"
+# The figures in docs/ are of steps of 2,048 prompt tokens, without a target for the time between tokens.
+FULL_STEPS = SimulationConfig(prefill_chunk=2048, itl_target=0.0)
 LARGE_POOL = 10_000_000  # no request waits for memory, so whole prompts fit a step; the pages stay the same
 
 
@@ -49,7 +51,8 @@ def waste(name: str, directory: Path | None, requests: int | None) -> list[float
     """Returns the share of empty slots for each page size."""
     found = []
     for page in PAGE_SIZES:
-        config = SimulationConfig(
+        config = replace(
+            FULL_STEPS,
             allocation=f"paged:{page}",
             admission="oracle",
             capacity=LARGE_POOL,
@@ -65,7 +68,7 @@ def waste(name: str, directory: Path | None, requests: int | None) -> list[float
 
 def policies(name: str, requests: int, capacity: int) -> dict[str, Figures]:
     """Simulates each admission, with all requests waiting at the start."""
-    config = SimulationConfig(capacity=capacity, rate=math.inf, requests=requests)
+    config = replace(FULL_STEPS, capacity=capacity, rate=math.inf, requests=requests)
     return {
         admission: simulate(name, replace(config, admission=admission)).figures
         for admission in SIMULATED_ADMISSIONS
@@ -82,7 +85,7 @@ def goodput(
     admissions: Iterable[str] = SIMULATED_ADMISSIONS,
 ) -> dict[str, Figures]:
     """Simulates each admission at one load, and an oracle in the order of "timely"."""
-    config = SimulationConfig(capacity=capacity, load=load, saturation=saturated, requests=requests)
+    config = replace(FULL_STEPS, capacity=capacity, load=load, saturation=saturated, requests=requests)
     found = {
         admission: simulate(trace, replace(config, admission=admission)).figures for admission in admissions
     }
@@ -134,7 +137,7 @@ def main() -> None:
         admissions = dict.fromkeys([*options.goodput_admissions, "oracle"])
         for name in GOODPUT_TRACES:
             trace = trace_of(name, options.traces)
-            config = SimulationConfig(capacity=options.capacity, requests=options.requests)
+            config = replace(FULL_STEPS, capacity=options.capacity, requests=options.requests)
             saturated = saturation(trace, config)
             results["goodput"][name] = {"saturation": saturated}
             for load in LOADS:

@@ -18,6 +18,7 @@ import argparse
 from dataclasses import replace
 
 from bench.common.report import parser, print_json, print_machine, print_table, refuse, save_json
+from bench.trace.simulate import FULL_STEPS
 from lightkv.router.engine.admission import make_admission
 from lightkv.router.simulate.config import SimulationConfig
 from lightkv.router.simulate.result import Figures
@@ -26,18 +27,18 @@ from lightkv.router.simulate.simulator import saturation, simulate
 PATIENT = ", timely's order"
 PATIENCE = make_admission("timely").patience
 POLICIES = {
-    "oracle": SimulationConfig(admission="oracle"),
-    "none stated": SimulationConfig(stated=0.0),
-    "half stated": SimulationConfig(stated=0.5),
-    "all stated": SimulationConfig(stated=1.0),
-    "oracle" + PATIENT: SimulationConfig(admission="oracle", patience=PATIENCE),
-    "none stated" + PATIENT: SimulationConfig(stated=0.0, patience=PATIENCE),
+    "oracle": replace(FULL_STEPS, admission="oracle"),
+    "none stated": replace(FULL_STEPS, stated=0.0),
+    "half stated": replace(FULL_STEPS, stated=0.5),
+    "all stated": replace(FULL_STEPS, stated=1.0),
+    "oracle" + PATIENT: replace(FULL_STEPS, admission="oracle", patience=PATIENCE),
+    "none stated" + PATIENT: replace(FULL_STEPS, stated=0.0, patience=PATIENCE),
 }
 FAIRNESS = {
-    "none stated": SimulationConfig(stated=0.0),
-    "none stated, priorities": SimulationConfig(stated=0.0, low_priority=0.1),
-    "none stated" + PATIENT: SimulationConfig(stated=0.0, patience=PATIENCE),
-    "none stated, priorities" + PATIENT: SimulationConfig(stated=0.0, low_priority=0.1, patience=PATIENCE),
+    "none stated": replace(FULL_STEPS, stated=0.0),
+    "none stated, priorities": replace(FULL_STEPS, stated=0.0, low_priority=0.1),
+    "none stated" + PATIENT: replace(FULL_STEPS, stated=0.0, patience=PATIENCE),
+    "none stated, priorities" + PATIENT: replace(FULL_STEPS, stated=0.0, low_priority=0.1, patience=PATIENCE),
 }
 
 
@@ -104,7 +105,9 @@ def main() -> None:
     options = arguments()
     print_machine()
     settings = {name: getattr(options, name) for name in ("capacity", "max_new", "requests")}
-    config = SimulationConfig(capacity=options.capacity, max_new=options.max_new, requests=options.requests)
+    config = replace(
+        FULL_STEPS, capacity=options.capacity, max_new=options.max_new, requests=options.requests
+    )
     saturated = saturation(options.trace, config)
     results: dict = {"settings": settings, "saturation": saturated, "unstated": {}, "fairness": {}}
     for load in options.loads:

@@ -55,7 +55,7 @@ class SimulationConfig:
     capacity: Annotated[int, Meta(ge=1)] = setting(120_000, "Tokens that the K/V pool holds.")
     max_num_seqs: Annotated[int, Meta(ge=1)] = setting(256, "The most requests that run at once.")
     prefill_chunk: Annotated[int, Meta(ge=0)] = setting(
-        2048, "The most prompt tokens of a step; 0: no limit."
+        4096, "The most prompt tokens of a step; 0: no limit, unless --itl-target is given."
     )
     max_new: Annotated[int, Meta(ge=1)] = setting(
         4096, "The most output tokens of a request (max_tokens), which traces do not state."
@@ -94,10 +94,10 @@ class SimulationConfig:
     ttft_target: Annotated[float, Meta(gt=0, le=MAX_SECONDS, title="seconds")] = setting(
         10.0, "For goodput: the most seconds to the first token."
     )
-    itl_target: Annotated[float, Meta(ge=0, le=MAX_SECONDS, title="seconds")] = setting(
-        0.0,
+    itl_target: Annotated[float, Meta(ge=0, le=MAX_SECONDS, title="seconds")] | None = setting(
+        None,
         "The most seconds of a step with prompts beside decodes, which then has fewer prompt tokens, as in the "
-        "service; 0: no target.",
+        "service; 0: no target. Default: that of a service on a GPU, which depends on the prompts that wait.",
     )
     tpot_target: Annotated[float, Meta(gt=0, le=MAX_SECONDS, title="seconds")] = setting(
         0.1, "For goodput: the most seconds between tokens, a request's mean."

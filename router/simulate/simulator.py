@@ -74,7 +74,9 @@ def saturation(trace_name: str, config: SimulationConfig, progress: Progress | N
         requests=num,
         replicas=1,
     )
-    rate = simulate(trace_name, full, progress).figures.served_rate
+    figures = simulate(trace_name, full, progress).figures
+    # Where so few requests wait that all are admitted at once, the rate is that of all of them.
+    rate = figures.served_rate or figures.num_finished / max(figures.seconds, 1e-9)
     if not rate:
         raise InvalidSimulation(
             f"no request of {trace_name} fits --capacity {config.capacity}; give a larger one"

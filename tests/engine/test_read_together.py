@@ -84,6 +84,21 @@ def test_no_shared_prefix_is_planned_for_a_backend_that_cannot_read_one() -> Non
     assert not any(plan.prefixes for plan in plans)
 
 
+@pytest.mark.parametrize("had_ended", [True, False])
+def test_a_result_says_whether_the_device_had_waited_for_the_next_step(had_ended: bool) -> None:
+    engine, runner, _ = make(torch.device("cpu"))
+    add_requests(engine, 5, 2)
+    plan = engine.plan()
+    assert plan is not None
+    runner.launch(plan)
+    event = SimpleNamespace(query=lambda: had_ended, synchronize=lambda: None)
+    runner._in_flight[0].done = event  # type: ignore[assignment]
+    result = runner.collect()
+    assert result.had_ended == had_ended
+    engine.complete(result)
+    run(engine)
+
+
 def decodes(step: int, rows: list[int], prefixes: list[SharedPrefix]) -> StepPlan:
     count = len(rows)
     starts = [50 + step] * count

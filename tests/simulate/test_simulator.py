@@ -166,6 +166,14 @@ def test_a_reserve_lowers_preemptions(crowded: Callable[..., Figures]) -> None:
     assert len(rates) == 1  # the rate of an oracle, which has no reserve
 
 
+def test_requests_that_are_all_admitted_at_once_have_a_saturation(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("num_prefill_tokens,num_decode_tokens\n" + "20,5\n" * 3)
+    config = replace(SMALL, requests=3)
+    all_at_once = simulate(str(path), replace(config, rate=math.inf, admission="oracle")).figures
+    assert saturation(str(path), config) == pytest.approx(3 / all_at_once.seconds)
+
+
 def test_timely_admits_requests_first_that_can_meet_the_target() -> None:
     config = SimulationConfig(requests=100, load=1.5, capacity=10_000, ttft_target=5.0)
     config = replace(config, saturation=saturation("chat", config))  # once for both
