@@ -15,7 +15,6 @@ from bench.serving.lifelike_cells import (
     BURSTY,
     CELLS,
     SESSIONS,
-    TRACES,
     Cell,
     LogNormal,
     Source,
@@ -26,6 +25,7 @@ from bench.serving.scripted_service import Script, scripted_service
 from bench.serving.workload import Lengths
 from lightkv.router.config import EngineConfig
 from lightkv.router.model_files import resolve
+from tests.support.azure_traces import write_azure_traces
 
 TOOLS = Cell("tools", SESSIONS, 0.5)
 
@@ -138,9 +138,7 @@ def test_late_turns_are_reported_together() -> None:
 def test_it_measures_a_service_and_its_figures_are_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for file in TRACES.values():
-        lines = "".join(f"2023-11-16 18:17:{i:02},{20 + i},{3 + i % 4}\n" for i in range(50))
-        (tmp_path / file).write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + lines)
+    write_azure_traces(tmp_path)
     monkeypatch.setattr(lifelike.signal, "signal", lambda *_: None)
     monkeypatch.setattr(lifelike, "SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(lifelike, "SATURATING_CLIENTS", 4)

@@ -9,11 +9,12 @@ import pytest
 
 from bench.serving import lifelike_simulated as simulated
 from bench.serving.lifelike import figures
-from bench.serving.lifelike_cells import TRACES, Session, Turn
+from bench.serving.lifelike_cells import Session, Turn
 from bench.serving.lifelike_simulated import MORE, SimulatedServer
 from bench.serving.load_client import Answer
 from bench.serving.workload import Lengths
 from lightkv.router.engine.step_time import StepTime, Work
+from tests.support.azure_traces import write_azure_traces
 
 MODEL = StepTime(base=0.010, per_decode=1e-4, per_kv=1e-6, prefill=0.0, per_prompt=1e-4, per_pair=0.0)
 OVERHEAD = 0.004
@@ -75,9 +76,7 @@ def test_measured_figures_are_compared_cell_by_cell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The measured ones are simulated, too, with steps that take twice as long and twice the overhead."""
-    for file in TRACES.values():
-        lines = "".join(f"2023-11-16 18:17:{i:02},{20 + i},{3 + i % 4}\n" for i in range(50))
-        (tmp_path / file).write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + lines)
+    write_azure_traces(tmp_path)
     monkeypatch.setattr("bench.serving.lifelike_cells.CLOSED_LENGTHS", Lengths(16, 4))
     monkeypatch.setattr("bench.serving.lifelike_cells.CLOSED_WAVES", 1)
     measured, out = tmp_path / "measured.json", tmp_path / "out.json"
