@@ -15,6 +15,7 @@ from bench.serving.lifelike_cells import (
     BURSTY,
     CELLS,
     SESSIONS,
+    TRACES,
     Cell,
     LogNormal,
     Source,
