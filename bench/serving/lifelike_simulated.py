@@ -205,7 +205,13 @@ def play_closed(server: SimulatedServer, source: Source, name: str) -> list[Sent
 
 def describe(step_time: StepTime, options: argparse.Namespace) -> RunnerInfo:
     """Returns what a service of these sizes, with its other settings at their defaults, knows of its runner."""
-    limits = Limits(options.max_num_seqs, options.max_length, options.prefill_chunk, options.vocab_size)
+    limits = Limits(
+        options.max_num_seqs,
+        options.max_length,
+        options.prefill_chunk,
+        options.vocab_size,
+        itl_target=options.itl_target,
+    )
     buckets = token_buckets([], limits.prefill_budget, limits.max_step_tokens, lambda line: None)
     return RunnerInfo(
         "", "simulated", "", "", True, options.capacity, 1, options.capacity, "given", limits,
@@ -242,6 +248,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     made.add_argument("--capacity", type=int, default=420_000, help="tokens of the pool")
     made.add_argument("--max-num-seqs", type=int, default=256)
     made.add_argument("--prefill-chunk", type=int, default=4096)
+    made.add_argument(
+        "--itl-target", type=float, help="seconds of a step beside decodes; default: the service's"
+    )
     made.add_argument("--vocab-size", type=int, default=32_000, help="of the model")
     made.add_argument("--max-length", type=int, default=16_384, help="most tokens of a prompt and its answer")
     return made.parse_args(argv)

@@ -24,9 +24,10 @@ from .step import ExpectedMemory, RunnerInfo, StepPlan, StepResult, TokenEvent
 # A plan waits for requests until PLAN_SECONDS before the step in flight ends by the model of step times, and no
 # longer than MOST_WAIT. It takes about half of PLAN_SECONDS to plan, send and launch a step.
 PLAN_SECONDS, MOST_WAIT = 0.004, 0.020
-# The share of a step's time by the model that plans rely on. It is halved after a plan that came too late, and
-# grows by a hundredth after each other. (The model does not know of prefixes that are read once for many, say.)
-MOST_SHARE, SHARE_GROWTH = 0.9, 1.01
+# The share of a step's time by the model that plans rely on. It is halved after a plan that came too late, down
+# to LEAST_SHARE, and grows by a hundredth after each other. (The model does not know, say, of prefixes that are
+# read once for many. Where the host is always late, the share stays so low that no plan waits.)
+MOST_SHARE, LEAST_SHARE, SHARE_GROWTH = 0.9, 0.05, 1.01
 
 
 class EngineDead(LightKVError):
@@ -133,7 +134,8 @@ class Engine:
             self._dead = str(mismatch)
             self.scheduler.fail(self._dead)
             raise mismatch
-        self._share = self._share / 2 if result.had_ended else min(self._share * SHARE_GROWTH, MOST_SHARE)
+        share = self._share / 2 if result.had_ended else self._share * SHARE_GROWTH
+        self._share = min(max(share, LEAST_SHARE), MOST_SHARE)
         return self.scheduler.complete(result)
 
     def fail(self, error: str, fatal: bool = False) -> list[TokenEvent]:

@@ -46,8 +46,8 @@ _HEAD_START = 100_000  # cycles of the device that the host gets for the launch 
 def candidates(most: int, chunk: int = 0) -> list[int]:
     """Returns the sizes to choose the larger buckets from, in ascending order.
 
-    They end with `most`, or with 2,304 if that is less, and `chunk` is among them if it is as large as they
-    are. A single one needs no choice.
+    They end with `most`, or with _LAST_MEASURED if that is less, and `chunk` is among them if it is as large
+    as they are. A single one needs no choice.
     """
     most = min(most, _LAST_MEASURED)
     if most <= _LEAST_MEASURED:

@@ -23,7 +23,7 @@ OVERHEAD = 0.004
 def make(model: StepTime = MODEL, prefill_chunk: int = 64) -> SimulatedServer:
     sizes = {"capacity": 9000, "max_num_seqs": 40, "vocab_size": 32_000, "max_length": 8192}
     return SimulatedServer(
-        simulated.describe(model, Namespace(prefill_chunk=prefill_chunk, **sizes)), OVERHEAD
+        simulated.describe(model, Namespace(prefill_chunk=prefill_chunk, itl_target=None, **sizes)), OVERHEAD
     )
 
 

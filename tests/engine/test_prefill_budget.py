@@ -12,7 +12,14 @@ import msgspec
 import pytest
 
 from lightkv.ledger import TokenLedger
-from lightkv.router.engine.loop import MOST_SHARE, MOST_WAIT, PLAN_SECONDS, LocalEngine, make_scheduler
+from lightkv.router.engine.loop import (
+    LEAST_SHARE,
+    MOST_SHARE,
+    MOST_WAIT,
+    PLAN_SECONDS,
+    LocalEngine,
+    make_scheduler,
+)
 from lightkv.router.engine.prefill_budget import HURRIED, LEAST, LITTLE, MUCH, SPREAD, PrefillBudget
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
@@ -319,6 +326,20 @@ def test_plans_wait_less_after_one_that_came_too_late_and_slowly_more_again() ->
         engine.complete(msgspec.structs.replace(worker.collect(), had_ended=late[-1]))
     assert late[:2] == [True, True]
     assert 0 < sum(late[10:]) < 15
+    run(engine)
+    assert engine._share == MOST_SHARE
+    assert_idle(engine)
+
+
+def test_plans_wait_again_after_any_number_that_came_too_late() -> None:
+    engine, worker = make(replace(SMALL, base=0.05), None, depth=2)
+    engine.add(Request("d", array("i", [1, 2, 3]).tobytes(), SamplingParams(max_tokens=600), seed=0))
+    for _ in range(200):
+        plan = engine.plan()
+        assert plan is not None
+        worker.launch(plan)
+        engine.complete(msgspec.structs.replace(worker.collect(), had_ended=True))
+    assert engine._share == LEAST_SHARE
     run(engine)
     assert engine._share == MOST_SHARE
     assert_idle(engine)
