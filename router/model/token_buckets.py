@@ -31,9 +31,7 @@ _SMALL = (16, 24, 32, 48, 64, 96, 128, 192)
 # Larger sizes are measured at these multiples. Multiples of 64 less 4 are measured, too: for some multiples of
 # 64, cuBLAS picks tiles that are slower than those for any number of tokens close by.
 _LEAST_MEASURED, _STEP, _ODD_STEP, _LESS = 256, 32, 64, 4
-MOST_MEASURED = 23  # of these are kept
-# Beyond the last size that is measured. A chunk that is cut is as large as one of them.
-_LAST_MEASURED, _LARGE = 2304, (2560, 3072, 3584, 4096)
+MOST_MEASURED = 40  # of these are kept
 
 # What a bucket has to save: 5 % of the time of steps of 40 sizes, or as large a sum of squares.
 _BUCKET_COST = 40 * 0.05**2
@@ -46,10 +44,10 @@ _HEAD_START = 100_000  # cycles of the device that the host gets for the launch 
 def candidates(most: int, chunk: int = 0) -> list[int]:
     """Returns the sizes to choose the larger buckets from, in ascending order.
 
-    They end with `most`, or with _LAST_MEASURED if that is less, and `chunk` is among them if it is as large
-    as they are. A single one needs no choice.
+    They end with `most`, or with MOST_TOKENS if that is less, and `chunk` is among them if it is as large as
+    they are. A single one needs no choice.
     """
-    most = min(most, _LAST_MEASURED)
+    most = min(most, MOST_TOKENS)
     if most <= _LEAST_MEASURED:
         return [most]
     odd = range(_LEAST_MEASURED + _ODD_STEP - _LESS, most, _ODD_STEP)
@@ -57,24 +55,11 @@ def candidates(most: int, chunk: int = 0) -> list[int]:
     return sorted({*range(_LEAST_MEASURED, most, _STEP), *odd, *chunks, most})
 
 
-def unmeasured(most: int, chunk: int = 0) -> list[int]:
-    """Returns the sizes of the buckets beyond those that are measured, in ascending order.
-
-    They end with `most`, or with MOST_TOKENS if that is less, and `chunk` is among them if it is as large as
-    they are.
-    """
-    most = min(most, MOST_TOKENS)
-    if most <= _LAST_MEASURED:
-        return []
-    return sorted({size for size in (*_LARGE, chunk) if _LAST_MEASURED < size < most} | {most})
-
-
 def most_buckets(most: int) -> int:
     """Returns how many buckets `token_buckets` may return for steps of up to `most` tokens."""
     sizes = candidates(most)
-    # A chunk may be one more candidate than these, or one more of those that are not measured.
-    measured = sum(size < sizes[0] for size in _SMALL) + min(len(sizes) + 1, MOST_MEASURED)
-    return measured + len(unmeasured(most)) + (most > _LAST_MEASURED)
+    # A chunk may be one more candidate than these.
+    return sum(size < sizes[0] for size in _SMALL) + min(len(sizes) + 1, MOST_MEASURED)
 
 
 def choose(times: Mapping[int, float], chunk: int = 0) -> list[int]:
@@ -167,8 +152,7 @@ def measure(
 
 
 def token_buckets(layers: Sequence[Sequence[nn.Linear]], chunk: int, most: int, report: Report) -> list[int]:
-    """Returns what `choose` does for steps of up to `most` tokens, by the times of `layers` on their GPU, and
-    the sizes of `unmeasured`.
+    """Returns what `choose` does for steps of up to `most` tokens, by the times of `layers` on their GPU.
 
     Without layers, or with a single size to choose from, nothing is measured; times are then taken to be
     proportional to the tokens.
@@ -182,7 +166,7 @@ def token_buckets(layers: Sequence[Sequence[nn.Linear]], chunk: int, most: int, 
         except torch.OutOfMemoryError:
             how = "not measured, for lack of memory"
         torch.cuda.empty_cache()
-    buckets = [*choose(times, chunk), *unmeasured(most, chunk)]
+    buckets = choose(times, chunk)
     report(f"prompt graphs for {len(buckets)} sizes, {how}: {', '.join(map(str, buckets))} tokens")
     return buckets
 
