@@ -216,7 +216,7 @@ class EngineConfig:
         None,
         "The target for the time between tokens, in seconds. While requests decode, a step takes only as many "
         "prompt tokens as keep it within the target, by step times that are measured at start. 0 is no target. "
-        "Default for a service on a GPU: 0.025, or 2.5 times what the step takes without prompts if that is "
+        "Default for a service on a GPU: 0.030, or 2.5 times what the step takes without prompts if that is "
         "longer, and more while prompts of over 0.1 seconds wait, or one of 0.05: up to 0.120 or 3 times; "
         "on a CPU, and for an LLM in a program: no target.",
     )

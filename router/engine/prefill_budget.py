@@ -31,7 +31,7 @@ class Pace(NamedTuple):
 # Unless a target is given, prompts that take LITTLE seconds to compute are spread over short steps. Where more
 # of them wait, steps become longer, up to those of HURRIED where they take MUCH seconds: then first tokens
 # would be delayed, and few long gaps between tokens do less harm than many.
-SPREAD = Pace(0.025, 2.5)
+SPREAD = Pace(0.030, 2.5)
 HURRIED = Pace(0.120, 3.0)
 LITTLE, MUCH = 0.1, 0.2
 LEAST = 64  # prompt tokens a step, under any target, so that every prompt makes progress
