@@ -94,6 +94,7 @@ class Request:
         "output",
         "params",
         "prefill_ids",
+        "prefill_seconds",
         "priority",
         "prompt_ids",
         "prompt_logprobs",
@@ -145,6 +146,8 @@ class Request:
         self.rank: float = priority
         # When the request came, in seconds; the scheduler sets it where it is None.
         self.queued: float | None = None
+        # What its prefill takes by the model of step times; the scheduler sets it when the request comes.
+        self.prefill_seconds = 0.0
         self.waited = 0.0  # seconds in the queue until it was first admitted
         self.is_late = False  # has the request waited for so long that others go first?
         self.output = array("i")

@@ -8,11 +8,11 @@ A waiting request is admitted when the most tokens that it and all running reque
 the pool (`forecast.py`). A request that states its `max_tokens` counts with it, and is never short of a token:
 it is *exact*. The others are *estimated*. If the pool runs short because an estimate was too low, the least
 urgent of them is preempted: what it has computed stays cached while there is room, and it keeps its place in
-the queue, which is ordered by priority and waiting time. The exact ones fit the pool without any of them.
+the queue (`waiting.py`). The exact ones fit the pool without any of them.
 
 With a depth of two, the next step is planned while one is in flight, so that the device need not wait for the
-host. Such a plan assumes that a request continues unless it reaches its length. If the step in flight
-ends it by a stop token, the token of the next step is dropped, and the request's slots are freed when that step
+host. Such a plan assumes that a request continues unless it reaches its length. If the step in flight ends it
+by a stop token, the token of the next step is dropped, and the request's slots are freed when that step
 completes. Admission counts this additional step.
 """
 
@@ -144,6 +144,8 @@ class Scheduler:
             if request.queued is None:
                 request.queued = self._clock()
             request.is_exact = self._admission.is_exact(request)
+            prompt = request.prompt_ids, request.namespace
+            request.prefill_seconds = self._budget.prefill_seconds(self.ledger, *prompt)
             self._queue(request)
 
     def abort(self, request_id: str, reason: str = "abort") -> bool:

@@ -3,10 +3,13 @@
 Only the head is admitted. If it has no room, it keeps its place, and no other request passes it: so a large
 request gets the room that ends leave, however many small ones would fit before. The order is one of two:
 
-first come     by the time of arrival, plus a minute for each unit of priority. Of the requests that come later,
-               only those whose priority is lower pass a request, and only those that come within a minute for
-               each unit of the difference. Priorities beyond MIN_PRIORITY and MAX_PRIORITY count as these, so
-               no request is passed by one that comes more than 70 minutes later.
+first come     by the time of arrival, plus a minute for each unit of priority, plus twice the seconds that the
+               prefill takes, as far as these are known. Of the requests that come later, only those pass a
+               request whose priority is lower, within a minute for each unit of the difference, or whose
+               prefill is shorter, within twice the difference. So a short prompt need not wait for a long one
+               that came just before it, and a long one waits for short ones for a time that it takes itself.
+               Priorities beyond MIN_PRIORITY and MAX_PRIORITY count as these, so that no request is passed for
+               more than 70 minutes besides.
 with patience  by priority, then those in time before those that are late, then by arrival. One in `LATE_EVERY`
                admissions goes to the request that would be the first in the other order, so that no stream of
                requests keeps another one waiting for ever.
@@ -22,6 +25,7 @@ from .request import Request
 
 SECONDS_PER_PRIORITY = 60.0
 MIN_PRIORITY, MAX_PRIORITY = -10, 60  # those that count
+PREFILL_TIMES = 2.0  # the seconds of its prefill count so often in a request's place
 LATE_EVERY = 20
 
 _Entry = tuple[float, bool, int, int, Request]
@@ -77,7 +81,7 @@ class WaitingQueue:
         """Adds a request, be it new or preempted."""
         assert request.queued is not None
         priority = min(max(request.priority, MIN_PRIORITY), MAX_PRIORITY)
-        aged = request.queued + priority * SECONDS_PER_PRIORITY
+        aged = request.queued + priority * SECONDS_PER_PRIORITY + PREFILL_TIMES * request.prefill_seconds
         request.rank = aged if self._patience is None else request.priority
         request.ticket = ticket = self._next_ticket
         self._next_ticket += 1

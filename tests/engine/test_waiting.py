@@ -1,5 +1,6 @@
 """Tests the order of waiting requests, and how long one can be kept waiting."""
 
+import itertools
 import random
 from array import array
 
@@ -16,10 +17,17 @@ from lightkv.router.sampling_params import SamplingParams
 from tests.support.model_worker import ModelWorker
 
 
-def request(number: int, priority: int = 0, prompt: int = 1, max_tokens: int = 5, at: float = 0.0) -> Request:
+def request(
+    number: int,
+    priority: int = 0,
+    prompt: int = 1,
+    max_tokens: int = 5,
+    at: float = 0.0,
+    seconds: float = 0.0,
+) -> Request:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     made = Request(str(number), array("i", [number % 200] * prompt).tobytes(), params, 1, priority=priority)
-    made.arrival, made.queued = number, at
+    made.arrival, made.queued, made.prefill_seconds = number, at, seconds
     return made
 
 
@@ -47,6 +55,34 @@ def test_extreme_priorities_pass_a_request_for_a_bounded_time(urgent: int, own: 
         if queue.pop() is waiting:
             break
     assert 10.0 * number == 60.0 * minutes
+
+
+def test_a_long_prefill_is_passed_for_twice_what_it_takes_longer() -> None:
+    """However many short ones come: one each 100 ms, and each time one is admitted."""
+    queue = WaitingQueue()
+    queue.push(long := request(0, seconds=1.0))
+    for number in range(1, 100):
+        queue.push(request(number, at=0.1 * number, seconds=0.17))
+        if queue.pop() is long:
+            break
+    assert number == 17  # at 1.7 seconds, and not at 1.6
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_only_shorter_prefills_pass_and_only_within_their_time(seed: int) -> None:
+    rng = random.Random(seed)
+    queue = WaitingQueue()
+    requests = [request(i, at=rng.uniform(0, 3), seconds=rng.choice((0.0, 0.1, 0.4, 1.0))) for i in range(60)]
+    for one in requests:
+        queue.push(one)
+    queue.check()
+    popped = [queue.pop() for _ in requests]
+    for first, second in itertools.combinations(popped, 2):
+        assert first.queued is not None
+        assert second.queued is not None
+        ahead = first.queued - second.queued
+        assert ahead <= 2 * (second.prefill_seconds - first.prefill_seconds) + 1e-9
+    assert any(first.queued > second.queued for first, second in itertools.pairwise(popped))  # type: ignore[operator]
 
 
 def test_with_patience_extreme_priorities_leave_one_in_so_many_admissions() -> None:

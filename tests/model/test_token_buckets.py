@@ -142,7 +142,9 @@ def test_the_chunk_of_long_prompts_is_never_padded(chunk: int) -> None:
             assert chunk in found
             assert all(fits_rule(larger, size) for size, larger in pairwise(found))
             assert len(found) <= most_buckets(chunk + 256)
-    assert choose(times_of(on_hopper), 100) == choose(times_of(on_hopper), 2305) == choose(times_of(on_hopper))
+    assert (
+        choose(times_of(on_hopper), 100) == choose(times_of(on_hopper), 2305) == choose(times_of(on_hopper))
+    )
 
 
 def test_sizes_that_save_nothing_are_few() -> None:

@@ -243,10 +243,13 @@ def test_a_result_comes_back_from_its_json(trace: str, tmp_path: Path) -> None:
 
 
 def test_waiting_is_told_apart_by_size_and_priority(trace: str) -> None:
-    first_come = simulate(trace, SMALL).figures
+    first_come = simulate(trace, replace(SMALL, itl_target=0.0)).figures
     assert (first_come.max_overtaken, first_come.low_ttft_max) == (0, 0.0)
     assert 0 < first_come.large_ttft_max <= first_come.ttft_max
-    figures = simulate(trace, replace(SMALL, low_priority=0.2)).figures
+    shorter_pass = simulate(trace, SMALL).figures
+    assert 0 < shorter_pass.max_overtaken < 20
+    assert shorter_pass.low_ttft_max == 0.0
+    figures = simulate(trace, replace(SMALL, itl_target=0.0, low_priority=0.2)).figures
     assert 0 < figures.max_overtaken < 150
     assert figures.low_ttft_max == figures.ttft_max > first_come.ttft_max
 
