@@ -2,11 +2,11 @@
 
     python -m bench.serving.router_step --out bench/results/router-step.json
 
-The worker is a stand-in that answers at once and counts slots as the ledger does. The time of a step is that
-of the router process: planning and encoding the plan; decoding the result, comparing the counts and
-completing the step; encoding the events for the API process. Queueing a request is measured by itself. There
-are two loads, each with one and with two steps in flight, and with all free tokens promised to the running
-requests:
+The worker is a stand-in that answers at once and counts slots as the ledger does. The time of a step is that of
+the router process: planning and encoding the plan; decoding the result, comparing the counts and completing the
+step; encoding the events for the API process. Queueing a request is measured by itself; as on a GPU, that finds
+the cached tokens of its prompt, by which short prompts pass long ones. There are two loads, each with one and
+with two steps in flight, and with all free tokens promised to the running requests:
 
     steady   every request decodes; the head of the queue has been refused, and no request ends
     churn    in every step one request ends, one that is more urgent than the queue is admitted, and the head of
@@ -35,8 +35,10 @@ from lightkv.ledger import TokenLedger
 from lightkv.ledger.shared_prefixes import PrefixSharing
 from lightkv.router import SamplingParams, Scheduler
 from lightkv.router.engine.loop import Engine
+from lightkv.router.engine.prefill_budget import PrefillBudget
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.step import Limits, StepPlan, StepResult, TokenEvent
+from lightkv.router.engine.step_time import StepTime
 from lightkv.router.service.messages import Events
 
 T = TypeVar("T")
@@ -48,6 +50,8 @@ MAX_TOKENS = 2**30  # of the pool and of a step, until the load is set up
 TARGET_US = 1000.0
 PARTS = ("plan", "complete", "send")
 WORTH_IT = PrefixSharing(max_members=16)
+# Steps are bounded by time, as on a GPU, but any number of prompt tokens fits.
+ANY_STEP = StepTime(base=0.01, per_decode=1e-6, per_kv=1e-9, prefill=0.0, per_prompt=0.0, per_pair=0.0)
 ANY = PrefixSharing(max_members=16, min_tokens=1, min_saved=1, min_mean=0)
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -128,7 +132,7 @@ class Router:
         load = self.load
         limits = Limits(2 * load.num_running, MAX_TOKENS, MAX_TOKENS, VOCAB_SIZE, load.sharing)
         ledger = TokenLedger(capacity, limits.max_num_seqs, limits.max_model_len)
-        scheduler = Scheduler(ledger, limits, load.depth)
+        scheduler = Scheduler(ledger, limits, load.depth, budget=PrefillBudget(limits, ANY_STEP))
         for i in range(load.num_running):
             age = i if load.churn else 0
             scheduler.add(self._request(load.prompt + age, self._max_tokens - age))

@@ -13,9 +13,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace
-
-from .ledger import Ledger
 from .step import Limits
 from .step_time import StepTime, Work
 
@@ -102,14 +99,6 @@ class PrefillBudget:
             behind = (model.per_prompt * waiting - LITTLE) / (MUCH - LITTLE)
             target = spread + (hurried - spread) * min(max(behind, 0.0), 1.0)
         return max(target, model.prefill, alone)
-
-    def prefill_seconds(self, ledger: Ledger, token_ids: bytes, namespace: Namespace) -> float:
-        """Returns the seconds that the prefill of a prompt takes beside others, without the tokens that are
-        cached now; 0 where no model bounds the steps."""
-        if self.step_time is None:
-            return 0.0
-        num_left = len(token_ids) // TOKEN_BYTES - ledger.match(token_ids, namespace).num_tokens
-        return self.step_time.per_prompt * num_left
 
     def rounded(self, num_tokens: int) -> int:
         """Returns the most tokens, up to `num_tokens`, of a step that is not padded: those of a graph. Where no

@@ -83,10 +83,12 @@ class Request:
         "is_late",
         "is_scored",
         "kind",
+        "lets_pass",
         "max_tokens",
         "namespace",
         "num_computed",
         "num_hit",
+        "num_new",
         "num_preemptions",
         "num_prefill_tokens",
         "num_prompt",
@@ -94,7 +96,6 @@ class Request:
         "output",
         "params",
         "prefill_ids",
-        "prefill_seconds",
         "priority",
         "prompt_ids",
         "prompt_logprobs",
@@ -146,8 +147,6 @@ class Request:
         self.rank: float = priority
         # When the request came, in seconds; the scheduler sets it where it is None.
         self.queued: float | None = None
-        # What its prefill takes by the model of step times; the scheduler sets it when the request comes.
-        self.prefill_seconds = 0.0
         self.waited = 0.0  # seconds in the queue until it was first admitted
         self.is_late = False  # has the request waited for so long that others go first?
         self.output = array("i")
@@ -162,6 +161,9 @@ class Request:
         self.prompt_logprobs: list[PromptLogprobs] = []  # in the order of the prompt
         self.cached = not self.is_scored  # do the request's tokens stay in the cache once it has ended?
         self.chunk_step = -1
+        # Where short prompts pass long ones, the queue sets these:
+        self.num_new = 0  # the tokens of the prefill that were not cached when the request was queued
+        self.lets_pass = 0  # the tokens that others may still have while it is the first and waits
 
     def validate(self, limits: Limits, capacity: int, groups: LayerGroups = ONE_GROUP) -> None:
         """Checks that the request can run in a pool of `capacity` slots, of a model with these layer groups.

@@ -8,12 +8,11 @@ A waiting request is admitted when the most tokens that it and all running reque
 the pool (`forecast.py`). A request that states its `max_tokens` counts with it, and is never short of a token:
 it is *exact*. The others are *estimated*. If the pool runs short because an estimate was too low, the least
 urgent of them is preempted: what it has computed stays cached while there is room, and it keeps its place in
-the queue (`waiting.py`). The exact ones fit the pool without any of them.
+the queue (`waiting.py`). The exact ones fit the pool without any.
 
 With a depth of two, the next step is planned while one is in flight, so that the device need not wait for the
-host. Such a plan assumes that a request continues unless it reaches its length. If the step in flight ends it
-by a stop token, the token of the next step is dropped, and the request's slots are freed when that step
-completes. Admission counts this additional step.
+host. The plan assumes that a request continues unless it reaches its length. If the step in flight ends it by a
+stop token, its token of the next step is dropped, and its slots are freed after that, as admission counts.
 """
 
 import time
@@ -76,7 +75,7 @@ class Scheduler:
         self._admission = admission or Admission()
         self._clock = clock
         self._budget = budget or PrefillBudget(limits)
-        self.waiting = WaitingQueue(self._admission.patience)
+        self.waiting = WaitingQueue(self._admission.patience, ledger if self._budget.step_time else None)
         self._retry_at = 0.0  # the head of the queue was refused, and does not fit before this step
         self._refused: Request | None = None  # the last that did not fit; it may be admitted by now
 
@@ -144,8 +143,6 @@ class Scheduler:
             if request.queued is None:
                 request.queued = self._clock()
             request.is_exact = self._admission.is_exact(request)
-            prompt = request.prompt_ids, request.namespace
-            request.prefill_seconds = self._budget.prefill_seconds(self.ledger, *prompt)
             self._queue(request)
 
     def abort(self, request_id: str, reason: str = "abort") -> bool:
@@ -307,6 +304,7 @@ class Scheduler:
         place among the prefills is `idx`; `budget` and `room` are what the step can still compute and hold."""
         ledger = self.ledger
         if self.step < self._retry_at or ledger.num_open >= self.limits.max_num_seqs:
+            self.waiting.hold()
             return False
         running = Running(
             ledger, self._forecast, self._prefilling, self._decoding.values(), budget, room, idx
@@ -318,7 +316,8 @@ class Scheduler:
         if not len(request.output) < request.expected < request.max_tokens:  # else its estimate still stands
             request.expected = self._admission.expected(request, len(request.output))
         if ledger.num_open and (wait := self._admission.steps_to_wait(running, request)):
-            self._retry_at, self._refused = self.step + wait, request
+            if not self.waiting.hold():  # else another request is the head now
+                self._retry_at, self._refused = self.step + wait, request
             return False
         sequence = ledger.open(request.prefill_ids, request.namespace, request.session)
         request.sequence = sequence

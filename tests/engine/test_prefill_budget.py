@@ -397,60 +397,14 @@ def test_every_prompt_progresses_under_an_impossible_target() -> None:
 
 
 def test_the_same_counts_give_the_same_steps_whatever_the_clock() -> None:
-    """Of requests that came at the same times."""
     slow = itertools.count(0.0, 1.0)
     fast = itertools.count(0.0, 1e-7)
     steps = []
     for clock in (slow, fast):
         engine, worker = make(SMALL, 0.0025, clock=lambda clock=clock: next(clock))  # type: ignore[misc]
-        requests = random_requests(3, 20)
-        for number, request in enumerate(requests):
-            request.queued = 0.003 * number
-        plans = plans_of(engine, worker, requests)
+        plans = plans_of(engine, worker, random_requests(3, 20))
         steps.append([msgspec.msgpack.encode(plan) for plan in plans])
     assert steps[0] == steps[1]
-
-
-def first_tokens(engine: LocalEngine) -> list[str]:
-    """Runs the engine until it is idle. Returns the requests in the order of their first tokens."""
-    found: dict[str, None] = {}
-    while engine.has_work:
-        found |= dict.fromkeys(event.request_id for event in engine.step())
-    assert_idle(engine)
-    return list(found)
-
-
-def prompt(name: str, token: int, num: int, queued: float = 0.0) -> Request:
-    params = SamplingParams(max_tokens=2, temperature=0.0)
-    made = Request(name, array("i", [token] * num).tobytes(), params, seed=0)
-    made.queued = queued
-    return made
-
-
-@pytest.mark.parametrize(("model", "target"), [(SMALL, 0.0025), (SMALL, None), (SMALL, 0.0), (None, None)])
-def test_a_short_prompt_passes_a_long_one_that_came_just_before(
-    model: StepTime | None, target: float | None
-) -> None:
-    """The long one takes 6.5 ms, and lets those pass that come within twice of what it takes more. Where no
-    model bounds the steps, all have to wait."""
-    engine, _ = make(model, target)
-    requests = [prompt("long", 1, 650), prompt("soon", 2, 50, 0.0119), prompt("late", 3, 50, 0.0121)]
-    engine.add(requests[0])
-    engine.step()
-    engine.add(*requests[1:])
-    expected = ["long", "soon", "late"] if model is None or target == 0.0 else ["soon", "long", "late"]
-    assert first_tokens(engine) == expected
-    seconds = [0.0] * 3 if expected[0] == "long" else [0.0065, 0.0005, 0.0005]
-    assert [request.prefill_seconds for request in requests] == pytest.approx(seconds)
-
-
-def test_a_long_prompt_that_is_cached_is_not_passed() -> None:
-    engine, _ = make(SMALL, 0.0025)
-    engine.add(prompt("before", 1, 600))
-    run(engine)
-    engine.add(long := prompt("long", 1, 650), prompt("short", 2, 60))
-    assert first_tokens(engine) == ["long", "short"]
-    assert long.prefill_seconds == pytest.approx(0.0005)
 
 
 def test_steps_of_decodes_alone_do_not_ask_for_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -533,9 +487,7 @@ def test_the_simulator_plans_the_same_steps_as_the_engine(
     engine = LocalEngine(make_scheduler(info), worker)
     for number, (prompt, output) in enumerate(lengths):
         ids = array("i", [number] + [299] * (prompt - 1)).tobytes()
-        request = Request(str(number), ids, SamplingParams(max_tokens=output, temperature=0.0), seed=number)
-        request.queued = 0.0
-        engine.add(request)
+        engine.add(Request(str(number), ids, SamplingParams(max_tokens=output, temperature=0.0), seed=number))
     run(engine)
     ours, theirs = ([(p.rows, p.starts, p.counts) for p in plans] for plans in (worker.plans, simulated))
     assert ours == theirs

@@ -9,25 +9,23 @@ import pytest
 from lightkv.ledger import TokenLedger
 from lightkv.router.engine.admission import make_admission
 from lightkv.router.engine.loop import LocalEngine
+from lightkv.router.engine.prefill_budget import PrefillBudget
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits
+from lightkv.router.engine.step_time import StepTime
 from lightkv.router.engine.waiting import LATE_EVERY, SECONDS_PER_PRIORITY, WaitingQueue
 from lightkv.router.sampling_params import SamplingParams
 from tests.support.model_worker import ModelWorker
 
+# A device on which a hundred prompt tokens take as long as all else.
+SMALL = StepTime(base=1e-3, per_decode=1e-5, per_kv=1e-7, prefill=0.0, per_prompt=1e-5, per_pair=2e-8)
 
-def request(
-    number: int,
-    priority: int = 0,
-    prompt: int = 1,
-    max_tokens: int = 5,
-    at: float = 0.0,
-    seconds: float = 0.0,
-) -> Request:
+
+def request(number: int, priority: int = 0, prompt: int = 1, max_tokens: int = 5, at: float = 0.0) -> Request:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     made = Request(str(number), array("i", [number % 200] * prompt).tobytes(), params, 1, priority=priority)
-    made.arrival, made.queued, made.prefill_seconds = number, at, seconds
+    made.arrival, made.queued = number, at
     return made
 
 
@@ -55,34 +53,6 @@ def test_extreme_priorities_pass_a_request_for_a_bounded_time(urgent: int, own: 
         if queue.pop() is waiting:
             break
     assert 10.0 * number == 60.0 * minutes
-
-
-def test_a_long_prefill_is_passed_for_twice_what_it_takes_longer() -> None:
-    """However many short ones come: one each 100 ms, and each time one is admitted."""
-    queue = WaitingQueue()
-    queue.push(long := request(0, seconds=1.0))
-    for number in range(1, 100):
-        queue.push(request(number, at=0.1 * number, seconds=0.17))
-        if queue.pop() is long:
-            break
-    assert number == 17  # at 1.7 seconds, and not at 1.6
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_only_shorter_prefills_pass_and_only_within_their_time(seed: int) -> None:
-    rng = random.Random(seed)
-    queue = WaitingQueue()
-    requests = [request(i, at=rng.uniform(0, 3), seconds=rng.choice((0.0, 0.1, 0.4, 1.0))) for i in range(60)]
-    for one in requests:
-        queue.push(one)
-    queue.check()
-    popped = [queue.pop() for _ in requests]
-    for first, second in itertools.combinations(popped, 2):
-        assert first.queued is not None
-        assert second.queued is not None
-        ahead = first.queued - second.queued
-        assert ahead <= 2 * (second.prefill_seconds - first.prefill_seconds) + 1e-9
-    assert any(first.queued > second.queued for first, second in itertools.pairwise(popped))  # type: ignore[operator]
 
 
 def test_with_patience_extreme_priorities_leave_one_in_so_many_admissions() -> None:
@@ -147,16 +117,110 @@ def test_random_lives_of_the_queue_keep_few_stale_entries() -> None:
             queue.check()
     assert len(queue) == len(waiting)
     assert len(queue._heap) <= 2 * 51 + 64
-    assert len(queue._by_age) <= 2 * 51 + 64
+    assert len(queue._otherwise) <= 2 * 51 + 64
+
+
+def queue_with_cache(cached: int = 0) -> WaitingQueue:
+    """A queue in which short prompts pass long ones, with this many tokens of 1 in the cache."""
+    ledger = TokenLedger(10_000, 4, 5000)
+    if cached:
+        sequence = ledger.open(array("i", [1] * cached).tobytes())
+        ledger.extend([sequence], [cached])
+        ledger.publish(sequence)
+        ledger.close(sequence)
+    return WaitingQueue(cache=ledger)
+
+
+def pop_all(queue: WaitingQueue) -> list[int]:
+    """Pops all requests. Returns their numbers."""
+    popped = []
+    while queue.head is not None:
+        popped.append(queue.pop().arrival)
+        queue.check()
+    return popped
+
+
+def test_a_long_prompt_lets_as_many_tokens_pass_as_it_has() -> None:
+    lengths = [100, 40, 100, 30, 99, 40, 21, 100]
+    queue = queue_with_cache()
+    for number, length in enumerate(lengths):
+        queue.push(request(number, prompt=length))
+    # The first lets 21, 30 and 40 tokens pass, and then no 40 any more. The third lets 40 pass, and no 99.
+    assert pop_all(queue) == [6, 3, 1, 0, 5, 2, 4, 7]
+    queue = WaitingQueue()
+    for number, length in enumerate(lengths):
+        queue.push(request(number, prompt=length))
+    assert pop_all(queue) == list(range(8))
+
+
+def test_a_cached_prompt_counts_with_the_rest_of_it() -> None:
+    queue = queue_with_cache(cached=900)
+    queue.push(request(1, prompt=1000))
+    queue.push(request(2, prompt=101))
+    queue.push(request(3, prompt=99))
+    assert pop_all(queue) == [3, 1, 2]
+
+
+def test_short_prompts_of_lower_priority_do_not_pass() -> None:
+    queue = queue_with_cache()
+    queue.push(request(0, prompt=100))
+    queue.push(request(1, priority=1, prompt=10))
+    assert pop_all(queue) == [0, 1]
+    queue.push(request(2, priority=1, prompt=100))
+    queue.push(request(3, priority=1, prompt=10, at=1.0))
+    assert pop_all(queue) == [3, 2]
+
+
+def test_nobody_passes_one_that_was_refused() -> None:
+    queue = queue_with_cache()
+    requests = [request(number, prompt=length) for number, length in enumerate((100, 10, 90, 5))]
+    for one in requests:
+        queue.push(one)
+    assert queue.head is requests[3]
+    assert queue.hold()
+    assert queue.head is requests[0]
+    assert not queue.hold()
+    queue.push(request(4, prompt=1))
+    assert queue.head is requests[0]
+    queue.forget(requests[0])  # it was aborted, say
+    assert pop_all(queue) == [4, 3, 1, 2]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_however_many_short_prompts_come_a_wait_is_bounded(seed: int) -> None:
+    """By twice the tokens that came before, and once the own ones. Some are aborted or preempted meanwhile."""
+    rng = random.Random(seed)
+    queue = queue_with_cache()
+    waiting: dict[Request, int] = {}  # and the tokens that may still be computed before each
+    popped: list[Request] = []
+    for number in range(2000):
+        length = rng.choice((1, 3, 10, 50, 200))
+        one = request(number, prompt=length, at=float(number))
+        waiting[one] = length + 2 * sum(other.num_prompt for other in waiting)
+        queue.push(one)
+        if len(waiting) > 1 and rng.random() < 0.1:
+            gone = rng.choice(list(waiting))
+            queue.forget(gone)
+            del waiting[gone]
+        if waiting and rng.random() < 0.9:
+            popped.append(first := queue.pop())
+            del waiting[first]
+            for other in waiting:
+                waiting[other] -= first.num_prompt
+            assert min(waiting.values(), default=0) >= 0
+        if number % 50 == 0:
+            queue.check()
+    assert any(one.arrival > other.arrival for one, other in itertools.pairwise(popped))
 
 
 def test_small_requests_that_fit_do_not_pass_a_large_head() -> None:
     """The large one needs the whole pool. It is admitted when those that ran before it have ended, although
     small ones come in every step."""
-    for admission in ("exact", "timely"):
+    for admission, chunk in (("exact", 0), ("timely", 0), ("exact", 64)):
         worker = ModelWorker(100, random.Random(0))
-        ledger = TokenLedger(100, 32, 100)
-        scheduler = Scheduler(ledger, Limits(32, 100, 0, 300), admission=make_admission(admission))
+        ledger, limits = TokenLedger(100, 32, 100), Limits(32, 100, chunk, 300)
+        budget = PrefillBudget(limits, StepTime.parse(""))  # bounds the steps where prompts are cut
+        scheduler = Scheduler(ledger, limits, admission=make_admission(admission), budget=budget)
         engine = LocalEngine(scheduler, worker)
         number = 0
         for _ in range(5):
@@ -172,3 +236,36 @@ def test_small_requests_that_fit_do_not_pass_a_large_head() -> None:
             engine.check()
             waited += 1
         assert waited <= 12
+
+
+def test_a_large_prompt_gets_the_first_row_that_is_free() -> None:
+    """While all rows run, and many small ones have come just after it."""
+    limits = Limits(4, 500, 300, 300)
+    ledger = TokenLedger(4000, 4, 500)
+    scheduler = Scheduler(ledger, limits, budget=PrefillBudget(limits, StepTime.parse("")))
+    engine = LocalEngine(scheduler, ModelWorker(4000, random.Random(0)))
+    engine.add(*(request(number, max_tokens=10 + 5 * number) for number in range(4)))
+    engine.step()
+    engine.add(large := request(4, prompt=400, max_tokens=10))
+    engine.step()
+    small = [request(number, prompt=2, max_tokens=10) for number in range(5, 300)]
+    engine.add(*small)
+    while large.sequence is None:
+        assert not any(one.sequence for one in small)
+        engine.step()
+        engine.check()
+    assert engine.stats().num_steps <= 12
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_that_waits() -> None:
+    limits = Limits(8, 700, 300, 300, itl_target=0.0025)
+    scheduler = Scheduler(TokenLedger(4000, 8, 700), limits, budget=PrefillBudget(limits, SMALL))
+    engine = LocalEngine(scheduler, ModelWorker(4000, random.Random(0)))
+    engine.add(request(0, prompt=600))
+    engine.step()
+    engine.add(request(1, prompt=650), request(2, prompt=500), request(3, prompt=20))
+    first: list[str] = []
+    while engine.has_work:
+        first += [event.request_id for event in engine.step() if event.request_id not in first]
+        engine.check()
+    assert first == ["0", "3", "2", "1"]
