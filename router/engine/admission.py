@@ -215,7 +215,7 @@ class Admission:
         reserve: the share of the pool that admission leaves free if all requests are estimated; in proportion
             less if only some of them are.
         patience: seconds after which a waiting request lets the requests of its priority that have waited
-            less go first; None is first come, first served.
+            less go first; None is the order of arrival (`waiting.py`).
     """
 
     estimates: Estimates | None = None
@@ -252,14 +252,19 @@ class Admission:
             expected = min(max(expected, least, request.params.min_tokens), max_tokens)
         return expected
 
-    def limit_with(self, running: Running, request: Request) -> int:
-        """Returns the most slots that the running requests and this one may be counted with, less the
-        reserve."""
+    def limit_with(self, running: Running, *requests: Request) -> int:
+        """Returns the most slots that the running requests and these may be counted with, less the reserve."""
         ledger = running.ledger
-        limit = self.limit(ledger.capacity, ledger.num_open + 1)
-        if num_estimated := running.forecast.num_estimated + (not request.is_exact):
-            limit -= int(ledger.capacity * self.reserve * num_estimated / (ledger.num_open + 1))
+        num = ledger.num_open + len(requests)
+        limit = self.limit(ledger.capacity, num)
+        if num_estimated := running.forecast.num_estimated + sum([not one.is_exact for one in requests]):
+            limit -= int(ledger.capacity * self.reserve * num_estimated / num)
         return limit
+
+    def has_room(self, running: Running, *requests: Request) -> bool:
+        """Returns whether the pool has room for the running requests and these, whenever each of them ends."""
+        finals = sum([request.final for request in requests]) * running.ledger.groups.num_groups
+        return running.forecast.total + finals <= self.limit_with(running, *requests)
 
     def steps_to_wait(self, running: Running, request: Request) -> float:
         """Returns 0 if the pool has room for the peak of the running requests and this one. Else returns for

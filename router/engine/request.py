@@ -95,6 +95,7 @@ class Request:
         "num_scored",
         "output",
         "params",
+        "place",
         "prefill_ids",
         "priority",
         "prompt_ids",
@@ -145,6 +146,8 @@ class Request:
         self.ticket: int | None = None
         self.arrival = 0  # the request's number in the order of arrival; the scheduler sets it
         self.rank: float = priority
+        # `order` of the head of the queue when the request was admitted; it may have passed the head.
+        self.place: tuple[float, bool, int] = (0.0, False, 0)
         # When the request came, in seconds; the scheduler sets it where it is None.
         self.queued: float | None = None
         self.waited = 0.0  # seconds in the queue until it was first admitted
@@ -163,7 +166,7 @@ class Request:
         self.chunk_step = -1
         # Where short prompts pass long ones, the queue sets these:
         self.num_new = 0  # the tokens of the prefill that were not cached when the request was queued
-        self.lets_pass = 0  # the tokens that others may still have while it is the first and waits
+        self.lets_pass = 0  # the tokens of others that may still pass it while it is the head
 
     def validate(self, limits: Limits, capacity: int, groups: LayerGroups = ONE_GROUP) -> None:
         """Checks that the request can run in a pool of `capacity` slots, of a model with these layer groups.

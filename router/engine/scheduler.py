@@ -303,8 +303,8 @@ class Scheduler:
         """Opens the request's sequence if admission allows it, as it always does if no other request runs. Its
         place among the prefills is `idx`; `budget` and `room` are what the step can still compute and hold."""
         ledger = self.ledger
-        if self.step < self._retry_at or ledger.num_open >= self.limits.max_num_seqs:
-            self.waiting.hold()
+        passed = self.waiting.passed_by(request)  # it must not lack what the request takes
+        if self.step < self._retry_at or ledger.num_open + len(passed) >= self.limits.max_num_seqs:
             return False
         running = Running(
             ledger, self._forecast, self._prefilling, self._decoding.values(), budget, room, idx
@@ -315,9 +315,10 @@ class Scheduler:
             return False  # it is admitted in a step that computes a part of it
         if not len(request.output) < request.expected < request.max_tokens:  # else its estimate still stands
             request.expected = self._admission.expected(request, len(request.output))
+        if passed and not self._admission.has_room(running, request, *passed):
+            return False
         if ledger.num_open and (wait := self._admission.steps_to_wait(running, request)):
-            if not self.waiting.hold():  # else another request is the head now
-                self._retry_at, self._refused = self.step + wait, request
+            self._retry_at, self._refused = self.step + wait, request
             return False
         sequence = ledger.open(request.prefill_ids, request.namespace, request.session)
         request.sequence = sequence
@@ -413,13 +414,12 @@ class Scheduler:
         budget, chunks = self._step_budget(decodes), list[Chunk]()
         while (room := self.ledger.num_available - growth) > 0 or self._num_groups > 1:
             idx = len(chunks)
-            head = self.waiting.head
+            nexts = self.waiting.nexts
             admitted = self._prefilling[idx] if idx < len(self._prefilling) else None
-            if head is not None and admitted is not None and admitted.order < head.order:
-                head = None
-            if head is not None and self._admit(head, budget, room, idx):
-                self.waiting.pop()
-                self._prefilling.insert(idx, head)
+            if nexts and admitted is not None and admitted.place <= nexts[-1].order:
+                nexts = []
+            if new := next((one for one in nexts if self._admit(one, budget, room, idx)), None):
+                self._prefilling.insert(idx, self.waiting.pop(new))
                 room = self.ledger.num_available - growth  # what it has hit is not available any more
             elif admitted is None:
                 break

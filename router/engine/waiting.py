@@ -1,7 +1,8 @@
 """The queue of requests that wait to be admitted, and their order.
 
-Only the head is admitted. If it has no room, it keeps its place, and no other request passes it: so a large
-request gets the room that ends leave, however many small ones would fit before. The order is one of two:
+Only the head is admitted, or one that passes it, as is said below. If the head has no room, it keeps its place,
+and nothing passes it: so a large request gets the room that ends leave, however many small ones would fit
+before. The order is one of two:
 
 first come     by the time of arrival, plus a minute for each unit of priority. Of the requests that come later,
                only those whose priority is lower pass a request, and only those that come within a minute for
@@ -11,11 +12,12 @@ with patience  by priority, then those in time before those that are late, then 
                admissions goes to the request that would be the first in the other order, so that no stream of
                requests keeps another one waiting for ever.
 
-Where a model of step times keeps steps short, the first in this order lets requests of no lower priority go
-first that have fewer tokens to compute, until they have had as many tokens together as it computes itself. So a
-short prompt need not wait for a long one that came just before it, and nobody waits for more than twice the
-tokens that came before it and once for its own. A first that is refused for lack of room lets nobody go first,
-so that all room that is freed adds up for it.
+Where a model of step times keeps steps short, and in the first of the two orders, the head lets shorter prompts
+pass: those that are as urgent or more urgent, until they have had as many tokens together as the head computes
+itself. The rows and the pool must have room for the head besides them, whenever the running requests end. So a
+short prompt need not wait for a long one that came just before it. Of the tokens that wait when a request
+comes, at most twice as many are computed before it, and once its own besides. Cached tokens do not count, as
+they are when a request is queued.
 """
 
 import heapq
@@ -39,7 +41,7 @@ class WaitingQueue:
     """Requests by rank. Those of one rank are ordered by lateness (late ones last), then by arrival.
 
     `patience`: the seconds after which a request that has never run is late; None: no request is ever late.
-    `cache`: the ledger that has the cached tokens of prompts, if short prompts pass long ones; else None.
+    `cache`: the ledger that knows the cached tokens of prompts, if short prompts pass long ones; else None.
     """
 
     def __init__(self, patience: float | None = None, cache: Ledger | None = None) -> None:
@@ -47,9 +49,9 @@ class WaitingQueue:
         self._cache = cache if patience is None else None
         # Entries of requests that have left the queue, or got another place since, are stale and skipped.
         self._heap: list[_Entry] = []
-        # With patience: the requests in the order without it. With a cache: by what they compute.
+        # With patience: the requests in the order without it. With a cache: the most urgent ones with the
+        # fewest tokens to compute first.
         self._otherwise: list[_OtherEntry] = []
-        self._holds = False  # does the first in order let nobody pass?
         self._next_ticket = 0
         self._num_popped = 0
         # With patience: requests in their order of arrival, not late yet.
@@ -63,34 +65,34 @@ class WaitingQueue:
 
     @property
     def head(self) -> Request | None:
-        """The request that is admitted next."""
+        """The request that is admitted next, unless another passes it."""
         if self._patience is not None and self._num_popped % LATE_EVERY == LATE_EVERY - 1:
             return self._first_otherwise()
-        first = self._first()
-        if self._cache is None or first is None or self._holds:
-            return first
-        shortest = self._first_otherwise()
-        assert shortest is not None
-        may_pass = shortest.num_new <= min(first.num_new - 1, first.lets_pass)
-        return shortest if may_pass and shortest.priority <= first.priority else first
-
-    def _first(self) -> Request | None:
         while self._heap and not _is_waiting(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][4] if self._heap else None
+
+    @property
+    def nexts(self) -> list[Request]:
+        """The requests to be admitted next: one that may pass the head, if there is one, and the head."""
+        head = self.head
+        if head is None or self._cache is None:
+            return [] if head is None else [head]
+        other = self._first_otherwise()
+        assert other is not None
+        is_shorter = other.num_new < head.num_new and other.num_new <= head.lets_pass
+        return [other, head] if is_shorter and _priority(other) <= _priority(head) else [head]
+
+    def passed_by(self, request: Request) -> list[Request]:
+        """Returns the head, if one of `nexts` would pass it, or nothing."""
+        head = self.head
+        return [] if head is None or request is head else [head]
 
     def _first_otherwise(self) -> Request | None:
         entries = self._otherwise
         while entries and entries[0][2] != entries[0][3].ticket:
             heapq.heappop(entries)
         return entries[0][3] if entries else None
-
-    def hold(self) -> bool:
-        """Has the first in order let nobody pass until it is admitted, since room is short. Returns whether it
-        was not the head."""
-        head = self.head
-        self._holds = True
-        return self.head is not head
 
     @property
     def late_at(self) -> float:
@@ -107,7 +109,7 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         """Adds a request, be it new or preempted."""
         assert request.queued is not None
-        priority = min(max(request.priority, MIN_PRIORITY), MAX_PRIORITY)
+        priority = _priority(request)
         aged = request.queued + priority * SECONDS_PER_PRIORITY
         request.rank = aged if self._patience is None else request.priority
         request.ticket = ticket = self._next_ticket
@@ -125,25 +127,23 @@ class WaitingQueue:
             request.num_new = request.num_prefill_tokens - num_hit
             if not request.num_preemptions:
                 request.lets_pass = request.num_new
-            heapq.heappush(self._otherwise, (request.num_new, request.arrival, ticket, request))
+            heapq.heappush(self._otherwise, (priority, request.num_new, ticket, request))
 
-    def pop(self) -> Request:
-        """Removes the head and returns it. Raises IndexError where the queue is empty."""
-        request = self.head
-        if request is None:
+    def pop(self, request: Request | None = None) -> Request:
+        """Removes one of `nexts`, or the head, and returns it. Raises IndexError where the queue is empty."""
+        head = self.head
+        if head is None:
             raise IndexError("no request waits")
+        request = request or head
+        request.place = head.order
+        if request is not head:
+            head.lets_pass -= request.num_new
         self._num_popped += 1
-        first = self._first()
         self.forget(request)
-        if request is not first and first is not None and self._cache is not None:
-            first.lets_pass -= request.num_new
-            request.rank = math.nextafter(first.rank, -math.inf)  # it keeps the place before the first
         return request
 
     def forget(self, request: Request) -> None:
         """Removes a waiting request from wherever it is in the queue."""
-        if self._holds and request is self._first():
-            self._holds = False
         request.ticket = None
         self._num -= 1
         self.num_estimated -= not request.is_exact
@@ -185,6 +185,11 @@ class WaitingQueue:
         tokens = sum(request.num_prefill_tokens for request in waiting)
         if tokens != self.num_tokens:
             raise CheckFailed(f"{self.num_tokens} tokens are counted as waiting, {tokens} are in the queue")
+
+
+def _priority(request: Request) -> int:
+    """Returns the priority that counts."""
+    return min(max(request.priority, MIN_PRIORITY), MAX_PRIORITY)
 
 
 def _is_waiting(entry: _Entry) -> bool:

@@ -132,10 +132,11 @@ def queue_with_cache(cached: int = 0) -> WaitingQueue:
 
 
 def pop_all(queue: WaitingQueue) -> list[int]:
-    """Pops all requests. Returns their numbers."""
+    """Pops all requests, those that may pass the head before it. Returns their numbers."""
     popped = []
-    while queue.head is not None:
-        popped.append(queue.pop().arrival)
+    while nexts := queue.nexts:
+        assert nexts[-1] is queue.head
+        popped.append(queue.pop(nexts[0]).arrival)
         queue.check()
     return popped
 
@@ -169,26 +170,15 @@ def test_short_prompts_of_lower_priority_do_not_pass() -> None:
     queue.push(request(2, priority=1, prompt=100))
     queue.push(request(3, priority=1, prompt=10, at=1.0))
     assert pop_all(queue) == [3, 2]
-
-
-def test_nobody_passes_one_that_was_refused() -> None:
-    queue = queue_with_cache()
-    requests = [request(number, prompt=length) for number, length in enumerate((100, 10, 90, 5))]
-    for one in requests:
-        queue.push(one)
-    assert queue.head is requests[3]
-    assert queue.hold()
-    assert queue.head is requests[0]
-    assert not queue.hold()
-    queue.push(request(4, prompt=1))
-    assert queue.head is requests[0]
-    queue.forget(requests[0])  # it was aborted, say
-    assert pop_all(queue) == [4, 3, 1, 2]
+    queue.push(request(4, prompt=4000))
+    queue.push(request(5, priority=1, prompt=10))
+    queue.push(request(6, prompt=100))
+    assert pop_all(queue) == [6, 4, 5]
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_however_many_short_prompts_come_a_wait_is_bounded(seed: int) -> None:
-    """By twice the tokens that came before, and once the own ones. Some are aborted or preempted meanwhile."""
+    """By twice the tokens that waited before, and once the own ones. Some are aborted, or preempted once."""
     rng = random.Random(seed)
     queue = queue_with_cache()
     waiting: dict[Request, int] = {}  # and the tokens that may still be computed before each
@@ -203,11 +193,17 @@ def test_however_many_short_prompts_come_a_wait_is_bounded(seed: int) -> None:
             queue.forget(gone)
             del waiting[gone]
         if waiting and rng.random() < 0.9:
-            popped.append(first := queue.pop())
-            del waiting[first]
+            popped.append(first := queue.pop(queue.nexts[0]))
+            left = waiting.pop(first)
             for other in waiting:
                 waiting[other] -= first.num_prompt
             assert min(waiting.values(), default=0) >= 0
+            if rng.random() < 0.05 and not first.num_preemptions:
+                first.num_preemptions += 1
+                queue.push(first)
+                for other in waiting:
+                    waiting[other] += first.num_prompt
+                waiting[first] = left + 2 * sum(other.num_prompt for other in waiting)
         if number % 50 == 0:
             queue.check()
     assert any(one.arrival > other.arrival for one, other in itertools.pairwise(popped))
@@ -238,23 +234,47 @@ def test_small_requests_that_fit_do_not_pass_a_large_head() -> None:
         assert waited <= 12
 
 
-def test_a_large_prompt_gets_the_first_row_that_is_free() -> None:
-    """While all rows run, and many small ones have come just after it."""
-    limits = Limits(4, 500, 300, 300)
-    ledger = TokenLedger(4000, 4, 500)
-    scheduler = Scheduler(ledger, limits, budget=PrefillBudget(limits, StepTime.parse("")))
-    engine = LocalEngine(scheduler, ModelWorker(4000, random.Random(0)))
-    engine.add(*(request(number, max_tokens=10 + 5 * number) for number in range(4)))
+@pytest.mark.parametrize(("capacity", "num_rows"), [(40_000, 4), (1700, 64)])
+def test_no_short_prompt_takes_what_a_long_one_could_have(capacity: int, num_rows: int) -> None:
+    """While the first is computed, there is room for the second, and for it and a short one not for sure."""
+    limits = Limits(num_rows, 900, 300, 300, itl_target=0.0025)
+    ledger = TokenLedger(capacity, num_rows, 900)
+    scheduler = Scheduler(ledger, limits, budget=PrefillBudget(limits, SMALL))
+    engine = LocalEngine(scheduler, ModelWorker(capacity, random.Random(0)))
+    engine.add(*(request(number, max_tokens=60) for number in range(2)))
     engine.step()
-    engine.add(large := request(4, prompt=400, max_tokens=10))
+    engine.add(first := request(2, prompt=640, max_tokens=20))
     engine.step()
-    small = [request(number, prompt=2, max_tokens=10) for number in range(5, 300)]
+    assert first.sequence is not None
+    engine.add(second := request(3, prompt=700, max_tokens=20))
+    small = [request(number, prompt=20, max_tokens=100) for number in range(4, 40)]
     engine.add(*small)
-    while large.sequence is None:
-        assert not any(one.sequence for one in small)
+    while second.sequence is None:
         engine.step()
         engine.check()
-    assert engine.stats().num_steps <= 12
+    with_row = sum(one.sequence is not None for one in small)
+    assert with_row == (0 if num_rows == 4 else 1)
+    assert first.num_prefill_left == 0
+    assert not first.output or len(first.output) < 3
+
+
+def test_what_is_more_urgent_than_a_prefill_is_not_delayed_by_one_that_passes_it() -> None:
+    limits = Limits(8, 700, 300, 300, itl_target=0.0025)
+    scheduler = Scheduler(TokenLedger(4000, 8, 700), limits, budget=PrefillBudget(limits, SMALL))
+    engine = LocalEngine(scheduler, ModelWorker(4000, random.Random(0)))
+    engine.add(request(0, prompt=650))
+    engine.step()
+    engine.add(request(1, prompt=600, priority=-1), request(2, prompt=20, priority=-1, at=100.0))
+    assert first_tokens(engine) == ["2", "1", "0"]
+
+
+def first_tokens(engine: LocalEngine) -> list[str]:
+    """Runs the engine until it is idle. Returns the requests in the order of their first tokens."""
+    found: dict[str, None] = {}
+    while engine.has_work:
+        found |= dict.fromkeys(event.request_id for event in engine.step())
+        engine.check()
+    return list(found)
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one_that_waits() -> None:
@@ -264,8 +284,4 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_that_waits() -> None:
     engine.add(request(0, prompt=600))
     engine.step()
     engine.add(request(1, prompt=650), request(2, prompt=500), request(3, prompt=20))
-    first: list[str] = []
-    while engine.has_work:
-        first += [event.request_id for event in engine.step() if event.request_id not in first]
-        engine.check()
-    assert first == ["0", "3", "2", "1"]
+    assert first_tokens(engine) == ["0", "3", "2", "1"]
