@@ -117,6 +117,10 @@ class Asking(Scheduler):
         if waits and has_row and budget.can_begin(request.num_prefill_tokens):
             decoding = self._decoding.values()
             running = Running(self.ledger, self._forecast, self._prefilling, decoding, budget, room, idx)
+            if passed := self.waiting.passed_by(request):  # there is not room for both for sure
+                has_rows = self.ledger.num_open + 2 <= self.limits.max_num_seqs
+                assert not has_rows or not self._admission.has_room(running, request, *passed)
+                return super()._admit(request, budget, room, idx)
             self.num_asked += 1
             self.num_evicted += num_hit < self.num_hit_then
             assert self._admission.steps_to_wait(running, request), (self.step, retry_at)
