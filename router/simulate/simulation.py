@@ -36,7 +36,7 @@ from .traces import Trace
 
 VOCAB_SIZE = 2**31 - 1
 END, MORE = 2, 1  # sampled: the last token of an answer, any other
-# Requests in the scheduler's queue where none passes another; further ones wait outside, as a few numbers each
+# Requests in the scheduler's queue. Further ones wait outside, as a few numbers each, and pass nobody.
 QUEUE = 64
 PROGRESS_EVERY = 100
 WORDS = "simulating"  # what a progress bar says
@@ -137,18 +137,16 @@ class Simulation:
             admission = replace(admission, patience=config.patience)
         if config.reserve is not None:
             admission = replace(admission, reserve=config.reserve)
+        self._queue = math.inf if admission.patience or config.low_priority else QUEUE
         limits = Limits(
             config.max_num_seqs, longest, config.prefill_chunk, VOCAB_SIZE, itl_target=config.itl_target
         )
-        budget = PrefillBudget(limits, step_time)
-        some_pass = admission.patience or config.low_priority or budget.step_time
-        self._queue = math.inf if some_pass else QUEUE
         self.scheduler = Scheduler(
             self.ledger,
             limits,
             admission=admission,
             clock=lambda: self.clock,
-            budget=budget,
+            budget=PrefillBudget(limits, step_time),
         )
         self.device = _Device(self, step_time, config.max_num_seqs)
         self.engine = LocalEngine(self.scheduler, self.device)

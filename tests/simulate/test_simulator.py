@@ -264,8 +264,7 @@ def test_few_requests_are_held_however_many_wait(monkeypatch: pytest.MonkeyPatch
             return super().plan()
 
     monkeypatch.setattr(simulation, "Scheduler", Watched)
-    config = SimulationConfig(requests=150, rate=math.inf, capacity=20_000, max_new=512, itl_target=0.0)
-    simulate("chat", config)
+    simulate("chat", SimulationConfig(requests=150, rate=math.inf, capacity=20_000, max_new=512))
     assert most <= simulation.QUEUE < 150
 
 
