@@ -94,7 +94,6 @@ class SimulatedServer:
             left = [num_output]
             self._waiting[str(seed)] = Waiting(sent, len(ids), left, [], then)
             request = Request(str(seed), array("i", ids).tobytes(), params, seed, frozenset({END}))
-            request.queued = self.now
             self._engine.add(request)
 
         self.at(sent + self._half, arrive)

@@ -16,8 +16,8 @@ Where a model of step times keeps steps short, and in the first of the two order
 pass: those that are as urgent or more urgent, until they have had as many tokens together as the head computes
 itself. The rows and the pool must have room for the head besides them, whenever the running requests end. So a
 short prompt need not wait for a long one that came just before it. Of the tokens that wait when a request
-comes, at most twice as many are computed before it, and once its own besides. Cached tokens do not count, as
-they are when a request is queued.
+comes, at most twice as many are computed before it, and once its own besides. Tokens that are cached when a
+request is queued do not count.
 """
 
 import heapq

@@ -36,7 +36,8 @@ from .traces import Trace
 
 VOCAB_SIZE = 2**31 - 1
 END, MORE = 2, 1  # sampled: the last token of an answer, any other
-# Requests in the scheduler's queue. Further ones wait outside, as a few numbers each, and pass nobody.
+# The most requests in the scheduler's queue. The others wait outside it, where each takes a few numbers, and
+# they pass no request.
 QUEUE = 64
 PROGRESS_EVERY = 100
 WORDS = "simulating"  # what a progress bar says

@@ -120,6 +120,14 @@ def test_random_lives_of_the_queue_keep_few_stale_entries() -> None:
     assert len(queue._otherwise) <= 2 * 51 + 64
 
 
+def bounded_engine(capacity: int, num_rows: int) -> LocalEngine:
+    """Returns an engine whose steps a model of step times keeps short."""
+    limits = Limits(num_rows, 900, 300, 300, itl_target=0.0025)
+    ledger = TokenLedger(capacity, num_rows, 900)
+    scheduler = Scheduler(ledger, limits, budget=PrefillBudget(limits, SMALL))
+    return LocalEngine(scheduler, ModelWorker(capacity, random.Random(0)))
+
+
 def queue_with_cache(cached: int = 0) -> WaitingQueue:
     """A queue in which short prompts pass long ones, with this many tokens of 1 in the cache."""
     ledger = TokenLedger(10_000, 4, 5000)
@@ -237,10 +245,7 @@ def test_small_requests_that_fit_do_not_pass_a_large_head() -> None:
 @pytest.mark.parametrize(("capacity", "num_rows"), [(40_000, 4), (1700, 64)])
 def test_no_short_prompt_takes_what_a_long_one_could_have(capacity: int, num_rows: int) -> None:
     """While the first is computed, there is room for the second, and for it and a short one not for sure."""
-    limits = Limits(num_rows, 900, 300, 300, itl_target=0.0025)
-    ledger = TokenLedger(capacity, num_rows, 900)
-    scheduler = Scheduler(ledger, limits, budget=PrefillBudget(limits, SMALL))
-    engine = LocalEngine(scheduler, ModelWorker(capacity, random.Random(0)))
+    engine = bounded_engine(capacity, num_rows)
     engine.add(*(request(number, max_tokens=60) for number in range(2)))
     engine.step()
     engine.add(first := request(2, prompt=640, max_tokens=20))
@@ -259,9 +264,7 @@ def test_no_short_prompt_takes_what_a_long_one_could_have(capacity: int, num_row
 
 
 def test_what_is_more_urgent_than_a_prefill_is_not_delayed_by_one_that_passes_it() -> None:
-    limits = Limits(8, 700, 300, 300, itl_target=0.0025)
-    scheduler = Scheduler(TokenLedger(4000, 8, 700), limits, budget=PrefillBudget(limits, SMALL))
-    engine = LocalEngine(scheduler, ModelWorker(4000, random.Random(0)))
+    engine = bounded_engine(4000, 8)
     engine.add(request(0, prompt=650))
     engine.step()
     engine.add(request(1, prompt=600, priority=-1), request(2, prompt=20, priority=-1, at=100.0))
@@ -278,9 +281,7 @@ def first_tokens(engine: LocalEngine) -> list[str]:
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one_that_waits() -> None:
-    limits = Limits(8, 700, 300, 300, itl_target=0.0025)
-    scheduler = Scheduler(TokenLedger(4000, 8, 700), limits, budget=PrefillBudget(limits, SMALL))
-    engine = LocalEngine(scheduler, ModelWorker(4000, random.Random(0)))
+    engine = bounded_engine(4000, 8)
     engine.add(request(0, prompt=600))
     engine.step()
     engine.add(request(1, prompt=650), request(2, prompt=500), request(3, prompt=20))
