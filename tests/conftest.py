@@ -17,9 +17,9 @@ import pytest
 
 from lightkv.router.config import EngineConfig
 from tests.support.headless_browser import NAMES, find_browser
-from tests.support.interpreter import quick_interpreter
+from tests.support.interpreter import language_is_brought_back, quick_interpreter
 
-__all__ = ["quick_interpreter"]
+__all__ = ["language_is_brought_back", "quick_interpreter"]
 
 # A shell's background job ignores Ctrl-C, and so would the programs that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

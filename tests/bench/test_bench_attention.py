@@ -289,7 +289,9 @@ def test_a_run_measures_the_parts_that_are_named(
     assert all(own.shifts == ((0,) if quick else (0, 4)) for _, own in made)
     assert list(results["reading"]) == ([] if quick or "decode" not in measured else ["even"])
     assert results["fa3"] is None
-    assert "FlashAttention 3 is left out" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "FlashAttention 3 is left out" in printed
+    assert "; 0 rows failed" in printed
     assert json.loads((tmp_path / "out.json").read_text())["results"] == results
 
 

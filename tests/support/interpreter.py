@@ -1,8 +1,10 @@
-"""Triton's interpreter without work of which it makes no use, and without making what it has made before. This
-more than halves the time of a kernel, and what the kernel computes stays the same."""
+"""Triton's interpreter, as tests run kernels in it: one launch at a time, for which all of the language is the
+interpreter's, and without making again what it has made before. What a kernel computes stays the same."""
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +13,52 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 
-def is_patched(fn: Any) -> bool:
-    """Whether all of Triton's language that this function sees is the interpreter's at present."""
-    core = tl.core
-    seen = [tl, *(value for value in fn.__globals__.values() if value is core)]
-    return not any(core.is_builtin(language.load) for language in seen)
+class Language:
+    """All that the interpreter replaces for a launch, as it was when this was made."""
+
+    OWNERS = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
+
+    def __init__(self) -> None:
+        self._members = [(owner, dict(vars(owner))) for owner in self.OWNERS]
+
+    def bring_back(self) -> list[str]:
+        """Returns the names of what is no longer as it was, and puts all of it back."""
+        changed = []
+        for owner, members in self._members:
+            now = vars(owner)
+            for name, member in members.items():
+                if now.get(name) is not member:
+                    setattr(owner, name, member)
+                    changed.append(f"{owner.__name__}.{name}")
+        return changed
+
+
+def one_at_a_time(
+    launch: Callable[..., None], patch: Callable[[Any], interpreter._LangPatchScope]
+) -> Callable[..., None]:
+    """Returns `GridExecutor.__call__`, which replaces the language for the launch and brings it back.
+
+    Triton would replace only the modules that the kernel's own module names, and others whenever the kernel
+    calls a jit function of a module that names those; it never brings the latter back. Threads take turns,
+    because they share the language and the index of the program that runs.
+    """
+    every_module = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    turn = threading.RLock()
+
+    def launch_alone(self: interpreter.GridExecutor, *args: Any, **kwargs: Any) -> None:
+        with turn:
+            scope = patch(every_module)
+            try:
+                launch(self, *args, **kwargs)
+            finally:
+                scope.restore()
+
+    return launch_alone
+
+
+def patch_nothing(_fn: Any) -> interpreter._LangPatchScope:
+    """Stands in for `interpreter._patch_lang` during a launch, for which all is replaced already."""
+    return interpreter._LangPatchScope()
 
 
 def kept_by_name(find: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,21 +125,19 @@ def patch_attr(obj: Any, name: str, member: Callable[..., Any], builder: Any, sc
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_interpreter() -> Iterator[None]:
-    """Until the session ends, the language is replaced by the interpreter's once a launch, not again whenever
-    one jit function calls another; types and shapes are made once; and integers are not looked at for an
-    overflow, which the interpreter would report only with its option `debug`."""
-    if torch.cuda.is_available():  # kernels are compiled there
-        yield
+def quick_interpreter() -> Iterator[Language | None]:
+    """Until the session ends, the language is replaced by the interpreter's once a launch; types and shapes are
+    made once; and integers are not looked at for an overflow, which the interpreter would report only with its
+    option `debug`. Gives the language outside of launches; None on a GPU, where kernels are compiled."""
+    if torch.cuda.is_available():
+        yield None
         return
     patch, options = interpreter._patch_lang, interpreter.interpreter_builder.options
     assert not options.debug
-
-    def patch_what_is_not(fn: Any) -> Any:
-        return interpreter._LangPatchScope() if is_patched(fn) else patch(fn)
-
+    executor = interpreter.GridExecutor
     with pytest.MonkeyPatch.context() as changed:
-        changed.setattr(interpreter, "_patch_lang", patch_what_is_not)
+        changed.setattr(executor, "__call__", one_at_a_time(executor.__call__, patch))
+        changed.setattr(interpreter, "_patch_lang", patch_nothing)
         changed.setattr(interpreter, "_patch_attr", patch_attr)
         changed.setattr(interpreter, "_get_np_dtype", kept_by_name(interpreter._get_np_dtype))
         changed.setattr(tl.block_type, "__init__", kept_blocks(tl.block_type.__init__))
@@ -105,4 +146,12 @@ def quick_interpreter() -> Iterator[None]:
         changed.setattr(tl.tensor, "__init__", kept_tensors(tl.tensor.__init__))
         quick = replace(options, sanitize_overflow=False)
         changed.setattr(interpreter.interpreter_builder, "options", quick)
-        yield
+        yield Language()
+
+
+@pytest.fixture(autouse=True)
+def language_is_brought_back(quick_interpreter: Language | None) -> Iterator[None]:
+    """Fails a test that leaves Triton's language replaced, and brings it back for the next one."""
+    yield
+    if quick_interpreter is not None and (changed := quick_interpreter.bring_back()):
+        pytest.fail(f"{len(changed)} functions of Triton's language stayed replaced, such as {changed[0]}")
