@@ -7,6 +7,7 @@ from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 from transformers.generation import GenerationMixin
 
 from lightkv.errors import UnsupportedModel
+from lightkv.integrations.model.context import cache_name
 from lightkv.integrations.model.probe import RecordingLayer, evaluated
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
@@ -33,8 +34,8 @@ def probe_encoder_decoder(model: PreTrainedModel, kv_format: KVFormat) -> KVSpec
             decoder(
                 input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device),
                 encoder_hidden_states=hidden,
-                past_key_values=EncoderDecoderCache(own, cross),
                 use_cache=True,
+                **{cache_name(decoder): EncoderDecoderCache(own, cross)},
             )
     except torch.OutOfMemoryError:
         raise

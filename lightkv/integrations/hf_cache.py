@@ -50,6 +50,7 @@ from lightkv.attention import AttentionBackend
 from lightkv.counts import checked_count
 from lightkv.errors import OutOfRows
 from lightkv.integrations.model.attention_call import ATTENTION
+from lightkv.integrations.model.context import cache_name, given_cache, without_cache
 from lightkv.integrations.model.hf_model import PackedStep
 from lightkv.integrations.model.probe import probe, require_plain_cache
 from lightkv.integrations.model.token_positions import require_generated_positions
@@ -253,26 +254,23 @@ class LightKVCache(Cache):
 
     def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs before the model's forward pass: allocates slots, and cuts the call down to uncached tokens."""
-        if kwargs.get("past_key_values") is not self:
+        if given_cache(kwargs) is not self:
             return None
         call = self._read_call(args, kwargs)
         is_new = not self._batch.sequences
         parts, same_as = self._begin_batch(call) if is_new else self._batch.extend(call.input_ids.shape[1])
         self._pending = pending = _Pending(None, call, self.num_columns, self.first_seen)
-        kwargs = dict(kwargs)
         rows = self._batch.rows
         if self._backends and model.config.get_text_config()._attn_implementation == ATTENTION:
             made, arguments = pack_step(self.kv.memory, rows, parts, same_as, call, self.num_columns)
             packed = PackedStep(made, self._backends)
-            kwargs |= arguments
-            kwargs.update(lightkv=packed, use_cache=False)
-            del kwargs["past_key_values"]
+            kwargs = without_cache(kwargs) | arguments | {"lightkv": packed, "use_cache": False}
             kwargs.pop("attention_mask", None)
             self._pending = pending._replace(step=packed)
         else:
             table = self.kv.memory.table
             step, first, positions = gather_step(table, rows, parts, call, self.num_columns)
-            kwargs["input_ids"] = call.input_ids[:, first - self.num_columns :]
+            kwargs = kwargs | {"input_ids": call.input_ids[:, first - self.num_columns :]}
             if self._takes_positions(kwargs):
                 kwargs["position_ids"] = positions
             self._pending = pending._replace(step=step, first=first)
@@ -319,15 +317,13 @@ class LightKVCache(Cache):
         if pending is None:
             return None
         is_packed = isinstance(pending.step, PackedStep)
-        if not (
-            kwargs.get("lightkv") is pending.step if is_packed else kwargs.get("past_key_values") is self
-        ):
+        if not (kwargs.get("lightkv") is pending.step if is_packed else given_cache(kwargs) is self):
             return None
         self._pending = None
         self._batch.confirm(pending.call.input_ids)
         if is_packed:
             output["logits"] = output.logits[0].unflatten(0, (-1, pending.call.num_logits))
-            output["past_key_values"] = self
+            output[cache_name(model)] = self
         return output
 
 
@@ -414,7 +410,7 @@ class _EncoderDecoderKVCache(LightKVCache, EncoderDecoderCache):
         return self._gathered[1]
 
     def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if kwargs.get("past_key_values") is self:
+        if given_cache(kwargs) is self:
             if model.config._attn_implementation == ATTENTION:
                 raise ValueError(
                     f"{type(model).__name__} is bound to lightkv's attention, which does not run "

@@ -1,5 +1,8 @@
-"""The context length, first position and layers of a model, by its configuration. Loads no torch."""
+"""The context length, first position and layers of a model, by its configuration, and what its forward passes
+take. Loads no torch."""
 
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 # The names that configurations give to the longest sequence.
@@ -23,6 +26,8 @@ _AFTER_PADDING = frozenset(
         "xmod",
     }
 )
+# The names of the cache in forward passes: since transformers 5.24, and before it.
+_CACHE, _OLD_CACHE = "cache", "past_key_values"
 
 
 def context_length(config: Any) -> int | None:
@@ -55,3 +60,24 @@ def num_layers(config: Any) -> int | None:
         if type(count := getattr(config, name, None)) is int:
             return count
     return None
+
+
+def argument_names(module: Any) -> set[str]:
+    """Returns the names of what the forward pass of a module's class takes."""
+    return set(inspect.signature(type(module).forward).parameters)
+
+
+def cache_name(module: Any) -> str:
+    """Returns the name by which the forward pass of `module` takes a cache, and returns it in its output."""
+    return _CACHE if _CACHE in argument_names(module) else _OLD_CACHE
+
+
+def given_cache(kwargs: Mapping[str, Any]) -> Any:
+    """Returns the cache among the keyword arguments of a forward pass, by either name; None without one."""
+    found = kwargs.get(_CACHE)
+    return kwargs.get(_OLD_CACHE) if found is None else found
+
+
+def without_cache(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keyword arguments of a forward pass less the cache, whatever its name."""
+    return {name: value for name, value in kwargs.items() if name not in (_CACHE, _OLD_CACHE)}

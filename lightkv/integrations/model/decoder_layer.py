@@ -26,6 +26,7 @@ from lightkv.triton_kernels.layers.gated_activation import gated_activation, gat
 from lightkv.triton_kernels.layers.residual_norm import Norm
 
 from .attention_call import ATTENTION, AttentionHandler
+from .context import given_cache
 from .fused_norm import Carry, add_and_norm
 from .fused_rotary import layout_of
 from .hf_model import PackedStep
@@ -171,7 +172,7 @@ def layer_forward(module: nn.Module, layer: DecoderLayer, carry: Carry, *args: A
     """The forward pass of a decoder layer: fused if lightkv calls the model
     (`attention_call.compute`); else the module's own."""
     is_bound = cast(Any, layer.attention.module).config._attn_implementation == ATTENTION
-    if "lightkv" not in kwargs or not is_bound or len(args) != 1 or kwargs.get("past_key_values") is not None:
+    if "lightkv" not in kwargs or not is_bound or len(args) != 1 or given_cache(kwargs) is not None:
         return type(module).forward(module, *args, **kwargs)
     return layer.forward(args[0], kwargs["lightkv"], kwargs, carry)
 

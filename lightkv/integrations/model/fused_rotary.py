@@ -30,7 +30,7 @@ from lightkv.triton_kernels.write.head_norms import HeadNorm, HeadNorms, normali
 from lightkv.triton_kernels.write.write_kv import split_qkv
 
 from .attention_call import ATTENTION, AttentionCall, AttentionHandler, compute
-from .context import context_length
+from .context import context_length, given_cache
 from .fused_norm import is_called_as_norm
 from .linears import JoinedLinear, has_hooks
 
@@ -135,7 +135,7 @@ def _fused_forward(module: Any, layout: AttentionLayout, *args: Any, **kwargs: A
     tables: Any = kwargs.get("position_embeddings")
     handler: AttentionHandler | None = kwargs.get("lightkv")
     is_bound = module.config._attn_implementation == ATTENTION
-    is_plain = tables is not None and kwargs.get("past_key_values") is None
+    is_plain = tables is not None and given_cache(kwargs) is None
     if handler is None or not is_bound or not is_plain:
         return type(module).forward(module, *args, **kwargs)
     x = args[0] if args else kwargs["hidden_states"]
@@ -280,7 +280,7 @@ class _Watch:
         """Returns the layout with which the fused pass equals the module's own; None if there is none."""
         tables: Any = kwargs.get("position_embeddings")
         x: Any = args[0] if args else kwargs.get("hidden_states")
-        if not _are_tables(tables, x) or kwargs.get("past_key_values") is not None:
+        if not _are_tables(tables, x) or given_cache(kwargs) is not None:
             return None
         if any(isinstance(given, MutableMapping) for given in kwargs.values()):
             return None  # the module may leave its K/V there, for layers after it

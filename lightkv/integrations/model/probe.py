@@ -23,7 +23,7 @@ from lightkv.memory.kv_spec import KVHeads, KVSpec
 from lightkv.triton_kernels.attention.variants import Alibi, Chunk, SinkLogits, Softcap, Window
 
 from .attention_call import AttentionCall, KeptHandler, compute, kept_handler, switch_attention
-from .context import context_length, num_layers
+from .context import cache_name, context_length, num_layers
 from .hf_model import fix_rotary, undo_binding
 from .token_positions import counting_embeddings, counts_itself, fix_positions
 
@@ -254,11 +254,11 @@ def find_shape(model: PreTrainedModel) -> ModelShape:
         output = model(
             input_ids=torch.zeros_like(positions)[None],
             position_ids=positions[None],
-            # Without a cache transformers reads the positions, to find packed texts; on meta there are none.
-            past_key_values=_Past(count, 0) if model.device.type == "meta" else None,
             use_cache=False,
             logits_to_keep=positions[::2],  # neither all nor the last: a model that only takes a count fails
             lightkv=recorder,
+            # Without a cache transformers reads the positions, to find packed texts; on meta there are none.
+            **{cache_name(model): _Past(count, 0) if model.device.type == "meta" else None},
         )
         logits_shape = tuple(output.logits.shape)
     if logits_shape != (1, 2, text.vocab_size):
@@ -397,7 +397,7 @@ def require_plain_cache(model: PreTrainedModel, shape: ModelShape) -> None:
     spec, ids = shape.spec, torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     past = _Past(spec.num_layers, 0)
     with _probed(model):
-        model(input_ids=ids, past_key_values=past, use_cache=True, lightkv=_Projections())
+        model(input_ids=ids, use_cache=True, lightkv=_Projections(), **{cache_name(model): past})
     for idx, layer in enumerate(past.layers):
         num_kv_heads, *dims = spec.heads(idx)
         # A layer that reads another one's K/V may cache nothing.
@@ -418,9 +418,8 @@ def _require_packable(model: PreTrainedModel, shape: ModelShape) -> None:
     # Some models would take a part of their mask where a number says which logits are computed, so it is a
     # tensor: `wanted`.
     order = torch.tensor([token for token in _ORDER if token < num_tokens], device=ids.device)
-    far = (
-        context or num_tokens
-    ) - num_tokens  # the first position of the tokens, if the last one ends the context
+    # The first position of the tokens, if the last one ends the context.
+    far = (context or num_tokens) - num_tokens
 
     def packed(positions: torch.Tensor) -> _Pass:
         """Computes the tokens in `order`, and returns the results in the order of `ids`."""
@@ -447,7 +446,7 @@ def _require_packable(model: PreTrainedModel, shape: ModelShape) -> None:
             # The model's own count shows whether fix_positions changes those that are given as it has to.
             far_ids = None if counts_itself(model) else (positions + far)[None]
             past = _Past(shape.spec.num_layers, far)
-            there = own(position_ids=far_ids, past_key_values=past, use_cache=True)
+            there = own(position_ids=far_ids, use_cache=True, **{cache_name(model): past})
             if difference := there.difference(packed(positions + far)):
                 what = f"what it computes of a token after {far} others depends on more than its position"
                 refuse(difference, what)

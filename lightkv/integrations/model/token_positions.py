@@ -9,7 +9,6 @@ itself: from the length of the cache on. In a packed batch there is no such leng
 that holds nothing; its length, for every token, is the token's position less its place.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from transformers import PreTrainedModel
 
 from lightkv.errors import UnsupportedModel
 
-from .context import first_position
+from .context import argument_names, cache_name, first_position, given_cache
 
 
 def fix_positions(model: PreTrainedModel) -> None:
@@ -32,10 +31,10 @@ def fix_positions(model: PreTrainedModel) -> None:
     if has_positions(model):
         return
     for layer in _counting_layers(model):
-        layer.register_forward_pre_hook(_give_positions, with_kwargs=True)
+        layer.register_forward_pre_hook(_CountGiven(cache_name(layer)), with_kwargs=True)
     embeddings, first = counting_embeddings(model), first_position(model.config)
     if embeddings or first:
-        given = _GivenPositions(first, is_named="position_ids" in _arguments(model))
+        given = _GivenPositions(first, is_named="position_ids" in argument_names(model))
         model.register_forward_pre_hook(given, with_kwargs=True)
         for embedding in embeddings:
             embedding.register_forward_pre_hook(_EmbedGiven(given), with_kwargs=True)
@@ -56,12 +55,12 @@ def release_positions(model: PreTrainedModel) -> None:
 
 def counting_embeddings(model: PreTrainedModel) -> list[nn.Module]:
     """Returns the embeddings of positions of a `model` that counts them itself: its forward pass takes none."""
-    if "position_ids" in _arguments(model):
+    if "position_ids" in argument_names(model):
         return []
     return [
         module
         for module in model.modules()
-        if isinstance(module, nn.Embedding) and "position_ids" in _arguments(module)
+        if isinstance(module, nn.Embedding) and "position_ids" in argument_names(module)
     ]
 
 
@@ -80,11 +79,6 @@ def require_generated_positions(model: PreTrainedModel) -> None:
         raise UnsupportedModel(name, "its forward pass takes no position_ids; LLM and CachedModel run it")
 
 
-def _arguments(module: Any) -> set[str]:
-    """Returns the names of what the forward pass of a module's class takes."""
-    return set(inspect.signature(type(module).forward).parameters)
-
-
 def _counting_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Returns the layers whose attention scales queries by their place, by transformers' names for it."""
     return [
@@ -100,11 +94,7 @@ def _counting_layers(model: PreTrainedModel) -> list[nn.Module]:
 def _hooks_of(module: nn.Module) -> list[int]:
     """Returns the ids of the hooks of this file that `module` has."""
     own: dict[int, Callable[..., Any]] = module._forward_pre_hooks
-    return [
-        idx
-        for idx, hook in own.items()
-        if hook is _give_positions or isinstance(hook, _GivenPositions | _EmbedGiven)
-    ]
+    return [idx for idx, hook in own.items() if isinstance(hook, _GivenPositions | _EmbedGiven | _CountGiven)]
 
 
 @dataclass(eq=False)
@@ -140,13 +130,18 @@ class _EmbedGiven:
         return None if positions is None else (args, kwargs | {"position_ids": positions[0]})
 
 
-def _give_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@dataclass(frozen=True)
+class _CountGiven:
     """A hook before the forward pass of a layer that gives it a `_PlacesToPositions` for a cache."""
-    position_ids = kwargs.get("position_ids")
-    if kwargs.get("past_key_values") is not None or position_ids is None or len(position_ids) != 1:
-        return None
-    places = torch.arange(position_ids.shape[1], device=position_ids.device)
-    return args, kwargs | {"past_key_values": _PlacesToPositions(position_ids[0] - places)}
+
+    cache_name: str
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        position_ids = kwargs.get("position_ids")
+        if given_cache(kwargs) is not None or position_ids is None or len(position_ids) != 1:
+            return None
+        places = torch.arange(position_ids.shape[1], device=position_ids.device)
+        return args, kwargs | {self.cache_name: _PlacesToPositions(position_ids[0] - places)}
 
 
 @dataclass(frozen=True)

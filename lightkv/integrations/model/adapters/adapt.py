@@ -25,7 +25,9 @@ class Family:
     `module`: the class of the attention modules. `attend`: computes one of their calls; None where the module
     calls AttentionInterface, and only has to be given the handler. `slopes`: returns those of a model's bias by
     distance; None for a family without one. `needs_mask`: whether the model's forward pass fails without an
-    attention mask. `returned`: what a module returns with the output that `attend` returned.
+    attention mask. `returned`: what a module returns with the output that `attend` returned. `marker`: an
+    attribute of the modules that have to be adapted, for a family that is changed in later releases of
+    transformers.
     """
 
     module: str
@@ -33,15 +35,17 @@ class Family:
     slopes: Callable[[Any], Tensor | None] | None = None
     needs_mask: bool = False
     returned: Callable[[Any, Tensor], Any] = lambda module, output: (output, None)
+    marker: str | None = None
 
 
 FAMILIES = {
     "BigBirdForCausalLM": Family("BigBirdSelfAttention", families.bert),
     "BloomForCausalLM": Family("BloomAttention", families.bloom, families.bloom_slopes),
-    "CodeGenForCausalLM": Family("CodeGenAttention", families.codegen),
+    # From transformers 5.24 on these two call AttentionInterface, and the table is another module's.
+    "CodeGenForCausalLM": Family("CodeGenAttention", families.codegen, marker="embed_positions"),
+    "GPTJForCausalLM": Family("GPTJAttention", families.gpt_j, marker="embed_positions"),
     "DiffLlamaForCausalLM": Family("DiffLlamaAttention", families.diff_llama),
     "FalconForCausalLM": Family("FalconAttention", families.falcon, families.falcon_slopes),
-    "GPTJForCausalLM": Family("GPTJAttention", families.gpt_j),
     "GPTNeoForCausalLM": Family("GPTNeoAttention", families.gpt_neo),
     "GPTNeoXJapaneseForCausalLM": Family(
         "GPTNeoXJapaneseAttention",
@@ -65,17 +69,16 @@ FAMILIES = {
 def adapt(model: PreTrainedModel) -> int:
     """Makes `model` run under `compute` if it is of one of `FAMILIES`; leaves any other model as it is.
 
-    Returns how many attention modules were changed; 0 for a model that is adapted already. Called in another
+    Returns how many attention modules were changed; 0 for a model that needs no change. Called in another
     way than by `compute`, the model computes what it did before. This is for models that the engine loaded: it
     replaces forward passes of their modules, and sets `layer_idx` of modules that lack it.
     """
     family = FAMILIES.get(type(model).__name__)
-    if family is None or kept_handler(model) is not None:
+    if family is None or kept_handler(model) is not None or not (modules := adapted_modules(model)):
         return 0
     slopes = None if family.slopes is None else family.slopes(model)
     mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=model.device) if family.needs_mask else None
     kept = KeptHandler(model, family.attend is not None, mask)
-    modules: list[Any] = adapted_modules(model)
     for idx, module in enumerate(modules):
         if family.attend is None:
             module.register_forward_pre_hook(partial(_give_handler, kept), with_kwargs=True)
@@ -94,10 +97,12 @@ def adapt(model: PreTrainedModel) -> int:
     return len(modules)
 
 
-def adapted_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Returns the attention modules of a model of one of `FAMILIES`, in the order of its layers."""
-    name = FAMILIES[type(model).__name__].module
-    return [module for module in model.modules() if type(module).__name__ == name]
+def adapted_modules(model: PreTrainedModel) -> list[Any]:
+    """Returns the attention modules of a model of one of `FAMILIES` that have to be adapted, in the order of
+    layers."""
+    family = FAMILIES[type(model).__name__]
+    found = [module for module in model.modules() if type(module).__name__ == family.module]
+    return [module for module in found if family.marker is None or hasattr(module, family.marker)]
 
 
 def _give_handler(
