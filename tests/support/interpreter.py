@@ -124,6 +124,17 @@ def patch_attr(obj: Any, name: str, member: Callable[..., Any], builder: Any, sc
     scope.set_attr(obj, name, interpreted)
 
 
+def indexing(patch: Callable[..., None]) -> Callable[..., None]:
+    """Returns `_patch_lang_tensor`, after which a tensor of one element may bound a loop. Triton 3.6 gives its
+    array of one dimension to `int`, which numpy refuses from 2.4 on."""
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    return patched
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> Iterator[Language | None]:
     """Until the session ends, the language is replaced by the interpreter's once a launch; types and shapes are
@@ -139,6 +150,7 @@ def quick_interpreter() -> Iterator[Language | None]:
         changed.setattr(executor, "__call__", one_at_a_time(executor.__call__, patch))
         changed.setattr(interpreter, "_patch_lang", patch_nothing)
         changed.setattr(interpreter, "_patch_attr", patch_attr)
+        changed.setattr(interpreter, "_patch_lang_tensor", indexing(interpreter._patch_lang_tensor))
         changed.setattr(interpreter, "_get_np_dtype", kept_by_name(interpreter._get_np_dtype))
         changed.setattr(tl.block_type, "__init__", kept_blocks(tl.block_type.__init__))
         changed.setattr(tl.block_type, "to_ir", kept_by_name(tl.block_type.to_ir))
