@@ -27,6 +27,15 @@ class BadFrame(LightKVError):
     """A frame is not a message. The stream cannot be used any more."""
 
 
+def decode(decoder: "msgspec.msgpack.Decoder[Received]", data: bytes) -> Received:
+    """Returns the message that `data` is. Raises BadFrame if it is none of the decoder's types, or nests too
+    deeply."""
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BadFrame(f"{len(data)} bytes are not a message: {error}") from error
+
+
 class FrameStream(Generic[Received]):
     """Both directions of one stream. `types`: the types of messages that may arrive."""
 
@@ -71,8 +80,6 @@ class FrameStream(Generic[Received]):
             return message
         except ConnectionError:
             return None
-        except (msgspec.DecodeError, ValueError) as error:
-            raise BadFrame(f"a frame that is not a message: {error}") from error
 
     def _next(self) -> Received | None:
         """Returns the next message if all of it has been read."""
@@ -87,7 +94,7 @@ class FrameStream(Generic[Received]):
             return None
         frame = bytes(received[LENGTH.size : end])
         del received[:end]
-        return self._decoder.decode(frame)
+        return decode(self._decoder, frame)
 
     def close(self) -> None:
         self._writer.close()

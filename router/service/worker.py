@@ -29,6 +29,7 @@ from lightkv.router.service.grammars.server import GrammarServer
 from lightkv.router.service.wire.plan_message import PlanMessage
 
 from .child_process import end_with_parent, freeze_objects, ignore_signals
+from .frames import BadFrame, decode
 from .log_stream import drain_log, write_in_background
 from .messages import Done, WorkerError, WorkerStart
 
@@ -278,9 +279,9 @@ def _decode(decoder: "msgspec.msgpack.Decoder[Request]", request: bytes) -> Requ
     if type(request) is not bytes:  # anything else from rpyc may be a live reference to the caller's objects
         raise BadRequest(f"a request of type {type(request).__name__}; give bytes")
     try:
-        return decoder.decode(request)
-    except (msgspec.DecodeError, ValueError) as error:
-        raise BadRequest(f"a request of {len(request)} bytes is not a valid message: {error}") from error
+        return decode(decoder, request)
+    except BadFrame as error:
+        raise BadRequest(f"a request is not a valid message: {error}") from error
 
 
 def failure(error: Exception, fatal: bool, step: int | None = None) -> WorkerError:

@@ -29,7 +29,7 @@ from lightkv.router.service.wire.plan_message import PlanMessage
 
 from .call_watch import COMPILE_SECONDS, CPU_STEP_SECONDS, GPU_STEP_SECONDS, CallWatch
 from .child_process import command
-from .frames import BadFrame, FrameStream
+from .frames import BadFrame, FrameStream, decode
 from .loop_stream import LoopStream
 from .messages import Done, Rank, WorkerError, WorkerStart
 from .worker import RPYC_CONFIG, connect
@@ -288,8 +288,8 @@ class WorkerClient:
         answer = await self._wait_for(method, *map(_encode, request))
         try:
             # Anything but exactly bytes may be a live reference to an object of the worker.
-            decoded = decoder.decode(answer if type(answer) is bytes else b"")
-        except (msgspec.DecodeError, ValueError):
+            decoded = decode(decoder, answer if type(answer) is bytes else b"")
+        except BadFrame:
             self.kill(f"its answer to {verb} is not a valid message")
             raise await self.wait_dead() from None
         if isinstance(decoded, WorkerError):

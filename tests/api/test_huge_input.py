@@ -314,6 +314,22 @@ def test_a_short_body_is_parsed_as_pythons_own_parser_does(body: bytes) -> None:
     assert outcome(parse) == outcome(lambda text: json.loads(text.decode()))
 
 
+@pytest.mark.parametrize("more", [b"", b', "\\ud800"', b", NaN"], ids=["strict", "surrogate", "NaN"])
+@pytest.mark.parametrize("blank", [b"", b" " * SHORT_BODY], ids=["short", "long"])
+def test_values_that_nest_too_deeply_are_no_json(more: bytes, blank: bytes) -> None:
+    """Also where only Python's own parser reads them."""
+    assert len(parse(b"[" * 100 + b"]" * 99 + more + b"]" + blank)) == 1 + bool(more)
+    with pytest.raises(json.JSONDecodeError, match="its values nest too deeply"):
+        parse(b"[" * 4000 + b"]" * 3999 + more + b"]" + blank)
+
+
+def test_a_body_that_nests_too_deeply_is_answered_400(api: ApiUnderTest) -> None:
+    for nested in (b"[" * 4000 + b"]" * 4000, b'{"x":' * 4000 + b"1" + b"}" * 4000):
+        status, _, content = api.send("POST", COMPLETIONS, b'{"prompt": "a", "metadata": ' + nested + b"}")
+        assert status == 400
+        assert "the body is not JSON (its values nest too deeply" in error_of(content)["message"]
+
+
 @pytest.mark.parametrize("blank", [b"", b" " * SHORT_BODY], ids=["short", "long"])
 def test_half_a_surrogate_pair_becomes_a_character_that_utf8_has(blank: bytes) -> None:
     body = b'{"\\uDC00": ["a\\ud800", "\\ud83d\\ude42", 123456789012345678901234567890, 1.5, NaN]}' + blank

@@ -86,6 +86,31 @@ def test_a_frame_of_the_most_bytes_arrives_and_a_longer_one_is_refused(
     run(body)
 
 
+def nested(levels: int) -> bytes:
+    """An Abort with a field that it does not know, in which as many maps are nested."""
+    whole = msgspec.msgpack.encode({"type": "Abort", "request_id": "a", "more": 0})
+    return whole[:-1] + b"\x81\xa1x" * levels + whole[-1:]
+
+
+def test_a_frame_that_nests_too_deeply_is_refused_as_any_other_that_is_no_message() -> None:
+    async def body(ours: FrameStream[ToRouter], theirs: FrameStream[ToRouter]) -> None:
+        for levels in (100, 100_000):
+            data = nested(levels)
+            ours.send_frame(frames.LENGTH.pack(len(data)) + data)
+        assert await theirs.receive() == Abort("a")
+        with pytest.raises(BadFrame, match="300031 bytes are not a message: maximum recursion depth"):
+            await theirs.receive()
+
+    run(body)
+
+
+def test_bytes_that_are_no_message_are_refused() -> None:
+    decoder = msgspec.msgpack.Decoder(Abort)
+    for data in (b"", b"\xc1", nested(0)[:-1], nested(0) + b"\0", msgspec.msgpack.encode({"type": "Other"})):
+        with pytest.raises(BadFrame, match=f"^{len(data)} bytes are not a message: "):
+            frames.decode(decoder, data)
+
+
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_messages_arrive_however_their_bytes_are_cut(size: int) -> None:
     async def scenario() -> None:

@@ -235,6 +235,8 @@ NO_PLANS: dict[str, Any] = {
         {"plan": {**msgspec.structs.asdict(bare_plan(0)), "step": "one"}}
     ),
     "pickle": b"\x80\x04N.",
+    "maps in maps": b"\x81\xa1x" * 100_000 + b"\x80",
+    "lists in lists": b"\x91" * 100_000 + b"\x90",
     "str": "text",
     "bytearray": bytearray(b"\x80"),
     "subclass": type("Bytes", (bytes,), {})(b"\x80"),

@@ -170,6 +170,26 @@ class WithoutModel(Worker):
 
 main(WithoutModel)
 """
+WITHOUT_SENSE = WITHOUT_MODEL.replace(
+    "\nmain(", "    def exposed_flush(self):\n        return {answer}\n\nmain("
+)
+
+
+@pytest.mark.parametrize("answer", ["b'nonsense'", "b'\\x81\\xa1x' * 100_000 + b'\\x80'", "'text'"])
+def test_a_worker_whose_answer_is_no_message_is_killed(
+    config: EngineConfig, recording: Recording, answer: str
+) -> None:
+    info = msgspec.msgpack.encode(recording.info).hex()
+
+    async def work() -> None:
+        program = [sys.executable, "-c", WITHOUT_SENSE.format(info=info, answer=answer)]
+        client = WorkerClient(program=program)
+        await client.start(config, lambda line: None)
+        with pytest.raises(WorkerDied, match="its answer to flush is not a valid message"):
+            await client.flush()
+        assert (await client.wait_dead()).returncode == -signal.SIGKILL
+
+    run(uvloop.new_event_loop, work())
 
 
 def test_a_worker_leaves_signals_to_the_launcher_and_is_killed_if_it_does_not_answer_in_time(

@@ -23,7 +23,7 @@ import numpy as np
 
 from lightkv.router.sampling_params import Grammar
 from lightkv.router.service.child_process import end_with_parent, freeze_objects, ignore_signals
-from lightkv.router.service.frames import LENGTH
+from lightkv.router.service.frames import LENGTH, decode
 from lightkv.router.text.grammars import InvalidGrammar, ModelTokens, heap_bytes, reason_of
 
 MAX_WORK_SECONDS = 0.25  # of the processor, to compile a grammar and to follow a short text of it
@@ -123,7 +123,7 @@ class _Server:
             end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
             if len(self._received) < end:
                 break
-            request = self._decoder.decode(bytes(self._received[LENGTH.size : end]))
+            request = decode(self._decoder, bytes(self._received[LENGTH.size : end]))
             del self._received[:end]
             self._begin(request)
         return bool(data)

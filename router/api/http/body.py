@@ -184,16 +184,20 @@ def body_route(room: BodyRoom) -> type[APIRoute]:
 def parse(body: bytes | bytearray, max_values: int = MAX_VALUES) -> Any:
     """Parses a body, holding Python's lock for some tens of milliseconds at most.
 
-    Raises HTTPException (413) if it has too many values for that, and ValueError if it is not JSON. NaN and
+    Raises HTTPException (413) if it has too many values for that, and ValueError if it is not JSON or nests too
+    deeply. NaN and
     half surrogate pairs, which strict JSON does not allow, are accepted except in very large bodies.
     """
     num_structure = _check_values(body, max_values) if len(body) > SHORT_BODY else 0
     try:
-        return msgspec.json.decode(body)  # in a third of the time
-    except (msgspec.DecodeError, ValueError) as error:
-        if len(body) > _LENIENT_BODY or num_structure > _LENIENT_STRUCTURE:
-            raise json.JSONDecodeError(str(error), "", 0) from error
-    return _lenient(body)  # which says where it is not JSON
+        try:
+            return msgspec.json.decode(body)  # in a third of the time
+        except (msgspec.DecodeError, ValueError) as error:
+            if len(body) > _LENIENT_BODY or num_structure > _LENIENT_STRUCTURE:
+                raise json.JSONDecodeError(str(error), "", 0) from error
+        return _lenient(body)  # which says where it is not JSON
+    except RecursionError as error:
+        raise json.JSONDecodeError("its values nest too deeply", "", 0) from error
 
 
 def _lenient(body: bytes | bytearray) -> Any:

@@ -13,7 +13,7 @@ import msgspec
 
 from lightkv.errors import LightKVError
 from lightkv.router.engine.grammar_desk import Compile, Compiled, Forget
-from lightkv.router.service.frames import LENGTH, MAX_FRAME_BYTES
+from lightkv.router.service.frames import LENGTH, MAX_FRAME_BYTES, decode
 
 if TYPE_CHECKING:
     from lightkv.router.text.grammars import Grammars
@@ -42,7 +42,7 @@ class GrammarServer:
                     (length,) = LENGTH.unpack(header)
                     if length > MAX_FRAME_BYTES:
                         raise ValueError(f"an order of {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
-                    self._carry_out(self._decoder.decode(received.read(length)))
+                    self._carry_out(decode(self._decoder, received.read(length)))
         except Exception:  # the stream is closed, which ends this process
             _logger.exception("the orders to compile grammars cannot be read any more")
 
