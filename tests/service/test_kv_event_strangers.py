@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightkv.ledger import TokenLedger
-from lightkv.router.service.kv_events import connections
+from lightkv.router.service.kv_events import connections, replay
 from lightkv.router.service.kv_events import publisher as publisher_module
 from lightkv.router.service.kv_events.publisher import KVEventPublisher
 from tests.support.kv_event_cache import ANYWHERE, cache, free_address, publish_until_heard, publishing
@@ -84,6 +84,41 @@ def test_the_thread_steps_back_for_each_batch_that_it_makes_for_a_replay(
         num_batches = len(consumer.ask(bytes(8)))
         assert num_batches > 3
         assert len(steps_back) >= num_before + num_batches
+
+
+def dealer(endpoint: str) -> socket.socket:
+    """A connection of a DEALER that ZeroMQ has accepted, by hand, so that nothing reads what comes on it."""
+    connection = socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2])), 20)
+    connection.sendall(b"\xff" + bytes(8) + b"\x7f" + b"\x03\0" + b"NULL".ljust(20, b"\0") + bytes(32))
+    connection.recv(64, socket.MSG_WAITALL)
+    ready = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
+    connection.sendall(b"\x04" + bytes([len(ready)]) + ready)
+    return connection
+
+
+@pytest.mark.parametrize("goes", [True, False])
+def test_a_consumer_that_asks_again_and_again_and_reads_nothing_keeps_no_other_waiting(
+    monkeypatch: pytest.MonkeyPatch, goes: bool
+) -> None:
+    """Though its answers are never given up, and the ring has more batches than ZeroMQ takes at once."""
+    monkeypatch.setattr(replay, "STALL_SECONDS", 3600.0)
+    ledger = TokenLedger(200_000, 4, 1000)
+    with publishing(ledger) as (publisher, consumer):
+        for number in range(2 * replay.QUEUED_BATCHES):
+            cache(ledger, 1000 * number, 1000)
+            publisher.send()
+            if number % 8 == 0:
+                consumer.replay()  # the thread makes a batch of what has come
+        greedy = dealer(publisher.replay_endpoint)
+        greedy.sendall((b"\x01\0\0\x08" + bytes(8)) * 100_000)
+        if goes:
+            greedy.close()
+        for _ in range(5):
+            honest = Consumer(publisher.endpoint, publisher.replay_endpoint)
+            honest.replay()
+            assert honest.blocks.prefixes() == blocks_of(ledger)
+            honest.close()
+        greedy.close()
 
 
 PROGRAM = """

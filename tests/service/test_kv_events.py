@@ -18,11 +18,11 @@ from lightkv.router import LLM
 from lightkv.router.cli.app import app
 from lightkv.router.config import EngineConfig, InvalidConfig
 from lightkv.router.engine.step import TokenEvent
-from lightkv.router.service.kv_events import check, replay
+from lightkv.router.service.kv_events import check
 from lightkv.router.service.kv_events.change_queue import ChangeQueue
 from lightkv.router.service.kv_events.check import CannotPublish, require_package
 from lightkv.router.service.kv_events.publisher import KVEventPublisher
-from lightkv.router.service.kv_events.replay import MAX_REPLAYS, Replays, Ring
+from lightkv.router.service.kv_events.replay import Ring
 from lightkv.router.service.kv_events.sockets import check_endpoint
 from lightkv.router.service.messages import Accepted
 from tests.support.kv_event_cache import ANYWHERE, cache, free_address, publish_until_heard, publishing
@@ -280,92 +280,6 @@ def test_consumers_that_never_read_hold_up_no_other() -> None:
                 stalled.send_multipart([b"", bytes(8)])
             consumer.replay()
             assert consumer.blocks.prefixes() == blocks_of(ledger)
-
-
-class FullSocket:
-    """A ROUTER socket with requests, whose connections take `room` messages each."""
-
-    def __init__(self, clients: list[bytes], room: int) -> None:
-        self.requests = [[client, b"", bytes(8)] for client in clients]
-        self.room = dict.fromkeys(clients, room)
-        self.sent: list[tuple[bytes, bytes]] = []
-        self.gone: set[bytes] = set()
-
-    def recv_multipart(self, flags: int) -> list[bytes]:
-        if not self.requests:
-            raise zmq.Again
-        return self.requests.pop(0)
-
-    def send_multipart(self, frames: tuple[bytes, ...], flags: int) -> None:
-        client = frames[0]
-        if client in self.gone:
-            raise zmq.ZMQError(zmq.EHOSTUNREACH)
-        if not self.room[client]:
-            raise zmq.Again
-        self.room[client] -= 1
-        self.sent.append((client, frames[3]))
-
-
-def turn(replays: Replays) -> None:
-    replays.receive()
-    replays.turn()
-
-
-def test_a_replay_goes_on_when_its_consumer_reads_and_is_forgotten_when_it_does_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 0.0
-    monkeypatch.setattr(replay.time, "monotonic", lambda: now)
-    ring = Ring()
-    for _ in range(5):
-        ring.add(b"payload")
-    names = [bytes([number]) for number in range(MAX_REPLAYS + 1)]
-    full = FullSocket(names, room=2)
-    replays = Replays(full, b"", ring, lambda most: [])  # type: ignore[arg-type]
-    assert replays.wait_ms is None
-    turn(replays)
-    assert (replays.has_room, replays.wait_ms) == (False, 0)
-    assert len(full.requests) == 1  # it waits in the socket
-    turn(replays)
-    assert replays.wait_ms == 10  # nobody reads
-    full.room[b"\x00"] = 10
-    full.gone.add(b"\x01")
-    turn(replays)
-    numbers = [
-        int.from_bytes(number, "big", signed=True) for client, number in full.sent if client == b"\x00"
-    ]
-    assert numbers == [0, 1, 2, 3, 4, -1]
-    assert replays.has_room  # the first has ended, the second has gone
-    now = replay.STALL_SECONDS
-    turn(replays)
-    assert replays.wait_ms == 0  # the last request was taken, and all others are forgotten
-    full.room = dict.fromkeys(names, 10)
-    turn(replays)
-    assert replays.wait_ms is None
-    assert {client for client, number in full.sent if number == END} == {names[0], names[-1]}
-
-
-def test_the_ring_may_overtake_a_consumer_that_reads_slowly() -> None:
-    ring = Ring(max_batches=4)
-    for _ in range(4):
-        ring.add(b"old")
-    full = FullSocket([b"c"], room=2)
-    asked: list[int] = []
-
-    def everything(most: int) -> list[bytes]:
-        asked.append(most)
-        return [b"all", b"of it"]
-
-    replays = Replays(full, b"", ring, everything)  # type: ignore[arg-type]
-    turn(replays)
-    for _ in range(6):
-        ring.add(b"new")
-    full.room[b"c"] = 10
-    turn(replays)
-    assert asked == [8]
-    numbers = [int.from_bytes(number, "big", signed=True) for _, number in full.sent]
-    assert numbers == [0, 1, 8, 9, -1]
-    assert replays.wait_ms is None
 
 
 def test_an_error_in_the_thread_closes_the_sockets(capfd: pytest.CaptureFixture[str]) -> None:

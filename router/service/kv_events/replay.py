@@ -6,8 +6,8 @@ last batches are kept, bounded in number and in bytes. A consumer that asks for 
 cache holds now, behind an AllBlocksCleared, under the numbers of the last batches: after those it is right
 again, too.
 
-No consumer holds up another: each is sent as much as its connection takes, in turns, and is forgotten when it
-takes nothing for `STALL_SECONDS`.
+No consumer holds up another: each is sent as much as its connection takes, in turns, one answer after the
+other. It is forgotten with all that it asks for when it takes nothing for `STALL_SECONDS`, or has gone.
 """
 
 import time
@@ -18,13 +18,16 @@ import zmq
 
 MAX_BATCHES = 10_000
 MAX_BATCH_BYTES = 64 * 2**20  # of all batches that are kept
-MAX_REPLAYS = 16  # at once; further requests wait in their sockets
+MAX_CONSUMERS = 16  # that are answered at once; the requests of others wait in their connections
+MAX_REQUESTS = 4  # of one consumer that are not answered; further ones are dropped
+MAX_TAKEN = 64  # requests at once, also of those that are dropped
 STALL_SECONDS = 5.0
 QUEUED_BATCHES = 64  # that ZeroMQ holds for one consumer
 END = (-1).to_bytes(8, "big", signed=True)
 _NEVER = 2**64  # a number that no batch has
 _TURN = 32  # batches that one consumer is sent before the next one
 _STALLED_MS = 10  # between two turns, while none of the consumers reads
+_PAUSE_SECONDS = 0.01  # in which no request is taken, after one was dropped
 
 
 class Ring:
@@ -57,14 +60,22 @@ class Ring:
 
 
 class _Replay:
-    """One consumer's replay: the batches [next, end) of the ring, or of `payloads`, which end at `end`."""
+    """An answer: the batches [next, end) of the ring, or of `payloads`, which end at `end`."""
 
-    def __init__(self, client: bytes, start: int, end: int) -> None:
-        self.client = client
+    def __init__(self, start: int, end: int) -> None:
         self.next = start
         self.end = end
         self.payloads: list[bytes] | None = None
         self.moved = time.monotonic()
+
+
+class _Consumer:
+    """A connection with requests. `asked`: from which number on each asks for batches. `replay`: what it is
+    sent; None before the first turn, and after an answer's end."""
+
+    def __init__(self) -> None:
+        self.asked: deque[int] = deque()
+        self.replay: _Replay | None = None
 
 
 class Replays:
@@ -78,50 +89,64 @@ class Replays:
         self._topic = topic
         self._ring = ring
         self._everything = everything
-        self._replays: deque[_Replay] = deque()
-        self._asked: list[tuple[bytes, int]] = []  # who asks, and from which number on
+        self._consumers: dict[bytes, _Consumer] = {}  # by the names of their connections
         self._has_moved = False  # in the last turn
+        self._pause_ends = 0.0
         self._snapshot: tuple[int, list[bytes]] = (0, [])  # by the number of batches published before it
 
     @property
     def wait_ms(self) -> int | None:
-        """How long to wait for anything else before the next turn. None: no replay is open."""
-        if not self._replays:
-            return None
+        """How long to wait for anything else before the next turn. None: until a request comes."""
+        if not self._consumers:
+            return _STALLED_MS if self._is_paused else None
         return 0 if self._has_moved else _STALLED_MS
 
     @property
     def has_room(self) -> bool:
         """Whether requests are taken now."""
-        return len(self._replays) + len(self._asked) < MAX_REPLAYS
+        return len(self._consumers) < MAX_CONSUMERS and not self._is_paused
+
+    @property
+    def _is_paused(self) -> bool:
+        return time.monotonic() < self._pause_ends
 
     def receive(self) -> None:
-        """Takes the requests that have come. What is published before the next turn is part of their answers.
+        """Takes requests that have come. What is published before the next turn is part of their answers.
 
         Nonsense behind an empty frame is answered by the end alone, since its sender may wait for it; anything
         else is no request.
         """
-        while self.has_room:
+        num_dropped = 0
+        for _ in range(MAX_TAKEN):
+            if not self.has_room:
+                break
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
-            if len(frames) >= 2 and not frames[1]:
-                is_number = len(frames) == 3 and len(frames[2]) == len(END)
-                self._asked.append((frames[0], int.from_bytes(frames[2], "big") if is_number else _NEVER))
+                break
+            if len(frames) < 2 or frames[1]:
+                continue
+            consumer = self._consumers.setdefault(frames[0], _Consumer())
+            if len(consumer.asked) + (consumer.replay is not None) >= MAX_REQUESTS:
+                num_dropped += 1
+                continue
+            is_number = len(frames) == 3 and len(frames[2]) == len(END)
+            consumer.asked.append(int.from_bytes(frames[2], "big") if is_number else _NEVER)
+        if num_dropped:  # the router's loop comes first
+            self._pause_ends = time.monotonic() + _PAUSE_SECONDS
 
     def turn(self) -> None:
         """Sends each consumer a few batches."""
-        self._replays.extend(_Replay(client, start, self._ring.end) for client, start in self._asked)
-        self._asked.clear()
         self._has_moved = False
-        for _ in range(len(self._replays)):
-            replay = self._replays.popleft()
-            if self._advance(replay):
-                self._replays.append(replay)
+        for name, consumer in list(self._consumers.items()):
+            if consumer.replay is None:
+                consumer.replay = _Replay(consumer.asked.popleft(), self._ring.end)
+            if not self._advance(name, consumer, consumer.replay):
+                del self._consumers[name]
 
-    def _advance(self, replay: _Replay) -> bool:
-        """Sends a consumer its next batches. Returns whether more are left for it."""
+    def _advance(self, name: bytes, consumer: _Consumer, replay: _Replay) -> bool:
+        """Sends a consumer its next batches. Returns False where nothing is left for it, or it is to be
+        forgotten."""
         if replay.payloads is None and replay.next < min(self._ring.begin, replay.end):
             self._start_over(replay)
         for _ in range(_TURN):
@@ -133,7 +158,7 @@ class Replays:
                 payload = self._ring[at] if payloads is None else payloads[at - replay.end]
                 frames = (self._topic, at.to_bytes(8, "big"), payload)
             try:
-                self._socket.send_multipart((replay.client, b"", *frames), zmq.NOBLOCK)
+                self._socket.send_multipart((name, b"", *frames), zmq.NOBLOCK)
             except zmq.Again:  # its connection takes nothing more for now
                 return time.monotonic() - replay.moved < STALL_SECONDS
             except zmq.ZMQError as error:
@@ -141,7 +166,8 @@ class Replays:
                     raise
                 return False
             if at >= replay.end:
-                return False
+                consumer.replay = None
+                return bool(consumer.asked)
             replay.next += 1
             replay.moved = time.monotonic()
             self._has_moved = True

@@ -7,7 +7,7 @@ import zmq
 
 from .check import CannotPublish
 from .connections import Connections
-from .replay import QUEUED_BATCHES
+from .replay import MAX_TAKEN, QUEUED_BATCHES
 
 _ENDPOINT = re.compile(r"tcp://(?P<host>\*|\[[^\[\]]+\]|[^:\[\]]+):(?P<port>\d+)")
 _QUEUED_BATCHES = 1000  # for each subscriber
@@ -28,6 +28,7 @@ class Sockets:
         self.replay = self._context.socket(zmq.ROUTER)
         self.pub.setsockopt(zmq.SNDHWM, _QUEUED_BATCHES)
         self.replay.setsockopt(zmq.SNDHWM, QUEUED_BATCHES)
+        self.replay.setsockopt(zmq.RCVHWM, MAX_TAKEN)  # requests of each connection that are not taken yet
         self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # to be told that a consumer takes no more
         for one in (self.pub, self.replay):
             one.setsockopt(zmq.LINGER, _LINGER_MS)
