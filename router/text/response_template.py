@@ -4,6 +4,7 @@ transformers does the reading. It is imported with the first `ResponseTemplate`,
 """
 
 import json
+import math
 import signal
 import threading
 import time
@@ -202,10 +203,14 @@ class _TimeLimit:
     """Ends work by TimeoutError once reading an answer has taken too much of the processor's time, since
     patterns of a template may look at a long text very often. Signals reach the main thread alone, where the
     service reads answers; in other threads the next work ends at once.
+
+    A signal may still be on its way when the timer is stopped, and SIGVTALRM would end the process by default.
+    So the handler stays, and ends nothing then.
     """
 
     def __init__(self) -> None:
         self._left = MAX_SECONDS
+        self._deadline = math.inf  # of the work that may be ended now, by the time of the thread
 
     def run(self, work: Callable[[], R], num_chars: int) -> R:
         """Returns the result of `work`, which looks at so many characters."""
@@ -220,13 +225,25 @@ class _TimeLimit:
             self._left = min(self._left + PIECE_SECONDS - used, MAX_SECONDS)
 
     def _interrupted(self, work: Callable[[], R]) -> R:
-        before = signal.signal(signal.SIGVTALRM, self._end)
+        signal.signal(signal.SIGVTALRM, self._on_alarm)
+        self._deadline = time.thread_time() + self._left
         try:
             signal.setitimer(signal.ITIMER_VIRTUAL, self._left)
             return work()
         finally:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, before)
+            self._stop()
 
-    def _end(self, *_: object) -> NoReturn:
+    def _stop(self) -> None:
+        self._deadline = math.inf
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+    def _on_alarm(self, *_: object) -> None:
+        left = self._deadline - time.thread_time()
+        if left <= 0:
+            self._stop()
+            self._end()
+        if left < math.inf:  # the timer counts the time of all threads, and the signal may be of earlier work
+            signal.setitimer(signal.ITIMER_VIRTUAL, left)
+
+    def _end(self) -> NoReturn:
         raise TimeoutError("the response template's patterns take too long")

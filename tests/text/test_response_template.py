@@ -22,7 +22,7 @@ from lightkv.router.service.api_settings import ApiSettings
 from lightkv.router.text import response_template
 from lightkv.router.text.answer_reader import AnswerReader, joined
 from lightkv.router.text.completion import Detokenizer
-from lightkv.router.text.response_template import ResponseTemplate, UnusableResponseTemplate
+from lightkv.router.text.response_template import ResponseTemplate, UnusableResponseTemplate, _TimeLimit
 from lightkv.router.text.tokenizer import Tokenizer
 
 ANCHOR = "<|im_start|>assistant\n"
@@ -204,7 +204,6 @@ def test_patterns_that_take_long_end_the_reading(text: str) -> None:
 
 
 def test_the_limit_of_time_goes_with_the_services_event_loop() -> None:
-    before = signal.getsignal(signal.SIGVTALRM)
     text = "<tool_call><function=f><parameter=a>" + " " * 5000 + "</function></tool_call>!"
 
     async def serve() -> None:
@@ -214,7 +213,57 @@ def test_the_limit_of_time_goes_with_the_services_event_loop() -> None:
 
     uvloop.run(serve())
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
-    assert signal.getsignal(signal.SIGVTALRM) == before
+    assert signal.getsignal(signal.SIGVTALRM) != signal.SIG_DFL  # which would end the process
+    signal.raise_signal(signal.SIGVTALRM)  # ends nothing
+
+
+LATE_SIGNALS = """
+import os, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGVTALRM})  # of all threads
+from lightkv.router.text.response_template import _TimeLimit
+
+def send():
+    os.kill(os.getpid(), signal.SIGVTALRM)
+    assert signal.SIGVTALRM in signal.sigpending()
+
+def receive():
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGVTALRM})
+    assert not signal.sigpending()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGVTALRM})
+    return signal.getitimer(signal.ITIMER_VIRTUAL)[0]
+
+limit = _TimeLimit()
+limit.run(send, 1000)
+print(receive())
+limit.run(send, 1000)
+print(0 < _TimeLimit().run(receive, 1000) < 0.3)  # the kernel adds a tick
+"""
+
+
+def test_a_signal_that_comes_after_the_work_neither_ends_the_process_nor_later_work() -> None:
+    done = subprocess.run([sys.executable, "-c", LATE_SIGNALS], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "0.0\nTrue\n"), done.stderr
+
+
+def test_time_of_other_threads_does_not_count() -> None:
+    """The timer counts it, so the signal comes early."""
+    limit = _TimeLimit()
+    calls: list[float] = []
+
+    def work() -> None:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGVTALRM)
+            calls.append(signal.getitimer(signal.ITIMER_VIRTUAL)[0])
+        while time.thread_time() < begun + 10:
+            pass
+
+    begun = time.thread_time()
+    with pytest.raises(TimeoutError):
+        limit.run(work, 1000)
+    assert time.thread_time() - begun >= response_template.MAX_SECONDS
+    assert all(0 < left < response_template.MAX_SECONDS + 0.05 for left in calls)  # the kernel adds a tick
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+    signal.raise_signal(signal.SIGVTALRM)
 
 
 def test_what_took_too_long_is_not_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
