@@ -202,7 +202,7 @@ def _divide(model: PreTrainedModel, ranks: RankGroup, plan: Mapping[str, str]) -
 
     root = cast(nn.Module, model)
     if not any(isinstance(parameter, DTensor) for parameter in root.parameters()):
-        raise UnsupportedModel(type(model).__name__, "transformers before 5.23 loads no parts of models")
+        raise UnsupportedModel(type(model).__name__, "transformers' loader divided none of its weights")
     local: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one
     for module in root.modules():
         for name, parameter in module._parameters.items():
