@@ -8,8 +8,7 @@ from typing import Generic, Protocol, TypeVar
 class Owned(Protocol):
     """What waits. `owner`: who has it wait. Two of them are equal only if they are the same object."""
 
-    @property
-    def owner(self) -> bytes: ...
+    owner: bytes
 
 
 One = TypeVar("One", bound=Owned)
@@ -46,6 +45,15 @@ class FairQueue(Generic[One]):
         left = (line if len(line) == len(longest) else longest)[-1]
         self.remove(left)
         return left
+
+    def share(self, one: One, owner: bytes) -> None:
+        """Notes that `owner` waits for one as well: it moves to the end of that line if fewer are before it
+        there. Nothing happens if it does not wait."""
+        line = self._lines.get(one.owner, deque())
+        if one in line and self.num_of(owner) < line.index(one):
+            self.remove(one)
+            one.owner = owner
+            self.push(one)
 
     def pop(self, may_go: Callable[[One], bool] | None = None) -> One | None:
         """Removes the first that may go, in the order of turns, and returns it; None if there is none."""

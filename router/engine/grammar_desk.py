@@ -4,10 +4,10 @@
     release, orders ──► Forget
 
 A grammar is compiled before the request that needs it is queued, so that no step waits for it. The device
-compiles one at a time: if it dies meanwhile, it is known with which one. Each key's grammars wait in a line of
-their own, the lines take turns, and one that has no room yet holds up none that has. A compiled grammar is kept
-while a request holds it; after that, the latest are kept for later requests, for a time and up to a number of
-bytes.
+compiles one at a time: if it dies meanwhile, it is known with which one. Each client's grammars wait in a line
+of their own, the lines take turns, and one that has no room yet holds up none that has. A compiled grammar is
+kept while a request holds it; after that, the latest are kept for later requests, for a time and up to a number
+of bytes.
 
 `GrammarDesk` does no I/O: the router's process drives it over a worker, and `LLM` over a runner in its process.
 """
@@ -60,8 +60,8 @@ class Compiled(msgspec.Struct, frozen=True, tag=True):
 
 
 class _Entry:
-    """One grammar. `names`: the requests that hold it. `owner`: that of the first of them. `grammar`: its text,
-    until it is compiled."""
+    """One grammar. `names`: the requests that hold it. `owner`: of these the one in whose line it waits.
+    `grammar`: its text, until it is compiled."""
 
     def __init__(
         self, grammar_id: int, digest: bytes, owner: bytes, grammar: Grammar, num_bytes: int
@@ -103,7 +103,7 @@ class GrammarDesk:
     def hold(self, names: Sequence[str], grammar: Grammar, num_bytes: int, owner: bytes = b"") -> int:
         """Returns the id of the grammar that the requests `names` need, which stays until each is released.
 
-        `num_bytes`: what it takes when it is compiled. `owner`: what stands for the key of the requests. Raises
+        `num_bytes`: what it takes when it is compiled. `owner`: what stands for the client. Raises
         InvalidParams for a grammar that was being compiled when a device died, TooManyGrammars where
         MAX_WAITING of the owner wait, and ValueError for a name that holds one; nothing is held then.
         """
@@ -119,13 +119,14 @@ class GrammarDesk:
         if entry is None:
             if self._queue.num_of(owner) >= MAX_WAITING:
                 raise TooManyGrammars(
-                    f"{MAX_WAITING} grammars of this client's key wait to be compiled, which is the limit; try "
-                    "again in a moment"
+                    f"{MAX_WAITING} grammars of this client wait to be compiled, which is the limit; try again "
+                    "in a moment"
                 )
             entry = _Entry(self._next_id, digest, owner, grammar, max(num_bytes, LEAST_BYTES))
             self._next_id += 1
             self._by_id[entry.id] = self._by_digest[digest] = entry
             self._queue.push(entry)
+        self._queue.share(entry, owner)
         if self._idle.pop(entry.id, None) is not None:
             self._idle_bytes -= entry.num_bytes
         entry.names.update(names)

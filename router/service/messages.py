@@ -41,7 +41,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     max_tokens, or it is only the most that there is room for. `stop_ids`: token ids that end an answer.
     `priority`: requests with a lower one run first. `namespace`: prefixes are shared only within it. `session`:
     the name of the session that protects the answers' tokens, until ReleaseSession. `grammar_bytes`: what the
-    grammar of `params` takes when it is compiled. `grammar_owner`: the hash of the client's key; the owners'
+    grammar of `params` takes when it is compiled. `grammar_owner`: what stands for the client; the owners'
     grammars are compiled in turns.
     """
 

@@ -303,6 +303,20 @@ def test_one_check_serves_all_that_ask_for_the_same_grammar(with_checker: WithCh
     with_checker(scenario)
 
 
+def test_a_grammar_that_waits_behind_another_clients_does_not_hold_up_a_second_client(
+    with_checker: WithChecker,
+) -> None:
+    async def scenario(checker: GrammarChecker) -> None:
+        many = [Grammar("regex", f"[b-x]{{{i}}}") for i in range(1, 17)]
+        tasks = [asyncio.create_task(checker.check(one, "field", b"greedy")) for one in many]
+        await asyncio.sleep(0)
+        await checker.check(many[-1], "field", b"honest")
+        assert sum(task.done() for task in tasks) < 8
+        await asyncio.gather(*tasks)
+
+    with_checker(scenario)
+
+
 def test_beyond_its_bound_the_queue_refuses(with_checker: WithChecker) -> None:
     async def scenario(checker: GrammarChecker) -> None:
         many = [Grammar("regex", f"[a-z]{{{i}}}") for i in range(1, MAX_WAITING + 10)]

@@ -1,5 +1,6 @@
 """The fields that say what an answer has to be: which grammar they make, and which of them are refused."""
 
+import hashlib
 import json
 import threading
 import time
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 from llguidance import LLTokenizer
+from starlette.requests import Request
 
+from lightkv.router.api.grammars.owner import owner_of
 from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar
 from tests.support.fake_router import CHAT, COMPLETIONS, HELLO, ApiUnderTest, idle, service
 from tests.support.grammars import compile_grammar
@@ -290,15 +293,49 @@ def test_json_is_compact_by_default_if_the_service_says_so(tmp_path: Path) -> No
 
 
 def test_the_router_gets_the_hash_of_the_key_with_a_grammar(tmp_path: Path) -> None:
-    """By it the keys take turns; a request without a grammar needs none."""
+    """By it the keys take turns, from whatever address; a request without a grammar needs none."""
     keys = ["first-secret", "second-secret"]
     with service(tmp_path, api_keys=keys).running() as api:
         for key in (*keys, keys[0]):
             for path in (COMPLETIONS, CHAT):
                 sent = body(path, {"structured_outputs": {"regex": "a"}})
-                assert api.send("POST", path, sent, {"Authorization": f"Bearer {key}"})[0] == 200
+                headers = {"Authorization": f"Bearer {key}", "X-Forwarded-For": f"192.0.2.{len(path)}"}
+                assert api.send("POST", path, sent, headers)[0] == 200
         owners = [asked.submit.grammar_owner for asked in api.router.submits]
         assert owners[:2] == owners[4:]
         assert [len(set(owners[i : i + 2])) for i in (0, 2)] == [1, 1]
         assert len(set(owners)) == 2
         assert {len(owner) for owner in owners} == {32}
+
+
+# Of addresses as uvicorn reports them: those of two clients, or of one.
+ADDRESSES = {
+    "two of IPv4": ("192.0.2.1", "192.0.2.2", 2),
+    "one of IPv4": ("192.0.2.1", "192.0.2.1", 1),
+    "mapped": ("192.0.2.1", "::ffff:192.0.2.1", 1),
+    "two mapped": ("::ffff:192.0.2.1", "::ffff:192.0.2.2", 2),
+    "two networks": ("2001:db8:0:1::1", "2001:db8:0:2::1", 2),
+    "one network": ("2001:db8:0:1::1", "2001:db8:0:1:ffff:ffff:ffff:ffff", 1),
+    "links": ("fe80::1%eth0", "fe80::2%eth0", 1),
+    "names": ("one", "other", 2),
+    "what the client itself claims": ("192.0.2.7, 192.0.2.1", "192.0.2.8, 192.0.2.1", 1),
+    "no name": ("\udc80", "", 2),
+}
+
+
+@pytest.mark.parametrize(("first", "second", "num_clients"), ADDRESSES.values(), ids=ADDRESSES)
+def test_without_keys_clients_are_told_apart_by_their_addresses(
+    api: ApiUnderTest, first: str, second: str, num_clients: int
+) -> None:
+    for address in (first, second):
+        sent = body(COMPLETIONS, {"structured_outputs": {"regex": "a"}})
+        headers = {"X-Forwarded-For": address.encode("latin-1", "surrogateescape").decode("latin-1")}
+        assert api.send("POST", COMPLETIONS, sent, headers)[0] == 200
+    owners = [asked.submit.grammar_owner for asked in api.router.submits]
+    assert len(set(owners)) == num_clients
+    assert {len(owner) for owner in owners} == {32}
+
+
+def test_clients_of_a_unix_socket_have_no_address() -> None:
+    scope = {"type": "http", "headers": [], "client": None, "state": {"api_key": None}}
+    assert owner_of(Request(scope)) == hashlib.sha256(b"").digest()

@@ -33,6 +33,23 @@ def test_the_lines_take_turns_and_the_longest_gives_way() -> None:
     assert len(queue) == 0
 
 
+def test_one_that_a_second_owner_waits_for_moves_to_the_line_in_which_it_is_sooner() -> None:
+    queue: FairQueue[Waiting] = FairQueue(6)
+    made = {name: Waiting(name) for name in ("a1", "a2", "a3", "b1", "b2")}
+    for one in made.values():
+        queue.push(one)
+    queue.share(made["a3"], b"b")  # as many are before it there
+    queue.share(made["b1"], b"a")
+    queue.share(made["a1"], b"a")
+    queue.share(Waiting("x"), b"a")  # does not wait
+    assert [one.name for one in queue] == ["a1", "a2", "a3", "b1", "b2"]
+    queue.share(made["a3"], b"c")
+    assert [queue.num_of(owner) for owner in (b"a", b"b", b"c")] == [2, 2, 1]
+    assert queue.push(Waiting("a4")) is None  # it counts once
+    assert names(queue) == ["a1", "b1", "a3", "a2", "b2", "a4"]
+    assert len(queue) == 0
+
+
 def test_what_may_not_go_keeps_its_place_and_holds_nobody_up() -> None:
     queue: FairQueue[Waiting] = FairQueue()
     for name in ("a1", "a2", "b1", "b2"):

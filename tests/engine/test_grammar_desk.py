@@ -220,6 +220,19 @@ def test_the_keys_take_turns() -> None:
     desk.check()
 
 
+def test_one_that_waits_behind_another_clients_does_not_hold_up_a_second_client() -> None:
+    """The same grammar is compiled once, in the turn of the client that has less before it."""
+    desk = GrammarDesk()
+    for i in range(100):
+        desk.hold([f"greedy{i}"], grammar(i), MIB, b"greedy")
+    desk.orders()  # the first is being compiled
+    assert desk.hold(["honest"], grammar(99), MIB, b"honest") == 100
+    desk.check()
+    desk.take(Compiled(1))
+    assert [order.grammar_id for order in compile_all(desk)[:3]] == [2, 100, 3]
+    desk.check()
+
+
 @pytest.mark.parametrize("owner", [b"greedy", b"honest"])
 def test_one_without_room_holds_up_none_that_has(owner: bytes) -> None:
     """Neither of its own key nor of another one; idle ones are not forgotten for what cannot be compiled."""

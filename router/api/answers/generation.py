@@ -98,7 +98,7 @@ class GenerationSpec:
     the client stated max_tokens. `shows_logprobs`: whether the client gets the log-probabilities of
     `params`. `shows_answer`: if not, the one token that a prompt is answered with is dropped. `shown_ids`:
     special tokens that are part of the text. `grammar_field`: the field that `params.grammar` came in.
-    `grammar_bytes`: what it takes when it is compiled. `grammar_owner`: the hash of the client's key.
+    `grammar_bytes`: what it takes when it is compiled. `grammar_owner`: what stands for the client.
     """
 
     prompts: list[bytes]

@@ -1,6 +1,6 @@
 """Checks grammars of requests before they are queued, in a process beside this one (`check_process.py`).
 
-Each key's grammars wait in their own line, and the lines take turns. At most MAX_WAITING wait in
+Each client's grammars wait in their own line, and the lines take turns. At most MAX_WAITING wait in
 all. Answers are kept by the grammars' hashes.
 """
 
@@ -39,7 +39,7 @@ class _NoAnswer(Exception):
 
 
 class _Waiting:
-    """A grammar that is to be checked. `num`: the requests that wait for it. `owner`: that of the first."""
+    """A grammar that is to be checked. `num`: the requests that wait for it. `owner`: whose line it is in."""
 
     def __init__(self, digest: bytes, grammar: Grammar, owner: bytes) -> None:
         self.digest = digest
@@ -70,13 +70,16 @@ class GrammarChecker:
     async def check(self, grammar: Grammar, field: str, owner: bytes = b"") -> int:
         """Returns the bytes that the grammar takes when it is compiled, once it is known to compile fast.
 
-        `owner`: what stands for the client's key. Raises InvalidGrammar, which names `field`, and
+        `owner`: what stands for the client. Raises InvalidGrammar, which names `field`, and
         RequestRefused if too many wait or the check failed. A cancelled check leaves the queue.
         """
         digest = hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
         known = self._known.get(digest)
         if known is None:
-            known = await self._wait(self._waiting.get(digest) or self._begin(digest, grammar, owner))
+            one = self._waiting.get(digest) or self._begin(digest, grammar, owner)
+            for queue in self._queues:
+                queue.share(one, owner)
+            known = await self._wait(one)
         else:
             self._known.move_to_end(digest)
         if known.wrong:

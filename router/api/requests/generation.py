@@ -30,6 +30,7 @@ from lightkv.router.api.answers.generation import (
 from lightkv.router.api.answers.response_writer import ResponseWriter
 from lightkv.router.api.answers.sessions import SessionUse
 from lightkv.router.api.grammars.checker import GrammarChecker
+from lightkv.router.api.grammars.owner import owner_of
 from lightkv.router.api.http.stream import EventStream
 from lightkv.router.config import MAX_SECONDS, NAMESPACE_HEADER, SESSION_HEADER
 from lightkv.router.engine.request import NeverFits
@@ -367,7 +368,7 @@ class Desk:
             return json_response(writer.whole(found))
         if spec.params.grammar is not None:
             num_bytes = await self.check_grammar(spec.params.grammar, spec.grammar_field, request)
-            spec = replace(spec, grammar_bytes=num_bytes, grammar_owner=_grammar_owner(request))
+            spec = replace(spec, grammar_bytes=num_bytes, grammar_owner=owner_of(request))
         generation = await self.backend.generate(spec)
         request.state.record.generation = generation
         if body.stream:
@@ -387,7 +388,7 @@ class Desk:
     async def check_grammar(self, grammar: Grammar, field: str, request: Request) -> int:
         """Returns the bytes of the compiled grammar. Raises InvalidGrammar, RequestRefused, and GenerationLost
         if the client disconnects."""
-        checked = self._grammars.check(grammar, field, _grammar_owner(request))
+        checked = self._grammars.check(grammar, field, owner_of(request))
         return await unless_disconnected(request.receive, checked)
 
     def compacted(self, grammar: Grammar, field: str) -> Grammar:
@@ -470,11 +471,6 @@ def _tenant(request: Request) -> bytes:
     if len(values) != 1 or not values[0]:
         raise InvalidHeader(NAMESPACE_HEADER, len(values))
     return values[0].encode("latin-1")
-
-
-def _grammar_owner(request: Request) -> bytes:
-    """Returns the hash of the client's key, by which grammars wait in turns, here and in the router."""
-    return hashlib.sha256(request.state.api_key or b"").digest()
 
 
 def _by_token(logit_bias: dict[str, Any]) -> dict[int, Any]:
