@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from .errors import InvalidFree as InvalidFree
     from .errors import LedgerMismatch as LedgerMismatch
     from .errors import LightKVError as LightKVError
+    from .errors import MemoryFailed as MemoryFailed
     from .errors import OutOfMemory as OutOfMemory
     from .errors import OutOfRows as OutOfRows
     from .errors import OutOfTokens as OutOfTokens
@@ -45,6 +46,7 @@ _EXPORTS = {
     "KVSpec": ".memory.kv_spec",
     "LedgerMismatch": ".errors",
     "LightKVError": ".errors",
+    "MemoryFailed": ".errors",
     "MemoryMap": ".memory_map",
     "OutOfMemory": ".errors",
     "OutOfRows": ".errors",

@@ -109,6 +109,20 @@ class LedgerMismatch(LightKVError):
         )
 
 
+class MemoryFailed(LightKVError):
+    """The device memory of a cache failed in an earlier verb, so it may not hold what the ledger counts.
+
+    `failure`: the type and the text of that error.
+    """
+
+    def __init__(self, failure: str) -> None:
+        self.failure = failure
+        super().__init__(
+            f"the device memory of this cache failed in an earlier verb ({failure[:300]}), and may not hold "
+            "what the ledger counts; make a new cache, and compute again what this one held"
+        )
+
+
 class OutOfMemory(LightKVError):
     """The device has no room for the pool that was asked for, or for a pool of a single token."""
 

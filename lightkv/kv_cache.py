@@ -28,7 +28,7 @@ from lightkv.triton_kernels.layout.ring import Ring
 
 from .counts import checked_counts, checked_integer
 from .edits import Edit
-from .errors import CheckFailed, LightKVError, OutOfTokens, WrongThread
+from .errors import CheckFailed, LightKVError, MemoryFailed, OutOfTokens, WrongThread
 from .ledger import TokenLedger
 from .memory_map import MemoryMap, slot_labels
 from .token_ids import TokenIds, int32_bytes
@@ -41,7 +41,8 @@ class KVCache:
 
     A cache belongs to the thread that makes it; a verb called from another thread raises WrongThread. A GPU has
     to be that thread's current device (`torch.cuda.set_device`); making a cache on another one raises
-    ValueError. Counts are integers of Python or numpy; others raise TypeError.
+    ValueError. Counts are integers of Python or numpy; others raise TypeError. If the device memory fails in a
+    verb, such as by torch.OutOfMemoryError, that error is raised, and every later verb raises MemoryFailed.
 
     `on_edits(edits, kept)` is called after every verb that changes something, with the edits that were applied
     and the entries of each KeepEntries among them: the arguments of `KVMemory.apply`. The verb is complete by
@@ -77,6 +78,7 @@ class KVCache:
         self.on_edits: Callable[[list[Edit], list[torch.Tensor]], None] | None = None
         self._owner = threading.current_thread()
         self._in_callback = False  # whether `on_edits` is running
+        self._failure = ""  # how the device memory failed
 
     def __repr__(self) -> str:
         tokens = f"{self.num_free} free, {self.num_cached} cached, {self.num_held} held of {self.capacity}"
@@ -121,7 +123,7 @@ class KVCache:
 
     def match(self, token_ids: TokenIds, namespace: Namespace = ()) -> int:
         """Returns how many tokens of this prompt `open` would hit. Changes nothing. Raises ValueError."""
-        self._require_owner()
+        self._require_usable()
         ids = int32_bytes(token_ids)
         branch = self.ledger.find_branch(ids, namespace)
         return branch.point if branch else self.ledger.match(ids, namespace).num_tokens
@@ -195,12 +197,17 @@ class KVCache:
             self._apply()  # where layers have groups, what their windows have passed was freed all the same
             raise
         slots = self._apply()
-        if not sequences:
-            return self.memory.table.read(torch.empty(0, dtype=torch.int64, device=self.memory.device)).long()
-        # Some tokens took no slot of their own, or one in each group.
-        if slots is None or edit.counts != tuple(counts) or not self.ledger.groups.is_uniform:
-            return self._newest_slots(sequences, counts)
-        return slots.long()
+        try:
+            if not sequences:
+                nothing = torch.empty(0, dtype=torch.int64, device=self.memory.device)
+                return self.memory.table.read(nothing).long()
+            # Some tokens took no slot of their own, or one in each group.
+            if slots is None or edit.counts != tuple(counts) or not self.ledger.groups.is_uniform:
+                return self._newest_slots(sequences, counts)
+            return slots.long()
+        except BaseException as error:  # the caller does not know the slots, to which no K/V will be written
+            self._note_failure(error)
+            raise
 
     def shrink(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
         """Undoes an `extend` whose tokens were not computed: frees the last `counts[i]` slots of
@@ -319,7 +326,7 @@ class KVCache:
 
         Raises ValueError.
         """
-        self._require_owner()
+        self._require_usable()
         self.ledger.require_open(sequence)
         group = self.memory.group_of_layer[layer_idx]
         return self.memory.table.groups[group, sequence.row, : sequence.length]
@@ -330,14 +337,14 @@ class KVCache:
 
         Raises ValueError.
         """
-        self._require_owner()
+        self._require_usable()
         self.ledger.require_open(sequence)
         positions: torch.Tensor = sequence.positions_of(self.memory.positions(sequence.row, sequence.length))
         return positions
 
     def kv_indices(self, sequences: Seq[Sequence]) -> KVIndices:
         """Returns the batch's slots in FlashInfer's form with a page size of one. Raises ValueError."""
-        self._require_owner()
+        self._require_usable()
         require_list(sequences)
         for sequence in sequences:
             self.ledger.require_open(sequence)
@@ -353,7 +360,7 @@ class KVCache:
         the backends). Prefixes that save too little are left out (`shared_prefixes.PrefixSharing`). Raises
         ValueError.
         """
-        self._require_owner()
+        self._require_usable()
         require_list(sequences)
         for sequence in sequences:
             self.ledger.require_open(sequence)
@@ -367,7 +374,7 @@ class KVCache:
         have groups, those with windows copy what they keep. Raises ValueError, also for a sequence that has
         dropped tokens.
         """
-        self._require_owner()
+        self._require_usable()
         self.ledger.require_open(sequence)
         if not sequence.is_whole:
             raise ValueError(
@@ -399,20 +406,21 @@ class KVCache:
                 self._apply()
                 write_row(self.memory, sequence.row, start, exported)
         except BaseException:  # Ctrl-C as well
-            self.close(sequence, cache=False)  # not all of its K/V is written
+            if not self._failure:
+                self.close(sequence, cache=False)  # not all of its K/V is written
             raise
         return sequence
 
     def memory_map(self) -> MemoryMap:
         """Returns what every slot is used for now. Waits for the device."""
-        self._require_owner()
+        self._require_usable()
         return MemoryMap(self.memory.labels(slot_labels(self.ledger.holdings())))
 
     def check(self) -> None:
         """Recounts everything, on the device too, which synchronises: counts, holders, readers and rings; that
         each slot has one owner, each row begins with the slots of its segments, and each has dropped as many
         tokens as the ledger says. Raises CheckFailed, InvalidFree."""
-        self._require_owner()
+        self._require_usable()
         self.ledger.check()
         if self.num_free != self.memory.num_free:
             raise CheckFailed(
@@ -430,24 +438,33 @@ class KVCache:
         places = table.places(np.repeat([one.row for one in sequences], counts), np.concatenate(spans))
         return table.read(upload([places], self.memory.device)[0]).long()
 
-    def _require_owner(self) -> None:
+    def _require_usable(self) -> None:
         caller = threading.current_thread()
         if caller is not self._owner:
             raise WrongThread(self._owner.name, caller.name)
+        if self._failure:
+            raise MemoryFailed(self._failure)
 
     def _require_no_callback(self) -> None:
-        self._require_owner()
+        self._require_usable()
         if self._in_callback:
             raise LightKVError(
                 "on_edits called a verb that changes the cache, in the middle of another; note it there, and "
                 "call it once that one has returned"
             )
 
+    def _note_failure(self, error: BaseException) -> None:
+        self._failure = f"{type(error).__name__}: {error}"
+
     def _apply(self, kept: Seq[torch.Tensor] = ()) -> torch.Tensor | None:
         """Applies the ledger's edits. Returns the slots that the last Alloc took, int32; None if there is
         none."""
-        edits = self.ledger.drain()
-        slots = self.memory.apply(edits, kept)
+        try:
+            edits = self.ledger.drain()
+            slots = self.memory.apply(edits, kept)
+        except BaseException as error:  # Ctrl-C as well
+            self._note_failure(error)
+            raise
         if edits and self.on_edits is not None:
             self._in_callback = True
             try:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightkv import KVCache, KVSpec, LightKVError, OutOfTokens, WrongThread
+from lightkv import KVCache, KVSpec, LightKVError, MemoryFailed, OutOfTokens, WrongThread
+from lightkv.edits import Alloc, Edit, KeepEntries
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.exported_kv import ExportedKV
 from lightkv.triton_kernels.layout.ring import Ring
@@ -207,6 +208,96 @@ def test_a_callback_may_read_but_not_change(name: str, device: torch.device) -> 
     cache.on_edits = None
     VERBS[name](cache, sequence)  # it may now
     cache.check()
+
+
+# --------------------------------------------------------------------------------
+# A memory that fails
+
+FAILURES = [torch.OutOfMemoryError("no room for an index"), KeyboardInterrupt("in the middle")]
+
+
+def assert_every_verb_is_refused(cache: KVCache, sequence: Sequence, error: BaseException) -> None:
+    for name, verb in VERBS.items():
+        with pytest.raises(MemoryFailed, match="make a new cache") as refused:
+            verb(cache, sequence)
+        assert refused.value.failure == f"{type(error).__name__}: {error}", name
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=repr)
+@pytest.mark.parametrize("name", sorted(set(CHANGING) - {"confirm"}))
+def test_after_a_failure_of_the_memory_every_verb_is_refused(
+    name: str, error: BaseException, device: torch.device
+) -> None:
+    cache = make_cache(device)
+    cache.close(fill(cache, [8, 9]))  # to be hit, and evicted
+    sequence = fill(cache, IDS)
+    apply = cache.memory.apply
+
+    def fail_halfway(edits: list[Edit], kept: list[torch.Tensor]) -> None:
+        num = len(edits) // 2
+        apply(edits[:num], kept[: sum(isinstance(edit, KeepEntries) for edit in edits[:num])])
+        raise error
+
+    cache.memory.apply = fail_halfway  # type: ignore[method-assign, assignment]
+    told: list[object] = []
+    cache.on_edits = lambda *edits: told.append(edits)
+    with pytest.raises(type(error), match=str(error)):
+        CHANGING[name](cache, sequence)
+    cache.memory.apply = apply  # type: ignore[method-assign]
+    assert_every_verb_is_refused(cache, sequence, error)
+    assert not told
+
+
+def test_an_allocation_that_fails_on_the_device_makes_no_wrong_slots(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger has counted the tokens by then."""
+    cache = make_cache(device)
+    sequence = fill(cache, IDS)
+
+    def fail(*told: object, **named: object) -> None:
+        raise FAILURES[0]
+
+    monkeypatch.setattr(cache.memory.allocator, "alloc", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.extend([sequence], [3])
+    monkeypatch.undo()
+    assert (cache.num_free, cache.memory.num_free) == (13, 16)
+    assert_every_verb_is_refused(cache, sequence, FAILURES[0])
+
+
+def test_slots_that_the_caller_never_learns_are_a_failure(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is closed then would be cached without K/V."""
+    cache = make_cache(device)
+    sequence = fill(cache, IDS)
+
+    def fail(slots: torch.Tensor) -> None:
+        raise FAILURES[0]
+
+    monkeypatch.setattr(torch.Tensor, "long", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.extend([sequence], [1])
+    monkeypatch.undo()
+    assert_every_verb_is_refused(cache, sequence, FAILURES[0])
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=repr)
+def test_an_import_whose_memory_fails_raises_that_error(error: BaseException, device: torch.device) -> None:
+    cache = make_cache(device)
+    sequence = fill(cache, IDS)
+    apply = cache.memory.apply
+
+    def fail_at_slots(edits: list[Edit], kept: list[torch.Tensor]) -> torch.Tensor | None:
+        if any(isinstance(edit, Alloc) for edit in edits):
+            raise error
+        return apply(edits, kept)
+
+    cache.memory.apply = fail_at_slots  # type: ignore[method-assign, assignment]
+    with pytest.raises(type(error), match=str(error)):
+        cache.import_sequence([7, 8, 9], exported())
+    assert_every_verb_is_refused(cache, sequence, error)
 
 
 # --------------------------------------------------------------------------------
