@@ -61,14 +61,14 @@ def patch_nothing(_fn: Any) -> interpreter._LangPatchScope:
     return interpreter._LangPatchScope()
 
 
-def kept_by_name(find: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of a type, which Triton compares by its name, that finds a value once per name."""
+def kept_by_name(find: Callable[[tl.dtype], Any]) -> Callable[[tl.dtype], Any]:
+    """Returns `_get_np_dtype`, which finds the dtype of a type, which Triton compares by its name, once."""
     known: dict[str, Any] = {}
 
-    def kept(of: tl.dtype, *args: Any) -> Any:
-        if (value := known.get(of.name)) is None:
-            value = known[of.name] = find(of, *args)
-        return value
+    def kept(of: tl.dtype) -> Any:
+        if (dtype := known.get(of.name)) is None:
+            dtype = known[of.name] = find(of)
+        return dtype
 
     return kept
 
@@ -103,27 +103,6 @@ def kept_tensors(make: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def quick_unwrap(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns `_unwrap_if_constexpr`, which looks for a constexpr before it looks for lists of them."""
-
-    def quick(value: Any) -> Any:
-        if isinstance(value, tl.constexpr):
-            return value.value
-        return unwrap(value) if isinstance(value, list | tuple | tl.tuple) else value
-
-    return quick
-
-
-def patch_attr(obj: Any, name: str, member: Callable[..., Any], builder: Any, scope: Any) -> None:
-    """Replaces a function of the language by the interpreter's, as `interpreter._patch_attr` does."""
-
-    def interpreted(*args: Any, **kwargs: Any) -> Any:
-        kwargs["_semantic"] = interpreter.interpreter_semantic
-        return member(*args, **kwargs)
-
-    scope.set_attr(obj, name, interpreted)
-
-
 def indexing(patch: Callable[..., None]) -> Callable[..., None]:
     """Returns `_patch_lang_tensor`, after which a tensor of one element may bound a loop. Triton 3.6 gives its
     array of one dimension to `int`, which numpy refuses from 2.4 on."""
@@ -149,12 +128,9 @@ def quick_interpreter() -> Iterator[Language | None]:
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(executor, "__call__", one_at_a_time(executor.__call__, patch))
         changed.setattr(interpreter, "_patch_lang", patch_nothing)
-        changed.setattr(interpreter, "_patch_attr", patch_attr)
         changed.setattr(interpreter, "_patch_lang_tensor", indexing(interpreter._patch_lang_tensor))
         changed.setattr(interpreter, "_get_np_dtype", kept_by_name(interpreter._get_np_dtype))
         changed.setattr(tl.block_type, "__init__", kept_blocks(tl.block_type.__init__))
-        changed.setattr(tl.block_type, "to_ir", kept_by_name(tl.block_type.to_ir))
-        changed.setattr(tl.core, "_unwrap_if_constexpr", quick_unwrap(tl.core._unwrap_if_constexpr))
         changed.setattr(tl.tensor, "__init__", kept_tensors(tl.tensor.__init__))
         quick = replace(options, sanitize_overflow=False)
         changed.setattr(interpreter.interpreter_builder, "options", quick)
