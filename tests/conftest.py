@@ -1,8 +1,10 @@
 """Settings of all tests: the interpreter on machines without a GPU, without work that it need not do, how many
-processes run the tests, the `gpu` and `browser` markers, a file's time budget, the K/V format of engines."""
+processes run the tests, and in which order, the `gpu` and `browser` markers, a file's time budget, the K/V format
+of engines."""
 
 import inspect
 import os
+import random
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -34,6 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--kv-dtype",
         default=EngineConfig.kv_dtype,
         help="the K/V format of every engine and service of a test that names none, such as int8",
+    )
+    parser.addoption(
+        "--random-order",
+        type=int,
+        metavar="SEED",
+        help="runs the files, and the tests of each, in an order that this number determines",
     )
     parser.addoption(
         "--ppl-pmx",
@@ -111,7 +119,22 @@ class FileBudget:
         return {name: seconds for name, seconds in self._spent.items() if seconds > FILE_SECONDS}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def in_random_order(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
+    """Returns the tests with the files in random order, and the tests of each file, too."""
+    rng = random.Random(seed)
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    shuffled = list(files.values())
+    rng.shuffle(shuffled)
+    for tests in shuffled:
+        rng.shuffle(tests)
+    return [item for tests in shuffled for item in tests]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (seed := config.getoption("random_order")) is not None:
+        items[:] = in_random_order(items, seed)
     missing = {}
     if not torch.cuda.is_available():
         missing["gpu"] = pytest.mark.skip(reason="needs a CUDA device")
