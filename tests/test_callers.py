@@ -19,14 +19,14 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 # Called by a library, or by a process, under a name that it gives.
 CALLED_BY = {
-    "asyncio": "connection_made connection_lost pause_writing resume_writing",
+    "asyncio": "connection_made connection_lost data_received pause_writing resume_writing",
     "click": "invoke",
-    "h11": "next_event send_400_response handle_events",
+    "h11": "next_event maybe_extract_lines send_400_response handle_events",
     "the router's calls of a worker": "exposed_start exposed_step exposed_flush exposed_check exposed_map",
     "torch": "extra_repr",
     "transformers": "batch_repeat_interleave batch_select_indices crop get_mask_sizes get_max_length "
     "get_seq_length lazy_initialization",
-    "uvicorn": "capture_signals",
+    "uvicorn": "capture_signals startup",
 }
 BY_LIBRARIES = {name for names in CALLED_BY.values() for name in names.split()}
 CONTRACTS = ROOT / "lightkv" / "contracts"  # have the names of what they stand in for

@@ -9,7 +9,7 @@ import pytest
 from lightkv.router.api.answers.chat_writer import ChatWriter
 from lightkv.router.api.answers.completion_writer import CompletionWriter
 from lightkv.router.api.answers.generation import Answer, TextDelta
-from lightkv.router.api.http.server import _HttpConnection
+from lightkv.router.api.http.parser import HttpConnection
 from lightkv.router.api.http.stream import EventWriter
 
 UNUSED: Any = None
@@ -64,11 +64,11 @@ def test_chunks_are_framed_as_h11_frames_them(version: bytes) -> None:
 
     for length in ([], [("Content-Length", "303")]):
         theirs = h11.Connection(h11.SERVER, 1000)
-        assert sent(_HttpConnection(1000), length) == sent(theirs, length)
+        assert sent(HttpConnection(1000), length) == sent(theirs, length)
 
 
 def test_nothing_is_sent_after_the_last_chunk() -> None:
-    connection = _HttpConnection(1000)
+    connection = HttpConnection(1000)
     connection.receive_data(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
     while type(connection.next_event()) is not h11.EndOfMessage:
         pass

@@ -1,0 +1,333 @@
+"""The connections of the HTTP server: how they are counted, TLS handshakes, and how one ends before its client
+has sent all of a request."""
+
+import errno
+import select
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+import uvicorn
+import uvloop
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
+
+from lightkv.router.api.http import server as http_server
+from lightkv.router.api.http.parser import EVENTS_PER_TURN, FREE_CHUNKS, MAX_LINES
+from lightkv.router.api.http.server import make_server
+from lightkv.router.service.api_settings import ApiSettings, ServeSettings
+from tests.support.api_process import until_closed
+from tests.support.fake_router import error_of, wait_until
+
+MAX_BODY = 2**20
+CHUNKED = b"POST /read HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+REFUSED = CHUNKED.replace(b"/read", b"/refuse")
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+ANONYMOUS = "aNULL:@SECLEVEL=0"  # TLS without certificates
+
+
+class Application:
+    """Answers /read with the length of the body, and /refuse with 401 before it reads any. `parts`: the lengths
+    in which bodies arrived; None where the client disconnected."""
+
+    def __init__(self) -> None:
+        self.parts: list[int | None] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        length = 0
+        is_open = scope["path"] == "/read"
+        while is_open:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.parts.append(None)
+                return
+            self.parts.append(len(message["body"]))
+            length += len(message["body"])
+            is_open = message["more_body"]
+        answer = PlainTextResponse(str(length), 401 if scope["path"] == "/refuse" else 200)
+        await answer(scope, receive, send)
+
+
+class Serving:
+    """A server in a thread, with its application."""
+
+    def __init__(self, server: uvicorn.Server, application: Application, port: int) -> None:
+        self.application = application
+        self.port = port
+        self._server: Any = server
+
+    @property
+    def num_open(self) -> int:
+        return len(self._server._connections.protocols)
+
+    def connect(self) -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+
+    def connect_tls(self) -> ssl.SSLSocket:
+        return client_context().wrap_socket(self.connect())
+
+
+def client_context() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return anonymous(context)
+
+
+def anonymous(context: ssl.SSLContext) -> ssl.SSLContext:
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    context.set_ciphers(ANONYMOUS)
+    return context
+
+
+@contextmanager
+def serving(tls: bool = False, listener: socket.socket | None = None, **limits: Any) -> Iterator[Serving]:
+    listener = listener or socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    api = ApiSettings(model_names=["m"], **{"max_body_bytes": MAX_BODY, **limits})
+    application = Application()
+    settings = ServeSettings(
+        api=api, model_directory="", router_socket="", listen_fd=listener.fileno(), shutdown_timeout=5
+    )
+    server = make_server(application, settings)
+    if tls:
+        server.config.ssl = anonymous(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+    thread = threading.Thread(target=lambda: uvloop.run(server.serve([listener])))
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        yield Serving(server, application, port)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def answer(connection: socket.socket) -> bytes:
+    """Returns an answer with a known length."""
+    received = b""
+    while b"\r\n\r\n" not in received or b"content-length: " not in received.lower():
+        received += connection.recv(65536)
+    head, _, body = received.partition(b"\r\n\r\n")
+    length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+    while len(body) < length:
+        body += connection.recv(65536)
+    return head + b"\r\n\r\n" + body
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the server has closed a connection on which it sent nothing."""
+    if not select.select([connection], [], [], 0)[0]:
+        return False
+    with suppress(ConnectionResetError):
+        assert connection.recv(1) == b""
+    return True
+
+
+# The end of a connection
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize("keep", [b"", b"Connection: close\r\n"], ids=["keep", "close"])
+def test_a_client_that_goes_on_sending_sees_its_refusal(keep: bytes, tls: bool) -> None:
+    with serving(tls) as service:
+        connection = service.connect_tls() if tls else service.connect()
+        connection.sendall(REFUSED.replace(b"\r\n\r\n", b"\r\n" + keep + b"\r\n") + b"1\r\nx\r\n" * 1000)
+        received = answer(connection)
+        for _ in range(3):
+            connection.sendall(b"x" * (MAX_BODY // 4))
+        assert received.startswith(b"HTTP/1.1 401")
+        assert b"\r\nconnection: close\r\n" in received.lower()
+        if not tls:
+            assert connection.recv(1) == b""
+        connection.close()
+        wait_until(lambda: service.num_open == 0)
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+def test_nothing_is_read_behind_a_refusal_beyond_the_bytes_of_a_body(tls: bool) -> None:
+    with serving(tls, header_seconds=60.0) as service:
+        connection = service.connect_tls() if tls else service.connect()
+        connection.sendall(REFUSED)
+        assert answer(connection).startswith(b"HTTP/1.1 401")
+        with pytest.raises(OSError, match=r"reset|pipe|EOF"):
+            connection.sendall(b"x" * (64 * MAX_BODY))
+        wait_until(lambda: service.num_open == 0)
+        connection.close()
+
+
+def test_nothing_is_read_behind_a_refusal_beyond_the_time_for_headers() -> None:
+    with serving(header_seconds=0.2) as service:
+        connection = service.connect()
+        connection.sendall(REFUSED)
+        assert answer(connection).startswith(b"HTTP/1.1 401")
+        assert connection.recv(1) == b""  # nothing more is sent; what the client sends is dropped
+        wait_until(lambda: service.num_open == 0)
+        connection.close()
+
+
+def test_tiny_chunks_are_refused_and_the_application_learns_it() -> None:
+    with serving() as service:
+        connection = service.connect()
+        connection.sendall(CHUNKED + b"1\r\nx\r\n" * 20000)
+        head, _, body = until_closed(connection).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400")
+        assert f"after {FREE_CHUNKS} chunks" in error_of(body)["message"]
+        wait_until(lambda: service.application.parts[-1:] == [None])
+        connection.close()
+        wait_until(lambda: service.num_open == 0)
+
+
+def test_many_lines_of_headers_are_refused() -> None:
+    with serving() as service:
+        connection = service.connect()
+        connection.sendall(HEALTH[:-2] + b"a:\r\n" * 15000)
+        head, _, body = until_closed(connection).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400")
+        assert f"more than {MAX_LINES} header lines" in error_of(body)["message"]
+        connection.close()
+
+
+# The turns of the event loop
+
+
+def test_a_body_in_small_chunks_is_read_in_many_turns() -> None:
+    num_chunks, size = 6400, 64
+    with serving() as service:
+        connection = service.connect()
+        connection.sendall(CHUNKED + b"40\r\n%b\r\n" % (b"x" * size) * num_chunks + b"0\r\n\r\n")
+        assert answer(connection).endswith(b"\r\n\r\n%d" % (num_chunks * size))
+        parts = [part or 0 for part in service.application.parts]
+        assert sum(parts) == num_chunks * size
+        assert max(parts) <= 2 * EVENTS_PER_TURN * size  # a turn may end one read and begin another
+        connection.close()
+
+
+def test_requests_in_one_packet_are_answered_in_order() -> None:
+    with serving() as service:
+        connection = service.connect()
+        bodies = [b"x" * length for length in (1, 300, 70_000, 5)]
+        requests = [CHUNKED + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) for body in bodies]
+        connection.sendall(HEALTH.join(requests) + b"BREW\r\n\r\n")
+        received = until_closed(connection)
+        answers = received.split(b"HTTP/1.1 ")[1:]
+        assert [one[:3] for one in answers] == [b"200"] * 7 + [b"400"]
+        assert [one.rpartition(b"\r\n\r\n")[2] for one in answers[:7:2]] == [b"1", b"300", b"70000", b"5"]
+        connection.close()
+
+
+def test_a_body_of_known_length_may_arrive_in_packets_of_one_byte() -> None:
+    with serving() as service:
+        connection = service.connect()
+        connection.sendall(b"POST /read HTTP/1.1\r\nHost: x\r\nContent-Length: 2000\r\n\r\n")
+        for _ in range(2000):
+            connection.send(b"x")
+        assert answer(connection).endswith(b"\r\n\r\n2000")
+        connection.close()
+
+
+def test_only_a_body_that_is_read_is_asked_for() -> None:
+    """A client that expects `100 Continue` sends its body after it."""
+    with serving() as service:
+        refused, asked = service.connect(), service.connect()
+        refused.sendall(REFUSED[:-2] + b"Expect: 100-continue\r\n\r\n")
+        assert answer(refused).startswith(b"HTTP/1.1 401")
+        asked.sendall(CHUNKED[:-2] + b"Expect: 100-continue\r\n\r\n")
+        continued = b"HTTP/1.1 100 Continue\r\n\r\n"
+        assert asked.recv(len(continued)) == continued
+        asked.sendall(b"1\r\nx\r\n0\r\n\r\n")
+        assert answer(asked).endswith(b"\r\n\r\n1")
+        refused.close()
+        asked.close()
+
+
+# The number of connections
+
+
+def test_connections_beyond_those_that_are_refused_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_REFUSED", 2)
+    with serving(max_connections=3) as service:
+        connections = [service.connect() for _ in range(6)]
+        wait_until(lambda: is_closed(connections[5]))
+        statuses = []
+        for connection in connections[:5]:
+            connection.sendall(HEALTH.replace(b"/health", b"/read"))
+            statuses.append(answer(connection)[9:12])
+        assert statuses == [b"200"] * 3 + [b"503"] * 2
+        for connection in connections:
+            connection.close()
+        wait_until(lambda: service.num_open == 0)
+        for _ in range(3):
+            connections.append(service.connect())
+            connections[-1].sendall(HEALTH)
+            assert answer(connections[-1]).startswith(b"HTTP/1.1 200")
+        for connection in connections:
+            connection.close()
+
+
+def test_handshakes_count_as_connections_and_the_oldest_ends_beyond_a_number() -> None:
+    with serving(tls=True, max_connections=6, header_seconds=60.0) as service:
+        silent = [service.connect() for _ in range(3)]
+        wait_until(lambda: service.num_open == 3)
+        client = service.connect_tls()  # as many as may be were under way
+        wait_until(lambda: is_closed(silent[0]))
+        client.sendall(HEALTH)
+        assert answer(client).startswith(b"HTTP/1.1 200")
+        wait_until(lambda: service.num_open == 3)
+        silent += [service.connect() for _ in range(20)]
+        wait_until(lambda: [is_closed(one) for one in silent] == [True] * 20 + [False] * 3)
+        client.sendall(HEALTH)  # connections whose handshake is done stay
+        assert answer(client).startswith(b"HTTP/1.1 200")
+        for connection in (*silent, client):
+            connection.close()
+        wait_until(lambda: service.num_open == 0)
+
+
+def test_a_handshake_has_the_time_of_headers() -> None:
+    with serving(tls=True, header_seconds=0.3) as service:
+        silent = service.connect()
+        wait_until(lambda: service.num_open == 1)
+        wait_until(lambda: is_closed(silent))
+        wait_until(lambda: service.num_open == 0)
+        silent.close()
+
+
+def test_a_handshake_that_fails_counts_no_longer() -> None:
+    with serving(tls=True, header_seconds=60.0) as service:
+        for sent in (HEALTH, b""):
+            connection = service.connect()
+            connection.sendall(sent)
+            if not sent:
+                wait_until(lambda: service.num_open == 1)
+                connection.shutdown(socket.SHUT_WR)
+            wait_until(lambda: service.num_open == 0)
+            connection.close()
+
+
+class Exhausted(socket.socket):
+    """A listener for which there is no descriptor at first."""
+
+    num_failures = 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self.num_failures < 2:
+            self.num_failures += 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+def test_a_server_without_descriptors_goes_on_when_there_are_some() -> None:
+    listener = Exhausted()
+    listener.bind(("127.0.0.1", 0))
+    with serving(listener=listener) as service:
+        connection = service.connect()
+        connection.sendall(HEALTH)
+        assert answer(connection).startswith(b"HTTP/1.1 200")
+        assert listener.num_failures == 2
+        connection.close()
