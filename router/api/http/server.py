@@ -124,6 +124,7 @@ def make_server(app: ASGIApp, settings: ServeSettings) -> uvicorn.Server:
     max_connections = min(limits.max_connections, num_descriptors * 7 // 8)
     config = uvicorn.Config(
         app,
+        http="h11",
         ws="none",
         lifespan="off",
         log_level="warning",
