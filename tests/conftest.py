@@ -1,6 +1,6 @@
 """Settings of all tests: the interpreter on machines without a GPU, without work that it need not do, how many
-processes run the tests, and in which order, the `gpu` and `browser` markers, a file's time budget, the K/V format
-of engines."""
+processes run the tests and in which order, the `gpu` and `browser` markers, a file's time budget, and the K/V
+format of engines."""
 
 import inspect
 import os
