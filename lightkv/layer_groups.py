@@ -126,11 +126,11 @@ class LayerGroups:
         `row_bytes`: the bytes of a token's row in each layer, 0 for a layer that holds none; None where they
         are equal. A lane is as wide as the widest row, and has as many narrower ones as fit.
 
-        Layers of one lifetime stay together, and so do all layers where none sees everything, since nothing
-        would then limit what the prefix tree knows. Otherwise the cut is that of the least waste: the bytes of
-        lanes that no layer has. Tokens of layers that see everything count `FULL_WEIGHT` times, since they
-        stay, and each group costs a little, for its table and its slots. All layers stay together, too, where
-        the slots of a token that stays would have as many bytes as the token has in all layers.
+        All layers stay in one group in three cases: they have one lifetime; none of them sees everything,
+        because the prefix tree would then grow without a bound; or the slots of a token that stays would take
+        as many bytes as the token takes in all layers. Otherwise the cut with the least waste is chosen. Waste
+        is the bytes of lanes that belong to no layer. Tokens of layers that see everything count `FULL_WEIGHT`
+        times, because they stay, and each group costs `GROUP_PRICE`, for its table and its slots.
         """
         rows = row_bytes or [1] * len(lifetimes)
         layers: dict[Lifetime, list[int]] = {}

@@ -301,13 +301,15 @@ class Tails:
     def _share(
         self, sequence: WindowedSequence, cls: int, end: int, path: tuple[Segment, int], step: int | None
     ) -> None:
-        """Makes parts of the sequence's own entries up to `end`, where a segment ends of the path to `path[0]`,
-        which ends at entry `path[1]`. The sequence holds them; not with a `step` of None, where it closes.
-        `step`: the last one that may compute some of them.
+        """Moves the sequence's own entries up to `end` into parts of the segments of its path.
 
-        Where the path has a part already, the sequence's own are freed. No row comes to hold more than it did
-        by that: a segment is split where a part that rows hold would become longer, and where the sequence
-        would hold a part that is longer than its own.
+        `path`: the last segment and the entry where it ends; a segment ends at `end`. `step`: the last step that
+        may compute some of the entries. With a step, the sequence holds the parts; with None it closes, and does
+        not hold them.
+
+        Where a segment has a part already, the sequence's own entries are freed. No row holds more entries
+        afterwards than before. So a segment is split in two cases: a part that rows hold would become longer,
+        or the part is longer than what the sequence itself had.
         """
         state, row, own, hold = self._state, sequence.row, sequence.own(cls), step is not None
         segment, at = path

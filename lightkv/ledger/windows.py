@@ -76,13 +76,13 @@ class WindowedSequence(Sequence):
                    ├─ released ─┼─ held parts ───┼─── its own ────┤
 
     lifetimes: of the classes from 1 on; the lists have a number for each of them. distances: how far back the
-    entry is whose slot its next token takes; 0 while that takes a free one. oldest: where the first of the
-    parts that it holds ends, which it leaves once all of it has passed; 0 where it holds none. points:
-    ascending, where its prompt ends and where others may turn off from it, as far as it has not passed them:
-    what is seen there is kept for others. published: how many tokens of its prompt others may hit; those that
-    `publish` could not store are stored as soon as it shares the ones before them. published_in: the step of
-    the last `publish`. event: the length at which something else happens than that each of its tokens
-    takes a slot, or reuses one; 0 if that is to be found out.
+    entry is whose slot its next token takes; 0 while that takes a free one. oldest: where the first part ends
+    that it holds; 0 where it holds none. The sequence leaves a part once its window has passed all of it.
+    points: the entries ahead, ascending, at which its prompt ends or others may diverge from it. What is seen
+    there is kept for others. published: how many tokens of its prompt others may hit. Those that `publish`
+    could not store are stored as soon as it shares the ones before them. published_in: the step of the last
+    `publish`. event: up to this length each token only takes a slot or reuses one; 0 where the length has to be
+    computed.
     """
 
     __slots__ = (

@@ -1,8 +1,8 @@
 """The device memory of a cache: free slots, table, segments and K/V. Only edits change it.
 
-The ledger decides and emits the edits; this side needs no token id and no tree. Two memories to which the same
-edits were applied in the same order are equal. Where layers have groups, the edits of a step's plan have to be
-one call of `apply` in both, since the Alloc that is its last edit is done with those before it.
+The ledger decides and emits the edits; the memory needs no token ids and no tree. Two memories are equal after
+the same edits in the same order. Where layers have groups, both memories also need the same calls: all edits of
+a step's plan are one call of `apply`, because its last Alloc is carried out together with the ones before it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,8 +1,8 @@
 """The queue of requests that wait to be admitted, and their order.
 
-Only the head is admitted, or one that passes it, as is said below. If the head has no room, it keeps its place,
-and nothing passes it: so a large request gets the room that ends leave, however many small ones would fit
-before. The order is one of two:
+The head of the queue is admitted first. While it has no room, nothing behind it is admitted either: a large
+request then gets the slots that ending requests free, and small requests do not take them first. There are two
+orders:
 
 first come     by the time of arrival, plus a minute for each unit of priority. Of the requests that come later,
                only those whose priority is lower pass a request, and only those that come within a minute for
@@ -12,12 +12,13 @@ with patience  by priority, then those in time before those that are late, then 
                admissions goes to the request that would be the first in the other order, so that no stream of
                requests keeps another one waiting for ever.
 
-Where a model of step times keeps steps short, and in the first of the two orders, the head lets shorter prompts
-pass: those that are as urgent or more urgent, until they have had as many tokens together as the head computes
-itself. The rows and the pool must have room for the head besides them, whenever the running requests end. So a
-short prompt need not wait for a long one that came just before it. Of the tokens that wait when a request
-comes, at most twice as many are computed before it, and once its own besides. Tokens that are cached when a
-request is queued do not count.
+In the first order, and where a model of step times keeps steps short, shorter prompts may pass the head, so
+that a short prompt does not wait for a long one that came just before it:
+- They are at least as urgent as the head.
+- Together they have at most as many tokens to compute as the head has.
+- The rows and the pool have room for the head besides them, whenever the running requests end.
+Before a request, at most twice the tokens are computed that waited when it came, and as many as it has itself.
+Tokens that are cached when a request is queued do not count.
 """
 
 import heapq

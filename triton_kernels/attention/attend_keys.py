@@ -1,7 +1,7 @@
 """Attention of a tile of queries to a range of keys: the loop that decode and prefill share.
 Its reference is in `attention_reference.py`.
 
-Where a token is says the index, and how it says so is a lookup (`lookups/`).
+A lookup (`lookups/`) finds the slot of a token in the index.
 """
 
 import triton

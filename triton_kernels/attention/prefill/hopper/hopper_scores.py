@@ -1,5 +1,5 @@
-"""What the kernels for compute capability 9 do with a tile's scores, and all that they know of the features of
-a call (Gluon): which keys a tile's queries see, and the running softmax of a warpgroup's rows."""
+"""The scores of a tile in the kernels for compute capability 9 (Gluon): which keys the tile's queries see, and
+the running softmax of a warpgroup's rows. The features of a call are applied here and nowhere else."""
 
 from typing import Any, NamedTuple
 
@@ -19,11 +19,12 @@ _LOG2_E = gl.constexpr(LOG2_E)
 class SoftmaxRows(NamedTuple):
     """What the softmax needs of the rows of a warpgroup, each `[ROWS]` except `origin` and `tree`.
 
-    `positions`: of the queries. `last_keys`: that they see. With ALiBi, `slopes`, in units of the scores, and
-    `bias`, by which the scores in the loop are larger than they should be, since the bias of ALiBi is counted
-    from the key `origin`, the tile's last: the numbers of the keys that count are small, so those of millions
-    of tokens lose no precision. `pairs`: a tuple of the result of `slope_pairs`, or an empty one. With a tree
-    of guesses, `tree`: pointers to the words of each row, how many there are, and the request's first query.
+    `positions`: of the queries. `last_keys`: the last key that each query sees. With ALiBi: `slopes`, in units
+    of the scores, and `origin`, the tile's last key, from which the bias is counted in the loop. Distances of
+    the keys that matter are then small, so that nothing loses precision after millions of tokens; `bias` is the
+    difference, by which the scores in the loop are too large. `pairs`: a tuple of the result of `slope_pairs`,
+    or an empty one. With a tree of guesses, `tree`: pointers to the words of each row, how many there are, and
+    the request's first query.
     """
 
     positions: Any
