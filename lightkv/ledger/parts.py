@@ -212,6 +212,6 @@ def last_reachable(lifetime: Lifetime, ranges: Seq[tuple[int, int]], limit: int)
 
 def is_turn_off(segment: Segment) -> bool:
     """Returns whether several prompts diverge at the segment's end. A child counts once a sequence or another
-    child goes on from it. So the rest of an answer whose last tokens the next prompt rewrites does not count."""
+    child goes on from it, so the rest of an answer whose last tokens the next prompt rewrites does not."""
     used = [one for one in segment.children.values() if one.holders or one.credit or one.children]
     return len(used) > 1

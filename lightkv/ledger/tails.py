@@ -303,9 +303,9 @@ class Tails:
     ) -> None:
         """Moves the sequence's own entries up to `end` into parts of the segments of its path.
 
-        `path`: the last segment and the entry where it ends; a segment ends at `end`. `step`: the last step that
-        may compute some of the entries. With a step, the sequence holds the parts; with None it closes, and does
-        not hold them.
+        `path`: the last segment and the entry where it ends; a segment ends at `end`. `step`: the last step
+        that may compute some of the entries. With a step, the sequence holds the parts; with None it closes,
+        and does not hold them.
 
         Where a segment has a part already, the sequence's own entries are freed. No row holds more entries
         afterwards than before. So a segment is split in two cases: a part that rows hold would become longer,
