@@ -1,6 +1,7 @@
 """Checks what the docs say: links, files and names exist, commands are understood, and Python blocks run."""
 
 import ast
+import importlib
 import json
 import re
 import shlex
@@ -43,6 +44,9 @@ FILE = re.compile(r"`([\w./-]+\.(?:py|md|json|txt|toml|jinja))`(?:\s+\(([^)]*)\)
 FOLDER = re.compile(r"`((?:[\w-]+/){2,})`")
 MODULE = re.compile(r"\bbench(?:\.\w+)+")
 NAME = re.compile(r"`([A-Za-z_][\w.]*)`")
+# In a table, a name by itself, or one that is called; what stands in the columns of other engines is theirs.
+NAME_IN_CELL = re.compile(r"`([A-Za-z_][\w.]*)`|([A-Za-z_][\w.]*)\(")
+OTHER_ENGINES = {"vLLM", "SGLang", "LightLLM"}
 NUMBER = re.compile(r"\d[\d,.]*\d|\d")
 
 
@@ -123,6 +127,59 @@ def test_every_named_file_exists_and_defines_the_names_beside_it(page: Path) -> 
         if not path.is_dir() and not path.with_suffix(".py").is_file():
             wrong.append(module)
     assert not wrong
+
+
+def tables_of(page: Path) -> list[list[dict[str, str]]]:
+    """The tables of a page: of each the rows, and of each row the cells by the heads of their columns."""
+    tables = []
+    for table in re.findall(r"(?:^\|.*\|\n)+", prose_of(page), re.MULTILINE):
+        heads, _, *rows = [[cell.strip() for cell in line[1:-1].split(" | ")] for line in table.splitlines()]
+        tables.append([dict(zip(heads, row, strict=True)) for row in rows])
+    return tables
+
+
+@cache
+def names_in_product() -> frozenset[str]:
+    """The names of lightkv's code and of its tests: `Class.member` and what both are by themselves, parameters,
+    keys that are texts, and modules below `triton_kernels/`."""
+    kernels = ROOT / "triton_kernels"
+    found = {"True", "False", "None"}
+    for file in (*(ROOT / "lightkv").rglob("*.py"), *kernels.rglob("*.py")):
+        found |= names_in(file)
+        for node in ast.walk(ast.parse(text_of(file), str(file))):
+            match node:
+                case ast.arg(arg=name) | ast.Constant(value=str(name)):
+                    found.add(name)
+                case ast.ClassDef(name=owner):
+                    inner = (one for one in ast.walk(node) if isinstance(one, ast.Attribute))
+                    found |= {f"{owner}.{one.attr}" for one in inner if ast.unparse(one.value) == "self"}
+        if file.is_relative_to(kernels):
+            found.add(".".join(file.relative_to(kernels).with_suffix("").parts))
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        found |= set(re.findall(r"def (test_\w+)", text_of(file)))
+    return frozenset(found | {name.rpartition(".")[2] for name in found})
+
+
+@pytest.mark.parametrize("page", [ROOT / "docs" / "kernels.md", ROOT / "docs" / "memory.md"], ids=label)
+def test_every_name_in_a_table_is_one_of_the_code(page: Path) -> None:
+    cells = [
+        cell
+        for rows in tables_of(page)
+        for row in rows
+        for head, cell in row.items()
+        if head not in OTHER_ENGINES
+    ]
+    named = {"".join(name) for cell in cells for name in NAME_IN_CELL.findall(cell)}
+    assert len(named) > 20
+    assert not sorted(named - names_in_product())
+
+
+def test_every_operator_of_the_table_is_in_its_module() -> None:
+    operators = [row for rows in tables_of(ROOT / "docs" / "kernels.md") for row in rows if "function" in row]
+    assert len(operators) > 10
+    for row in operators:
+        module = importlib.import_module(f"lightkv.triton_kernels.{row['module'].strip('`')}")
+        assert callable(getattr(module, row["function"].strip("`"))), row
 
 
 def test_names_that_a_file_lacks_are_found(tmp_path: Path) -> None:
@@ -358,7 +415,7 @@ def test_every_python_block_runs(page: Path, small_llm: None, capsys: pytest.Cap
 
 def test_the_examples_of_the_kernels_run() -> None:
     programs = blocks_of(ROOT / "docs" / "kernels.md", "python")
-    assert len(programs) == 3
+    assert len(programs) == 4
     for program in programs:
         exec(compile(program, "docs/kernels.md", "exec"), {})
 
