@@ -100,7 +100,7 @@ def test_an_error_at_the_start_of_the_process_is_one_line(fresh: ApiUnderTest, t
 # Limits of the server
 
 
-HEADER_SECONDS, BODY_SECONDS, MAX_CONNECTIONS = 0.4, 0.6, 6
+HEADER_SECONDS, BODY_SECONDS, MAX_CONNECTIONS = 1.5, 2.0, 6  # enough for a client on a busy machine
 Connect = Callable[[], socket.socket]
 
 
@@ -243,7 +243,7 @@ def trickle(pieces: dict[socket.socket, bytes]) -> dict[socket.socket, bytes]:
             if connection not in received:
                 with suppress(ConnectionResetError, BrokenPipeError):
                     connection.sendall(pieces[connection])
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 60
     return received
 
 
@@ -283,7 +283,7 @@ def test_the_rest_of_a_body_is_not_awaited_after_the_answer(connect: Connect) ->
 
 
 def test_an_answer_may_take_longer_than_the_time_limits(connect: Connect, router: ApiUnderTest) -> None:
-    router.router.delay = 0.1
+    router.router.delay = 0.3
     try:
         connections = []
         for stream in (False, True):

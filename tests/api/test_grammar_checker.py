@@ -345,7 +345,7 @@ def test_checks_before_the_service_is_ready_are_refused_and_later_ones_made() ->
         checker = GrammarChecker(resolve(DEFAULT_MODEL, lambda line: None), vocab_size)
         many = [Grammar("regex", f"[a-z]{{{i}}}") for i in range(1, 5)]
         tasks = [checker.check(one, "field") for one in many]
-        found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+        found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
         assert {str(one) for one in found} == {"starting: loading the model"}
         assert all(isinstance(one, RequestRefused) for one in found)
         is_ready = True
@@ -368,7 +368,7 @@ def test_an_unforeseen_error_refuses_one_check_and_not_those_behind_it(
 
         monkeypatch.setattr(checker._process, "ask", fail)
         tasks = [checker.check(one, "field") for one in (DIGITS, LETTERS)]
-        failed, num_bytes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+        failed, num_bytes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
         assert isinstance(failed, RequestRefused)
         assert failed.kind == "unavailable"
         assert isinstance(num_bytes, int)
@@ -383,7 +383,7 @@ def test_what_waits_is_refused_when_the_checker_closes() -> None:
             tasks = [asyncio.create_task(checker.check(one, "field")) for one in many]
             await asyncio.sleep(0)
             await checker.close()
-            found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+            found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
             assert {str(one) for one in found} == {"the service is shutting down"}
             assert num_waiting(checker) == len(checker._waiting) == 0
             assert await asyncio.wait_for(checker.check(DIGITS, "field"), 60) > 0  # in another process

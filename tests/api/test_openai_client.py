@@ -322,3 +322,4 @@ def test_a_stream_that_breaks_off_is_an_error_with_its_code(served: Served, clie
         greedy(client)
     assert error_of(refused.value) == (503, "service_unavailable_error", None)
     assert int(refused.value.response.headers["retry-after"]) > 0
+    wait_until(lambda: served.request("/ready")[0] == 200)

@@ -288,13 +288,12 @@ def test_a_file_without_usable_keys_is_refused(tmp_path: Path, text: str, messag
         read_keys(tmp_path / "bytes")
 
 
-def test_a_pipe_or_a_device_as_the_file_of_keys_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_pipe_or_a_device_as_the_file_of_keys_is_refused_unread(tmp_path: Path) -> None:
+    """To read the pipe, to which nothing writes, would take for ever, and so would the first device."""
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", Path("/dev/zero"), Path("/dev/null")):
-        begun = time.monotonic()
         with pytest.raises(InvalidConfig, match=f"--api-key-file {path} is not a regular file"):
             launch.with_all_keys(ServiceConfig(api_key_file=str(path)))
-        assert time.monotonic() - begun < 1.0
     with pytest.raises(launch.CannotServe, match="directory"):
         launch.with_all_keys(ServiceConfig(api_key_file=str(tmp_path)))
 

@@ -217,7 +217,7 @@ class Terminal:
 
     def until(self, text: str) -> None:
         """Reads until `text` appears after the last awaited text."""
-        end = time.monotonic() + 15
+        end = time.monotonic() + 60
         while text not in self._shown:
             assert select.select([self._fd], [], [], max(end - time.monotonic(), 0.0))[0], self._shown
             self._shown += os.read(self._fd, 4096).decode(errors="replace")

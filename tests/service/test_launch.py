@@ -24,17 +24,24 @@ from tests.support.served import API_KEY, COMPLETIONS, Served, Start, wait_until
 
 
 @pytest.fixture(scope="module")
-def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A service with an API key and K/V in 8 bits. The last test that uses it ends it, and the others leave it
-    unchanged."""
-    directory = tmp_path_factory.mktemp("shared")
-    settings = ["--served-model-name", "tiny", "--kv-dtype", "int8", "--kv-skip-layers", "1"]
-    settings += ["--shutdown-timeout", "60", "--socket-dir", str(directory / "s")]
-    served = Served(model, directory / "log", *settings, api_key=API_KEY).wait_ready()
-    try:
-        yield served
-    finally:
+def services() -> Iterator[list[Served]]:
+    """The services that tests of this file share, the newest last."""
+    started: list[Served] = []
+    yield started
+    for served in started:
         served.close()
+
+
+@pytest.fixture
+def shared(services: list[Served], model: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """A service with an API key and K/V in 8 bits: that of the test before, unless it has ended."""
+    if not services or services[-1].process.poll() is not None:
+        directory = tmp_path_factory.mktemp("shared")
+        settings = ["--served-model-name", "tiny", "--kv-dtype", "int8", "--kv-skip-layers", "1"]
+        settings += ["--shutdown-timeout", "60", "--socket-dir", str(directory / "s")]
+        services.append(Served(model, directory / "log", *settings, api_key=API_KEY))
+        services[-1].wait_ready()
+    return services[-1]
 
 
 # --------------------------------------------------------------------------------
@@ -107,12 +114,13 @@ def test_the_map_of_a_running_service(shared: Served) -> None:
 
 
 def test_many_answers_with_penalties_to_a_long_cached_prompt(shared: Served) -> None:
+    num_starts = shared.at_rest()["num_worker_starts"]
     shared.check_many_answers_to_a_long_prompt()
-    assert shared.at_rest()["num_worker_starts"] == 1
+    assert shared.at_rest()["num_worker_starts"] == num_starts
 
 
 def test_a_killed_worker_is_replaced(shared: Served) -> None:
-    old = shared.processes()["worker"]
+    old, num_starts = shared.processes()["worker"], shared.at_rest()["num_worker_starts"]
     text = shared.complete()
     with shared.stream(4000) as events:
         os.kill(old, signal.SIGKILL)
@@ -127,7 +135,7 @@ def test_a_killed_worker_is_replaced(shared: Served) -> None:
     assert shared.complete() == text
     assert shared.processes()["worker"] != old
     assert "SIGKILL" in shared.log.read_text()
-    assert shared.at_rest()["num_worker_starts"] >= 2
+    assert shared.at_rest()["num_worker_starts"] > num_starts
 
 
 def test_the_launcher_loads_neither_torch_nor_a_web_server() -> None:

@@ -57,12 +57,13 @@ def test_requests_are_accepted_answered_and_leave_nothing(
             assert_idle(status)
             assert status.load.generated_tokens == 45
             assert status.load.num_ledger_checks == status.load.num_steps
-            await asyncio.sleep(0.1)
-            assert made.workers[0].num_checks == 1
+            monkeypatch.setattr(router_module, "RECOUNT_SECONDS", 0.0)
+            await client.submit("last", [7])
+            await client.until(lambda _: made.workers[0].num_checks > 0)
             await asyncio.sleep(0.1)
             assert made.workers[0].num_checks == 1  # nothing has changed since
 
-    monkeypatch.setattr(router_module, "RECOUNT_SECONDS", 0.05)
+    monkeypatch.setattr(router_module, "RECOUNT_SECONDS", 1000.0)
     asyncio.run(scenario())
 
 
@@ -70,11 +71,17 @@ def test_a_request_that_comes_early_in_a_step_is_in_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class SteadyWorker(FakeWorker):
-        """Says that each step takes 0.4 seconds, for most of which the next plan waits for requests."""
+        """Says that each step takes 1000 seconds, for most of which the next plan waits for requests."""
 
         async def start(self, config: EngineConfig, report: Callable[[str], None]) -> RunnerInfo:
             info = await super().start(config, report)
-            return msgspec.structs.replace(info, step_time=StepTime.parse("base=0.4"))
+            return msgspec.structs.replace(info, step_time=StepTime.parse("base=1000"))
+
+    steps_over = asyncio.Semaphore(1)  # before the third plan, the first step is over
+    sleep = asyncio.sleep
+
+    async def wait(seconds: float) -> None:
+        await (steps_over.acquire() if seconds > 500 else sleep(seconds))
 
     async def scenario() -> None:
         async with service(tmp_path, depth=2, make=SteadyWorker) as made:
@@ -84,10 +91,13 @@ def test_a_request_that_comes_early_in_a_step_is_in_the_next_one(
                 await client.take()
             await client.submit("b", [7, 8, 10], 1)
             assert len(made.workers[0].model.plans) == 2  # the second is in flight, and none is behind it
+            for _ in range(4):
+                steps_over.release()
             await client.until_ended("a", "b")
             assert [plan.num_prefills for plan in made.workers[0].model.plans[:3]] == [1, 0, 1]
 
-    monkeypatch.setattr(loop_module, "MOST_WAIT", 1.0)
+    monkeypatch.setattr(loop_module, "MOST_WAIT", 1000.0)
+    monkeypatch.setattr(router_module.asyncio, "sleep", wait)
     asyncio.run(scenario())
 
 
@@ -218,7 +228,7 @@ def test_three_deaths_within_a_minute_end_the_service(tmp_path: Path) -> None:
                 lambda status, i=i: status.load.num_worker_starts == i + 1 and status.state == "ready"
             )
             made.workers[-1].kill()
-        assert await asyncio.wait_for(made.exit_code, 5) == 1
+        assert await asyncio.wait_for(made.exit_code, 60) == 1
 
     asyncio.run(scenario())
 
@@ -241,7 +251,7 @@ def test_workers_that_die_before_a_step_end_the_service_however_long_they_load(
                 await client.submit(str(i), [1, 2])
                 await client.until_ended(str(i))
             made.workers[-1].kill()
-        assert await asyncio.wait_for(made.exit_code, 5) == 1
+        assert await asyncio.wait_for(made.exit_code, 60) == 1
         assert len(made.workers) == num_starts
 
     asyncio.run(scenario())
@@ -274,7 +284,7 @@ def test_preempted_requests_finish_while_the_service_drains(
             for name in names:
                 assert sum(event.request_id == name for event in client.events) == 60
             assert made.router.load().recomputed_tokens > 0
-            assert await asyncio.wait_for(made.exit_code, 5) == 0
+            assert await asyncio.wait_for(made.exit_code, 60) == 0
 
     asyncio.run(scenario())
 
@@ -308,7 +318,7 @@ def test_counts_that_differ_end_the_service(tmp_path: Path) -> None:
         made.workers[0].model.count_error = 1
         ends = await client.until_ended("a")
         assert "the device counts" in (ends["a"].error or "")
-        assert await asyncio.wait_for(made.exit_code, 5) == 1
+        assert await asyncio.wait_for(made.exit_code, 60) == 1
 
     asyncio.run(scenario())
 
@@ -320,7 +330,7 @@ def test_draining_finishes_accepted_requests(tmp_path: Path) -> None:
         await client.submit("a", [1, 2], 30)
         made.router.drain()
         assert (await client.until_ended("a"))["a"].finish_reason == "length"
-        assert await asyncio.wait_for(made.exit_code, 5) == 0
+        assert await asyncio.wait_for(made.exit_code, 60) == 0
 
     asyncio.run(scenario())
 

@@ -384,7 +384,7 @@ def test_a_message_of_the_worker_has_a_bound(monkeypatch: pytest.MonkeyPatch) ->
         stream = LoopStream(asyncio.get_running_loop(), ours, lambda: None, ended.set)
         theirs.setblocking(False)
         await asyncio.get_running_loop().sock_sendall(theirs, b"\xff\xff\xff\x00\x00" + b"x" * 2**18)
-        await asyncio.wait_for(ended.wait(), 5)
+        await asyncio.wait_for(ended.wait(), 60)
         assert len(stream._received) <= 2**17
         stream.close()
         theirs.close()

@@ -114,7 +114,7 @@ class Client:
 
     async def take(self) -> Accepted | Refused | None:
         """Reads one message. Returns it if it answers a submission."""
-        message = await asyncio.wait_for(self.stream.receive(), 5)
+        message = await asyncio.wait_for(self.stream.receive(), 60)
         assert message is not None, "the router hung up"
         if isinstance(message, Status):
             self.status = message
@@ -204,7 +204,7 @@ async def service(
     finally:
         made.router.drain()
         made.router.abort_all()
-        await asyncio.wait_for(made.exit_code, 5)
+        await asyncio.wait_for(made.exit_code, 60)
 
 
 def assert_idle(status: Status) -> None:

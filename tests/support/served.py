@@ -224,7 +224,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
             yield data if data == "[DONE]" else json.loads(data)
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "it did not come to hold"
