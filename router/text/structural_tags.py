@@ -15,10 +15,15 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from lightkv.router.sampling_params import Grammar
 from lightkv.router.text.tool_calls.forms import Format
+from lightkv.router.text.tool_calls.parameters import Listed, ends_in_text, listed
+
+from .constrained_texts import expressions_of, quoted
+from .schemas import alternatives, has_reference, moved
 
 # Of an object's parts, where the schema does not say: some models would write spaces without an end.
 WHITESPACE = r"[ \n\r\t]{1,32}"
 _ANY_TEXT = "/(?s:.*)/"
+_PARAMETER_END = "\n</parameter>\n"
 
 
 class Constant(NamedTuple):
@@ -53,11 +58,6 @@ class Rule(NamedTuple):
 
 
 Part = Constant | Token | Ends | Free | Rule
-
-
-def quoted(text: str) -> str:
-    """Returns a text as Lark writes it, which is as in JSON, but for one control character."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def lark_of_ebnf(text: str) -> str:
@@ -253,28 +253,49 @@ class _Writer:
     def _xml(self, schema: Format) -> list[Part]:
         """Returns the parts of parameters that are tags, in the order of the schema: texts as they are, and
         other values as JSON."""
-        if "$ref" in schema or not isinstance(schema.get("properties", {}), Mapping):
-            raise ValueError("the parameters are not listed in the schema's properties")
-        required = schema.get("required", [])
-        required = required if isinstance(required, list) else []
-        shared = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
-        if "properties" not in schema and schema.get("additionalProperties") is not False:
-            begin = self._line("REGEX_", r"/<parameter=[^<>\n]{1,256}>\n/")
-            end = self._expression([*self._any_text({}), Constant(("\n</parameter>\n",))])
-            return [Rule(f"({begin} {end})*")]
+        rows = [self._expression(self._parameters(one, schema)) for one in listed(schema)]
+        return [Rule(f"({' | '.join(f'({row})' for row in rows)})")]
+
+    def _parameters(self, one: Listed, root: Format) -> list[Part]:
         parts: list[Part] = []
-        for name, kind in schema.get("properties", {}).items():
-            value: list[Part]
-            if isinstance(kind, Mapping) and kind.get("type") == "string":
-                choices = kind.get("enum", [kind["const"]] if "const" in kind else None)
-                value = self._any_text({}) if choices is None else [Constant(tuple(_all(choices, str)))]
-            else:
-                merged = {**shared, **kind} if isinstance(kind, Mapping) else kind
-                value = self._json_schema({"json_schema": merged})
-            row = [Constant((f"<parameter={name}>\n",)), *value, Constant(("\n</parameter>\n",))]
-            body = self._line("parameter_", self._expression(row))
-            parts.append(Rule(body if name in required else f"{body}?"))
+        ends = regex_to_lark(ends_in_text(one.schemas), "dw")
+        within = f"~(/(?s:.*)/ /{ends}/ /(?s:.*)/)"
+        for name, kind in one.schemas.items():
+            begin = self._expression([Constant((f"<parameter={name}>\n",))])
+            body = self._line("parameter_", f"{begin} {self._parameter(name, kind, root, within)}")
+            parts.append(Rule(body if name in one.required else f"{body}?"))
+        if not parts and one.others is not False:
+            begin = self._line("REGEX_", r"/<parameter=[^<>\n]{1,256}>\n/")
+            parts.append(
+                Rule(f"({begin} {self._parameter('', one.others, root, within)}){{{one.num_others},}}")
+            )
         return parts
+
+    def _parameter(self, name: str, kind: Any, root: Format, within: str) -> str:
+        """Returns the expression of a parameter's text and its end. `within`: that of what any text may be."""
+        try:
+            found = alternatives(kind, root)
+            texts = [expressions_of(one) for one in found if one["type"] == "string"]
+        except ValueError as error:
+            raise ValueError(f"the parameter {name[:100]!r}: {error}") from error
+        if not all(texts):
+            texts = [[]]  # every text is taken, and so are those of other values
+        others = [one for one in found if one["type"] != "string"] if all(texts) else []
+        end = quoted(_PARAMETER_END)
+        bodies = []
+        for expressions in texts:
+            each = [self._line("TEXT_", one) for one in (within, *expressions)]
+            bodies.append(self._until(self._line("TEXT_", " & ".join(each)), end))
+        if others:
+            shown: dict[str, Any] = {"anyOf": others}
+            if has_reference(shown):
+                whole = {key: one for key, one in root.items() if key != "x-guidance"}
+                shown = moved(shown | {"$defs": {"root": whole}}, "#/$defs/root")
+            shown["x-guidance"] = root.get("x-guidance", {})
+            bodies.append(f"{self._expression(self._json_schema({'json_schema': shown}))} {end}")
+        if not bodies:
+            raise ValueError(f"the schema of the parameter {name[:100]!r} allows no value")
+        return f"({' | '.join(bodies)})"
 
     def _regex(self, one: Format) -> list[Part]:
         pattern = regex_to_lark(_get(one, "pattern", str), "dw")  # \d and \w are of ASCII, as in JSON schemas

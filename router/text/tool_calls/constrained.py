@@ -9,7 +9,7 @@ from typing import Any
 from .closed_schema import closed_schema
 from .families import Family
 from .forms import call_schemas
-from .json_call import read_arguments, read_list
+from .json_call import read_arguments, read_calls
 from .source import CallBegins, Content, Source, Steps
 
 
@@ -17,7 +17,7 @@ def read_required(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
     """Reads a list of calls. A text that is none stays content. `tools`: the schema of each function's
     arguments."""
     yield from source.take_space()
-    yield from read_list(source, tools)
+    yield from read_calls(source, tools)
     yield from source.take_space()
     yield from source.pass_until(Content)
 

@@ -14,7 +14,7 @@ _BEGIN, _SEPARATOR, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", 
 MARKS = (_ALL_BEGIN, _ALL_END, _BEGIN, _SEPARATOR, _END)
 _FENCE = "```"
 _HEAD = re.compile(
-    rf"\s{{0,8}}(?:function{_SEPARATOR}({NAME})\s{{0,8}}{_FENCE}json\s{{0,8}}|({NAME}){_SEPARATOR}\s{{0,8}})"
+    rf"\s{{0,8}}(?:function{_SEPARATOR}({NAME})|({NAME}){_SEPARATOR})\s{{0,8}}(?:{_FENCE}(?:json)?\s{{0,8}})?"
     r"(?=\{)"
 )
 _MAX_HEAD = 512
@@ -33,11 +33,18 @@ def read(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
             source.give_back("" if found is None else found[0])
             yield Content(read_text)
             continue
-        yield CallBegins(found[1] or found[2])
-        yield from read_arguments(source)
-        for end in (_FENCE, _END, _ALL_END):
+        while found is not None and (found[1] or found[2]) in tools:
+            yield CallBegins(found[1] or found[2])
+            yield from read_arguments(source)
+            for end in (_FENCE, _END):
+                yield from source.take_space()
+                yield from source.skip(end)
             yield from source.take_space()
-            yield from source.skip(end)
+            if (yield from source.skip(_ALL_END)) or (yield from source.starts_with(_BEGIN)):
+                break
+            found = yield from source.match(_HEAD, _MAX_HEAD)  # another call without a mark of its own
+        else:
+            source.give_back("" if found is None else found[0])
 
 
 def write(name: str, arguments: str) -> str:

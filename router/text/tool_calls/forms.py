@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lightkv.router.text.schemas import escaped, has_reference, moved
+
 Format = Mapping[str, Any]
 ANY_TEXT: Format = {"type": "any_text"}
 JSON_SEPARATORS = (", ", ": ")  # between elements and after a key, as chat templates dump JSON
@@ -75,9 +77,9 @@ def call_schemas(tools: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[s
     definitions: dict[str, Any] = {}
     items = []
     for name, schema in tools.items():
-        if _has_reference(schema):  # its references start at the root, which is somewhere else now
-            definitions[name] = _moved(schema, f"#/$defs/{_escaped(name)}")
-            schema = {"$ref": f"#/$defs/{_escaped(name)}"}
+        if has_reference(schema):  # its references start at the root, which is somewhere else now
+            definitions[name] = moved(schema, f"#/$defs/{escaped(name)}")
+            schema = {"$ref": f"#/$defs/{escaped(name)}"}
         items.append(
             {
                 "type": "object",
@@ -87,33 +89,3 @@ def call_schemas(tools: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[s
             }
         )
     return items, {"$defs": definitions} if definitions else {}
-
-
-def _has_reference(schema: Any) -> bool:
-    waiting = [schema]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict):
-            if isinstance(one.get("$ref"), str):
-                return True
-            waiting += one.values()
-        elif isinstance(one, list):
-            waiting += one
-    return False
-
-
-def _moved(value: Any, root: str) -> Any:
-    """Returns a copy of a schema whose references to itself start at `root`."""
-    if isinstance(value, list):
-        return [_moved(one, root) for one in value]
-    if not isinstance(value, dict):
-        return value
-    moved = {key: _moved(one, root) for key, one in value.items()}
-    reference = value.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = root + reference[1:]
-    return moved
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")

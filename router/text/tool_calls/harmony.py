@@ -7,14 +7,14 @@ from typing import Any
 
 from .forms import ANY_TEXT, Format, arguments_of, constant, either, optional, row, tag
 from .json_call import NAME, read_arguments
-from .source import CallBegins, Content, Reasoning, Source, Steps
+from .source import Arguments, CallBegins, Content, Reasoning, Source, Steps
 
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 MARKS = ("<|channel|>", "<|message|>", "<|constrain|>", *_ENDS)
 _HEADER = re.compile(r"((?:[^<]|<(?!\|message\|>)){0,480})<\|message\|>")
 _MAX_HEADER = 512
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_RECIPIENT = re.compile(rf"to=functions\.({NAME})")
+_RECIPIENT = re.compile(rf"to=\s?({NAME})")
 
 
 def read(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
@@ -24,15 +24,21 @@ def read(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
         if header is None:
             break
         recipient, channel = _RECIPIENT.search(header[1]), _CHANNEL.search(header[1])
-        if recipient is not None and recipient[1] in tools and (yield from _begins_object(source)):
-            yield CallBegins(recipient[1])
-            yield from read_arguments(source)
+        name = None if recipient is None else _tool(recipient[1], tools)
+        if name is not None and (yield from _begins_arguments(source)):
+            yield CallBegins(name)
+            if (yield from source.starts_with("{")):
+                yield from read_arguments(source)
+            else:
+                yield Arguments("{}")
             yield from source.take_space()
             for end in _ENDS[:3]:
                 yield from source.skip(end)
         else:
             is_reasoning = recipient is None and channel is not None and channel[1] == "analysis"
-            yield from source.pass_until(Reasoning if is_reasoning else Content, *_ENDS)
+            mark = yield from source.pass_until(Reasoning if is_reasoning else Content, *_ENDS, MARKS[0])
+            if mark == MARKS[0]:
+                source.give_back(mark)  # the message has no end, and the next one begins
     while (yield from source.pass_until(Content, *MARKS)) is not None:
         pass  # a text without a header is shown without its marks
 
@@ -43,9 +49,21 @@ def _has_text(source: Source) -> Steps[bool]:
     return bool(source.text)
 
 
-def _begins_object(source: Source) -> Steps[bool]:
+def _tool(recipient: str, tools: Mapping[str, Any]) -> str | None:
+    """Returns the function that a message goes to, whose name has functions. before it or not."""
+    names = (recipient, recipient.removeprefix("functions."))
+    return next((name for name in names if name in tools), None)
+
+
+def _begins_arguments(source: Source) -> Steps[bool]:
+    """Returns whether arguments follow: an object, or nothing, as for a function without parameters."""
     yield from source.take_space()
-    return (yield from source.starts_with("{"))
+    if (yield from source.starts_with("{")):
+        return True
+    for end in _ENDS:
+        if (yield from source.starts_with(end)):
+            return True
+    return not source.text
 
 
 def write(name: str, arguments: str) -> str:

@@ -1,10 +1,11 @@
-"""The calls of Hermes, Qwen 2.5 and Qwen 3: a JSON object between <tool_call> and </tool_call>."""
+"""The calls of Hermes, Qwen 2.5 and Qwen 3: a JSON object between <tool_call> and </tool_call>. Several objects
+or a list of them between the two are read as well."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from .forms import Format, arguments_of, calls, tag
-from .json_call import read_call
+from .json_call import read_calls
 from .source import Content, Source, Steps
 
 MARKS = ("<tool_call>", "</tool_call>")
@@ -14,7 +15,7 @@ def read(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
     """Reads an answer. `tools`: the schema of each function's arguments."""
     while (yield from source.pass_until(Content, MARKS[0])) is not None:
         space = yield from source.take_space()
-        if not (yield from read_call(source, tools)):
+        if not (yield from read_calls(source, tools)):
             yield Content(MARKS[0] + space)
             continue
         yield from source.take_space()

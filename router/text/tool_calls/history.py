@@ -1,11 +1,10 @@
 """Writes earlier calls and their results as a chat template expects them, and describes tools to a model whose
 template takes none."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .json_call import as_json
+from .json_call import as_json, as_object
 
 Message = dict[str, Any]
 
@@ -77,34 +76,28 @@ def _call(call: Any, as_text: bool, id_length: int | None) -> Any:
     if not isinstance(function, dict):
         return call
     arguments = function.get("arguments")
-    if isinstance(arguments, str) and not as_text:
-        arguments = _object(arguments)
-    elif as_text and not isinstance(arguments, str):
-        arguments = as_json({} if arguments is None else arguments)
-    written = call | {"function": function | {"arguments": {} if arguments is None else arguments}}
+    if as_text:
+        arguments = _text(arguments)
+    elif (found := as_object(arguments)) is not None:  # else the model left them incomplete, for example
+        arguments = found
+    written = call | {"function": function | {"arguments": arguments}}
     if isinstance(call.get("id"), str):
         written["id"] = _cut(call["id"], id_length)
     return written
-
-
-def _object(arguments: str) -> Any:
-    """Returns the arguments as an object, or unchanged if they are none."""
-    if not arguments.strip():
-        return {}
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
 
 
 def _written(call: Any, write: Callable[[str, str], str]) -> str:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return as_json(call)
-    arguments = function.get("arguments")
-    text = arguments if isinstance(arguments, str) else as_json(arguments or {})
-    return write(str(function.get("name")), text)
+    return write(str(function.get("name")), _text(function.get("arguments")))
+
+
+def _text(arguments: Any) -> str:
+    """Returns a call's arguments as JSON, a text that is no JSON of an object as it is."""
+    found = as_object(arguments)
+    is_written = isinstance(arguments, str) and (found is None or arguments.lstrip().startswith("{"))
+    return str(arguments) if is_written else as_json(arguments if found is None else found)
 
 
 def _cut(identifier: str, length: int | None) -> str:

@@ -19,16 +19,27 @@ _HEAD = re.compile(
 )
 _FIRST_KEY = re.compile(rf'\{{{_GAP}"([^"\\]{{0,32}})"')
 _KNOWN_KEYS = {"name", *_KEYS, "type", "id", "function"}
-_STRUCTURE = re.compile(r'["\\{}\[\]]')
+_MORE_KEYS = re.compile(rf',{_GAP}(?=")')
+_STRUCTURE = re.compile(r'["\\{}\[\]<]')
+_CLOSING = {"{": "}", "[": "]"}
 
 
 class EndFinder:
-    """Finds the end of a JSON object or list that arrives in pieces. `depth`: how many are open already."""
+    """Finds the end of a JSON object or list that arrives in pieces. It ends before a "<" outside of strings,
+    too: a mark of the model's format, where the model has left out a bracket.
 
-    def __init__(self, depth: int = 0) -> None:
-        self._depth = depth
+    `opened`: the brackets that are open already.
+    """
+
+    def __init__(self, opened: str = "") -> None:
+        self._opened = list(opened)
         self._is_inside_string = False
         self._is_escaped = False
+
+    @property
+    def missing(self) -> str:
+        """The brackets that close what is open."""
+        return "".join(_CLOSING[char] for char in reversed(self._opened))
 
     def find(self, text: str) -> int | None:
         """Adds text. Returns how many of its characters belong to the value, or None if it goes on."""
@@ -42,20 +53,29 @@ class EndFinder:
                     position += 1
             elif char == '"':
                 self._is_inside_string = not self._is_inside_string
-            elif not self._is_inside_string:
-                self._depth += 1 if char in "{[" else -1
-                if self._depth <= 0:
+            elif self._is_inside_string:
+                continue
+            elif char == "<":
+                return found.start()
+            elif char in _CLOSING:
+                self._opened.append(char)
+            else:
+                self._opened = self._opened[:-1]
+                if not self._opened:
                     return position
         return None
 
 
-def read_arguments(source: Source, depth: int = 0) -> Steps[None]:
-    """Passes on the object that comes first, as arguments, also if the text ends within it."""
-    finder = EndFinder(depth)
+def read_arguments(source: Source) -> Steps[None]:
+    """Passes on the object that comes first, as arguments, also if the text ends within it. Brackets that are
+    missing before a mark are added."""
+    finder = EndFinder()
     while True:
         end = finder.find(source.text)
         if source.text:
             yield Arguments(source.take(len(source.text) if end is None else end))
+        if end is not None and finder.missing:
+            yield Arguments(finder.missing)
         if end is not None or source.ended:
             return
         yield None
@@ -83,7 +103,7 @@ def read_call(source: Source, names: Collection[str]) -> Steps[bool]:
         end = finder.find(source.text[num_searched:])
         if end is not None:
             end += num_searched
-            call = parsed_call(source.text[:end], names)
+            call = parsed_call(source.text[:end] + finder.missing, names)
             if call is None:
                 source.note_plain(end)
                 return False
@@ -98,27 +118,29 @@ def read_call(source: Source, names: Collection[str]) -> Steps[bool]:
         yield None
 
 
-def read_list(source: Source, names: Collection[str]) -> Steps[bool]:
-    """Reads a list of calls. If it does not begin with a call, nothing is read, and the result is False. What
-    the end of the text leaves of a further call is dropped."""
-    if not (yield from source.skip("[")):
-        return False
-    space = yield from source.take_space()
+def read_calls(source: Source, names: Collection[str]) -> Steps[bool]:
+    """Reads a list of calls, or calls one after the other, with a comma or a semicolon between them or none. If
+    it does not begin with a call, nothing is read, and the result is False. What the end of the text leaves of
+    a further call is dropped."""
+    is_list = yield from source.skip("[")
+    space = (yield from source.take_space()) if is_list else ""
     if not (yield from read_call(source, names)):
-        source.give_back("[" + space)
+        source.give_back("[" + space if is_list else "")
         return False
     while True:
-        yield from source.take_space()
-        if not (yield from source.skip(",")):
+        between = yield from source.take_space()
+        for mark in (",", ";"):
+            if (yield from source.skip(mark)):
+                between += mark + (yield from source.take_space())
+                break
+        if not (yield from source.starts_with("{")) or not (yield from read_call(source, names)):
             break
-        space = yield from source.take_space()
-        if not (yield from read_call(source, names)):
-            if source.ended and EndFinder().find(source.text) is None:
-                source.take(len(source.text))  # a call that the answer's end has cut
-            else:
-                source.give_back("," + space)
-            return True
-    yield from source.skip("]")
+    is_more = bool(between.strip()) or source.text.startswith("{")
+    if is_list and not (yield from source.skip("]")) and is_more:
+        if source.ended and EndFinder().find(source.text) is None:
+            source.take(len(source.text))  # a call that the answer's end has cut
+        else:
+            source.give_back(between)
     return True
 
 
@@ -133,13 +155,26 @@ def parsed_call(text: str, names: Collection[str]) -> tuple[str, str] | None:
     name = call.get("name") if isinstance(call, dict) else None
     if not isinstance(name, str) or name not in names:
         return None
-    arguments: Any = next((call[key] for key in _KEYS if call.get(key) is not None), {})
-    if isinstance(arguments, str):
+    given = next((call[key] for key in _KEYS if call.get(key) is not None), None)
+    arguments = as_object(given)
+    if arguments is None:
+        return None
+    return name, given if isinstance(given, str) and given.lstrip().startswith("{") else as_json(arguments)
+
+
+def as_object(arguments: Any) -> dict[str, Any] | None:
+    """Returns the object that a call's arguments are: also of its text, once or twice as JSON. A call without
+    arguments has null, an empty text or an empty list at times. Returns None for anything else."""
+    for _ in range(2):
+        if not isinstance(arguments, str):
+            break
         try:
-            return (name, arguments) if isinstance(json.loads(arguments), dict) else None
+            arguments = json.loads(arguments) if arguments.strip() else None
         except (ValueError, RecursionError):
             return None
-    return (name, as_json(arguments)) if isinstance(arguments, dict) else None
+    if arguments is None or arguments == [] or arguments == "":
+        return {}
+    return arguments if isinstance(arguments, dict) else None
 
 
 def as_json(value: Any) -> str:
@@ -154,7 +189,11 @@ def as_json(value: Any) -> str:
 
 def _skip_rest(source: Source) -> Steps[None]:
     """Removes the rest of an object whose beginning was taken."""
-    finder = EndFinder(1)
+    yield from source.take_space()
+    if (yield from source.match(_MORE_KEYS, 34)) is None:
+        yield from source.skip("}")
+        return
+    finder = EndFinder("{")
     while True:
         end = finder.find(source.text)
         source.take(len(source.text) if end is None else end)

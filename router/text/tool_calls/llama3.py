@@ -1,10 +1,11 @@
-"""The calls of Llama 3: JSON objects at the beginning of an answer, or after <|python_tag|>."""
+"""The calls of Llama 3: JSON objects, or a list of them, at the beginning of an answer or after
+<|python_tag|>."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from .forms import Format, call_schemas, calls, constant, json_of, optional, row, tag
-from .json_call import read_call
+from .json_call import read_calls
 from .source import Content, Source, Steps
 
 MARKS = ("<|python_tag|>",)
@@ -15,14 +16,7 @@ def read(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
     mark: str | None = ""
     while mark is not None:
         space = yield from source.take_space()
-        has_call = False
-        while (yield from read_call(source, tools)):
-            has_call = True
-            space = yield from source.take_space()
-            if (yield from source.skip(";")):
-                yield from source.take_space()
-                space = ""
-        if not has_call and mark + space:
+        if not (yield from read_calls(source, tools)) and mark + space:
             yield Content(mark + space)
         mark = yield from source.pass_until(Content, MARKS[0])
 

@@ -1,12 +1,12 @@
 """The calls of Mistral: [TOOL_CALLS] before a JSON list of calls or, in newer models, before each name[ARGS]
-and its arguments."""
+and its arguments. Several calls after one mark are read in either form."""
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from .forms import Format, arguments_of, calls, either, tag
-from .json_call import NAME, read_arguments, read_list
+from .json_call import NAME, read_arguments, read_calls
 from .source import CallBegins, Content, Source, Steps
 
 MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
@@ -18,24 +18,23 @@ def read(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
     """Reads an answer. `tools`: the schema of each function's arguments."""
     while (yield from source.pass_until(Content, MARKS[0])) is not None:
         space = yield from source.take_space()
-        if (yield from source.starts_with("[")):
-            has_call = yield from read_list(source, tools)
-        else:
-            has_call = yield from _read_named(source, tools)
-        if not has_call:
+        if not (yield from read_calls(source, tools)) and not (yield from _read_named(source, tools)):
             yield Content(MARKS[0] + space)
 
 
 def _read_named(source: Source, tools: Mapping[str, Any]) -> Steps[bool]:
-    found = yield from source.match(_NAMED, _MAX_NAMED)
-    if found is None:
-        return False
-    if found[1] not in tools:
-        source.give_back(found[0])
-        return False
-    yield CallBegins(found[1])
-    yield from read_arguments(source)
-    return True
+    """Reads calls that begin with a name, one after the other. Returns whether there is any."""
+    has_call, between = False, ""
+    while (found := (yield from source.match(_NAMED, _MAX_NAMED))) is not None and found[1] in tools:
+        yield CallBegins(found[1])
+        yield from read_arguments(source)
+        has_call, between = True, (yield from source.take_space())
+        if (yield from source.skip(",")):
+            between += "," + (yield from source.take_space())
+        if (yield from source.starts_with(MARKS[0])):
+            return True
+    source.give_back(between + ("" if found is None else found[0]))
+    return has_call
 
 
 def write(name: str, arguments: str) -> str:

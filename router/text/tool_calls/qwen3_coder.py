@@ -7,39 +7,46 @@ from collections.abc import Mapping
 from typing import Any
 
 from .forms import Format, arguments_of, calls, tag
-from .json_call import NAME, as_json
+from .json_call import NAME, as_json, read_arguments, read_calls
+from .parameters import TEXT_END, ParameterReader
 from .source import Arguments, CallBegins, Content, Source, Steps
 
 MARKS = ("<tool_call>", "</tool_call>")
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
-_PARAMETER_END = "</parameter>"
 _NAME = re.compile(rf"({NAME})\s{{0,8}}>")
-_PARAMETER = re.compile(r"<parameter=([^<>\n]{1,256})>\n?")
+_PARAMETER = re.compile(r"<parameter=([^<>\n]{1,256})>")
 _MAX_TAG = 300
 
 
 def read(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
     """Reads an answer. `tools`: the schema of each function's arguments."""
+    schemas: dict[str, ParameterReader] = {}
     while (mark := (yield from source.pass_until(Content, MARKS[0], _FUNCTION))) is not None:
         read_text = mark
         if mark == MARKS[0]:
             read_text += yield from source.take_space()
             if (yield from source.skip(_FUNCTION)):
                 read_text += _FUNCTION
+            elif (yield from read_calls(source, tools)):  # as JSON, which the model falls into at times
+                yield from source.take_space()
+                yield from source.skip(MARKS[1])
+                continue
         name = (yield from source.match(_NAME, _MAX_TAG)) if read_text.endswith(_FUNCTION) else None
         if name is None or name[1] not in tools:
             source.give_back("" if name is None else name[0])
             yield Content(read_text)
             continue
         yield CallBegins(name[1])
-        yield from _read_parameters(source, tools[name[1]])
+        if name[1] not in schemas:
+            schemas[name[1]] = ParameterReader(tools[name[1]])
+        yield from _read_parameters(source, schemas[name[1]])
         for end in (_FUNCTION_END, MARKS[1]):
             yield from source.take_space()
             yield from source.skip(end)
 
 
-def _read_parameters(source: Source, schema: Any) -> Steps[None]:
-    """Reads the parameters that follow, each when it is complete."""
+def _read_parameters(source: Source, schema: ParameterReader) -> Steps[None]:
+    """Reads the parameters that follow, each when it is complete, or an object of them."""
     before = "{"
     while True:
         yield from source.take_space()
@@ -48,32 +55,33 @@ def _read_parameters(source: Source, schema: Any) -> Steps[None]:
             begin = yield from source.match(_PARAMETER, _MAX_TAG)
         if begin is None:
             break
-        num_searched = 0
-        while (end := source.text.find(_PARAMETER_END, num_searched)) < 0 and not source.ended:
-            num_searched = max(len(source.text) - len(_PARAMETER_END), 0)
-            yield None
-        text = source.take(len(source.text) if end < 0 else end)
-        source.take(len(_PARAMETER_END) if end >= 0 else 0)
-        value = _value(text.removeprefix("\n").removesuffix("\n"), schema, begin[1])
+        text = yield from _read_text(source, schema)
+        value = schema.value(begin[1], text.removeprefix("\n").removesuffix("\n"))
         yield Arguments(f"{before}{as_json(begin[1])}: {as_json(value)}")
         before = ", "
-    yield Arguments("{}" if before == "{" else "}")
+    if before == "{" and (yield from source.starts_with("{")):
+        yield from read_arguments(source)
+    else:
+        yield Arguments("{}" if before == "{" else "}")
 
 
-def _value(text: str, schema: Any, name: str) -> Any:
-    """Returns a parameter's value: the text itself if the schema says so, or if it is no JSON."""
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    kind = properties.get(name) if isinstance(properties, dict) else None
-    if isinstance(kind, dict) and kind.get("type") == "string":
-        return text
-    try:
-        return json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return text
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON; the parameter is read as text")
+def _read_text(source: Source, schema: ParameterReader) -> Steps[str]:
+    """Removes the text of a parameter and its end tag, and returns the text. Where the tag is missing, the text
+    ends before the next parameter that the schema lists, or with the function."""
+    num_searched = 0
+    while True:
+        for found in TEXT_END.finditer(source.text, num_searched):
+            is_tag, name, following = found.groups()
+            if following == "" and not source.ended:
+                break  # what follows shows whether the function ends here
+            if is_tag or following is not None or schema.knows(name):
+                text = source.take(found.start())
+                source.take(len(is_tag or ""))
+                return text
+        if source.ended:
+            return source.take(len(source.text))
+        num_searched = max(len(source.text) - _MAX_TAG, 0)
+        yield None
 
 
 def write(name: str, arguments: str) -> str:
