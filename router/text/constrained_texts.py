@@ -61,7 +61,7 @@ def expressions_of(one: Mapping[str, Any]) -> list[str]:
     if "enum" in one:
         expressions.append(" | ".join(map(quoted, one["enum"])))
     if "pattern" in one:
-        expressions.append(f"/{regex_to_lark(_searched(one['pattern']), 'dw')}/")
+        expressions.append(f"/{regex_to_lark(searched(one['pattern']), 'dw')}/")
     if "format" in one:
         if one["format"] not in _FORMATS:
             raise ValueError(
@@ -81,7 +81,7 @@ def _check(one: Mapping[str, Any]) -> None:
         raise ValueError(matcher.get_error())
 
 
-def _searched(pattern: str) -> str:
+def searched(pattern: str) -> str:
     """Returns the regex of whole texts in which a pattern is found."""
     depth, begin, branches = 0, 0, []
     for found in _IN_PATTERN.finditer(pattern):

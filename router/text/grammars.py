@@ -89,8 +89,12 @@ def _source_of(grammar: Grammar, special: Mapping[str, int]) -> str:
                 return grammars_of(grammar.text, special)
             case _:
                 return LLMatcher.grammar_from_lark(lark_of_ebnf(grammar.text))
-    except Exception as error:
+    except ValueError as error:
         raise InvalidGrammar("grammar", reason_of(error)) from error
+    except RecursionError as error:
+        raise InvalidGrammar("grammar", "it is nested too deeply") from error
+    except Exception as error:  # of what is read as it is not written, in any library
+        raise InvalidGrammar("grammar", f"it cannot be read as {grammar.kind}") from error
 
 
 def _built(source: str, tokenizer: LLTokenizer) -> LLMatcher:
@@ -108,10 +112,15 @@ def _built(source: str, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def reason_of(error: object) -> str:
-    """Returns llguidance's message in one line of at most 300 characters."""
+    """Returns llguidance's message in one line of at most 300 characters, in other words where those are about
+    llguidance."""
     text = " ".join(str(error).replace("<non-verbose/>", "").split())
     if text.startswith("NoExtension"):
         return "no text matches it"
+    if text.startswith("panic") or type(error).__name__ == "PanicException":
+        return "llguidance fails on it; write it in another way"
+    if "oneOf constraints are not supported" in text:
+        return "a value may follow several parts of oneOf; use anyOf, or tell them apart by a required const"
     return text[:300] or "llguidance gives no reason"
 
 

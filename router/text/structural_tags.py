@@ -11,18 +11,39 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from llguidance import regex_to_lark
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from lightkv.router.sampling_params import Grammar
 from lightkv.router.text.tool_calls.forms import Format
 from lightkv.router.text.tool_calls.parameters import Listed, ends_in_text, listed
 
+from .compilable import compilable
 from .constrained_texts import expressions_of, quoted
 from .schemas import alternatives, has_reference, moved
 
 # Of an object's parts, where the schema does not say: some models would write spaces without an end.
 WHITESPACE = r"[ \n\r\t]{1,32}"
 _ANY_TEXT = "/(?s:.*)/"
+# The keys of each type of format. Any other that has a value is refused, since it would be ignored.
+_KEYS = {
+    "const_string": ("value",),
+    "json_schema": ("json_schema", "style", "any_order"),
+    "qwen_xml_parameter": ("json_schema",),
+    "regex": ("pattern",),
+    "grammar": ("grammar",),
+    "any_text": ("excludes", "max_chars", "max_tokens"),
+    "sequence": ("elements",),
+    "or": ("elements",),
+    "optional": ("content",),
+    "star": ("content",),
+    "plus": ("content",),
+    "repeat": ("content", "min", "max"),
+    "tag": ("begin", "content", "end"),
+    "triggered_tags": ("triggers", "tags", "excludes", "at_least_one", "stop_after_first"),
+    "tags_with_separator": ("tags", "separator", "at_least_one", "stop_after_first"),
+    "structural_tag": ("format", "structures", "triggers"),
+    "structures": ("begin", "schema", "end"),
+}
 _PARAMETER_END = "\n</parameter>\n"
 
 
@@ -66,8 +87,10 @@ def lark_of_ebnf(text: str) -> str:
         return text
     try:
         return any_to_lark(text)
-    except Exception as error:  # the converter raises what its parser meets
+    except GbnfToLarkError as error:
         raise ValueError(f"it is not a grammar in GBNF ({str(error)[:200]})") from error
+    except (IndexError, KeyError, RecursionError) as error:
+        raise ValueError("it is not a grammar in GBNF, ends too early or nests too deeply") from error
 
 
 def with_whitespace(schema: Any) -> str:
@@ -79,7 +102,7 @@ def with_whitespace(schema: Any) -> str:
     given = schema.get("x-guidance", {})
     if not isinstance(given, Mapping):
         raise ValueError("x-guidance is not an object")
-    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, **given}})
+    return compilable(json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, **given}}))
 
 
 def grammars_of(text: str, special: Mapping[str, int]) -> str:
@@ -91,7 +114,22 @@ def grammars_of(text: str, special: Mapping[str, int]) -> str:
     tag = json.loads(text)
     if not isinstance(tag, dict) or tag.get("type", "structural_tag") != "structural_tag":
         raise ValueError('a structural tag is an object of the type "structural_tag"')
+    _check_keys(tag, "structural_tag")
     return _Writer(special).whole(_format_of(tag))
+
+
+def schemas_of(grammar: Grammar) -> list[Any]:
+    """Returns the JSON schemas in a grammar. Raises ValueError for a text that is not JSON."""
+    if grammar.kind == "json_schema":
+        return [json.loads(grammar.text)]
+    found, waiting = [], [json.loads(grammar.text)] if grammar.kind == "structural_tag" else []
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict) and one.get("type") in ("json_schema", "qwen_xml_parameter"):
+            found.append(one.get("json_schema"))
+        elif isinstance(one, dict | list):
+            waiting += one.values() if isinstance(one, dict) else one
+    return found
 
 
 def format_of_grammar(grammar: Grammar) -> Format:
@@ -112,8 +150,13 @@ def format_of_grammar(grammar: Grammar) -> Format:
 
 def _format_of(tag: Format) -> Format:
     """Returns the format of a structural tag, also of one in the older form with `structures`."""
-    if "structures" not in tag:
+    if tag.get("structures") is None:
         return _get(tag, "format", Mapping)
+    if tag.get("format") is not None:
+        raise ValueError("a structural tag has format or structures, and this one has both")
+    structures = _all(_get(tag, "structures", list), Mapping)
+    for one in structures:
+        _check_keys(one, "structures")
     tags = [
         {
             "type": "tag",
@@ -121,7 +164,7 @@ def _format_of(tag: Format) -> Format:
             "content": {"type": "json_schema", "json_schema": one.get("schema", True)},
             "end": _get(one, "end", str),
         }
-        for one in _all(_get(tag, "structures", list), Mapping)
+        for one in structures
     ]
     return {"type": "triggered_tags", "triggers": _get(tag, "triggers", list), "tags": tags}
 
@@ -163,6 +206,7 @@ class _Writer:
         if write is None:
             kinds = ", ".join(self._parts_of)
             raise ValueError(f"a format of a structural tag is {str(kind)[:50]!r}; give one of {kinds}")
+        _check_keys(format, kind)
         return write(format)
 
     def _expression(self, parts: Sequence[Part], is_last: bool = False) -> str:
@@ -353,6 +397,8 @@ class _Writer:
         tags = _all(_get(one, "tags", list), Mapping)
         if not tags:
             raise ValueError(f"{one['type']} has no tags; give at least one")
+        for tag in tags:
+            _check_keys(tag, "tag")
         return tags
 
     def _separated(self, one: Format) -> list[Part]:
@@ -394,6 +440,12 @@ class _Writer:
             case True, False:
                 return [Rule(f"{first} {later}*"), text]
         return [Rule(f"{later}*"), text]
+
+
+def _check_keys(one: Mapping[str, Any], kind: str) -> None:
+    for key, value in one.items():
+        if key not in ("type", *_KEYS[kind]) and value not in (None, False, []):
+            raise ValueError(f"{key[:50]!r} of {kind} is not known; its keys are {', '.join(_KEYS[kind])}")
 
 
 def _is_open(parts: Sequence[Part]) -> bool:

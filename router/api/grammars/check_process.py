@@ -9,6 +9,7 @@ passes fits in the worker, and no grammar makes this process read the tokenizer 
                                 └── its death ──► this process's Checked ─┘
 """
 
+import json
 import os
 import resource
 import select
@@ -16,15 +17,18 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
+from llguidance import LLMatcher
 
 from lightkv.router.sampling_params import Grammar
 from lightkv.router.service.child_process import end_with_parent, freeze_objects, ignore_signals
 from lightkv.router.service.frames import LENGTH, decode
+from lightkv.router.text.compilable import place_of_fault
 from lightkv.router.text.grammars import InvalidGrammar, ModelTokens, heap_bytes, reason_of
+from lightkv.router.text.structural_tags import schemas_of
 
 MAX_WORK_SECONDS = 0.25  # of the processor, to compile a grammar and to follow a short text of it
 KILL_SECONDS = 0.5  # of the processor, after which a child is ended
@@ -65,12 +69,23 @@ def check(grammar: Grammar, model: ModelTokens) -> tuple[str, int]:
     """Returns why a grammar is refused, or an empty text, and what it takes when it is compiled. Follows one
     text of the grammar for a while, since some limits are met there only."""
     before, begun = heap_bytes(), time.process_time()
+    wrong, matcher = _followed(grammar, model, begun)
+    taken, num_bytes = time.process_time() - begun, max(heap_bytes() - before, 0)
+    if matcher is not None and taken > MAX_WORK_SECONDS:
+        return too_slow(taken), 0
+    if wrong and (place := _place_of_fault(grammar, model, begun)):
+        wrong = f"{wrong} (in the schema: {place})"
+    return wrong, 0 if wrong else num_bytes
+
+
+def _followed(grammar: Grammar, model: ModelTokens, begun: float) -> tuple[str, LLMatcher | None]:
+    """Returns what is wrong with a grammar, or an empty text, and its matcher if it could be compiled."""
     try:
         matcher = model.compile(grammar, STACK_BYTES)
     except InvalidGrammar as error:
-        return error.reason, 0
+        return error.reason, None
     except MemoryError:
-        return "it takes too much memory to be compiled; simplify it", 0
+        return "it takes too much memory to be compiled; simplify it", None
     for _ in range(_WALK_TOKENS):
         if matcher.is_stopped() or time.process_time() - begun > MAX_WORK_SECONDS:
             break
@@ -79,10 +94,22 @@ def check(grammar: Grammar, model: ModelTokens) -> tuple[str, int]:
         token = next(allowed, None)
         if matcher.is_error() or token is None or not matcher.consume_token(token):
             break
-    taken, num_bytes = time.process_time() - begun, max(heap_bytes() - before, 0)
-    if taken > MAX_WORK_SECONDS:
-        return too_slow(taken), 0
-    return (reason_of(matcher.get_error()), 0) if matcher.is_error() else ("", num_bytes)
+    return reason_of(matcher.get_error()) if matcher.is_error() else "", matcher
+
+
+def _place_of_fault(grammar: Grammar, model: ModelTokens, begun: float) -> str:
+    """Returns the place in a schema of a grammar that is wrong by itself, as a JSON pointer, or an empty text
+    if there is none or no time is left to find it."""
+
+    def is_wrong(schema: Any) -> bool:
+        has_time = time.process_time() - begun < MAX_WORK_SECONDS
+        return has_time and bool(_followed(Grammar("json_schema", json.dumps(schema)), model, begun)[0])
+
+    try:
+        schemas = schemas_of(grammar)
+        return next((place_of_fault(one, is_wrong) for one in schemas if is_wrong(one)), "")
+    except (ValueError, RecursionError):  # not JSON, which is what is wrong
+        return ""
 
 
 def too_slow(seconds: float) -> str:

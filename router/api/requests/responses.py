@@ -188,10 +188,14 @@ class Responses:
 
 def _renamed(error: InvalidParams) -> InvalidParams:
     """Returns an error of the chat with the name that the field has in a response's request."""
-    name = _CHAT_NAMES.get(error.field)
-    if name is not None and isinstance(error, InvalidGrammar):
+    field, dot, key = error.field.partition(".")
+    name = _CHAT_NAMES.get(field)
+    if name is None:
+        return error
+    name += dot + key.removeprefix("json_schema.")  # whose keys stand in text.format itself
+    if isinstance(error, InvalidGrammar):
         return InvalidGrammar(name, error.reason)
-    return error if name is None else InvalidParams(name, error.value, error.allowed)
+    return InvalidParams(name, error.value, error.allowed)
 
 
 def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:

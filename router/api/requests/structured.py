@@ -17,6 +17,15 @@ _OPTIONS = (
     "whitespace_pattern",
 )
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+# The keys of response_format besides its type, and of the json_schema in it.
+_FORMAT_KEYS: dict[str, tuple[str, ...]] = {
+    "text": (),
+    "json_object": (),
+    "json_schema": ("json_schema",),
+    "structural_tag": ("format", "structures", "triggers"),
+}
+_SCHEMA_KEYS = ("name", "description", "schema", "strict")
+_SCHEMA_PLACE = '{"type": "json_schema", "json_schema": {"name": …, "schema": …}}'
 
 
 def grammar_of(
@@ -38,22 +47,38 @@ def grammar_of(
 
 
 def _of_response_format(value: dict[str, Any] | None) -> Grammar | None:
-    match (value or {}).get("type", "text"):
+    field, given = "response_format", value or {}
+    kind = given.get("type", "text")
+    if not isinstance(kind, str) or kind not in _FORMAT_KEYS:
+        allowed = 'the type "text", "json_object", "json_schema" or "structural_tag"'
+        raise InvalidParams(field, value, allowed)
+    _check_keys(field, given, ("type", *_FORMAT_KEYS[kind]))
+    match kind:
         case "text":
             return None
         case "json_object":
             return Grammar("json_object")
-        case "json_schema":
-            described = (value or {}).get("json_schema")
-            schema = described.get("schema") if isinstance(described, Mapping) else None
-            if schema is None:
-                allowed = 'it with {"name": …, "schema": …} in json_schema'
-                raise InvalidParams("response_format", value, allowed)
-            return _grammar("response_format", "json", schema, None)
         case "structural_tag":
-            return _grammar("response_format", "structural_tag", value, None)
-    allowed = 'the type "text", "json_object", "json_schema" or "structural_tag"'
-    raise InvalidParams("response_format", value, allowed)
+            return _grammar(field, "structural_tag", value, None)
+    described = given.get("json_schema")
+    if isinstance(described, Mapping):
+        _check_keys(f"{field}.json_schema", described, _SCHEMA_KEYS)
+    schema = described.get("schema") if isinstance(described, Mapping) else None
+    if schema is None:
+        raise InvalidParams(field, value, 'it with {"name": …, "schema": …} in json_schema')
+    return _grammar(field, "json", schema, None)
+
+
+def _check_keys(field: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Raises InvalidParams, which names the key, for a key that would be ignored."""
+    for key, value in given.items():
+        if key in known or value is None:
+            continue
+        is_schema = key in ("schema", "json_schema")
+        allowed = (
+            f"it as {_SCHEMA_PLACE}" if is_schema else f"null: the keys of {field} are {', '.join(known)}"
+        )
+        raise InvalidParams(f"{field}.{key}", value, allowed)
 
 
 def _of_structured_outputs(value: dict[str, Any] | None) -> Grammar | None:
