@@ -1,6 +1,7 @@
 """Divides an answer, as it arrives, into reasoning, content and tool calls."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from lightkv.router.text.tool_calls.families import THINK_BEGIN, THINK_END
 from lightkv.router.text.tool_calls.source import (
@@ -15,18 +16,50 @@ from lightkv.router.text.tool_calls.source import (
 )
 
 
-def think(source: Source, is_inside: bool) -> Steps[None]:
+class CallReader(NamedTuple):
+    """How calls are read. `begin`: the text that each begins with."""
+
+    begin: str
+    read: Callable[[Source], Steps[None]]
+
+
+def think(source: Source, is_inside: bool, calls: CallReader | None = None) -> Steps[None]:
     """Reads reasoning up to </think>, and content after it. `is_inside`: the prompt or the model's habit has
-    opened the reasoning; otherwise it begins with <think>, or there is none."""
+    opened the reasoning; otherwise it begins with <think>, or there is none. `calls`: a call that begins in the
+    reasoning, and is not followed by </think>, belongs to the content."""
     space = yield from source.take_space()
     is_opened = yield from source.skip(THINK_BEGIN)
     if is_opened or is_inside:
         yield from source.take_space()
-        yield from source.pass_until(Reasoning, THINK_END)
+        begin = "" if calls is None else calls.begin
+        mark = yield from source.pass_until(Reasoning, THINK_END, *filter(None, [begin]))
+        if calls is not None and mark == begin:
+            yield from _read_after(source, calls)
         yield from source.take_space()
     elif space:
         yield Content(space)
     yield from source.pass_until(Content)
+
+
+def _read_after(source: Source, calls: CallReader) -> Steps[None]:
+    """Reads what follows the beginning of a call in reasoning: up to the end of the reasoning, or nothing if
+    there is no such end and the call is one."""
+    num_searched = 0
+    while (end := source.text.find(THINK_END, num_searched)) < 0 and not source.ended:
+        num_searched = max(len(source.text) - len(THINK_END), 0)
+        yield None
+    text = calls.begin + source.take(len(source.text) if end < 0 else end)
+    if end >= 0:
+        source.take(len(THINK_END))
+    elif _has_call(text, calls):
+        source.give_back(text)
+        return
+    yield Reasoning(text)
+
+
+def _has_call(text: str, calls: CallReader) -> bool:
+    reader = Reader(calls.read)
+    return any(isinstance(part, CallBegins) for part in (*reader.push(text), *reader.finish()))
 
 
 class AnswerReader:

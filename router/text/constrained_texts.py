@@ -39,6 +39,7 @@ _FORMATS = {
     "uri": rf"[A-Za-z][A-Za-z0-9+.-]*://{_HOST}(?::[0-9]{{1,4}})?(?:/{_IN_PATH})?(?:\?{_IN_PATH})?(?:#{_IN_PATH})?",
 }
 _REFUSED = ("not", "if", "then", "else")
+_GROUP = re.compile(r"\((?:\?:|(?!\?))")
 _IN_PATTERN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()|]", re.DOTALL)
 
 
@@ -83,13 +84,18 @@ def _check(one: Mapping[str, Any]) -> None:
 
 def searched(pattern: str) -> str:
     """Returns the regex of whole texts in which a pattern is found."""
-    depth, begin, branches = 0, 0, []
+    depth, begin, branches, first_end = 0, 0, [], -1
     for found in _IN_PATTERN.finditer(pattern):
         if found[0] in ("(", ")"):
             depth += 1 if found[0] == "(" else -1
+            if not depth and first_end < 0:
+                first_end = found.end()
         elif found[0] == "|" and not depth:
             branches.append(pattern[begin : found.start()])
             begin = found.end()
+    group = _GROUP.match(pattern)
+    if group is not None and first_end == len(pattern):  # one group around all, which may have the anchors
+        return searched(pattern[group.end() : -1])
     branches.append(pattern[begin:])
     return "|".join(f"(?:{_whole(branch)})" for branch in branches)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from llguidance import regex_to_lark
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 
 from lightkv.router.sampling_params import Grammar
 from lightkv.router.text.tool_calls.forms import Format
@@ -87,10 +87,10 @@ def lark_of_ebnf(text: str) -> str:
         return text
     try:
         return any_to_lark(text)
-    except GbnfToLarkError as error:
-        raise ValueError(f"it is not a grammar in GBNF ({str(error)[:200]})") from error
-    except (IndexError, KeyError, RecursionError) as error:
+    except (IndexError, KeyError, RecursionError, TypeError) as error:
         raise ValueError("it is not a grammar in GBNF, ends too early or nests too deeply") from error
+    except Exception as error:  # the converter's own, which is no class of errors
+        raise ValueError(f"it is not a grammar in GBNF ({str(error)[:200]})") from error
 
 
 def with_whitespace(schema: Any) -> str:
@@ -203,7 +203,7 @@ class _Writer:
     def _parts(self, format: Any) -> list[Part]:
         kind = format.get("type") if isinstance(format, Mapping) else None
         write = self._parts_of.get(kind) if isinstance(kind, str) else None
-        if write is None:
+        if write is None or not isinstance(kind, str):
             kinds = ", ".join(self._parts_of)
             raise ValueError(f"a format of a structural tag is {str(kind)[:50]!r}; give one of {kinds}")
         _check_keys(format, kind)

@@ -84,6 +84,7 @@ def body(path: str, fields: dict[str, Any]) -> dict[str, Any]:
     [
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, Grammar("json_object")),
+        ({"response_format": {"type": "json_object", "schema": None}}, Grammar("json_object")),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
             Grammar("json_schema", JSON),
@@ -180,6 +181,36 @@ def test_choices_may_have_any_character() -> None:
         ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "schema"),
         ({"response_format": "json"}, "response_format", "dictionary"),
+        ({"response_format": {"type": ["text"]}}, "response_format", "json_schema"),
+        *(
+            ({"response_format": form}, f"response_format.{key}", says)
+            for form, key, says in (
+                ({"type": "json_object", "schema": SCHEMA}, "schema", '{"type": "json_schema"'),
+                ({"type": "json_object", "json_schema": {"schema": SCHEMA}}, "json_schema", "json_schema"),
+                ({"type": "json_object", "strict": True}, "strict", "null"),
+                ({"type": "text", "schema": SCHEMA}, "schema", "json_schema"),
+                ({"schema": SCHEMA}, "schema", "json_schema"),
+                ({"type": "text", "grammar": 'start: "a"'}, "grammar", "null"),
+                ({"type": "json_schema", "schema": SCHEMA}, "schema", "json_schema"),
+                (
+                    {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}, "strict": True},
+                    "strict",
+                    "json_schema",
+                ),
+                (
+                    {"type": "json_schema", "json_schema": {"schema": SCHEMA, "any_order": True}},
+                    "json_schema.any_order",
+                    "name, description, schema, strict",
+                ),
+                ({"type": "json_schema", "json_schema": SCHEMA}, "json_schema.type", "schema"),
+                (TAG | {"triggered": ["a"]}, "triggered", "triggers"),
+            )
+        ),
+        (
+            {"response_format": {"type": "structural_tag", "format": {"type": "any_text", "exclude": ["a"]}}},
+            "response_format",
+            "'exclude' of any_text",
+        ),
         ({"structured_outputs": {"xml": 1}}, "structured_outputs", "xml"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "one of them"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "one or more"),

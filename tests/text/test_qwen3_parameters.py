@@ -158,6 +158,88 @@ def test_the_grammar_takes_the_texts_of_a_schema(schema: Any, taken: list[str], 
     assert not accepts(matcher, call())
 
 
+@pytest.mark.parametrize(
+    ("parameters", "taken", "others"),
+    [
+        (
+            {"$ref": "#/$defs/A", "$defs": {"A": {"type": "object", "properties": {"a": INTEGER}}}},
+            [{"a": "1"}, {}],
+            [{"a": "x"}, {"b": "1"}],
+        ),
+        (
+            {
+                "anyOf": [
+                    {"properties": {"a": INTEGER}, "required": ["a"]},
+                    {"properties": {"b": TEXT}, "required": ["b"]},
+                ],
+                "type": "object",
+            },
+            [{"a": "1"}, {"b": "x"}],
+            [{}, {"a": "x"}, {"a": "1", "b": "x"}],
+        ),
+        (
+            {
+                "allOf": [
+                    {"properties": {"a": INTEGER}, "required": ["a"]},
+                    {"properties": {"b": TEXT}, "required": ["b"]},
+                ]
+            },
+            [{"a": "1", "b": "x"}],
+            [{"a": "1"}, {"b": "x"}],
+        ),
+        (
+            {"type": "object", "additionalProperties": INTEGER},
+            [{}, {"a": "1", "b": "2"}],
+            [{"a": "x"}],
+        ),
+        ({"type": "object", "minProperties": 1}, [{"a": "x"}], [{}]),
+        (
+            {
+                "type": "object",
+                "properties": {"a": INTEGER},
+                "required": ["b"],
+                "additionalProperties": INTEGER,
+            },
+            [{"b": "2"}, {"a": "1", "b": "2"}],
+            [{"a": "1"}, {"b": "x"}],
+        ),
+        ({"type": "object", "properties": {"a": False, "b": True}}, [{}, {"b": "x"}], [{"a": "1"}]),
+        ({"type": "object", "properties": {}}, [{}], [{"a": "1"}]),
+    ],
+)
+def test_the_parameters_follow_the_schema_of_all(
+    parameters: Any, taken: list[dict[str, str]], others: list[dict[str, str]]
+) -> None:
+    matcher = grammar_of(parameters)
+    for given in taken:
+        assert accepts(matcher, call(**given)), given
+        assert [*read(parameters, call(**given))[0][1]] == [*given]
+    for given in others:
+        assert not accepts(matcher, call(**given)), given
+
+
+@pytest.mark.parametrize(
+    ("parameters", "says"),
+    [
+        (function_of({"type": "string", "format": "colour"}), "parameter 'o'"),
+        (function_of({"type": "string", "not": {"const": "a"}}), "parameter 'o'"),
+        (function_of({"type": "string", "minLength": 3, "maxLength": 2}), "parameter 'o'"),
+        (function_of({"type": "string", "pattern": "^a$", "minLength": 2}), "parameter 'o'"),
+        (function_of({"$ref": "#/$defs/Missing"}), "Missing"),
+        (function_of({"allOf": [{"pattern": "a"}, {"pattern": "b"}]}), "pattern is given twice"),
+        (function_of(False), "'o' is required"),
+        ({"type": "object", "properties": {"a": TEXT, "b": TEXT}, "minProperties": 1}, "minProperties"),
+        ({"type": "object", "properties": {"a": TEXT}, "not": {"required": ["a"]}}, "not of all parameters"),
+        ({"type": "object", "patternProperties": {"^a": TEXT}}, "patternProperties of all parameters"),
+        ({"type": "array"}, "no object"),
+    ],
+)
+def test_what_the_form_cannot_follow_is_refused_by_name(parameters: Any, says: str) -> None:
+    with pytest.raises(InvalidGrammar) as error:
+        grammar_of(parameters)
+    assert says in str(error.value)
+
+
 Follows = Callable[[Any], Any]
 
 

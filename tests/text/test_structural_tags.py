@@ -221,6 +221,19 @@ def test_the_older_form_has_structures_and_triggers() -> None:
 
 
 @pytest.mark.parametrize(
+    "tag",
+    [
+        {"format": ANY, "excludes": ["a"]},
+        {"structures": [{"begin": "<f>", "end": "</f>"}], "triggers": ["<f"], "format": ANY},
+        {"structures": [{"begin": "<f>", "end": "</f>", "style": "xml"}], "triggers": ["<f"]},
+    ],
+)
+def test_no_key_of_a_tag_is_ignored(tag: dict[str, Any]) -> None:
+    with pytest.raises(InvalidGrammar, match=r"excludes|both|style"):
+        compile_grammar(Grammar("structural_tag", json.dumps(tag)), LLTokenizer("byte"))
+
+
+@pytest.mark.parametrize(
     ("format", "says"),
     [
         ({"type": "dispatch"}, "'dispatch'; give one of const_string"),
@@ -245,6 +258,10 @@ def test_the_older_form_has_structures_and_triggers() -> None:
         (triggered(tags=[]), "no tags"),
         ({"type": "grammar", "grammar": "root ::= ((("}, "GBNF"),
         ({"type": "regex", "pattern": "("}, "unclosed"),
+        (const("a") | {"excludes": ["b"]}, "'excludes' of const_string is not known; its keys are value"),
+        (triggered(at_most_one=True), "'at_most_one' of triggered_tags"),
+        (triggered(tags=[tag("<f=a>", JSON, "</f>") | {"schema": {}}]), "'schema' of tag"),
+        ({"type": "repeat", "min": 1, "max": 2, "content": ANY, "separator": ","}, "'separator' of repeat"),
     ],
     ids=str,
 )

@@ -12,7 +12,7 @@ import numpy as np
 from lightkv.router.api.answers.chat_writer import Reading
 from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar, InvalidParams
 from lightkv.router.service.api_settings import ApiSettings
-from lightkv.router.text.answer_reader import AnswerReader, think
+from lightkv.router.text.answer_reader import AnswerReader, CallReader, think
 from lightkv.router.text.grammars import InvalidGrammar
 from lightkv.router.text.response_template import ResponseTemplate
 from lightkv.router.text.structural_tags import format_of_grammar
@@ -180,7 +180,8 @@ class ChatDialect:
         if self._reasoning != "none":
             tail = self._tokenizer.decode(prompt_ids[-_MAX_TAIL:], skip_special_tokens=False).rstrip()
             is_habit = self._reasoning == "deepseek_r1" and not tail.endswith(THINK_END)
-            stages.append(partial(think, is_inside=is_habit or tail.endswith(THINK_BEGIN)))
+            calls = CallReader(family.begin, _reader(family, use)) if family and family.begin else None
+            stages.append(partial(think, is_inside=is_habit or tail.endswith(THINK_BEGIN), calls=calls))
             marks += THINK_BEGIN, THINK_END
         if family is not None:
             stages.append(_reader(family, use))

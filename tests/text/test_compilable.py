@@ -1,0 +1,165 @@
+"""Schemas that llguidance fails on or refuses as they are written, and the place of a fault in a schema."""
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+
+from lightkv.router.api.grammars.check_process import check
+from lightkv.router.model_files import DEFAULT_MODEL, resolve
+from lightkv.router.sampling_params import Grammar
+from lightkv.router.text.grammars import ModelTokens
+from lightkv.router.text.tokenizer import Tokenizer
+
+INTEGER, TEXT = {"type": "integer"}, {"type": "string"}
+TWO = {"type": "object", "properties": {"kind": TEXT, "x": INTEGER}, "additionalProperties": False}
+
+
+@cache
+def model() -> ModelTokens:
+    """Returns the default model's tokens: llguidance's fault shows with words as tokens, not with bytes."""
+    directory = resolve(DEFAULT_MODEL, lambda line: None)
+    return ModelTokens.load(directory, Tokenizer(directory).vocab_size)
+
+
+def closed(**properties: Any) -> dict[str, Any]:
+    """Returns the schema of an object that has these properties, and may have no others."""
+    listed = {"type": "object", "properties": properties, "required": [*properties]}
+    return listed | {"additionalProperties": False}
+
+
+def tagged(kind: str, **more: Any) -> dict[str, Any]:
+    return closed(kind={"const": kind}, **more)
+
+
+CASES: list[tuple[Any, list[Any], list[Any]]] = [
+    # schema, values that follow it, values that do not
+    (closed(a=INTEGER) | {"patternProperties": {"^a$": INTEGER}}, [{"a": 1}], [{"a": "b"}, {}]),
+    (
+        closed(a={"type": "integer", "minimum": 3}, b=TEXT)
+        | {"patternProperties": {"^(a|c)$": {"type": "integer", "maximum": 5}, "^b$": {"maxLength": 1}}},
+        [{"a": 4, "b": "x"}, {"a": 3, "b": "", "c": 1}],
+        [{"a": 6, "b": ""}, {"a": 2, "b": ""}, {"a": 4, "b": "xy"}, {"a": 4, "b": "", "d": 1}],
+    ),
+    (
+        {"type": "object", "properties": {"a": INTEGER}, "patternProperties": {"^a$": {"minimum": 3}}},
+        [{}, {"a": 3}, {"a": 3, "z": "b"}],
+        [{"a": 2}],
+    ),
+    (
+        closed(a=INTEGER, b=INTEGER) | {"patternProperties": {"^(a|b)$": {"minimum": 2}}},
+        [{"a": 2, "b": 2}],
+        [{"a": 1}],
+    ),
+    (
+        {
+            "type": "object",
+            "patternProperties": {"^é$": INTEGER},
+            "required": ["é"],
+            "additionalProperties": False,
+        },
+        [{"é": 1}],
+        [{}, {"é": "a"}, {"e": 1}],
+    ),
+    (
+        {"type": "array", "items": closed(a=INTEGER) | {"patternProperties": {"^a$": INTEGER}}},
+        [[], [{"a": 1}, {"a": 2}]],
+        [[{}], [{"b": 1}]],
+    ),
+    (
+        {
+            "$ref": "#/$defs/o",
+            "$defs": {"o": closed(a=INTEGER) | {"patternProperties": {"^a$": {"minimum": 1}}}},
+        },
+        [{"a": 1}],
+        [{"a": 0}],
+    ),
+    (
+        {"oneOf": [INTEGER, {"$ref": "#/$defs/l"}], "$defs": {"l": {"type": "array", "items": INTEGER}}},
+        [1, [1]],
+        ["a", ["a"]],
+    ),
+    (
+        {
+            "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+            "discriminator": {"propertyName": "kind"},
+            "$defs": {"a": tagged("a", x=INTEGER), "b": tagged("b", y=TEXT)},
+        },
+        [{"kind": "a", "x": 1}, {"kind": "b", "y": ""}],
+        [{"kind": "a", "y": ""}, {"kind": "c"}],
+    ),
+    ({"oneOf": [{"type": "integer", "maximum": 3}, {"type": "integer", "minimum": 5}]}, [3, 5], [4]),
+    (
+        {"oneOf": [{"$ref": "#/$defs/e"}, {"enum": ["c", 1]}], "$defs": {"e": {"enum": ["a"]}}},
+        ["a", "c", 1],
+        ["b"],
+    ),
+    ({"oneOf": [closed(a=INTEGER), closed(b=INTEGER)]}, [{"a": 1}, {"b": 1}], [{"a": 1, "b": 1}, {}]),
+    (
+        closed(o={"oneOf": [{"type": ["null", "string"]}, {"$ref": "#/$defs/n"}]})
+        | {"$defs": {"n": INTEGER}},
+        [{"o": 1}, {"o": None}],
+        [{"o": []}],
+    ),
+    (closed(a=INTEGER) | {"patternProperties": {"(^a$)": {"minimum": 1}}}, [{"a": 1}], [{"a": 0}]),
+    (closed(oneOf=INTEGER, patternProperties=TEXT), [{"oneOf": 1, "patternProperties": ""}], [{}]),
+]
+
+
+@pytest.mark.parametrize(("schema", "taken", "others"), CASES)
+def test_a_schema_is_followed(schema: Any, taken: list[Any], others: list[Any]) -> None:
+    grammar = Grammar("json_schema", json.dumps(schema))
+    assert check(grammar, model())[0] == ""
+    begin = model().compile(grammar)
+    for values, is_taken in ((taken, True), (others, False)):
+        for value in values:
+            matcher = begin.deep_copy()
+            ids = model().tokenizer.tokenize_str(json.dumps(value, ensure_ascii=False))
+            is_whole = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+            assert is_whole == is_taken, value
+            assert not matcher.is_error()
+
+
+@pytest.mark.parametrize(
+    ("schema", "place", "says"),
+    [
+        (closed(a={"oneOf": [INTEGER, {"type": "number"}]}), "#/properties/a", "use anyOf"),
+        (closed(a={"type": "array", "items": {"not": TEXT}}), "#/properties/a/items", "not"),
+        (closed(a={"type": "string", "pattern": "("}), "#/properties/a", "unclosed group"),
+        (closed(**{"a/b": {"type": "string", "format": "colour"}}), "#/properties/a~1b", "colour"),
+        ({"anyOf": [INTEGER, {"type": "array", "uniqueItems": True}]}, "#/anyOf/1", "uniqueItems"),
+        ({"$ref": "#/$defs/x", "$defs": {"x": {"type": "integer", "minimum": 10**30}}}, "#/$defs/x", "range"),
+        (closed(a={"$ref": "#/$defs/none"}), "#/properties/a", "does not exist"),
+        (closed(a=closed(b={"type": "tuple"})), "#/properties/a/properties/b", "tuple"),
+        (TWO | {"patternProperties": {"^a": INTEGER, "b$": TEXT}}, "#", "not disjoint"),
+        (closed(a={"patternProperties": {"^(?!a)": INTEGER}}), "#/properties/a", "look-around"),
+        (closed(a={"const": 1, "if": TEXT, "then": TEXT}), "#/properties/a", "if"),
+    ],
+)
+def test_the_place_of_what_is_wrong_is_named(schema: Any, place: str, says: str) -> None:
+    for grammar in (
+        Grammar("json_schema", json.dumps(schema)),
+        Grammar("structural_tag", json.dumps({"format": {"type": "json_schema", "json_schema": schema}})),
+    ):
+        wrong, _ = check(grammar, model())
+        assert wrong.endswith(f"(in the schema: {place})")
+        assert says in wrong
+
+
+def test_a_panic_is_no_answer() -> None:
+    """A schema within a grammar of Lark's form is compiled as it is written."""
+    score = {"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 100}
+    tags = {"type": "array", "maxItems": 2, "items": {"type": "string", "minLength": 3, "maxLength": 5}}
+    schema = closed(score=score, tags=tags) | {"patternProperties": {"^score$": INTEGER}}
+    schema["x-guidance"] = {"whitespace_pattern": ""}
+    wrong, _ = check(Grammar("lark", f"start: %json {json.dumps(schema)}"), model())
+    assert wrong == "llguidance fails on it; write it in another way"
+    assert check(Grammar("json_schema", json.dumps(schema)), model())[0] == ""
+
+
+@pytest.mark.parametrize("text", ['root ::= "\\', "root ::= [a", "root ::= (" * 3000, 'root ::= "\\x'])
+def test_an_error_of_a_library_is_no_answer(text: str) -> None:
+    wrong, _ = check(Grammar("lark", text), model())
+    assert wrong.startswith("it is not a grammar in GBNF")
+    assert "index" not in wrong
