@@ -14,12 +14,11 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from lightkv.router.sampling_params import Grammar
+from lightkv.router.text.schemas.alternatives import alternatives, has_reference, moved
+from lightkv.router.text.schemas.compilable import compilable
+from lightkv.router.text.schemas.parameters import Listed, ends_in_text, listed
+from lightkv.router.text.schemas.texts import expressions_of, quoted
 from lightkv.router.text.tool_calls.forms import Format
-from lightkv.router.text.tool_calls.parameters import Listed, ends_in_text, listed
-
-from .compilable import compilable
-from .constrained_texts import expressions_of, quoted
-from .schemas import alternatives, has_reference, moved
 
 # Of an object's parts, where the schema does not say: some models would write spaces without an end.
 WHITESPACE = r"[ \n\r\t]{1,32}"

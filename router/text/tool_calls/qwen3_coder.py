@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from lightkv.router.text.schemas.parameters import TEXT_END, ParameterReader
+
 from .forms import Format, arguments_of, calls, tag
 from .json_call import NAME, as_json, read_arguments, read_calls
-from .parameters import TEXT_END, ParameterReader
 from .source import Arguments, CallBegins, Content, Source, Steps
 
 MARKS = ("<tool_call>", "</tool_call>")

@@ -10,11 +10,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from lightkv.router.text.schemas import alternatives, as_key, type_of
+from .alternatives import alternatives, as_key, type_of
 
-MAX_CHECKS = (
-    20_000  # of parts of values against parts of schemas, in one answer; later parts are taken as right
-)
+# Of parts of values against parts of schemas, in the parameters of a function; later parts are taken as right.
+MAX_CHECKS = 20_000
 # Strings of Python, and its words for what JSON writes otherwise.
 _PYTHON = re.compile(r"'((?:[^'\\\n]|\\.)*)'|\"(?:[^\"\\\n]|\\.)*\"|\b(?:True|False|None)\b")
 _WORDS = {"True": "true", "False": "false", "None": "null"}

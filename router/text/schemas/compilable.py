@@ -9,8 +9,8 @@ from urllib.parse import quote
 
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
-from .constrained_texts import quoted, searched
-from .schemas import alternatives, as_key, moved, parts_of
+from .alternatives import alternatives, as_key, moved, parts_of
+from .texts import quoted, searched
 
 _MAX_PAIRS = 10_000  # of alternatives that are compared in one schema
 
