@@ -16,7 +16,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from lightkv.router.sampling_params import Grammar
 from lightkv.router.text.schemas.alternatives import alternatives, has_reference, moved
 from lightkv.router.text.schemas.compilable import compilable
-from lightkv.router.text.schemas.parameters import Listed, ends_in_text, listed
+from lightkv.router.text.schemas.parameters import ENDS_IN_TEXT, Listed, listed
 from lightkv.router.text.schemas.texts import expressions_of, quoted
 from lightkv.router.text.tool_calls.forms import Format
 
@@ -44,6 +44,7 @@ _KEYS = {
     "structures": ("begin", "schema", "end"),
 }
 _PARAMETER_END = "\n</parameter>\n"
+_IN_PARAMETER = f"~(/(?s:.*)/ /{regex_to_lark(ENDS_IN_TEXT, 'dw')}/ /(?s:.*)/)"
 
 
 class Constant(NamedTuple):
@@ -174,6 +175,7 @@ class _Writer:
         names = sorted(filter(None, special), key=len, reverse=True)
         self._special_texts = re.compile("|".join(map(re.escape, names))) if names else None
         self._lines: dict[str, str] = {}  # of a rule, its name
+        self._texts: dict[str, list[str]] = {}  # expressions of the texts of a schema
         self._grammars: list[dict[str, Any]] = []
         self._parts_of: dict[str, Callable[[Format], list[Part]]] = {
             "const_string": lambda one: self._constant(_get(one, "value", str)),
@@ -301,24 +303,20 @@ class _Writer:
 
     def _parameters(self, one: Listed, root: Format) -> list[Part]:
         parts: list[Part] = []
-        ends = regex_to_lark(ends_in_text(one.schemas), "dw")
-        within = f"~(/(?s:.*)/ /{ends}/ /(?s:.*)/)"
         for name, kind in one.schemas.items():
             begin = self._expression([Constant((f"<parameter={name}>\n",))])
-            body = self._line("parameter_", f"{begin} {self._parameter(name, kind, root, within)}")
+            body = self._line("parameter_", f"{begin} {self._parameter(name, kind, root)}")
             parts.append(Rule(body if name in one.required else f"{body}?"))
         if not parts and one.others is not False:
             begin = self._line("REGEX_", r"/<parameter=[^<>\n]{1,256}>\n/")
-            parts.append(
-                Rule(f"({begin} {self._parameter('', one.others, root, within)}){{{one.num_others},}}")
-            )
+            parts.append(Rule(f"({begin} {self._parameter('', one.others, root)}){{{one.num_others},}}"))
         return parts
 
-    def _parameter(self, name: str, kind: Any, root: Format, within: str) -> str:
-        """Returns the expression of a parameter's text and its end. `within`: that of what any text may be."""
+    def _parameter(self, name: str, kind: Any, root: Format) -> str:
+        """Returns the expression of a parameter's text and its end."""
         try:
             found = alternatives(kind, root)
-            texts = [expressions_of(one) for one in found if one["type"] == "string"]
+            texts = [self._text(one) for one in found if one["type"] == "string"]
         except ValueError as error:
             raise ValueError(f"the parameter {name[:100]!r}: {error}") from error
         if not all(texts):
@@ -327,7 +325,7 @@ class _Writer:
         end = quoted(_PARAMETER_END)
         bodies = []
         for expressions in texts:
-            each = [self._line("TEXT_", one) for one in (within, *expressions)]
+            each = [self._line("TEXT_", one) for one in (_IN_PARAMETER, *expressions)]
             bodies.append(self._until(self._line("TEXT_", " & ".join(each)), end))
         if others:
             shown: dict[str, Any] = {"anyOf": others}
@@ -339,6 +337,13 @@ class _Writer:
         if not bodies:
             raise ValueError(f"the schema of the parameter {name[:100]!r} allows no value")
         return f"({' | '.join(bodies)})"
+
+    def _text(self, one: Format) -> list[str]:
+        """Returns the expressions of a text, which many parameters may have in common."""
+        key = json.dumps(one)
+        if key not in self._texts:
+            self._texts[key] = expressions_of(one)
+        return self._texts[key]
 
     def _regex(self, one: Format) -> list[Part]:
         pattern = regex_to_lark(_get(one, "pattern", str), "dw")  # \d and \w are of ASCII, as in JSON schemas

@@ -7,7 +7,7 @@ the parameter's schema.
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .alternatives import alternatives, as_key, type_of
@@ -25,6 +25,9 @@ _AFTER_CALL = "</tool_call>|<tool_call>|<function="
 TEXT_END = re.compile(
     rf"(</parameter>)|\n?<parameter=([^<>\n]{{1,256}})>|\n?(?={_CALL_END}({_AFTER_CALL}|\Z))"
 )
+# The regex of what a parameter's text never has in a call that has to follow its schema, so that it ends at its
+# tag whatever parameters the schema lists.
+ENDS_IN_TEXT = rf"</parameter>|<parameter=[^<>\n]{{1,256}}>|{_CALL_END}(?:{_AFTER_CALL})"
 _REFUSED = (
     *("not", "if", "then", "else", "propertyNames", "patternProperties", "unevaluatedProperties"),
     *("dependentRequired", "dependentSchemas", "dependencies"),
@@ -76,13 +79,6 @@ def _listed(one: Mapping[str, Any]) -> Listed:
             "minProperties and maxProperties are not supported in the model's form; use required"
         )
     return Listed(schemas, frozenset(required), others, num_others)
-
-
-def ends_in_text(names: Iterable[str]) -> str:
-    """Returns the regex of what no text of a parameter has within it, since the text would be read to there.
-    `names`: the parameters that the schema lists."""
-    tags = "|".join(re.escape(name) for name in names)
-    return f"</parameter>|<parameter=(?:{tags})>|{_CALL_END}(?:{_AFTER_CALL})"
 
 
 class ParameterReader:

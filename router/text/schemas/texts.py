@@ -38,6 +38,7 @@ _FORMATS = {
     "uuid": r"[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
     "uri": rf"[A-Za-z][A-Za-z0-9+.-]*://{_HOST}(?::[0-9]{{1,4}})?(?:/{_IN_PATH})?(?:\?{_IN_PATH})?(?:#{_IN_PATH})?",
 }
+_CONSTRAINTS = ("pattern", "format", "minLength", "maxLength")
 _REFUSED = ("not", "if", "then", "else")
 _GROUP = re.compile(r"\((?:\?:|(?!\?))")
 _IN_PATTERN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()|]", re.DOTALL)
@@ -57,7 +58,8 @@ def expressions_of(one: Mapping[str, Any]) -> list[str]:
     for key in _REFUSED:
         if key in one:
             raise ValueError(f"{key} of a text is not supported; leave it out")
-    _check(one)
+    if any(key in one for key in _CONSTRAINTS):
+        _check(one)
     expressions = []
     if "enum" in one:
         expressions.append(" | ".join(map(quoted, one["enum"])))
