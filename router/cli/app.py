@@ -189,7 +189,8 @@ def info(
     """Show the device, the versions, the size of the K/V pool and the reason for it.
 
     The weights are not loaded: the model is checked and its size read from the headers of its files. On a GPU
-    the figures hold for the memory that is free now.
+    the figures hold for the memory that is free now. With --tensor-parallel they are of one rank, and a number
+    of ranks for which the service would not start is refused.
     """
     notes = Console(stderr=True)
     with progress(notes, f"looking for {config.model}") as report:
@@ -218,6 +219,7 @@ def info(
         "device": f"{machine.device} ({machine.device_name}{memory})",
         "model": f"{model['model']}, in {model['directory']}",
         "architecture": f"{model['architecture']}, attention by {model['attention_backend']}",
+        **_ranks_row(model),
         "weights": f"{_gib(model['weight_bytes'])}: {model['num_parameters']:,} parameters in {model['dtype']}",
         **_left_out_row(model),
         "one token": f"{model['bytes_per_token']:,} bytes: {heads} in {model['kv_dtype']}",
@@ -229,6 +231,15 @@ def info(
     }
     for name, value in rows.items():
         typer.echo(f"{name:<14}{value}")
+
+
+def _ranks_row(model: dict[str, Any]) -> dict[str, str]:
+    """Returns what several ranks change: the figures below are of one of them."""
+    if model["num_ranks"] == 1:
+        return {}
+    return {
+        "ranks": f"{model['num_ranks']} run the model together; weights, tokens and pool are of each one's part"
+    }
 
 
 def _left_out_row(model: dict[str, Any]) -> dict[str, str]:

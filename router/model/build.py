@@ -107,12 +107,12 @@ def use_graphs(config: EngineConfig, device: torch.device) -> bool:
     return config.cuda_graphs and device.type == "cuda" and backend.supports_cuda_graph
 
 
-def join_ranks(config: EngineConfig, rank: int, size: int, store: str) -> RankGroup:
-    """Joins the group of `size` ranks that finds itself by the file `store`. Blocks until all have joined.
-
-    On GPUs, a rank has the one with its number. Raises InvalidConfig.
-    """
-    device = pick_device(config.device)
+def pick_rank_device(config: EngineConfig, rank: int) -> torch.device:
+    """Returns the device of a rank, of which there are `config.tensor_parallel`: on GPUs the one with its
+    number. Raises InvalidConfig."""
+    device, size = pick_device(config.device), config.tensor_parallel
+    if size == 1:
+        return device
     if device.type == "cuda":
         num_gpus = torch.cuda.device_count()
         if config.device not in ("auto", "cuda"):
@@ -123,6 +123,14 @@ def join_ranks(config: EngineConfig, rank: int, size: int, store: str) -> RankGr
         if num_gpus < size:
             raise InvalidConfig(f"--tensor-parallel is {size}, and this host has {num_gpus} GPUs; give fewer")
         device = torch.device("cuda", rank)
+    return device
+
+
+def join_ranks(config: EngineConfig, rank: int, size: int, store: str) -> RankGroup:
+    """Joins the group of `size` ranks that finds itself by the file `store`. Blocks until all have joined.
+    Raises InvalidConfig."""
+    device = pick_rank_device(config, rank)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(max(1, torch.get_num_threads() // size))  # the ranks share the cores

@@ -1,6 +1,7 @@
 """Describes the machine and the model of an engine without loading weights, for `lightkv info`.
 
-The sizes are those that `build.py` would choose. No memory is used for the weights or the pool.
+The sizes are those that `build.py` would choose, with several ranks those of rank 0. No memory is used for the
+weights or the pool.
 """
 
 import platform
@@ -19,11 +20,13 @@ from lightkv.attention.select import make_backends, pick_backend
 from lightkv.errors import OutOfMemory
 from lightkv.integrations.model.adapters.adapt import adapt
 from lightkv.integrations.model.probe import ModelShape, NeedsNumbers, find_shape, probe
+from lightkv.integrations.ranks.group import RankGroup
+from lightkv.integrations.ranks.sharded import divide_shapes
 from lightkv.memory.kv_pool import PoolPlan
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.router.config import EngineConfig
 
-from .build import EngineSizes, kv_scales, kv_text, pick_device, pick_dtype, use_fp8_prefill
+from .build import EngineSizes, kv_scales, kv_text, pick_dtype, pick_rank_device, use_fp8_prefill
 from .loader import load_model
 from .model_config import load_supported_config
 from .text_half import left_out_of
@@ -45,7 +48,7 @@ class MachineInfo(msgspec.Struct, frozen=True):
 
 def machine_info(config: EngineConfig) -> MachineInfo:
     """Returns the device that `config` names and the installed versions. Raises InvalidConfig."""
-    device = pick_device(config.device)
+    device = pick_rank_device(config, 0)
     name, free, total = f"{torch.get_num_threads()} threads", 0, 0
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -57,22 +60,29 @@ def machine_info(config: EngineConfig) -> MachineInfo:
 
 def model_info(config: EngineConfig, directory: Path) -> dict[str, Any]:
     """Returns the shape of the model in `directory`, and the K/V pool that would fit beside it on its
-    device, each figure by its name. Lengths are in tokens. Takes seconds for billions of parameters.
+    device, each figure by its name; with several ranks, of the part of one. Lengths are in tokens. Takes
+    seconds for billions of parameters.
 
     Every file is checked as if it were loaded. Raises what the engine would: InvalidConfig, UnreadableWeights,
     UnsupportedModel, OutOfMemory.
     """
-    device = pick_device(config.device)
+    device = pick_rank_device(config, 0)
     dtype = pick_dtype(config.dtype)
     if dtype == "auto" and device.type == "cpu":
         dtype = torch.float32  # on the meta device, "auto" is a GPU's type
     scales = kv_scales(config, directory, load_supported_config(directory))
     model = load_model(directory, torch.device("meta"), dtype, lambda line: None)
+    if config.tensor_parallel == 1:
+        shape = _shape(model)
+    else:
+        with RankGroup.of_shapes(config.tensor_parallel) as ranks:
+            divide_shapes(model, ranks)
+            shape = _shape(model)
     parameters = list(model.parameters())
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     sizes = EngineSizes(config, device, model.config.get_text_config())
     limits = sizes.limits
-    shape = sizes.with_format(_shape(model))
+    shape = sizes.with_format(shape)
     spec, pool = shape.spec, sizes.pool(shape)
     backends = make_backends(config.attention_backend, device, shape.layers)
     use_fp8_prefill(backends, spec, device, scales, config.prefill_dtype, lambda line: None)
@@ -82,6 +92,7 @@ def model_info(config: EngineConfig, directory: Path) -> dict[str, Any]:
         "model": config.model,
         "directory": str(directory),
         "architecture": type(model).__name__,
+        "num_ranks": config.tensor_parallel,
         "dtype": str(spec.dtype).removeprefix("torch."),
         "num_parameters": sum(parameter.numel() for parameter in parameters),
         "weight_bytes": weight_bytes,

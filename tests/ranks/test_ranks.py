@@ -3,6 +3,7 @@
 import json
 import random
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lightkv.errors import UnsupportedModel
 from lightkv.integrations.ranks.group import RankGroup
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.admission import Admission, OutputLengths, make_admission
 from lightkv.router.engine.loop import LocalEngine, make_scheduler
 from lightkv.router.engine.request import Request
 from lightkv.router.model.build import build_runner
+from lightkv.router.model.info import model_info
+from lightkv.router.model.loader import load_model
 from tests.support.ranks import run_ranks
 from tests.support.tiny_architectures import VOCABULARY, random_weights, tiny
 from tests.support.tiny_files import save_tiny
@@ -230,6 +234,34 @@ def test_the_default_model_on_three_ranks() -> None:
     found = run_ranks(3, answers, EngineConfig.model, {}, 20)
     expected = answers(None, EngineConfig.model, {}, 20)
     assert all(tokens == expected[0] for tokens, *_ in found)
+
+
+def part(ranks: RankGroup, directory: str) -> tuple[int, int, int]:
+    """Returns how many parameters a rank has, and the bytes of a token and of the pool in it."""
+    config = EngineConfig(directory, device="cpu")
+    model: Any = load_model(Path(directory), ranks.device, torch.float32, lambda line: None, ranks)
+    _, info = build_runner(config, lambda line: None, ranks=ranks)
+    return sum(one.numel() for one in model.parameters()), info.bytes_per_token, info.pool_bytes
+
+
+def test_info_tells_what_a_rank_has(tmp_path: Path) -> None:
+    """The model's head is tied to its embedding, and most of its layers have windows."""
+    random_weights(tiny("gemma3_text")).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").touch()
+    config = EngineConfig(str(tmp_path), device="cpu", tensor_parallel=2)
+    told = model_info(config, tmp_path)
+    found = told["num_parameters"], told["bytes_per_token"], told["pool_bytes"]
+    assert run_ranks(2, part, str(tmp_path))[0] == found
+    assert found[1] < model_info(replace(config, tensor_parallel=1), tmp_path)["bytes_per_token"]
+
+
+@pytest.mark.parametrize(("family", "size"), [("llama", 3), ("gpt2", 2)])
+def test_info_refuses_a_number_of_ranks_as_the_service_does(family: str, size: int, tmp_path: Path) -> None:
+    random_weights(tiny(family)).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").touch()
+    with pytest.raises(UnsupportedModel, match="divide"):
+        model_info(EngineConfig(str(tmp_path), device="cpu", tensor_parallel=size), tmp_path)
+    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.slow

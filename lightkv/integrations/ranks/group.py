@@ -8,7 +8,8 @@ graph.
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -35,7 +36,8 @@ class RankGroup:
     """The ranks of one model, as the process with number `rank` of `size` sees them.
 
     `store`: where they find each other, the same for all. A process belongs to one group at most. Blocks until
-    every rank has joined. The ranks are on one host, and each has a device of its own, or a CPU.
+    every rank has joined. The ranks are on one host, and each has a device of its own, or a CPU. On the meta
+    device there are no other ranks: their tensors have shapes alone (`of_shapes`).
     """
 
     def __init__(self, rank: int, size: int, store: dist.Store, device: torch.device) -> None:
@@ -46,10 +48,24 @@ class RankGroup:
         self.device = device
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_DAY)
+        backends = {"cuda": "cpu:gloo,cuda:nccl", "meta": "fake"}
+        dist.init_process_group(
+            backends.get(device.type, "gloo"), store=store, rank=rank, world_size=size, timeout=_DAY
+        )
         self.sums = AllReduce.measured(device)
         self.room = TermRoom.measured(rank, self.sums, device)
+
+    @classmethod
+    @contextmanager
+    def of_shapes(cls, size: int) -> Iterator["RankGroup"]:
+        """Yields rank 0 of a group whose other ranks do not exist, for a model on the meta device."""
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend, too
+
+        ranks = cls(0, size, FakeStore(), torch.device("meta"))
+        try:
+            yield ranks
+        finally:
+            ranks.leave()
 
     @property
     def lines(self) -> list[str]:

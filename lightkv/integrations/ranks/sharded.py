@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightkv.errors import UnsupportedModel
@@ -137,7 +138,8 @@ def load_rank_part(
     # Imported here, since a model on one rank needs neither them nor the half second that they take.
     from transformers.distributed import DistributedConfig
 
-    plan = _plan(config, ranks, model_class)
+    with torch.device("meta"):
+        plan = _plan(model_class.from_config(config), ranks)
     os.environ["LOCAL_RANK"] = str(ranks.device.index or 0)  # by which transformers chooses the device
     divided = DistributedConfig(tp_size=ranks.size, tp_plan=plan)
     loaded = model_class.from_pretrained(directory, config=config, distributed_config=divided, **arguments)
@@ -146,10 +148,33 @@ def load_rank_part(
     return loaded
 
 
-def _plan(config: PreTrainedConfig, ranks: RankGroup, model_class: Any) -> dict[str, str]:
+def divide_shapes(model: PreTrainedModel, ranks: RankGroup) -> None:
+    """Makes a model on the meta device what `load_rank_part` returns for it on rank 0, but for the numbers.
+
+    `ranks`: `RankGroup.of_shapes`. Raises UnsupportedModel as `load_rank_part` does.
+    """
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.utils import TransformersDeviceMesh
+
+    plan = _plan(model, ranks)
+    root, seen = cast(nn.Module, model), set[nn.Parameter]()
+    for name, parameter in list(root.named_parameters(remove_duplicate=False)):
+        if parameter in seen:  # tied weights are divided one by one, as before they are loaded
+            owner, _, own = name.rpartition(".")
+            setattr(root.get_submodule(owner), own, nn.Parameter(parameter.detach(), requires_grad=False))
+        seen.add(parameter)
+    dense = init_device_mesh(
+        "meta", (1, 1, 1, ranks.size), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")
+    )
+    divided = DistributedConfig(tp_size=ranks.size, tp_plan=plan)
+    model.maybe_distribute_model(model, divided, TransformersDeviceMesh(dense, dense))
+    model.tie_weights()
+    _divide(model, ranks, plan)
+
+
+def _plan(model: Any, ranks: RankGroup) -> dict[str, str]:
     """Returns the model's plan, by names with * for numbers, with what this many ranks change of it."""
-    with torch.device("meta"):
-        model = model_class.from_config(config)
+    config = model.config
     plan = dict(model.tp_plan or {}) | _MORE.get(config.model_type, {})
     name, text = type(model).__name__, config.get_text_config()
     if not any("layers" in key for key in plan):
