@@ -39,6 +39,8 @@ MAX_RESETS = 64  # calls that wait for the cache to be reset
 MAX_STATUS_AGE = 5.0  # seconds without a status of the router, which reports four times a second
 MAX_UNANSWERED_BYTES = MAX_FRAME_BYTES  # of requests that the router has neither accepted nor refused
 MAX_EVENT_BYTES = 64 * 2**20  # of events that no consumer has taken
+READ_AHEAD_BYTES = 2**20  # so that long bodies, which are written meanwhile, do not hold up what follows
+MAX_TAKEN = 1024  # events that a consumer gets at a time, which become text in some milliseconds
 _EVENT_BYTES, _TOP_BYTES = 256, 80  # an event, and each of its likeliest tokens, as objects
 
 
@@ -127,7 +129,7 @@ class RouterClient:
     async def connect(cls, path: Path) -> "RouterClient":
         """Connects to the router's socket at `path`. Raises RouterUnreachable."""
         try:
-            reader, writer = await asyncio.open_unix_connection(path)
+            reader, writer = await asyncio.open_unix_connection(path, limit=READ_AHEAD_BYTES)
         except OSError as error:
             raise RouterUnreachable(path, str(error)) from error
         if not is_own(writer):
@@ -302,8 +304,8 @@ class RouterClient:
 
 
 class AnswerStream:
-    """The events of requests that were submitted together. Each iteration returns all events since the last
-    one.
+    """The events of requests that were submitted together. Each iteration returns the events since the last
+    one, up to MAX_TAKEN.
 
     The iterator ends when every request has ended. `close` aborts the requests that have not. The client's
     reader calls `push`, `accept`, `refuse` and `give_up`.
@@ -329,7 +331,10 @@ class AnswerStream:
             if not self._living:
                 raise StopAsyncIteration
             await self._wait()
-        return self._take()
+        events = self._take(MAX_TAKEN)
+        if self._pending:
+            await asyncio.sleep(0)
+        return events
 
     async def accepted(self) -> None:
         """Waits until the requests are queued or closed. Raises RequestRefused if they are refused."""
@@ -387,11 +392,13 @@ class AnswerStream:
             self.end(request_id)
         self._take()
 
-    def _take(self) -> list[TokenEvent]:
-        """Returns the events that are there, and removes them."""
-        events, self._pending = self._pending, []
-        self._client.num_event_bytes -= self.num_bytes
-        self.num_bytes = 0
+    def _take(self, most: int | None = None) -> list[TokenEvent]:
+        """Returns the events that are there, or the first of them, and removes them."""
+        events = self._pending[:most]
+        self._pending = self._pending[len(events) :]
+        num_bytes = sum(map(_bytes_of, events)) if self._pending else self.num_bytes
+        self._client.num_event_bytes -= num_bytes
+        self.num_bytes -= num_bytes
         return events
 
     async def _wait(self) -> None:

@@ -4,7 +4,9 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -121,12 +123,11 @@ def test_a_client_cannot_add_series_to_the_metrics(api: ApiUnderTest) -> None:
 WRITE_SECONDS, UNSENT = 2.0, 2**20
 
 
-@pytest.fixture
-def narrow(api: ApiUnderTest) -> Iterator[int]:
-    """The port of an API process with narrow limits on what clients leave unread."""
-    limits = {"write_seconds": WRITE_SECONDS, "max_unsent_bytes": UNSENT, "max_answers": 128}
+@contextmanager
+def api_process(api: ApiUnderTest, **limits: Any) -> Iterator[int]:
+    """Yields the port of an API process with these limits, which stands before the same router."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        process = start_api_process(api, listener, limits)
+        process = start_api_process(api, listener, {"max_answers": 128, **limits})
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         try:
@@ -134,6 +135,13 @@ def narrow(api: ApiUnderTest) -> Iterator[int]:
         finally:
             process.kill()
             process.wait()
+
+
+@pytest.fixture
+def narrow(api: ApiUnderTest) -> Iterator[int]:
+    """The port of an API process with narrow limits on what clients leave unread."""
+    with api_process(api, write_seconds=WRITE_SECONDS, max_unsent_bytes=UNSENT) as port:
+        yield port
 
 
 def ask(port: int, **fields: object) -> socket.socket:
@@ -172,8 +180,9 @@ def test_a_header_beyond_the_limit_is_refused(narrow: int) -> None:
 @pytest.mark.slow
 def test_a_client_that_takes_nothing_is_disconnected(api: ApiUnderTest, narrow: int) -> None:
     """The kernel's buffers take some hundreds of kilobytes; the answer has megabytes."""
-    connection = ask(narrow, n=64, stream=True)
-    wait_until(lambda: len(api.router.submits) == 64)
+    scored = {"prompt": [[511] * 1000] * 8, "echo": True, "logprobs": 20, "max_tokens": 1}
+    connection = ask(narrow, stream=True, **scored)
+    wait_until(lambda: len(api.router.submits) == 8)
     wait_until(lambda: api.router.num_running == 0, 20)  # aborted, or complete
     time.sleep(4 * WRITE_SECONDS)
     assert b"[DONE]" not in rest_of(connection)
@@ -190,14 +199,63 @@ def test_a_client_that_reads_slowly_gets_its_answer(api: ApiUnderTest, narrow: i
     connection.close()
 
 
-@pytest.mark.slow
-def test_answers_that_clients_do_not_take_have_a_bound(api: ApiUnderTest, narrow: int) -> None:
-    """The connection that holds the most is closed; another one gets its answer."""
-    connection = ask(narrow, n=32)
-    wait_until(lambda: len(api.router.submits) == 32)
-    wait_until(lambda: api.router.num_running == 0, 20)
-    assert len(rest_of(connection)) < 2**22  # whole, it has more
+LONG = {"prompt": [[511] * 1000] * 3, "prompt_logprobs": 20, "max_tokens": 1, "logprobs": None}
+
+
+def body_of(received: bytes) -> bytes:
+    """Returns the body of a chunked answer, of which the end may be missing."""
+    head, _, rest = received.partition(b"\r\n\r\n")
+    assert b"transfer-encoding: chunked" in head.lower()
+    body = b""
+    while rest:
+        length, _, rest = rest.partition(b"\r\n")
+        body, rest = body + rest[: int(length, 16)], rest[int(length, 16) + 2 :]
+    return body
+
+
+def test_a_client_that_reads_a_long_answer_slowly_gets_all_of_it(api: ApiUnderTest, narrow: int) -> None:
+    """The answer has three times the bytes that may wait for all clients."""
+    connection = ask(narrow, **LONG)
+    received, num_reads = b"", 0
+    while not received.endswith(b"\r\n0\r\n\r\n"):
+        received += connection.recv(2**16)
+        num_reads += 1
+        time.sleep(0.05 if num_reads % 50 == 0 else 0)
     connection.close()
-    other = ask(narrow, max_tokens=2)
-    assert b"200 OK" in other.recv(2**14)
-    other.close()
+    content = body_of(received)
+    assert len(content) > 3 * UNSENT
+    for choice in json.loads(content)["choices"]:
+        assert [len(entry) for entry in choice["prompt_logprobs"][1:]] == [21] * 999
+
+
+@pytest.mark.slow
+def test_answers_that_clients_do_not_take_have_a_bound(api: ApiUnderTest) -> None:
+    """The connections that hold the most are closed, and the others get their answers."""
+    with api_process(api, write_seconds=300.0, max_unsent_bytes=UNSENT) as port:
+        connections = [ask(port, **LONG) for _ in range(24)]
+        wait_until(lambda: len(api.router.submits) == 3 * 24)
+        wait_until(lambda: api.router.num_running == 0, 20)
+        time.sleep(2.0)  # until what the clients' buffers do not take waits
+        ends = [rest_until_closed_or_whole(connection) for connection in connections]
+        for connection in connections:
+            connection.close()
+        num_whole = ends.count(True)
+        assert 0 < num_whole < 24
+        assert num_whole * 2**16 <= UNSENT  # each holds 64 KiB at least
+        other = ask(port, max_tokens=2)
+        assert b"200 OK" in other.recv(2**14)
+        other.close()
+
+
+def rest_until_closed_or_whole(connection: socket.socket) -> bool:
+    """Reads an answer. Returns whether it is whole."""
+    received = b""
+    try:
+        while not received.endswith(b"\r\n0\r\n\r\n"):
+            data = connection.recv(2**18)
+            if not data:
+                return False
+            received += data
+    except ConnectionResetError:
+        return False
+    return True

@@ -301,15 +301,18 @@ class StubWriter:
         ]
         return [{"choices": [choice]} for choice in choices]
 
-    def whole(self, generation: Any) -> Any:
+    def choice(self, answer: Any) -> Any:
         calls = [{"id": name, "function": {"name": "f", "arguments": '{"a": 1}'}} for name in ("c1", "c2")]
         message = {"content": None, "reasoning_content": "I think", "tool_calls": calls}
-        return {"choices": [{"message": message, "logprobs": None, "finish_reason": "tool_calls"}]}
+        return {"message": message, "logprobs": None, "finish_reason": "tool_calls"}
+
+    def divided(self, choice: Any) -> Iterator[bytes]:
+        return iter(())
 
 
 def test_reasoning_and_calls_become_items() -> None:
     usage = {"num_prompt_tokens": 3, "num_completion_tokens": 4, "num_cached_tokens": None}
-    generation: Any = SimpleNamespace(**usage)
+    generation: Any = SimpleNamespace(answers=[None], **usage)
     deltas: list[dict[str, Any]] = [
         {"role": "assistant", "content": ""},
         {"reasoning_content": "I "},
@@ -324,7 +327,7 @@ def test_reasoning_and_calls_become_items() -> None:
     writer = ResponseWriter(ResponseRequest(input="a").repeated({}), MODEL, stub)
     stream = writer.events(generation)
     gained: Any = SimpleNamespace(text="x", scored=[], finish_reason="stop")
-    events = events_of(stream.begin() + stream.delta(gained) + stream.end())
+    events = events_of(b"".join([*stream.begin(), *stream.delta(gained), *stream.end()]))
     kinds = [event["type"].removeprefix("response.") for event in events]
     arguments = "function_call_arguments"
     assert kinds == [
@@ -341,7 +344,7 @@ def test_reasoning_and_calls_become_items() -> None:
         *("output_item.added", f"{arguments}.delta", f"{arguments}.done", "output_item.done"),
         "completed",
     ]
-    whole = writer.whole(generation)
+    whole = json.loads(b"".join(writer.whole(generation)))
     for response in (events[-1]["response"], whole):
         reasoning, first, second = response["output"]
         assert reasoning["content"] == [{"type": "reasoning_text", "text": "I think"}]

@@ -11,15 +11,17 @@ import pytest
 
 from lightkv.errors import CheckFailed
 from lightkv.ledger import TokenLedger
-from lightkv.router.engine.request import Request, validate_all
+from lightkv.router.engine.request import MAX_SCORES, Request, validate_all
 from lightkv.router.engine.step import NewRow, PromptLogprobs, StepPlan, TokenEvent, TokenLogprobs
 from lightkv.router.sampling_params import Grammar, SamplerKind, SamplingParams
 from lightkv.router.service import loop_stream, router_client
+from lightkv.router.service.api_settings import ApiSettings
 from lightkv.router.service.frames import MAX_FRAME_BYTES, FrameStream
 from lightkv.router.service.loop_stream import LoopStream
 from lightkv.router.service.messages import (
     Abort,
     Accepted,
+    Events,
     Mapped,
     NewAnswer,
     NewPrompt,
@@ -28,10 +30,10 @@ from lightkv.router.service.messages import (
     ToApi,
     ToRouter,
 )
-from lightkv.router.service.router_client import AnswerStream, RequestRefused, RouterClient
+from lightkv.router.service.router_client import MAX_TAKEN, AnswerStream, RequestRefused, RouterClient
 from lightkv.router.service.wire import submitted
 from lightkv.router.service.wire.plan_message import PlanMessage
-from lightkv.router.service.wire.request_room import NoRoom, RequestRoom, request_bytes
+from lightkv.router.service.wire.request_room import MAX_REQUEST_BYTES, NoRoom, RequestRoom, request_bytes
 from lightkv.router.service.wire.submitted import SubmittedRequests, requests_of
 from tests.support.fake_router import LIMITS, FakeRouter
 from tests.support.router_service import assert_idle, service
@@ -342,6 +344,50 @@ def test_events_that_no_consumer_takes_have_a_bound(tmp_path: Path, monkeypatch:
         assert client.num_open == 0
 
     over_fake_router(tmp_path, body)
+
+
+def test_a_consumer_that_was_slow_gets_its_events_in_parts() -> None:
+    """So their text does not hold up the event loop."""
+    client: Any = type("Client", (), {"num_event_bytes": 0})()
+    answers = AnswerStream(client, submit_of(1))
+    num_turns = 0
+
+    async def others() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    async def body() -> None:
+        turning = asyncio.create_task(others())
+        for idx in range(2 * MAX_TAKEN + 5):
+            top = TokenLogprobs(-1.0, [idx], [-1.0]) if idx % 2 else None
+            answers.push(TokenEvent("a0.0", idx, "length" if idx == 2 * MAX_TAKEN + 4 else None, top))
+        parts = [[event.token for event in events] async for events in answers]
+        assert [len(part) for part in parts] == [MAX_TAKEN, MAX_TAKEN, 5]
+        assert [token for part in parts for token in part] == list(range(2 * MAX_TAKEN + 5))
+        assert num_turns >= 2
+        turning.cancel()
+
+    asyncio.run(body())
+    assert answers.num_bytes == client.num_event_bytes == 0
+
+
+@pytest.mark.parametrize("num_top", [0, 20])
+def test_the_most_log_probabilities_of_a_request_fit_a_message_and_all_rooms(num_top: int) -> None:
+    """MAX_SCORES holds for a request, and so for each of its prompts, whose scores are one event. It and the
+    bounds of what waits on the way depend on each other."""
+    num = MAX_SCORES // (num_top + 1)
+    own, top = bytes(4 * num), bytes(4 * num * num_top)
+    event = TokenEvent("a" * 32, 1, "length", prompt_logprobs=PromptLogprobs(own, own, top, top))
+    num_bytes = len(FakeStream().frame(Events([event])))
+    assert num_bytes <= MAX_FRAME_BYTES
+    assert num_bytes <= submitted.MAX_KEPT_BYTES
+    assert num_bytes <= MAX_REQUEST_BYTES
+    client: Any = type("Client", (), {"num_event_bytes": 0})()
+    AnswerStream(client, submit_of(1)).push(event)
+    assert client.num_event_bytes <= router_client.MAX_EVENT_BYTES
+    assert num_bytes <= ApiSettings(model_names=["m"]).max_open_bytes
 
 
 def test_large_events_count_with_what_they_hold() -> None:

@@ -116,7 +116,7 @@ class Loop:
         hidden = self.tokenizer.special_ids - reading.shown_ids
         text = self.tokenizer.decode([one for one in token_ids if one not in hidden], False)
         choice: Any = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
-        divide(choice, reading)
+        assert not any(divide(choice, reading))
         message = choice["message"]
         assert (message["content"], choice["finish_reason"]) == (None, "tool_calls")
         reader, streamed = reading.new_reader(), []

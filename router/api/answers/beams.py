@@ -38,18 +38,17 @@ async def search_beams(
         counts = [len(search.prompts) for search in growing]
         prompts = [prompt for search in growing for prompt in search.prompts]
         generation = await backend.generate(
-            replace(spec, prompts=prompts, params=one_token, states_length=True)
+            replace(spec, prompts=prompts, params=one_token, states_length=True, shows_logprobs=True)
         )
         async with closed_with_client(receive, generation):
             async for _ in generation.deltas():
                 pass
-        found = [answer.completion.logprobs for answer in generation.answers]
-        if not all(found):
+        if not all(len(answer.scored) for answer in generation.answers):
             raise GenerationLost("its client has disconnected")
         first = first or generation
-        scored = iter(found)
+        scored = iter(generation.answers)
         for search, count in zip(growing, counts, strict=True):
-            search.take([next(scored)[0] for _ in range(count)])
+            search.take([next(scored).scored.first for _ in range(count)])
     assert first is not None
     answers = [
         _answer(backend, beam, spec.params, first.answers[prompt_idx])

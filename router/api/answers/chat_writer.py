@@ -3,11 +3,13 @@ has tools, or the model reasons, an answer is divided into content, reasoning an
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from functools import cache
+from typing import Any, cast
 
-from lightkv.router.engine.step import TokenLogprobs
+import msgspec
+
 from lightkv.router.text.answer_reader import AnswerReader, joined
 from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.router.text.tool_calls.source import Arguments, CallBegins, Part, Reasoning
@@ -22,13 +24,14 @@ from .bodies import (
     FinishReason,
     ToolCall,
     ToolCallDelta,
-    TopLogprob,
     Usage,
 )
-from .extras import Extras, finite, prompt_scores
-from .generation import Answered, TextDelta, usage_of
+from .extras import Extras, prompt_scores
+from .generation import Answer, Answered, TextDelta, usage_of
+from .pieces import Long, encode, in_pieces, long_list
+from .scores import GrowingScores, ScoredToken
 
-Scored = Sequence[tuple[int, TokenLogprobs]]
+_READ_CHARS = 1024  # of an answer, that are read at a time
 
 
 @dataclass(frozen=True)
@@ -64,35 +67,52 @@ class ChatWriter:
         self._readers: dict[int, AnswerReader] = {}  # of streams, by answer
         self.divides_answers = reading is not None
 
-    def whole(self, generation: Answered) -> ChatBody:
-        """Returns the body of an answer that is not streamed."""
+    def whole(self, generation: Answered) -> Iterator[bytes]:
+        """Yields the body of an answer that is not streamed."""
+        choices: Any = Long(lambda: long_list(map(self._choice_pieces, generation.answers)))
         body: ChatBody = {
             "id": self._id,
             "object": "chat.completion",
             "created": self._created,
             "model": self._model,
-            "choices": [
-                {
-                    "index": answer.index,
-                    "message": {"role": "assistant", "content": answer.completion.text},
-                    "logprobs": self._logprobs(answer.scored) if answer.has_logprobs else None,
-                    "finish_reason": cast(FinishReason | None, answer.completion.finish_reason),
-                }
-                for answer in generation.answers
-            ],
+            "choices": choices,
             "usage": usage_of(generation),
         }
         if self.extras.token_ids:
             body["prompt_token_ids"] = self.extras.prompt_ids(0)
-            for choice, answer in zip(body["choices"], generation.answers, strict=True):
-                choice["token_ids"] = list(answer.completion.token_ids)
         if self.extras.prompt_logprobs:
-            scores = prompt_scores(generation)
+            scores = prompt_scores(generation).get(0)
             body["prompt_logprobs"] = self.extras.scored_prompt(self._tokenizer, 0, scores)
-        if self._reading is not None:
-            for choice in body["choices"]:
-                divide(choice, self._reading)
-        return body
+        return in_pieces(body)
+
+    def choice(self, answer: Answer) -> ChatChoice:
+        """Returns a whole answer as a choice, whose text is not divided yet."""
+        choice: ChatChoice = {
+            "index": answer.index,
+            "message": {"role": "assistant", "content": answer.completion.text},
+            "logprobs": self.logprobs(answer.scored) if answer.has_logprobs else None,
+            "finish_reason": cast(FinishReason | None, answer.completion.finish_reason),
+        }
+        if self.extras.token_ids:
+            choice["token_ids"] = list(answer.completion.token_ids)
+        return choice
+
+    def divided(self, choice: ChatChoice) -> Iterator[bytes]:
+        """Divides the text of a whole answer. Yields empty pieces, between which other tasks may run."""
+        return iter(()) if self._reading is None else divide(choice, self._reading)
+
+    def logprobs(self, scored: GrowingScores | None) -> ChatLogprobs:
+        """Returns the log-probabilities of tokens, whose list is `Long`."""
+        found = (scored or GrowingScores()).read()
+        content: Any = Long(lambda: long_list(map(self._entries, found.parts())))
+        if (short := found.short) is not None:  # as in most chunks of a stream
+            content = msgspec.Raw(b"[%b]" % b"".join(self._entries(short)))
+        return {"content": content}
+
+    def _choice_pieces(self, answer: Answer) -> Iterator[bytes]:
+        choice = self.choice(answer)
+        yield from self.divided(choice)
+        yield from in_pieces(choice)
 
     def chunks(self, delta: TextDelta) -> list[ChatChunk]:
         """Returns the chunks of a stream for a delta. The first chunk of each answer has its role."""
@@ -106,7 +126,7 @@ class ChatWriter:
         if self._reading is not None:
             return [*chunks, *self._divided(delta, self._reading)]
         chunk = self._chunk(index, {"content": delta.text} if delta.text or delta.scored else {})
-        chunk["choices"][0]["logprobs"] = self._logprobs(delta.scored) if answer.has_logprobs else None
+        chunk["choices"][0]["logprobs"] = self.logprobs(delta.scored) if answer.has_logprobs else None
         chunk["choices"][0]["finish_reason"] = cast(FinishReason | None, delta.finish_reason)
         if self.extras.token_ids:
             chunk["choices"][0]["token_ids"] = list(delta.token_ids)
@@ -131,7 +151,7 @@ class ChatWriter:
         if has_ids and chunks:
             chunks[0]["choices"][0]["token_ids"] = list(delta.token_ids)
         if answer.has_logprobs and chunks:
-            chunks[0]["choices"][0]["logprobs"] = self._logprobs(delta.scored)
+            chunks[0]["choices"][0]["logprobs"] = self.logprobs(delta.scored)
         if delta.finish_reason is not None:
             reason = finish_reason(delta.finish_reason, reader, reading)
             chunks[-1]["choices"][0]["finish_reason"] = reason
@@ -151,30 +171,41 @@ class ChatWriter:
             "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}],
         }
 
-    def _logprobs(self, scored: Scored) -> ChatLogprobs:
-        return {
-            "content": [
-                {
-                    **self._top(token_id, logprobs.logprob),
-                    "top_logprobs": [
-                        self._top(other_id, logprob)
-                        for other_id, logprob in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
-                    ],
-                }
-                for token_id, logprobs in scored
-            ]
-        }
+    def _entries(self, part: list[ScoredToken]) -> list[bytes]:
+        """Returns the JSON of several tokens and of the likeliest in their places."""
+        around = cache(self._around) if len(part) > 1 else self._around
 
-    def _top(self, token_id: int, logprob: float) -> TopLogprob:
+        def top(token_id: int, logprob: bytes) -> bytes:
+            before, after = around(token_id)
+            return before + logprob + after
+
+        entries = [
+            b'%b,"top_logprobs":[%b]}'
+            % (
+                top(one.token_id, one.logprob),
+                b",".join([top(*other) + b"}" for other in zip(one.top_ids, one.top_logprobs, strict=True)]),
+            )
+            for one in part
+        ]
+        return [b",".join(entries)]
+
+    def _around(self, token_id: int) -> tuple[bytes, bytes]:
+        """Returns what stands before and after a token's log-probability."""
         text = self.extras.token(self._tokenizer, token_id)
         known = self._tokenizer.token_bytes(token_id) if self._tokenizer.is_byte_level else b""
-        return {"token": text, "logprob": finite(logprob), "bytes": list(known or text.encode())}
+        codes = encode(list(known or text.encode()))
+        return b'{"token":%b,"logprob":' % encode(text), b',"bytes":%b' % codes
 
 
-def divide(choice: ChatChoice, reading: Reading) -> None:
-    """Divides the text of a whole answer, which is the content of its message so far."""
-    reader = reading.new_reader()
-    parts = [*reader.push(choice["message"]["content"] or ""), *reader.finish()]
+def divide(choice: ChatChoice, reading: Reading) -> Iterator[bytes]:
+    """Divides the text of a whole answer, which is the content of its message so far. Yields empty pieces,
+    between which other tasks may run."""
+    reader, text = reading.new_reader(), choice["message"]["content"] or ""
+    parts: list[Part] = []
+    for start in range(0, len(text), _READ_CHARS):
+        parts += reader.push(text[start : start + _READ_CHARS])
+        yield b""
+    parts += reader.finish()
     choice["message"] = _message(parts, reading)
     choice["finish_reason"] = finish_reason(choice["finish_reason"], reader, reading)
 

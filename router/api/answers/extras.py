@@ -1,18 +1,19 @@
 """What an answer has beside its text where a request asks for it: token ids, and log-probabilities of the
 prompt."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from functools import cache
+from typing import Any
 
 from lightkv.router.engine.step import PromptLogprobs
 from lightkv.router.text.tokenizer import Tokenizer
 
-from .bodies import PromptToken, PromptTokens
 from .generation import Answered
+from .pieces import Long, encode, long_ids, long_list
+from .scores import Scores
 
-MIN_JSON_LOGPROB = -9999.0  # written for -inf, which JSON does not have, as in vLLM
+_ENTRY = b'"%d":{"logprob":%b,"rank":%d,"decoded_token":%b}'  # a PromptToken, by its id
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Extras:
     prompt_logprobs: those of the prompt, in vLLM's form.
     echoes_logprobs: those of the prompt before those of the answer, in OpenAI's form.
     prompts: the prompts' tokens, int32 bytes each.
+    echoed: the texts of the prompts, where they stand before the answers.
+    num_repeats: how many answers to a prompt repeat what is asked for of it.
     """
 
     token_ids: bool = False
@@ -31,45 +34,45 @@ class Extras:
     prompt_logprobs: bool = False
     echoes_logprobs: bool = False
     prompts: Sequence[bytes] = ()
+    echoed: Sequence[str] = ()
+    num_repeats: int = 1
 
-    def prompt_ids(self, prompt_idx: int) -> list[int]:
-        """Returns the tokens of a prompt."""
-        return np.frombuffer(self.prompts[prompt_idx], np.int32).tolist()
+    def prompt_ids(self, prompt_idx: int) -> Any:
+        """Returns the tokens of a prompt as a `Long` list."""
+        return long_ids(self.prompts[prompt_idx])
 
     def token(self, tokenizer: Tokenizer, token_id: int) -> str:
         """Returns what stands for a token among log-probabilities."""
         return f"token_id:{token_id}" if self.ids_for_tokens else tokenizer.token_text(token_id)
 
-    def scored_prompt(
-        self, tokenizer: Tokenizer, prompt_idx: int, found: "Scores"
-    ) -> list[PromptTokens | None] | None:
-        """Returns the log-probabilities of a prompt, whose first token has none; None without any."""
-        scores = found.get(prompt_idx)
-        if scores is None:
+    def scored_prompt(self, tokenizer: Tokenizer, prompt_idx: int, found: PromptLogprobs | None) -> Any:
+        """Returns the log-probabilities of a prompt as a `Long` list of PromptTokens, whose first is null; None
+        without any."""
+        if found is None:
             return None
-        entries: list[PromptTokens | None] = [None]
-        for token_id, (own, rank) in zip(self.prompt_ids(prompt_idx)[1:], scores.per_token(), strict=True):
-            entry = {str(token_id): _entry(tokenizer, token_id, own.logprob, rank)}
-            ranked = enumerate(zip(own.top_ids, own.top_logprobs, strict=True), 1)
-            for other_rank, (other, logprob) in ranked:
-                entry.setdefault(str(other), _entry(tokenizer, other, logprob, other_rank))
-            entries.append(entry)
-        return entries
+        return Long(lambda: long_list(_entries(tokenizer, self.prompts[prompt_idx], found)))
 
 
-Scores = Mapping[int, PromptLogprobs]  # of the prompts, by their numbers
+def _entries(tokenizer: Tokenizer, prompt: bytes, found: PromptLogprobs) -> Iterator[list[bytes]]:
+    """Yields the JSON of PromptTokens, several at a time."""
+    text = cache(lambda token_id: encode(tokenizer.token_text(token_id)))
+    ranks = iter(memoryview(found.ranks).cast("i"))
+    yield [b"null"]
+    for part in Scores.of_prompt(prompt, found).parts():
+        entries = []
+        for one, rank in zip(part, ranks, strict=False):
+            tokens = [_ENTRY % (one.token_id, one.logprob, rank, text(one.token_id))]
+            ranked = enumerate(zip(one.top_ids, one.top_logprobs, strict=True), 1)
+            tokens += [
+                _ENTRY % (other, number, other_rank, text(other))
+                for other_rank, (other, number) in ranked
+                if other != one.token_id
+            ]
+            entries.append(b"{%b}" % b",".join(tokens))
+        yield [b",".join(entries)]
 
 
-def prompt_scores(generation: Answered) -> Scores:
+def prompt_scores(generation: Answered) -> Mapping[int, PromptLogprobs]:
     """Returns the log-probabilities of each prompt that has them; one of its answers brought them."""
     found = [(answer.prompt_idx, answer.completion.prompt_logprobs) for answer in generation.all_answers]
     return {prompt_idx: scores for prompt_idx, scores in found if scores is not None}
-
-
-def finite(logprob: float) -> float:
-    """Returns a number that JSON has."""
-    return max(logprob, MIN_JSON_LOGPROB)
-
-
-def _entry(tokenizer: Tokenizer, token_id: int, logprob: float, rank: int) -> PromptToken:
-    return {"logprob": finite(logprob), "rank": rank, "decoded_token": tokenizer.token_text(token_id)}

@@ -15,7 +15,7 @@ from starlette.types import Receive
 from lightkv.errors import LightKVError
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.router.api.metrics import ServiceMetrics
-from lightkv.router.engine.step import TokenEvent, TokenLogprobs
+from lightkv.router.engine.step import TokenEvent
 from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.service.messages import NewAnswer, NewPrompt, Submit
 from lightkv.router.service.router_client import AnswerStream, RouterClient
@@ -23,6 +23,7 @@ from lightkv.router.text.completion import AnswerPlan, Completion
 from lightkv.router.text.tokenizer import Tokenizer
 
 from .bodies import Usage
+from .scores import GrowingScores
 from .sessions import OpenSessions, SessionUse
 
 Result = TypeVar("Result")
@@ -120,8 +121,9 @@ class Answer:
     """One answer while it grows.
 
     `index`: its number among the answers of the HTTP request. `scored`: the tokens of its text with their
-    log-probabilities, if it `has_logprobs` (a stop token does not belong to the text). `num_cached`: prompt
-    tokens found in the cache. `waited`: the seconds that it was queued, once it has a token.
+    log-probabilities, if it `has_logprobs` (a stop token does not belong to the text). `total_logprob`: that of
+    all its tokens, where they have any. `num_cached`: prompt tokens found in the cache. `waited`: the seconds
+    that it was queued, once it has a token.
     """
 
     index: int
@@ -131,16 +133,18 @@ class Answer:
     has_logprobs: bool
     num_cached: int = 0
     waited: float | None = None
-    scored: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
+    total_logprob: float = 0.0
+    scored: GrowingScores = field(default_factory=GrowingScores)
 
 
 @dataclass(slots=True)
 class TextDelta:
-    """The text and tokens that an answer has gained. The last delta of an answer has a `finish_reason`."""
+    """The text and tokens that an answer has gained. `scored`: those that have log-probabilities, if any. The
+    last delta of an answer has a `finish_reason`."""
 
     answer: Answer
     text: str = ""
-    scored: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
+    scored: GrowingScores | None = None
     finish_reason: str | None = None
     token_ids: list[int] = field(default_factory=list)
 
@@ -242,13 +246,6 @@ class Generation:
         """The tokens of all answers so far."""
         return sum(len(answer.completion.token_ids) for answer in self.all_answers)
 
-    @property
-    def num_scored(self) -> int:
-        """How many tokens have log-probabilities, those of the prompts included."""
-        found = [(one.prompt_idx, one.completion.prompt_logprobs) for one in self.all_answers]
-        of_prompts = {prompt_idx: len(scores) for prompt_idx, scores in found if scores is not None}
-        return sum(len(answer.scored) for answer in self.answers) + sum(of_prompts.values())
-
     async def deltas(self) -> AsyncIterator[list[TextDelta]]:
         """Yields what the answers gain, each time as one delta for each answer that has gained something.
 
@@ -303,13 +300,20 @@ class Generation:
             answer.waited = event.waited
         if not self._spec.shows_answer:
             event = msgspec.structs.replace(event, token=None, finish_reason="length")
+        logprobs = event.logprobs
+        if logprobs is not None:  # they are kept as arrays
+            event = msgspec.structs.replace(event, logprobs=None)
         delta.text += answer.completion.push(event)
         if event.token is not None:
             delta.token_ids.append(event.token)
         answer.clock.token()
-        if event.logprobs is not None and event.token is not None and event.finish_reason != "stop":
-            answer.scored.append((event.token, event.logprobs))
-            delta.scored.append(answer.scored[-1])
+        if logprobs is None or event.token is None:
+            return
+        answer.total_logprob += logprobs.logprob
+        if answer.has_logprobs and event.finish_reason != "stop":
+            answer.scored.append(event.token, logprobs)
+            delta.scored = delta.scored or GrowingScores()
+            delta.scored.append(event.token, logprobs)
 
     def _finish(self, request_id: str, delta: TextDelta) -> None:
         """Notes why an answer has ended, and aborts its request if a stop string ended it."""
@@ -358,8 +362,7 @@ Answered = Generation | BeamAnswers
 
 
 def _mean_logprob(answer: Answer) -> float:
-    logprobs = [one.logprob for one in answer.completion.logprobs]
-    return sum(logprobs) / max(len(logprobs), 1)
+    return answer.total_logprob / max(len(answer.completion.token_ids), 1)
 
 
 def usage_of(generation: Answered) -> Usage:
@@ -375,16 +378,17 @@ def usage_of(generation: Answered) -> Usage:
 
 
 @asynccontextmanager
-async def closed_with_client(receive: Receive, generation: Generation) -> AsyncIterator[None]:
-    """Closes the generation as soon as its client disconnects, at the latest at the end of the block."""
+async def closed_with_client(receive: Receive, generation: Generation) -> AsyncIterator[Callable[[], bool]]:
+    """Closes the generation as soon as its client disconnects, at the latest at the end of the block. The block
+    gets a function that returns whether the client is still connected."""
 
     async def watch() -> None:
-        await _until_disconnected(receive)
+        await until_disconnected(receive)
         generation.close()
 
     watching = asyncio.create_task(watch())
     try:
-        yield
+        yield lambda: not watching.done()
     finally:
         watching.cancel()
         generation.close()
@@ -394,7 +398,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result
     """Returns the result of `work`, which is cancelled if the client disconnects before. Raises GenerationLost
     then."""
     working = asyncio.create_task(work)
-    watching = asyncio.create_task(_until_disconnected(receive))
+    watching = asyncio.create_task(until_disconnected(receive))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -405,6 +409,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result
         working.cancel()
 
 
-async def _until_disconnected(receive: Receive) -> None:
+async def until_disconnected(receive: Receive) -> None:
+    """Returns once the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

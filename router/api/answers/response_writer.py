@@ -5,13 +5,14 @@ It reads what `ChatWriter` writes, so that texts, tool calls and reasoning are t
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
-
-import msgspec
 
 from .chat_writer import ChatWriter
 from .generation import Answered, Generation, TextDelta, usage_of
+from .pieces import in_pieces
+from .scores import GrowingScores
 
 
 class ResponseWriter:
@@ -25,10 +26,11 @@ class ResponseWriter:
         self._id = f"resp_{secrets.token_hex(16)}"
         self._created = int(time.time())
 
-    def whole(self, generation: Answered) -> dict[str, Any]:
-        """Returns the body of a response that is not streamed."""
-        choice: Any = self._chat.whole(generation)["choices"][0]
-        message, logprobs = choice["message"], _logprobs(choice)
+    def whole(self, generation: Answered) -> Iterator[bytes]:
+        """Yields the body of a response that is not streamed."""
+        choice: Any = self._chat.choice(generation.answers[0])
+        yield from self._chat.divided(choice)
+        message, logprobs = choice["message"], choice["logprobs"] and choice["logprobs"]["content"]
         items = []
         if reasoning := message.get("reasoning_content"):
             items.append(finished(_reasoning_item(), reasoning))
@@ -40,7 +42,7 @@ class ResponseWriter:
             items.append(finished(_call_item(call["id"], function["name"]), function["arguments"]))
         if choice["finish_reason"] == "length":
             items[-1]["status"] = "incomplete"
-        return self.body(items, choice["finish_reason"], generation)
+        yield from in_pieces(self.body(items, choice["finish_reason"], generation))
 
     def events(self, generation: Generation) -> "ResponseEvents":
         """Returns the writer of the stream's events."""
@@ -106,22 +108,21 @@ class ResponseEvents:
         self._item: dict[str, Any] | None = None  # the one that is open
         self._call_idx: int | None = None  # that of the open function call
         self._pieces: list[str] = []
-        self._logprobs: list[Any] = []
+        self._scored = GrowingScores()
         self._finish_reason: str | None = None
         self._num_events = 0
 
-    def begin(self) -> bytes:
+    def begin(self) -> Iterable[bytes]:
         """Returns the events before the first delta."""
         response = self._writer.body([], None)
-        return self._event("response.created", {"response": response}) + self._event(
-            "response.in_progress", {"response": response}
-        )
+        created = self._event("response.created", {"response": response})
+        return chain(created, self._event("response.in_progress", {"response": response}))
 
-    def delta(self, delta: TextDelta) -> bytes:
+    def delta(self, delta: TextDelta) -> Iterable[bytes]:
         """Returns the events of a delta; none if it has nothing to show."""
         if not (delta.text or delta.scored or delta.finish_reason):
-            return b""
-        events = []
+            return ()
+        events: list[Iterable[bytes]] = []
         for chunk in self._chat.chunks(delta):
             choice: Any = chunk["choices"][0]
             self._finish_reason = choice["finish_reason"] or self._finish_reason
@@ -131,94 +132,102 @@ class ResponseEvents:
                 events.append(self._add("reasoning", reasoning))
             events += map(self._add_call, calls)
             is_text = not reasoning and not calls  # only texts have log-probabilities here
+            scored = delta.scored if choice.get("logprobs") else None
             if gained.get("content") or (is_text and choice.get("logprobs")):
-                events.append(self._add("message", gained.get("content") or "", _logprobs(choice)))
-        return b"".join(events)
+                events.append(self._add("message", gained.get("content") or "", scored))
+        return chain.from_iterable(events)
 
-    def end(self) -> bytes:
+    def end(self) -> Iterable[bytes]:
         """Returns the events after the last delta."""
-        empty = b"" if self._item is not None or self._items else self._open(_message_item())
-        closed = empty + self._close()
+        empty = () if self._item is not None or self._items else self._open(_message_item())
+        closed = chain(empty, self._close())
         kind = "response.incomplete" if self._finish_reason == "length" else "response.completed"
         response = self._writer.body(self._items, self._finish_reason or "stop", self._generation)
-        return closed + self._event(kind, {"response": response})
+        return chain(closed, self._event(kind, {"response": response}))
 
-    def fail(self, status: int, error: str) -> bytes:
+    def fail(self, status: int, error: str) -> Iterable[bytes]:
         """Returns the last event of an answer that could not be completed."""
         code = "invalid_prompt" if status == 400 else "server_error"  # those of OpenAI's client
         described = {"code": code, "message": error}
         response = self._writer.body(self._items, None, self._generation, described)
         return self._event("response.failed", {"response": response})
 
-    def _add(self, kind: str, text: str, logprobs: list[Any] | None = None) -> bytes:
+    def _add(self, kind: str, text: str, scored: GrowingScores | None = None) -> Iterable[bytes]:
         """Adds text to the open item, which is made if another kind is open."""
-        opened = b""
+        opened: Iterable[bytes] = ()
         if self._item is None or self._item["type"] != kind:
-            opened = self._close() + self._open(_message_item() if kind == "message" else _reasoning_item())
+            closed = self._close()
+            opened = chain(closed, self._open(_message_item() if kind == "message" else _reasoning_item()))
         self._pieces.append(text)
-        self._logprobs += logprobs or []
+        self._scored.extend(scored or GrowingScores())
         fields: dict[str, Any] = {**self._place(), "content_index": 0, "delta": text}
         if kind == "reasoning":
-            return opened + self._event("response.reasoning_text.delta", fields)
-        return opened + self._event("response.output_text.delta", fields | {"logprobs": logprobs or []})
+            return chain(opened, self._event("response.reasoning_text.delta", fields))
+        fields["logprobs"] = self._chat.logprobs(scored)["content"]
+        return chain(opened, self._event("response.output_text.delta", fields))
 
-    def _add_call(self, call: Mapping[str, Any]) -> bytes:
-        opened, function = b"", call["function"]
+    def _add_call(self, call: Mapping[str, Any]) -> Iterable[bytes]:
+        opened: Iterable[bytes] = ()
+        function = call["function"]
         if self._item is None or self._item["type"] != "function_call" or self._call_idx != call["index"]:
             item = _call_item(call["id"], function["name"])
-            opened = self._close() + self._open(item)
+            closed = self._close()
+            opened = chain(closed, self._open(item))
             self._call_idx = call["index"]
         arguments = function.get("arguments")
         if not arguments:
             return opened
         self._pieces.append(arguments)
         fields = {**self._place(), "delta": arguments}
-        return opened + self._event("response.function_call_arguments.delta", fields)
+        return chain(opened, self._event("response.function_call_arguments.delta", fields))
 
-    def _open(self, item: dict[str, Any]) -> bytes:
-        self._item, self._pieces, self._logprobs = item, [], []
+    def _open(self, item: dict[str, Any]) -> Iterable[bytes]:
+        self._item, self._pieces, self._scored = item, [], GrowingScores()
         added = self._event("response.output_item.added", {"output_index": len(self._items), "item": item})
         if item["type"] == "function_call":
             return added
         part = {"content_index": 0, "part": _part(item, "", [])}
-        return added + self._event("response.content_part.added", self._place() | part)
+        return chain(added, self._event("response.content_part.added", self._place() | part))
 
-    def _close(self) -> bytes:
+    def _close(self) -> Iterable[bytes]:
         """Returns the events that end the open item, if there is one."""
         item = self._item
         if item is None:
-            return b""
-        text = "".join(self._pieces)
-        done = finished(item, text, self._logprobs, self._finish_reason)
+            return ()
+        text, logprobs = "".join(self._pieces), None
+        if item["type"] == "message":
+            logprobs = self._chat.logprobs(self._scored)["content"]
+        done = finished(item, text, logprobs, self._finish_reason)
         place = self._place()
         if item["type"] == "function_call":
             fields = place | {"name": item["name"], "arguments": text}
-            events = self._event("response.function_call_arguments.done", fields)
+            events = [self._event("response.function_call_arguments.done", fields)]
         else:
             place |= {"content_index": 0}
             if item["type"] == "message":
-                fields = place | {"text": text, "logprobs": self._logprobs}
-                events = self._event("response.output_text.done", fields)
+                fields = place | {"text": text, "logprobs": logprobs}
+                events = [self._event("response.output_text.done", fields)]
             else:
-                events = self._event("response.reasoning_text.done", place | {"text": text})
-            events += self._event("response.content_part.done", place | {"part": done["content"][0]})
-        events += self._event("response.output_item.done", {"output_index": len(self._items), "item": done})
+                events = [self._event("response.reasoning_text.done", place | {"text": text})]
+            events.append(self._event("response.content_part.done", place | {"part": done["content"][0]}))
+        closed = {"output_index": len(self._items), "item": done}
+        events.append(self._event("response.output_item.done", closed))
         self._items.append(done)
         self._item = self._call_idx = None
-        return events
+        return chain.from_iterable(events)
 
     def _place(self) -> dict[str, Any]:
         assert self._item is not None
         return {"item_id": self._item["id"], "output_index": len(self._items)}
 
-    def _event(self, kind: str, fields: Mapping[str, Any]) -> bytes:
+    def _event(self, kind: str, fields: Mapping[str, Any]) -> Iterable[bytes]:
         content = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode(content))
+        return chain([b"event: %b\ndata: " % kind.encode()], in_pieces(content), [b"\n\n"])
 
 
 def finished(
-    item: dict[str, Any], text: str, logprobs: list[Any] | None = None, finish_reason: str | None = None
+    item: dict[str, Any], text: str, logprobs: Any = None, finish_reason: str | None = None
 ) -> dict[str, Any]:
     """Returns a complete item: `text` is its text, or a call's arguments."""
     status = "incomplete" if finish_reason == "length" else "completed"
@@ -227,7 +236,7 @@ def finished(
     return item | {"status": status, "content": [_part(item, text, logprobs or [])]}
 
 
-def _part(item: Mapping[str, Any], text: str, logprobs: list[Any]) -> dict[str, Any]:
+def _part(item: Mapping[str, Any], text: str, logprobs: Any) -> dict[str, Any]:
     if item["type"] == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
@@ -252,11 +261,6 @@ def _call_item(call_id: str, name: str) -> dict[str, Any]:
         "name": name,
         "arguments": "",
     }
-
-
-def _logprobs(choice: Mapping[str, Any]) -> list[Any]:
-    found = choice.get("logprobs")
-    return list(found["content"]) if found else []
 
 
 def _usage(generation: Answered) -> dict[str, Any]:

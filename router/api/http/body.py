@@ -72,13 +72,13 @@ class BodyRoom:
         self.num_claimed -= num_bytes
 
     def open(self, num_bytes: int) -> None:
-        """Reserves room for a body until its request is answered. Raises HTTPException (503) if there is not
-        enough."""
+        """Reserves room for a body, or for what else its request keeps, until it is answered. Raises
+        HTTPException (503) if there is not enough."""
         if self.num_open + num_bytes > self.max_open_bytes:
             raise HTTPException(
                 503,
-                f"the bodies of requests that are not answered yet fill the {self.max_open_bytes} bytes for "
-                "them; try again in a moment",
+                "the bodies of requests that are not answered yet, and the log-probabilities of their prompts, "
+                f"fill the {self.max_open_bytes} bytes for them; try again in a moment",
             )
         self.num_open += num_bytes
 
@@ -87,7 +87,7 @@ class BodyRoom:
         self.num_open -= num_bytes
 
 
-class _BodyRequest(Request):
+class BodyRequest(Request):
     """A request whose body is read within the limits of `BodyRoom`."""
 
     def __init__(self, request: Request, room: BodyRoom) -> None:
@@ -133,6 +133,12 @@ class _BodyRequest(Request):
             body.clear()  # FastAPI would keep it until the request ends
             self.release()
 
+    def keep(self, num_bytes: int) -> None:
+        """Reserves room for what else is kept until the request is answered. Raises HTTPException (503) if
+        there is not enough."""
+        self._room.open(num_bytes)
+        self._num_open += num_bytes
+
     def release(self) -> None:
         """Returns the body's room, once it was parsed or never will be."""
         self._room.release(self._num_claimed)
@@ -148,7 +154,7 @@ class _BodyRequest(Request):
 class _ClosingResponse(Response):
     """Passes a response on, and closes its request once it was sent."""
 
-    def __init__(self, response: Response, request: _BodyRequest) -> None:
+    def __init__(self, response: Response, request: BodyRequest) -> None:
         self._response = response
         self._request = request
 
@@ -167,7 +173,7 @@ def body_route(room: BodyRoom) -> type[APIRoute]:
             handle = super().get_route_handler()
 
             async def handle_bounded(request: Request) -> Response:
-                bounded = _BodyRequest(request, room)
+                bounded = BodyRequest(request, room)
                 try:
                     response = await handle(bounded)
                 except BaseException:

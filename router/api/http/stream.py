@@ -1,12 +1,12 @@
 """The stream of server-sent events that answers a request: one write for what its answers gain in a step."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
-import msgspec
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from lightkv.router.api.answers.chat_writer import ChatWriter
 from lightkv.router.api.answers.completion_writer import CompletionWriter
@@ -20,19 +20,21 @@ from lightkv.router.api.answers.generation import (
     closed_with_client,
     usage_of,
 )
+from lightkv.router.api.answers.pieces import encode, in_pieces
 from lightkv.router.api.answers.response_writer import ResponseEvents, ResponseWriter
 
 from .guard import error_body
+from .paced import Pacer
 
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # no proxy may hold events back
 _MARK = secrets.token_hex(16)  # stands for the text in a chunk of which all others are made
-_encode = msgspec.json.Encoder().encode
 
 
 class EventStream(Response):
     """A response with the events of a generation. If the client disconnects, its requests are aborted.
 
-    `includes_usage`: the stream ends with its token counts. `has_running_usage`: every chunk has those so far.
+    `pacer`: sends what the answers gain. `includes_usage`: the stream ends with its token counts.
+    `has_running_usage`: every chunk has those so far.
     """
 
     media_type = "text/event-stream"
@@ -41,6 +43,7 @@ class EventStream(Response):
         self,
         generation: Generation,
         writer: CompletionWriter | ChatWriter | ResponseWriter,
+        pacer: Pacer,
         includes_usage: bool,
         has_running_usage: bool,
     ) -> None:
@@ -48,6 +51,7 @@ class EventStream(Response):
         self.background = None
         self.init_headers(_HEADERS)
         self._generation = generation
+        self._pacer = pacer
         self._events: EventWriter | ResponseEvents
         if isinstance(writer, ResponseWriter):
             self._events = writer.events(generation)
@@ -55,22 +59,20 @@ class EventStream(Response):
             self._events = EventWriter(generation, writer, includes_usage, has_running_usage)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with closed_with_client(receive, self._generation):
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await self._send_events(send)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        async with closed_with_client(receive, self._generation) as is_read:
 
-    async def _send_events(self, send: Send) -> None:
-        """Sends all events. If the generation fails, the last event is the error, and there is no [DONE]."""
-        if begin := self._events.begin():
-            await send(_part(begin))
-        try:
-            async for deltas in self._generation.deltas():
-                if events := b"".join(map(self._events.delta, deltas)):
-                    await send(_part(events))
-            await send(_part(self._events.end()))
-        except (GenerationFailed, GenerationLost) as error:
-            await send(_part(self._events.fail(failure_status(error), str(error))))
+            async def send_events(events: Iterable[bytes]) -> None:
+                await self._pacer.send(iter(events), send, is_read)
+
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send_events(self._events.begin())
+            try:
+                async for deltas in self._generation.deltas():
+                    await send_events(chain.from_iterable(map(self._events.delta, deltas)))
+                await send_events(self._events.end())
+            except (GenerationFailed, GenerationLost) as error:  # there is no [DONE] then
+                await send_events(self._events.fail(failure_status(error), str(error)))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class EventWriter:
@@ -90,19 +92,19 @@ class EventWriter:
         # By answer: what stands before and after the text in a chunk that has nothing else of its own.
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
-    def begin(self) -> bytes:
+    def begin(self) -> Iterable[bytes]:
         """Returns the events before the first delta, of which there are none."""
-        return b""
+        return ()
 
-    def fail(self, status: int, error: str) -> bytes:
+    def fail(self, status: int, error: str) -> Iterable[bytes]:
         """Returns the last event of answers that could not be completed."""
         return _event(error_body(status, error))
 
-    def delta(self, delta: TextDelta) -> bytes:
+    def delta(self, delta: TextDelta) -> Iterable[bytes]:
         """Returns the events of a delta; none if it has nothing to show."""
         has_ids = self._writer.extras.token_ids and bool(delta.token_ids)
         if not (delta.text or delta.scored or delta.finish_reason or has_ids):
-            return b""
+            return ()
         answer = delta.answer
         is_plain = not (
             has_ids or answer.has_logprobs or self._has_running_usage or self._writer.divides_answers
@@ -111,30 +113,30 @@ class EventWriter:
             return self._chunks(delta)
         around = self._around.get(answer.index)
         if around is not None:
-            return b"%b%b%b" % (around[0], _encode(delta.text), around[1])
+            return (around[0], encode(delta.text), around[1])
         chunks = self._chunks(delta)  # the first of an answer may have more than text
         self._around[answer.index] = self._split(answer)
         return chunks
 
-    def end(self) -> bytes:
+    def end(self) -> Iterable[bytes]:
         """Returns the events after the last delta."""
-        counts = b""
+        counts: Iterable[bytes] = ()
         if self._includes_usage:
             counts = _event(self._writer.usage_chunk(usage_of(self._generation)))
-        return counts + b"data: [DONE]\n\n"
+        return chain(counts, [b"data: [DONE]\n\n"])
 
-    def _chunks(self, delta: TextDelta) -> bytes:
-        events = []
+    def _chunks(self, delta: TextDelta) -> Iterable[bytes]:
+        events: list[Iterable[bytes]] = []
         for chunk in self._writer.chunks(delta):
             if self._has_running_usage:
                 chunk["usage"] = usage_of(self._generation)
             elif self._includes_usage:
                 chunk["usage"] = None
             events.append(_event(chunk))
-        return b"".join(events)
+        return chain.from_iterable(events)
 
     def _split(self, answer: Answer) -> tuple[bytes, bytes]:
-        before, after = self._chunks(TextDelta(answer, _MARK)).split(_encode(_MARK))
+        before, after = b"".join(self._chunks(TextDelta(answer, _MARK))).split(encode(_MARK))
         return before, after
 
 
@@ -145,9 +147,5 @@ def failure_status(error: GenerationFailed | GenerationLost) -> int:
     return 503 if isinstance(error, GenerationLost) else 500
 
 
-def _part(events: bytes) -> Message:
-    return {"type": "http.response.body", "body": events, "more_body": True}
-
-
-def _event(content: Mapping[str, Any]) -> bytes:
-    return b"data: " + _encode(content) + b"\n\n"
+def _event(content: Mapping[str, Any]) -> Iterable[bytes]:
+    return chain([b"data: "], in_pieces(content), [b"\n\n"])

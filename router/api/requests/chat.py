@@ -200,6 +200,6 @@ class Chats:
             shown_ids=frozenset() if reading is None else reading.shown_ids,
             grammar_field=field if use is None else use.field,
         )
-        asked = replace(accepted, spec=spec, grammar=grammar)
+        asked = replace(accepted, spec=spec, grammar=grammar, extras=extras)
         written = writer if wrap is None else wrap(accepted.model, writer)
         return await self._desk.answer(asked, written, body, request)

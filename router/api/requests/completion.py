@@ -118,6 +118,13 @@ class Completions:
         grammar = accepted.grammar
         if grammar is not None:
             grammar = self._desk.compacted(grammar, spec.grammar_field)
-        extras = replace(accepted.extras, echoes_logprobs=body.echoes_logprobs, prompts=prompts)
-        writer = CompletionWriter(accepted.model, self._prompts.tokenizer, echoed, extras)
-        return await self._desk.answer(replace(accepted, spec=spec, grammar=grammar), writer, body, request)
+        extras = replace(
+            accepted.extras,
+            echoes_logprobs=body.echoes_logprobs,
+            prompts=prompts,
+            echoed=echoed,
+            num_repeats=body.n or 1,
+        )
+        writer = CompletionWriter(accepted.model, self._prompts.tokenizer, extras)
+        asked = replace(accepted, spec=spec, grammar=grammar, extras=extras)
+        return await self._desk.answer(asked, writer, body, request)

@@ -31,15 +31,18 @@ from lightkv.router.api.answers.response_writer import ResponseWriter
 from lightkv.router.api.answers.sessions import SessionUse
 from lightkv.router.api.grammars.checker import GrammarChecker
 from lightkv.router.api.grammars.owner import owner_of
+from lightkv.router.api.http.body import BodyRequest
+from lightkv.router.api.http.paced import LongResponse, Pacer
 from lightkv.router.api.http.stream import EventStream
 from lightkv.router.config import MAX_SECONDS, NAMESPACE_HEADER, SESSION_HEADER
 from lightkv.router.engine.request import NeverFits
-from lightkv.router.sampling_params import MAX_COUNT, MAX_LOGPROBS, Grammar, InvalidParams, SamplingParams
+from lightkv.router.sampling_params import MAX_COUNT, Grammar, InvalidParams, SamplingParams
 from lightkv.router.service.api_settings import ApiSettings
 from lightkv.token_set import TokenSet
 
+from .answer_room import kept_bytes, most_tokens
 from .beam_fields import BeamFields
-from .prompts import PromptRoom, convert
+from .prompts import PromptRoom
 from .refused import Unsupported, refuse_unsupported
 from .structured import compact, grammar_of
 
@@ -260,7 +263,7 @@ class Accepted:
     spec: what is generated, still without prompts; its parameters are parsed once. grammar: what the whole
     answers have to be. is_cut: the request does not say how long its answers are, so that they may have as many
     tokens as `spec` allows and there is room for. room: of each prompt. longest: the most tokens of a prompt
-    and its answer. extras: without the prompts.
+    and its answer. extras: what the answers have beside their text.
     """
 
     model: str
@@ -285,6 +288,7 @@ class Desk:
     def __init__(self, backend: Backend, settings: ApiSettings, grammars: GrammarChecker) -> None:
         self.backend = backend
         self.settings = settings
+        self.pacer = Pacer()
         self._grammars = grammars
 
     def accept(
@@ -354,36 +358,41 @@ class Desk:
         spec, params = asked.spec, asked.spec.params
         num_prompt = max(map(len, spec.prompts)) // TOKEN_BYTES
         asked.check_fits(num_prompt)
+        most = most_tokens(spec, asked.extras, 1 if asked.is_cut else params.max_tokens)
         if asked.is_cut:
-            left = max(min(params.max_tokens, asked.longest - num_prompt), 1)
+            left = max(min(params.max_tokens, asked.longest - num_prompt, most), 1)
             spec = replace(spec, params=params.completed(left, asked.grammar))
         elif asked.grammar is not params.grammar:
             spec = replace(spec, params=params.completed(params.max_tokens, asked.grammar))
         if body.use_beam_search:
             beams = body.beam_params(spec.params, body.n or 1, body.stream is True, spec.grammar_field)
+            if len(spec.prompts) * beams.width > self.settings.max_answers:
+                allowed = f"at most {self.settings.max_answers} beams for all prompts"
+                raise InvalidParams("n", f"{beams.width} for each of {len(spec.prompts)} prompts", allowed)
             if len(spec.prompts) * beams.width > self.settings.max_queued_requests:
                 raise self._over_queue(len(spec.prompts), beams.width)
             found = await search_beams(self.backend, spec, beams, request.receive)
             request.state.record.generation = found
-            return json_response(writer.whole(found))
+            return LongResponse(writer.whole(found), self.pacer)
         if spec.params.grammar is not None:
             num_bytes = await self.check_grammar(spec.params.grammar, spec.grammar_field, request)
             spec = replace(spec, grammar_bytes=num_bytes, grammar_owner=owner_of(request))
+        if num_bytes := kept_bytes(spec):
+            assert isinstance(request, BodyRequest)
+            request.keep(num_bytes)
         generation = await self.backend.generate(spec)
         request.state.record.generation = generation
         if body.stream:
             options = body.stream_options
             includes_usage = options is not None and options.include_usage is True
             has_running_usage = options is not None and options.continuous_usage_stats is True
-            return EventStream(generation, writer, includes_usage, has_running_usage)
+            return EventStream(generation, writer, self.pacer, includes_usage, has_running_usage)
         async with closed_with_client(request.receive, generation):
             async for _ in generation.deltas():
                 pass
             if spec.params.n > (body.n or 1):
                 generation.keep_best(body.n or 1)
-            num_items = generation.num_scored * (1 + MAX_LOGPROBS)
-            content = await convert(num_items, lambda: msgspec.json.encode(writer.whole(generation)))
-            return Response(content, media_type="application/json")
+            return LongResponse(writer.whole(generation), self.pacer)
 
     async def check_grammar(self, grammar: Grammar, field: str, request: Request) -> int:
         """Returns the bytes of the compiled grammar. Raises InvalidGrammar, RequestRefused, and GenerationLost
