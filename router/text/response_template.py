@@ -25,7 +25,8 @@ from lightkv.router.text.tool_calls.source import (
 
 CALLS = "tool_calls"
 REASONING = ("reasoning_content", "thinking", "reasoning")  # the names that transformers' own service knows
-MAX_SECONDS = 0.25  # of the processor, that reading an answer may take beyond PIECE_SECONDS for each piece
+# Of the processor, that reading the answers of a request may take beyond PIECE_SECONDS for each piece.
+MAX_SECONDS = 0.25
 PIECE_SECONDS = 1e-3
 MAX_HELD = 4096  # characters that may be the beginning of a mark
 _PIECE = 16  # characters
@@ -71,15 +72,20 @@ class ResponseTemplate:
         self.marks = tuple(text for text in special if text in source)
 
     def read(
-        self, source: Source, prompt: str, tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        source: Source,
+        prompt: str,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        limit: "TimeLimit | None" = None,
     ) -> Steps[None]:
         """Reads an answer. If the template fails in it, the rest is content as the model wrote it, from the
         beginning of a call that was not complete.
 
         `prompt`: its end, which may begin the answer. `tools`: those that may be called, described as chat
-        templates expect them; None leaves calls in the text.
+        templates expect them; None leaves calls in the text. `limit`: that of all answers to a request; None
+        makes one for this answer.
         """
-        reader = _Reader(self._template, prompt, tools)
+        reader = _Reader(self._template, prompt, tools, limit or TimeLimit())
         while True:
             text, parts, place = source.take(len(source.text)), [], 0
             try:
@@ -107,14 +113,16 @@ class _Reader:
         raw: the text that no part has shown yet. It is a call that is not complete, and what may be a mark.
     """
 
-    def __init__(self, template: Any, prompt: str, tools: Sequence[Mapping[str, Any]] | None) -> None:
+    def __init__(
+        self, template: Any, prompt: str, tools: Sequence[Mapping[str, Any]] | None, limit: "TimeLimit"
+    ) -> None:
         self.raw = ""
         self._template = template
         self._prompt = prompt
         self._tools: list[Any] = list(tools or ())
         self._names = {tool["function"]["name"] for tool in self._tools}
         self._parser: Any = None
-        self._time = _TimeLimit()
+        self._time = limit
         self._place = 0  # so many characters of `raw` are in events
         self._begun: set[type[Part]] = set()
 
@@ -199,8 +207,8 @@ class _Reader:
         return parts
 
 
-class _TimeLimit:
-    """Ends work by TimeoutError once reading an answer has taken too much of the processor's time, since
+class TimeLimit:
+    """Ends work by TimeoutError once reading answers has taken too much of the processor's time, since
     patterns of a template may look at a long text very often. Signals reach the main thread alone, where the
     service reads answers; in other threads the next work ends at once.
 

@@ -328,6 +328,19 @@ def test_the_template_of_a_tokenizer_reads_tokens(tmp_path: Path) -> None:
         assert joined(parts) == ("Why?", "See \u2603.", [("f", '{"a": 1}')])
 
 
+def test_the_answers_to_one_request_share_the_limit_of_time(tmp_path: Path) -> None:
+    """Each by itself would take MAX_SECONDS of the processor."""
+    tokenizer = Tokenizer(model_with(tmp_path, XML))
+    reading = ChatDialect(tokenizer, ApiSettings(model_names=["m"])).reading(USE, tokenizer.encode(ANCHOR))
+    assert reading is not None
+    text = "<tool_call><function=f><parameter=a>" + " " * 2000 + "</function></tool_call>!"
+    begun = time.process_time()
+    for _ in range(12):
+        reader = reading.new_reader()
+        assert joined([*reader.push(text), *reader.finish()])[1].split() == text.split()
+    assert time.process_time() - begun < 6 * response_template.MAX_SECONDS
+
+
 def test_options_come_before_the_template(tmp_path: Path) -> None:
     tokenizer = Tokenizer(model_with(tmp_path, "no template"))
     prompt = tokenizer.encode(ANCHOR)

@@ -14,7 +14,7 @@ from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar, InvalidPa
 from lightkv.router.service.api_settings import ApiSettings
 from lightkv.router.text.answer_reader import AnswerReader, CallReader, think
 from lightkv.router.text.grammars import InvalidGrammar
-from lightkv.router.text.response_template import ResponseTemplate
+from lightkv.router.text.response_template import ResponseTemplate, TimeLimit
 from lightkv.router.text.structural_tags import format_of_grammar
 from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.router.text.tool_calls import harmony, history
@@ -156,7 +156,8 @@ class ChatDialect:
         if response is not None and is_free and (use is None or response.has_calls):
             prompt = self._tokenizer.decode(prompt_ids[-_MAX_BEGUN:], skip_special_tokens=False)
             tools = None if use is None else use.described
-            return [partial(response.read, prompt=prompt, tools=tools)], response.marks
+            read = partial(response.read, prompt=prompt, tools=tools, limit=TimeLimit())
+            return [read], response.marks
         is_asked = use is not None or given is not None or self._reasoning == "gpt_oss"
         if self._has_messages and is_asked:
             messages = FAMILIES["gpt_oss"]
