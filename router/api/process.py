@@ -16,7 +16,7 @@ from lightkv.errors import LightKVError
 from lightkv.router.api.http.guard import WARM_UP
 from lightkv.router.api.http.server import make_server
 from lightkv.router.service.api_settings import ServeSettings
-from lightkv.router.service.child_process import freeze_objects, ignore_signals
+from lightkv.router.service.child_process import freeze_objects, ignore_signals, map_large_blocks
 from lightkv.router.service.log_stream import write_in_background
 from lightkv.router.service.router_client import RouterClient
 from lightkv.router.text.tokenizer import Tokenizer, UnreadableTokenizer
@@ -120,6 +120,7 @@ def main() -> int:
     """
     ignore_signals()
     write_in_background()
+    map_large_blocks()
     sys.set_int_max_str_digits(640)  # the least that Python allows: parsing longer numbers takes long
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=ServeSettings)
     try:

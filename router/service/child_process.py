@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_MMAP_THRESHOLD, _LARGE_BYTES = -3, 2**18  # the number of a setting of mallopt, and its value
 _PDEATHSIG = 1  # of prctl: the signal to get when the parent dies
 
 
@@ -52,6 +53,15 @@ def end_with_parent() -> None:
     """Has the kernel kill this process when the thread that has started it ends, even while this one is
     stopped."""
     ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+
+
+def map_large_blocks() -> None:
+    """Has malloc map each large block by itself, where libc can, so that it goes back to the system when it is
+    freed. By default malloc keeps blocks of up to 32 MiB once it has freed one of that size."""
+    try:
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
+    except AttributeError:
+        return
 
 
 def freeze_objects() -> None:
