@@ -197,7 +197,7 @@ class LLM:
         self.tokenizer = Tokenizer(directory)
         runner, self.info = build_runner(config, report, directory)
         admission = make_admission(config.admission, ttft_target=config.ttft_target)
-        self.engine = LocalEngine(make_scheduler(self.info, admission), runner)
+        self.engine = LocalEngine(make_scheduler(self.info, admission), runner, self.info.num_missing_graphs)
         self._model = config.model
         self._grammars = _OwnGrammars(runner.grammars)
         self._runs: dict[str, _Run] = {}  # by request id; calls may be interleaved

@@ -22,7 +22,8 @@ CALLED_BY = {
     "asyncio": "connection_made connection_lost data_received pause_writing resume_writing",
     "click": "invoke",
     "h11": "next_event maybe_extract_lines send_400_response handle_events",
-    "the router's calls of a worker": "exposed_start exposed_step exposed_flush exposed_check exposed_map",
+    "the router's calls of a worker": "exposed_start exposed_step exposed_flush "
+    "exposed_capture exposed_check exposed_map",
     "torch": "extra_repr",
     "transformers": "batch_repeat_interleave batch_select_indices crop get_mask_sizes get_max_length "
     "get_seq_length lazy_initialization",

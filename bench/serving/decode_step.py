@@ -129,9 +129,7 @@ def graph_of(runner: ModelRunner, batch: int) -> torch.cuda.CUDAGraph:
     """
     assert runner._graphs is not None
     key = GraphKey(SamplerKind.GREEDY)
-    graph = runner._graphs.decode_graph(batch, key)
-    assert graph is not None
-    replayed, _ = graph._graphs[key]
+    replayed, _ = next(graph for size, graph in runner._graphs._decodes.items() if size >= batch)._graphs[key]
     return replayed
 
 

@@ -32,9 +32,10 @@ from lightkv.memory.capture import Capture
 from lightkv.router import EngineConfig
 from lightkv.router.engine.step import StepPlan
 from lightkv.router.model.build import assemble
-from lightkv.router.model.cuda_graph import PromptGraph, SharedLogits, StepGraphs
+from lightkv.router.model.cuda_graph import PromptGraph, SharedLogits
 from lightkv.router.model.parts import StepOutput
 from lightkv.router.model.runner import ModelRunner
+from lightkv.router.model.step_graphs import StepGraphs
 from lightkv.router.sampling_params import SamplerKind
 
 ALONE = (16, 64, 128, 512, 700, 1300, 2048, 4096, 8192)

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -23,6 +23,11 @@ class HostConstants(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._copies: dict[tuple[bytes, torch.dtype, torch.Size, torch.device], torch.Tensor] = {}
+
+    @property
+    def were_met(self) -> bool:
+        """Whether a pass has made such tensors."""
+        return bool(self._copies)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -67,17 +72,36 @@ class Capture(NamedTuple):
         return cls(torch.cuda.graph_pool_handle(), torch.cuda.Stream(), HostConstants())
 
     def graph(self, compute: Callable[[], Output]) -> tuple[torch.cuda.CUDAGraph, Output]:
-        """Returns a graph of `compute` and what it returned. The static tensors hold padding alone."""
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream), self.constants:
-            compute()  # compiles kernels and lets libraries set themselves up
-        torch.cuda.current_stream().wait_stream(self.stream)
+        """Returns a graph of `compute` and what it returned. The static tensors hold padding alone.
+
+        `compute`, or a computation with the same kernels, has run in `rehearsal` before. The host does not wait
+        for the device, and the steps that run there go on.
+        """
         graph = torch.cuda.CUDAGraph()
-        capturing = torch.cuda.graph(graph, pool=self.pool, stream=self.stream)
-        with capturing, _without_collections(), self.constants:
-            output = compute()
-        graph.replay()  # the first replay of a graph takes longer than the others
+        # The mode doubles the time of a pass, so it is entered only where a rehearsal has met host constants.
+        constants = self.constants if self.constants.were_met else nullcontext()
+        with self._on_stream(), constants, _without_collections():
+            # Kernels that no step has launched yet are loaded while the block runs, which "relaxed" allows.
+            graph.capture_begin(pool=self.pool, capture_error_mode="relaxed")
+            try:
+                output = compute()
+            finally:
+                graph.capture_end()
         return graph, output
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Runs the block on the stream of the captures, so that libraries set themselves up there, and copies
+        host constants to the device."""
+        with self._on_stream(), self.constants:
+            yield
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self.stream)
 
 
 @contextmanager

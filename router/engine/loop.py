@@ -7,6 +7,8 @@
 process, which is what `LLM`, the simulator and the benchmarks use.
 """
 
+import time
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -19,7 +21,7 @@ from .admission import Admission
 from .prefill_budget import PrefillBudget
 from .request import Request
 from .scheduler import Scheduler
-from .step import ExpectedMemory, RunnerInfo, StepPlan, StepResult, TokenEvent
+from .step import Captured, ExpectedMemory, RunnerInfo, StepPlan, StepResult, TokenEvent
 
 # A plan waits for requests until PLAN_SECONDS before the step in flight ends by the model of step times, and no
 # longer than MOST_WAIT. It takes about half of PLAN_SECONDS to plan, send and launch a step.
@@ -28,6 +30,7 @@ PLAN_SECONDS, MOST_WAIT = 0.004, 0.020
 # to LEAST_SHARE, and grows by a hundredth after each other. (The model does not know, say, of prefixes that are
 # read once for many. Where the host is always late, the share stays so low that no plan waits.)
 MOST_SHARE, LEAST_SHARE, SHARE_GROWTH = 0.9, 0.05, 1.01
+CAPTURE_SHARE = 0.05  # of the time, in which graphs are captured while there are requests
 
 
 class EngineDead(LightKVError):
@@ -41,11 +44,12 @@ class EngineStats(msgspec.Struct, frozen=True):
     cached, forecast_peak (the most that the running requests are expected to come to hold), exact_peak (the
     most that those of them may come to hold that state max_tokens and are never preempted) and reached_peak
     (the most that were held so far). Tokens: waiting_tokens (of the prompts that wait, and of what preempted
-    requests had generated) and session_tokens (cached or held, and protected by sessions). The
-    numbers of requests, of those of them whose lengths are estimated, and of sessions that protect tokens, are
-    those of now. All others are totals: steps, prompt tokens and those of them found in the cache, generated
-    tokens, preemptions, the tokens that were computed again after preemptions, and the tokens of sessions that
-    were evicted, or lost their protection because all sessions exceeded their share.
+    requests had generated) and session_tokens (cached or held, and protected by sessions). The numbers of
+    requests, of those of them whose lengths are estimated, of sessions that protect tokens, and of CUDA graphs
+    that are still to be captured, are those of now. All others are totals: steps, prompt tokens and those of
+    them found in the cache, generated tokens, preemptions, the tokens that were computed again after
+    preemptions, and the tokens of sessions that were evicted, or lost their protection because all sessions
+    exceeded their share.
     """
 
     capacity: int = 0
@@ -70,16 +74,38 @@ class EngineStats(msgspec.Struct, frozen=True):
     session_tokens: int = 0
     session_evicted_tokens: int = 0
     session_over_share_tokens: int = 0
+    num_missing_graphs: int = 0
+
+
+class Captures:
+    """The CUDA graphs that the start has left out. They are captured between steps, for a small share of the
+    time. `clock` returns seconds."""
+
+    def __init__(self, num_missing: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_missing = num_missing
+        self._clock = clock
+        self._next = clock()  # when the next one may be captured while there are requests
+
+    def is_due(self, is_idle: bool = False) -> bool:
+        """Returns whether one is captured before the next step. `is_idle`: no request waits for that."""
+        return self.num_missing > 0 and (is_idle or self._clock() >= self._next)
+
+    def note(self, captured: Captured) -> None:
+        """Notes that one was captured just now."""
+        self.num_missing = captured.num_missing
+        self._next = self._clock() + captured.seconds * (1 / CAPTURE_SHARE - 1)
 
 
 class Engine:
     """Runs requests to their ends, with up to `scheduler.depth` steps in flight, whose results come in order.
 
-    It is not thread-safe: one thread calls it.
+    It is not thread-safe: one thread calls it. `num_missing_graphs`: as in `RunnerInfo`; what drives the engine
+    captures them when `captures` says so.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, num_missing_graphs: int = 0) -> None:
         self.scheduler = scheduler
+        self.captures = Captures(num_missing_graphs)
         self._dead: str | None = None
         self._share = MOST_SHARE  # of the time of a step by the model, as `spare_seconds` says
 
@@ -103,6 +129,11 @@ class Engine:
         """How long after the newest step in flight has begun the next one may be planned, so that requests that
         come meanwhile get into it. The device does not wait for a step that is planned by then."""
         return min(self._share * self.scheduler.in_flight_seconds - PLAN_SECONDS, MOST_WAIT)
+
+    @property
+    def is_capture_due(self) -> bool:
+        """Whether a CUDA graph is captured before the next step."""
+        return self.captures.is_due(is_idle=not self.has_work)
 
     def add(self, *requests: Request) -> None:
         """Queues all of the requests, or none. Raises NeverFits, InvalidPrompt, InvalidParams, EngineDead."""
@@ -136,6 +167,7 @@ class Engine:
             raise mismatch
         share = self._share / 2 if result.had_ended else self._share * SHARE_GROWTH
         self._share = min(max(share, LEAST_SHARE), MOST_SHARE)
+        self.captures.num_missing = result.num_missing_graphs
         return self.scheduler.complete(result)
 
     def fail(self, error: str, fatal: bool = False) -> list[TokenEvent]:
@@ -189,6 +221,7 @@ class Engine:
             session_tokens=sessions.protected,
             session_evicted_tokens=sessions.evicted,
             session_over_share_tokens=sessions.over_limit,
+            num_missing_graphs=self.captures.num_missing,
         )
 
     def _require_alive(self) -> None:
@@ -207,6 +240,9 @@ class Executor(Protocol):
     def collect(self) -> StepResult:
         """Waits for the oldest step in flight and returns its result. After an error that step is gone."""
 
+    def capture(self) -> Captured:
+        """Captures a CUDA graph that is missing. Asked for where a result says that some are."""
+
     def check(self, edits: bytes, expected: ExpectedMemory) -> None:
         """Applies the edits that no step has carried, and recounts the memory. Raises CheckFailed."""
 
@@ -214,8 +250,8 @@ class Executor(Protocol):
 class LocalEngine(Engine):
     """An engine that drives an executor in this process."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
-        super().__init__(scheduler)
+    def __init__(self, scheduler: Scheduler, executor: Executor, num_missing_graphs: int = 0) -> None:
+        super().__init__(scheduler, num_missing_graphs)
         self.executor = executor
         self._undelivered: list[TokenEvent] = []  # of a call that was interrupted
         self._interrupt: BaseException | None = None
@@ -234,6 +270,8 @@ class LocalEngine(Engine):
         later call.
         """
         events = self._take_undelivered()
+        if self.captures.is_due():
+            self.captures.note(self.executor.capture())
         refused: BaseException | None = None
         while refused is None and (plan := self.plan()) is not None:
             try:
@@ -245,6 +283,11 @@ class LocalEngine(Engine):
         if refused is not None:
             events += self._fail(refused)
         return self._deliver(events)
+
+    def capture_all(self) -> None:
+        """Captures every CUDA graph that is missing now, instead of between steps."""
+        while self.captures.num_missing:
+            self.captures.note(self.executor.capture())
 
     def settle(self) -> list[TokenEvent]:
         """Completes every step in flight without planning another. Returns what each request got."""

@@ -237,6 +237,7 @@ class StepResult(msgspec.Struct, frozen=True):
         scored: one for each of the plan's `scored`.
         errors: by index into `tokens`, why a request cannot go on; only this request ends.
         had_ended: whether the device had ended the step before the next one was launched, and waited for that.
+        num_missing_graphs: how many CUDA graphs are still to be captured.
     """
 
     step: int
@@ -247,6 +248,14 @@ class StepResult(msgspec.Struct, frozen=True):
     scored: list[PromptLogprobs] = []
     errors: dict[int, str] = {}
     had_ended: bool = False
+    num_missing_graphs: int = 0
+
+
+class Captured(msgspec.Struct, frozen=True):
+    """A capture of a CUDA graph: the seconds that it took, and how many graphs are still missing."""
+
+    seconds: float
+    num_missing: int
 
 
 class ExpectedMemory(NamedTuple):
@@ -291,7 +300,8 @@ class PoolMap(msgspec.Struct, frozen=True):
 class RunnerInfo(msgspec.Struct, frozen=True):
     """The properties of a model runner that is ready, for the scheduler and for display. `step_time`: what its
     steps take; None where that was not measured. `graph_tokens`: the tokens of its CUDA graphs for steps with
-    prompts, ascending, to which smaller steps are padded; empty without graphs. `kv_dtype` and `skipped_layers`
+    prompts, ascending, to which smaller steps are padded; empty without graphs. `num_missing_graphs`: how many
+    graphs are captured between steps, after the start. `kv_dtype` and `skipped_layers`
     are as the configuration gives them; `kv_type` is the name of what K and V are stored as. `num_ranks`: the
     processes that run the model together; bytes are those of one of them. `groups`: how its layers share slots;
     `capacity` is in slots, and `longest` says how many tokens fit whatever a request hits; None: as many.
@@ -310,6 +320,7 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     limits: Limits
     step_time: StepTime | None = None
     graph_tokens: tuple[int, ...] = ()
+    num_missing_graphs: int = 0
     kv_dtype: str = "auto"
     skipped_layers: tuple[int, ...] = ()
     num_ranks: int = 1

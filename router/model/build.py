@@ -53,12 +53,12 @@ from lightkv.router.text.grammars import Grammars
 from lightkv.triton_kernels.compile_ahead import compile_ahead
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
-from .cuda_graph import CannotCapture, StepGraphs, graphs_bytes
 from .loader import load_model
 from .model_config import load_supported_config, position_limit
 from .parts import RunnerParts
 from .runner import ModelRunner
 from .sampler import Sampler
+from .step_graphs import CannotCapture, StepGraphs, graphs_bytes
 from .step_timing import StepTimer
 from .text_half import left_out_of
 from .token_buckets import token_buckets
@@ -374,7 +374,7 @@ def assemble(
         _warm_up(memory, limits)
     if graphs is not None:
         try:
-            graphs.capture([SamplerKind.GREEDY, SamplerKind.RANDOM], report)
+            graphs.capture_first(report)
         except CannotCapture as error:
             report(f"no CUDA graphs, so that the host launches each kernel of a step: {error}")
             graphs = None
@@ -403,8 +403,8 @@ def assemble(
     )
     if config.itl_target or (config.itl_target is None and device.type == "cuda"):
         clock = time.perf_counter if ranks is None else ranks.clock_of_first
-        info = replace(info, step_time=StepTimer(runner, info, clock).measure(report))
-    return runner, info
+        info = replace(info, step_time=StepTimer(runner, info, runner.capture_for, clock).measure(report))
+    return runner, replace(info, num_missing_graphs=runner.num_missing_graphs)
 
 
 def _scales_of_rank(

@@ -12,8 +12,9 @@ sampling of a step with such rows waits, while its forward pass runs, until the 
     GPU         forward N ──────────────────── sample N   forward N+1 ─────────────────────── sample N+1
 """
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -25,6 +26,7 @@ from lightkv.errors import CheckFailed
 from lightkv.holdings import Holdings
 from lightkv.memory_map import MemoryMap, slot_labels
 from lightkv.router.engine.step import (
+    Captured,
     ExpectedMemory,
     Limits,
     PoolMap,
@@ -35,10 +37,8 @@ from lightkv.router.engine.step import (
 )
 from lightkv.router.text.grammars import Grammars, InvalidGrammar, RowGrammar
 
-from .cuda_graph import StepGraphs
 from .parts import MaskedSampling, RunnerParts, StepInputs, StepLogits, StepOutput
-
-Report = Callable[[str], None]
+from .step_graphs import StepGraphs
 
 MAX_CELLS = 65_536  # of a map; in larger pools a cell stands for several slots
 
@@ -96,11 +96,6 @@ class ModelRunner:
     def newest_error(self) -> Exception | None:
         """Why `collect` will fail for the step that was launched last, as far as that is known."""
         return self._in_flight[-1].error if self._in_flight else None
-
-    def announce(self, report: Report) -> None:
-        """Calls `report` with a line before a step captures a graph, from now on."""
-        if self._graphs is not None:
-            self._graphs.announce = report
 
     @torch.inference_mode()
     def warm_up(self, plans: Iterable[StepPlan]) -> None:
@@ -162,6 +157,28 @@ class ModelRunner:
         except Exception as error:
             self.fatal = self.fatal or self._loses_device(error)
             raise
+
+    @property
+    def num_missing_graphs(self) -> int:
+        """How many CUDA graphs are still to be captured."""
+        return 0 if self._graphs is None else self._graphs.num_missing
+
+    @torch.inference_mode()
+    def capture(self) -> Captured:
+        """Captures the CUDA graph that most steps have lacked. See `fatal` for what an error means."""
+        begun = time.perf_counter()
+        self._sample_waiting()  # it reads its inputs when it samples, and the capture may overwrite them
+        self.fatal = True
+        if self._graphs is not None:
+            self._graphs.capture_next()
+        self.fatal = False
+        return Captured(time.perf_counter() - begun, self.num_missing_graphs)
+
+    @torch.inference_mode()
+    def capture_for(self, plan: StepPlan) -> None:
+        """Captures the CUDA graph of a plan without grammars, if it is missing."""
+        if self._graphs is not None:
+            self._graphs.capture_for(plan)
 
     @torch.inference_mode()
     def skip(self, plan: StepPlan) -> None:
@@ -303,4 +320,12 @@ class ModelRunner:
                 logprob, ids, values = likeliest[i]
                 logprobs[i] = TokenLogprobs(logprob, ids[:count], values[:count])
         scored = [PromptLogprobs(*(part.numpy().tobytes() for part in one)) for one in output.scores]
-        return StepResult(plan.step, tokens[: len(plan.sample)], num_free, flags, logprobs, scored)
+        return StepResult(
+            step=plan.step,
+            tokens=tokens[: len(plan.sample)],
+            num_free=num_free,
+            flags=flags,
+            logprobs=logprobs,
+            scored=scored,
+            num_missing_graphs=self.num_missing_graphs,
+        )

@@ -17,8 +17,14 @@ from lightkv.memory.staging import upload
 from lightkv.router.engine.step import NewRow
 from lightkv.router.sampling_params import MAX_LOGPROBS, SamplerKind, SamplingParams
 from lightkv.triton_kernels.layers.ban_tokens import ban_tokens, ban_tokens_reference
+from lightkv.triton_kernels.layers.draw import (
+    MAX_VOCAB_SIZE,
+    pick,
+    token_weights_,
+    truncate_,
+    uniforms,
+)
 
-from .draw import MAX_VOCAB_SIZE, pick, token_weights_, truncate_, uniforms
 from .logit_edits import LogitEdits, Penalties, RowEdits
 
 # One line of the parameter table, uploaded whole: 48 bytes, which the device sees as six int64.

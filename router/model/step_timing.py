@@ -77,17 +77,23 @@ def _is_enough(times: list[float]) -> bool:
 
 
 class StepTimer:
-    """Measures an executor whose memory is empty, and leaves it empty. `clock` returns seconds.
+    """Measures an executor whose memory is empty, and leaves it empty. `prepare` is called with a step of each
+    kind before it is timed; `clock` returns seconds.
 
     Where layers have groups, slots are allocated for those layers alone that see everything; the others read
     the padding's.
     """
 
     def __init__(
-        self, executor: Executor, info: RunnerInfo, clock: Callable[[], float] = time.perf_counter
+        self,
+        executor: Executor,
+        info: RunnerInfo,
+        prepare: Callable[[StepPlan], None],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._executor = executor
         self._info = info
+        self._prepare = prepare
         self._clock = clock
         self._steps = count(FIRST_STEP)
         self._rng = np.random.default_rng(0)
@@ -135,6 +141,8 @@ class StepTimer:
 
         def launch() -> None:
             launched.append(next(plans))
+            if len(launched) == 1:
+                self._prepare(launched[0])
             executor.launch(launched[-1])
 
         for _ in range(IN_FLIGHT):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 TICK_SECONDS = 0.25  # between two calls of `look`
 STOPPED_SECONDS = 2.0  # if `look` comes later than this, beyond a tick, this process itself was stopped
-COMPILE_SECONDS = 600.0  # for a worker that reports that it is compiling or capturing
+COMPILE_SECONDS = 600.0  # for a worker that reports that it is compiling
 GPU_STEP_SECONDS, CPU_STEP_SECONDS = 60.0, 600.0
 
 

@@ -186,6 +186,11 @@ class Router:
         while True:
             if self._map_askers:
                 await self._map(worker, engine)
+            if engine.is_capture_due and self._state == "ready":
+                engine.captures.note(await worker.capture())
+                if not engine.captures.num_missing:
+                    self._change_state("ready", "all CUDA graphs are captured")
+                continue
             if (spare := self._worked + engine.spare_seconds - time.monotonic()) > 0:
                 await asyncio.sleep(spare)  # what comes meanwhile need not wait for the step after the next
             begun = time.perf_counter()
@@ -456,7 +461,8 @@ class Router:
             self._change_state("starting", line)
 
     def _start_engine(self, info: RunnerInfo) -> Engine:
-        self._engine = Engine(make_scheduler(info, self._admission, self._max_in_flight))
+        scheduler = make_scheduler(info, self._admission, self._max_in_flight)
+        self._engine = Engine(scheduler, info.num_missing_graphs)
         self._is_checked = True
         if self._kv_events is not None:
             self._kv_events.follow(_ledger_of(self._engine))

@@ -1,7 +1,7 @@
 """The worker process, which owns the device and runs the steps that the router plans.
 
 `worker_client.py` starts it with one end of a socket pair, so there is no file and no port to connect to, and
-each process sees the end of the other as the end of the stream. rpyc serves calls of five methods there,
+each process sees the end of the other as the end of the stream. rpyc serves calls of six methods there,
 which take bytes and return bytes, encoded by msgspec; nothing is pickled. Steps overlap by one: a plan is
 launched before the worker waits for the result of the plan before it, so a GPU always has its next step
 queued.
@@ -165,8 +165,8 @@ class Worker(rpyc.Service):
     """The methods that the router can call. They return the bytes of a `Done` or a `WorkerError`, and never
     raise.
 
-    `progress` gets lines of text while the model loads, and whenever a step has to compile or capture
-    something; an empty line ends them. `grammars`: the router's orders to compile grammars come over it; None
+    `progress` gets lines of text while the model loads, and whenever a step has to compile something; an empty
+    line ends them. `grammars`: the router's orders to compile grammars come over it; None
     is a worker that compiles none.
     """
 
@@ -189,6 +189,10 @@ class Worker(rpyc.Service):
     def exposed_flush(self) -> bytes:
         """→ the `StepResult` of the last plan; None if it was returned already."""
         return self._answer(_NOTHING, b"\xc0", lambda _: self._started()[1].flush())
+
+    def exposed_capture(self) -> bytes:
+        """→ `Captured`: captures a CUDA graph that is missing, while the last step runs. A failure is fatal."""
+        return self._answer(_NOTHING, b"\xc0", lambda _: Done(self._started()[0].capture()))
 
     def exposed_check(self, request: bytes) -> bytes:
         """(edits, `ExpectedMemory`) → a digest of a rank's tables, empty without ranks: applies the edits and
@@ -213,7 +217,6 @@ class Worker(rpyc.Service):
         if device.type == "cuda":
             torch.cuda.set_device(device)  # kernels are launched on the current device, not on their tensors'
         runner, info = build_runner(config, self._slow_work.announce, ranks=ranks)
-        runner.announce(self._slow_work.announce)
         runner.grammars.prepare()
         if self._grammars is not None:
             GrammarServer(self._grammars, runner.grammars).start()

@@ -24,7 +24,7 @@ from lightkv.errors import LightKVError
 from lightkv.holdings import Holdings
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.grammar_desk import Compile, Compiled, Forget
-from lightkv.router.engine.step import ExpectedMemory, PoolMap, RunnerInfo, StepPlan, StepResult
+from lightkv.router.engine.step import Captured, ExpectedMemory, PoolMap, RunnerInfo, StepPlan, StepResult
 from lightkv.router.service.wire.plan_message import PlanMessage
 
 from .call_watch import COMPILE_SECONDS, CPU_STEP_SECONDS, GPU_STEP_SECONDS, CallWatch
@@ -101,6 +101,9 @@ class Worker(Protocol):
     async def flush(self) -> StepResult | None:
         """Returns the result of the oldest step in flight, or raises its error."""
 
+    async def capture(self) -> Captured:
+        """Captures a CUDA graph that is missing, between steps."""
+
     async def check(self, edits: bytes, expected: ExpectedMemory) -> bytes:
         """Applies the edits and recounts the memory, between steps. Returns a digest of a rank's tables, which
         is empty for a worker that is no rank."""
@@ -128,7 +131,7 @@ class WorkerClient:
     call kills the worker, because it would be unknown which plans it has run.
 
     `step_timeout`: seconds that a call may take once the model is loaded, before the worker is killed; None
-    means 60 on a GPU and 600 on a CPU. While the worker reports that it compiles or captures something, a
+    means 60 on a GPU and 600 on a CPU. While the worker reports that it compiles something, a
     call may take 600 seconds. `program`: the command that runs the worker, without the descriptors that it
     inherits; None is the worker of this package.
     """
@@ -223,6 +226,10 @@ class WorkerClient:
     async def flush(self) -> StepResult | None:
         """Returns the result of the last plan, or None if that was returned already."""
         return await self._call("flush", _STEP)
+
+    async def capture(self) -> Captured:
+        """Captures a CUDA graph that is missing, while the last plan runs. A WorkerFailed is fatal."""
+        return await self._call("capture", _CAPTURED)
 
     async def check(self, edits: bytes, expected: ExpectedMemory) -> bytes:
         """Applies edits that no plan has carried yet, and recounts the memory. Returns a digest of a rank's
@@ -332,7 +339,7 @@ class WorkerClient:
         self.kill(f"a call took more than {watch.allowed:g} s (--step-timeout is {watch.limit:g})")
 
     async def _postpone_while_busy(self, watch: CallWatch) -> None:
-        """Allows calls more time while the worker reports that it compiles or captures something."""
+        """Allows calls more time while the worker reports that it compiles something."""
         async for line in self._lines:
             watch.postpone(COMPILE_SECONDS if line.strip() else None)
 
@@ -406,8 +413,9 @@ def _resolve(answer: "asyncio.Future[Any]", result: rpyc.AsyncResult) -> None:
     answer.set_result(None if result.error else result.value)
 
 
-_VERBS = ("start", "step", "flush", "check", "map")
+_VERBS = ("start", "step", "flush", "capture", "check", "map")
 _INFO = msgspec.msgpack.Decoder(Done[RunnerInfo] | WorkerError)
 _STEP = msgspec.msgpack.Decoder(Done[StepResult | None] | WorkerError)
+_CAPTURED = msgspec.msgpack.Decoder(Done[Captured] | WorkerError)
 _CHECKED = msgspec.msgpack.Decoder(Done[bytes] | WorkerError)
 _MAPPED = msgspec.msgpack.Decoder(Done[PoolMap] | WorkerError)

@@ -21,7 +21,7 @@ from lightkv.router.engine.prefill_budget import PrefillBudget
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.slots.lives import longest_held
-from lightkv.router.engine.step import ExpectedMemory, Limits, StepPlan, StepResult, TokenEvent
+from lightkv.router.engine.step import Captured, ExpectedMemory, Limits, StepPlan, StepResult, TokenEvent
 from lightkv.router.engine.step_time import StepTime
 from lightkv.router.sampling_params import SamplingParams
 
@@ -95,6 +95,10 @@ class _Device:
     def collect(self) -> StepResult:
         """Returns the result of the step that was launched last."""
         return self._result
+
+    def capture(self) -> Captured:
+        """Does nothing: there are no graphs."""
+        return Captured(0.0, 0)
 
     def check(self, edits: bytes, expected: ExpectedMemory) -> None:
         """Does nothing: there is no memory."""

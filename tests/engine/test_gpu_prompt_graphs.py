@@ -18,8 +18,10 @@ from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import StepPlan
 from lightkv.router.model.build import assemble
-from lightkv.router.model.cuda_graph import PromptGraph, StepGraphs
+from lightkv.router.model.cuda_graph import PromptGraph
 from lightkv.router.model.runner import ModelRunner
+from lightkv.router.model.step_graphs import StepGraphs
+from tests.support.capturing import capture_all
 from tests.support.model_worker import assert_idle
 from tests.support.run_step import run_step
 from tests.support.tiny_models import VOCABULARY, tiny_llama
@@ -49,7 +51,7 @@ def make(depth: int = 1, **settings: object) -> tuple[LocalEngine, ModelRunner]:
     sharing = info.limits.prefix_sharing._replace(min_tokens=8, min_saved=1, min_mean=0)
     limits = replace(info.limits, prefix_sharing=sharing)
     ledger = TokenLedger(info.capacity, limits.max_num_seqs, limits.max_model_len)
-    return LocalEngine(Scheduler(ledger, limits, depth), runner), runner
+    return LocalEngine(Scheduler(ledger, limits, depth), capture_all(runner)), runner
 
 
 class Traffic:
@@ -170,7 +172,7 @@ def test_steps_with_prompts_wait_for_nothing() -> None:
             traffic.add()
             continue
         num_mixed += 0 < plan.num_prefills < len(plan.rows)
-        # A graph of another kind of sampling is captured when it is first needed, which waits.
+        # The first rows with penalties make buffers for them, which waits.
         if step < 100 or graph_of(runner, plan) is None:
             runner.launch(plan)
         else:

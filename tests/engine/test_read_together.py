@@ -21,6 +21,7 @@ from lightkv.router.model.build import assemble
 from lightkv.router.model.cuda_graph import DecodeGraph, GraphKey, SharedLogits
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import SamplerKind
+from tests.support.capturing import capture_all
 from tests.support.gpu_engine import no_waits, share_alike, take
 from tests.support.model_worker import assert_idle
 from tests.support.tiny_models import VOCABULARY, tiny_llama
@@ -40,7 +41,7 @@ def make(device: torch.device, **settings: object) -> tuple[LocalEngine, ModelRu
     plans: list[StepPlan] = []
     launch = runner.launch
     runner.launch = lambda plan: plans.append(plan) or launch(plan)  # type: ignore[method-assign, func-returns-value]
-    return LocalEngine(Scheduler(ledger, limits), runner), runner, plans
+    return LocalEngine(Scheduler(ledger, limits), capture_all(runner)), runner, plans
 
 
 def add_requests(engine: LocalEngine, count: int, max_tokens: int) -> None:

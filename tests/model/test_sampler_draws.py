@@ -17,9 +17,9 @@ from transformers.generation.logits_process import (
 )
 
 from lightkv.router.engine.step import NewRow
-from lightkv.router.model.draw import pick, token_weights_, truncate_, uniforms
 from lightkv.router.model.sampler import Sampler
 from lightkv.router.sampling_params import SamplerKind, SamplingParams
+from lightkv.triton_kernels.layers.draw import pick, token_weights_, truncate_, uniforms
 from tests.support.sampler_rows import FULL, VOCAB_SIZE, draw, int32_bytes, make_logits, make_sampler
 
 # ---- Random numbers

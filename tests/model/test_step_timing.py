@@ -36,10 +36,15 @@ class TimedRows:
     def __init__(self, model: StepTime, info: RunnerInfo) -> None:
         self.now = 0.0
         self.steps: list[int] = []
+        self.prepared: list[int] = []
         self._lengths = dict.fromkeys(range(1, info.limits.max_num_seqs + 1), 0)  # row → its tokens
         self._capacity = info.capacity
         self._model = model
         self._in_flight: deque[StepPlan] = deque()
+
+    def prepare(self, plan: StepPlan) -> None:
+        assert not self._in_flight
+        self.prepared.append(plan.step)
 
     def launch(self, plan: StepPlan) -> None:
         assert len(self._in_flight) < 2
@@ -77,7 +82,7 @@ class TimedRows:
 def test_the_fit_is_the_model_of_the_device() -> None:
     lines: list[str] = []
     device = TimedRows(MODEL, info_of())
-    found = StepTimer(device, info_of(), lambda: device.now).measure(lines.append)
+    found = StepTimer(device, info_of(), device.prepare, lambda: device.now).measure(lines.append)
     assert found is not None
     for name in PARAMETERS:
         assert getattr(found, name) == pytest.approx(getattr(MODEL, name), rel=0.01)
@@ -90,9 +95,10 @@ def test_the_fit_is_the_model_of_the_device() -> None:
 def test_no_step_of_one_shape_follows_a_step_of_another() -> None:
     """A graph that finds its rows loaded by the step before would take their lengths for the same, too."""
     device = TimedRows(MODEL, info_of())
-    StepTimer(device, info_of(), lambda: device.now).measure(lambda line: None)
+    StepTimer(device, info_of(), device.prepare, lambda: device.now).measure(lambda line: None)
     num_gaps = sum(after != before + 1 for before, after in zip(device.steps, device.steps[1:], strict=False))
-    assert num_gaps == len(shapes(info_of()))
+    assert num_gaps == len(shapes(info_of())) == len(device.prepared)
+    assert set(device.prepared) <= set(device.steps)
     assert max(device.steps) < -1  # an engine's first step is 0
 
 
@@ -121,7 +127,7 @@ def test_one_kind_of_step_fewer_than_a_fit_needs_is_not_measured() -> None:
     assert len(shapes(info)) == LEAST_STEPS - 1
     lines: list[str] = []
     device = TimedRows(MODEL, info)
-    assert StepTimer(device, info, lambda: device.now).measure(lines.append) is None
+    assert StepTimer(device, info, device.prepare, lambda: device.now).measure(lines.append) is None
     assert "not measured" in lines[0]
 
 
@@ -130,7 +136,7 @@ def test_a_small_pool_is_measured_with_smaller_steps_or_not_at_all(capacity: int
     lines: list[str] = []
     info = info_of(capacity=capacity)
     device = TimedRows(MODEL, info)
-    found = StepTimer(device, info, lambda: device.now).measure(lines.append)
+    found = StepTimer(device, info, device.prepare, lambda: device.now).measure(lines.append)
     assert (found is None) == (len(shapes(info)) < LEAST_STEPS) == (capacity <= 200)
     assert "not measured" in lines[0] if found is None else "measured in" in lines[0]
 

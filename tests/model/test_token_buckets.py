@@ -16,7 +16,7 @@ from lightkv.integrations.model.linears import Linears
 from lightkv.router import EngineConfig
 from lightkv.router.model import token_buckets as module
 from lightkv.router.model.build import assemble
-from lightkv.router.model.cuda_graph import StepGraphs, batch_sizes, graphs_bytes
+from lightkv.router.model.step_graphs import StepGraphs, batch_sizes, graphs_bytes
 from lightkv.router.model.token_buckets import (
     FEW_PREFILLS,
     MOST_TOKENS,

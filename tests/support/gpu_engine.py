@@ -16,6 +16,7 @@ from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import TokenEvent
 from lightkv.router.model.build import assemble
 from lightkv.router.model.runner import ModelRunner
+from tests.support.capturing import capture_all
 
 CONFIG = LlamaConfig(
     vocab_size=1000,
@@ -35,7 +36,7 @@ def make(model: PreTrainedModel, **settings: object) -> tuple[LocalEngine, Model
     config = EngineConfig(**(defaults | settings))  # type: ignore[arg-type]
     runner, info = assemble(model, config, lambda line: None)
     ledger = TokenLedger(info.capacity, info.limits.max_num_seqs, info.limits.max_model_len)
-    return LocalEngine(Scheduler(ledger, info.limits), runner), runner
+    return LocalEngine(Scheduler(ledger, info.limits), capture_all(runner)), runner
 
 
 def add_requests(engine: LocalEngine, count: int, params: list[SamplingParams]) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 
 from lightkv.edits import Alloc, decode
 from lightkv.router.engine.loop import LocalEngine
-from lightkv.router.engine.step import ExpectedMemory, StepPlan, StepResult, TokenEvent
+from lightkv.router.engine.step import Captured, ExpectedMemory, StepPlan, StepResult, TokenEvent
 from tests.support.memory_model import MemoryModel
 
 STOP = 7  # the token that it samples with `stop_chance`; the others are 10 to 12
@@ -29,6 +29,7 @@ class ModelWorker:
         self.error: BaseException | None = None
         self.count_error = 0
         self.flags = 0
+        self.num_missing = self.num_captured = 0  # CUDA graphs
         self.results: deque[StepResult | Exception] = deque()  # of the steps sent
         self._launched: deque[StepResult] = deque()
 
@@ -37,6 +38,11 @@ class ModelWorker:
 
     def collect(self) -> StepResult:
         return self._launched.popleft()
+
+    def capture(self) -> Captured:
+        self.num_captured += 1
+        self.num_missing -= 1
+        return Captured(0.0, self.num_missing)
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
@@ -67,7 +73,8 @@ class ModelWorker:
             token = STOP if self.rng.random() < self.stop_chance else self.rng.randrange(10, 13)
             self.tokens[plan.rows[index]].append(token)
             sampled.append(token)
-        return StepResult(plan.step, sampled, len(self.memory.free) + self.count_error, self.flags)
+        num_free, missing = len(self.memory.free) + self.count_error, self.num_missing
+        return StepResult(plan.step, sampled, num_free, self.flags, num_missing_graphs=missing)
 
     def _check_prefixes(self, plan: StepPlan) -> None:
         """Checks that rows that are read together share these slots, without any row's newest token."""

@@ -10,7 +10,15 @@ from pathlib import Path
 
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.grammar_desk import Compile, Compiled, Forget
-from lightkv.router.engine.step import ExpectedMemory, Limits, RunnerInfo, StepPlan, StepResult, TokenEvent
+from lightkv.router.engine.step import (
+    Captured,
+    ExpectedMemory,
+    Limits,
+    RunnerInfo,
+    StepPlan,
+    StepResult,
+    TokenEvent,
+)
 from lightkv.router.sampling_params import Grammar, SamplingParams
 from lightkv.router.service.frames import FrameStream
 from lightkv.router.service.messages import (
@@ -87,6 +95,10 @@ class FakeWorker:
         if isinstance(result, Exception):
             raise WorkerFailed(WorkerError("RuntimeError", str(result), False))
         return result
+
+    async def capture(self) -> Captured:
+        self._require_alive()
+        return self.model.capture()
 
     async def check(self, edits: bytes, expected: ExpectedMemory) -> None:
         self.model.check(edits, expected)

@@ -34,6 +34,9 @@ class Engine(Protocol):
 
     version: str
 
+    def settle(self) -> None:
+        """Does what the start has put off, so that all later steps are alike."""
+
     def generate(self, prompts: Prompts, num_output: int) -> tuple[float, list[list[int]]]:
         """Decodes `num_output` tokens after each prompt. Returns the seconds and the new token ids."""
 
@@ -47,6 +50,9 @@ class Vllm:
         self.version = vllm.__version__
         self._sampling_params = vllm.SamplingParams
         self._llm = vllm.LLM(model=model, skip_tokenizer_init=True, gpu_memory_utilization=0.9, **settings)
+
+    def settle(self) -> None:
+        pass  # vLLM's start puts nothing off
 
     def generate(self, prompts: Prompts, num_output: int) -> tuple[float, list[list[int]]]:
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
@@ -70,6 +76,9 @@ class Lightkv:
         self._sampling_params = SamplingParams
         config = EngineConfig(model=model, **settings)
         self._llm = LLM(config, report=lambda line: print("   ", line, flush=True))
+
+    def settle(self) -> None:
+        self._llm.engine.capture_all()
 
     def generate(self, prompts: Prompts, num_output: int) -> tuple[float, list[list[int]]]:
         params = self._sampling_params(temperature=0, max_tokens=num_output, ignore_eos=True)
@@ -163,6 +172,7 @@ def main() -> None:
         f"== {options.engine} {engine.version} {settings}: started in {results['start_seconds']:.1f} s",
         flush=True,
     )
+    engine.settle()
     load = Load(options.vocab_size)
 
     def save() -> None:

@@ -41,7 +41,10 @@ class RingGraph:
         self._input_ids = torch.zeros(size, dtype=torch.int64, device=memory.device)
         self._next: tuple[list[int], list[int]] | None = None  # rows and positions that the tensors hold
         self.load([], [])  # padding alone
-        self._graph, self._logits = Capture.new().graph(self.compute)
+        capture = Capture.new()
+        with capture.rehearsal():
+            self.compute()
+        self._graph, self._logits = capture.graph(self.compute)
 
     def replay(self, sequences: Seq[Sequence], starts: list[int], token_ids: np.ndarray) -> torch.Tensor:
         """Computes a token of each sequence at positions `starts`. Returns the logits, `[size, vocabulary]`,

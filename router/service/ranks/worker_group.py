@@ -14,7 +14,7 @@ from lightkv.errors import CheckFailed
 from lightkv.holdings import Holdings
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.grammar_desk import Compile, Compiled, Forget
-from lightkv.router.engine.step import ExpectedMemory, PoolMap, RunnerInfo, StepPlan, StepResult
+from lightkv.router.engine.step import Captured, ExpectedMemory, PoolMap, RunnerInfo, StepPlan, StepResult
 from lightkv.router.service.messages import Rank
 from lightkv.router.service.worker_client import WorkerClient, WorkerDied, WorkerFailed
 
@@ -72,6 +72,11 @@ class WorkerGroup:
     async def flush(self) -> StepResult | None:
         """Returns the result of the last plan, or None if that was returned already."""
         return _same(await self._all(lambda worker, _: worker.flush()))
+
+    async def capture(self) -> Captured:
+        """Captures the same CUDA graph on all ranks. Returns the longest time, and what rank 0 still lacks."""
+        captured = await self._all(lambda worker, _: worker.capture())
+        return Captured(max(one.seconds for one in captured), captured[0].num_missing)
 
     async def check(self, edits: bytes, expected: ExpectedMemory) -> bytes:
         """Applies the edits and recounts the memory of all ranks, whose tables have to be the same bytes."""
