@@ -111,8 +111,6 @@ class Router:
         self._held = HeldRequests(self._wake.set, self._refuse_grammar)
         self._kv_events: KVEventPublisher | None = None  # while it serves, with --kv-events
 
-    # ------------------------------------------------------------------ what the process does
-
     async def serve(self, path: Path) -> int:
         """Listens at `path` and works until it is drained or dead. Returns the exit code."""
         server = await asyncio.start_unix_server(self._serve_client, path)
@@ -276,8 +274,6 @@ class Router:
         except WorkerFailed as error:  # the counts are wrong, which is worse than a crash
             raise LightKVError(f"a recount of the memory failed: {error}") from error
 
-    # ------------------------------------------------------------------ clients
-
     async def _serve_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one API process until it disconnects; its requests are aborted then."""
         client: FrameStream[ToRouter] = FrameStream(reader, writer, ToRouter)
@@ -411,8 +407,6 @@ class Router:
     def _end_all(self, reason: str, error: str) -> None:
         """Tells the clients that every request ends, whatever the engine holds of it."""
         self._send([TokenEvent(name, None, reason, error=error) for name in self._submitted.ids()])
-
-    # ------------------------------------------------------------------ states and counts
 
     def status(self) -> Status:
         """Returns the state and the counts as they stand."""
