@@ -5,8 +5,8 @@
 
 Without --url it starts `lightkv serve` on the model and reports how long that took; options after `--` go to
 that command. Clients of a closed loop begin as soon as the service is ready, for --seconds. Once no graph is
-missing (with another server: after a pause), they begin again, for --steady. The floor is the later rate. A piece
-of an answer counts as a token. Prompts are random ids, and answers are greedy.
+missing (with another server: after a pause), they begin again, for --steady. The floor is the later rate. Each
+piece of an answer counts as a token. Prompts are random ids, and answers are greedy.
 """
 
 import argparse
