@@ -29,7 +29,7 @@ DECIMAL = re.compile(r"\d[\d,]*\.\d+")
 NAMES = re.compile(
     r"\b(?:Python|vLLM|FlashInfer|FlashAttention|transformers|torch|Triton|CUDA|Llama|SmolLM|Apache|lightkv"
     r"|page|batch)(?: is)?[ -]?\d[\d.]*\b|\bpages of \d+|\d[\d.]*(?: and \d[\d.]*)? of saturation"
-    r"|\d+ clients|\b[HAB]\d{2,3}\b"
+    r"|\d+ clients|\b[HAB]\d{2,3}\b|\b(?=\d*[a-f])[\da-f]{7}\b"  # the last: a commit
 )
 
 
