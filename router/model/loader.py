@@ -4,10 +4,13 @@ Weights are read from safetensors files only. Pickle is never loaded, and code t
 run.
 """
 
+import json
 import os
+import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +23,14 @@ from lightkv.integrations.model.kv_scales import without_kv_scheme
 from lightkv.integrations.ranks.group import RankGroup
 from lightkv.integrations.ranks.sharded import load_rank_part
 from lightkv.memory.kv_pool import _free_bytes
-from lightkv.router.model_files import UnreadableWeights, one_line, stored_tensors, weight_files
+from lightkv.router.model_files import (
+    INDEX,
+    UnreadableWeights,
+    one_line,
+    read_json,
+    stored_tensors,
+    weight_files,
+)
 
 from .model_config import load_checked_config, quiet_transformers
 from .text_half import TextHalf, is_wrapper, note_left_out, text_half
@@ -81,7 +91,7 @@ def load_model(
         report(f"of {half.model_class.__name__}, only texts run here; left out: {parts or 'nothing'}")
     started = time.perf_counter()
     try:
-        with quiet_transformers():
+        with quiet_transformers(), _with_index_metadata(directory) as readable:
             settings: dict[str, Any] = {
                 "dtype": dtype,
                 "use_safetensors": True,
@@ -93,9 +103,9 @@ def load_model(
             model_class: Any = AutoModelForCausalLM if half is None else half.model_class
             if ranks is None:
                 load = model_class.from_pretrained
-                model, info = load(directory, config=config, device_map={"": device}, **settings)
+                model, info = load(readable, config=config, device_map={"": device}, **settings)
             else:
-                model, info = load_rank_part(directory, ranks, config, model_class, **settings)
+                model, info = load_rank_part(readable, ranks, config, model_class, **settings)
     except torch.OutOfMemoryError as error:
         raise ModelTooLarge(directory, num_bytes, free, total) from error
     except UnsupportedModel:
@@ -125,6 +135,23 @@ def load_model(
     note_left_out(model, left_out)
     report(f"loaded {type(model).__name__} in {time.perf_counter() - started:.1f} s")
     return model.requires_grad_(False).eval()
+
+
+@contextmanager
+def _with_index_metadata(directory: Path) -> Iterator[Path]:
+    """Yields `directory`, or where its index of shards has no object `metadata`, a temporary directory of links
+    whose index has one. transformers does not load shards without it, and needs nothing that it says."""
+    shards = weight_files(directory)
+    index = {} if shards == ["model.safetensors"] else read_json(directory / INDEX)
+    if not index or isinstance(index.get("metadata"), dict):
+        yield directory
+        return
+    with tempfile.TemporaryDirectory() as links:
+        for path in directory.iterdir():
+            if path.name != INDEX:
+                (Path(links) / path.name).symlink_to(path.absolute())
+        (Path(links) / INDEX).write_text(json.dumps(index | {"metadata": {}}), encoding="utf-8")
+        yield Path(links)
 
 
 def _text_half(directory: Path, config: PreTrainedConfig) -> TextHalf | None:

@@ -6,6 +6,7 @@ A model's directory has the Hugging Face layout: config.json, tokenizer.json, mo
 
 from .files import (
     DEFAULT_MODEL,
+    INDEX,
     ModelNotFound,
     UnreadableWeights,
     in_line,
@@ -21,6 +22,7 @@ from .search import resolve
 
 __all__ = [
     "DEFAULT_MODEL",
+    "INDEX",
     "ModelNotFound",
     "UnreadableWeights",
     "in_line",

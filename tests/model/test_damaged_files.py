@@ -62,7 +62,10 @@ ACCEPTED: dict[str, dict[str, list[str]]] = {
     },
     "generation_config.json": {"eos_token_id": ["null", "[]", "5"], "top_k": ["null", "-1", "5"]},
     "special_tokens_map.json": {"eos_token": [wrong for wrong in WRONG if wrong is not DEEP]},
-    "model.safetensors.index.json": {"metadata": ["{}"], "weight_map": []},
+    "model.safetensors.index.json": {  # nothing reads the metadata
+        "metadata": [wrong for wrong in WRONG if wrong is not DEEP],
+        "weight_map": [],
+    },
     "tokenizer.json": {"added_tokens": ["[]"], "padding": ["null"], "model": []},
 }
 GARBAGE = {

@@ -203,6 +203,47 @@ def test_loads_shards(tiny_dir: Path, lines: list[str]) -> None:
         assert torch.equal(loaded.get_parameter(name), parameter)
 
 
+INDEXES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "weight_map-alone": lambda index: {"weight_map": index["weight_map"]},
+    "null": lambda index: index | {"metadata": None},
+    "list": lambda index: index | {"metadata": [1]},
+    "text": lambda index: index | {"metadata": "bf16"},
+    "number": lambda index: index | {"metadata": 12},
+    "empty": lambda index: index | {"metadata": {}},
+    "odd-size": lambda index: index | {"metadata": {"total_size": "large"}},
+    "other-fields": lambda index: {"format": "pt", "version": 2, "weight_map": index["weight_map"]},
+    "unknown-tensor": lambda index: {
+        "weight_map": index["weight_map"] | {"x": "model-00001-of-00003.safetensors"}
+    },
+    "a-tensor-for-each-shard": lambda index: {
+        "weight_map": {shard: shard for shard in index["weight_map"].values()}
+    },
+    "names-the-wrong-shards": lambda index: {
+        "weight_map": dict(zip(index["weight_map"], reversed(index["weight_map"].values()), strict=True))
+    },
+}
+
+
+@pytest.mark.parametrize("changed", INDEXES.values(), ids=INDEXES.keys())
+def test_an_index_of_shards_needs_their_names_alone(
+    tiny_dir: Path, lines: list[str], changed: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    """Converters and merging tools write indexes without `metadata`, or with one of their own."""
+    weights = load_file(tiny_dir / "model.safetensors")
+    (tiny_dir / "model.safetensors").unlink()
+    place = {name: f"model-{i % 3 + 1:05d}-of-00003.safetensors" for i, name in enumerate(weights)}
+    for shard in set(place.values()):
+        part = {name: weights[name] for name in weights if place[name] == shard}
+        save_file(part, tiny_dir / shard)
+    path = tiny_dir / "model.safetensors.index.json"
+    path.write_text(json.dumps(changed({"metadata": {"total_size": 1}, "weight_map": place})))
+    before = path.read_text()
+    loaded = load_model(resolve(str(tiny_dir), lines.append), CPU, "auto", lines.append)
+    for name, weight in weights.items():
+        assert torch.equal(loaded.get_parameter(name), weight)
+    assert path.read_text() == before
+
+
 def test_tied_weights_are_not_missing(tmp_path: Path, lines: list[str]) -> None:
     random_model(tiny_config(tie_word_embeddings=True), CPU, torch.float32).save_pretrained(tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
