@@ -73,14 +73,14 @@ def test_scores_are_those_of_transformers(llm: LLM, reference: PreTrainedModel) 
 def test_a_scored_prompt_takes_nothing_from_the_cache(llm: LLM, reference: PreTrainedModel) -> None:
     ids = prompt(120, 7)
     free = llm.generate([ids], PLAIN)[0]
-    cached = llm.stats().cached
     for _ in range(2):
+        cached = llm.stats().cached
         again = llm.generate([ids], SCORED)[0]
         assert again.num_cached_tokens == 0
         assert again.outputs[0].token_ids == free.outputs[0].token_ids
         check(reference, ids, again.prompt_logprobs)
         llm.check()
-        assert llm.stats().cached <= cached  # it leaves nothing
+        assert llm.stats().cached <= cached + len(ids)  # it leaves its prompt at most, until that is evicted
     assert llm.generate([ids], PLAIN)[0].num_cached_tokens == 119
 
 
