@@ -8,6 +8,7 @@ import torch
 from lightkv.attention import Batch, Step
 from lightkv.errors import OutOfRows
 from lightkv.kv_cache import KVCache
+from lightkv.layer_groups import LayerGroups
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import upload
@@ -36,7 +37,9 @@ class GatheredStep(NamedTuple):
 
     source: torch.Tensor  # int64 [n]: the computed tokens that are new, as places in [B * T], row by row
     slots: torch.Tensor  # int64 [G, n]: the slots that their K/V is written to
-    seen: torch.Tensor  # int64 [G, B, width]: the slots of each row, column by column; 0 in padding
+    seen: (
+        torch.Tensor
+    )  # int64 [G, B, width]: the slots of each row, column by column; 0 where it sees nothing
 
 
 def left_padding(mask: torch.Tensor | None, num_rows: int, num_columns: int) -> list[int]:
@@ -85,15 +88,16 @@ def require_own_columns(
 
 
 def gather_step(
-    table: TokenTable, rows: list[int], parts: list[Part], call: ModelCall, num_before: int
+    memory: KVMemory, rows: list[int], parts: list[Part], call: ModelCall, num_before: int
 ) -> tuple[GatheredStep, int, torch.Tensor]:
     """Prepares a call on the model's own attention, which computes all columns from the first that any row
     needs computed.
 
-    `rows` of the table belong to the rows of the batch, which has `num_before` columns before the call. Returns
-    the step, the first column, and the positions of the texts without their padding from there on, int64 `[B,
-    columns]`.
+    `rows` of the table belong to the rows of the batch, which has `num_before` columns before the call. Rows
+    that are computed once, since they have the same text, have the same one. Returns the step, the first
+    column, and the positions of the texts without their padding from there on, int64 `[B, columns]`.
     """
+    table = memory.table
     first = min(call.padding[part.row] + part.start for part in parts)
     width = num_before + call.input_ids.shape[1]
     seen = _seen_entries(table, rows, call.padding, width)
@@ -101,14 +105,30 @@ def gather_step(
     entries = table.entries([rows[part.row] for part in parts], starts, counts)
     source = _sources(parts, call.padding, first, width - first)
     positions = np.maximum(np.arange(first, width) - np.array(call.padding, dtype=np.int64)[:, None], 0)
-    source_there, entries_there, seen_there, positions_there = upload(
-        [source, entries, seen.reshape(-1), positions.reshape(-1)], call.input_ids.device
+    first_seen = _first_seen_columns(memory.pool.spec.groups, rows, parts, call.padding)
+    source_there, entries_there, seen_there, positions_there, first_there = upload(
+        [source, entries, seen.reshape(-1), positions.reshape(-1), first_seen.reshape(-1)],
+        call.input_ids.device,
     )
     slots, seen_slots = (
         table.read(there).long().view(len(table.groups), -1) for there in (entries_there, seen_there)
     )
-    step = GatheredStep(source_there, slots, seen_slots.unflatten(1, (len(rows), width)))
-    return step, first, positions_there.view(len(rows), -1)
+    seen_slots = seen_slots.unflatten(1, (len(rows), width))
+    columns = torch.arange(width, device=seen_slots.device)
+    # A slot that a row does not hold any more may have bytes of another layer's format. They may be NaN, which
+    # no mask hides.
+    seen_slots.masked_fill_(columns < first_there.view(*first_seen.shape, 1), 0)
+    return GatheredStep(source_there, slots, seen_slots), first, positions_there.view(len(rows), -1)
+
+
+def _first_seen_columns(
+    groups: LayerGroups, rows: list[int], parts: list[Part], padding: list[int]
+) -> np.ndarray:
+    """Returns the first column that any token sees that a step computes of a row, int64 `[groups, rows]`."""
+    start_of = {rows[part.row]: part.start for part in parts}
+    starts = [start_of[row] for row in rows]
+    seen = [[one.lifetime.first_seen(start) for start in starts] for one in groups.classes]
+    return (np.array(seen, dtype=np.int64) + np.array(padding)).repeat(groups.widths, axis=0)
 
 
 def seen_by_rows(table: TokenTable, rows: list[int], padding: list[int], width: int) -> torch.Tensor:

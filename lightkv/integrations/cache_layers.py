@@ -14,18 +14,21 @@ KV = tuple[torch.Tensor, torch.Tensor]
 class CacheLayer(CacheLayerMixin):
     """One layer of a decoder's own K/V. `owner` is its LightKVCache, or a weak reference to it.
 
-    A sliding layer sees a window or a chunk. Its K/V and its mask begin at the owner's `first_seen`, as those
-    of transformers' own caches begin behind what their windows have passed.
+    `span` is the size of the window or chunk that a sliding layer sees, the largest of them in its model; it is
+    0 for a layer that sees everything. The K/V and the mask of a sliding layer begin `span - 1` columns before
+    those that the call computes, even where a chunk begins later, as in transformers' own caches. transformers
+    may leave the mask out where there are fewer columns than `span`: it takes them for one window or chunk.
     """
 
     is_croppable = True
     keys: Any = None
     values: Any = None
 
-    def __init__(self, owner: Any, layer_idx: int, is_sliding: bool = False) -> None:
+    def __init__(self, owner: Any, layer_idx: int, span: int = 0) -> None:
         # transformers' own constructor would set keys and values, which are properties of some layers.
         self.is_initialized = False
-        self.is_sliding = is_sliding
+        self.is_sliding = span > 0
+        self._span = span
         self._owner = owner
         self._layer_idx = layer_idx
 
@@ -45,7 +48,7 @@ class CacheLayer(CacheLayerMixin):
     @property
     def _first(self) -> int:
         """The first column of the K/V that `update` returns."""
-        return int(self._owner.first_seen) if self.is_sliding else 0
+        return max(int(self._owner.num_columns) - self._span + 1, 0) if self.is_sliding else 0
 
     def get_seq_length(self) -> int:
         return int(self._owner.num_columns)

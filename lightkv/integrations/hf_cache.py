@@ -37,7 +37,6 @@ halves share one pool. The K/V of an encoder's output is written once, and held 
 """
 
 import weakref
-from collections.abc import Set
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -55,7 +54,6 @@ from lightkv.integrations.model.hf_model import PackedStep
 from lightkv.integrations.model.probe import probe, require_plain_cache
 from lightkv.integrations.model.token_positions import require_generated_positions
 from lightkv.kv_cache import KVCache
-from lightkv.layer_groups import FULL, Lifetime
 from lightkv.memory.kv_gatherer import KVGatherer
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
@@ -82,7 +80,6 @@ class _Pending(NamedTuple):
     step: GatheredStep | PackedStep | None  # None while slots are allocated and the step is not made yet
     call: ModelCall
     first: int  # the first column that it computes
-    first_seen: int  # the first one that sliding layers see
 
 
 class LightKVCache(Cache):
@@ -136,21 +133,16 @@ class LightKVCache(Cache):
         kv, backends = assemble(
             model, shape, capacity, max_sequences, max_entries, backend, kv_format=kv_format
         )
-        owner, seen = weakref.proxy(self), shape.lifetimes
-        Cache.__init__(self, layers=[CacheLayer(owner, idx, one != FULL) for idx, one in enumerate(seen)])
-        self._start(model, kv, backends, set(seen) - {FULL})
+        owner, sizes = weakref.proxy(self), [one.size for one in shape.lifetimes]
+        span = max(sizes)  # of all sliding layers, since models make one mask for several layers
+        layers = [CacheLayer(owner, layer_idx, span if size else 0) for layer_idx, size in enumerate(sizes)]
+        Cache.__init__(self, layers=layers)
+        self._start(model, kv, backends)
 
-    def _start(
-        self,
-        module: nn.Module,
-        kv: KVCache,
-        backends: list[AttentionBackend],
-        sliding: Set[Lifetime] = frozenset(),
-    ) -> None:
+    def _start(self, module: nn.Module, kv: KVCache, backends: list[AttentionBackend]) -> None:
         """Sets the cache up without a batch, and puts its hooks on the forward pass of `module`. `backends`: of
-        the layers of a model that may be bound to lightkv's attention. `sliding`: what its sliding layers
-        see."""
-        self.kv, self._backends, self._sliding = kv, backends, sliding
+        the layers of a model that may be bound to lightkv's attention."""
+        self.kv, self._backends = kv, backends
         self._gatherer = KVGatherer(kv.memory.pool)
         self._batch = TextBatch(kv)
         self._pending: _Pending | None = None  # also after a call of the model that failed
@@ -167,20 +159,6 @@ class LightKVCache(Cache):
     def num_columns(self) -> int:
         """Columns of the batch so far, padding included; during a call of the model, those before the call."""
         return self._batch.ids.shape[1] if self._pending is None else self._pending.first
-
-    @property
-    def first_seen(self) -> int:
-        """The first column that sliding layers see in a call of the model that computes those from
-        `num_columns` on. It is the same for all of them, since models make one mask for several layers."""
-        if self._pending is not None:
-            return self._pending.first_seen
-        start = self.num_columns
-        seen = [
-            padding + one.first_seen(max(start - padding, 0))
-            for padding in self._batch.padding
-            for one in self._sliding
-        ]
-        return min(seen, default=0)
 
     @property
     def max_entries(self) -> int:
@@ -259,7 +237,7 @@ class LightKVCache(Cache):
         call = self._read_call(args, kwargs)
         is_new = not self._batch.sequences
         parts, same_as = self._begin_batch(call) if is_new else self._batch.extend(call.input_ids.shape[1])
-        self._pending = pending = _Pending(None, call, self.num_columns, self.first_seen)
+        self._pending = pending = _Pending(None, call, self.num_columns)
         rows = self._batch.rows
         if self._backends and model.config.get_text_config()._attn_implementation == ATTENTION:
             made, arguments = pack_step(self.kv.memory, rows, parts, same_as, call, self.num_columns)
@@ -268,8 +246,7 @@ class LightKVCache(Cache):
             kwargs.pop("attention_mask", None)
             self._pending = pending._replace(step=packed)
         else:
-            table = self.kv.memory.table
-            step, first, positions = gather_step(table, rows, parts, call, self.num_columns)
+            step, first, positions = gather_step(self.kv.memory, rows, parts, call, self.num_columns)
             kwargs = kwargs | {"input_ids": call.input_ids[:, first - self.num_columns :]}
             if self._takes_positions(kwargs):
                 kwargs["position_ids"] = positions
