@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_MMAP_THRESHOLD, _LARGE_BYTES = -3, 2**18  # the number of a setting of mallopt, and its value
+_MMAP_THRESHOLD, _LARGE_BYTES = -3, 2**17  # the number of a setting of mallopt, and its value
 _PDEATHSIG = 1  # of prctl: the signal to get when the parent dies
 
 

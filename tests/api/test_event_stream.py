@@ -8,11 +8,13 @@ import pytest
 
 from lightkv.router.api.answers.chat_writer import ChatWriter
 from lightkv.router.api.answers.completion_writer import CompletionWriter
+from lightkv.router.api.answers.extras import Extras
 from lightkv.router.api.answers.generation import Answer, TextDelta
 from lightkv.router.api.http.parser import HttpConnection
 from lightkv.router.api.http.stream import EventWriter
 
 UNUSED: Any = None
+ECHO = Extras(echoed=["the prompt"])
 TEXTS = ["Once", " upon", ' a "time"\n', "", "\u00e9\u4e2d\U0001f600", "</s>\u2028\\", "the end"]
 
 
@@ -28,7 +30,7 @@ def plainly(writer: CompletionWriter | ChatWriter, deltas: list[TextDelta], with
 
 def streamed(writer: CompletionWriter | ChatWriter, deltas: list[TextDelta], with_usage: bool) -> list[Any]:
     events = EventWriter(UNUSED, writer, with_usage, False)
-    data = b"".join(map(events.delta, deltas)).decode()
+    data = b"".join(chain.from_iterable(map(events.delta, deltas))).decode()
     *lines, rest = data.split("\n\n")
     assert rest == ""
     assert all(line.startswith("data: ") for line in lines)
@@ -39,7 +41,7 @@ def streamed(writer: CompletionWriter | ChatWriter, deltas: list[TextDelta], wit
 @pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
 def test_events_made_of_the_first_one_equal_those_written_whole(is_chat: bool, with_usage: bool) -> None:
     writer: CompletionWriter | ChatWriter
-    writer = ChatWriter("mödel", UNUSED) if is_chat else CompletionWriter("mödel", UNUSED, ["the prompt"])
+    writer = ChatWriter("mödel", UNUSED) if is_chat else CompletionWriter("mödel", UNUSED, ECHO)
     deltas = [TextDelta(answer(i % 2), text) for text in TEXTS for i in range(2)]
     deltas.append(TextDelta(answer(0), "", finish_reason="length"))
     deltas.append(TextDelta(answer(1), "!", finish_reason="stop"))

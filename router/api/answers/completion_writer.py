@@ -50,7 +50,8 @@ class CompletionWriter:
 
     def chunks(self, delta: TextDelta) -> list[CompletionBody]:
         """Returns the chunks of a stream for a delta."""
-        return [self._body([self._choice(delta, delta.answer.completion.prompt_logprobs)])]
+        scores = delta.answer.completion.prompt_logprobs if self.extras.echoes_logprobs else None
+        return [self._body([self._choice(delta, scores)])]
 
     def usage_chunk(self, usage: Usage) -> CompletionBody:
         """Returns the last chunk of a stream, which has the token counts."""
