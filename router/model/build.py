@@ -15,12 +15,7 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lightkv.attention import (
-    AttentionBackend,
-    make_backends,
-    pick_backend,
-    prefix_members,
-)
+from lightkv.attention import AttentionBackend, make_backends, pick_backend, prefix_members
 from lightkv.attention.restored_prefill import SCRATCH_BYTES
 from lightkv.edits import Alloc, AllocPart, FreePartRange, FreeRange
 from lightkv.errors import InvalidDevice
