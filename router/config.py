@@ -31,8 +31,9 @@ CACHE_NAMESPACES = ("key", "header")
 NAMESPACE_HEADER = "X-Cache-Namespace"
 SESSION_HEADER = "X-Session-Id"
 MAX_SECONDS = 86_400.0
-# An environment variable, since the users of a machine can see one another's command lines.
+# Environment variables, since the users of a machine can see one another's command lines.
 API_KEY_VARIABLE = "LIGHTKV_API_KEY"
+METRICS_KEY_VARIABLE = "LIGHTKV_METRICS_KEY"
 _HOST_NAME = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@]+")
 _EVENTS_ADDRESS = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5})")
@@ -312,6 +313,15 @@ class ServiceConfig:
         "begin with # are skipped. The file is read again when it changes.",
         also="--api-keys-file",
     )
+    metrics_key: tuple[str, ...] = setting(
+        (),
+        "A key that opens /metrics and nothing else, for Prometheus; can be given several times. It needs API "
+        "keys beside it, which open /metrics, too. The environment variable "
+        f"{METRICS_KEY_VARIABLE} or a file is safer.",
+    )
+    metrics_key_file: str | None = setting(
+        None, "File of further metrics keys, written and read again as that of --api-key-file."
+    )
     allowed_origins: tuple[str, ...] = setting(
         (),
         "An origin whose web pages may call the service from a browser (CORS), such as https://example.org; "
@@ -424,8 +434,14 @@ class ServiceConfig:
         """Raises InvalidConfig, which names the setting, its value and the values allowed."""
         _require_types(self)
         require_ranges(self)
-        if any(not key or key != key.strip() for key in self.api_key):
-            raise InvalidConfig("--api-key is empty or has spaces around it; give a key without them")
+        for name in ("api_key", "metrics_key"):
+            if any(not key or key != key.strip() for key in getattr(self, name)):
+                raise InvalidConfig(f"{flag(name)} is empty or has spaces around it; give a key without them")
+        has_metrics_key = self.metrics_key or self.metrics_key_file is not None
+        if has_metrics_key and not self.api_key and self.api_key_file is None:
+            raise InvalidConfig(
+                "--metrics-key is given without API keys, so every route is open; give --api-key-file, too"
+            )
         if self.cache_namespace not in (None, *CACHE_NAMESPACES):
             scopes = " or ".join(CACHE_NAMESPACES)
             raise InvalidConfig(f"--cache-namespace is {self.cache_namespace!r}; give {scopes}")
@@ -462,7 +478,7 @@ class ServiceConfig:
         if self.json_whitespace not in JSON_WHITESPACE:
             allowed = " or ".join(JSON_WHITESPACE)
             raise InvalidConfig(f"--json-whitespace is {self.json_whitespace!r}; give {allowed}")
-        names = ("host", "uds", "socket_dir", "api_key_file", "chat_template")
+        names = ("host", "uds", "socket_dir", "api_key_file", "metrics_key_file", "chat_template")
         for name in names:
             if getattr(self, name) == "":
                 raise InvalidConfig(f"{flag(name)} is empty; give one, or leave it out")

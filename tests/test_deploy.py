@@ -11,6 +11,7 @@ from typer.main import get_command
 
 from lightkv.router.api.metrics import ServiceMetrics
 from lightkv.router.cli.app import app
+from lightkv.router.config import API_KEY_VARIABLE, METRICS_KEY_VARIABLE
 from lightkv.router.engine.step import Limits, RunnerInfo
 from lightkv.router.service.messages import Load, Status
 from lightkv.router.service.router_client import LatestStatus
@@ -119,6 +120,13 @@ def test_the_compose_files_mount_what_there_is_and_build_targets_that_there_are(
     (prometheus,) = documents(COMPOSE / "prometheus.yaml")
     (job,) = prometheus["scrape_configs"]
     assert job["metrics_path"] in ROUTES
+    (config,) = compose["services"]["prometheus"]["configs"]
+    assert job["authorization"] == {"credentials_file": config["target"]}
+    metrics_key = compose["configs"][config["source"]]["content"]
+    assert metrics_key == f"${{{METRICS_KEY_VARIABLE}:-none}}"
+    assert service["environment"] == {
+        name: f"${{{name}:-}}" for name in (API_KEY_VARIABLE, METRICS_KEY_VARIABLE)
+    }
     assert job["static_configs"] == [{"targets": ["lightkv:8000"]}]
 
 

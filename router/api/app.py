@@ -71,7 +71,12 @@ def create_app(
     )
     app.router.route_class = body_route(room)
     # The last one that is added sees a request first.
-    app.add_middleware(Guard, keys=keys, settings=settings)
+    app.add_middleware(
+        Guard,
+        keys=keys,
+        metrics_keys=_keys(settings.metrics_keys, settings.metrics_key_file),
+        settings=settings,
+    )
     app.add_middleware(DefectAnswer)
     if settings.allowed_origins:
         exposed = [REQUEST_ID_HEADER, "Retry-After"]
@@ -110,7 +115,11 @@ def create_app(
 
 def keys_of(settings: ApiSettings) -> ApiKeys:
     """Returns the keys that let requests in. Raises OSError and InvalidConfig for an unusable file of keys."""
-    return ApiKeys(settings.api_keys, None if settings.api_key_file is None else Path(settings.api_key_file))
+    return _keys(settings.api_keys, settings.api_key_file)
+
+
+def _keys(given: list[str], file: str | None) -> ApiKeys:
+    return ApiKeys(given, None if file is None else Path(file))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

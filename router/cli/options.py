@@ -3,6 +3,7 @@ that defaults, types and checks stand in one place."""
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -11,7 +12,15 @@ import msgspec
 import typer
 from rich.markup import escape
 
-from lightkv.router.config import API_KEY_VARIABLE, EngineConfig, ServiceConfig, bounds, declared, flag
+from lightkv.router.config import (
+    API_KEY_VARIABLE,
+    METRICS_KEY_VARIABLE,
+    EngineConfig,
+    ServiceConfig,
+    bounds,
+    declared,
+    flag,
+)
 from lightkv.router.sampling_params import RECOMMENDED, SamplingParams
 from lightkv.router.simulate.config import SimulationConfig
 
@@ -20,6 +29,15 @@ T = TypeVar("T")
 Url = Annotated[str, typer.Option(help="Address of the service; unix:PATH for a unix socket.")]
 ApiKey = Annotated[
     str | None, typer.Option(help="The service's API key, if it has one.", envvar=API_KEY_VARIABLE)
+]
+
+CaCert = Annotated[
+    str | None,
+    typer.Option(
+        "--cacert",
+        help="PEM file of certificates to trust, for an https address with a certificate "
+        "of your own. Default: those of the system.",
+    ),
 ]
 
 _SAMPLING_HELP = {
@@ -117,6 +135,15 @@ def _stated(values: dict[str, Any]) -> dict[str, Any]:
     return stated
 
 
+def _service_config(values: dict[str, Any]) -> ServiceConfig:
+    """Returns the settings of a service. Keys that no option gives are taken from the environment."""
+    several = {name: tuple(values[name] or ()) for name in _SEVERAL}
+    for name, variable in (("api_key", API_KEY_VARIABLE), ("metrics_key", METRICS_KEY_VARIABLE)):
+        if not several[name] and (key := os.environ.get(variable)):
+            several[name] = (key,)
+    return ServiceConfig(**values | several)
+
+
 _SEVERAL = [field.name for field in fields(ServiceConfig) if field.default == ()]
 takes_engine = _with_options(
     "config", _config_options(EngineConfig, "Engine"), lambda values: EngineConfig(**values)
@@ -124,7 +151,7 @@ takes_engine = _with_options(
 takes_service = _with_options(
     "service",
     _config_options(ServiceConfig, "Service"),
-    lambda values: ServiceConfig(**values | {name: tuple(values[name] or ()) for name in _SEVERAL}),
+    _service_config,
 )
 takes_simulations = _with_options(
     "configs",

@@ -1,14 +1,13 @@
 """The command `lightkv serve`, which starts a service. The module that starts processes is imported inside the
 command, so that help and wrong options answer at once."""
 
-import os
 from dataclasses import replace
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from lightkv.router.config import API_KEY_VARIABLE, EngineConfig, ServiceConfig
+from lightkv.router.config import EngineConfig, ServiceConfig
 
 from .config_file import set_defaults
 from .options import examples, takes_engine, takes_service
@@ -59,8 +58,6 @@ def serve(
                 f"MODEL is {served} and --model is {config.model}; leave one of them out"
             )
         config = replace(config, model=served)
-    if not service.api_key and (key := os.environ.get(API_KEY_VARIABLE)):
-        service = replace(service, api_key=(key,))
     if config.kv_events is not None:
         from lightkv.router.service.kv_events.check import require_package
 

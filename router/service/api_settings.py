@@ -18,8 +18,9 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of the HTTP application, and its limits for clients.
 
     model_names: the names that requests may use for the model; the first is that of requests without one.
-    api_keys: every route but /health answers 401 to a request without one of them; an empty list lets every
-        request in.
+    api_keys: every route but /health and /ready answers 401 to a request without one of them; an empty list
+        lets every request in.
+    metrics_keys: open /metrics, too, and nothing else.
     report_cached_tokens: whether usage reports how many tokens of a prompt were cached.
     cache_namespace: the scope in which prefixes are shared: "key", one API key; "header", one value of the
         header NAMESPACE_HEADER, which every request then has to send; None, the whole service.
@@ -41,6 +42,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     header_seconds, body_seconds: the time in which headers and body have to arrive.
     write_seconds: the time in which a client has to take some bytes of an answer that waits for it.
     api_key_file: a file of further keys (`key_file.py`), which is read again when it changes.
+    metrics_key_file: likewise, of metrics keys.
     hosts: the values of the header Host that requests may have; None allows all.
     allowed_origins: the origins whose pages a browser lets call the service.
     log_requests: whether a line of JSON for each request goes to standard error.
@@ -54,6 +56,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     model_names: list[str]
     api_keys: list[str] = []
+    metrics_keys: list[str] = []
     report_cached_tokens: bool = False
     cache_namespace: Literal["key", "header"] | None = None
     max_body_bytes: int = 32 * 2**20
@@ -73,6 +76,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     body_seconds: float = 60.0
     write_seconds: float = 60.0
     api_key_file: str | None = None
+    metrics_key_file: str | None = None
     hosts: HostRule | None = None
     allowed_origins: list[str] = []
     log_requests: bool = False
@@ -107,11 +111,12 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
 def api_settings(engine: EngineConfig, service: ServiceConfig, is_local: bool) -> ApiSettings:
     """Returns the settings of the HTTP application for those of a service. `is_local`: only this machine
     reaches it."""
-    key_file = service.api_key_file
     return ApiSettings(
         model_names=list(service.served_model_name) or [engine.model],
         api_keys=list(service.api_key),
-        api_key_file=None if key_file is None else str(Path(key_file).absolute()),
+        metrics_keys=list(service.metrics_key),
+        api_key_file=_absolute(service.api_key_file),
+        metrics_key_file=_absolute(service.metrics_key_file),
         report_cached_tokens=service.report_cached_tokens,
         cache_namespace=cast(Literal["key", "header"] | None, service.cache_namespace),
         allow_priority=service.allow_priority,
@@ -133,10 +138,17 @@ def api_settings(engine: EngineConfig, service: ServiceConfig, is_local: bool) -
     )
 
 
+def _absolute(file: str | None) -> str | None:
+    return None if file is None else str(Path(file).absolute())
+
+
 def shown(engine: EngineConfig, service: ServiceConfig) -> dict[str, Any]:
     """Returns the settings by name without secrets: no API key, and no user or query in an address."""
     settings = asdict(engine) | asdict(service)
-    settings["api_key"] = len(service.api_key)  # how many were given
+    settings |= {
+        "api_key": len(service.api_key),
+        "metrics_key": len(service.metrics_key),
+    }  # how many there are
     if service.otlp_endpoint is not None:
         parts = urlsplit(service.otlp_endpoint)
         settings["otlp_endpoint"] = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

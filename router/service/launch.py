@@ -29,7 +29,13 @@ import msgspec
 from rich.console import Console
 
 from lightkv.errors import LightKVError, how_to_install
-from lightkv.router.config import API_KEY_VARIABLE, EngineConfig, InvalidConfig, ServiceConfig
+from lightkv.router.config import (
+    API_KEY_VARIABLE,
+    METRICS_KEY_VARIABLE,
+    EngineConfig,
+    InvalidConfig,
+    ServiceConfig,
+)
 from lightkv.router.model_files import resolve
 from lightkv.router.service.access.key_file import read_keys
 from lightkv.router.terminal import progress, say
@@ -43,6 +49,7 @@ from .router_process import ABORT, ABORT_SECONDS, DRAIN, RANKS_FILE, RouterSetti
 _ROUTER_SOCKET = "router.sock"
 _MAX_PATH_BYTES = 107  # of a unix socket (Linux)
 _BACKLOG = 2048
+_SECRETS = (API_KEY_VARIABLE, METRICS_KEY_VARIABLE)
 _FLUSH_SECONDS = 5  # for open responses to reach their clients, once the router has ended
 _POLL_SECONDS = 0.02
 _LAST_SECONDS = 1.0  # for the router to end after the API has, because its end may be the reason
@@ -105,17 +112,20 @@ def serve(engine: EngineConfig, service: ServiceConfig, notes: Console) -> int:
 def with_all_keys(service: ServiceConfig) -> ServiceConfig:
     """Returns the settings with the keys of the key file added to the API keys. Raises CannotServe,
     InvalidConfig."""
-    keys = service.api_key
-    if service.api_key_file is not None:
-        try:
-            keys += tuple(read_keys(Path(service.api_key_file)))
-        except OSError as error:
-            raise CannotServe(f"--api-key-file {service.api_key_file} cannot be read ({error})") from error
+    keys = service.api_key + _keys_in(service.api_key_file)
+    _keys_in(service.metrics_key_file)
     if service.cache_namespace == "key" and not keys:
         raise InvalidConfig(
             "--cache-namespace is 'key', and there is no --api-key; give API keys, or another namespace"
         )
     return replace(service, api_key=keys, api_key_file=None)
+
+
+def _keys_in(file: str | None) -> tuple[str, ...]:
+    try:
+        return () if file is None else tuple(read_keys(Path(file)))
+    except OSError as error:
+        raise CannotServe(f"the file of keys {file} cannot be read ({error}); give another") from error
 
 
 def _read_template(service: ServiceConfig) -> str | None:
@@ -449,7 +459,7 @@ async def _spawn(module: str, settings: msgspec.Struct, fd: int, stdout: int) ->
         stdout=stdout,
         pass_fds=(fd,),
         start_new_session=True,  # Ctrl-C in a terminal is not sent to it
-        env={name: value for name, value in os.environ.items() if name != API_KEY_VARIABLE},
+        env={name: value for name, value in os.environ.items() if name not in _SECRETS},
     )
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(settings) + b"\n")

@@ -361,7 +361,6 @@ ROUTES = [
     ("POST", CHAT),
     ("GET", "/v1/models"),
     ("GET", f"/v1/models/{MODEL}"),
-    ("GET", "/ready"),
     ("GET", "/metrics"),
     ("GET", "/load"),
     ("GET", "/map"),
@@ -380,7 +379,7 @@ ROUTES = [
 ]
 
 
-def test_the_key_guards_every_route_but_health(guarded: ApiUnderTest) -> None:
+def test_the_key_guards_every_route_but_those_of_probes(guarded: ApiUnderTest) -> None:
     bodies = set()
     for method, path in ROUTES:
         for key in (None, "Bearer sesam", "Basic sesame é", "Bearer", "sesame é", "Bearer sesame é!"):
@@ -392,10 +391,24 @@ def test_the_key_guards_every_route_but_health(guarded: ApiUnderTest) -> None:
     assert error_of(bodies.pop())["type"] == "authentication_error"
     key_header: Any = {"Authorization": "bearer sesame é".encode()}
     assert guarded.send("POST", COMPLETIONS, {"prompt": "a"}, key_header)[0] == 200
-    assert guarded.send("GET", "/health")[0] == 200
+    assert guarded.send("GET", "/health")[0] == guarded.send("GET", "/ready")[0] == 200
     documented = json.loads(guarded.send("GET", "/openapi.json", headers=key_header)[2])["paths"]
     named = {path.replace("{model}", MODEL).replace("{session_id}", "s") for path in documented}
-    assert named - {"/health"} <= {path for _, path in ROUTES}
+    assert named - {"/health", "/ready"} <= {path for _, path in ROUTES}
+
+
+def test_a_metrics_key_opens_the_metrics_and_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("prometheus from-the-file\n")
+    settings: dict[str, Any] = {"metrics_keys": ["given"], "metrics_key_file": str(file)}
+    with service(tmp_path, api_keys=["sesame"], **settings).running() as api:
+        for key in ("given", "from-the-file"):
+            headers = {"Authorization": f"Bearer {key}"}
+            for method, path in ROUTES:
+                wanted = 200 if path == "/metrics" else 401
+                assert api.send(method, path, None, headers)[0] == wanted, (path, key)
+        assert api.send("GET", "/metrics", headers={"Authorization": "Bearer sesame"})[0] == 200
+        assert api.send("GET", "/metrics", headers={"Authorization": "Bearer prometheus"})[0] == 401
 
 
 def test_a_body_too_large_is_refused_with_and_without_a_length(guarded: ApiUnderTest) -> None:

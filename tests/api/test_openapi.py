@@ -18,7 +18,8 @@ KEYED = {"Authorization": f"Bearer {API_KEY}"}
 # This check of schemathesis is left out. It expects every request that the types allow to be accepted, but only
 # the descriptions say which fields go together and what fits the context.
 UNCHECKED = "positive_data_acceptance"
-# The statuses of each route, without 401, which all routes but /health have.
+PROBES = ("/health", "/ready")
+# The statuses of each route, without 401, which all routes but those of probes have.
 ALWAYS = {"200", "413", "500"}
 STATUSES = {
     "/v1/completions": {"400", "404", "429", "503"},
@@ -84,7 +85,7 @@ def test_schemathesis_finds_no_fault(examples: int, served: Served, tmp_path: Pa
 
 def test_every_status_that_a_route_has_is_documented_and_no_other(document: dict[str, Any]) -> None:
     found = {path: set(operation["responses"]) for path, operation in operations(document).items()}
-    guarded = {path: {"401"} if path != "/health" else set() for path in STATUSES}
+    guarded = {path: set() if path in PROBES else {"401"} for path in STATUSES}
     assert found == {path: ALWAYS | statuses | guarded[path] for path, statuses in STATUSES.items()}
 
 
@@ -108,7 +109,7 @@ def test_the_key_is_documented_for_the_routes_that_need_it(document: dict[str, A
     for path, operation in operations(document).items():
         needs_key = served.request(path.replace("{model}", "x"), headers={})[0] == 401
         assert operation.get("security", []) == ([{"key": []}] if needs_key else []), path
-        assert needs_key == (path != "/health")
+        assert needs_key == (path not in PROBES)
 
 
 def test_the_document_names_the_models(document: dict[str, Any], served: Served) -> None:

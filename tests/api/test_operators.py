@@ -292,7 +292,7 @@ def test_a_pipe_or_a_device_as_the_file_of_keys_is_refused_unread(tmp_path: Path
     """To read the pipe, to which nothing writes, would take for ever, and so would the first device."""
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", Path("/dev/zero"), Path("/dev/null")):
-        with pytest.raises(InvalidConfig, match=f"--api-key-file {path} is not a regular file"):
+        with pytest.raises(InvalidConfig, match=f"the file of keys {path} is not a regular file"):
             launch.with_all_keys(ServiceConfig(api_key_file=str(path)))
     with pytest.raises(launch.CannotServe, match="directory"):
         launch.with_all_keys(ServiceConfig(api_key_file=str(tmp_path)))

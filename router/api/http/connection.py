@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 
 from lightkv.router.service.api_settings import ApiSettings
 
-from .guard import OPEN_PATHS, error_body, error_response
+from .guard import error_body, error_response
 from .parser import HttpConnection
 
 
@@ -261,7 +261,7 @@ class _TooManyConnections:
         self._max_connections = max_connections
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in OPEN_PATHS:
+        if scope["path"] == "/health":
             await self._app(scope, receive, send)
             return
         text = f"the service has {self._max_connections} open connections, its limit; try again in a moment"

@@ -17,7 +17,8 @@ from lightkv.router.api.operators.request_log import RequestRecord
 from lightkv.router.service.access.key_file import ApiKeys
 from lightkv.router.service.api_settings import ApiSettings
 
-OPEN_PATHS = frozenset({"/health"})  # liveness probes have no API key
+OPEN_PATHS = frozenset({"/health", "/ready"})  # probes have no API key
+METRICS_PATH = "/metrics"
 _ASKED_FIRST = frozenset({"authorization", "x-requested-with"})  # headers that no form has
 REQUEST_ID_HEADER = "X-Request-Id"
 WARM_UP = "lightkv.warm_up"  # the ASGI extension of requests that the service sends itself, and does not log
@@ -77,14 +78,15 @@ class RequestObserver:
 class Guard:
     """Passes requests on to `app`, with the API key in the request's state.
 
-    Answers 403 to a request under a name that is not the service's, 401 to one without one of `keys` (if there
-    are any), 400 to a POST that a form of any web page could send, and 413 to one whose headers announce more
-    than `settings.max_body_bytes`.
+    `metrics_keys` open METRICS_PATH alone. Answers 403 to a request under a name that is not the service's, 401
+    to one without one of `keys` (if there are any), 400 to a POST that a form of any web page could send, and
+    413 to one whose headers announce more than `settings.max_body_bytes`.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, settings: ApiSettings) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, metrics_keys: ApiKeys, settings: ApiSettings) -> None:
         self._app = app
         self._keys = keys
+        self._metrics_keys = metrics_keys
         self._needs_key = keys.any
         self._hosts = settings.hosts
         self._max_body_bytes = settings.max_body_bytes
@@ -92,13 +94,17 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         length = headers.get("content-length", "0")
-        key = self._key(headers.get("authorization", ""))
+        given = _bearer(headers.get("authorization", ""))
+        key = None if given is None else self._keys.find(given)
         scope.setdefault("state", {})["api_key"] = key
         host = headers.get("host", "")
         is_open = scope["path"] in OPEN_PATHS
+        is_known = key is not None or (
+            scope["path"] == METRICS_PATH and given is not None and self._metrics_keys.find(given) is not None
+        )
         if self._hosts is not None and not is_open and not self._hosts.allows(host):
             await error_response(403, _other_host(host))(scope, receive, send)
-        elif self._needs_key and key is None and not is_open:
+        elif self._needs_key and not is_known and not is_open:
             response = error_response(401, "the API key is missing or wrong; send Authorization: Bearer KEY")
             await response(scope, receive, send)
         elif scope["method"] == "POST" and _is_form(headers):
@@ -108,13 +114,12 @@ class Guard:
         else:
             await self._app(scope, receive, send)
 
-    def _key(self, authorization: str) -> bytes | None:
-        """Returns the API key that a request sent, or None if it is not one of the service's."""
-        scheme, _, given = authorization.partition(" ")
-        if scheme.lower() != "bearer":
-            return None
-        # Headers are decoded as latin-1, so this restores the bytes that were sent.
-        return self._keys.find(given.strip().encode("latin-1"))
+
+def _bearer(authorization: str) -> bytes | None:
+    """Returns the key that a request sent, or None if it sent none."""
+    scheme, _, given = authorization.partition(" ")
+    # Headers are decoded as latin-1, so this restores the bytes that were sent.
+    return given.strip().encode("latin-1") if scheme.lower() == "bearer" else None
 
 
 def too_large(max_bytes: int) -> str:

@@ -1,5 +1,5 @@
-"""The API keys of a service: those given at its start, and those of a file, which is read again when it
-changes."""
+"""The API keys of a service, or its metrics keys: those given at its start, and those of a file, which is read
+again when it changes."""
 
 import hashlib
 import hmac
@@ -23,14 +23,14 @@ def read_keys(path: Path) -> dict[str, str]:
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise InvalidConfig(
-                f"--api-key-file {path} is not a regular file (but a pipe, a device or a directory); write the "
-                "keys into a file"
+                f"the file of keys {path} is not a regular file (but a pipe, a device or a directory); write "
+                "the keys into a file"
             )
         content = file.read()
     try:
         lines = content.decode("utf-8").splitlines()
     except ValueError as error:
-        raise InvalidConfig(f"--api-key-file {path} is not UTF-8 text ({error}); write it anew") from error
+        raise InvalidConfig(f"the file of keys {path} is not UTF-8 text ({error}); write it anew") from error
     names: dict[str, str] = {}
     for number, line in enumerate(lines, start=1):
         words = line.split()
@@ -38,14 +38,14 @@ def read_keys(path: Path) -> dict[str, str]:
             continue
         if len(words) > 2:
             raise InvalidConfig(
-                f"--api-key-file {path} has {len(words)} words in line {number}; write a key, or a name "
+                f"the file of keys {path} has {len(words)} words in line {number}; write a key, or a name "
                 "and a key"
             )
         if words[-1] in names:
-            raise InvalidConfig(f"--api-key-file {path} repeats a key in line {number}; leave it out")
+            raise InvalidConfig(f"the file of keys {path} repeats a key in line {number}; leave it out")
         names[words[-1]] = words[0] if len(words) == 2 else name_of_key(words[-1])
     if not names:
-        raise InvalidConfig(f"--api-key-file {path} holds no key; write one key on each line")
+        raise InvalidConfig(f"the file of keys {path} holds no key; write one key on each line")
     return names
 
 
@@ -113,7 +113,7 @@ class ApiKeys:
         try:
             self._set(read_keys(self._file))
         except (OSError, InvalidConfig) as error:
-            print(f"lightkv api: the API keys stay as they were: {error}", file=sys.stderr, flush=True)
+            print(f"lightkv api: the keys stay as they were: {error}", file=sys.stderr, flush=True)
 
     def _stamp_of_file(self) -> tuple[int, int, int] | None:
         """Returns what changes whenever the file does, or None if it cannot be looked at."""
