@@ -20,6 +20,7 @@ import lightkv.router
 from lightkv.router import LLM, EngineConfig
 from lightkv.router.cli.app import app
 from lightkv.router.model_files import resolve
+from lightkv.router.peer_names import unknown_option
 from lightkv.triton_kernels.layout.format_names import NAMES
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from tests.support.fake_router import service
@@ -308,6 +309,22 @@ def test_every_command_is_understood(page: Path) -> None:
         elif program == "lightkv":
             name, command, rest = group.resolve_command(group.make_context("lightkv", [args[0]]), args)
             command.make_context(name, rest)  # raises for an option that there is not
+
+
+def test_options_of_other_servers_are_options_or_answered_with_ours() -> None:
+    group: Any = get_command(app)
+    ours = {option for parameter in group.commands["serve"].params for option in parameter.opts}
+    ours |= {f"--no-{option[2:]}" for option in ours}
+    (table,) = (rows for rows in tables_of(USING) if "--mem-fraction" in str(rows))
+    assert len(table) > 20
+    for row in table:
+        here = re.findall(r"`(--[\w-]+)`", row["lightkv"])
+        assert set(here) <= ours
+        for option in re.findall(r"`(--[\w-]+)`", row["vLLM"] + row["SGLang"]):
+            told = unknown_option(option)
+            assert option in ours if told is None else not here or here[0] in told, option
+        if "the same" in row.values():
+            assert here
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from lightkv import __version__
 from lightkv.errors import LightKVError, UnknownBackend, UnsupportedModel
 from lightkv.router.config import EngineConfig, InvalidConfig
+from lightkv.router.peer_names import unknown_option
 from lightkv.router.sampling_params import InvalidParams, SamplingParams
 from lightkv.router.simulate.config import InvalidAllocation, InvalidSimulation
 from lightkv.router.simulate.output_file import UnwritableFile
@@ -42,6 +43,18 @@ class _Commands(TyperGroup):
         except LightKVError as error:
             Console(stderr=True, highlight=False).print(f"lightkv: {error}", markup=False, soft_wrap=True)
             raise typer.Exit(2 if _is_bad_input(error) else 1) from None
+        except Exception as error:
+            _name_ours(error)
+            raise
+
+
+def _name_ours(error: Any) -> None:
+    """Adds to the error of an unknown option, whose class is typer's or click's, what to give instead."""
+    takes_settings = type(error).__name__ == "NoSuchOption" and any(
+        option.name == "mem_fraction" for option in error.ctx.command.params
+    )
+    if takes_settings and (remedy := unknown_option(error.option_name)):
+        error.message, error.possibilities = f"No such option: {error.option_name}: {remedy}", None
 
 
 app = typer.Typer(

@@ -13,7 +13,7 @@ from lightkv.errors import LightKVError
 from lightkv.router.terminal import say, usage
 
 from .http_client import DEFAULT_URL, ServiceClient, Usage
-from .options import ApiKey, Url, examples
+from .options import ApiKey, CaCert, Url, examples
 
 _EXAMPLES = (
     "lightkv chat",
@@ -31,6 +31,7 @@ def chat(
     *,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
+    cacert: CaCert = None,
     model: Annotated[
         str | None, typer.Option(help="Name of the model. Default: the service's first model.")
     ] = None,
@@ -49,7 +50,7 @@ def chat(
     input is a pipe, each line is a message, and standard output carries the answers alone.
     """
     options = {"model": model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    client = ServiceClient(url, api_key)
+    client = ServiceClient(url, api_key, cacert)
     conversation = Conversation(client, system, options)
     notes = Console(stderr=True, highlight=False)
     is_interactive = sys.stdin.isatty()

@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from lightkv.router.config import Allowed, EngineConfig, InvalidConfig, ServiceConfig, declared, flag
+from lightkv.router.peer_names import unknown_option
 
 _WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a text in quotes"}
 
@@ -35,9 +36,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
         name = names.get(option)
         if name is None:
             near = difflib.get_close_matches(option, names, 1, 0.0)
-            raise InvalidConfig(
-                f"--config {path} names {given!r}, which is no option; the nearest is {near[0]!r}"
-            )
+            remedy = unknown_option(option) or f"the nearest is {near[0]!r}"
+            raise InvalidConfig(f"--config {path} names {given!r}, which is no option; {remedy}")
         if name in settings:
             raise InvalidConfig(f"--config {path} names {flag(name)} twice; leave one of them out")
         settings[name] = _checked(path, given, allowed[name], value)

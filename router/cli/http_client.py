@@ -3,6 +3,7 @@
 import http.client
 import json
 import socket
+import ssl
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from typing import Any
@@ -45,11 +46,12 @@ class Usage(msgspec.Struct, frozen=True):
 class ServiceClient:
     """A client of one service, which opens a connection for each request.
 
-    `url`: an http or https URL, or unix: and the path of a socket; raises InvalidConfig for another one. Every
-    call may raise ServiceUnreachable and ServiceRefused.
+    `url`: an http or https URL, or unix: and the path of a socket. `cacert`: a PEM file of certificates to
+    trust instead of the system's. Raises InvalidConfig for another URL or an unusable file. Every call
+    may raise ServiceUnreachable and ServiceRefused.
     """
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, cacert: str | None = None) -> None:
         self._url = url
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
@@ -61,6 +63,10 @@ class ServiceClient:
             self._port = self._parts.port
         except ValueError:  # the port is not a number
             is_known = False
+        try:
+            self._tls = None if cacert is None else ssl.create_default_context(cafile=cacert)
+        except OSError as error:  # ssl.SSLError is one
+            raise InvalidConfig(f"--cacert {cacert} cannot be used ({error}); give a PEM file") from error
         if not is_known:
             raise InvalidConfig(f"--url is {url!r}; give http://HOST:PORT, https://HOST:PORT or unix:PATH")
 
@@ -97,8 +103,10 @@ class ServiceClient:
     def _connect(self) -> http.client.HTTPConnection:
         if self._parts.scheme == "unix":
             return UnixConnection(self._parts.path)
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        return kind(self._parts.hostname or "", self._port, timeout=TIMEOUT_SECONDS)
+        host = self._parts.hostname or ""
+        if self._parts.scheme == "https":
+            return http.client.HTTPSConnection(host, self._port, timeout=TIMEOUT_SECONDS, context=self._tls)
+        return http.client.HTTPConnection(host, self._port, timeout=TIMEOUT_SECONDS)
 
     def _send(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None

@@ -18,7 +18,7 @@ from lightkv.router.service.messages import Load
 
 from . import latencies
 from .http_client import DEFAULT_URL, ServiceClient, ServiceRefused, ServiceUnreachable
-from .options import ApiKey, Url, examples
+from .options import ApiKey, CaCert, Url, examples
 
 _BAR_CHARS = 60
 _NAME_CHARS = 11  # of the longest name of a row, so that the tables stand in line
@@ -57,6 +57,7 @@ def top(
     *,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
+    cacert: CaCert = None,
     interval: Annotated[float, typer.Option(help="Seconds between frames.", min=0.1)] = 1.0,
     once: Annotated[
         bool, typer.Option("--once", help="Print one frame, with rates over one interval.")
@@ -69,7 +70,7 @@ def top(
     In a terminal each frame replaces the one before; otherwise the frames are printed one below the other.
     """
     console = Console(highlight=False)
-    frames = _frames(ServiceClient(url, api_key), interval, url, console)
+    frames = _frames(ServiceClient(url, api_key, cacert), interval, url, console)
     if once:
         console.print(next(frames))
     else:
@@ -187,7 +188,8 @@ def frame(
         "preempted": f"{report.num_preemptions:,} times, {report.recomputed_tokens:,} tokens computed again",
         "worker": f"{report.num_worker_starts:,} worker starts",
     }
-    return Group(Text(f"lightkv at {url}", style="bold"), bar(report, glyphs), _table(rows))
+    legend = f"{glyphs[0]} held  {glyphs[1]} cached  {glyphs[2]} free  | forecast peak"
+    return Group(Text(f"lightkv at {url}", style="bold"), bar(report, glyphs), Text(legend), _table(rows))
 
 
 def _table(rows: Mapping[str, str]) -> Table:
@@ -222,6 +224,7 @@ def pool_map(
     *,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
+    cacert: CaCert = None,
     watch: Annotated[bool, typer.Option("--watch", help="Draw the map repeatedly, until Ctrl-C.")] = False,
     interval: Annotated[float, typer.Option(help="Seconds between drawings with --watch.", min=0.1)] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")] = False,
@@ -231,7 +234,7 @@ def pool_map(
     Slots with the same letter belong to the same row of the token table, and so to the same request. The
     requests that alone hold the most tokens are listed below the drawing.
     """
-    client = ServiceClient(url, api_key)
+    client = ServiceClient(url, api_key, cacert)
     if as_json:
         if watch:
             raise typer.BadParameter("--json prints once and --watch repeatedly; leave one of them out")

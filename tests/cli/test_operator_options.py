@@ -71,6 +71,9 @@ def test_the_file_sets_options_and_the_command_line_wins(
     [
         ("max-num-seq = 3", "the nearest is 'max-num-seqs'"),
         ("config = 'a'", "no option"),
+        ("gpu-memory-utilization = 0.9", "it is --mem-fraction here"),
+        ("enforce_eager = true", "in a file cuda-graphs = false"),
+        ("quantization = 'fp8'", "--kv-dtype stores K and V in fewer bits"),
         ("port = 'x'", "give a whole number"),
         ("port = true", "give a whole number"),
         ("port = 1.5", "give a whole number"),
@@ -113,6 +116,8 @@ def test_every_option_can_stand_in_the_file(tmp_path: Path) -> None:
     ("setting", "value", "message"),
     [
         ("allowed_origins", ("example.org",), "give scheme and host"),
+        ("metrics_key", ("k",), "without API keys"),
+        ("metrics_key_file", "keys", "without API keys"),
         ("allowed_origins", ("https://example.org/",), "give scheme and host"),
         ("default_max_tokens", 0, "at least 1"),
         ("otlp_endpoint", "localhost:4318", "give a URL"),
@@ -126,10 +131,11 @@ def test_wrong_settings_are_refused(setting: str, value: Any, message: str) -> N
 
 def test_settings_are_shown_without_secrets() -> None:
     address = "https://user:secret@host:4318/v1/traces?token=secret"
-    service = ServiceConfig(api_key=("secret", "secret2"), otlp_endpoint=address)
+    service = ServiceConfig(api_key=("secret", "secret2"), metrics_key=("secret3",), otlp_endpoint=address)
     found = shown(EngineConfig(), service)
     assert "secret" not in str(found)
-    assert (found["api_key"], found["otlp_endpoint"]) == (2, "https://host:4318/v1/traces")
+    assert (found["api_key"], found["metrics_key"]) == (2, 1)
+    assert found["otlp_endpoint"] == "https://host:4318/v1/traces"
     assert api_settings(EngineConfig(), service, True).api_keys == ["secret", "secret2"]
 
 

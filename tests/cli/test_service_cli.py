@@ -110,10 +110,12 @@ def test_serve_starts_a_service_with_the_given_options(monkeypatch: pytest.Monke
     assert run("serve", "--model", "./n", env={"LIGHTKV_API_KEY": "k"})[0] == 3
     keys = ["--api-key", "one", "--api-key", "two"]
     assert run("serve", *keys, "--report-cached-tokens", env={"LIGHTKV_API_KEY": "k"})[0] == 3
+    assert run("serve", env={"LIGHTKV_API_KEY": "k", "LIGHTKV_METRICS_KEY": "m"})[0] == 3
     assert started == [
         (EngineConfig("./m", dtype="float16"), ServiceConfig(port=9)),
         (EngineConfig("./n"), ServiceConfig(api_key=("k",))),
         (EngineConfig(), ServiceConfig(api_key=("one", "two"), report_cached_tokens=True)),
+        (EngineConfig(), ServiceConfig(api_key=("k",), metrics_key=("m",))),
     ]
 
 
@@ -124,6 +126,11 @@ def test_serve_starts_a_service_with_the_given_options(monkeypatch: pytest.Monke
         (["--max-queued-requests", "0"], "--max-queued-requests is 0"),
         (["--shutdown-timeout", "nan"], "--shutdown-timeout is nan"),
         (["--ssl-keyfile", "k.pem"], "without --ssl-certfile"),
+        (["--gpu-memory-utilization", "0.9"], "it is --mem-fraction here"),
+        (["--tp", "2"], "it is --tensor-parallel here"),
+        (["--max-num-batched-tokens=9"], "it is --prefill-chunk here"),
+        (["--enable-prefix-caching"], "prefixes are cached to the token"),
+        (["--no-such-option"], "No such option: --no-such-option"),
         (["./one", "--model", "./another"], "leave one of them out"),
         (["./nowhere", "--port", "0"], "model './nowhere' was not found"),
     ],
@@ -314,6 +321,7 @@ def test_a_frame_has_the_counts_and_the_rates() -> None:
         "1 times, 1,037 tokens computed again",
         "4 protect 150 tokens; so far 6 evicted, 1,500 over their share",
         "2 worker starts",
+        "█ held  ▒ cached  ░ free  | forecast peak",
     ):
         assert words in text
     assert "state        ready \n" in re.sub(" +\n", " \n", text)
