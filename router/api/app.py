@@ -32,7 +32,6 @@ from lightkv.router.api.http.stream import failure_status
 from lightkv.router.api.operators.request_log import write_line
 from lightkv.router.api.requests.generation import InvalidHeader, UnknownModel
 from lightkv.router.api.requests.prompts import PromptTooLong
-from lightkv.router.api.requests.service import NoEmbeddings
 from lightkv.router.engine.request import InvalidPrompt, NeverFits
 from lightkv.router.sampling_params import InvalidParams
 from lightkv.router.service.access.key_file import ApiKeys
@@ -42,6 +41,7 @@ from lightkv.router.text.tokenizer import ChatTemplateError, Tokenizer
 
 from . import document
 from .metrics import ServiceMetrics
+from .other_apis import not_found
 from .routes import routes_of
 
 _STATUS_OF_REFUSAL = {"invalid": 400, "never_fits": 400, "queue_full": 429, "unavailable": 503}
@@ -124,7 +124,9 @@ def _keys(given: list[str], file: str | None) -> ApiKeys:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return error_response(error.status_code, str(error.detail), headers=error.headers)
+    # Routes themselves raise other errors for what they do not find.
+    message = not_found(request.url.path) if error.status_code == 404 else str(error.detail)
+    return error_response(error.status_code, message, headers=error.headers)
 
 
 async def _on_invalid_body(request: Request, error: Exception) -> Response:
@@ -157,7 +159,7 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
             status = 400
         case UnknownModel():
             status, param = 404, "model"
-        case UnknownSession() | NoEmbeddings():
+        case UnknownSession():
             status = 404
         case GenerationFailed() | GenerationLost():
             status = failure_status(error)

@@ -75,7 +75,6 @@ def routes_of(app: FastAPI, backend: Backend, settings: ApiSettings, grammars: G
         Route("POST", "/tokenize", tokens.tokenize, document.TOKENIZED, converts),
         Route("POST", "/detokenize", tokens.detokenize, document.DETOKENIZED, converts),
         *(info if settings.enable_tokenizer_info else []),
-        Route("POST", "/v1/embeddings", service.embed, is_shown=False),
         Route("GET", "/health", service.health, document.HEALTH),
         Route("GET", "/ready", service.ready, document.READY),
         Route("GET", "/metrics", service.metrics, document.METRICS),

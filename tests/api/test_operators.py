@@ -125,6 +125,7 @@ def test_a_line_of_the_log_has_counts_and_times_and_no_text(
     assert first["finish_reasons"] == ["length", "length"]
     assert 0 < first["first_token_seconds"] <= first["seconds"] < 60
     assert first["key"] == name_of_key("k")
+    assert first["ignored_fields"] == []
     assert [(line["route"], line["status"], line["key"]) for line in others] == [
         ("/v1/models/{model:path}", 404, name_of_key("k")),
         (None, 404, name_of_key("k")),
@@ -144,6 +145,38 @@ def test_probes_and_metrics_are_not_logged(api: ApiUnderTest, capfd: pytest.Capt
 
     wait_until(has_line)
     assert [line["id"] for line in lines_of(text)] == ["version"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "ignored"),
+    [
+        (CHAT, {"store": True, "metadata": {"a": "b"}}, ["store"]),
+        (CHAT, {"verbosity": "low", "service_tier": "flex", "store": None}, ["verbosity", "service_tier"]),
+        (CHAT, {"max_tokens": -1}, ["max_tokens"]),
+        (CHAT, {"reasoning_effort": "high"}, ["reasoning_effort"]),
+        (COMPLETIONS, {"reasoning_effort": "high", "max_tokens": 2}, ["reasoning_effort"]),
+        ("/v1/responses", {"store": True, "text": {"verbosity": "high"}}, ["store", "verbosity"]),
+    ],
+)
+def test_the_line_names_the_fields_that_had_no_effect(
+    api: ApiUnderTest,
+    capfd: pytest.CaptureFixture[str],
+    path: str,
+    fields: dict[str, Any],
+    ignored: list[str],
+) -> None:
+    prompt = {CHAT: HELLO, COMPLETIONS: {"prompt": "a"}}.get(path, {"input": "a"})
+    assert api.send("POST", path, prompt | fields, KEY)[0] == 200
+    text = ""
+
+    def has_line() -> bool:
+        nonlocal text
+        text += capfd.readouterr().err
+        return bool(lines_of(text))
+
+    wait_until(has_line)
+    (line,) = lines_of(text)
+    assert sorted(line["ignored_fields"]) == sorted(ignored)
 
 
 def test_the_line_of_a_beam_search_has_its_counts(
@@ -369,11 +402,39 @@ def test_the_tokenizer_is_described_if_the_service_may(api: ApiUnderTest, tmp_pa
         assert info["chat_template"] == open_one.tokenizer.template
 
 
-def test_embeddings_are_refused_with_what_to_use(api: ApiUnderTest) -> None:
-    status, _, content = api.send("POST", "/v1/embeddings", {"input": "a", "model": MODEL}, KEY)
+@pytest.mark.parametrize(
+    ("method", "path", "instead"),
+    [
+        ("POST", "/v1/embeddings", "Text Embeddings Inference"),
+        ("POST", "/api/embed", "Text Embeddings Inference"),
+        ("POST", "/v1/rerank", "reranker"),
+        ("POST", "/v1/moderations", "moderates none"),
+        ("POST", "/v1/audio/transcriptions", "text only"),
+        ("POST", "/v1/images/generations", "text only"),
+        ("POST", "/v1/files", "keeps no files"),
+        ("GET", "/v1/files/file-1/content", "keeps no files"),
+        ("GET", "/v1/responses/resp_1", "keeps no files, conversations"),
+        ("POST", "/v1/batches", "/v1/chat/completions"),
+        ("POST", "/v1/assistants", "/v1/chat/completions"),
+        ("POST", "/v1/fine_tuning/jobs", "neither trains"),
+        ("POST", "/v1/messages", "/v1/chat/completions"),
+        ("POST", "/api/chat", "/v1/chat/completions"),
+        ("POST", "/api/generate", "/v1/completions"),
+        ("GET", "/api/tags", "/v1/models"),
+        ("POST", "/generate", "/v1/completions"),
+        ("POST", "/v1/embeddingsx", "/docs"),
+        ("GET", "/" + "x" * 1000, "/docs"),
+    ],
+)
+def test_a_path_of_another_api_is_answered_with_what_to_use(
+    api: ApiUnderTest, method: str, path: str, instead: str
+) -> None:
+    status, _, content = api.send(method, path, {"input": "a", "model": MODEL}, KEY)
     assert status == 404
-    assert "/v1/embeddings" in error_of(content)["message"]
-    assert "Text Embeddings Inference" in error_of(content)["message"]
+    message = error_of(content)["message"]
+    assert message.startswith(f"{path[:100]} does not exist here")
+    assert instead in message
+    assert len(message) < 400
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url", "file"])

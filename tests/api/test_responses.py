@@ -167,7 +167,6 @@ def test_log_probabilities_are_included(client: openai.OpenAI) -> None:
     ("fields", "param", "message"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "the service keeps no responses"),
-        ({"store": True}, "store", "keeps no responses"),
         ({"background": True}, "background", "false"),
         ({"conversation": "c"}, "conversation", "keeps no responses"),
         ({"truncation": "auto"}, "truncation", "disabled"),
@@ -203,6 +202,12 @@ def test_what_cannot_be_done_is_refused_by_name(
     assert error_of(content)["param"] == param
     assert message in error_of(content)["message"]
     assert not api.router.submits
+
+
+def test_a_response_is_never_kept(api: ApiUnderTest) -> None:
+    body = api.post(RESPONSES, {"input": "Hello!", "max_output_tokens": 1, "store": True})
+    assert body["store"] is False
+    assert api.send("GET", f"{RESPONSES}/{body['id']}")[0] == 404
 
 
 def test_half_a_surrogate_pair_in_what_a_response_repeats_is_replaced(api: ApiUnderTest) -> None:

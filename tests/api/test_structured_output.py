@@ -52,11 +52,19 @@ ADVERSARIAL: dict[str, dict[str, Any]] = {
     "large GBNF": {"structured_outputs": {"grammar": "root ::= " + '"a" ' * 500_000}},
     "many rules": {"structured_outputs": {"grammar": MANY_RULES}},
     "deep tag": {
-        "structural_tag": '{"format":' + '{"type":"optional","content":' * 5000 + "{}" + "}" * 5000 + "}"
+        "structured_outputs": {
+            "structural_tag": '{"format":' + '{"type":"optional","content":' * 5000 + "{}" + "}" * 5000 + "}"
+        }
     },
     "large tag": {
-        "structural_tag": {
-            "format": {"type": "any_text", "excludes": [f"{i:08}" for i in range(500)], "max_chars": 10**6}
+        "structured_outputs": {
+            "structural_tag": {
+                "format": {
+                    "type": "any_text",
+                    "excludes": [f"{i:08}" for i in range(500)],
+                    "max_chars": 10**6,
+                }
+            }
         }
     },
 }

@@ -38,13 +38,8 @@ def table(heading: str) -> list[list[str]]:
 
 
 def refused(known: tuple[Unsupported, ...], examples: dict[str, Any]) -> list[Row]:
-    """Returns the fields that are no other server's names, with the values that pass, one that does not, and
-    what to give."""
-    return [
-        (field, list(passes), examples[field], give)
-        for field, passes, give in known
-        if field not in refused_fields.RENAMED
-    ]
+    """Returns the fields with the values that pass, one that does not, and what to give."""
+    return [(field, list(passes), examples[field], give) for field, passes, give in known]
 
 
 EVERYWHERE = refused(refused_fields.UNSUPPORTED, refused_examples.EVERYWHERE)
@@ -99,6 +94,13 @@ def test_the_document_has_every_field_of_the_code(heading: str, rows: list[Row])
 def test_the_document_has_every_field_that_changes_nothing() -> None:
     shown = {field for fields, _ in table("Ignored") for field in re.findall(r"`(\w+)`", fields)}
     assert shown == set(refused_examples.IGNORED)
+
+
+def test_the_document_has_every_other_name() -> None:
+    shown = {}
+    for own, names in table("Other names"):
+        shown |= dict.fromkeys(re.findall(r"`(\w+)`", names), own.strip("`"))
+    assert shown == refused_fields.RENAMED
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -317,19 +319,87 @@ def test_max_completion_tokens_replaces_max_tokens(api: ApiUnderTest) -> None:
 # Other names
 
 
+# A value of each field by another server's name.
+OTHER_NAMES: dict[str, Any] = {
+    "max_new_tokens": 3,
+    "n_predict": 3,
+    "num_predict": 3,
+    "min_new_tokens": 2,
+    "stop_sequences": [" three"],
+    "stop_words": " three",
+    "random_seed": 7,
+    "num_return_sequences": 2,
+    "extra_key": "salt",
+    "guided_json": {"type": "object"},
+    "guided_json_object": True,
+    "guided_regex": "[0-9]+",
+    "guided_choice": ["a", "b"],
+    "guided_grammar": 'root ::= "a"',
+    "guided_whitespace_pattern": " ?",
+    "json_schema": '{"type": "object"}',
+    "regex": "[0-9]+",
+    "ebnf": 'root ::= "a"',
+    "grammar": 'start: "a"',
+    "structural_tag": {"type": "structural_tag", "format": {"type": "any_text"}},
+}
+
+
 @pytest.mark.parametrize("path", PATHS)
-def test_another_servers_name_is_answered_with_the_field_to_write(api: ApiUnderTest, path: str) -> None:
-    for name, field in refused_fields.RENAMED.items():
-        error = api.post(path, body(path, **{name: 1}), 400)["error"]
-        assert error["param"] == name
-        assert error["message"].endswith(f"; give null, and use {field}")
-        first, _, key = field.partition(".")
-        assert first in ChatRequest.model_fields
-        assert first in CompletionRequest.model_fields
-        structure = {"regex": "a", "whitespace_pattern": "", "json_object": True, "choice": ["a"]}
-        if key in structure:  # and what it says is a field, indeed
-            assert api.post(path, body(path, structured_outputs={key: structure[key]}))["choices"]
-    assert all(submit.params.max_tokens == 5 for submit in api.router.submits)
+@pytest.mark.parametrize("name", refused_fields.RENAMED)
+def test_another_servers_name_means_the_same(api: ApiUnderTest, path: str, name: str) -> None:
+    value = OTHER_NAMES[name]
+    field, _, key = refused_fields.RENAMED[name].partition(".")
+    other, own = {name: value}, {field: {key: value} if key else value}
+    if key == "whitespace_pattern":  # which needs a schema
+        other["guided_json"] = own[field]["json"] = {"type": "object"}
+    prompt = {**(HELLO if path == CHAT else {"prompt": "a"}), **({} if field == "seed" else {"seed": 1})}
+    asked = []
+    for fields in (other, own, {}):
+        api.post(path, prompt | fields)
+        asked.append([submit.what for submit in api.router.submits])
+        api.router.submits.clear()
+    assert asked[0] == asked[1] != asked[2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_new_tokens": 3, "max_tokens": 3}, "max_new_tokens"),
+        ({"n_predict": 3, "max_new_tokens": 3}, "max_new_tokens"),
+        ({"guided_regex": "a", "regex": "a"}, "regex"),
+        ({"guided_regex": "a", "structured_outputs": {"choice": ["a"]}}, "guided_regex"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "structured_outputs"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "structured_outputs"),
+        ({"guided_regex": "["}, "structured_outputs"),
+        ({"guided_choice": []}, "structured_outputs"),
+        ({"max_new_tokens": 0}, "max_tokens"),
+        ({"max_new_tokens": "a"}, "max_tokens"),
+        ({"guided_json": 5, "structured_outputs": 5}, "structured_outputs"),
+    ],
+)
+def test_a_field_is_given_by_one_of_its_names(api: ApiUnderTest, fields: dict[str, Any], param: str) -> None:
+    for path, prompt in ((CHAT, HELLO), (COMPLETIONS, {"prompt": "a"})):
+        assert api.post(path, {**prompt, **fields}, 400)["error"]["param"] == param
+    assert not api.router.submits
+
+
+def test_null_by_another_name_means_nothing(api: ApiUnderTest) -> None:
+    nulls = dict.fromkeys(refused_fields.RENAMED)
+    for path in PATHS:
+        assert text_of(api, path, **nulls) == TEXT
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens", "max_new_tokens", "n_predict"])
+def test_a_limit_of_minus_one_is_none(api: ApiUnderTest, field: str) -> None:
+    prompt = {"prompt": [5] * 100}
+    api.post(COMPLETIONS, prompt | {field: -1})
+    api.post(CHAT, HELLO | {field: -1})
+    api.post(CHAT, HELLO)
+    plain, chat, unsaid = api.router.submits
+    assert plain.params.max_tokens == LIMITS.max_model_len - 100
+    assert chat.params.max_tokens == unsaid.params.max_tokens
+    assert [one.submit.states_length for one in (plain, chat, unsaid)] == [False] * 3
+    assert api.post(CHAT, HELLO | {field: -2}, 400)["error"]["param"] == "max_tokens"
 
 
 def test_the_first_tokens_of_a_prompt_can_be_kept(api: ApiUnderTest) -> None:
@@ -371,11 +441,8 @@ def test_documents_and_reasoning_reach_a_template_that_has_a_place_for_them(tmp_
             assert api.post(CHAT, HELLO | fields, 400)["error"]["param"] == field, fields
 
 
-def test_a_template_without_a_place_refuses_documents_and_switches(api: ApiUnderTest) -> None:
-    for field, value in (
-        ("documents", [{"text": "a"}]),
-        ("reasoning_effort", "low"),
-    ):
-        for path in (CHAT, "/tokenize"):
-            assert api.post(path, HELLO | {field: value}, 400)["error"]["param"] == field
+def test_a_template_without_a_place_refuses_documents(api: ApiUnderTest) -> None:
+    for path in (CHAT, "/tokenize"):
+        error = api.post(path, HELLO | {"documents": [{"text": "a"}]}, 400)["error"]
+        assert error["param"] == "documents"
     assert not api.router.submits

@@ -20,6 +20,7 @@ class RequestRecord:
     id: of its X-Request-Id. method, route: of its path, as a pattern without what a client put into it; None if
     there is no such path. status: of its answer; None if none was begun. key: the name of its API key. begun,
     ended: monotonic times. traceparent: the W3C header of its caller's span. generation: its answers, if any.
+    ignored_fields: names of the body's fields that were accepted without an effect.
     """
 
     id: str
@@ -31,6 +32,7 @@ class RequestRecord:
     key: str | None = None
     traceparent: str | None = None
     generation: Answered | None = None
+    ignored_fields: list[str] = field(default_factory=list)
 
     def line(self) -> dict[str, Any]:
         """Returns the record's line in the log, which has nothing of the texts of prompt or answer."""
@@ -55,6 +57,7 @@ class RequestRecord:
                 "queue_seconds": round(min(waited), 6) if waited else None,
                 "first_token_seconds": round(min(first) - self.begun, 6) if first else None,
                 "finish_reasons": [answer.completion.finish_reason or "abort" for answer in answers],
+                "ignored_fields": self.ignored_fields,
             }
         return line
 

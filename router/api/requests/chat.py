@@ -178,6 +178,8 @@ class Chats:
         if not 0 <= (body.top_logprobs or 0) <= MAX_LOGPROBS:
             raise InvalidParams("top_logprobs", body.top_logprobs, f"0 to {MAX_LOGPROBS}")
         accepted = self._desk.accept(body, request, (body.top_logprobs or 0) if body.logprobs else None)
+        if body.reasoning_effort is not None and not self._dialect.takes_effort:
+            request.state.record.ignored_fields.append("reasoning_effort")
         grammar, field = accepted.grammar, accepted.spec.grammar_field
         mentions_tools = body.tools or body.tool_choice or body.functions or body.function_call
         use = body.tool_use() if mentions_tools else None

@@ -259,9 +259,13 @@ class ChatDialect:
         """The variable that switches the template's reasoning on and off, if it has one."""
         return next((name for name in _THINKING if name in self._names), None)
 
+    @property
+    def takes_effort(self) -> bool:
+        """Whether `reasoning_effort` sets a variable of the template."""
+        return "reasoning_effort" in self._names or self._switch is not None
+
     def _variables(self, chat: Chat, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the variables of the template, those of `defaults` where the request does not set them.
-        Raises InvalidParams for an effort that it does not know."""
+        """Returns the variables of the template, those of `defaults` where the request does not set them."""
         variables = dict(chat.variables)
         switch = self._switch
         effort = chat.effort
@@ -269,9 +273,6 @@ class ChatDialect:
             variables.setdefault("reasoning_effort", effort)
         elif effort is not None and switch is not None:
             variables.setdefault(switch, effort != "none")
-        elif effort not in (None, "none"):
-            allowed = 'null or "none": the model\'s chat template knows no reasoning effort'
-            raise InvalidParams("reasoning_effort", effort, allowed)
         return {**defaults, **variables}
 
 

@@ -2,7 +2,7 @@
 its response. Chats, plain completions and responses add what their prompts need, each in a file of its own.
 
 Requests are pydantic models: types are checked strictly, and null means the default. Fields of other servers
-are refused by name (`refused.py`); unknown fields are ignored. `SamplingParams` checks the ranges, once.
+are renamed or refused (`refused.py`); unknown fields are ignored. `SamplingParams` checks the ranges, once.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from fastapi import Request
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
 
 from lightkv.errors import LightKVError
@@ -43,7 +43,7 @@ from lightkv.token_set import TokenSet
 from .answer_room import kept_bytes, most_tokens
 from .beam_fields import BeamFields
 from .prompts import PromptRoom
-from .refused import Unsupported, refuse_unsupported
+from .refused import HINTS, SECOND_NAMES, Unsupported, by_own_names, refuse_unsupported
 from .structured import compact, grammar_of
 
 MAX_PRIORITY = 2**31 - 1
@@ -106,7 +106,7 @@ class GenerationRequest(BeamFields, RequestBody):
     n: int | None = Field(None, ge=1, description="Number of answers to each prompt; 1 by default.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
+    max_tokens: int | None = Field(None, description="-1: as many as there is room for.")
     max_completion_tokens: int | None = Field(None, description="Replaces max_tokens.")
     temperature: float | None = None
     top_p: float | None = None
@@ -191,9 +191,14 @@ class GenerationRequest(BeamFields, RequestBody):
         None, description="Name the tokens of log-probabilities by their ids, as token_id:5."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _by_own_names(cls, given: Any) -> Any:
+        return by_own_names(given) if isinstance(given, dict) else given
+
     @property
     def stated_max_tokens(self) -> int | None:
-        """The most tokens of an answer, if the request says."""
+        """The most tokens of an answer, if the request says; -1: as many as there is room for."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -222,6 +227,7 @@ class GenerationRequest(BeamFields, RequestBody):
         """
         streams, n = self.stream is True, self.n or 1
         if self.model_extra:
+            refuse_unsupported(self.model_extra, SECOND_NAMES)
             refuse_unsupported(self.model_extra, self.refused)
         if self.stream_options is not None and not streams:
             raise InvalidParams("stream_options", "an object", "it only together with stream: true")
@@ -299,7 +305,14 @@ class Desk:
         settings = self.settings
         model = self.model(body.model)
         namespace, session = self._namespace(request, body), self._session(request, body)
-        stated, default = body.stated_max_tokens, settings.default_max_tokens or body.own_max_tokens
+        stated, own = body.stated_max_tokens, body.own_max_tokens
+        extras = body.model_extra or {}
+        ignored = request.state.record.ignored_fields
+        ignored += [name for name in extras if name in HINTS and extras[name] is not None]
+        if stated == -1:
+            stated = own = None
+            ignored.append("max_tokens")
+        default = settings.default_max_tokens or own
         is_cut = stated is None and (settings.default_max_tokens is not None or default is None)
         field, grammar = body.structure()
         max_tokens = stated if stated is not None else default or MAX_COUNT
@@ -317,7 +330,7 @@ class Desk:
             allowed = f"-1, or 1 to {context}, the length of the context"
             raise InvalidParams("truncate_prompt_tokens", kept, allowed)
         if kept == -1:
-            reserved = 1 if is_cut and body.own_max_tokens is None else params.max_tokens
+            reserved = 1 if is_cut and own is None else params.max_tokens
             kept = max(context - reserved, 1)
         priority = body.priority or 0
         if priority < 0 and not settings.allow_priority:
@@ -331,7 +344,7 @@ class Desk:
                 priority=priority,
                 namespace=namespace,
                 session=session,
-                states_length=stated is not None or body.own_max_tokens is not None,
+                states_length=stated is not None or own is not None,
                 grammar_field=field,
             ),
             grammar=grammar,

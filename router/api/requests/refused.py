@@ -1,8 +1,9 @@
-"""The request fields that other servers support and this one does not, or not by that name.
+"""The request fields of other servers: those that have another name here, those that are only hints, and those
+that this service does not support.
 
-A value of such a field is accepted if the answer is the same without it. Every other value is refused by the
-field's name, so that no client gets an answer that silently ignores its request. docs/api.md lists them,
-without other servers' names.
+A value of an unsupported field is accepted if the answer is the same without it. Every other value is refused
+by the field's name, so that no client gets an answer that silently ignores its request. docs/api.md lists all
+of them.
 """
 
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ _SAMPLER = "a value that switches it off: the sampler's kernels have no such rul
 _TENSORS = "false: the model's inner values stay on its device"
 _TRANSFER = "null: this service computes its K/V itself"
 _REASONS = "null, and use chat_template_kwargs, with the variable of the model's chat template"
-# What is written here for other servers' names, which mean the same.
+# Names that other servers have for fields of this one. Both names mean exactly the same.
 RENAMED = {
     "max_new_tokens": "max_tokens",
     "n_predict": "max_tokens",
@@ -50,6 +51,8 @@ RENAMED = {
     "grammar": "structured_outputs.grammar",
     "structural_tag": "structured_outputs.structural_tag",
 }
+# No answer is wrong without them, so they are accepted without an effect, and the log of requests names them.
+HINTS = frozenset({"store", "service_tier", "verbosity", "reasoning_effort"})
 
 
 def _each(names: str, harmless: tuple[Any, ...], instead: str) -> tuple[Unsupported, ...]:
@@ -57,8 +60,7 @@ def _each(names: str, harmless: tuple[Any, ...], instead: str) -> tuple[Unsuppor
 
 
 UNSUPPORTED = (
-    # Other names
-    *(Unsupported(name, (), f"null, and use {field}") for name, field in RENAMED.items()),
+    # Other forms
     Unsupported("do_sample", (True,), "true, or null and temperature: 0 for the likeliest tokens"),
     Unsupported("early_stopping", (False,), "false: a search ends once no growing beam would be better"),
     Unsupported("num_beams", (1,), "1, and use use_beam_search with so many beams in best_of"),
@@ -75,7 +77,6 @@ UNSUPPORTED = (
     Unsupported("task", (), "null, and put the instruction into a message"),
     # Reasoning
     *_each("thinking_token_budget thinking_budget", (), _BUDGET),
-    Unsupported("verbosity", ("medium",), '"medium", and ask for it in a message'),
     # The choice of tokens
     *_each(
         "logits_processors custom_logit_processor", ([],), "none: this service runs no code from requests"
@@ -91,7 +92,10 @@ UNSUPPORTED = (
     Unsupported("max_length", (), "null, and use max_tokens: it counts the prompt, too"),
     Unsupported("min_length", (0,), "0, and use min_tokens: it counts the prompt, too"),
     Unsupported("no_stop_trim", (False,), "false, and use include_stop_str_in_output"),
+    # Ollama's own
     Unsupported("options", ({},), "none: each option is a separate field here"),
+    Unsupported("format", ("",), "null, and use response_format"),
+    Unsupported("num_ctx", (), "null: the service is started with its context, --max-model-len"),
     Unsupported("lora_path", (), "null: this service has one model, without adapters"),
     # What is returned
     Unsupported("logprob_token_ids", (), _LOGPROBS),
@@ -104,9 +108,7 @@ UNSUPPORTED = (
     ),
     Unsupported("return_meta_info", (False,), "false: the form of OpenAI's answers has no place for it"),
     Unsupported("detokenize", (True,), "true, and use return_token_ids, which are beside the text"),
-    Unsupported("store", (False,), "false: answers are not kept"),
     Unsupported("moderation", (), "null: answers are not moderated"),
-    Unsupported("service_tier", ("auto", "default"), '"auto" or "default"; priority orders requests here'),
     Unsupported("web_search_options", (), "null: this service does not search the web"),
     # Sound and pictures
     Unsupported("modalities", (["text"],), '["text"]: this service supports only text'),
@@ -118,6 +120,7 @@ UNSUPPORTED = (
 )
 UNSUPPORTED_ON_CHAT = (
     *_each("enable_thinking thinking", (), _REASONS),
+    Unsupported("think", (), 'null, and use reasoning_effort, whose value "none" switches reasoning off'),
     Unsupported("reasoning", ({},), "null, and use reasoning_effort"),
     Unsupported("echo", (False,), "false: an answer never repeats the chat"),
     Unsupported("suffix", ("",), "none: an answer ends the chat"),
@@ -131,7 +134,7 @@ UNSUPPORTED_ON_COMPLETIONS = (
     *_each("tool_choice function_call", ("none", "auto"), _TOOLS),
     Unsupported("parallel_tool_calls", (True, False), _TOOLS),
     Unsupported("reasoning", ({},), "null: a plain completion has no chat template"),
-    *_each("reasoning_effort enable_thinking thinking", (), "null: a plain completion has no chat template"),
+    *_each("enable_thinking thinking think", (), "null: a plain completion has no chat template"),
     Unsupported("documents", ([],), "null: a plain completion has no chat template"),
     Unsupported("include_reasoning", (True,), "true: the text includes reasoning as the model wrote it"),
 )
@@ -141,10 +144,32 @@ UNSUPPORTED_IN_MESSAGES = (
     *_each("images videos audios", ([],), _MEDIA),
 )
 
+SECOND_NAMES = {
+    name: Unsupported(name, (), f"null, or leave out the other field that means {field}")
+    for name, field in RENAMED.items()
+}
 _BY_NAME = {one.field: one for one in UNSUPPORTED}
 CHAT = _BY_NAME | {one.field: one for one in UNSUPPORTED_ON_CHAT}
 COMPLETIONS = _BY_NAME | {one.field: one for one in UNSUPPORTED_ON_COMPLETIONS}
 MESSAGES = {one.field: one for one in UNSUPPORTED_IN_MESSAGES}
+
+
+def by_own_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a body in which the fields of RENAMED have this service's names. What is given by two names keeps
+    the second one, which is then refused (`SECOND_NAMES`)."""
+    own = {name: value for name, value in given.items() if name not in RENAMED}
+    taken: set[str] = set()
+    for name, value in given.items():
+        place = RENAMED.get(name)
+        if place is None or value is None:
+            continue
+        field, _, key = place.partition(".")
+        if given.get(field) is not None or place in taken:
+            own[name] = value
+            continue
+        taken.add(place)
+        own[field] = {**(own.get(field) or {}), key: value} if key else value
+    return own
 
 
 def refuse_unsupported(given: Mapping[str, Any], unsupported: Mapping[str, Unsupported]) -> None:

@@ -33,7 +33,6 @@ _CHAT_ONLY = {
     "max_completion_tokens": "null, and use max_output_tokens",
     "logprobs": f"null, and send {LOGPROBS!r} in include",
     "reasoning_effort": "null, and use reasoning.effort",
-    "verbosity": "null, and use text.verbosity",
     "prompt_logprobs": "null: a response has no place for them; /v1/chat/completions has",
     "return_token_ids": "null: a response has no place for them; /v1/chat/completions has",
 }
@@ -41,9 +40,17 @@ _CHAT_NAMES = {
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
-    "verbosity": "text.verbosity",
     "messages": "input",
 }
+_OWN_AND_CHATS = (
+    "model",
+    "temperature",
+    "top_p",
+    "stream",
+    "stream_options",
+    "parallel_tool_calls",
+    "store",
+)
 _LABELS = ("metadata", "max_tool_calls")  # they change no answer, and the response repeats metadata
 
 
@@ -69,7 +76,7 @@ class ResponseRequest(RequestBody):
     reasoning: Object | None = None
     include: list[str] | None = Field(None, description=f"{LOGPROBS} adds log-probabilities.")
     top_logprobs: int | None = None
-    store: bool | None = Field(None, description="false, which is the default: responses are not kept.")
+    store: bool | None = Field(None, description="Without an effect: responses are not kept.")
     previous_response_id: str | None = Field(None, description="null: responses are not kept.")
     background: bool | None = None
     truncation: str | None = None
@@ -88,7 +95,7 @@ class ResponseRequest(RequestBody):
                     raise InvalidParams(name, value, _CHAT_ONLY[field])
                 del extras[name]
         fields: dict[str, Any] = {name: extras[name] for name in extras if name not in _LABELS}
-        for name in ("model", "temperature", "top_p", "stream", "stream_options", "parallel_tool_calls"):
+        for name in _OWN_AND_CHATS:
             fields[name] = getattr(self, name)
         fields["max_completion_tokens"] = self.max_output_tokens
         fields["messages"] = self.messages()
@@ -149,8 +156,6 @@ class ResponseRequest(RequestBody):
             value = getattr(self, name, None) or extras.get(name)
             if value is not None:
                 raise InvalidParams(name, value, _STATE)
-        if self.store:
-            raise InvalidParams("store", self.store, "false: the service keeps no responses")
         if self.background:
             raise InvalidParams("background", self.background, "false: a response is sent as it is made")
         if self.truncation not in (None, "disabled"):
@@ -159,7 +164,7 @@ class ResponseRequest(RequestBody):
     def _form(self) -> dict[str, Any]:
         """Returns the chat's fields for `text`."""
         text = self.text or {}
-        fields = {"verbosity": text.get("verbosity")}
+        fields = {} if text.get("verbosity") is None else {"verbosity": text["verbosity"]}
         form = text.get("format")
         if form is None or form == {"type": "text"}:
             return fields

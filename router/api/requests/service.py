@@ -8,7 +8,6 @@ from fastapi import Request
 from starlette.responses import Response
 
 from lightkv import __version__
-from lightkv.errors import LightKVError
 from lightkv.router.api.answers.bodies import (
     CacheEvicted,
     Model,
@@ -21,16 +20,6 @@ from lightkv.router.api.answers.sessions import UnknownSession
 from lightkv.router.api.metrics import CONTENT_TYPE
 
 from .generation import Desk, json_response
-
-
-class NoEmbeddings(LightKVError):
-    """The request wants embeddings, which this service does not compute."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "/v1/embeddings does not exist here: this service generates text; send embeddings to a service of "
-            "an embedding model, such as Text Embeddings Inference, Infinity or vLLM"
-        )
 
 
 class ServiceRoutes:
@@ -49,10 +38,6 @@ class ServiceRoutes:
         if not self._backend.sessions.release(self._desk.session_name(request, session_id)):
             raise UnknownSession(session_id)
         return json_response(ReleasedSession(id=session_id, object="session", released=True))
-
-    async def embed(self) -> Response:
-        """POST /v1/embeddings: say what to use in its place."""
-        raise NoEmbeddings
 
     async def models(self) -> Response:
         """GET /v1/models: return the names that requests may use for the model."""
