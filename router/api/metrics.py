@@ -18,6 +18,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
 _INTER_TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
 _E2E_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
+# vLLM's, for the parts of a request's time; and 1, 2 and 5 times each power of ten, for its tokens.
+_PART_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 # Name, description, and how the value is computed from the router's counts.
 _GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
@@ -129,8 +132,9 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
 class ServiceMetrics:
     """All metrics of one service. `latest` returns the router's latest status.
 
-    An `AnswerClock` (answers/generation.py) updates the histograms `ttft`, `inter_token` and `e2e` (seconds)
-    and the counter `finished`.
+    An `AnswerClock` (answers/generation.py) updates the histograms `ttft`, `inter_token`, `e2e`, `queue`,
+    `prefill` and `decode` (seconds), `prompt_tokens`, `generation_tokens` and `max_tokens` (tokens), and the
+    counter `finished`.
     """
 
     def __init__(self, model: str, latest: Callable[[], LatestStatus]) -> None:
@@ -149,6 +153,28 @@ class ServiceMetrics:
         )
         self.e2e = histogram(
             "vllm:e2e_request_latency_seconds", "Time from a request to its end.", _E2E_BUCKETS
+        )
+        self.queue = histogram(
+            "vllm:request_queue_time_seconds", "Time from a request to its admission.", _PART_BUCKETS
+        )
+        self.prefill = histogram(
+            "vllm:request_prefill_time_seconds",
+            "Time from a request's admission to its first token.",
+            _PART_BUCKETS,
+        )
+        self.decode = histogram(
+            "vllm:request_decode_time_seconds",
+            "Time from a request's first token to its last one.",
+            _PART_BUCKETS,
+        )
+        self.prompt_tokens = histogram(
+            "vllm:request_prompt_tokens", "Tokens of a request's prompt.", _TOKEN_BUCKETS
+        )
+        self.generation_tokens = histogram(
+            "vllm:request_generation_tokens", "Tokens of a request's answer.", _TOKEN_BUCKETS
+        )
+        self.max_tokens = histogram(
+            "vllm:request_params_max_tokens", "The most tokens that a request may generate.", _TOKEN_BUCKETS
         )
         self.finished = Counter(
             "vllm:request_success",

@@ -407,6 +407,10 @@ def test_metrics_measure_answers(fresh: ApiUnderTest) -> None:
     lines = metrics_text(fresh).splitlines()
     assert 'vllm:time_to_first_token_seconds_count{model_name="smol"} 2.0' in lines
     assert 'vllm:inter_token_latency_seconds_count{model_name="smol"} 8.0' in lines
+    assert 'vllm:request_queue_time_seconds_count{model_name="smol"} 2.0' in lines
+    assert 'vllm:request_prompt_tokens_sum{model_name="smol"} 2.0' in lines
+    assert 'vllm:request_generation_tokens_sum{model_name="smol"} 10.0' in lines
+    assert 'vllm:request_params_max_tokens_sum{model_name="smol"} 10.0' in lines
     assert 'vllm:request_success_total{finished_reason="length",model_name="smol"} 2.0' in lines
 
 

@@ -149,7 +149,9 @@ def test_metrics_come_from_the_latest_status() -> None:
 
 def test_an_answer_is_timed_from_its_beginning_to_its_end() -> None:
     metrics = ServiceMetrics("m", lambda: LatestStatus(Status("ready", "", LOAD), 0.0))
-    clock = AnswerClock(metrics)
+    clock = AnswerClock(metrics, num_prompt=30, max_tokens=4)
+    clock.begun -= 2
+    clock.waited = 0.75
     for _ in range(4):
         clock.token()
     clock.finish("length")
@@ -158,14 +160,33 @@ def test_an_answer_is_timed_from_its_beginning_to_its_end() -> None:
     assert samples["vllm:inter_token_latency_seconds_count"] == 3
     assert samples["vllm:e2e_request_latency_seconds_count"] == 1
     assert samples['vllm:request_success_total{finished_reason="length"}'] == 1
+    for name in ("queue_time_seconds", "prefill_time_seconds", "decode_time_seconds"):
+        assert samples[f"vllm:request_{name}_count"] == 1
+    assert samples["vllm:request_queue_time_seconds_sum"] == 0.75
+    parts = [samples[f"vllm:request_{name}_time_seconds_sum"] for name in ("queue", "prefill", "decode")]
+    assert parts[1] >= 1.25
+    assert sum(parts) <= samples["vllm:e2e_request_latency_seconds_sum"] + 1e-9
+    for name, value in (("prompt_tokens", 30), ("generation_tokens", 4), ("params_max_tokens", 4)):
+        assert samples[f"vllm:request_{name}_sum"] == value
+    assert samples['vllm:request_prompt_tokens_bucket{le="20.0"}'] == 0
+    assert samples['vllm:request_prompt_tokens_bucket{le="50.0"}'] == 1
     assert samples["vllm:time_to_first_token_seconds_sum"] >= 0
     assert samples["vllm:time_to_first_token_seconds_sum"] <= samples["vllm:e2e_request_latency_seconds_sum"]
+
+
+def test_an_answer_without_a_token_has_sizes_and_no_phases() -> None:
+    metrics = ServiceMetrics("m", lambda: LatestStatus(Status("ready", "", LOAD), 0.0))
+    AnswerClock(metrics, num_prompt=30, max_tokens=4).finish("lost")
+    samples = values(metrics)
+    assert samples["vllm:request_generation_tokens_count"] == 1
+    assert samples["vllm:request_generation_tokens_sum"] == 0
+    assert samples["vllm:request_queue_time_seconds_count"] == 0
 
 
 def test_two_services_in_one_process_share_nothing() -> None:
     first, second = (
         ServiceMetrics("m", lambda: LatestStatus(Status("ready", "", LOAD), 0.0)) for _ in range(2)
     )
-    AnswerClock(first).finish("stop")
+    AnswerClock(first, 1, 1).finish("stop")
     assert 'vllm:request_success_total{finished_reason="stop"}' in values(first)
     assert 'vllm:request_success_total{finished_reason="stop"}' not in values(second)

@@ -472,9 +472,9 @@ def test_spans_beyond_the_queue_are_dropped() -> None:
 
 def test_a_request_becomes_spans_below_its_callers(api: ApiUnderTest) -> None:
     exporter = InMemorySpanExporter()
-    clock = type("Clock", (), {"begun": 10.0, "first": 12.0, "ended": 15.0})
+    clock = type("Clock", (), {"begun": 10.0, "first": 12.0, "ended": 15.0, "waited": 0.5})
     completion = type("Completion", (), {"finish_reason": "stop"})
-    answer: Any = type("Answer", (), {"clock": clock, "waited": 0.5, "index": 0, "completion": completion})
+    answer: Any = type("Answer", (), {"clock": clock, "index": 0, "completion": completion})
     generation: Any = type(
         "Generation",
         (),

@@ -42,7 +42,7 @@ def test_the_services_own_metrics_are_read() -> None:
     metrics = ServiceMetrics('a "name"', lambda: latest)
     for seconds in (0.02, 0.02, 0.4):
         metrics.ttft.observe(seconds)
-    AnswerClock(metrics).finish("stop")
+    AnswerClock(metrics, 1, 1).finish("stop")
     found = observed(metrics.text().decode())
     assert found.model == 'a "name"'
     assert found.first_token[0.025] == 2.0

@@ -1,5 +1,6 @@
 """Answers by beam search: rounds of requests to the router, each of one token a beam."""
 
+from copy import copy
 from dataclasses import replace
 
 from starlette.types import Receive
@@ -12,7 +13,6 @@ from lightkv.router.text.completion import Completion
 
 from .generation import (
     Answer,
-    AnswerClock,
     Backend,
     BeamAnswers,
     Generation,
@@ -67,6 +67,6 @@ def _answer(backend: Backend, beam: Beam, params: SamplingParams, first: Answer)
     last = len(beam.token_ids) - 1
     for place, token in enumerate(beam.token_ids):
         completion.push(TokenEvent("", token, beam.finish_reason if place == last else None))
-    clock = AnswerClock(backend.metrics)
-    clock.begun, clock.first = first.clock.begun, first.clock.first
-    return Answer(0, first.prompt_idx, completion, clock, False, first.num_cached, first.waited)
+    clock = copy(first.clock)
+    clock.ended = None  # until the request has ended
+    return Answer(0, first.prompt_idx, completion, clock, False, first.num_cached)

@@ -61,22 +61,30 @@ _FAILURES: dict[str, Callable[[str], LightKVError]] = {
 
 
 class AnswerClock:
-    """Measures the times of one answer, which it also adds to the metrics, from its beginning to `finish`.
+    """Measures the times and tokens of one answer, which it also adds to the metrics, from its beginning to
+    `finish`.
 
-    `begun`, `first`, `ended`: monotonic times of its begin, its first token and its end; None until then.
+    `num_prompt`, `max_tokens`: the tokens of its prompt, and the most that it may have. `begun`, `first`,
+    `ended`: monotonic times of its begin, its first token and its end; None until then. `waited`: the seconds
+    that it was queued, once it has a token.
     """
 
-    def __init__(self, metrics: ServiceMetrics) -> None:
+    def __init__(self, metrics: ServiceMetrics, num_prompt: int, max_tokens: int) -> None:
         self._metrics = metrics
+        self._num_prompt = num_prompt
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
         self.begun = time.monotonic()
         self.first: float | None = None
         self.ended: float | None = None
+        self.waited: float | None = None
         self._last = self.begun
 
     def token(self) -> None:
         """Notes the arrival of a token. Of tokens that arrive together, the first ends an interval and the
         others have intervals of nearly 0."""
         now = time.monotonic()
+        self._num_tokens += 1
         if self.first is None:
             self.first = now
             self._metrics.ttft.observe(now - self.begun)
@@ -86,9 +94,18 @@ class AnswerClock:
 
     def finish(self, reason: str) -> None:
         """Notes the end of the answer. `reason`: "stop", "length", "abort", "invalid", "error" or "lost"."""
+        metrics = self._metrics
         self.ended = time.monotonic()
-        self._metrics.e2e.observe(self.ended - self.begun)
-        self._metrics.finished.labels(self._metrics.model, reason).inc()
+        metrics.e2e.observe(self.ended - self.begun)
+        metrics.prompt_tokens.observe(self._num_prompt)
+        metrics.generation_tokens.observe(self._num_tokens)
+        metrics.max_tokens.observe(self._max_tokens)
+        if self.first is not None:
+            waited = min(self.waited or 0.0, self.first - self.begun)
+            metrics.queue.observe(waited)
+            metrics.prefill.observe(self.first - self.begun - waited)
+            metrics.decode.observe(self._last - self.first)
+        metrics.finished.labels(metrics.model, reason).inc()
 
 
 @dataclass(frozen=True)
@@ -122,8 +139,7 @@ class Answer:
 
     `index`: its number among the answers of the HTTP request. `scored`: the tokens of its text with their
     log-probabilities, if it `has_logprobs` (a stop token does not belong to the text). `total_logprob`: that of
-    all its tokens, where they have any. `num_cached`: prompt tokens found in the cache. `waited`: the seconds
-    that it was queued, once it has a token.
+    all its tokens, where they have any. `num_cached`: prompt tokens found in the cache.
     """
 
     index: int
@@ -132,7 +148,6 @@ class Answer:
     clock: AnswerClock
     has_logprobs: bool
     num_cached: int = 0
-    waited: float | None = None
     total_logprob: float = 0.0
     scored: GrowingScores = field(default_factory=GrowingScores)
 
@@ -176,7 +191,8 @@ class Backend:
             asked = []
             for seed, completion in plan.begin(spec.shown_ids):
                 asked.append(NewAnswer(uuid.uuid4().hex, seed))
-                answer = Answer(len(answers), prompt_idx, completion, AnswerClock(self.metrics), has_logprobs)
+                clock = AnswerClock(self.metrics, len(prompt_ids) // TOKEN_BYTES, params.max_tokens)
+                answer = Answer(len(answers), prompt_idx, completion, clock, has_logprobs)
                 answers[asked[-1].request_id] = answer
             prompts.append(NewPrompt(prompt_ids, asked))
         submit = Submit(
@@ -297,7 +313,7 @@ class Generation:
             return
         if event.num_cached is not None:
             answer.num_cached = event.num_cached
-            answer.waited = event.waited
+            answer.clock.waited = event.waited
         if not self._spec.shows_answer:
             event = msgspec.structs.replace(event, token=None, finish_reason="length")
         logprobs = event.logprobs

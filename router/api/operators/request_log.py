@@ -48,8 +48,9 @@ class RequestRecord:
         generation = self.generation
         if generation is not None:
             answers = generation.answers
-            waited = [answer.waited for answer in answers if answer.waited is not None]
-            first = [answer.clock.first for answer in answers if answer.clock.first is not None]
+            clocks = [answer.clock for answer in answers]
+            waited = [clock.waited for clock in clocks if clock.waited is not None]
+            first = [clock.first for clock in clocks if clock.first is not None]
             line |= {
                 "prompt_tokens": generation.num_prompt_tokens,
                 "cached_tokens": generation.num_hit_tokens,

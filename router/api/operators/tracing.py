@@ -99,7 +99,7 @@ def phases(answer: Answer, ended: float) -> list[tuple[str, float, float]]:
     clock = answer.clock
     if clock.first is None:
         return [("queue", clock.begun, clock.ended or ended)]
-    admitted = min(clock.begun + (answer.waited or 0.0), clock.first)
+    admitted = min(clock.begun + (clock.waited or 0.0), clock.first)
     return [
         ("queue", clock.begun, admitted),
         ("prefill", admitted, clock.first),
