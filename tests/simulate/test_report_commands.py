@@ -1,5 +1,7 @@
 """`lightkv simulate --report` and `lightkv simulate-report`: the files that they write and refuse."""
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,20 @@ def test_a_simulation_writes_its_report_and_prints_what_it_did(tmp_path: Path) -
     code, _, notes = run("simulate-report", out, out, "--report", again)
     assert (code, notes) == (0, f"2 results drawn in {again}".replace("\n", ""))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again.html", "out.html", "out.json"]
+
+
+def test_the_example_of_the_docs_prints_what_they_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "using.md").read_text(encoding="utf-8")
+    ((command, told),) = re.findall(r"^\$ lightkv (simulate .*)\n((?:(?!```).*\n)*)```$", page, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)  # the report goes there
+    code, printed, _ = run(*shlex.split(command))
+    *lines, rest, result = told.splitlines()
+    assert (code, rest, len(lines)) == (0, "…", 4)
+    assert set(lines) <= {*printed.splitlines()}
+    start, _, end = result.partition(" …")
+    assert (end, printed.splitlines()[-1].startswith(start)) == ("}", True)
 
 
 @pytest.mark.parametrize("option", ["--out", "--report"])
