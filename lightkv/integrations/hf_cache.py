@@ -135,7 +135,7 @@ class LightKVCache(Cache):
         )
         owner, sizes = weakref.proxy(self), [one.size for one in shape.lifetimes]
         span = max(sizes)  # of all sliding layers, since models make one mask for several layers
-        layers = [CacheLayer(owner, layer_idx, span if size else 0) for layer_idx, size in enumerate(sizes)]
+        layers: list[Any] = [CacheLayer(owner, idx, span if size else 0) for idx, size in enumerate(sizes)]
         Cache.__init__(self, layers=layers)
         self._start(model, kv, backends)
 

@@ -30,8 +30,9 @@ from lightkv.router.api.http.guard import (
 )
 from lightkv.router.api.http.stream import failure_status
 from lightkv.router.api.operators.request_log import write_line
-from lightkv.router.api.requests.generation import InvalidHeader, UnknownModel
+from lightkv.router.api.requests.generation import UnknownModel
 from lightkv.router.api.requests.prompts import PromptTooLong
+from lightkv.router.api.requests.sharing import InvalidHeader
 from lightkv.router.engine.request import InvalidPrompt, NeverFits
 from lightkv.router.sampling_params import InvalidParams
 from lightkv.router.service.access.key_file import ApiKeys

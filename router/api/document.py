@@ -24,7 +24,7 @@ from lightkv.router.api.answers.bodies import (
     Version,
 )
 from lightkv.router.api.http.guard import ErrorBody
-from lightkv.router.api.requests.generation import MAX_SESSION_ID
+from lightkv.router.api.requests.sharing import MAX_SESSION_ID
 from lightkv.router.config import NAMESPACE_HEADER, SESSION_HEADER
 from lightkv.router.engine.step import PoolMap
 from lightkv.router.service.messages import Load, State

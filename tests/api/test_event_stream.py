@@ -1,5 +1,6 @@
 """The chunks of a stream: their events, and how they are framed for HTTP."""
 
+from itertools import chain
 from typing import Any
 
 import h11

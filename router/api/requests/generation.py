@@ -5,7 +5,6 @@ Requests are pydantic models: types are checked strictly, and null means the def
 are renamed or refused (`refused.py`); unknown fields are ignored. `SamplingParams` checks the ranges, once.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -28,13 +27,12 @@ from lightkv.router.api.answers.generation import (
     unless_disconnected,
 )
 from lightkv.router.api.answers.response_writer import ResponseWriter
-from lightkv.router.api.answers.sessions import SessionUse
 from lightkv.router.api.grammars.checker import GrammarChecker
 from lightkv.router.api.grammars.owner import owner_of
 from lightkv.router.api.http.body import BodyRequest
 from lightkv.router.api.http.paced import LongResponse, Pacer
 from lightkv.router.api.http.stream import EventStream
-from lightkv.router.config import MAX_SECONDS, NAMESPACE_HEADER, SESSION_HEADER
+from lightkv.router.config import MAX_SECONDS
 from lightkv.router.engine.request import NeverFits
 from lightkv.router.sampling_params import MAX_COUNT, Grammar, InvalidParams, SamplingParams
 from lightkv.router.service.api_settings import ApiSettings
@@ -44,10 +42,10 @@ from .answer_room import kept_bytes, most_tokens
 from .beam_fields import BeamFields
 from .prompts import PromptRoom
 from .refused import HINTS, SECOND_NAMES, Unsupported, by_own_names, refuse_unsupported
+from .sharing import MAX_SESSION_ID, namespace_of, session_of
 from .structured import compact, grammar_of
 
 MAX_PRIORITY = 2**31 - 1
-MAX_SESSION_ID = 256  # characters
 # fail_fast: a list of a million wrong items is one error, not a million.
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -60,16 +58,6 @@ class UnknownModel(LightKVError):
 
     def __init__(self, model: str, known: Sequence[str]) -> None:
         super().__init__(f"the model {model!r} does not exist here; give one of {', '.join(known)}")
-
-
-class InvalidHeader(LightKVError):
-    """A header that the service requires is missing, empty or given several times."""
-
-    def __init__(self, name: str, num_given: int) -> None:
-        super().__init__(
-            f"the request has {num_given} headers {name}, or an empty one; send one that names the cache "
-            "namespace"
-        )
 
 
 class RequestBody(BaseModel):
@@ -304,7 +292,8 @@ class Desk:
         InvalidParams, UnknownModel, InvalidHeader, and RequestRefused unless the service is ready."""
         settings = self.settings
         model = self.model(body.model)
-        namespace, session = self._namespace(request, body), self._session(request, body)
+        namespace = namespace_of(settings, request, body.cache_salt)
+        session = session_of(settings, request, body.session_id, body.session_ttl)
         stated, own = body.stated_max_tokens, body.own_max_tokens
         extras = body.model_extra or {}
         ignored = request.state.record.ignored_fields
@@ -437,44 +426,6 @@ class Desk:
             raise UnknownModel(name, known)
         return name
 
-    def session_name(self, request: Request, session_id: str) -> str:
-        """Returns the session's name in the service, which has its owner: the API key and, where the cache is
-        divided by the header, its value. Raises InvalidHeader."""
-        owner = request.state.api_key or b""
-        if self.settings.cache_namespace == "header":
-            owner += b"\n" + _tenant(request)
-        return f"{hashlib.sha256(owner).hexdigest()}/{session_id}"
-
-    def _namespace(self, request: Request, body: GenerationRequest) -> tuple[str, ...]:
-        """Returns the namespace within which the request shares cached prefixes. Raises InvalidHeader."""
-        salts = (body.cache_salt,) if body.cache_salt else ()
-        match self.settings.cache_namespace:
-            case "key":
-                tenant: bytes = request.state.api_key
-            case "header":
-                tenant = _tenant(request)
-            case _:
-                return salts
-        # The router stores the names of its prefix trees, so it gets a hash and never an API key.
-        return (hashlib.sha256(tenant).hexdigest(), *salts)
-
-    def _session(self, request: Request, body: GenerationRequest) -> SessionUse | None:
-        """Returns the session that the body names or, if it names none, the header. Raises InvalidParams,
-        InvalidHeader."""
-        given = request.headers.get(SESSION_HEADER, "")
-        if len(given) > MAX_SESSION_ID:  # also of a header that the body's session replaces, as documented
-            what = f"{len(given)} bytes in {SESSION_HEADER}"
-            raise InvalidParams("session_id", what, f"at most {MAX_SESSION_ID}")
-        session_id = body.session_id
-        if session_id is None:
-            session_id = given.encode("latin-1").decode("utf-8", "replace")
-        if not session_id:
-            if body.session_ttl is not None:
-                raise InvalidParams("session_ttl", body.session_ttl, "it together with a session_id")
-            return None
-        ttl = self.settings.session_ttl if body.session_ttl is None else body.session_ttl
-        return SessionUse(self.session_name(request, session_id), ttl)
-
     def _over_queue(self, num_prompts: int, n: int) -> InvalidParams:
         """Returns the error where the queue could never hold all answers, which have to be queued together."""
         most = self.settings.max_queued_requests
@@ -485,14 +436,6 @@ class Desk:
 def json_response(content: Any, status: int = 200) -> Response:
     """Returns a response with a body of JSON."""
     return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
-def _tenant(request: Request) -> bytes:
-    """Returns the value of the header that names the cache namespace. Raises InvalidHeader."""
-    values = request.headers.getlist(NAMESPACE_HEADER)
-    if len(values) != 1 or not values[0]:
-        raise InvalidHeader(NAMESPACE_HEADER, len(values))
-    return values[0].encode("latin-1")
 
 
 def _by_token(logit_bias: dict[str, Any]) -> dict[int, Any]:

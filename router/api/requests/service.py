@@ -20,6 +20,7 @@ from lightkv.router.api.answers.sessions import UnknownSession
 from lightkv.router.api.metrics import CONTENT_TYPE
 
 from .generation import Desk, json_response
+from .sharing import session_name
 
 
 class ServiceRoutes:
@@ -35,7 +36,7 @@ class ServiceRoutes:
     async def release_session(self, request: Request) -> Response:
         """POST /v1/sessions/{session_id}/release: end a session; its tokens are cached like any others."""
         session_id = request.path_params["session_id"]
-        if not self._backend.sessions.release(self._desk.session_name(request, session_id)):
+        if not self._backend.sessions.release(session_name(self._desk.settings, request, session_id)):
             raise UnknownSession(session_id)
         return json_response(ReleasedSession(id=session_id, object="session", released=True))
 
