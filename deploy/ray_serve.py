@@ -21,7 +21,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from string import punctuation
@@ -156,26 +155,32 @@ class Replica:
         return response
 
     async def check_health(self) -> None:
-        """Raises unless the service takes requests. Ray Serve replaces a replica that keeps failing."""
-        async with self._ask("/ready") as answer:
-            if answer.status != 200:
-                raise RuntimeError(f"the service is not ready: {await answer.text()}")
+        """Raises RuntimeError unless the service takes requests. Ray Serve replaces a replica that keeps
+        failing."""
+        status, text = await self._ask("/ready")
+        if status != 200:
+            raise RuntimeError(f"the service is not ready: {text}")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns the service's waiting prompt tokens, and the share of its pool that requests hold."""
-        async with self._ask("/metrics") as answer:
-            lines = (await answer.text()).splitlines()
+        _, text = await self._ask("/metrics")
         return {
             name: float(line.rsplit(" ", 1)[1])
             for name, start in _METRICS.items()
-            for line in lines
+            for line in text.splitlines()
             if line.startswith(start)
         }
 
-    def _ask(self, path: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    async def _ask(self, path: str) -> tuple[int, str]:
+        """Returns the status and the text of the service's answer. Raises RuntimeError if there is none: Ray
+        pickles errors for its controller, and aiohttp's cannot be unpickled."""
         key = os.environ.get(_KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return self._session.get(_LOCAL + path, headers=headers)
+        try:
+            async with self._session.get(_LOCAL + path, headers=headers) as answer:
+                return answer.status, await answer.text()
+        except aiohttp.ClientError as error:
+            raise RuntimeError(f"the service does not answer {path}: {error}") from None
 
     async def __del__(self) -> None:
         """Lets the service drain and end."""

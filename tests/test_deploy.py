@@ -83,6 +83,24 @@ def test_the_probes_ask_routes_that_there_are() -> None:
     assert probes["livenessProbe"]["path"] == "/health"
 
 
+def test_a_pod_has_a_model_its_resources_and_the_keys() -> None:
+    (container,) = of_kind("Deployment")["spec"]["template"]["spec"]["containers"]
+    assert "/" in options_of(container["args"])["model"]
+    resources = container["resources"]
+    assert resources["limits"].keys() == {"memory", "nvidia.com/gpu"}
+    assert resources["requests"].keys() == {"cpu", "memory"}
+    text = (DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")
+    (source,) = container["envFrom"]
+    assert f"kubectl create secret generic {source['secretRef']['name']} " in text
+    assert re.findall(r"--from-literal=(\w+)=", text)[0] == API_KEY_VARIABLE
+
+
+def test_an_update_needs_no_further_gpu() -> None:
+    deployment = of_kind("Deployment")["spec"]
+    assert deployment["strategy"] == {"rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0}}
+    assert deployment["replicas"] > 1  # so that the others serve meanwhile
+
+
 def test_a_pod_has_the_time_to_drain() -> None:
     pod = of_kind("Deployment")["spec"]["template"]["spec"]
     (container,) = pod["containers"]

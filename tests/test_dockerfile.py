@@ -3,12 +3,15 @@
 `make lint` checks its style with hadolint. The images are not built here.
 """
 
+import http.server
 import json
 import re
 import shlex
 import shutil
+import ssl
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,25 @@ from lightkv.router.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+# Of nobody: a key and its certificate that were made for these tests alone.
+CERTIFICATE = """\
+-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQg+uTx3J/bey1fUCvR
+UeSl4pKzl5dW1yGDxmWVkEfgNAmhRANCAAQkuBKbBwLvzyv3in8FMdN3Rjk08Zre
+/RUaLyS7QAv5p2V6W6xT+6zwur1VRwxLxCsE4aSQeLq3zhyal+0UGHPp
+-----END PRIVATE KEY-----
+-----BEGIN CERTIFICATE-----
+MIIBhjCCASugAwIBAgIURhEAdVsoakhRT0a2JV0jJ/wBaI0wCgYIKoZIzj0EAwIw
+FzEVMBMGA1UEAwwMbGlnaHRrdi10ZXN0MCAXDTI2MTEyODE4MTM0MloYDzIxMjYx
+MTA0MTgxMzQyWjAXMRUwEwYDVQQDDAxsaWdodGt2LXRlc3QwWTATBgcqhkjOPQIB
+BggqhkjOPQMBBwNCAAQkuBKbBwLvzyv3in8FMdN3Rjk08Zre/RUaLyS7QAv5p2V6
+W6xT+6zwur1VRwxLxCsE4aSQeLq3zhyal+0UGHPpo1MwUTAdBgNVHQ4EFgQUk7KD
+wcoKEWBLufzO7941aMs/+48wHwYDVR0jBBgwFoAUk7KDwcoKEWBLufzO7941aMs/
++48wDwYDVR0TAQH/BAUwAwEB/zAKBggqhkjOPQQDAgNJADBGAiEA/jHFmt2SrGuA
+dZgGO/298Y3GkF7euq8gLbNEhavwLioCIQD1eiyyrVbPK9k2eqqFAJ+p2oo5amb/
+k/5ToTsOD+Qwzw==
+-----END CERTIFICATE-----
+"""
 LINES = re.sub(r"\\\n\s*", "", TEXT).splitlines()
 
 
@@ -85,6 +107,33 @@ def test_the_entrypoint_is_understood(more: list[str]) -> None:
     found = command.make_context(name, rest).params
     assert (found["host"], found["port"]) == ("0.0.0.0", 8000)
     assert instructions("EXPOSE") == ["8000"]
+
+
+@pytest.mark.parametrize(
+    ("tls", "status", "is_healthy"),
+    [(False, 200, True), (False, 503, False), (True, 200, True), (True, 503, False)],
+)
+def test_the_health_check_asks_with_and_without_tls(
+    tmp_path: Path, tls: bool, status: int, is_healthy: bool
+) -> None:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/health" else 404)
+            self.end_headers()
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        if tls:
+            (tmp_path / "pem").write_text(CERTIFICATE)
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(tmp_path / "pem")
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever).start()
+        (check,) = instructions("HEALTHCHECK")
+        program = json.loads(check.split("CMD ")[1].replace(":8000/", f":{server.server_port}/"))
+        assert program[0] == "python"
+        done = subprocess.run([sys.executable, *program[1:]], capture_output=True, timeout=60)
+        server.shutdown()
+    assert (done.returncode == 0) == is_healthy, done.stderr
 
 
 def test_the_docs_build_the_targets_that_there_are() -> None:

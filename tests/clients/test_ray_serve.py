@@ -245,6 +245,31 @@ for request in [
     ]
 
 
+def test_the_error_of_a_service_that_is_gone_can_be_pickled() -> None:
+    """Ray takes it to its controller, which replaces the replica."""
+    program = """
+import asyncio, pickle
+import aiohttp
+from deploy.ray_serve import Replica
+
+async def ask():
+    replica = object.__new__(Replica)
+    replica._session = aiohttp.ClientSession(connector=aiohttp.UnixConnector("/none/http.sock"))
+    for asked in replica.check_health, replica.record_autoscaling_stats:
+        try:
+            await asked()
+        except Exception as error:
+            print(repr(pickle.loads(pickle.dumps(error))))
+    await replica._session.close()
+    del Replica.__del__  # which ends the service that this one has not
+
+asyncio.run(ask())
+"""
+    health, stats = printed(program).splitlines()
+    assert health.startswith("RuntimeError('the service does not answer /ready: ")
+    assert stats.startswith("RuntimeError('the service does not answer /metrics: ")
+
+
 def printed(program: str) -> str:
     """What a program prints where Ray is."""
     done = subprocess.run(
