@@ -38,7 +38,7 @@ MAPS = [
 ARCHITECTURE, README, USING = MAPS[2], MAPS[0], MAPS[5]
 MODELS = ROOT / "docs" / "models.md"
 QUANTISED = ROOT / "docs" / "quantised.md"
-MAX_STATIONS, MAX_README_LINES, MAX_PAGES, MAX_CHANGELOG_LINES = 15, 115, 12, 50
+MAX_STATIONS, MAX_README_LINES, MAX_PAGES, MAX_CHANGELOG_LINES = 15, 115, 12, 30
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"`([\w./-]+\.(?:py|md|json|txt|toml|jinja))`(?:\s+\(([^)]*)\))?")

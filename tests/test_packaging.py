@@ -18,7 +18,15 @@ import lightkv.router
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FOLDERS = ("lightkv", "router", "triton_kernels")
-FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
+FILES = (
+    "setup.py",
+    "pyproject.toml",
+    "MANIFEST.in",
+    "README.md",
+    "CHANGELOG.md",
+    "LICENSE",
+    "constraints.txt",
+)
 
 # Says where lightkv was found, having imported what an installation has to hold.
 IMPORTS = """
@@ -43,6 +51,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / folder, target / folder, symlinks=True, ignore=ignored)
     for file in FILES:
         shutil.copy(ROOT / file, target)
+    (target / "tests").mkdir()
+    (target / "tests" / "test_of_the_checkout.py").touch()
     return target
 
 
@@ -97,8 +107,16 @@ def test_the_wheel_holds_every_module_and_nothing_outside_lightkv(built: tuple[P
 def test_the_sdist_holds_real_files(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as sdist:
         members = {member.name.partition("/")[2]: member for member in sdist.getmembers()}
-    assert modules(ROOT) | DATA | {"LICENSE", "setup.py"} <= members.keys()
+    files = {name for name, member in members.items() if not member.isdir() and ".egg-info/" not in name}
+    assert files == modules(ROOT) | DATA | {*FILES, "PKG-INFO", "setup.cfg"}
     assert not [name for name, member in members.items() if member.issym() or member.islnk()]
+
+
+def test_the_changelog_begins_with_the_version_that_is_built(built: tuple[Path, Path]) -> None:
+    version = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)[0]
+    names = [path.name for path in built]
+    assert names == [f"lightkv-{version}.tar.gz", f"lightkv-{version}-py3-none-any.whl"]
+    assert f"lightkv-{version}-py3-none-any.whl" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_an_ordinary_installation(built: tuple[Path, Path], tmp_path: Path) -> None:
