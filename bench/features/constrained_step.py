@@ -99,6 +99,7 @@ def main() -> None:
     )
     runner, info = assemble(model, config, print, directory=directory)
     engine = LocalEngine(make_scheduler(info), runner)
+    engine.capture_all()
     print_machine()
     batches = sorted({0, 1, args.streams // 2, args.streams})
     samples: dict[int, list[float]] = {batch: [] for batch in batches}

@@ -64,6 +64,7 @@ def measure(config: PreTrainedConfig, device: torch.device) -> Reading:
     runner, info = assemble(model, engine_config, lines.append)
     seconds = time.perf_counter() - begun
     engine = LocalEngine(make_scheduler(info), runner)
+    engine.capture_all()
     rng = random.Random(0)
 
     def request(name: str, prompt: int, num_tokens: int) -> Request:

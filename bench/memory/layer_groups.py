@@ -111,6 +111,7 @@ def measure(model: PreTrainedModel, batch: int, prompt: int) -> Reading:
     )
     runner, info = assemble(model, config, lambda line: None)
     engine = LocalEngine(make_scheduler(info), runner)
+    engine.capture_all()
     rng = random.Random(batch)
     requests = []
     for i in range(batch):
@@ -150,6 +151,7 @@ def capacity(model: PreTrainedModel) -> tuple[int, int]:
     )
     runner, info = assemble(model, config, lambda line: None)
     engine = LocalEngine(make_scheduler(info), runner)
+    engine.capture_all()
     rng = random.Random(0)
     for i in range(CAPACITY_REQUESTS):
         ids = array("i", [rng.randrange(info.limits.vocab_size) for _ in range(CAPACITY_PROMPT)]).tobytes()

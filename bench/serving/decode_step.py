@@ -87,6 +87,7 @@ def make_engine(
     )
     runner, info = assemble(model, config, lambda line: None)
     engine = LocalEngine(make_scheduler(info), runner)
+    engine.capture_all()
     rng = random.Random(batch)
     requests = []
     for i in range(batch):

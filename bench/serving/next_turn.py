@@ -100,6 +100,7 @@ def main() -> None:
     )
     runner, info = assemble(random_model(shape, device, dtype), config, print)
     engine = LocalEngine(make_scheduler(info), runner)
+    engine.capture_all()
     cases, rows = {}, []
     for prefix in options.prefix:
         for turn in options.turn:

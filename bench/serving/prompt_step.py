@@ -136,6 +136,8 @@ def make_runner(model: PreTrainedModel, cases: list[Case]) -> ModelRunner:
         itl_target=0.0,
     )
     runner, _ = assemble(model, config, print)
+    while runner.num_missing_graphs:
+        runner.capture()
     pool = runner._parts.memory.pool
     for layer in range(pool.spec.num_layers):
         pool.kv(layer).normal_()
@@ -146,7 +148,10 @@ def exact_graph(runner: ModelRunner, case: Case) -> PromptGraph:
     """Captures a graph of exactly the case's tokens, prompt and decodes."""
     shape = BatchShape(case.num_tokens, 2, case.decodes)
     graph = PromptGraph(runner._parts, shape, runner.limits, SharedLogits(1 + case.decodes))
-    graph.capture(False, Capture.new())
+    capture = Capture.new()
+    with capture.rehearsal():
+        graph.rehearse()
+    graph.capture(False, capture)
     return graph
 
 

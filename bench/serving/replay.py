@@ -21,7 +21,7 @@ from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
-from lightkv.router.engine.step import ExpectedMemory, RunnerInfo, StepPlan, StepResult
+from lightkv.router.engine.step import Captured, ExpectedMemory, RunnerInfo, StepPlan, StepResult
 from lightkv.router.model.build import build_runner
 from lightkv.router.model.runner import ModelRunner
 
@@ -75,6 +75,10 @@ class _SparingExecutor:
         result = self._runner.collect()
         return replace(result, num_free=result.num_free - self.num_spare)
 
+    def capture(self) -> Captured:
+        """Captures a CUDA graph that is missing."""
+        return self._runner.capture()
+
     def check(self, edits: bytes, expected: ExpectedMemory) -> None:
         """Recounts the memory with the spare slots."""
         self._runner.check(edits, expected._replace(num_free=expected.num_free + self.num_spare))
@@ -100,6 +104,7 @@ class Decoding:
         self._scheduler = Scheduler(ledger, info.limits)
         self._executor = _SparingExecutor(runner, num_spare)
         self._engine = LocalEngine(self._scheduler, self._executor)
+        self._engine.capture_all()
 
     def bring(self, level: Level) -> float:
         """Computes prompts and decodes until the next replays will have the level's mean length. Returns the

@@ -45,7 +45,7 @@ from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
-from lightkv.router.engine.step import ExpectedMemory, StepPlan, StepResult
+from lightkv.router.engine.step import Captured, ExpectedMemory, StepPlan, StepResult
 from lightkv.router.engine.step_time import PARAMETERS, StepTime, Work, fit
 from lightkv.router.model.build import assemble
 from lightkv.router.model.runner import ModelRunner
@@ -100,6 +100,10 @@ class Watch:
         """Returns the result of the step."""
         return self._runner.collect()
 
+    def capture(self) -> Captured:
+        """Captures a CUDA graph that is missing."""
+        return self._runner.capture()
+
     def check(self, edits: bytes, expected: ExpectedMemory) -> None:
         """Recounts the runner's memory."""
         self._runner.check(edits, expected)
@@ -114,6 +118,7 @@ class Meter:
         self._watch = Watch(runner)
         self._ledger = TokenLedger(self.info.capacity, limits.max_num_seqs, limits.max_model_len)
         self._engine = LocalEngine(Scheduler(self._ledger, limits), self._watch)
+        self._engine.capture_all()
         self._rng = random.Random(0)
         self._number = 0
         self._open: list[str] = []

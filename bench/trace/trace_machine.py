@@ -21,7 +21,7 @@ from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.prefill_budget import PrefillBudget
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
-from lightkv.router.engine.step import ExpectedMemory, RunnerInfo, StepPlan, StepResult
+from lightkv.router.engine.step import Captured, ExpectedMemory, RunnerInfo, StepPlan, StepResult
 from lightkv.router.engine.step_time import Work
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.simulate.admissions import make_simulated
@@ -80,6 +80,10 @@ class Executor:
                 tokens[i] = END
         return msgspec.structs.replace(result, tokens=tokens, num_free=result.num_free - hidden)
 
+    def capture(self) -> Captured:
+        """Captures a CUDA graph that is missing."""
+        return self._runner.capture()
+
     def check(self, edits: bytes, expected: ExpectedMemory) -> None:
         """Recounts the runner's memory."""
         hidden = padding_of(self._ledger) + self._left_out
@@ -118,6 +122,7 @@ class Machine:
         budget = PrefillBudget(limits, self.info.step_time, self.info.graph_tokens)
         scheduler = Scheduler(ledger, limits, admission=counted, clock=now, budget=budget)
         engine = LocalEngine(scheduler, executor)
+        engine.capture_all()
         params = SamplingParams(temperature=0, max_tokens=self._max_new)
         requests = [
             Request(str(idx), ids.tobytes(), params, idx, frozenset({END}))

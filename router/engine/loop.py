@@ -286,8 +286,9 @@ class LocalEngine(Engine):
 
     def capture_all(self) -> None:
         """Captures every CUDA graph that is missing now, instead of between steps."""
-        while self.captures.num_missing:
-            self.captures.note(self.executor.capture())
+        while (captured := self.executor.capture()).num_missing:
+            pass
+        self.captures.note(captured)
 
     def settle(self) -> list[TokenEvent]:
         """Completes every step in flight without planning another. Returns what each request got."""
