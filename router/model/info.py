@@ -6,6 +6,7 @@ weights or the pool.
 
 import platform
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -72,14 +73,14 @@ def model_info(config: EngineConfig, directory: Path) -> dict[str, Any]:
         dtype = torch.float32  # on the meta device, "auto" is a GPU's type
     scales = kv_scales(config, directory, load_supported_config(directory))
     model = load_model(directory, torch.device("meta"), dtype, lambda line: None)
-    if config.tensor_parallel == 1:
-        shape = _shape(model)
-    else:
-        with RankGroup.of_shapes(config.tensor_parallel) as ranks:
+    with (
+        RankGroup.of_shapes(config.tensor_parallel) if config.tensor_parallel > 1 else nullcontext() as ranks
+    ):
+        if ranks is not None:
             divide_shapes(model, ranks)
-            shape = _shape(model)
-    parameters = list(model.parameters())
-    weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+        parameters = list(model.parameters())
+        weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+        shape = _shape(model)  # may change the type of the parameters
     sizes = EngineSizes(config, device, model.config.get_text_config())
     limits = sizes.limits
     shape = sizes.with_format(shape)

@@ -22,7 +22,7 @@ from lightkv.router.service.api_settings import ApiSettings
 from lightkv.router.text import response_template
 from lightkv.router.text.answer_reader import AnswerReader, joined
 from lightkv.router.text.completion import Detokenizer
-from lightkv.router.text.response_template import ResponseTemplate, UnusableResponseTemplate, _TimeLimit
+from lightkv.router.text.response_template import ResponseTemplate, TimeLimit, UnusableResponseTemplate
 from lightkv.router.text.tokenizer import Tokenizer
 
 ANCHOR = "<|im_start|>assistant\n"
@@ -220,7 +220,7 @@ def test_the_limit_of_time_goes_with_the_services_event_loop() -> None:
 LATE_SIGNALS = """
 import os, signal
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGVTALRM})  # of all threads
-from lightkv.router.text.response_template import _TimeLimit
+from lightkv.router.text.response_template import TimeLimit
 
 def send():
     os.kill(os.getpid(), signal.SIGVTALRM)
@@ -232,11 +232,11 @@ def receive():
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGVTALRM})
     return signal.getitimer(signal.ITIMER_VIRTUAL)[0]
 
-limit = _TimeLimit()
+limit = TimeLimit()
 limit.run(send, 1000)
 print(receive())
 limit.run(send, 1000)
-print(0 < _TimeLimit().run(receive, 1000) < 0.3)  # the kernel adds a tick
+print(0 < TimeLimit().run(receive, 1000) < 0.3)  # the kernel adds a tick
 """
 
 
@@ -247,7 +247,7 @@ def test_a_signal_that_comes_after_the_work_neither_ends_the_process_nor_later_w
 
 def test_time_of_other_threads_does_not_count() -> None:
     """The timer counts it, so the signal comes early."""
-    limit = _TimeLimit()
+    limit = TimeLimit()
     calls: list[float] = []
 
     def work() -> None:

@@ -179,10 +179,7 @@ class GenerationRequest(BeamFields, RequestBody):
         None, description="Name the tokens of log-probabilities by their ids, as token_id:5."
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _by_own_names(cls, given: Any) -> Any:
-        return by_own_names(given) if isinstance(given, dict) else given
+    _by_own_names = model_validator(mode="before")(staticmethod(by_own_names))
 
     @property
     def stated_max_tokens(self) -> int | None:
@@ -292,8 +289,6 @@ class Desk:
         InvalidParams, UnknownModel, InvalidHeader, and RequestRefused unless the service is ready."""
         settings = self.settings
         model = self.model(body.model)
-        namespace = namespace_of(settings, request, body.cache_salt)
-        session = session_of(settings, request, body.session_id, body.session_ttl)
         stated, own = body.stated_max_tokens, body.own_max_tokens
         extras = body.model_extra or {}
         ignored = request.state.record.ignored_fields
@@ -331,8 +326,8 @@ class Desk:
                 prompts=[],
                 params=params,
                 priority=priority,
-                namespace=namespace,
-                session=session,
+                namespace=namespace_of(settings, request, body.cache_salt),
+                session=session_of(settings, request, body.session_id, body.session_ttl),
                 states_length=stated is not None or own is not None,
                 grammar_field=field,
             ),

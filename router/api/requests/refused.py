@@ -154,9 +154,11 @@ COMPLETIONS = _BY_NAME | {one.field: one for one in UNSUPPORTED_ON_COMPLETIONS}
 MESSAGES = {one.field: one for one in UNSUPPORTED_IN_MESSAGES}
 
 
-def by_own_names(given: Mapping[str, Any]) -> dict[str, Any]:
+def by_own_names(given: Any) -> Any:
     """Returns a body in which the fields of RENAMED have this service's names. What is given by two names keeps
-    the second one, which is then refused (`SECOND_NAMES`)."""
+    the second one, which is then refused (`SECOND_NAMES`). What is no object is returned as it is."""
+    if not isinstance(given, dict):
+        return given
     own = {name: value for name, value in given.items() if name not in RENAMED}
     taken: set[str] = set()
     for name, value in given.items():
