@@ -206,7 +206,9 @@ class ModelTokens(NamedTuple):
                 for name, token_id in added
                 if token_id < vocab_size and tokenizer.is_special_token(token_id)
             }
-        except Exception as error:  # llguidance supports fewer kinds of tokenizers
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # llguidance takes fewer kinds of tokenizers, and may panic at others
             raise InvalidGrammar("grammar", f"not with this model ({reason_of(error)})") from error
         return cls(tokenizer, end_ids, special)
 

@@ -20,16 +20,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lightkv.errors import LightKVError
 from lightkv.integrations.model.context import CONTEXT_NAMES
+from lightkv.router.engine.request import InvalidPrompt
+from lightkv.router.model_files import one_line
 
 from .tokenizer_files import (
-    SPECIAL_TOKENS,
     UnreadableTokenizer,
     read_object,
     read_sampling,
+    read_settings,
     read_templates,
     read_tokenizer,
     sampled_part,
-    token_text,
+    special_tokens,
 )
 
 _SHORT = 4096  # longer texts (characters) and lists (tokens) are converted without holding Python's lock
@@ -72,12 +74,9 @@ class Tokenizer:
         text = config.get("text_config")  # that of a model of several modalities
         config = (text if isinstance(text, dict) else {}) | _given(config)
         generation_config = read_object(directory / "generation_config.json", optional=True)
-        settings = read_object(directory / "tokenizer_config.json", optional=True)
-        named = read_object(directory / "special_tokens_map.json", optional=True) | settings
+        settings, named = read_settings(directory)
         self._tokenizer, self._num_added = read_tokenizer(directory, named)
-        self._special_tokens = {
-            name: text for name in SPECIAL_TOKENS if (text := token_text(named.get(name))) is not None
-        }
+        self._special_tokens = special_tokens(named)
 
         self.bos: int | None = self._special_id("bos_token")
         eos = generation_config.get("eos_token_id")
@@ -148,7 +147,7 @@ class Tokenizer:
         """Returns the ids of `text`, int32 [n], with the special tokens that tokenizer.json adds to a text.
 
         add_bos_token and add_eos_token in tokenizer_config.json are ignored, as transformers 5 ignores them if
-        there is a tokenizer.json.
+        there is a tokenizer.json. Raises InvalidPrompt for a text that the tokenizer cannot take.
         """
         try:
             encoding = self._encode(text, add_special_tokens)
@@ -296,10 +295,17 @@ class Tokenizer:
         return 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        if len(text) <= _SHORT:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        # `encode` holds Python's lock for all of its time, `encode_batch` for almost none of it.
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        try:
+            if len(text) <= _SHORT:
+                return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            # `encode` holds Python's lock for all of its time, `encode_batch` for almost none of it.
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        except (TypeError, KeyboardInterrupt, SystemExit):
+            raise
+        # tokenizers raises bare Exception, and its panics are not even Exceptions.
+        except BaseException as error:
+            reason = f"the model's tokenizer cannot take this text ({one_line(error)})"
+            raise InvalidPrompt(f"{reason}; send another, or its token ids") from error
 
     @cached_property
     def _template(self) -> "_Template":

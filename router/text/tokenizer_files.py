@@ -12,7 +12,7 @@ from lightkv.errors import LightKVError
 from lightkv.router.model_files import one_line, read_json, refuse_pointer
 from lightkv.router.sampling_params import RECOMMENDED, InvalidParams, SamplingParams
 
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_NAME_END = "_token"  # of the fields that name special tokens, such as bos_token and image_token
 
 
 class UnreadableTokenizer(LightKVError):
@@ -45,13 +45,14 @@ def read_tokenizer(directory: Path, settings: Mapping[str, Any]) -> tuple[tokeni
     try:
         refuse_pointer(path)
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        tokenizer.no_truncation()  # the file may hold settings from training
+        tokenizer.no_padding()
+        tokenizer.encode("")  # fails where the special tokens around a text are not described
     except (KeyboardInterrupt, SystemExit):
         raise
     # tokenizers raises bare Exception, and its panics are not even Exceptions.
     except BaseException as error:
         raise UnreadableTokenizer(path, f"is not a tokenizer ({one_line(error)})") from error
-    tokenizer.no_truncation()  # the file may hold settings from training
-    tokenizer.no_padding()
     added = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     num_own = len(added)
     try:
@@ -59,7 +60,8 @@ def read_tokenizer(directory: Path, settings: Mapping[str, Any]) -> tuple[tokeni
             added.setdefault(token.content, token)
         tokenizer.add_tokens([*added.values()][num_own:])
     except (TypeError, ValueError, KeyError, OverflowError) as error:
-        path = directory / "tokenizer_config.json"
+        is_listed = settings.get("added_tokens_decoder") is not None
+        path = directory / ("tokenizer_config.json" if is_listed else "added_tokens.json")
         raise UnreadableTokenizer(path, f"names tokens that cannot be added ({one_line(error)})") from error
     return tokenizer, len(added) - num_own
 
@@ -68,8 +70,8 @@ def _more_tokens(directory: Path, settings: Mapping[str, Any]) -> Iterator[token
     """Yields the tokens that the files beside tokenizer.json name, by their ids where they have one, and then
     the special tokens."""
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens")
-    named = [settings.get(name) for name in SPECIAL_TOKENS] + (extra if isinstance(extra, list) else [])
-    special = [text for token in named if (text := token_text(token))]
+    more = extra if isinstance(extra, list) else []
+    special = [*special_tokens(settings).values(), *filter(None, map(token_text, more))]
     listed = settings.get("added_tokens_decoder")
     if listed is None:  # an older form
         ids = read_object(directory / "added_tokens.json", optional=True)
@@ -84,6 +86,24 @@ def _more_tokens(directory: Path, settings: Mapping[str, Any]) -> Iterator[token
             yield tokenizers.AddedToken(**flags | {"special": is_special})
     for text in special:
         yield tokenizers.AddedToken(text, special=True, normalized=False)
+
+
+def read_settings(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns what tokenizer_config.json says, and the same with special_tokens_map.json, which comes first
+    where tokenizer_config.json lists no added tokens, as in transformers. Raises UnreadableTokenizer."""
+    settings = read_object(directory / "tokenizer_config.json", optional=True)
+    named = read_object(directory / "special_tokens_map.json", optional=True)
+    return settings, named | settings if "added_tokens_decoder" in settings else settings | named
+
+
+def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the texts of the special tokens that `settings` names, by their names. Those of some models, such
+    as image_token, may stand in an object of their own."""
+    found = {name: token for name, token in settings.items() if name.endswith(_NAME_END)}
+    for name in ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"):
+        if isinstance(own := settings.get(name), dict):
+            found |= own
+    return {name: text for name, token in found.items() if (text := token_text(token))}
 
 
 def read_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
@@ -104,7 +124,9 @@ def read_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, st
             path = directory / "chat_template.json"
             given = read_object(path, optional=True).get("chat_template")
         named = {} if given is None else {"default": given}
-        if isinstance(given, list):  # several templates, each with a name
+        if isinstance(given, dict):  # several templates by their names
+            named = given
+        elif isinstance(given, list):  # the same in another form
             named = {entry["name"]: entry["template"] for entry in given}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UnreadableTokenizer(path, f"holds no chat template ({one_line(error)})") from error

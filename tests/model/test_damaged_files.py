@@ -57,7 +57,7 @@ ACCEPTED: dict[str, dict[str, list[str]]] = {
         "transformers_weights": ["null"],
     },
     "tokenizer_config.json": {
-        "chat_template": ["null", '"text"', "[]"],
+        "chat_template": ["null", '"text"', "[]", "{}"],
         "added_tokens_decoder": ["null", "{}"],
     },
     "generation_config.json": {"eos_token_id": ["null", "[]", "5"], "top_k": ["null", "-1", "5"]},
