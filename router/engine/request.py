@@ -62,6 +62,8 @@ class Request:
         grammar: the id of the compiled grammar of the answer; None leaves it free. `params` has none.
         session: protects the tokens that the request leaves in the cache.
         states_length: whether its client stated `max_tokens`; else this is only the most that may come.
+        shows_answer: whether its client gets the answer. Else one token is computed, which needs no room in the
+            context.
         is_exact: whether admission counts it with its `max_tokens`, so that it is never preempted; the
             scheduler sets it. Else its length is estimated.
         rank: the place in the queue by priority and time, which the queue sets.
@@ -105,6 +107,7 @@ class Request:
         "seed",
         "sequence",
         "session",
+        "shows_answer",
         "states_length",
         "stop_ids",
         "ticket",
@@ -123,6 +126,7 @@ class Request:
         session: Session | None = None,
         states_length: bool = True,
         grammar: int | None = None,
+        shows_answer: bool = True,
     ) -> None:
         self.id = request_id
         self.prompt_ids = prompt_ids
@@ -142,6 +146,7 @@ class Request:
         self.priority = priority
         self.session = None if self.is_scored else session
         self.states_length = states_length
+        self.shows_answer = shows_answer
         self.is_exact = True
         self.ticket: int | None = None
         self.arrival = 0  # the request's number in the order of arrival; the scheduler sets it
@@ -199,8 +204,9 @@ class Request:
             )
             raise InvalidParams("prompt_logprobs", num_top, allowed)
         prompt, new = self.num_prompt, self.max_tokens
-        if prompt + new > limits.max_model_len:
-            raise NeverFits(prompt, new, limits.max_model_len)
+        shown = new if self.shows_answer else 0
+        if prompt + shown > limits.max_model_len:
+            raise NeverFits(prompt, shown, limits.max_model_len)
         # The K/V of its last token is never written.
         if prompt + new - 1 > (longest := longest_held(groups, capacity, limits.prefill_budget)):
             raise NeverFits(prompt, new, longest, "pool")

@@ -40,9 +40,10 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     alone computes the log-probabilities of its prompt. `states_length`: whether the client stated its
     max_tokens, or it is only the most that there is room for. `stop_ids`: token ids that end an answer.
     `priority`: requests with a lower one run first. `namespace`: prefixes are shared only within it. `session`:
-    the name of the session that protects the answers' tokens, until ReleaseSession. `grammar_bytes`: what the
-    grammar of `params` takes when it is compiled. `grammar_owner`: what stands for the client; the owners'
-    grammars are compiled in turns.
+    the name of the session that protects the answers' tokens, until ReleaseSession. `shows_answer`: if not, the
+    client gets none of the tokens, and a prompt may fill the context. `grammar_bytes`: what the grammar of
+    `params` takes when it is compiled. `grammar_owner`: what stands for the client; the owners' grammars are
+    compiled in turns.
     """
 
     prompts: list[NewPrompt]
@@ -52,6 +53,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     namespace: tuple[str, ...] = ()
     session: str | None = None
     states_length: bool = True
+    shows_answer: bool = True
     grammar_bytes: int = 0
     grammar_owner: bytes = b""
 

@@ -1,5 +1,6 @@
 """Tests of the fields that change what an answer has beside its text, and how a chat becomes a prompt."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.support.fake_router import (
     CHAT,
     COMPLETIONS,
     HELLO,
+    LIMITS,
     TEXT,
     ApiUnderTest,
     idle,
@@ -100,6 +102,44 @@ def test_echo_of_the_prompt_alone(api: ApiUnderTest) -> None:
     assert events[-2]["usage"]["completion_tokens"] == 0
     api.post(COMPLETIONS, {**asked, "echo": False}, 400)
     api.post(COMPLETIONS, {**asked, "use_beam_search": True, "n": 2}, 400)
+
+
+CONTEXT = LIMITS.max_model_len
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_tokens"),
+    [
+        ({"prompt": [7] * CONTEXT}, CONTEXT),
+        ({"prompt": [7] * (CONTEXT - 1)}, CONTEXT - 1),
+        ({"prompt": " one" * CONTEXT}, CONTEXT),
+        ({"prompt": [[7] * CONTEXT, [8] * CONTEXT]}, CONTEXT),
+        ({"prompt": [7] * CONTEXT, "logprobs": 1}, CONTEXT),
+        ({"prompt": [7] * CONTEXT, "n": 2}, CONTEXT),
+        ({"prompt": [7] * CONTEXT, "prompt_logprobs": 0}, CONTEXT),
+        ({"prompt": [7] * CONTEXT, "stream": True}, CONTEXT),
+        ({"prompt": [7] * CONTEXT, "max_completion_tokens": 0, "max_tokens": None}, CONTEXT),
+        ({"prompt": [7] * (2 * CONTEXT), "truncate_prompt_tokens": -1}, CONTEXT),
+        ({"prompt": [7] * (2 * CONTEXT), "truncate_prompt_tokens": CONTEXT}, CONTEXT),
+        ({"prompt": [7] * (CONTEXT + 1)}, None),
+        ({"prompt": " one" * (CONTEXT + 1)}, None),
+        ({"prompt": [7] * CONTEXT, "max_tokens": 1}, None),
+        ({"prompt": [7] * CONTEXT, "echo": False, "max_tokens": 1}, None),
+        ({"prompt": [[7], [7] * (CONTEXT + 1)]}, None),
+    ],
+)
+def test_an_echo_of_the_prompt_alone_may_fill_the_context(
+    api: ApiUnderTest, fields: dict[str, Any], num_tokens: int | None
+) -> None:
+    asked = {"echo": True, "max_tokens": 0, **fields}
+    status, _, body = api.send("POST", COMPLETIONS, asked)
+    if num_tokens is None:
+        assert (status, json.loads(body)["error"]["code"]) == (400, "context_length_exceeded")
+        assert not api.router.submits
+        return
+    assert status == 200
+    assert {len(ids_of(submit)) for submit in api.router.submits} == {num_tokens}
+    assert not any(one.submit.shows_answer for one in api.router.submits)
 
 
 def test_token_ids(api: ApiUnderTest) -> None:

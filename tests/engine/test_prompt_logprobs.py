@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightkv.router import LLM, EngineConfig, SamplingParams
-from lightkv.router.engine.request import InvalidParams, Request
+from lightkv.router.engine.request import InvalidParams, NeverFits, Request
 from lightkv.router.engine.step import PromptLogprobs
 from tests.support.served import save_tiny_model
 
@@ -68,6 +68,45 @@ def test_scores_are_those_of_transformers(llm: LLM, reference: PreTrainedModel) 
         assert one.prompt_logprobs is None
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
     llm.check()
+
+
+@pytest.mark.parametrize("length", [1, 2, 39, 40, 41, 79, 80, 119, 120, 121])
+def test_a_prompt_without_an_answer_may_fill_the_context(
+    model: Path, reference: PreTrainedModel, length: int
+) -> None:
+    """As harnesses score texts: the one token that is computed is for no client, and needs no room."""
+    config = EngineConfig(
+        model=str(model),
+        device="cpu",
+        dtype="float32",
+        max_total_tokens=130,
+        prefill_chunk=40,
+        max_model_len=120,
+    )
+    llm = LLM(config)
+    ids, info = prompt(length, length), llm.info
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=4)
+    made = [
+        Request(name, np.array(ids, np.int32).tobytes(), params, 0, shows_answer=shows)
+        for name, shows in (("scored", False), ("answered", True))
+    ]
+    for request in made:
+        if length + request.shows_answer > 120:
+            with pytest.raises(
+                NeverFits, match=f"{length} prompt tokens and up to {+request.shows_answer} new"
+            ):
+                request.validate(info.limits, info.capacity)
+            continue
+        request.validate(info.limits, info.capacity)
+        llm.engine.add(request)
+        events = []
+        while not events:
+            events = llm.engine.step()
+        assert [event.finish_reason for event in events] == ["length"]
+        check(reference, ids, events[0].prompt_logprobs)
+    llm.engine.settle()
+    llm.check()
+    assert llm.stats().held == 0
 
 
 def test_a_scored_prompt_takes_nothing_from_the_cache(llm: LLM, reference: PreTrainedModel) -> None:

@@ -203,6 +203,7 @@ class Backend:
             namespace=spec.namespace,
             session=None if spec.session is None else spec.session.name,
             states_length=spec.states_length,
+            shows_answer=spec.shows_answer,
             grammar_bytes=spec.grammar_bytes,
             grammar_owner=spec.grammar_owner,
         )

@@ -113,7 +113,6 @@ class Completions:
             accepted.spec,
             prompts=prompts,
             shows_logprobs=body.logprobs is not None,
-            shows_answer=not body.answers_nothing,
         )
         grammar = accepted.grammar
         if grammar is not None:

@@ -187,6 +187,11 @@ class GenerationRequest(BeamFields, RequestBody):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def answers_nothing(self) -> bool:
+        """Whether the client gets no token of an answer. One is computed then."""
+        return False
+
+    @property
     def prompt_scores(self) -> int | None:
         """How many log-probabilities of each of the prompt's tokens are computed, if any."""
         return self.prompt_logprobs
@@ -268,7 +273,7 @@ class Accepted:
     def check_fits(self, num_prompt: int) -> None:
         """Raises NeverFits for a prompt that is longer than the context with its answer, before it is sent to
         the router."""
-        max_tokens = 1 if self.is_cut else self.spec.params.max_tokens
+        max_tokens = self.spec.shows_answer * (1 if self.is_cut else self.spec.params.max_tokens)
         if num_prompt + max_tokens > self.room.max_model_len:
             raise NeverFits(num_prompt, max_tokens, self.room.max_model_len)
 
@@ -315,6 +320,7 @@ class Desk:
             raise InvalidParams("truncate_prompt_tokens", kept, allowed)
         if kept == -1:
             reserved = 1 if is_cut and own is None else params.max_tokens
+            reserved = 0 if body.answers_nothing else reserved
             kept = max(context - reserved, 1)
         priority = body.priority or 0
         if priority < 0 and not settings.allow_priority:
@@ -329,6 +335,7 @@ class Desk:
                 namespace=namespace_of(settings, request, body.cache_salt),
                 session=session_of(settings, request, body.session_id, body.session_ttl),
                 states_length=stated is not None or own is not None,
+                shows_answer=not body.answers_nothing,
                 grammar_field=field,
             ),
             grammar=grammar,

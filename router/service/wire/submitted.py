@@ -107,6 +107,7 @@ def requests_of(submit: Submit) -> list[Request]:
             submit.namespace,
             submit.priority,
             states_length=submit.states_length,
+            shows_answer=submit.shows_answer,
         )
         for prompt in submit.prompts
         for idx, answer in enumerate(prompt.answers)
