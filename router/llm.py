@@ -11,7 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from os import PathLike, fspath
 from types import FrameType
@@ -28,7 +28,7 @@ from lightkv.router.engine.request import InvalidPrompt, Request
 from lightkv.router.engine.step import PromptLogprobs, TokenEvent, TokenLogprobs
 from lightkv.router.model.build import build_runner, find_model
 from lightkv.router.text.beam_search import Beam, BeamParams, BeamSearch
-from lightkv.router.text.completion import AnswerPlan, Completion
+from lightkv.router.text.completion import AnswerForm, AnswerPlan, Completion
 from lightkv.router.text.grammars import Grammars, InvalidGrammar, heap_bytes
 from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.token_ids import int32_bytes
@@ -85,13 +85,15 @@ class StreamChunk:
 
 @dataclass
 class _Answer:
-    """An answer that is being generated: its place, its request, its text, and what this has to be."""
+    """An answer that is being generated: its place, its request, its text, what this has to be, and the
+    log-probabilities of its tokens, where they have any."""
 
     prompt_idx: int
     index: int
     request: Request
     completion: Completion
     grammar: Grammar | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class _OwnGrammars:
@@ -330,8 +332,8 @@ class LLM:
                 self._grammars.check(grammar)
                 wanted = replace_params(wanted, grammar=None)  # the request gets a compiled one later
             plan = AnswerPlan(wanted, self.tokenizer)
-            others = plan.params.of_others
-            for index, (seed, completion) in enumerate(plan.begin()):
+            others, form = plan.params.of_others, AnswerForm(continues=not _is_chat(prompt))
+            for index, (seed, completion) in enumerate(plan.begin(prompt_ids, form)):
                 params_of_one = others if index else plan.params
                 request = Request(secrets.token_hex(8), prompt_ids, params_of_one, seed, plan.stop_ids)
                 request.validate(self.info.limits, self.info.capacity, self.info.groups)
@@ -402,6 +404,8 @@ class LLM:
             raise StepFailed(f"a step failed: {event.error}; its requests are lost, try again")
         completion = answer.completion
         text = completion.push(event)
+        if event.logprobs is not None:
+            answer.logprobs.append(event.logprobs)
         if completion.finish_reason is not None:
             del run.growing[event.request_id], self._runs[event.request_id]
             self._grammars.release(event.request_id)
@@ -456,7 +460,7 @@ def _as_prompts(prompts: Prompts) -> list[Prompt]:
 def _output(answer: _Answer) -> CompletionOutput:
     completion = answer.completion
     assert completion.finish_reason is not None
-    logprobs = completion.logprobs if answer.request.params.logprobs is not None else None
+    logprobs = answer.logprobs if answer.request.params.logprobs is not None else None
     return CompletionOutput(
         answer.index, completion.text, completion.token_ids, completion.finish_reason, logprobs
     )

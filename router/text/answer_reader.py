@@ -15,6 +15,8 @@ from lightkv.router.text.tool_calls.source import (
     Steps,
 )
 
+from .stop_strings import StopChecker
+
 
 class CallReader(NamedTuple):
     """How calls are read. `begin`: the text that each begins with."""
@@ -63,7 +65,7 @@ def _has_call(text: str, calls: CallReader) -> bool:
 
 
 class AnswerReader:
-    """Reads one answer.
+    """Reads one answer, up to a stop string in its content.
 
     White space between parts of different kinds belongs to the format, and is left out.
 
@@ -71,32 +73,36 @@ class AnswerReader:
         stages: the generators that read the text. The first gets the whole text, and each other one the content
             that the one before it leaves.
         max_calls: calls after so many are left out; None keeps all.
+        stops: looks for stop strings in the content; none are looked for in reasoning and in calls.
     """
 
     def __init__(
-        self, stages: Sequence[Callable[[Source], Steps[None]]], max_calls: int | None = None
+        self,
+        stages: Sequence[Callable[[Source], Steps[None]]],
+        max_calls: int | None = None,
+        stops: StopChecker | None = None,
     ) -> None:
         self._readers = [Reader(stage) for stage in stages]
         self._max_calls = max_calls
+        self._stops = StopChecker(()) if stops is None else stops
         self._held: Part | None = None  # white space, which is shown if more of the same kind follows
-        self.num_calls = 0
+        self._num_calls = 0
 
-    @property
-    def num_kept_calls(self) -> int:
-        """How many calls were returned."""
-        return self.num_calls if self._max_calls is None else min(self.num_calls, self._max_calls)
+    def push(self, text: str, may_end: bool = True) -> list[Part]:
+        """Adds text. Returns what is certain now and was not returned before. `may_end`: whether a stop string
+        may end in it."""
+        return self._kept(self._searched(self._read(0, [Content(text)] if text else []), may_end))
 
-    def push(self, text: str) -> list[Part]:
-        """Adds text. Returns what is certain now and was not returned before."""
-        return self._kept(self._read(0, [Content(text)] if text else []))
-
-    def finish(self) -> list[Part]:
+    def finish(self, may_end: bool = True) -> list[Part]:
         """Returns the rest, after the last text."""
         parts: list[Part] = []
         for number, reader in enumerate(self._readers):
             parts += self._read(number + 1, reader.finish())
+        parts = self._searched(parts, may_end)
+        if held := self._stops.finish():
+            parts.append(Content(held))
         parts = self._kept(parts)
-        if isinstance(self._held, Content) and not self.num_calls:
+        if isinstance(self._held, Content) and not self._num_calls:
             parts.append(self._held)
         self._held = None
         return parts
@@ -110,6 +116,21 @@ class AnswerReader:
             parts = read
         return parts
 
+    def _searched(self, parts: list[Part], may_end: bool) -> list[Part]:
+        """Returns the parts before a stop string, without the end of the content that may become one."""
+        found: list[Part] = []
+        for part in parts:
+            if self._stops.hit is not None:
+                break
+            if isinstance(part, Content):
+                text = self._stops.push(part.text) if may_end else self._stops.skip(part.text)
+                part = Content(text)
+            elif held := self._stops.finish():  # the content ends here, and a stop string does, too
+                found.append(Content(held))
+            if not isinstance(part, Content) or part.text:
+                found.append(part)
+        return found
+
     def _kept(self, parts: list[Part]) -> list[Part]:
         """Returns the parts without the white space between kinds, and without calls that are too many."""
         kept: list[Part] = []
@@ -118,8 +139,8 @@ class AnswerReader:
                 self._keep_text(part, kept)
                 continue
             self._held = None
-            self.num_calls += isinstance(part, CallBegins)
-            if self._max_calls is None or self.num_calls <= self._max_calls:
+            self._num_calls += isinstance(part, CallBegins)
+            if self._max_calls is None or self._num_calls <= self._max_calls:
                 kept.append(part)
         return kept
 

@@ -55,7 +55,7 @@ class Tokenizer:
         special_ids: the ids that `decode` leaves out by default.
         settings: what tokenizer_config.json says.
         recommended: the sampling parameters that generation_config.json recommends, by name.
-        is_byte_level: each token stands for the same bytes wherever it occurs (`token_bytes`).
+        is_byte_level: each token stands for the same bytes wherever it occurs.
 
     Args:
         directory: holds tokenizer.json and config.json, and may hold generation_config.json,
@@ -169,10 +169,6 @@ class Tokenizer:
             return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
-    def decode_each(self, token_ids: Sequence[int]) -> list[str]:
-        """Returns the text of each token by itself, also of special tokens."""
-        return self._tokenizer.decode_batch([[token_id] for token_id in token_ids], skip_special_tokens=False)
-
     def max_characters(self, num_tokens: int) -> int:
         """Returns an upper bound of the characters in a text of `num_tokens` tokens.
 
@@ -247,22 +243,31 @@ class Tokenizer:
             )
         return before if after.startswith(" ") else before.rstrip()  # a template may strip its messages
 
-    def token_text(self, token_id: int) -> str:
-        """Returns the text of one token by itself, also of a special token."""
+    def token_text(self, token_id: int, begins: bool = False) -> str:
+        """Returns the text of one token within a text, also of a special token. Bytes that are not whole
+        characters become U+FFFD. `begins`: it is the first token, of which some decoders leave out a space."""
         if self.is_byte_level and token_id not in self.special_ids:
             whole = self.whole_text(token_id)
             return self.decode([token_id], skip_special_tokens=False) if whole is None else whole
+        if begins:
+            return self.decode([token_id], skip_special_tokens=False)
         known = self._text_of.get(token_id)
         if known is None:
-            known = self._text_of[token_id] = self.decode([token_id], skip_special_tokens=False)
+            known = self._text_of[token_id] = self._text_within(token_id)
         return known
 
     def token_id(self, token: str) -> int | None:
         """Returns the id of a token by its name in the vocabulary; None if there is none."""
         return self._tokenizer.token_to_id(token)
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes of one token of a byte-level tokenizer; none for special tokens and unknown ids."""
+    def token_bytes(self, token_id: int, begins: bool = False) -> bytes:
+        """Returns the bytes of one token within a text; none for special tokens and unknown ids. `begins`: as
+        for `token_text`."""
+        if not self.is_byte_level:
+            if token_id in self.special_ids:
+                return b""
+            byte = self._byte_of.get(token_id)
+            return self.token_text(token_id, begins).encode() if byte is None else bytes([byte])
         known = self._whole_text_of.get(token_id)
         if known is not None:
             return known.encode()
@@ -289,6 +294,31 @@ class Tokenizer:
     def longest_token(self) -> int:
         """The characters of the longest token, at least 32: normalisers may join a few characters to one."""
         return max(_MIN_LONGEST_TOKEN, *map(len, self._tokenizer.get_vocab()))
+
+    def _text_within(self, token_id: int) -> str:
+        """Returns the text that a token adds behind another one."""
+        before = [] if token_id in self.special_ids else self._plain_token
+        text = self.decode([*before, token_id], skip_special_tokens=False)
+        return text[len(self.decode(before)) :]
+
+    @cached_property
+    def _plain_token(self) -> list[int]:
+        """The id of some token with letters as its text; none if the tokenizer has no such token."""
+        ids = self._encode("a", add_special_tokens=False).ids
+        for token_id in (*ids, *self._tokenizer.get_vocab().values()):
+            if token_id not in self.special_ids and self.decode([token_id]).isalpha():
+                return [token_id]
+        return []
+
+    @cached_property
+    def _byte_of(self) -> dict[int, int]:
+        """The tokens that stand for a byte where the vocabulary has no token for a character, and the byte."""
+        named = [(self._tokenizer.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256)]
+        return {
+            token_id: byte
+            for token_id, byte in named
+            if token_id is not None and len(self.decode([token_id], skip_special_tokens=False)) <= 1
+        }
 
     @cached_property
     def _num_ids(self) -> int:

@@ -9,13 +9,13 @@ import pytest
 
 from lightkv.router.api.answers.chat_writer import ChatWriter
 from lightkv.router.api.answers.completion_writer import CompletionWriter
-from lightkv.router.api.answers.extras import Extras
+from lightkv.router.api.answers.extras import Echo, Extras
 from lightkv.router.api.answers.generation import Answer, TextDelta
 from lightkv.router.api.http.parser import HttpConnection
 from lightkv.router.api.http.stream import EventWriter
 
 UNUSED: Any = None
-ECHO = Extras(echoed=["the prompt"])
+ECHO = Extras(echoed=[Echo("the prompt")])
 TEXTS = ["Once", " upon", ' a "time"\n', "", "\u00e9\u4e2d\U0001f600", "</s>\u2028\\", "the end"]
 
 

@@ -12,11 +12,12 @@ import pytest
 
 from lightkv.router.api.answers.chat_writer import ChatWriter
 from lightkv.router.api.answers.completion_writer import CompletionWriter
-from lightkv.router.api.answers.extras import Extras
+from lightkv.router.api.answers.extras import Echo, Extras
 from lightkv.router.api.answers.pieces import Long, encode, in_pieces, long_list
 from lightkv.router.api.answers.scores import GrowingScores
 from lightkv.router.api.http.paced import MAX_SENT_BYTES, SENT_BYTES, LongResponse, Pacer
 from lightkv.router.engine.step import PromptLogprobs, TokenLogprobs
+from lightkv.router.text.detokenizer import Detokenizer
 from tests.support.fake_router import default_tokenizer
 
 NUM_TOP = 4
@@ -34,11 +35,13 @@ def test_json_in_pieces_is_the_same_json(content: Any) -> None:
 
 
 def random_scores(num: int) -> tuple[bytes, PromptLogprobs, list[TokenLogprobs]]:
-    """Returns a prompt with scores for all but its first token, and the same scores one by one."""
-    draw = np.random.default_rng(5)
-    ids = draw.integers(5, 4000, num + 1).astype(np.int32)
+    """Returns a prompt of whole characters with scores for all but its first token, and the same scores one by
+    one."""
+    draw, text = np.random.default_rng(5), default_tokenizer().token_text
+    whole = np.array([one for one in range(20, 4000) if "\ufffd" not in text(one)], np.int32)
+    ids = draw.choice(whole, num + 1)
     own, top = -draw.random(num).astype(np.float32), -draw.random((num, NUM_TOP)).astype(np.float32)
-    top_ids = np.stack([draw.permutation(4000)[:NUM_TOP] for _ in range(num)]).astype(np.int32)
+    top_ids = np.stack([draw.permutation(whole)[:NUM_TOP] for _ in range(num)])
     top_ids[::3, 1] = ids[1:][::3]  # some of the tokens are among the likeliest
     own[7], top[5:9, 3] = -np.inf, -np.inf
     ranks = draw.integers(1, 50, num).astype(np.int32)
@@ -54,8 +57,9 @@ def finite(logprob: float) -> float:
 def answer_of(prompt: bytes, packed: PromptLogprobs, each: list[TokenLogprobs]) -> Any:
     """Returns an answer that repeats a prompt, token by token, with its scores."""
     ids, scored = np.frombuffer(prompt, np.int32).tolist()[1:], GrowingScores()
+    detokenizer = Detokenizer(default_tokenizer())
     for token, found in zip(ids, each, strict=True):
-        scored.append(token, found)
+        scored.append(token, found, detokenizer.push_placed(token)[1])
     completion = SimpleNamespace(text="t", finish_reason="length", token_ids=ids, prompt_logprobs=packed)
     answer = SimpleNamespace(
         index=0, prompt_idx=0, has_logprobs=True, scored=scored, completion=completion, num_cached=0
@@ -76,7 +80,11 @@ def test_scores_are_written_as_they_are() -> None:
     first, *ids = np.frombuffer(prompt, np.int32).tolist()
     text = tokenizer.token_text
     extras = Extras(
-        prompt_logprobs=True, echoes_logprobs=True, token_ids=True, prompts=[prompt], echoed=["p"]
+        prompt_logprobs=True,
+        echoes_logprobs=True,
+        token_ids=True,
+        prompts=[prompt],
+        echoed=[Echo(tokenizer.decode([first, *ids]))],
     )
     written = CompletionWriter("m", tokenizer, extras).whole(answer_of(prompt, packed, each))
     (choice,) = json.loads(b"".join(written))["choices"]
@@ -110,8 +118,7 @@ def test_scores_are_written_as_they_are() -> None:
     content = chat["choices"][0]["logprobs"]["content"]
 
     def top(token: int, logprob: float) -> dict[str, Any]:
-        codes = tokenizer.token_bytes(token) or text(token).encode()  # a special token has no bytes
-        return {"token": text(token), "logprob": finite(logprob), "bytes": list(codes)}
+        return {"token": text(token), "logprob": finite(logprob), "bytes": list(text(token).encode())}
 
     assert content == [
         {**top(token, one.logprob), "top_logprobs": [*map(top, one.top_ids, one.top_logprobs)]}

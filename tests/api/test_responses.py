@@ -311,9 +311,6 @@ class StubWriter:
         message = {"content": None, "reasoning_content": "I think", "tool_calls": calls}
         return {"message": message, "logprobs": None, "finish_reason": "tool_calls"}
 
-    def divided(self, choice: Any) -> Iterator[bytes]:
-        return iter(())
-
 
 def test_reasoning_and_calls_become_items() -> None:
     usage = {"num_prompt_tokens": 3, "num_completion_tokens": 4, "num_cached_tokens": None}

@@ -21,8 +21,9 @@ from lightkv.router.model_files import resolve
 from lightkv.router.service.api_settings import ApiSettings
 from lightkv.router.text import response_template
 from lightkv.router.text.answer_reader import AnswerReader, joined
-from lightkv.router.text.completion import Detokenizer
+from lightkv.router.text.detokenizer import Detokenizer
 from lightkv.router.text.response_template import ResponseTemplate, TimeLimit, UnusableResponseTemplate
+from lightkv.router.text.stop_strings import StopChecker
 from lightkv.router.text.tokenizer import Tokenizer
 
 ANCHOR = "<|im_start|>assistant\n"
@@ -322,7 +323,8 @@ def test_the_template_of_a_tokenizer_reads_tokens(tmp_path: Path) -> None:
     call = '<jupyter_code>{"name": "f", "arguments": {"a": 1}}<jupyter_output>'
     ids = tokenizer.encode(f"Why?\n</think>\n\nSee \u2603.{call}<file_sep>").tolist()
     for pieces in ([ids], [[one] for one in ids]):
-        detokenizer, reader = Detokenizer(tokenizer, shown_ids=reading.shown_ids), reading.new_reader()
+        detokenizer = Detokenizer(tokenizer, shown_ids=reading.shown_ids)
+        reader = reading.new_reader(StopChecker(()))
         parts = [part for piece in pieces for part in reader.push(detokenizer.push(piece))]
         parts += [*reader.push(detokenizer.finish()), *reader.finish()]
         assert joined(parts) == ("Why?", "See \u2603.", [("f", '{"a": 1}')])
@@ -336,7 +338,7 @@ def test_the_answers_to_one_request_share_the_limit_of_time(tmp_path: Path) -> N
     text = "<tool_call><function=f><parameter=a>" + " " * 2000 + "</function></tool_call>!"
     begun = time.process_time()
     for _ in range(12):
-        reader = reading.new_reader()
+        reader = reading.new_reader(StopChecker(()))
         assert joined([*reader.push(text), *reader.finish()])[1].split() == text.split()
     assert time.process_time() - begun < 6 * response_template.MAX_SECONDS
 

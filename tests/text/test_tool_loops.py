@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightkv.router.api.answers.chat_writer import deltas_of, divide
+from lightkv.router.api.answers.chat_writer import deltas_of, finish_reason, message_of
 from lightkv.router.api.requests.chat import ChatRequest
 from lightkv.router.api.requests.dialect import ChatDialect
 from lightkv.router.api.requests.tools import ToolUse
 from lightkv.router.sampling_params import Grammar
 from lightkv.router.service.api_settings import ApiSettings
 from lightkv.router.text.grammars import Grammars
+from lightkv.router.text.stop_strings import StopChecker
 from lightkv.router.text.tokenizer import Tokenizer
 from tests.support.byte_model import VOCABULARY, save_model_of_family
 from tests.support.chat_templates import TEMPLATES
@@ -115,11 +116,11 @@ class Loop:
         assert reading is not None
         hidden = self.tokenizer.special_ids - reading.shown_ids
         text = self.tokenizer.decode([one for one in token_ids if one not in hidden], False)
-        choice: Any = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
-        assert not any(divide(choice, reading))
-        message = choice["message"]
-        assert (message["content"], choice["finish_reason"]) == (None, "tool_calls")
-        reader, streamed = reading.new_reader(), []
+        whole, streamed = reading.new_reader(StopChecker(())), []
+        parts = [*whole.push(text), *whole.finish()]
+        message = message_of(parts, reading)
+        assert (message["content"], finish_reason("stop", parts, reading)) == (None, "tool_calls")
+        reader = reading.new_reader(StopChecker(()))
         for parts in [*(reader.push(char) for char in text), reader.finish()]:
             for delta in deltas_of(parts, len(streamed), reading):
                 for call in delta.get("tool_calls", ()):

@@ -1,5 +1,6 @@
 """Answers by beam search: rounds of requests to the router, each of one token a beam."""
 
+import asyncio
 from copy import copy
 from dataclasses import replace
 
@@ -7,7 +8,6 @@ from starlette.types import Receive
 
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.router.engine.step import TokenEvent
-from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.text.beam_search import Beam, BeamParams, BeamSearch
 from lightkv.router.text.completion import Completion
 
@@ -20,6 +20,8 @@ from .generation import (
     GenerationSpec,
     closed_with_client,
 )
+
+_AT_ONCE = 256  # tokens of a beam, which are read before other tasks run
 
 
 async def search_beams(
@@ -51,7 +53,7 @@ async def search_beams(
             search.take([next(scored).scored.first for _ in range(count)])
     assert first is not None
     answers = [
-        _answer(backend, beam, spec.params, first.answers[prompt_idx])
+        await _answer(backend, beam, spec, first.answers[prompt_idx])
         for prompt_idx, search in enumerate(searches)
         for beam in search.best
     ]
@@ -60,12 +62,14 @@ async def search_beams(
     return BeamAnswers(answers, num_prompt, first.num_cached_tokens, first.num_hit_tokens)
 
 
-def _answer(backend: Backend, beam: Beam, params: SamplingParams, first: Answer) -> Answer:
+async def _answer(backend: Backend, beam: Beam, spec: GenerationSpec, first: Answer) -> Answer:
     """Returns a beam as an answer that is complete. `first`: that of the first round to its prompt, whose times
     it has."""
-    completion = Completion(backend.tokenizer, params)
+    completion = Completion(backend.tokenizer, spec.params, spec.form, spec.prompts[first.prompt_idx])
     last = len(beam.token_ids) - 1
     for place, token in enumerate(beam.token_ids):
+        if place % _AT_ONCE == 0:
+            await asyncio.sleep(0)
         completion.push(TokenEvent("", token, beam.finish_reason if place == last else None))
     clock = copy(first.clock)
     clock.ended = None  # until the request has ended

@@ -3,14 +3,17 @@ has tools, or the model reasons, an answer is divided into content, reasoning an
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import repeat
 from typing import Any, cast
 
 import msgspec
 
 from lightkv.router.text.answer_reader import AnswerReader, joined
+from lightkv.router.text.stop_strings import StopChecker
 from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.router.text.tool_calls.source import Arguments, CallBegins, Part, Reasoning
 
@@ -31,15 +34,14 @@ from .generation import Answer, Answered, TextDelta, usage_of
 from .pieces import Long, encode, in_pieces, long_list
 from .scores import GrowingScores, ScoredToken
 
-_READ_CHARS = 1024  # of an answer, that are read at a time
-
 
 @dataclass(frozen=True)
 class Reading:
-    """How answers to one request are read. `new_reader`: makes the reader of one answer. `shown_ids`: special
-    tokens that it has to see. `id_length`: that of a call's id, if the model insists on one."""
+    """How answers to one request are read. `new_reader`: makes the reader of one answer, which looks for stop
+    strings. `shown_ids`: special tokens that it has to see. `id_length`: that of a call's id, if the model
+    insists on one."""
 
-    new_reader: Callable[[], AnswerReader]
+    new_reader: Callable[[StopChecker], AnswerReader]
     shown_ids: frozenset[int] = frozenset()
     includes_reasoning: bool = True
     is_legacy: bool = False
@@ -64,12 +66,12 @@ class ChatWriter:
         self._id = f"chatcmpl-{secrets.token_hex(16)}"
         self._created = int(time.time())
         self._opened: set[int] = set()
-        self._readers: dict[int, AnswerReader] = {}  # of streams, by answer
+        self._num_calls: Counter[int] = Counter()  # those that streams have begun, by answer
         self.divides_answers = reading is not None
 
     def whole(self, generation: Answered) -> Iterator[bytes]:
         """Yields the body of an answer that is not streamed."""
-        choices: Any = Long(lambda: long_list(map(self._choice_pieces, generation.answers)))
+        choices: Any = Long(lambda: long_list(in_pieces(self.choice(one)) for one in generation.answers))
         body: ChatBody = {
             "id": self._id,
             "object": "chat.completion",
@@ -86,20 +88,21 @@ class ChatWriter:
         return in_pieces(body)
 
     def choice(self, answer: Answer) -> ChatChoice:
-        """Returns a whole answer as a choice, whose text is not divided yet."""
+        """Returns a whole answer as a choice."""
+        completion, reading = answer.completion, self._reading
+        reason = cast(FinishReason | None, completion.finish_reason)
         choice: ChatChoice = {
             "index": answer.index,
-            "message": {"role": "assistant", "content": answer.completion.text},
+            "message": {"role": "assistant", "content": completion.text},
             "logprobs": self.logprobs(answer.scored) if answer.has_logprobs else None,
-            "finish_reason": cast(FinishReason | None, answer.completion.finish_reason),
+            "finish_reason": reason,
         }
+        if reading is not None:
+            choice["message"] = message_of(completion.parts, reading)
+            choice["finish_reason"] = finish_reason(reason, completion.parts, reading)
         if self.extras.token_ids:
-            choice["token_ids"] = list(answer.completion.token_ids)
+            choice["token_ids"] = list(completion.token_ids)
         return choice
-
-    def divided(self, choice: ChatChoice) -> Iterator[bytes]:
-        """Divides the text of a whole answer. Yields empty pieces, between which other tasks may run."""
-        return iter(()) if self._reading is None else divide(choice, self._reading)
 
     def logprobs(self, scored: GrowingScores | None) -> ChatLogprobs:
         """Returns the log-probabilities of tokens, whose list is `Long`."""
@@ -108,11 +111,6 @@ class ChatWriter:
         if (short := found.short) is not None:  # as in most chunks of a stream
             content = msgspec.Raw(b"[%b]" % b"".join(self._entries(short)))
         return {"content": content}
-
-    def _choice_pieces(self, answer: Answer) -> Iterator[bytes]:
-        choice = self.choice(answer)
-        yield from self.divided(choice)
-        yield from in_pieces(choice)
 
     def chunks(self, delta: TextDelta) -> list[ChatChunk]:
         """Returns the chunks of a stream for a delta. The first chunk of each answer has its role."""
@@ -136,14 +134,8 @@ class ChatWriter:
         """Returns the chunks of a delta, one for each of its parts. The first has the log-probabilities, and
         the end of an answer is a chunk of its own."""
         answer = delta.answer
-        reader = self._readers.get(answer.index)
-        if reader is None:
-            reader = self._readers[answer.index] = reading.new_reader()
-        num_calls = reader.num_kept_calls
-        parts = reader.push(delta.text)
-        if delta.finish_reason is not None:
-            parts += reader.finish()
-        deltas = deltas_of(parts, num_calls, reading)
+        deltas = deltas_of(delta.parts, self._num_calls[answer.index], reading)
+        self._num_calls[answer.index] += sum(isinstance(part, CallBegins) for part in delta.parts)
         has_ids = self.extras.token_ids and bool(delta.token_ids)
         if delta.finish_reason is not None or ((delta.scored or has_ids) and not deltas):
             deltas.append({})
@@ -153,7 +145,7 @@ class ChatWriter:
         if answer.has_logprobs and chunks:
             chunks[0]["choices"][0]["logprobs"] = self.logprobs(delta.scored)
         if delta.finish_reason is not None:
-            reason = finish_reason(delta.finish_reason, reader, reading)
+            reason = finish_reason(delta.finish_reason, answer.completion.parts, reading)
             chunks[-1]["choices"][0]["finish_reason"] = reason
         return chunks
 
@@ -175,42 +167,31 @@ class ChatWriter:
         """Returns the JSON of several tokens and of the likeliest in their places."""
         around = cache(self._around) if len(part) > 1 else self._around
 
-        def top(token_id: int, logprob: bytes) -> bytes:
-            before, after = around(token_id)
+        def top(token_id: int, logprob: bytes, begins: bool, is_hidden: bool = False) -> bytes:
+            before, after = around(token_id, begins, is_hidden)
             return before + logprob + after
 
-        entries = [
-            b'%b,"top_logprobs":[%b]}'
-            % (
-                top(one.token_id, one.logprob),
-                b",".join([top(*other) + b"}" for other in zip(one.top_ids, one.top_logprobs, strict=True)]),
+        entries = []
+        for token_id, logprob, top_ids, top_logprobs, (_, begins, is_hidden) in part:
+            others = zip(top_ids, top_logprobs, repeat(begins), strict=False)
+            likeliest = b",".join([top(*other) + b"}" for other in others])
+            entries.append(
+                b'%b,"top_logprobs":[%b]}' % (top(token_id, logprob, begins, is_hidden), likeliest)
             )
-            for one in part
-        ]
         return [b",".join(entries)]
 
-    def _around(self, token_id: int) -> tuple[bytes, bytes]:
-        """Returns what stands before and after a token's log-probability."""
-        text = self.extras.token(self._tokenizer, token_id)
-        known = self._tokenizer.token_bytes(token_id) if self._tokenizer.is_byte_level else b""
-        codes = encode(list(known or text.encode()))
-        return b'{"token":%b,"logprob":' % encode(text), b',"bytes":%b' % codes
+    def _around(self, token_id: int, begins: bool, is_hidden: bool) -> tuple[bytes, bytes]:
+        """Returns what stands before and after a token's log-probability. A token that is hidden has no bytes,
+        so that the bytes of all tokens are those of the text."""
+        tokenizer = self._tokenizer
+        known = tokenizer.token_bytes(token_id, begins)
+        if token_id in tokenizer.special_ids and not is_hidden:
+            known = tokenizer.token_text(token_id).encode()
+        text = self.extras.token(tokenizer, token_id, begins)
+        return b'{"token":%b,"logprob":' % encode(text), b',"bytes":%b' % encode(list(known))
 
 
-def divide(choice: ChatChoice, reading: Reading) -> Iterator[bytes]:
-    """Divides the text of a whole answer, which is the content of its message so far. Yields empty pieces,
-    between which other tasks may run."""
-    reader, text = reading.new_reader(), choice["message"]["content"] or ""
-    parts: list[Part] = []
-    for start in range(0, len(text), _READ_CHARS):
-        parts += reader.push(text[start : start + _READ_CHARS])
-        yield b""
-    parts += reader.finish()
-    choice["message"] = _message(parts, reading)
-    choice["finish_reason"] = finish_reason(choice["finish_reason"], reader, reading)
-
-
-def _message(parts: Sequence[Part], reading: Reading) -> AssistantMessage:
+def message_of(parts: Sequence[Part], reading: Reading) -> AssistantMessage:
     """Returns the message of a whole answer."""
     reasoning, content, calls = joined(parts)
     message: AssistantMessage = {"role": "assistant", "content": content}
@@ -256,8 +237,8 @@ def _call(name: str, arguments: str, reading: Reading) -> ToolCall:
     return {"id": identifier, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def finish_reason(reason: str | None, reader: AnswerReader, reading: Reading) -> FinishReason | None:
-    """Returns why an answer ended: an answer with calls does not end by "stop"."""
-    if reason != "stop" or not reader.num_calls:
+def finish_reason(reason: str | None, parts: Sequence[Part], reading: Reading) -> FinishReason | None:
+    """Returns why an answer ended: an answer with calls does not end by "stop". `parts`: all of the answer."""
+    if reason != "stop" or not any(isinstance(part, CallBegins) for part in parts):
         return cast(FinishReason | None, reason)
     return "function_call" if reading.is_legacy else "tool_calls"

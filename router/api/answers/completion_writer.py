@@ -4,19 +4,20 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, cast
 
 import msgspec
 
 from lightkv.router.engine.step import PromptLogprobs
+from lightkv.router.text.detokenizer import REPLACEMENT, Detokenizer, Place
 from lightkv.router.text.tokenizer import Tokenizer
 
 from .bodies import CompletionBody, CompletionChoice, CompletionLogprobs, FinishReason, Usage
-from .extras import Extras, prompt_scores
+from .extras import Extras, name_by_id, prompt_scores
 from .generation import Answer, Answered, TextDelta, usage_of
 from .pieces import Long, encode, in_pieces, long_list
-from .scores import GrowingScores, ScoredToken, Scores
+from .scores import GrowingScores, Places, ScoredToken, Scores
 
 
 class CompletionWriter:
@@ -35,7 +36,6 @@ class CompletionWriter:
         self._tokenizer = tokenizer
         self._id = f"cmpl-{secrets.token_hex(16)}"
         self._created = int(time.time())
-        self._num_chars: dict[int, int] = {}  # by answer: characters whose log-probabilities were written
         self._opened: set[int] = set()
 
     def whole(self, generation: Answered) -> Iterator[bytes]:
@@ -71,7 +71,7 @@ class CompletionWriter:
         opens = answer.index not in self._opened
         self._opened.add(answer.index)
         if self.extras.echoed and opens:
-            text = self.extras.echoed[answer.prompt_idx] + text
+            text = self.extras.echoed[answer.prompt_idx].text + text
         logprobs = None
         if answer.has_logprobs:
             of_prompt = prompt_scores if opens and self.extras.echoes_logprobs else None
@@ -96,51 +96,75 @@ class CompletionWriter:
         self, answer: Answer, scored: GrowingScores, prompt: PromptLogprobs | None
     ) -> CompletionLogprobs:
         """Returns lists of the tokens that are scored, which are `Long`. `prompt`: stands before them."""
-        found, first = [scored.read()], None
+        found, first = [scored.read()], list[ScoredToken]()
+        short = found[0].short if prompt is None else None  # as in most chunks of a stream
+        echoed = len(self.extras.echoed[answer.prompt_idx].text) if self.extras.echoed else 0
         if prompt is not None:
             prompt_ids = self.extras.prompts[answer.prompt_idx]
-            found.insert(0, Scores.of_prompt(prompt_ids, prompt))
-            first = memoryview(prompt_ids).cast("i")[0]
-        short = found[0].short if prompt is None else None  # as in most chunks of a stream
+            found.insert(0, Scores.of_prompt(prompt_ids, prompt, self._places(answer.prompt_idx)))
+            first_id = memoryview(prompt_ids).cast("i")[0]
+            first = [ScoredToken(first_id, b"null", [], [], Place(-echoed, begins=True))]
 
-        def all_of(write: Callable[[ScoredToken], bytes], of_first: bytes) -> Any:
+        def all_of(write: Callable[[ScoredToken], bytes]) -> Any:
             if short is not None:
                 return msgspec.Raw(b"[%b]" % b",".join(map(write, short)))
 
             def pieces() -> Iterator[bytes]:
-                before = [] if first is None else [[of_first]]
-                parts = (part for scores in found for part in scores.parts())
-                return long_list(chain(before, ([b",".join(map(write, part))] for part in parts)))
+                parts = chain([first] if first else [], *(scores.parts() for scores in found))
+                return long_list([b",".join(map(write, part))] for part in parts)
 
             return Long(pieces)
 
-        def encoded(token_id: int) -> bytes:
-            return encode(self._token(token_id))
+        def encoded(token_id: int, begins: bool) -> bytes:
+            return encode(self._name(token_id, begins))
 
-        text = encoded if short is not None else cache(encoded)
+        name = encoded if short is not None else cache(encoded)
 
         def likeliest(one: ScoredToken) -> bytes:
-            by_text = {text(one.token_id): one.logprob}
+            if first and one is first[0]:
+                return b"null"
+            by_name = {name(one.token_id, one.place.begins): one.logprob}
             for other_id, logprob in zip(one.top_ids, one.top_logprobs, strict=True):
-                by_text.setdefault(text(other_id), logprob)
-            return b"{%b}" % b",".join([b"%b:%b" % entry for entry in by_text.items()])
-
-        def offset(token_id: int) -> bytes:
-            offset = self._num_chars.get(answer.index, 0)
-            self._num_chars[answer.index] = offset + len(self._tokenizer.token_text(token_id))
-            return b"%d" % offset
+                if other_id != one.token_id:
+                    other = name(other_id, one.place.begins)
+                    by_name[encode(name_by_id(other_id)) if other in by_name else other] = logprob
+            return b"{%b}" % b",".join([b"%b:%b" % entry for entry in by_name.items()])
 
         return {
-            "tokens": all_of(lambda one: text(one.token_id), b"" if first is None else text(first)),
-            "token_logprobs": all_of(lambda one: one.logprob, b"null"),
-            "top_logprobs": all_of(likeliest, b"null"),
-            "text_offset": all_of(lambda one: offset(one.token_id), b"" if first is None else offset(first)),
+            "tokens": all_of(lambda one: name(one.token_id, one.place.begins)),
+            "token_logprobs": all_of(lambda one: one.logprob),
+            "top_logprobs": all_of(likeliest),
+            "text_offset": all_of(lambda one: b"%d" % (echoed + one.place.start)),
         }
 
-    def _token(self, token_id: int) -> str:
-        return self.extras.token(self._tokenizer, token_id)
+    def _places(self, prompt_idx: int) -> Places:
+        """Returns the places of an echoed prompt's tokens from the second on, counted back from the answer."""
+        text, has_special = self.extras.echoed[prompt_idx]
+        detokenizer = Detokenizer(self._tokenizer, not has_special)
+        ids = memoryview(self.extras.prompts[prompt_idx]).cast("i")
+        places = (detokenizer.push_placed(token_id)[1] for token_id in ids)
+        before = (place._replace(start=min(place.start - len(text), 0)) for place in places)
+        return Places(islice(before, 1, None))
+
+    def _name(self, token_id: int, begins: bool) -> str:
+        """Returns the name of a token: its text or, of a part of a character, its bytes as in OpenAI's API."""
+        name = self.extras.token(self._tokenizer, token_id, begins)
+        if REPLACEMENT not in name:
+            return name
+        piece = self._tokenizer.token_bytes(token_id, begins)
+        try:
+            piece.decode()
+        except UnicodeDecodeError:
+            return f"bytes:{repr(piece)[2:-1]}"
+        return name
 
 
 def _all_of(answer: Answer) -> TextDelta:
     completion = answer.completion
-    return TextDelta(answer, completion.text, answer.scored, completion.finish_reason, completion.token_ids)
+    return TextDelta(
+        answer,
+        completion.text,
+        scored=answer.scored,
+        finish_reason=completion.finish_reason,
+        token_ids=completion.token_ids,
+    )

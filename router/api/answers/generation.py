@@ -19,8 +19,9 @@ from lightkv.router.engine.step import TokenEvent
 from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.service.messages import NewAnswer, NewPrompt, Submit
 from lightkv.router.service.router_client import AnswerStream, RouterClient
-from lightkv.router.text.completion import AnswerPlan, Completion
+from lightkv.router.text.completion import NEW_TEXT, AnswerForm, AnswerPlan, Completion
 from lightkv.router.text.tokenizer import Tokenizer
+from lightkv.router.text.tool_calls.source import Part
 
 from .bodies import Usage
 from .scores import GrowingScores
@@ -114,9 +115,9 @@ class GenerationSpec:
 
     `session`: the one that protects the tokens of prompts and answers in the cache. `states_length`: whether
     the client stated max_tokens. `shows_logprobs`: whether the client gets the log-probabilities of
-    `params`. `shows_answer`: if not, the one token that a prompt is answered with is dropped. `shown_ids`:
-    special tokens that are part of the text. `grammar_field`: the field that `params.grammar` came in.
-    `grammar_bytes`: what it takes when it is compiled. `grammar_owner`: what stands for the client.
+    `params`. `shows_answer`: if not, the one token that a prompt is answered with is dropped. `form`: how its
+    tokens become an answer. `grammar_field`: the field that `params.grammar` came in. `grammar_bytes`: what it
+    takes when it is compiled. `grammar_owner`: what stands for the client.
     """
 
     prompts: list[bytes]
@@ -127,7 +128,7 @@ class GenerationSpec:
     states_length: bool = True
     shows_logprobs: bool = True
     shows_answer: bool = True
-    shown_ids: frozenset[int] = frozenset()
+    form: AnswerForm = NEW_TEXT
     grammar_field: str = "grammar"
     grammar_bytes: int = 0
     grammar_owner: bytes = b""
@@ -154,11 +155,12 @@ class Answer:
 
 @dataclass(slots=True)
 class TextDelta:
-    """The text and tokens that an answer has gained. `scored`: those that have log-probabilities, if any. The
-    last delta of an answer has a `finish_reason`."""
+    """What an answer has gained: text, the parts of it if it is divided, and tokens. `scored`: the tokens that
+    have log-probabilities, if any. The last delta of an answer has a `finish_reason`."""
 
     answer: Answer
     text: str = ""
+    parts: list[Part] = field(default_factory=list)
     scored: GrowingScores | None = None
     finish_reason: str | None = None
     token_ids: list[int] = field(default_factory=list)
@@ -189,7 +191,7 @@ class Backend:
         prompts = []
         for prompt_idx, prompt_ids in enumerate(spec.prompts):
             asked = []
-            for seed, completion in plan.begin(spec.shown_ids):
+            for seed, completion in plan.begin(prompt_ids, spec.form):
                 asked.append(NewAnswer(uuid.uuid4().hex, seed))
                 clock = AnswerClock(self.metrics, len(prompt_ids) // TOKEN_BYTES, params.max_tokens)
                 answer = Answer(len(answers), prompt_idx, completion, clock, has_logprobs)
@@ -317,20 +319,20 @@ class Generation:
             answer.clock.waited = event.waited
         if not self._spec.shows_answer:
             event = msgspec.structs.replace(event, token=None, finish_reason="length")
-        logprobs = event.logprobs
-        if logprobs is not None:  # they are kept as arrays
-            event = msgspec.structs.replace(event, logprobs=None)
-        delta.text += answer.completion.push(event)
+        completion, logprobs = answer.completion, event.logprobs
+        num_parts = len(completion.parts)
+        delta.text += completion.push(event)
+        delta.parts += completion.parts[num_parts:]
         if event.token is not None:
             delta.token_ids.append(event.token)
         answer.clock.token()
         if logprobs is None or event.token is None:
             return
         answer.total_logprob += logprobs.logprob
-        if answer.has_logprobs and event.finish_reason != "stop":
-            answer.scored.append(event.token, logprobs)
+        if answer.has_logprobs and completion.place is not None:
+            answer.scored.append(event.token, logprobs, completion.place)
             delta.scored = delta.scored or GrowingScores()
-            delta.scored.append(event.token, logprobs)
+            delta.scored.append(event.token, logprobs, completion.place)
 
     def _finish(self, request_id: str, delta: TextDelta) -> None:
         """Notes why an answer has ended, and aborts its request if a stop string ended it."""

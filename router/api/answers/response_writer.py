@@ -27,9 +27,8 @@ class ResponseWriter:
         self._created = int(time.time())
 
     def whole(self, generation: Answered) -> Iterator[bytes]:
-        """Yields the body of a response that is not streamed."""
+        """Returns the pieces of the body of a response that is not streamed."""
         choice: Any = self._chat.choice(generation.answers[0])
-        yield from self._chat.divided(choice)
         message, logprobs = choice["message"], choice["logprobs"] and choice["logprobs"]["content"]
         items = []
         if reasoning := message.get("reasoning_content"):
@@ -42,7 +41,7 @@ class ResponseWriter:
             items.append(finished(_call_item(call["id"], function["name"]), function["arguments"]))
         if choice["finish_reason"] == "length":
             items[-1]["status"] = "incomplete"
-        yield from in_pieces(self.body(items, choice["finish_reason"], generation))
+        return in_pieces(self.body(items, choice["finish_reason"], generation))
 
     def events(self, generation: Generation) -> "ResponseEvents":
         """Returns the writer of the stream's events."""

@@ -32,7 +32,7 @@ def most_tokens(spec: GenerationSpec, extras: Extras, least: int) -> int:
     num_repeated = _num_tokens(spec) * extras.num_repeats
     num_scores = num_repeated * ((params.prompt_logprobs or 0) + 1)
     num_scores *= extras.prompt_logprobs + extras.echoes_logprobs
-    num_bytes = sum(len(text.encode()) for text in extras.echoed) * extras.num_repeats
+    num_bytes = sum(len(echo.text.encode()) for echo in extras.echoed) * extras.num_repeats
     num_bytes += num_scores * SCORE_BYTES + num_repeated * extras.token_ids * ID_BYTES
     token_scores = params.logprobs + 1 if spec.shows_logprobs and params.logprobs is not None else 0
     token_bytes = token_scores * SCORE_BYTES + (1 + extras.token_ids) * ID_BYTES

@@ -13,6 +13,7 @@ from lightkv.router.api.answers.chat_writer import ChatWriter
 from lightkv.router.api.answers.response_writer import ResponseWriter
 from lightkv.router.sampling_params import MAX_LOGPROBS, InvalidParams
 from lightkv.router.service.api_settings import ApiSettings
+from lightkv.router.text.completion import AnswerForm
 
 from .dialect import ChatDialect
 from .generation import Desk, GenerationRequest
@@ -193,13 +194,16 @@ class Chats:
         reading = self._dialect.reading(use, prompt_ids, grammar, body.include_reasoning is not False)
         grammar = self._dialect.grammar(use, grammar)
         prompts = [prompt_ids.tobytes()]
+        form = AnswerForm(continues=told.continues_last)
+        if reading is not None:
+            form = form._replace(shown_ids=reading.shown_ids, new_reader=reading.new_reader)
         extras = replace(accepted.extras, prompts=prompts)
         writer = ChatWriter(accepted.model, self._prompts.tokenizer, reading, extras)
         spec = replace(
             accepted.spec,
             prompts=prompts,
             shows_logprobs=body.logprobs is True,
-            shown_ids=frozenset() if reading is None else reading.shown_ids,
+            form=form,
             grammar_field=field if use is None else use.field,
         )
         asked = replace(accepted, spec=spec, grammar=grammar, extras=extras)

@@ -8,7 +8,9 @@ from pydantic import Field
 from starlette.responses import Response
 
 from lightkv.router.api.answers.completion_writer import CompletionWriter
+from lightkv.router.api.answers.extras import Echo
 from lightkv.router.sampling_params import InvalidParams
+from lightkv.router.text.completion import AnswerForm
 
 from .generation import Desk, GenerationRequest, Ids, Texts
 from .prompts import PromptReader
@@ -103,16 +105,19 @@ class Completions:
                 prompt_ids = await self._prompts.ids_of_ids(prompt, room)
             accepted.check_fits(prompt_ids.size)
             made.append(prompt_ids)
-        echoed = []
+        echoed: list[Echo] = []
         if body.echo:
             for text, prompt_ids in zip(texts, made, strict=True):
-                is_whole = isinstance(text, str) and room.num_kept is None
-                echoed.append(str(text) if is_whole else await self._prompts.text_of(prompt_ids))
+                if isinstance(text, str) and room.num_kept is None:
+                    echoed.append(Echo(text))
+                else:
+                    echoed.append(Echo(await self._prompts.closed_text_of(prompt_ids), has_special=True))
         prompts = [prompt_ids.tobytes() for prompt_ids in made]
         spec = replace(
             accepted.spec,
             prompts=prompts,
             shows_logprobs=body.logprobs is not None,
+            form=AnswerForm(continues=True, is_echoed=body.echo is True),
         )
         grammar = accepted.grammar
         if grammar is not None:

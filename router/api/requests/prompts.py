@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from lightkv.router.engine.request import InvalidPrompt, NeverFits, maximum_length
+from lightkv.router.text.detokenizer import closed_text
 from lightkv.router.text.infilling import infilling_ids
 from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.token_ids import int32_bytes
@@ -94,9 +95,16 @@ class PromptReader:
         """Returns the text of token ids, including special tokens."""
         return await convert(len(token_ids), lambda: self.tokenizer.decode(token_ids, False))
 
+    async def closed_text_of(self, token_ids: np.ndarray) -> str:
+        """Returns the text of a prompt that its answer continues, as `closed_text` does."""
+        return await convert(len(token_ids), lambda: closed_text(self.tokenizer, token_ids.tolist()))
+
     async def texts_of_each(self, token_ids: list[int]) -> list[str]:
-        """Returns the text of each token by itself."""
-        return await convert(len(token_ids), lambda: self.tokenizer.decode_each(token_ids))
+        """Returns the text of each token, where it stands in the text of all."""
+        text_of = self.tokenizer.token_text
+        return await convert(
+            len(token_ids), lambda: [text_of(one, begins=not place) for place, one in enumerate(token_ids)]
+        )
 
     def _encode_chat(self, chat: Chat, room: PromptRoom) -> np.ndarray:
         most = self.tokenizer.max_characters(room.max_model_len)
