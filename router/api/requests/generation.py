@@ -294,7 +294,7 @@ class Desk:
         InvalidParams, UnknownModel, InvalidHeader, and RequestRefused unless the service is ready."""
         settings = self.settings
         model = self.model(body.model)
-        stated, own = body.stated_max_tokens, body.own_max_tokens
+        stated, own, shows_answer = body.stated_max_tokens, body.own_max_tokens, not body.answers_nothing
         extras = body.model_extra or {}
         ignored = request.state.record.ignored_fields
         ignored += [name for name in extras if name in HINTS and extras[name] is not None]
@@ -320,7 +320,7 @@ class Desk:
             raise InvalidParams("truncate_prompt_tokens", kept, allowed)
         if kept == -1:
             reserved = 1 if is_cut and own is None else params.max_tokens
-            reserved = 0 if body.answers_nothing else reserved
+            reserved = reserved if shows_answer else 0
             kept = max(context - reserved, 1)
         priority = body.priority or 0
         if priority < 0 and not settings.allow_priority:
@@ -332,10 +332,10 @@ class Desk:
                 prompts=[],
                 params=params,
                 priority=priority,
+                shows_answer=shows_answer,
                 namespace=namespace_of(settings, request, body.cache_salt),
                 session=session_of(settings, request, body.session_id, body.session_ttl),
                 states_length=stated is not None or own is not None,
-                shows_answer=not body.answers_nothing,
                 grammar_field=field,
             ),
             grammar=grammar,
