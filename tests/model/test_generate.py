@@ -151,7 +151,7 @@ def test_greedy_output_is_hugging_faces(chunk: int) -> None:
 
 
 def test_greedy_output_of_a_few_prompts_in_chunks_of_32_is_hugging_faces(llm: LLM) -> None:
-    assert llm.stats().hit_tokens == 0  # no other test has come before, so that nothing is cached
+    llm.engine.evict_cached()  # tests that ran before may have left tokens of these prompts
     assert_hugging_faces(llm, FEW, SHORT_TOKENS)
 
 

@@ -100,7 +100,7 @@ def test_a_window_that_is_wrong_by_one_gives_other_answers(name: str) -> None:
 # Prompts, hits and preemptions in the engine
 
 
-@each_value(name=[*FAMILIES], chunk=[0, 7, 16], depth=[1, 2])
+@each_value(name=quickly("gemma3", "gemma4-tied", "gpt-oss", "llama4"), chunk=[0, 7, 16], depth=[1, 2])
 def test_prompts_of_many_lengths_in_chunks(name: str, chunk: int, depth: int) -> None:
     engine = make_engine(name, chunk=chunk, depth=depth)
     requests = [request(str(idx), prompt, NUM_NEW) for idx, prompt in enumerate(PROMPTS)]
