@@ -44,4 +44,4 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["prompt_step", *words])
     prompt_step.main()
     cases = json.loads(out.read_text())["results"]["cases"]
-    assert [case["bucket_tokens"] for case in cases.values()] == [24, 128, None]
+    assert [case["bucket_tokens"] for case in cases.values()] == [24, 128, 2600]
