@@ -68,8 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("kv_dtype") != EngineConfig.kv_dtype:
         set_kv_dtype(config.getoption("kv_dtype"))
     config.pluginmanager.register(FileBudget())
-    # A graph of an earlier test that is garbage by now must not be freed during the capture of another one, which
-    # would break it: it is collected before each capture. (Captures of the product collect no garbage.)
+    # Garbage is collected before a test captures a CUDA graph: to free an older graph while another is captured
+    # breaks the capture. (The product's captures run without collections.)
     torch.compiler.config.force_cudagraph_gc = True
     if hasattr(config, "workerinput") and "OMP_NUM_THREADS" not in os.environ:
         # Processes that run tests beside one another share out the cores; what they start inherits it.
