@@ -87,10 +87,11 @@ class SimulatedAdmission(Admission):
         how many steps it has none, unless a request ends or a prefill is computed: at least 1, or infinity."""
         if self.counting is Counting.PEAK:
             return super().steps_to_wait(running, request)
-        limit = self.limit_with(running, request)
+        limit, ledger = self.limit_with(running, request), running.ledger
         if self.counting is Counting.SUM:
-            return 0 if running.forecast.total + request.final <= limit else math.inf
-        ledger = running.ledger
+            # The run of a request that has ended is held until the step in flight behind it ends.
+            total = max(running.forecast.total, ledger.num_held)
+            return 0 if total + request.final <= limit else math.inf
         # The last pages of what is held are counted; those of what is still to be computed are not.
         limit += self.slack * (ledger.num_open - len(running.prefilling))
         return 0 if _held_after_prefills(running, request) + 1 <= limit else math.inf

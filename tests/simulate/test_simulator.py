@@ -28,6 +28,7 @@ from lightkv.router.simulate.record import Distribution, Overtaking, Timeline
 from lightkv.router.simulate.report.tables import summary
 from lightkv.router.simulate.result import SERIES_POINTS, Figures, SimulationResult
 from lightkv.router.simulate.simulator import saturation, simulate
+from lightkv.router.simulate.timed_engine import HOST_SECONDS
 from tests.support.combinations import each_value, slow
 
 STEP_TIME = "base=0.01,per_decode=1e-4,per_kv=1e-6,prefill=0.002,per_prompt=1e-4,per_pair=1e-7"
@@ -59,14 +60,29 @@ def test_the_times_of_one_request_are_the_sums_of_its_steps(tmp_path: Path) -> N
     model = StepTime.parse(STEP_TIME)
     first = model.seconds(Work(0, 0, 64, 64 * 65 // 2))
     second = model.seconds(Work(0, 0, 36, 36 * 64 + 36 * 37 // 2))
-    decodes = [model.seconds(Work(1, 101 + i, 0, 0)) for i in range(3)]
+    # The last step was planned before the last token was known, and is computed for nothing.
+    decodes = [model.seconds(Work(1, 101 + i, 0, 0)) for i in range(4)]
     figures = result.figures
-    assert figures.ttft_max == pytest.approx(first + second)
-    assert figures.tpot_max == pytest.approx(sum(decodes) / 3)
-    assert figures.seconds == pytest.approx(first + second + sum(decodes))
-    assert (figures.num_steps, figures.output_tokens, figures.prompt_tokens) == (5, 4, 100)
-    assert figures.peak_held_share == 103 / 3000  # the last token is never written
+    assert figures.ttft_max == pytest.approx(HOST_SECONDS + first + second)
+    assert figures.tpot_max == pytest.approx(sum(decodes[:3]) / 3)
+    assert figures.seconds == pytest.approx(HOST_SECONDS + first + second + sum(decodes))
+    assert (figures.num_steps, figures.output_tokens, figures.prompt_tokens) == (6, 4, 100)
+    assert figures.peak_held_share == 104 / 3000
     assert figures.goodput == pytest.approx(1 / figures.seconds)
+
+
+def test_the_device_waits_for_the_host_where_no_step_is_in_flight(trace: str) -> None:
+    """Before the first step, and where a preemption waits for the steps in flight."""
+
+    def waits(capacity: int) -> tuple[float, int]:
+        config = replace(SMALL, rate=math.inf, admission="watermark", step_time="base=0.01")
+        found = simulate(trace, replace(config, requests=60, capacity=capacity)).figures
+        return (found.seconds - 0.01 * found.num_steps) / HOST_SECONDS, found.num_preemptions
+
+    assert waits(50_000) == (pytest.approx(1), 0)
+    num_waits, num_preemptions = waits(2000)
+    assert num_waits == pytest.approx(round(num_waits))
+    assert num_waits > num_preemptions / 2 > 2  # one wait may be for several
 
 
 @pytest.mark.parametrize("page", [PAGE_SIZES[0], *slow(*PAGE_SIZES[1:-1]), PAGE_SIZES[-1]])
