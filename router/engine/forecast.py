@@ -11,7 +11,7 @@ so a step changes nothing, and an arrival or an end moves one entry of an array.
 added when a question comes, at each of these ends and at their own.
 
 A forecast counts the sequences that it has been told of, and nothing else. There is one of all sequences, and
-one of the exact ones alone (docs/admission.md).
+one of the guaranteed ones alone (docs/admission.md).
 
 A segment with several holders counts once, until the last of them ends. A segment becomes shared when a second
 sequence opens it, and its holder's own again when one holder is left; both are seen on the path of the sequence
@@ -192,8 +192,8 @@ class Forecast:
         """Returns 0 if the peak stays within `limit` with the candidate. Else returns for how many steps it
         cannot fit, unless a sequence is dropped or admitted or a prefill is computed meanwhile: at least 1.
 
-        `prefills`: the admitted sequences, with the windows that they have beside the candidate. What it hits
-        may be evicted meanwhile (`steps_to_wait_without`).
+        `prefills`: the admitted sequences, with the windows that they have beside the candidate; others among
+        them do not count. What it hits may be evicted meanwhile (`steps_to_wait_without`).
         """
         ends, totals, growths = self._totals(prefills, candidate)
         growth, step = growths[-1], self._ledger.step
@@ -227,11 +227,11 @@ class Forecast:
         return int(np.minimum(excess, np.maximum(decoded, 0) + 1)[is_held].max())
 
     def peak(self, prefills: Seq[Prefill]) -> int:
-        """Returns the most tokens held at any time. `prefills`: the admitted sequences."""
+        """Returns the most tokens held at any time. `prefills`: as in `steps_to_wait`."""
         ends, bases = self._column(self._ends), self._column(self._bases)
         now = int(bases.sum() + np.minimum(ends, self._ledger.step).sum())
         now += sum([one.length for one in self._ledger.shared if len(self._holders(one)) > 1])
-        now += sum([self._num_own(sequence) for sequence, _ in prefills])
+        now += sum([self._num_own(sequence) for sequence, _ in prefills if sequence.row in self._final])
         _, totals, _ = self._totals(prefills, None)
         return max(now, int(totals.max(initial=0)))
 
@@ -339,6 +339,8 @@ class Forecast:
         growths, runs = [], []
         late: dict[Segment, int] = {}  # segment → the last end of its holders in prefill
         for sequence, window in prefills:
+            if sequence.row not in self._final:
+                continue
             decodes = self._final[sequence.row] - sequence.length - window.left
             growth = _Growth(self._num_own(sequence), window, decodes)
             growths.append(growth)

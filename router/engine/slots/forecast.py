@@ -193,7 +193,8 @@ class SlotForecast:
         step = np.array([self._ledger.step - 1])
         shared = self._shared({**self._lives, **self._prefilling(prefills)}, None)
         counted = self._of_decodes().at(step) + Sums(list(shared)).at(step)
-        return int(counted[0]) + sum([start_of(one).num_slots(self._groups) for one, _ in prefills])
+        starts = [start_of(one) for one, _ in prefills if one.row in self._final]
+        return int(counted[0]) + sum([start.num_slots(self._groups) for start in starts])
 
     def check(self, prefills: Seq[Prefill]) -> None:
         """Raises CheckFailed where the lives count less than is held."""
@@ -220,6 +221,8 @@ class SlotForecast:
         """Returns the lives of the sequences in prefill, by row."""
         found, step = {}, self._ledger.step
         for sequence, window in prefills:
+            if sequence.row not in self._final:
+                continue
             decodes = self._final[sequence.row] - sequence.length - window.left
             start = start_of(sequence)
             found[sequence.row] = prefilling(self._groups, start, step, window, decodes, self._lag)
