@@ -323,8 +323,8 @@ def _check_fits(num_prompt: int, max_tokens: int, config: EngineConfig, context:
     if longest is not None and num_prompt + max_tokens > longest:
         raise NeverFits(num_prompt, max_tokens, longest)
     capacity = config.max_total_tokens
-    if capacity is not None and num_prompt + max_tokens - 1 > capacity:
-        raise NeverFits(num_prompt, max_tokens, capacity, "pool")
+    if capacity is not None and num_prompt > capacity:
+        raise NeverFits(num_prompt, 1, capacity, "pool")
 
 
 def _has_chat_template(tokenizer: "Tokenizer") -> bool:

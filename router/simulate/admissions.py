@@ -11,7 +11,8 @@ from enum import Enum
 from random import Random
 
 from lightkv.router.config import ADMISSIONS, TTFT_TARGET
-from lightkv.router.engine.admission import Admission, Estimates, OutputLengths, Running, make_admission
+from lightkv.router.engine.admission import Admission, Running, make_admission
+from lightkv.router.engine.estimates import Estimates, OutputLengths
 from lightkv.router.engine.request import Request
 
 
@@ -90,7 +91,7 @@ class SimulatedAdmission(Admission):
         limit, ledger = self.limit_with(running, request), running.ledger
         if self.counting is Counting.SUM:
             # The run of a request that has ended is held until the step in flight behind it ends.
-            total = max(running.forecast.total, ledger.num_held)
+            total = max(running.forecasts.all.total, ledger.num_held)
             return 0 if total + request.final <= limit else math.inf
         # The last pages of what is held are counted; those of what is still to be computed are not.
         limit += self.slack * (ledger.num_open - len(running.prefilling))
@@ -120,15 +121,19 @@ def make_simulated(name: str, seed: int, slack: int, ttft_target: float = TTFT_T
     """
     if name in ADMISSIONS:
         own = make_admission(name, ttft_target)
-        return SimulatedAdmission(own.estimates, own.trusts_limits, own.reserve, own.patience, slack=slack)
+        rules = own.estimates, own.shares, own.guarantees, own.reserve, own.patience
+        return SimulatedAdmission(*rules, slack=slack)
+    if name == "quantile":
+        return SimulatedAdmission(OutputLengths(), guarantees=False, reserve=0.03, slack=slack)
     estimates: Estimates | None = None
     if name == "past-future":
         estimates = DrawnLengths(seed)
     elif name == "moving-average":
         estimates = AverageLength()
-    trusts_limits = name in ("sum", "oracle")
+    guarantees = name in ("sum", "oracle")
     if name == "watermark":
-        return SimulatedAdmission(None, trusts_limits, 0.01, counting=Counting.PREFILL, slack=slack)
-    # "oracle" is the exact count; a simulation gives it the true length of each answer as its max_tokens.
+        counting = Counting.PREFILL
+        return SimulatedAdmission(guarantees=False, reserve=0.01, counting=counting, slack=slack)
+    # "oracle" counts limits; a simulation gives it the true length of each answer as its max_tokens.
     counting = Counting.SUM if name == "sum" else Counting.PEAK
-    return SimulatedAdmission(estimates, trusts_limits, counting=counting, slack=slack)
+    return SimulatedAdmission(estimates, guarantees=guarantees, counting=counting, slack=slack)

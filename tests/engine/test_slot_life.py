@@ -7,7 +7,8 @@ import pytest
 
 from lightkv.layer_groups import FULL, LayerGroups, Lifetime
 from lightkv.ledger import TokenLedger
-from lightkv.router.engine.admission import Admission, OutputLengths, Running
+from lightkv.router.engine.admission import Admission, Running
+from lightkv.router.engine.estimates import OutputLengths
 from lightkv.router.engine.prefill_budget import PrefillBudget
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler

@@ -49,7 +49,7 @@ def test_more_requests_run_where_layers_see_a_window(trace: str) -> None:
     assert groups.seconds < alike.seconds
 
 
-@pytest.mark.parametrize("admission", ["exact", "quantile", "past-future", "moving-average", "oracle"])
+@pytest.mark.parametrize("admission", ["reserved", "quantile", "past-future", "moving-average", "oracle"])
 def test_admissions_by_their_peak_count_slots(trace: str, admission: str) -> None:
     found = figures(
         trace, rate=float("inf"), capacity=7000, layers="4xfull,4xwindow:128", admission=admission

@@ -129,6 +129,7 @@ def test_requests_without_a_limit_are_estimated(
     """None with a limit is preempted, and the pool is fuller than if all have one."""
     name = write_trace(tmp_path / "trace.csv", 5, num=120, gap=0.04)
     config = replace(SMALL, allocation=allocation, patience=patience, low_priority=0.3, reserve=0.0)
+    config = replace(config, admission="reserved")
     figures = simulate(name, replace(config, stated=stated)).figures
     assert (figures.num_finished, figures.num_preempted_stated) == (120, 0)
     assert figures.num_unstated == 120 if not stated else 30 < figures.num_unstated < 90
@@ -161,12 +162,12 @@ def test_estimates_use_more_memory_than_exact_and_the_oracle_preempts_none(
 ) -> None:
     found = {name: crowded(name) for name in SIMULATED_ADMISSIONS}
     used = {name: figures.memory_used_share for name, figures in found.items()}
-    assert used["sum"] < used["exact"] < used["quantile"] < used["watermark"]
-    assert used["exact"] < used["moving-average"]
-    assert used["exact"] < used["past-future"]
-    for name in ("sum", "exact", "oracle"):
+    assert used["sum"] < used["reserved"] < used["quantile"] < used["watermark"]
+    assert used["reserved"] < used["moving-average"]
+    assert used["reserved"] < used["past-future"]
+    for name in ("sum", "reserved", "oracle"):
         assert found[name].num_preemptions == 0
-    assert found["oracle"].served_rate > 1.5 * found["exact"].served_rate
+    assert found["oracle"].served_rate > 1.5 * found["reserved"].served_rate
     assert found["watermark"].num_preemptions > found["quantile"].num_preemptions
 
 
@@ -359,8 +360,8 @@ def test_the_last_line_has_every_figure(tmp_path: Path) -> None:
     [
         (["nothing.csv"], "no file, and no workload"),
         (["--allocation", "paged:1"], "token, contiguous, or paged:N"),
-        (["--allocation", "contiguous", "--admission", "exact"], "leave --admission out"),
-        (["--admission", "best"], "exact, quantile"),
+        (["--allocation", "contiguous", "--admission", "reserved"], "leave --admission out"),
+        (["--admission", "best"], "guaranteed, reserved"),
         (["--load", "1", "--rate", "2"], "give one"),
         (["--load", "0"], "--load is 0.0; give a number above 0"),
         (["--capacity", "0"], "give a whole number of at least 1"),

@@ -123,7 +123,7 @@ def test_series_have_a_line_for_each_interval(swept: list[SimulationResult]) -> 
     first, second = swept[2].series, swept[3].series
     assert len(rows) == len(first.used) + len(second.used)
     row, idx = rows[len(first.used) + 3], 3
-    assert (row["allocation"], row["admission"], row["seed"]) == ("paged:48", "exact", "0")
+    assert (row["allocation"], row["admission"], row["seed"]) == ("paged:48", "guaranteed", "0")
     assert float(row["seconds"]) == idx * second.width
     for name in ("used", "padding", "cached", "running", "waiting"):
         assert float(row[name]) == getattr(second, name)[idx]
