@@ -37,6 +37,7 @@ from lightkv.router.simulate.simulator import saturation, simulate
 
 LOADS = (0.7, 1.0, 1.3)
 RIVALS = ("quantile", "watermark")
+POLICIES = ("guaranteed", "provisional", "reserved", *RIVALS, "oracle")
 SESSIONS = "sessions"
 BLOCK = 16  # tokens of a block of the sessions' prompts
 TURN_SECONDS_A_TOKEN = 0.03  # of an answer, after which the next turn's pause begins
@@ -214,7 +215,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     made.add_argument("--cells", type=Path, required=True, help="the file of cells, which the run adds to")
     made.add_argument("--traces", type=Path, help=f"where these are: {', '.join(FILES.values())}")
     made.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS, metavar="NAME")
-    made.add_argument("--policies", nargs="+", default=["exact", *RIVALS, "oracle"], metavar="NAME",
+    made.add_argument("--policies", nargs="+", default=list(POLICIES), metavar="NAME",
                       choices=SIMULATED_ADMISSIONS)  # fmt: skip
     made.add_argument("--loads", nargs="+", type=float, default=list(LOADS), metavar="LOAD")
     made.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="SEED")

@@ -346,7 +346,7 @@ class Admission:
 
     def observe(self, request: Request) -> None:
         """Notes that the request's output has ended by itself or at its limit."""
-        if self.shares is not None and request.can_be_guaranteed:
+        if self.shares is not None and request.states_length:
             self.shares.observe(request)
         elif self.estimates is not None and not request.can_be_guaranteed:
             self.estimates.observe(len(request.output))
@@ -358,13 +358,13 @@ class Admission:
         times.
         """
         max_tokens = request.max_tokens
-        if self.shares is not None and request.can_be_guaranteed:
+        if self.shares is not None and request.states_length:
             expected = self.shares.estimate(request, generated)
         elif self.estimates is None or request.can_be_guaranteed:
             return max_tokens
         else:
             expected = self.estimates.estimate(generated, max_tokens)
-        if self.guarantees:
+        if self.guarantees or self.shares is not None:
             least = 2 * generated if request.num_preemptions else 0
             expected = min(max(expected, least, request.params.min_tokens), max_tokens)
         return expected

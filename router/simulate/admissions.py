@@ -6,7 +6,7 @@ output is estimated, which count has to fit the pool, and how many slots an allo
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from random import Random
 
@@ -88,7 +88,8 @@ class SimulatedAdmission(Admission):
         how many steps it has none, unless a request ends or a prefill is computed: at least 1, or infinity."""
         if self.counting is Counting.PEAK:
             return super().steps_to_wait(running, request)
-        limit, ledger = self.limit_with(running, request), running.ledger
+        ledger = running.ledger
+        limit = self.limit(ledger.capacity, ledger.num_open + 1) - int(ledger.capacity * self.reserve)
         if self.counting is Counting.SUM:
             # The run of a request that has ended is held until the step in flight behind it ends.
             total = max(running.forecasts.all.total, ledger.num_held)
@@ -123,6 +124,8 @@ def make_simulated(name: str, seed: int, slack: int, ttft_target: float = TTFT_T
         own = make_admission(name, ttft_target)
         rules = own.estimates, own.shares, own.guarantees, own.reserve, own.patience
         return SimulatedAdmission(*rules, slack=slack)
+    if name == "provisional":
+        return replace(make_simulated("guaranteed", seed, slack), guarantees=False)
     if name == "quantile":
         return SimulatedAdmission(OutputLengths(), guarantees=False, reserve=0.03, slack=slack)
     estimates: Estimates | None = None

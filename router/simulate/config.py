@@ -19,6 +19,7 @@ MAX_RATE = 1e9  # requests per second, and as a multiple
 # The service's own, and others for comparison (`admissions.py`).
 SIMULATED_ADMISSIONS = (
     *ADMISSIONS,
+    "provisional",
     "quantile",
     "past-future",
     "moving-average",
@@ -49,7 +50,8 @@ class SimulationConfig:
     )
     admission: str | None = setting(
         None,
-        f"How requests are admitted. As in the service: {', '.join(ADMISSIONS)}. For comparison: quantile "
+        f"How requests are admitted. As in the service: {', '.join(ADMISSIONS)}. For comparison: provisional "
+        "(guaranteed, but without guarantees), quantile "
         "(estimates all lengths, and may preempt all), past-future and moving-average (other estimates of "
         "output lengths), watermark (counts prompts only, up to 99 % of the pool), sum (counts prompt + "
         "max_tokens of each request), oracle (reserved, and knows the true length of each answer). Default: "

@@ -118,7 +118,8 @@ class Simulation:
         self._num_sent = self._num_finished = self._num_skipped = self._num_cut = 0
         self._num_met = self._num_preempted = self._num_prompt = 0
         self._num_unstated = self._num_preempted_stated = 0
-        self._num_preempted_guaranteed = self._most_preemptions = 0
+        self._most_preemptions = 0
+        self._broken: set[str] = set()  # the requests that were preempted although they were guaranteed
         # Slots of the pages or runs of all requests, summed over their decodes, and those without a token.
         self._all_slots = self._empty_slots = 0
         self.ttft, self.tpot = Distribution(), Distribution()
@@ -150,7 +151,11 @@ class Simulation:
         self._arrivals.look(at)
         self._take(self.engine.complete_due(at))
         self._send()
+        num_before = self.scheduler.num_preemptions
         self.next_time = self.engine.plan_due(at)
+        if self.scheduler.num_preemptions > num_before:
+            broken = [one.request for one in self._live.values() if one.request.num_preemptions]
+            self._broken.update([one.id for one in broken if one.is_guaranteed and not one.sequence])
         if self.next_time == math.inf and self.engine.has_work:
             raise InvalidSimulation(
                 f"{self.scheduler.num_running} requests run and no step can be made: "
@@ -177,7 +182,7 @@ class Simulation:
         padding = ledger.padding if isinstance(ledger, PaddedLedger) else 0
         scheduler, arrivals = self.scheduler, self._arrivals
         running, waiting = scheduler.num_running, scheduler.num_waiting + arrivals.num_waiting
-        guaranteed = running - scheduler.num_running_estimated
+        guaranteed = scheduler.num_guaranteed
         if self._loaded and not waiting and arrivals.exhausted:
             self._loaded = False
             self._loaded_output = scheduler.num_output_tokens
@@ -268,7 +273,6 @@ class Simulation:
         self._most_preemptions = max(self._most_preemptions, request.num_preemptions)
         self._num_preempted += is_preempted
         self._num_preempted_stated += is_preempted and request.states_length
-        self._num_preempted_guaranteed += is_preempted and request.is_exact
 
     def result(self, offered: float, saturated: float) -> SimulationResult:
         config, scheduler, capacity = self.config, self.scheduler, self.ledger.capacity
@@ -305,7 +309,7 @@ class Simulation:
             num_preemptions=scheduler.num_preemptions,
             num_preempted=self._num_preempted,
             preempted_share=self._num_preempted / num if num else 0.0,
-            num_preempted_guaranteed=self._num_preempted_guaranteed,
+            num_preempted_guaranteed=len(self._broken),
             most_preemptions=self._most_preemptions,
             recomputed_tokens=scheduler.num_recomputed_tokens,
             num_steps=scheduler.step,

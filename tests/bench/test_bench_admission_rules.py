@@ -44,9 +44,9 @@ def test_the_table_has_means_and_ratios_to_the_better_rival() -> None:
             "mean_running": 8.0, "num_preempted_guaranteed": 0,
         }  # fmt: skip
 
-    cells = [cell("exact", 0, 0.4, 9.0), cell("exact", 1, 0.5, 7.0)]
+    cells = [cell("reserved", 0, 0.4, 9.0), cell("reserved", 1, 0.5, 7.0)]
     cells += [cell("quantile", 0, 0.9, 2.0), cell("watermark", 0, 0.6, 1.6)]
-    table = admission_rules.table_of(cells, ["exact", "quantile", "watermark"])
+    table = admission_rules.table_of(cells, ["reserved", "quantile", "watermark"])
     rows = admission_rules.rows_of(table)
     assert rows[0] == [
         "sharegpt, 1.0",
