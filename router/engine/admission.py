@@ -21,14 +21,14 @@ is held until its last holder ends, so it counts once.
 from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from lightkv.errors import CheckFailed
 from lightkv.ledger import Match
 from lightkv.router.config import TTFT_TARGET
-from lightkv.router.engine.slots.forecast import SlotForecast
+from lightkv.router.engine.slots.forecast import SlotForecast, make_forecast
 
 from .forecast import Candidate, Forecast, Prefill
 from .ledger import Ledger
@@ -106,25 +106,62 @@ def peak_tokens(demands: Sequence[Demand], lag: int = 0) -> int:
     return peak
 
 
-def check_peaks(
-    ledger: Ledger,
-    forecast: Forecast | SlotForecast,
-    prefills: Sequence[Prefill],
-    demands: Callable[[bool], Sequence[Demand]],
-    lag: int,
-) -> None:
-    """Compares the peaks that are forecast with a recount, and that of the exact requests with the capacity. A
-    request that was admitted because no other ran is not counted before. Raises CheckFailed.
+class Forecasts:
+    """The forecast of all requests that hold tokens, and the forecast of the exact ones alone.
 
-    `demands`: returns those of all requests that hold tokens or, given True, of the exact ones.
+    Each verb is that of `Forecast`, and changes those of the two that count the request. `lag`: as there.
     """
-    if isinstance(forecast, SlotForecast):
-        forecast.check(prefills)
-    for exact in (False, True):
-        peak = forecast.peak(prefills, exact)
-        if isinstance(forecast, Forecast) and peak != (recount := peak_tokens(demands(exact), lag)):
-            raise CheckFailed(f"a peak of {peak} tokens is forecast, {recount} by recount")
-        if exact and peak > ledger.capacity and (ledger.groups.is_uniform or ledger.num_open > 1):
+
+    def __init__(self, ledger: Ledger, lag: int) -> None:
+        self.all = make_forecast(ledger, lag)
+        self.exact = make_forecast(ledger, lag)
+        self._ledger = ledger
+        self._lag = lag
+
+    @property
+    def num_estimated(self) -> int:
+        """The estimated requests that hold tokens."""
+        return self.all.num_sequences - self.exact.num_sequences
+
+    def of(self, request: Request) -> list[Forecast | SlotForecast]:
+        """Returns the forecasts that count the request."""
+        return [self.all, self.exact] if request.is_exact else [self.all]
+
+    def admit(self, request: Request) -> None:
+        for forecast in self.of(request):
+            forecast.admit(request.open_sequence, request.final)
+
+    def decode(self, request: Request, begin: int | None = None) -> None:
+        for forecast in self.of(request):
+            forecast.decode(request.open_sequence, request.remaining, begin)
+
+    def rest(self, request: Request, end: int) -> None:
+        for forecast in self.of(request):
+            forecast.rest(request.open_sequence, end)
+
+    def drop(self, request: Request) -> None:
+        for forecast in self.of(request):
+            forecast.drop(request.open_sequence)
+
+    def check(self, prefills: Sequence[Prefill], holding: Sequence[tuple[Request, Demand]]) -> None:
+        """Compares both peaks with a recount, and that of the exact requests with the capacity. Raises
+        CheckFailed.
+
+        `prefills`: of all requests. `holding`: those that hold tokens.
+        """
+        ledger, rows = self._ledger, {one.open_sequence.row for one, _ in holding if one.is_exact}
+        if isinstance(self.all, SlotForecast):
+            self.all.check(prefills)
+        for forecast in (self.all, self.exact):
+            if forecast is self.exact:
+                prefills = [one for one in prefills if one.sequence.row in rows]
+                holding = [(one, demand) for one, demand in holding if one.is_exact]
+            peak = forecast.peak(prefills)
+            recount = peak_tokens([demand for _, demand in holding], self._lag)
+            if isinstance(forecast, Forecast) and peak != recount:
+                raise CheckFailed(f"a peak of {peak} tokens is forecast, {recount} by recount")
+        # A request that was admitted because no other ran is not counted before where layers see a window.
+        if peak > ledger.capacity and (ledger.groups.is_uniform or ledger.num_open > 1):
             raise CheckFailed(f"exact requests peak at {peak} of {ledger.capacity} slots")
 
 
@@ -179,12 +216,12 @@ class OutputLengths:
 
 
 class Running(NamedTuple):
-    """What admission reads of the running requests: the ledger, the forecast, the requests in prefill and in
+    """What admission reads of the running requests: the ledger, the forecasts, the requests in prefill and in
     decode, and what the step that is being planned can still compute, in a number of slots. It has planned the
     prefills before `idx`, and a request that is admitted gets that place among them."""
 
     ledger: Ledger
-    forecast: Forecast | SlotForecast
+    forecasts: Forecasts
     prefilling: Sequence[Request]
     decoding: Collection[Request]
     budget: StepBudget
@@ -257,19 +294,20 @@ class Admission:
         ledger = running.ledger
         num = ledger.num_open + len(requests)
         limit = self.limit(ledger.capacity, num)
-        if num_estimated := running.forecast.num_estimated + sum([not one.is_exact for one in requests]):
+        num_estimated = running.forecasts.num_estimated
+        if num_estimated := num_estimated + sum([not one.is_exact for one in requests]):
             limit -= int(ledger.capacity * self.reserve * num_estimated / num)
         return limit
 
     def has_room(self, running: Running, *requests: Request) -> bool:
         """Returns whether the pool has room for the running requests and these, whenever each of them ends."""
         finals = sum([request.final for request in requests]) * running.ledger.groups.num_groups
-        return running.forecast.total + finals <= self.limit_with(running, *requests)
+        return running.forecasts.all.total + finals <= self.limit_with(running, *requests)
 
     def steps_to_wait(self, running: Running, request: Request) -> float:
         """Returns 0 if the pool has room for the peak of the running requests and this one. Else returns for
         how many steps it has none, unless a request ends or a prefill is computed: at least 1, or infinity."""
-        ledger, forecast = running.ledger, running.forecast
+        ledger, forecast = running.ledger, running.forecasts.all
         limit = self.limit_with(running, request)
         num_groups = ledger.groups.num_groups
         if forecast.total + request.final * num_groups <= limit:
@@ -293,14 +331,15 @@ class Admission:
 def keep_branch(running: Running, request: Request) -> None:
     """Has the tail kept where a request turns off from a running one that still holds it, so that it hits as
     many tokens as if all layers saw everything: where the pool has room for the running requests then, too."""
-    ledger, forecast = running.ledger, running.forecast
+    ledger, forecast = running.ledger, running.forecasts.all
     branch = ledger.find_branch(request.prefill_ids, request.namespace)
     if branch is None or not isinstance(forecast, SlotForecast):
         return
     _, prefills = running.windows(0, 0)
     if forecast.peak(prefills) + branch.num_slots <= ledger.capacity:
         ledger.keep_branch(branch)
-        forecast.note_kept(branch.sequence)
+        for one in (forecast, running.forecasts.exact):
+            one.note_kept(branch.sequence)  # type: ignore[union-attr]
 
 
 def _points(ledger: Ledger, request: Request, match: Match) -> tuple[int, ...]:

@@ -10,12 +10,12 @@ alone holds less the number of the step. With the n requests that last at least 
 so a step changes nothing, and an arrival or an end moves one entry of an array. The few requests in prefill are
 added when a question comes, at each of these ends and at their own.
 
-A sequence is *exact* or *estimated* (docs/admission.md). The peak of the exact ones alone is the same count
-without the others.
+A forecast counts the sequences that it has been told of, and nothing else. There is one of all sequences, and
+one of the exact ones alone (docs/admission.md).
 
 A segment with several holders counts once, until the last of them ends. A segment becomes shared when a second
 sequence opens it, and its holder's own again when one holder is left; both are seen on the path of the sequence
-that opens or closes.
+that opens or closes. Only the holders that are in the forecast count.
 """
 
 from array import array
@@ -87,7 +87,7 @@ class _Run(NamedTuple):
 
 
 class Forecast:
-    """Which sequences hold tokens, and until when. An open sequence is in one of three states:
+    """Which sequences hold tokens, and until when. A sequence in it is in one of three states:
 
     admitted   its prefill is being computed; each question says when (`Prefill`)
     decoding   it takes one token in every step, until its end
@@ -105,26 +105,26 @@ class Forecast:
         # Row → the most tokens that its sequence will have, shared ones included.
         self._final: dict[int, int] = {}
         self._sum_final = 0
-        self._exact: set[int] = set()  # the rows of the exact sequences
-        # Shared segment → the last end of those holders that decode or rest, where known.
+        # Segment that several open sequences hold → the last end of those holders that decode or rest, where
+        # known; NONE where it is not shared in this forecast.
         self._until: dict[Segment, int] = {}
         # Columns of the decoding and resting sequences, in the order of their ends:
         self._ends = array("q")
         self._bases = array("q")
         self._rows = array("q")
 
-    def admit(self, sequence: Sequence, final: int, exact: bool = True) -> None:
-        """Notes that a sequence was opened, and whether it is `exact`. It will have up to `final` tokens, those
-        found in the cache included."""
+    def admit(self, sequence: Sequence, final: int) -> None:
+        """Adds an open sequence that computes its prefill. It will have up to `final` tokens, those found in
+        the cache included."""
         row = sequence.row
-        if exact:
-            self._exact.add(row)
-        for segment in sequence.node.up():
-            if len(segment.holders) == 2:
-                (other,) = segment.holders - {row}
-                self._change_own(other, -segment.length)
         self._final[row] = final
         self._sum_final += final
+        for segment in sequence.node.up():
+            holders = self._holders(segment)
+            if len(holders) == 2:
+                (other,) = holders - {row}
+                self._change_own(other, -segment.length)
+                self._until.pop(segment, None)
 
     def decode(self, sequence: Sequence, remaining: int, begin: int | None = None) -> None:
         """Notes that the sequence takes one token in each of `remaining` steps, from step `begin` on, which is
@@ -134,7 +134,7 @@ class Forecast:
         end, shared = begin + remaining, 0
         self._remove(row)
         for segment in sequence.node.up():
-            if len(segment.holders) > 1:
+            if len(self._holders(segment)) > 1:
                 shared += segment.length
                 known = self._until.get(segment)
                 if known is not None and known == self._end.get(row):
@@ -157,15 +157,14 @@ class Forecast:
         """Forgets a sequence that is about to close."""
         row = sequence.row
         for segment in sequence.node.up():
-            num_holders = len(segment.holders)
-            if num_holders == 2:
-                (other,) = segment.holders - {row}
+            holders = self._holders(segment)
+            if len(holders) == 2:
+                (other,) = holders - {row}
                 self._change_own(other, segment.length)
-            if num_holders == 2 or self._until.get(segment, NONE) == self._end.get(row):
+            if len(holders) == 2 or self._until.get(segment, NONE) == self._end.get(row):
                 self._until.pop(segment, None)
         self._remove(row)
         self._end.pop(row, None)
-        self._exact.discard(row)
         del self._final[row]
 
     def steps_to_end(self) -> int:
@@ -185,13 +184,9 @@ class Forecast:
         return self._sum_final
 
     @property
-    def num_estimated(self) -> int:
-        """The estimated sequences."""
-        return len(self._final) - len(self._exact)
-
-    def is_exact(self, sequence: Sequence) -> bool:
-        """Returns whether the sequence was admitted as an exact one."""
-        return sequence.row in self._exact
+    def num_sequences(self) -> int:
+        """The sequences that count."""
+        return len(self._final)
 
     def steps_to_wait(self, candidate: Candidate, limit: int, prefills: Seq[Prefill]) -> int:
         """Returns 0 if the peak stays within `limit` with the candidate. Else returns for how many steps it
@@ -231,17 +226,24 @@ class Forecast:
         decoded = ends + (self._lag - 1 - self._ledger.step - growth.window.first)
         return int(np.minimum(excess, np.maximum(decoded, 0) + 1)[is_held].max())
 
-    def peak(self, prefills: Seq[Prefill], exact: bool = False) -> int:
-        """Returns the most tokens held at any time, with `exact` by the exact sequences alone. `prefills`: the
-        admitted sequences."""
-        ends, bases = self._columns(0, exact)
+    def peak(self, prefills: Seq[Prefill]) -> int:
+        """Returns the most tokens held at any time. `prefills`: the admitted sequences."""
+        ends, bases = self._column(self._ends), self._column(self._bases)
         now = int(bases.sum() + np.minimum(ends, self._ledger.step).sum())
-        for segment in self._ledger.shared:
-            if not exact or segment.holders & self._exact:
-                now += segment.length
-        now += sum([_num_own(sequence) for sequence, _ in prefills if not exact or self.is_exact(sequence)])
-        _, totals, _ = self._totals(prefills, None, exact)
+        now += sum([one.length for one in self._ledger.shared if len(self._holders(one)) > 1])
+        now += sum([self._num_own(sequence) for sequence, _ in prefills])
+        _, totals, _ = self._totals(prefills, None)
         return max(now, int(totals.max(initial=0)))
+
+    def _holders(self, segment: Segment) -> Set[int]:
+        """Returns the rows of this forecast that hold the segment."""
+        holders = segment.holders
+        return holders if len(self._final) == self._ledger.num_open else holders & self._final.keys()
+
+    def _num_own(self, sequence: Sequence) -> int:
+        """Returns the tokens that the sequence alone holds, among those of this forecast."""
+        shared = [one.length for one in sequence.node.up() if len(self._holders(one)) > 1]
+        return sequence.length - sum(shared)
 
     def _remove(self, row: int) -> None:
         """Takes the row out of the sums."""
@@ -265,53 +267,43 @@ class Forecast:
         if row in self._end:  # those of an admitted sequence are counted when a question comes
             self._bases[self._place(row)] += count
 
-    def _columns(self, first: int, exact: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Returns copies of ends and bases from the index `first` on."""
-        ends, bases = self._column(self._ends)[first:], self._column(self._bases)[first:]
-        if not exact or not self.num_estimated:
-            return ends.copy(), bases.copy()
-        is_exact = np.array([row in self._exact for row in self._rows[first:]], bool)
-        return ends[is_exact], bases[is_exact]
-
-    def _last_end(self, segment: Segment, exact: bool) -> int:
-        """Returns the last end of those holders of the segment that decode or rest, with `exact` of the exact
-        ones."""
-        if exact and self.num_estimated:
-            return max([self._end.get(row, NONE) for row in segment.holders & self._exact], default=NONE)
-        known = self._until.get(segment)
-        if known is None:
-            known = max([self._end.get(row, NONE) for row in segment.holders], default=NONE)
-            if len(segment.holders) > 1:
+    def _last_end(self, segment: Segment) -> int:
+        """Returns the last end of those holders of the segment that decode or rest."""
+        known = self._until.get(segment, NONE)
+        if known == NONE:  # not known, or the end of its only holder
+            holders = self._holders(segment)
+            known = max([self._end.get(row, NONE) for row in holders], default=NONE)
+            if len(holders) > 1:
                 self._until[segment] = known
         return known
 
-    def _last_ends(self, segments: Set[Segment], exact: bool) -> list[int]:
-        """Returns `_last_end` of each segment."""
-        if exact and self.num_estimated:
-            return [self._last_end(segment, exact) for segment in segments]
-        for segment in segments - self._until.keys():
-            self._last_end(segment, exact)
-        return [self._until[segment] for segment in segments]
+    def _last_ends(self, segments: Set[Segment]) -> list[int]:
+        """Returns `_last_end` of each of the segments that several open sequences hold, and NONE of those that
+        are not shared in this forecast."""
+        until = self._until
+        if len(until) > 2 * len(segments) + 64:  # it is not told when other sequences leave a segment
+            self._until = until = {one: end for one, end in until.items() if one in segments}
+        for segment in segments - until.keys():
+            until[segment] = self._last_end(segment) if len(self._holders(segment)) > 1 else NONE
+        return [until[segment] for segment in segments]
 
     def _totals(
-        self, prefills: Seq[Prefill], candidate: Candidate | None, exact: bool = False
+        self, prefills: Seq[Prefill], candidate: Candidate | None
     ) -> tuple[np.ndarray, np.ndarray, list[_Growth]]:
         """Returns the ends of all sequences that are held in a later step, and for each the most tokens that
         are held just before the sequences of that end are freed, which is when the total may be at its highest.
         Of several equal ends one has the total, and the others no more. Also returns the growths of
         `_prefilling`."""
         step, lag = self._ledger.step, self._lag
-        if exact:
-            prefills = [prefill for prefill in prefills if self.is_exact(prefill.sequence)]
-        growths, runs = self._prefilling(prefills, candidate, exact)
-        # Those whose end comes earlier are freed before the next step.
-        ends, tokens = self._columns(bisect_left(self._ends, step + 1 - lag), exact)
+        growths, runs = self._prefilling(prefills, candidate)
+        first = bisect_left(self._ends, step + 1 - lag)  # those before it are freed before the next step
+        ends, tokens = self._column(self._ends)[first:].copy(), self._column(self._bases)[first:].copy()
         num = len(ends)
         points = np.concatenate([ends, np.array([growth.end(step) for growth in growths], np.int64)])
         shared = self._ledger.shared
         if shared:
             # A segment is added at the last of equal ends, so that all of these count it.
-            until = np.array(self._last_ends(shared, exact))
+            until = np.array(self._last_ends(shared))
             lengths = np.array([segment.length for segment in shared])
             at = np.searchsorted(ends, until, side="right") - 1
             np.add.at(tokens, at[at >= 0], lengths[at >= 0])
@@ -339,7 +331,7 @@ class Forecast:
         return points, totals, growths
 
     def _prefilling(
-        self, prefills: Seq[Prefill], candidate: Candidate | None, exact: bool
+        self, prefills: Seq[Prefill], candidate: Candidate | None
     ) -> tuple[list[_Growth], list[_Run]]:
         """Returns the growth of each prefill and, as the last, of the candidate, and the shared tokens that are
         held for longer because of them."""
@@ -348,31 +340,25 @@ class Forecast:
         late: dict[Segment, int] = {}  # segment → the last end of its holders in prefill
         for sequence, window in prefills:
             decodes = self._final[sequence.row] - sequence.length - window.left
-            growth = _Growth(_num_own(sequence), window, decodes)
+            growth = _Growth(self._num_own(sequence), window, decodes)
             growths.append(growth)
             end = growth.end(step)
             for segment in sequence.node.up():
                 late[segment] = max(end, late.get(segment, NONE))
         for segment, end in late.items():
-            if len(segment.holders) > 1 and (last := self._last_end(segment, exact)) < end:
+            if len(self._holders(segment)) > 1 and (last := self._last_end(segment)) < end:
                 runs.append(_Run(segment.length, last, end))
         if candidate is not None:
             (path, tip, num_hit), window, final, _ = candidate
             decodes = final - num_hit - window.left
             end = _Growth(0, window, decodes).end(step)
             for segment in path:
-                if segment.holders:  # these tokens are counted already, until their last holder ends
+                if self._holders(segment):  # these tokens are counted already, until their last holder ends
                     count = tip or segment.length
                     num_hit -= count
-                    until = max(late.get(segment, NONE), self._last_end(segment, exact))
+                    until = max(late.get(segment, NONE), self._last_end(segment))
                     if until < end:
                         runs.append(_Run(count, until, end))
                 tip = 0
             growths.append(_Growth(num_hit, window, decodes))
         return growths, runs
-
-
-def _num_own(sequence: Sequence) -> int:
-    """Returns the tokens that the sequence alone holds."""
-    shared = sum([segment.length for segment in sequence.node.up() if len(segment.holders) > 1])
-    return sequence.length - shared

@@ -212,6 +212,12 @@ class Request:
             raise NeverFits(prompt, new, longest, "pool")
 
     @property
+    def open_sequence(self) -> Sequence:
+        """The sequence of a request that holds tokens."""
+        assert self.sequence is not None
+        return self.sequence
+
+    @property
     def final(self) -> int:
         """The tokens that the request is expected to have written in the end."""
         return self.num_prompt + self.expected - 1

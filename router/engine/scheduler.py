@@ -21,9 +21,9 @@ from collections.abc import Callable
 
 from lightkv.errors import CheckFailed
 from lightkv.ledger import Sequence
-from lightkv.router.engine.slots.forecast import fitting, make_forecast
+from lightkv.router.engine.slots.forecast import fitting
 
-from .admission import Admission, Demand, Running, check_peaks, keep_branch
+from .admission import Admission, Demand, Forecasts, Running, keep_branch
 from .forecast import Prefill
 from .ledger import Ledger
 from .plan_writer import Chunk, DecodeBatch, PlannedStep, PlanWriter
@@ -70,7 +70,7 @@ class Scheduler:
         self._decodes = self._plans.decodes  # those of `_decoding` that take further tokens
         self._in_flight: deque[PlannedStep] = deque()
         self._failed = False  # a step has failed, and another is still in flight
-        self._forecast = make_forecast(ledger, lag=depth - 1)
+        self._forecasts = Forecasts(ledger, lag=depth - 1)
         self._num_groups = ledger.groups.num_groups  # slots of a token that all layers see
         self._admission = admission or Admission()
         self._clock = clock
@@ -165,7 +165,7 @@ class Scheduler:
             self._retry_at = 0  # there may be another head of the queue
         ledger = self.ledger
         decodes = self._next_decodes()
-        while self._forecast.num_estimated and self._is_short(decodes.sequences):
+        while self._forecasts.num_estimated and self._is_short(decodes.sequences):
             if self._in_flight:  # a request in a step in flight cannot be preempted
                 return None
             self._preempt(max([r for r in self._running() if not r.is_exact], key=lambda r: r.order))
@@ -209,7 +209,7 @@ class Scheduler:
             self._take_token(request, i, result, events)
         tokens, at = result.tokens[num_begun:], 0
         is_plain = not result.logprobs and not result.errors  # as in most steps: most requests go on
-        looked_at = decodes.ending(tokens, self._forecast.ended()) if is_plain else range(len(tokens))
+        looked_at = decodes.ending(tokens, self._forecasts.all.ended()) if is_plain else range(len(tokens))
         for i in [*looked_at, len(tokens)]:
             events += decodes.take(tokens, at, i)
             self.num_output_tokens += i - at
@@ -254,35 +254,33 @@ class Scheduler:
         self._release_finished()
         return events
 
-    def demands(self, exact: bool = False) -> list[Demand]:
-        """Returns the demand of each request that holds tokens, with `exact` of the exact ones alone."""
+    def demands(self) -> list[Demand]:
+        """Returns the demand of each request that holds tokens."""
         windows: list[PrefillWindow | None] = [prefill.window for prefill in self._prefills()]
         holding = self._running() + self._finishing
         windows += [None] * (len(holding) - len(windows))
         demands = []
         for request, window in zip(holding, windows, strict=True):
-            if exact and not request.is_exact:
-                continue
             sequence = request.sequence
             assert sequence is not None
             remaining = 0 if request.finish_reason is not None else request.remaining
             if not remaining and self._is_in_flight(request) and request.newest_step < self.step - 1:
                 remaining = -1
-            path = sequence.node.up()
+            path = list(sequence.node.up())
             demands.append(Demand(sequence.num_private, remaining, path, window is None, window=window))
         return demands
 
     def forecast_peak(self, exact: bool = False) -> int:
         """Returns the most slots that the running requests will hold at any time, if all reach their expected
         length; with `exact` the exact ones alone, with their `max_tokens`, which is at most the capacity."""
-        return self._forecast.peak(self._prefills(), exact)
+        return (self._forecasts.exact if exact else self._forecasts.all).peak(self._prefills(exact))
 
     def check(self) -> None:
         """Recounts the ledger, the forecast and the queues. Raises CheckFailed."""
         self.ledger.check()
         running = self._running()
         holding = running + self._finishing
-        check_peaks(self.ledger, self._forecast, self._prefills(), self.demands, self.depth - 1)
+        self._forecasts.check(self._prefills(), list(zip(holding, self.demands(), strict=True)))
         if len(holding) != (num_open := self.ledger.num_open):
             raise CheckFailed(f"{len(holding)} requests hold tokens, {num_open} sequences are open")
         self.waiting.check()
@@ -307,7 +305,7 @@ class Scheduler:
         if self.step < self._retry_at or ledger.num_open + len(passed) >= self.limits.max_num_seqs:
             return False
         running = Running(
-            ledger, self._forecast, self._prefilling, self._decoding.values(), budget, room, idx
+            ledger, self._forecasts, self._prefilling, self._decoding.values(), budget, room, idx
         )
         if self._num_groups > 1:  # also while it waits, since windows pass what it would hit
             keep_branch(running, request)
@@ -322,7 +320,7 @@ class Scheduler:
             return False
         sequence = ledger.open(request.prefill_ids, request.namespace, request.session)
         request.sequence = sequence
-        self._forecast.admit(sequence, request.final, request.is_exact)
+        self._forecasts.admit(request)
         if request.num_preemptions:
             self.num_recomputed_tokens += max(request.num_computed - sequence.num_hit, 0)
         else:
@@ -333,19 +331,21 @@ class Scheduler:
         self._plans.introduce(request)
         return True
 
-    def _prefills(self) -> list[Prefill]:
-        """Returns the sequences in prefill, and when the rest of each is computed, before the next step."""
+    def _prefills(self, exact: bool = False) -> list[Prefill]:
+        """Returns the sequences in prefill, with `exact` of the exact requests alone, and when the rest of each
+        is computed, before the next step."""
         windows = self._budget.windows([request.num_prefill_left for request in self._prefilling])
-        return [Prefill(r.sequence, window) for r, window in zip(self._prefilling, windows, strict=True)]  # type: ignore[arg-type]
+        found = zip(self._prefilling, windows, strict=True)
+        return [Prefill(r.sequence, window) for r, window in found if r.is_exact or not exact]  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------ the parts of a step
 
     def _next_decodes(self) -> DecodeBatch:
         """Returns the requests that take a token in the next step, once outlived estimates are made anew."""
-        ended = self._forecast.ended()
-        if ended and self._forecast.num_estimated:
+        ended = self._forecasts.all.ended()
+        if ended and self._forecasts.num_estimated:
             self._estimate_anew(ended)
-            ended = self._forecast.ended()
+            ended = self._forecasts.all.ended()
         for row in ended:
             self._decodes.discard(row)  # it may be of a request that has ended already
         return self._decodes.batch()
@@ -358,7 +358,7 @@ class Scheduler:
             generated = sequence.length + 1 - request.num_prompt  # those of the steps in flight, too
             if request.expected <= generated < request.max_tokens:
                 request.expected = self._admission.expected(request, generated)
-                self._forecast.decode(sequence, request.remaining)
+                self._forecasts.decode(request)
 
     def _is_short(self, decodes: list[Sequence]) -> bool:
         """Returns whether slots are too few for the next tokens of the `decodes` and for prefills."""
@@ -390,7 +390,7 @@ class Scheduler:
         """Closes the sequence of a request that is in no step in flight, and queues the request again."""
         assert request.sequence is not None
         self._forget(request)
-        self._forecast.drop(request.sequence)
+        self._forecasts.drop(request)
         self.ledger.close(request.sequence, request.tail_ids())
         request.preempt()
         self._queue(request)
@@ -451,7 +451,7 @@ class Scheduler:
         self.ledger.publish(sequence)
         request.chunk_step = self.step
         if not request.num_prefill_left:
-            self._forecast.decode(sequence, request.remaining, begin=self.step + 1)
+            self._forecasts.decode(request, begin=self.step + 1)
         return Chunk(request, start, count)
 
     # ------------------------------------------------------------------ the end of steps and requests
@@ -473,7 +473,7 @@ class Scheduler:
             self.waiting.forget(request)
         else:
             if self._is_in_flight(request):
-                self._forecast.rest(request.sequence, request.newest_step + 1)
+                self._forecasts.rest(request, request.newest_step + 1)
             self._forget(request)
             self._finishing.append(request)
 
@@ -491,7 +491,7 @@ class Scheduler:
                     staying.append(request)
                     continue
                 assert request.sequence is not None
-                self._forecast.drop(request.sequence)
+                self._forecasts.drop(request)
                 self.ledger.close(request.sequence, request.tail_ids(), request.cached)
                 self._retry_at = 0
             self._finishing = staying

@@ -89,7 +89,7 @@ class SimulatedAdmission(Admission):
             return super().steps_to_wait(running, request)
         limit = self.limit_with(running, request)
         if self.counting is Counting.SUM:
-            return 0 if running.forecast.total + request.final <= limit else math.inf
+            return 0 if running.forecasts.all.total + request.final <= limit else math.inf
         ledger = running.ledger
         # The last pages of what is held are counted; those of what is still to be computed are not.
         limit += self.slack * (ledger.num_open - len(running.prefilling))

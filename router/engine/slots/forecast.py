@@ -92,14 +92,11 @@ class SlotForecast:
         self._ends: list[tuple[int, int]] = []  # (end, row), ascending
         self._final: dict[int, int] = {}  # row → the most tokens that its sequence will have
         self._sum_final = 0
-        self._exact: set[int] = set()  # the rows of the exact sequences
-        self._sums: dict[bool, Sums] = {}  # of `_lives`; True: of the exact ones alone
+        self._sums: Sums | None = None  # of `_lives`
 
-    def admit(self, sequence: Sequence, final: int, exact: bool = True) -> None:
-        """Notes that a sequence was opened, and whether it is `exact`. It will have up to `final` tokens, those
-        found in the cache included."""
-        if exact:
-            self._exact.add(sequence.row)
+    def admit(self, sequence: Sequence, final: int) -> None:
+        """Adds an open sequence that computes its prefill. It will have up to `final` tokens, those found in
+        the cache included."""
         self._final[sequence.row] = final
         self._sum_final += final
 
@@ -122,7 +119,6 @@ class SlotForecast:
     def drop(self, sequence: Sequence) -> None:
         """Forgets a sequence that is about to close."""
         self._remove(sequence.row)
-        self._exact.discard(sequence.row)
         del self._final[sequence.row]
 
     def _remove(self, row: int) -> None:
@@ -130,7 +126,7 @@ class SlotForecast:
         if row in self._end:
             del self._ends[bisect_left(self._ends, (self._end.pop(row), row))]
             del self._lives[row], self._known[row]
-        self._sums.clear()
+        self._sums = None
 
     def _foretell(self, sequence: Sequence) -> None:
         """Computes the life of a sequence that decodes or rests, from now on."""
@@ -140,7 +136,7 @@ class SlotForecast:
         begin = self._end[row] - remaining
         self._lives[row] = decoding(self._groups, start_of(sequence), begin, remaining, self._lag)
         self._known[row] = sequence, sequence.oldest[:]
-        self._sums.clear()
+        self._sums = None
 
     def note_kept(self, sequence: Sequence) -> None:
         """Notes that a sequence keeps a tail that it would not have kept (`TokenLedger.keep_branch`)."""
@@ -168,81 +164,72 @@ class SlotForecast:
         return self._sum_final * self._groups.num_groups
 
     @property
-    def num_estimated(self) -> int:
-        """The estimated sequences."""
-        return len(self._final) - len(self._exact)
-
-    def is_exact(self, sequence: Sequence) -> bool:
-        """Returns whether the sequence was admitted as an exact one."""
-        return sequence.row in self._exact
+    def num_sequences(self) -> int:
+        """The sequences that count."""
+        return len(self._final)
 
     def steps_to_wait(self, candidate: Candidate, limit: int, prefills: Seq[Prefill]) -> int:
         """Returns 0 if the peak stays within `limit` with the candidate, and else 1: it may fit in the next
         step. `prefills`: the admitted sequences, with the windows that they have beside the candidate."""
-        return int(self._peak(prefills, candidate, False) > limit)
+        return int(self._peak(prefills, candidate) > limit)
 
     def steps_to_wait_without(self, candidate: Candidate, evicted: Candidate, limit: int) -> int:
         """Returns 1: no request waits for longer than a step before it is asked for again."""
         return 1
 
-    def peak(self, prefills: Seq[Prefill], exact: bool = False) -> int:
-        """Returns the most slots held at any time, with `exact` by the exact sequences alone. `prefills`: the
-        admitted sequences."""
-        is_all = not exact or not self.num_estimated
-        now = self._ledger.num_held if is_all else self.now(prefills, exact)
-        return max(now, self._peak(prefills, None, exact))
+    def peak(self, prefills: Seq[Prefill]) -> int:
+        """Returns the most slots held at any time. `prefills`: the admitted sequences."""
+        now = self._ledger.num_held if self._is_of_all else self.now(prefills)
+        return max(now, self._peak(prefills, None))
 
-    def now(self, prefills: Seq[Prefill], exact: bool = False) -> int:
-        """Returns the slots that are held by the lives' count once the last step planned has its slots, with
-        `exact` those of the exact sequences alone."""
+    @property
+    def _is_of_all(self) -> bool:
+        """Whether every open sequence is in it."""
+        return len(self._final) == self._ledger.num_open
+
+    def now(self, prefills: Seq[Prefill]) -> int:
+        """Returns the slots that are held by the lives' count once the last step planned has its slots."""
         self._refresh()
         step = np.array([self._ledger.step - 1])
-        shared = self._shared({**self._lives, **self._prefilling(prefills, exact)}, None, exact)
-        counted = self._of_decodes(exact).at(step) + Sums(list(shared)).at(step)
-        starts = [start_of(one) for one, _ in prefills if not exact or self.is_exact(one)]
-        return int(counted[0]) + sum([start.num_slots(self._groups) for start in starts])
+        shared = self._shared({**self._lives, **self._prefilling(prefills)}, None)
+        counted = self._of_decodes().at(step) + Sums(list(shared)).at(step)
+        return int(counted[0]) + sum([start_of(one).num_slots(self._groups) for one, _ in prefills])
 
     def check(self, prefills: Seq[Prefill]) -> None:
         """Raises CheckFailed where the lives count less than is held."""
         if (num := self.now(prefills)) < self._ledger.num_held:
             raise CheckFailed(f"{self._ledger.num_held} slots are held, the forecast counts {num}")
 
-    def _peak(self, prefills: Seq[Prefill], candidate: Candidate | None, exact: bool) -> int:
+    def _peak(self, prefills: Seq[Prefill], candidate: Candidate | None) -> int:
         """Returns the most slots that are held in a later step: those just before one of the drops."""
         self._refresh()
-        step, lives = self._ledger.step, self._prefilling(prefills, exact)
+        step, lives = self._ledger.step, self._prefilling(prefills)
         opened = None if candidate is None else (candidate, self._life_of(candidate))
         pieces = [piece for life in lives.values() for piece in life.pieces]
         if opened is not None:
             pieces += opened[1].pieces
-        decodes = self._of_decodes(exact)
+        decodes = self._of_decodes()
         ends = np.array([piece.last for piece in pieces], np.int64)
         points = np.concatenate([decodes.drops[np.searchsorted(decodes.drops, step) :], ends])
         if not len(points):
             return 0
-        pieces += self._shared({**self._lives, **lives}, opened, exact)
+        pieces += self._shared({**self._lives, **lives}, opened)
         return int((decodes.at(points) + Sums(pieces).at(points)).max())
 
-    def _prefilling(self, prefills: Seq[Prefill], exact: bool) -> dict[int, Life]:
+    def _prefilling(self, prefills: Seq[Prefill]) -> dict[int, Life]:
         """Returns the lives of the sequences in prefill, by row."""
-        found = {}
+        found, step = {}, self._ledger.step
         for sequence, window in prefills:
-            if not exact or self.is_exact(sequence):
-                decodes = self._final[sequence.row] - sequence.length - window.left
-                start = start_of(sequence)
-                found[sequence.row] = prefilling(
-                    self._groups, start, self._ledger.step, window, decodes, self._lag
-                )
+            decodes = self._final[sequence.row] - sequence.length - window.left
+            start = start_of(sequence)
+            found[sequence.row] = prefilling(self._groups, start, step, window, decodes, self._lag)
         return found
 
-    def _of_decodes(self, exact: bool) -> Sums:
+    def _of_decodes(self) -> Sums:
         """Returns the sums over the sequences that decode or rest."""
-        exact = exact and self.num_estimated > 0
-        sums = self._sums.get(exact)
-        if sums is None:
-            lives = [life for row, life in self._lives.items() if not exact or row in self._exact]
-            sums = self._sums[exact] = Sums([piece for life in lives for piece in life.pieces])
-        return sums
+        if self._sums is None:
+            self._sums = Sums([piece for life in self._lives.values() for piece in life.pieces])
+        return self._sums
 
     def _life_of(self, candidate: Candidate) -> Life:
         """Returns the life of a request that would be opened now."""
@@ -265,14 +252,12 @@ class SlotForecast:
         start, decodes = Start(num_hit, tuple(held), points), final - num_hit - window.left
         return prefilling(self._groups, start, self._ledger.step, window, decodes, self._lag)
 
-    def _shared(
-        self, lives: Mapping[int, Life], opened: tuple[Candidate, Life] | None, exact: bool
-    ) -> Iterator[Piece]:
+    def _shared(self, lives: Mapping[int, Life], opened: tuple[Candidate, Life] | None) -> Iterator[Piece]:
         """Yields what the `lives` count too often, as pieces below zero: shared segments and parts, for as long
         as another request holds them. `opened`: a request that would be opened, and its life."""
         first, width = self._ledger.step - 1, self._groups.classes[0].num_groups
         widths = [one.num_groups for one in self._groups.classes]
-        rows = self._exact if exact and self.num_estimated else None
+        rows = None if self._is_of_all else self._final.keys()
         hit: dict[Segment, int] = {}  # segment on the candidate's path → how many of its tokens it hits
         if opened is not None:
             path, tip, _ = opened[0].match
