@@ -2,8 +2,8 @@
 
 `peak_tokens` is the specification of `forecast.Forecast`, which the scheduler uses, and docs/admission.md
 explains both. (Where layers see a window only, a token takes several slots, some of which are released before
-its request ends: `slots/forecast.py` counts these.) An `Admission` estimates how long outputs will be, and
-decides whether a waiting request fits in addition to the running ones.
+its request ends: `window_slots.py`.) An `Admission` estimates how long outputs will be, and decides whether a
+waiting request fits in addition to the running ones.
 
 A request in decode holds `held` tokens (a) alone now and one more after each of `remaining` steps (b); then it
 ends and frees them all. The total rises in every step and falls only at an end, so that it peaks just before
@@ -28,7 +28,6 @@ from typing import NamedTuple, Protocol
 from lightkv.errors import CheckFailed
 from lightkv.ledger import Match
 from lightkv.router.config import TTFT_TARGET
-from lightkv.router.engine.slots.forecast import SlotForecast, make_forecast
 
 from .forecast import Candidate, Forecast, Prefill
 from .ledger import Ledger
@@ -113,8 +112,8 @@ class Forecasts:
     """
 
     def __init__(self, ledger: Ledger, lag: int) -> None:
-        self.all = make_forecast(ledger, lag)
-        self.exact = make_forecast(ledger, lag)
+        self.all = Forecast(ledger, lag)
+        self.exact = Forecast(ledger, lag)
         self._ledger = ledger
         self._lag = lag
 
@@ -123,7 +122,7 @@ class Forecasts:
         """The estimated requests that hold tokens."""
         return self.all.num_sequences - self.exact.num_sequences
 
-    def of(self, request: Request) -> list[Forecast | SlotForecast]:
+    def of(self, request: Request) -> list[Forecast]:
         """Returns the forecasts that count the request."""
         return [self.all, self.exact] if request.is_exact else [self.all]
 
@@ -150,15 +149,13 @@ class Forecasts:
         `prefills`: of all requests. `holding`: those that hold tokens.
         """
         ledger, rows = self._ledger, {one.open_sequence.row for one, _ in holding if one.is_exact}
-        if isinstance(self.all, SlotForecast):
-            self.all.check(prefills)
         for forecast in (self.all, self.exact):
             if forecast is self.exact:
                 prefills = [one for one in prefills if one.sequence.row in rows]
                 holding = [(one, demand) for one, demand in holding if one.is_exact]
             peak = forecast.peak(prefills)
             recount = peak_tokens([demand for _, demand in holding], self._lag)
-            if isinstance(forecast, Forecast) and peak != recount:
+            if ledger.groups.is_uniform and peak != recount:
                 raise CheckFailed(f"a peak of {peak} tokens is forecast, {recount} by recount")
         # A request that was admitted because no other ran is not counted before where layers see a window.
         if peak > ledger.capacity and (ledger.groups.is_uniform or ledger.num_open > 1):
@@ -333,13 +330,13 @@ def keep_branch(running: Running, request: Request) -> None:
     many tokens as if all layers saw everything: where the pool has room for the running requests then, too."""
     ledger, forecast = running.ledger, running.forecasts.all
     branch = ledger.find_branch(request.prefill_ids, request.namespace)
-    if branch is None or not isinstance(forecast, SlotForecast):
+    if branch is None:
         return
     _, prefills = running.windows(0, 0)
     if forecast.peak(prefills) + branch.num_slots <= ledger.capacity:
         ledger.keep_branch(branch)
         for one in (forecast, running.forecasts.exact):
-            one.note_kept(branch.sequence)  # type: ignore[union-attr]
+            one.note_kept(branch.sequence)
 
 
 def _points(ledger: Ledger, request: Request, match: Match) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ from lightkv.errors import LightKVError
 from lightkv.layer_groups import ONE_GROUP, LayerGroups
 from lightkv.ledger import Sequence, Session
 from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace
-from lightkv.router.engine.slots.lives import longest_held
 from lightkv.router.sampling_params import MAX_END_IDS, InvalidParams, SamplingParams
 
 from .step import Limits, PromptLogprobs, ScoredChunk
@@ -208,7 +207,7 @@ class Request:
         if prompt + shown > limits.max_model_len:
             raise NeverFits(prompt, shown, limits.max_model_len)
         # The K/V of its last token is never written.
-        if prompt + new - 1 > (longest := longest_held(groups, capacity, limits.prefill_budget)):
+        if prompt + new - 1 > (longest := groups.longest(capacity, limits.prefill_budget)):
             raise NeverFits(prompt, new, longest, "pool")
 
     @property
