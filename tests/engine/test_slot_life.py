@@ -164,6 +164,29 @@ def test_nor_beside_requests_that_are_estimated(depth: int) -> None:
     assert live(GROUPS["two windows"], depth, 400, depth, 16, False, share=0.4).num_preemptions > 0
 
 
+@pytest.mark.parametrize(("name", "common"), [*((name, 0) for name in GROUPS), ("window", 40)])
+def test_decodes_are_counted_exactly(name: str, common: int) -> None:
+    """Also those whose windows are not full yet, those that pass several chunks, and what prompts with a common
+    beginning share."""
+    scheduler = Scheduler(
+        TokenLedger(5000, 8, MAX_MODEL_LEN, 0, GROUPS[name]), Limits(8, MAX_MODEL_LEN, 90, 300)
+    )
+    for number, (prompt, max_tokens) in enumerate(((1, 3), (3, 40), (12, 20), (20, 7), (30, 50), (9, 4))):
+        ids = array("i", [9] * common + [number] * prompt).tobytes()
+        scheduler.add(Request(str(number), ids, SamplingParams(max_tokens=max_tokens, temperature=0.0), 1))
+    peaks, held = list[int](), list[int]()
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        assert plan is not None
+        if not plan.num_prefills:
+            peaks.append(scheduler.forecast_peak())
+            held.append(scheduler.ledger.num_held)
+        scheduler.complete(StepResult(plan.step, [9] * len(plan.sample), plan.num_free, 0))
+    assert len(held) > 40
+    assert scheduler.num_hit_tokens == 5 * common
+    assert peaks == [max(held[step:]) for step in range(len(held))]
+
+
 def computed_in_a_burst(groups: LayerGroups, chunk: int, depth: int) -> int:
     """Returns how many prompt tokens five prompts compute that come at once and begin with the same 40."""
     scheduler = Scheduler(
