@@ -442,6 +442,8 @@ class Forecast:
         step, classes, paces = self._ledger.step, self._groups.classes, self._paces.copy()
         rising: list[tuple[PrefillWindow, int, Pace, list[Held], Seq[int]]] = []
         for sequence, window in prefills:
+            if sequence.row not in self._final:
+                continue
             assert isinstance(sequence, WindowedSequence)
             row, length = sequence.row, sequence.length
             pace = paces[row] = Pace.latest(step, window, length, self._final[row])
