@@ -2,8 +2,8 @@
 
 `peak_tokens` is the specification of `forecast.Forecast`, which the scheduler uses, and docs/admission.md
 explains both. (Where layers see a window only, a token takes several slots, some of which are released before
-its request ends: `slots/forecast.py` counts these.) An `Admission` estimates how long outputs will be, and
-decides whether a waiting request fits in addition to the running ones.
+its request ends: `window_slots.py`.) An `Admission` estimates how long outputs will be, and decides whether a
+waiting request fits in addition to the running ones.
 
 A request in decode holds `held` tokens (a) alone now and one more after each of `remaining` steps (b); then it
 ends and frees them all. The total rises in every step and falls only at an end, so that it peaks just before
@@ -19,7 +19,7 @@ is held until its last holder ends, so it counts once.
 """
 
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -27,7 +27,6 @@ from typing import NamedTuple, Protocol
 from lightkv.errors import CheckFailed
 from lightkv.ledger import Match
 from lightkv.router.config import TTFT_TARGET
-from lightkv.router.engine.slots.forecast import SlotForecast, make_forecast
 
 from .estimates import ASSUMED_LENGTH, Estimates, LimitShares, OutputLengths
 from .forecast import Candidate, Forecast, Prefill
@@ -115,12 +114,13 @@ class Forecasts:
     """
 
     def __init__(self, ledger: Ledger, lag: int) -> None:
-        self.all = make_forecast(ledger, lag)
-        self.guaranteed = make_forecast(ledger, lag)
+        self.all = Forecast(ledger, lag)
+        self.guaranteed = Forecast(ledger, lag)
         self._ledger = ledger
         self._lag = lag
         self._estimated: set[int] = set()  # the rows that count in `all` with less than their limit
         self._candidates: list[Request] = []  # provisional ones that can be guaranteed, the eldest first
+        self._turn = 0  # the next of them that is asked
         self._interrupted: dict[str, Request] = {}  # preempted ones, running or waiting, without a guarantee
         # A request of as many tokens does not fit beside the guaranteed ones until one of them ends.
         self.too_long: float = math.inf
@@ -195,28 +195,48 @@ class Forecasts:
             self._interrupted[request.id] = request
 
     def guarantee(self, prefills: Sequence[Prefill], limit: Callable[[int, int], int]) -> int:
-        """Guarantees the eldest requests that can be, up to four, as a question takes long. Returns how many.
-        One that does not fit is asked again once a guaranteed one has ended.
+        """Guarantees requests that fit: the eldest that was preempted, which all behind it wait for, and up to
+        four of those before it. A question takes long, so they have turns, which go on in the next step after
+        the first that does not fit. Returns how many were guaranteed.
 
         `prefills`: of all requests, before the next step. `limit`: as `Admission.limit`.
         """
-        sure = self.guaranteed
-        for count in range(4):
-            first = self._candidates[0] if self._candidates else None
-            if first is None or not self.may_fit(first):
-                return count
-            sequence, most = first.open_sequence, limit(self._ledger.capacity, sure.num_sequences + 1)
-            sure.admit(sequence, first.longest)
-            if first.num_prefill_left <= 0:
-                sure.decode(sequence, first.longest - sequence.length)
-            if sure.total > most and sure.peak(prefills) > most:
-                sure.drop(sequence)
-                self.too_long = first.longest
-                return count
-            first.is_guaranteed = True
-            del self._candidates[0]
-            self._interrupted.pop(first.id, None)
-        return 4
+        candidates = self._candidates
+        num, end = 0, len(candidates)
+        if self._interrupted:
+            first = min(self._interrupted.values(), key=lambda one: one.seniority)
+            if first.sequence is not None and first.longest < self.too_long:
+                num += self._try_guarantee(first, prefills, limit)
+            end = bisect_left(candidates, first.seniority, key=lambda one: one.seniority)
+        for _ in range(min(end, 4)):
+            self._turn = self._turn % end if end else 0
+            if self._turn < end and candidates[self._turn].longest < self.too_long:
+                if not self._try_guarantee(candidates[self._turn], prefills, limit):
+                    self._turn += 1
+                    break
+                num, end = num + 1, end - 1
+            else:
+                self._turn += 1
+        return num
+
+    def _try_guarantee(
+        self, request: Request, prefills: Sequence[Prefill], limit: Callable[[int, int], int]
+    ) -> bool:
+        """Guarantees a candidate if the guaranteed requests fit with it. Returns whether they do. If not, none
+        as long is asked again until a guaranteed one has ended."""
+        sure, sequence = self.guaranteed, request.open_sequence
+        most = limit(self._ledger.capacity, sure.num_sequences + 1)
+        sure.admit(sequence, request.longest)
+        if request.num_prefill_left <= 0:
+            sure.decode(sequence, request.longest - sequence.length)
+        if sure.total > most and sure.peak(prefills) > most:
+            sure.drop(sequence)
+            self.too_long = request.longest
+            return False
+        request.is_guaranteed = True
+        self._candidates.remove(request)
+        self._interrupted.pop(request.id, None)
+        return True
 
     def check(
         self, prefills: Sequence[Prefill], holding: Sequence[Request], gone: Collection[Request]
@@ -227,15 +247,16 @@ class Forecasts:
         `holding`: the requests that hold tokens. `gone`: those of them that are in no newer step than the one
         before the newest step in flight.
         """
-        ledger, lag = self._ledger, self._lag
+        ledger = self._ledger
+        demands = [_demand(one, one.final, prefills, gone) for one in holding]
         guaranteed = [_demand(one, one.longest, prefills, gone) for one in holding if one.is_guaranteed]
-        _check_peak(self.all, prefills, [_demand(one, one.final, prefills, gone) for one in holding], lag)
-        peak = _check_peak(self.guaranteed, prefills, guaranteed, lag)
+        for forecast, counted in ((self.all, demands), (self.guaranteed, guaranteed)):
+            peak, recount = forecast.peak(prefills), peak_tokens(counted, self._lag)
+            if ledger.groups.is_uniform and peak != recount:
+                raise CheckFailed(f"a peak of {peak} tokens is forecast, {recount} by recount")
         # A request that was admitted because no other ran is not counted before where layers see a window.
         if peak > ledger.capacity and (ledger.groups.is_uniform or ledger.num_open > 1):
             raise CheckFailed(f"guaranteed requests peak at {peak} of {ledger.capacity} slots")
-        if isinstance(self.all, SlotForecast):
-            self.all.check(prefills)
         waiting = [one for one in holding if one.can_be_guaranteed and not one.is_guaranteed]
         waiting = sorted([one for one in waiting if not one.finish_reason], key=lambda one: one.seniority)
         if waiting != self._candidates:
@@ -258,17 +279,7 @@ def _demand(request: Request, final: int, prefills: Sequence[Prefill], gone: Col
     remaining = 0 if request.finish_reason is not None else final - sequence.length
     if not remaining and request in gone:
         remaining = -1
-    return Demand(sequence.num_private, remaining, sequence.node.up(), window is None, window=window)
-
-
-def _check_peak(
-    forecast: Forecast | SlotForecast, prefills: Sequence[Prefill], demands: Sequence[Demand], lag: int
-) -> int:
-    """Returns the peak of a forecast once it is compared with that of its requests. Raises CheckFailed."""
-    peak = forecast.peak(prefills)
-    if isinstance(forecast, Forecast) and peak != (recount := peak_tokens(demands, lag)):
-        raise CheckFailed(f"a peak of {peak} tokens is forecast, {recount} by recount")
-    return peak
+    return Demand(sequence.num_private, remaining, list(sequence.node.up()), window is None, window=window)
 
 
 class Running(NamedTuple):
@@ -423,9 +434,7 @@ class Admission:
         return _steps_to_wait(running, running.forecasts.all, request, request.final, limit)
 
 
-def _steps_to_wait(
-    running: Running, forecast: Forecast | SlotForecast, request: Request, final: int, limit: int
-) -> float:
+def _steps_to_wait(running: Running, forecast: Forecast, request: Request, final: int, limit: int) -> float:
     """Returns 0 if the peak of a forecast stays within `limit` with the request, which grows to `final` tokens.
     Else returns for how many steps it does not, unless a request ends or a prefill is computed: at least 1, or
     infinity."""
@@ -466,15 +475,17 @@ def _has_chunks(running: Running, request: Request) -> bool:
 def keep_branch(running: Running, request: Request) -> None:
     """Has the tail kept where a request turns off from a running one that still holds it, so that it hits as
     many tokens as if all layers saw everything: where the pool has room for the running requests then, too."""
-    ledger, forecast = running.ledger, running.forecasts.all
+    ledger = running.ledger
     branch = ledger.find_branch(request.prefill_ids, request.namespace)
-    if branch is None or not isinstance(forecast, SlotForecast):
+    if branch is None:
         return
     _, prefills = running.windows(0, 0)
-    if forecast.peak(prefills) + branch.num_slots <= ledger.capacity:
+    # The guaranteed ones count with their limits, so that their peak may be the higher one.
+    forecasts = running.forecasts.all, running.forecasts.guaranteed
+    if all(one.peak(prefills) + branch.num_slots <= ledger.capacity for one in forecasts):
         ledger.keep_branch(branch)
-        for one in (forecast, running.forecasts.guaranteed):
-            one.note_kept(branch.sequence)  # type: ignore[union-attr]
+        for one in forecasts:
+            one.note_kept(branch.sequence)
 
 
 def _points(ledger: Ledger, request: Request, match: Match) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ from lightkv.errors import LightKVError
 from lightkv.layer_groups import ONE_GROUP, LayerGroups
 from lightkv.ledger import Sequence, Session
 from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace
-from lightkv.router.engine.slots.lives import longest_held
 from lightkv.router.sampling_params import MAX_END_IDS, InvalidParams, SamplingParams
 
 from .step import Limits, PromptLogprobs, ScoredChunk
@@ -208,7 +207,7 @@ class Request:
         prompt, shown = self.num_prompt, self.max_tokens if self.shows_answer else 0
         if prompt + shown > limits.max_model_len:
             raise NeverFits(prompt, shown, limits.max_model_len)
-        if prompt > (longest := longest_held(groups, capacity, limits.prefill_budget)):
+        if prompt > (longest := groups.longest(capacity, limits.prefill_budget)):
             raise NeverFits(prompt, 1, longest, "pool")
 
     def cut(self, longest: int) -> bool:
@@ -314,5 +313,5 @@ def take_all(
         if checked is None or any(one is not other for one, other in zip(shared, checked, strict=True)):
             request.validate(limits, capacity, groups)
             checked = shared
-    longest = longest_held(groups, capacity, limits.prefill_budget)
+    longest = groups.longest(capacity, limits.prefill_budget)
     return sum([request.cut(longest) for request in requests])

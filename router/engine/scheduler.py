@@ -21,7 +21,6 @@ from collections.abc import Callable
 
 from lightkv.errors import CheckFailed
 from lightkv.ledger import Sequence
-from lightkv.router.engine.slots.forecast import fitting
 
 from .admission import Admission, Forecasts, Running, keep_branch
 from .forecast import Prefill
@@ -369,7 +368,7 @@ class Scheduler:
         """Returns whether `room` beside the `decodes` is too little: without decodes for any prefill, else for
         the chunks of the guaranteed requests, which have to be computed as they are forecast."""
         first = [] if decodes else self._prefilling[:1]
-        if room < 0 or any(fitting(self.ledger, request.sequence, room) < 1 for request in first):
+        if room < 0 or any(self._fitting(request, room) < 1 for request in first):
             return True
         most = self.limits.prefill_budget * self._num_groups
         if self._admission.limit(room, self.num_prefilling) >= most:
@@ -423,13 +422,20 @@ class Scheduler:
                 break
             request = self._prefilling[idx]
             start = request.sequence.length  # type: ignore[union-attr]
-            most = fitting(self.ledger, request.sequence, room)
+            most = self._fitting(request, room)
             count = min(budget.tokens(start, request.num_prefill_left), most)
             if count <= 0:
                 break
             chunks.append(self._next_chunk(request, start, count))
             budget.add(start, count)
         return chunks
+
+    def _fitting(self, request: Request, room: int) -> int:
+        """Returns how many tokens a running request can be extended by with `room` slots that are available."""
+        num_groups = self._num_groups
+        if num_groups > 1:  # it may release some
+            room += num_groups - self.ledger.growth([request.open_sequence])
+        return room // num_groups
 
     def _step_budget(self, decodes: list[Sequence]) -> StepBudget:
         """Returns the budget of a step with these decodes. A long prompt, which delays itself, counts twice."""

@@ -19,7 +19,6 @@ from typing import Any
 from lightkv.router.engine.prefill_budget import PrefillBudget
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
-from lightkv.router.engine.slots.lives import longest_held
 from lightkv.router.engine.step import Limits, TokenEvent
 from lightkv.router.engine.step_time import StepTime
 from lightkv.router.sampling_params import SamplingParams
@@ -86,11 +85,11 @@ class Simulation:
         page = page_of(config.allocation)
         groups, num_slots = groups_of(config.layers), config.num_slots
         most = config.prefill_chunk or num_slots
-        longest = longest_held(groups, num_slots, most) + 1
+        longest = groups.longest(num_slots, most) + 1
         self.ledger = make_ledger(
             config.allocation, num_slots, config.max_num_seqs, longest, config.max_new, groups
         )
-        self._longest = longest_held(groups, self.ledger.capacity, most)  # tokens that a request may have
+        self._longest = groups.longest(self.ledger.capacity, most)  # tokens that a request may have
         admission = make_simulated(config.counted, config.seed, max(page - 1, 0), config.ttft_target)
         if config.patience is not None:
             admission = replace(admission, patience=config.patience)

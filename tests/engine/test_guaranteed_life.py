@@ -13,7 +13,6 @@ from lightkv.router.engine.estimates import LimitShares, OutputLengths
 from lightkv.router.engine.prefill_budget import PrefillBudget
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
-from lightkv.router.engine.slots.lives import most_slots
 from lightkv.router.engine.step import Limits, StepPlan, StepResult
 from lightkv.router.engine.step_time import StepTime
 from lightkv.router.sampling_params import SamplingParams
@@ -45,7 +44,7 @@ class Life:
         self.depth, self.stated = depth, stated
         capacity = rng.choice((100, 130, 200))
         if groups is not ONE_GROUP:
-            capacity = int(rng.choice((1.0, 1.3, 2.0)) * most_slots(groups, MAX_MODEL_LEN, chunk))
+            capacity = int(rng.choice((1.0, 1.3, 2.0)) * groups.most_slots(MAX_MODEL_LEN, chunk))
         target = rng.choice((None, 0.002, 0.005)) if timed else 0.0
         self.limits = Limits(12, MAX_MODEL_LEN, chunk, 300, itl_target=target)
         times = rng.choice((0.0, 1e-4, 1e-3)), rng.choice((1e-5, 1e-4, 5e-4))
