@@ -17,11 +17,11 @@ from typer.core import TyperGroup
 
 from lightkv import __version__
 from lightkv.errors import LightKVError, UnknownBackend, UnsupportedModel
+from lightkv.router.cli.output_file import UnwritableFile
 from lightkv.router.config import EngineConfig, InvalidConfig
 from lightkv.router.peer_names import unknown_option
 from lightkv.router.sampling_params import InvalidParams, SamplingParams
 from lightkv.router.simulate.config import InvalidAllocation, InvalidSimulation
-from lightkv.router.simulate.output_file import UnwritableFile
 from lightkv.router.terminal import OrderedAnswers, headings, progress, say, usage
 
 from .chat import add_chat_command

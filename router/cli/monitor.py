@@ -177,8 +177,8 @@ def frame(
         "pool": pool,
         "peak": peak,
         "requests": f"{report.num_running:,} running ({report.num_guaranteed:,} guaranteed, "
-        f"{report.num_running - report.num_guaranteed:,} provisional), {report.num_waiting:,} waiting"
-        f"{f' for {WAITS_FOR[report.waits_for]}' if report.waits_for else ''}",
+        f"{report.num_running - report.num_guaranteed:,} provisional), {report.num_waiting:,} waiting",
+        "waiting for": WAITS_FOR[report.waits_for] if report.waits_for else "",
         "tokens": f"{rate('generated_tokens'):,.1f} generated/s, {rate('prompt_tokens'):,.1f} of prompts/s",
         "cache": f"{report.hit_tokens:,} of {report.prompt_tokens:,} prompt tokens hit ({share:.0%})",
         "sessions": f"{report.num_sessions:,} protect {report.session_tokens:,} tokens; so far "

@@ -21,8 +21,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bars
 
 from lightkv.errors import LightKVError
+from lightkv.router.cli.output_file import UnwritableFile, check_writable, write_whole
 from lightkv.router.simulate.config import SimulationConfig
-from lightkv.router.simulate.output_file import UnwritableFile, check_writable, write_whole
 from lightkv.router.terminal import say
 
 from .options import examples, takes_simulations

@@ -138,9 +138,7 @@ class Forecasts:
     def may_fit(self, request: Request) -> bool:
         """Returns whether it is worth asking if the guaranteed requests fit with this one: it may become
         guaranteed before all that were preempted and are not, and none as short has been refused."""
-        if not request.can_be_guaranteed or request.longest >= self.too_long:
-            return False
-        return self.is_next(request)
+        return request.can_be_guaranteed and request.longest < self.too_long and self.is_next(request)
 
     def is_next(self, request: Request) -> bool:
         """Returns whether no older request was preempted and is not guaranteed."""
@@ -197,31 +195,27 @@ class Forecasts:
     def guarantee(self, prefills: Sequence[Prefill], limit: Callable[[int, int], int]) -> int:
         """Guarantees requests that fit: the eldest that was preempted, which all behind it wait for, and up to
         four of those before it. A question takes long, so they have turns, which go on in the next step after
-        the first that does not fit. Returns how many were guaranteed.
-
-        `prefills`: of all requests, before the next step. `limit`: as `Admission.limit`.
+        the first that does not fit. Returns how many were guaranteed. `prefills`: before the next step.
         """
         candidates = self._candidates
         num, end = 0, len(candidates)
         if self._interrupted:
             first = min(self._interrupted.values(), key=lambda one: one.seniority)
             if first.sequence is not None and first.longest < self.too_long:
-                num += self._try_guarantee(first, prefills, limit)
+                num += self._ask(first, prefills, limit)
             end = bisect_left(candidates, first.seniority, key=lambda one: one.seniority)
         for _ in range(min(end, 4)):
             self._turn = self._turn % end if end else 0
-            if self._turn < end and candidates[self._turn].longest < self.too_long:
-                if not self._try_guarantee(candidates[self._turn], prefills, limit):
-                    self._turn += 1
-                    break
+            if self._turn >= end or candidates[self._turn].longest >= self.too_long:
+                self._turn += 1
+            elif self._ask(candidates[self._turn], prefills, limit):
                 num, end = num + 1, end - 1
             else:
                 self._turn += 1
+                break
         return num
 
-    def _try_guarantee(
-        self, request: Request, prefills: Sequence[Prefill], limit: Callable[[int, int], int]
-    ) -> bool:
+    def _ask(self, request: Request, prefills: Sequence[Prefill], limit: Callable[[int, int], int]) -> bool:
         """Guarantees a candidate if the guaranteed requests fit with it. Returns whether they do. If not, none
         as long is asked again until a guaranteed one has ended."""
         sure, sequence = self.guaranteed, request.open_sequence
@@ -238,14 +232,10 @@ class Forecasts:
         self._interrupted.pop(request.id, None)
         return True
 
-    def check(
-        self, prefills: Sequence[Prefill], holding: Sequence[Request], gone: Collection[Request]
-    ) -> None:
+    def check(self, prefills: Sequence[Prefill], holding: list[Request], gone: Collection[Request]) -> None:
         """Compares both peaks with a recount, that of the guaranteed requests with the capacity, and recounts
-        which ones wait for a guarantee. Raises CheckFailed.
-
-        `holding`: the requests that hold tokens. `gone`: those of them that are in no newer step than the one
-        before the newest step in flight.
+        which ones wait for a guarantee. Raises CheckFailed. `holding`: the requests that hold tokens. `gone`:
+        those of them that are in no newer step than the one before the newest step in flight.
         """
         ledger = self._ledger
         demands = [_demand(one, one.final, prefills, gone) for one in holding]
@@ -257,8 +247,8 @@ class Forecasts:
         # A request that was admitted because no other ran is not counted before where layers see a window.
         if peak > ledger.capacity and (ledger.groups.is_uniform or ledger.num_open > 1):
             raise CheckFailed(f"guaranteed requests peak at {peak} of {ledger.capacity} slots")
-        waiting = [one for one in holding if one.can_be_guaranteed and not one.is_guaranteed]
-        waiting = sorted([one for one in waiting if not one.finish_reason], key=lambda one: one.seniority)
+        open_ones = [one for one in holding if one.can_be_guaranteed and not one.finish_reason]
+        waiting = sorted([one for one in open_ones if not one.is_guaranteed], key=lambda one: one.seniority)
         if waiting != self._candidates:
             raise CheckFailed(f"{len(self._candidates)} wait for a guarantee, {len(waiting)} by recount")
         if any(one.is_guaranteed for one in self._interrupted.values()):

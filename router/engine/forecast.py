@@ -382,7 +382,8 @@ class Forecast:
         sums, rates = np.zeros((2, num + 1), np.int64)
         sums[:num] = bases[::-1].cumsum()[::-1]
         rates[:num] = slopes[::-1].cumsum()[::-1]
-        at = np.concatenate([np.arange(num), np.searchsorted(ends, points[num:])])
+        own = 0 if repeated else num  # what is below zero counts at each of equal ends; else one has it all
+        at = np.concatenate([np.arange(own), np.searchsorted(ends, points[own:])])
         totals = rates[at] * points
         totals += sums[at]
         if lag:
@@ -451,9 +452,9 @@ class Forecast:
             pace = paces[row] = Pace.latest(step, window, length, self._final[row])
             rising.append((window, length, pace, held_by(sequence), sequence.points))
         if candidate is not None:
-            match, window, final, points = candidate
+            match, window, final, _ = candidate
             pace = Pace.latest(step, window, match.num_tokens, final)
-            rising.append((window, match.num_tokens, pace, hit_by(classes, match), points))
+            rising.append((window, match.num_tokens, pace, hit_by(classes, match), candidate.points))
         growths, runs = list[_Growth](), list[_Run]()
         for window, length, pace, held, points in rising:
             rises = prefilling(classes[1:], held[1:], points, window.most, pace)
@@ -467,9 +468,10 @@ class Forecast:
         repeated = []
         for segment in self._ledger.shared:
             depth = sum([one.length for one in segment.up()])
-            for cls, shared in [(0, segment), *segment.parts.items()]:
+            parts = [(cls, part.length, part.holders) for cls, part in segment.parts.items()]
+            for cls, length, holders in [(0, segment.length, segment.holders), *parts]:
                 one = classes[cls]
-                ends = [paces[row].passes(one.lifetime, depth) for row in shared.holders if row in paces]
-                slots = one.num_groups * shared.length
+                ends = [paces[row].passes(one.lifetime, depth) for row in holders if row in paces]
+                slots = one.num_groups * length
                 repeated += [Entry(end, -slots, 0) for end in sorted(ends)[:-1] if end > step - self._lag]
         return growths, runs, repeated

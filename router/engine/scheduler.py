@@ -7,8 +7,7 @@
 A waiting request is admitted when the most tokens that it and all running requests are expected to hold
 together fit the pool (`forecast.py`). Running requests are *guaranteed* or *provisional* (docs/admission.md).
 The guaranteed ones fit the pool up to their `max_tokens`, and are never preempted. If the pool runs short, the
-youngest provisional one is preempted: what it has computed stays cached while there is room, and it keeps its
-place in the queue (`waiting.py`). One that states its `max_tokens` becomes guaranteed as soon as it can.
+youngest provisional one is: what it has computed stays cached while there is room, and it keeps its place.
 
 With a depth of two, the next step is planned while one is in flight, so that the device need not wait for the
 host. The plan assumes that a request continues unless it reaches its length. If the step in flight ends it by a
@@ -164,16 +163,16 @@ class Scheduler:
             return None
         if self._admission.patience is not None and self.waiting.defer(self._clock()):
             self._retry_at = 0  # there may be another head of the queue
+        # Before the step is looked at, which has to compute the chunks of guaranteed requests.
+        if self._forecasts.guarantee(self._prefills(), self._admission.limit):
+            self._retry_at = 0  # the head of the queue may be the next one to be guaranteed
         ledger = self.ledger
         decodes = self._next_decodes()
         while self._forecasts.num_provisional and self._is_short(decodes.sequences):
             if self._in_flight:  # a request in a step in flight cannot be preempted
                 return None
-            provisional = [request for request in self._running() if not request.is_guaranteed]
-            self._preempt(max(provisional, key=lambda request: request.seniority))
+            self._preempt(max([r for r in self._running() if not r.is_guaranteed], key=lambda r: r.seniority))
             decodes = self._next_decodes()
-        if self._forecasts.guarantee(self._prefills(), self._admission.limit):
-            self._retry_at = 0  # the head of the queue may be the next one to be guaranteed
         # The decodes' slots are allocated last, so that no prefix that is hit is evicted for them; but first
         # where they also release some, which chunks may need.
         sequences, ones = decodes.sequences, [1] * len(decodes.rows)
@@ -270,15 +269,14 @@ class Scheduler:
     def check(self) -> None:
         """Recounts the ledger, the forecast and the queues. Raises CheckFailed."""
         self.ledger.check()
-        running = self._running()
-        holding = running + self._finishing
+        holding, num_running = self._running() + self._finishing, self.num_running
         gone = [one for one in holding if self._is_in_flight(one) and one.newest_step < self.step - 1]
         self._forecasts.check(self._prefills(), holding, gone)
         if len(holding) != (num_open := self.ledger.num_open):
             raise CheckFailed(f"{len(holding)} requests hold tokens, {num_open} sequences are open")
         self.waiting.check()
-        if len(running) + self.num_waiting != (known := len(self._requests)):
-            raise CheckFailed(f"{known} requests are known, {len(running)} run, {self.num_waiting} wait")
+        if num_running + self.num_waiting != (known := len(self._requests)):
+            raise CheckFailed(f"{known} requests are known, {num_running} run, {self.num_waiting} wait")
 
     def _running(self) -> list[Request]:
         return [*self._prefilling, *self._decoding.values()]
@@ -351,8 +349,7 @@ class Scheduler:
     def _estimate_anew(self, ended: set[int]) -> None:
         """Estimates the requests in these rows again that may go on."""
         for request in [request for row, request in self._decoding.items() if row in ended]:
-            sequence = request.open_sequence
-            generated = sequence.length + 1 - request.num_prompt  # those of the steps in flight, too
+            generated = request.open_sequence.length + 1 - request.num_prompt  # also those in flight
             if request.expected <= generated < request.max_tokens:
                 request.expected = self._admission.expected(request, generated)
                 self._forecasts.expect(request)

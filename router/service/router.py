@@ -20,7 +20,7 @@ from lightkv.ledger import TokenLedger
 from lightkv.memory_map import owners
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.admission import make_admission
-from lightkv.router.engine.grammar_desk import TooManyGrammars
+from lightkv.router.engine.grammars.grammar_desk import TooManyGrammars
 from lightkv.router.engine.loop import Engine, make_scheduler
 from lightkv.router.engine.request import InvalidPrompt, NeverFits
 from lightkv.router.engine.step import RunnerInfo, StepResult, TokenEvent

@@ -223,7 +223,7 @@ def guaranteed(engine: LocalEngine) -> set[str]:
 
 
 def test_a_request_becomes_guaranteed_when_another_has_ended() -> None:
-    """The eldest first, and none behind one that does not fit yet; those that state no limit do not matter."""
+    """Whichever fits first; those that state no limit do not matter."""
     engine = low(100)
     engine.add(request("a", [1] * 10, 51, stated=True))
     engine.add(request("none", [2] * 2, 90, stated=False))

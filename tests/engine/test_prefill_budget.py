@@ -28,6 +28,7 @@ from lightkv.router.engine.step_time import PARAMETERS, StepTime, Work
 from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.simulate import simulation, simulator
 from lightkv.router.simulate.config import SimulationConfig
+from lightkv.router.simulate.timed_engine import DEPTH
 from tests.support.combinations import each_value, slow
 from tests.support.model_worker import STOP, ModelWorker, assert_idle, run
 
@@ -468,12 +469,13 @@ def test_the_simulator_plans_the_same_steps_as_the_engine(
     path.write_text("ContextTokens,GeneratedTokens\n" + "".join(f"{p},{o}\n" for p, o in lengths))
     simulated: list[StepPlan] = []
 
-    class Device(simulation._Device):
-        def launch(self, plan: StepPlan) -> None:
-            simulated.append(plan)
-            super().launch(plan)
+    class Engine(simulation.TimedEngine):
+        def plan(self) -> StepPlan | None:
+            planned = super().plan()
+            simulated.extend([planned] if planned is not None else [])
+            return planned
 
-    monkeypatch.setattr(simulation, "_Device", Device)
+    monkeypatch.setattr(simulation, "TimedEngine", Engine)
     config = SimulationConfig(
         capacity=3000, max_num_seqs=16, prefill_chunk=300, max_new=40, admission="oracle", rate=math.inf,
         itl_target=target,
@@ -482,7 +484,7 @@ def test_the_simulator_plans_the_same_steps_as_the_engine(
     simulator.simulate(str(path), config)
 
     limits = msgspec.structs.replace(LIMITS, max_model_len=3001, itl_target=target)
-    info = RunnerInfo("", "", "", "", False, 3000, 1, 1, "", limits, SMALL)
+    info = RunnerInfo("", "", "", "", False, 3000, 1, DEPTH, "", limits, SMALL)
     worker = ModelWorker(3000, random.Random(0))
     engine = LocalEngine(make_scheduler(info), worker)
     for number, (prompt, output) in enumerate(lengths):

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from lightkv.router.config import EngineConfig
-from lightkv.router.engine.grammar_desk import Compile, Compiled, Forget
+from lightkv.router.engine.grammars.grammar_desk import Compile, Compiled, Forget
 from lightkv.router.engine.step import (
     Captured,
     ExpectedMemory,
