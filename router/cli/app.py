@@ -17,7 +17,6 @@ from typer.core import TyperGroup
 
 from lightkv import __version__
 from lightkv.errors import LightKVError, UnknownBackend, UnsupportedModel
-from lightkv.router.cli.output_file import UnwritableFile
 from lightkv.router.config import EngineConfig, InvalidConfig
 from lightkv.router.peer_names import unknown_option
 from lightkv.router.sampling_params import InvalidParams, SamplingParams
@@ -27,6 +26,7 @@ from lightkv.router.terminal import OrderedAnswers, headings, progress, say, usa
 from .chat import add_chat_command
 from .monitor import add_monitor_commands
 from .options import examples, takes_engine, takes_sampling
+from .output_file import UnwritableFile
 from .service import add_serve_command
 from .simulate import UnreadableResult, add_simulate_commands
 

@@ -94,7 +94,8 @@ def test_an_answer_says_how_often_it_was_interrupted(
     assert "interruptions" not in api.post(path, {**asked, "max_tokens": 5})["usage"]
     api.router.num_interruptions = 1
     assert api.post(path, {**asked, "max_tokens": 5, "n": 2})["usage"]["interruptions"] == 2
-    chunks = api.stream(path, {**asked, "max_tokens": 5})
+    *chunks, end = api.stream(path, {**asked, "max_tokens": 5})
+    assert end == "[DONE]"
     assert [chunk.get("interruptions") for chunk in chunks] == [None] * (len(chunks) - 1) + [1]
 
 
