@@ -50,7 +50,7 @@ def test_the_table_has_means_and_ratios_to_the_better_rival() -> None:
     rows = admission_rules.rows_of(table)
     assert rows[0] == [
         "sharegpt, 1.0",
-        "exact",
+        "reserved",
         "45.0%",
         "0.500",
         "8.00",

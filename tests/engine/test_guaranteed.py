@@ -268,6 +268,24 @@ def test_after_its_first_preemption_nothing_behind_a_request_is_guaranteed_befor
     assert second.num_preemptions <= 2
 
 
+@pytest.mark.parametrize("was_preempted", [False, True])
+def test_a_larger_one_before_a_request_keeps_it_from_a_guarantee_only_once_preempted(
+    was_preempted: bool,
+) -> None:
+    engine = low(100)
+    for number, (name, limit) in enumerate((("first", 51), ("second", 31), ("large", 81), ("small", 31))):
+        engine.add(request(name, [number] * 10, limit, stated=True))
+    engine.step()
+    assert guaranteed(engine) == {"first", "second"}  # 120 slots with "small"
+    large, small = (engine.scheduler._requests[name] for name in ("large", "small"))
+    for one in (small, large) if was_preempted else (small,):
+        engine.scheduler._forecasts.interrupt(one)
+    engine.abort("second")
+    engine.step()
+    engine.check()
+    assert guaranteed(engine) == ({"first"} if was_preempted else {"first", "small"})
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_request_is_interrupted_twice_at_most_and_says_so(depth: int) -> None:
     """The third time it is admitted as a guaranteed one."""
