@@ -17,6 +17,7 @@ A token takes a slot in each group of each class that still sees it. This file n
 with it, and the memory makes its lanes of it.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -210,6 +211,25 @@ class LayerGroups:
     def slots(self, length: int) -> int:
         """Returns how many slots a sequence of `length` tokens keeps that shares none."""
         return sum(one.num_groups * (length - one.lifetime.first_kept(length)) for one in self.classes)
+
+    def most_slots(self, length: int, chunk: int) -> int:
+        """Returns the most slots that a sequence of up to `length` tokens holds at any time, whatever it hits
+        and however its prompt is cut into chunks of up to `chunk` tokens."""
+        slots = 0
+        for one in self.classes:
+            count, lifetime = length, one.lifetime
+            if lifetime.sees != "full":  # a tail is held as a whole until it has passed, beside a chunk
+                count = min(length, 2 * (lifetime.size - 1 + lifetime.slack) + chunk)
+            slots += count * one.num_groups
+        return slots
+
+    def longest(self, num_slots: int, chunk: int) -> int:
+        """Returns how many tokens a sequence may have that runs alone in a pool of `num_slots`, in chunks of
+        up to `chunk` tokens, whatever it hits: 0 where none fits."""
+        if self.is_uniform:
+            return num_slots
+        lengths = range(1, num_slots + 1)
+        return bisect_right(lengths, num_slots, key=lambda length: self.most_slots(length, chunk))
 
     def require_import(self, length: int, firsts: Sequence[int]) -> None:
         """Raises ValueError unless a token after `length` ones sees none before the positions `firsts`, one for

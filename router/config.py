@@ -21,7 +21,7 @@ from lightkv.triton_kernels.layout.format_names import split_name
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = ("torch", "triton")
 PREFILL_DTYPES = ("auto", "fp8", "model")
-ADMISSIONS = ("exact", "quantile", "timely")
+ADMISSIONS = ("guaranteed", "reserved", "timely")
 TOOL_PARSERS = ("none", "hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "gpt_oss")
 REASONING_PARSERS = ("none", "qwen3", "deepseek_r1", "gpt_oss")
 TTFT_TARGET = 10.0  # seconds
@@ -200,13 +200,13 @@ class EngineConfig:
         "and 512 on a CPU; 8192 and 2048 with an --itl-target of 0, as in `LLM`.",
     )
     admission: str = setting(
-        "exact",
-        "How the scheduler decides which waiting request may run. exact: a request is admitted when it and all "
-        "running requests fit in the pool up to their last token. Requests with max_tokens count with it, and "
-        "are never preempted. The lengths of chats without it are estimated from recent ones; when an estimate "
-        "was too low and memory runs short, the least urgent of these chats, and of equally urgent ones the "
-        "youngest, is preempted and continues later. "
-        "quantile: the lengths of all requests are estimated, and all may be preempted. timely: like quantile, "
+        "guaranteed",
+        "How the scheduler decides which waiting request may run. guaranteed: a request is admitted when it "
+        "and all running requests fit in the pool as far as they are expected to grow, by the lengths of "
+        "recent answers. A request with max_tokens is guaranteed, and never preempted, as soon as all "
+        "guaranteed ones fit up to their max_tokens. When memory runs short, the youngest of the others is "
+        "preempted and continues later. "
+        "reserved: a request with max_tokens waits until it is guaranteed. timely: like guaranteed, "
         "but a request that has waited too long to meet --ttft-target lets others go first, as long as more "
         "requests arrive than can be served. lightkv simulate compares them with others.",
     )

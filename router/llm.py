@@ -22,7 +22,7 @@ from msgspec.structs import replace as replace_params
 
 from lightkv.errors import LightKVError
 from lightkv.router.engine.admission import make_admission
-from lightkv.router.engine.grammar_desk import Compiled, Forget, GrammarDesk
+from lightkv.router.engine.grammars.grammar_desk import Compiled, Forget, GrammarDesk
 from lightkv.router.engine.loop import EngineStats, LocalEngine, make_scheduler
 from lightkv.router.engine.request import InvalidPrompt, Request
 from lightkv.router.engine.step import PromptLogprobs, TokenEvent, TokenLogprobs

@@ -5,10 +5,10 @@ and compares the latencies with measured ones.
         --step-time bench/results/step-time-lifelike-h100.json --out bench/results/lifelike-simulated.json
 
 The requests and their times are those of the measured cells, and all are answered. Admission, scheduler and
-ledger are the service's, and plans are made when it makes them. The device is a queue of two steps, each of
-which takes what the model says. What HTTP and the processes take is --overhead. No GPU is needed, so another
-rule for prompts can be tried on all cells in seconds. The model's parameters are fitted to steps
-(`bench.trace.step_time`) or to latencies; `source` in its file says which.
+ledger are the service's, and the simulator's engine (`router/simulate/timed_engine.py`) plans when the service
+does. What HTTP and the processes take is --overhead. No GPU is needed, so another rule for prompts can be tried
+on all cells in seconds. The model's parameters are fitted to steps (`bench.trace.step_time`) or to latencies;
+`source` in its file says which.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import itertools
 import json
 import math
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,37 +28,26 @@ from bench.serving.lifelike import Sent, figures
 from bench.serving.lifelike_cells import CELLS, CLOSED, Session, Source
 from bench.serving.load_client import Answer
 from lightkv.errors import LightKVError
-from lightkv.router.engine.loop import Engine, make_scheduler
+from lightkv.router.engine.loop import make_scheduler
 from lightkv.router.engine.request import Request
-from lightkv.router.engine.step import Limits, RunnerInfo, StepPlan, StepResult, TokenEvent
+from lightkv.router.engine.step import Limits, RunnerInfo, TokenEvent
 from lightkv.router.engine.step_time import StepTime
 from lightkv.router.model.token_buckets import token_buckets
 from lightkv.router.sampling_params import SamplingParams
+from lightkv.router.simulate.timed_engine import END, MORE, TimedEngine
 
 NAME = "lifelike_simulated"
-MORE, END = 1, 2  # sampled: any token, the last one of an answer
 COMPARED = (("first token", "ttft_ms"), ("per token", "per_token_ms"), ("between", "between_pieces_ms"))
 PERCENTILES = ("p50", "p95", "p99")
 
 Results = dict[str, Any]
 
 
-class Flight(NamedTuple):
-    """A step in flight, from `begun` to `end`."""
-
-    plan: StepPlan
-    tokens: list[int]
-    begun: float
-    end: float
-
-
 class Waiting(NamedTuple):
-    """A request that is not answered. `left`: the tokens still to be sampled, in a list of one. `then`: takes
-    the answer."""
+    """A request that is not answered. `then`: takes the answer."""
 
     sent: float
     num_prompt: int
-    left: list[int]
     arrivals: list[float]
     then: Callable[[Answer], None]
 
@@ -71,12 +59,9 @@ class SimulatedServer:
     def __init__(self, info: RunnerInfo, overhead: float) -> None:
         assert info.step_time is not None
         self.now = 0.0
-        self._engine = Engine(make_scheduler(info))
-        self._step_time = info.step_time
+        self._engine = TimedEngine(make_scheduler(info), info.step_time, host_seconds=0.0)
         self._half = overhead / 2
         self._waiting: dict[str, Waiting] = {}
-        self._rows: dict[int, list[int]] = {}  # the `left` of the request that a row has
-        self._flights: deque[Flight] = deque()
         self._calls: list[tuple[float, int, Callable[[], None]]] = []  # a heap
         self._number = itertools.count()
 
@@ -91,8 +76,8 @@ class SimulatedServer:
         def arrive() -> None:
             seed = next(self._number)
             params = SamplingParams(temperature=0.0, max_tokens=num_output)
-            left = [num_output]
-            self._waiting[str(seed)] = Waiting(sent, len(ids), left, [], then)
+            self._engine.left[seed] = [num_output]
+            self._waiting[str(seed)] = Waiting(sent, len(ids), [], then)
             request = Request(str(seed), array("i", ids).tobytes(), params, seed, frozenset({END}))
             self._engine.add(request)
 
@@ -101,55 +86,24 @@ class SimulatedServer:
     def run(self) -> None:
         """Runs until nothing is to be done."""
         while True:
-            times = [self._plan()]
-            times += [self._calls[0][0]] if self._calls else []
-            times += [self._flights[0].end] if self._flights else []
-            if min(times) == math.inf:
+            next_call = self._calls[0][0] if self._calls else math.inf
+            if (at := min(self._engine.plan_due(self.now), next_call)) == math.inf:
                 break
-            self.now = max(min(times), self.now)
-            while self._flights and self._flights[0].end <= self.now:
-                self._collect(self._flights.popleft())
+            self.now = max(at, self.now)
+            self._take(self._engine.complete_due(self.now))
             while self._calls and self._calls[0][0] <= self.now:
                 heapq.heappop(self._calls)[2]()
         self._engine.check()
 
-    def _plan(self) -> float:
-        """Plans what the service would plan now. Returns when it would plan the next step; infinity where a
-        step has to end or a request to come before."""
-        engine = self._engine
-        while engine.can_plan:
-            if self._flights and (due := self._flights[-1].begun + engine.spare_seconds) > self.now:
-                return due
-            plan = engine.plan()
-            if plan is None:
-                break
-            for new in plan.new_rows:
-                self._rows[new.row] = self._waiting[str(new.seed)].left
-            begun = max(self.now, self._flights[-1].end if self._flights else 0.0)
-            end = begun + self._step_time.seconds(plan.work)
-            self._flights.append(Flight(plan, self._sample(plan), begun, end))
-        return math.inf
-
-    def _sample(self, plan: StepPlan) -> list[int]:
-        tokens = []
-        for part in plan.sample:
-            left = self._rows[plan.rows[part]]
-            left[0] -= 1
-            tokens.append(MORE if left[0] > 0 else END)
-        return tokens
-
-    def _collect(self, flight: Flight) -> None:
-        plan = flight.plan
-        events: list[TokenEvent] = self._engine.complete(
-            StepResult(plan.step, flight.tokens, plan.num_free, 0)
-        )
+    def _take(self, events: Sequence[TokenEvent]) -> None:
+        """Takes the events of steps that have ended now."""
         at = self.now + self._half
         for event in events:
             waiting = self._waiting[event.request_id]
             waiting.arrivals.append(at)
             if event.finish_reason is not None:
-                del self._waiting[event.request_id]
-                sent, num_prompt, _, arrivals, then = waiting
+                del self._waiting[event.request_id], self._engine.left[int(event.request_id)]
+                sent, num_prompt, arrivals, then = waiting
                 num = len(arrivals)
                 answer = Answer(sent, arrivals, at, num_prompt, num, "", [MORE] * num)
                 self.at(at, lambda answer=answer, then=then: then(answer))  # type: ignore[misc]

@@ -3,7 +3,7 @@
     python -m bench.serving.soak --minutes 30 --out bench/results/soak-cpu.json
     python -m bench.serving.soak --minutes 3 -- --max-num-seqs 8
 
-It starts `lightkv serve` (options after `--` go to that command) with quantile admission and a pool so small
+It starts `lightkv serve` (options after `--` go to that command) with its default admission and a pool so small
 that requests are preempted and cached prefixes evicted. First it sends a number of greedy requests one after
 the other; their answers are the expected ones. Then --clients clients send, at random: these requests again,
 as one answer or as a stream, some with log-probabilities; the same with the connection closed in the middle;
@@ -437,7 +437,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     made.add_argument(
         "--max-total-tokens", type=int, default=1536, help="tokens of the pool; small, so that it gets full"
     )
-    made.add_argument("--admission", default="quantile")
+    made.add_argument("--admission", default="guaranteed")
     made.add_argument("--seed", type=int, default=0)
     return parse_with_serve(made, argv)
 

@@ -258,7 +258,7 @@ def run(options: argparse.Namespace, save: Callable[[Results], object]) -> Resul
     trace, warm_up, to_fit = traces_of(options, engine)
     place = Machine(runner, info, options.max_new, targets)
     config = simulation_config(options, engine)
-    place.replay(warm_up, "token", "exact", options.seed + 1)
+    place.replay(warm_up, "token", "reserved", options.seed + 1)
     model, saturated = fitted_model(place, trace, to_fit, config, options.load[0])
     models = {"fitted": model}
     if options.step_time is not None or info.device != "cpu":

@@ -28,17 +28,19 @@ PATIENT = ", timely's order"
 PATIENCE = make_admission("timely").patience
 POLICIES = {
     "oracle": replace(FULL_STEPS, admission="oracle"),
-    "none stated": replace(FULL_STEPS, stated=0.0),
-    "half stated": replace(FULL_STEPS, stated=0.5),
-    "all stated": replace(FULL_STEPS, stated=1.0),
+    "none stated": replace(FULL_STEPS, admission="reserved", stated=0.0),
+    "half stated": replace(FULL_STEPS, admission="reserved", stated=0.5),
+    "all stated": replace(FULL_STEPS, admission="reserved", stated=1.0),
     "oracle" + PATIENT: replace(FULL_STEPS, admission="oracle", patience=PATIENCE),
-    "none stated" + PATIENT: replace(FULL_STEPS, stated=0.0, patience=PATIENCE),
+    "none stated" + PATIENT: replace(FULL_STEPS, admission="reserved", stated=0.0, patience=PATIENCE),
 }
 FAIRNESS = {
-    "none stated": replace(FULL_STEPS, stated=0.0),
-    "none stated, priorities": replace(FULL_STEPS, stated=0.0, low_priority=0.1),
-    "none stated" + PATIENT: replace(FULL_STEPS, stated=0.0, patience=PATIENCE),
-    "none stated, priorities" + PATIENT: replace(FULL_STEPS, stated=0.0, low_priority=0.1, patience=PATIENCE),
+    "none stated": replace(FULL_STEPS, admission="reserved", stated=0.0),
+    "none stated, priorities": replace(FULL_STEPS, admission="reserved", stated=0.0, low_priority=0.1),
+    "none stated" + PATIENT: replace(FULL_STEPS, admission="reserved", stated=0.0, patience=PATIENCE),
+    "none stated, priorities" + PATIENT: replace(
+        FULL_STEPS, admission="reserved", stated=0.0, low_priority=0.1, patience=PATIENCE
+    ),
 }
 
 

@@ -27,14 +27,14 @@ _GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
     ("vllm:num_requests_running", "Requests admitted and not finished.", lambda load: load.num_running),
     ("vllm:num_requests_waiting", "Requests not admitted yet.", lambda load: load.num_waiting),
     (
-        "lightkv:requests_running_estimated",
-        "Those of the running requests whose lengths are estimated, as with chats without max_tokens.",
-        lambda load: load.num_running_estimated,
+        "lightkv:requests_guaranteed",
+        "Those of the running requests that are never preempted, because their max_tokens fit the pool.",
+        lambda load: load.num_guaranteed,
     ),
     (
-        "lightkv:requests_waiting_estimated",
-        "Those of the waiting requests whose lengths are estimated.",
-        lambda load: load.num_waiting_estimated,
+        "lightkv:requests_provisional",
+        "Those of the running requests that give way when the pool runs short.",
+        lambda load: load.num_running - load.num_guaranteed,
     ),
     (
         "lightkv:waiting_tokens",
@@ -64,9 +64,9 @@ _GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
         lambda load: load.forecast_peak,
     ),
     (
-        "lightkv:exact_peak_tokens",
-        "The most slots that the running requests with max_tokens may come to hold; at most the capacity.",
-        lambda load: load.exact_peak,
+        "lightkv:guaranteed_peak_tokens",
+        "The most slots that the guaranteed requests may come to hold; at most the capacity.",
+        lambda load: load.guaranteed_peak,
     ),
     (
         "lightkv:reached_peak_tokens",
@@ -90,7 +90,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
     ("vllm:generation_tokens", "Tokens generated.", lambda load: load.generated_tokens),
     (
         "vllm:num_preemptions",
-        "Preemptions of running requests, all of them requests whose lengths are estimated.",
+        "Preemptions of running requests, all of them provisional ones.",
         lambda load: load.num_preemptions,
     ),
     (

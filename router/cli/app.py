@@ -21,12 +21,12 @@ from lightkv.router.config import EngineConfig, InvalidConfig
 from lightkv.router.peer_names import unknown_option
 from lightkv.router.sampling_params import InvalidParams, SamplingParams
 from lightkv.router.simulate.config import InvalidAllocation, InvalidSimulation
-from lightkv.router.simulate.output_file import UnwritableFile
 from lightkv.router.terminal import OrderedAnswers, headings, progress, say, usage
 
 from .chat import add_chat_command
 from .monitor import add_monitor_commands
 from .options import examples, takes_engine, takes_sampling
+from .output_file import UnwritableFile
 from .service import add_serve_command
 from .simulate import UnreadableResult, add_simulate_commands
 
@@ -323,8 +323,8 @@ def _check_fits(num_prompt: int, max_tokens: int, config: EngineConfig, context:
     if longest is not None and num_prompt + max_tokens > longest:
         raise NeverFits(num_prompt, max_tokens, longest)
     capacity = config.max_total_tokens
-    if capacity is not None and num_prompt + max_tokens - 1 > capacity:
-        raise NeverFits(num_prompt, max_tokens, capacity, "pool")
+    if capacity is not None and num_prompt > capacity:
+        raise NeverFits(num_prompt, 1, capacity, "pool")
 
 
 def _has_chat_template(tokenizer: "Tokenizer") -> bool:

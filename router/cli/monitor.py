@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightkv.router.engine.step import PoolMap
-from lightkv.router.service.messages import Load
+from lightkv.router.service.messages import WAITS_FOR, Load
 
 from . import latencies
 from .http_client import DEFAULT_URL, ServiceClient, ServiceRefused, ServiceUnreachable
@@ -169,15 +169,16 @@ def frame(
         f"{f', in {report.kv_dtype}' if report.kv_dtype else ''}"
     )
     peak = (
-        f"{report.forecast_peak:,} tokens forecast, {report.exact_peak:,} by requests with max_tokens, "
+        f"{report.forecast_peak:,} tokens forecast, {report.guaranteed_peak:,} guaranteed, "
         f"{report.reached_peak:,} reached so far"
     )
     rows = {
         "state": report.state if report.detail == report.state else f"{report.state}: {report.detail}",
         "pool": pool,
         "peak": peak,
-        "requests": f"{report.num_running:,} running ({report.num_running_estimated:,} of estimated length), "
-        f"{report.num_waiting:,} waiting ({report.num_waiting_estimated:,})",
+        "requests": f"{report.num_running:,} running ({report.num_guaranteed:,} guaranteed, "
+        f"{report.num_running - report.num_guaranteed:,} provisional), {report.num_waiting:,} waiting",
+        "waiting for": WAITS_FOR[report.waits_for] if report.waits_for else "",
         "tokens": f"{rate('generated_tokens'):,.1f} generated/s, {rate('prompt_tokens'):,.1f} of prompts/s",
         "cache": f"{report.hit_tokens:,} of {report.prompt_tokens:,} prompt tokens hit ({share:.0%})",
         "sessions": f"{report.num_sessions:,} protect {report.session_tokens:,} tokens; so far "

@@ -22,10 +22,10 @@ from rich.progress import Progress as Bars
 
 from lightkv.errors import LightKVError
 from lightkv.router.simulate.config import SimulationConfig
-from lightkv.router.simulate.output_file import UnwritableFile, check_writable, write_whole
 from lightkv.router.terminal import say
 
 from .options import examples, takes_simulations
+from .output_file import UnwritableFile, check_writable, write_whole
 
 if TYPE_CHECKING:
     from lightkv.router.simulate.result import SimulationResult

@@ -10,29 +10,35 @@ alone holds less the number of the step. With the n requests that last at least 
 so a step changes nothing, and an arrival or an end moves one entry of an array. The few requests in prefill are
 added when a question comes, at each of these ends and at their own.
 
-A sequence is *exact* or *estimated* (docs/admission.md). The peak of the exact ones alone is the same count
-without the others.
+Where layers see a window only, a token takes several slots. A request then has further entries for the slots
+that it releases before its end. Each entry has a slope: the slots that it takes in a step (`window_slots.py`).
+
+A forecast counts the sequences that it has been told of, and nothing else. There is one of all sequences, and
+one of the guaranteed ones alone (docs/admission.md).
 
 A segment with several holders counts once, until the last of them ends. A segment becomes shared when a second
 sequence opens it, and its holder's own again when one holder is left; both are seen on the path of the sequence
-that opens or closes.
+that opens or closes. Only the holders that are in the forecast count.
 """
 
 from array import array
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Set
 from collections.abc import Sequence as Seq
-from collections.abc import Set
 from typing import NamedTuple
 
 import numpy as np
 
 from lightkv.ledger import Match, Sequence
 from lightkv.ledger.prefix_tree import Segment
+from lightkv.ledger.windows import WindowedSequence
 
 from .ledger import Ledger
 from .prefill_budget import PrefillWindow
+from .window_slots import Entry, Held, Pace, Rise, decoding, held_by, hit_by, prefilling
 
 NONE = -1  # the last end of no sequence: before any step
+NO_ROW = 0  # of an entry that is not the last one of its row
 
 
 class Prefill(NamedTuple):
@@ -66,11 +72,14 @@ class Candidate(NamedTuple):
 
 class _Growth(NamedTuple):
     """A request in prefill: the tokens that it alone holds, when it computes the rest of its prefill, and the
-    tokens that it takes one by one after that."""
+    tokens that it takes one by one after that. `shared`: the other tokens that it has. `rises`: what it holds
+    in layers that see a window only."""
 
     held: int
     window: PrefillWindow
     decodes: int
+    shared: int = 0
+    rises: Seq[Rise] = ()
 
     def end(self, step: int) -> int:
         """Returns the step before which it takes its last token, at the latest."""
@@ -78,16 +87,16 @@ class _Growth(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Shared tokens that are held beyond what the decodes hold: while sequences with an end above `after` are
+    """Shared slots that are held beyond what the decodes hold: while sequences with an end above `after` are
     held, and up to those of the end `until`."""
 
-    num_tokens: int
+    num_slots: int
     after: int
     until: int
 
 
 class Forecast:
-    """Which sequences hold tokens, and until when. An open sequence is in one of three states:
+    """Which sequences hold tokens, and until when. A sequence in it is in one of three states:
 
     admitted   its prefill is being computed; each question says when (`Prefill`)
     decoding   it takes one token in every step, until its end
@@ -105,26 +114,33 @@ class Forecast:
         # Row → the most tokens that its sequence will have, shared ones included.
         self._final: dict[int, int] = {}
         self._sum_final = 0
-        self._exact: set[int] = set()  # the rows of the exact sequences
-        # Shared segment → the last end of those holders that decode or rest, where known.
+        self._groups = ledger.groups
+        self._width = ledger.groups.widths[0]  # slots of a token in the layers that see everything
+        self._is_uniform = ledger.groups.is_uniform
+        # Segment that several open sequences hold → the last end of those holders that decode or rest, where
+        # known; NONE where it is not shared in this forecast.
         self._until: dict[Segment, int] = {}
-        # Columns of the decoding and resting sequences, in the order of their ends:
+        # Columns of what the decoding and resting sequences hold, in the order of their ends. A row has one
+        # entry and, where layers see a window only, others for what it will release before: these have no row.
         self._ends = array("q")
         self._bases = array("q")
+        self._slopes = array("q")
         self._rows = array("q")
+        self._passing: dict[int, list[Entry]] = {}  # row → its other entries
+        self._paces: dict[int, Pace] = {}  # where layers see a window only: row → when it takes tokens
 
-    def admit(self, sequence: Sequence, final: int, exact: bool = True) -> None:
-        """Notes that a sequence was opened, and whether it is `exact`. It will have up to `final` tokens, those
-        found in the cache included."""
+    def admit(self, sequence: Sequence, final: int) -> None:
+        """Adds an open sequence that computes its prefill. It will have up to `final` tokens, those found in
+        the cache included."""
         row = sequence.row
-        if exact:
-            self._exact.add(row)
-        for segment in sequence.node.up():
-            if len(segment.holders) == 2:
-                (other,) = segment.holders - {row}
-                self._change_own(other, -segment.length)
         self._final[row] = final
         self._sum_final += final
+        for segment in self._path(sequence):
+            holders = self._holders(segment)
+            if len(holders) == 2:
+                (other,) = holders - {row}
+                self._change_own(other, -segment.length)
+                self._until.pop(segment, None)
 
     def decode(self, sequence: Sequence, remaining: int, begin: int | None = None) -> None:
         """Notes that the sequence takes one token in each of `remaining` steps, from step `begin` on, which is
@@ -133,18 +149,24 @@ class Forecast:
         begin = self._ledger.step if begin is None else begin
         end, shared = begin + remaining, 0
         self._remove(row)
-        for segment in sequence.node.up():
-            if len(segment.holders) > 1:
+        for segment in self._path(sequence):
+            if len(self._holders(segment)) > 1:
                 shared += segment.length
                 known = self._until.get(segment)
                 if known is not None and known == self._end.get(row):
                     del self._until[segment]
                 elif known is not None and known < end:
                     self._until[segment] = end
-        at = bisect_right(self._ends, end)
-        self._ends.insert(at, end)
-        self._bases.insert(at, length - shared - begin)
-        self._rows.insert(at, row)
+        if self._is_uniform:
+            self._insert(Entry(end, length - shared - begin, 1), row)
+        else:
+            assert isinstance(sequence, WindowedSequence)
+            self._paces[row] = pace = Pace(begin, length, end)
+            last, *passing = decoding(self._groups.classes, sequence, pace)
+            self._insert(last, row)
+            for entry in passing:
+                self._insert(entry, NO_ROW)
+            self._passing[row] = passing
         self._end[row] = end
         self._final[row] = length + remaining
         self._sum_final += length + remaining
@@ -156,56 +178,62 @@ class Forecast:
     def drop(self, sequence: Sequence) -> None:
         """Forgets a sequence that is about to close."""
         row = sequence.row
-        for segment in sequence.node.up():
-            num_holders = len(segment.holders)
-            if num_holders == 2:
-                (other,) = segment.holders - {row}
+        for segment in self._path(sequence):
+            holders = self._holders(segment)
+            if len(holders) == 2:
+                (other,) = holders - {row}
                 self._change_own(other, segment.length)
-            if num_holders == 2 or self._until.get(segment, NONE) == self._end.get(row):
+            if len(holders) == 2 or self._until.get(segment, NONE) == self._end.get(row):
                 self._until.pop(segment, None)
         self._remove(row)
         self._end.pop(row, None)
-        self._exact.discard(row)
+        self._paces.pop(row, None)
         del self._final[row]
+
+    def note_kept(self, sequence: Sequence) -> None:
+        """Notes that a sequence keeps a tail that it would not have kept (`TokenLedger.keep_branch`)."""
+        if pace := self._paces.get(sequence.row):
+            remaining = self._final[sequence.row] - sequence.length
+            self.decode(sequence, remaining, pace.end - remaining)
 
     def steps_to_end(self) -> int:
         """Returns in how many steps the first of the decoding and resting sequences will have been dropped, at
-        least 1."""
+        least 1; 1 where layers see a window only, since slots may be released before."""
+        if not self._is_uniform:
+            return 1
         step = self._ledger.step
         first = bisect_left(self._ends, step + 1 - self._lag)
         return self._ends[first] + self._lag - step if first < len(self._ends) else 1
 
     def ended(self) -> set[int]:
         """Returns the rows of the decoding and resting sequences that take no token in the next step."""
-        return set(self._rows[: bisect_right(self._ends, self._ledger.step)])
+        return set(self._rows[: bisect_right(self._ends, self._ledger.step)]) - {NO_ROW}
 
     @property
     def total(self) -> int:
-        """The sum of the most tokens that each sequence will have. Shared tokens count with each holder."""
-        return self._sum_final
+        """The slots of the most tokens that each sequence will have, if none were shared or released before."""
+        return self._sum_final * self._groups.num_groups
 
     @property
-    def num_estimated(self) -> int:
-        """The estimated sequences."""
-        return len(self._final) - len(self._exact)
-
-    def is_exact(self, sequence: Sequence) -> bool:
-        """Returns whether the sequence was admitted as an exact one."""
-        return sequence.row in self._exact
+    def num_sequences(self) -> int:
+        """The sequences that count."""
+        return len(self._final)
 
     def steps_to_wait(self, candidate: Candidate, limit: int, prefills: Seq[Prefill]) -> int:
         """Returns 0 if the peak stays within `limit` with the candidate. Else returns for how many steps it
         cannot fit, unless a sequence is dropped or admitted or a prefill is computed meanwhile: at least 1.
 
-        `prefills`: the admitted sequences, with the windows that they have beside the candidate. What it hits
-        may be evicted meanwhile (`steps_to_wait_without`).
+        `prefills`: the admitted sequences, with the windows that they have beside the candidate; others among
+        them do not count. What it hits may be evicted meanwhile (`steps_to_wait_without`).
         """
         ends, totals, growths = self._totals(prefills, candidate)
         growth, step = growths[-1], self._ledger.step
         excess = totals - limit
         if excess.max() <= 0:
             return 0
-        return 1 if prefills else self._steps_over(ends, excess, growth, growth.end(step))
+        if prefills or not self._is_uniform:
+            return 1
+        return self._steps_over(ends, excess, growth, growth.end(step))
 
     def steps_to_wait_without(self, candidate: Candidate, evicted: Candidate, limit: int) -> int:
         """Returns for how many steps `candidate`, which does not fit, cannot fit although more and more of what
@@ -231,25 +259,57 @@ class Forecast:
         decoded = ends + (self._lag - 1 - self._ledger.step - growth.window.first)
         return int(np.minimum(excess, np.maximum(decoded, 0) + 1)[is_held].max())
 
-    def peak(self, prefills: Seq[Prefill], exact: bool = False) -> int:
-        """Returns the most tokens held at any time, with `exact` by the exact sequences alone. `prefills`: the
-        admitted sequences."""
-        ends, bases = self._columns(0, exact)
+    def peak(self, prefills: Seq[Prefill]) -> int:
+        """Returns the most tokens held at any time. `prefills`: as in `steps_to_wait`."""
+        _, totals, _ = self._totals(prefills, None)
+        return max(self._now(prefills), int(totals.max(initial=0)))
+
+    def _now(self, prefills: Seq[Prefill]) -> int:
+        """Returns the slots that are held now. Where layers see a window only, it is not known for a part of
+        the open sequences, and 0."""
+        if not self._is_uniform:
+            return self._ledger.num_held if self.num_sequences == self._ledger.num_open else 0
+        ends, bases = self._column(self._ends), self._column(self._bases)
         now = int(bases.sum() + np.minimum(ends, self._ledger.step).sum())
-        for segment in self._ledger.shared:
-            if not exact or segment.holders & self._exact:
-                now += segment.length
-        now += sum([_num_own(sequence) for sequence, _ in prefills if not exact or self.is_exact(sequence)])
-        _, totals, _ = self._totals(prefills, None, exact)
-        return max(now, int(totals.max(initial=0)))
+        now += sum([one.length for one in self._ledger.shared if len(self._holders(one)) > 1])
+        return now + sum([self._num_own(sequence) for sequence, _ in prefills if sequence.row in self._final])
+
+    def _path(self, sequence: Sequence) -> Iterable[Segment]:
+        """Returns the segments that a sequence may share, the deepest first; none where layers see a window
+        only. Each sequence is counted there as if it shared nothing, and a question subtracts what it does."""
+        return sequence.node.up() if self._is_uniform else ()
+
+    def _holders(self, segment: Segment) -> Set[int]:
+        """Returns the rows of this forecast that hold the segment."""
+        holders = segment.holders
+        return holders if len(self._final) == self._ledger.num_open else holders & self._final.keys()
+
+    def _num_own(self, sequence: Sequence) -> int:
+        """Returns the tokens that the sequence alone holds, among those of this forecast."""
+        shared = [one.length for one in sequence.node.up() if len(self._holders(one)) > 1]
+        return sequence.length - sum(shared)
 
     def _remove(self, row: int) -> None:
         """Takes the row out of the sums."""
         self._sum_final -= self._final[row]
         if row in self._end:
-            at = self._place(row)
-            for column in (self._ends, self._bases, self._rows):
-                del column[at]
+            self._delete(self._place(row))
+            for end, *line in self._passing.pop(row, ()):
+                at = bisect_left(self._ends, end)
+                while [self._bases[at], self._slopes[at]] != line or self._rows[at] != NO_ROW:
+                    at += 1
+                self._delete(at)
+
+    def _insert(self, entry: Entry, row: int) -> None:
+        at = bisect_right(self._ends, entry.end)
+        self._ends.insert(at, entry.end)
+        self._bases.insert(at, entry.base)
+        self._slopes.insert(at, entry.slope)
+        self._rows.insert(at, row)
+
+    def _delete(self, at: int) -> None:
+        for column in (self._ends, self._bases, self._slopes, self._rows):
+            del column[at]
 
     def _place(self, row: int) -> int:
         end = self._end[row]
@@ -265,81 +325,85 @@ class Forecast:
         if row in self._end:  # those of an admitted sequence are counted when a question comes
             self._bases[self._place(row)] += count
 
-    def _columns(self, first: int, exact: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Returns copies of ends and bases from the index `first` on."""
-        ends, bases = self._column(self._ends)[first:], self._column(self._bases)[first:]
-        if not exact or not self.num_estimated:
-            return ends.copy(), bases.copy()
-        is_exact = np.array([row in self._exact for row in self._rows[first:]], bool)
-        return ends[is_exact], bases[is_exact]
-
-    def _last_end(self, segment: Segment, exact: bool) -> int:
-        """Returns the last end of those holders of the segment that decode or rest, with `exact` of the exact
-        ones."""
-        if exact and self.num_estimated:
-            return max([self._end.get(row, NONE) for row in segment.holders & self._exact], default=NONE)
-        known = self._until.get(segment)
-        if known is None:
-            known = max([self._end.get(row, NONE) for row in segment.holders], default=NONE)
-            if len(segment.holders) > 1:
+    def _last_end(self, segment: Segment) -> int:
+        """Returns the last end of those holders of the segment that decode or rest."""
+        known = self._until.get(segment, NONE)
+        if known == NONE:  # not known, or the end of its only holder
+            holders = self._holders(segment)
+            known = max([self._end.get(row, NONE) for row in holders], default=NONE)
+            if len(holders) > 1:
                 self._until[segment] = known
         return known
 
-    def _last_ends(self, segments: Set[Segment], exact: bool) -> list[int]:
-        """Returns `_last_end` of each segment."""
-        if exact and self.num_estimated:
-            return [self._last_end(segment, exact) for segment in segments]
-        for segment in segments - self._until.keys():
-            self._last_end(segment, exact)
-        return [self._until[segment] for segment in segments]
+    def _last_ends(self, segments: Set[Segment]) -> list[int]:
+        """Returns `_last_end` of each of the segments that several open sequences hold, and NONE of those that
+        are not shared in this forecast."""
+        until = self._until
+        if len(until) > 2 * len(segments) + 64:  # it is not told when other sequences leave a segment
+            self._until = until = {one: end for one, end in until.items() if one in segments}
+        for segment in segments - until.keys():
+            until[segment] = self._last_end(segment) if len(self._holders(segment)) > 1 else NONE
+        return [until[segment] for segment in segments]
 
     def _totals(
-        self, prefills: Seq[Prefill], candidate: Candidate | None, exact: bool = False
+        self, prefills: Seq[Prefill], candidate: Candidate | None
     ) -> tuple[np.ndarray, np.ndarray, list[_Growth]]:
         """Returns the ends of all sequences that are held in a later step, and for each the most tokens that
         are held just before the sequences of that end are freed, which is when the total may be at its highest.
         Of several equal ends one has the total, and the others no more. Also returns the growths of
         `_prefilling`."""
         step, lag = self._ledger.step, self._lag
-        if exact:
-            prefills = [prefill for prefill in prefills if self.is_exact(prefill.sequence)]
-        growths, runs = self._prefilling(prefills, candidate, exact)
-        # Those whose end comes earlier are freed before the next step.
-        ends, tokens = self._columns(bisect_left(self._ends, step + 1 - lag), exact)
-        num = len(ends)
-        points = np.concatenate([ends, np.array([growth.end(step) for growth in growths], np.int64)])
+        repeated = list[Entry]()
+        if self._is_uniform:
+            growths, runs = self._prefilling(prefills, candidate)
+        else:
+            growths, runs, repeated = self._prefilling_in_windows(prefills, candidate)
+        first = bisect_left(self._ends, step + 1 - lag)  # those before it are freed before the next step
+        ends, bases, slopes = [
+            self._column(column)[first:].copy() for column in (self._ends, self._bases, self._slopes)
+        ]
         shared = self._ledger.shared
-        if shared:
+        if shared and self._is_uniform:
             # A segment is added at the last of equal ends, so that all of these count it.
-            until = np.array(self._last_ends(shared, exact))
+            until = np.array(self._last_ends(shared))
             lengths = np.array([segment.length for segment in shared])
             at = np.searchsorted(ends, until, side="right") - 1
-            np.add.at(tokens, at[at >= 0], lengths[at >= 0])
-        # The tokens, and the number, of the decodes that last at least until each point.
-        sums = np.zeros(len(points), np.int64)
-        sums[:num] = tokens[::-1].cumsum()[::-1]
-        counts = np.arange(num, num - len(points), -1)
-        for i, begin in enumerate(np.searchsorted(ends, points[num:], side="left"), start=num):
-            sums[i], counts[i] = (sums[begin], num - begin) if begin < num else (0, 0)
-        totals = counts * points
-        totals += sums
+            np.add.at(bases, at[at >= 0], lengths[at >= 0])
+        if repeated:
+            columns = np.concatenate([np.array([ends, bases, slopes]), np.array(repeated).T], axis=1)
+            ends, bases, slopes = columns[:, columns[0].argsort(kind="stable")]
+        num = len(ends)
+        drops = [growth.end(step) for growth in growths]
+        drops += [end for growth in growths for rise in growth.rises for end in rise.ends]
+        if not self._is_uniform:
+            drops += [run.until for run in runs]
+        points = np.concatenate([ends, np.array(drops, np.int64)])
+        # The base and the slope of all that is held at least until each point.
+        sums, rates = np.zeros((2, num + 1), np.int64)
+        sums[:num] = bases[::-1].cumsum()[::-1]
+        rates[:num] = slopes[::-1].cumsum()[::-1]
+        own = 0 if repeated else num  # what is below zero counts at each of equal ends; else one has it all
+        at = np.concatenate([np.arange(own), np.searchsorted(ends, points[own:])])
+        totals = rates[at] * points
+        totals += sums[at]
         if lag:
-            totals += num - np.searchsorted(ends, points, side="right")
+            totals += rates[np.searchsorted(ends, points, side="right")]
         steps = points + (lag - 1 - step)  # the steps in which these sequences are held for the last time
         for growth in growths:
-            held, window, decodes = growth
+            held, window, decodes, others, rises = growth
             taken = np.minimum(np.maximum(steps - window.first, 0), decodes)
             taken += held + window.left
             if window.first:
                 taken -= window.left - np.minimum(steps * window.most + window.now, window.left)
-            taken[points > growth.end(step)] = 0
-            totals += taken
-        for num_tokens, after, end in runs:
-            totals += num_tokens * ((points > after) & (points <= end))
+            slots = sum([rise.slots(points, taken + others) for rise in rises], taken * self._width)
+            slots[points > growth.end(step)] = 0
+            totals += slots
+        for num_slots, after, end in runs:
+            totals += num_slots * ((points > after) & (points <= end))
         return points, totals, growths
 
     def _prefilling(
-        self, prefills: Seq[Prefill], candidate: Candidate | None, exact: bool
+        self, prefills: Seq[Prefill], candidate: Candidate | None
     ) -> tuple[list[_Growth], list[_Run]]:
         """Returns the growth of each prefill and, as the last, of the candidate, and the shared tokens that are
         held for longer because of them."""
@@ -347,32 +411,67 @@ class Forecast:
         growths, runs = [], []
         late: dict[Segment, int] = {}  # segment → the last end of its holders in prefill
         for sequence, window in prefills:
+            if sequence.row not in self._final:
+                continue
             decodes = self._final[sequence.row] - sequence.length - window.left
-            growth = _Growth(_num_own(sequence), window, decodes)
+            growth = _Growth(self._num_own(sequence), window, decodes)
             growths.append(growth)
             end = growth.end(step)
             for segment in sequence.node.up():
                 late[segment] = max(end, late.get(segment, NONE))
         for segment, end in late.items():
-            if len(segment.holders) > 1 and (last := self._last_end(segment, exact)) < end:
+            if len(self._holders(segment)) > 1 and (last := self._last_end(segment)) < end:
                 runs.append(_Run(segment.length, last, end))
         if candidate is not None:
             (path, tip, num_hit), window, final, _ = candidate
             decodes = final - num_hit - window.left
             end = _Growth(0, window, decodes).end(step)
             for segment in path:
-                if segment.holders:  # these tokens are counted already, until their last holder ends
+                if self._holders(segment):  # these tokens are counted already, until their last holder ends
                     count = tip or segment.length
                     num_hit -= count
-                    until = max(late.get(segment, NONE), self._last_end(segment, exact))
+                    until = max(late.get(segment, NONE), self._last_end(segment))
                     if until < end:
                         runs.append(_Run(count, until, end))
                 tip = 0
             growths.append(_Growth(num_hit, window, decodes))
         return growths, runs
 
-
-def _num_own(sequence: Sequence) -> int:
-    """Returns the tokens that the sequence alone holds."""
-    shared = sum([segment.length for segment in sequence.node.up() if len(segment.holders) > 1])
-    return sequence.length - shared
+    def _prefilling_in_windows(
+        self, prefills: Seq[Prefill], candidate: Candidate | None
+    ) -> tuple[list[_Growth], list[_Run], list[Entry]]:
+        """Returns what `_prefilling` does where layers see a window only, all that is held already as runs; and
+        what is counted with more than one row, below zero."""
+        step, classes, paces = self._ledger.step, self._groups.classes, self._paces.copy()
+        rising: list[tuple[PrefillWindow, int, Pace, list[Held], Seq[int]]] = []
+        for sequence, window in prefills:
+            if sequence.row not in self._final:
+                continue
+            assert isinstance(sequence, WindowedSequence)
+            row, length = sequence.row, sequence.length
+            pace = paces[row] = Pace.latest(step, window, length, self._final[row])
+            rising.append((window, length, pace, held_by(sequence), sequence.points))
+        if candidate is not None:
+            match, window, final, _ = candidate
+            pace = Pace.latest(step, window, match.num_tokens, final)
+            rising.append((window, match.num_tokens, pace, hit_by(classes, match), candidate.points))
+        growths, runs = list[_Growth](), list[_Run]()
+        for window, length, pace, held, points in rising:
+            rises = prefilling(classes[1:], held[1:], points, window.most, pace)
+            growths.append(_Growth(0, window, pace.remaining, length, rises))
+            for one, (passing, _) in zip(classes, held, strict=True):
+                for run in passing:
+                    # What a candidate hits is counted already, up to the last end of its holders.
+                    ends = [paces[row].passes(one.lifetime, run.end) for row in run.holders if row in paces]
+                    slots = one.num_groups * (run.end - run.first)
+                    runs.append(_Run(slots, max(ends, default=NONE), pace.passes(one.lifetime, run.end)))
+        repeated = []
+        for segment in self._ledger.shared:
+            depth = sum([one.length for one in segment.up()])
+            parts = [(cls, part.length, part.holders) for cls, part in segment.parts.items()]
+            for cls, length, holders in [(0, segment.length, segment.holders), *parts]:
+                one = classes[cls]
+                ends = [paces[row].passes(one.lifetime, depth) for row in holders if row in paces]
+                slots = one.num_groups * length
+                repeated += [Entry(end, -slots, 0) for end in sorted(ends)[:-1] if end > step - self._lag]
+        return growths, runs, repeated

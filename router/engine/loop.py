@@ -21,7 +21,7 @@ from .admission import Admission
 from .prefill_budget import PrefillBudget
 from .request import Request
 from .scheduler import Scheduler
-from .step import Captured, ExpectedMemory, RunnerInfo, StepPlan, StepResult, TokenEvent
+from .step import Captured, ExpectedMemory, RunnerInfo, StepPlan, StepResult, TokenEvent, WaitsFor
 
 # A plan waits for requests until PLAN_SECONDS before the step in flight ends by the model of step times, and no
 # longer than MOST_WAIT. It takes about half of PLAN_SECONDS to plan, send and launch a step.
@@ -41,15 +41,16 @@ class EngineStats(msgspec.Struct, frozen=True):
     """The counts of an engine.
 
     Slots, of which a token takes one, or several where some layers see a window only: capacity, free, held,
-    cached, forecast_peak (the most that the running requests are expected to come to hold), exact_peak (the
-    most that those of them may come to hold that state max_tokens and are never preempted) and reached_peak
-    (the most that were held so far). Tokens: waiting_tokens (of the prompts that wait, and of what preempted
+    cached, forecast_peak (the most that the running requests are expected to come to hold), guaranteed_peak
+    (the most that the guaranteed ones may come to hold, which are never preempted) and reached_peak (the
+    most that were held so far). Tokens: waiting_tokens (of the prompts that wait, and of what preempted
     requests had generated) and session_tokens (cached or held, and protected by sessions). The numbers of
-    requests, of those of them whose lengths are estimated, of sessions that protect tokens, and of CUDA graphs
-    that are still to be captured, are those of now. All others are totals: steps, prompt tokens and those of
-    them found in the cache, generated tokens, preemptions, the tokens that were computed again after
-    preemptions, and the tokens of sessions that were evicted, or lost their protection because all sessions
-    exceeded their share.
+    requests, of the running ones that are guaranteed, of sessions that protect tokens, and of CUDA graphs
+    that are still to be captured, are those of now. All others are totals: steps, prompt tokens and those
+    of them found in the cache, generated tokens, preemptions, the tokens that were computed again after
+    preemptions, the requests whose limits were cut to what the pool can hold, and the tokens of sessions
+    that were evicted, or lost their protection because all sessions exceeded their share. waits_for: what
+    the head of the queue waits for, as in `WaitsFor`.
     """
 
     capacity: int = 0
@@ -57,12 +58,13 @@ class EngineStats(msgspec.Struct, frozen=True):
     held: int = 0
     cached: int = 0
     forecast_peak: int = 0
-    exact_peak: int = 0
+    guaranteed_peak: int = 0
     reached_peak: int = 0
     num_running: int = 0
     num_waiting: int = 0
-    num_running_estimated: int = 0
-    num_waiting_estimated: int = 0
+    num_guaranteed: int = 0
+    num_cut: int = 0
+    waits_for: WaitsFor = ""
     waiting_tokens: int = 0
     num_steps: int = 0
     prompt_tokens: int = 0
@@ -204,12 +206,13 @@ class Engine:
             held=ledger.num_held,
             cached=ledger.num_cached,
             forecast_peak=scheduler.forecast_peak(),
-            exact_peak=scheduler.forecast_peak(exact=True),
+            guaranteed_peak=scheduler.guaranteed_peak(),
             reached_peak=scheduler.peak_held,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            num_running_estimated=scheduler.num_running_estimated,
-            num_waiting_estimated=scheduler.waiting.num_estimated,
+            num_guaranteed=scheduler.num_guaranteed,
+            num_cut=scheduler.num_cut,
+            waits_for=scheduler.waits_for if scheduler.waiting else "",
             waiting_tokens=scheduler.waiting.num_tokens,
             num_steps=scheduler.step,
             prompt_tokens=scheduler.num_prompt_tokens,

@@ -1,11 +1,15 @@
 """Writes the plan of a step once the scheduler has decided what it computes and the ledger has its slots.
 
 Most of a step is the same as in the one before: the decodes. What is read of them in every step is kept in
-columns (`Decodes`), so that a step costs little for a request that goes on.
+columns (`Decodes`), so that a step costs little for a request that goes on. What the sampler needs of new
+sequences is collected at admission (`NewRows`), and sent with the next plan.
 """
 
 from collections import Counter
 from typing import NamedTuple, TypeVar
+
+import numpy as np
+from msgspec.structs import replace
 
 from lightkv.edits import Alloc, encode
 from lightkv.ledger import Sequence
@@ -14,9 +18,8 @@ from lightkv.ledger.shared_prefixes import BatchPrefixes
 from lightkv.router.sampling_params import SamplerKind
 
 from .ledger import Ledger
-from .new_rows import NewRows
 from .request import Request
-from .step import Limits, StepPlan, TokenEvent
+from .step import Limits, NewRow, StepPlan, TokenEvent
 
 K = TypeVar("K")
 
@@ -184,3 +187,44 @@ class PlanWriter:
         )
         ledger.step += 1
         return PlannedStep(plan, [chunk.request for chunk in chunks], begun, decodes)
+
+
+class NewRows:
+    """The rows that the next plan introduces, and the prompts that their penalties look at.
+
+    `vocab_size`: token ids are below it.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._rows: list[NewRow] = []
+        self._prompts: dict[bytes, int] = {}  # prompt → its index in the next plan's `prompts`
+
+    def add(self, request: Request, row: int) -> None:
+        """Introduces `request` in `row`. Token ids are sent only if the request's sampling reads them."""
+        params = request.params
+        new = NewRow(row, params, request.seed, grammar=request.grammar)
+        if params.penalised:
+            prompt_idx = self._prompts.setdefault(request.prompt_ids, len(self._prompts))
+            new = replace(new, prompt_idx=prompt_idx)
+        if params.penalised or request.grammar is not None:
+            new = replace(new, output_ids=request.output.tobytes())
+        if num_last := max(map(len, params.bad_words_ids), default=1) - 1:
+            new = replace(new, last_ids=request.prefill_ids[-num_last * TOKEN_BYTES :])
+        if len(request.output) < params.min_tokens:
+            stop_ids = sorted(one for one in request.stop_ids if one < self._vocab_size)
+            new = replace(new, may_stop_at=request.num_prompt + params.min_tokens, stop_ids=stop_ids)
+        self._rows.append(new)
+
+    def drain(self) -> tuple[list[NewRow], list[bytes]]:
+        """Returns the rows and the prompts of `StepPlan` that were added since the last call."""
+        rows, prompts = self._rows, [distinct_ids(ids, self._vocab_size) for ids in self._prompts]
+        self._rows, self._prompts = [], {}
+        return rows, prompts
+
+
+def distinct_ids(prompt_ids: bytes, vocab_size: int) -> bytes:
+    """Returns the token ids of a prompt, each once and ascending; both are int32 bytes."""
+    is_seen = np.zeros(vocab_size, dtype=bool)
+    is_seen[np.frombuffer(prompt_ids, dtype=np.int32)] = True
+    return np.flatnonzero(is_seen).astype(np.int32).tobytes()

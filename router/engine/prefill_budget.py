@@ -162,6 +162,11 @@ class StepBudget:
             return max(rounded, 0)
         return max(fits, min(count, LEAST - work.prompt))
 
+    @property
+    def left(self) -> int:
+        """The most prompt tokens that the step may still compute."""
+        return self._most - self.work.prompt
+
     def can_begin(self, num_tokens: int) -> bool:
         """Returns whether the step can compute a part of a prompt of `num_tokens`, wherever its cached prefix
         ends."""
@@ -180,7 +185,7 @@ class StepBudget:
         """
         found, ahead = [], 0
         is_even = self._step_time is None and self._least == self._most
-        room = self._most - self.work.prompt  # the most that the step may still compute
+        room = self.left
         sure = 0  # what the step still computes in any case
         for i, left in enumerate(num_left):
             now, fixed = 0, is_even and ahead == sure

@@ -4,13 +4,13 @@ from array import array
 from collections.abc import Iterable
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from lightkv.errors import LightKVError
 from lightkv.layer_groups import ONE_GROUP, LayerGroups
 from lightkv.ledger import Sequence, Session
 from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace
-from lightkv.router.engine.slots.lives import longest_held
 from lightkv.router.sampling_params import MAX_END_IDS, InvalidParams, SamplingParams
 
 from .step import Limits, PromptLogprobs, ScoredChunk
@@ -23,8 +23,8 @@ MAX_SCORES = 4_000_000  # log-probabilities of one prompt, which travel in one m
 
 
 class NeverFits(LightKVError):
-    """The request could not run even if it were alone: it is longer than the context, or may take more slots
-    than the pool has. `limit`: the tokens of the context, or those of one request that fit the pool."""
+    """The request could not run even if it were alone: it is longer than the context, or its prompt than the
+    pool. `limit`: the tokens of the context, or those of one request that fit the pool."""
 
     def __init__(
         self, prompt: int, max_tokens: int, limit: int, what: Literal["context", "pool"] = "context"
@@ -64,8 +64,8 @@ class Request:
         states_length: whether its client stated `max_tokens`; else this is only the most that may come.
         shows_answer: whether its client gets the answer. Else one token is computed, which needs no room in the
             context.
-        is_exact: whether admission counts it with its `max_tokens`, so that it is never preempted; the
-            scheduler sets it. Else its length is estimated.
+        can_be_guaranteed: whether it becomes guaranteed, at once or later; the scheduler sets it.
+        is_guaranteed: whether it runs and is never preempted. A request that runs and is not is provisional.
         rank: the place in the queue by priority and time, which the queue sets.
         ticket: the number of its place in the queue, while it waits.
         expected: the output tokens that admission counts the request with, up to `max_tokens`.
@@ -76,12 +76,13 @@ class Request:
     __slots__ = (
         "arrival",
         "cached",
+        "can_be_guaranteed",
         "chunk_step",
         "expected",
         "finish_reason",
         "grammar",
         "id",
-        "is_exact",
+        "is_guaranteed",
         "is_late",
         "is_scored",
         "kind",
@@ -147,7 +148,7 @@ class Request:
         self.session = None if self.is_scored else session
         self.states_length = states_length
         self.shows_answer = shows_answer
-        self.is_exact = True
+        self.can_be_guaranteed = self.is_guaranteed = False
         self.ticket: int | None = None
         self.arrival = 0  # the request's number in the order of arrival; the scheduler sets it
         self.rank: float = priority
@@ -203,13 +204,26 @@ class Request:
                 f"fewer for {self.num_prompt} tokens, or shorten the prompt: at most {MAX_SCORES} in all"
             )
             raise InvalidParams("prompt_logprobs", num_top, allowed)
-        prompt, new = self.num_prompt, self.max_tokens
-        shown = new if self.shows_answer else 0
+        prompt, shown = self.num_prompt, self.max_tokens if self.shows_answer else 0
         if prompt + shown > limits.max_model_len:
             raise NeverFits(prompt, shown, limits.max_model_len)
-        # The K/V of its last token is never written.
-        if prompt + new - 1 > (longest := longest_held(groups, capacity, limits.prefill_budget)):
-            raise NeverFits(prompt, new, longest, "pool")
+        if prompt > (longest := groups.longest(capacity, limits.prefill_budget)):
+            raise NeverFits(prompt, 1, longest, "pool")
+
+    def cut(self, longest: int) -> bool:
+        """Lowers `max_tokens` to what the pool can hold: `longest` tokens of one request, and the last one,
+        whose K/V is never written. Returns whether it was more."""
+        is_more = self.longest > longest
+        if is_more:
+            self.max_tokens = self.expected = longest + 1 - self.num_prompt
+            self.params = msgspec.structs.replace(self.params, max_tokens=self.max_tokens)
+        return is_more
+
+    @property
+    def open_sequence(self) -> Sequence:
+        """The sequence of a request that holds tokens."""
+        assert self.sequence is not None
+        return self.sequence
 
     @property
     def final(self) -> int:
@@ -217,34 +231,41 @@ class Request:
         return self.num_prompt + self.expected - 1
 
     @property
+    def longest(self) -> int:
+        """The tokens that the request has written in the end if it reaches its limit."""
+        return self.num_prompt + self.max_tokens - 1
+
+    @property
     def remaining(self) -> int:
         """The tokens that a running request is expected to write from now on."""
-        assert self.sequence is not None
-        return self.final - self.sequence.length
+        return self.final - self.open_sequence.length
 
     @property
     def num_prefill_left(self) -> int:
         """The tokens of a running request's prefill that no planned step computes."""
-        assert self.sequence is not None
-        return self.num_prefill_tokens - self.sequence.length
+        return self.num_prefill_tokens - self.open_sequence.length
 
     @property
     def num_prefill_new(self) -> int:
         """The tokens of a running request's prefill that were not found in the cache."""
-        assert self.sequence is not None
-        return self.num_prefill_tokens - self.sequence.num_hit
+        return self.num_prefill_tokens - self.open_sequence.num_hit
 
     @property
     def newest_step(self) -> int:
         """The newest step that a running request is in. Once its prefill is computed, it takes a token in each
         step until its end."""
-        assert self.sequence is not None
-        return self.chunk_step + max(self.sequence.length - self.num_prefill_tokens, 0)
+        return self.chunk_step + max(self.open_sequence.length - self.num_prefill_tokens, 0)
 
     @property
     def order(self) -> tuple[float, bool, int]:
-        """The request's place: the lowest is admitted first, and the highest is preempted first."""
+        """The request's place in the queue: the lowest is admitted first."""
         return self.rank, self.is_late, self.arrival
+
+    @property
+    def seniority(self) -> tuple[float, int]:
+        """The request's place among the running ones: the lowest is guaranteed first, the highest preempted
+        first. Unlike `order` it stays the same while the request waits."""
+        return self.rank, self.arrival
 
     def tail_ids(self) -> bytes:
         """Returns what was generated since the prefill and can be cached, int32 bytes."""
@@ -273,8 +294,7 @@ class Request:
 
     def preempt(self) -> None:
         """Notes that the request's sequence was closed: its next one begins with what was generated so far."""
-        assert self.sequence is not None
-        self.num_computed = self.sequence.length
+        self.num_computed = self.open_sequence.length
         self.sequence = None
         self.num_preemptions += 1
         self.expected = self.max_tokens  # its estimate no longer stands
@@ -282,14 +302,16 @@ class Request:
         self.num_prefill_tokens = self.num_prompt + len(self.output)
 
 
-def validate_all(
+def take_all(
     requests: Iterable[Request], limits: Limits, capacity: int, groups: LayerGroups = ONE_GROUP
-) -> None:
-    """Checks requests as `Request.validate` does. Answers that share their prompt and parameters are checked
-    once."""
-    checked = None
+) -> int:
+    """Checks requests as `Request.validate` does, and then lowers limits that the pool can never hold.
+    Returns how many. Answers that share their prompt and parameters are checked once."""
+    requests, checked = list(requests), None
     for request in requests:
         shared = (request.prompt_ids, request.params, request.stop_ids)
         if checked is None or any(one is not other for one, other in zip(shared, checked, strict=True)):
             request.validate(limits, capacity, groups)
             checked = shared
+    longest = groups.longest(capacity, limits.prefill_budget)
+    return sum([request.cut(longest) for request in requests])

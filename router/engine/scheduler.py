@@ -4,11 +4,10 @@
        ▲                                          │     (also after an abort or a failed step)
        └── preempted: its sequence is closed ◄────┘
 
-A waiting request is admitted when the most tokens that it and all running requests will ever hold together fit
-the pool (`forecast.py`). A request that states its `max_tokens` counts with it, and is never short of a token:
-it is *exact*. The others are *estimated*. If the pool runs short because an estimate was too low, the least
-urgent of them is preempted: what it has computed stays cached while there is room, and it keeps its place in
-the queue (`waiting.py`). The exact ones fit the pool without any.
+A waiting request is admitted when the most tokens that it and all running requests are expected to hold
+together fit the pool (`forecast.py`). Running requests are *guaranteed* or *provisional* (docs/admission.md).
+The guaranteed ones fit the pool up to their `max_tokens`, and are never preempted. If the pool runs short, the
+youngest provisional one is: what it has computed stays cached while there is room, and it keeps its place.
 
 With a depth of two, the next step is planned while one is in flight, so that the device need not wait for the
 host. The plan assumes that a request continues unless it reaches its length. If the step in flight ends it by a
@@ -21,15 +20,14 @@ from collections.abc import Callable
 
 from lightkv.errors import CheckFailed
 from lightkv.ledger import Sequence
-from lightkv.router.engine.slots.forecast import fitting, make_forecast
 
-from .admission import Admission, Demand, Running, check_peaks, keep_branch
+from .admission import Admission, Forecasts, Running, keep_branch
 from .forecast import Prefill
 from .ledger import Ledger
 from .plan_writer import Chunk, DecodeBatch, PlannedStep, PlanWriter
-from .prefill_budget import PrefillBudget, PrefillWindow, StepBudget
-from .request import Request, validate_all
-from .step import Limits, StepPlan, StepResult, TokenEvent
+from .prefill_budget import PrefillBudget, StepBudget
+from .request import Request, take_all
+from .step import Limits, StepPlan, StepResult, TokenEvent, WaitsFor
 from .waiting import WaitingQueue
 
 
@@ -59,6 +57,7 @@ class Scheduler:
         self.num_prompt_tokens = 0  # of the requests admitted so far
         self.num_hit_tokens = 0  # those of them that were found in the cache
         self.num_output_tokens = 0  # sampled for requests that had not ended
+        self.num_cut = 0  # the requests whose limits were cut to what the pool can hold
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0  # computed before a preemption, and again after it
         self._requests: dict[str, Request] = {}
@@ -70,7 +69,7 @@ class Scheduler:
         self._decodes = self._plans.decodes  # those of `_decoding` that take further tokens
         self._in_flight: deque[PlannedStep] = deque()
         self._failed = False  # a step has failed, and another is still in flight
-        self._forecast = make_forecast(ledger, lag=depth - 1)
+        self._forecasts = Forecasts(ledger, lag=depth - 1)
         self._num_groups = ledger.groups.num_groups  # slots of a token that all layers see
         self._admission = admission or Admission()
         self._clock = clock
@@ -78,6 +77,7 @@ class Scheduler:
         self.waiting = WaitingQueue(self._admission.patience, ledger if self._budget.step_time else None)
         self._retry_at = 0.0  # the head of the queue was refused, and does not fit before this step
         self._refused: Request | None = None  # the last that did not fit; it may be admitted by now
+        self.waits_for: WaitsFor = ""
 
     @property
     def step(self) -> int:
@@ -95,9 +95,9 @@ class Scheduler:
         return self.num_prefilling + len(self._decoding)
 
     @property
-    def num_running_estimated(self) -> int:
-        """Those of the running requests that are not exact, and may be preempted."""
-        return sum(not request.is_exact for request in self._running())
+    def num_guaranteed(self) -> int:
+        """Those of the running requests that are never preempted."""
+        return sum(request.is_guaranteed for request in self._running())
 
     @property
     def num_prefilling(self) -> int:
@@ -135,14 +135,14 @@ class Scheduler:
         names = [request.id for request in requests]
         if len(set(names)) < len(names) or not self._requests.keys().isdisjoint(names):
             raise ValueError(f"one of the requests {names} is running, or given twice; give each its own id")
-        validate_all(requests, self.limits, self.ledger.capacity, self.ledger.groups)
+        self.num_cut += take_all(requests, self.limits, self.ledger.capacity, self.ledger.groups)
         for request in requests:
             self._requests[request.id] = request
             request.arrival = self._arrivals
             self._arrivals += 1
             if request.queued is None:
                 request.queued = self._clock()
-            request.is_exact = self._admission.is_exact(request)
+            request.can_be_guaranteed = self._admission.can_guarantee(request)
             self._queue(request)
 
     def abort(self, request_id: str, reason: str = "abort") -> bool:
@@ -163,12 +163,15 @@ class Scheduler:
             return None
         if self._admission.patience is not None and self.waiting.defer(self._clock()):
             self._retry_at = 0  # there may be another head of the queue
+        # Before the step is looked at, which has to compute the chunks of guaranteed requests.
+        if self._forecasts.guarantee(self._prefills(), self._admission.limit):
+            self._retry_at = 0  # the head of the queue may be the next one to be guaranteed
         ledger = self.ledger
         decodes = self._next_decodes()
-        while self._forecast.num_estimated and self._is_short(decodes.sequences):
+        while self._forecasts.num_provisional and self._is_short(decodes.sequences):
             if self._in_flight:  # a request in a step in flight cannot be preempted
                 return None
-            self._preempt(max([r for r in self._running() if not r.is_exact], key=lambda r: r.order))
+            self._preempt(max([r for r in self._running() if not r.is_guaranteed], key=lambda r: r.seniority))
             decodes = self._next_decodes()
         # The decodes' slots are allocated last, so that no prefix that is hit is evicted for them; but first
         # where they also release some, which chunks may need.
@@ -209,7 +212,7 @@ class Scheduler:
             self._take_token(request, i, result, events)
         tokens, at = result.tokens[num_begun:], 0
         is_plain = not result.logprobs and not result.errors  # as in most steps: most requests go on
-        looked_at = decodes.ending(tokens, self._forecast.ended()) if is_plain else range(len(tokens))
+        looked_at = decodes.ending(tokens, self._forecasts.all.ended()) if is_plain else range(len(tokens))
         for i in [*looked_at, len(tokens)]:
             events += decodes.take(tokens, at, i)
             self.num_output_tokens += i - at
@@ -235,7 +238,8 @@ class Scheduler:
             self._end(request, reason)
         num_cached = request.num_hit if count == 1 else None
         scores = request.take_scores() if count == 1 else None
-        events.append(TokenEvent(request.id, token, reason, result.logprobs.get(i), None, num_cached, scores))
+        known = result.logprobs.get(i), None, num_cached, scores, None, request.num_preemptions
+        events.append(TokenEvent(request.id, token, reason, *known))
 
     def fail(self, error: str) -> list[TokenEvent]:
         """Ends the requests of every step in flight in "error", since the oldest step was not computed.
@@ -254,40 +258,25 @@ class Scheduler:
         self._release_finished()
         return events
 
-    def demands(self, exact: bool = False) -> list[Demand]:
-        """Returns the demand of each request that holds tokens, with `exact` of the exact ones alone."""
-        windows: list[PrefillWindow | None] = [prefill.window for prefill in self._prefills()]
-        holding = self._running() + self._finishing
-        windows += [None] * (len(holding) - len(windows))
-        demands = []
-        for request, window in zip(holding, windows, strict=True):
-            if exact and not request.is_exact:
-                continue
-            sequence = request.sequence
-            assert sequence is not None
-            remaining = 0 if request.finish_reason is not None else request.remaining
-            if not remaining and self._is_in_flight(request) and request.newest_step < self.step - 1:
-                remaining = -1
-            path = sequence.node.up()
-            demands.append(Demand(sequence.num_private, remaining, path, window is None, window=window))
-        return demands
+    def forecast_peak(self) -> int:
+        """Returns the most slots that the running requests will hold, if all reach their expected length."""
+        return self._forecasts.all.peak(self._prefills())
 
-    def forecast_peak(self, exact: bool = False) -> int:
-        """Returns the most slots that the running requests will hold at any time, if all reach their expected
-        length; with `exact` the exact ones alone, with their `max_tokens`, which is at most the capacity."""
-        return self._forecast.peak(self._prefills(), exact)
+    def guaranteed_peak(self) -> int:
+        """Returns the same of the guaranteed requests, if all reach their limits: at most the capacity."""
+        return self._forecasts.guaranteed.peak(self._prefills())
 
     def check(self) -> None:
         """Recounts the ledger, the forecast and the queues. Raises CheckFailed."""
         self.ledger.check()
-        running = self._running()
-        holding = running + self._finishing
-        check_peaks(self.ledger, self._forecast, self._prefills(), self.demands, self.depth - 1)
+        holding, num_running = self._running() + self._finishing, self.num_running
+        gone = [one for one in holding if self._is_in_flight(one) and one.newest_step < self.step - 1]
+        self._forecasts.check(self._prefills(), holding, gone)
         if len(holding) != (num_open := self.ledger.num_open):
             raise CheckFailed(f"{len(holding)} requests hold tokens, {num_open} sequences are open")
         self.waiting.check()
-        if len(running) + self.num_waiting != (known := len(self._requests)):
-            raise CheckFailed(f"{known} requests are known, {len(running)} run, {self.num_waiting} wait")
+        if num_running + self.num_waiting != (known := len(self._requests)):
+            raise CheckFailed(f"{known} requests are known, {num_running} run, {self.num_waiting} wait")
 
     def _running(self) -> list[Request]:
         return [*self._prefilling, *self._decoding.values()]
@@ -304,25 +293,32 @@ class Scheduler:
         place among the prefills is `idx`; `budget` and `room` are what the step can still compute and hold."""
         ledger = self.ledger
         passed = self.waiting.passed_by(request)  # it must not lack what the request takes
-        if self.step < self._retry_at or ledger.num_open + len(passed) >= self.limits.max_num_seqs:
+        if self.step < self._retry_at:
+            return False
+        if ledger.num_open + len(passed) >= self.limits.max_num_seqs:
+            self.waits_for = "rows"
             return False
         running = Running(
-            ledger, self._forecast, self._prefilling, self._decoding.values(), budget, room, idx
+            ledger, self._forecasts, self._prefilling, self._decoding.values(), budget, room, idx
         )
         if self._num_groups > 1:  # also while it waits, since windows pass what it would hit
             keep_branch(running, request)
         if not budget.can_begin(request.num_prefill_tokens):
+            self.waits_for = "prefill"
             return False  # it is admitted in a step that computes a part of it
         if not len(request.output) < request.expected < request.max_tokens:  # else its estimate still stands
             request.expected = self._admission.expected(request, len(request.output))
         if passed and not self._admission.has_room(running, request, *passed):
             return False
-        if ledger.num_open and (wait := self._admission.steps_to_wait(running, request)):
+        wait, is_guaranteed = self._admission.decide(running, request, not passed)
+        if wait:
             self._retry_at, self._refused = self.step + wait, request
+            self.waits_for = self._admission.waits_for(request)
             return False
+        request.is_guaranteed = is_guaranteed
         sequence = ledger.open(request.prefill_ids, request.namespace, request.session)
         request.sequence = sequence
-        self._forecast.admit(sequence, request.final, request.is_exact)
+        self._forecasts.admit(request)
         if request.num_preemptions:
             self.num_recomputed_tokens += max(request.num_computed - sequence.num_hit, 0)
         else:
@@ -336,16 +332,16 @@ class Scheduler:
     def _prefills(self) -> list[Prefill]:
         """Returns the sequences in prefill, and when the rest of each is computed, before the next step."""
         windows = self._budget.windows([request.num_prefill_left for request in self._prefilling])
-        return [Prefill(r.sequence, window) for r, window in zip(self._prefilling, windows, strict=True)]  # type: ignore[arg-type]
+        return [Prefill(r.open_sequence, one) for r, one in zip(self._prefilling, windows, strict=True)]
 
     # ------------------------------------------------------------------ the parts of a step
 
     def _next_decodes(self) -> DecodeBatch:
         """Returns the requests that take a token in the next step, once outlived estimates are made anew."""
-        ended = self._forecast.ended()
-        if ended and self._forecast.num_estimated:
+        ended = self._forecasts.all.ended()
+        if ended and self._forecasts.num_estimated:
             self._estimate_anew(ended)
-            ended = self._forecast.ended()
+            ended = self._forecasts.all.ended()
         for row in ended:
             self._decodes.discard(row)  # it may be of a request that has ended already
         return self._decodes.batch()
@@ -353,12 +349,10 @@ class Scheduler:
     def _estimate_anew(self, ended: set[int]) -> None:
         """Estimates the requests in these rows again that may go on."""
         for request in [request for row, request in self._decoding.items() if row in ended]:
-            sequence = request.sequence
-            assert sequence is not None
-            generated = sequence.length + 1 - request.num_prompt  # those of the steps in flight, too
+            generated = request.open_sequence.length + 1 - request.num_prompt  # also those in flight
             if request.expected <= generated < request.max_tokens:
                 request.expected = self._admission.expected(request, generated)
-                self._forecast.decode(sequence, request.remaining)
+                self._forecasts.expect(request)
 
     def _is_short(self, decodes: list[Sequence]) -> bool:
         """Returns whether slots are too few for the next tokens of the `decodes` and for prefills."""
@@ -369,18 +363,17 @@ class Scheduler:
 
     def _is_too_little(self, room: int, decodes: list[Sequence]) -> bool:
         """Returns whether `room` beside the `decodes` is too little: without decodes for any prefill, else for
-        the chunks of the exact requests, which have to be computed as they are forecast."""
+        the chunks of the guaranteed requests, which have to be computed as they are forecast."""
         first = [] if decodes else self._prefilling[:1]
-        if room < 0 or any(fitting(self.ledger, request.sequence, room) < 1 for request in first):
+        if room < 0 or any(self._fitting(request, room) < 1 for request in first):
             return True
         most = self.limits.prefill_budget * self._num_groups
         if self._admission.limit(room, self.num_prefilling) >= most:
             return False
-        num = max([i for i, request in enumerate(self._prefilling, 1) if request.is_exact], default=0)
+        num = max([i for i, request in enumerate(self._prefilling, 1) if request.is_guaranteed], default=0)
         budget = self._step_budget(decodes)
-        for request in self._prefilling[:num]:  # those before an exact one must not delay it
-            sequence = request.sequence
-            assert sequence is not None
+        for request in self._prefilling[:num]:  # those before a guaranteed one must not delay it
+            sequence = request.open_sequence
             count = budget.tokens(sequence.length, request.num_prefill_left)
             budget.add(sequence.length, count)
             room -= self.ledger.growth([sequence], count)
@@ -388,21 +381,22 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Closes the sequence of a request that is in no step in flight, and queues the request again."""
-        assert request.sequence is not None
         self._forget(request)
-        self._forecast.drop(request.sequence)
-        self.ledger.close(request.sequence, request.tail_ids())
+        self._forecasts.drop(request)
+        self.ledger.close(request.open_sequence, request.tail_ids())
         request.preempt()
+        self._forecasts.interrupt(request)
         self._queue(request)
         self._retry_at = 0
         self.num_preemptions += 1
 
     def _forget(self, request: Request) -> None:
         """Notes that the request runs no more. Its sequence is still open."""
-        assert request.sequence is not None
-        if self._decoding.pop(request.sequence.row, None) is None:
+        self._forecasts.leave(request)
+        row = request.open_sequence.row
+        if self._decoding.pop(row, None) is None:
             self._prefilling = [r for r in self._prefilling if r is not request]
-        self._decodes.discard(request.sequence.row)
+        self._decodes.discard(row)
 
     def _plan_prefills(self, decodes: list[Sequence], growth: int) -> list[Chunk]:
         """Returns the prefill chunks of the next step, those of the most urgent requests first.
@@ -425,13 +419,20 @@ class Scheduler:
                 break
             request = self._prefilling[idx]
             start = request.sequence.length  # type: ignore[union-attr]
-            most = fitting(self.ledger, request.sequence, room)
+            most = self._fitting(request, room)
             count = min(budget.tokens(start, request.num_prefill_left), most)
             if count <= 0:
                 break
             chunks.append(self._next_chunk(request, start, count))
             budget.add(start, count)
         return chunks
+
+    def _fitting(self, request: Request, room: int) -> int:
+        """Returns how many tokens a running request can be extended by with `room` slots that are available."""
+        num_groups = self._num_groups
+        if num_groups > 1:  # it may release some
+            room += num_groups - self.ledger.growth([request.open_sequence])
+        return room // num_groups
 
     def _step_budget(self, decodes: list[Sequence]) -> StepBudget:
         """Returns the budget of a step with these decodes. A long prompt, which delays itself, counts twice."""
@@ -445,13 +446,12 @@ class Scheduler:
     def _next_chunk(self, request: Request, start: int, count: int) -> Chunk:
         """Allocates and publishes `count` tokens of a request's prefill from `start` on. After the last of them
         the forecast knows in which step it takes each further one."""
-        sequence = request.sequence
-        assert sequence is not None
+        sequence = request.open_sequence
         self.ledger.extend([sequence], [count])
         self.ledger.publish(sequence)
         request.chunk_step = self.step
         if not request.num_prefill_left:
-            self._forecast.decode(sequence, request.remaining, begin=self.step + 1)
+            self._forecasts.decode(request, begin=self.step + 1)
         return Chunk(request, start, count)
 
     # ------------------------------------------------------------------ the end of steps and requests
@@ -471,9 +471,10 @@ class Scheduler:
         self._retry_at = 0  # another head of the queue, or less that is forecast
         if request.sequence is None:
             self.waiting.forget(request)
+            self._forecasts.leave(request)
         else:
             if self._is_in_flight(request):
-                self._forecast.rest(request.sequence, request.newest_step + 1)
+                self._forecasts.rest(request, request.newest_step + 1)
             self._forget(request)
             self._finishing.append(request)
 
@@ -490,9 +491,8 @@ class Scheduler:
                 if self._is_in_flight(request):
                     staying.append(request)
                     continue
-                assert request.sequence is not None
-                self._forecast.drop(request.sequence)
-                self.ledger.close(request.sequence, request.tail_ids(), request.cached)
+                self._forecasts.drop(request)
+                self.ledger.close(request.open_sequence, request.tail_ids(), request.cached)
                 self._retry_at = 0
             self._finishing = staying
         if self._failed and not self._in_flight:

@@ -4,7 +4,7 @@ Plain data without torch. In one process it is passed as it is; between processe
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -203,6 +203,11 @@ class PromptLogprobs(msgspec.Struct, frozen=True, gc=False):
         return [(TokenLogprobs(logprob, top, likely), rank) for logprob, top, likely, rank in rows]
 
 
+# What the head of the queue waits for: one of `max_num_seqs` rows, prompt tokens of a step, slots that are
+# expected to be free, slots up to its limit; "": none has been refused.
+WaitsFor = Literal["", "rows", "prefill", "slots", "guarantee"]
+
+
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a step brought to one request: a token and, with its last token, its end.
 
@@ -212,6 +217,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
             why.
         num_cached: comes with the first token: how many of the prompt's tokens were found in the cache.
         waited: comes with the first token where a router sends it: the seconds that the request was queued.
+        num_interruptions: comes with the first token after a preemption: how often the request was preempted.
         prompt_logprobs: come with the first token, where the request asks for them: of the prompt's tokens
             from the second on.
     """
@@ -224,6 +230,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_cached: int | None = None
     prompt_logprobs: PromptLogprobs | None = None
     waited: float | None = None
+    num_interruptions: int = 0
 
 
 class StepResult(msgspec.Struct, frozen=True):

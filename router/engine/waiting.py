@@ -58,7 +58,6 @@ class WaitingQueue:
         # With patience: requests in their order of arrival, not late yet.
         self._in_time: deque[Request] = deque()
         self._num = 0
-        self.num_estimated = 0  # those of them that are not exact
         self.num_tokens = 0  # that their prefills have to compute or find in the cache
 
     def __len__(self) -> int:
@@ -117,7 +116,6 @@ class WaitingQueue:
         self._next_ticket += 1
         heapq.heappush(self._heap, (*request.order, ticket, request))
         self._num += 1
-        self.num_estimated += not request.is_exact
         self.num_tokens += request.num_prefill_tokens
         if self._patience is not None:
             heapq.heappush(self._otherwise, (aged, request.arrival, ticket, request))
@@ -147,7 +145,6 @@ class WaitingQueue:
         """Removes a waiting request from wherever it is in the queue."""
         request.ticket = None
         self._num -= 1
-        self.num_estimated -= not request.is_exact
         self.num_tokens -= request.num_prefill_tokens
         if len(self._heap) > 2 * self._num + 64:
             self._heap = [entry for entry in self._heap if _is_waiting(entry)]
@@ -174,9 +171,6 @@ class WaitingQueue:
         waiting = [entry[4] for entry in self._heap if _is_waiting(entry)]
         if len(waiting) != self._num:
             raise CheckFailed(f"{self._num} requests are counted as waiting, {len(waiting)} are in the queue")
-        estimated = sum(not request.is_exact for request in waiting)
-        if estimated != self.num_estimated:
-            raise CheckFailed(f"{self.num_estimated} are counted as estimated, {estimated} are in the queue")
         if self._patience is not None or self._cache is not None:
             others = {id(entry[3]) for entry in self._otherwise if entry[2] == entry[3].ticket}
             if others != {id(request) for request in waiting}:

@@ -40,7 +40,6 @@ from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.kv_pool import PoolPlan, plan_pool
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.router.config import EngineConfig, InvalidConfig
-from lightkv.router.engine.slots.lives import longest_held
 from lightkv.router.engine.step import Limits, RunnerInfo, StepPlan
 from lightkv.router.model_files import resolve, weight_files
 from lightkv.router.sampling_params import SamplerKind
@@ -388,7 +387,7 @@ def assemble(
         pool_bytes=pool.num_bytes,
         pool_reason=pool.why,
         groups=groups,
-        longest=None if groups.is_uniform else longest_held(groups, pool.num_tokens, limits.prefill_budget),
+        longest=None if groups.is_uniform else groups.longest(pool.num_tokens, limits.prefill_budget),
         limits=limits,
         graph_tokens=tuple(buckets) if graphs else (),
         kv_dtype=config.kv_dtype,

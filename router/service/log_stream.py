@@ -7,11 +7,14 @@ writes it. What the queue has no room for is dropped and counted.
 
 import atexit
 import io
+import math
 import os
 import select
 import sys
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import TextIO, cast
 
 from .child_process import signals_held_back
@@ -167,6 +170,20 @@ def drain_log(seconds: float) -> None:
     """Waits until this process's standard error is written, at most so long."""
     if isinstance(sys.stderr, LogStream):
         sys.stderr.drain(seconds)
+
+
+class MinuteLog:
+    """Prints lines to this process's standard error, at most one a minute. `clock` returns seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._next = -math.inf
+
+    def print(self, line: str) -> None:
+        """Prints a line unless it is empty, or another was printed less than a minute ago."""
+        if line and self._clock() >= self._next:
+            self._next = self._clock() + 60
+            print(line, file=sys.stderr)
 
 
 def num_dropped_lines() -> int:

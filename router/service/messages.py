@@ -15,6 +15,12 @@ from lightkv.router.sampling_params import SamplingParams
 
 Result = TypeVar("Result")
 State = Literal["starting", "ready", "draining", "dead"]
+WAITS_FOR = {  # in words for people
+    "rows": "one of --max-num-seqs to end",
+    "prefill": "steps that have prompt tokens left",
+    "slots": "slots that are expected to be free",
+    "guarantee": "slots up to their max_tokens",
+}
 
 
 class NewAnswer(msgspec.Struct, frozen=True, array_like=True):
@@ -154,6 +160,18 @@ class Load(EngineStats, frozen=True):
     step_age: float = 0.0
     router_seconds: float = 0.0
     num_dropped_log_lines: int = 0
+
+    @property
+    def why_waiting(self) -> str:
+        """A line for people that says why requests wait; empty if none does."""
+        if not self.waits_for or not self.num_waiting:
+            return ""
+        num_provisional = self.num_running - self.num_guaranteed
+        return (
+            f"{self.num_waiting} requests wait for {WAITS_FOR[self.waits_for]}; {self.num_guaranteed} "
+            f"guaranteed and {num_provisional} provisional ones run; of {self.capacity} slots {self.held} are "
+            f"held, {self.guaranteed_peak} promised, and {self.forecast_peak} expected to be held at most"
+        )
 
 
 class Status(msgspec.Struct, frozen=True, tag=True):

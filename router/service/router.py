@@ -20,7 +20,7 @@ from lightkv.ledger import TokenLedger
 from lightkv.memory_map import owners
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.admission import make_admission
-from lightkv.router.engine.grammar_desk import TooManyGrammars
+from lightkv.router.engine.grammars.grammar_desk import TooManyGrammars
 from lightkv.router.engine.loop import Engine, make_scheduler
 from lightkv.router.engine.request import InvalidPrompt, NeverFits
 from lightkv.router.engine.step import RunnerInfo, StepResult, TokenEvent
@@ -36,7 +36,7 @@ from lightkv.router.service.wire.submitted import (
 
 from .child_process import collect_seldom, freeze_objects
 from .frames import BadFrame, FrameStream, is_own
-from .log_stream import num_dropped_lines
+from .log_stream import MinuteLog, num_dropped_lines
 from .messages import (
     Abort,
     Accepted,
@@ -71,6 +71,7 @@ _TOTALS = (
     "generated_tokens",
     "num_preemptions",
     "recomputed_tokens",
+    "num_cut",
     "session_evicted_tokens",
     "session_over_share_tokens",
 )
@@ -393,9 +394,7 @@ class Router:
         """Sends each event to the client of its request. The requests of a client that has left too much unread
         end; its connection stays."""
         for client in self._submitted.send(events):
-            text = (
-                f"its API process has left {client.num_unread} bytes of answers unread, of {MAX_KEPT_BYTES}"
-            )
+            text = f"its API process has left {client.num_unread} of {MAX_KEPT_BYTES} bytes unread"
             names = self._submitted.ids(client)
             client.send(Events([TokenEvent(name, None, "lost", error=text) for name in names]))
             for name in names:
@@ -434,16 +433,18 @@ class Router:
 
     async def _report_status(self) -> None:
         """Sends the status to all clients every `STATUS_SECONDS`."""
+        log = MinuteLog()
         while True:
             await asyncio.sleep(STATUS_SECONDS)
             self._held.send_orders()
-            self._broadcast()
+            log.print(self._broadcast().load.why_waiting)
 
-    def _broadcast(self) -> None:
+    def _broadcast(self) -> Status:
         status = self.status()
         for client in self._clients:
             if client.num_unread <= MAX_UNREAD_BYTES:  # else it is told once it has read on
                 client.send(status)
+        return status
 
     def _change_state(self, state: State, detail: str) -> None:
         self._state, self._detail = state, detail

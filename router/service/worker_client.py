@@ -23,7 +23,7 @@ from rpyc.core.consts import HANDLE_PING
 from lightkv.errors import LightKVError
 from lightkv.holdings import Holdings
 from lightkv.router.config import EngineConfig
-from lightkv.router.engine.grammar_desk import Compile, Compiled, Forget
+from lightkv.router.engine.grammars.grammar_desk import Compile, Compiled, Forget
 from lightkv.router.engine.step import Captured, ExpectedMemory, PoolMap, RunnerInfo, StepPlan, StepResult
 from lightkv.router.service.wire.plan_message import PlanMessage
 

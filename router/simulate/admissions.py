@@ -6,12 +6,13 @@ output is estimated, which count has to fit the pool, and how many slots an allo
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from random import Random
 
 from lightkv.router.config import ADMISSIONS, TTFT_TARGET
-from lightkv.router.engine.admission import Admission, Estimates, OutputLengths, Running, make_admission
+from lightkv.router.engine.admission import Admission, Running, make_admission
+from lightkv.router.engine.estimates import Estimates, OutputLengths
 from lightkv.router.engine.request import Request
 
 
@@ -87,10 +88,12 @@ class SimulatedAdmission(Admission):
         how many steps it has none, unless a request ends or a prefill is computed: at least 1, or infinity."""
         if self.counting is Counting.PEAK:
             return super().steps_to_wait(running, request)
-        limit = self.limit_with(running, request)
-        if self.counting is Counting.SUM:
-            return 0 if running.forecast.total + request.final <= limit else math.inf
         ledger = running.ledger
+        limit = self.limit(ledger.capacity, ledger.num_open + 1) - int(ledger.capacity * self.reserve)
+        if self.counting is Counting.SUM:
+            # The run of a request that has ended is held until the step in flight behind it ends.
+            total = max(running.forecasts.all.total, ledger.num_held)
+            return 0 if total + request.final <= limit else math.inf
         # The last pages of what is held are counted; those of what is still to be computed are not.
         limit += self.slack * (ledger.num_open - len(running.prefilling))
         return 0 if _held_after_prefills(running, request) + 1 <= limit else math.inf
@@ -119,15 +122,21 @@ def make_simulated(name: str, seed: int, slack: int, ttft_target: float = TTFT_T
     """
     if name in ADMISSIONS:
         own = make_admission(name, ttft_target)
-        return SimulatedAdmission(own.estimates, own.trusts_limits, own.reserve, own.patience, slack=slack)
+        rules = own.estimates, own.shares, own.guarantees, own.reserve, own.patience
+        return SimulatedAdmission(*rules, slack=slack)
+    if name == "provisional":
+        return replace(make_simulated("guaranteed", seed, slack), guarantees=False)
+    if name == "quantile":
+        return SimulatedAdmission(OutputLengths(), guarantees=False, reserve=0.03, slack=slack)
     estimates: Estimates | None = None
     if name == "past-future":
         estimates = DrawnLengths(seed)
     elif name == "moving-average":
         estimates = AverageLength()
-    trusts_limits = name in ("sum", "oracle")
+    guarantees = name in ("sum", "oracle")
     if name == "watermark":
-        return SimulatedAdmission(None, trusts_limits, 0.01, counting=Counting.PREFILL, slack=slack)
-    # "oracle" is the exact count; a simulation gives it the true length of each answer as its max_tokens.
+        counting = Counting.PREFILL
+        return SimulatedAdmission(guarantees=False, reserve=0.01, counting=counting, slack=slack)
+    # "oracle" counts limits; a simulation gives it the true length of each answer as its max_tokens.
     counting = Counting.SUM if name == "sum" else Counting.PEAK
-    return SimulatedAdmission(estimates, trusts_limits, counting=counting, slack=slack)
+    return SimulatedAdmission(estimates, guarantees=guarantees, counting=counting, slack=slack)

@@ -70,9 +70,11 @@ class Arrivals:
         return self._next is None and not self._come
 
     @property
-    def next_time(self) -> float | None:
-        """When the next request arrives; None after the last."""
-        return None if self._next is None else self._next.arrival
+    def next_time(self) -> float:
+        """When the next request arrives; infinity after the last, or if all requests arrive at the start."""
+        if self._next is None or self._next.arrival is None or self._all_at_start:
+            return math.inf
+        return self._next.arrival
 
     def look(self, now: float) -> None:
         """Notes the requests that have arrived by `now`."""
@@ -115,8 +117,9 @@ class Inbox:
         return self.closed and not self._come
 
     @property
-    def next_time(self) -> None:
-        """Nothing: the router knows when requests arrive."""
+    def next_time(self) -> float:
+        """Infinity: the router knows when requests arrive."""
+        return math.inf
 
     def look(self, now: float) -> None:
         """Does nothing: the router brings each request when it arrives."""

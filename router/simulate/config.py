@@ -17,7 +17,16 @@ PAGE_SIZES = (16, 32, 64, 128, 256)  # that the benchmarks compare; any other ca
 ALLOCATIONS = ("token", "contiguous", *(f"paged:{size}" for size in PAGE_SIZES))
 MAX_RATE = 1e9  # requests per second, and as a multiple
 # The service's own, and others for comparison (`admissions.py`).
-SIMULATED_ADMISSIONS = (*ADMISSIONS, "past-future", "moving-average", "watermark", "sum", "oracle")
+SIMULATED_ADMISSIONS = (
+    *ADMISSIONS,
+    "provisional",
+    "quantile",
+    "past-future",
+    "moving-average",
+    "watermark",
+    "sum",
+    "oracle",
+)
 UNIFORM_ADMISSIONS = ("watermark", "sum")  # count tokens that all layers hold until a request ends
 LAYERS = re.compile(r"([1-9][0-9]{0,2})x(?:full|(window|chunk):([1-9][0-9]{0,8}))")
 
@@ -41,10 +50,12 @@ class SimulationConfig:
     )
     admission: str | None = setting(
         None,
-        f"How requests are admitted. As in the service: {', '.join(ADMISSIONS)}. For comparison: past-future "
-        "and moving-average (other estimates of output lengths), watermark (counts prompts only, up to 99 % of "
-        "the pool), sum (counts prompt + max_tokens of each request), oracle (exact, and knows the true length "
-        "of each answer). Default: exact; for contiguous it is sum, the only possible one.",
+        f"How requests are admitted. As in the service: {', '.join(ADMISSIONS)}. For comparison: provisional "
+        "(guaranteed, but without guarantees), quantile "
+        "(estimates all lengths, and may preempt all), past-future and moving-average (other estimates of "
+        "output lengths), watermark (counts prompts only, up to 99 % of the pool), sum (counts prompt + "
+        "max_tokens of each request), oracle (reserved, and knows the true length of each answer). Default: "
+        "guaranteed; for contiguous it is sum, the only possible one.",
     )
     layers: str = setting(
         "",
@@ -110,8 +121,8 @@ class SimulationConfig:
     reserve: Annotated[float, Meta(ge=0, lt=1, title="a share")] | None = setting(
         None,
         "Share of the pool that admission keeps free if the lengths of all requests are estimated, less if "
-        "those of some are. Default: 0.025 for exact, 0.03 for quantile and timely, 0.01 for watermark, else "
-        "0.",
+        "those of some are. Default: 0.025 for those of the service, 0.03 for quantile, 0.01 for watermark, "
+        "else 0.",
     )
     step_time: str = setting(
         "",
@@ -170,7 +181,7 @@ class SimulationConfig:
     @property
     def counted(self) -> str:
         """The name of the admission, or of its default."""
-        return self.admission or ("exact" if page_of(self.allocation) else "sum")
+        return self.admission or ("guaranteed" if page_of(self.allocation) else "sum")
 
 
 def groups_of(layers: str) -> LayerGroups:

@@ -3,14 +3,14 @@
 Each replica is a simulation of its own, with the real ledger, scheduler and engine. The router sends it a
 request when that arrives (`routing.py`), and never moves it afterwards.
 
-    arrivals ──► router ──► inbox ──► engine 0      events in the order of their times: arrivals, and ends of
-                        ──► inbox ──► engine 1      steps; at one time arrivals come first, then replicas by
-                        ──► inbox ──► engine 2      number
+    arrivals ──► router ──► inbox ──► engine 0      events in the order of their times: arrivals, plans and
+                        ──► inbox ──► engine 1      ends of steps; at one time arrivals come first,
+                        ──► inbox ──► engine 2      then replicas by number
 """
 
 from __future__ import annotations
 
-import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from statistics import fmean
@@ -26,8 +26,8 @@ PROGRESS_EVERY = 100
 # How the figures of replicas become those of all: these are of the replica where they are greatest, or means;
 # all others are sums. Latencies are those of all requests.
 _GREATEST = (
-    "seconds", "loaded_seconds", "peak_held_share", "max_running", "max_waiting", "max_overtaken",
-    "large_ttft_max", "low_ttft_max",
+    "seconds", "loaded_seconds", "peak_held_share", "most_preemptions", "max_running", "max_waiting",
+    "max_overtaken", "large_ttft_max", "low_ttft_max",
 )  # fmt: skip
 _MEAN = (
     "load", "memory_held_share", "memory_used_share", "memory_cached_share", "memory_padding_share",
@@ -48,37 +48,31 @@ class Fleet:
         for simulation, inbox in zip(replicas, self._inboxes, strict=True):
             simulation.follow(inbox)
         self._sent = [0] * len(replicas)
-        self._ends: list[tuple[float, int]] = []  # a heap: when the steps under way end, of which replicas
 
     def run(self, arrivals: Arrivals, progress: Callable[[int], None]) -> None:
         """Runs all requests, and recounts every replica at the end. `progress`: takes the number of requests
         that were sent."""
-        while arrivals.next_time is not None or self._ends:
-            at = arrivals.next_time
-            if at is not None and (not self._ends or at <= self._ends[0][0]):
+        self._receive(arrivals, 0.0, progress)
+        while (at := min([arrivals.next_time, *(one.next_time for one in self.replicas)])) < math.inf:
+            if at == arrivals.next_time:
                 self._receive(arrivals, at, progress)
                 continue
-            _, idx = heapq.heappop(self._ends)
-            self.replicas[idx].complete()
-            self._begin(idx)
+            for simulation in self.replicas:
+                if simulation.next_time == at:
+                    simulation.move_to(at)
         end = max(simulation.clock for simulation in self.replicas)
         for simulation in self.replicas:
-            if simulation.clock < end:
-                simulation.pass_time(end - simulation.clock)
+            simulation.pass_time(end)
             simulation.engine.check()
 
     def _receive(self, arrivals: Arrivals, at: float, progress: Callable[[int], None]) -> None:
-        """Sends all requests that arrive at one time, and begins steps where none is under way."""
-        busy = {idx for _, idx in self._ends}
-        begun: list[int] = []
+        """Sends all requests that arrive at one time, to replicas that take them at once."""
+        reached: set[int] = set()
         arrivals.look(at)
         while (taken := arrivals.take()) is not None:
             idx = self._route(taken)
-            simulation = self.replicas[idx]
-            if idx not in busy:
-                busy.add(idx)
-                begun.append(idx)
-                simulation.pass_time(max(at - simulation.clock, 0.0))
+            reached.add(idx)
+            self.replicas[idx].pass_time(at)
             self._inboxes[idx].put(*taken)
             self._sent[idx] += taken[1].prompt
             if not taken[0] % PROGRESS_EVERY:
@@ -86,8 +80,8 @@ class Fleet:
         if arrivals.exhausted:
             for inbox in self._inboxes:
                 inbox.closed = True
-        for idx in begun:
-            self._begin(idx)
+        for idx in sorted(reached):
+            self.replicas[idx].move_to(at)
 
     def _route(self, numbered: Numbered) -> int:
         ids = prompt_ids(*numbered)
@@ -108,13 +102,6 @@ class Fleet:
             )
         )
 
-    def _begin(self, idx: int) -> None:
-        """Begins a replica's next step, if it has work."""
-        simulation = self.replicas[idx]
-        simulation.send()
-        if simulation.launch():
-            heapq.heappush(self._ends, (simulation.clock, idx))
-
 
 def together(
     replicas: Sequence[Simulation], settings: dict[str, Any], offered: float, saturated: float
@@ -133,11 +120,9 @@ def together(
         ttft.merge(simulation.ttft)
         tpot.merge(simulation.tpot)
         timeline.merge(simulation.timeline)
-    for name, latencies in (("ttft", ttft), ("tpot", tpot)):
-        p50, p90, p99 = latencies.quantiles((0.5, 0.9, 0.99))
-        own = {"mean": latencies.mean, "p50": p50, "p90": p90, "p99": p99, "max": latencies.high}
-        values |= {f"{name}_{key}": value for key, value in own.items()}
     values |= {
+        **ttft.summary("ttft"),
+        **tpot.summary("tpot"),
         "offered_rate": offered,
         "saturation_rate": saturated,
         "load": settings["load"] or (offered / saturated if saturated else 0.0),

@@ -70,9 +70,10 @@ class PagedLedger(PaddedLedger):
         self._next_number = 1
         self._last = (b"", b"")  # the prompt looked up last, and its code
 
-    def slots(self, rows: Seq[int], lengths: Seq[int]) -> int:
-        """Returns the slots in the pages of sequences of these lengths."""
-        return sum([length + -length % self.page for length in lengths])
+    def slots(self, num_prompt: int, num_output: int) -> int:
+        """Returns the slots of a request's pages, summed over the tokens of its output."""
+        page = self.page
+        return sum([length + -length % page for length in range(num_prompt, num_prompt + num_output)])
 
     def growth(self, sequences: Seq[Sequence], count: int = 1) -> int:
         """Returns the slots of the pages that are needed to extend each of these by `count` tokens."""
@@ -210,9 +211,9 @@ class ContiguousLedger(PaddedLedger):
         """Tokens that `extend` can allocate: the slots in no run, and those of runs that have no token yet."""
         return self.num_free + self.padding
 
-    def slots(self, rows: Seq[int], lengths: Seq[int]) -> int:
-        """Returns the slots of the runs of these rows."""
-        return sum([self._runs[row] for row in rows])
+    def slots(self, num_prompt: int, num_output: int) -> int:
+        """Returns the slots of a request's run, summed over the tokens of its output."""
+        return num_output * (num_prompt + self._max_new - 1)
 
     def growth(self, sequences: Seq[Sequence], count: int = 1) -> int:
         """Returns 0: tokens use the slots of their run."""

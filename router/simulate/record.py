@@ -58,6 +58,12 @@ class Distribution:
             found[-1] = self.high
         return found
 
+    def summary(self, name: str) -> dict[str, float]:
+        """Returns the fields of `Figures` whose names begin with `name`."""
+        p50, p90, p99 = self.quantiles((0.5, 0.9, 0.99))
+        found = {"mean": self.mean, "p50": p50, "p90": p90, "p99": p99, "max": self.high}
+        return {f"{name}_{key}": value for key, value in found.items()}
+
     def curve(self) -> Curve:
         """Returns the curve that the report draws."""
         return Curve(list(CURVE_QUANTILES), self.quantiles(CURVE_QUANTILES))

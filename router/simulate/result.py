@@ -39,7 +39,7 @@ class Figures:
     offered_rate: float  # arrivals per second; 0 if all requests wait at the start
     saturation_rate: float  # requests per second of an oracle when all wait at the start; 0: not simulated
     load: float  # offered_rate / saturation_rate; 0: unknown
-    seconds: float  # until the last request ended
+    seconds: float  # until the last step ended
     loaded_seconds: float
     served_rate: float  # requests per second while loaded: output tokens over the mean length of an answer
     output_rate: float  # output tokens per second, over the whole time
@@ -75,6 +75,9 @@ class Figures:
     max_overtaken: int = 0  # the most later requests that got their first token before one did
     large_ttft_max: float = 0.0  # of requests with a sixteenth of the tokens that fit the pool, or more
     low_ttft_max: float = 0.0  # of requests with a priority of 1
+    num_preempted_guaranteed: int = 0  # requests that were preempted although they were guaranteed
+    most_preemptions: int = 0  # of one request
+    mean_guaranteed: float = 0.0  # running requests that are never preempted
 
 
 @dataclass(frozen=True)

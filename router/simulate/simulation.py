@@ -1,27 +1,25 @@
 """One simulated engine: the service's own, with a step-time model in place of a device.
 
-Engine, scheduler, admission, forecast and ledger are the service's. Two parts are replaced: the executor
-computes nothing, moves the clock by the time that the step would take, and ends each answer where the trace
-says; and the ledger may count pages or contiguous runs (`paged_ledger.py`). The scheduler knows what a
-service knows: a prompt and, if it is stated, the most tokens that may come. Only with the `oracle` admission is
-that the answer's true length.
+Engine, scheduler, admission, forecast and ledger are the service's. Two parts are replaced: the device
+computes nothing, takes for each step the time that it would take, and ends each answer where the trace says
+(`timed_engine.py`); and the ledger may count pages or contiguous runs (`paged_ledger.py`). The scheduler knows
+what a service knows: a prompt and, if it is stated, the most tokens that may come. Only with the `oracle`
+admission is that the answer's true length.
 
 Token ids: in a trace without prefixes each prompt begins with a token of its own; where the blocks of
 prefixes are known, their ids fill the prompt.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from random import Random
 from typing import Any
 
-from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.prefill_budget import PrefillBudget
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
-from lightkv.router.engine.slots.lives import longest_held
-from lightkv.router.engine.step import Captured, ExpectedMemory, Limits, StepPlan, StepResult, TokenEvent
+from lightkv.router.engine.step import Limits, TokenEvent
 from lightkv.router.engine.step_time import StepTime
 from lightkv.router.sampling_params import SamplingParams
 
@@ -31,11 +29,11 @@ from .config import InvalidSimulation, SimulationConfig, groups_of, page_of
 from .paged_ledger import ContiguousLedger, PaddedLedger, PagedLedger, make_ledger
 from .record import Distribution, Means, Overtaking, Timeline
 from .result import Figures, Series, SimulationResult
+from .timed_engine import DEPTH, END, TimedEngine
 from .trace_files import TraceRequest
 from .traces import Trace
 
 VOCAB_SIZE = 2**31 - 1
-END, MORE = 2, 1  # sampled: the last token of an answer, any other
 # The most requests in the scheduler's queue. The others wait outside it, where each takes a few numbers, and
 # they pass no request.
 QUEUE = 64
@@ -57,59 +55,14 @@ def settings_of(trace: Trace, config: SimulationConfig) -> dict[str, Any]:
     return settings
 
 
-class _Device:
-    """An executor that computes nothing: it moves the clock, and ends answers where the trace does. It also
-    counts the slots of each step, for the share of the last pages that is empty."""
-
-    fatal = False
-
-    def __init__(self, simulation: "Simulation", step_time: StepTime, max_num_seqs: int) -> None:
-        self._simulation = simulation
-        self._step_time = step_time
-        # By row: a list of one number, the tokens to come, which is also in `outputs`.
-        self._left: list[list[int]] = [[0]] * (max_num_seqs + 1)
-        self.outputs: dict[int, list[int]] = {}  # number of a living request → its list
-        # Summed over all steps and the requests that got a token: slots of their pages, and those without a
-        # token.
-        self.all_slots = self.empty_slots = 0
-
-    def launch(self, plan: StepPlan) -> None:
-        """Passes the time of the step, and notes what would have been sampled."""
-        for new in plan.new_rows:
-            self._left[new.row] = self.outputs[new.seed]
-        rows, starts, left = plan.rows, plan.starts, self._left
-        tokens = []
-        for i in plan.sample:
-            own = left[rows[i]]
-            own[0] -= 1
-            tokens.append(MORE if own[0] else END)
-        ledger = self._simulation.ledger
-        if isinstance(ledger, PagedLedger | ContiguousLedger):
-            lengths = [starts[i] + plan.counts[i] for i in plan.sample]
-            slots = ledger.slots([rows[i] for i in plan.sample], lengths)
-            self.all_slots += slots
-            self.empty_slots += slots - sum(lengths)
-        self._simulation.pass_time(self._step_time.seconds(plan.work))
-        self._result = StepResult(plan.step, tokens, plan.num_free, 0)
-
-    def collect(self) -> StepResult:
-        """Returns the result of the step that was launched last."""
-        return self._result
-
-    def capture(self) -> Captured:
-        """Does nothing: there are no graphs."""
-        return Captured(0.0, 0)
-
-    def check(self, edits: bytes, expected: ExpectedMemory) -> None:
-        """Does nothing: there is no memory."""
-
-
 @dataclass
 class _Live:
-    """A request that was sent and has not ended. `first`: the time of its first token."""
+    """A request that was sent and has not ended. `num_tokens`: those that it will have written in the end.
+    `first`: the time of its first token."""
 
     arrival: float
     request: Request
+    num_tokens: int
     first: float = 0.0
 
 
@@ -132,11 +85,11 @@ class Simulation:
         page = page_of(config.allocation)
         groups, num_slots = groups_of(config.layers), config.num_slots
         most = config.prefill_chunk or num_slots
-        longest = longest_held(groups, num_slots, most) + 1
+        longest = groups.longest(num_slots, most) + 1
         self.ledger = make_ledger(
             config.allocation, num_slots, config.max_num_seqs, longest, config.max_new, groups
         )
-        self._longest = longest_held(groups, self.ledger.capacity, most)  # tokens that a request may have
+        self._longest = groups.longest(self.ledger.capacity, most)  # tokens that a request may have
         admission = make_simulated(config.counted, config.seed, max(page - 1, 0), config.ttft_target)
         if config.patience is not None:
             admission = replace(admission, patience=config.patience)
@@ -149,12 +102,13 @@ class Simulation:
         self.scheduler = Scheduler(
             self.ledger,
             limits,
-            admission=admission,
+            DEPTH,
+            admission,
             clock=lambda: self.clock,
             budget=PrefillBudget(limits, step_time),
         )
-        self.device = _Device(self, step_time, config.max_num_seqs)
-        self.engine = LocalEngine(self.scheduler, self.device)
+        self.engine = TimedEngine(self.scheduler, step_time)
+        self.next_time = math.inf  # when the next step is planned or ends
         self._arrivals: Arrivals | Inbox
         self._live: dict[str, _Live] = {}
         self._params = SamplingParams(temperature=0.0, max_tokens=config.max_new)
@@ -163,11 +117,15 @@ class Simulation:
         self._num_sent = self._num_finished = self._num_skipped = self._num_cut = 0
         self._num_met = self._num_preempted = self._num_prompt = 0
         self._num_unstated = self._num_preempted_stated = 0
+        self._most_preemptions = 0
+        self._broken: set[str] = set()  # the requests that were preempted although they were guaranteed
+        # Slots of the pages or runs of all requests, summed over their decodes, and those without a token.
+        self._all_slots = self._empty_slots = 0
         self.ttft, self.tpot = Distribution(), Distribution()
         self._large_ttft_max = self._low_ttft_max = 0.0
         self._overtaking = Overtaking()
         self.timeline = Timeline(5)
-        self._means = Means(6)  # over the time in which requests waited
+        self._means = Means(7)  # over the time in which requests waited
         self._loaded = True
         self._loaded_output = 0
         self._max_running = self._max_waiting = 0
@@ -175,38 +133,33 @@ class Simulation:
     def run(self) -> SimulationResult:
         """Runs all requests."""
         self._arrivals, offered, saturated = arrange(self.trace, self.config)
-        self._arrivals.look(self.clock)
-        while True:
-            self.send()
-            if self.launch():
-                self.complete()
-            elif (at := self._arrivals.next_time) is not None:
-                self.pass_time(max(at - self.clock, 0.0))
-            else:
-                break
+        at = 0.0
+        while at < math.inf:
+            self.move_to(at)
+            at = min(self.next_time, self._arrivals.next_time)
         self.engine.check()
         return self.result(offered, saturated)
 
     def follow(self, arrivals: Arrivals | Inbox) -> None:
-        """Takes requests from `arrivals` from now on, for a caller that drives the steps itself."""
+        """Takes requests from `arrivals` from now on, for a caller that moves the clock itself."""
         self._arrivals = arrivals
 
-    def launch(self) -> bool:
-        """Plans the next step and moves the clock to its end. Returns False where no request lives."""
-        if not self.engine.has_work:
-            return False
-        plan = self.engine.plan()
-        if plan is None:
+    def move_to(self, at: float) -> None:
+        """Moves the clock on: completes the steps that have ended by then, and plans those that are due."""
+        self.pass_time(at)
+        self._arrivals.look(at)
+        self._take(self.engine.complete_due(at))
+        self._send()
+        num_before = self.scheduler.num_preemptions
+        self.next_time = self.engine.plan_due(at)
+        if self.scheduler.num_preemptions > num_before:
+            broken = [one.request for one in self._live.values() if one.request.num_preemptions]
+            self._broken.update([one.id for one in broken if one.is_guaranteed and not one.sequence])
+        if self.next_time == math.inf and self.engine.has_work:
             raise InvalidSimulation(
                 f"{self.scheduler.num_running} requests run and no step can be made: "
                 f"{self.ledger.num_held} slots are held of {self.ledger.capacity}; give a larger --capacity"
             )
-        self.device.launch(plan)
-        return True
-
-    def complete(self) -> None:
-        """Completes the step that was launched last, and takes its events."""
-        self._take(self.engine.complete(self.device.collect()))
 
     @property
     def waiting_tokens(self) -> int:
@@ -217,25 +170,28 @@ class Simulation:
             tokens += max(request.num_prefill_tokens - (sequence.length if sequence else 0), 0)
         return tokens
 
-    def pass_time(self, seconds: float) -> None:
+    def pass_time(self, until: float) -> None:
         """Moves the clock on, and notes what the ledger holds meanwhile."""
+        now, seconds = self.clock, until - self.clock
+        if not seconds:
+            return
+        self.clock = until
         ledger = self.ledger
         held, cached = ledger.num_held, ledger.num_cached
         padding = ledger.padding if isinstance(ledger, PaddedLedger) else 0
         scheduler, arrivals = self.scheduler, self._arrivals
         running, waiting = scheduler.num_running, scheduler.num_waiting + arrivals.num_waiting
+        guaranteed = scheduler.num_guaranteed
         if self._loaded and not waiting and arrivals.exhausted:
             self._loaded = False
             self._loaded_output = scheduler.num_output_tokens
         if self._loaded:
-            self._means.add(seconds, (held, held - padding, cached, padding, running, waiting))
+            self._means.add(seconds, (held, held - padding, cached, padding, running, waiting, guaranteed))
         self._max_running = max(self._max_running, running)
         self._max_waiting = max(self._max_waiting, waiting)
-        now, self.clock = self.clock, self.clock + seconds
-        self.timeline.add(now, self.clock, (held - padding, padding, cached, running, waiting))
-        arrivals.look(self.clock)
+        self.timeline.add(now, until, (held - padding, padding, cached, running, waiting))
 
-    def send(self) -> None:
+    def _send(self) -> None:
         """Adds the requests that have arrived, as many as the scheduler has to see."""
         while self.scheduler.num_waiting < self._queue:
             taken = self._arrivals.take()
@@ -269,13 +225,13 @@ class Simulation:
             params = SamplingParams(temperature=0.0, max_tokens=self._longest + 1 - asked.prompt)
         request = Request(str(number), ids, params, number, frozenset({END}), (), priority)
         request.states_length = is_stated
-        self.device.outputs[number] = [output]
+        self.engine.left[number] = [output]
         assert asked.arrival is not None
         request.queued = asked.arrival
-        self._live[request.id] = _Live(asked.arrival, request)
+        self._live[request.id] = _Live(asked.arrival, request, asked.prompt + output - 1)
         self.engine.add(request)
 
-    def _take(self, events: list[TokenEvent]) -> None:
+    def _take(self, events: Iterable[TokenEvent]) -> None:
         """Takes the events of a step."""
         now = self.clock
         for event in events:
@@ -285,7 +241,7 @@ class Simulation:
                 self._begin(live, now - live.arrival)
             if event.finish_reason is not None:
                 live = self._live.pop(event.request_id)
-                del self.device.outputs[live.request.seed]
+                del self.engine.left[live.request.seed]
                 self._finish(live, len(live.request.output))
                 self._num_finished += 1
                 if not self._num_finished % PROGRESS_EVERY:
@@ -296,20 +252,26 @@ class Simulation:
         request = live.request
         self.ttft.add(seconds)
         self._overtaking.begin(request.arrival + 1)
-        if request.num_prompt + self.device.outputs[request.seed][0] >= LARGE_SHARE * self._longest:
+        if live.num_tokens >= LARGE_SHARE * self._longest:
             self._large_ttft_max = max(self._large_ttft_max, seconds)
         if request.priority:
             self._low_ttft_max = max(self._low_ttft_max, seconds)
 
     def _finish(self, live: _Live, num_output: int) -> None:
-        between = 0.0
+        request, between = live.request, 0.0
+        if isinstance(self.ledger, PagedLedger | ContiguousLedger):
+            slots = self.ledger.slots(request.num_prompt, num_output)
+            self._all_slots += slots
+            self._empty_slots += slots - sum(range(request.num_prompt, request.num_prompt + num_output))
         if num_output > 1:
             between = (self.clock - live.first) / (num_output - 1)
             self.tpot.add(between)
         in_time = live.first - live.arrival <= self.config.ttft_target
         self._num_met += in_time and between <= self.config.tpot_target
-        self._num_preempted += live.request.num_preemptions > 0
-        self._num_preempted_stated += live.request.num_preemptions > 0 and live.request.states_length
+        is_preempted = request.num_preemptions > 0
+        self._most_preemptions = max(self._most_preemptions, request.num_preemptions)
+        self._num_preempted += is_preempted
+        self._num_preempted_stated += is_preempted and request.states_length
 
     def result(self, offered: float, saturated: float) -> SimulationResult:
         config, scheduler, capacity = self.config, self.scheduler, self.ledger.capacity
@@ -318,8 +280,6 @@ class Simulation:
         mean_output = scheduler.num_output_tokens / num if num else 0.0
         loaded_rate = self._loaded_output / means.seconds if means.seconds else 0.0
         shares = [means.of(i) / capacity for i in range(4)]
-        ttft_p50, ttft_p90, ttft_p99 = ttft.quantiles((0.5, 0.9, 0.99))
-        tpot_p50, tpot_p90, tpot_p99 = tpot.quantiles((0.5, 0.9, 0.99))
         figures = Figures(
             num_requests=self._num_sent - self._num_skipped,
             num_finished=num,
@@ -337,21 +297,24 @@ class Simulation:
             output_rate=scheduler.num_output_tokens / seconds if seconds else 0.0,
             goodput=self._num_met / seconds if seconds else 0.0,
             met_share=self._num_met / num if num else 0.0,
-            ttft_mean=ttft.mean, ttft_p50=ttft_p50, ttft_p90=ttft_p90, ttft_p99=ttft_p99, ttft_max=ttft.high,
-            tpot_mean=tpot.mean, tpot_p50=tpot_p50, tpot_p90=tpot_p90, tpot_p99=tpot_p99, tpot_max=tpot.high,
+            **ttft.summary("ttft"),
+            **tpot.summary("tpot"),
             memory_held_share=shares[0],
             memory_used_share=shares[1],
             memory_cached_share=shares[2],
             memory_padding_share=shares[3],
             peak_held_share=scheduler.peak_held / capacity,
-            last_page_waste_share=self.device.empty_slots / max(self.device.all_slots, 1),
+            last_page_waste_share=self._empty_slots / max(self._all_slots, 1),
             num_preemptions=scheduler.num_preemptions,
             num_preempted=self._num_preempted,
             preempted_share=self._num_preempted / num if num else 0.0,
+            num_preempted_guaranteed=len(self._broken),
+            most_preemptions=self._most_preemptions,
             recomputed_tokens=scheduler.num_recomputed_tokens,
             num_steps=scheduler.step,
             mean_running=means.of(4),
             mean_waiting=means.of(5),
+            mean_guaranteed=means.of(6),
             max_running=self._max_running,
             max_waiting=self._max_waiting,
             num_unstated=self._num_unstated,
@@ -359,7 +322,7 @@ class Simulation:
             max_overtaken=self._overtaking.most,
             large_ttft_max=self._large_ttft_max,
             low_ttft_max=self._low_ttft_max,
-        )  # fmt: skip
+        )
         used, padding, cached, running, waiting = self.timeline.means()
         series = Series(self.timeline.width, capacity, used, padding, cached, running, waiting)
         settings = settings_of(self.trace, config)

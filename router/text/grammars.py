@@ -1,8 +1,8 @@
 """What constrained texts may say next: compiled grammars, one matcher for each row, and their masks of tokens.
 
 llguidance compiles the grammars and computes the masks. Both release Python's lock. A grammar is compiled
-before a row names it, since that can take as long as many steps (`engine/grammar_desk.py`). The matcher of a
-row is a copy that shares what was compiled.
+before a row names it, since that can take as long as many steps (`engine/grammars/grammar_desk.py`). The
+matcher of a row is a copy that shares what was compiled.
 """
 
 import ctypes

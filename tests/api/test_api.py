@@ -27,6 +27,7 @@ from tests.support.fake_router import (
     CHAT,
     COMPLETIONS,
     HELLO,
+    INFO,
     LIMITS,
     MODEL,
     TEXT,
@@ -82,6 +83,30 @@ def test_a_completion_has_openais_form(api: ApiUnderTest) -> None:
             "prompt_tokens_details": None,  # they would reveal the prompts of other clients
         },
     }
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"), [(COMPLETIONS, {"prompt": "a"}), (CHAT, HELLO)], ids=["completions", "chat"]
+)
+def test_an_answer_says_how_often_it_was_interrupted(
+    api: ApiUnderTest, path: str, asked: dict[str, Any]
+) -> None:
+    assert "interruptions" not in api.post(path, {**asked, "max_tokens": 5})["usage"]
+    api.router.num_interruptions = 1
+    assert api.post(path, {**asked, "max_tokens": 5, "n": 2})["usage"]["interruptions"] == 2
+    *chunks, end = api.stream(path, {**asked, "max_tokens": 5})
+    assert end == "[DONE]"
+    assert [chunk.get("interruptions") for chunk in chunks] == [None] * (len(chunks) - 1) + [1]
+
+
+def test_the_usage_says_to_what_a_limit_was_cut(api: ApiUnderTest) -> None:
+    """The pool has 20 tokens, and needs none for the last one."""
+    small = msgspec.structs.replace(INFO, capacity=20)
+    api.call(lambda: api.router.report("ready", ready=small))
+    wait_until(lambda: api.client.status.info == small)
+    usage = api.post(COMPLETIONS, {"prompt": [5] * 10, "max_tokens": 11})["usage"]
+    assert "max_tokens" not in usage
+    assert api.post(COMPLETIONS, {"prompt": [5] * 10, "max_tokens": 12})["usage"]["max_tokens"] == 11
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,13 @@ def answer_of(prompt: bytes, packed: PromptLogprobs, each: list[TokenLogprobs]) 
         scored.append(token, found, detokenizer.push_placed(token)[1])
     completion = SimpleNamespace(text="t", finish_reason="length", token_ids=ids, prompt_logprobs=packed)
     answer = SimpleNamespace(
-        index=0, prompt_idx=0, has_logprobs=True, scored=scored, completion=completion, num_cached=0
+        index=0,
+        prompt_idx=0,
+        has_logprobs=True,
+        scored=scored,
+        completion=completion,
+        num_cached=0,
+        num_interruptions=0,
     )
     return SimpleNamespace(
         answers=[answer],
@@ -70,6 +76,7 @@ def answer_of(prompt: bytes, packed: PromptLogprobs, each: list[TokenLogprobs]) 
         num_prompt_tokens=1,
         num_completion_tokens=1,
         num_cached_tokens=None,
+        cut_to=None,
     )
 
 

@@ -313,8 +313,8 @@ class StubWriter:
 
 
 def test_reasoning_and_calls_become_items() -> None:
-    usage = {"num_prompt_tokens": 3, "num_completion_tokens": 4, "num_cached_tokens": None}
-    generation: Any = SimpleNamespace(answers=[None], **usage)
+    usage = {"num_prompt_tokens": 3, "num_completion_tokens": 4, "num_cached_tokens": None, "cut_to": None}
+    generation: Any = SimpleNamespace(answers=[None], all_answers=[], **usage)
     deltas: list[dict[str, Any]] = [
         {"role": "assistant", "content": ""},
         {"reasoning_content": "I "},

@@ -28,7 +28,7 @@ def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["results"] == results
     assert results["goodput"]["sharegpt"]["1.3"].keys() == {*SIMULATED_ADMISSIONS, simulate.PATIENT_ORACLE}
     assert results["policies"].keys() == {"prefill-heavy", "chat"}
-    assert results["policies"]["chat"]["exact"]["num_finished"] == 12
+    assert results["policies"]["chat"]["reserved"]["num_finished"] == 12
     shares = results["waste"]["azure-conv"]
     assert 0 < shares[0] < shares[-1] < 1
 

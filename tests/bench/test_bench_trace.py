@@ -160,7 +160,7 @@ def a_trace(num: int = 16) -> Replayed:
     return Replayed("a trace", [TraceRequest(None, 10 + 7 * i % 40, 21 + i % 16) for i in range(num)])
 
 
-@each_value(allocation=["paged:16", "paged:64", "token"], admission=["exact", "quantile", "watermark"])
+@each_value(allocation=["paged:16", "paged:64", "token"], admission=["reserved", "quantile", "watermark"])
 def test_the_device_counts_as_the_ledger_does(machine: Machine, allocation: str, admission: str) -> None:
     trace = a_trace().at_once()
     found = machine.replay(trace, allocation, admission, seed=0)  # raises where they part
@@ -168,7 +168,7 @@ def test_the_device_counts_as_the_ledger_does(machine: Machine, allocation: str,
     assert found["num_steps"] == len(machine.points)
     if admission == "watermark" and allocation == "token":
         assert found["num_preemptions"] > 0
-    again = machine.replay(trace, "token", "exact", seed=1)  # the memory is empty again
+    again = machine.replay(trace, "token", "reserved", seed=1)  # the memory is empty again
     assert again["hit_tokens"] == 0
 
 
@@ -178,7 +178,7 @@ def test_the_device_counts_as_a_ledger_of_longest_answers_does(machine: Machine)
     found = machine.replay(trace, "contiguous", "sum", seed=0)  # raises where they part
     assert found["output_tokens"] == sum(request.output for request in trace)
     assert found["num_steps"] == len(machine.points)
-    assert machine.replay(trace, "token", "exact", seed=1)["hit_tokens"] == 0
+    assert machine.replay(trace, "token", "reserved", seed=1)["hit_tokens"] == 0
 
 
 def test_a_device_that_counts_otherwise_is_found_out(
@@ -186,14 +186,14 @@ def test_a_device_that_counts_otherwise_is_found_out(
 ) -> None:
     monkeypatch.setattr(trace_machine, "padding_of", lambda ledger: 0)
     with pytest.raises(LedgerMismatch):
-        machine.replay(a_trace().at_once(), "paged:16", "exact", seed=0)
+        machine.replay(a_trace().at_once(), "paged:16", "reserved", seed=0)
 
 
 def test_what_is_late_meets_no_target(machine: Machine) -> None:
     strict = Machine(machine._runner, machine.info, 40, Targets(1e-9, 0.1))
-    found = strict.replay(a_trace().at_once(), "token", "exact", seed=0)
+    found = strict.replay(a_trace().at_once(), "token", "reserved", seed=0)
     assert (found["goodput"], found["met_share"]) == (0.0, 0.0)
-    assert machine.replay(a_trace().at_once(), "token", "exact", seed=0)["num_finished"] == 16
+    assert machine.replay(a_trace().at_once(), "token", "reserved", seed=0)["num_finished"] == 16
 
 
 # --------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ def test_options_that_make_no_sense_are_refused(argv: list[str], capsys: pytest.
 def test_settings_reach_lightkv_in_process_and_as_a_service(tmp_path: Path) -> None:
     options = compare.arguments(["--set", "max_num_seqs=8", "cuda_graphs=False", "--set", "admission=exact"])
     settings = compare.parse_settings(options.set)
-    assert settings == {"max_num_seqs": 8, "cuda_graphs": False, "admission": "exact"}
+    assert settings == {"max_num_seqs": 8, "cuda_graphs": False, "admission": "guaranteed"}
     engine = make_lightkv(None, tmp_path, tmp_path / "m", settings)
     assert engine.serve[-4:] == (str(tmp_path / "m"), "--max-num-seqs", "8", "--no-cuda-graphs")
     with pytest.raises(TypeError, match="no_such_setting"):

@@ -301,8 +301,8 @@ def shown(renderable: Any) -> str:
 def test_a_frame_has_the_counts_and_the_rates() -> None:
     before = LoadReport(num_steps=100, generated_tokens=1000, prompt_tokens=50, router_seconds=1.0)
     report = LoadReport(
-        capacity=1000, free=500, held=300, cached=200, forecast_peak=700, exact_peak=620, reached_peak=650,
-        num_running=3, num_waiting=12, num_running_estimated=1, num_waiting_estimated=7, num_steps=140,
+        capacity=1000, free=500, held=300, cached=200, forecast_peak=700, guaranteed_peak=620, reached_peak=650,
+        num_running=3, num_waiting=12, num_guaranteed=2, waits_for="slots", num_steps=140,
         prompt_tokens=2050, hit_tokens=1025, generated_tokens=1100, router_seconds=1.02, num_ledger_checks=139,
         num_worker_starts=2, num_preemptions=1, recomputed_tokens=1037, num_sessions=4, session_tokens=150,
         session_evicted_tokens=6, session_over_share_tokens=1500,
@@ -312,8 +312,9 @@ def test_a_frame_has_the_counts_and_the_rates() -> None:
     for words in (
         "lightkv at http://host",
         "300 held, 200 cached, 500 free of 1,000 tokens",
-        "700 tokens forecast, 620 by requests with max_tokens, 650 reached so far",
-        "3 running (1 of estimated length), 12 waiting (7)",
+        "700 tokens forecast, 620 guaranteed, 650 reached so far",
+        "3 running (2 guaranteed, 1 provisional), 12 waiting",
+        "waiting for  slots that are expected to be free",
         "50.0 generated/s, 1,000.0 of prompts/s",
         "1,025 of 2,050 prompt tokens hit (50%)",
         "20.0/s, 0.50 ms of the router's own time each",

@@ -116,7 +116,7 @@ class Asking(Scheduler):
         has_row = 0 < self.ledger.num_open < self.limits.max_num_seqs
         if waits and has_row and budget.can_begin(request.num_prefill_tokens):
             decoding = self._decoding.values()
-            running = Running(self.ledger, self._forecast, self._prefilling, decoding, budget, room, idx)
+            running = Running(self.ledger, self._forecasts, self._prefilling, decoding, budget, room, idx)
             if passed := self.waiting.passed_by(request):  # there is not room for both for sure
                 has_rows = self.ledger.num_open + 2 <= self.limits.max_num_seqs
                 assert not has_rows or not self._admission.has_room(running, request, *passed)

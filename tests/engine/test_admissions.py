@@ -55,7 +55,7 @@ def test_random_requests_under_each_admission(admission: str, chunk: int) -> Non
     assert finished == 120
     assert_idle(engine)
     preemptions = engine.stats().num_preemptions
-    if admission in ("sum", "exact", "oracle"):
+    if admission in ("sum", "reserved", "oracle"):
         assert preemptions == 0
     if admission in ("watermark", "past-future", "moving-average"):
         assert preemptions > 0
@@ -68,7 +68,7 @@ def test_each_admission_is_a_setting_of_the_service(admission: str) -> None:
 
 @pytest.mark.parametrize("admission", ["sum", "oracle", "watermark"])
 def test_an_admission_for_comparison_is_refused_by_the_service(admission: str) -> None:
-    with pytest.raises(InvalidConfig, match="give one of exact, quantile, timely"):
+    with pytest.raises(InvalidConfig, match="give one of guaranteed, reserved, timely"):
         EngineConfig(admission=admission)
 
 
@@ -84,7 +84,7 @@ def running_at_first(admission: str, num: int, prompt: int, max_tokens: int, cap
 def test_each_admission_admits_another_number_of_equal_requests() -> None:
     """Ten prompts of 10 tokens with up to 21 new ones: 30 slots each, since the last token is never written."""
     assert running_at_first("sum", 10, 10, 21, 100) == 3
-    assert running_at_first("exact", 10, 10, 21, 100) == 3
+    assert running_at_first("reserved", 10, 10, 21, 100) == 3
     assert running_at_first("watermark", 10, 10, 21, 100) == 9  # 99 tokens: 10 and one more of each
 
 

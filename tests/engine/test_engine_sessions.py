@@ -20,7 +20,7 @@ CAPACITY = 120
 LIMITS = Limits(max_num_seqs=6, max_model_len=CAPACITY + 1, prefill_chunk=16, vocab_size=100)
 
 
-def make_engine(share: float, depth: int = 1, admission: str = "exact", seed: int = 0) -> LocalEngine:
+def make_engine(share: float, depth: int = 1, admission: str = "reserved", seed: int = 0) -> LocalEngine:
     ledger = TokenLedger(CAPACITY, LIMITS.max_num_seqs, LIMITS.max_model_len, int(share * CAPACITY))
     scheduler = Scheduler(ledger, LIMITS, depth, make_simulated(admission, 0, 0))
     return LocalEngine(scheduler, ModelWorker(CAPACITY, random.Random(seed), stop_chance=0.05))
@@ -56,7 +56,7 @@ def test_admission_takes_the_tokens_that_sessions_protect() -> None:
 def test_a_life_of_sessions_keeps_every_count(seed: int) -> None:
     """Conversations that grow, abort, expire and come back, in a pool that is too small for all of them."""
     rng = random.Random(seed)
-    depth, admission = rng.choice([1, 2]), rng.choice(["exact", "exact", "watermark"])
+    depth, admission = rng.choice([1, 2]), rng.choice(["reserved", "reserved", "watermark"])
     engine = make_engine(rng.choice([0.25, 0.5, 1.0]), depth, admission, seed)
     texts: defaultdict[str, list[int]] = defaultdict(lambda: [1, 2, 3])
     living: dict[str, tuple[str, Request]] = {}

@@ -1,6 +1,6 @@
 """The queue in which owners take turns."""
 
-from lightkv.router.engine.fair_queue import FairQueue
+from lightkv.router.engine.grammars.fair_queue import FairQueue
 
 
 class Waiting:

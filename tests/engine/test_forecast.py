@@ -26,7 +26,8 @@ class Life:
         self.lag = lag
         self.exact_share = exact_share
         self.ledger = TokenLedger(CAPACITY, 40, 400)
-        self.forecast = Forecast(self.ledger, lag)
+        self.forecast = Forecast(self.ledger, lag)  # of all sequences
+        self.forecast_of_some = Forecast(self.ledger, lag)  # of the exact ones
         self.final: dict[int, int] = {}
         self.exact: set[int] = set()  # the rows of the exact ones
         self.end: dict[int, int] = {}  # of those that decode or rest
@@ -35,6 +36,10 @@ class Life:
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
         self.resting: list[Sequence] = []
+
+    def forecasts(self, sequence: Sequence) -> list[Forecast]:
+        """Returns the forecasts that count the sequence."""
+        return [self.forecast, self.forecast_of_some][: 1 + (sequence.row in self.exact)]
 
     def prefills(self) -> list[Prefill]:
         lefts = [len(sequence.prompt) // 4 - sequence.length for sequence in self.prefilling]
@@ -57,11 +62,12 @@ class Life:
     def check(self) -> None:
         """Compares the forecast with its specification."""
         prefills = self.prefills()
-        for exact in (False, True):
-            expected = peak_tokens(self.demands(prefills, exact), self.lag)
-            assert self.forecast.peak(prefills, exact) == expected
-        assert len(self.forecast._exact) == len(self.exact)
-        assert self.forecast.num_estimated == self.ledger.num_open - len(self.exact)
+        assert self.forecast.peak(prefills) == peak_tokens(self.demands(prefills), self.lag)
+        expected = peak_tokens(self.demands(prefills, exact=True), self.lag)
+        of_some = [prefill for prefill in prefills if prefill.sequence.row in self.exact]
+        assert self.forecast_of_some.peak(of_some) == expected
+        assert self.forecast.num_sequences == self.ledger.num_open
+        assert self.forecast_of_some.num_sequences == len(self.exact)
 
     def step(self) -> None:
         """Extends prefills by a chunk and decodes by a token; some sequences change their state or end."""
@@ -78,7 +84,8 @@ class Life:
                     self.final[sequence.row] = sequence.length + rng.randint(0, 12)
                 remaining = self.final[sequence.row] - sequence.length
                 self.end[sequence.row] = ledger.step + 1 + remaining
-                self.forecast.decode(sequence, remaining, begin=ledger.step + 1)
+                for forecast in self.forecasts(sequence):
+                    forecast.decode(sequence, remaining, begin=ledger.step + 1)
         growing = [sequence for sequence in self.decoding if sequence.length < self.final[sequence.row]]
         ledger.extend(growing, [1] * len(growing))
         ledger.step += 1
@@ -89,20 +96,37 @@ class Life:
                     states.remove(sequence)
                     self.resting.append(sequence)
                     self.end[sequence.row] = ledger.step - rng.randint(0, 1)
-                    self.forecast.rest(sequence, self.end[sequence.row])
+                    for forecast in self.forecasts(sequence):
+                        forecast.rest(sequence, self.end[sequence.row])
         for states in (self.decoding, self.resting):
             for sequence in list(states):
                 if rng.random() < (0.5 if states is self.resting else 0.03):
                     states.remove(sequence)
-                    self.forecast.drop(sequence)
+                    for forecast in self.forecasts(sequence):
+                        forecast.drop(sequence)
                     self.exact.discard(sequence.row)
                     made = [rng.randrange(3) for _ in range(rng.randint(0, 6))]
                     ledger.close(sequence, array("i", made).tobytes(), cache=rng.random() < 0.8)
         ledger.confirm(ledger.step)
         ledger.drain()
 
+    def check_candidate(self, candidate: Candidate, prefills: list[Prefill], exact: bool) -> None:
+        """Checks `steps_to_wait` for the limits around the peak, with `exact` that of the exact ones alone."""
+        match, window, final, _ = candidate
+        rows = self.exact if exact else self.final.keys()
+        path = [segment for segment in match.path if segment.holders & rows]
+        tip = match.tip if match.path[:1] == tuple(path[:1]) else None
+        hit = match.num_tokens - sum(segment.length for segment in path)
+        hit += path[0].length - tip if tip is not None and path else 0
+        demand = Demand(hit, final - match.num_tokens, path, False, tip if path else None, window)
+        totals = later_peak([*self.demands(prefills, exact), demand], self.lag)
+        forecast = self.forecast_of_some if exact else self.forecast
+        for limit in (totals + 1, totals - 1, totals):  # with the last limit it fits
+            wait = forecast.steps_to_wait(candidate, limit, prefills)
+            assert (wait == 0) == (totals <= limit)
+
     def arrive(self) -> None:
-        """Checks `steps_to_wait` for the limits around the peak, and then admits the request or not."""
+        """Asks both forecasts whether a new request fits, and then admits it or not."""
         rng, ledger = self.rng, self.ledger
         prompt = array("i", [rng.randrange(2) for _ in range(rng.randint(1, 10))]).tobytes()
         final = len(prompt) // 4 + rng.randint(0, 15)
@@ -113,23 +137,18 @@ class Life:
         windows = self.budget.windows(lefts)
         window = windows.pop(place)
         prefills = list(map(Prefill, self.prefilling, windows))
-        path = [segment for segment in match.path if segment.holders]
-        tip = match.tip if match.path[:1] == tuple(path[:1]) else None
-        hit = match.num_tokens - sum(segment.length for segment in path)
-        hit += path[0].length - tip if tip is not None and path else 0
-        candidate = Demand(hit, final - match.num_tokens, path, False, tip if path else None, window)
-        totals = later_peak([*self.demands(prefills), candidate], self.lag)
-        for limit in (totals + 1, totals - 1, totals):  # with the last limit it fits
-            wait = self.forecast.steps_to_wait(Candidate(match, window, final), limit, prefills)
-            assert (wait == 0) == (totals <= limit)
+        candidate = Candidate(match, window, final)
+        self.check_candidate(candidate, prefills, exact=False)
+        of_some = [prefill for prefill in prefills if prefill.sequence.row in self.exact]
+        self.check_candidate(candidate, of_some, exact=True)
         if ledger.num_open < ledger.max_sequences and rng.random() < 0.8:
             sequence = ledger.open(prompt)
             self.final[sequence.row] = final
             self.prefilling.insert(place, sequence)
-            exact = rng.random() < self.exact_share
-            if exact:
+            if rng.random() < self.exact_share:
                 self.exact.add(sequence.row)
-            self.forecast.admit(sequence, final, exact)
+            for forecast in self.forecasts(sequence):
+                forecast.admit(sequence, final)
 
 
 @each_pair(seed=range(2), lag=[0, 1], exact_share=[1.0, 0.5], num_steps=[100, *slow(250, 1000)])

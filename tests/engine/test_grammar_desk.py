@@ -5,7 +5,7 @@ import random
 import pytest
 
 from lightkv.errors import CheckFailed
-from lightkv.router.engine.grammar_desk import (
+from lightkv.router.engine.grammars.grammar_desk import (
     IDLE_SECONDS,
     LEAST_BYTES,
     MAX_IDLE_BYTES,

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from lightkv.router import LLM, SamplingParams
-from lightkv.router.engine.new_rows import NewRows
+from lightkv.router.engine.plan_writer import NewRows
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.step import StepPlan
 from lightkv.router.sampling_params import MAX_END_IDS, InvalidParams

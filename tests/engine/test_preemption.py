@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from bench.common.random_model import random_model
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
-from lightkv.router.engine.admission import OutputLengths
+from lightkv.router.engine.estimates import OutputLengths
 from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler

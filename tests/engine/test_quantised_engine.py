@@ -16,7 +16,8 @@ from lightkv.ledger import TokenLedger
 from lightkv.memory import kv_pool
 from lightkv.memory.kv_pool import PoolPlan
 from lightkv.router import EngineConfig, InvalidConfig, SamplingParams
-from lightkv.router.engine.admission import Admission, OutputLengths
+from lightkv.router.engine.admission import Admission
+from lightkv.router.engine.estimates import OutputLengths
 from lightkv.router.engine.loop import LocalEngine, make_scheduler
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
@@ -85,7 +86,7 @@ def build(
     if lengths is None:
         return LocalEngine(make_scheduler(info), runner), runner, info
     ledger = TokenLedger(info.capacity, info.limits.max_num_seqs, info.limits.max_model_len)
-    admission = Admission(lengths, trusts_limits=False, reserve=0.03)
+    admission = Admission(lengths, guarantees=False, reserve=0.03)
     return LocalEngine(Scheduler(ledger, info.limits, admission=admission), runner), runner, info
 
 

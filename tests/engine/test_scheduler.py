@@ -190,7 +190,7 @@ def test_what_ends_in_the_older_of_two_steps_is_freed_before_the_next(ends: str)
     ("prompt", "max_tokens", "match"),
     [
         (70, 11, "70 prompt tokens and up to 11 .* the context of 80"),
-        (30, 22, "the pool of 50 .*--max-total-tokens"),
+        (51, 22, "51 prompt tokens .* the pool of 50 .*--max-total-tokens"),
     ],
 )
 def test_what_never_fits_is_refused_with_the_numbers(prompt: int, max_tokens: int, match: str) -> None:

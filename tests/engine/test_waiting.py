@@ -220,7 +220,7 @@ def test_however_many_short_prompts_come_a_wait_is_bounded(seed: int) -> None:
 def test_small_requests_that_fit_do_not_pass_a_large_head() -> None:
     """The large one needs the whole pool. It is admitted when those that ran before it have ended, although
     small ones come in every step."""
-    for admission, chunk in (("exact", 0), ("timely", 0), ("exact", 64)):
+    for admission, chunk in (("reserved", 0), ("timely", 0), ("reserved", 64)):
         worker = ModelWorker(100, random.Random(0))
         ledger, limits = TokenLedger(100, 32, 100), Limits(32, 100, chunk, 300)
         budget = PrefillBudget(limits, StepTime.parse(""))  # bounds the steps where prompts are cut

@@ -123,7 +123,7 @@ def test_bad_words_are_texts_for_llm(llm: LLM) -> None:
 
 
 def test_a_preempted_row_knows_its_last_tokens() -> None:
-    from lightkv.router.engine.new_rows import NewRows
+    from lightkv.router.engine.plan_writer import NewRows
     from lightkv.router.engine.request import Request
 
     params = SamplingParams(max_tokens=9, bad_words_ids=[[7, 8, 9]])

@@ -327,10 +327,10 @@ def test_penalties_reach_the_model(llm: LLM) -> None:
     ("prompt", "params", "error", "match"),
     [
         (
-            [1] * 4000,
+            [1] * 4097,
             SamplingParams(max_tokens=200),
             NeverFits,
-            "4000 prompt tokens and up to 200 .* pool of 4096",
+            "4097 prompt tokens and up to 1 .* pool of 4096",
         ),
         ([1] * 8000, SamplingParams(max_tokens=200), NeverFits, "the context of 8192"),
         ([1, 49152], None, InvalidPrompt, "go from 0 to 49151"),

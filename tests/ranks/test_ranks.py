@@ -14,12 +14,14 @@ from safetensors.torch import load_file, save_file
 from lightkv.errors import UnsupportedModel
 from lightkv.integrations.ranks.group import RankGroup
 from lightkv.router import EngineConfig, SamplingParams
-from lightkv.router.engine.admission import Admission, OutputLengths, make_admission
+from lightkv.router.engine.admission import Admission
+from lightkv.router.engine.estimates import OutputLengths
 from lightkv.router.engine.loop import LocalEngine, make_scheduler
 from lightkv.router.engine.request import Request
 from lightkv.router.model.build import build_runner
 from lightkv.router.model.info import model_info
 from lightkv.router.model.loader import load_model
+from lightkv.router.simulate.admissions import make_simulated
 from tests.support.ranks import run_ranks
 from tests.support.tiny_architectures import VOCABULARY, random_weights, tiny
 from tests.support.tiny_files import save_tiny
@@ -64,7 +66,7 @@ def life(ranks: RankGroup | None, directory: str, num_edits: int) -> tuple[list[
         model=directory, device="cpu", dtype="float32", prefill_chunk=16, max_total_tokens=150
     )
     runner, info = build_runner(config, lambda line: None, ranks=ranks)
-    engine = LocalEngine(make_scheduler(info, make_admission("quantile")), runner)
+    engine = LocalEngine(make_scheduler(info, make_simulated("quantile", 0, 0)), runner)
     memory, edits = runner._parts.memory, 0
     apply = memory.apply
 
@@ -156,7 +158,7 @@ def shared_windows(
     )
     runner, info = build_runner(config, lambda line: None, ranks=ranks)
     assert not info.groups.is_uniform
-    admission = Admission(OutputLengths(assumed=2), trusts_limits=False)
+    admission = Admission(OutputLengths(assumed=2), guarantees=False)
     engine = LocalEngine(make_scheduler(info, admission), runner)
     found, hits, digests = [], [], []
     for turn, prompts in enumerate(([LONG], SHARING)):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightkv.router.engine.grammar_desk import MAX_WAITING, Compile, Compiled
+from lightkv.router.engine.grammars.grammar_desk import MAX_WAITING, Compile, Compiled
 from lightkv.router.sampling_params import Grammar
 from lightkv.router.service.grammars import held_requests
 from lightkv.router.service.messages import Abort, Accepted, Refused

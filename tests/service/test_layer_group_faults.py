@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from lightkv.router.engine.admission import Admission, OutputLengths
+from lightkv.router.engine.admission import Admission
+from lightkv.router.engine.estimates import OutputLengths
 from lightkv.router.service import router as router_module
 from lightkv.router.service.messages import Abort, Accepted
 from tests.support.combinations import slow
@@ -179,7 +180,7 @@ def test_clients_that_disconnect_and_abort(family: str, depth: int, tmp_path: Pa
 @cases("gpt-oss", 1)
 def test_requests_that_are_preempted(family: str, depth: int, tmp_path: Path) -> None:
     async def scenario() -> None:
-        admission = Admission(OutputLengths(assumed=2), trusts_limits=False)
+        admission = Admission(OutputLengths(assumed=2), guarantees=False)
         async with running(tmp_path, family, depth, 400, admission) as one:
             names = await one.submit("a", 24) + await one.submit("b", 24)
             await one.check_answers(names[:5], 24)

@@ -13,7 +13,7 @@ import pytest
 
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine import loop as loop_module
-from lightkv.router.engine.admission import OutputLengths
+from lightkv.router.engine.estimates import OutputLengths
 from lightkv.router.engine.step import RunnerInfo
 from lightkv.router.engine.step_time import StepTime
 from lightkv.router.sampling_params import SamplingParams
@@ -257,18 +257,18 @@ def test_workers_that_die_before_a_step_end_the_service_however_long_they_load(
     asyncio.run(scenario())
 
 
-async def submit_more_than_fits(client: Client, states_length: bool = True) -> list[str]:
-    """Submits short answers, which set the estimates, and then long ones; most would have to wait."""
+async def submit_more_than_fits(client: Client) -> list[str]:
+    """Submits short answers, which set the estimates, and then long ones, whose estimates are too low."""
     for i in range(OutputLengths.num_needed):
-        await client.submit(f"short{i}", [i % 16], 2, states_length)
+        await client.submit(f"short{i}", [i % 16], 2, False)
         await client.until_ended(f"short{i}")
     names = [f"long{i}" for i in range(4)]
     for i, name in enumerate(names):
-        assert await client.submit(name, [i] * 30, 60, states_length) == Accepted(name)
+        assert await client.submit(name, [i] * 30, 60, False) == Accepted(name)
     return names
 
 
-@pytest.mark.parametrize("admission", ["exact", "quantile"])
+@pytest.mark.parametrize("admission", ["guaranteed", "reserved"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_preempted_requests_finish_while_the_service_drains(
     tmp_path: Path, depth: int, admission: str
@@ -276,7 +276,7 @@ def test_preempted_requests_finish_while_the_service_drains(
     async def scenario() -> None:
         async with service(tmp_path, depth, pause=0.005, admission=admission) as made:
             client = await made.connect()
-            names = await submit_more_than_fits(client, states_length=admission == "quantile")
+            names = await submit_more_than_fits(client)
             await client.until(lambda status: status.load.num_preemptions > 0)
             made.router.drain()
             ends = await client.until_ended(*names)
@@ -291,7 +291,7 @@ def test_preempted_requests_finish_while_the_service_drains(
 
 def test_a_worker_that_dies_ends_preempted_requests_and_keeps_the_estimates(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with service(tmp_path, 2, pause=0.005, admission="quantile") as made:
+        async with service(tmp_path, 2, pause=0.005) as made:
             client = await made.connect()
             names = await submit_more_than_fits(client)
             while not made.router.load().num_preemptions:  # a status would arrive too late

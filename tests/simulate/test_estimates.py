@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightkv.router.engine.admission import OutputLengths
+from lightkv.router.engine.estimates import OutputLengths
 from lightkv.router.simulate.admissions import AverageLength, DrawnLengths
 
 

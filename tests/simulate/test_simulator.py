@@ -28,6 +28,7 @@ from lightkv.router.simulate.record import Distribution, Overtaking, Timeline
 from lightkv.router.simulate.report.tables import summary
 from lightkv.router.simulate.result import SERIES_POINTS, Figures, SimulationResult
 from lightkv.router.simulate.simulator import saturation, simulate
+from lightkv.router.simulate.timed_engine import HOST_SECONDS
 from tests.support.combinations import each_value, slow
 
 STEP_TIME = "base=0.01,per_decode=1e-4,per_kv=1e-6,prefill=0.002,per_prompt=1e-4,per_pair=1e-7"
@@ -59,14 +60,29 @@ def test_the_times_of_one_request_are_the_sums_of_its_steps(tmp_path: Path) -> N
     model = StepTime.parse(STEP_TIME)
     first = model.seconds(Work(0, 0, 64, 64 * 65 // 2))
     second = model.seconds(Work(0, 0, 36, 36 * 64 + 36 * 37 // 2))
-    decodes = [model.seconds(Work(1, 101 + i, 0, 0)) for i in range(3)]
+    # The last step was planned before the last token was known, and is computed for nothing.
+    decodes = [model.seconds(Work(1, 101 + i, 0, 0)) for i in range(4)]
     figures = result.figures
-    assert figures.ttft_max == pytest.approx(first + second)
-    assert figures.tpot_max == pytest.approx(sum(decodes) / 3)
-    assert figures.seconds == pytest.approx(first + second + sum(decodes))
-    assert (figures.num_steps, figures.output_tokens, figures.prompt_tokens) == (5, 4, 100)
-    assert figures.peak_held_share == 103 / 3000  # the last token is never written
+    assert figures.ttft_max == pytest.approx(HOST_SECONDS + first + second)
+    assert figures.tpot_max == pytest.approx(sum(decodes[:3]) / 3)
+    assert figures.seconds == pytest.approx(HOST_SECONDS + first + second + sum(decodes))
+    assert (figures.num_steps, figures.output_tokens, figures.prompt_tokens) == (6, 4, 100)
+    assert figures.peak_held_share == 104 / 3000
     assert figures.goodput == pytest.approx(1 / figures.seconds)
+
+
+def test_the_device_waits_for_the_host_where_no_step_is_in_flight(trace: str) -> None:
+    """Before the first step, and where a preemption waits for the steps in flight."""
+
+    def waits(capacity: int) -> tuple[float, int]:
+        config = replace(SMALL, rate=math.inf, admission="watermark", step_time="base=0.01")
+        found = simulate(trace, replace(config, requests=60, capacity=capacity)).figures
+        return (found.seconds - 0.01 * found.num_steps) / HOST_SECONDS, found.num_preemptions
+
+    assert waits(50_000) == (pytest.approx(1), 0)
+    num_waits, num_preemptions = waits(2000)
+    assert num_waits == pytest.approx(round(num_waits))
+    assert num_waits > num_preemptions / 2 > 2  # one wait may be for several
 
 
 @pytest.mark.parametrize("page", [PAGE_SIZES[0], *slow(*PAGE_SIZES[1:-1]), PAGE_SIZES[-1]])
@@ -83,10 +99,16 @@ def test_last_pages_are_as_empty_as_by_brute_force(trace: str, page: int) -> Non
 
 
 @each_value(seed=range(3), allocation=ALLOCATIONS)
-def test_exact_never_preempts(tmp_path: Path, seed: int, allocation: str) -> None:
+def test_guaranteed_requests_are_never_preempted(tmp_path: Path, seed: int, allocation: str) -> None:
     """`simulate` recounts everything at its end."""
     name = write_trace(tmp_path / "trace.csv", seed, num=120, gap=0.01)
-    found = simulate(name, replace(SMALL, allocation=allocation)).figures
+    config = replace(SMALL, allocation=allocation)
+    if allocation != "contiguous":
+        found = simulate(name, config).figures
+        assert (found.num_finished, found.num_preempted_guaranteed) == (120, 0)
+        assert found.mean_guaranteed > 1
+        config = replace(config, admission="reserved")  # all of them are guaranteed
+    found = simulate(name, config).figures
     assert found.num_finished == 120
     assert (found.num_preemptions, found.num_preempted, found.recomputed_tokens) == (0, 0, 0)
     assert found.max_waiting > 50  # the pool was short
@@ -113,10 +135,11 @@ def test_requests_without_a_limit_are_estimated(
     """None with a limit is preempted, and the pool is fuller than if all have one."""
     name = write_trace(tmp_path / "trace.csv", 5, num=120, gap=0.04)
     config = replace(SMALL, allocation=allocation, patience=patience, low_priority=0.3, reserve=0.0)
+    config = replace(config, admission="reserved")
     figures = simulate(name, replace(config, stated=stated)).figures
     assert (figures.num_finished, figures.num_preempted_stated) == (120, 0)
     assert figures.num_unstated == 120 if not stated else 30 < figures.num_unstated < 90
-    assert figures.num_preemptions > 0
+    assert stated or figures.num_preemptions > 0
     assert figures.memory_used_share > simulate(name, config).figures.memory_used_share
 
 
@@ -145,12 +168,12 @@ def test_estimates_use_more_memory_than_exact_and_the_oracle_preempts_none(
 ) -> None:
     found = {name: crowded(name) for name in SIMULATED_ADMISSIONS}
     used = {name: figures.memory_used_share for name, figures in found.items()}
-    assert used["sum"] < used["exact"] < used["quantile"] < used["watermark"]
-    assert used["exact"] < used["moving-average"]
-    assert used["exact"] < used["past-future"]
-    for name in ("sum", "exact", "oracle"):
+    assert used["sum"] < used["reserved"] < used["quantile"] < used["watermark"]
+    assert used["reserved"] < used["moving-average"]
+    assert used["reserved"] < used["past-future"]
+    for name in ("sum", "reserved", "oracle"):
         assert found[name].num_preemptions == 0
-    assert found["oracle"].served_rate > 1.5 * found["exact"].served_rate
+    assert found["oracle"].served_rate > 1.5 * found["reserved"].served_rate
     assert found["watermark"].num_preemptions > found["quantile"].num_preemptions
 
 
@@ -175,11 +198,11 @@ def test_requests_that_are_all_admitted_at_once_have_a_saturation(tmp_path: Path
 
 
 def test_timely_admits_requests_first_that_can_meet_the_target() -> None:
-    config = SimulationConfig(requests=100, load=1.5, capacity=10_000, ttft_target=5.0)
+    config = SimulationConfig(requests=200, load=2.0, capacity=10_000, ttft_target=5.0)
     config = replace(config, saturation=saturation("chat", config))  # once for both
-    first_come = simulate("chat", replace(config, admission="quantile")).figures
+    first_come = simulate("chat", replace(config, admission="guaranteed")).figures
     timely = simulate("chat", replace(config, admission="timely")).figures
-    assert timely.num_finished == first_come.num_finished == 100
+    assert timely.num_finished == first_come.num_finished == 200
     assert timely.met_share > 1.3 * first_come.met_share
     assert timely.ttft_max > first_come.ttft_p50
 
@@ -264,7 +287,8 @@ def test_few_requests_are_held_however_many_wait(monkeypatch: pytest.MonkeyPatch
             return super().plan()
 
     monkeypatch.setattr(simulation, "Scheduler", Watched)
-    simulate("chat", SimulationConfig(requests=150, rate=math.inf, capacity=20_000, max_new=512))
+    config = SimulationConfig(requests=150, rate=math.inf, capacity=20_000, max_new=512)
+    simulate("chat", replace(config, admission="reserved"))  # which preempts none
     assert most <= simulation.QUEUE < 150
 
 
@@ -343,8 +367,8 @@ def test_the_last_line_has_every_figure(tmp_path: Path) -> None:
     [
         (["nothing.csv"], "no file, and no workload"),
         (["--allocation", "paged:1"], "token, contiguous, or paged:N"),
-        (["--allocation", "contiguous", "--admission", "exact"], "leave --admission out"),
-        (["--admission", "best"], "exact, quantile"),
+        (["--allocation", "contiguous", "--admission", "reserved"], "leave --admission out"),
+        (["--admission", "best"], "guaranteed, reserved"),
         (["--load", "1", "--rate", "2"], "give one"),
         (["--load", "0"], "--load is 0.0; give a number above 0"),
         (["--capacity", "0"], "give a whole number of at least 1"),
@@ -397,7 +421,8 @@ def test_a_reserved_run_is_filled_even_if_no_other_slot_is_free(tmp_path: Path) 
     path.write_text("num_prefill_tokens,num_decode_tokens\n5000,5\n")
     config = replace(SMALL, capacity=5009, max_new=10, allocation="contiguous", rate=math.inf)
     figures = simulate(str(path), config).figures
-    assert figures.num_steps == math.ceil(5000 / SMALL.prefill_chunk) + 4
+    # The last step was planned before it was known that the answer had ended.
+    assert figures.num_steps == math.ceil(5000 / SMALL.prefill_chunk) + 5
 
 
 def test_a_trace_with_a_single_time_has_no_rate(tmp_path: Path) -> None:

@@ -81,7 +81,11 @@ def test_several_allocations_and_seeds_in_one_run(tmp_path: Path) -> None:
     assert report.read_text() == render(results)
     assert series.read_text() == series_csv(results)
     heading, mean, spread = (re.split(r"  +", line.strip()) for line in lines[:3])
-    assert (heading[:2], mean[0], spread[0]) == (["policy", "goodput/s"], "token · exact", "seeds 0 to 1")
+    assert (heading[:2], mean[0], spread[0]) == (
+        ["policy", "goodput/s"],
+        "token · guaranteed",
+        "seeds 0 to 1",
+    )
     goodputs = sorted(one["goodput"] for one in runs[:2])
     assert mean[1] == f"{sum(goodputs) / 2:.2f}"
     assert spread[1] == f"{goodputs[0]:.2f}-{goodputs[1]:.2f}"
@@ -123,7 +127,7 @@ def test_series_have_a_line_for_each_interval(swept: list[SimulationResult]) -> 
     first, second = swept[2].series, swept[3].series
     assert len(rows) == len(first.used) + len(second.used)
     row, idx = rows[len(first.used) + 3], 3
-    assert (row["allocation"], row["admission"], row["seed"]) == ("paged:48", "exact", "0")
+    assert (row["allocation"], row["admission"], row["seed"]) == ("paged:48", "guaranteed", "0")
     assert float(row["seconds"]) == idx * second.width
     for name in ("used", "padding", "cached", "running", "waiting"):
         assert float(row[name]) == getattr(second, name)[idx]

@@ -152,6 +152,7 @@ class FakeRouter:
         self.mute = False
         self.first_state: State = "ready"
         self.num_cached = 0
+        self.num_interruptions = 0  # of each answer, after its second token
         self.submits: list[Asked] = []
         self.aborts: list[Abort] = []
         self.released: list[str] = []
@@ -203,9 +204,9 @@ class FakeRouter:
                 for one in asked:
                     self._answering[one.request_id] = asyncio.create_task(self._answer(one))
 
-    def report(self, state: State, load: Load | None = None) -> None:
+    def report(self, state: State, load: Load | None = None, ready: RunnerInfo = INFO) -> None:
         assert self._stream is not None
-        info = None if state == "starting" else INFO
+        info = None if state == "starting" else ready
         self._last = Status(state, "for the test", load or IDLE, info)
         self._stream.send(self._last)
 
@@ -242,7 +243,8 @@ class FakeRouter:
                 logprobs = TokenLogprobs(-0.5, top, [-0.5, -1.5, float("-inf")][: len(top)])
             cached = self.num_cached if i == 0 else None
             scores = _scores(submit) if i == 0 else None
-            event = TokenEvent(submit.request_id, token, reason, logprobs, None, cached, scores)
+            told = self.num_interruptions if i == 2 else 0
+            event = TokenEvent(submit.request_id, token, reason, logprobs, None, cached, scores, None, told)
             self._stream.send(Events([event]))
             if reason is not None:
                 return

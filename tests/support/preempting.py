@@ -1,6 +1,7 @@
 """Estimates of lengths, for engines of tests whose requests may be preempted."""
 
-from lightkv.router.engine.admission import Admission, OutputLengths
+from lightkv.router.engine.admission import Admission
+from lightkv.router.engine.estimates import OutputLengths
 
 
 def expecting(length: int) -> OutputLengths:
@@ -12,4 +13,4 @@ def expecting(length: int) -> OutputLengths:
 
 
 def counted_by(lengths: OutputLengths | None) -> Admission:
-    return Admission(lengths, trusts_limits=lengths is None, reserve=0.03)
+    return Admission(lengths, guarantees=lengths is None, reserve=0.03)

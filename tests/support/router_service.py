@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from lightkv.router.config import EngineConfig
-from lightkv.router.engine.grammar_desk import Compile, Compiled, Forget
+from lightkv.router.engine.grammars.grammar_desk import Compile, Compiled, Forget
 from lightkv.router.engine.step import (
     Captured,
     ExpectedMemory,
@@ -175,7 +175,7 @@ class Service:
         depth: int,
         pause: float = 0.0,
         max_queued: int = 10,
-        admission: str = "exact",
+        admission: str = "guaranteed",
         kv_events: str | None = None,
         make: Callable[[], FakeWorker] | None = None,
     ) -> None:
@@ -206,7 +206,7 @@ async def service(
     depth: int = 1,
     pause: float = 0.0,
     max_queued: int = 10,
-    admission: str = "exact",
+    admission: str = "guaranteed",
     kv_events: str | None = None,
     make: Callable[[], FakeWorker] | None = None,
 ) -> AsyncIterator[Service]:

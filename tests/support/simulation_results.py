@@ -15,7 +15,7 @@ HOSTILE = (
 def nothing() -> SimulationResult:
     """Returns the result of a simulation without requests."""
     figures = {field.name: 0 if field.type is int else 0.0 for field in fields(Figures)}
-    settings = {**asdict(SMALL), "trace": "nothing", "admission": "exact"}
+    settings = {**asdict(SMALL), "trace": "nothing", "admission": "guaranteed"}
     empty = Curve(list(CURVE_QUANTILES), [0.0] * len(CURVE_QUANTILES))
     series = Series(1.0, 100, [], [], [], [], [])
     return SimulationResult(settings, {"source": {}}, Figures(**figures), series, empty, empty)  # type: ignore[arg-type]

@@ -49,12 +49,15 @@ class PromptTokensDetails(TypedDict):
 
 class Usage(TypedDict):
     """Token counts. A prompt counts once, however many answers it has. The details are null unless the service
-    reports cached tokens."""
+    reports cached tokens. `interruptions`: how often answers were interrupted, if any was. `max_tokens`: what
+    the request's own was cut to, if the pool cannot hold as many."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None
+    interruptions: NotRequired[int]
+    max_tokens: NotRequired[int]
 
 
 FinishReason = Literal["stop", "length", "tool_calls", "function_call"]
@@ -89,6 +92,7 @@ class CompletionBody(TypedDict):
     model: str
     choices: list[CompletionChoice]
     usage: NotRequired[Usage | None]
+    interruptions: NotRequired[int]
 
 
 class TopLogprob(TypedDict):
@@ -159,6 +163,7 @@ class ChatChunk(TypedDict):
     model: str
     choices: list[ChunkChoice]
     usage: NotRequired[Usage | None]
+    interruptions: NotRequired[int]
     prompt_token_ids: NotRequired[list[int]]
 
 

@@ -116,7 +116,8 @@ class GenerationSpec:
     `session`: the one that protects the tokens of prompts and answers in the cache. `states_length`: whether
     the client stated max_tokens. `shows_logprobs`: whether the client gets the log-probabilities of
     `params`. `shows_answer`: if not, the one token that a prompt is answered with is dropped. `form`: how its
-    tokens become an answer. `grammar_field`: the field that `params.grammar` came in. `grammar_bytes`: what it
+    tokens become an answer. `cut_to`: what `params.max_tokens` is cut to, if the pool cannot hold as many.
+    `grammar_field`: the field that `params.grammar` came in. `grammar_bytes`: what it
     takes when it is compiled. `grammar_owner`: what stands for the client.
     """
 
@@ -129,6 +130,7 @@ class GenerationSpec:
     shows_logprobs: bool = True
     shows_answer: bool = True
     form: AnswerForm = NEW_TEXT
+    cut_to: int | None = None
     grammar_field: str = "grammar"
     grammar_bytes: int = 0
     grammar_owner: bytes = b""
@@ -140,7 +142,8 @@ class Answer:
 
     `index`: its number among the answers of the HTTP request. `scored`: the tokens of its text with their
     log-probabilities, if it `has_logprobs` (a stop token does not belong to the text). `total_logprob`: that of
-    all its tokens, where they have any. `num_cached`: prompt tokens found in the cache.
+    all its tokens, where they have any. `num_cached`: prompt tokens found in the cache. `num_interruptions`:
+    how often it was preempted.
     """
 
     index: int
@@ -149,6 +152,7 @@ class Answer:
     clock: AnswerClock
     has_logprobs: bool
     num_cached: int = 0
+    num_interruptions: int = 0
     total_logprob: float = 0.0
     scored: GrowingScores = field(default_factory=GrowingScores)
 
@@ -248,6 +252,11 @@ class Generation:
         return sum(map(len, self._spec.prompts)) // TOKEN_BYTES
 
     @property
+    def cut_to(self) -> int | None:
+        """What max_tokens is cut to, if the pool cannot hold as many."""
+        return self._spec.cut_to
+
+    @property
     def num_cached_tokens(self) -> int | None:
         """Prompt tokens found in the cache, counted for the first answer to each prompt; None if the service
         does not report them."""
@@ -317,6 +326,7 @@ class Generation:
         if event.num_cached is not None:
             answer.num_cached = event.num_cached
             answer.clock.waited = event.waited
+        answer.num_interruptions = max(answer.num_interruptions, event.num_interruptions)
         if not self._spec.shows_answer:
             event = msgspec.structs.replace(event, token=None, finish_reason="length")
         completion, logprobs = answer.completion, event.logprobs
@@ -365,6 +375,7 @@ class BeamAnswers:
     num_prompt_tokens: int
     num_cached_tokens: int | None
     num_hit_tokens: int
+    cut_to: None = None  # their steps are of one token
 
     @property
     def all_answers(self) -> list[Answer]:
@@ -388,12 +399,17 @@ def usage_of(generation: Answered) -> Usage:
     """Returns the token counts so far."""
     prompt, completion = generation.num_prompt_tokens, generation.num_completion_tokens
     cached = generation.num_cached_tokens
-    return {
+    usage: Usage = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": None if cached is None else {"cached_tokens": cached},
     }
+    if interruptions := sum([answer.num_interruptions for answer in generation.all_answers]):
+        usage["interruptions"] = interruptions
+    if generation.cut_to is not None:
+        usage["max_tokens"] = generation.cut_to
+    return usage
 
 
 @asynccontextmanager

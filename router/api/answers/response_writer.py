@@ -274,4 +274,5 @@ def _usage(generation: Answered) -> dict[str, Any]:
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage["total_tokens"],
+        **{name: usage[name] for name in ("interruptions", "max_tokens") if name in usage},
     }

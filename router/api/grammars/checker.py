@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from lightkv.router.engine.fair_queue import FairQueue
+from lightkv.router.engine.grammars.fair_queue import FairQueue
 from lightkv.router.sampling_params import Grammar
 from lightkv.router.service.child_process import command
 from lightkv.router.service.frames import FrameStream

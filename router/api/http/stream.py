@@ -132,6 +132,8 @@ class EventWriter:
                 chunk["usage"] = usage_of(self._generation)
             elif self._includes_usage:
                 chunk["usage"] = None
+            if chunk["choices"][0]["finish_reason"] and delta.answer.num_interruptions:
+                chunk["interruptions"] = delta.answer.num_interruptions
             events.append(_event(chunk))
         return chain.from_iterable(events)
 

@@ -366,8 +366,11 @@ class Desk:
         if asked.is_cut:
             left = max(min(params.max_tokens, asked.longest - num_prompt, most), 1)
             spec = replace(spec, params=params.completed(left, asked.grammar))
-        elif asked.grammar is not params.grammar:
-            spec = replace(spec, params=params.completed(params.max_tokens, asked.grammar))
+        else:
+            if asked.grammar is not params.grammar:
+                spec = replace(spec, params=params.completed(params.max_tokens, asked.grammar))
+            if params.max_tokens > (left := asked.longest - num_prompt):
+                spec = replace(spec, cut_to=left)
         if body.use_beam_search:
             beams = body.beam_params(spec.params, body.n or 1, body.stream is True, spec.grammar_field)
             if len(spec.prompts) * beams.width > self.settings.max_answers:

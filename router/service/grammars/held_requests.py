@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from lightkv.errors import LightKVError
-from lightkv.router.engine.grammar_desk import Compile, Compiled, GrammarDesk
+from lightkv.router.engine.grammars.grammar_desk import Compile, Compiled, GrammarDesk
 from lightkv.router.engine.loop import Engine
 from lightkv.router.engine.request import Request
 from lightkv.router.service.messages import Submit

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from lightkv.errors import LightKVError
-from lightkv.router.engine.grammar_desk import Compile, Compiled, Forget
+from lightkv.router.engine.grammars.grammar_desk import Compile, Compiled, Forget
 from lightkv.router.service.frames import LENGTH, MAX_FRAME_BYTES, decode
 
 if TYPE_CHECKING:

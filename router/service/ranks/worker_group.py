@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from lightkv.errors import CheckFailed
 from lightkv.holdings import Holdings
 from lightkv.router.config import EngineConfig
-from lightkv.router.engine.grammar_desk import Compile, Compiled, Forget
+from lightkv.router.engine.grammars.grammar_desk import Compile, Compiled, Forget
 from lightkv.router.engine.step import Captured, ExpectedMemory, PoolMap, RunnerInfo, StepPlan, StepResult
 from lightkv.router.service.messages import Rank
 from lightkv.router.service.worker_client import WorkerClient, WorkerDied, WorkerFailed

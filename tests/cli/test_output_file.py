@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightkv.router.simulate.output_file import UnwritableFile, check_writable, write_whole
+from lightkv.router.cli.output_file import UnwritableFile, check_writable, write_whole
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,1 @@
+"""Which grammars a device compiles, and in which order."""
