@@ -1,6 +1,7 @@
 """The connections of the HTTP server: how they are counted, TLS handshakes, and how one ends before its client
 has sent all of a request."""
 
+import asyncio
 import errno
 import select
 import socket
@@ -8,6 +9,7 @@ import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +18,10 @@ import uvloop
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
+from lightkv.router.api.http import connection as http_connection
 from lightkv.router.api.http import server as http_server
-from lightkv.router.api.http.parser import EVENTS_PER_TURN, FREE_CHUNKS, MAX_LINES
+from lightkv.router.api.http.connection import EVENTS_PER_TURN, PARSING_SECONDS, ParsingTurns
+from lightkv.router.api.http.parser import FREE_CHUNKS, MAX_LINES
 from lightkv.router.api.http.server import make_server
 from lightkv.router.service.api_settings import ApiSettings, ServeSettings
 from tests.support.api_process import until_closed
@@ -207,6 +211,35 @@ def test_a_body_in_small_chunks_is_read_in_many_turns() -> None:
         assert sum(parts) == num_chunks * size
         assert max(parts) <= 2 * EVENTS_PER_TURN * size  # a turn may end one read and begin another
         connection.close()
+
+
+def test_connections_share_the_time_to_parse_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has parts for three times, which take 0.6 ms each by a clock of the test."""
+    now, turns = 0.0, list[list[int]]()
+
+    async def body() -> None:
+        parsing = ParsingTurns()
+
+        def go_on(number: int, num_left: int) -> None:
+            nonlocal now
+            now += 0.0006
+            turns[-1].append(number)
+            if num_left:
+                parsing.add(lambda: go_on(number, num_left - 1))
+            if number == 7:
+                raise RuntimeError("a connection that fails holds up no other")
+
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        for number in range(50):
+            parsing.add(lambda number=number: go_on(number, 2))  # type: ignore[misc]
+        while sum(map(len, turns)) < 150:
+            turns.append([])
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(http_connection, "time", SimpleNamespace(monotonic=lambda: now))
+    asyncio.run(body())
+    assert max(map(len, turns)) == PARSING_SECONDS // 0.0006 + 1
+    assert [number for turn in turns for number in turn] == list(range(50)) * 3
 
 
 def test_requests_in_one_packet_are_answered_in_order() -> None:

@@ -7,7 +7,6 @@ import h11
 import pytest
 
 from lightkv.router.api.http.parser import (
-    EVENTS_PER_TURN,
     FREE_CHUNKS,
     MAX_LINES,
     MIN_CHUNK_BYTES,
@@ -15,7 +14,7 @@ from lightkv.router.api.http.parser import (
     RefusedRequest,
 )
 
-MAX_HEADER_BYTES = 2**16
+MAX_HEADER_BYTES, NUM_EVENTS = 2**16, 64
 GET = b"GET / HTTP/1.1\r\nHost: here\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: here\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -38,7 +37,7 @@ def events(connection: HttpConnection, *pieces: bytes) -> Iterator[Any]:
     for piece in pieces:
         connection.receive_data(piece)
         while True:
-            connection.begin_turn()
+            connection.begin_turn(NUM_EVENTS)
             event = connection.next_event()
             if event in (h11.NEED_DATA, h11.PAUSED):
                 break
@@ -54,13 +53,13 @@ def test_a_turn_has_so_many_events() -> None:
     connection.receive_data(CHUNKED + chunk(b"x") * 500 + END)
     num_events = []
     while connection.their_state is not h11.DONE:
-        connection.begin_turn()
+        connection.begin_turn(NUM_EVENTS)
         found = 0
         while connection.next_event() is not h11.NEED_DATA:
             found += 1
         num_events.append(found)
         assert connection.is_turn_over or connection.their_state is h11.DONE
-    assert set(num_events[:-1]) == {EVENTS_PER_TURN}
+    assert set(num_events[:-1]) == {NUM_EVENTS}
     assert sum(num_events) == 502  # with the headers and the end
 
 
