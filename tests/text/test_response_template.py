@@ -19,6 +19,7 @@ from lightkv.router.api.requests.tools import Function, ToolUse
 from lightkv.router.config import EngineConfig
 from lightkv.router.model_files import resolve
 from lightkv.router.service.api_settings import ApiSettings
+from lightkv.router.service.router_client import MAX_TAKEN
 from lightkv.router.text import response_template
 from lightkv.router.text.answer_reader import AnswerReader, joined
 from lightkv.router.text.detokenizer import Detokenizer
@@ -328,6 +329,11 @@ def test_the_template_of_a_tokenizer_reads_tokens(tmp_path: Path) -> None:
         parts = [part for piece in pieces for part in reader.push(detokenizer.push(piece))]
         parts += [*reader.push(detokenizer.finish()), *reader.finish()]
         assert joined(parts) == ("Why?", "See \u2603.", [("f", '{"a": 1}')])
+
+
+def test_a_turn_of_the_event_loop_has_less_than_half_a_second_of_reading() -> None:
+    """A consumer that is late takes MAX_TAKEN events at a time, each of which may be a piece."""
+    assert MAX_TAKEN * response_template.PIECE_SECONDS + response_template.MAX_SECONDS < 0.5
 
 
 def test_the_answers_to_one_request_share_the_limit_of_time(tmp_path: Path) -> None:
