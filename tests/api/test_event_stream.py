@@ -58,6 +58,8 @@ def test_events_made_of_the_first_one_equal_those_written_whole(is_chat: bool, w
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
 def test_chunks_are_framed_as_h11_frames_them(version: bytes) -> None:
     def sent(connection: h11.Connection, length: list[tuple[str, str]]) -> list[bytes]:
+        if isinstance(connection, HttpConnection):
+            connection.begin_turn(8)
         connection.receive_data(b"GET / HTTP/%b\r\nHost: here\r\n\r\n" % version)
         while type(connection.next_event()) is not h11.EndOfMessage:
             pass
@@ -72,6 +74,7 @@ def test_chunks_are_framed_as_h11_frames_them(version: bytes) -> None:
 
 def test_nothing_is_sent_after_the_last_chunk() -> None:
     connection = HttpConnection(1000)
+    connection.begin_turn(8)
     connection.receive_data(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
     while type(connection.next_event()) is not h11.EndOfMessage:
         pass
