@@ -6,11 +6,12 @@
 The saturation is what a closed loop of 256 clients with the lengths of the conversation trace is served in
 requests a second, in the last two thirds of its time. Each cell (`lifelike_cells.py`) is an open loop for
 --seconds at a share of --saturation, or of the measured one, however many requests are in flight: Poisson and
-bursty arrivals (Gamma, with a deviation of three times the mean) of the conversation trace, Poisson arrivals of
-the code trace, and sessions of 5 to 8 turns whose prompts grow. A session goes on with the very tokens that
-were answered. A turn that would begin after --seconds is not sent, so the load of sessions rises while the
-first ones run, and then stays. The two closed loops at the end have prompts of 512 and answers of 128 tokens,
-and four waves.
+bursty arrivals (Gamma, with a deviation of three times the mean) of the conversation trace, Poisson arrivals
+of the code trace, and sessions of 5 to 8 turns whose prompts grow. In the cells `stated`, each request states
+`max_tokens` 4,096, and its answer stops by a token where the trace's answer ends. A session goes on with the
+very tokens that were answered. A turn that would begin after --seconds is not sent, so the load of sessions
+rises while the first ones run, and then stays. The two closed loops at the end have prompts of 512 and
+answers of 128 tokens, and four waves.
 
 The cell then waits for the answers, for --drain seconds at most. What is not answered by then, or fails, is
 counted, and is outside of goodput: the answers within 1 s to the first token and 40 ms a token in the mean, per
@@ -21,6 +22,7 @@ all pieces. The requests and their times follow from --seed, and are the same fo
 
 import argparse
 import asyncio
+import re
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
@@ -68,8 +70,19 @@ class Target:
         self._endpoint = endpoint
         self._model: str = uvloop.run(endpoint.get("/v1/models"))["data"][0]["id"]
 
-    async def play(self, sessions: Sequence[Session], seconds: float, drain: float) -> list[Sent]:
-        """Sends the sessions' requests at their times, and waits `drain` seconds for what is then in flight."""
+    def preemptions(self) -> float:
+        """Returns how many preemptions the server has counted since its start. Raises RequestFailed."""
+        reply = uvloop.run(self._endpoint.request("GET", "/metrics"))
+        found = re.findall(rb"^\w+:num_preemptions(?:_total)?(?:{.*})? (\S+)$", reply.body, re.MULTILINE)
+        return sum(map(float, found))
+
+    async def play(
+        self, sessions: Sequence[Session], seconds: float, drain: float, stated: int | None = None
+    ) -> list[Sent]:
+        """Sends the sessions' requests at their times, and waits `drain` seconds for what is then in flight.
+
+        `stated`: the `max_tokens` of all of them, where it is not what their answers have.
+        """
         now = time.perf_counter  # a loop's own time does not go on while its tasks run
         start = now()
         sent: list[Sent] = []
@@ -85,7 +98,7 @@ class Target:
                 sent.append(one := Sent(number, now() - due))
                 try:
                     one.answer = await self._endpoint.complete(
-                        self._model, Ask(prompt, turn.num_output), with_ids=len(session.turns) > 1
+                        self._model, Ask(prompt, turn.num_output, stated), with_ids=len(session.turns) > 1
                     )
                 except RequestFailed as error:
                     one.error = str(error)
@@ -192,7 +205,10 @@ def warm_up(target: Target, source: Source) -> None:
     rng = source.rng("warm-up")
     asks = source.asks("conversation", WARM_UP_REQUESTS, rng)
     longest = rng.choices(range(100, source.vocab_size), k=source.max_length - WARM_UP_OUTPUT)
-    asks = [Ask(ids, min(output, WARM_UP_OUTPUT)) for ids, output in [*asks, Ask(longest, WARM_UP_OUTPUT)]]
+    asks = [
+        Ask(own.prompt_ids, min(own.num_output, WARM_UP_OUTPUT))
+        for own in [*asks, Ask(longest, WARM_UP_OUTPUT)]
+    ]
     target.closed(asks, WARM_UP_CLIENTS)
 
 
@@ -220,9 +236,11 @@ def run(options: argparse.Namespace, save: Callable[[Results], object]) -> Resul
             found = figures([Sent(1, 0.0, own) for own in answers], time.perf_counter() - begun)
         else:
             sessions = source.sessions(cell, saturation, options.seconds)
+            before = target.preemptions()
             begun, cpu = time.perf_counter(), time.process_time()
-            sent = uvloop.run(target.play(sessions, options.seconds, options.drain))
+            sent = uvloop.run(target.play(sessions, options.seconds, options.drain, cell.stated))
             found = {**cell._asdict(), **figures(sent, options.seconds)}
+            found["preemptions"] = target.preemptions() - before
         wall = time.perf_counter() - begun
         found |= {"wall_seconds": wall, "client_cores": (time.process_time() - cpu) / wall}
         results["cells"][name] = found

@@ -14,17 +14,20 @@ from bench.serving.workload import Ask, Lengths, choose, fill, gamma, read_trace
 
 TRACES = {"conversation": "AzureLLMInferenceTrace_conv.csv", "code": "AzureLLMInferenceTrace_code.csv"}
 SESSIONS = "sessions"
+STATED = 4096  # what clients of today often state on every call, for answers of some hundreds
 BURSTY = 3.0  # the deviation of the time between arrivals, over its mean
 
 
 class Cell(NamedTuple):
     """An open loop. `workload`: of TRACES, or SESSIONS. `load`: requests offered, as a share of a saturation.
-    `cv`: of the time between arrivals; 1 is a Poisson process."""
+    `cv`: of the time between arrivals; 1 is a Poisson process. `stated`: the `max_tokens` of every request;
+    None: what its answer has."""
 
     name: str
     workload: str
     load: float
     cv: float = 1.0
+    stated: int | None = None
 
 
 # The most important come first, for a run that is cut off.
@@ -37,6 +40,8 @@ CELLS = (
     Cell("poisson-0.95", "conversation", 0.95),
     Cell("code-0.6", "code", 0.6),
     Cell("poisson-0.3", "conversation", 0.3),
+    Cell("stated-0.8", "conversation", 0.8, stated=STATED),
+    Cell("stated-0.95", "conversation", 0.95, stated=STATED),
 )
 CLOSED = {"32-clients": 32, "256-clients": 256}  # closed loops: all clients start at once
 CLOSED_LENGTHS = Lengths(512, 128)
@@ -121,7 +126,9 @@ class Source(NamedTuple):
             return [Session(at, self._turns(rng)) for at in times]
         times = arrivals(rate, cell.cv, seconds, rng)
         asks = self.asks(cell.workload, len(times), rng)
-        return [Session(at, [Turn(*ask)]) for at, ask in zip(times, asks, strict=True)]
+        return [
+            Session(at, [Turn(ask.prompt_ids, ask.num_output)]) for at, ask in zip(times, asks, strict=True)
+        ]
 
     def _turns(self, rng: random.Random) -> list[Turn]:
         """Draws a session's turns; it ends before a turn that would not fit."""
@@ -134,7 +141,7 @@ class Source(NamedTuple):
             if turns and length + said + output > self.max_length:
                 break
             said = min(said, self.max_length - output)
-            ((ids, _),) = fill([Lengths(said, output)], self.vocab_size, rng)
+            ((ids, *_),) = fill([Lengths(said, output)], self.vocab_size, rng)
             turns.append(Turn(ids, output, pause))
             length += said + output
         return turns

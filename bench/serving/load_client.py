@@ -157,6 +157,8 @@ class _Chunk(msgspec.Struct):
     error: Any = None
 
 
+STOP_ID = 7  # ends an answer that states more tokens than it gets; no prompt of `workload.py` has it
+
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
@@ -197,13 +199,30 @@ class Answer(NamedTuple):
         return self.ended - self.sent
 
 
+def _length_fields(ask: Ask) -> dict[str, Any]:
+    """Returns the fields with which an answer has exactly `ask.num_output` tokens.
+
+    Where the request states more, a token that is barred until then and certain from then on stops the answer.
+    """
+    if ask.stated is None:
+        return {"max_tokens": ask.num_output, "ignore_eos": True}
+    return {
+        "max_tokens": ask.stated,
+        "min_tokens": ask.num_output - 1,
+        "stop_token_ids": [STOP_ID],
+        "logit_bias": {str(STOP_ID): 100},
+        "ignore_eos": True,
+    }
+
+
 class _Stream(asyncio.Protocol):
     """One request on its connection. `result`: the answer, or the error."""
 
-    def __init__(self, request: bytes, num_output: int, has_ids: bool) -> None:
+    def __init__(self, request: bytes, ask: Ask, has_ids: bool) -> None:
         self.result: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._request = request
-        self._num_output = num_output
+        self._num_output = ask.num_output
+        self._ends_in = "length" if ask.stated is None else "stop"
         self._ids: list[int] | None = [] if has_ids else None
         self._response = ResponseParser()
         self._events = EventParser()
@@ -276,10 +295,11 @@ class _Stream(asyncio.Protocol):
             raise RequestFailed(
                 "no usage in the stream; the server has to support stream_options.include_usage"
             )
-        if self._finish_reason != "length" or usage.completion_tokens != self._num_output:
+        if self._finish_reason != self._ends_in or usage.completion_tokens != self._num_output:
             raise RequestFailed(
                 f"{usage.completion_tokens} tokens that ended in {self._finish_reason!r}, where "
-                f"{self._num_output} were asked for; the server has to support ignore_eos"
+                f"{self._num_output} were asked for, to end in {self._ends_in!r}; the server has to support "
+                "ignore_eos, or min_tokens, logit_bias and stop_token_ids where a larger max_tokens is stated"
             )
         if self._ids is not None and len(self._ids) != usage.completion_tokens:
             raise RequestFailed(
@@ -350,9 +370,8 @@ class Endpoint:
             {
                 "model": model,
                 "prompt": ask.prompt_ids,
-                "max_tokens": ask.num_output,
+                **_length_fields(ask),
                 "temperature": 0,
-                "ignore_eos": True,
                 "stream": True,
                 "stream_options": {"include_usage": True},
                 **({"return_token_ids": True} if with_ids else {}),
@@ -360,7 +379,7 @@ class Endpoint:
         )
         head = self._head("POST", "/v1/completions")
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        stream = _Stream(head.encode() + body, ask.num_output, with_ids)
+        stream = _Stream(head.encode() + body, ask, with_ids)
         try:
             async with asyncio.timeout(self._timeout):
                 loop = asyncio.get_running_loop()

@@ -39,10 +39,12 @@ class Lengths(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """One request: the token ids of its prompt, and the number of tokens to generate."""
+    """One request: the token ids of its prompt, and the number of tokens to generate. `stated`: the larger
+    `max_tokens` that it states, while its answer ends after `num_output`; None: it states `num_output`."""
 
     prompt_ids: list[int]
     num_output: int
+    stated: int | None = None
 
 
 def read_trace(path: Path) -> list[Lengths]:
