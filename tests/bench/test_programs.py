@@ -205,7 +205,7 @@ def test_published_shapes(bench: Bench) -> None:
 @pytest.mark.slow
 def test_grammar_and_constrained_step(bench: Bench) -> None:
     assert bench.run("bench.features.grammar")
-    sizes = ("--streams", 2, "--tokens", 4, "--rounds", 1)
+    sizes = ("--streams", 2, "--tokens", 12, "--rounds", 1)
     batches = bench.run("bench.features.constrained_step", *sizes)["batches"]
     assert [own["constrained"] for own in batches] == [0, 1, 2]
 
