@@ -61,15 +61,12 @@ class Library:
 
 def llguidance_library(directory: Path, vocab_size: int, end_id: int) -> Library:
     """Returns llguidance with the service's limits and a mask in memory."""
-    from llguidance import LLTokenizer
+    from lightkv.router.text.grammars import ModelTokens
 
-    from lightkv.router.text.grammars import compile_grammar
-
-    text = (directory / "tokenizer.json").read_text(encoding="utf-8")
-    tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=[end_id])
+    tokens = ModelTokens.load(directory, vocab_size)
     words = np.zeros((vocab_size + 31) // 32, np.int32)
     return Library(
-        lambda grammar: compile_grammar(grammar, tokenizer),
+        tokens.compile,
         lambda matcher: matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes),
         lambda matcher, token: matcher.consume_token(token),
     )

@@ -25,9 +25,9 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     cache_namespace: the scope in which prefixes are shared: "key", one API key; "header", one value of the
         header NAMESPACE_HEADER, which every request then has to send; None, the whole service.
     max_body_bytes, max_header_bytes: the most bytes of one HTTP request.
-    max_unread_bytes: the most bytes of all bodies that are not parsed yet; further bytes are answered 503.
-    max_open_bytes: the most bytes of the bodies of all requests that are not answered yet; a further body is
-        answered 503.
+    max_unread_bytes: the most bytes of all bodies that are not parsed yet, of which one client's take half;
+        further bytes are answered 503.
+    max_open_bytes: the same for the bodies of all requests that are not answered yet.
     max_unsent_bytes: the most bytes of answers that clients have not taken; beyond it, the connection with the
         most of them is closed.
     max_answers: the most answers to one HTTP request, which are n times its prompts.

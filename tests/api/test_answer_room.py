@@ -9,7 +9,16 @@ import pytest
 
 from lightkv.router.api.requests import answer_room
 from tests.support.combinations import each_value
-from tests.support.fake_router import CHAT, COMPLETIONS, HELLO, ApiUnderTest, idle, service, wait_until
+from tests.support.fake_router import (
+    CHAT,
+    COMPLETIONS,
+    HELLO,
+    ApiUnderTest,
+    error_of,
+    idle,
+    service,
+    wait_until,
+)
 
 MAX_ANSWERS = 16
 PROMPT = list(range(511, 521))
@@ -108,17 +117,28 @@ def test_beams_count_as_answers(api: ApiUnderTest) -> None:
 
 
 def test_log_probabilities_of_prompts_take_room_until_they_are_read(tmp_path: Path) -> None:
-    """The room is shared with bodies, of which 16 KiB are free."""
+    """The room is shared with bodies, of which 16 KiB are free. One client takes half of it."""
     body = {"prompt": [PROMPT] * 8, "prompt_logprobs": 20, **TOKENS}
     num_bytes = 8 * len(PROMPT) * 21 * 8
-    limits = {"max_body_bytes": 2 * num_bytes, "max_open_bytes": 2 * num_bytes}
+    limits = {"max_body_bytes": 2 * num_bytes, "max_open_bytes": 4 * num_bytes}
     with service(tmp_path, **limits).running() as api:
+
+        def refusal(client: str) -> str:
+            status, _, content = api.send("POST", COMPLETIONS, body, {"X-Forwarded-For": client})
+            assert status == 503
+            return str(error_of(content)["message"])
+
         api.router.hold = True
-        waiting = [api.connect() for _ in range(2)]
-        for connection in waiting:
-            connection.request("POST", COMPLETIONS, json.dumps(body), {"Content-Type": "application/json"})
-        wait_until(lambda: len(api.router.submits) == 16)
-        assert "log-probabilities of their prompts" in api.post(COMPLETIONS, body, 503)["error"]["message"]
+        waiting = []
+        for client in ("10.0.0.1", "10.0.0.2"):
+            for _ in range(2):
+                waiting.append(connection := api.connect())
+                headers = {"Content-Type": "application/json", "X-Forwarded-For": client}
+                connection.request("POST", COMPLETIONS, json.dumps(body), headers)
+            wait_until(lambda: len(api.router.submits) == 8 * len(waiting))
+            if client == "10.0.0.1":
+                assert f"the {2 * num_bytes} bytes that one client may take" in refusal(client)
+        assert f"log-probabilities of their prompts, fill the {4 * num_bytes} bytes" in refusal("10.0.0.3")
         for connection in waiting:
             connection.close()
         wait_until(lambda: api.client.num_open == 0)

@@ -18,11 +18,12 @@ import uvloop
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from lightkv.router.api.http import connection as http_connection
 from lightkv.router.api.http import server as http_server
-from lightkv.router.api.http.connection import EVENTS_PER_TURN, PARSING_SECONDS, ParsingTurns
+from lightkv.router.api.http import turns as http_turns
+from lightkv.router.api.http.connection import EVENTS_PER_TURN, PARSING_SECONDS
 from lightkv.router.api.http.parser import FREE_CHUNKS, MAX_LINES
 from lightkv.router.api.http.server import make_server
+from lightkv.router.api.http.turns import FIRST_ARRIVALS, Turns
 from lightkv.router.service.api_settings import ApiSettings, ServeSettings
 from tests.support.api_process import until_closed
 from tests.support.fake_router import error_of, wait_until
@@ -31,6 +32,7 @@ MAX_BODY = 2**20
 CHUNKED = b"POST /read HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 REFUSED = CHUNKED.replace(b"/read", b"/refuse")
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+HANDSHAKE = b"\x16"  # the type of a record of a handshake
 ANONYMOUS = "aNULL:@SECLEVEL=0"  # TLS without certificates
 
 
@@ -68,9 +70,20 @@ class Serving:
     def num_open(self) -> int:
         return len(self._server._connections.protocols)
 
-    def connect(self) -> socket.socket:
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)
+    @property
+    def num_begun(self) -> int:
+        """The number of TLS handshakes that have begun."""
+        return len(self._server._handshakes)
+
+    def connect(self, source: str = "127.0.0.1") -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", self.port), 20, (source, 0))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+
+    def begin_tls(self, source: str = "127.0.0.1") -> socket.socket:
+        """Sends the first byte of a handshake, and nothing more."""
+        connection = self.connect(source)
+        connection.sendall(HANDSHAKE)
         return connection
 
     def connect_tls(self) -> ssl.SSLSocket:
@@ -213,33 +226,92 @@ def test_a_body_in_small_chunks_is_read_in_many_turns() -> None:
         connection.close()
 
 
+class Clock:
+    """Work that takes 0.6 ms each by a clock of the test, and what was done in each turn of the event loop."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.turns: list[list[int]] = []
+        self._now = 0.0
+        monkeypatch.setattr(http_turns, "time", SimpleNamespace(monotonic=lambda: self._now))
+
+    def work(self, number: int) -> None:
+        self._now += 0.0006
+        self.turns[-1].append(number)
+
+    async def until(self, num_done: int) -> None:
+        while sum(map(len, self.turns)) < num_done:
+            self.turns.append([])
+            await asyncio.sleep(0)
+
+
 def test_connections_share_the_time_to_parse_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has parts for three times, which take 0.6 ms each by a clock of the test."""
-    now, turns = 0.0, list[list[int]]()
+    """Each has parts for three times."""
+    clock = Clock(monkeypatch)
 
     async def body() -> None:
-        parsing = ParsingTurns()
+        parsing = Turns(seconds=PARSING_SECONDS)
 
         def go_on(number: int, num_left: int) -> None:
-            nonlocal now
-            now += 0.0006
-            turns[-1].append(number)
+            clock.work(number)
             if num_left:
-                parsing.add(lambda: go_on(number, num_left - 1))
+                parsing.add("", lambda: go_on(number, num_left - 1))
             if number == 7:
                 raise RuntimeError("a connection that fails holds up no other")
 
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         for number in range(50):
-            parsing.add(lambda number=number: go_on(number, 2))  # type: ignore[misc]
-        while sum(map(len, turns)) < 150:
-            turns.append([])
+            parsing.add("", lambda number=number: go_on(number, 2))  # type: ignore[misc]
+        await clock.until(150)
+
+    asyncio.run(body())
+    assert max(map(len, clock.turns)) == PARSING_SECONDS // 0.0006 + 1
+    assert [number for turn in clock.turns for number in turn] == list(range(50)) * 3
+
+
+def test_networks_take_turns_however_much_one_of_them_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+
+    async def body() -> None:
+        turns = Turns(seconds=PARSING_SECONDS)
+        for number in range(100):
+            turns.add("many", lambda number=number: clock.work(number))  # type: ignore[misc]
+        clock.turns.append([])
+        await asyncio.sleep(0)
+        for number, network in ((1000, "one"), (1001, "one"), (1002, "other")):
+            turns.add(network, lambda number=number: clock.work(number))  # type: ignore[misc]
+        await clock.until(103)
+
+    asyncio.run(body())
+    done = [number for turn in clock.turns for number in turn]
+    assert done[:10] == [0, 1, 2, 3, 4, 1000, 1002, 5, 1001, 6]
+    assert [number for number in done if number < 1000] == list(range(100))
+
+
+def test_the_first_arrivals_of_each_network_in_a_turn_need_not_wait() -> None:
+    async def body() -> None:
+        turns = Turns()
+        for _ in range(3):
+            arrivals = [turns.may_go_first("many") for _ in range(FIRST_ARRIVALS + 50)]
+            assert arrivals == [True] * FIRST_ARRIVALS + [False] * 50
+            assert turns.may_go_first("one")
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(http_connection, "time", SimpleNamespace(monotonic=lambda: now))
     asyncio.run(body())
-    assert max(map(len, turns)) == PARSING_SECONDS // 0.0006 + 1
-    assert [number for turn in turns for number in turn] == list(range(50)) * 3
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+def test_requests_that_wait_for_a_turn_are_answered(monkeypatch: pytest.MonkeyPatch, tls: bool) -> None:
+    monkeypatch.setattr(http_turns, "FIRST_ARRIVALS", 0)
+    with serving(tls) as service:
+        connections = [service.connect_tls() if tls else service.connect() for _ in range(4)]
+        for length in (1, 5000, 200_000):
+            sent = CHUNKED + b"40\r\n%b\r\n" % (b"x" * 64) * (length // 64) + b"0\r\n\r\n"
+            for connection in connections:
+                connection.sendall(sent)
+            for connection in connections:
+                assert answer(connection).endswith(b"\r\n\r\n%d" % (length // 64 * 64))
+        for connection in connections:
+            connection.close()
 
 
 def test_requests_in_one_packet_are_answered_in_order() -> None:
@@ -306,29 +378,63 @@ def test_connections_beyond_those_that_are_refused_are_closed(monkeypatch: pytes
 
 def test_handshakes_count_as_connections_and_the_oldest_ends_beyond_a_number() -> None:
     with serving(tls=True, max_connections=6, header_seconds=60.0) as service:
-        silent = [service.connect() for _ in range(3)]
-        wait_until(lambda: service.num_open == 3)
-        client = service.connect_tls()  # as many as may be were under way
-        wait_until(lambda: is_closed(silent[0]))
+        silent = service.connect()  # it has not begun its handshake
+        begun = []
+        for num in range(3):
+            begun.append(service.begin_tls())
+            wait_until(lambda: service.num_begun == num + 1)  # noqa: B023 (it is called at once)
+        assert service.num_open == 4
+        client = service.connect_tls()
+        wait_until(lambda: is_closed(begun[0]))
         client.sendall(HEALTH)
         assert answer(client).startswith(b"HTTP/1.1 200")
-        wait_until(lambda: service.num_open == 3)
-        silent += [service.connect() for _ in range(20)]
-        wait_until(lambda: [is_closed(one) for one in silent] == [True] * 20 + [False] * 3)
+        wait_until(lambda: service.num_open == 4)
+        begun += [service.begin_tls() for _ in range(20)]
+        wait_until(lambda: sum(map(is_closed, begun)) == 20)
         client.sendall(HEALTH)  # connections whose handshake is done stay
         assert answer(client).startswith(b"HTTP/1.1 200")
-        for connection in (*silent, client):
+        assert not is_closed(silent)
+        for connection in (*begun, silent, client):
             connection.close()
         wait_until(lambda: service.num_open == 0)
 
 
-def test_a_handshake_has_the_time_of_headers() -> None:
-    with serving(tls=True, header_seconds=0.3) as service:
-        silent = service.connect()
-        wait_until(lambda: service.num_open == 1)
-        wait_until(lambda: is_closed(silent))
+def test_many_handshakes_of_one_network_end_none_of_another() -> None:
+    with serving(tls=True, max_connections=6, header_seconds=60.0) as service:
+        slow = [service.begin_tls("127.0.0.2") for _ in range(2)]
+        wait_until(lambda: service.num_begun == 2)
+        begun = [service.begin_tls() for _ in range(20)]
+        wait_until(lambda: sum(map(is_closed, begun)) == 18)
+        assert [is_closed(one) for one in slow].count(True) == 1  # each network has half at least
+        for connection in (*slow, *begun):
+            connection.close()
         wait_until(lambda: service.num_open == 0)
-        silent.close()
+
+
+def test_a_few_handshakes_begin_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+
+    async def body() -> None:
+        turns = Turns(2, newest_first=True)
+        for number in range(7):
+            turns.add("many", lambda number=number: clock.work(number))  # type: ignore[misc]
+        turns.add("one", lambda: clock.work(100))
+        await clock.until(8)
+
+    asyncio.run(body())
+    assert [turn for turn in clock.turns if turn] == [[6, 100], [5, 4], [3, 2], [1, 0]]
+
+
+@pytest.mark.parametrize("what", ["silent", "begun", "waiting"])
+def test_a_handshake_has_the_time_of_headers(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    if what == "waiting":
+        monkeypatch.setattr(Turns, "_run", lambda self: None)  # no handshake has a turn
+    with serving(tls=True, header_seconds=0.3) as service:
+        client = service.connect() if what == "silent" else service.begin_tls()
+        wait_until(lambda: service.num_open == 1)
+        wait_until(lambda: is_closed(client))
+        wait_until(lambda: service.num_open == 0)
+        client.close()
 
 
 def test_a_handshake_that_fails_counts_no_longer() -> None:

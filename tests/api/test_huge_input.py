@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.exceptions import HTTPException
 
 from lightkv.router.api import app
 from lightkv.router.api.http.body import (
@@ -24,6 +25,7 @@ from lightkv.router.api.http.body import (
     MAX_VALUES,
     SHORT_BODY,
     BodyRoom,
+    Room,
     count_blank,
     parse,
 )
@@ -189,7 +191,7 @@ def test_unfinished_bodies_share_one_limit(process: Process) -> None:
     before = process.memory()
     begun = [process.begin(MIB) for _ in range(300)]
     try:
-        wait_until(lambda: len(answered(begun)) >= 300 - 70)  # 64 MiB hold the other bodies
+        wait_until(lambda: len(answered(begun)) >= 300 - 35)  # 32 MiB, one client's, hold the other bodies
         assert {connection.recv(12) for connection in answered(begun)} == {b"HTTP/1.1 503"}
         assert process.memory() - before < 160 * MIB
         # Short requests are served all the same, and long ones get a Retry-After.
@@ -380,18 +382,41 @@ def test_half_surrogate_pairs_in_a_long_body_are_replaced(api: ApiUnderTest) -> 
 # The limit on all bodies together
 
 
+def refusal(room: Room, owner: bytes, num_bytes: int) -> str:
+    num_before = room.num_taken
+    with pytest.raises(HTTPException) as caught:
+        room.take(owner, num_bytes)
+    assert (caught.value.status_code, room.num_taken) == (503, num_before)
+    return caught.value.detail
+
+
 def test_room_is_reserved_and_returned() -> None:
-    room = BodyRoom(max_body_bytes=10, max_unread_bytes=25, max_open_bytes=30)
-    room.claim(10)
-    room.claim(15)
-    with pytest.raises(Exception, match="25 bytes") as caught:
-        room.claim(1)
-    assert caught.value.status_code == 503  # type: ignore[attr-defined]
-    room.release(10)
-    room.claim(10)
-    assert room.num_claimed == 25
-    room = BodyRoom(100, 25, 30)
-    assert room.max_unread_bytes == room.max_open_bytes == 100  # one body always fits an empty room
+    room = Room(25, 10, "bodies")
+    for owner in (b"a", b"b"):
+        room.take(owner, 12)
+    assert refusal(room, b"c", 2) == "bodies fill the 25 bytes for them; try again in a moment"
+    room.take(b"c", 1)
+    room.give(b"a", 12)
+    room.take(b"d", 12)
+    assert room.num_taken == 25
+    for owner, num_bytes in ((b"b", 12), (b"c", 1), (b"d", 12)):
+        room.give(owner, num_bytes)
+    assert (room.num_taken, room._by_owner) == (0, {})
+    assert Room(25, 100, "bodies").max_bytes == 100  # one body always fits an empty room
+
+
+def test_one_client_takes_half_of_a_room_or_one_body() -> None:
+    room = Room(25, 10, "bodies")
+    room.take(b"a", 7)
+    assert "fill the 12 bytes that one client may take" in refusal(room, b"a", 6)
+    room.take(b"a", 5)
+    assert "12 bytes" in refusal(room, b"a", 1)
+    room.give(b"a", 5)
+    room.take(b"a", 5)
+    room = Room(25, 20, "bodies")
+    room.take(b"a", 20)
+    assert "20 bytes" in refusal(room, b"a", 1)
+    room.take(b"b", 5)
 
 
 def test_room_is_returned_after_every_end_of_a_request(
@@ -410,9 +435,9 @@ def test_room_is_returned_after_every_end_of_a_request(
         def fill(body: bytes, length: int) -> socket.socket:
             connection = socket.create_connection(("127.0.0.1", api.port), timeout=10)
             head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            before = rooms[0].num_claimed
+            before = rooms[0].unread.num_taken
             connection.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode() + body)
-            wait_until(lambda: rooms[0].num_claimed >= before + len(body) - FREE_BYTES)
+            wait_until(lambda: rooms[0].unread.num_taken >= before + len(body) - FREE_BYTES)
             return connection
 
         with closing(fill(half, len(half) + 1)), closing(fill(half, len(half) + 1)):

@@ -12,7 +12,7 @@ import pytest
 from llguidance import LLTokenizer
 from starlette.requests import Request
 
-from lightkv.router.api.grammars.owner import owner_of
+from lightkv.router.api.http.owner import owner_of
 from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar
 from tests.support.fake_router import (
     CHAT,

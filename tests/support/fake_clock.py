@@ -1,12 +1,9 @@
 """A clock and graphs without a device, for tests of the benchmarks of kernels."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-import torch
 from torch import Tensor
 
 from bench.common.report import Spread
@@ -36,10 +33,3 @@ def replayed(run: Callable[[], Tensor]) -> tuple[Any, Tensor]:
     """Stands in for `captured`: a replay calls `run` again, and copies its result into the first tensor."""
     out = run()
     return SimpleNamespace(replay=lambda: out.copy_(run())), out
-
-
-def graphs_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets graphs be captured on the CPU. As torch's, they hold nothing that the captured calls hold; their
-    replays compute nothing."""
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
-    monkeypatch.setattr(torch.cuda, "graph", lambda _: nullcontext())

@@ -12,6 +12,7 @@ refused.
 import asyncio
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from .guard import too_large
+from .owner import owner_of
 
 # Bytes. A body of this size is parsed within a few milliseconds, so it is parsed without a thread.
 SHORT_BODY = 2**16
@@ -35,8 +37,41 @@ _PIECE = 2**18  # bytes that are counted at a time
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
+class Room:
+    """Bytes that all requests share. The requests of one client take half of them at most, or one whole body.
+
+    Args:
+        max_bytes: the most bytes of all requests.
+        one_body: the most bytes of one body, which always fits an empty room.
+        what: what the bytes are, for the message of a refusal.
+    """
+
+    def __init__(self, max_bytes: int, one_body: int, what: str) -> None:
+        self.max_bytes = max(max_bytes, one_body)
+        self.share = max(self.max_bytes // 2, one_body)
+        self.num_taken = 0
+        self._what = what
+        self._by_owner = Counter[bytes]()
+
+    def take(self, owner: bytes, num_bytes: int) -> None:
+        """Reserves bytes for a request of `owner`. Raises HTTPException (503) if there are not enough."""
+        taken = self.num_taken, self.max_bytes, "for them"
+        own = self._by_owner[owner], self.share, "that one client may take"
+        for num_taken, most, whose in (taken, own):
+            if num_taken + num_bytes > most:
+                raise HTTPException(503, f"{self._what} fill the {most} bytes {whose}; try again in a moment")
+        self.give(owner, -num_bytes)
+
+    def give(self, owner: bytes, num_bytes: int) -> None:
+        """Returns bytes that were reserved."""
+        self.num_taken -= num_bytes
+        self._by_owner[owner] -= num_bytes
+        if not self._by_owner[owner]:
+            del self._by_owner[owner]
+
+
 class BodyRoom:
-    """The memory for bodies that are being read, shared by all requests.
+    """The memory for bodies, shared by all requests.
 
     Args:
         max_body_bytes: the most bytes of one body.
@@ -50,41 +85,11 @@ class BodyRoom:
         self, max_body_bytes: int, max_unread_bytes: int, max_open_bytes: int, num_ids: int = 0
     ) -> None:
         self.max_body_bytes = max_body_bytes
-        self.max_unread_bytes = max(max_unread_bytes, max_body_bytes)
-        self.max_open_bytes = max(max_open_bytes, max_body_bytes)
+        self.unread = Room(max_unread_bytes, max_body_bytes, "bodies that are not read yet")
+        kept = "bodies of requests that are not answered yet, and log-probabilities of their prompts,"
+        self.open = Room(max_open_bytes, max_body_bytes, kept)
         self.max_values = max(num_ids, MAX_VALUES)
-        self.num_claimed = 0
-        self.num_open = 0
         self.parsing = asyncio.Semaphore(1)  # long bodies are parsed one at a time
-
-    def claim(self, num_bytes: int) -> None:
-        """Reserves room for bytes that have arrived. Raises HTTPException (503) if there is not enough."""
-        if self.num_claimed + num_bytes > self.max_unread_bytes:
-            raise HTTPException(
-                503,
-                f"the bodies of other requests fill the {self.max_unread_bytes} bytes for bodies that are not "
-                "read yet; try again in a moment",
-            )
-        self.num_claimed += num_bytes
-
-    def release(self, num_bytes: int) -> None:
-        """Returns room that was reserved."""
-        self.num_claimed -= num_bytes
-
-    def open(self, num_bytes: int) -> None:
-        """Reserves room for a body, or for what else its request keeps, until it is answered. Raises
-        HTTPException (503) if there is not enough."""
-        if self.num_open + num_bytes > self.max_open_bytes:
-            raise HTTPException(
-                503,
-                "the bodies of requests that are not answered yet, and the log-probabilities of their prompts, "
-                f"fill the {self.max_open_bytes} bytes for them; try again in a moment",
-            )
-        self.num_open += num_bytes
-
-    def close(self, num_bytes: int) -> None:
-        """Returns room that `open` reserved."""
-        self.num_open -= num_bytes
 
 
 class BodyRequest(Request):
@@ -93,8 +98,9 @@ class BodyRequest(Request):
     def __init__(self, request: Request, room: BodyRoom) -> None:
         super().__init__(request.scope, request.receive, request._send)
         self._room = room
-        self._num_claimed = 0
+        self._num_unread = 0
         self._num_open = 0
+        self._owner = owner_of(request)
         self._received: bytearray | None = None
 
     async def body(self) -> Any:
@@ -104,9 +110,9 @@ class BodyRequest(Request):
             async for chunk in self.stream():
                 if len(received) + len(chunk) > self._room.max_body_bytes:
                     raise HTTPException(413, too_large(self._room.max_body_bytes))
-                more = max(len(received) + len(chunk) - FREE_BYTES, 0) - self._num_claimed
-                self._room.claim(more)
-                self._num_claimed += more
+                more = max(len(received) + len(chunk) - FREE_BYTES, 0) - self._num_unread
+                self._room.unread.take(self._owner, more)
+                self._num_unread += more
                 received += chunk
             self._received = received
         return self._received
@@ -116,8 +122,7 @@ class BodyRequest(Request):
         body = await self.body()
         try:
             num_open = max(len(body) - FREE_BYTES, 0)
-            self._room.open(num_open)
-            self._num_open += num_open
+            self.keep(num_open)
             if len(body) <= SHORT_BODY:
                 value = parse(body)
                 num_blank = count_blank(body) if num_open else 0
@@ -126,8 +131,7 @@ class BodyRequest(Request):
                     value = await asyncio.to_thread(parse, body, self._room.max_values)
                     num_blank = await asyncio.to_thread(count_blank, body)
             num_blank = min(num_blank, num_open)  # the first FREE_BYTES that are kept stay free
-            self._room.close(num_blank)
-            self._num_open -= num_blank
+            self._give_open(num_blank)
             return value
         finally:
             body.clear()  # FastAPI would keep it until the request ends
@@ -136,19 +140,22 @@ class BodyRequest(Request):
     def keep(self, num_bytes: int) -> None:
         """Reserves room for what else is kept until the request is answered. Raises HTTPException (503) if
         there is not enough."""
-        self._room.open(num_bytes)
+        self._room.open.take(self._owner, num_bytes)
         self._num_open += num_bytes
 
     def release(self) -> None:
         """Returns the body's room, once it was parsed or never will be."""
-        self._room.release(self._num_claimed)
-        self._num_claimed = 0
+        self._room.unread.give(self._owner, self._num_unread)
+        self._num_unread = 0
 
     def finish(self) -> None:
         """Returns all room: the request is answered."""
         self.release()
-        self._room.close(self._num_open)
-        self._num_open = 0
+        self._give_open(self._num_open)
+
+    def _give_open(self, num_bytes: int) -> None:
+        self._room.open.give(self._owner, num_bytes)
+        self._num_open -= num_bytes
 
 
 class _ClosingResponse(Response):

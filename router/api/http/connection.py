@@ -3,8 +3,6 @@ it leaves unread of its answers, and how it is closed."""
 
 import asyncio
 import json
-import time
-from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -18,11 +16,13 @@ from uvicorn.server import ServerState
 from lightkv.router.service.api_settings import ApiSettings
 
 from .guard import error_body, error_response
+from .owner import network_of
 from .parser import HttpConnection
+from .turns import Turns
 
 # Parts of a request that are parsed when they arrive, and further ones each time the connection has its turn.
 FIRST_EVENTS, EVENTS_PER_TURN = 8, 64
-PARSING_SECONDS = 0.002  # in one turn of the event loop, for all connections that have further parts
+PARSING_SECONDS = 0.002  # in one turn of the event loop, for all connections that wait for theirs
 
 
 class UnsentBytes:
@@ -49,36 +49,6 @@ class UnsentBytes:
         self.num_bytes -= self._by_transport.pop(transport, 0)
 
 
-class ParsingTurns:
-    """The connections whose requests have more parts than are parsed when they arrive. They take turns, for
-    PARSING_SECONDS in each turn of the event loop, however many they are."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[Callable[[], None]] = deque()
-        self._is_scheduled = False
-
-    def add(self, go_on: Callable[[], None]) -> None:
-        """Has `go_on`, which parses some parts of a request, called in a later turn of the event loop."""
-        self._waiting.append(go_on)
-        self._schedule()
-
-    def _schedule(self) -> None:
-        if self._waiting and not self._is_scheduled:
-            self._is_scheduled = True
-            asyncio.get_running_loop().call_soon(self._run)
-
-    def _run(self) -> None:
-        end = time.monotonic() + PARSING_SECONDS
-        try:
-            for _ in range(len(self._waiting)):
-                self._waiting.popleft()()
-                if time.monotonic() > end:
-                    break
-        finally:
-            self._is_scheduled = False
-            self._schedule()
-
-
 class OpenConnections:
     """The connections from their accept to their end, with the limits that they have in common."""
 
@@ -86,7 +56,7 @@ class OpenConnections:
         self.limits = limits
         self.max_connections = max_connections  # further ones are answered 503
         self.unsent = UnsentBytes(limits.max_unsent_bytes)
-        self.parsing = ParsingTurns()
+        self.parsing = Turns(seconds=PARSING_SECONDS)
         self.protocols: set[asyncio.Protocol] = set()
 
 
@@ -181,6 +151,7 @@ class Connection(H11Protocol):
         self._client = transport
         self._guarded = _Transport(transport, self._close)
         super().connection_made(self._guarded)  # type: ignore[arg-type]
+        self._network = network_of("" if self.client is None else self.client[0])
         self._await("headers")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -223,18 +194,26 @@ class Connection(H11Protocol):
         self._connections.unsent.remove(self.transport)
 
     def handle_events(self) -> None:
-        self._parse(FIRST_EVENTS)
+        if self._connections.parsing.may_go_first(self._network):
+            self._parse(FIRST_EVENTS)
+        else:
+            self._hold()
+
+    def _hold(self) -> None:
+        """Waits for a turn. Until then nothing is read."""
+        if not self._guarded.is_held:
+            self._guarded.is_held = True
+            self._client.pause_reading()
+            self._connections.parsing.add(self._network, self._go_on)
 
     def _parse(self, num_events: int) -> None:
-        """Parses some parts of a request. Further ones wait for a turn, and until then nothing is read."""
+        """Parses some parts of a request. Further ones wait for a turn."""
         self.conn.begin_turn(num_events)
         super().handle_events()
         if self.transport.is_closing():
             return
-        if self.conn.is_turn_over and not self._guarded.is_held:
-            self._guarded.is_held = True
-            self._client.pause_reading()
-            self._connections.parsing.add(self._go_on)
+        if self.conn.is_turn_over:
+            self._hold()
         if self.conn.their_state is h11.SEND_BODY:
             self._await("body")
         elif self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:

@@ -4,6 +4,7 @@ time limit for TLS handshakes. It handles no signals, because the process ends w
 import asyncio
 import resource
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -13,18 +14,22 @@ from starlette.types import ASGIApp
 from lightkv.router.service.api_settings import ServeSettings
 
 from .connection import Connection, OpenConnections
+from .owner import network_of
+from .turns import Turns
 
 MAX_REFUSED = 1024  # connections beyond the limit that are answered 503; further ones are closed
-MAX_HANDSHAKES = 512  # some 50 KB each
-_ACCEPTS_PER_TURN = 64
+MAX_HANDSHAKES = 256  # that have begun; some 50 KB and 1.4 ms each
+HANDSHAKES_PER_TURN = 2  # that begin in a turn of the event loop
+_ACCEPTS_PER_TURN = 256
 _NO_DESCRIPTOR_SECONDS = 0.1
 
 
 class _Server(uvicorn.Server):
     """A server which ends when `should_exit` is set, and not by signals.
 
-    Connections beyond the limit are answered 503, and those beyond `max_refused` more are closed at once. When
-    as many TLS handshakes as may be are under way, a new one ends the oldest.
+    Connections beyond the limit are answered 503, and those beyond `max_refused` more are closed at once. A few
+    TLS handshakes begin in each turn of the event loop; the others wait, and nothing is read of them. When as
+    many as may be have begun, a new one ends the oldest of the network that has the most.
     """
 
     def __init__(self, config: uvicorn.Config, connections: OpenConnections, max_refused: int) -> None:
@@ -32,9 +37,9 @@ class _Server(uvicorn.Server):
         self._connections = connections
         self._most_open = connections.max_connections + max_refused
         self._max_handshakes = max(min(MAX_HANDSHAKES, connections.max_connections // 2), 1)
-        # The sockets of connections that are not made yet, the oldest first.
-        self._opening: dict[Connection, socket.socket] = {}
-        self._tasks: set[asyncio.Task[None]] = set()  # keeps those that make them
+        self._turns = Turns(HANDSHAKES_PER_TURN, newest_first=True)  # in which handshakes begin
+        self._handshakes: dict[asyncio.Task[None], str] = {}  # those that have begun, with their networks
+        self._opening: set[asyncio.Task[None]] = set()
         self._listeners: list[socket.socket] = []
 
     @contextmanager
@@ -55,8 +60,8 @@ class _Server(uvicorn.Server):
         for listener in self._listeners:
             asyncio.get_running_loop().remove_reader(listener)
         self._listeners = []
-        while self._opening:
-            self._end_oldest()
+        for task in self._opening:
+            task.cancel()
         await super().shutdown(sockets)
 
     def _listen(self, listener: socket.socket) -> None:
@@ -67,7 +72,7 @@ class _Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for _ in range(_ACCEPTS_PER_TURN):
             try:
-                client, _ = listener.accept()
+                client, address = listener.accept()
             except BlockingIOError:
                 return
             except ConnectionAbortedError:
@@ -76,44 +81,54 @@ class _Server(uvicorn.Server):
                 loop.remove_reader(listener)
                 loop.call_later(_NO_DESCRIPTOR_SECONDS, self._listen, listener)
                 return
-            self._take(client)
+            if len(self._connections.protocols) >= self._most_open:
+                client.close()
+                continue
+            client.setblocking(False)
+            connection = Connection(self._connections, self.config, self.server_state)
+            network = network_of(address[0]) if isinstance(address, tuple) else ""
+            task = loop.create_task(self._open(client, connection, network))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
 
-    def _take(self, client: socket.socket) -> None:
-        if len(self._connections.protocols) >= self._most_open:
-            client.close()
-            return
-        if self.config.ssl is not None and len(self._opening) >= self._max_handshakes:
-            self._end_oldest()
-        client.setblocking(False)
-        connection = Connection(self._connections, self.config, self.server_state)
-        self._opening[connection] = client
-        task = asyncio.get_running_loop().create_task(self._open(client, connection))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def _end_oldest(self) -> None:
-        """Ends the oldest TLS handshake."""
-        connection = next(iter(self._opening))
-        with suppress(OSError):  # the client has closed already
-            self._opening[connection].shutdown(socket.SHUT_RDWR)  # which `_open` notices
-        self._leave(connection)
-
-    def _leave(self, connection: Connection) -> None:
-        """Notes that a connection is made, or never will be."""
-        self._opening.pop(connection, None)
-        if not connection.is_made:
-            self._connections.protocols.discard(connection)
-
-    async def _open(self, client: socket.socket, connection: Connection) -> None:
+    async def _open(self, client: socket.socket, connection: Connection, network: str) -> None:
         """Makes the accepted `client` a connection, with TLS if the server has a certificate."""
-        seconds = None if self.config.ssl is None else self._connections.limits.header_seconds
+        loop, ssl, task = asyncio.get_running_loop(), self.config.ssl, asyncio.current_task()
+        assert task is not None
+        seconds = None if ssl is None else self._connections.limits.header_seconds
         try:
             with suppress(OSError):  # the handshake failed, or took too long
-                await asyncio.get_running_loop().connect_accepted_socket(
-                    lambda: connection, client, ssl=self.config.ssl, ssl_handshake_timeout=seconds
-                )
+                async with asyncio.timeout(seconds):
+                    if ssl is not None:
+                        await self._may_begin(client, network, task)
+                    await loop.connect_accepted_socket(
+                        lambda: connection, client, ssl=ssl, ssl_handshake_timeout=seconds
+                    )
         finally:
-            self._leave(connection)
+            self._handshakes.pop(task, None)
+            if not connection.is_made:
+                self._connections.protocols.discard(connection)
+                client.close()
+
+    async def _may_begin(self, client: socket.socket, network: str, task: asyncio.Task[None]) -> None:
+        """Waits until a client begins its handshake, and then for a turn of its network."""
+        loop, turn = asyncio.get_running_loop(), asyncio.Event()
+
+        def wait_for_turn() -> None:
+            loop.remove_reader(client)
+            self._turns.add(network, turn.set)
+
+        loop.add_reader(client, wait_for_turn)
+        try:
+            await turn.wait()
+        finally:
+            loop.remove_reader(client)
+        if len(self._handshakes) >= self._max_handshakes:
+            largest, _ = Counter(self._handshakes.values()).most_common(1)[0]
+            oldest = next(task for task, other in self._handshakes.items() if other == largest)
+            del self._handshakes[oldest]
+            oldest.cancel()
+        self._handshakes[task] = network
 
 
 def make_server(app: ASGIApp, settings: ServeSettings) -> uvicorn.Server:

@@ -28,8 +28,8 @@ from lightkv.router.api.answers.generation import (
 )
 from lightkv.router.api.answers.response_writer import ResponseWriter
 from lightkv.router.api.grammars.checker import GrammarChecker
-from lightkv.router.api.grammars.owner import owner_of
 from lightkv.router.api.http.body import BodyRequest
+from lightkv.router.api.http.owner import owner_of
 from lightkv.router.api.http.paced import LongResponse, Pacer
 from lightkv.router.api.http.stream import EventStream
 from lightkv.router.config import MAX_SECONDS

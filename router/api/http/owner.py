@@ -1,4 +1,4 @@
-"""What stands for the client of a request, by which grammars wait in turns."""
+"""What stands for the client of a request or connection, where clients take turns or share a limit."""
 
 import hashlib
 from contextlib import suppress
@@ -16,11 +16,11 @@ def owner_of(request: Request) -> bytes:
     """
     key: bytes | None = request.state.api_key
     if key is None:
-        key = _network("" if request.client is None else request.client.host).encode(errors="replace")
+        key = network_of("" if request.client is None else request.client.host).encode(errors="replace")
     return hashlib.sha256(key).digest()
 
 
-def _network(host: str) -> str:
+def network_of(host: str) -> str:
     """Returns the network that is one client's; a name that a proxy gives in place of an address as it is."""
     with suppress(ValueError):
         address = ip_address(host)

@@ -1,8 +1,8 @@
 """A service whose device is scripted: real router, worker and API processes, around a runner that sleeps as
 long as a step would take and returns random tokens. What such a service needs beyond these times is its own.
 
-    python -m bench.serving.scripted_service router SOCKET SCRIPT     started by `ScriptedService`
-    python -m bench.serving.scripted_service worker SCRIPT …          started by the router
+    python -m tests.support.scripted_service router SOCKET SCRIPT     started by `ScriptedService`
+    python -m tests.support.scripted_service worker SCRIPT …          started by the router
 """
 
 import random
@@ -142,7 +142,7 @@ def scripted_service(script: Script, tokenizer: Path) -> Iterator[ScriptedServic
         path = Path(directory) / "router.sock"
         me = [
             *module,
-            "bench.serving.scripted_service",
+            "tests.support.scripted_service",
             "router",
             str(path),
             msgspec.json.encode(script).decode(),
@@ -190,7 +190,7 @@ def main() -> None:
         worker.main(ScriptedWorker, rest[1:])
         return
     path, script = rest
-    program = [sys.executable, "-m", "bench.serving.scripted_service", "worker", script]
+    program = [sys.executable, "-m", "tests.support.scripted_service", "worker", script]
 
     async def route() -> None:
         await Router(EngineConfig(), partial(WorkerClient, program=program), MAX_QUEUED).serve(Path(path))
