@@ -44,7 +44,6 @@ from lightkv.router.text.grammars import Grammars
 from lightkv.triton_kernels.compile_ahead import compile_ahead
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
-from .kept import measured_once
 from .loader import load_model
 from .model_config import load_supported_config
 from .parts import RunnerParts
@@ -52,7 +51,7 @@ from .runner import ModelRunner
 from .sampler import Sampler
 from .sizes import EngineSizes, kv_text, pick_device, pick_dtype, pick_rank_device, use_graphs
 from .step_graphs import CannotCapture, StepGraphs
-from .step_timing import StepTimer, shapes
+from .step_timing import StepTimer, measured_once, shapes
 from .text_half import left_out_of
 from .token_buckets import token_buckets
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from lightkv.attention import BatchShape
 
-from .kept import measured_once
+from .step_timing import measured_once
 
 Report = Callable[[str], None]
 

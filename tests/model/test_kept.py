@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightkv.router.engine.step_time import StepTime
-from lightkv.router.model import kept
-from lightkv.router.model.kept import measured_once
+from lightkv.router.model import step_timing
+from lightkv.router.model.step_timing import measured_once
 
 pytest.importorskip("triton", exc_type=ImportError)
 
@@ -48,7 +48,7 @@ def test_other_facts_versions_and_gpus_are_measured(monkeypatch: pytest.MonkeyPa
     assert start((2, "x"))
     for owner, name, other in (
         (torch, "__version__", "2.0"),
-        (kept, "__version__", "0.0"),
+        (step_timing, "__version__", "0.0"),
         (torch.cuda, "get_device_name", lambda: "another GPU"),
     ):
         monkeypatch.setattr(owner, name, other)
