@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from triton import AsyncCompileMode, JITFunction
+from triton.runtime._async_compile import FutureKernel
 
 MOST_THREADS = 12
 
@@ -58,4 +59,6 @@ def _device_setter() -> Callable[[], None]:
 def _load(kernel: Any) -> None:
     """Loads a compiled kernel and its launcher. What cannot be loaded fails where it is launched."""
     with suppress(Exception):
+        if isinstance(kernel, FutureKernel):  # whose attributes are the kernel's from Triton 3.7 on
+            kernel = kernel.result()
         _ = kernel.run

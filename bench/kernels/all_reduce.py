@@ -3,39 +3,85 @@
     python -m bench.kernels.all_reduce --ranks 2 --out bench/results/all-reduce-h100.json
 
 The floor of large tensors is the bytes that a rank receives over its links, and of small ones the latency of
-one exchange. What lightkv takes for each size is what `AllReduce.measured` finds with these functions at
-start.
+one exchange. `AllReduce` and `TermRoom` choose by size, from figures measured so.
 """
 
 import argparse
 import json
 import multiprocessing
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from bench.common.report import machine
-from lightkv.integrations.ranks.all_reduce import AllReduce, measure_ways
+from lightkv.integrations.ranks.all_reduce import BUFFER_BYTES, AllReduce
 from lightkv.integrations.ranks.group import RankGroup
+from lightkv.triton_kernels.layers.residual_norm import Norm, residual_norm
 
 SIZES = [8 << 10, 64 << 10, 256 << 10, 512 << 10, 2 << 20, 8 << 20, 32 << 20]
+DIM = 4096  # of the rows that get a residual and a norm
+TIMES, RUNS_A_GRAPH = 20, 10
 
 
 def run_rank(rank: int, size: int, store: str, answers: Any) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     ranks = RankGroup(rank, size, dist.FileStore(store, size), device)
-    times = {num_bytes: measure_ways(ranks.sums, num_bytes) for num_bytes in SIZES}
-    if ranks.room is not None:
-        for num_bytes, by_way in times.items():
-            joined, apart = ranks.room.measure(num_bytes, ranks.sums)
-            by_way |= {"with residual and norm": apart, "joined": joined}
+    times = {num_bytes: measure(ranks, num_bytes) for num_bytes in SIZES}
     wrong = [num_bytes for num_bytes in SIZES if not is_right(ranks.sums, num_bytes, ranks)]
     answers.put((rank, times, ranks.lines, wrong))
     ranks.leave()
+
+
+def measure(ranks: RankGroup, num_bytes: int) -> dict[str, float]:
+    """Returns the milliseconds of a sum of `num_bytes` by each way that takes so many, of one with residual and
+    norm after it, and of all three in one kernel."""
+    x = torch.zeros(num_bytes // 2 // DIM or 1, DIM, dtype=torch.bfloat16, device=ranks.device)
+    times = {name: graph_ms(partial(way, x)) for name, way in ways_for(ranks.sums, num_bytes).items()}
+    residual, norm = torch.zeros_like(x), Norm(torch.ones_like(x[0]), None, 1e-5)
+    times["with residual and norm"] = graph_ms(lambda: residual_norm(ranks.sum(x), residual, norm))
+    if (room := ranks.room) is not None and num_bytes <= room.most_bytes:
+
+        def joined() -> None:
+            for place in room.places:
+                place.add_and_norm(place.rows(*x.shape, x.dtype), residual, norm)
+
+        times["joined"] = graph_ms(joined) / 2
+    return times
+
+
+def ways_for(sums: AllReduce, num_bytes: int) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """Returns the ways that take a tensor of `num_bytes`."""
+    return sums.ways if num_bytes <= BUFFER_BYTES else {"NCCL": sums.ways["NCCL"]}
+
+
+def graph_ms(run: Callable[[], object]) -> float:
+    """Returns the milliseconds of `run` in a CUDA graph, on the slowest rank. Every rank calls this."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(RUNS_A_GRAPH):
+                run()
+        times = []
+        for _ in range(TIMES):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / RUNS_A_GRAPH)
+    slowest = torch.tensor(median(times))
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
 
 
 def is_right(sums: AllReduce, num_bytes: int, ranks: RankGroup) -> bool:
@@ -43,7 +89,7 @@ def is_right(sums: AllReduce, num_bytes: int, ranks: RankGroup) -> bool:
     x = torch.arange(num_bytes // 2, device=ranks.device).remainder(61).to(torch.bfloat16)
     expected = x * sum(range(1, ranks.size + 1))
     mine = x * (ranks.rank + 1)
-    return all(torch.equal(way(mine.clone()), expected) for way in sums.ways.values())
+    return all(torch.equal(way(mine.clone()), expected) for way in ways_for(sums, num_bytes).values())
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from bench.common.child import ChildFailed, ask, serve
 from bench.serving.workload import Ask
 from lightkv.router import EngineConfig
-from lightkv.router.model.build import pick_device
+from lightkv.router.model.sizes import pick_device
 from lightkv.router.model_files import resolve
 
 Batches = dict[int, list[list[Ask]]]

@@ -17,7 +17,7 @@ from bench.common.report import Spread, refuse
 from bench.serving.continuous_batching import WAYS, Answered, Batches, Run, run_way
 from bench.serving.workload import Ask
 from lightkv.router import LLM, EngineConfig, SamplingParams
-from lightkv.router.model.build import pick_device
+from lightkv.router.model.sizes import pick_device
 from lightkv.router.model_files import resolve
 from lightkv.router.text.tokenizer import Tokenizer
 

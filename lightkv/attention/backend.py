@@ -1,6 +1,7 @@
 """What every attention backend does in a layer: write this step's K/V to the pool, then attend."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.memory.staging import upload
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
+from lightkv.triton_kernels.attention.variants.variant import limits
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
 from .cross import CrossStep
@@ -55,6 +57,13 @@ class AttentionBackend(ABC):
         self.scale = shape.options.scale_for(shape.head_dim)
         self.options = shape.options._replace(scale=self.scale)
         self.rotary = rotary
+
+    @property
+    def kind(self) -> tuple[Hashable, ...]:
+        """What the kernels depend on that the layer launches, beside the format of its K/V."""
+        variants = self.options.variants
+        shape = self.num_heads, self.num_kv_heads, self.head_dim, self.v_dim
+        return type(self), *shape, limits(variants), *map(type, variants)
 
     @property
     def prefix_members(self) -> int:

@@ -1,6 +1,7 @@
 """Attention by the Triton kernels."""
 
 import math
+from collections.abc import Hashable
 
 import torch
 
@@ -34,6 +35,10 @@ class TritonAttention(AttentionBackend):
     def __init__(self, layer_idx: int, shape: LayerShape, rotary: Rotary | None = None) -> None:
         super().__init__(layer_idx, shape, rotary)
         self._fp8_q_scale: float | None = None  # of queries, where prefill is computed in fp8
+
+    @property
+    def kind(self) -> tuple[Hashable, ...]:
+        return *super().kind, self._fp8_q_scale is not None
 
     @property
     def prefix_members(self) -> int:

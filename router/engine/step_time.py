@@ -14,7 +14,8 @@ weights are read. A step of few tokens still waits for the weights, and one outs
 
 The scheduler chooses by it how many prompt tokens a step may compute (`prefill_budget.py`), and the simulator
 passes the time of a step. `step_time.json`, beside this file, has the parameters measured on one device; a
-runner on a GPU is measured when it starts (`lightkv/router/model/step_timing.py`).
+runner on a GPU is measured when it starts (`lightkv/router/model/step_timing.py`), or has what an earlier start
+of the same model measured there.
 """
 
 import math

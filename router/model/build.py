@@ -1,27 +1,24 @@
-"""Builds a model runner from an engine's configuration: device, model, memory, graphs, in this order.
+"""Builds a model runner from an engine's configuration: model, memory, graphs, step times, in this order.
 
 The order matters, since the pool takes the memory that the weights leave. Each slow part is reported.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import NamedTuple
 
 import torch
 from msgspec.structs import replace
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lightkv.attention import AttentionBackend, make_backends, pick_backend, prefix_members
-from lightkv.attention.restored_prefill import SCRATCH_BYTES
+from lightkv.attention import AttentionBackend, make_backends, prefix_members
 from lightkv.edits import Alloc, AllocPart, FreePartRange, FreeRange
-from lightkv.errors import InvalidDevice
 from lightkv.integrations.model.adapters.adapt import adapt
-from lightkv.integrations.model.context import context_length, num_layers
-from lightkv.integrations.model.fused_layers import fuse_layers, unfuse_layers
+from lightkv.integrations.model.context import num_layers
+from lightkv.integrations.model.fused_layers import few_layers, fuse_layers, unfuse_layers
 from lightkv.integrations.model.hf_model import bind
 from lightkv.integrations.model.kv_scales import (
     BadScales,
@@ -30,17 +27,17 @@ from lightkv.integrations.model.kv_scales import (
     read_kv_scales,
     set_kv_scales,
 )
-from lightkv.integrations.model.linears import prepare_linears
+from lightkv.integrations.model.linears import Linears, prepare_linears
 from lightkv.integrations.model.probe import ModelShape, probe
 from lightkv.integrations.ranks.group import RankGroup
 from lightkv.integrations.ranks.sharded import part_of_heads
 from lightkv.ledger.shared_prefixes import PrefixSharing
-from lightkv.memory.device import usable_device
 from lightkv.memory.kv_memory import KVMemory
-from lightkv.memory.kv_pool import PoolPlan, plan_pool
+from lightkv.memory.kv_pool import PoolPlan
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.router.config import EngineConfig, InvalidConfig
 from lightkv.router.engine.step import Limits, RunnerInfo, StepPlan
+from lightkv.router.engine.step_time import StepTime
 from lightkv.router.model_files import resolve, weight_files
 from lightkv.router.sampling_params import SamplerKind
 from lightkv.router.text.grammars import Grammars
@@ -48,76 +45,17 @@ from lightkv.triton_kernels.compile_ahead import compile_ahead
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
 from .loader import load_model
-from .model_config import load_supported_config, position_limit
+from .model_config import load_supported_config
 from .parts import RunnerParts
 from .runner import ModelRunner
 from .sampler import Sampler
-from .step_graphs import CannotCapture, StepGraphs, graphs_bytes
-from .step_timing import StepTimer
+from .sizes import EngineSizes, kv_text, pick_device, pick_dtype, pick_rank_device, use_graphs
+from .step_graphs import CannotCapture, StepGraphs
+from .step_timing import StepTimer, measured_once, shapes
 from .text_half import left_out_of
 from .token_buckets import token_buckets
 
 Report = Callable[[str], None]
-
-# The memory of a step's activations, in copies of its widest tensors; measured models differ little.
-_LOGITS_COPIES = 8
-_HIDDEN_COPIES = 6
-
-
-def pick_device(name: str) -> torch.device:
-    """Returns the device called `name`; "auto" is the GPU if there is one. Raises InvalidConfig."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = usable_device(name)
-    except InvalidDevice as error:
-        raise InvalidConfig(f"--{error}") from error
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
-
-
-def pick_dtype(name: str) -> torch.dtype | Literal["auto"]:
-    """Returns the dtype called `name`, or "auto"."""
-    if name == "auto":
-        return "auto"
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def kv_text(config: EngineConfig, shape: ModelShape) -> str:
-    """Returns how K and V are stored, in words: "float16", or "int8, layers 0 and 1 in float16"."""
-    computed = str(shape.spec.dtype).removeprefix("torch.")
-    if config.kv_dtype == "auto":
-        return computed
-    *others, last = map(str, config.skipped_layers or ("",))
-    if not last:
-        return config.kv_dtype
-    layers = f"layers {', '.join(others)} and {last}" if others else f"layer {last}"
-    return f"{config.kv_dtype}, {layers} in {computed}"
-
-
-def use_graphs(config: EngineConfig, device: torch.device) -> bool:
-    """Returns whether steps run as CUDA graphs."""
-    backend = pick_backend(config.attention_backend, device)
-    return config.cuda_graphs and device.type == "cuda" and backend.supports_cuda_graph
-
-
-def pick_rank_device(config: EngineConfig, rank: int) -> torch.device:
-    """Returns the device of a rank, of which there are `config.tensor_parallel`: on GPUs the one with its
-    number. Raises InvalidConfig."""
-    device, size = pick_device(config.device), config.tensor_parallel
-    if size == 1:
-        return device
-    if device.type == "cuda":
-        num_gpus = torch.cuda.device_count()
-        if config.device not in ("auto", "cuda"):
-            raise InvalidConfig(
-                f"--device is {config.device}, and --tensor-parallel {size} takes GPUs 0 to {size - 1}; give "
-                "--device cuda, and choose the GPUs with CUDA_VISIBLE_DEVICES"
-            )
-        if num_gpus < size:
-            raise InvalidConfig(f"--tensor-parallel is {size}, and this host has {num_gpus} GPUs; give fewer")
-        device = torch.device("cuda", rank)
-    return device
 
 
 def join_ranks(config: EngineConfig, rank: int, size: int, store: str) -> RankGroup:
@@ -129,104 +67,6 @@ def join_ranks(config: EngineConfig, rank: int, size: int, store: str) -> RankGr
     else:
         torch.set_num_threads(max(1, torch.get_num_threads() // size))  # the ranks share the cores
     return RankGroup(rank, size, torch.distributed.FileStore(store, size), device)
-
-
-@dataclass(frozen=True)
-class EngineSizes:
-    """The sizes that `config` leaves open, computed from the device and the model's (text) configuration."""
-
-    config: EngineConfig
-    device: torch.device
-    text: PreTrainedConfig
-
-    @cached_property
-    def limits(self) -> Limits:
-        """The limits of a step and of a request.
-
-        The longest request is one for which no sequence depends on its neighbours (`position_limit`). Raises
-        InvalidConfig, also for a `max_model_len` above that.
-        """
-        config, on_gpu = self.config, self.device.type == "cuda"
-        context = position_limit(self.text) or context_length(self.text)
-        max_model_len = config.max_model_len or context
-        if max_model_len is None:
-            raise InvalidConfig("the model names no context length; give one with --max-model-len")
-        if context is not None and max_model_len > context:
-            raise InvalidConfig(
-                f"--max-model-len is {max_model_len}; the model's context is {context} tokens here"
-            )
-        chunk = config.prefill_chunk
-        if chunk is None:
-            # Larger steps run their matrix products at a higher rate. With a target, tokens would wait for the
-            # launch of steps that are too large for graphs.
-            has_target = config.itl_target != 0
-            chunk = (4096 if has_target else 8192) if on_gpu else (512 if has_target else 2048)
-        return Limits(
-            max_num_seqs=config.max_num_seqs or (256 if on_gpu else 64),
-            max_model_len=max_model_len,
-            prefill_chunk=chunk,
-            vocab_size=self.text.vocab_size,
-            itl_target=config.itl_target,
-            session_share=config.session_share,
-        )
-
-    def with_format(self, shape: ModelShape) -> ModelShape:
-        """Returns the shape that `probe` found, with K and V stored as the configuration says.
-
-        Raises InvalidConfig for a format that does not fit the heads, the layers or the attention backend.
-        """
-        config = self.config
-        backends = make_backends(config.attention_backend, self.device, shape.layers)
-        try:
-            chosen = KVFormat.parse(config.kv_dtype, config.skipped_layers)
-            spec = dataclasses.replace(shape.spec, format=chosen, lifetimes=shape.lifetimes)
-            for layer in backends:
-                layer.check_format(spec.format_of(layer.layer_idx))
-            return dataclasses.replace(shape, spec=spec)
-        except ValueError as error:
-            skipped = f", --kv-skip-layers {config.kv_skip_layers}" if config.kv_skip_layers else ""
-            raise InvalidConfig(f"--kv-dtype {config.kv_dtype}{skipped}: {error}") from error
-
-    def pool(self, shape: ModelShape) -> PoolPlan:
-        """Returns the pool that fits beside what the device holds now and what steps need.
-
-        Raises OutOfMemory.
-        """
-        return plan_pool(
-            shape.spec,
-            self.device,
-            num_tokens=self.config.max_total_tokens,
-            fraction=self.config.mem_fraction,
-            reserve=self.step_bytes(shape),
-        )
-
-    def step_bytes(self, shape: ModelShape) -> int:
-        """Returns the bytes that steps need on the device, beside the weights and the pool."""
-        # Some configurations give the intermediate size of each layer.
-        inner = getattr(self.text, "intermediate_size", None) or 0
-        widest = max(self.text.hidden_size, *(inner if isinstance(inner, list | tuple) else [inner]))
-        limits = self.limits
-        rows = limits.max_num_seqs + 1
-        table = rows * limits.max_model_len * 4 * shape.spec.groups.num_groups
-        sampling = Sampler.bytes_for(rows, limits.vocab_size)
-        logits = limits.max_num_seqs * limits.vocab_size * 4 * _LOGITS_COPIES
-        per_token = widest * shape.spec.dtype.itemsize * _HIDDEN_COPIES
-        hidden = limits.max_step_tokens * per_token
-        scratch = self._scratch_bytes(shape)
-        # Graphs have memory of their own, which eager steps and their sampling do not use.
-        graphs = 0
-        if use_graphs(self.config, self.device):
-            logits_row = limits.vocab_size * 4
-            graphs = graphs_bytes(limits.max_num_seqs, limits.max_step_tokens, per_token, logits_row, scratch)
-        return table + sampling + logits + hidden + scratch + graphs
-
-    def _scratch_bytes(self, shape: ModelShape) -> int:
-        """Returns the bytes that the attention of a layer needs in a step; layers run one after the other."""
-        backends = make_backends(self.config.attention_backend, self.device, shape.layers)
-        most, dtype = self.limits.max_step_tokens, shape.spec.dtype
-        parts = max(backend.scratch_bytes(most, dtype, self.device) for backend in backends)
-        is_restored = shape.spec.format.is_quantised and self.device.type == "cuda"
-        return parts + (SCRATCH_BYTES if is_restored else 0)
 
 
 def find_model(config: EngineConfig, report: Report) -> Path:
@@ -311,94 +151,165 @@ def assemble(
     The model belongs to the runner from now on: a runner that was made of it before may not run any more, since
     its CUDA graphs may read weights that have moved.
     """
-    device = model.device
-    sizes = EngineSizes(config, device, model.config.get_text_config())
-    limits = sizes.limits
-    with_graphs = use_graphs(config, device)
-    if num_adapted := adapt(model):
-        report(f"adapted the attention of {num_adapted} layers ({type(model).__name__})")
-    unfuse_layers(model)  # of an engine that ran the model before
-    shape = sizes.with_format(probe(model))
-    backends = make_backends(config.attention_backend, device, shape.layers)
-    if config.group_prefixes:
-        limits = replace(limits, prefix_sharing=PrefixSharing(prefix_members(backends)))
-    bind(model)
-    is_packed = device.type == "cpu"
-    if config.fuse:
-        linears = fuse_layers(model, report, is_packed).linears
-    else:
-        linears = prepare_linears(model, packed=is_packed)
-        for line in linears.lines:
-            report(line)
-    pool = sizes.pool(shape)
-    if ranks is not None and (smallest := ranks.smallest(pool.num_tokens)) < pool.num_tokens:
-        pool = PoolPlan(smallest, (smallest + 1) * shape.spec.bytes_per_slot, "as on the smallest rank")
-    size = f"{pool.num_bytes / 2**20:,.1f} MiB"
-    groups = shape.spec.groups
-    unit = "tokens" if groups.is_uniform else "slots"
-    report(f"K/V pool: {pool.num_tokens:,} {unit} in {kv_text(config, shape)}, {size} ({pool.why})")
-    if not groups.is_uniform:
-        report(f"layers: {'; '.join(map(str, groups.classes))}")
-    memory = KVMemory(shape.spec, pool.num_slots, limits.max_num_seqs, limits.max_model_len, device)
-    scales = scales or {}
-    if ranks is not None:
-        scales = _scales_of_rank(scales, sizes.text, shape.spec.num_kv_heads, ranks)
-    try:
-        set_kv_scales(memory.pool, scales)
-    except BadScales as error:
-        raise InvalidConfig(f"--kv-dtype {config.kv_dtype}: {error}") from error
-    use_fp8_prefill(backends, shape.spec, device, scales, config.prefill_dtype, report)
-    sampler = Sampler(
-        limits.max_num_seqs + 1, limits.vocab_size, device, None if ranks is None else ranks.take_first
-    )
-    parts = RunnerParts(model, backends, memory, sampler)
-    graphs, buckets = None, list[int]()
-    if with_graphs:
-        most = limits.max_step_tokens
-        buckets = token_buckets(linears.by_shape(), limits.prefill_budget, most, report)
-        if ranks is not None:
-            buckets = ranks.list_of_first(buckets)
-        graphs = StepGraphs(parts, limits, buckets)
-    if device.type == "cuda":
-        report("compiling kernels")
-        with compile_ahead():
-            _warm_up(memory, limits)
-            if graphs is not None:
-                graphs.rehearse()
-        _warm_up(memory, limits)
-    if graphs is not None:
+    start = _Start(model, config, report, ranks)
+    bound = start.bind()
+    pool = start.plan_pool(bound.shape)
+    parts = start.make_parts(bound, pool, scales or {})
+    graphs = start.capture(bound, parts)
+    runner = ModelRunner(parts, bound.limits, graphs, Grammars(directory, bound.limits.vocab_size))
+    info = start.describe(bound, pool, graphs)
+    return runner, start.time_steps(runner, info)
+
+
+class _BoundModel(NamedTuple):
+    """A model that calls lightkv's attention, its linear layers as they run, and the limits of its steps."""
+
+    shape: ModelShape
+    backends: Sequence[AttentionBackend]
+    linears: Linears
+    limits: Limits
+
+
+@dataclass(frozen=True)
+class _Start:
+    """The steps that make a runner around a loaded model, in the order of `assemble`."""
+
+    model: PreTrainedModel
+    config: EngineConfig
+    report: Report
+    ranks: RankGroup | None
+
+    @cached_property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @cached_property
+    def sizes(self) -> EngineSizes:
+        return EngineSizes(self.config, self.device, self.model.config.get_text_config())
+
+    def bind(self) -> _BoundModel:
+        """Finds the shape of the model's attention, binds the model to lightkv's, and fuses its layers."""
+        model, config, limits = self.model, self.config, self.sizes.limits
+        if num_adapted := adapt(model):
+            self.report(f"adapted the attention of {num_adapted} layers ({type(model).__name__})")
+        unfuse_layers(model)  # of an engine that ran the model before
+        shape = self.sizes.with_format(probe(model))
+        backends = make_backends(config.attention_backend, self.device, shape.layers)
+        if config.group_prefixes:
+            limits = replace(limits, prefix_sharing=PrefixSharing(prefix_members(backends)))
+        bind(model)
+        is_packed = self.device.type == "cpu"
+        if config.fuse:
+            linears = fuse_layers(model, self.report, is_packed).linears
+        else:
+            linears = prepare_linears(model, packed=is_packed)
+            for line in linears.lines:
+                self.report(line)
+        return _BoundModel(shape, backends, linears, limits)
+
+    def plan_pool(self, shape: ModelShape) -> PoolPlan:
+        """Plans the pool that fits beside the weights, with ranks on each of them, and reports it."""
+        config, groups, pool = self.config, shape.spec.groups, self.sizes.pool(shape)
+        if self.ranks is not None and (smallest := self.ranks.smallest(pool.num_tokens)) < pool.num_tokens:
+            pool = PoolPlan(smallest, (smallest + 1) * shape.spec.bytes_per_slot, "as on the smallest rank")
+        size, unit = f"{pool.num_bytes / 2**20:,.1f} MiB", "tokens" if groups.is_uniform else "slots"
+        self.report(f"K/V pool: {pool.num_tokens:,} {unit} in {kv_text(config, shape)}, {size} ({pool.why})")
+        if not groups.is_uniform:
+            self.report(f"layers: {'; '.join(map(str, groups.classes))}")
+        return pool
+
+    def make_parts(
+        self, bound: _BoundModel, pool: PoolPlan, scales: Mapping[int, LayerScales]
+    ) -> RunnerParts:
+        """Makes the K/V memory, with `scales` where its format has given ones, and the sampler."""
+        config, device, spec, limits = self.config, self.device, bound.shape.spec, bound.limits
+        memory = KVMemory(spec, pool.num_slots, limits.max_num_seqs, limits.max_model_len, device)
+        if self.ranks is not None:
+            scales = _scales_of_rank(scales, self.sizes.text, spec.num_kv_heads, self.ranks)
         try:
-            graphs.capture_first(report)
-        except CannotCapture as error:
-            report(f"no CUDA graphs, so that the host launches each kernel of a step: {error}")
-            graphs = None
-    runner = ModelRunner(parts, limits, graphs, Grammars(directory, limits.vocab_size))
-    if device.type == "cuda":
-        report("compiling the kernels of steps that run eagerly")
-        runner.warm_up(_eager_plans(limits, graphs.most_tokens if graphs else 0))
-    info = RunnerInfo(
-        architecture=type(model).__name__,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        dtype=str(shape.spec.dtype).removeprefix("torch."),
-        attention_backend=type(backends[0]).__name__,
-        cuda_graphs=graphs is not None,
-        capacity=pool.num_tokens,
-        bytes_per_token=shape.spec.bytes_per_token,
-        pool_bytes=pool.num_bytes,
-        pool_reason=pool.why,
-        groups=groups,
-        longest=None if groups.is_uniform else groups.longest(pool.num_tokens, limits.prefill_budget),
-        limits=limits,
-        graph_tokens=tuple(buckets) if graphs else (),
-        kv_dtype=config.kv_dtype,
-        skipped_layers=config.skipped_layers,
-        num_ranks=1 if ranks is None else ranks.size,
-        left_out=left_out_of(model),
-    )
-    if config.itl_target or (config.itl_target is None and device.type == "cuda"):
-        clock = time.perf_counter if ranks is None else ranks.clock_of_first
-        info = replace(info, step_time=StepTimer(runner, info, runner.capture_for, clock).measure(report))
-    return runner, replace(info, num_missing_graphs=runner.num_missing_graphs)
+            set_kv_scales(memory.pool, scales)
+        except BadScales as error:
+            raise InvalidConfig(f"--kv-dtype {config.kv_dtype}: {error}") from error
+        use_fp8_prefill(bound.backends, spec, device, scales, config.prefill_dtype, self.report)
+        take_first = None if self.ranks is None else self.ranks.take_first
+        sampler = Sampler(limits.max_num_seqs + 1, limits.vocab_size, device, take_first)
+        return RunnerParts(self.model, bound.backends, memory, sampler)
+
+    def capture(self, bound: _BoundModel, parts: RunnerParts) -> StepGraphs | None:
+        """Compiles the kernels of steps and captures the first graphs; None where steps run without graphs."""
+        limits, graphs = bound.limits, self._graphs(bound, parts)
+        if self.device.type == "cuda":
+            self.report("compiling kernels")
+            formats, backends = bound.shape.spec.format_of, bound.backends
+            with compile_ahead(), few_layers(self.model, lambda idx: (backends[idx].kind, formats(idx))):
+                _warm_up(parts.memory, limits)
+                if graphs is not None:
+                    graphs.rehearse()
+            _warm_up(parts.memory, limits)
+        if graphs is not None:
+            try:
+                graphs.capture_first(self.report)
+            except CannotCapture as error:
+                self.report(f"no CUDA graphs, so that the host launches each kernel of a step: {error}")
+                graphs = None
+        return graphs
+
+    def _graphs(self, bound: _BoundModel, parts: RunnerParts) -> StepGraphs | None:
+        if not use_graphs(self.config, self.device):
+            return None
+        limits = bound.limits
+        buckets = token_buckets(
+            bound.linears.by_shape(), limits.prefill_budget, limits.max_step_tokens, self.report
+        )
+        if self.ranks is not None:
+            buckets = self.ranks.list_of_first(buckets)
+        return StepGraphs(parts, limits, buckets)
+
+    def describe(self, bound: _BoundModel, pool: PoolPlan, graphs: StepGraphs | None) -> RunnerInfo:
+        """Returns what the engine has to know of the runner, but for the times of its steps."""
+        config, device, limits = self.config, self.device, bound.limits
+        spec = bound.shape.spec
+        groups = spec.groups
+        return RunnerInfo(
+            architecture=type(self.model).__name__,
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            dtype=str(spec.dtype).removeprefix("torch."),
+            attention_backend=type(bound.backends[0]).__name__,
+            cuda_graphs=graphs is not None,
+            capacity=pool.num_tokens,
+            bytes_per_token=spec.bytes_per_token,
+            pool_bytes=pool.num_bytes,
+            pool_reason=pool.why,
+            groups=groups,
+            longest=None if groups.is_uniform else groups.longest(pool.num_tokens, limits.prefill_budget),
+            limits=limits,
+            graph_tokens=graphs.buckets if graphs else (),
+            kv_dtype=config.kv_dtype,
+            skipped_layers=config.skipped_layers,
+            num_ranks=1 if self.ranks is None else self.ranks.size,
+            left_out=left_out_of(self.model),
+        )
+
+    def time_steps(self, runner: ModelRunner, info: RunnerInfo) -> RunnerInfo:
+        """Compiles the kernels of eager steps, and measures what steps take where a target needs it."""
+        config, on_gpu = self.config, self.device.type == "cuda"
+        if on_gpu:
+            self.report("compiling the kernels of steps that run eagerly")
+            runner.warm_up(_eager_plans(info.limits, max(info.graph_tokens, default=0)))
+        if config.itl_target or (config.itl_target is None and on_gpu):
+            info = replace(info, step_time=self._step_time(runner, info))
+        return replace(info, num_missing_graphs=runner.num_missing_graphs)
+
+    def _step_time(self, runner: ModelRunner, info: RunnerInfo) -> StepTime | None:
+        clock = time.perf_counter if self.ranks is None else self.ranks.clock_of_first
+        timer = StepTimer(runner, info, runner.capture_for, clock)
+        if self.device.type != "cuda" or self.ranks is not None:  # all ranks measure, or none
+            return timer.measure(self.report)
+        facts = [self.config, self.model.config.to_json_string(), info.graph_tokens, shapes(info)]
+        found, is_kept = measured_once("steps", facts, StepTime | None, lambda: timer.measure(self.report))
+        if is_kept:
+            self.report("step times: measured in an earlier start")
+        return found
 
 
 def _scales_of_rank(

@@ -1,6 +1,6 @@
 """Describes the machine and the model of an engine without loading weights, for `lightkv info`.
 
-The sizes are those that `build.py` would choose, with several ranks those of rank 0. No memory is used for the
+The sizes are those that `sizes.py` would choose, with several ranks those of rank 0. No memory is used for the
 weights or the pool.
 """
 
@@ -27,9 +27,10 @@ from lightkv.memory.kv_pool import PoolPlan
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.router.config import EngineConfig
 
-from .build import EngineSizes, kv_scales, kv_text, pick_dtype, pick_rank_device, use_fp8_prefill
+from .build import kv_scales, use_fp8_prefill
 from .loader import load_model
 from .model_config import load_supported_config
+from .sizes import EngineSizes, kv_text, pick_dtype, pick_rank_device
 from .text_half import left_out_of
 
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "numpy")

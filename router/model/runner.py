@@ -14,7 +14,8 @@ sampling of a step with such rows waits, while its forward pass runs, until the 
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -115,27 +116,20 @@ class ModelRunner:
         """
         # The step before reads its inputs when it samples, and this one overwrites them.
         self._sample_waiting()
-        # An error before the edits are applied is fatal: they are sent only once.
-        self.fatal = True
-        grammars = self._grammars_of(plan)
         graph = None
-        if self._graphs is not None and not plan.scored:
-            graph = self._graphs.get(plan, has_masks=bool(grammars))
-        allocates = graph is not None and graph.allocates
-        edits = decode(plan.edits) if allocates else plan.all_edits()
-        self._parts.sampler.set_rows(plan.new_rows, plan.prompts)
-        self._parts.memory.apply(edits)
-        self.fatal = allocates  # which an error in the middle leaves half done
+        with self._fatal_errors():  # the edits are sent only once
+            grammars = self._grammars_of(plan)
+            if self._graphs is not None and not plan.scored:
+                graph = self._graphs.get(plan, has_masks=bool(grammars))
+            allocates = graph is not None and graph.allocates
+            self._parts.sampler.set_rows(plan.new_rows, plan.prompts)
+            self._parts.memory.apply(decode(plan.edits) if allocates else plan.all_edits())
         step = _StepInFlight(plan, grammars)
-        try:
+        with self._fatal_errors(always=allocates):  # slots that are allocated by half are lost
             if grammars:
                 step.sampling = self._forward(plan) if graph is None else graph.replay_forward(plan)
             else:
                 self._copy_to_host(step, self._run(plan) if graph is None else graph.replay(plan))
-            self.fatal = False
-        except Exception as error:
-            self.fatal = self.fatal or self._loses_device(error)
-            raise
         self._in_flight.append(step)
         if len(self._in_flight) == 1:
             self._sample_waiting()
@@ -145,18 +139,15 @@ class ModelRunner:
         """Returns the result of the oldest step in flight. Waits for that step, and for no later one."""
         self._sample_waiting(self._in_flight[0])  # it still waits where the step before it has failed
         step = self._in_flight.popleft()
-        try:
+        with self._fatal_errors(always=False):
             tokens = self._take_tokens(step)
             if self._in_flight:
                 self._sample_waiting(self._in_flight[0])
             assert step.output is not None
             result = self._read(step.plan, step.output)
-            if step.grammars:
-                result = replace(result, tokens=tokens, errors=step.errors)
-            return replace(result, had_ended=True) if step.had_ended else result
-        except Exception as error:
-            self.fatal = self.fatal or self._loses_device(error)
-            raise
+        if step.grammars:
+            result = replace(result, tokens=tokens, errors=step.errors)
+        return replace(result, had_ended=True) if step.had_ended else result
 
     @property
     def num_missing_graphs(self) -> int:
@@ -168,10 +159,9 @@ class ModelRunner:
         """Captures the CUDA graph that most steps have lacked. See `fatal` for what an error means."""
         begun = time.perf_counter()
         self._sample_waiting()  # it reads its inputs when it samples, and the capture may overwrite them
-        self.fatal = True
-        if self._graphs is not None:
-            self._graphs.capture_next()
-        self.fatal = False
+        with self._fatal_errors():
+            if self._graphs is not None:
+                self._graphs.capture_next()
         return Captured(time.perf_counter() - begun, self.num_missing_graphs)
 
     @torch.inference_mode()
@@ -183,9 +173,8 @@ class ModelRunner:
     @torch.inference_mode()
     def skip(self, plan: StepPlan) -> None:
         """Applies a step's edits without computing it, because an earlier step that it needs has failed."""
-        self.fatal = True
-        self._parts.memory.apply(plan.all_edits())
-        self.fatal = False
+        with self._fatal_errors():
+            self._parts.memory.apply(plan.all_edits())
 
     @torch.inference_mode()
     def check(self, edits: bytes, expected: ExpectedMemory) -> None:
@@ -193,16 +182,15 @@ class ModelRunner:
 
         Raises CheckFailed if they disagree, and InvalidFree; any error here is fatal.
         """
-        self.fatal = True
         memory = self._parts.memory
-        memory.apply(decode(edits))
-        if memory.num_free != expected.num_free:
-            raise CheckFailed(
-                f"the ledger counts {expected.num_free} free slots, the memory {memory.num_free}"
-            )
-        memory.check(expected.holdings)
-        self._parts.sampler.check()
-        self.fatal = False
+        with self._fatal_errors():
+            memory.apply(decode(edits))
+            if memory.num_free != expected.num_free:
+                raise CheckFailed(
+                    f"the ledger counts {expected.num_free} free slots, the memory {memory.num_free}"
+                )
+            memory.check(expected.holdings)
+            self._parts.sampler.check()
 
     def digest(self) -> bytes:
         """Returns a digest of the memory's tables, which are the same bytes on every rank; synchronises."""
@@ -211,23 +199,26 @@ class ModelRunner:
     @torch.inference_mode()
     def map(self, edits: bytes, holdings: Holdings) -> PoolMap:
         """Applies `edits`, then returns what the slots are used for; synchronises. For errors see `fatal`."""
-        self.fatal = True
         memory = self._parts.memory
-        memory.apply(decode(edits))
-        self.fatal = False
-        try:
+        with self._fatal_errors():
+            memory.apply(decode(edits))
+        with self._fatal_errors(always=False):
             pool = MemoryMap(memory.labels(slot_labels(holdings)))
-        except Exception as error:
-            self.fatal = self._loses_device(error)
-            raise
         slots_per_cell = -(-len(pool.labels) // MAX_CELLS)
         cells = pool.labels[::slots_per_cell].tolist()
         return PoolMap(**pool.counts._asdict(), slots_per_cell=slots_per_cell, cells=cells)
 
-    def _loses_device(self, error: Exception) -> bool:
-        """Returns whether the device is unusable after `error`: on a GPU, after all but out of memory."""
-        on_gpu = self._parts.memory.device.type == "cuda"
-        return on_gpu and not isinstance(error, torch.OutOfMemoryError)
+    @contextmanager
+    def _fatal_errors(self, *, always: bool = True) -> Iterator[None]:
+        """Sets `fatal` if the block fails: for every error if `always`, else for one that loses the device: on
+        a GPU, all but out of memory."""
+        try:
+            yield
+        except BaseException as error:
+            on_gpu = self._parts.memory.device.type == "cuda"
+            is_failure = isinstance(error, Exception) and not isinstance(error, torch.OutOfMemoryError)
+            self.fatal = self.fatal or always or (on_gpu and is_failure)
+            raise
 
     def _grammars_of(self, plan: StepPlan) -> list[tuple[int, RowGrammar]]:
         """Notes the grammars of the plan's new rows. Returns those of its samples, by their index."""

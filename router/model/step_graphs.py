@@ -151,7 +151,7 @@ class StepGraphs:
 
     def _first(self) -> Iterator[_Graph]:
         """Yields what `capture_first` captures, the largest first."""
-        most = self._prompts[self.most_tokens]
+        most = self._prompts[max(self._prompts)]
         yield from ((graph, False) for graph in most.values())
         for size in reversed(_largest_of_each_power(self._prompts)[:-1]):
             few = [
@@ -203,9 +203,9 @@ class StepGraphs:
         return keys
 
     @property
-    def most_tokens(self) -> int:
-        """The most tokens of a step with prompts that has a graph."""
-        return max(self._prompts)
+    def buckets(self) -> tuple[int, ...]:
+        """The numbers of tokens of prompt graphs, ascending."""
+        return tuple(self._prompts)
 
     def get(self, plan: StepPlan, has_masks: bool = False) -> DecodeGraph | PromptGraph | None:
         """Returns the graph for a plan: its own, or, while that is missing, a captured one that is larger, and

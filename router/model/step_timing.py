@@ -3,17 +3,27 @@ step-time model by which the scheduler bounds the prompt tokens of a step (`engi
 
 The memory is empty before and after. What stays of a measurement is the last token of some rows, which a
 sequence's first token overwrites, and kernels that are compiled already.
+
+What a start has measured is kept in files beside Triton's compiled kernels, for later starts.
 """
 
+import hashlib
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
+import torch
 
+from lightkv import __version__
 from lightkv.edits import Alloc, Edit, FreeRange, encode
 from lightkv.holdings import Holdings
 from lightkv.router.engine.loop import Executor
@@ -22,6 +32,7 @@ from lightkv.router.engine.step_time import LEAST_STEPS, StepTime, Work, fit
 from lightkv.router.sampling_params import SamplerKind
 
 Report = Callable[[str], None]
+T = TypeVar("T")
 
 IN_FLIGHT = 2  # the engine has as many on a GPU
 # A step is timed 5 times; 3 times, if they add up to 50 ms; or until they add up to half a second.
@@ -216,3 +227,47 @@ class StepTimer:
     def _free(self, held: list[FreeRange]) -> None:
         """Frees all that is held, and checks that the memory is empty. Raises CheckFailed."""
         self._executor.check(encode(held), ExpectedMemory(self._info.capacity, Holdings([], {})))
+
+
+# --------------------------------------------------------------------------------
+# From one start to the next
+
+
+def measured_once(name: str, facts: Any, kind: Any, measure: Callable[[], T]) -> tuple[T, bool]:
+    """Returns what `measure` returned in this or in an earlier start, and whether it was an earlier one.
+
+    `name`: of what is measured. `facts`: all that the result depends on beside the GPU and the versions of
+    torch and lightkv, in types that msgspec encodes. `kind`: the type of the result. Where the file is missing,
+    or holds something else than a result of this type for these facts, this measures and writes it again; where
+    it cannot be written, each start measures.
+    """
+    known = {"gpu": torch.cuda.get_device_name(), "torch": str(torch.__version__), "lightkv": __version__}
+    key = hashlib.sha256(msgspec.json.encode([known, facts], order="sorted")).hexdigest()
+    path = _folder() / f"{name}-{key[:16]}.json"
+    with suppress(OSError, msgspec.MsgspecError):
+        found = msgspec.json.decode(path.read_bytes(), type=tuple[str, kind])
+        if found[0] == key:
+            return found[1], True
+    result = measure()
+    with suppress(OSError):
+        _write(path, msgspec.json.encode((key, result)))
+    return result, False
+
+
+def _folder() -> Path:
+    from triton import knobs  # which torch may lack on a CPU
+
+    return Path(knobs.cache.dir, "lightkv")
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all: another process may read it, or write it too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number, temporary = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -17,6 +17,8 @@ from torch import nn
 
 from lightkv.attention import BatchShape
 
+from .step_timing import measured_once
+
 Report = Callable[[str], None]
 
 # Larger steps run eagerly, since a graph's memory grows with its tokens. The device does not wait for the host,
@@ -154,15 +156,19 @@ def measure(
 def token_buckets(layers: Sequence[Sequence[nn.Linear]], chunk: int, most: int, report: Report) -> list[int]:
     """Returns what `choose` does for steps of up to `most` tokens, by the times of `layers` on their GPU.
 
-    Without layers, or with a single size to choose from, nothing is measured; times are then taken to be
-    proportional to the tokens.
+    Times that an earlier start has measured for these layers are taken again. Without layers, or with a single
+    size to choose from, nothing is measured; times are then taken to be proportional to the tokens.
     """
     begun, sizes = time.perf_counter(), candidates(most, chunk)
     times, how = {size: float(size) for size in sizes}, "not measured"
     if layers and len(sizes) > 1:
+        shapes = [(len(same), *same[0].weight.shape, str(same[0].weight.dtype)) for same in layers]
         try:
-            times = measure(layers, sizes)
-            how = f"measured in {time.perf_counter() - begun:.1f} s"
+            times, is_kept = measured_once(
+                "products", [shapes, sizes], dict[int, float], lambda: measure(layers, sizes)
+            )
+            seconds = time.perf_counter() - begun
+            how = "measured in an earlier start" if is_kept else f"measured in {seconds:.1f} s"
         except torch.OutOfMemoryError:
             how = "not measured, for lack of memory"
         torch.cuda.empty_cache()

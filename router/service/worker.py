@@ -209,7 +209,8 @@ class Worker(rpyc.Service):
 
         import torch
 
-        from lightkv.router.model.build import build_runner, join_ranks, pick_device
+        from lightkv.router.model.build import build_runner, join_ranks
+        from lightkv.router.model.sizes import pick_device
 
         config, rank = start.config, start.rank
         ranks = None if rank is None else join_ranks(config, rank.number, rank.size, rank.store)

@@ -22,9 +22,10 @@ from lightkv.router.engine.loop import LocalEngine, make_scheduler
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import RunnerInfo, StepPlan, TokenEvent
-from lightkv.router.model.build import EngineSizes, assemble
+from lightkv.router.model.build import assemble
 from lightkv.router.model.parts import StepOutput
 from lightkv.router.model.runner import ModelRunner
+from lightkv.router.model.sizes import EngineSizes
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from lightkv.triton_kernels.quantised.quantise_reference import apply_hadamard, dequantise, quantise
 from tests.support.combinations import slow

@@ -27,6 +27,7 @@ from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import packed_size, upload
 from lightkv.router.config import EngineConfig, InvalidConfig
 from lightkv.router.model import build as build_module
+from lightkv.router.model import sizes
 from lightkv.router.service.messages import WorkerStart
 from lightkv.router.service.worker import Worker
 
@@ -301,7 +302,7 @@ def test_the_workers_gpu_is_its_current_one_before_anything_is_built(
         calls.append("build")
         raise InvalidConfig("that is enough")
 
-    monkeypatch.setattr(build_module, "pick_device", torch.device)
+    monkeypatch.setattr(sizes, "pick_device", torch.device)
     monkeypatch.setattr(build_module, "build_runner", build)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(str(device)))
     start = msgspec.msgpack.encode(WorkerStart(EngineConfig(device=device)))

@@ -10,9 +10,9 @@ import torch
 
 from lightkv.errors import LightKVError
 from lightkv.router import LLM, EngineConfig
-from lightkv.router.model.build import EngineSizes
 from lightkv.router.model.loader import load_model
 from lightkv.router.model.model_config import load_supported_config
+from lightkv.router.model.sizes import EngineSizes
 from lightkv.router.model_files import UnreadableWeights, resolve
 from lightkv.router.text.tokenizer import Tokenizer, UnreadableTokenizer
 from tests.support.combinations import slow

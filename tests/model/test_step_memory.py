@@ -9,9 +9,10 @@ import torch
 from lightkv.attention import LayerShape
 from lightkv.integrations.model.probe import probe
 from lightkv.router import EngineConfig
-from lightkv.router.model import build
-from lightkv.router.model.build import EngineSizes, assemble
+from lightkv.router.model import sizes as sizes_module
+from lightkv.router.model.build import assemble
 from lightkv.router.model.cuda_graph import PromptGraph, SharedLogits
+from lightkv.router.model.sizes import EngineSizes
 from lightkv.router.model.token_buckets import prompt_shapes
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.paged_kv import HeadShape
@@ -37,7 +38,7 @@ def test_the_partial_outputs_of_prefill_are_counted(monkeypatch: pytest.MonkeyPa
     assert parts > 0
     assert needed("triton") - needed("torch") == parts
     # Graphs have memory of their own, and eager steps do not use it.
-    monkeypatch.setattr(build, "use_graphs", lambda *_: True)
+    monkeypatch.setattr(sizes_module, "use_graphs", lambda *_: True)
     assert needed("triton") - needed("torch") == 2 * parts
 
 

@@ -4,6 +4,7 @@ import random
 import re
 from collections.abc import Callable
 from itertools import combinations, pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -289,7 +290,15 @@ def test_every_size_is_measured_with_every_kind_of_layer() -> None:
     assert all(used[i] is wide[i % 3] for i in range(12))
 
 
-def test_what_is_measured_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Measurements are kept for a GPU that this machine need not have."""
+    pytest.importorskip("triton", exc_type=ImportError)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+
+
+def test_what_is_measured_is_told(a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     layers, lines, measured = [[nn.Linear(2, 2)]], list[str](), list[list[int]]()
 
     def fake(layers: object, sizes: list[int]) -> dict[int, float]:
@@ -302,6 +311,8 @@ def test_what_is_measured_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.fullmatch(
         r"prompt graphs for 45 sizes, measured in [\d.]+ s: 16, 24, .*, 4352 tokens", lines[0]
     )
+    assert token_buckets(layers, 0, 5000, lines.append) == choose(times_of(on_hopper))
+    assert ", measured in an earlier start: 16, 24, " in lines.pop()
     assert token_buckets([], 0, 5000, lines.append) == choose(times_of(float))
     assert token_buckets(layers, 0, 100, lines.append) == [16, 24, 32, 48, 64, 96, 100]
     assert lines[2] == "prompt graphs for 7 sizes, not measured: 16, 24, 32, 48, 64, 96, 100 tokens"
@@ -351,7 +362,7 @@ def test_experts_in_a_list_are_left_out() -> None:
     assert [[one.weight.shape for one in same] for same in Linears(model).by_shape()] == [[(8, 8)]]
 
 
-def test_a_device_without_memory_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_memory_measures_nothing(a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise torch.OutOfMemoryError("none left")
 

@@ -13,7 +13,7 @@ from lightkv.ledger import TokenLedger
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.loop import make_scheduler
 from lightkv.router.engine.step import Limits
-from lightkv.router.model.build import EngineSizes
+from lightkv.router.model.sizes import EngineSizes
 from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.service.messages import Accepted, Load, NewAnswer, NewPrompt, ReleaseSession, Submit
 from tests.support import router_service

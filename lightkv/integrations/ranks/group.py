@@ -2,8 +2,7 @@
 
 Every rank makes the same calls in the same order. Tensors of a GPU go through NCCL, and those of a CPU, like
 the few numbers that the hosts agree on, through gloo. Inside a decoder layer ranks only ever add up (`sum`),
-which `all_reduce.py` does in the fastest way that was measured for the size; it can be captured in a CUDA
-graph.
+which `all_reduce.py` does in the fastest way for the size; it can be captured in a CUDA graph.
 """
 
 import os
@@ -52,8 +51,8 @@ class RankGroup:
         dist.init_process_group(
             backends.get(device.type, "gloo"), store=store, rank=rank, world_size=size, timeout=_DAY
         )
-        self.sums = AllReduce.measured(device)
-        self.room = TermRoom.measured(rank, self.sums, device)
+        self.sums = AllReduce.on(device)
+        self.room = TermRoom.on(rank, device)
 
     @classmethod
     @contextmanager

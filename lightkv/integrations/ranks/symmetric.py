@@ -1,15 +1,10 @@
-"""Memory that every rank of a host has mapped, and what it costs to use it."""
+"""Memory that every rank of a host has mapped."""
 
-from collections.abc import Callable
-from statistics import median
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-_TIMES = 20
-_RUNS_A_GRAPH = 10
 
 
 class Mapped(NamedTuple):
@@ -50,26 +45,3 @@ def all_agree(works: bool) -> bool:
     agreed = torch.tensor(int(works))
     dist.all_reduce(agreed, dist.ReduceOp.MIN)
     return bool(agreed)
-
-
-def graph_ms(run: Callable[[], object]) -> float:
-    """Returns the milliseconds of `run` in a CUDA graph, on the slowest rank. Every rank calls this."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(_RUNS_A_GRAPH):
-                run()
-        times = []
-        for _ in range(_TIMES):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / _RUNS_A_GRAPH)
-    slowest = torch.tensor(median(times))
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)

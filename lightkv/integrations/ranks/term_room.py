@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 from triton.errors import TritonError
 
-from lightkv.triton_kernels.layers.residual_norm import Norm, residual_norm
+from lightkv.triton_kernels.layers.residual_norm import Norm
 from lightkv.triton_kernels.layers.summed_residual_norm import MAX_PROGRAMS, Terms, summed_residual_norm
 
-from .all_reduce import AllReduce, told_bytes
-from .symmetric import Mapped, all_agree, graph_ms, map_memory
+from .all_reduce import told_bytes
+from .symmetric import Mapped, all_agree, map_memory
 
-MOST_BYTES = 32 << 20  # of a term: 4,096 tokens of 4,096 numbers in 16 bits
-_DIM = 4096  # of the rows that are measured
-_SIZES = [8 << 10 << shift for shift in range(0, 13, 2)]  # bytes: 8 KiB, 32 KiB … 32 MiB
+# Of a term, with two ranks: 4,096 tokens of 4,096 numbers in 16 bits. Up to here the kernel was the faster one
+# (docs/measured.md).
+_MOST_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,22 @@ class TermPlace:
 
 @dataclass(frozen=True)
 class TermRoom:
-    """The two places of a rank, and up to how many bytes of a term they are faster than `AllReduce`."""
+    """The two places of a rank, and up to how many bytes of a term they are used."""
 
     places: tuple[TermPlace, TermPlace]
     most_bytes: int
 
     @classmethod
-    def measured(cls, rank: int, sums: AllReduce, device: torch.device) -> "TermRoom | None":
-        """Makes the places and measures them; None, on all ranks, where they do not work or do not pay."""
+    def on(cls, rank: int, device: torch.device) -> "TermRoom | None":
+        """Makes the places; None, on all ranks, where they do not work.
+
+        Each rank reads the terms of all others, so they are for smaller terms where there are more ranks.
+        """
         if device.type != "cuda":
             return None
         size = dist.get_world_size()
-        mapped = [map_memory(num, device) for num in (MOST_BYTES, MOST_BYTES, 4 * MAX_PROGRAMS * size)]
+        most = _MOST_BYTES // max(size - 1, 1)
+        mapped = [map_memory(num, device) for num in (most, most, 4 * MAX_PROGRAMS * size)]
         if any(one is None for one in mapped):
             return None
         first, second, signals = (one for one in mapped if one is not None)
@@ -74,16 +78,8 @@ class TermRoom:
             addresses, pads = (torch.tensor(one.addresses, device=device) for one in (memory, signals))
             return TermPlace(memory.own, addresses, pads, signals.own, rank)
 
-        room = cls((place(first), place(second)), MOST_BYTES)
-        if not all_agree(room._is_right(device)):
-            return None
-        most = 0
-        for num_bytes in _SIZES:
-            joined, apart = room.measure(num_bytes, sums)
-            if joined >= apart:
-                break
-            most = num_bytes
-        return cls(room.places, most) if most else None
+        room = cls((place(first), place(second)), most)
+        return room if all_agree(room._is_right(device)) else None
 
     @property
     def lines(self) -> list[str]:
@@ -92,7 +88,7 @@ class TermRoom:
 
     def place(self, turn: int, x: Tensor, dim: int) -> TermPlace | None:
         """Returns the place of the first or the second sum of a layer for a term of x's rows of `dim`; None
-        where the ordinary sum is faster."""
+        where it is larger than a place."""
         num_bytes = x.numel() // x.shape[-1] * dim * x.element_size()
         return self.places[turn] if num_bytes <= self.most_bytes else None
 
@@ -111,21 +107,3 @@ class TermRoom:
         except (RuntimeError, TritonError):  # the links, or this version of Triton
             return False
         return True
-
-    def measure(self, num_bytes: int, sums: AllReduce) -> tuple[float, float]:
-        """Returns the milliseconds of a sum with residual and norm: in one kernel, and one after the other."""
-        device = self.places[0].memory.device
-        num_rows = max(1, num_bytes // 2 // _DIM)
-        residual = torch.zeros(num_rows, _DIM, dtype=torch.bfloat16, device=device)
-        norm = Norm(torch.ones(_DIM, dtype=torch.bfloat16, device=device), None, 1e-5)
-        x = torch.zeros_like(residual)
-
-        def joined() -> None:
-            for place in self.places:
-                place.add_and_norm(place.rows(num_rows, _DIM, torch.bfloat16), residual, norm)
-
-        def apart() -> None:
-            for _ in self.places:
-                residual_norm(sums.sum(x), residual, norm)
-
-        return graph_ms(joined) / 2, graph_ms(apart) / 2
