@@ -63,7 +63,7 @@ def test_a_decode_row(tools: bench.Bench, flashinfer: peers.FlashInfer) -> None:
     found = bench.measure_row(EVEN, sides_module.decode_sides, tools._replace(flashinfer=flashinfer))
     assert found["failed"] == {}
     of_pages = [f"{kind} p{page}" for page in (1, 16) for kind in ("lightkv", "FlashInfer", "FlashInfer tc")]
-    classic = ["v1 p16 one pass", "v1 p16 partitions", "v1 p16 work list"]
+    classic = ["v1 p16 one partition", "v1 p16 partitions"]
     assert list(found["sides"]) == [*of_pages, *classic, "lightkv contiguous", "SDPA math"]
     assert found["best_peer"] == "FlashInfer p1"  # the clock runs up
     assert found["ratio"] == found["ratio_of_best_page"] == 3 / 4

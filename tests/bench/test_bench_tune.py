@@ -57,7 +57,7 @@ def options(**named: object) -> SimpleNamespace:
         pytest.param(
             {"v1": True},
             DECODES,
-            ["decodes, one pass", "decodes, partitions", "decodes, work list"],
+            ["decodes, one partition", "decodes, partitions"],
             marks=pytest.mark.slow,
         ),
     ],
