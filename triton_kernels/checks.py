@@ -10,26 +10,13 @@ from torch import Tensor
 from lightkv.triton_kernels.layout.strides import has_unit_stride
 
 
-class _Dim(NamedTuple):
-    """A name, None for none, and what is added to its size."""
-
-    name: str | None
-    more: int
-
-    def size(self, sizes: Mapping[str, int]) -> int | None:
-        """Returns the size that it has to have; None while its name stands for none."""
-        if self.name is None:
-            return self.more
-        return sizes[self.name] + self.more if self.name in sizes else None
-
-
 class _Wanted(NamedTuple):
     """A tensor as a text describes it."""
 
     text: str
     dtypes: tuple[torch.dtype, ...]
     of_floats: bool
-    dims: tuple[_Dim, ...]
+    dims: tuple[tuple[str, int], ...]  # a name and what is added to its size; "", of size 0, for a number
     is_contiguous: bool
     has_unit_stride: bool
 
@@ -42,7 +29,7 @@ class _Wanted(NamedTuple):
         dims = []
         for one in listed.split(", "):
             name, _, more = one.partition(" + ")
-            dims.append(_Dim(None, int(name)) if name.isdigit() else _Dim(name, int(more or 0)))
+            dims.append(("", int(name)) if name.isdigit() else (name, int(more or 0)))
         names = () if dtypes in ("", "floats") else dtypes.split(" or ")
         known = tuple(getattr(torch, one) for one in names)
         return cls(text, known, dtypes == "floats", tuple(dims), bool(contiguous), bool(unit_stride))
@@ -50,13 +37,13 @@ class _Wanted(NamedTuple):
     def fits(self, tensor: Tensor, sizes: dict[str, int]) -> bool:
         """Returns whether it is a tensor that fits, and adds to `sizes` those that its dims give to new
         names."""
-        if not isinstance(tensor, Tensor) or tensor.dim() != len(self.dims):
+        if not isinstance(tensor, Tensor) or len(shape := tensor.shape) != len(self.dims):
             return False
-        for dim, size in zip(self.dims, tensor.shape, strict=True):
-            wanted = dim.size(sizes)
-            if wanted is None and dim.name is not None:
-                sizes[dim.name] = size - dim.more
-            elif wanted != size:
+        for (name, more), size in zip(self.dims, shape, strict=True):
+            known = sizes.get(name)
+            if known is None:
+                sizes[name] = size - more
+            elif known + more != size:
                 return False
         if (self.dtypes and tensor.dtype not in self.dtypes) or (
             self.of_floats and not tensor.is_floating_point()
@@ -88,7 +75,7 @@ class Tensors:
     def check(self, sizes: Mapping[str, int], **tensors: Tensor | None) -> dict[str, int]:
         """Returns the sizes of all dims by name. `sizes`: those that are known before. A tensor that is None is
         left out. Raises ValueError for the first tensor that does not fit."""
-        known = dict(sizes)
+        known = {"": 0, **sizes}
         for name, wanted in self._wanted.items():
             tensor = tensors.get(name)
             if tensor is not None and not wanted.fits(tensor, known):
@@ -97,7 +84,7 @@ class Tensors:
 
 
 def _refusal(name: str, wanted: _Wanted, tensor: Tensor, sizes: Mapping[str, int]) -> str:
-    named = dict.fromkeys(dim.name for dim in wanted.dims if dim.name is not None and dim.name in sizes)
+    named = dict.fromkeys(name for name, _ in wanted.dims if name and name in sizes)
     where = ", ".join(f"{one} {sizes[one]}" for one in named)
     found = repr(tensor)
     if isinstance(tensor, Tensor):

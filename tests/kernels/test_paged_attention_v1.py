@@ -253,6 +253,21 @@ def test_partitions_fill_the_device() -> None:
     assert fitting_partition_size(hopper, 8, 1024, 128) == 128
 
 
+@pytest.mark.parametrize(("size", "partitions"), [(0, 1), (16, 5)])
+def test_a_partition_size_of_0_makes_one_partition(
+    size: int, partitions: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Partials] = []
+    monkeypatch.setattr(
+        "lightkv.triton_kernels.classic.paged_attention_v2.attend_partitions",
+        lambda _inputs, partials, _size, _out: made.append(partials),
+    )
+    blocks = poisoned_blocks([40, 3], device=device)  # with room for 5 blocks
+    q = torch.zeros(2, 4, 64, device=device)
+    paged_attention_v1(q, *blocks, scale=1.0, partition_size=size)
+    assert [one.exp_sums.shape for one in made] == [(2, 4, partitions)]
+
+
 def test_refuses_partials_that_do_not_fit(device: torch.device) -> None:
     blocks = poisoned_blocks([40, 3], device=device)
     q = torch.zeros(2, 4, 64, device=device)

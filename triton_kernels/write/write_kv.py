@@ -287,9 +287,8 @@ def write_kv(
     """
     check_inputs(k, v, stored, slots, q, rotation, biases, norms)
     if stored.format.is_static and stored.scales is not None:
-        stored = stored._replace(
-            scales=stored.scales[:1]
-        )  # an operator must not write to what overlaps itself
+        # All slots share one row of scales, and an operator must not write to a tensor that overlaps itself.
+        stored = stored._replace(scales=stored.scales[:1])
     _write_kv(k, v, stored, slots, q, rotation, biases, norms)
 
 
