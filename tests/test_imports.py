@@ -22,6 +22,8 @@ PICKLES = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "job
 ROOMS = (
     "lightkv.triton_kernels.layout",
     "lightkv.triton_kernels.tuning",
+    "lightkv.triton_kernels.checks",
+    "lightkv.triton_kernels.operators",
     "lightkv.triton_kernels.slots",
     "lightkv.triton_kernels.quantised",
     "lightkv.triton_kernels.write",

@@ -6,7 +6,7 @@ values.
 """
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -64,3 +64,9 @@ def has_early_launch(device: DeviceClass) -> bool:
     """Returns whether a kernel can be launched while the one before it still runs (programmatic dependent
     launch)."""
     return device.major >= 9
+
+
+def early_options(device: torch.device) -> dict[str, Any]:
+    """Returns the options that launch a kernel with a constant EARLY while the one before it still runs, where
+    the device can do that."""
+    return {"EARLY": True, "launch_pdl": True} if has_early_launch(device_class(device)) else {"EARLY": False}

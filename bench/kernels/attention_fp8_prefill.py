@@ -18,13 +18,8 @@ from bench.common.device_clock import DEVICE, CapturedStep, Clock
 from bench.common.report import parser, print_json, print_machine, print_table, refuse, save_json
 from lightkv.attention.restored_prefill import RestoredPrefill, scratch_tokens
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, PagedKV
-from lightkv.triton_kernels.attention.prefill.fp8_prefill import fp8_prefill_attention
-from lightkv.triton_kernels.attention.prefill.fp8_scratch import (
-    ALIGNMENT,
-    Fp8Scratch,
-    fill_fp8_scratch,
-    to_fp8,
-)
+from lightkv.triton_kernels.attention.prefill.fp8_prefill import fp8_prefill_attention, to_fp8
+from lightkv.triton_kernels.attention.prefill.restore_kv import ALIGNMENT, FP8, Scratch, restore_kv
 
 from .attention_quantised import Prefill, quantised
 from .attention_rows import Row, chunks
@@ -57,11 +52,11 @@ def measure(row: Row, clock: Clock) -> dict[str, Any]:
         DEFAULT_OPTIONS,
         num_tokens=len(batch.q),
         dtype=batch.q.dtype,
-        capacity=scratch_tokens(heads, torch.float8_e4m3fn),
+        capacity=scratch_tokens(heads, FP8),
         alignment=ALIGNMENT,
     )
     assert kv.scales is not None
-    scratch = Fp8Scratch.empty(in_fp8.capacity, heads, in_fp8.begins, kv.scales[0])
+    scratch = Scratch.empty(in_fp8.capacity, heads, FP8, in_fp8.begins, kv.scales[0])
     q, out = to_fp8(batch.q, Q_SCALE), batch.empty_out()
     small = torch.empty_like(q)
 
@@ -81,10 +76,10 @@ def measure(row: Row, clock: Clock) -> dict[str, Any]:
     works = {
         "16 bits": partial(step.run, paged.kv, batch.empty_out()),
         "restored": partial(step.run, kv, batch.empty_out()),
-        "fp8": partial(in_fp8.attend_in_fp8, batch.q, kv, DEFAULT_OPTIONS, out, Q_SCALE),
+        "fp8": partial(in_fp8.attend, batch.q, kv, DEFAULT_OPTIONS, out, Q_SCALE),
         "fp8 output": partial(attend, small),
         "attention": partial(attend, out),
-        "scratch": partial(fill_fp8_scratch, kv, rows, lengths, scratch),
+        "scratch": partial(restore_kv, kv, rows, lengths, scratch),
         "q": partial(to_fp8, batch.q, Q_SCALE),
     }
     for work in works.values():
@@ -103,7 +98,7 @@ def measure(row: Row, clock: Clock) -> dict[str, Any]:
 def check(step: Prefill, kv: PagedKV, in_fp8: RestoredPrefill, rounded_q: torch.Tensor) -> None:
     """Refuses to go on if the output in fp8 is not that of 16 bits over the rounded q, K and V."""
     found, expected = step.batch.empty_out(), step.batch.empty_out()
-    in_fp8.attend_in_fp8(step.batch.q, kv, DEFAULT_OPTIONS, found, Q_SCALE)
+    in_fp8.attend(step.batch.q, kv, DEFAULT_OPTIONS, found, Q_SCALE)
     step.batch.q.copy_(rounded_q)
     step.run(kv, expected)
     error = (found.float() - expected.float()).abs().mean() / expected.float().abs().mean()

@@ -28,11 +28,10 @@ from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_at
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
 from lightkv.triton_kernels.classic.paged_attention_v1 import paged_attention_v1
-from lightkv.triton_kernels.classic.paged_attention_v2 import paged_attention_v2
 
 from .attention_batches import Batch, Paged, copy_to_blocks, offsets, scatter
 
-CLASSIC_FORMS = ("one pass", "partitions", "work list")
+CLASSIC_FORMS = ("one partition", "partitions")
 
 
 class Side(NamedTuple):
@@ -178,18 +177,9 @@ def classic_decode(
     lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=batch.q.device)
     arguments = (batch.q, *(blocks or classic_blocks(paged)), paged.table, lengths)
     out, longest = torch.empty_like(batch.q), max(batch.lengths)
-    if form == "partitions":
-        return Side(lambda: paged_attention_v2(*arguments, scale=batch.scale, max_seq_len=longest, out=out))
-    if form == "one pass":
-        return Side(lambda: paged_attention_v1(*arguments, scale=batch.scale, out=out))
-    rows = torch.arange(len(lengths), device=lengths.device)
-
-    def make_plan() -> Any:
-        key_bytes = batch.heads.key_bytes(batch.q.dtype)
-        return decode_plan(rows, lengths, num_kv_heads=batch.num_kv_heads, key_bytes=key_bytes)
-
-    plan = make_plan()
-    return Side(lambda: paged_attention_v1(*arguments, scale=batch.scale, plan=plan, out=out), plan=make_plan)
+    settings = {"scale": batch.scale, "out": out, "max_seq_len": longest}
+    size = 0 if form == "one partition" else None
+    return Side(lambda: paged_attention_v1(*arguments, **settings, partition_size=size))
 
 
 # --------------------------------------------------------------------------------

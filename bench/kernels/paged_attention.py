@@ -4,9 +4,8 @@
     python -m bench.kernels.paged_attention --rows "B1 ×" --tiles
 
 Each side attends to the same tokens in the same random order of pages; the classic sides read a copy in their
-own layout. v1 is measured in one pass and with a work list, v2 in partitions: of a size that fills the device,
-and of the original's 512 tokens. Every result is compared with float64, then a CUDA graph of the side is
-replayed with an empty L2 cache. The work lists are made before, as a step makes one for all its layers.
+own layout: v1 in one partition and in partitions that fill the device, v2 in those of the original's 512
+tokens. Every result is compared with float64, then a CUDA graph of the side is replayed with an empty L2 cache.
 `--tiles` measures other tiles, too: keys, warps and stages.
 """
 

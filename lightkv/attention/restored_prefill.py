@@ -18,16 +18,10 @@ from torch import Tensor
 from lightkv.triton_kernels.attention.lookups import CONTIGUOUS
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill import prefill_tuning
-from lightkv.triton_kernels.attention.prefill.fp8_prefill import fp8_prefill_attention
-from lightkv.triton_kernels.attention.prefill.fp8_scratch import (
-    ALIGNMENT,
-    Fp8Scratch,
-    fill_fp8_scratch,
-    to_fp8,
-)
+from lightkv.triton_kernels.attention.prefill.fp8_prefill import fp8_prefill_attention, to_fp8
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention
 from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
-from lightkv.triton_kernels.attention.prefill.restore_kv import restore_kv
+from lightkv.triton_kernels.attention.prefill.restore_kv import ALIGNMENT, FP8, Scratch, restore_kv
 from lightkv.triton_kernels.attention.variants.variant import limits
 
 SCRATCH_BYTES = 256 * 2**20
@@ -70,7 +64,7 @@ class RestoredPrefill(NamedTuple):
     ) -> "RestoredPrefill":
         """Makes it for P prefills: rows int64 `[P]`, lengths int32 `[P]` and q_starts int32 `[P + 1]`, as
         `prefill_attention` takes them. `num_tokens`, `dtype`: of q. `capacity`: tokens of the scratch.
-        `alignment`: each prefill's keys begin at a multiple of it, `fp8_scratch.ALIGNMENT` for `attend_in_fp8`.
+        `alignment`: each prefill's keys begin at a multiple of it, `restore_kv.ALIGNMENT` for fp8.
         """
         room = (lengths + (alignment - 1)) // alignment * alignment
         ends = room.cumsum(0)
@@ -93,39 +87,21 @@ class RestoredPrefill(NamedTuple):
         pool_starts = torch.where(fits, nothing, q_starts)
         return cls(capacity, rows, begins, lengths_there, restored_starts, pool_starts, plan)
 
-    def attend(self, q: Tensor, kv: PagedKV, options: AttentionOptions, out: Tensor) -> None:
-        """Restores the keys of a layer, whose K/V is `kv`, and writes the attention of q `[T, H, Dk]` to `out`
-        `[T, H, Dv]`, unless the keys do not fit."""
-        num_kv_heads, key_dim = kv.k.shape[1], kv.key_dim
-        scratch = q.new_empty(self.capacity, num_kv_heads, key_dim + kv.value_dim)
-        k, v = scratch[..., :key_dim], scratch[..., key_dim:]
-        restore_kv(kv, self.rows, self.lengths, self.begins, k, v)
-        prefill_attention(
-            q,
-            PagedKV(k, v, self.begins[:, None], lookup=CONTIGUOUS),
-            torch.arange(len(self.rows), device=q.device),
-            self.q_starts,
-            self.lengths,
-            options,
-            plan=self.plan,
-            out=out,
-        )
-
-    def attend_in_fp8(
-        self, q: Tensor, kv: PagedKV, options: AttentionOptions, out: Tensor, q_scale: float
+    def attend(
+        self, q: Tensor, kv: PagedKV, options: AttentionOptions, out: Tensor, q_scale: float | None = None
     ) -> None:
-        """Does the same in fp8, in units of `q_scale` for queries; `kv` is e4m3 with static scales."""
-        assert kv.scales is not None
+        """Restores the keys of a layer, whose K/V is `kv`, and writes the attention of q `[T, H, Dk]` to `out`
+        `[T, H, Dv]`, unless the keys do not fit. `q_scale`: attention is computed in fp8, in units of it for
+        queries; `kv` is e4m3 with static scales then."""
         heads = HeadShape.of(q, kv)
-        scratch = Fp8Scratch.empty(self.capacity, heads, self.begins, kv.scales[0])
-        fill_fp8_scratch(kv, self.rows, self.lengths, scratch)
-        fp8_prefill_attention(
-            to_fp8(q, q_scale),
-            scratch,
-            self.q_starts,
-            self.lengths,
-            options,
-            q_scale=q_scale,
-            out=out,
-            plan=self.plan,
-        )
+        dtype, scales = (q.dtype, None) if q_scale is None or kv.scales is None else (FP8, kv.scales[0])
+        scratch = Scratch.empty(self.capacity, heads, dtype, self.begins, scales)
+        restore_kv(kv, self.rows, self.lengths, scratch)
+        of_requests = self.q_starts, self.lengths, options
+        if q_scale is None:
+            rows = torch.arange(len(self.rows), device=q.device)
+            restored = PagedKV(scratch.k, scratch.v, self.begins[:, None], lookup=CONTIGUOUS)
+            prefill_attention(q, restored, rows, *of_requests, plan=self.plan, out=out)
+        else:
+            rounded = to_fp8(q, q_scale)
+            fp8_prefill_attention(rounded, scratch, *of_requests, q_scale=q_scale, out=out, plan=self.plan)

@@ -12,8 +12,8 @@ from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
 from lightkv.triton_kernels.attention.paged_kv import HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.fp8_prefill import fp8_prefill_reason, unknown_in_fp8
-from lightkv.triton_kernels.attention.prefill.fp8_scratch import ALIGNMENT
 from lightkv.triton_kernels.attention.prefill.prefill_combine import most_partial_bytes
+from lightkv.triton_kernels.attention.prefill.restore_kv import ALIGNMENT, FP8
 from lightkv.triton_kernels.attention.variants.variant import Variant, limits
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from lightkv.triton_kernels.write.head_tiles import constants_of
@@ -116,10 +116,7 @@ class TritonAttention(AttentionBackend):
             decodes_first=step.host.decodes_first,
         )
         if restored is not None:  # after the decodes: prefills write over the output of unused ones
-            if self._fp8_q_scale is None:
-                restored.attend(q, kv, self.options, out)
-            else:
-                restored.attend_in_fp8(q, kv, self.options, out, self._fp8_q_scale)
+            restored.attend(q, kv, self.options, out, self._fp8_q_scale)
         self.restore_heads(out, kv.format, step)
 
     def as_stored(self, heads: torch.Tensor, layer_format: KVFormat, step: Step) -> torch.Tensor:
@@ -143,7 +140,7 @@ class TritonAttention(AttentionBackend):
         in_fp8 = self._fp8_q_scale is not None
         alignment = ALIGNMENT if in_fp8 else 1
         most = step.memory.capacity // alignment * alignment + num_prefills * alignment
-        capacity = min(scratch_tokens(heads, torch.float8_e4m3fn if in_fp8 else q.dtype), most)
+        capacity = min(scratch_tokens(heads, FP8 if in_fp8 else q.dtype), most)
 
         def make() -> RestoredPrefill:
             return RestoredPrefill.make(

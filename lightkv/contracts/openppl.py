@@ -181,7 +181,19 @@ def _multi_head_cache_attention(
     )
     batch = (seqstarts, kvstarts, cachestarts, start_pos)
     counts = (decoding_batches, max_seqlen, max_kvlen)
-    check_inputs(query, current_key, current_value, batch, counts, cache, scale, attn_mask, attributes)
+    tensors = {
+        "query": query,
+        "current_key": current_key,
+        "current_value": current_value,
+        "seqstarts": seqstarts,
+        "kvstarts": kvstarts,
+        "cachestarts": cachestarts,
+        "start_pos": start_pos,
+        "cache": cache,
+        "scale": scale,
+        "attn_mask": attn_mask,
+    }
+    check_inputs(tensors, counts, attributes)
     if backend not in (None, "torch", "triton"):
         raise UnknownBackend(str(backend), ["torch", "triton"])
     slots = Slots(cachestarts, page_size if cache_mode else 0)

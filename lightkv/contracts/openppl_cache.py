@@ -16,12 +16,6 @@ SMALLEST_SCALE = 1e-5  # of the contract's quantiser, also of a group of zeros
 LAYOUTS = ("TL2HD", "LT2HD", "L2THD", "L2HTD")  # T slots, L layers, K and V, H heads, D dims
 
 
-def shape_of(layout: int, num_slots: int, num_layers: int, num_heads: int, dim: int) -> tuple[int, ...]:
-    """Returns the shape of a cache, or of its scales, in a layout."""
-    sizes = {"T": num_slots, "L": num_layers, "2": 2, "H": num_heads, "D": dim}
-    return tuple(sizes[name] for name in LAYOUTS[layout])
-
-
 def num_slots_of(layout: int, cache: Tensor) -> int:
     """Returns how many slots a cache of five dims has."""
     return cache.shape[LAYOUTS[layout].index("T")]

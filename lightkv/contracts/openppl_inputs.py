@@ -6,11 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightkv.triton_kernels.layout.strides import has_unit_stride
+from lightkv.triton_kernels.checks import Tensors
 
-from .openppl_cache import LAYOUTS, Slots, num_slots_of, shape_of
+from .openppl_cache import LAYOUTS, Slots, num_slots_of
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_FLOATS_TEXT = "float32 or float16 or bfloat16"
 _MOST_SLOTS = 2**31 - 1  # kernels hold the number of a slot in int32
 
 
@@ -54,119 +54,74 @@ class Attributes(NamedTuple):
         if self.quant_bit == 4 and dim % 2:
             raise ValueError(f"two elements of 4 bits share a byte, so head_dim must be even; got {dim}")
 
-    @property
-    def cache_types(self) -> tuple[torch.dtype, ...]:
-        """The types that the cache may have."""
-        return {0: _FLOATS, 8: (torch.int8,), 4: (torch.uint8, torch.int8)}[self.quant_bit]
+
+_TAKEN = Tensors(
+    query=f"{_FLOATS_TEXT} [S, H, D]",
+    current_key=f"{_FLOATS_TEXT} [S, h, D]",
+    current_value=f"{_FLOATS_TEXT} [S, h, D]",
+    start_pos="int64 [B]",
+    seqstarts="int64 [B + 1]",
+    kvstarts="int64 [B + 1]",
+)
+_STARTS = (Tensors(cachestarts="int64 [B]"), Tensors(cachestarts="int64 [B, pages]"))
+_MASKS = {
+    dims: Tensors(attn_mask=f"{_FLOATS_TEXT} [{shape}]")
+    for dims, shape in ((2, "S, width"), (3, "H, S, width"))
+}
+_CACHES = [
+    {
+        bits: Tensors(
+            cache=f"{types} [{', '.join(layout)}] with a last stride of 1".replace("H", "h"),
+            scale=f"float32 or float16 [{', '.join(layout)}] with a last stride of 1".replace(
+                "H", "h"
+            ).replace("D", "groups"),
+        )
+        for bits, types in ((0, _FLOATS_TEXT), (8, "int8"), (4, "uint8 or int8"))
+    }
+    for layout in LAYOUTS
+]
 
 
 def check_inputs(
-    query: Tensor,
-    current_key: Tensor,
-    current_value: Tensor,
-    batch: tuple[Tensor, Tensor, Tensor, Tensor],
-    counts: tuple[int, int, int],
-    cache: Tensor,
-    scale: Tensor | None,
-    attn_mask: Tensor | None,
-    attributes: Attributes,
+    tensors: dict[str, Tensor | None], counts: tuple[int, int, int], attributes: Attributes
 ) -> None:
     """Raises ValueError where attributes, shapes, types or devices do not fit. Reads no tensor's contents.
 
-    `batch`: seqstarts, kvstarts, cachestarts and start_pos; `counts`: decoding_batches, max_seqlen and
-    max_kvlen; the others as in `multi_head_cache_attention`.
+    `tensors`: those of `multi_head_cache_attention` by name; `counts`: decoding_batches, max_seqlen and
+    max_kvlen.
     """
     attributes.check()
-    seqstarts, kvstarts, cachestarts, start_pos = batch
-    _check_current(query, current_key, current_value, attributes)
-    num_sequences = start_pos.shape[0] if start_pos.dim() else 0
-    pages = tuple(cachestarts.shape[1:]) if attributes.cache_mode and cachestarts.dim() == 2 else ()
-    for name, tensor, shape in (
-        ("seqstarts", seqstarts, (num_sequences + 1,)),
-        ("kvstarts", kvstarts, (num_sequences + 1,)),
-        ("start_pos", start_pos, (num_sequences,)),
-        ("cachestarts", cachestarts, (num_sequences, *pages)),
-    ):
-        if tensor.dtype != torch.int64 or tensor.shape != shape:
-            raise ValueError(
-                f"{name} must be int64 {shape} for {num_sequences} sequences in cache_mode "
-                f"{attributes.cache_mode}, got {tensor.dtype} {tuple(tensor.shape)}"
-            )
-    if attributes.cache_mode and cachestarts.dim() != 2:
-        raise ValueError(
-            f"cachestarts must be int64 [{num_sequences}, pages] in cache_mode 1, got "
-            f"{tuple(cachestarts.shape)}; give cache_mode 0 for one run of slots per sequence"
-        )
-    _check_cache(cache, scale, attributes)
-    _check_counts(len(query), num_sequences, counts, cachestarts, cache, attributes)
-    if attn_mask is not None and (
-        attn_mask.dtype not in _FLOATS
-        or attn_mask.dim() not in (2, 3)
-        or attn_mask.shape[-2] != len(query)
-        or (attn_mask.dim() == 3 and attn_mask.shape[0] != attributes.num_heads)
-    ):
-        raise ValueError(
-            f"attn_mask must be of a floating type, [{len(query)}, width] or [{attributes.num_heads}, "
-            f"{len(query)}, width], with 0 for keys that are seen and -inf for those that are not; got "
-            f"{attn_mask.dtype} {tuple(attn_mask.shape)}"
-        )
-    others = (current_key, current_value, *batch, cache, scale, attn_mask)
-    if any(tensor is not None and tensor.device != query.device for tensor in others):
-        devices = [str(tensor.device) for tensor in (query, *others) if tensor is not None]
-        raise ValueError(f"all tensors must be on one device, got {devices}; move them")
-
-
-def _check_current(query: Tensor, key: Tensor, value: Tensor, attributes: Attributes) -> None:
-    of_query = (attributes.num_heads, attributes.head_dim)
-    of_key = (*query.shape[:1], attributes.num_kv_heads, attributes.head_dim)
-    if query.dim() != 3 or query.shape[1:] != of_query or not key.shape == value.shape == of_key:
-        raise ValueError(
-            f"query must be [S, {of_query[0]}, {of_query[1]}], and current_key and current_value [S, "
-            f"{of_key[-2]}, {of_key[-1]}]; got {tuple(query.shape)}, {tuple(key.shape)} and "
-            f"{tuple(value.shape)}"
-        )
-    if query.dtype not in _FLOATS or not query.dtype == key.dtype == value.dtype:
-        raise ValueError(
-            f"query, current_key and current_value must have one type, float32, float16 or bfloat16; got "
-            f"{query.dtype}, {key.dtype} and {value.dtype}"
-        )
-
-
-def _check_cache(cache: Tensor, scale: Tensor | None, attributes: Attributes) -> None:
-    layout, layers, heads = attributes.cache_layout, attributes.num_layer, attributes.num_kv_heads
+    heads = {"H": attributes.num_heads, "h": attributes.num_kv_heads, "D": attributes.head_dim}
+    sizes = _TAKEN.check(heads, **tensors)
+    query, mask, scale = tensors["query"], tensors["attn_mask"], tensors["scale"]
+    assert query is not None
+    kinds = [tensors[name].dtype for name in ("query", "current_key", "current_value")]  # type: ignore[union-attr]
+    if len(set(kinds)) > 1:
+        raise ValueError(f"query, current_key and current_value must have one type; got {kinds}")
+    sizes = _STARTS[attributes.cache_mode].check(sizes, **tensors)
+    if mask is not None:
+        _MASKS[3 if mask.dim() == 3 else 2].check(sizes, **tensors)
+    groups = attributes.head_dim // (attributes.quant_group if attributes.quant_bit else 1)
     stored = attributes.head_dim // 2 if attributes.quant_bit == 4 else attributes.head_dim
-    num_slots = num_slots_of(layout, cache) if cache.dim() == 5 else 0
-    wanted = shape_of(layout, num_slots, layers, heads, stored)
-    if cache.dtype not in attributes.cache_types or cache.shape != wanted or not has_unit_stride(cache):
-        raise ValueError(
-            f"cache must be ({', '.join(LAYOUTS[layout])}) with L {layers}, H {heads} and D {stored}, of one "
-            f"of {[str(dtype) for dtype in attributes.cache_types]} and a last stride of 1, for cache_layout "
-            f"{layout} and quant_bit {attributes.quant_bit}; got {cache.dtype} {tuple(cache.shape)} with "
-            f"strides {cache.stride()}"
-        )
+    of_cache = {"h": heads["h"], "L": attributes.num_layer, "D": stored, "groups": groups}
+    tensors_of_cache = {"cache": tensors["cache"], "scale": scale if attributes.quant_bit else None}
+    num_slots = _CACHES[attributes.cache_layout][attributes.quant_bit].check(of_cache, **tensors_of_cache)[
+        "T"
+    ]
+    if attributes.quant_bit and scale is None:
+        raise ValueError("scale must be float32 or float16, a number for each group of the cache; got None")
     if num_slots > _MOST_SLOTS:
         raise ValueError(f"a cache has at most {_MOST_SLOTS} slots, got {num_slots}; use several caches")
-    if not attributes.quant_bit:
-        return
-    groups = attributes.head_dim // attributes.quant_group
-    wanted = shape_of(layout, num_slots, layers, heads, groups)
-    types = (torch.float32, torch.float16)
-    if scale is None or scale.dtype not in types or scale.shape != wanted or not has_unit_stride(scale):
-        found = None if scale is None else (scale.dtype, tuple(scale.shape), scale.stride())
-        raise ValueError(
-            f"scale must be float32 or float16 {wanted} with a last stride of 1, a number for each "
-            f"{attributes.quant_group} elements of the cache; got {found}"
-        )
+    room = min(sizes["pages"] * attributes.page_size, _MOST_SLOTS) if attributes.cache_mode else num_slots
+    _check_counts(sizes["S"], sizes["B"], counts, room)
+    devices = {str(tensor.device) for tensor in tensors.values() if tensor is not None}
+    if len(devices) > 1:
+        raise ValueError(f"all tensors must be on one device, got {sorted(devices)}; move them")
 
 
-def _check_counts(
-    num_queries: int,
-    num_sequences: int,
-    counts: tuple[int, int, int],
-    cachestarts: Tensor,
-    cache: Tensor,
-    attributes: Attributes,
-) -> None:
+def _check_counts(num_queries: int, num_sequences: int, counts: tuple[int, int, int], room: int) -> None:
+    """Raises ValueError for counts that do not fit each other, or `room`, the slots that a sequence can
+    have."""
     decoding, most_queries, most_tokens = counts
     if not 0 <= decoding <= num_sequences:
         raise ValueError(f"decoding_batches {decoding} must be 0 to {num_sequences}, the sequences")
@@ -180,9 +135,6 @@ def _check_counts(
             f"{num_queries} queries do not fit {num_sequences} sequences of at most max_seqlen {most_queries}; "
             "give the largest number of queries of a sequence"
         )
-    room = num_slots_of(attributes.cache_layout, cache)
-    if attributes.cache_mode:
-        room = min(cachestarts.shape[1] * attributes.page_size, _MOST_SLOTS)
     if num_queries and most_tokens > room:
         raise ValueError(
             f"max_kvlen {most_tokens} is more than the {room} slots that a sequence can have; give a larger "

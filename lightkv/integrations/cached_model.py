@@ -217,6 +217,12 @@ class CachedModel:
                 f"{ring} for a model whose layers have windows or chunks of their own ({self.windows}): each "
                 f"has to have a window, and a ring no sinks and at least size - stride + 1 tokens of the widest"
             )
+        layer_format = self.cache.memory.pool.spec.format
+        if ring.sinks and layer_format.elements.has_hadamard:
+            raise ValueError(
+                f"{ring} with sinks over {layer_format}, whose keys were multiplied by a Hadamard matrix: "
+                "store K/V as int8 or int8-gN, or have a ring without sinks"
+            )
         if ring.sinks and not self.exact_positions:
             raise ValueError(
                 f"{ring.sinks} sinks need queries rotated to other positions: make the CachedModel with "

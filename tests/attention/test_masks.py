@@ -117,7 +117,7 @@ def test_a_mask_that_does_not_fit_is_refused(device: torch.device) -> None:
     q, k = torch.zeros(3, 64, device=device), torch.zeros(3, 32, device=device)
     starts = history.place([1], [3])
     for mask, match in [
-        (ValueMask(torch.zeros(2, 9, device=device)), "a mask must be"),
+        (ValueMask(torch.zeros(2, 9, device=device)), "values must be"),
         (TreeMask(torch.zeros(3, 1, dtype=torch.int64, device=device)), "a guess's position is its depth"),
     ]:
         step = Step.of(Batch.of([1], starts, [3], 1), history.memory, mask=mask)

@@ -88,7 +88,7 @@ def test_prefill_in_fp8_over_a_scratch(window: int) -> None:
             alignment=128,
         )
         out = torch.full((442, 8, 64), 7.0, dtype=dtype, device=device)
-        restored.attend_in_fp8(q, kv, options, out, 0.02)
+        restored.attend(q, kv, options, out, 0.02)
         if capacity < 896:  # left to prefill over the pool
             assert (out == 7.0).all()
             assert torch.equal(restored.pool_starts, q_starts)

@@ -63,10 +63,17 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=5e-3, rtol=1e-3)
 
 
-@both
-@pytest.mark.parametrize("sinks", [3, 0])
+@pytest.mark.parametrize(
+    ("name", "sinks", "backend"),
+    [
+        ("int8", 3, "torch"),
+        ("int4", 0, "torch"),
+        pytest.param("int8", 3, "triton", marks=pytest.mark.slow),
+        pytest.param("int4", 0, "triton", marks=pytest.mark.slow),
+    ],
+)
 def test_streams(
-    name: str, backend: str, sinks: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    name: str, sinks: int, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     window = Window(size=12, sink_tokens=sinks, stride=4)
     logits = []
@@ -82,14 +89,24 @@ def test_streams(
     assert_close(*logits)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["int4", "int8-hadamard"])
-@pytest.mark.parametrize("size", [12, 150])
-def test_streams_with_sinks_over_hadamard_keys_on_a_gpu(
-    name: str, size: int, monkeypatch: pytest.MonkeyPatch
+def test_a_stream_with_sinks_over_hadamard_keys_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ours, _other = pair(name, "torch", monkeypatch, exact_positions=True)
+    flow = Stream(ours, Window(size=12, sink_tokens=3, stride=4), IDS[:1])
+    with pytest.raises(ValueError, match=r"with sinks over .*int[48].*store K/V as int8 or int8-gN"):
+        list(flow.feed(IDS[:1]))
+    flow.close()
+    ours.cache.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "sinks"), [("int8", 3), ("int4", 0), ("int8-hadamard", 0)])
+@pytest.mark.parametrize("size", [12, 150])
+def test_streams_on_a_gpu(name: str, sinks: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two streams, one after the other and then in one batch, whose single tokens are replays of graphs."""
-    window = Window(size=size, sink_tokens=3, stride=4)
+    window = Window(size=size, sink_tokens=sinks, stride=4)
     ids = torch.randint(0, VOCABULARY, (250,), generator=torch.Generator().manual_seed(3)).tolist()
     logits = []
     for lm in pair(

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels.attention.attention_scores import (
+    ScoredBatch,
+    _attention_scores,
     attention_scores,
     attention_scores_reference,
 )
 from lightkv.triton_kernels.attention.lookups import Pages
-from lightkv.triton_kernels.attention.operands import flatten_operands
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.variants import SinkLogits, Softcap, Window
 from tests.support.combinations import each_value, slow
@@ -163,10 +164,11 @@ def test_stay_operators_under_torch_compile(device: torch.device) -> None:
     case = make_case([20, 5], [2, 1], device)
     lse, out = torch.full((3, 6), float("-inf"), device=device), torch.zeros(2, 20, device=device)
     variants = Softcap(3.0), SinkLogits(torch.zeros(6, device=device))
-    given = case.q, *flatten_operands(case.kv, variants), [*case[2:]]
+    given = case.q, case.kv, ScoredBatch(*case[2:])
+    options = AttentionOptions(0.125).plus(*variants)
     for written in (None, out):
         operator = torch.ops.lightkv.attention_scores.default
-        torch.library.opcheck(operator, (*given, lse, written, 2, 0.125, True))
+        torch.library.opcheck(operator, _attention_scores.flat(*given, lse, written, 2, options))
 
 
 @pytest.mark.gpu

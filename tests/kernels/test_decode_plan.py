@@ -12,10 +12,10 @@ from lightkv.triton_kernels.attention.decode.decode_plan import (
     DecodePlan,
     SharedPrefixGroups,
     decode_plan,
-    decode_plan_reference,
 )
 from lightkv.triton_kernels.attention.decode.decode_tuning import decode_programs, decode_workers
 from lightkv.triton_kernels.attention.variants import Chunk, Window
+from tests.support.attention.plans import decode_plan_reference
 from tests.support.combinations import slow
 
 UNIT = decode_tuning.DECODE_UNIT
@@ -157,10 +157,10 @@ def test_refuses_prefixes_that_do_not_fit(device: torch.device) -> None:
     prefixes = SharedPrefixGroups(rows.view(1, 3), rows[:1], rows)
     with pytest.raises(ValueError, match="without a window"):
         decode_plan(rows, rows + 5, num_kv_heads=1, limits=(Window(4),), shared_prefixes=prefixes)
-    with pytest.raises(ValueError, match=r"places \(3,\) for 2 requests"):
+    with pytest.raises(ValueError, match=r"place must be contiguous int32 \[B\], with B 2"):
         decode_plan(rows[:2], rows[:2] + 5, num_kv_heads=1, shared_prefixes=prefixes)
     for match, wrong in [
-        (r"keys \[P\], got \(1, 3\) and \(3,\)", prefixes._replace(keys=rows)),
+        (r"keys must be contiguous int32 \[P\], with P 1", prefixes._replace(keys=rows)),
         ("contiguous int32", prefixes._replace(place=rows.long())),
     ]:
         with pytest.raises(ValueError, match=match):

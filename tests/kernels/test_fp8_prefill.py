@@ -11,48 +11,48 @@ from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, Attention
 from lightkv.triton_kernels.attention.prefill.fp8_prefill import (
     fp8_prefill_attention,
     fp8_prefill_attention_reference,
-)
-from lightkv.triton_kernels.attention.prefill.fp8_scratch import (
-    Fp8Scratch,
-    fill_fp8_scratch,
-    fill_fp8_scratch_reference,
     to_fp8,
     to_fp8_reference,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
+from lightkv.triton_kernels.attention.prefill.restore_kv import (
+    FP8,
+    Scratch,
+    restore_kv,
+    restore_kv_reference,
+)
 from lightkv.triton_kernels.attention.variants import Alibi, Chunk, SinkLogits, Softcap, Window
 from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from tests.support.combinations import each_value
 from tests.support.random_kv import make_kv
 
-FP8 = torch.float8_e4m3fn
 FORMAT = KVFormat.parse("fp8-static")
 
 
-def make_scratch(kv: PagedKV, lengths: list[int], capacity: int) -> Fp8Scratch:
+def make_scratch(kv: PagedKV, lengths: list[int], capacity: int) -> Scratch:
     """Returns a scratch full of NaN, with the static scales of `kv`, or others if it has none."""
     device, heads = kv.k.device, kv.k.shape[1]
     ends = torch.tensor([-(-length // 128) * 128 for length in lengths]).cumsum(0)
     begins = (torch.cat((torch.zeros(1, dtype=torch.int64), ends))[:-1]).int().to(device)
     scales = torch.ones(heads, 2, device=device) if kv.scales is None else kv.scales[0].float().contiguous()
     shape = HeadShape(heads, heads, kv.key_dim, kv.value_dim)
-    scratch = Fp8Scratch.empty(capacity, shape, begins, scales)
+    scratch = Scratch.empty(capacity, shape, FP8, begins, scales)
     for part in (scratch.k, scratch.v):
         part.view(torch.uint8).fill_(0x7F)
     return scratch
 
 
-def filled(kv: PagedKV, rows: Tensor, lengths: list[int], capacity: int) -> tuple[Fp8Scratch, Fp8Scratch]:
+def filled(kv: PagedKV, rows: Tensor, lengths: list[int], capacity: int) -> tuple[Scratch, Scratch]:
     """Returns a scratch that the kernel has filled, and one that the reference has."""
     one, other = (make_scratch(kv, lengths, capacity) for _ in range(2))
     tokens = torch.tensor(lengths, dtype=torch.int32, device=kv.k.device)
-    fill_fp8_scratch(kv, rows, tokens, one)
-    fill_fp8_scratch_reference(kv, rows, tokens, other)
+    restore_kv(kv, rows, tokens, one)
+    restore_kv_reference(kv, rows, tokens, other)
     return one, other
 
 
-def assert_same(one: Fp8Scratch, other: Fp8Scratch) -> None:
+def assert_same(one: Scratch, other: Scratch) -> None:
     assert torch.equal(one.k.view(torch.uint8), other.k.view(torch.uint8))
     assert torch.equal(one.v.view(torch.uint8), other.v.view(torch.uint8))
 
@@ -77,28 +77,28 @@ def test_what_does_not_fit_is_refused() -> None:
     lengths = torch.tensor([5], dtype=torch.int32)
     with pytest.raises(ValueError, match="give a multiple of 128"):
         make_scratch(kv, [5], 100)
-    with pytest.raises(ValueError, match=r"lengths must be contiguous int32 \(1,\)"):
-        fill_fp8_scratch(kv, rows, lengths.long(), scratch)
+    with pytest.raises(ValueError, match=r"lengths must be contiguous int32 \[B\]"):
+        restore_kv(kv, rows, lengths.long(), scratch)
     int8, _ = make_kv("int8", "cpu", lengths=[5])
     odd, _ = make_kv("fp8-static", "cpu", lengths=[5], dims=(40, 40))
     with pytest.raises(ValueError, match="multiples of 16"):
-        fill_fp8_scratch(odd, rows, lengths, make_scratch(odd, [5], 128))
-    with pytest.raises(ValueError, match="the index must be int32"):
-        fill_fp8_scratch(kv._replace(index=kv.index.long()), rows, lengths, scratch)
+        restore_kv(odd, rows, lengths, make_scratch(odd, [5], 128))
+    with pytest.raises(ValueError, match="index must be int32"):
+        restore_kv(kv._replace(index=kv.index.long()), rows, lengths, scratch)
     with pytest.raises(ValueError, match=r"k_cache must hold torch\.float8_e4m3fn"):
-        fill_fp8_scratch(kv._replace(k=kv.k.half()), rows, lengths, scratch)
+        restore_kv(kv._replace(k=kv.k.half()), rows, lengths, scratch)
     with pytest.raises(ValueError, match="fp8 with static scales"):
-        fill_fp8_scratch(int8, rows, lengths, scratch)
+        restore_kv(int8, rows, lengths, scratch)
     q = torch.zeros(5, 2, 64).to(FP8)
     starts = torch.tensor([0, 5], dtype=torch.int32)
     out = torch.zeros(5, 2, 64)
     with pytest.raises(ValueError, match=r"compute capability 9 .* use prefill_attention"):
         fp8_prefill_attention(q, scratch, starts, lengths, out=out)
-    with pytest.raises(ValueError, match=r"q_starts must be contiguous int32 \[2\].*got torch.int64"):
+    with pytest.raises(ValueError, match=r"q_starts must be contiguous int32 \[P \+ 1\].*got torch.int64"):
         fp8_prefill_attention(q, scratch, starts.long(), lengths, out=out)
-    with pytest.raises(ValueError, match=r"lengths must be contiguous int32 \[1\], as the scratch has 1"):
+    with pytest.raises(ValueError, match=r"lengths must be contiguous int32 \[B\], with B 1"):
         fp8_prefill_attention(q, scratch, starts, lengths.repeat(2), out=out)
-    with pytest.raises(ValueError, match=r"lse must be contiguous float32 \(5, 2\)"):
+    with pytest.raises(ValueError, match=r"lse must be contiguous float32 \[T, H\], with T 5, H 2"):
         fp8_prefill_attention(q, scratch, starts, lengths, out=out, lse=torch.zeros(2, 5))
     with pytest.raises(ValueError, match=r"got 0\.02 of q and 0\.0 of the output"):
         fp8_prefill_attention(q, scratch, starts, lengths, q_scale=0.02, out=out, out_scale=0.0)
@@ -158,7 +158,7 @@ def test_attention_equals_float64_on_the_rounded_values(case: str, dim: int, ext
     )
 
 
-def random_scratch(lengths: list[int], heads: HeadShape, device: torch.device) -> Fp8Scratch:
+def random_scratch(lengths: list[int], heads: HeadShape, device: torch.device) -> Scratch:
     """Returns a scratch of random keys, filled by the reference; what no key has is NaN."""
     num_slots = sum(lengths) + 1
     spec = KVSpec(1, heads.num_kv_heads, heads.key_dim, heads.value_dim, torch.bfloat16, FORMAT)
@@ -172,7 +172,7 @@ def random_scratch(lengths: list[int], heads: HeadShape, device: torch.device) -
     kv = PagedKV(pool.k(0), pool.v(0), index, scales=pool.scales(0), format=FORMAT)
     scratch = make_scratch(kv, lengths, sum(-(-length // 128) * 128 for length in lengths))
     tokens = torch.tensor(lengths, dtype=torch.int32, device=device)
-    fill_fp8_scratch_reference(kv, torch.arange(len(lengths), device=device), tokens, scratch)
+    restore_kv_reference(kv, torch.arange(len(lengths), device=device), tokens, scratch)
     return scratch
 
 
@@ -183,7 +183,7 @@ def test_many_keys_are_added_in_two_levels() -> None:
     device = torch.device("cuda")
     length, heads = 65536, HeadShape(4, 1, 128, 128)
     begins = torch.zeros(1, dtype=torch.int32, device=device)
-    scratch = Fp8Scratch.empty(length, heads, begins, torch.ones(1, 2, device=device))
+    scratch = Scratch.empty(length, heads, FP8, begins, torch.ones(1, 2, device=device))
     scratch.k.view(torch.uint8).zero_()
     scratch.v.copy_(torch.ones_like(scratch.v, dtype=torch.float32))
     q = to_fp8(torch.randn(128, 4, 128, device=device), 1.0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightkv.triton_kernels.attention.merge_states import merge_states, merge_states_reference
+from lightkv.triton_kernels.attention.merge_states import _merge_states, merge_states, merge_states_reference
 from tests.support.combinations import each_value
 
 
@@ -93,13 +93,13 @@ def test_no_queries(device: torch.device) -> None:
 def test_refuses_what_does_not_fit(device: torch.device) -> None:
     out, lse = torch.zeros(2, 4, 3, 64, device=device), torch.zeros(2, 4, 3, device=device)
     for match, bad_out, bad_lse, settings in [
-        ("at least one part", out[:0], lse[:0], {}),
+        ("at least one", out[:0], lse[:0], {}),
         ("partial_lse", out, lse[:, :2], {}),
         ("partial_out must be float32", out.half(), lse, {}),
         ("partial_lse must be float32", out, lse.double(), {}),
-        ("last stride of partial_out", out.mT.contiguous().mT, lse, {}),
-        ("out must have shape", out, lse, {"out": out[0, :2]}),
-        ("lse must have shape", out, lse, {"lse": lse[0, :2]}),
+        ("partial_out .* make it contiguous", out.mT.contiguous().mT, lse, {}),
+        ("out must be", out, lse, {"out": out[0, :2]}),
+        ("lse must be", out, lse, {"lse": lse[0, :2]}),
     ]:
         with pytest.raises(ValueError, match=match):
             merge_states(bad_out, bad_lse, **settings)
@@ -110,7 +110,7 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     partial_out, partial_lse = make_parts(2, 3, 2, 64, device)
     out, lse = torch.empty_like(partial_out[0]), torch.empty_like(partial_lse[0])
     arguments = (partial_out.nan_to_num(), partial_lse, out, lse)
-    torch.library.opcheck(torch.ops.lightkv.merge_states.default, arguments)
+    torch.library.opcheck(torch.ops.lightkv.merge_states.default, _merge_states.flat(*arguments))
 
 
 @pytest.mark.gpu

@@ -148,13 +148,13 @@ def test_refuses_what_does_not_fit(device: torch.device, monkeypatch: pytest.Mon
     def launch(*_: object, **__: object) -> None:
         raise AssertionError("half of it was launched")
 
-    monkeypatch.setattr(module, "prefill_attention", launch)
-    monkeypatch.setattr(module, "decode_attention", launch)
+    monkeypatch.setattr(module, "attend_prefills", launch)
+    monkeypatch.setattr(module, "attend_decodes", launch)
     step = make_step([(5, 6), (2, 0)], [7, 8], device=device)
     q_starts = step.q_starts
     lse = torch.empty(len(step.q) + 1, 4, device=device)
     cases: list[tuple[str, Step, dict[str, object]]] = [
-        ("rows and lengths must be", step._replace(lengths=step.lengths[:3]), {}),
+        ("lengths must be", step._replace(lengths=step.lengths[:3]), {}),
         ("q_starts must be contiguous int32", step._replace(q_starts=q_starts.long()), {}),
         ("an entry more than there are prefills among 4", step._replace(q_starts=q_starts[:0]), {}),
         (
@@ -166,7 +166,7 @@ def test_refuses_what_does_not_fit(device: torch.device, monkeypatch: pytest.Mon
         ("0 queries, at least one", step, {"num_queries": 0}),
         ("behind those of 0 prefills; got 9", step._replace(q_starts=q_starts[:1]), {}),
         ("lse must be contiguous float32", step, {"lse": lse}),
-        ("out must have shape", step, {"out": step.q[:-1]}),
+        ("out must be", step, {"out": step.q[:-1]}),
     ]
     for match, wrong, options in cases:
         with pytest.raises(ValueError, match=match):

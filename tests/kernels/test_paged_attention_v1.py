@@ -1,5 +1,5 @@
-"""Compares `paged_attention_v1`, in one pass and with a work list, and `paged_attention_v2` with their
-references, and the reference with attention over slots.
+"""Compares `paged_attention_v1` and `paged_attention_v2` with their references, and the reference with
+attention over slots.
 
 Blocks are shuffled. Free blocks, the rest of a sequence's last block, and the output before each run hold NaN.
 """
@@ -13,20 +13,18 @@ from torch import Tensor
 from bench.kernels.attention_batches import copy_to_blocks
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention_reference
-from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, SharedPrefixGroups, decode_plan
-from lightkv.triton_kernels.attention.lookups import RingRows
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
-from lightkv.triton_kernels.attention.variants import Alibi, Window
+from lightkv.triton_kernels.attention.variants import Alibi
 from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
 from lightkv.triton_kernels.classic.paged_attention_inputs import PagedInputs
-from lightkv.triton_kernels.classic.paged_attention_kernel import paged_attention_launch
+from lightkv.triton_kernels.classic.paged_attention_kernel import Partials, paged_attention_launch
 from lightkv.triton_kernels.classic.paged_attention_v1 import paged_attention_v1, paged_attention_v1_reference
 from lightkv.triton_kernels.classic.paged_attention_v2 import (
+    _paged_attention_v2,
     fitting_partition_size,
     paged_attention_v2,
     paged_attention_v2_reference,
 )
-from lightkv.triton_kernels.layout.ring import Ring
 from tests.support.attention.caches import assert_close, poisoned_cache
 from tests.support.combinations import slow
 
@@ -72,11 +70,6 @@ def poisoned_blocks(
     )
 
 
-def plan_of(blocks: Blocks) -> DecodePlan:
-    rows = torch.arange(len(blocks.seq_lens), device=blocks.seq_lens.device)
-    return decode_plan(rows, blocks.seq_lens, num_kv_heads=blocks.k_cache.shape[1])
-
-
 def inputs_of(q: Tensor, blocks: Blocks, scale: float, slopes: Tensor | None = None) -> PagedInputs:
     return PagedInputs(q, *blocks, AttentionOptions(scale).plus(None if slopes is None else Alibi(slopes)))
 
@@ -86,20 +79,20 @@ def check(
     *,
     group: int = 2,
     spread: float = 1.0,
-    partition_sizes: tuple[int, ...] = (0, 64),
+    partition_sizes: tuple[int | None, ...] = (0, 64, None),
     slopes: Tensor | None = None,
 ) -> None:
-    """Compares random queries with the reference, in one pass, in shares of a work list, and in partitions."""
+    """Compares random queries with the reference, in one partition and in several."""
     num_kv_heads, head_dim = blocks.v_cache.shape[1:3]
     dtype, device = blocks.v_cache.dtype, blocks.v_cache.device
     q = (torch.randn(len(blocks.seq_lens), group * num_kv_heads, head_dim) * spread).to(device, dtype)
     scale = head_dim**-0.5
     expected = paged_attention_v1_reference(inputs_of(q, blocks, scale, slopes))
     assert not expected.isnan().any()
-    forms: list[dict[str, Any]] = [{"partition_size": size} for size in partition_sizes]
-    for form in (*forms, {"plan": plan_of(blocks)}):
+    for size in partition_sizes:
         out = torch.full_like(q, torch.nan)
-        result = paged_attention_v1(q, *blocks, scale=scale, alibi_slopes=slopes, **form, out=out)
+        settings: dict[str, Any] = {"scale": scale, "alibi_slopes": slopes, "partition_size": size}
+        result = paged_attention_v1(q, *blocks, **settings, out=out)
         assert result is out
         assert_close(out, expected)
         assert not out[blocks.seq_lens == 0].any()
@@ -194,21 +187,21 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
     )
     for match, change in [
         ("q must be", {"q": q[0]}),
-        ("q must be", {"k_cache": k_cache[0]}),
-        ("same blocks", {"v_cache": v_cache[1:]}),
-        ("same blocks", {"v_cache": v_cache[..., :8]}),
-        ("same blocks", {"q": q[..., :32]}),
+        ("k_cache must be", {"k_cache": k_cache[0]}),
+        ("v_cache must be", {"v_cache": v_cache[1:]}),
+        ("v_cache must be", {"v_cache": v_cache[..., :8]}),
+        ("v_cache must be", {"q": q[..., :32]}),
         ("evenly", {"q": q[:, :3]}),
         ("powers of two", {"k_cache": k_cache[:, :, :, :12], "v_cache": v_cache[..., :12]}),
         ("contiguous", {"k_cache": k_cache[:, :, :, :8], "v_cache": v_cache[..., :8]}),
         ("block_tables must be", {"block_tables": tables.long()}),
         ("block_tables must be", {"block_tables": tables[:, ::2]}),
         ("seq_lens must be", {"seq_lens": lens.long()}),
-        ("2 sequences", {"seq_lens": lens[:1]}),
-        ("2 sequences", {"block_tables": tables[:1]}),
-        ("out must have shape", {"out": q[:1]}),
-        ("last stride of q", {"q": q.mT.contiguous().mT}),
-        ("last stride of out", {"out": q.mT.contiguous().mT}),
+        ("seq_lens must be .*S 2", {"seq_lens": lens[:1]}),
+        ("block_tables must be .*S 2", {"block_tables": tables[:1]}),
+        ("out must be", {"out": q[:1]}),
+        ("q must be .*make it contiguous", {"q": q.mT.contiguous().mT}),
+        ("out must be .*make it contiguous", {"out": q.mT.contiguous().mT}),
         ("scale must be positive", {"scale": 0.0}),
         ("multiple of the 16 tokens", {"partition_size": 24}),
         ("multiple of the 16 tokens", {"partition_size": -16}),
@@ -260,7 +253,22 @@ def test_partitions_fill_the_device() -> None:
     assert fitting_partition_size(hopper, 8, 1024, 128) == 128
 
 
-def test_refuses_partials_and_plans_that_do_not_fit(device: torch.device) -> None:
+@pytest.mark.parametrize(("size", "partitions"), [(0, 1), (16, 5)])
+def test_a_partition_size_of_0_makes_one_partition(
+    size: int, partitions: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Partials] = []
+    monkeypatch.setattr(
+        "lightkv.triton_kernels.classic.paged_attention_v2.attend_partitions",
+        lambda _inputs, partials, _size, _out: made.append(partials),
+    )
+    blocks = poisoned_blocks([40, 3], device=device)  # with room for 5 blocks
+    q = torch.zeros(2, 4, 64, device=device)
+    paged_attention_v1(q, *blocks, scale=1.0, partition_size=size)
+    assert [one.exp_sums.shape for one in made] == [(2, 4, partitions)]
+
+
+def test_refuses_partials_that_do_not_fit(device: torch.device) -> None:
     blocks = poisoned_blocks([40, 3], device=device)
     q = torch.zeros(2, 4, 64, device=device)
     sums, tmp_out = torch.zeros(2, 4, 3, device=device), torch.zeros(2, 4, 3, 64, device=device)
@@ -269,8 +277,8 @@ def test_refuses_partials_and_plans_that_do_not_fit(device: torch.device) -> Non
     for match, change in [
         ("together", {"tmp_out": None}),
         ("together", {"exp_sums": None}),
-        ("at least 5 partitions", {"partition_size": 16}),
-        ("partitions, 64", {"tmp_out": tmp_out[..., :32]}),
+        ("give at least 5", {"partition_size": 16}),
+        ("tmp_out must be .*D 64", {"tmp_out": tmp_out[..., :32]}),
         ("max_logits must be contiguous", {"max_logits": sums.double()}),
         ("tmp_out must be contiguous", {"tmp_out": tmp_out.int()}),
         ("got 0", {"partition_size": 0}),
@@ -278,22 +286,9 @@ def test_refuses_partials_and_plans_that_do_not_fit(device: torch.device) -> Non
     ]:
         with pytest.raises(ValueError, match=match):
             paged_attention_v2(q, *blocks, scale=1.0, **good | change)
-    rows, plan = torch.arange(2, device=device), plan_of(blocks)
-    numbers = torch.zeros(1, 2, dtype=torch.int32, device=device)
-    prefixes = SharedPrefixGroups(numbers, numbers[:, 0].contiguous(), numbers[0])
-    lens, held = blocks.seq_lens, RingRows(Ring(0, 64)).limits(())
     for match, wrong in [
-        ("for 1 requests", {"plan": decode_plan(rows[:1], lens[:1], num_kv_heads=2)}),
-        (r"Window\(size=8\)", {"plan": decode_plan(rows, lens, num_kv_heads=2, limits=(Window(8),))}),
-        ("of 3 queries", {"plan": decode_plan(rows, lens, num_kv_heads=2, num_queries=3)}),
-        ("2 to a prefix", {"plan": decode_plan(rows, lens, num_kv_heads=2, shared_prefixes=prefixes)}),
-        (
-            "HeldTokens",
-            {"plan": decode_plan(rows, lens, num_kv_heads=2, limits=held)},
-        ),
-        ("instead of partitions", {"plan": plan, "partition_size": 32}),
-        ("must be positive", {"plan": plan, "scale": -1.0}),
-        ("float32 \\[4\\]", {"alibi_slopes": torch.zeros(3, device=device)}),
+        ("must be positive", {"scale": -1.0}),
+        ("float32 \\[H\\], with H 4", {"alibi_slopes": torch.zeros(3, device=device)}),
         ("one dtype", {"k_cache": blocks.k_cache.double()}),
     ]:
         with pytest.raises(ValueError, match=match):
@@ -303,20 +298,17 @@ def test_refuses_partials_and_plans_that_do_not_fit(device: torch.device) -> Non
 def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     torch.manual_seed(4)
     blocks = poisoned_blocks([40, 3], device=device)
-    plan = plan_of(blocks)
     q = torch.randn(2, 4, 64, device=device)
     k_cache, v_cache = blocks.k_cache.nan_to_num(), blocks.v_cache.nan_to_num()
     whole = blocks._replace(k_cache=k_cache, v_cache=v_cache, block_tables=blocks.block_tables.clamp(max=0))
-    flat = inputs_of(q, whole, 0.125, alibi_slopes(4, device=device)).flat()
+    inputs = inputs_of(q, whole, 0.125, alibi_slopes(4, device=device))
     # Zeros, since opcheck compares all elements, also those that no partition writes.
     out, sums = torch.zeros_like(q), torch.zeros(2, 4, 3, device=device)
     partials = sums, sums.clone(), torch.zeros(2, 4, 3, 64, device=device)
-    ops = torch.ops.lightkv
-    torch.library.opcheck(ops.paged_attention_v1.default, (*flat, out, []))
-    torch.library.opcheck(ops.paged_attention_v2.default, (*flat, out, *partials, 32))
-    torch.library.opcheck(ops.paged_attention_v1.default, (*flat, out, list(plan[:4])))
+    arguments = _paged_attention_v2.flat(inputs, Partials(*partials), 32, out)
+    torch.library.opcheck(torch.ops.lightkv.paged_attention_v2.default, arguments)
 
-    forms: list[dict[str, Any]] = [{}, {"partition_size": 32}, {"plan": plan}]
+    forms: list[dict[str, Any]] = [{}, {"partition_size": 32}, {"partition_size": 0}]
 
     def step(q: Tensor) -> list[Tensor]:
         return [paged_attention_v1(q * 2, *blocks, scale=0.125, **form) + 1 for form in forms]
@@ -326,7 +318,7 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", ["one_pass", "partitions", "shares"])
+@pytest.mark.parametrize("form", ["one partition", "partitions"])
 def test_captured_follows_its_lengths(form: str) -> None:
     torch.manual_seed(5)
     blocks = poisoned_blocks([700, 300, 0, 1025], device="cuda", dtype=torch.bfloat16, head_dim=128)
@@ -335,10 +327,7 @@ def test_captured_follows_its_lengths(form: str) -> None:
 
     def step() -> None:
         settings: dict[str, Any] = {"scale": 128**-0.5, "out": out}
-        if form == "partitions":
-            settings["partition_size"] = 512
-        if form == "shares":
-            settings["plan"] = plan_of(blocks)
+        settings["partition_size"] = 512 if form == "partitions" else 0
         paged_attention_v1(q, *blocks, **settings)
 
     step()  # compiles outside the capture
@@ -376,8 +365,7 @@ def test_bfloat16_in_caches_past_2_to_the_31_elements() -> None:
     q = torch.randn(2, 32, 128, dtype=torch.bfloat16, device="cuda")
     blocks = Blocks(k_cache, v_cache, tables, lens)
     expected = paged_attention_v1_reference(inputs_of(q, blocks, 128**-0.5))
-    plan = decode_plan(torch.arange(2, device="cuda"), lens, num_kv_heads=8)
-    forms: list[dict[str, Any]] = [{}, {"partition_size": 64}, {"plan": plan}]
+    forms: list[dict[str, Any]] = [{}, {"partition_size": 64}, {"partition_size": 0}]
     for form in forms:
         out = paged_attention_v1(q, k_cache, v_cache, tables, lens, scale=128**-0.5, **form)
         assert_close(out, expected)

@@ -9,20 +9,19 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
-from lightkv.triton_kernels.attention.operands import flatten_operands
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill import prefill_tuning
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
+    _prefill_attention,
     prefill_attention,
     prefill_attention_reference,
 )
-from lightkv.triton_kernels.attention.prefill.prefill_plan import TileSizes, prefill_plan
+from lightkv.triton_kernels.attention.prefill.prefill_plan import TileSizes, _prefill_plan, prefill_plan
 from lightkv.triton_kernels.attention.variants import (
     SinkLogits,
     Softcap,
     Window,
 )
-from lightkv.triton_kernels.attention.variants.variant import flatten
 from lightkv.triton_kernels.write.inputs import StoredKV
 from lightkv.triton_kernels.write.write_kv import write_kv
 from tests.support.attention.caches import Cache, assert_close, poisoned_cache, starts
@@ -186,7 +185,7 @@ def test_refuses_a_plan_of_something_else(device: torch.device) -> None:
     sizes = {"num_tokens": 4, "dtype": q.dtype}
     plan = prefill_plan(cache.rows, q_starts, cache.lengths, heads, **sizes, limits=(Window(3),))
     with pytest.raises(
-        ValueError, match=r"with \(Window\(size=3\),\), causal True, but the call has 2 requests with \(\)"
+        ValueError, match=r"\(2, \(Window\(size=3\),\), True\), and the call has \(2, \(\), True\)"
     ):
         prefill_attention(q, cache.kv, cache.rows, q_starts, cache.lengths, plan=plan)
 
@@ -206,15 +205,14 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     )
     lse = torch.empty(12, 4, device=device)
     options = AttentionOptions().plus(Softcap(3.0), SinkLogits(torch.zeros(4, device=device)))
-    op_args = q, *flatten_operands(cache.kv, options.variants), plan.items, plan.counters
-    op_args += torch.empty_like(q), lse, plan.num_shares, plan.num_workers, plan.launch, 0.125, True
+    op_args = _prefill_attention.flat(q, cache.kv, plan, torch.empty_like(q), lse, options)
     torch.library.opcheck(torch.ops.lightkv.prefill_attention.default, op_args)
     num_tiles = len(plan.items) - plan.num_shares
-    plan_args = (cache.rows, q_starts, cache.lengths, plan.items.new_empty(len(plan.items) + num_tiles, 12))
+    numbers = plan.items.new_empty(len(plan.items) + num_tiles, 12)
     sizes = TileSizes(num_tiles, 10_000, 2, 2, plan.launch.block_m)
     shares = prefill_tuning.prefill_shares(tuning.device_class(device), plan.launch, 2)
-    op = torch.ops.lightkv.prefill_plan.default
-    torch.library.opcheck(op, (*plan_args, plan.counters, sizes, *flatten((Window(9),)), True, shares))
+    plan_args = cache.rows, q_starts, cache.lengths, numbers, plan.counters, sizes, (Window(9),), True, shares
+    torch.library.opcheck(torch.ops.lightkv.prefill_plan.default, _prefill_plan.flat(*plan_args))
 
     def step(q: Tensor, k: Tensor, cache: Cache, slots: Tensor) -> Tensor:
         write_kv(k, -k, StoredKV(cache.kv.k, cache.kv.v), slots)

@@ -20,7 +20,7 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
 )
 from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
 from lightkv.triton_kernels.attention.variants import Alibi, SinkLogits, Softcap, TreeMask, ValueMask, Window
-from lightkv.triton_kernels.attention.variants.variant import limits
+from lightkv.triton_kernels.attention.variants.variant import Variant, limits
 from tests.support.attention.caches import assert_close, poisoned_cache, starts
 from tests.support.attention.log_sum_exps import lse_reference
 
@@ -136,24 +136,28 @@ def test_only_where_it_can_copy_16_bytes_at_a_time(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tuning, "device_class", lambda _: H200)
     q, k, v, out = torch.empty(4, 5, 8, 128, dtype=torch.float16)
     tree, values = TreeMask(torch.zeros(5, 1, dtype=torch.int32)), ValueMask(torch.zeros(5, 12))
-    launch = prefill_tuning.hopper_prefill_launch(H200, 128, 128, 2)
-    assert _hopper_launch(q, k, v, out, (), 128) == (hopper, launch)
-    assert _hopper_launch(q, k, v, out.float(), (), 128) is not None
-    assert _hopper_launch(q, k.bfloat16(), v, out, (), 128) is None
-    assert _hopper_launch(q, k, v, out, (Softcap(3.0), tree), 128) is not None
-    assert _hopper_launch(q, k, v, out, (Softcap(3.0), values), 128) == (hopper, launch)
+    launch, index = prefill_tuning.hopper_prefill_launch(H200, 128, 128, 2), torch.zeros(1, 1).int()
+
+    def launched(q: Tensor, k: Tensor, v: Tensor, out: Tensor, variants: tuple[Variant, ...]) -> object:
+        return _hopper_launch(q, PagedKV(k, v, index), out, AttentionOptions(variants=variants), 128)
+
+    assert launched(q, k, v, out, ()) == (hopper, launch)
+    assert launched(q, k, v, out.float(), ()) is not None
+    assert launched(q, k.bfloat16(), v, out, ()) is None
+    assert launched(q, k, v, out, (Softcap(3.0), tree)) is not None
+    assert launched(q, k, v, out, (Softcap(3.0), values)) == (hopper, launch)
     for mask in (
         ValueMask(torch.zeros(5, 9)),  # rows of 36 bytes
         ValueMask(torch.zeros(5, 16, dtype=torch.bool)[:, 1:]),  # begins in the middle of 16 bytes
         ValueMask(torch.zeros(8, 5, 2).bool()),
         ValueMask(values.values, torch.zeros(1, dtype=torch.int32)),  # a column for each request
     ):
-        assert _hopper_launch(q, k, v, out, (mask,), 128) is None
-    assert _hopper_launch(q, k, v, out, (Alibi(torch.ones(8)), values), 128) is None
+        assert launched(q, k, v, out, (mask,)) is None
+    assert launched(q, k, v, out, (Alibi(torch.ones(8)), values)) is None
     wide = torch.empty(5, 8, 136, dtype=torch.float16)
-    assert _hopper_launch(wide[..., :128], k, v, out, (), 128) is None  # strides of 136
+    assert launched(wide[..., :128], k, v, out, ()) is None  # strides of 136
     shifted = torch.empty(5 * 8 * 128 + 1, dtype=torch.float16)[1:].view(5, 8, 128)
-    assert _hopper_launch(q, k, shifted, out, (), 128) is None
+    assert launched(q, k, shifted, out, ()) is None
 
 
 def test_alibi_takes_a_stage_only_where_the_product_adds_it() -> None:

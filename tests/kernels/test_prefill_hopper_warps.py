@@ -308,7 +308,7 @@ def scale_piece(acc: Any, factors: Any, _num: int) -> Any:
 
 
 def keys_of_places(num: int) -> np.ndarray:
-    """Returns the keys of the places of a scratch (`fp8_scratch.py`)."""
+    """Returns the keys of the places of a scratch (`restore_kv.py`)."""
     places = np.arange(num)
     return places & ~15 | (places & 2) << 2 | (places & 12) >> 1 | places & 1
 

@@ -11,12 +11,12 @@ from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.paged_kv import HeadShape
 from lightkv.triton_kernels.attention.prefill import prefill_tuning
 from lightkv.triton_kernels.attention.prefill.prefill_plan import ALL_KEYS, PrefillPlan, prefill_plan
-from lightkv.triton_kernels.attention.prefill.prefill_plan_reference import (
+from lightkv.triton_kernels.attention.variants import Window
+from tests.support.attention.plans import (
     prefill_plan_reference,
     prefill_tiles_reference,
     share_reference,
 )
-from lightkv.triton_kernels.attention.variants import Window
 from tests.support.combinations import each_value
 
 RAGGED = [(37, 0), (900, 512), (0, 7), (64, 8000), (1200, 128), (333, 3000), (4, 2), (18, 16000), (5, -3)]

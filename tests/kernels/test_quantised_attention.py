@@ -108,7 +108,7 @@ def test_scales_of_k_and_v_may_stand_apart(name: str, device: torch.device) -> N
     assert torch.equal(
         prefill_attention_reference(q, kv, *of_rows), prefill_attention_reference(q, cache.kv, *of_rows)
     )
-    with pytest.raises(ValueError, match="that stand apart must be float32 or float16"):
+    with pytest.raises(ValueError, match="scales must be float32 or float16"):
         decode_attention(q[:3], kv._replace(scales=cache.kv.scales), *cache[1:])
 
 
@@ -226,11 +226,11 @@ def test_caches_and_scales_that_do_not_fit_are_refused(device: torch.device) -> 
     q, kv = queries(cache, 1, torch.float32), cache.kv
     assert kv.scales is not None
     for wrong, told in (
-        (kv._replace(scales=None), "scales must be"),
-        (kv._replace(scales=kv.scales.half()), "scales must be torch.float32"),
+        (kv._replace(scales=None), "no scales, and"),
+        (kv._replace(scales=kv.scales.half()), "scales must be float32"),
         (kv._replace(scales=kv.scales[:, :, :1]), "scales must be"),
         (kv._replace(k=kv.k.float()), "k_cache must hold torch.int8"),
-        (kv._replace(format=KVFormat()), "give the format"),
+        (kv._replace(format=KVFormat()), "give their format"),
     ):
         with pytest.raises(ValueError, match=told):
             decode_attention(q, wrong, cache.rows, cache.lengths)

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightkv import KVPool, KVSpec
 from lightkv.triton_kernels.attention.lookups import BeamTable, RingRows
 from lightkv.triton_kernels.attention.paged_kv import PagedKV
-from lightkv.triton_kernels.attention.prefill.restore_kv import restore_kv, restore_kv_reference
+from lightkv.triton_kernels.attention.prefill.restore_kv import Scratch, restore_kv, restore_kv_reference
 from lightkv.triton_kernels.layout.ring import Ring
 from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
 from tests.support.combinations import each_value
@@ -46,7 +46,7 @@ def check(
     for restore in (restore_kv, restore_kv_reference):
         buffer = torch.full((capacity, sum(sizes)), torch.nan, dtype=dtype, device=device)
         outs = [part.unflatten(1, (heads, -1)) for part in buffer.split(sizes, 1)]
-        restore(kv, rows, *settings.unbind(), *outs)
+        restore(kv, rows, settings[0], Scratch(*outs, settings[1]))
         results.append(outs)
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, rtol=0.0, atol=0.0, equal_nan=True)
@@ -118,7 +118,7 @@ def test_an_empty_batch_and_an_empty_scratch(device: torch.device) -> None:
     check(kv, rows[:0], [], capacity=0)
     nothing = torch.empty(0, dtype=torch.int32, device=device)
     outs = torch.ones(2, 4, 2, 64, device=device).unbind()
-    restore_kv(kv, rows[:0], nothing, nothing, *outs)
+    restore_kv(kv, rows[:0], nothing, Scratch(*outs, nothing))
     assert (outs[0] == 1).all()
 
 
@@ -130,26 +130,24 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
         "kv": kv,
         "rows": rows,
         "lengths": one,
-        "starts": one,
-        "out_k": out,
-        "out_v": out.clone(),
     }
+    scratch = Scratch(out, out.clone(), one)
     for change, told in (
         ({"kv": kv._replace(lookup=RingRows(Ring(0, 8)))}, "K/V that RingRows finds"),
         ({"kv": kv._replace(lookup=BeamTable(kv.index))}, "K/V that BeamTable finds"),
-        ({"kv": kv._replace(index=kv.index.long())}, "the index must be int32"),
+        ({"kv": kv._replace(index=kv.index.long())}, "index must be int32"),
         ({"kv": kv._replace(scales=None)}, "pass KVPool.scales"),
-        ({"kv": kv._replace(format=KVFormat.parse("int8-g8"))}, "16 scales and zero points"),
+        ({"kv": kv._replace(format=KVFormat.parse("int8-g8"))}, "scales must be"),
         ({"rows": rows.float()}, "rows must be"),
         ({"lengths": one.long()}, "lengths must be"),
-        ({"starts": one[:1]}, "starts must be"),
-        ({"out_k": out[:, :1]}, "out_k must be"),
-        ({"out_v": out[:5]}, "out_v must be"),
-        ({"out_v": out.int()}, "out_v must be"),
-        ({"out_v": out.half()}, "must have one type"),
+        ({"scratch": scratch._replace(begins=one[:1])}, "begins must be"),
+        ({"scratch": scratch._replace(k=out[:, :1])}, "k must be"),
+        ({"scratch": scratch._replace(v=out[:5])}, "v must be"),
+        ({"scratch": scratch._replace(v=out.int())}, "v must be floats"),
+        ({"scratch": scratch._replace(v=out.half())}, "has one type"),
     ):
         with pytest.raises(ValueError, match=told):
-            restore_kv(**good | change)
+            restore_kv(**good | {"scratch": scratch} | change)
 
 
 @pytest.mark.gpu
@@ -158,17 +156,17 @@ def test_captured_restore_follows_its_requests() -> None:
     kv, rows = make_kv("int8", "cuda", lengths=[40, 60, 30], dtype=torch.bfloat16)
     given = torch.zeros(2, 3, dtype=torch.int32, device="cuda")
     ours, theirs = torch.full((2, 2, 150, 2, 64), torch.nan, dtype=torch.bfloat16, device="cuda").unbind()
-    restore_kv(kv, rows, *given.unbind(), *ours.unbind())  # compiles outside the capture
+    restore_kv(kv, rows, given[0], Scratch(*ours.unbind(), given[1]))  # compiles outside the capture
     graph = torch.cuda.CUDAGraph()
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.cuda.graph(graph):
-            restore_kv(kv, rows, *given.unbind(), *ours.unbind())
+            restore_kv(kv, rows, given[0], Scratch(*ours.unbind(), given[1]))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     given.copy_(torch.tensor([[40, 55, 30], [0, 40, 95]]))
     graph.replay()
-    restore_kv_reference(kv, rows, *given.unbind(), *theirs.unbind())
+    restore_kv_reference(kv, rows, given[0], Scratch(*theirs.unbind(), given[1]))
     torch.testing.assert_close(ours, theirs, rtol=0.0, atol=0.0, equal_nan=True)
 
 

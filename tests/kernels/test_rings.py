@@ -18,7 +18,7 @@ from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
     decode_attention_reference,
 )
-from lightkv.triton_kernels.attention.decode.decode_plan import decode_plan, decode_plan_reference
+from lightkv.triton_kernels.attention.decode.decode_plan import decode_plan
 from lightkv.triton_kernels.attention.lookups import BeamTable, RingRows
 from lightkv.triton_kernels.attention.lookups.ring_rows import ring_slots, ring_slots_reference
 from lightkv.triton_kernels.attention.lookups.ring_sinks import SinkRotation, rotation_for, rotation_reference
@@ -32,6 +32,7 @@ from lightkv.triton_kernels.attention.variants import Chunk, SinkLogits, Softcap
 from lightkv.triton_kernels.layout.ring import Ring
 from tests.support.attention.caches import assert_close, poisoned_cache, starts
 from tests.support.attention.feature_table import covers
+from tests.support.attention.plans import decode_plan_reference
 from tests.support.attention.ring_texts import RINGS, beams_of, check_stream, dense, rotation_of, written
 
 LENGTHS = [400, 0, 1, 39, 95, 8000]  # tokens of a text
@@ -145,7 +146,7 @@ def test_what_rings_cannot_do_is_refused(device: torch.device) -> None:
         ("one query a request", texts.kv, {"num_queries": 2}),
         ("sees no ring's sinks", turned(rotation), {"options": AttentionOptions().plus(Window(9))}),
         ("sees no ring's sinks", texts.kv._replace(lookup=RingRows(Ring(0, 90), rotation)), {}),
-        ("n at most 32", turned(rotation_of(RINGS["sinks"], [100], 33, device)), {}),
+        ("33 pairs; a key has 32", turned(rotation_of(RINGS["sinks"], [100], 33, device)), {}),
         ("the plan is for", texts.kv, {"plan": decode_plan(*rest, num_kv_heads=2)}),
     ]:
         queries = arguments.get("num_queries", 1)
@@ -194,7 +195,7 @@ def test_beams_read_the_slots_of_other_beams(shift: int, window: int, device: to
         assert not expected.isnan().any()
         assert_close(reference(q, kv, *rest, **arguments), expected)  # type: ignore[operator]
         assert_close(kernel(q, kv, *rest, **arguments), expected)  # type: ignore[operator]
-    with pytest.raises(ValueError, match=r"indirection must be int32 \[5, positions\]"):
+    with pytest.raises(ValueError, match=r"indirection must be int32 \[rows, positions\]"):
         decode_attention(q[:4], kv._replace(lookup=BeamTable(own.long())), cache.rows, cache.lengths)
 
 

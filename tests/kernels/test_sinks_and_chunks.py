@@ -384,15 +384,15 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         ("a window, or chunks, or neither", AttentionOptions().plus(Window(3), Chunk(4))),
         ("a chunk must be positive, got -1", AttentionOptions().plus(Chunk(-1))),
         (
-            r"logits of sinks must be contiguous float32 \[4\]",
+            r"logits must be contiguous float32 \[H\]",
             AttentionOptions().plus(SinkLogits(good.half())),
         ),
-        ("one for each query head", AttentionOptions().plus(SinkLogits(good[:3]))),
+        (r"logits must be .* H 4; got .*\(3,\)", AttentionOptions().plus(SinkLogits(good[:3]))),
     ]:
         with pytest.raises(ValueError, match=match):
             decode_attention(q, *cache, options)
     plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2, limits=(Chunk(3),))
-    with pytest.raises(ValueError, match=r"Chunk\(size=3\).* but the call .*Chunk\(size=4\)"):
+    with pytest.raises(ValueError, match=r"Chunk\(size=3\).* and the call .*Chunk\(size=4\)"):
         decode_attention(q, *cache, AttentionOptions().plus(Chunk(4)), plan=plan)
     prefill = prefill_plan(
         cache.rows,
@@ -403,7 +403,7 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         dtype=q.dtype,
         limits=(Chunk(3),),
     )
-    with pytest.raises(ValueError, match=r"Chunk\(size=3\).* but the call .*Chunk\(size=4\)"):
+    with pytest.raises(ValueError, match=r"Chunk\(size=3\).* and the call .*Chunk\(size=4\)"):
         prefill_attention(
             q,
             cache.kv,

@@ -4,7 +4,6 @@ references in every attention kernel, and checks that a variant that only this f
 The caches are those of `test_decode_attention`: shuffled slots, NaN in all free slots.
 """
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from itertools import combinations, product
@@ -53,7 +52,8 @@ from lightkv.triton_kernels.attention.variants import (
 )
 from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
 from lightkv.triton_kernels.attention.variants.hooks import Hooks
-from lightkv.triton_kernels.attention.variants.variant import Scored, flatten, limits, rebuild
+from lightkv.triton_kernels.attention.variants.variant import Scored, limits
+from lightkv.triton_kernels.operators import Operator
 from tests.support.attention.caches import Cache, assert_close, poisoned_cache, starts
 from tests.support.attention.score_features import Batch, tree_bits
 from tests.support.scored import attention_lse
@@ -112,19 +112,20 @@ def all_of(batch: Batch) -> list[Variant]:
 def test_operators_are_given_back_what_was_flattened(device: torch.device) -> None:
     batch = Batch([2, 1], [20, 9], 0, 4, device, torch.float32)
     given = (*all_of(batch), ValueMask(torch.zeros(3, 5, dtype=torch.bool, device=device)))
+    found: list[tuple[Variant, ...]] = []
+    operator = Operator("test_variants", lambda some, out: found.append(some), ("out",), VARIANTS)
     for some in (given, given[3:5], given[2:3], ()):
-        flat = flatten(some)
-        assert all(isinstance(one, Tensor) for one in flat.tensors)
-        assert all(isinstance(one, float) for one in flat.numbers)
-        found = rebuild(flat, VARIANTS)
-        assert [type(one) for one in found] == [type(one) for one in some]
-        for one, other in zip(found, some, strict=True):
+        flat = operator.flat(some, torch.zeros(1))
+        assert len(flat.written) == 1
+        assert all(isinstance(one, Tensor) for one in flat.read)
+        operator.registered(*flat)
+        assert [type(one) for one in found[-1]] == [type(one) for one in some]
+        for one, other in zip(found[-1], some, strict=True):
             for field in fields(other):  # type: ignore[arg-type]
                 value, expected = getattr(one, field.name), getattr(other, field.name)
                 assert type(value) is type(expected)
-                assert value is expected if isinstance(expected, Tensor) else value == expected
-    assert rebuild(flatten(given[-1:]), VARIANTS)[0].columns is None  # type: ignore[attr-defined]
-    assert limits(rebuild(flatten(given), VARIANTS)) == (Window(11), Chunk(12))
+                assert torch.equal(value, expected) if isinstance(expected, Tensor) else value == expected
+    assert limits(found[0]) == (Window(11), Chunk(12))
 
 
 def test_options_keep_variants_in_order(device: torch.device) -> None:
@@ -299,9 +300,6 @@ class Weighed(Variant):
 @pytest.fixture
 def _with_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known, "VARIANTS", (Weighed, *VARIANTS))
-    for name in ("operands", "decode.decode_plan", "prefill.prefill_plan"):
-        module = importlib.import_module(f"lightkv.triton_kernels.attention.{name}")
-        monkeypatch.setattr(module, "VARIANTS", (Weighed, *VARIANTS))
 
 
 def factors(device: torch.device) -> Tensor:

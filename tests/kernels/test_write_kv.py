@@ -4,8 +4,8 @@ padding."""
 import pytest
 import torch
 
-from lightkv.triton_kernels.write.inputs import StoredKV
-from lightkv.triton_kernels.write.write_kv import write_kv, write_kv_reference
+from lightkv.triton_kernels.write.inputs import NO_BIASES, StoredKV
+from lightkv.triton_kernels.write.write_kv import _write_kv, write_kv, write_kv_reference
 
 NUM_SLOTS = 64
 
@@ -77,9 +77,9 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
     k = torch.zeros(4, 2, 16, device=device)
     cache = torch.zeros(NUM_SLOTS, 2, 16, device=device)
     slots = torch.arange(1, 5, device=device)
-    with pytest.raises(ValueError, match="with 2 heads and a last dim of 16"):
+    with pytest.raises(ValueError, match=r"stored_k must be \[slots, h, Wk\].* h 2, Wk 16"):
         write_kv(k, k, StoredKV(cache[:, :1], cache), slots)
-    with pytest.raises(ValueError, match="number of tokens"):
+    with pytest.raises(ValueError, match=r"slots must be .* T 4"):
         write_kv(k, k, StoredKV(cache, cache), slots[:3])
     with pytest.raises(ValueError, match="int32 or int64"):
         write_kv(k, k, StoredKV(cache, cache), slots.float())
@@ -93,8 +93,8 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     slots = torch.tensor([3, 1, 9, 2, 7, 8], device=device)
     buffer = torch.zeros(10, 2, 16, device=device)
     expected = buffer.clone()
-    nothing = (None,) * 5
-    arguments = (k, v, buffer[:, :1], buffer[:, 1:], None, [], slots, None, [], False, nothing, [])
+    stored = StoredKV(buffer[:, :1], buffer[:, 1:])
+    arguments = _write_kv.flat(k, v, stored, slots, None, None, NO_BIASES, None)
     torch.library.opcheck(torch.ops.lightkv.write_kv.default, arguments)
 
     def step(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,15 @@ from transformers.models.glm import modeling_glm
 from transformers.models.gptj import modeling_gptj
 from transformers.models.llama import modeling_llama
 
+from lightkv.triton_kernels.write.head_norms import HeadNorm, HeadNorms
 from lightkv.triton_kernels.write.inputs import Biases, Rotation, StoredKV
-from lightkv.triton_kernels.write.write_kv import rotate_reference, split_qkv, write_kv, write_kv_reference
+from lightkv.triton_kernels.write.write_kv import (
+    _write_kv,
+    rotate_reference,
+    split_qkv,
+    write_kv,
+    write_kv_reference,
+)
 from tests.support.attention.feature_table import covers
 from tests.support.combinations import each_pair, slow_cases
 
@@ -313,17 +320,17 @@ def test_refuses_a_rotation_that_does_not_fit(device: torch.device) -> None:
         ("q must be", {"q": q[:3]}),
         ("q must be", {"q": q[..., :8]}),
         ("q must be", {"q": q.mT.contiguous().mT}),
-        ("need a row for each of the 4 tokens; cos has 40", {"rotation": Rotation(*tables(8, device))}),
+        (r"cos must be .* T 4; got .*\(40, ", {"rotation": Rotation(*tables(8, device))}),
         ("cos must be float32", {"rotation": Rotation(cos.half(), sin)}),
         ("sin must be float32", {"rotation": Rotation(cos, sin[0])}),
         ("sin must be float32", {"rotation": Rotation(cos, sin.mT.contiguous().mT)}),
-        ("one shape", {"rotation": Rotation(cos, sin[:, :4])}),
-        ("at most 8 columns", {"rotation": Rotation(wide, wide)}),
-        ("bias of q must be", {"biases": Biases(q=q[0, :2])}),
-        ("bias of k must be", {"biases": Biases(k=q[0])}),
-        ("bias of v must be", {"biases": Biases(v=k[0].flatten())}),
-        ("bias of v must be", {"biases": Biases(v=k[0].mT.contiguous().mT)}),
-        ("bias of q must be floats", {"biases": Biases(q=q[0].int())}),
+        ("sin must be", {"rotation": Rotation(cos, sin[:, :4])}),
+        ("9 columns, and 16 dims", {"rotation": Rotation(wide, wide)}),
+        ("bias_q must be", {"biases": Biases(q=q[0, :2])}),
+        ("bias_k must be", {"biases": Biases(k=q[0])}),
+        ("bias_v must be", {"biases": Biases(v=k[0].flatten())}),
+        ("bias_v must be", {"biases": Biases(v=k[0].mT.contiguous().mT)}),
+        ("bias_q must be floats", {"biases": Biases(q=q[0].int())}),
         ("a bias of q is given, and no q", {"q": None, "biases": Biases(q=q[0])}),
     ]:
         for write in (write_kv, write_kv_reference):
@@ -342,20 +349,9 @@ def test_rotation_stays_one_operator_under_torch_compile(device: torch.device) -
     expected = buffer.clone()
     q, k, v = split_qkv(qkv.clone(), 4, 2, 16)
     k_cache, v_cache = buffer.clone()[:, :2], buffer.clone()[:, 2:]
-    arguments = (
-        k,
-        v,
-        k_cache,
-        v_cache,
-        None,
-        [],
-        slots,
-        q.clone(),
-        [by.cos, by.sin],
-        False,
-        [None, k[0], None, k[0, 0], None],
-        [1e-6, 0, 0, 1, 0, 1e-6, 0, 0, 1, 0],
-    )
+    norms = HeadNorms(HeadNorm(k[0, 0], 1e-6), HeadNorm(None, 1e-6))
+    stored = StoredKV(k_cache, v_cache)
+    arguments = _write_kv.flat(k, v, stored, slots, q.clone(), by, Biases(k=k[0]), norms)
     torch.library.opcheck(torch.ops.lightkv.write_kv.default, arguments)
 
     def step(qkv: Tensor, buffer: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 from lightkv import KVPool, KVSpec
 from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
 from lightkv.triton_kernels.quantised.quantise_reference import hadamard, split_scales, unpack
-from lightkv.triton_kernels.write.inputs import Biases, Rotation, StoredKV
-from lightkv.triton_kernels.write.write_kv import split_qkv, write_kv, write_kv_reference
+from lightkv.triton_kernels.write.inputs import NO_BIASES, Biases, Rotation, StoredKV
+from lightkv.triton_kernels.write.write_kv import _write_kv, split_qkv, write_kv, write_kv_reference
 from tests.support.combinations import each_value, slow
 
 NUM_SLOTS = 64
@@ -243,8 +243,8 @@ def test_static_scales_are_read_and_stay(device: torch.device) -> None:
         assert torch.equal(cache[slots].float(), expected)
     assert torch.equal(scales, before)
     # Compiled, the operator may get the scales with another stride of slots.
-    fields = [int(field) for field in elements]
-    torch.ops.lightkv.write_kv(k, v, *others, before[None], fields, slots, None, [], False, [None] * 5, [])
+    stored = StoredKV(*others, before[None], KVFormat(elements))
+    torch.ops.lightkv.write_kv(*_write_kv.flat(k, v, stored, slots, None, None, NO_BIASES, None))
     assert torch.equal(caches, others)
 
 
@@ -259,28 +259,28 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
     good: dict[str, Any] = {"k": k, "v": k, "stored": stored, "slots": slots}
     before = pool.kv(0).clone()
     for change, told in (
-        ({"k": k[0]}, r"k must be \[tokens, kv_heads, dim\]"),
-        ({"v": k[:3]}, "k and v must agree"),
-        ({"stored": stored._replace(v=stored.v[:, :1])}, "2 heads and a last dim of 80"),
-        ({"stored": stored._replace(format=KVFormat.parse("int4"))}, "a last dim of 40"),
+        ({"k": k[0]}, r"k must be \[T, h, Dk\]"),
+        ({"v": k[:3]}, "v must be"),
+        ({"stored": stored._replace(v=stored.v[:, :1])}, "stored_v must be .* h 2"),
+        ({"stored": stored._replace(format=KVFormat.parse("int4"))}, "Wk 40"),
         ({"stored": stored._replace(k=bytes_of_k)}, "k must be torch.int8 in this format, got torch.uint8"),
         ({"stored": StoredKV(stored.k, stored.v)}, "k must be of a floating type"),
         ({"stored": stored._replace(v=strided)}, "last stride"),
         (
             {"stored": stored._replace(scales=scales.half())},
-            r"scales must be torch.float32 .*got torch.float16",
+            r"scales must be float32 .*got torch.float16",
         ),
         ({"stored": stored._replace(scales=scales[:9])}, "scales must be"),
         ({"stored": stored._replace(scales=scales[..., :1])}, "scales must be"),
-        ({"stored": stored._replace(scales=None)}, "scales must be .*got None"),
+        ({"stored": stored._replace(scales=None)}, "no scales, and"),
         ({"stored": stored._replace(format=KVFormat.parse("int8-g40"))}, "powers of 2"),
         ({"stored": stored._replace(format=KVFormat.parse("int8-g7"))}, "do not fit 7 elements"),
-        ({"stored": StoredKV(k, k, scales)}, "scales are given, and nothing is quantised"),
-        ({"slots": slots[:3]}, "number of tokens"),
+        ({"stored": StoredKV(k, k, scales)}, "or no scales"),
+        ({"slots": slots[:3]}, "slots must be"),
         ({"slots": slots.float()}, "int32 or int64"),
         ({"q": k}, "nothing is to be done to q"),
-        ({"rotation": Rotation(k[:, 0, :41], k[:, 0, :41])}, "at most 40 columns"),
-        ({"biases": Biases(k=k[0, :1])}, "bias of k must be"),
+        ({"rotation": Rotation(k[:, 0, :41], k[:, 0, :41])}, "41 columns, and 80 dims"),
+        ({"biases": Biases(k=k[0, :1])}, "bias_k must be"),
     ):
         for write in (write_kv, write_kv_reference):
             with pytest.raises(ValueError, match=told):
@@ -294,10 +294,9 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     slots = torch.tensor([3, 1, 9, 2, 7, 8], device=device)
     ours, theirs = (make_pool("int8-g8", 1, (16, 16), torch.float32, device) for _ in range(2))
     layer_format = ours.format(0)
-    fields = [int(field) for field in layer_format.elements]
     caches = [cache.clone() for cache in stored_in(ours)[:3]]  # compiled, views of two types may not share
     copies = [cache.clone() for cache in caches]
-    arguments = (k, v, *copies, fields, slots, None, [], False, [None] * 5, [])
+    arguments = _write_kv.flat(k, v, StoredKV(*copies, layer_format), slots, None, None, NO_BIASES, None)
     torch.library.opcheck(torch.ops.lightkv.write_kv.default, arguments)
 
     def step(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, scales: Tensor) -> Tensor:

@@ -1,8 +1,6 @@
-"""Attention of a tile of queries to a range of keys: the loop that decode and prefill share.
-Its reference is in `attention_reference.py`.
-
-A lookup (`lookups/`) finds the slot of a token in the index.
-"""
+"""Attends from a tile of queries to a range of keys, tile by tile, with a running softmax. Decode and prefill
+share this loop. `attention_reference.py` has its reference, and `lookups/` the ways in which the index finds a
+token's slot."""
 
 import triton
 import triton.language as tl
@@ -21,7 +19,6 @@ from lightkv.triton_kernels.quantised.unpack import (
     load_scales,
     restore,
     scales_of,
-    tuple_of,
     unpack,
     v_groups,
     weight_factor,
@@ -49,7 +46,7 @@ def find_slots(index, row, positions, valid):
 
 
 @triton.jit
-def _load_rows(
+def load_rows(
     cache_head, slots, valid, stride_slot, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
@@ -66,13 +63,6 @@ def _load_rows(
     else:
         rows = tl.load(pointers)
     return rows
-
-
-@triton.jit
-def _load_query_field(heads, words, FIELD: tl.constexpr, mask, KIND: tl.constexpr, PACKED: tl.constexpr):
-    """Loads the dims of the query heads that meet a field of the words of K."""
-    part = tl.load(heads + (words * fields_of(KIND) + FIELD)[None, :], mask=mask, other=0.0)
-    return query_for(part, KIND, PACKED)
 
 
 @triton.jit
@@ -103,13 +93,11 @@ def load_query(heads, in_tile, shape):
     KIND: tl.constexpr = kind_of(FORMAT)
     words = tl.arange(0, word_block(shape.BLOCK_DK, KIND))
     mask = in_tile[:, None] & (words < words_of(shape.DK, KIND))[None, :]
-    FIELDS: tl.constexpr = fields_of(KIND)
-    return tuple_of(
-        _load_query_field(heads, words, 0, mask, KIND, PACKED),
-        _load_query_field(heads, words, 1, mask, KIND, PACKED) if FIELDS >= 2 else None,
-        _load_query_field(heads, words, 2, mask, KIND, PACKED) if FIELDS == 4 else None,
-        _load_query_field(heads, words, 3, mask, KIND, PACKED) if FIELDS == 4 else None,
-    )
+    tiles = ()  # type: tuple
+    for field in tl.static_range(fields_of(KIND)):
+        dims = words * fields_of(KIND) + field
+        tiles += (query_for(tl.load(heads + dims[None, :], mask=mask, other=0.0), KIND, PACKED),)
+    return tiles
 
 
 @triton.jit
@@ -136,10 +124,10 @@ def start_output(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, FORMAT: tl.const
     KIND: tl.constexpr = kind_of(FORMAT)
     WIDTH: tl.constexpr = word_block(BLOCK_DV, KIND)
     shape: tl.constexpr = (WIDTH, BLOCK_M) if BLOCK_M < 16 else (BLOCK_M, WIDTH)
-    zeros = tl.zeros(shape, tl.float32)
-    FIELDS: tl.constexpr = fields_of(KIND)
-    others = zeros if FIELDS == 4 else None
-    return tuple_of(zeros, zeros if FIELDS >= 2 else None, others, others)
+    tiles = ()  # type: tuple
+    for _ in tl.static_range(fields_of(KIND)):
+        tiles += (tl.zeros(shape, tl.float32),)
+    return tiles
 
 
 @triton.jit
@@ -241,13 +229,10 @@ def add_weighted(
         # The bias is taken out tile by tile, so the output that is carried stays small and precise.
         of_weights = tl.sum(weights.to(tl.float32), 1)
     shifts = of_zero_points, of_weights
-    FIELDS: tl.constexpr = fields_of(KIND)
-    return tuple_of(
-        _add_field(acc, weights, tiles, shifts, decay, beside, 0, FORMAT, PACKED),
-        _add_field(acc, weights, tiles, shifts, decay, beside, 1, FORMAT, PACKED) if FIELDS >= 2 else None,
-        _add_field(acc, weights, tiles, shifts, decay, beside, 2, FORMAT, PACKED) if FIELDS == 4 else None,
-        _add_field(acc, weights, tiles, shifts, decay, beside, 3, FORMAT, PACKED) if FIELDS == 4 else None,
-    )
+    sums = ()  # type: tuple
+    for field in tl.static_range(fields_of(KIND)):
+        sums += (_add_field(acc, weights, tiles, shifts, decay, beside, field, FORMAT, PACKED),)
+    return sums
 
 
 @triton.jit
@@ -301,8 +286,8 @@ def attend_keys(
         valid = positions < num_keys
         # [BLOCK_N, BLOCK_DK] and [BLOCK_N, BLOCK_DV], of elements or of words; V transposed where `_dot` wants
         # that, since unpacked elements would have to be rearranged
-        k = _load_rows(k_head, slots, valid, cache.stride_k_slot, NUM_K, BLOCK_K, MASKED, False)
-        v = _load_rows(v_head, slots, valid, cache.stride_v_slot, NUM_V, BLOCK_V, MASKED, peak.shape[0] < 16)
+        k = load_rows(k_head, slots, valid, cache.stride_k_slot, NUM_K, BLOCK_K, MASKED, False)
+        v = load_rows(v_head, slots, valid, cache.stride_v_slot, NUM_V, BLOCK_V, MASKED, peak.shape[0] < 16)
         beside_k = None, None
         beside_v = None, None
         if IN_ONE_WORD:

@@ -6,8 +6,7 @@ probabilities summed over heads and queries. One program sums up a key in a fixe
 equal bits.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,11 +15,11 @@ from torch import Tensor
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
 from lightkv.triton_kernels.attention.variants.variant import Scored, bind
+from lightkv.triton_kernels.operators import operator
 
-from .attention_inputs import check_attention_inputs, check_starts
+from .attention_inputs import check_attention_inputs
 from .attention_reference import change_reference, joined_reference, slots_reference
-from .operands import flatten_operands, rebuild_operands
-from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
+from .paged_kv import DEFAULT_OPTIONS, RECORDS, AttentionOptions, PagedKV
 from .records import heads_record, shape_record
 from .scores_kernels import lse_kernel, scores_kernel
 
@@ -42,60 +41,30 @@ def scores_launch(key_dim: int, element_size: int) -> tuning.Launch:
     return tuning.Launch(block_m=32 if wide else 64, block_n=64, num_warps=4, num_stages=2)
 
 
-@torch.library.custom_op("lightkv::attention_scores", mutates_args=("lse", "out"))
+@operator("attention_scores", writes=("lse", "out"), records=(*RECORDS, ScoredBatch))
 def _attention_scores(
     q: Tensor,
-    variants: str,
-    tensors: Sequence[Optional[Tensor]],  # noqa: UP045  # the form that torch reads
-    numbers: Sequence[float],
-    batch: Sequence[Tensor],
+    kv: PagedKV,
+    batch: ScoredBatch,
     lse: Tensor,
     out: Tensor | None,
     max_q_len: int,
-    scale: float,
-    causal: bool,
+    options: AttentionOptions,
 ) -> None:
-    operands, requests = rebuild_operands(variants, tensors, numbers), ScoredBatch(*batch)
-    cache, index, num_requests = operands.cache, operands.index, len(requests.rows)
-    num_kv_heads = cache.k.shape[1]
+    (cache, index), num_requests, num_kv_heads = kv.for_kernels(), len(batch.rows), kv.k.shape[1]
     launch = scores_launch(q.shape[2], q.element_size())
-    shape = shape_record(q, cache, q.shape[2], launch.block_m, launch.block_n, causal)
-    bound, score_scale = bind(operands.variants, scale)
+    shape = shape_record(q, cache, q.shape[2], launch.block_m, launch.block_n, options.causal)
+    bound, score_scale = bind(options.variants, options.scale_for(q.shape[2]))
     num_tiles = triton.cdiv(max_q_len * (q.shape[1] // num_kv_heads), launch.block_m)
+    taken = heads_record(q), cache, index, batch, lse
+    warps = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     if num_requests and num_tiles:
-        lse_kernel[(num_kv_heads, num_tiles, num_requests)](
-            heads_record(q),
-            cache,
-            index,
-            requests,
-            lse,
-            score_scale,
-            bound,
-            shape,
-            num_warps=launch.num_warps,
-            num_stages=launch.num_stages,
-        )
+        lse_kernel[(num_kv_heads, num_tiles, num_requests)](*taken, score_scale, bound, shape, **warps)
     if out is not None and out.numel():
         width = out.shape[1]
-        scores_kernel[(triton.cdiv(width, launch.block_n), num_requests)](
-            heads_record(q),
-            cache,
-            index,
-            requests,
-            lse,
-            out,
-            num_kv_heads,
-            width,
-            out.stride(0),
-            score_scale,
-            bound,
-            shape,
-            num_warps=launch.num_warps,
-            num_stages=launch.num_stages,
-        )
-
-
-_attention_scores.register_fake(lambda *_: None)  # the outputs are arguments
+        sizes = num_kv_heads, width, out.stride(0)
+        grid = triton.cdiv(width, launch.block_n), num_requests
+        scores_kernel[grid](*taken, out, *sizes, score_scale, bound, shape, **warps)
 
 
 def attention_scores(
@@ -150,9 +119,11 @@ def _compute(
     out: Tensor | None,
 ) -> Tensor:
     """Checks the arguments, writes the probabilities to `out`, if given, and returns the log-sum-exps."""
-    scale = check_attention_inputs(q, kv, batch.rows, batch.lengths, options, None, None)
-    check_starts("q_starts", batch.q_starts, len(batch.rows) + 1)
-    check_starts("query_positions", batch.query_positions, len(q))
+    rows, q_starts, query_positions, lengths = batch
+    check_attention_inputs(
+        q, kv, rows, lengths, options, q_starts=q_starts, query_positions=query_positions,
+        num_prefills=rows.numel(),
+    )  # fmt: skip
     if not kv.lookup.is_plain:
         raise ValueError(
             f"scores are those of a row's own entries, which {type(kv.lookup).__name__} does not read in order"
@@ -160,9 +131,7 @@ def _compute(
     if max_q_len < 0:
         raise ValueError(f"max_q_len must be 0 or more, got {max_q_len}")
     lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
-    _attention_scores(
-        q, *flatten_operands(kv, options.variants), batch, lse, out, max_q_len, scale, options.causal
-    )
+    _attention_scores(q, kv, batch, lse, out, max_q_len, options)
     return lse
 
 

@@ -6,13 +6,25 @@ queries (StreamingLLM's sinks), or to parts that several batches share. Learned 
 belong to exactly one of the parts, whose log-sum-exp contains them.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.layout.strides import has_unit_stride
+from lightkv.triton_kernels.checks import Tensors
+from lightkv.triton_kernels.operators import operator
+
+from .records import heads_record
+
+_TAKEN = Tensors(
+    partial_out="float32 [P, T, H, Dv] with a last stride of 1",
+    partial_lse="float32 [P, T, H]",
+    out="[T, H, Dv] with a last stride of 1",
+    lse="float32 [T, H]",
+)
 
 
 @triton.jit
@@ -27,23 +39,22 @@ def add_partials(acc, total, peak, tile, part_lse):
     return acc, total, new_peak
 
 
+class _Partials(NamedTuple):
+    """Outputs `[P, T, H, Dv]`, or log-sum-exps `[P, T, H]`, of parts of the keys."""
+
+    data: Any
+    stride_part: Any
+    stride_token: Any
+    stride_head: Any
+
+
 @triton.jit(do_not_specialize=["num_parts"])
 def _merge_kernel(
-    partial_out,
+    partial_out,  # `_Partials`
     partial_lse,
-    out,
+    out,  # `Heads`
     lse,
     num_parts,
-    stride_po_p,
-    stride_po_t,
-    stride_po_h,
-    stride_pl_p,
-    stride_pl_t,
-    stride_pl_h,
-    stride_out_t,
-    stride_out_h,
-    stride_lse_t,
-    stride_lse_h,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -51,8 +62,8 @@ def _merge_kernel(
     head = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, BLOCK_DV)
-    out_head = partial_out + token * stride_po_t + head * stride_po_h
-    lse_head = partial_lse + token * stride_pl_t + head * stride_pl_h
+    out_head = partial_out.data + token * partial_out.stride_token + head * partial_out.stride_head
+    lse_head = partial_lse.data + token * partial_lse.stride_token + head * partial_lse.stride_head
 
     # The peak starts at a finite number, not at -inf: while every part is empty, weights are 0, not NaN.
     peak = -1.0e30
@@ -60,18 +71,20 @@ def _merge_kernel(
     acc = tl.zeros([BLOCK_DV], tl.float32)
     for start in range(0, num_parts, BLOCK_P):
         parts = (start + tl.arange(0, BLOCK_P)).to(tl.int64)  # [BLOCK_P]
-        part_lse = tl.load(lse_head + parts * stride_pl_p, mask=parts < num_parts, other=float("-inf"))
+        part_lse = tl.load(
+            lse_head + parts * partial_lse.stride_part, mask=parts < num_parts, other=float("-inf")
+        )
         written = part_lse > float("-inf")  # the output of an empty part is not read
         tile = tl.load(
-            out_head + parts[:, None] * stride_po_p + dims[None, :],
+            out_head + parts[:, None] * partial_out.stride_part + dims[None, :],
             mask=written[:, None] & (dims < DV)[None, :],
             other=0.0,
         )  # [BLOCK_P, BLOCK_DV]
         acc, total, peak = add_partials(acc, total, peak, tile, part_lse)
     acc = acc / tl.where(total > 0.0, total, 1.0)
-    pointers = out + token * stride_out_t + head * stride_out_h + dims
-    tl.store(pointers, acc.to(out.dtype.element_ty), mask=dims < DV)
-    tl.store(lse + token * stride_lse_t + head * stride_lse_h, peak + tl.log2(total))
+    pointers = out.data + token * out.stride_token + head * out.stride_head + dims
+    tl.store(pointers, acc.to(out.data.dtype.element_ty), mask=dims < DV)
+    tl.store(lse.data + token * lse.stride_token + head * lse.stride_head, peak + tl.log2(total))
 
 
 def merge_launch(num_parts: int, value_dim: int) -> tuning.Launch:
@@ -81,31 +94,24 @@ def merge_launch(num_parts: int, value_dim: int) -> tuning.Launch:
     return tuning.Launch(block_m=0, block_n=block_parts, num_warps=1 if num_parts <= 4 else 4, num_stages=2)
 
 
-@torch.library.custom_op("lightkv::merge_states", mutates_args=("out", "lse"))
+@operator("merge_states", writes=("out", "lse"))
 def _merge_states(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     num_parts, num_tokens, num_heads, value_dim = partial_out.shape
     if num_tokens == 0:
         return
     launch = merge_launch(num_parts, value_dim)
     _merge_kernel[(num_heads, num_tokens)](
-        partial_out,
-        partial_lse,
-        out,
-        lse,
+        _Partials(partial_out, *partial_out.stride()[:3]),
+        _Partials(partial_lse, *partial_lse.stride()),
+        heads_record(out),
+        heads_record(lse),
         num_parts,
-        *partial_out.stride()[:3],
-        *partial_lse.stride(),
-        *out.stride()[:2],
-        *lse.stride(),
         DV=value_dim,
         BLOCK_DV=tuning.padded_dim(value_dim),
         BLOCK_P=launch.block_n,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
-
-
-_merge_states.register_fake(lambda *_: None)  # the outputs are arguments
 
 
 def merge_states(
@@ -128,32 +134,15 @@ def merge_states(
     Raises:
         ValueError: shapes, strides or dtypes do not fit.
     """
-    _check(partial_out, partial_lse, out, lse)
+    _TAKEN.check({}, partial_out=partial_out, partial_lse=partial_lse, out=out, lse=lse)
+    if not len(partial_out):
+        raise ValueError("partial_out has no parts; give at least one")
     if out is None:
         out = torch.empty(partial_out.shape[1:], dtype=torch.float32, device=partial_out.device)
     if lse is None:
         lse = torch.empty(partial_lse.shape[1:], dtype=torch.float32, device=partial_lse.device)
     _merge_states(partial_out, partial_lse, out, lse)
     return out, lse
-
-
-def _check(partial_out: Tensor, partial_lse: Tensor, out: Tensor | None, lse: Tensor | None) -> None:
-    if partial_out.dim() != 4 or not len(partial_out) or partial_lse.shape != partial_out.shape[:3]:
-        raise ValueError(
-            "partial_out must be [parts, tokens, heads, dim], of at least one part, and partial_lse [parts, "
-            f"tokens, heads]; got {tuple(partial_out.shape)} and {tuple(partial_lse.shape)}"
-        )
-    for name, tensor in (("partial_out", partial_out), ("partial_lse", partial_lse), ("lse", lse)):
-        if tensor is not None and tensor.dtype != torch.float32:
-            raise ValueError(f"{name} must be float32, got {tensor.dtype}")
-    for name, tensor, shape in (("out", out, partial_out.shape[1:]), ("lse", lse, partial_lse.shape[1:])):
-        if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
-    for name, tensor in (("partial_out", partial_out), ("out", out)):
-        if tensor is not None and not has_unit_stride(tensor):
-            raise ValueError(
-                f"the last stride of {name} must be 1, got {tensor.stride()}; make it contiguous"
-            )
 
 
 def merge_states_reference(partial_out: Tensor, partial_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels.attention.decode.decode_attention import (
-    decode_attention,
+    attend_decodes,
+    check_decodes,
     decode_attention_reference,
 )
 from lightkv.triton_kernels.attention.decode.decode_plan import (
@@ -34,14 +35,15 @@ from lightkv.triton_kernels.attention.decode.decode_plan import (
     num_programs_for,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
-    prefill_attention,
+    attend_prefills,
+    check_prefills,
     prefill_attention_reference,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
 from lightkv.triton_kernels.attention.variants.variant import limits
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
-from .attention_inputs import check_attention_inputs, check_starts
+from .attention_inputs import check_attention_inputs
 from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 
 
@@ -146,50 +148,41 @@ def mixed_attention(
     Raises:
         ValueError: shapes, strides, dtypes or numbers do not fit; nothing has been launched.
     """
-    check_attention_inputs(q, kv, rows, lengths, options, out, lse)
-    check_starts("q_starts", q_starts, q_starts.numel())
+    check_attention_inputs(q, kv, rows, lengths, options, out=out, lse=lse, q_starts=q_starts)
     num_tokens, num_prefills, num_requests = q.shape[0], q_starts.shape[0] - 1, rows.shape[0]
+    num_decodes = num_requests - num_prefills
     if not 0 <= num_prefills <= num_requests:
         raise ValueError(
             f"q_starts must have an entry more than there are prefills among {num_requests} requests, got "
             f"{num_prefills + 1} entries"
         )
-    num_decoded = (num_requests - num_prefills) * num_queries  # tokens
+    num_decoded = num_decodes * num_queries  # tokens
     first_decode = 0 if decodes_first else num_tokens - num_decoded
     if num_queries < 1 or num_decoded > num_tokens or (num_prefills == 0 and num_decoded < num_tokens):
         raise ValueError(
-            f"q must hold {num_queries} queries, at least one, for each of {num_requests - num_prefills} "
-            f"decodes behind those of {num_prefills} prefills; got {num_tokens}"
+            f"q must hold {num_queries} queries, at least one, for each of {num_decodes} decodes behind those "
+            f"of {num_prefills} prefills; got {num_tokens}"
         )
+    prefill, decode = (None, None) if plan is None else plan
+    if num_decodes:
+        check_decodes(q, kv, options, num_decodes, num_queries, decode)
+    if num_prefills:
+        check_prefills(kv, options, num_prefills, prefill)
     if out is None:
         out = q.new_empty((*q.shape[:2], kv.value_dim))
-    prefill, decode = (None, None) if plan is None else plan
-    if num_requests > num_prefills:
-        decoded = slice(first_decode, first_decode + num_decoded)
-        decode_attention(
-            q[decoded],
-            kv,
-            rows[num_prefills:],
-            lengths[num_prefills:],
-            _options_of(options, decoded, num_prefills, num_requests),
-            num_queries=num_queries,
-            plan=decode,
-            out=out[decoded],
-            lse=None if lse is None else lse[decoded],
+    if num_decodes:
+        some = slice(first_decode, first_decode + num_decoded)
+        requests = rows[num_prefills:], lengths[num_prefills:]
+        own, own_lse = (
+            _options_of(options, some, num_prefills, num_requests),
+            None if lse is None else lse[some],
         )
+        attend_decodes(q[some], kv, *requests, own, num_queries, decode, out[some], own_lse)
     if num_prefills:
-        prefilled = slice(num_tokens if decodes_first else first_decode)
-        prefill_attention(
-            q[prefilled],
-            kv,
-            rows[:num_prefills],
-            q_starts,
-            lengths[:num_prefills],
-            _options_of(options, prefilled, 0, num_prefills),
-            plan=prefill,
-            out=out[prefilled],
-            lse=None if lse is None else lse[prefilled],
-        )
+        some = slice(num_tokens if decodes_first else first_decode)
+        requests = rows[:num_prefills], lengths[:num_prefills]
+        own, own_lse = _options_of(options, some, 0, num_prefills), None if lse is None else lse[some]
+        attend_prefills(q[some], kv, requests[0], q_starts, requests[1], own, prefill, out[some], own_lse)
     return out
 
 

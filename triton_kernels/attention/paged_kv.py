@@ -3,15 +3,19 @@
 from typing import NamedTuple, TypeVar
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
+from lightkv.triton_kernels.attention.lookups.ring_sinks import SinkRotation
 from lightkv.triton_kernels.attention.variants.variant import Variant
-from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
+from lightkv.triton_kernels.layout.ring import Ring
+from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, Elements, KVFormat
 from lightkv.triton_kernels.quantised.quantise_reference import dequantise, split_scales
-from lightkv.triton_kernels.quantised.unpack import format_code
+from lightkv.triton_kernels.quantised.unpack import as_words, format_code
 
-from .lookups import TOKEN_TABLE, Lookup
-from .variants import in_order
+from .lookups import LOOKUPS, PLAN_LIMITS, TOKEN_TABLE, Lookup
+from .records import Cache, Index
+from .variants import VARIANTS, in_order
 
 Chosen = TypeVar("Chosen", bound=Variant)
 
@@ -44,12 +48,12 @@ class PagedKV(NamedTuple):
     @property
     def key_dim(self) -> int:
         """The dims of a head of K."""
-        return self.k.shape[2] * (2 if self.format.elements.bits == 4 else 1)
+        return self.k.shape[-1] * (2 if self.format.elements.bits == 4 else 1)
 
     @property
     def value_dim(self) -> int:
         """The dims of a head of V."""
-        return self.v.shape[2] * (2 if self.format.elements.bits == 4 else 1)
+        return self.v.shape[-1] * (2 if self.format.elements.bits == 4 else 1)
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Returns K and V of slots, int64 `[n]`, `[n, num_kv_heads, Dk]` and `[n, num_kv_heads, Dv]`, in plain
@@ -68,6 +72,18 @@ class PagedKV(NamedTuple):
     def format_code(self) -> int:
         """The number that kernels are compiled for, `unpack.format_code`."""
         return format_code(self.format, self.key_dim, self.value_dim, apart=self.v_scales is not None)
+
+    def for_kernels(self) -> tuple[Cache, Index]:
+        """Returns K/V and the index as kernels take them."""
+        k, v = (as_words(cache, self.format.elements) for cache in (self.k, self.v))
+        of_scales = (None, None) if self.scales is None else self.scales.stride()[:2]
+        strides = *k.stride()[:2], *v.stride()[:2], *of_scales
+        lookup, code = self.lookup, tl.constexpr(self.format_code)
+        cache = Cache._make((k, v, self.scales, self.v_scales, *strides, code))
+        shift = tl.constexpr(lookup.page_shift)
+        return cache, Index(
+            self.index, self.index.stride(0), shift, lookup.hooks, lookup.data(), lookup.kept()
+        )
 
 
 class HeadShape(NamedTuple):
@@ -141,3 +157,15 @@ class AttentionOptions(NamedTuple):
 
 
 DEFAULT_OPTIONS = AttentionOptions()
+# The records that K/V, options and the limits of plans consist of, for operators that take these.
+RECORDS = (
+    PagedKV,
+    KVFormat,
+    Elements,
+    Ring,
+    SinkRotation,
+    AttentionOptions,
+    *LOOKUPS,
+    *VARIANTS,
+    *PLAN_LIMITS,
+)

@@ -21,7 +21,7 @@ from lightkv.triton_kernels.quantised.unpack import (
     words_of,
 )
 
-from .attend_keys import find_slots, key_scores, load_query, sum_query
+from .attend_keys import find_slots, key_scores, load_query, load_rows, sum_query
 
 
 @triton.jit
@@ -68,12 +68,8 @@ def _load_keys(cache, kv_head, index, row, start, length, shape):
     slots = find_slots(index, row, positions, valid)
     NUM_WORDS: tl.constexpr = words_of(shape.DK, kind_of(FORMAT))
     BLOCK: tl.constexpr = word_block(shape.BLOCK_DK, kind_of(FORMAT))
-    words = tl.arange(0, BLOCK)
-    k = tl.load(
-        cache.k + kv_head * cache.stride_k_head + slots[:, None] * cache.stride_k_slot + words[None, :],
-        mask=valid[:, None] & (words < NUM_WORDS)[None, :],
-        other=0,
-    )
+    k_head = cache.k + kv_head * cache.stride_k_head
+    k = load_rows(k_head, slots, valid, cache.stride_k_slot, NUM_WORDS, BLOCK, True, False)
     beside = (valid, valid)  # not read
     if k_groups(FORMAT) > 0:
         beside = load_scales(

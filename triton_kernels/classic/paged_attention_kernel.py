@@ -1,5 +1,6 @@
-"""The kernels of the classic paged attention: a program attends to tokens of one sequence with the query heads
-that share a K/V head. `paged_attention_v1.py` says how the blocks are laid out, and has the reference.
+"""The kernels of the classic paged attention: a program attends to a partition of one sequence's tokens with
+the query heads that share a K/V head. `paged_attention_v1.py` says how the blocks are laid out, and has the
+reference.
 
 A head's part of a block is contiguous, and is loaded as it lies in memory: a warp reads 512 bytes side by side,
 and writes them side by side into shared memory. What the products read from there is in their own order.
@@ -7,25 +8,17 @@ and writes them side by side into shared memory. What the products read from the
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.decode import decode_tuning
-from lightkv.triton_kernels.attention.decode.decode_combine import combine_partials
-from lightkv.triton_kernels.attention.decode.decode_plan import (
-    ITEM_FIELDS,
-    PART_FIELDS,
-    SHARE_FIELDS,
-    DecodePlan,
-)
-from lightkv.triton_kernels.attention.records import Heads, heads_record
+from lightkv.triton_kernels.attention.merge_states import merge_launch
+from lightkv.triton_kernels.attention.records import heads_record
 from lightkv.triton_kernels.attention.variants.hooks import (
     LOG2_E,
     Rows,
-    Variants,
     change_scores,
     load_ahead,
     offset_of,
@@ -36,10 +29,6 @@ from lightkv.triton_kernels.attention.variants.variant import bind
 from .paged_attention_inputs import PagedInputs
 
 _LOG2_E = tl.constexpr(LOG2_E)
-_UNIT = tl.constexpr(decode_tuning.DECODE_UNIT)
-_ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
-_SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
-_PART_FIELDS = tl.constexpr(PART_FIELDS)
 
 
 class Blocks(NamedTuple):
@@ -51,6 +40,15 @@ class Blocks(NamedTuple):
     stride_k_head: Any
     stride_v_block: Any
     stride_v_head: Any
+
+
+class Partials(NamedTuple):
+    """What partitions write: `exp_sums` and `max_logits`, float32 `[num_seqs, H, partitions]`, and `tmp_out`
+    `[num_seqs, H, partitions, D]`; contiguous."""
+
+    exp_sums: Any
+    max_logits: Any
+    tmp_out: Any
 
 
 class Shape(NamedTuple):
@@ -85,18 +83,6 @@ def _load_tile(pointers, is_read, ranks, NUM: tl.constexpr, PADDED: tl.constexpr
     else:
         tile = tl.load(pointers)
     return tile
-
-
-@triton.jit
-def _heads_of_program(shape):
-    """Returns the K/V head, int64, that this program's first coordinate stands for, the number of all query
-    heads, and [BLOCK_M] those of its tile, int64, and which of them there are. A K/V head has as many programs
-    as its query heads have tiles."""
-    TILES: tl.constexpr = tl.cdiv(shape.GROUP, shape.BLOCK_M)
-    kv_head = tl.program_id(0).to(tl.int64) // TILES
-    in_group = tl.program_id(0) % TILES * shape.BLOCK_M + tl.arange(0, shape.BLOCK_M)
-    num_heads = tl.num_programs(0) // TILES * shape.GROUP
-    return kv_head, num_heads, kv_head * shape.GROUP + in_group, in_group < shape.GROUP
 
 
 @triton.jit
@@ -188,116 +174,61 @@ def _attend_blocks(
 
 @triton.jit(
     do_not_specialize=["num_partitions", "partition_size"],
-    do_not_specialize_on_alignment=["block_tables", "seq_lens", "exp_sums", "max_logits"],
+    do_not_specialize_on_alignment=["block_tables", "seq_lens"],
 )
-def partition_kernel(
+def _partition_kernel(
     q,  # `Heads`
     blocks,  # `Blocks`
     block_tables,
     stride_table,
     seq_lens,
-    out,  # `Heads` of [num_seqs, H, D], or in partitions of [num_seqs, H, num_partitions, D], contiguous
-    exp_sums,  # float32 [num_seqs, H, num_partitions]; None in one pass
-    max_logits,  # likewise
+    partials,  # `Partials`
     num_partitions,
     partition_size,
     variants,
     score_scale,
     shape,  # `Shape`
-    IN_PARTITIONS: tl.constexpr,
 ):
     """Attends to one partition of a sequence's tokens. The grid is (K/V heads times tiles of a group,
-    sequences, partitions)."""
-    kv_head, num_heads, heads, in_tile = _heads_of_program(shape)
+    sequences, partitions): a K/V head has as many programs as its query heads have tiles."""
+    TILES: tl.constexpr = tl.cdiv(shape.GROUP, shape.BLOCK_M)
+    kv_head = tl.program_id(0).to(tl.int64) // TILES
+    in_group = tl.program_id(0) % TILES * shape.BLOCK_M + tl.arange(0, shape.BLOCK_M)
+    num_heads = tl.num_programs(0) // TILES * shape.GROUP
+    heads, in_tile = kv_head * shape.GROUP + in_group, in_group < shape.GROUP
     seq = tl.program_id(1).to(tl.int64)
     partition = tl.program_id(2)
     if shape.EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     length = tl.load(seq_lens + seq)
-    begin = 0
-    end = length
-    if IN_PARTITIONS:
-        begin = partition * (
-            partition_size // shape.BLOCK_SIZE * shape.BLOCK_SIZE
-        )  # so that the compiler knows the multiple
-        if begin >= length:
-            return
-        end = tl.minimum(length, begin + partition_size)
+    # So that the compiler knows that it is a multiple.
+    begin = partition * (partition_size // shape.BLOCK_SIZE * shape.BLOCK_SIZE)
+    if begin >= length:
+        return
+    end = tl.minimum(length, begin + partition_size)
     acc, total, peak = _attend_blocks(
         q, blocks, block_tables + seq * stride_table, seq, kv_head, heads, in_tile, begin, end, length,
         variants, score_scale, shape,
     )  # fmt: skip
-    of_seq = out.data + seq * out.stride_token
-    if IN_PARTITIONS:
-        of_seq += partition * shape.D
-        of_head = (seq * num_heads + heads) * num_partitions + partition
-        tl.store(exp_sums + of_head, total, mask=in_tile)
-        tl.store(max_logits + of_head, peak / _LOG2_E, mask=in_tile)
+    of_head = (seq * num_heads + heads) * num_partitions + partition
+    tl.store(partials.exp_sums + of_head, total, mask=in_tile)
+    tl.store(partials.max_logits + of_head, peak / _LOG2_E, mask=in_tile)
     dims = tl.arange(0, shape.BLOCK_D)
-    pointers = of_seq + (heads * out.stride_head)[:, None] + dims[None, :]
-    tl.store(pointers, acc.to(out.data.dtype.element_ty), mask=in_tile[:, None] & (dims < shape.D)[None, :])
-
-
-@triton.jit(do_not_specialize_on_alignment=["block_tables", "seq_lens", "items", "shares", "parts"])
-def share_kernel(
-    q,  # `Heads`
-    blocks,  # `Blocks`
-    block_tables,
-    stride_table,
-    seq_lens,
-    items,  # of a `DecodePlan`
-    shares,
-    parts,
-    out,  # `Heads` of [num_seqs, H, D]
-    partial_out,  # [parts, H, D] float32
-    partial_lse,  # [parts, H] float32, base 2
-    variants,
-    score_scale,
-    shape,  # `Shape`
-):
-    """Attends to a share of the batch's tokens, item by item. The grid is (K/V heads times tiles of a group,
-    workers)."""
-    kv_head, num_heads, heads, in_tile = _heads_of_program(shape)
-    dims = tl.arange(0, shape.BLOCK_D)
+    pointers = partials.tmp_out + of_head[:, None] * shape.D + dims[None, :]
     out_mask = in_tile[:, None] & (dims < shape.D)[None, :]
-    if shape.EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    share = shares + tl.program_id(1) * _SHARE_FIELDS
-    for item in range(tl.load(share), tl.load(share + _SHARE_FIELDS)):
-        fields = items + item * _ITEM_FIELDS
-        seq = tl.load(fields).to(tl.int64)
-        begin = tl.load(fields + 2) // _UNIT * _UNIT  # a multiple anyway: so that the compiler knows
-        end = tl.load(fields + 3)
-        num_parts = tl.load(parts + seq * _PART_FIELDS + 1)
-        length = tl.load(seq_lens + seq)
-        acc, total, peak = _attend_blocks(
-            q, blocks, block_tables + seq * stride_table, seq, kv_head, heads, in_tile, begin, end, length,
-            variants, score_scale, shape,
-        )  # fmt: skip
-        if num_parts == 1:
-            pointers = out.data + seq * out.stride_token + (heads * out.stride_head)[:, None] + dims[None, :]
-            tl.store(pointers, acc.to(out.data.dtype.element_ty), mask=out_mask)
-        else:
-            partials = item * num_heads + heads  # heads are int64
-            tl.store(partial_out + partials[:, None] * shape.D + dims[None, :], acc, mask=out_mask)
-            tl.store(partial_lse + partials, peak + tl.log2(total), mask=in_tile)
+    tl.store(pointers, acc.to(partials.tmp_out.dtype.element_ty), mask=out_mask)
 
 
 @triton.jit(
     do_not_specialize=["num_partitions", "partition_size"], do_not_specialize_on_alignment=["seq_lens"]
 )
-def combine_kernel(
-    tmp_out,  # [num_seqs, H, num_partitions, D], contiguous
-    exp_sums,  # float32 [num_seqs, H, num_partitions], contiguous
-    max_logits,
+def _combine_kernel(
+    partials,  # `Partials`
     seq_lens,
-    out,  # [num_seqs, H, D]
+    out,  # `Heads` of [num_seqs, H, D]
     num_partitions,
     partition_size,
-    stride_out_seq,
-    stride_out_h,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -318,9 +249,9 @@ def combine_kernel(
     for start in range(0, num_used, BLOCK_P):
         rank = start + tl.arange(0, BLOCK_P)
         used = rank < num_used
-        logits = tl.load(max_logits + of_head + rank, mask=used, other=float("-inf")) * _LOG2_E
-        sums = tl.load(exp_sums + of_head + rank, mask=used, other=0.0)
-        pointers = tmp_out + (of_head + rank)[:, None] * D + dims[None, :]
+        logits = tl.load(partials.max_logits + of_head + rank, mask=used, other=float("-inf")) * _LOG2_E
+        sums = tl.load(partials.exp_sums + of_head + rank, mask=used, other=0.0)
+        pointers = partials.tmp_out + (of_head + rank)[:, None] * D + dims[None, :]
         tile = tl.load(pointers, mask=used[:, None] & (dims < D)[None, :], other=0.0)  # [BLOCK_P, BLOCK_D]
         new_peak = tl.maximum(peak, tl.max(logits, 0))
         weights = tl.exp2(logits - new_peak) * sums
@@ -329,29 +260,16 @@ def combine_kernel(
         acc = acc * decay + tl.sum(weights[:, None] * tile.to(tl.float32), 0)
         peak = new_peak
     acc = acc / tl.where(total > 0.0, total, 1.0)
-    pointers_out = out + seq * stride_out_seq + head * stride_out_h + dims
-    tl.store(pointers_out, acc.to(out.dtype.element_ty), mask=dims < D)
+    pointers_out = out.data + seq * out.stride_token + head * out.stride_head + dims
+    tl.store(pointers_out, acc.to(out.data.dtype.element_ty), mask=dims < D)
 
 
 def paged_attention_launch(
     device: tuning.DeviceClass, group: int, head_dim: int, element_size: int
 ) -> tuning.Launch:
-    """Returns the tiles of `paged_attention_v1` for `group` query heads that share a K/V head: those of decode,
+    """Returns the tiles of the classic kernel for `group` query heads that share a K/V head: those of decode,
     but with at most 64 heads in a tile; other programs have the rest of a larger group."""
     return decode_tuning.decode_launch(device, min(group, 64), False, head_dim, head_dim, element_size)
-
-
-class PagedLaunch(NamedTuple):
-    """What `partition_kernel` and `share_kernel` have in common: the programs that attend to one sequence's
-    tokens, all heads together; their arguments; and the options of a launch."""
-
-    num_programs: int
-    q: Heads
-    blocks: Blocks
-    variants: Variants
-    score_scale: float
-    shape: Shape
-    options: dict[str, Any]
 
 
 def num_programs_for(q: Tensor, k_cache: Tensor) -> int:
@@ -362,85 +280,46 @@ def num_programs_for(q: Tensor, k_cache: Tensor) -> int:
     return num_kv_heads * triton.cdiv(group, launch.block_m)
 
 
-def launch_of(inputs: PagedInputs) -> PagedLaunch:
-    """Returns how a kernel of these inputs is launched."""
-    q, k_cache, v_cache = inputs[:3]
-    num_heads, head_dim = q.shape[1:]
+def attend_partitions(inputs: PagedInputs, partials: Partials, partition_size: int, out: Tensor) -> None:
+    """Attends to the partitions of each sequence, and adds up what they have found."""
+    q, k_cache, v_cache, tables, seq_lens, options = inputs
+    num_seqs, num_heads, head_dim = q.shape
+    if num_seqs == 0:
+        return
     num_kv_heads, _, block_size, x = k_cache.shape[1:]
     group, device = num_heads // num_kv_heads, tuning.device_class(q.device)
+    num_partitions, block_d = partials.tmp_out.shape[2], tuning.padded_dim(head_dim)
     launch = paged_attention_launch(device, group, head_dim, k_cache.element_size())
-    early = tuning.has_early_launch(device)
-    numbers = (
-        group,
-        head_dim,
-        x,
-        block_size,
-        launch.block_m,
-        launch.block_n,
-        tuning.padded_dim(head_dim),
-        early,
-    )
-    options: dict[str, Any] = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    return PagedLaunch(
-        num_kv_heads * triton.cdiv(group, launch.block_m),
+    early = tuning.early_options(q.device)
+    is_early = early.pop("EARLY")
+    numbers = group, head_dim, x, block_size, launch.block_m, launch.block_n, block_d, is_early
+    _partition_kernel[(num_programs_for(q, k_cache), num_seqs, num_partitions)](
         heads_record(q),
         Blocks(k_cache, v_cache, *k_cache.stride()[:2], *v_cache.stride()[:2]),
-        *bind(inputs.options.variants, inputs.options.scale_for(head_dim)),
-        Shape(*map(tl.constexpr, numbers)),
-        options | ({"launch_pdl": True} if early else {}),
-    )
-
-
-def attend_partitions(
-    inputs: PagedInputs, out: Tensor, exp_sums: Tensor | None, max_logits: Tensor | None, partition_size: int
-) -> None:
-    """Launches `partition_kernel`, with the arguments of `paged_attention_v2`: in partitions `out` is its
-    `tmp_out`, and without sums and logits there is one pass."""
-    num_seqs, tables = len(inputs.q), inputs.block_tables
-    if num_seqs == 0:
-        return
-    num_partitions = 1 if exp_sums is None else exp_sums.shape[2]
-    launch = launch_of(inputs)
-    partition_kernel[(launch.num_programs, num_seqs, num_partitions)](
-        launch.q,
-        launch.blocks,
         tables,
         tables.stride(0),
-        inputs.seq_lens,
-        heads_record(out),
-        exp_sums,
-        max_logits,
+        seq_lens,
+        partials,
         num_partitions,
         partition_size,
-        launch.variants,
-        launch.score_scale,
-        launch.shape,
-        IN_PARTITIONS=exp_sums is not None,
-        **launch.options,
+        *bind(options.variants, options.scale_for(head_dim)),
+        Shape(*map(tl.constexpr, numbers)),
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        **early,
     )
-
-
-def attend_shares(inputs: PagedInputs, plan: DecodePlan, out: Tensor) -> None:
-    """Launches `share_kernel`, and adds up the parts of the plan."""
-    num_seqs, num_heads, head_dim = inputs.q.shape
-    if num_seqs == 0:
-        return
-    tables, launch = inputs.block_tables, launch_of(inputs)
-    partial_lse = torch.empty((plan.num_parts, num_heads), dtype=torch.float32, device=out.device)
-    partial_out = torch.empty((plan.num_parts, num_heads, head_dim), dtype=torch.float32, device=out.device)
-    share_kernel[(launch.num_programs, len(plan.shares) - 1)](
-        launch.q,
-        launch.blocks,
-        tables,
-        tables.stride(0),
-        inputs.seq_lens,
-        *plan[:3],
+    combine = merge_launch(num_partitions, head_dim)
+    _combine_kernel[(num_heads, num_seqs)](
+        partials,
+        seq_lens,
         heads_record(out),
-        partial_out,
-        partial_lse,
-        launch.variants,
-        launch.score_scale,
-        launch.shape,
-        **launch.options,
+        num_partitions,
+        partition_size,
+        D=head_dim,
+        BLOCK_D=block_d,
+        BLOCK_P=combine.block_n,
+        EARLY=is_early,
+        num_warps=combine.num_warps,
+        num_stages=combine.num_stages,
+        **early,
     )
-    combine_partials(partial_out, partial_lse, plan, out, None, 1)

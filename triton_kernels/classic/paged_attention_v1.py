@@ -8,47 +8,19 @@ of all tokens of a block is side by side; of values, all tokens of one dim are s
     k_cache  [num_blocks, num_kv_heads, head_dim / x, block_size, x]
     v_cache  [num_blocks, num_kv_heads, head_dim, block_size]
 
-A program has all query heads of a K/V head, so K/V is read once, and multiplies with matrix instructions. In
-one pass, as in the original, it has all tokens of one sequence. With a work list (`decode_plan.py`), it has an
-equal share of the tokens of all sequences, as in `decode_attention`, however few or uneven these are. Unlike
-the original, it stores no scores: its softmax is a running one. `paged_attention_v2.py` has partitions.
+A program has all query heads of a K/V head, so K/V is read once, and multiplies with matrix instructions. v1 is
+`paged_attention_v2.py` with buffers of its own. Unlike the original, it stores no scores: its softmax is a
+running one.
 """
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
-from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan
-from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
-from lightkv.triton_kernels.attention.variants import Alibi
 from lightkv.triton_kernels.attention.variants.variant import Scored
 
 from .paged_attention_inputs import PagedInputs
-from .paged_attention_kernel import attend_partitions, attend_shares
-from .paged_attention_v2 import attend_in_partitions
-
-
-@torch.library.custom_op("lightkv::paged_attention_v1", mutates_args=("out",))
-def _paged_attention_v1(
-    tensors: Sequence[Tensor],
-    variants: str,
-    variant_tensors: Sequence[Tensor],
-    variant_numbers: Sequence[float],
-    scale: float,
-    out: Tensor,
-    plan: Sequence[Tensor],  # the first four fields of a `DecodePlan`, or empty
-) -> None:
-    inputs = PagedInputs.of_flat(tensors, variants, variant_tensors, variant_numbers, scale)
-    if plan:
-        items, shares, parts, split = plan
-        attend_shares(inputs, DecodePlan(items, shares, parts, split, None), out)
-    else:
-        attend_partitions(inputs, out, None, None, 0)
-
-
-_paged_attention_v1.register_fake(lambda *_: None)  # the output is an argument
+from .paged_attention_v2 import paged_attention_v2
 
 
 def paged_attention_v1(
@@ -60,8 +32,7 @@ def paged_attention_v1(
     *,
     scale: float,
     alibi_slopes: Tensor | None = None,
-    plan: DecodePlan | None = None,
-    partition_size: int = 0,
+    partition_size: int | None = None,
     max_seq_len: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -80,9 +51,8 @@ def paged_attention_v1(
         scale: multiplies the scores; positive.
         alibi_slopes: float32 `[H]`, contiguous; ALiBi adds slope * (position - position of the query) to a
             score. None for none.
-        plan: the work list of `decode_plan` for seq_lens, without limits and prefixes; one serves
-            all layers of a step. None for one pass, a program for each K/V head of a sequence.
-        partition_size: tokens of a partition, a multiple of block_size, for `paged_attention_v2`; 0 for none.
+        partition_size: tokens of a partition, a multiple of block_size, or 0 for one partition of all. If None,
+            512, or fewer where the device would be idle.
         max_seq_len: bounds the partitions; see `paged_attention_v2`.
         out: `[num_seqs, H, D]` to write to, with a last stride of 1; allocated in the dtype of q if None.
 
@@ -90,32 +60,19 @@ def paged_attention_v1(
         `[num_seqs, H, D]`, `out`.
 
     Raises:
-        ValueError: shapes, strides, dtypes or numbers do not fit, there is a plan for another step, or there
-            are both a plan and partitions.
+        ValueError: shapes, strides, dtypes or numbers do not fit.
     """
-    options = AttentionOptions(scale).plus(None if alibi_slopes is None else Alibi(alibi_slopes))
-    inputs = PagedInputs(q, k_cache, v_cache, block_tables, seq_lens, options)
-    if partition_size != 0 and plan is None:
-        return attend_in_partitions(inputs, partition_size, max_seq_len, out, None)
-    inputs.check()
-    if plan is not None:
-        _check_plan(plan, len(q), partition_size)
-    out = inputs.output(out)
-    _paged_attention_v1(*inputs.flat(), out, [] if plan is None else list(plan[:4]))
-    return out
-
-
-def _check_plan(plan: DecodePlan, num_seqs: int, partition_size: int) -> None:
-    if partition_size != 0:
-        raise ValueError(
-            f"a plan has shares instead of partitions, got both, with {partition_size} tokens; leave one"
-        )
-    if (len(plan.parts), plan.limits, plan.num_queries, plan.num_members) != (num_seqs, (), 1, 1):
-        raise ValueError(
-            f"the plan is for {len(plan.parts)} requests of {plan.num_queries} queries with {plan.limits} and "
-            f"{plan.num_members} to a prefix, but the call has {num_seqs} sequences of one query, without any "
-            "of these; make a plan for this call"
-        )
+    tensors = q, k_cache, v_cache, block_tables, seq_lens
+    if partition_size == 0:
+        partition_size = max(1, block_tables.shape[-1]) * k_cache.shape[-2]
+    return paged_attention_v2(
+        *tensors,
+        scale=scale,
+        alibi_slopes=alibi_slopes,
+        partition_size=partition_size,
+        max_seq_len=max_seq_len,
+        out=out,
+    )
 
 
 def paged_attention_v1_reference(inputs: PagedInputs) -> Tensor:

@@ -1,14 +1,10 @@
 """The classic paged attention of vLLM in partitions (v2): some programs for each sequence, then a second kernel
 that adds up what they found.
 
-Blocks and results are those of `paged_attention_v1.py`, which has no more programs in one pass than there are
-sequences and K/V heads. For each query head and each partition of a sequence's tokens the first kernel writes
-the largest score, the sum of the exponentials of the scores less that one, and the output of the partition
-alone.
+Blocks and results are those of `paged_attention_v1.py`. For each query head and each partition of a sequence's
+tokens the first kernel writes the largest score, the sum of the exponentials of the scores less that one, and
+the output of the partition alone.
 """
-
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -17,68 +13,28 @@ from torch import Tensor
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_reference import attend_reference, change_reference
 from lightkv.triton_kernels.attention.decode import decode_tuning
-from lightkv.triton_kernels.attention.merge_states import merge_launch
-from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
+from lightkv.triton_kernels.attention.paged_kv import RECORDS, AttentionOptions
 from lightkv.triton_kernels.attention.variants import Alibi
 from lightkv.triton_kernels.attention.variants.variant import Scored
+from lightkv.triton_kernels.checks import Tensors
+from lightkv.triton_kernels.operators import operator
 
 from .paged_attention_inputs import PagedInputs
-from .paged_attention_kernel import attend_partitions, combine_kernel, num_programs_for
+from .paged_attention_kernel import Partials, attend_partitions, num_programs_for
 
 PARTITION_SIZE = 512  # of the original
 
 
-class Partials(NamedTuple):
-    """What partitions write: `exp_sums` and `max_logits`, float32 `[num_seqs, H, partitions]`, and `tmp_out`
-    `[num_seqs, H, partitions, D]`; contiguous."""
-
-    exp_sums: Tensor
-    max_logits: Tensor
-    tmp_out: Tensor
-
-
-@torch.library.custom_op(
-    "lightkv::paged_attention_v2", mutates_args=("out", "exp_sums", "max_logits", "tmp_out")
+_PARTIALS = Tensors(
+    exp_sums="contiguous float32 [S, H, partitions]",
+    max_logits="contiguous float32 [S, H, partitions]",
+    tmp_out="contiguous floats [S, H, partitions, D]",
 )
-def _paged_attention_v2(
-    tensors: Sequence[Tensor],
-    variants: str,
-    variant_tensors: Sequence[Tensor],
-    variant_numbers: Sequence[float],
-    scale: float,
-    out: Tensor,
-    exp_sums: Tensor,
-    max_logits: Tensor,
-    tmp_out: Tensor,
-    partition_size: int,
-) -> None:
-    inputs = PagedInputs.of_flat(tensors, variants, variant_tensors, variant_numbers, scale)
-    if len(inputs.q) == 0:
-        return
-    attend_partitions(inputs, tmp_out, exp_sums, max_logits, partition_size)
-    num_seqs, num_heads, num_partitions, head_dim = tmp_out.shape
-    launch = merge_launch(num_partitions, head_dim)
-    early = tuning.has_early_launch(tuning.device_class(out.device))
-    combine_kernel[(num_heads, num_seqs)](
-        tmp_out,
-        exp_sums,
-        max_logits,
-        inputs.seq_lens,
-        out,
-        num_partitions,
-        partition_size,
-        *out.stride()[:2],
-        D=head_dim,
-        BLOCK_D=tuning.padded_dim(head_dim),
-        BLOCK_P=launch.block_n,
-        EARLY=early,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-        **{"launch_pdl": True} if early else {},
-    )
 
 
-_paged_attention_v2.register_fake(lambda *_: None)  # the outputs are arguments
+@operator("paged_attention_v2", writes=("partials", "out"), records=(*RECORDS, PagedInputs, Partials))
+def _paged_attention_v2(inputs: PagedInputs, partials: Partials, partition_size: int, out: Tensor) -> None:
+    attend_partitions(inputs, partials, partition_size, out)
 
 
 def paged_attention_v2(
@@ -124,29 +80,15 @@ def paged_attention_v2(
         partials = Partials(exp_sums, max_logits, tmp_out)
     elif exp_sums is not None or max_logits is not None or tmp_out is not None:
         raise ValueError("exp_sums, max_logits and tmp_out must be given together, or none of them")
-    return attend_in_partitions(inputs, partition_size, max_seq_len, out, partials)
-
-
-def attend_in_partitions(
-    inputs: PagedInputs,
-    partition_size: int | None,
-    max_seq_len: int | None,
-    out: Tensor | None,
-    partials: Partials | None,
-) -> Tensor:
-    """Computes `paged_attention_v2` of these inputs; the other arguments are described there."""
-    inputs.check()
-    out = inputs.output(out)
-    q, block_size = inputs.q, inputs.k_cache.shape[3]
-    room = inputs.block_tables.shape[1] * block_size
+    out, block_size = inputs.check(out), k_cache.shape[3]
+    room = block_tables.shape[1] * block_size
     longest = room if max_seq_len is None else max_seq_len
     if not 0 <= longest <= room:
         raise ValueError(f"max_seq_len must be at most the {room} tokens of a table, got {longest}")
     if partition_size is None and partials is not None:
         partition_size = max(PARTITION_SIZE, block_size)
     if partition_size is None:
-        num_programs = len(q) * num_programs_for(q, inputs.k_cache)
-        device = tuning.device_class(q.device)
+        device, num_programs = tuning.device_class(q.device), len(q) * num_programs_for(q, k_cache)
         partition_size = fitting_partition_size(device, num_programs, longest, block_size)
     if partition_size < 1 or partition_size % block_size:
         raise ValueError(
@@ -155,11 +97,12 @@ def attend_in_partitions(
     least = max(1, triton.cdiv(longest, partition_size))
     if partials is None:
         sums, logits = torch.empty((2, *q.shape[:2], least), dtype=torch.float32, device=q.device)
-        tmp_out = torch.empty((*q.shape[:2], least, q.shape[2]), dtype=torch.float32, device=q.device)
-        partials = Partials(sums, logits, tmp_out)
-    else:
-        _check_partials(q, partials, least)
-    _paged_attention_v2(*inputs.flat(), out, *partials, partition_size)
+        made = torch.empty((*q.shape[:2], least, q.shape[2]), dtype=torch.float32, device=q.device)
+        partials = Partials(sums, logits, made)
+    sizes = dict(zip(("S", "H", "D"), q.shape, strict=True))
+    if (most := _PARTIALS.check(sizes, **partials._asdict())["partitions"]) < least:
+        raise ValueError(f"exp_sums, max_logits and tmp_out have {most} partitions; give at least {least}")
+    _paged_attention_v2(inputs, partials, partition_size, out)
     return out
 
 
@@ -173,26 +116,6 @@ def fitting_partition_size(
     while size > decode_tuning.DECODE_UNIT and num_programs * triton.cdiv(num_tokens, size) < enough:
         size //= 2
     return max(size, block_size)
-
-
-def _check_partials(q: Tensor, partials: Partials, least: int) -> None:
-    num_seqs, num_heads, head_dim = q.shape
-    shapes = [tuple(tensor.shape) for tensor in partials]
-    most = shapes[0][-1] if shapes[0] else 0
-    right = [(num_seqs, num_heads, most)] * 2 + [(num_seqs, num_heads, most, head_dim)]
-    if shapes != right or most < least:
-        raise ValueError(
-            f"exp_sums and max_logits must be [{num_seqs}, {num_heads}, partitions] and tmp_out [{num_seqs}, "
-            f"{num_heads}, partitions, {head_dim}], of at least {least} partitions; got {shapes[0]}, "
-            f"{shapes[1]} and {shapes[2]}"
-        )
-    for name, tensor in partials._asdict().items():
-        wrong_type = not tensor.is_floating_point() if name == "tmp_out" else tensor.dtype != torch.float32
-        if wrong_type or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be contiguous and float32 (tmp_out of any floating type), got {tensor.dtype} "
-                f"with strides {tensor.stride()}"
-            )
 
 
 def paged_attention_v2_reference(inputs: PagedInputs, partition_size: int, num_partitions: int) -> Partials:

@@ -85,8 +85,6 @@ def clamped_gate(gate_up: Tensor, gate: ClampedGate, experts: Tensor, bias: Tens
         )
     out = gate_up.new_empty((num_rows, n))
     if num_rows:
-        early = gate_up.is_cuda and tuning.has_early_launch(tuning.device_class(gate_up.device))
-        options = {"launch_pdl": True} if early else {}
         _clamped_gate_kernel[(num_rows, triton.cdiv(n, _BLOCK))](
             gate_up,
             experts,
@@ -98,9 +96,8 @@ def clamped_gate(gate_up: Tensor, gate: ClampedGate, experts: Tensor, bias: Tens
             gate.offset,
             INTERLEAVED=gate.interleaved,
             BLOCK=_BLOCK,
-            EARLY=early,
             num_warps=4,
-            **options,
+            **tuning.early_options(gate_up.device),
         )
     return out
 

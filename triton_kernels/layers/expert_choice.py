@@ -101,8 +101,6 @@ def expert_choice(logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
     weights = logits.new_empty((num_tokens, choice.top_k), dtype=choice.dtype)
     ids = zeroed_indices(logits, (num_tokens, choice.top_k), torch.int64)
     if num_tokens:
-        early = logits.is_cuda and tuning.has_early_launch(tuning.device_class(logits.device))
-        options = {"launch_pdl": True} if early else {}
         _choice_kernel[(num_tokens,)](
             logits,
             choice.bias,
@@ -115,9 +113,8 @@ def expert_choice(logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
             BLOCK=max(32, triton.next_power_of_2(num_experts)),
             SIGMOID=choice.scoring == "sigmoid",
             NORMALISED=choice.normalised,
-            EARLY=early,
             num_warps=1 if num_experts <= 512 else 4,  # one warp needs no shared memory for its maxima
-            **options,
+            **tuning.early_options(logits.device),
         )
     return weights, ids
 

@@ -118,8 +118,6 @@ def expert_rows(x: Tensor, ids: Tensor, num_experts: int) -> ExpertRows:
         zeroed_indices(x, (num_experts,), torch.int32) if offsets is None else offsets,
     )
     if num_rows:
-        early = x.is_cuda and tuning.has_early_launch(tuning.device_class(x.device))
-        options = {"launch_pdl": True} if early else {}
         _rows_kernel[(num_tokens + is_compared * triton.cdiv(num_experts, _EXPERTS.value),)](
             x,
             ids,
@@ -131,9 +129,8 @@ def expert_rows(x: Tensor, ids: Tensor, num_experts: int) -> ExpertRows:
             E=num_experts,
             K=top_k,
             K_BLOCK=max(2, triton.next_power_of_2(top_k)),
-            EARLY=early,
             num_warps=4,
-            **options,
+            **tuning.early_options(x.device),
         )
     return rows
 
@@ -223,8 +220,6 @@ def weighted_sum(y: Tensor, rows: ExpertRows, weights: Tensor, bias: Tensor | No
     dim = y.shape[1]
     out = y.new_empty((num_tokens, dim))
     if num_tokens:
-        early = y.is_cuda and tuning.has_early_launch(tuning.device_class(y.device))
-        options = {"launch_pdl": True} if early else {}
         _weighted_sum_kernel[(num_tokens, triton.cdiv(dim, _SUM_COLUMNS.value))](
             y.contiguous(),
             rows,
@@ -234,9 +229,8 @@ def weighted_sum(y: Tensor, rows: ExpertRows, weights: Tensor, bias: Tensor | No
             C=dim,
             K=top_k,
             K_BLOCK=max(2, triton.next_power_of_2(top_k)),
-            EARLY=early,
             num_warps=4,
-            **options,
+            **tuning.early_options(y.device),
         )
     return out
 

@@ -63,8 +63,6 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     rows = gate_up.reshape(-1, 2 * n)
     out = rows.new_empty((*gate_up.shape[:-1], n))
     if rows.shape[0]:
-        early = gate_up.is_cuda and tuning.has_early_launch(tuning.device_class(gate_up.device))
-        options = {"launch_pdl": True} if early else {}
         _gated_activation_kernel[(rows.shape[0], triton.cdiv(n, _BLOCK))](
             rows,
             out,
@@ -72,9 +70,8 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
             rows.stride(0),
             ACTIVATION=activation,
             BLOCK=_BLOCK,
-            EARLY=early,
             num_warps=4,
-            **options,
+            **tuning.early_options(gate_up.device),
         )
     return out
 

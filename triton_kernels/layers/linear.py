@@ -207,8 +207,6 @@ def linear(
     tokens = x.reshape(num_tokens, dim)
     if out is None:
         out = x.new_empty((*x.shape[:-1], num_rows))
-    early = x.is_cuda and tuning.has_early_launch(tuning.device_class(x.device))
-    options = {"launch_pdl": True} if early else {}
     if num_tokens == 1:
         _vector_kernel[(triton.cdiv(num_rows, launch.block_n),)](
             tokens,
@@ -220,9 +218,8 @@ def linear(
             K=dim,
             BLOCK_N=launch.block_n,
             BLOCK_K=launch.block_k,
-            EARLY=early,
             num_warps=launch.num_warps,
-            **options,
+            **tuning.early_options(x.device),
         )
         return out
     block_t = max(16, triton.next_power_of_2(num_tokens))
@@ -249,9 +246,8 @@ def linear(
         BLOCK_K=launch.block_k,
         SPLITS=launch.splits,
         STAGES=launch.num_stages,
-        EARLY=early,
         num_warps=launch.num_warps,
-        **options,
+        **tuning.early_options(x.device),
     )
     return out
 

@@ -144,12 +144,11 @@ def residual_norm(
     Raises:
         ValueError: shapes or dtypes differ, a last stride is not 1, or C is above 32,768.
     """
-    if x.stride(-1) != 1 or (residual is not None and residual.stride(-1) != 1):
-        raise ValueError("the last stride of x and residual must be 1; make them contiguous")
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+    other = x if residual is None else residual
+    if x.stride(-1) != 1 or other.stride(-1) != 1 or other.shape != x.shape or other.dtype != x.dtype:
         raise ValueError(
-            f"x and residual must be alike; got {x.dtype} {tuple(x.shape)} and {residual.dtype} "
-            f"{tuple(residual.shape)}"
+            f"x and residual must be alike, with a last stride of 1; got {x.dtype} {tuple(x.shape)} and "
+            f"{other.dtype} {tuple(other.shape)} with strides {x.stride()} and {other.stride()}"
         )
     dim = x.shape[-1]
     if dim > MAX_DIM:
@@ -160,8 +159,6 @@ def residual_norm(
     hidden = torch.empty_like(x, memory_format=torch.contiguous_format) if changes else x
     normed = torch.empty_like(x, memory_format=torch.contiguous_format) if norm is not None else hidden
     if rows.shape[0] and (changes or norm is not None):
-        early = x.is_cuda and tuning.has_early_launch(tuning.device_class(x.device))
-        options = {"launch_pdl": True} if early else {}
         _residual_norm_kernel[(rows.shape[0],)](
             rows,
             others,
@@ -176,10 +173,9 @@ def residual_norm(
             BLOCK=triton.next_power_of_2(dim),
             HAS_SCALE=scale != 1.0,
             HAS_POST=post is not None,
-            EARLY=early,
             num_warps=_num_warps(dim),
             enable_fp_fusion=False,  # a product is rounded before it is added, as in torch
-            **options,
+            **tuning.early_options(x.device),
         )
     return hidden, normed
 

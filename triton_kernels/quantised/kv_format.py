@@ -4,7 +4,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from lightkv.triton_kernels.checks import Tensors
 from lightkv.triton_kernels.layout.format_names import GROUPED_NAMES, split_name
 
 
@@ -72,6 +74,10 @@ class Elements(NamedTuple):
             )
 
 
+_SCALES = {
+    dtype: Tensors(scales=f"{dtype} [slots, heads, scales] with a last stride of 1".removeprefix("torch."))
+    for dtype in (torch.float32, torch.float16)
+}
 _NAMED = {
     "auto": Elements(),
     "int8": Elements(8),
@@ -142,6 +148,18 @@ class KVFormat(NamedTuple):
     def num_scales(self, k_dim: int, v_dim: int) -> int:
         """Returns how many numbers of `scale_dtype` stand beside K and V of a head."""
         return self.elements.num_scales(k_dim) + self.elements.num_scales(v_dim)
+
+    def check_scales(self, scales: Tensor | None, k: Tensor, k_dim: int, v_dim: int) -> None:
+        """Raises ValueError unless `scales` are those of K and V of `k_dim` and `v_dim` dims, a row for each
+        slot and head of the stored `k`; or None, if nothing is quantised."""
+        if not self.is_quantised and scales is not None:
+            raise ValueError(f"scales, but K and V are stored as {self}; give their format, or no scales")
+        if self.is_quantised:
+            count = self.num_scales(k_dim, v_dim)
+            if scales is None:
+                raise ValueError(f"no scales, and {self} has {count} for each head; pass KVPool.scales")
+            sizes = {"slots": len(k), "heads": k.shape[1], "scales": count}
+            _SCALES[self.scale_dtype].check(sizes, scales=scales)
 
     def head_bytes(self, k_dim: int, v_dim: int, dtype: torch.dtype) -> int:
         """Returns the bytes of K, V and scales of one token and head in a quantised or computed layer."""

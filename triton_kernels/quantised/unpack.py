@@ -153,18 +153,6 @@ def _assembly(kind, biased):
 
 
 @triton.jit
-def tuple_of(first, second, third, fourth):
-    """Returns a tuple of the tiles of all fields, of which there may be one, two or four; the others are
-    None."""
-    tiles = (first,)
-    if second is not None:
-        tiles = (first, second)  # type: ignore[assignment]
-    if fourth is not None:
-        tiles = (first, second, third, fourth)  # type: ignore[assignment]
-    return tiles
-
-
-@triton.jit
 def _unpack_field(words, FIELD: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
     """Returns the elements in a field of int16 words, as DTYPE."""
     if KIND == _INT8:
@@ -184,7 +172,7 @@ def unpack(words, KIND: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr,
     words that are not quantised, one tile of DTYPE. BIASED: with `field_factor` and `field_bias` left in."""
     FIELDS: tl.constexpr = fields_of(KIND)
     if KIND == 0:
-        tiles = tuple_of(words.to(DTYPE), None, None, None)
+        tiles = (words.to(DTYPE),)
     elif PACKED and FIELDS == 2:
         tiles = tl.inline_asm_elementwise(
             _assembly(KIND, BIASED), "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
@@ -199,12 +187,9 @@ def unpack(words, KIND: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr,
             pack=2,
         )
     else:
-        tiles = tuple_of(
-            _unpack_field(words, 0, KIND, DTYPE),
-            _unpack_field(words, 1, KIND, DTYPE),
-            _unpack_field(words, 2, KIND, DTYPE) if FIELDS == 4 else None,
-            _unpack_field(words, 3, KIND, DTYPE) if FIELDS == 4 else None,
-        )
+        tiles = ()  # type: ignore[assignment]
+        for field in tl.static_range(FIELDS):
+            tiles += (_unpack_field(words, field, KIND, DTYPE),)  # type: ignore[assignment]
     return tiles
 
 

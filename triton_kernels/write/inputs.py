@@ -5,11 +5,36 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightkv.triton_kernels.layout.strides import has_unit_stride
+from lightkv.triton_kernels.checks import Tensors
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
 from .head_norms import HeadNorms
 from .head_tiles import constants_of
+
+_HEADS = Tensors(
+    k="[T, h, Dk] with a last stride of 1",
+    v="[T, h, Dv] with a last stride of 1",
+    slots="contiguous int32 or int64 [T]",
+    q="[T, H, Dk] with a last stride of 1",
+)
+_STORED = Tensors(
+    stored_k="[slots, h, Wk] with a last stride of 1", stored_v="[slots, h, Wv] with a last stride of 1"
+)
+_BIASES = Tensors(
+    bias_q="floats [H, Dk] with a last stride of 1",
+    bias_k="floats [h, Dk] with a last stride of 1",
+    bias_v="floats [h, Dv] with a last stride of 1",
+)
+_TABLES = {
+    dtype: Tensors(
+        cos=f"{names} [T, n] with a last stride of 1", sin=f"{names} [T, n] with a last stride of 1"
+    )
+    for dtype, names in (
+        (torch.float32, "float32"),
+        (torch.float16, "float32 or float16"),
+        (torch.bfloat16, "float32 or bfloat16"),
+    )
+}
 
 
 class StoredKV(NamedTuple):
@@ -30,56 +55,18 @@ class StoredKV(NamedTuple):
 
     def check(self, k: Tensor, v: Tensor) -> None:
         """Raises ValueError where new heads k and v do not fit what is stored, or the format does not."""
-        self._check_heads("k", k, self.k)
-        self._check_heads("v", v, self.v)
-        if v.shape[:2] != k.shape[:2]:
-            raise ValueError(
-                f"k and v must agree on the numbers of tokens and heads, got {tuple(k.shape)} and "
-                f"{tuple(v.shape)}"
-            )
-        self._check_scales(k.shape[2], v.shape[2])
-
-    def _check_heads(self, name: str, new: Tensor, stored: Tensor) -> None:
-        if new.dim() != 3:
-            raise ValueError(f"{name} must be [tokens, kv_heads, dim], got {tuple(new.shape)}")
-        elements = self.format.elements
-        _, num_heads, dim = new.shape
-        if elements.is_quantised:
+        elements, sizes = self.format.elements, _HEADS.check({}, k=k, v=v)
+        for dim in (sizes["Dk"], sizes["Dv"]) if elements.is_quantised else ():
             constants_of(elements, dim)
-        width = dim // 2 if elements.bits == 4 else dim
-        if stored.dim() != 3 or stored.shape[1:] != (num_heads, width):
-            raise ValueError(
-                f"what is stored of {name} {tuple(new.shape)} must be [slots, kv_heads, dim], with {num_heads} "
-                f"heads and a last dim of {width}; got {tuple(stored.shape)}"
-            )
-        fits = stored.dtype == elements.stored if elements.is_quantised else stored.is_floating_point()
-        if not fits:
-            wanted = elements.stored if elements.is_quantised else "of a floating type"
-            raise ValueError(f"the stored {name} must be {wanted} in this format, got {stored.dtype}")
-        if not (has_unit_stride(new) and has_unit_stride(stored)):
-            raise ValueError(f"the last stride of {name} and of what is stored must be 1; make it contiguous")
-
-    def _check_scales(self, key_dim: int, value_dim: int) -> None:
-        scales, stored_as = self.scales, self.format
-        if not stored_as.is_quantised:
-            if scales is not None:
-                raise ValueError("scales are given, and nothing is quantised in this format; pass None")
-            return
-        wanted = (len(self.k), self.k.shape[1], stored_as.num_scales(key_dim, value_dim))
-        if (
-            scales is None
-            or scales.shape != wanted
-            or len(self.v) != len(self.k)
-            or scales.dtype != stored_as.scale_dtype
-            or not has_unit_stride(scales)
-        ):
-            got = (
-                "None" if scales is None else f"{scales.dtype} {tuple(scales.shape)}, {scales.stride()} apart"
-            )
-            raise ValueError(
-                f"scales must be {stored_as.scale_dtype} [slots, kv_heads, num_scales] {wanted} with a last "
-                f"stride of 1, and K and V of as many slots; got {got}"
-            )
+        per_item = 2 if elements.bits == 4 else 1
+        sizes |= {"Wk": sizes["Dk"] // per_item, "Wv": sizes["Dv"] // per_item}
+        _STORED.check(sizes, stored_k=self.k, stored_v=self.v)
+        for name, stored in (("k", self.k), ("v", self.v)):
+            fits = stored.dtype == elements.stored if elements.is_quantised else stored.is_floating_point()
+            if not fits:
+                wanted = elements.stored if elements.is_quantised else "of a floating type"
+                raise ValueError(f"the stored {name} must be {wanted} in this format, got {stored.dtype}")
+        self.format.check_scales(self.scales, self.k, sizes["Dk"], sizes["Dv"])
 
 
 class Rotation(NamedTuple):
@@ -97,21 +84,11 @@ class Rotation(NamedTuple):
 
     def check(self, k: Tensor) -> None:
         """Raises ValueError where the tables do not fit the heads k `[T, num_kv_heads, Dk]`."""
-        num_tokens, _, dim = k.shape
-        for name, table in (("cos", self.cos), ("sin", self.sin)):
-            if table.dtype not in (torch.float32, k.dtype) or table.dim() != 2 or not has_unit_stride(table):
-                raise ValueError(
-                    f"{name} must be float32 or of k's type ({k.dtype}), [tokens, rotary_dim / 2] with a last "
-                    f"stride of 1; got {table.dtype} {tuple(table.shape)} with strides {table.stride()}"
-                )
-        if self.cos.shape != self.sin.shape or not 0 < 2 * self.cos.shape[1] <= dim:
+        tables = _TABLES.get(k.dtype, _TABLES[torch.float32])
+        pairs = tables.check({"T": len(k)}, cos=self.cos, sin=self.sin)["n"]
+        if not 0 < 2 * pairs <= k.shape[2]:
             raise ValueError(
-                f"cos and sin must have one shape, and at most {dim // 2} columns for {dim} dims; got "
-                f"{tuple(self.cos.shape)} and {tuple(self.sin.shape)}"
-            )
-        if len(self.cos) != num_tokens:
-            raise ValueError(
-                f"cos and sin need a row for each of the {num_tokens} tokens; cos has {len(self.cos)} rows"
+                f"cos and sin have {pairs} columns, and {k.shape[2]} dims have 1 to half as many"
             )
 
 
@@ -122,19 +99,6 @@ class Biases(NamedTuple):
     q: Tensor | None = None
     k: Tensor | None = None
     v: Tensor | None = None
-
-    def check(self, q: Tensor | None, k: Tensor, v: Tensor) -> None:
-        """Raises ValueError where a bias does not fit its heads `[T, heads, dim]`."""
-        for name, bias, heads in (("q", self.q, q), ("k", self.k, k), ("v", self.v, v)):
-            if bias is None:
-                continue
-            if heads is None:
-                raise ValueError(f"a bias of {name} is given, and no {name}; leave it out")
-            if bias.shape != heads.shape[1:] or not bias.is_floating_point() or not has_unit_stride(bias):
-                raise ValueError(
-                    f"the bias of {name} must be floats [heads, dim] {tuple(heads.shape[1:])} with a last "
-                    f"stride of 1, got {bias.dtype} {tuple(bias.shape)} with strides {bias.stride()}"
-                )
 
 
 NO_BIASES = Biases()
@@ -152,25 +116,13 @@ def check_inputs(
 ) -> None:
     """Raises ValueError where the arguments of `write_kv` do not fit each other."""
     stored.check(k, v)
-    if slots.shape != k.shape[:1]:
-        raise ValueError(
-            f"k, v and slots must agree on the number of tokens; got {tuple(k.shape)} and {tuple(slots.shape)}"
-        )
-    if slots.dtype not in (torch.int32, torch.int64) or not slots.is_contiguous():
-        raise ValueError(f"slots must be contiguous int32 or int64, got {slots.dtype}")
-    if q is not None:
-        wanted = (len(k), q.shape[1] if q.dim() == 3 else 0, k.shape[2])
-        if q.shape != wanted or not has_unit_stride(q):
-            raise ValueError(
-                f"q must be [tokens, heads, dim] {wanted} with a last stride of 1, the tokens and dim those of "
-                f"k; got {tuple(q.shape)} with strides {q.stride()}"
-            )
-        if rotation is None and biases.q is None and norms is None:
-            raise ValueError(
-                "nothing is to be done to q: pass a rotation, norms, or a bias of q, or leave q out"
-            )
+    sizes = _HEADS.check({}, k=k, v=v, slots=slots, q=q)
+    if q is None and biases.q is not None:
+        raise ValueError("a bias of q is given, and no q; leave it out")
+    if q is not None and rotation is None and biases.q is None and norms is None:
+        raise ValueError("nothing is to be done to q: pass a rotation, norms, or a bias of q, or leave q out")
     if rotation is not None:
         rotation.check(k)
-    biases.check(q, k, v)
+    _BIASES.check(sizes, bias_q=biases.q, bias_k=biases.k, bias_v=biases.v)
     if norms is not None:
         norms.check(q, k)

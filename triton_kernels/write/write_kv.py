@@ -2,7 +2,6 @@
 rotary positions, quantises where the layer's format does, and scatters by slot. Any frequencies and any scaling
 of them are tables of cosines and sines here."""
 
-from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -13,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.quantised.kv_format import Elements
+from lightkv.triton_kernels.operators import operator
+from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
 from lightkv.triton_kernels.quantised.quantise_reference import quantise, split_scales
 
 from .computed_heads import AS_COMPUTED
@@ -117,30 +117,29 @@ def _write_kv_kernel(
         )
 
 
-# No defaults: torch 2.11 does not fill them in where it records which tensors an operator wrote to. `fields`:
-# those of Elements; none where K and V are stored as computed.
-@torch.library.custom_op("lightkv::write_kv", mutates_args=("stored_k", "stored_v", "scales", "q"))
+@operator(
+    "write_kv",
+    writes=("stored", "q"),
+    records=(StoredKV, KVFormat, Elements, Rotation, Biases, HeadNorms, HeadNorm),
+)
 def _write_kv(
     k: Tensor,
     v: Tensor,
-    stored_k: Tensor,
-    stored_v: Tensor,
-    scales: Tensor | None,
-    fields: Sequence[int],
+    stored: StoredKV,
     slots: Tensor,
     q: Tensor | None,
-    tables: Sequence[Tensor],
-    interleaved: bool,
-    added: Sequence[Tensor | None],
-    norms: Sequence[float],
+    rotation: Rotation | None,
+    biases: Biases,
+    norms: HeadNorms | None,
 ) -> None:
     num_tokens, num_kv_heads, key_dim = k.shape
     if num_tokens == 0:
         return
     value_dim = v.shape[2]
-    cos, sin = tables if tables else (None, None)
+    scales, elements = stored.scales, stored.format.elements
+    cos, sin, interleaved = rotation or (None, None, False)
     num_heads, num_pairs = 0 if q is None else q.shape[1], 0 if cos is None else cos.shape[1]
-    of_q, of_k = _norms_of(norms)
+    of_q, of_k = norms or (None, None)
     whole = of_k is not None and of_k.over_all
     device = tuning.device_class(k.device)
     if whole:
@@ -153,16 +152,14 @@ def _write_kv(
     else:
         launch = quantised_launch(max(tuning.padded_dim(key_dim), tuning.padded_dim(value_dim)))
         store, kv_programs = QUANTISED, 2 * num_kv_heads
-    elements = _elements_of(tuple(fields))
-    q_programs, early = 1 if whole else num_heads // launch.heads, tuning.has_early_launch(device)
-    q_bias, k_bias, v_bias, q_weight, k_weight = added
-    is_static = elements.is_static
+    q_programs, options = 1 if whole else num_heads // launch.heads, tuning.early_options(k.device)
+    early, is_static = options.pop("EARLY"), elements.is_static
     _write_kv_kernel[((kv_programs + q_programs) * triton.cdiv(num_tokens, launch.block_t),)](
-        _new_heads(q, q_bias, q_weight, of_q, whole, (key_dim, num_pairs, interleaved, Elements())),
-        _new_heads(k, k_bias, k_weight, of_k, whole, (key_dim, num_pairs, interleaved, elements)),
-        _new_heads(v, v_bias, None, None, whole, (value_dim, 0, False, elements)),
-        _stored_heads(stored_k, scales, is_static, 0),
-        _stored_heads(stored_v, scales, is_static, elements.num_scales(key_dim)),
+        _new_heads(q, biases.q, of_q, whole, (key_dim, num_pairs, interleaved, Elements())),
+        _new_heads(k, biases.k, of_k, whole, (key_dim, num_pairs, interleaved, elements)),
+        _new_heads(v, biases.v, None, whole, (value_dim, 0, False, elements)),
+        _stored_heads(stored.k, scales, is_static, 0),
+        _stored_heads(stored.v, scales, is_static, elements.num_scales(key_dim)),
         Angles(cos, sin, *_strides(cos, 1), *_strides(sin, 1)),
         slots,
         num_tokens,
@@ -170,11 +167,8 @@ def _write_kv(
         _shape(kv_programs, q_programs, launch.heads, launch.block_t, early),
         num_warps=launch.num_warps,
         enable_fp_fusion=False,  # as in torch, a product is rounded before it is added, so the bits are equal
-        **({"launch_pdl": True} if early else {}),
+        **options,
     )
-
-
-_write_kv.register_fake(lambda *_, **__: None)  # the outputs are arguments
 
 
 def _strides(tensor: Tensor | None, count: int) -> tuple[int | None, ...]:
@@ -182,30 +176,6 @@ def _strides(tensor: Tensor | None, count: int) -> tuple[int | None, ...]:
 
 
 @cache  # here and below: constants are made once, and not at each launch
-def _elements_of(fields: tuple[int, ...]) -> Elements:
-    """Returns the elements from the fields that the operator takes."""
-    if not fields:
-        return Elements()
-    bits, is_float, group, *flags = fields
-    return Elements(bits, bool(is_float), group, *map(bool, flags))
-
-
-def _norm_numbers(norms: HeadNorms | None) -> list[float]:
-    """Returns what the operator takes of norms: of each its numbers, the weight aside."""
-    return [] if norms is None else [float(number) for one in norms for number in one[1:]]
-
-
-def _norms_of(numbers: Sequence[float]) -> tuple[HeadNorm | None, HeadNorm | None]:
-    """Returns the norms of `_norm_numbers`, without their weights."""
-    if not numbers:
-        return None, None
-    half = len(numbers) // 2
-    both = (HeadNorm(None, eps, *map(bool, flags)) for eps, *flags in (numbers[:half], numbers[half:]))
-    of_q, of_k = both
-    return of_q, of_k
-
-
-@cache
 def _norm_constants(
     flags: tuple[bool, ...] | None, has_weight: bool, whole: bool, num_heads: int
 ) -> NormConstants:
@@ -235,13 +205,13 @@ def _shape(*numbers: int) -> Shape:
 def _new_heads(
     heads: Tensor | None,
     bias: Tensor | None,
-    weight: Tensor | None,
     norm: HeadNorm | None,
     whole: bool,
     constants: tuple[int, int, bool, Elements],
 ) -> NewHeads:
     """Returns q, k or v, its bias and its norm as the kernel takes them. `whole`: a program writes all heads of
     a token."""
+    weight = None if norm is None else norm.weight
     stride_token, stride_head = _strides(heads, 2)
     (stride_bias,) = _strides(bias, 1)
     stride_norm = None if weight is None else 0 if weight.dim() == 1 else weight.stride(0)
@@ -316,14 +286,10 @@ def write_kv(
             and nothing to be done to it, or norms are given without q. Nothing is written then.
     """
     check_inputs(k, v, stored, slots, q, rotation, biases, norms)
-    scales, stored_as = stored.scales, stored.format
-    if stored_as.is_static and scales is not None:
-        scales = scales[:1]  # the operator must not write to a tensor that overlaps itself
-    fields = list(map(int, stored_as.elements)) if stored_as.is_quantised else []
-    tables, interleaved = ([], False) if rotation is None else (list(rotation[:2]), rotation.interleaved)
-    added = [*biases, None, None] if norms is None else [*biases, norms.q.weight, norms.k.weight]
-    numbers = _norm_numbers(norms)
-    _write_kv(k, v, stored.k, stored.v, scales, fields, slots, q, tables, interleaved, added, numbers)
+    if stored.format.is_static and stored.scales is not None:
+        # All slots share one row of scales, and an operator must not write to a tensor that overlaps itself.
+        stored = stored._replace(scales=stored.scales[:1])
+    _write_kv(k, v, stored, slots, q, rotation, biases, norms)
 
 
 def write_kv_reference(

@@ -21,12 +21,8 @@ from lightkv.memory.token_table import TokenTable, packed_ranges
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, decode_plan, num_programs_for
-from lightkv.triton_kernels.attention.lookups import TOKEN_TABLE, Lookup, RingRows
+from lightkv.triton_kernels.attention.lookups import Lookup, RingRows
 from lightkv.triton_kernels.attention.lookups.ring_rows import check_held
-from lightkv.triton_kernels.attention.lookups.ring_sinks import dropped_tokens
-from lightkv.triton_kernels.attention.merge_states import merge_states
-from lightkv.triton_kernels.attention.paged_kv import PagedKV
-from lightkv.triton_kernels.attention.variants.sink_logits import SinkLogits
 from lightkv.triton_kernels.attention.variants.variant import Variant, limits
 from lightkv.triton_kernels.layout.ring import Ring
 
@@ -93,17 +89,6 @@ class _Plan(NamedTuple):
     lookup: RingRows
 
 
-class _SinksAndWindow(NamedTuple):
-    """What they share where the sinks are attended to apart from the window: the keys of each, and by how
-    many positions queries are rotated back for the sinks."""
-
-    sinks: DecodePlan
-    sink_lengths: torch.Tensor
-    window: DecodePlan
-    window_lengths: torch.Tensor
-    dropped: torch.Tensor
-
-
 @dataclass(frozen=True)
 class Rings(_OnRings):
     """Decodes over rings. A query attends to its ring's window, and, rotated back by the tokens that were
@@ -128,13 +113,17 @@ class Rings(_OnRings):
             layer.attend_plain(q, step, out)
             return
         kv = layer.paged_kv(step)
-        if self.ring.sinks and kv.format.elements.has_hadamard:
-            self._attend_to_sinks_and_window(layer, q, kv, step, out)
-            return
 
         def make() -> _Plan:
             rows = RingRows(self.ring)
-            plan = _decode_plan(layer, q, kv, step, step.kv_lens, rows)
+            plan = decode_plan(
+                step.rows,
+                step.kv_lens,
+                num_kv_heads=layer.heads.num_kv_heads,
+                key_bytes=layer.heads.key_bytes(q.dtype),
+                num_programs=num_programs_for(layer.heads, kv.format),
+                limits=rows.limits(()),
+            )
             if not self.ring.sinks:
                 return _Plan(plan, rows)
             assert layer.rotary is not None
@@ -150,55 +139,6 @@ class Rings(_OnRings):
             plan=plan.decode,
             out=out,
         )
-        layer.restore_heads(out, kv.format, step)
-
-    def _attend_to_sinks_and_window(
-        self, layer: TritonAttention, q: torch.Tensor, kv: PagedKV, step: Step, out: torch.Tensor
-    ) -> None:
-        """Attends to rings with sinks whose keys were multiplied by a Hadamard matrix. A query is rotated back
-        for the sinks before it is multiplied as the keys are, which the kernel cannot do, so the two partial
-        outputs are merged here."""
-        assert layer.rotary is not None
-        ring, lengths = self.ring, step.kv_lens
-        # Without the columns of the sinks, a row is a ring without sinks.
-        window = RingRows(Ring(0, ring.size, ring.stride))
-
-        def make() -> _SinksAndWindow:
-            sink_lengths, window_lengths = lengths.clamp(max=ring.sinks), (lengths - ring.sinks).clamp(min=0)
-            return _SinksAndWindow(
-                _decode_plan(layer, q, kv, step, sink_lengths, TOKEN_TABLE),
-                sink_lengths,
-                _decode_plan(layer, q, kv, step, window_lengths, window),
-                window_lengths,
-                dropped_tokens(lengths, ring),
-            )
-
-        key = "both", *layer.heads, ring, q.dtype, kv.format
-        both = step.plans.get(key, layer.layer_idx, make)
-        partial_out = torch.empty((2, *out.shape), dtype=torch.float32, device=out.device)
-        lse = torch.empty((2, *q.shape[:2]), dtype=torch.float32, device=q.device)
-        # Learned sinks join the keys of the stream's sinks: there always are some.
-        decode_attention(
-            layer.as_stored(layer.rotary.rotate_back(q, both.dropped), kv.format, step),
-            kv._replace(lookup=TOKEN_TABLE),
-            step.rows,
-            both.sink_lengths,
-            layer.options,
-            plan=both.sinks,
-            out=partial_out[0],
-            lse=lse[0],
-        )
-        decode_attention(
-            layer.as_stored(q, kv.format, step),
-            kv._replace(index=kv.index[:, ring.sinks :], lookup=window),
-            step.rows,
-            both.window_lengths,
-            layer.options.without(SinkLogits),
-            plan=both.window,
-            out=partial_out[1],
-            lse=lse[1],
-        )
-        merge_states(partial_out, lse, out=out)
         layer.restore_heads(out, kv.format, step)
 
     def attend_in_torch(self, layer: TorchAttention, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
@@ -265,25 +205,6 @@ class RingPrompts(_OnRings):
             attend_apart_in_torch(layer, q, step, out, self.ring.sinks, self.dropped)
         else:
             layer.attend_plain(q, step, out)
-
-
-def _decode_plan(
-    layer: TritonAttention,
-    q: torch.Tensor,
-    kv: PagedKV,
-    step: Step,
-    lengths: torch.Tensor,
-    lookup: Lookup,
-) -> DecodePlan:
-    """Makes the work list of decodes that read so many tokens of rows in which `lookup` finds them."""
-    return decode_plan(
-        step.rows,
-        lengths,
-        num_kv_heads=layer.heads.num_kv_heads,
-        key_bytes=layer.heads.key_bytes(q.dtype),
-        num_programs=num_programs_for(layer.heads, kv.format),
-        limits=lookup.limits(()),
-    )
 
 
 def _in_order(table: TokenTable, rows: np.ndarray, gaps: np.ndarray, ring: Ring) -> torch.Tensor:

@@ -15,6 +15,7 @@ from lightkv.triton_kernels.attention.mixed_attention import (
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.variants import Chunk, SinkLogits, Window
 from lightkv.triton_kernels.attention.variants.variant import limits
+from lightkv.triton_kernels.checks import Tensors
 from lightkv.triton_kernels.write.inputs import NO_BIASES, Biases, StoredKV
 from lightkv.triton_kernels.write.write_kv import split_qkv, write_kv, write_kv_reference
 
@@ -23,6 +24,7 @@ from .metadata import AttentionMetadata
 from .page_views import PageTable, PageViews
 from .step import Step, join_keys
 
+_BIAS = Tensors(qkv_bias="contiguous floats [n]")
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
 # What TensorRT-LLM's models give every backend, and says nothing about attention here.
@@ -434,14 +436,7 @@ def _qkv_biases(bias: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim:
     """Returns views of a fused projection's bias, `[(num_heads + 2 * num_kv_heads) * head_dim]`: for each head
     and dim of q, K and V. Raises ValueError for another shape, for one that is not contiguous, and for one of
     no floating type."""
-    size = (num_heads + 2 * num_kv_heads) * head_dim
-    fits = isinstance(bias, torch.Tensor) and bias.shape == (size,) and bias.is_contiguous()
-    if not fits or not bias.is_floating_point():
-        found = f"{bias.dtype} {tuple(bias.shape)}" if isinstance(bias, torch.Tensor) else repr(bias)
-        raise ValueError(
-            f"qkv_bias must be contiguous floats [{size}], for {num_heads} heads of q and {num_kv_heads} each "
-            f"of K and V, of {head_dim} dims; got {found}"
-        )
+    _BIAS.check({"n": (num_heads + 2 * num_kv_heads) * head_dim}, qkv_bias=bias)
     return Biases(*split_qkv(bias.detach(), num_heads, num_kv_heads, head_dim))
 
 

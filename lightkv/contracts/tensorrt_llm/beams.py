@@ -9,6 +9,9 @@ import torch
 
 from lightkv.memory.staging import upload
 from lightkv.triton_kernels.attention.lookups.beam_table import beam_indirection
+from lightkv.triton_kernels.checks import Tensors
+
+_TABLE = Tensors(cache_indirection="int32 [requests, beams, positions]")
 
 
 @dataclass(frozen=True)
@@ -83,24 +86,13 @@ class Beams:
                 f"requests have {self.widths.tolist()} beams, and cache_indirection is not set: give a table "
                 f"of the beams that they read, {wanted}"
             )
-        if (
-            not isinstance(table, torch.Tensor)
-            or table.dtype != torch.int32
-            or table.dim() != 3
-            or table.device != device
-            or any(
-                have < needed
-                for have, needed in zip(table.shape, (len(self.widths), widest, longest), strict=True)
-            )
-        ):
-            found = (
-                f"{table.dtype} {tuple(table.shape)} on {table.device}"
-                if isinstance(table, torch.Tensor)
-                else repr(table)
-            )
+        _TABLE.check({}, cache_indirection=table)
+        least = len(self.widths), widest, longest
+        fits = all(have >= needed for have, needed in zip(table.shape, least, strict=True))
+        if table.device != device or not fits:
             raise ValueError(
                 "cache_indirection must have a beam for each request in the generation phase, each of its "
-                f"beams and each cached position, {wanted}; got {found}"
+                f"beams and each cached position, {wanted}; got {tuple(table.shape)} on {table.device}"
             )
         if device.type != "cpu":
             return

@@ -12,27 +12,28 @@ The keys of an item are read once for all rows of its tile:
 
 The heads share a K/V head; the members are the requests that share the item's prefix.
 
-The loop over keys, the checks and the float64 attention of the reference are in `attend_keys.py`.
+The loop over keys is in `attend_keys.py`.
 """
 
-from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_inputs import check_attention_inputs
+from lightkv.triton_kernels.attention.attention_inputs import check_attention_inputs, check_plan
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
-from lightkv.triton_kernels.attention.operands import Operands, flatten_operands, rebuild_operands
-from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
-from lightkv.triton_kernels.attention.records import Outputs, Together, heads_record, shape_record
-from lightkv.triton_kernels.attention.variants.variant import (
-    Scored,
-    bind,
-    limits,
+from lightkv.triton_kernels.attention.paged_kv import (
+    DEFAULT_OPTIONS,
+    RECORDS,
+    AttentionOptions,
+    HeadShape,
+    PagedKV,
 )
+from lightkv.triton_kernels.attention.records import Outputs, Together, heads_record, shape_record
+from lightkv.triton_kernels.attention.variants.variant import Scored, Variant, bind, limits
+from lightkv.triton_kernels.operators import operator
 
 from . import decode_tuning
 from .decode_combine import combine_partials
@@ -40,48 +41,42 @@ from .decode_kernel import decode_kernel
 from .decode_plan import DecodePlan, decode_plan, num_programs_for
 
 
-@torch.library.custom_op("lightkv::decode_attention", mutates_args=("out", "lse"))
+@operator("decode_attention", writes=("out", "lse"), records=(*RECORDS, DecodePlan))
 def _decode_attention(
     q: Tensor,
-    variants: str,
-    tensors: Sequence[Optional[Tensor]],  # noqa: UP045  # the form that torch reads
-    numbers: Sequence[float],
-    items: Tensor,
-    shares: Tensor,
-    parts: Tensor,
-    split: Tensor,
-    members: Tensor | None,
+    kv: PagedKV,
+    plan: DecodePlan,
     lengths: Tensor,
     out: Tensor,
     lse: Tensor | None,
     num_queries: int,
-    scale: float,
-    causal: bool,
+    options: AttentionOptions,
 ) -> None:
     num_tokens, num_heads = q.shape[:2]
     if num_tokens == 0:
         return
-    operands, value_dim = rebuild_operands(variants, tensors, numbers), out.shape[2]
-    cache, used = operands.cache, operands.variants
-    plan = DecodePlan(items, shares, parts, split, members)
+    value_dim, used = out.shape[2], options.variants
+    cache, index = kv.for_kernels()
     together = plan.num_members * num_queries
     is_aligned = not limits(used) and plan.num_members == 1
     if together == 1:  # the plan has applied what limits the first key
         used = tuple(one for one in used if not one.flags.has_first_key)
-    bound, score_scale = bind(used, scale)
-    launch, options = _launch(q, value_dim, together, operands._replace(variants=used))
+    bound, score_scale = bind(used, options.scale_for(q.shape[2]))
+    launch, launch_options = _launch(q, kv, together, used)
+    # A request's single query is its last token, so it sees all keys anyway.
+    causal = options.causal or num_queries == 1
     shape = shape_record(q, cache, value_dim, launch.block_m, launch.block_n, causal)
     partial_shape = plan.num_parts, num_queries * num_heads
     partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=q.device)
     partial_out = torch.empty((*partial_shape, value_dim), dtype=torch.float32, device=q.device)
-    decode_kernel[(cache.k.shape[1], shares.shape[0] - 1)](
+    decode_kernel[(cache.k.shape[1], plan.shares.shape[0] - 1)](
         heads_record(q),
         cache,
-        operands.index,
-        items,
-        shares,
-        parts,
-        members,
+        index,
+        plan.items,
+        plan.shares,
+        plan.parts,
+        plan.members,
         lengths,
         plan.own_parts,
         Outputs(out, out.stride(0), out.stride(1), lse, partial_out, partial_lse),
@@ -89,43 +84,36 @@ def _decode_attention(
         bound,
         Together(tl.constexpr(num_queries), tl.constexpr(plan.num_members), tl.constexpr(is_aligned)),
         shape,
-        EARLY="launch_pdl" in options,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
-        **options,
+        **launch_options,
     )
     combine_partials(partial_out, partial_lse, plan, out, lse, num_queries)
 
 
-_decode_attention.register_fake(lambda *_: None)  # the outputs are arguments
-
-
 def _launch(
-    q: Tensor, value_dim: int, together: int, operands: Operands
+    q: Tensor, kv: PagedKV, together: int, variants: tuple[Variant, ...]
 ) -> tuple[tuning.Launch, dict[str, Any]]:
     """Returns the tiles of a launch, and Triton's options for it. `together`: queries that share an item."""
-    device, key_dim = tuning.device_class(q.device), q.shape[2]
-    num_rows = together * q.shape[1] // operands.cache.k.shape[1]
-    layer_format, element_bits = operands.format_code, operands.element_bits
-    grouped = max(layer_format >> 8 & 4095, layer_format >> 20) > 1
+    device, elements = tuning.device_class(q.device), kv.format.elements
+    num_rows = together * q.shape[1] // kv.k.shape[1]
+    dims = kv.key_dim, kv.value_dim
+    grouped = max(map(elements.groups, dims)) > 1
     launch = decode_tuning.decode_launch(
         device,
         num_rows,
         together > 1,
-        key_dim,
-        value_dim,
+        *dims,
         q.element_size(),
-        element_bits,
-        max((one.loaded_bytes for one in operands.variants), default=0),
+        elements.bits,
+        max((one.loaded_bytes for one in variants), default=0),
         grouped,
     )
-    options: dict[str, Any] = {}
-    if tuning.has_early_launch(device):
-        options["launch_pdl"] = True
-        if element_bits < 16:
-            options["maxnreg"] = decode_tuning.quantised_decode(
-                num_rows, together > 1, key_dim, value_dim, element_bits, grouped
-            ).max_registers
+    options = tuning.early_options(q.device)
+    if options["EARLY"] and elements.is_quantised:
+        options["maxnreg"] = decode_tuning.quantised_decode(
+            num_rows, together > 1, *dims, elements.bits, grouped
+        ).max_registers
     return launch, options
 
 
@@ -173,14 +161,28 @@ def decode_attention(
     Raises:
         ValueError: shapes, strides, dtypes or numbers do not fit.
     """
-    scale = check_attention_inputs(q, kv, rows, lengths, options, out, lse)
+    check_attention_inputs(q, kv, rows, lengths, options, out=out, lse=lse)
     if num_queries < 1 or q.shape[0] != rows.shape[0] * num_queries:
         raise ValueError(
             f"q must hold {num_queries} queries for each of {rows.shape[0]} rows, at least one; "
             f"got {q.shape[0]}"
         )
-    own_limits = limits(options.variants)
-    limited = kv.lookup.limits(own_limits)
+    check_decodes(q, kv, options, len(rows), num_queries, plan)
+    if out is None:
+        out = q.new_empty((*q.shape[:2], kv.value_dim))
+    attend_decodes(q, kv, rows, lengths, options, num_queries, plan, out, lse)
+    return out
+
+
+def check_decodes(
+    q: Tensor,
+    kv: PagedKV,
+    options: AttentionOptions,
+    num_requests: int,
+    num_queries: int,
+    plan: DecodePlan | None,
+) -> None:
+    """Raises ValueError for what decode alone cannot do, or a plan that is for another call."""
     group = q.shape[1] // kv.k.shape[1]
     if group * num_queries > decode_tuning.MOST_DECODE_ROWS:
         raise ValueError(
@@ -188,45 +190,37 @@ def decode_attention(
             f"holds {decode_tuning.MOST_DECODE_ROWS}; use prefill_attention, which takes any number of queries"
         )
     kv.lookup.check_decode(q, options.variants, kv.format)
-    if plan is not None and (plan.limits, plan.num_queries, len(plan.parts)) != (
-        limited,
-        num_queries,
-        len(rows),
-    ):
-        raise ValueError(
-            f"the plan is for {len(plan.parts)} requests of {plan.num_queries} queries with {plan.limits}, but "
-            f"the call has {len(rows)} requests of {num_queries} queries with {limited}; make a plan for this "
-            "call"
-        )
-    if out is None:
-        out = q.new_empty((*q.shape[:2], kv.value_dim))
+    if plan is not None:
+        asked = num_requests, num_queries, kv.lookup.limits(limits(options.variants))
+        check_plan((len(plan.parts), plan.num_queries, plan.limits), asked, "requests, queries, limits")
+
+
+def attend_decodes(
+    q: Tensor,
+    kv: PagedKV,
+    rows: Tensor,
+    lengths: Tensor,
+    options: AttentionOptions,
+    num_queries: int,
+    plan: DecodePlan | None,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    """Computes `decode_attention` to `out`, of arguments that were checked."""
+    own_limits = limits(options.variants)
     if plan is None:
+        heads = HeadShape.of(q, kv)
         plan = decode_plan(
             rows,
             lengths,
-            num_kv_heads=kv.k.shape[1],
-            limits=limited,
+            num_kv_heads=heads.num_kv_heads,
+            limits=kv.lookup.limits(own_limits),
             num_queries=num_queries,
-            key_bytes=HeadShape.of(q, kv).key_bytes(q.dtype),
-            num_programs=num_programs_for(HeadShape.of(q, kv), kv.format, num_queries),
+            key_bytes=heads.key_bytes(q.dtype),
+            num_programs=num_programs_for(heads, kv.format, num_queries),
         )
-    _decode_attention(
-        q,
-        *flatten_operands(kv._replace(lookup=kv.lookup.of_layer(own_limits)), options.variants),
-        plan.items,
-        plan.shares,
-        plan.parts,
-        plan.split,
-        plan.members,
-        lengths,
-        out,
-        lse,
-        num_queries,
-        scale,
-        # A request's single query is its last token, so it sees all keys anyway.
-        options.causal or num_queries == 1,
-    )
-    return out
+    kv = kv._replace(lookup=kv.lookup.of_layer(own_limits))
+    _decode_attention(q, kv, plan, lengths, out, lse, num_queries, options)
 
 
 def decode_attention_reference(

@@ -109,8 +109,6 @@ def combine_partials(
     """
     num_heads, value_dim = out.shape[1:]
     launch = decode_tuning.combine_launch(out.shape[0] // num_queries)
-    early = tuning.has_early_launch(tuning.device_class(out.device))
-    options = {"launch_pdl": True} if early else {}
     _combine_kernel[(num_heads, num_queries, plan.split.shape[0])](
         partial_out,
         partial_lse,
@@ -125,9 +123,8 @@ def combine_partials(
         BLOCK_DV=tuning.padded_dim(value_dim),
         BLOCK_P=launch.block_n,
         HAS_LSE=lse is not None,
-        EARLY=early,
         num_warps=launch.num_warps,
-        **options,
+        **tuning.early_options(out.device),
     )
 
 

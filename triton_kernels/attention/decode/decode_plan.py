@@ -23,7 +23,6 @@ its M members. Item i of a prefix has the parts from i * M on, item i of a reque
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -32,13 +31,13 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_inputs import check_limits, check_requests
-from lightkv.triton_kernels.attention.lookups import PLAN_LIMITS
-from lightkv.triton_kernels.attention.paged_kv import HeadShape
+from lightkv.triton_kernels.attention.attention_inputs import REQUESTS, check_limits
+from lightkv.triton_kernels.attention.paged_kv import RECORDS, HeadShape
 from lightkv.triton_kernels.attention.records import Together
-from lightkv.triton_kernels.attention.variants import VARIANTS
 from lightkv.triton_kernels.attention.variants.hooks import first_key
-from lightkv.triton_kernels.attention.variants.variant import Flat, Variant, bind, flatten, rebuild
+from lightkv.triton_kernels.attention.variants.variant import Variant, bind
+from lightkv.triton_kernels.checks import Tensors
+from lightkv.triton_kernels.operators import operator
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
 from . import decode_tuning
@@ -221,55 +220,39 @@ def _plan_kernel(
         tl.store(shares + idle * _SHARE_FIELDS, num_items, mask=idle <= num_workers)
 
 
-@torch.library.custom_op(
-    "lightkv::decode_plan", mutates_args=("items", "shares", "parts", "split", "prefix_parts")
-)
+@operator("decode_plan", writes=("plan", "prefix_parts"), records=(*RECORDS, SharedPrefixGroups, DecodePlan))
 def _decode_plan(
     rows: Tensor,
     lengths: Tensor,
-    prefixes: Sequence[Tensor],
-    items: Tensor,
-    shares: Tensor,
-    parts: Tensor,
-    split: Tensor,
+    prefixes: SharedPrefixGroups | None,
+    plan: DecodePlan,
     prefix_parts: Tensor,
-    limits: str,
-    limit_tensors: Sequence[Tensor],
-    limit_numbers: Sequence[float],
-    num_queries: int,
 ) -> None:
-    num_requests, num_workers = rows.shape[0], shares.shape[0] - 1
+    num_requests, num_workers = rows.shape[0], plan.shares.shape[0] - 1
     if num_requests == 0:
         return
-    members, keys, place = SharedPrefixGroups(*prefixes) if prefixes else (None, None, None)
-    num_prefixes, num_members = (0, 1) if members is None else members.shape
-    block_r = tuning.block_for(num_prefixes + num_requests)
-    known = rebuild(Flat(limits, list(limit_tensors), list(limit_numbers)), (*VARIANTS, *PLAN_LIMITS))
+    num_prefixes, num_members = (0, 1) if prefixes is None else prefixes.members.shape
+    block_r, num_queries = (
+        tuning.block_for(num_prefixes + num_requests),
+        plan.num_queries if plan.limits else 1,
+    )
     _plan_kernel[(1,)](
         rows,
         lengths,
-        members,
-        keys,
-        place,
-        items,
-        shares,
-        parts,
-        split,
+        *(prefixes or (None, None, None)),
+        *plan[:4],
         prefix_parts,
         num_requests,
         num_prefixes,
         num_workers,
-        split.shape[0],
-        bind(known, 1.0)[0],
-        Together(tl.constexpr(num_queries if known else 1), tl.constexpr(num_members), tl.constexpr(False)),
+        plan.split.shape[0],
+        bind(plan.limits, 1.0)[0],
+        Together(tl.constexpr(num_queries), tl.constexpr(num_members), tl.constexpr(False)),
         BLOCK_R=block_r,
         BLOCK_W=64,
         UNIT=decode_tuning.DECODE_UNIT,
         num_warps=4 if block_r <= 512 else 8,
     )
-
-
-_decode_plan.register_fake(lambda *_: None)  # the outputs are arguments
 
 
 def num_programs_for(
@@ -319,7 +302,7 @@ def decode_plan(
             and limits that are for one.
     """
     num_requests = len(rows)
-    check_requests(rows, lengths)
+    REQUESTS.check({}, rows=rows, lengths=lengths)
     check_limits(limits)
     if num_queries > 1 and any(one.is_for_one_query for one in limits):
         raise ValueError(f"a plan with {limits} has one query a request; got {num_queries}")
@@ -344,99 +327,17 @@ def decode_plan(
     numbers = torch.empty(sum(sizes), dtype=torch.int32, device=rows.device).split(sizes)
     items, shares, parts, split, prefix_parts = numbers
     items, shares = items.view(-1, ITEM_FIELDS), shares.view(-1, SHARE_FIELDS)
-    parts = parts.view(-1, PART_FIELDS)
-    prefixes = shared_prefixes or ()
-    _decode_plan(
-        rows, lengths, prefixes, items, shares, parts, split, prefix_parts, *flatten(limits), num_queries
-    )
-    members = None if shared_prefixes is None else shared_prefixes.members
-    return DecodePlan(items, shares, parts, split, members, limits, num_queries)
+    plan = DecodePlan(items, shares, parts.view(-1, PART_FIELDS), split, None, limits, num_queries)
+    _decode_plan(rows, lengths, shared_prefixes, plan, prefix_parts)
+    return plan if shared_prefixes is None else plan._replace(members=shared_prefixes.members)
+
+
+_PREFIXES = Tensors(
+    members="contiguous int32 [P, M]", keys="contiguous int32 [P]", place="contiguous int32 [B]"
+)
 
 
 def _check_prefixes(prefixes: SharedPrefixGroups, num_requests: int, limits: Sequence[Variant]) -> None:
-    if any(one.flags.is_short for one in limits) or prefixes.place.shape != (num_requests,):
-        raise ValueError(
-            f"shared prefixes are for layers without a window, and have a place for each request; got {limits} "
-            f"and places {tuple(prefixes.place.shape)} for {num_requests} requests"
-        )
-    if prefixes.members.dim() != 2 or prefixes.keys.shape != prefixes.members.shape[:1]:
-        raise ValueError(
-            f"shared prefixes have members [P, M] and keys [P], got {tuple(prefixes.members.shape)} and "
-            f"{tuple(prefixes.keys.shape)}"
-        )
-    if any(numbers.dtype != torch.int32 or not numbers.is_contiguous() for numbers in prefixes):
-        kinds = ", ".join(str(numbers.dtype) for numbers in prefixes)
-        raise ValueError(f"members, keys and places of prefixes must be contiguous int32, got {kinds}")
-
-
-def decode_plan_reference(
-    rows: Tensor,
-    lengths: Tensor,
-    *,
-    num_workers: int,
-    unit: int,
-    limits: tuple[Variant, ...] = (),
-    num_queries: int = 1,
-    shared_prefixes: SharedPrefixGroups | None = None,
-) -> DecodePlan:
-    """Computes `decode_plan` in plain Python.
-
-    Unused items are left out, and fields that the kernel does not write are 0.
-    """
-    rows_host, lengths_host = rows.tolist(), lengths.tolist()
-    runs: list[list[int]] = []  # request or -1 - prefix, row, first key, end
-    num_prefixes, num_members, places = 0, 1, [-1] * len(rows_host)
-    if shared_prefixes is not None:
-        num_prefixes, num_members = shared_prefixes.members.shape
-        places = shared_prefixes.place.tolist()
-        leaders, keys = shared_prefixes.members[:, 0].tolist(), shared_prefixes.keys.tolist()
-        for prefix, (leader, shared) in enumerate(zip(leaders, keys, strict=True)):
-            chosen = shared_prefixes.members[prefix].tolist() if shared and limits else []
-            seen_from = [_first_key(limits, lengths_host[one] - num_queries) for one in chosen if one >= 0]
-            begin = min([shared, *seen_from]) if limits else 0
-            runs.append([-1 - prefix, rows_host[leader] if shared else 0, begin, shared])
-    for request, (row, length) in enumerate(zip(rows_host, lengths_host, strict=True)):
-        first = _first_key(limits, length - num_queries)
-        if places[request] >= 0:
-            first = max(first, runs[places[request] // num_members][3])
-        runs.append([request, row, first, length])
-    units = [max(-(-(end - first) // unit), int(owner >= 0)) for owner, _, first, end in runs]
-    ends = [sum(units[: i + 1]) for i in range(len(units))]
-    share = -(-ends[-1] // num_workers)
-    cuts = [min(worker * share, ends[-1]) for worker in range(num_workers + 1)]
-
-    items: list[list[int]] = []
-    shares = [[0] * SHARE_FIELDS for _ in cuts]
-    found: list[tuple[int, int]] = []  # first item of each run, and how many
-    for (owner, row, first, last), size, run_end in zip(runs, units, ends, strict=True):
-        run_begin, first_item = run_end - size, len(items)
-        for worker, (share_begin, share_end) in enumerate(pairwise(cuts)):
-            begin, end = max(share_begin, run_begin), min(share_end, run_end)
-            if begin < end:
-                stop = min(first + (end - run_begin) * unit, last)
-                item = [owner, row, first + (begin - run_begin) * unit, stop]
-                if begin == share_begin:
-                    shares[worker][:5] = [len(items), *item]
-                items.append(item)
-        found.append((first_item, len(items) - first_item))
-    for worker, cut in enumerate(cuts):
-        if cut == cuts[-1]:
-            shares[worker][0] = len(items)
-    own_parts = (num_prefixes + num_workers) * num_members if shared_prefixes is not None else 0
-    parts = []
-    for request, (first_item, count) in enumerate(found[num_prefixes:]):
-        prefix, member = divmod(places[request], num_members)
-        prefix_item, prefix_count = found[prefix] if places[request] >= 0 else (0, 0)
-        prefix_part = prefix_item * num_members + member if places[request] >= 0 else 0
-        parts.append([own_parts + first_item, count, prefix_part, prefix_count])
-    split = [request for request, (_, count, _, more) in enumerate(parts) if count + more > 1]
-    num_listed = len(parts) if shared_prefixes is not None else min(len(parts), num_workers)
-    split += [-1] * (num_listed - len(split))
-    members = None if shared_prefixes is None else shared_prefixes.members
-    listed = (torch.tensor(numbers, dtype=torch.int32) for numbers in (items, shares, parts, split))
-    on_device = [numbers.to(lengths.device) for numbers in listed]
-    return DecodePlan._make([*on_device, members, limits, num_queries])
-
-
-def _first_key(limits: Sequence[Variant], position: int) -> int:
-    return max((one.first_key(max(position, 0)) for one in limits), default=0)
+    if any(one.flags.is_short for one in limits):
+        raise ValueError(f"shared prefixes are for layers without a window; got {limits}")
+    _PREFIXES.check({"B": num_requests}, **prefixes._asdict())

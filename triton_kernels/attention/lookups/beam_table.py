@@ -5,15 +5,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels.attention.variants.variant import Variant
-from lightkv.triton_kernels.layout.strides import has_unit_stride
+from lightkv.triton_kernels.checks import Tensors
 
-from .lookup import FlatLookup, Lookup, LookupHooks, check_shift, slots_at_reference
+from .lookup import Lookup, LookupHooks, check_shift, slots_at_reference
+
+_TABLE = Tensors(indirection="int32 [rows, positions] with a last stride of 1")
+_BEAMS = Tensors(
+    cache_indirection="int32 [batch, beams, positions]",
+    rows="int64 [batch, beams]",
+    out="int32 [rows, positions]",
+)
 
 
 class _Data(NamedTuple):
@@ -43,28 +49,10 @@ class BeamTable(Lookup):
 
     def check(self, index: Tensor, variants: Sequence[Variant]) -> None:
         check_shift(self.shift)
-        table = self.indirection
-        if table.dim() != 2 or table.dtype != torch.int32 or len(table) != len(index):
-            raise ValueError(
-                f"indirection must be int32 [{len(index)}, positions], a row for each of the index; got "
-                f"{table.dtype} {tuple(table.shape)}"
-            )
-        if not has_unit_stride(table):
-            raise ValueError(
-                f"the last stride of indirection must be 1, got {table.stride()}; make it contiguous"
-            )
+        _TABLE.check({"rows": len(index)}, indirection=self.indirection)
 
     def data(self) -> Any:
         return _Data(self.indirection, self.indirection.stride(0))
-
-    def flat(self) -> FlatLookup:
-        return FlatLookup((self.indirection,), (self.shift,))
-
-    @classmethod
-    def rebuild(cls, flat: FlatLookup) -> "BeamTable":
-        (table,) = flat.tensors
-        assert table is not None
-        return cls(table, flat.numbers[0])
 
     def slots_reference(self, index: Tensor, rows: int | Tensor, positions: Tensor) -> Tensor:
         return slots_at_reference(index, self.indirection[rows, positions].long(), positions, self.shift)
@@ -85,20 +73,7 @@ def beam_indirection(cache_indirection: Tensor, rows: Tensor, out: Tensor) -> No
     Raises:
         ValueError: shapes or dtypes do not fit. Nothing is written then. The numbers are not checked.
     """
-    if (
-        cache_indirection.dim() != 3
-        or cache_indirection.dtype != torch.int32
-        or rows.shape != cache_indirection.shape[:2]
-        or rows.dtype != torch.int64
-        or out.dim() != 2
-        or out.dtype != torch.int32
-        or out.shape[1] != cache_indirection.shape[2]
-    ):
-        raise ValueError(
-            "cache_indirection must be int32 [batch, beams, positions], rows int64 [batch, beams] and out "
-            f"int32 [num_rows, positions]; got {cache_indirection.dtype} {tuple(cache_indirection.shape)}, "
-            f"{rows.dtype} {tuple(rows.shape)} and {out.dtype} {tuple(out.shape)}"
-        )
+    _BEAMS.check({}, cache_indirection=cache_indirection, rows=rows, out=out)
     batch, beams, positions = cache_indirection.shape
     chosen = rows[:, None].expand(batch, beams, beams).gather(2, cache_indirection.long())
     out.index_copy_(0, rows.flatten(), chosen.view(batch * beams, positions).int())

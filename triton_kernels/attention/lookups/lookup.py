@@ -51,13 +51,6 @@ class KeptQuery(NamedTuple):
     lengths: Any
 
 
-class FlatLookup(NamedTuple):
-    """A lookup as a registered operator takes it."""
-
-    tensors: Sequence[Tensor | None]
-    numbers: Sequence[int]
-
-
 class Lookup(ABC):
     """How a row of an index finds the slot of a position: a frozen dataclass of tensors and numbers. A subclass
     sets `hooks`, and whatever else below it needs.
@@ -102,15 +95,6 @@ class Lookup(ABC):
         """Returns the tensors that `attend_kept` gets as `index.kept`. In a tuple with tensors, Triton 3.6
         loses constants, so `data` has those."""
         return ()
-
-    @abstractmethod
-    def flat(self) -> FlatLookup:
-        """Returns it as an operator takes it."""
-
-    @classmethod
-    @abstractmethod
-    def rebuild(cls, flat: FlatLookup) -> Self:
-        """Returns the lookup that has this `flat`."""
 
     @abstractmethod
     def slots_reference(self, index: Tensor, rows: int | Tensor, positions: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels.attention.variants.variant import Variant
 
-from .lookup import FlatLookup, Lookup, check_shift, slots_at_reference
+from .lookup import Lookup, check_shift, slots_at_reference
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,6 @@ class Pages(Lookup):
 
     def check(self, index: Tensor, variants: Sequence[Variant]) -> None:
         check_shift(self.shift)
-
-    def flat(self) -> FlatLookup:
-        return FlatLookup((), (self.shift,))
-
-    @classmethod
-    def rebuild(cls, flat: FlatLookup) -> "Pages":
-        return cls(flat.numbers[0])
 
     def slots_reference(self, index: Tensor, rows: int | Tensor, positions: Tensor) -> Tensor:
         return slots_at_reference(index, rows, positions, self.shift)

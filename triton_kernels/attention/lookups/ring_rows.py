@@ -14,7 +14,7 @@ from lightkv.triton_kernels.attention.variants.variant import Variant, limits
 from lightkv.triton_kernels.layout.ring import Ring
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
-from .lookup import FlatLookup, Lookup, LookupHooks
+from .lookup import Lookup, LookupHooks
 from .ring_sinks import SinkRotation, attend_sinks, check_rotation, rotation_for, turn_forward
 
 
@@ -109,8 +109,8 @@ class RingRows(Lookup):
                 raise ValueError("a rotation for sinks, but the layer sees no ring's sinks; pass none")
             if stored.elements.has_hadamard:
                 raise ValueError(
-                    "a rotation for sinks of keys that were multiplied by a Hadamard matrix; choose another "
-                    "format"
+                    f"sinks of {ring} over keys that were multiplied by a Hadamard matrix, for which a query "
+                    "cannot be rotated: store K/V as int8 or int8-gN, or have a ring without sinks"
                 )
         if is_limited:
             return
@@ -146,16 +146,6 @@ class RingRows(Lookup):
 
     def kept(self) -> SinkRotation | tuple[None, None]:
         return self.rotation or (None, None)
-
-    def flat(self) -> FlatLookup:
-        ring = self.ring
-        return FlatLookup(self.rotation or (), (ring.sinks, ring.size, ring.stride, int(self.is_limited)))
-
-    @classmethod
-    def rebuild(cls, flat: FlatLookup) -> "RingRows":
-        sinks, size, stride, is_limited = flat.numbers
-        rotation = SinkRotation(*flat.tensors) if flat.tensors else None  # type: ignore[arg-type]
-        return cls(Ring(sinks, size, stride), rotation, bool(is_limited))
 
     def slots_reference(self, index: Tensor, rows: int | Tensor, positions: Tensor) -> Tensor:
         return index[rows, entries_reference(positions, self.ring)].long()

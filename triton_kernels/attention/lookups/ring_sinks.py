@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lightkv.triton_kernels.attention.attend_keys import attend_keys, find_slots, query_for, sum_query
 from lightkv.triton_kernels.attention.records import Shape, Sums
+from lightkv.triton_kernels.checks import Tensors
 from lightkv.triton_kernels.layout.ring import Ring
-from lightkv.triton_kernels.quantised.unpack import fields_of, kind_of, tuple_of, word_block, words_of
+from lightkv.triton_kernels.quantised.unpack import fields_of, kind_of, word_block, words_of
 
 _SINK_TILE = tl.constexpr(16)  # keys; the fewest that a dot product takes
 
@@ -62,19 +63,11 @@ def _load_query_rotated_back(heads, cos, sin, in_tile, PAIRS: tl.constexpr, shap
     FIELDS: tl.constexpr = fields_of(KIND)
     words = tl.arange(0, word_block(shape.BLOCK_DK, KIND))
     in_head = words < words_of(shape.DK, KIND)
-    dims = FIELDS * words
-    return tuple_of(
-        _load_rotated_back(heads, dims, in_head, cos, sin, in_tile, PAIRS, KIND, PACKED),
-        _load_rotated_back(heads, dims + 1, in_head, cos, sin, in_tile, PAIRS, KIND, PACKED)
-        if FIELDS >= 2
-        else None,
-        _load_rotated_back(heads, dims + 2, in_head, cos, sin, in_tile, PAIRS, KIND, PACKED)
-        if FIELDS == 4
-        else None,
-        _load_rotated_back(heads, dims + 3, in_head, cos, sin, in_tile, PAIRS, KIND, PACKED)
-        if FIELDS == 4
-        else None,
-    )
+    tiles = ()  # type: tuple
+    for field in tl.static_range(FIELDS):
+        dims = FIELDS * words + field
+        tiles += (_load_rotated_back(heads, dims, in_head, cos, sin, in_tile, PAIRS, KIND, PACKED),)
+    return tiles
 
 
 @triton.jit
@@ -137,19 +130,14 @@ def attend_sinks(
     return Sums(found.acc, found.total, found.peak, sums.slots)
 
 
+_ANGLES = Tensors(cos="contiguous float32 [T, n]", sin="contiguous float32 [T, n]")
+
+
 def check_rotation(rotation: SinkRotation, num_tokens: int, key_dim: int) -> None:
     """Raises ValueError unless these are angles for `num_tokens` queries of `key_dim` dims."""
-    for angles in rotation:
-        if angles.dtype != torch.float32 or not angles.is_contiguous() or angles.shape != rotation.cos.shape:
-            raise ValueError(
-                f"cos and sin of a rotation must be contiguous float32 of one shape, got {angles.dtype} "
-                f"{tuple(angles.shape)}"
-            )
-    if rotation.cos.dim() != 2 or len(rotation.cos) != num_tokens or 2 * rotation.cos.shape[1] > key_dim:
-        raise ValueError(
-            f"a rotation must be [{num_tokens}, n], with n at most {key_dim // 2}; got "
-            f"{tuple(rotation.cos.shape)}"
-        )
+    _ANGLES.check({"T": num_tokens}, **rotation._asdict())
+    if 2 * rotation.cos.shape[1] > key_dim:
+        raise ValueError(f"a rotation of {rotation.cos.shape[1]} pairs; a key has {key_dim // 2}")
 
 
 def turn_forward(k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -5,29 +5,38 @@ an output in e4m3.
     k, v    ≈ element * scales[head]           a K scale and a V scale for each K/V head
     out     ≈ out_element * out_scale          if the output is e4m3
 
-The first part of a layer is `fill_fp8_scratch`, which lays K and V out as the products need them.
+The first part of a layer is `restore_kv`, which lays K and V out as the products need them.
 """
 
 import math
 from collections.abc import Sequence
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.attention_inputs import REQUESTS, check_plan
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape
-from lightkv.triton_kernels.attention.prefill.hopper.hopper_features import FP8_VARIANTS
 from lightkv.triton_kernels.attention.records import Outputs
 from lightkv.triton_kernels.attention.variants.variant import Scored, Variant, limits
+from lightkv.triton_kernels.checks import Tensors
 
 from . import prefill_tuning
-from .fp8_scratch import Fp8Scratch, to_fp8_reference
 from .prefill_combine import combine_tiles, empty_partials
 from .prefill_plan import PrefillPlan, prefill_plan
+from .restore_kv import FP8, Scratch
 
 HEAD_DIMS = (64, 128)
-_FP8 = torch.float8_e4m3fn
+LARGEST = 448.0  # of e4m3
+_LARGEST = tl.constexpr(LARGEST)
+_TAKEN = Tensors(
+    lse="contiguous float32 [T, H]",
+    q="float8_e4m3fn [T, H, D] with a last stride of 1",
+    out="floats [T, H, D] with a last stride of 1",
+)
 
 
 def fp8_prefill_reason(device: torch.device, heads: HeadShape) -> str | None:
@@ -46,12 +55,12 @@ def fp8_prefill_reason(device: torch.device, heads: HeadShape) -> str | None:
 
 def unknown_in_fp8(variants: Sequence[Variant]) -> list[str]:
     """Returns the names of the variants that `fp8_prefill_attention` does not know."""
-    return [type(one).__name__ for one in variants if not isinstance(one, FP8_VARIANTS)]
+    return [type(one).__name__ for one in variants if not one.runs_on_hopper(variants, 8)]
 
 
 def fp8_prefill_attention(
     q: Tensor,
-    scratch: Fp8Scratch,
+    scratch: Scratch,
     q_starts: Tensor,
     lengths: Tensor,
     options: AttentionOptions = DEFAULT_OPTIONS,
@@ -80,37 +89,22 @@ def fp8_prefill_attention(
     Raises:
         ValueError: shapes, dtypes or the device do not fit.
     """
-    if unknown := unknown_in_fp8(options.variants):
-        raise ValueError(f"prefill in fp8 does not know {', '.join(unknown)}; use prefill_attention")
     heads = HeadShape(q.shape[1], scratch.k.shape[1], q.shape[2], scratch.v.shape[1])
-    _check_requests(q, scratch, q_starts, lengths, options, plan, lse)
-    if not (0 < q_scale < math.inf and 0 < out_scale < math.inf):
-        raise ValueError(
-            f"scales must be finite and above 0, got {q_scale} of q and {out_scale} of the output"
-        )
-    strides = *q.stride()[:2], *out.stride()[:2]
-    if q.dtype != _FP8 or q.shape[2] != scratch.k.shape[2] or heads.num_heads % heads.num_kv_heads:
-        raise ValueError(
-            f"q must be e4m3 [T, H, {scratch.k.shape[2]}] with H a multiple of {heads.num_kv_heads}, got "
-            f"{q.dtype} {tuple(q.shape)}; to_fp8 rounds it"
-        )
-    if (
-        out.shape != q.shape
-        or any(stride % 16 for stride in strides)
-        or out.stride(2) != 1
-        or q.stride(2) != 1
-        or q.data_ptr() % 16
-    ):
-        raise ValueError(
-            f"out must be {tuple(q.shape)}, strides multiples of 16 except the last, which is 1, and q at a "
-            f"multiple of 16 bytes; got {tuple(out.shape)} with {out.stride()}, and q with {q.stride()} at "
-            f"{q.data_ptr()}"
-        )
+    of_requests = {"q_starts": q_starts, "lengths": lengths}
+    num_requests = len(scratch.begins)
+    REQUESTS.check({"B": num_requests, "P": num_requests}, **of_requests)
+    sizes = {"T": q.shape[0], "H": heads.num_heads, "D": scratch.k.shape[2]}
+    _TAKEN.check(sizes, q=q, out=out, lse=lse)
+    _check(q, out, heads, options, (q_scale, out_scale))
+    if plan is not None:
+        asked = num_requests, limits(options.variants), options.causal
+        check_plan((plan.num_requests, plan.limits, plan.causal), asked, "requests, limits, causal")
     if reason := fp8_prefill_reason(q.device, heads):
         raise ValueError(f"prefill in fp8 cannot run: {reason}; use prefill_attention")
+    launch = prefill_tuning.fp8_prefill_launch(heads.key_dim)
     if plan is None:
         plan = prefill_plan(
-            torch.arange(len(lengths), device=q.device),
+            torch.arange(num_requests, device=q.device),
             q_starts,
             lengths,
             heads,
@@ -118,9 +112,8 @@ def fp8_prefill_attention(
             dtype=torch.bfloat16,
             limits=limits(options.variants),
             causal=options.causal,
-            launch=prefill_tuning.fp8_prefill_launch(heads.key_dim),
+            launch=launch,
         )
-    launch = prefill_tuning.fp8_prefill_launch(heads.key_dim)
     if plan.launch.block_m != launch.block_m:
         raise ValueError(
             f"the plan has tiles of {plan.launch.block_m} rows, and prefill in fp8 {launch.block_m}; make it "
@@ -146,7 +139,7 @@ def fp8_prefill_attention(
         plan,
         Outputs(out, out.stride(0), out.stride(1), lse, partial_out, partial_lse),
         launch,
-        Fp8Scales(scratch.scales, q_scale, 1.0 / out_scale if out.dtype == _FP8 else 1.0),
+        Fp8Scales(scratch.scales, q_scale, 1.0 / out_scale if out.dtype == FP8 else 1.0),
         options,
     )
     if partial_out is not None and partial_lse is not None:
@@ -154,43 +147,27 @@ def fp8_prefill_attention(
     return out
 
 
-def _check_requests(
-    q: Tensor,
-    scratch: Fp8Scratch,
-    q_starts: Tensor,
-    lengths: Tensor,
-    options: AttentionOptions,
-    plan: PrefillPlan | None,
-    lse: Tensor | None,
+def _check(
+    q: Tensor, out: Tensor, heads: HeadShape, options: AttentionOptions, scales: tuple[float, float]
 ) -> None:
-    """Raises ValueError where what describes the requests does not fit the scratch, q or the plan."""
-    num_requests = len(scratch.begins)
-    for name, tensor, count in (("q_starts", q_starts, num_requests + 1), ("lengths", lengths, num_requests)):
-        if tensor.dtype != torch.int32 or tensor.shape != (count,) or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be contiguous int32 [{count}], as the scratch has {num_requests} requests; got "
-                f"{tensor.dtype} {tuple(tensor.shape)}"
-            )
-    if lse is not None and (
-        lse.dtype != torch.float32 or lse.shape != q.shape[:2] or not lse.is_contiguous()
-    ):
+    """Raises ValueError for numbers and variants that the kernel does not take. `scales`: of q and of `out`."""
+    if unknown := unknown_in_fp8(options.variants):
+        raise ValueError(f"prefill in fp8 does not know {', '.join(unknown)}; use prefill_attention")
+    if not all(0 < scale < math.inf for scale in scales):
         raise ValueError(
-            f"lse must be contiguous float32 {tuple(q.shape[:2])}, got {lse.dtype} {tuple(lse.shape)}"
+            f"scales must be finite and above 0, got {scales[0]} of q and {scales[1]} of the output"
         )
-    if plan is None:
-        return
-    asked = num_requests, limits(options.variants), options.causal
-    made = plan.num_requests, plan.limits, plan.causal
-    if made != asked:
+    multiples = *q.stride()[:2], *out.stride()[:2], q.data_ptr()
+    if heads.num_heads % heads.num_kv_heads or any(one % 16 for one in multiples):
         raise ValueError(
-            f"the plan is for (requests, limits, causal) {made}, and the call has "
-            f"{asked}; make a plan for this call"
+            f"{heads.num_heads} heads of q must be a multiple of {heads.num_kv_heads}, and strides of q and "
+            f"out and the address of q multiples of 16; got {multiples}"
         )
 
 
 def fp8_prefill_attention_reference(
     q: Tensor,
-    scratch: Fp8Scratch,
+    scratch: Scratch,
     q_starts: Tensor,
     lengths: Tensor,
     options: AttentionOptions = DEFAULT_OPTIONS,
@@ -207,5 +184,38 @@ def fp8_prefill_attention_reference(
         found = attend_reference(
             q[queries].float() * q_scale, *scratch.read(request, length), options, scored
         )
-        out[queries] = to_fp8_reference(found, out_scale) if out.dtype == _FP8 else found.to(out.dtype)
+        out[queries] = to_fp8_reference(found, out_scale) if out.dtype == FP8 else found.to(out.dtype)
+    return out
+
+
+def to_fp8_reference(x: Tensor, scale: float) -> Tensor:
+    """Returns x in e4m3 in units of `scale`, rounded to even and bounded."""
+    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(FP8)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _quantise_kernel(
+    x, out, num_rows, scale, stride_t, stride_h, H: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    dims = tl.arange(0, BLOCK_D)
+    mask = (rows < num_rows)[:, None] & (dims < D)[None, :]
+    source = x + (rows // H).to(tl.int64)[:, None] * stride_t + (rows % H)[:, None] * stride_h + dims[None, :]
+    kind: tl.constexpr = out.dtype.element_ty
+    values = tl.load(source, mask=mask, other=0.0).to(tl.float32) / scale
+    values = tl.clamp(values, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL).to(kind)
+    tl.store(out + rows.to(tl.int64)[:, None] * D + dims[None, :], values, mask=mask)
+
+
+def to_fp8(x: Tensor, scale: float) -> Tensor:
+    """Returns heads `[T, H, D]`, whose last stride is 1, in e4m3 in units of `scale`, contiguous."""
+    num_tokens, num_heads, dim = x.shape
+    out = torch.empty(x.shape, dtype=FP8, device=x.device)
+    block_d = tuning.padded_dim(dim)
+    block_r = max(1, 4096 // block_d)
+    if num_tokens:
+        _quantise_kernel[(triton.cdiv(num_tokens * num_heads, block_r),)](
+            x, out, num_tokens * num_heads, scale, *x.stride()[:2], num_heads, dim, block_r, block_d
+        )
     return out

@@ -16,27 +16,26 @@ The kernel of `prefill_kernel.py` runs wherever Triton does. On compute capabili
 goes through the same work list, where types, head dim and strides allow.
 """
 
-from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
-from typing import Optional
 
 import torch
 import triton
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_inputs import check_attention_inputs, check_starts
+from lightkv.triton_kernels.attention.attention_inputs import check_attention_inputs, check_plan
 from lightkv.triton_kernels.attention.attention_reference import attend_reference, slots_reference
-from lightkv.triton_kernels.attention.operands import flatten_operands, rebuild_operands
-from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
-from lightkv.triton_kernels.attention.records import Outputs, heads_record, shape_record
-from lightkv.triton_kernels.attention.variants.variant import (
-    Scored,
-    Variant,
-    bind,
-    limits,
+from lightkv.triton_kernels.attention.paged_kv import (
+    DEFAULT_OPTIONS,
+    RECORDS,
+    AttentionOptions,
+    HeadShape,
+    PagedKV,
 )
+from lightkv.triton_kernels.attention.records import Outputs, heads_record, shape_record
+from lightkv.triton_kernels.attention.variants.variant import Scored, bind, limits
+from lightkv.triton_kernels.operators import operator
 
 from . import prefill_tuning
 from .prefill_combine import combine_tiles, empty_partials
@@ -58,83 +57,71 @@ def _hopper() -> ModuleType | None:
 
 
 def _hopper_launch(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, variants: Sequence[Variant], block_m: int
+    q: Tensor, kv: PagedKV, out: Tensor, options: AttentionOptions, block_m: int
 ) -> tuple[ModuleType, tuning.Launch] | None:
     """Returns the module `prefill_hopper` and how it computes tiles of `block_m` rows; None if it cannot, as it
     copies 16 bytes at a time, converts no types, and does not know all variants."""
-    if not q.dtype == k_cache.dtype == v_cache.dtype:
+    if not q.dtype == kv.k.dtype == kv.v.dtype:
         return None
-    for tensor in (q, k_cache, v_cache, out):
+    for tensor in (q, kv.k, kv.v, out):
         if tensor.data_ptr() % 16 or any(stride % 16 for stride in tensor.stride()[:2]):
             return None
     device = tuning.device_class(q.device)
-    dims = q.shape[2], v_cache.shape[2]
+    dims = q.shape[2], kv.v.shape[2]
     launch = prefill_tuning.hopper_prefill_launch(device, *dims, q.element_size(), block_m)
     if launch is None or (hopper := _hopper()) is None:
         return None
-    return (hopper, launch) if hopper.knows_all(variants, device, launch, dims) else None
+    return (hopper, launch) if hopper.knows_all(options.variants, device, launch, dims) else None
 
 
-@torch.library.custom_op("lightkv::prefill_attention", mutates_args=("counters", "out", "lse"))
+@operator(
+    "prefill_attention",
+    writes=("plan", "out", "lse"),  # of the plan its counters
+    records=(*RECORDS, PrefillPlan, tuning.Launch),
+)
 def _prefill_attention(
-    q: Tensor,
-    variants: str,
-    tensors: Sequence[Optional[Tensor]],  # noqa: UP045  # the form that torch reads
-    numbers: Sequence[float],
-    items: Tensor,
-    counters: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    num_shares: int,
-    num_workers: int,
-    launch: Sequence[int],
-    scale: float,
-    causal: bool,
+    q: Tensor, kv: PagedKV, plan: PrefillPlan, out: Tensor, lse: Tensor | None, options: AttentionOptions
 ) -> None:
+    num_shares, num_workers = plan.num_shares, plan.num_workers
     if num_shares == 0:
         return
-    cache, index, used, *_ = rebuild_operands(variants, tensors, numbers)
-    num_kv_heads, value_dim = cache.k.shape[1], out.shape[2]
-    block_m, block_n, num_warps, num_stages = launch
+    cache, index = kv.for_kernels()
+    num_kv_heads, value_dim, scale = cache.k.shape[1], out.shape[2], options.scale_for(q.shape[2])
+    block_m, block_n, num_warps, num_stages = plan.launch
     partial_out = partial_lse = None
     if num_workers:
         partial_out, partial_lse = empty_partials(num_workers, num_kv_heads, block_m, value_dim, q.device)
     outputs = Outputs(out, out.stride(0), out.stride(1), lse, partial_out, partial_lse)
-    hopper = _hopper_launch(q, cache.k, cache.v, out, used, block_m)
+    hopper = _hopper_launch(q, kv, out, options, block_m)
     if hopper is not None:
-        hopper[0].launch_hopper_prefill(
-            q, cache, index, items, counters, outputs, hopper[1], used, num_shares, scale, causal
-        )
+        hopper[0].launch_hopper_prefill(q, cache, index, plan, outputs, hopper[1], options)
     else:
         if num_warps & (num_warps - 1):
             raise ValueError(
                 f"the plan's tiles of {block_m} rows are those of prefill in fp8, and this call is in "
                 f"{q.dtype} at head dim {q.shape[2]}; make a plan for it without `launch`"
             )
-        if any(one.loaded_bytes for one in used):
-            _, block_n, num_warps, num_stages = prefill_tuning.masked_prefill_launch(tuning.Launch(*launch))
-        bound, score_scale = bind(used, scale)
+        if any(one.loaded_bytes for one in options.variants):
+            _, block_n, num_warps, num_stages = prefill_tuning.masked_prefill_launch(plan.launch)
+        bound, score_scale = bind(options.variants, scale)
         rows = prefill_tuning.general_rows(block_m)
         prefill_kernel[(num_kv_heads * num_shares * (block_m // rows),)](
             heads_record(q),
             cache,
             index,
-            items,
+            plan.items,
             outputs,
             num_kv_heads,
             score_scale,
             bound,
-            shape_record(q, cache, value_dim, rows, block_n, causal),
+            shape_record(q, cache, value_dim, rows, block_n, options.causal),
             PROGRAMS=block_m // rows,
             SHARES=num_workers > 0,
             num_warps=num_warps,
             num_stages=num_stages,
         )
     if partial_out is not None and partial_lse is not None:
-        combine_tiles(partial_out, partial_lse, items, out, lse)
-
-
-_prefill_attention.register_fake(lambda *_: None)  # the outputs are arguments
+        combine_tiles(partial_out, partial_lse, plan.items, out, lse)
 
 
 def prefill_attention(
@@ -180,21 +167,39 @@ def prefill_attention(
     Raises:
         ValueError: shapes, strides, dtypes or numbers do not fit.
     """
-    scale = check_attention_inputs(q, kv, rows, lengths, options, out, lse)
-    limited = limits(options.variants)
-    kv.lookup.check_prefill(options.variants, options.causal)
-    check_starts("q_starts", q_starts, len(rows) + 1)
-    if plan is not None and (plan.limits, plan.causal, plan.num_requests) != (
-        limited,
-        options.causal,
-        len(rows),
-    ):
-        raise ValueError(
-            f"the plan is for {plan.num_requests} requests with {plan.limits}, causal {plan.causal}, but the "
-            f"call has {len(rows)} requests with {limited}, causal {options.causal}; make a plan for this call"
-        )
+    num_requests = rows.numel()
+    check_attention_inputs(
+        q, kv, rows, lengths, options, out=out, lse=lse, q_starts=q_starts, num_prefills=num_requests
+    )
+    check_prefills(kv, options, num_requests, plan)
     if out is None:
         out = q.new_empty((*q.shape[:2], kv.value_dim))
+    attend_prefills(q, kv, rows, q_starts, lengths, options, plan, out, lse)
+    return out
+
+
+def check_prefills(
+    kv: PagedKV, options: AttentionOptions, num_requests: int, plan: PrefillPlan | None
+) -> None:
+    """Raises ValueError for what prefill alone cannot do, or a plan that is for another call."""
+    kv.lookup.check_prefill(options.variants, options.causal)
+    if plan is not None:
+        asked = num_requests, limits(options.variants), options.causal
+        check_plan((plan.num_requests, plan.limits, plan.causal), asked, "requests, limits, causal")
+
+
+def attend_prefills(
+    q: Tensor,
+    kv: PagedKV,
+    rows: Tensor,
+    q_starts: Tensor,
+    lengths: Tensor,
+    options: AttentionOptions,
+    plan: PrefillPlan | None,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    """Computes `prefill_attention` to `out`, of arguments that were checked."""
     if plan is None:
         plan = prefill_plan(
             rows,
@@ -203,24 +208,11 @@ def prefill_attention(
             HeadShape.of(q, kv),
             num_tokens=q.shape[0],
             dtype=q.dtype,
-            limits=limited,
+            limits=limits(options.variants),
             causal=options.causal,
             layer_format=kv.format,
         )
-    _prefill_attention(
-        q,
-        *flatten_operands(kv, options.variants),
-        plan.items,
-        plan.counters,
-        out,
-        lse,
-        plan.num_shares,
-        plan.num_workers,
-        plan.launch,
-        scale,
-        options.causal,
-    )
-    return out
+    _prefill_attention(q, kv, plan, out, lse, options)
 
 
 def prefill_attention_reference(

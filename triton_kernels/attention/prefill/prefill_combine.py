@@ -153,8 +153,6 @@ def combine_tiles(
     if num_parts < 4:  # a tile is cut where a share begins
         return
     launch = _launch_for(num_kv_heads)
-    early = tuning.has_early_launch(tuning.device_class(out.device))
-    options = {"launch_pdl": True} if early else {}
     _combine_kernel[(num_kv_heads, block_m // launch.block_m, num_parts // 2 - 1)](
         partial_out,
         partial_lse,
@@ -169,9 +167,8 @@ def combine_tiles(
         ROWS=launch.block_m,
         BLOCK_P=launch.block_n,
         HAS_LSE=lse is not None,
-        EARLY=early,
         num_warps=launch.num_warps,
-        **options,
+        **tuning.early_options(out.device),
     )
 
 

@@ -42,11 +42,11 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_inputs import check_limits, check_requests
-from lightkv.triton_kernels.attention.paged_kv import HeadShape
-from lightkv.triton_kernels.attention.variants import VARIANTS
+from lightkv.triton_kernels.attention.attention_inputs import REQUESTS, check_limits
+from lightkv.triton_kernels.attention.paged_kv import RECORDS, HeadShape
 from lightkv.triton_kernels.attention.variants.hooks import first_key
-from lightkv.triton_kernels.attention.variants.variant import Flat, Variant, bind, flatten, rebuild
+from lightkv.triton_kernels.attention.variants.variant import Variant, bind
+from lightkv.triton_kernels.operators import operator
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
 from . import prefill_tuning
@@ -296,22 +296,24 @@ class TileSizes(NamedTuple):
     block_m: int
 
 
-@torch.library.custom_op("lightkv::prefill_plan", mutates_args=("numbers", "counters"))
+@operator(
+    "prefill_plan",
+    writes=("numbers", "counters"),
+    records=(*RECORDS, TileSizes, prefill_tuning.PrefillShares),
+)
 def _prefill_plan(
     rows: Tensor,
     q_starts: Tensor,
     lengths: Tensor,
     numbers: Tensor,
     counters: Tensor,
-    sizes: Sequence[int],
-    limits: str,
-    limit_tensors: Sequence[Tensor],
-    limit_numbers: Sequence[float],
+    sizes: TileSizes,
+    limits: tuple[Variant, ...],
     causal: bool,
-    shares: Sequence[int],
+    shares: prefill_tuning.PrefillShares,
 ) -> None:
     num_requests = rows.shape[0]
-    capacity, section_keys, num_kv_heads, group, block_m = TileSizes(*sizes)
+    capacity, section_keys, num_kv_heads, group, block_m = sizes
     numbers.fill_(-1)
     if num_requests == 0:
         counters.zero_()
@@ -320,7 +322,6 @@ def _prefill_plan(
     # Long requests have many tiles, so several programs share one request; but then the requests are few.
     programs = min(64, triton.cdiv(capacity, block_t * num_requests))
     items, tiles = numbers[:-capacity], numbers[-capacity:]
-    known = rebuild(Flat(limits, list(limit_tensors), list(limit_numbers)), VARIANTS)
     _plan_kernel[(num_requests, programs)](
         rows,
         q_starts,
@@ -334,8 +335,8 @@ def _prefill_plan(
         BLOCK_M=block_m,
         BLOCK_T=block_t,
         BLOCK_B=block_b,
-        MOST_KEYS=key_bound(known, causal, block_m, group),
-        FULL=is_full(known, causal),
+        MOST_KEYS=key_bound(limits, causal, block_m, group),
+        FULL=is_full(limits, causal),
         num_warps=4,
     )
     num_workers, num_programs, unit, least_units, least_gain = shares
@@ -351,7 +352,7 @@ def _prefill_plan(
             num_kv_heads,
             least_units,
             least_gain,
-            bind(known, 1.0)[0],
+            bind(limits, 1.0)[0],
             GROUP=group,
             BLOCK_M=block_m,
             UNIT=unit,
@@ -359,9 +360,6 @@ def _prefill_plan(
             BLOCK_T=min(1024, tuning.block_for(capacity)),
             num_warps=4,
         )
-
-
-_prefill_plan.register_fake(lambda *_: None)  # the outputs are arguments
 
 
 def key_bound(limits: Sequence[Variant], causal: bool, block_m: int, group: int) -> int:
@@ -407,7 +405,7 @@ def prefill_plan(
     Raises:
         ValueError: rows or lengths do not fit.
     """
-    check_requests(rows, lengths)
+    REQUESTS.check({}, rows=rows, lengths=lengths)
     check_limits(limits)
     group, device = heads.num_heads // heads.num_kv_heads, tuning.device_class(rows.device)
     if launch is None:
@@ -436,6 +434,6 @@ def prefill_plan(
     counters = torch.empty(4, dtype=torch.int32, device=rows.device)
     section_keys = prefill_tuning.SECTION_BYTES // heads.key_bytes(dtype)
     sizes = TileSizes(capacity, section_keys, heads.num_kv_heads, group, block_m)
-    _prefill_plan(rows, q_starts, lengths, numbers, counters, sizes, *flatten(limits), causal, shares)
+    _prefill_plan(rows, q_starts, lengths, numbers, counters, sizes, limits, causal, shares)
     items = numbers[: num_items or capacity]
     return PrefillPlan(items, num_shares, num_workers, counters, launch, len(rows), limits, causal)

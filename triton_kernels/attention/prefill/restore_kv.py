@@ -1,8 +1,19 @@
-"""Restores quantised K/V of whole requests to a contiguous scratch in the type of computation, over which the
-16-bit kernels then run: prefill reads a key many times, and restores it once.
+"""Copies K and V of whole requests to a scratch, which prefill reads instead of the pool: it reads a key many
+times, and finds and restores it once. There are two kinds of scratch.
+
+One has the type of computation, and the keys of the requests one after the other. Quantised K and V are
+restored in it, and the kernels for 16 bits run over it:
 
     request      0          1    2
-    scratch   [ k0 k1 k2 | k0 | k0 k1 ........ ]      request b begins at starts[b]
+    scratch   [ k0 k1 k2 | k0 | k0 k1 ........ ]      request b begins at begins[b]
+
+The other has the elements of K and V in fp8 as Hopper's fp8 products read them. A weighted sum of V is a
+product over keys, and such a product reads what it adds up next to each other. So V lies transposed: the keys
+of a dim are neighbours, and requests begin at multiples of 128. Of every 16 keys, those that one thread of a
+warp holds the scores of lie together, so that weights need not be moved between threads:
+
+    place   0 1 2 3   4 5  6  7   8 9 10 11   12 13 14 15
+    key     0 1 8 9   2 3 10 11   4 5 12 13    6  7 14 15
 """
 
 from typing import Any, NamedTuple
@@ -13,182 +24,125 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attend_keys import slots_at
+from lightkv.triton_kernels.attention.attention_inputs import REQUESTS, check_scales
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
-from lightkv.triton_kernels.attention.paged_kv import PagedKV
-from lightkv.triton_kernels.layout.strides import has_unit_stride
+from lightkv.triton_kernels.attention.paged_kv import HeadShape, PagedKV
+from lightkv.triton_kernels.checks import Tensors
 from lightkv.triton_kernels.write.head_tiles import constants_of
 
-from .scratch_requests import block_of, check_requests_of, find_requests
+from .restore_kernel import Heads, Shape, Words, restore_kv_kernel
+
+ALIGNMENT = 128  # keys; the requests of a scratch in fp8 begin at multiples of it
+FP8 = torch.float8_e4m3fn
 
 
-class _Heads(NamedTuple):
-    """K or V, and where it is restored to. `scales`: of K and V, or None; the first one of a head is
-    `FIRST_SCALE`. `ELEMENTS`: of `constants_of`."""
+class Scratch(NamedTuple):
+    """K and V of requests.
 
-    stored: Any
-    scales: Any
-    out: Any
-    stride_slot: Any
-    stride_head: Any
-    stride_scales_slot: Any
-    stride_scales_head: Any
-    stride_out_token: Any
-    stride_out_head: Any
-    FIRST_SCALE: Any
-    ELEMENTS: Any
-    D: Any
-    BLOCK_D: Any
+    `k`: `[capacity, num_kv_heads, Dk]` and `v`: `[capacity, num_kv_heads, Dv]` of one floating type, any
+    strides, except that the last one is 1; both may be views of one buffer. In e4m3 they are contiguous, `v` is
+    `[num_kv_heads, Dv, capacity]`, its keys in the order above, with zeros after a request's last key up to a
+    multiple of 128, and `capacity` is such a multiple.
+    `begins`: int32 `[B]`, contiguous, ascending: where the keys of each request begin, at the end of those
+    before or after it; in e4m3 at multiples of 128.
+    `scales`: in e4m3, float32 `[num_kv_heads, 2]`, contiguous: a value of K and of V is `element * scale`.
+    """
 
+    k: Tensor
+    v: Tensor
+    begins: Tensor
+    scales: Tensor | None = None
 
-@triton.jit
-def _restore_head(
-    heads,  # `_Heads`
-    head,  # int64
-    slot,  # [BLOCK_T, 1] of each token, int64
-    token,  # [BLOCK_T, 1] of the scratch, int64
-    valid,  # [BLOCK_T]
-    BLOCK_T: tl.constexpr,
-):
-    ELEMENTS: tl.constexpr = heads.ELEMENTS
-    D: tl.constexpr = heads.D
-    BLOCK_D: tl.constexpr = heads.BLOCK_D
-    scales = None
-    if heads.scales is not None:
-        scales = heads.scales + slot * heads.stride_scales_slot
-        scales += head * heads.stride_scales_head + heads.FIRST_SCALE
-    source = heads.stored + slot * heads.stride_slot + head * heads.stride_head
-    target = heads.out + token * heads.stride_out_token + head * heads.stride_out_head
-    BITS: tl.constexpr = ELEMENTS[0]
-    GROUP: tl.constexpr = ELEMENTS[2]
-    HAS_ZERO_POINT: tl.constexpr = ELEMENTS[3]
-    WIDTH: tl.constexpr = D // 2 if BITS == 4 else D
-    places = tl.arange(0, BLOCK_D // 2 if BITS == 4 else BLOCK_D)
-    in_row = valid[:, None] & (places < WIDTH)[None, :]
-    if BITS == 4:
-        stored = tl.load(source + places[None, :], mask=in_row, other=0).to(tl.int32)
-        # Shifts of a signed number repeat the sign of a nibble, which is at the top.
-        low, high = (stored << 28) >> 28, (stored << 24) >> 28
-        tile = tl.reshape(tl.join(low, high), [BLOCK_T, BLOCK_D]).to(tl.float32)
-    else:
-        tile = tl.load(source + places[None, :], mask=in_row, other=0.0).to(tl.float32)
-    if BITS < 16:
-        GROUPS: tl.constexpr = D // GROUP if GROUP > 0 else 1
-        BLOCK_GROUP: tl.constexpr = GROUP if GROUP > 0 else BLOCK_D
-        BLOCK_GROUPS: tl.constexpr = BLOCK_D // BLOCK_GROUP
-        groups = tl.arange(0, BLOCK_GROUPS)
-        in_scales = valid[:, None] & (groups < GROUPS)[None, :]
-        scales += groups[None, :]
-        scale = tl.load(scales, mask=in_scales, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_GROUPS]
-        grouped = tl.reshape(tile, [BLOCK_T, BLOCK_GROUPS, BLOCK_GROUP]) * scale[:, :, None]
-        if HAS_ZERO_POINT:
-            zero_point = tl.load(scales + GROUPS, mask=in_scales, other=0.0).to(tl.float32)
-            grouped += zero_point[:, :, None]
-        tile = tl.reshape(grouped, [BLOCK_T, BLOCK_D])
-    dims = tl.arange(0, BLOCK_D)
-    in_head = valid[:, None] & (dims < D)[None, :]
-    tl.store(target + dims[None, :], tile.to(target.dtype.element_ty), mask=in_head)
+    @classmethod
+    def empty(
+        cls, capacity: int, heads: HeadShape, dtype: torch.dtype, begins: Tensor, scales: Tensor | None = None
+    ) -> "Scratch":
+        """Returns a scratch on the device of `begins` whose keys are not written. Raises ValueError for a
+        capacity in e4m3 that is no multiple of 128."""
+        num_heads, device = heads.num_kv_heads, begins.device
+        if dtype != FP8:
+            both = torch.empty(
+                capacity, num_heads, heads.key_dim + heads.value_dim, dtype=dtype, device=device
+            )
+            return cls(both[..., : heads.key_dim], both[..., heads.key_dim :], begins)
+        if capacity % ALIGNMENT:
+            raise ValueError(f"the capacity is {capacity}; give a multiple of {ALIGNMENT}")
+        k = torch.empty(capacity, num_heads, heads.key_dim, dtype=dtype, device=device)
+        v = torch.empty(num_heads, heads.value_dim, capacity, dtype=dtype, device=device)
+        return cls(k, v, begins, scales)
+
+    def read(self, request: int, length: int) -> tuple[Tensor, Tensor]:
+        """Returns the first `length` keys of a request in e4m3 in plain torch, float32 `[length, num_kv_heads,
+        Dk]` and `[length, num_kv_heads, Dv]`. Synchronises."""
+        assert self.scales is not None
+        begin = int(self.begins[request])
+        keys = torch.arange(length, device=self.k.device)
+        places = begin + (keys & ~15 | (keys & 6) << 1 | (keys & 8) >> 2 | keys & 1)
+        k = self.k[begin : begin + length].float() * self.scales[:, :1]
+        v = self.v.float()[:, :, places].permute(2, 0, 1) * self.scales[:, 1:]
+        return k, v
 
 
-@triton.jit(
-    do_not_specialize=["num_requests", "capacity"],
-    do_not_specialize_on_alignment=["index", "rows", "lengths", "starts"],
-)
-def _restore_kv_kernel(
-    k,  # `_Heads`
-    v,
-    index,
-    rows,
-    lengths,
-    starts,
-    num_requests,
-    capacity,
-    stride_index,
-    KV_HEADS: tl.constexpr,
-    SHIFT: tl.constexpr,
-    TURNS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    program, first, exists = block_of(starts, lengths, num_requests, capacity, KV_HEADS, BLOCK_T)
-    if exists:
-        tokens = first + tl.arange(0, BLOCK_T)
-        request = find_requests(starts, first, num_requests, TURNS, BLOCK_T)
-        is_found = request >= 0
-        position = tokens - tl.load(starts + request, mask=is_found, other=0)
-        length = tl.load(lengths + request, mask=is_found, other=0)
-        valid = is_found & (position < length) & (tokens < capacity)
-        row = tl.load(rows + request, mask=valid, other=0).to(tl.int64)
-        slot = slots_at(index + row * stride_index, position, valid, SHIFT)[:, None]  # [BLOCK_T, 1]
-        token = tokens.to(tl.int64)[:, None]
-        if program < KV_HEADS:
-            _restore_head(k, program.to(tl.int64), slot, token, valid, BLOCK_T)
-        else:
-            _restore_head(v, (program - KV_HEADS).to(tl.int64), slot, token, valid, BLOCK_T)
-
-
-def _launch_for(width: int) -> tuning.Launch:
-    """Returns the launch, with the tokens of a program in `block_m`, for heads that are padded
-    to `width`: each thread has 64 elements, so that several of its loads are on their way at once."""
-    return tuning.Launch(block_m=max(8, 8192 // width), block_n=0, num_warps=4, num_stages=1)
-
-
-def restore_kv(
-    kv: PagedKV, rows: Tensor, lengths: Tensor, starts: Tensor, out_k: Tensor, out_v: Tensor
-) -> None:
-    """Writes K and V of the first `lengths[b]` tokens of each request to the rows from `starts[b]` on of a
-    scratch, in its type: `element * scale (+ zero point)` in float32, rounded once. Products with a Hadamard
-    matrix stay so.
+def restore_kv(kv: PagedKV, rows: Tensor, lengths: Tensor, scratch: Scratch) -> None:
+    """Writes K and V of the first `lengths[b]` tokens of each request to a scratch, in its type: `element *
+    scale (+ zero point)` in float32, rounded once. Products with a Hadamard matrix stay so. To a scratch in
+    e4m3 it writes the elements of e4m3 as they are.
 
     Everything that varies is read on the device, and the grid follows from the scratch: nothing synchronises,
-    and a captured launch may be replayed. Tokens beyond the scratch are left out, and rows of the scratch that
-    no token has stay as they were. The values of rows, lengths and starts are not checked.
+    and a captured launch may be replayed. Tokens beyond the scratch are left out, and what no token has stays
+    as it was. The values of rows, lengths and begins are not checked: in e4m3 a request's keys, rounded up to a
+    multiple of 128, have to end before those of the next, and within the scratch.
 
     Args:
-        kv: the K/V of a layer and its index, with a plain lookup.
+        kv: the K/V of a layer and its index, with a plain lookup; for a scratch in e4m3, K/V in e4m3 with
+        static
+            scales, whose strides and head dims are multiples of 16.
         rows: int32 or int64 `[B]`, contiguous: each request's row of the index.
         lengths: int32 `[B]`, contiguous.
-        starts: int32 `[B]`, contiguous, ascending, each at least the one before and its length: prefix sums of
-            the lengths, or with gaps.
-        out_k: `[capacity, num_kv_heads, Dk]` of any floating type, any strides, except that the last one is 1.
-        out_v: `[capacity, num_kv_heads, Dv]` of the same type, likewise; both may be views of one buffer.
+        scratch: of the same heads.
 
     Raises:
         ValueError: shapes, strides or dtypes do not fit, the lookup is not plain, or groups are not a
             power of 2 of elements. Nothing is written then.
     """
-    _check(kv, rows, lengths, starts, out_k, out_v)
-    capacity, num_requests = len(out_k), len(rows)
+    _check(kv, rows, lengths, scratch)
+    capacity, num_requests, is_fp8 = len(scratch.k), len(rows), scratch.k.dtype == FP8
     if not capacity or not num_requests:
         return
     num_kv_heads, key_dim, value_dim = kv.k.shape[1], kv.key_dim, kv.value_dim
-    launch = _launch_for(tuning.padded_dim(max(key_dim, value_dim)))
-    _restore_kv_kernel[(2 * num_kv_heads * triton.cdiv(capacity, launch.block_m),)](
-        _heads_record(kv, kv.k, out_k, 0),
-        _heads_record(kv, kv.v, out_v, kv.format.elements.num_scales(key_dim)),
+    width = tuning.padded_dim(max(key_dim, value_dim))
+    # In the type of computation each thread has 64 elements, so that several of its loads overlap.
+    block_t = ALIGNMENT if is_fp8 else max(8, 8192 // width)
+    turns = tuning.block_for(num_requests).bit_length()
+    numbers = num_kv_heads, kv.lookup.page_shift, turns, block_t, is_fp8
+    if is_fp8:
+        both: tuple[Any, Any] = (_words_of(kv.k, scratch.k, key_dim), _words_of(kv.v, scratch.v, value_dim))
+    else:
+        of_k = kv.format.elements.num_scales(key_dim)
+        both = _heads_record(kv, kv.k, scratch.k, 0), _heads_record(kv, kv.v, scratch.v, of_k)
+    restore_kv_kernel[(2 * num_kv_heads * triton.cdiv(capacity, block_t),)](
+        *both,
         kv.index,
         rows,
         lengths,
-        starts,
+        scratch.begins,
         num_requests,
         capacity,
         kv.index.stride(0),
-        KV_HEADS=num_kv_heads,
-        SHIFT=kv.lookup.page_shift,
-        TURNS=tuning.block_for(num_requests).bit_length(),
-        BLOCK_T=launch.block_m,
-        num_warps=launch.num_warps,
+        Shape(*map(tl.constexpr, numbers)),
+        num_warps=4,
         enable_fp_fusion=False,  # as in torch, a product is rounded before the zero point is added
     )
 
 
-def _heads_record(kv: PagedKV, stored: Tensor, out: Tensor, first_scale: int) -> _Heads:
+def _heads_record(kv: PagedKV, stored: Tensor, out: Tensor, first_scale: int) -> Heads:
     """Returns K or V of a layer, and where it is restored to, as the kernel takes them."""
     scales_slot = scales_head = 0
     if kv.scales is not None:
         scales_slot, scales_head = 0 if kv.format.is_static else kv.scales.stride(0), kv.scales.stride(1)
     dim = out.shape[2]
     constants = first_scale, constants_of(kv.format.elements, dim), dim, tuning.padded_dim(dim)
-    return _Heads(
+    return Heads(
         stored,
         kv.scales,
         out,
@@ -202,41 +156,65 @@ def _heads_record(kv: PagedKV, stored: Tensor, out: Tensor, first_scale: int) ->
     )
 
 
-def _check(kv: PagedKV, rows: Tensor, lengths: Tensor, starts: Tensor, out_k: Tensor, out_v: Tensor) -> None:
+def _words_of(stored: Tensor, out: Tensor, dim: int) -> Words:
+    """Returns K or V and its scratch as the kernel takes them."""
+    words = stored.view(torch.int32)
+    constants = tl.constexpr(dim // 4), tl.constexpr(tuning.padded_dim(dim) // 4)
+    return Words(words, out.view(torch.int32), words.stride(0), words.stride(1), *constants)
+
+
+_COMPUTED = Tensors(
+    k="floats [capacity, h, Dk] with a last stride of 1", v="floats [capacity, h, Dv] with a last stride of 1"
+)
+_IN_FP8 = Tensors(
+    k="contiguous float8_e4m3fn [capacity, h, Dk]",
+    v="contiguous float8_e4m3fn [h, Dv, capacity]",
+    scales="contiguous float32 [h, 2]",
+)
+
+
+def _check(kv: PagedKV, rows: Tensor, lengths: Tensor, scratch: Scratch) -> None:
     """Raises ValueError where the arguments of `restore_kv` do not fit each other."""
     if not kv.lookup.is_plain:
         raise ValueError(f"K/V that {type(kv.lookup).__name__} finds is not restored; attend to it as it is")
-    check_requests_of(kv, rows, lengths, starts, "starts")
-    for name, out, cache, dim in (("out_k", out_k, kv.k, kv.key_dim), ("out_v", out_v, kv.v, kv.value_dim)):
-        wanted = (len(out_k), cache.shape[1], dim)
-        if out.shape != wanted or not has_unit_stride(out) or not out.is_floating_point():
-            raise ValueError(
-                f"{name} must be of a floating type, [capacity, kv_heads, dim] {wanted} with a last stride of "
-                f"1; got {out.dtype} {tuple(out.shape)} with strides {out.stride()}"
-            )
-    if out_k.dtype != out_v.dtype:
-        raise ValueError(f"out_k and out_v must have one type, got {out_k.dtype} and {out_v.dtype}")
-    num_scales = kv.format.num_scales(kv.key_dim, kv.value_dim)
-    if kv.format.is_quantised and (
-        kv.scales is None
-        or kv.scales.shape[1:] != (kv.k.shape[1], num_scales)
-        or not has_unit_stride(kv.scales)
-    ):
+    if kv.v_scales is not None:
+        raise ValueError("K/V whose scales of K and of V stand apart is not restored; attend to it as it is")
+    REQUESTS.check({}, rows=rows, lengths=lengths, begins=scratch.begins, index=kv.index)
+    sizes = {"h": kv.k.shape[1], "Dk": kv.key_dim, "Dv": kv.value_dim}
+    check_scales(kv)
+    if scratch.k.dtype != FP8:
+        _COMPUTED.check(sizes, k=scratch.k, v=scratch.v)
+        if scratch.k.dtype != scratch.v.dtype:
+            raise ValueError(f"a scratch has one type, got {scratch.k.dtype} and {scratch.v.dtype}")
+        return
+    if not (kv.format.elements.is_float and kv.format.is_static):
         raise ValueError(
-            f"the format has {num_scales} scales and zero points for each of {kv.k.shape[1]} heads; pass "
-            f"KVPool.scales, got {None if kv.scales is None else tuple(kv.scales.shape)}"
+            f"the K/V is stored as {kv.format}; prefill in fp8 reads fp8 with static scales (fp8-static)"
+        )
+    _IN_FP8.check(sizes, k=scratch.k, v=scratch.v, scales=scratch.scales)
+    multiples = *kv.k.stride()[:2], *kv.v.stride()[:2], kv.key_dim, kv.value_dim
+    if any(size % 16 for size in multiples) or kv.k.stride(2) != 1 or kv.v.stride(2) != 1:
+        raise ValueError(
+            f"strides and head dims of K and V must be multiples of 16, and the last stride 1, got {multiples}"
         )
 
 
-def restore_kv_reference(
-    kv: PagedKV, rows: Tensor, lengths: Tensor, starts: Tensor, out_k: Tensor, out_v: Tensor
-) -> None:
-    """Computes `restore_kv` in plain torch."""
-    _check(kv, rows, lengths, starts, out_k, out_v)
-    for row, length, start in zip(rows.tolist(), lengths.tolist(), starts.tolist(), strict=True):
-        count = min(length, len(out_k) - start)
-        if count > 0:
-            positions = torch.arange(count, device=out_k.device)
-            k, v = kv.read(slots_reference(kv, row, positions))
-            out_k[start : start + count] = k.to(out_k.dtype)
-            out_v[start : start + count] = v.to(out_v.dtype)
+def restore_kv_reference(kv: PagedKV, rows: Tensor, lengths: Tensor, scratch: Scratch) -> None:
+    """Computes `restore_kv` in plain torch. Synchronises."""
+    _check(kv, rows, lengths, scratch)
+    out_k, out_v = scratch.k, scratch.v
+    for row, length, begin in zip(rows.tolist(), lengths.tolist(), scratch.begins.tolist(), strict=True):
+        length = min(length, len(out_k) - begin)
+        if length <= 0:
+            continue
+        end, slots = begin + length, slots_reference(kv, row, torch.arange(length, device=out_k.device))
+        if out_k.dtype != FP8:
+            k, v = kv.read(slots)
+            out_k[begin:end], out_v[begin:end] = k.to(out_k.dtype), v.to(out_v.dtype)
+            continue
+        places = torch.arange(-(-length // ALIGNMENT) * ALIGNMENT, device=out_k.device)
+        keys = (places & ~15 | (places & 2) << 2 | (places & 12) >> 1 | places & 1).clamp(max=length)
+        k, v, bytes_k, bytes_v = (part.view(torch.uint8) for part in (kv.k, kv.v, out_k, out_v))
+        bytes_k[begin:end] = k[slots]
+        padded = torch.cat((v[slots], torch.zeros_like(v[:1])))
+        bytes_v[:, :, begin : begin + len(places)] = padded[keys].permute(1, 2, 0)

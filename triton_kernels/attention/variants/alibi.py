@@ -2,7 +2,7 @@
 the scaled score, also for keys after the query."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -51,12 +51,16 @@ class Alibi(Variant):
 
     hooks = Hooks(start=tl.constexpr(_start), score=tl.constexpr(_score), offset=tl.constexpr(_offset))
     flags = Flags(has_offset=True, reads_positions=True)
+    on_hopper = (16, 8)
 
     def check(self, q: Tensor, num_requests: int) -> None:
-        check_heads("the slopes of ALiBi", self.slopes, q)
+        check_heads(q, slopes=self.slopes)
 
     def data(self, scale: float) -> _Data:
         return _Data(self.slopes)
+
+    def for_hopper(self, scale: float) -> dict[str, Any]:
+        return {"slopes": self.slopes}
 
     def scores_reference(self, scores: Tensor, scored: Scored) -> Tensor:
         distances = scored.keys[None, :] - scored.positions[:, None]

@@ -33,6 +33,7 @@ class Chunk(Variant):
 
     hooks = Hooks(sees=tl.constexpr(_sees), first_key=tl.constexpr(_first_key))
     flags = Flags(has_first_key=True)
+    on_hopper = (16, 8)
 
     def check(self, q: Tensor, num_requests: int) -> None:
         if self.size < 1:
@@ -47,6 +48,9 @@ class Chunk(Variant):
 
     def most_keys(self) -> int:
         return self.size
+
+    def for_hopper(self, scale: float) -> dict[str, Any]:
+        return {"CHUNK": tl.constexpr(self.size)}
 
     def sees_reference(self, scored: Scored) -> Tensor:
         return scored.keys[None, :] >= (scored.positions // self.size * self.size)[:, None]

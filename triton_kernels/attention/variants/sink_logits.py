@@ -2,7 +2,7 @@
 neither scaled nor capped."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -37,12 +37,16 @@ class SinkLogits(Variant):
 
     hooks = Hooks(join=tl.constexpr(_join))
     flags = Flags(has_join=True)
+    on_hopper = (16, 8)
 
     def check(self, q: Tensor, num_requests: int) -> None:
-        check_heads("the logits of sinks", self.logits, q)
+        check_heads(q, logits=self.logits)
 
     def data(self, scale: float) -> _Data:
         return _Data(self.logits)
+
+    def for_hopper(self, scale: float) -> dict[str, Any]:
+        return {"sink_logits": self.logits}
 
     def joins_reference(self) -> Tensor:
         return self.logits

@@ -1,7 +1,7 @@
 """Soft-capping: scores become cap * tanh(score / cap), as in Gemma-2 and Grok-1."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,6 +30,7 @@ class Softcap(Variant):
     cap: float
 
     hooks = Hooks(score=tl.constexpr(_score))
+    on_hopper = (16, 8)
 
     def check(self, q: Tensor, num_requests: int) -> None:
         if not self.cap > 0:
@@ -40,6 +41,9 @@ class Softcap(Variant):
 
     def rescale(self, scale: float) -> float:
         return self.cap
+
+    def for_hopper(self, scale: float) -> dict[str, Any]:
+        return {"cap_scale": self.data(scale).cap_scale, "SOFTCAP": tl.constexpr(True)}
 
     def cap_scores(self, scores: Tensor) -> Tensor:
         """Returns scaled scores, capped."""

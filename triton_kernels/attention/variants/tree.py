@@ -1,15 +1,19 @@
 """A tree of guesses: which of its request's own queries each query sees, as bits."""
 
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightkv.triton_kernels.checks import Tensors
+
 from .hooks import Flags, Hooks
 from .variant import Scored, Variant
+
+_TAKEN = Tensors(bits="int32 or int64 [T, words] with a last stride of 1")
 
 
 class _Data(NamedTuple):
@@ -51,24 +55,21 @@ class TreeMask(Variant):
 
     hooks = Hooks(start=tl.constexpr(_start), sees=tl.constexpr(_sees))
     flags = Flags(hides_own=True)
+    on_hopper = (16,)
 
     @property
     def loaded_bytes(self) -> int:
         return 4
 
     def check(self, q: Tensor, num_requests: int) -> None:
-        bits = self.bits
-        if bits.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"the bits of a tree must be int32 or int64, got {bits.dtype}")
-        if bits.dim() != 2 or len(bits) != len(q) or bits.stride(1) != 1:
-            raise ValueError(
-                f"the bits of a tree must be [{len(q)}, words] with a last stride of 1; got "
-                f"{tuple(bits.shape)} with strides {bits.stride()}"
-            )
+        _TAKEN.check({"T": len(q)}, bits=self.bits)
 
     def data(self, scale: float) -> _Data:
         words = self.bits.view(torch.int32)
         return _Data(words, words.shape[1], words.stride(0))
+
+    def for_hopper(self, scale: float) -> dict[str, Any]:
+        return {"tree": tuple(self.data(scale))}
 
     def of_queries(self, begin: int, end: int) -> Self:
         return type(self)(self.bits[begin:end])

@@ -1,19 +1,26 @@
 """A mask of values: a tensor says what is added to each score, or which keys each query sees."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightkv.triton_kernels.layout.strides import has_unit_stride
+from lightkv.triton_kernels.checks import Tensors
 
 from .hooks import LOG2_E, Flags, Hooks
 from .variant import Scored, Variant
 
 _LOG2_E = tl.constexpr(LOG2_E)
+_TYPES = "bool or float32 or float16 or bfloat16"
+_OF_ALL_HEADS = Tensors(values=f"{_TYPES} [T, width] with a last stride of 1", columns="contiguous int32 [B]")
+_OF_EACH_HEAD = Tensors(
+    values=f"{_TYPES} [H, T, width] with a last stride of 1", columns="contiguous int32 [B]"
+)
 
 
 class _Data(NamedTuple):
@@ -91,35 +98,39 @@ class ValueMask(Variant):
         whole=tl.constexpr(_whole),
     )
     flags = Flags(has_load=True, may_exceed=True)
+    on_hopper = (16,)
 
     @property
     def loaded_bytes(self) -> int:
         return self.values.element_size()
 
     def check(self, q: Tensor, num_requests: int) -> None:
-        tokens, heads = q.shape[:2]
-        values, columns = self.values, self.columns
-        fits = values.dim() == 2 or (values.dim() == 3 and values.shape[0] == heads)
-        if not fits or values.shape[-2] != tokens or not has_unit_stride(values):
-            raise ValueError(
-                f"a mask must be [{tokens}, width], or values [{heads}, {tokens}, width], with a last stride "
-                f"of 1; got {tuple(values.shape)} with strides {values.stride()}"
-            )
-        if values.dtype not in (torch.bool, torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(
-                f"a mask's values must be bool, float32, float16 or bfloat16, got {values.dtype}"
-            )
-        if columns is not None and (
-            columns.dtype != torch.int32 or columns.shape != (num_requests,) or not columns.is_contiguous()
-        ):
-            raise ValueError(
-                f"columns must be contiguous int32 [{num_requests}]; got {columns.dtype} {tuple(columns.shape)}"
-            )
+        taken = _OF_EACH_HEAD if self.values.dim() == 3 else _OF_ALL_HEADS
+        sizes = {"T": q.shape[0], "H": q.shape[1], "B": num_requests}
+        taken.check(sizes, values=self.values, columns=self.columns)
 
     def data(self, scale: float) -> _Data:
         values = self.values.view(torch.uint8) if self.values.dtype == torch.bool else self.values
         stride_head = values.stride(0) if values.dim() == 3 else 0
         return _Data(values, self.columns, values.shape[-1], stride_head, values.stride(-2))
+
+    def runs_on_hopper(self, variants: Sequence[Variant], bits: int) -> bool:
+        # Values are copied 16 bytes at a time. Beside ALiBi's, sums of very low ones would not be precise.
+        size = self.values.element_size()
+        starts = self.values.data_ptr(), *(size * stride for stride in self.values.stride()[:-1])
+        aligned = self.columns is None and not any(start % 16 for start in starts)
+        beside_alibi = any(one.flags.has_offset for one in variants)
+        return super().runs_on_hopper(variants, bits) and aligned and not beside_alibi
+
+    def for_hopper(self, scale: float) -> dict[str, Any]:
+        data = self.data(scale)
+        return {
+            "added": data.added,
+            "width": data.width,
+            "stride_added_head": data.stride_head,
+            "stride_added_token": data.stride_token,
+            "coarse_scale": 2.0 ** math.ceil(math.log2(scale * LOG2_E)),
+        }
 
     def of_queries(self, begin: int, end: int) -> Self:
         return type(self)(self.values[..., begin:end, :], self.columns)

@@ -1,12 +1,13 @@
 """What a variant of attention is to the operators, the plans and the references."""
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import triton.language as tl
 from torch import Tensor
+
+from lightkv.triton_kernels.checks import Tensors
 
 from .hooks import LOG2_E, Bound, Flags, Hooks, Variants
 
@@ -48,6 +49,7 @@ class Variant:
     hooks: ClassVar[Hooks] = Hooks()
     flags: ClassVar[Flags] = Flags()
     is_for_one_query: ClassVar[bool] = False  # whether plans apply it, which then have one query a request
+    on_hopper: ClassVar[tuple[int, ...]] = ()  # bits of K and V for which Hopper's prefill computes it: 16, 8
 
     @property
     def loaded_bytes(self) -> int:
@@ -64,6 +66,15 @@ class Variant:
     def rescale(self, scale: float) -> float:
         """Returns what multiplies a score after its `score` hook, if that changes the unit of scores."""
         return scale
+
+    def runs_on_hopper(self, variants: Sequence["Variant"], bits: int) -> bool:
+        """Returns whether prefill's kernels for compute capability 9 compute it in a call with these variants,
+        over K and V of 16 bits, or of 8 in fp8."""
+        return bits in self.on_hopper
+
+    def for_hopper(self, scale: float) -> dict[str, Any]:
+        """Returns the fields of `HopperFeatures` that stand for it. `scale`: as for `data`."""
+        return {}
 
     def first_key(self, position: int) -> int:
         """Returns the first key that a query at `position` sees."""
@@ -94,55 +105,6 @@ class Variant:
         return None
 
 
-class Flat(NamedTuple):
-    """Variants as a registered operator takes them: `names` has a word for each, its class and the kinds of its
-    fields (t: tensor, i: int, f: float, o: None)."""
-
-    names: str
-    tensors: list[Tensor]
-    numbers: list[float]
-
-
-def _kind_of(value: object) -> str:
-    if value is None:
-        return "o"
-    if isinstance(value, Tensor):
-        return "t"
-    return "i" if isinstance(value, int) else "f"
-
-
-def flatten(variants: Sequence[Variant]) -> Flat:
-    """Returns variants as an operator takes them."""
-    words, tensors, numbers = [], [], []
-    for one in variants:
-        kinds = ""
-        for field in fields(one):  # type: ignore[arg-type]
-            value = getattr(one, field.name)
-            kinds += _kind_of(value)
-            if isinstance(value, Tensor):
-                tensors.append(value)
-            elif value is not None:
-                numbers.append(float(value))
-        words.append(f"{type(one).__name__}:{kinds}")
-    return Flat(" ".join(words), tensors, numbers)
-
-
-def rebuild(flat: Flat, known: Sequence[type[Variant]]) -> tuple[Variant, ...]:
-    """Returns the variants that `flatten` was given, which are of the classes `known`."""
-    if not flat.names:
-        return ()
-    classes = {one.__name__: one for one in known}
-    tensors, numbers, found = iter(flat.tensors), iter(flat.numbers), []
-    for word in flat.names.split():
-        name, kinds = word.split(":")
-        values: list[Any] = []
-        for kind in kinds:
-            value = None if kind == "o" else next(tensors) if kind == "t" else next(numbers)
-            values.append(int(value) if kind == "i" else value)  # type: ignore[arg-type]
-        found.append(classes[name](*values))
-    return tuple(found)
-
-
 _TRUE, _FALSE = tl.constexpr(True), tl.constexpr(False)
 _NONE = Variants((), tl.constexpr(0), Flags(*[_FALSE] * len(Flags())))
 
@@ -161,13 +123,12 @@ def bind(variants: Sequence[Variant], scale: float) -> tuple[Variants, float]:
     return Variants(tuple(bound), tl.constexpr(len(bound)), is_set), scale * LOG2_E
 
 
-def check_heads(name: str, numbers: Tensor, q: Tensor) -> None:
-    """Raises ValueError unless there is a float32 number for each head of q `[T, H, D]`."""
-    if numbers.dtype != torch.float32 or numbers.shape != q.shape[1:2] or not numbers.is_contiguous():
-        raise ValueError(
-            f"{name} must be contiguous float32 [{q.shape[1]}], one for each query head; got {numbers.dtype} "
-            f"{tuple(numbers.shape)}"
-        )
+_OF_HEADS = Tensors(slopes="contiguous float32 [H]", logits="contiguous float32 [H]")
+
+
+def check_heads(q: Tensor, **numbers: Tensor) -> None:
+    """Raises ValueError unless slopes or logits are a float32 number for each head of q `[T, H, D]`."""
+    _OF_HEADS.check({"H": q.shape[1]}, **numbers)
 
 
 def limits(variants: Sequence[Variant]) -> tuple[Variant, ...]:

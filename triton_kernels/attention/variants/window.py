@@ -34,6 +34,7 @@ class Window(Variant):
     hooks = Hooks(sees=tl.constexpr(_sees), first_key=tl.constexpr(_first_key))
     # A window is only a few tiles long: all of them are masked.
     flags = Flags(has_first_key=True, is_short=True)
+    on_hopper = (16, 8)
 
     def check(self, q: Tensor, num_requests: int) -> None:
         if self.size < 1:
@@ -48,6 +49,9 @@ class Window(Variant):
 
     def most_keys(self) -> int:
         return self.size
+
+    def for_hopper(self, scale: float) -> dict[str, Any]:
+        return {"WINDOW": tl.constexpr(self.size)}
 
     def sees_reference(self, scored: Scored) -> Tensor:
         return scored.keys[None, :] > scored.positions[:, None] - self.size

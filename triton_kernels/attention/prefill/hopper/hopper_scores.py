@@ -1,5 +1,5 @@
-"""The scores of a tile in the kernels for compute capability 9 (Gluon): which keys the tile's queries see, and
-the running softmax of a warpgroup's rows. The features of a call are applied here and nowhere else."""
+"""Says which keys the queries of a tile see, and computes the running softmax of a warpgroup's rows, in the
+kernels for compute capability 9 (Gluon). What a call has beside plain attention is applied here."""
 
 from typing import Any, NamedTuple
 
@@ -17,15 +17,18 @@ _LOG2_E = gl.constexpr(LOG2_E)
 
 
 class SoftmaxRows(NamedTuple):
-    """What the softmax needs of the rows of a warpgroup, each `[ROWS]` except `origin` and `tree`.
+    """What the softmax needs of the rows of a warpgroup: a number for each row, `[ROWS]`, but for `origin`,
+    `pairs` and `tree`.
 
-    `positions`: of the queries. `last_keys`: the last key that each query sees. With ALiBi: `slopes`, in units
-    of the scores, and `origin`, the tile's last key, from which the bias is counted in the loop. Distances of
-    the keys that matter are then small, so that nothing loses precision after millions of tokens; `bias` is the
-    difference, by which the scores in the loop are too large. `pairs`: a tuple of the result of `slope_pairs`,
-    or an empty one. With a tree of guesses, `tree`: pointers to the words of each row, how many there are, and
-    the request's first query.
-    """
+    `positions`: of the queries. `last_keys`: the last key that each query sees.
+
+    With ALiBi, the loop counts a key's distance from `origin`, the tile's last key, and not from the query. The
+    keys that matter are near it, so their distances are small numbers, and exact after millions of tokens.
+    `slopes`: in units of the scores. `bias`: what the scores in the loop lack for it; `end_peak` adds it.
+    `pairs`: a tuple with the result of `slope_pairs`, or an empty one.
+
+    `tree`: of a tree of guesses, pointers to the words of each row, the number of words, and the request's
+    first query."""
 
     positions: Any
     last_keys: Any

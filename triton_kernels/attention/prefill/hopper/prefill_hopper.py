@@ -20,13 +20,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
+from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan
 from lightkv.triton_kernels.attention.prefill.prefill_tuning import stages_beside
 from lightkv.triton_kernels.attention.records import Cache, Index, Outputs, Shape, heads_record
-from lightkv.triton_kernels.attention.variants.alibi import Alibi
-from lightkv.triton_kernels.attention.variants.values import ValueMask
 from lightkv.triton_kernels.attention.variants.variant import Variant
 
-from .hopper_features import VARIANTS, adds_columns, features_of
+from .hopper_features import features_of
 from .hopper_scores import COLUMN_DIMS
 from .hopper_slots import in_gluon
 from .prefill_hopper_items import ROWS
@@ -42,9 +42,6 @@ from .prefill_hopper_tiles import (
     find_slots_of_pieces,
     pack_pairs,
 )
-
-__all__ = ["VARIANTS", "launch_hopper_prefill"]
-
 
 _SLACK_BITS = gl.constexpr(8)  # weights of 256 are far from the largest number of float16
 
@@ -175,12 +172,12 @@ def _stages_of(
     variants: Sequence[Variant], device: tuning.DeviceClass, launch: tuning.Launch, dims: tuple[int, int]
 ) -> _Stages:
     """Returns how many tiles a call has beside what its variants need. `dims`: of K and of V."""
-    num_values, num_bytes = 0, 2 * COLUMN_DIMS.value * launch.block_n if adds_columns(variants) else 0
+    adds_columns = features_of(variants, 1.0, True)[0].ADDS_COLUMNS.value
+    num_values, num_bytes = 0, 2 * COLUMN_DIMS.value * launch.block_n if adds_columns else 0
     for one in variants:
-        if isinstance(one, ValueMask):
-            size = one.values.element_size()
-            num_values = 2 if size < 4 else 1
-            num_bytes += num_values * launch.block_m * launch.block_n * size
+        if one.flags.has_load:
+            num_values = 2 if one.loaded_bytes < 4 else 1
+            num_bytes += num_values * launch.block_m * launch.block_n * one.loaded_bytes
     keys = stages_beside(device, launch, *dims, num_bytes) if num_bytes else launch.num_stages
     return _Stages(keys, num_values)
 
@@ -188,18 +185,10 @@ def _stages_of(
 def knows_all(
     variants: Sequence[Variant], device: tuning.DeviceClass, launch: tuning.Launch, dims: tuple[int, int]
 ) -> bool:
-    """Returns whether the kernel computes a call with these variants. Of masks of values it takes those whose
-    rows begin at multiples of 16 bytes, at the key 0, and without ALiBi, whose numbers are precise for scores
-    of usual sizes alone; two tiles of K and V have to fit beside. `dims`: of K and of V."""
-    for one in variants:
-        if not isinstance(one, VARIANTS):
-            return False
-        if isinstance(one, ValueMask):
-            size = one.values.element_size()
-            starts = one.values.data_ptr(), *(size * stride for stride in one.values.stride()[:-1])
-            aligned = one.columns is None and not any(start % 16 for start in starts)
-            if not aligned or any(isinstance(other, Alibi) for other in variants):
-                return False
+    """Returns whether the kernel computes a call with these variants: all run on it, and two tiles of K and V
+    fit beside what they need. `dims`: of K and of V."""
+    if not all(one.runs_on_hopper(variants, 16) for one in variants):
+        return False
     return _stages_of(variants, device, launch, dims).keys >= 2
 
 
@@ -207,38 +196,34 @@ def launch_hopper_prefill(
     q: Tensor,
     cache: Cache,
     index: Index,
-    items: Tensor,
-    counters: Tensor,
+    plan: PrefillPlan,
     outputs: Outputs,
     launch: tuning.Launch,
-    variants: Sequence[Variant],
-    num_shares: int,
-    scale: float,
-    causal: bool,
+    options: AttentionOptions,
 ) -> None:
     """Computes the items of a plan, whose tiles have to be as high as `launch` says
     (`prefill_tuning.hopper_prefill_launch`).
 
     The tensors are as in `prefill_attention`, with q and the caches of one 16-bit type. The strides of q, the
     caches and out, except the last ones, and their addresses in bytes have to be multiples of 16. The variants
-    are of `VARIANTS`. Nothing is checked.
+    have passed `knows_all`. Nothing is checked.
     """
     num_heads, key_dim = q.shape[1:]
     num_kv_heads, value_dim = cache.v.shape[1:]
     device = tuning.device_class(q.device)
-    num_programs = min(num_kv_heads * num_shares, device.num_multiprocessors)
-    features, score_scale = features_of(variants, scale, causal)
-    stages = _stages_of(variants, device, launch, (key_dim, value_dim))
+    num_programs = min(num_kv_heads * plan.num_shares, device.num_multiprocessors)
+    features, score_scale = features_of(options.variants, options.scale_for(key_dim), options.causal)
+    stages = _stages_of(options.variants, device, launch, (key_dim, value_dim))
     numbers = (
         num_heads // num_kv_heads, key_dim, value_dim, launch.block_m, key_dim, value_dim, launch.block_n,
-        causal, 0, False,
+        options.causal, 0, False,
     )  # fmt: skip
     _hopper_kernel[(num_programs,)](
         heads_record(q),
         cache,
         in_gluon(index),
-        items,
-        counters,
+        plan.items,
+        plan.counters,
         outputs,
         num_kv_heads,
         score_scale,

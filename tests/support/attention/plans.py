@@ -1,4 +1,5 @@
-"""The work list of a prefill step in plain Python, which the kernels of `prefill_plan.py` are compared with."""
+"""The work lists of decode and prefill steps in plain Python, which the kernels that make them are compared
+with."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -6,10 +7,90 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from lightkv.triton_kernels.attention.decode.decode_plan import SHARE_FIELDS, DecodePlan, SharedPrefixGroups
+from lightkv.triton_kernels.attention.prefill import prefill_tuning
+from lightkv.triton_kernels.attention.prefill.prefill_plan import (
+    ALIGNED_COST,
+    ALL_KEYS,
+    ITEM_FIELDS,
+    PrefillPlan,
+    is_full,
+    key_bound,
+)
 from lightkv.triton_kernels.attention.variants.variant import Variant
 
-from . import prefill_tuning
-from .prefill_plan import ALIGNED_COST, ALL_KEYS, ITEM_FIELDS, PrefillPlan, is_full, key_bound
+
+def decode_plan_reference(
+    rows: Tensor,
+    lengths: Tensor,
+    *,
+    num_workers: int,
+    unit: int,
+    limits: tuple[Variant, ...] = (),
+    num_queries: int = 1,
+    shared_prefixes: SharedPrefixGroups | None = None,
+) -> DecodePlan:
+    """Computes `decode_plan` in plain Python.
+
+    Unused items are left out, and fields that the kernel does not write are 0.
+    """
+    rows_host, lengths_host = rows.tolist(), lengths.tolist()
+    runs: list[list[int]] = []  # request or -1 - prefix, row, first key, end
+    num_prefixes, num_members, places = 0, 1, [-1] * len(rows_host)
+    if shared_prefixes is not None:
+        num_prefixes, num_members = shared_prefixes.members.shape
+        places = shared_prefixes.place.tolist()
+        leaders, keys = shared_prefixes.members[:, 0].tolist(), shared_prefixes.keys.tolist()
+        for prefix, (leader, shared) in enumerate(zip(leaders, keys, strict=True)):
+            chosen = shared_prefixes.members[prefix].tolist() if shared and limits else []
+            seen_from = [_first_key(limits, lengths_host[one] - num_queries) for one in chosen if one >= 0]
+            begin = min([shared, *seen_from]) if limits else 0
+            runs.append([-1 - prefix, rows_host[leader] if shared else 0, begin, shared])
+    for request, (row, length) in enumerate(zip(rows_host, lengths_host, strict=True)):
+        first = _first_key(limits, length - num_queries)
+        if places[request] >= 0:
+            first = max(first, runs[places[request] // num_members][3])
+        runs.append([request, row, first, length])
+    units = [max(-(-(end - first) // unit), int(owner >= 0)) for owner, _, first, end in runs]
+    ends = [sum(units[: i + 1]) for i in range(len(units))]
+    share = -(-ends[-1] // num_workers)
+    cuts = [min(worker * share, ends[-1]) for worker in range(num_workers + 1)]
+
+    items: list[list[int]] = []
+    shares = [[0] * SHARE_FIELDS for _ in cuts]
+    found: list[tuple[int, int]] = []  # first item of each run, and how many
+    for (owner, row, first, last), size, run_end in zip(runs, units, ends, strict=True):
+        run_begin, first_item = run_end - size, len(items)
+        for worker, (share_begin, share_end) in enumerate(pairwise(cuts)):
+            begin, end = max(share_begin, run_begin), min(share_end, run_end)
+            if begin < end:
+                stop = min(first + (end - run_begin) * unit, last)
+                item = [owner, row, first + (begin - run_begin) * unit, stop]
+                if begin == share_begin:
+                    shares[worker][:5] = [len(items), *item]
+                items.append(item)
+        found.append((first_item, len(items) - first_item))
+    for worker, cut in enumerate(cuts):
+        if cut == cuts[-1]:
+            shares[worker][0] = len(items)
+    own_parts = (num_prefixes + num_workers) * num_members if shared_prefixes is not None else 0
+    parts = []
+    for request, (first_item, count) in enumerate(found[num_prefixes:]):
+        prefix, member = divmod(places[request], num_members)
+        prefix_item, prefix_count = found[prefix] if places[request] >= 0 else (0, 0)
+        prefix_part = prefix_item * num_members + member if places[request] >= 0 else 0
+        parts.append([own_parts + first_item, count, prefix_part, prefix_count])
+    split = [request for request, (_, count, _, more) in enumerate(parts) if count + more > 1]
+    num_listed = len(parts) if shared_prefixes is not None else min(len(parts), num_workers)
+    split += [-1] * (num_listed - len(split))
+    members = None if shared_prefixes is None else shared_prefixes.members
+    listed = (torch.tensor(numbers, dtype=torch.int32) for numbers in (items, shares, parts, split))
+    on_device = [numbers.to(lengths.device) for numbers in listed]
+    return DecodePlan._make([*on_device, members, limits, num_queries])
+
+
+def _first_key(limits: Sequence[Variant], position: int) -> int:
+    return max((one.first_key(max(position, 0)) for one in limits), default=0)
 
 
 def prefill_tiles_reference(
