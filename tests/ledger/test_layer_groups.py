@@ -10,9 +10,9 @@ import pytest
 from lightkv.errors import CheckFailed, OutOfTokens, SequenceTooLong
 from lightkv.layer_groups import FULL, LayerClass, LayerGroups, Lifetime
 from lightkv.ledger import TokenLedger
+from lightkv.ledger.extension import Extension
+from lightkv.ledger.holds import Hold
 from lightkv.ledger.sequence import Sequence
-from lightkv.ledger.tails import Tails
-from lightkv.ledger.windows import WindowedBatch, WindowedSequence
 from tests.support.combinations import slow
 from tests.support.grouped_memory import GroupedMemory
 
@@ -212,8 +212,13 @@ def test_a_waiting_prompt_asks_each_sequence_once_that_has_passed_what_it_seeks(
     for text in texts:
         life.finish_prompt(text)
         life.decode(text, 20)
-    asked, own = [], WindowedSequence.own
-    monkeypatch.setattr(WindowedSequence, "own", lambda one, cls: asked.append(one) or own(one, cls))
+    asked, own = list[Sequence](), Hold.own
+
+    def ask(hold: Hold) -> int:
+        asked.append(hold.sequence)
+        return own.fget(hold)
+
+    monkeypatch.setattr(Hold, "own", property(ask, own.fset))
     waiting = ids_bytes([1] * 25 + [99] * 9)
     for num_asked in (8, 0, 0):
         asked.clear()
@@ -260,9 +265,8 @@ def test_what_stays_in_a_batch_costs_nothing_when_others_come_and_go(monkeypatch
     for _ in range(30):  # until all reuse their slots
         life.ledger.extend([text.sequence for text in texts], [1] * 40)
     looked_at: list[Sequence] = []
-    put, settle = WindowedBatch.put, Tails.settle
-    monkeypatch.setattr(WindowedBatch, "put", lambda batch, one: looked_at.append(one) or put(batch, one))
-    monkeypatch.setattr(Tails, "settle", lambda tails, one: looked_at.append(one) or settle(tails, one))
+    settle = Extension.settle
+    monkeypatch.setattr(Extension, "settle", lambda of, one: looked_at.append(one) or settle(of, one))
     for number in range(5):
         life.ledger.close(texts.pop(3 * number).sequence)
         texts.append(life.open([number + 50] * 9))
@@ -280,9 +284,8 @@ def test_a_sequence_that_is_due_and_forgotten_is_found() -> None:
     life = Life(WINDOW, 400)
     text = life.open([1] * 30)
     life.finish_prompt(text)
-    agenda = life.ledger._state.tails.agenda
-    agenda.due.clear()
-    with pytest.raises(CheckFailed, match="before something happens"):
+    life.ledger._state.look_at += 1000
+    with pytest.raises(CheckFailed, match="something happens at"):
         life.ledger.check()
 
 

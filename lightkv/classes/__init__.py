@@ -1,0 +1,4 @@
+"""How long layers see a token: a file for each class of layers, in integers, without torch.
+
+Each class answers the questions that `lightkv.layer_groups.Lifetime` documents.
+"""
