@@ -52,14 +52,9 @@ class Lifetime:
             raise ValueError(f"a layer that sees everything has no size; got {self.size}")
 
     @cached_property
-    def rule(self) -> All | Window | Chunk:
+    def rule(self) -> "Rule":
         """What answers for layers of this lifetime."""
         return _RULES[self.sees](self.size, self.slack)
-
-    @property
-    def reuses(self) -> bool:
-        """Whether a decode step's token takes the slot of the one that passes."""
-        return self.rule.reuses
 
     @property
     def slack(self) -> int:
@@ -76,7 +71,7 @@ class Lifetime:
 
     def first_kept(self, length: int) -> int:
         """Returns the first position that a sequence of `length` tokens keeps before it grows."""
-        return self.rule.first_seen(max(length - self.slack, 0))
+        return self.rule.first_kept(length)
 
     def gone_at(self, position: int) -> int:
         """Returns the least length with which a sequence does not keep `position` any more."""
@@ -89,7 +84,8 @@ class Lifetime:
         return self.rule.most_kept(length, chunk)
 
 
-_RULES: dict[str, type[All | Window | Chunk]] = {"full": All, "window": Window, "chunk": Chunk}
+Rule = All | Window | Chunk
+_RULES: dict[str, type[Rule]] = {"full": All, "window": Window, "chunk": Chunk}
 FULL = Lifetime()
 
 

@@ -27,6 +27,9 @@ class All:
     def boundary(self, limit: int) -> int:
         return 0
 
+    def first_kept(self, length: int) -> int:
+        return 0
+
     def gone_at(self, position: int) -> int:
         return NEVER
 

@@ -27,6 +27,9 @@ class Chunk:
     def boundary(self, limit: int) -> int:
         return limit // self.size * self.size
 
+    def first_kept(self, length: int) -> int:
+        return max(length - self.slack, 0) // self.size * self.size
+
     def gone_at(self, position: int) -> int:
         return (position // self.size + 1) * self.size + self.slack
 

@@ -27,6 +27,9 @@ class Window:
     def boundary(self, limit: int) -> int:
         return limit if self.size == 1 else 0
 
+    def first_kept(self, length: int) -> int:
+        return max(length - self.slack - self.size + 1, 0)
+
     def gone_at(self, position: int) -> int:
         return position + self.size + self.slack
 

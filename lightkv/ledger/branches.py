@@ -36,8 +36,8 @@ class Branches:
         needs: dict[int, tuple[int, tuple[int, int]]] = {}  # by class: what is seen, and the last range there
         for of in state.classes:
             ranges = ranges_of(path[::-1], of.cls)
-            if last_reachable(of.lifetime, ranges, point) < point:
-                needs[of.cls] = of.lifetime.first_seen(point), ranges[-1] if ranges else (0, 0)
+            if last_reachable(of.rule, ranges, point) < point:
+                needs[of.cls] = of.rule.first_seen(point), ranges[-1] if ranges else (0, 0)
         if not needs:
             return None
         if self._sought != (path[0], point):  # a prompt that waits is looked for in every step
@@ -61,7 +61,7 @@ class Branches:
         state, (sequence, point, classes, _) = self._state, branch
         state.split_path(sequence, point)
         for hold in [hold for hold in sequence.holds if hold.of.cls in classes]:
-            own, first = hold.own, hold.of.lifetime.first_kept(point)
+            own, first = hold.own, hold.of.rule.first_kept(point)
             if own < first:
                 state.split_path(sequence, first)
             hold.share(point, (sequence.node, sequence.shared), sequence.published_in)

@@ -27,9 +27,7 @@ class Extension:
         self._batch_rows: tuple[int, ...] = ()
         self._batch_end = 0
         self._slot_per_token = True  # whether each new token of that batch takes a slot of its own
-        # Where layers do not all see everything: those rows, and the number of extensions (`state.look_at`).
-        self._rows = np.empty(0, dtype=np.int64)
-        self._now = 0
+        self._rows = np.empty(0, dtype=np.int64)  # those rows, where layers do not all see everything
 
     def growth(self, sequences: Seq[Sequence], count: int) -> int:
         """Returns how many available slots are enough to extend each of these by `count` tokens."""
@@ -39,14 +37,14 @@ class Extension:
             return slots
         if count == 1:
             rows = self._rows if sequences == self._batch else np.array([one.row for one in sequences])
-            is_due = state.look_at[rows] <= self._now
+            is_due = state.look_at[rows] <= np.array([one.length for one in sequences])
             slots += self._fresh_slots(rows[~is_due])
             due = list(compress(sequences, is_due.tolist()))
         return slots + sum([hold.cost(count) for one in due for hold in one.holds])
 
     def _fresh_slots(self, rows: np.ndarray) -> int:
         """Returns how many free slots the next tokens in these rows take in the classes from 1 on."""
-        free = [(len(rows) - int(of.reuses[rows].sum())) * of.width for of in self._state.classes]
+        free = [(len(rows) - np.count_nonzero(of.reuses[rows])) * of.width for of in self._state.classes]
         return sum(free)
 
     def require_batch(self, sequences: Seq[Sequence]) -> None:
@@ -58,8 +56,8 @@ class Extension:
         """Raises CheckFailed unless each sequence is looked at before something happens to it."""
         for row, one in self._state.sequences.items() if self._state.classes else ():
             happens = min([hold.happens_at for hold in one.holds] + one.points[:1])
-            if (looked_at := int(self._state.look_at[row]) - self._now) > max(happens - one.length, 0):
-                raise CheckFailed(f"{one} is looked at in {looked_at} steps; something happens at {happens}")
+            if (look_at := int(self._state.look_at[row])) > happens:
+                raise CheckFailed(f"{one} is looked at from {look_at} on; something happens at {happens}")
 
     def forget(self) -> None:
         """Has the next batch checked, since a sequence is about to close."""
@@ -89,12 +87,13 @@ class Extension:
         if self._batch_end > self.max_entries:
             raise SequenceTooLong(self._batch_end, self.max_entries)
         if self._state.classes:
-            needed = self._look(counts, needed)
+            lengths = np.fromiter(starts, np.int64, len(starts))
+            needed = self._look(lengths, counts, needed)
         self.make_room(needed)
         edit = Alloc(self._batch_rows, tuple(starts), tuple(counts))
         self._state.alloc(edit, needed)
         if self._state.classes:
-            self._grow_classes(edit)
+            self._grow_classes(edit, lengths)
         if is_decode:
             for sequence in sequences:
                 sequence.length += 1
@@ -121,39 +120,42 @@ class Extension:
             sequence.advance(count)
         return edit
 
-    def _look(self, counts: Seq[int], num_tokens: int) -> int:
+    def _look(self, lengths: np.ndarray, counts: Seq[int], num_tokens: int) -> int:
         """Looks at the sequences of the batch to which something may happen, and frees what has passed.
 
         Returns how many slots the next tokens of the batch take, `num_tokens` in all. There may be too few even
         then."""
         state, rows = self._state, self._rows
-        is_due = state.look_at[rows] <= self._now
+        is_due = state.look_at[rows] <= lengths
         more = num_tokens - len(rows)
         if more:
             is_due |= np.array(counts) > 1
-        due = [(self._batch[i], counts[i]) for i in np.flatnonzero(is_due).tolist()]
+        due = [(self._batch[i], counts[i]) for i in is_due.nonzero()[0].tolist()]
         for one, _ in due:
             self.settle(one)
         for one, count in due:
             happens = min([hold.prepare(count) for hold in one.holds] + one.points[:1])
-            state.look_at[one.row] = self._now + happens - one.length if count == 1 else 0
+            state.look_at[one.row] = happens if count == 1 else 0
         fresh = num_tokens * state.width + self._fresh_slots(rows)
         return fresh + more * sum([of.width for of in state.classes])
 
-    def _grow_classes(self, edit: Alloc) -> None:
+    def _grow_classes(self, edit: Alloc, lengths: np.ndarray) -> None:
         """Emits what the memory has to do in the classes from 1 on for what `edit` does in the first one."""
-        self._now += 1
         for of in self._state.classes:
             reuses = of.reuses[self._rows]
-            if not reuses.any():
+            num_reusing = np.count_nonzero(reuses)
+            if not num_reusing:
                 self._state.emit(AllocPart(of.cls, *edit))
-            elif reuses.all():
+            elif num_reusing == len(reuses):
                 self._state.emit(Reuse(of.cls, of.distance, edit.rows, edit.starts))
             else:
-                fresh, again = (~reuses).tolist(), reuses.tolist()
-                self._state.emit(AllocPart(of.cls, *[tuple(compress(values, fresh)) for values in edit]))
-                rows, starts = tuple(compress(edit.rows, again)), tuple(compress(edit.starts, again))
-                self._state.emit(Reuse(of.cls, of.distance, rows, starts))
+                fresh, again = (
+                    [tuple(values[chosen].tolist()) for values in (self._rows, lengths)]
+                    for chosen in (~reuses, reuses)
+                )
+                counts = tuple(compress(edit.counts, (~reuses).tolist()))
+                self._state.emit(AllocPart(of.cls, *fresh, counts))
+                self._state.emit(Reuse(of.cls, of.distance, *again))
 
     def settle(self, sequence: Sequence) -> None:
         """Brings a sequence up to date with the tokens that it has: it shares what the tree has got meanwhile,
@@ -232,4 +234,4 @@ class Extension:
         self._batch_rows = rows
         self._batch_end = self.max_entries  # so that the next `extend` looks it up
         if self._state.classes:
-            self._rows = np.array(rows, dtype=np.int64)
+            self._rows = np.fromiter(rows, np.int64, len(rows))

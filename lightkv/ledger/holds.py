@@ -35,7 +35,10 @@ class Holder(Protocol):
 
     row: int
     length: int
+    shared: int
     points: list[int]
+
+    def path(self) -> Iterator[Segment]: ...
 
     def segments_up(self) -> Iterator[tuple[Segment, int]]: ...
 
@@ -69,7 +72,7 @@ class Hold:
     @property
     def passed(self) -> int:
         """The entry before which nothing is kept once the sequence grows."""
-        return self.of.lifetime.first_kept(self.sequence.length)
+        return self.of.rule.first_kept(self.sequence.length)
 
     @property
     def first(self) -> int:
@@ -84,13 +87,14 @@ class Hold:
     def tails(self) -> list[tuple[Tail, int]]:
         """Returns the tails that it holds, the last ones first, each with the entry at which it ends."""
         found: list[tuple[Tail, int]] = []
-        own, row, cls = self.own, self.sequence.row, self.of.cls
-        for segment, end in self.sequence.segments_up():
+        own, end, row, cls = self.own, self.sequence.shared, self.sequence.row, self.of.cls
+        for segment in self.sequence.path():
             if end <= own:
                 tail = segment.tails.get(cls)
                 if tail is None or row not in tail.holders:
                     break
                 found.append((tail, end))
+            end -= segment.length
         return found
 
     def held(self) -> HeldWindow:
@@ -127,7 +131,7 @@ class Hold:
 
     def leave_passed(self, passed: int) -> None:
         """Leaves the tails that end before entry `passed`."""
-        for tail, end in self.tails():
+        for tail, end in self.tails() if passed else ():
             if end <= passed:
                 tail.let_go(self.sequence.row)
 
@@ -152,7 +156,7 @@ class Hold:
         """Returns how many private entries have passed, and are not to be kept for others."""
         sequence, passed = self.sequence, self.passed
         if sequence.points and sequence.points[0] <= sequence.length:
-            passed = min(passed, self.of.lifetime.first_kept(sequence.points[0]))
+            passed = min(passed, self.of.rule.first_kept(sequence.points[0]))
         return max(passed - self.own, 0)
 
     def cost(self, count: int) -> int:
@@ -175,20 +179,19 @@ class Hold:
     @property
     def happens_at(self) -> int:
         """The length from which on a token does not only take a slot, or reuse one."""
-        ends = [end - 1 for _, end in self.tails()[-1:]]
-        if not self.of.reuses[self.sequence.row]:
-            ends.append(self.own)
-        return min(map(self.of.lifetime.gone_at, ends), default=NEVER)
+        of, held = self.of, self.tails()
+        passes = of.rule.gone_at(held[-1][1] - 1) if held else NEVER
+        return passes if of.reuses[self.sequence.row] else min(passes, of.rule.gone_at(self.own))
 
     def _reuses(self, gone: int, count: int) -> bool:
-        return gone == count == 1 and self.of.lifetime.reuses
+        return gone == count == 1 and self.of.rule.reuses
 
     # What others may hit
 
     def keep(self, end: int, path: tuple[Segment, int], step: int | None) -> None:
         """Makes tails of what is seen after the first `end` tokens; what comes before is given up (`share`)."""
         if self.own < end:
-            first = self.of.lifetime.first_kept(end)
+            first = self.of.rule.first_kept(end)
             self.leave_passed(first)
             self.free_own(first)
             self.share(end, path, step)
@@ -241,7 +244,7 @@ class Hold:
     def supersede(self, node: Segment, end: int) -> None:
         """Has the tails of the path to `node`, which ends at `end`, evicted first as far as they end where that
         of `node` begins, but for those where prompts diverge or other sessions end."""
-        cls, first = self.of.cls, self.of.lifetime.first_kept(end)
+        cls, first = self.of.cls, self.of.rule.first_kept(end)
         for segment, at in node.ends_up(end) if cls in node.tails else ():
             tail = segment.tails.get(cls)
             if tail is None or at - tail.length >= first or segment.protected > 1 or segment.is_branching:
@@ -278,5 +281,5 @@ class Hold:
             raise CheckFailed(
                 f"{one} holds tails of class {of.cls} up to {held[0][1]}; its own begin at {own}"
             )
-        if of.reuses[one.row] and not of.lifetime.reuses:
+        if of.reuses[one.row] and not of.rule.reuses:
             raise CheckFailed(f"{one} reuses slots of class {of.cls}")

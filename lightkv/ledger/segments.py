@@ -18,7 +18,7 @@ import numpy as np
 
 from lightkv.edits import Edit, FreePart
 from lightkv.errors import CheckFailed
-from lightkv.layer_groups import LayerClass, Lifetime
+from lightkv.layer_groups import LayerClass, Rule
 
 from .changes import Namespace
 
@@ -155,11 +155,11 @@ class Segment:
     def can_join(self, head: "Segment") -> bool:
         """Returns whether its tails and those of `head`, which is above it, are the ends of both, joined, with
         the same holders."""
-        below = [self.tails.get(cls) for cls in head.tails]
-        return all(
-            tail is not None and tail.is_whole and tail.holders == above.holders
-            for tail, above in zip(below, head.tails.values(), strict=True)
-        )
+        for cls, above in head.tails.items():
+            tail = self.tails.get(cls)
+            if tail is None or not tail.is_whole or tail.holders != above.holders:
+                return False
+        return True
 
     def join_tails(self, head: "Segment") -> None:
         """Joins the tails of `head` to its own, before the tokens are joined."""
@@ -261,7 +261,8 @@ class TailClass:
     def __init__(self, account: Account, cls: int, layers: LayerClass, num_rows: int) -> None:
         self.account = account
         self.cls = cls
-        self.lifetime: Lifetime = layers.lifetime
+        self.lifetime = layers.lifetime
+        self.rule = layers.lifetime.rule
         self.width = layers.num_groups
         self.distance = self.lifetime.size + self.lifetime.slack
         self.reuses = np.zeros(num_rows + 1, dtype=np.bool_)
@@ -339,12 +340,12 @@ def reachable(classes: Seq[TailClass], path: list[Segment], matched: int) -> tup
     answer this replaces. Returns how many tokens the whole path matched, too."""
     end = sum([segment.length for segment in path])
     in_tree = found = end - path[-1].length + matched // TOKEN_BYTES
-    of_class = [(one.lifetime, ranges_of(path, one.cls)) for one in classes]
+    of_class = [(one.rule, ranges_of(path, one.cls)) for one in classes]
     before = -1
     while found != before:
         before = found
-        for lifetime, ranges in of_class:
-            found = last_reachable(lifetime, ranges, found)
+        for rule, ranges in of_class:
+            found = last_reachable(rule, ranges, found)
     while path and end - path[-1].length >= found:
         end -= path.pop().length
     return path, (found - end + path[-1].length) * TOKEN_BYTES if path else 0, in_tree
@@ -367,14 +368,14 @@ def ranges_of(path: Seq[Segment], cls: int) -> list[tuple[int, int]]:
     return ranges
 
 
-def last_reachable(lifetime: Lifetime, ranges: Seq[tuple[int, int]], limit: int) -> int:
+def last_reachable(rule: Rule, ranges: Seq[tuple[int, int]], limit: int) -> int:
     """Returns the highest number of tokens, at most `limit`, after which a token sees only what the `ranges`
     have."""
-    best = lifetime.boundary(limit)
+    best = rule.boundary(limit)
     for first, end in reversed(ranges):
         at = min(end, limit)
         if at <= best:
             break
-        if lifetime.first_seen(at) >= first:
+        if rule.first_seen(at) >= first:
             return at
     return best

@@ -42,7 +42,7 @@ class LedgerState:
     `width` is the number of slots of a token in the class that sees everything, whose tokens are the tree's
     segments; `classes` has the others.
 
-    look_at: by row, the extension from which on a sequence is looked at (`Extension`). has_passed: the rows of
+    look_at: by row, the length from which on a sequence is looked at (`Extension`). has_passed: the rows of
     `Branches`. unconfirmed: segments and tails with tokens that steps compute which may still fail.
     """
 
@@ -342,9 +342,14 @@ class LedgerState:
 
     def split_path(self, sequence: Sequence, at: int) -> None:
         """Has a segment of its path end at entry `at`."""
-        for segment, end in sequence.segments_up():
-            if end - segment.length < at < end:
-                self.split(segment, at - end + segment.length)
+        end = sequence.shared
+        for segment in sequence.path():
+            first = end - segment.length
+            if first < at < end:
+                self.split(segment, at - first)
+            if first <= at:
+                break
+            end = first
 
     def leave(self, sequence: Sequence, path: Iterable[Segment]) -> None:
         """Removes `sequence` from the holders of `path` (the deepest first). A segment without holders becomes
