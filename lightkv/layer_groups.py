@@ -81,7 +81,7 @@ class Lifetime:
         """Returns the most tokens that a sequence of up to `length` holds at any time, whatever it hits and
         however its prompt is cut into chunks of up to `chunk` tokens: a tail is held as a whole until it has
         passed, beside a chunk."""
-        return self.rule.most_kept(length, chunk)
+        return min(length, 2 * (self.size - 1 + self.slack) + chunk) if self.size else length
 
 
 Rule = All | Window | Chunk

@@ -32,6 +32,3 @@ class All:
 
     def gone_at(self, position: int) -> int:
         return NEVER
-
-    def most_kept(self, length: int, chunk: int) -> int:
-        return length

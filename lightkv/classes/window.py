@@ -32,6 +32,3 @@ class Window:
 
     def gone_at(self, position: int) -> int:
         return position + self.size + self.slack
-
-    def most_kept(self, length: int, chunk: int) -> int:
-        return min(length, 2 * (self.size - 1 + self.slack) + chunk)

@@ -139,8 +139,8 @@ class LedgerState:
         sequence.root.holders.add(row)
         fork = self.sequences[row] = sequence.twin()
         fork.enter(row, sequence.root, sequence.node, sequence.shared)
-        fork.holds = [hold.fork(fork) for hold in sequence.holds]
-        if fork.holds:
+        if sequence.holds:
+            fork.holds = [hold.fork(fork) for hold in sequence.holds]
             fork.points, fork.published, fork.published_in = sequence.points[:], 0, -1
         if sequence.row in self.gapped:
             self.gapped.add(row)

@@ -159,10 +159,10 @@ class KVMemory:
     def _frees(self, edit: Edit, freed: list[torch.Tensor]) -> bool:
         """Adds to `freed` what an edit frees, if it does nothing else. Returns whether it is such an edit."""
         match edit:
-            case FreeRange(row, start, end):
-                freed.append(self.entries(0, row, start, end))
-            case FreePartRange(cls, row, start, end):
-                freed.append(self.entries(cls, row, start, end))
+            case FreeRange():
+                freed.append(self.entries(0, *edit))
+            case FreePartRange():
+                freed.append(self.entries(*edit))
             case FreeSegment():
                 freed += self._cut_segment(edit)
             case FreePart(cls, segment):
@@ -173,16 +173,15 @@ class KVMemory:
 
     def _change(self, edit: Edit, freed: list[torch.Tensor], kept: Iterator[torch.Tensor]) -> None:
         """Applies an edit that changes rows or segments. What it frees is added to `freed`."""
-        full = self._segments[0]
         match edit:
             case MapSegments(row, start, segments):
-                slots = torch.cat([full[segment] for segment in segments], -1)
+                slots = self._slots_of(0, segments)
                 self.entries(0, row, start, start + slots.shape[-1]).copy_(slots)
             case MapPart(cls, row, end, segments):
-                slots = torch.cat([self._segments[cls][segment] for segment in segments], -1)
+                slots = self._slots_of(cls, segments)
                 self.entries(cls, row, end - slots.shape[-1], end).copy_(slots)
             case StoreSegment(row, start, end, segment):
-                full[segment] = self.entries(0, row, start, end).clone()
+                self._segments[0][segment] = self.entries(0, row, start, end).clone()
             case StorePart(cls, row, start, end, segment):
                 self._segments[cls][segment] = self.entries(cls, row, start, end).clone()
             case SplitSegment():
@@ -213,6 +212,10 @@ class KVMemory:
         if len(self.table.groups) == 1:
             return self.table.slots(row, start, end)
         return self.table.group_slots(self._groups[cls], row, start, end)
+
+    def _slots_of(self, cls: int, segments: Sequence[int]) -> torch.Tensor:
+        """Returns the slots of these segments in a class, one after the other."""
+        return torch.cat([self._segments[cls][segment] for segment in segments], -1)
 
     def _split(self, edit: SplitSegment) -> None:
         segment, at, head = edit
@@ -303,7 +306,7 @@ class KVMemory:
             held += [(cls, one.segments, one.start, one.own) for cls, one in enumerate(row.windows, start=1)]
             for cls, segments, start, end in held:
                 if segments:
-                    expected.append(torch.cat([self._segments[cls][one] for one in segments], -1).flatten())
+                    expected.append(self._slots_of(cls, segments).flatten())
                     found.append(self.entries(cls, row.row, start, end).flatten())
                     where.append((row.row, cls, start, end, segments))
         if not found or torch.equal(torch.cat(expected), torch.cat(found)):

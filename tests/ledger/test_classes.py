@@ -24,7 +24,8 @@ CASES = [("full", 0), *[(sees, size) for sees in ("window", "chunk") for size in
 
 @pytest.mark.parametrize(("sees", "size"), CASES)
 def test_a_class_answers_what_its_twin_counts(sees: str, size: int) -> None:
-    one: Rule = Lifetime(sees, size).rule  # type: ignore[arg-type]
+    lifetime = Lifetime(sees, size)  # type: ignore[arg-type]
+    one: Rule = lifetime.rule
     assert type(one) is {"full": All, "window": Window, "chunk": Chunk}[sees]
     slack = min(SLACK, size)
     first_seen = [min(SEES[sees](size, query)) for query in range(LONGEST)]
@@ -37,7 +38,7 @@ def test_a_class_answers_what_its_twin_counts(sees: str, size: int) -> None:
         gone = [length for length in range(LONGEST) if kept[length] > at]
         assert one.gone_at(at) == gone[0] if gone else one.gone_at(at) >= min(LONGEST, NEVER)
         for chunk in (1, 9):
-            assert min(at, at - kept[at] + chunk) <= one.most_kept(at, chunk) <= at
+            assert min(at, at - kept[at] + chunk) <= lifetime.most_kept(at, chunk) <= at
     passing = {after - before for before, after in zip(kept[2 * size :], kept[2 * size + 1 :], strict=False)}
     assert one.reuses == (sees == "window" and passing == {1})
 

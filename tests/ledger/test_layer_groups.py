@@ -426,6 +426,46 @@ def test_a_tail_is_superseded_only_by_one_that_is_there() -> None:
     assert life.ledger.match(ids_bytes([1] * 41)).num_tokens == 40
 
 
+def test_a_fork_within_a_prompt_keeps_the_tail_at_its_end() -> None:
+    life = Life(WINDOW, 900)
+    text = life.open([1, 2] * 20)
+    life.extend((text, 30))
+    fork = Text(life.ledger.fork(text.sequence), text.ids[:], text.prompt)
+    life.apply()
+    life.close(text, cache=False)
+    life.finish_prompt(fork)
+    life.decode(fork, 40)
+    life.check()
+    assert life.ledger.match(ids_bytes([1, 2] * 20 + [7])).num_tokens == 40
+
+
+def test_what_was_not_published_is_no_branch() -> None:
+    """The second text shares what the first one has published, and computed the windows' part itself."""
+    life = Life(WINDOW, 900)
+    first, second = (life.open([3] * 50 + [10] * 30) for _ in range(2))
+    life.extend((second, 55))
+    life.finish_prompt(first)
+    life.extend((second, 3))
+    assert second.sequence.shared == 55
+    life.close(first)
+    prompt = ids_bytes([3] * 50 + [11] * 5)
+    assert life.ledger.find_branch(prompt) is None
+
+
+def test_tails_that_sessions_protect_are_evicted_last() -> None:
+    life = Life(WINDOW, 900)
+    for token, session in ((1, "a"), (2, None)):
+        text = life.open([token] * 40, session)
+        life.finish_prompt(text)
+        life.close(text)
+    for num_evicted in (1, 24, 40):  # the other text's tail, what is left of it, and a tail and a token
+        life.ledger.evict(num_evicted)
+        life.apply()
+        life.check()
+        assert life.ledger.match(ids_bytes([1] * 40 + [9])).num_tokens == (40 if num_evicted < 40 else 0)
+    assert life.ledger.match(ids_bytes([2] * 40 + [9])).num_tokens == 0
+
+
 def test_a_chunk_that_is_undone_leaves_the_prompts_tail_to_be_kept() -> None:
     life = Life(WINDOW, 900)
     text = life.open([1, 2] * 20)
