@@ -164,10 +164,7 @@ class Extension:
         state, length = self._state, sequence.length
         if sequence.shared < min(length, len(sequence.prompt) // TOKEN_BYTES):
             state.adopt(sequence)
-            end = min(sequence.published, sequence.num_publishable)
-            if sequence.node.indexed and sequence.shared < end:
-                tokens = sequence.prompt[sequence.shared * TOKEN_BYTES : end * TOKEN_BYTES]
-                state.publish_tail(sequence, tokens)
+            state.publish_tail(sequence, min(sequence.published, sequence.num_publishable))
         while sequence.points and sequence.points[0] <= length:
             self.keep_tails(sequence, sequence.points.pop(0))
         for hold in sequence.holds:

@@ -10,24 +10,12 @@ passed all of it. It keeps what its next tokens see, and `slack` entries more, s
 from collections.abc import Iterator
 from typing import Protocol
 
-import numpy as np
-
 from lightkv.classes.all import NEVER
 from lightkv.edits import FreePartRange, MapPart, StorePart
 from lightkv.errors import CheckFailed
 from lightkv.holdings import HeldWindow
 
-from .segments import Account, Segment, Tail, TailClass
-
-
-class State(Account, Protocol):
-    """What holds need of the ledger's state (`LedgerState`)."""
-
-    confirmed: int
-    look_at: np.ndarray
-    has_passed: np.ndarray
-
-    def split(self, segment: Segment, at: int) -> Segment: ...
+from .segments import Segment, Tail, TailClass
 
 
 class Holder(Protocol):
@@ -46,10 +34,9 @@ class Holder(Protocol):
 class Hold:
     """The tails that `sequence` holds in the class `of`, and its private entries from `own` on."""
 
-    __slots__ = ("_own", "_state", "of", "sequence")
+    __slots__ = ("_own", "of", "sequence")
 
-    def __init__(self, state: State, of: TailClass, sequence: Holder, own: int) -> None:
-        self._state = state
+    def __init__(self, of: TailClass, sequence: Holder, own: int) -> None:
         self.of = of
         self.sequence = sequence
         self.own = own
@@ -66,8 +53,8 @@ class Hold:
         """Sets it. The next token takes a free slot, and the next step looks at the sequence."""
         self._own = entry
         self.of.reuses[self.sequence.row] = False
-        self._state.look_at[self.sequence.row] = 0
-        self._state.has_passed[self.sequence.row] = False
+        self.of.state.look_at[self.sequence.row] = 0
+        self.of.state.has_passed[self.sequence.row] = False
 
     @property
     def passed(self) -> int:
@@ -119,13 +106,13 @@ class Hold:
                 break
         if held:
             ids = tuple(reversed(held))
-            self._state.emit(MapPart(self.of.cls, sequence.row, sequence.length, ids))
+            self.of.state.emit(MapPart(self.of.cls, sequence.row, sequence.length, ids))
 
     def fork(self, fork: Holder) -> "Hold":
         """Returns the same hold for a fork of its sequence, which has no private entries."""
         for tail, _ in self.tails():
             tail.holders.add(fork.row)
-        return Hold(self._state, self.of, fork, self.own)
+        return Hold(self.of, fork, self.own)
 
     # What passes
 
@@ -149,8 +136,8 @@ class Hold:
         self.own = min(own, start)
 
     def _free(self, start: int, end: int) -> None:
-        self._state.emit(FreePartRange(self.of.cls, self.sequence.row, start, end))
-        self._state.count(free=(end - start) * self.of.width)
+        self.of.state.emit(FreePartRange(self.of.cls, self.sequence.row, start, end))
+        self.of.state.count(free=(end - start) * self.of.width)
 
     def gone(self) -> int:
         """Returns how many private entries have passed, and are not to be kept for others."""
@@ -213,14 +200,14 @@ class Hold:
                 first = max(at - segment.length, own)
                 tail, count = segment.tails.get(self.of.cls), at - first
                 if tail and tail.length != count and (hold if tail.length > count else tail.holders):
-                    self._state.split(segment, segment.length - min(tail.length, count))
+                    self.of.state.split(segment, segment.length - min(tail.length, count))
                     first = max(at - segment.length, own)
                 tail = self._share(segment, first, at, step)
                 tail.superseded = False
                 if hold:
                     tail.hold(self.sequence.row)
                 else:
-                    self._state.idle_tails.add(tail)
+                    self.of.state.idle_tails.add(tail)
             at -= segment.length
             segment = segment.parent
         self.own = max(own, end)
@@ -228,17 +215,17 @@ class Hold:
     def _share(self, segment: Segment, first: int, end: int, step: int | None) -> Tail:
         """Makes the private entries [first, end), which are the last of a segment, its tail, or frees those
         that its tail has. If no row holds it, it counts as cached. `step`: as in `share`."""
-        state, row, of, count = self._state, self.sequence.row, self.of, end - first
+        row, of, count = self.sequence.row, self.of, end - first
         tail = segment.tails.get(of.cls)
         there = min(tail.length, count) if tail else 0
         if there:
             self._free(end - there, end)
-            state.emit(MapPart(of.cls, row, end, (segment.id,)))
+            of.state.emit(MapPart(of.cls, row, end, (segment.id,)))
         if tail is None or there < count:
-            may_fail = step is not None and state.confirmed < step
+            may_fail = step is not None and of.state.confirmed < step
             tail = of.store(segment, count, step if may_fail else None)
-            state.emit(StorePart(of.cls, row, first, end, segment.id))
-            state.count(cached=(count - there) * of.width)  # a tail that rows hold has its length already
+            of.state.emit(StorePart(of.cls, row, first, end, segment.id))
+            of.state.count(cached=(count - there) * of.width)  # a tail that rows hold has its length already
         return tail
 
     def supersede(self, node: Segment, end: int) -> None:
@@ -250,8 +237,8 @@ class Hold:
             if tail is None or at - tail.length >= first or segment.protected > 1 or segment.is_branching:
                 continue
             if at > first:
-                segment = self._state.split(segment, segment.length - (at - first))
-            self._state.idle_tails.supersede(segment.tails[cls])
+                segment = self.of.state.split(segment, segment.length - (at - first))
+            self.of.state.idle_tails.supersede(segment.tails[cls])
 
     def has(self, point: int, seen: int, there: tuple[int, int]) -> bool:
         """Returns whether what is `seen` after the first `point` tokens is private, or in the range `there` of

@@ -332,16 +332,14 @@ class TokenLedger:
         """
         state = self._state
         state.require_open(sequence)
-        start, end = sequence.shared, sequence.num_publishable
+        end = sequence.num_publishable
         if not end:
             return
         if sequence.holds:
             sequence.published, sequence.published_in = end, state.step
         if not sequence.node.indexed:
             state.publish_path(sequence)
-        if end > start and sequence.node.indexed:
-            tokens = sequence.prompt[start * TOKEN_BYTES : end * TOKEN_BYTES]
-            state.publish_tail(sequence, tokens)
+        state.publish_tail(sequence, end)
 
     def confirm(self, step: int) -> None:
         """Keeps what was published up to and including `step`, all of which has been computed."""

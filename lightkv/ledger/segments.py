@@ -137,7 +137,7 @@ class Segment:
                 new = tail.of.store(head, above, None if is_confirmed else tail.published)
                 new.holders = tail.holders.copy()
                 new.superseded = tail.superseded
-                tail.of.account.idle_tails.add(new)
+                tail.of.state.idle_tails.add(new)
 
     def cut_tails(self, freed: int) -> int:
         """Takes its last `freed` tokens out of its tails, before they leave the unheld segment. Returns how
@@ -169,15 +169,20 @@ class Segment:
         head.tails = NO_TAILS
 
 
-class Account(Protocol):
-    """What tails need of the ledger's state (`LedgerState`), which owns them."""
+class State(Protocol):
+    """What tails and holds need of the ledger's state (`LedgerState`), which owns them."""
 
     unconfirmed: "list[Segment | Tail]"
     idle_tails: "IdleTails"
+    confirmed: int
+    look_at: np.ndarray
+    has_passed: np.ndarray
 
     def emit(self, edit: Edit) -> None: ...
 
     def count(self, free: int = 0, cached: int = 0) -> None: ...
+
+    def split(self, segment: Segment, at: int) -> Segment: ...
 
 
 class Tail:
@@ -223,7 +228,7 @@ class Tail:
     def hold(self, row: int) -> None:
         """Makes a row one of its holders."""
         if not self.holders:
-            self.of.account.count(cached=-self.num_slots)
+            self.of.state.count(cached=-self.num_slots)
             self.superseded = False
         self.holders.add(row)
 
@@ -231,17 +236,17 @@ class Tail:
         """Removes a row from its holders. Without any it is cached, or freed where no look-up finds it."""
         self.holders.discard(row)
         if not self.holders:
-            self.of.account.count(cached=self.num_slots)
+            self.of.state.count(cached=self.num_slots)
             if self.segment.indexed:
-                self.of.account.idle_tails.add(self)
+                self.of.state.idle_tails.add(self)
             else:
                 self.drop()
 
     def drop(self) -> int:
         """Frees a cached tail. Returns how many slots that frees."""
-        account = self.of.account
-        account.emit(FreePart(self.of.cls, self.segment.id))
-        account.count(free=self.num_slots, cached=-self.num_slots)
+        state = self.of.state
+        state.emit(FreePart(self.of.cls, self.segment.id))
+        state.count(free=self.num_slots, cached=-self.num_slots)
         del self.segment.tails[self.of.cls]
         return self.num_slots
 
@@ -258,8 +263,8 @@ class TailClass:
     is `distance` before it.
     """
 
-    def __init__(self, account: Account, cls: int, layers: LayerClass, num_rows: int) -> None:
-        self.account = account
+    def __init__(self, state: State, cls: int, layers: LayerClass, num_rows: int) -> None:
+        self.state = state
         self.cls = cls
         self.lifetime = layers.lifetime
         self.rule = layers.lifetime.rule
@@ -281,7 +286,7 @@ class TailClass:
             tail.published = max(tail.published, step)
             tail.confirmed = 0
             if is_confirmed:
-                self.account.unconfirmed.append(tail)
+                self.state.unconfirmed.append(tail)
         elif is_confirmed:
             tail.confirmed = length
         return tail

@@ -117,7 +117,7 @@ class LedgerState:
         sequence.enter(row, root, node, shared)
         sequence.num_hit = shared
         if self.classes:
-            sequence.holds = [Hold(self, of, sequence, shared) for of in self.classes]
+            sequence.holds = [Hold(of, sequence, shared) for of in self.classes]
             for hold in sequence.holds:
                 hold.enter()
             self.begin(sequence, in_tree)
@@ -198,14 +198,13 @@ class LedgerState:
             segment.published = self.step
             self.unconfirmed.append(segment)
 
-    def publish_tail(self, sequence: Sequence, tokens: bytes) -> None:
-        """Stores the first tokens of its private tail as a segment that others can hit; this step computes
-        them.
+    def publish_tail(self, sequence: Sequence, end: int) -> None:
+        """Stores the private entries before `end` as a segment that others can hit; this step computes them.
 
         They stay private if another segment that begins with the same token is in their place.
         """
-        node = sequence.node
-        if tokens[:TOKEN_BYTES] in node.children:
+        node, tokens = sequence.node, sequence.prompt[sequence.shared * TOKEN_BYTES : end * TOKEN_BYTES]
+        if not tokens or not node.indexed or tokens[:TOKEN_BYTES] in node.children:
             return
         if node.may_grow:
             # The sequence's own newest segment (that of the chunk before) grows, so that there is one segment
@@ -221,7 +220,7 @@ class LedgerState:
             sequence.node = node
             self.unconfirmed.append(node)
         node.published = self.step
-        end = sequence.shared = sequence.shared + len(tokens) // TOKEN_BYTES
+        sequence.shared = end
         self._edits.append(StoreSegment(sequence.row, end - node.length, end, node.id))
 
     def adopt(self, sequence: Sequence) -> None:
