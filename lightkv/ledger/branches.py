@@ -65,6 +65,6 @@ class Branches:
             if own < first:
                 state.split_path(sequence, first)
             hold.share(point, (sequence.node, sequence.shared), sequence.published_in)
-            for segment, end in sequence.segments_up():
+            for segment, end in sequence.node.ends_up(sequence.shared):
                 if own < end <= first:
                     state.idle_tails.supersede(segment.tails[hold.of.cls])

@@ -79,6 +79,8 @@ class ReaderSequence(Sequence):
 
     __slots__ = ("cross",)
 
+    cross: CrossSequence
+
     def __init__(self, prompt: bytes, session: Session | None, cross: CrossSequence) -> None:
         if not cross.can_be_read:
             raise ValueError(f"{cross} is no cross sequence; open_cross makes one")

@@ -44,8 +44,10 @@ class Extension:
 
     def _fresh_slots(self, rows: np.ndarray) -> int:
         """Returns how many free slots the next tokens in these rows take in the classes from 1 on."""
-        free = [(len(rows) - np.count_nonzero(of.reuses[rows])) * of.width for of in self._state.classes]
-        return sum(free)
+        counts = [
+            (len(rows) - int(np.count_nonzero(of.reuses[rows]))) * of.width for of in self._state.classes
+        ]
+        return sum(counts)
 
     def require_batch(self, sequences: Seq[Sequence]) -> None:
         """Raises TypeError, ValueError unless these are open sequences of the ledger, none of them twice."""
@@ -149,13 +151,13 @@ class Extension:
             elif num_reusing == len(reuses):
                 self._state.emit(Reuse(of.cls, of.distance, edit.rows, edit.starts))
             else:
-                fresh, again = (
+                (fresh, starts), (again, entries) = [
                     [tuple(values[chosen].tolist()) for values in (self._rows, lengths)]
                     for chosen in (~reuses, reuses)
-                )
+                ]
                 counts = tuple(compress(edit.counts, (~reuses).tolist()))
-                self._state.emit(AllocPart(of.cls, *fresh, counts))
-                self._state.emit(Reuse(of.cls, of.distance, *again))
+                self._state.emit(AllocPart(of.cls, fresh, starts, counts))
+                self._state.emit(Reuse(of.cls, of.distance, again, entries))
 
     def settle(self, sequence: Sequence) -> None:
         """Brings a sequence up to date with the tokens that it has: it shares what the tree has got meanwhile,

@@ -7,7 +7,6 @@ The tails are those of the path's segments (`segments.py`), and the sequence lea
 passed all of it. It keeps what its next tokens see, and `slack` entries more, since it may go back by so many.
 """
 
-from collections.abc import Iterator
 from typing import Protocol
 
 from lightkv.classes.all import NEVER
@@ -22,13 +21,10 @@ class Holder(Protocol):
     """What holds need of their sequence (`Sequence`)."""
 
     row: int
+    node: Segment
     length: int
     shared: int
     points: list[int]
-
-    def path(self) -> Iterator[Segment]: ...
-
-    def segments_up(self) -> Iterator[tuple[Segment, int]]: ...
 
 
 class Hold:
@@ -74,14 +70,16 @@ class Hold:
     def tails(self) -> list[tuple[Tail, int]]:
         """Returns the tails that it holds, the last ones first, each with the entry at which it ends."""
         found: list[tuple[Tail, int]] = []
-        own, end, row, cls = self.own, self.sequence.shared, self.sequence.row, self.of.cls
-        for segment in self.sequence.path():
+        own, row, cls = self.own, self.sequence.row, self.of.cls
+        segment, end = self.sequence.node, self.sequence.shared
+        while segment.parent is not None:
             if end <= own:
                 tail = segment.tails.get(cls)
                 if tail is None or row not in tail.holders:
                     break
                 found.append((tail, end))
             end -= segment.length
+            segment = segment.parent
         return found
 
     def held(self) -> HeldWindow:
@@ -96,7 +94,7 @@ class Hold:
         """Holds the tails that the next tokens see of a path that the sequence has hit."""
         sequence, kept = self.sequence, self.passed
         held: list[int] = []
-        for segment, end in sequence.segments_up():
+        for segment, end in sequence.node.ends_up(sequence.length):
             tail = segment.tails.get(self.of.cls)
             if end <= kept or tail is None:
                 break

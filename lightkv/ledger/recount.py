@@ -19,7 +19,9 @@ def recount(state: LedgerState) -> None:
         segments.update(path)
         held += sequence.num_private * state.width
         held += sum([(sequence.length - hold.own) * hold.of.width for hold in sequence.holds])
-        for one in [*path, *[tail for hold in sequence.holds for tail, _ in hold.tails()]]:
+        found: list[Segment | Tail] = [*path]
+        found += [tail for hold in sequence.holds for tail, _ in hold.tails()]
+        for one in found:
             holders.setdefault(one, set()).add(row)
         has_gap = sequence.gap.node is not None
         if (row in state.gapped) != has_gap or row not in sequence.root.holders:

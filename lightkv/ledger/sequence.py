@@ -159,13 +159,6 @@ class Sequence:
                 yield node
                 node = node.parent
 
-    def segments_up(self) -> Iterator[tuple[Segment, int]]:
-        """Yields the segments of its path, the deepest first, each with the entry at which it ends."""
-        end = self.shared
-        for segment in self.path():
-            yield segment, end
-            end -= segment.length
-
     # Opening and closing
 
     @property
