@@ -65,10 +65,6 @@ class Lifetime:
         """Returns the first position that a query at `position` sees: what has to be there to go on."""
         return self.rule.first_seen(position)
 
-    def boundary(self, limit: int) -> int:
-        """Returns the highest position, at most `limit`, at which a query sees no earlier one."""
-        return self.rule.boundary(limit)
-
     def first_kept(self, length: int) -> int:
         """Returns the first position that a sequence of `length` tokens keeps before it grows."""
         return self.rule.first_kept(length)

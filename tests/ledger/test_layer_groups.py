@@ -742,3 +742,48 @@ def extend_some(life: Life, texts: list[Text], rng: random.Random, confirm: bool
         if rng.random() < 0.7 and text.sequence.length <= text.prompt:
             life.publish(text, confirm)
     return [text for text, _ in wanted]
+
+
+@pytest.mark.parametrize("sees", ["window", "chunk"])
+@pytest.mark.parametrize("size", [1, 5, 20])
+def test_no_sequence_holds_more_than_its_class_says(sees: str, size: int) -> None:
+    """A prompt hits a tail, is computed in chunks, and decodes."""
+    groups = groups_of(("full", 0, 1), (sees, size, 1))
+    life = Life(groups, 2000)
+    first = life.open([1] * 60)
+    life.finish_prompt(first)
+    life.close(first)
+    text = life.open([*[1] * 60, *range(2, 42)])
+    while text.sequence.length < text.prompt:
+        life.extend((text, 10))
+        life.publish(text)
+        (row,) = life.ledger.holdings().rows
+        (window,) = row.windows
+        assert text.sequence.length - window.start <= groups.classes[1].lifetime.most_kept(100, 10)
+    life.decode(text, 15)
+    assert life.ledger.num_held <= groups.most_slots(text.sequence.length, 10)
+
+
+def random_groups(rng: random.Random) -> LayerGroups:
+    """Returns one to three classes beside the one that sees everything, of two to eight groups in all."""
+    classes = [("full", 0, rng.randrange(1, 3))]
+    sizes = rng.sample([*range(1, 12), 16, 24, 32, 48, 64], rng.randrange(1, 4))
+    classes += [(rng.choice(["window", "chunk"]), size, rng.randrange(1, 3)) for size in sizes]
+    return groups_of(*classes)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_lives_of_random_classes(seed: int) -> None:
+    rng = random.Random(seed)
+    groups = random_groups(rng)
+    assert groups.classes[0].lifetime == FULL
+    live(groups, rng, 150)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_failed_steps_wrote_is_never_read_in_random_classes(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = random_groups(random.Random(seed))
+    monkeypatch.setitem(GROUPS, "random", groups)
+    test_what_failed_steps_wrote_is_never_read("random", seed)
