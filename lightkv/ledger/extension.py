@@ -132,10 +132,9 @@ class Extension:
         more = num_tokens - len(rows)
         if more:
             is_due |= np.array(counts) > 1
-        due = [(self._batch[i], counts[i]) for i in is_due.nonzero()[0].tolist()]
-        for one, _ in due:
+        for i in is_due.nonzero()[0].tolist():
+            one, count = self._batch[i], counts[i]
             self.settle(one)
-        for one, count in due:
             happens = min([hold.prepare(count) for hold in one.holds] + one.points[:1])
             state.look_at[one.row] = happens if count == 1 else 0
         fresh = num_tokens * state.width + self._fresh_slots(rows)

@@ -284,7 +284,6 @@ class TailClass:
         tail.length = length
         if step is not None:
             tail.published = max(tail.published, step)
-            tail.confirmed = 0
             if is_confirmed:
                 self.state.unconfirmed.append(tail)
         elif is_confirmed:
