@@ -160,16 +160,13 @@ class Extension:
 
     def settle(self, sequence: Sequence) -> None:
         """Brings a sequence up to date with the tokens that it has: it shares what the tree has got meanwhile,
-        publishes what follows, keeps tails at the points that it has passed, and leaves those that have
-        passed."""
+        publishes what follows, and keeps tails at the points that it has passed."""
         state, length = self._state, sequence.length
         if sequence.shared < min(length, len(sequence.prompt) // TOKEN_BYTES):
             state.adopt(sequence)
             state.publish_tail(sequence, min(sequence.published, sequence.num_publishable))
         while sequence.points and sequence.points[0] <= length:
             self.keep_tails(sequence, sequence.points.pop(0))
-        for hold in sequence.holds:
-            hold.leave_passed(hold.passed)
 
     def keep_tails(self, sequence: Sequence, point: int) -> None:
         """Makes tails of what each class sees at `point`, which the sequence has reached; not where its path

@@ -150,8 +150,9 @@ class Hold:
         return 0 if self._reuses(gone, count) else (count - gone) * self.of.width
 
     def prepare(self, count: int) -> int:
-        """Frees what has passed before the sequence grows by `count` tokens, or has it used again. Returns
+        """Gives up what has passed before the sequence grows by `count` tokens, or has it used again. Returns
         `happens_at`."""
+        self.leave_passed(self.passed)
         gone = self.gone()
         if self._reuses(gone, count):
             self.of.reuses[self.sequence.row] = True
@@ -175,9 +176,9 @@ class Hold:
 
     def keep(self, end: int, path: tuple[Segment, int], step: int | None) -> None:
         """Makes tails of what is seen after the first `end` tokens; what comes before is given up (`share`)."""
+        first = self.of.rule.first_kept(end)
+        self.leave_passed(first)
         if self.own < end:
-            first = self.of.rule.first_kept(end)
-            self.leave_passed(first)
             self.free_own(first)
             self.share(end, path, step)
 
