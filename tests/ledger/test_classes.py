@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightkv.classes.all import NEVER, All
+from lightkv.classes.all import All
 from lightkv.classes.chunk import Chunk
 from lightkv.classes.window import Window
 from lightkv.layer_groups import SLACK, Lifetime, Rule
@@ -34,7 +34,7 @@ def test_a_class_answers_what_its_twin_counts(sees: str, size: int) -> None:
         assert one.first_kept(at) == kept[at]
         assert one.boundary(at) == max(query for query in range(at + 1) if first_seen[query] == query)
         gone = [length for length in range(LONGEST) if kept[length] > at]
-        assert one.gone_at(at) == gone[0] if gone else one.gone_at(at) >= min(LONGEST, NEVER)
+        assert one.gone_at(at) == gone[0] if gone else one.gone_at(at) >= LONGEST
         for chunk in (1, 9):
             assert min(at, at - kept[at] + chunk) <= lifetime.most_kept(at, chunk) <= at
     passing = {after - before for before, after in zip(kept[2 * size :], kept[2 * size + 1 :], strict=False)}
