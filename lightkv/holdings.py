@@ -1,13 +1,12 @@
 """What rows and segments hold by the ledger's account, as plain integers: `KVMemory.check` compares them with
 the slots that it has."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 
 class HeldWindow(NamedTuple):
-    """What a row holds in a class of layers that do not see everything: its entries [start, own) are the slots
-    of the parts of `segments`, one after the other, and those from `own` on are its own."""
+    """What a row holds in a class of layers: its entries [start, own) are the slots of `segments` there, one
+    after the other, and those from `own` on are its own."""
 
     segments: tuple[int, ...]
     start: int
@@ -30,17 +29,9 @@ class HeldRow(NamedTuple):
     windows: tuple[HeldWindow, ...] = ()
 
     @property
-    def own(self) -> tuple[int, ...]:
-        """The first entry that is its own, by class."""
-        return (self.shared, *(window.own for window in self.windows))
-
-    def held(self) -> Iterator[tuple[int, int]]:
-        """Yields (class, segment) for each segment, and each part of one, that it holds."""
-        for segment in self.segments:
-            yield 0, segment
-        for cls, window in enumerate(self.windows, start=1):
-            for segment in window.segments:
-                yield cls, segment
+    def holds(self) -> tuple[HeldWindow, ...]:
+        """What it holds in each class, of which class 0 holds all tokens."""
+        return (HeldWindow(self.segments, 0, self.shared), *self.windows)
 
 
 class Holdings(NamedTuple):

@@ -18,7 +18,6 @@ from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace
 from lightkv.ledger.rings import RingSequence
 from lightkv.ledger.sequence import Sequence, require_list
 from lightkv.ledger.shared_prefixes import PrefixSharing, SharedPrefix, shared_prefixes
-from lightkv.ledger.windows import WindowedSequence
 from lightkv.memory.exported_kv import ExportedKV, read_row, write_row
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.kv_spec import KVSpec
@@ -380,9 +379,7 @@ class KVCache:
             raise ValueError(
                 f"{sequence} has dropped tokens, so a prompt's K/V cannot be made of it; run it anew"
             )
-        firsts = [0]
-        if isinstance(sequence, WindowedSequence):
-            firsts += sequence.kept_from()
+        firsts = [0, *(hold.kept for hold in sequence.holds)]
         return read_row(self.memory, sequence.row, firsts, sequence.length)
 
     def import_sequence(

@@ -20,8 +20,13 @@ with it, and the memory makes its lanes of it.
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, chain
 from typing import Literal
+
+from lightkv.classes.all import All
+from lightkv.classes.chunk import Chunk
+from lightkv.classes.window import Window
 
 from .counts import checked_count
 
@@ -33,18 +38,23 @@ SLACK = 64  # positions that a sequence can go back, and that a prompt may diver
 @dataclass(frozen=True)
 class Lifetime:
     """How long a layer's tokens are seen: always, by the next `size - 1` tokens (a window), or by those of
-    their chunk of `size`. `size` is 0 for "full"."""
+    their chunk of `size`. `size` is 0 for "full". Its `rule` is a file in `lightkv/classes`."""
 
     sees: Literal["full", "window", "chunk"] = "full"
     size: int = 0
 
     def check(self) -> None:
         """Raises ValueError or TypeError unless layers can see so."""
-        if self.sees not in ("full", "window", "chunk"):
+        if self.sees not in _RULES:
             raise ValueError(f"layers see {self.sees!r}; give 'full', 'window' or 'chunk'")
         checked_count("size", self.size, least=0 if self.sees == "full" else 1)
         if self.sees == "full" and self.size:
             raise ValueError(f"a layer that sees everything has no size; got {self.size}")
+
+    @cached_property
+    def rule(self) -> "Rule":
+        """What answers for layers of this lifetime."""
+        return _RULES[self.sees](self.size, self.slack)
 
     @property
     def slack(self) -> int:
@@ -52,32 +62,26 @@ class Lifetime:
         return min(SLACK, self.size)
 
     def first_seen(self, position: int) -> int:
-        """Returns the first position that a query at `position` sees."""
-        if self.sees == "full":
-            return 0
-        if self.sees == "window":
-            return max(position - self.size + 1, 0)
-        return position // self.size * self.size
-
-    def boundary(self, limit: int) -> int:
-        """Returns the highest position, at most `limit`, at which a query sees no earlier one."""
-        if self.sees == "chunk":
-            return limit // self.size * self.size
-        return limit if self.size == 1 else 0
+        """Returns the first position that a query at `position` sees: what has to be there to go on."""
+        return self.rule.first_seen(position)
 
     def first_kept(self, length: int) -> int:
         """Returns the first position that a sequence of `length` tokens keeps before it grows."""
-        return self.first_seen(max(length - self.slack, 0))
+        return self.rule.first_kept(length)
 
     def gone_at(self, position: int) -> int:
-        """Returns the least length with which a sequence does not keep `position` any more. There is none
-        where all is seen."""
-        assert self.sees != "full"
-        if self.sees == "window":
-            return position + self.size + self.slack
-        return (position // self.size + 1) * self.size + self.slack
+        """Returns the least length with which a sequence does not keep `position` any more."""
+        return self.rule.gone_at(position)
+
+    def most_kept(self, length: int, chunk: int) -> int:
+        """Returns the most tokens that a sequence of up to `length` holds at any time, whatever it hits and
+        however its prompt is cut into chunks of up to `chunk` tokens: a tail is held as a whole until it has
+        passed, beside a chunk."""
+        return min(length, 2 * (self.size - 1 + self.slack) + chunk) if self.size else length
 
 
+Rule = All | Window | Chunk
+_RULES: dict[str, type[Rule]] = {"full": All, "window": Window, "chunk": Chunk}
 FULL = Lifetime()
 
 
@@ -102,15 +106,10 @@ class LayerClass:
         return tuple(chain.from_iterable(chain.from_iterable(self.groups)))
 
     def __str__(self) -> str:
-        sees = {
-            "full": "all tokens",
-            "window": f"the last {self.lifetime.size:,} tokens",
-            "chunk": f"chunks of {self.lifetime.size:,} tokens",
-        }
         slots = "1 slot" if self.num_groups == 1 else f"{self.num_groups} slots"
         num_layers = len(self.layers)
         layers = "1 layer sees" if num_layers == 1 else f"{num_layers} layers see"
-        return f"{layers} {sees[self.lifetime.sees]} ({slots} a token)"
+        return f"{layers} {self.lifetime.rule} ({slots} a token)"
 
 
 @dataclass(frozen=True)
@@ -215,13 +214,7 @@ class LayerGroups:
     def most_slots(self, length: int, chunk: int) -> int:
         """Returns the most slots that a sequence of up to `length` tokens holds at any time, whatever it hits
         and however its prompt is cut into chunks of up to `chunk` tokens."""
-        slots = 0
-        for one in self.classes:
-            count, lifetime = length, one.lifetime
-            if lifetime.sees != "full":  # a tail is held as a whole until it has passed, beside a chunk
-                count = min(length, 2 * (lifetime.size - 1 + lifetime.slack) + chunk)
-            slots += count * one.num_groups
-        return slots
+        return sum(one.num_groups * one.lifetime.most_kept(length, chunk) for one in self.classes)
 
     def longest(self, num_slots: int, chunk: int) -> int:
         """Returns how many tokens a sequence may have that runs alone in a pool of `num_slots`, in chunks of

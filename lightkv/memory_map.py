@@ -91,16 +91,13 @@ def owners(holdings: Holdings, widths: Sequence[int]) -> list[Owner]:
 def slot_labels(holdings: Holdings) -> SlotLabels:
     """Returns the labels of what is held: SHARED, or OWN + the row that alone holds it. The rest is CACHED."""
     segments: list[dict[int, int]] = [{} for _ in (holdings.segments, *holdings.parts)]
+    own: dict[tuple[int, int, int, int], int] = {}
     for row in holdings.rows:
-        for cls, segment in row.held():
-            of_class = segments[cls]
-            of_class[segment] = SHARED if segment in of_class else OWN + row.row
-    own = {
-        (cls, row.row, start, row.length): OWN + row.row
-        for row in holdings.rows
-        for cls, start in enumerate(row.own)
-        if start < row.length
-    }
+        for cls, (held, _, start) in enumerate(row.holds):
+            for segment in held:
+                segments[cls][segment] = SHARED if segment in segments[cls] else OWN + row.row
+            if start < row.length:
+                own[cls, row.row, start, row.length] = OWN + row.row
     return SlotLabels(segments, own, CACHED)
 
 

@@ -32,6 +32,7 @@ ROOMS = (
     "lightkv.triton_kernels",
     "lightkv.errors",
     "lightkv.counts",
+    "lightkv.classes",
     "lightkv.layer_groups",
     "lightkv.token_ids",
     "lightkv.token_set",

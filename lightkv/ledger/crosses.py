@@ -6,7 +6,8 @@ from typing import ClassVar, NoReturn
 
 from lightkv.errors import CheckFailed
 
-from .prefix_tree import Namespace, Segment
+from .changes import Namespace
+from .segments import Segment
 from .sequence import Sequence
 from .sessions import Session
 
@@ -24,6 +25,7 @@ class CrossSequence(Sequence):
     __slots__ = ("is_kept", "namespaces", "readers")
 
     slot_per_token: ClassVar[bool] = False
+    can_be_read: ClassVar[bool] = True
 
     def __init__(self) -> None:
         super().__init__(b"")
@@ -63,7 +65,7 @@ class CrossSequence(Sequence):
         super().check(sequences)
         for row in self.readers:  # each reader checks that it is one of them
             reader = sequences.get(row)
-            if not isinstance(reader, ReaderSequence) or reader.cross is not self:
+            if reader is None or reader.cross is not self:
                 raise CheckFailed(f"{self} counts row {row} as a reader, and that has {reader}")
         if not (self.is_kept or self.readers):
             raise CheckFailed(f"{self} is open, and neither kept nor read")
@@ -77,8 +79,10 @@ class ReaderSequence(Sequence):
 
     __slots__ = ("cross",)
 
+    cross: CrossSequence
+
     def __init__(self, prompt: bytes, session: Session | None, cross: CrossSequence) -> None:
-        if not isinstance(cross, CrossSequence):
+        if not cross.can_be_read:
             raise ValueError(f"{cross} is no cross sequence; open_cross makes one")
         super().__init__(prompt, session)
         self.cross = cross
@@ -107,7 +111,7 @@ class ReaderSequence(Sequence):
     def check(self, sequences: Mapping[int, Sequence]) -> None:
         super().check(sequences)
         cross, namespace = self.cross, self.root.namespace
-        if not isinstance(cross, CrossSequence) or sequences.get(cross.row) is not cross:
+        if sequences.get(cross.row) is not cross:
             raise CheckFailed(f"{self} reads {cross}, which is not open, or is no cross sequence")
         of_cross = cross.root.namespace
         if (

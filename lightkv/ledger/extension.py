@@ -1,15 +1,17 @@
 """Extending sequences: the verb of every step, which checks a batch once for as long as it stays the same."""
 
 from collections.abc import Sequence as Seq
-from operator import add, attrgetter, index
-from typing import cast
+from itertools import compress
+from operator import add, index
 
-from lightkv.edits import Alloc, AllocPart
-from lightkv.errors import OutOfTokens, SequenceTooLong
+import numpy as np
 
+from lightkv.edits import Alloc, AllocPart, Reuse
+from lightkv.errors import CheckFailed, OutOfTokens, SequenceTooLong
+
+from .segments import TOKEN_BYTES
 from .sequence import Sequence, require_lists
 from .state import LedgerState
-from .windows import WindowedBatch, WindowedSequence
 
 
 class Extension:
@@ -25,19 +27,27 @@ class Extension:
         self._batch_rows: tuple[int, ...] = ()
         self._batch_end = 0
         self._slot_per_token = True  # whether each new token of that batch takes a slot of its own
-        # Where layers do not all see everything: what that batch takes, and what the last one of several does.
-        self._in_classes = bool(state.tails.lifetimes)
-        self._windowed = self._several = WindowedBatch(state.tails.widths)
+        self._rows = np.empty(0, dtype=np.int64)  # those rows, where layers do not all see everything
 
     def growth(self, sequences: Seq[Sequence], count: int) -> int:
         """Returns how many available slots are enough to extend each of these by `count` tokens."""
-        tails, batch = self._state.tails, self._windowed
-        if not self._in_classes:
-            return count * len(sequences)
-        is_known = count == 1 and sequences and sequences == self._batch  # as in most steps
-        if is_known and tails.agenda.due.isdisjoint(batch.members):
-            return len(sequences) * self._state.width + batch.num_slots(0)
-        return tails.growth(cast("Seq[WindowedSequence]", sequences), count)
+        state, due = self._state, sequences
+        slots = count * len(sequences) * state.width
+        if not state.classes or not sequences:
+            return slots
+        if count == 1:
+            rows = self._rows if sequences == self._batch else np.array([one.row for one in sequences])
+            is_due = state.look_at[rows] <= np.array([one.length for one in sequences])
+            slots += self._fresh_slots(rows[~is_due])
+            due = list(compress(sequences, is_due.tolist()))
+        return slots + sum([hold.cost(count) for one in due for hold in one.holds])
+
+    def _fresh_slots(self, rows: np.ndarray) -> int:
+        """Returns how many free slots the next tokens in these rows take in the classes from 1 on."""
+        counts = [
+            (len(rows) - int(np.count_nonzero(of.reuses[rows]))) * of.width for of in self._state.classes
+        ]
+        return sum(counts)
 
     def require_batch(self, sequences: Seq[Sequence]) -> None:
         """Raises TypeError, ValueError unless these are open sequences of the ledger, none of them twice."""
@@ -45,17 +55,15 @@ class Extension:
             self._set_batch(sequences)
 
     def check(self) -> None:
-        """Raises CheckFailed unless what happens to each sequence is noticed, and what it takes is known."""
-        if self._in_classes:
-            agenda = self._state.tails.agenda
-            agenda.check(self._state.sequences)
-            self._several.check(agenda.due)
+        """Raises CheckFailed unless each sequence is looked at before something happens to it."""
+        for row, one in self._state.sequences.items() if self._state.classes else ():
+            happens = min([hold.happens_at for hold in one.holds] + one.points[:1])
+            if (look_at := int(self._state.look_at[row])) > happens:
+                raise CheckFailed(f"{one} is looked at from {look_at} on; something happens at {happens}")
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self) -> None:
         """Has the next batch checked, since a sequence is about to close."""
         self._batch = []
-        if isinstance(sequence, WindowedSequence):
-            self._several.remove(sequence)
 
     def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
         """Extends `sequences[i]` by `counts[i]` tokens, all or none (`TokenLedger.extend`)."""
@@ -80,26 +88,20 @@ class Extension:
             self._batch_end = max(map(add, starts, counts))
         if self._batch_end > self.max_entries:
             raise SequenceTooLong(self._batch_end, self.max_entries)
-        if self._in_classes:
-            needed = self._bring_up_to_date(counts, needed)
+        if self._state.classes:
+            lengths = np.fromiter(starts, np.int64, len(starts))
+            needed = self._look(lengths, counts, needed)
         self.make_room(needed)
         edit = Alloc(self._batch_rows, tuple(starts), tuple(counts))
         self._state.alloc(edit, needed)
-        if self._in_classes:
-            self._windowed.emit(edit, self._state.emit)
+        if self._state.classes:
+            self._grow_classes(edit, lengths)
         if is_decode:
             for sequence in sequences:
                 sequence.length += 1
         else:
             for sequence, count in zip(sequences, counts, strict=True):
                 sequence.length += count
-        if self._in_classes:
-            agenda = self._state.tails.agenda
-            self._windowed.longest = self._batch_end
-            if self._windowed is self._several:
-                agenda.move_on(self._state.sequences)
-            else:  # they have grown, but by an extension that the agenda does not count
-                agenda.due |= self._windowed.members
         return edit
 
     def _extend_each(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
@@ -120,47 +122,86 @@ class Extension:
             sequence.advance(count)
         return edit
 
-    def _bring_up_to_date(self, counts: Seq[int], num_tokens: int) -> int:
-        """Frees what has passed of those sequences of the batch to which something happens. Returns how many
-        slots the next tokens of the batch take, `num_tokens` in all. There may be too few even then."""
-        tails, batch, more = self._state.tails, self._windowed, num_tokens - len(counts)
-        if more or tails.agenda.due:
-            due = dict.fromkeys(tails.agenda.due & batch.members, 1)
-            if more:
-                counted = zip(cast("Seq[WindowedSequence]", self._batch), counts, strict=True)
-                due.update([(one, count) for one, count in counted if count != 1])
-            in_order = sorted(due, key=attrgetter("row"))
-            for one in in_order:
-                tails.settle(one)
-            for one in in_order:
-                tails.prepare(one, due[one])
-                batch.put(one)
-        return num_tokens * self._state.width + batch.num_slots(more)
+    def _look(self, lengths: np.ndarray, counts: Seq[int], num_tokens: int) -> int:
+        """Looks at the sequences of the batch to which something may happen, and frees what has passed.
 
-    def extend_imported(self, sequence: WindowedSequence, length: int, firsts: Seq[int]) -> Alloc:
+        Returns how many slots the next tokens of the batch take, `num_tokens` in all. There may be too few even
+        then."""
+        state, rows = self._state, self._rows
+        is_due = state.look_at[rows] <= lengths
+        more = num_tokens - len(rows)
+        if more:
+            is_due |= np.array(counts) > 1
+        for i in is_due.nonzero()[0].tolist():
+            one, count = self._batch[i], counts[i]
+            self.settle(one)
+            happens = min([hold.prepare(count) for hold in one.holds] + one.points[:1])
+            state.look_at[one.row] = happens if count == 1 else 0
+        fresh = num_tokens * state.width + self._fresh_slots(rows)
+        return fresh + more * sum([of.width for of in state.classes])
+
+    def _grow_classes(self, edit: Alloc, lengths: np.ndarray) -> None:
+        """Emits what the memory has to do in the classes from 1 on for what `edit` does in the first one."""
+        for of in self._state.classes:
+            reuses = of.reuses[self._rows]
+            num_reusing = np.count_nonzero(reuses)
+            if not num_reusing:
+                self._state.emit(AllocPart(of.cls, *edit))
+            elif num_reusing == len(reuses):
+                self._state.emit(Reuse(of.cls, of.distance, edit.rows, edit.starts))
+            else:
+                (fresh, starts), (again, entries) = [
+                    [tuple(values[chosen].tolist()) for values in (self._rows, lengths)]
+                    for chosen in (~reuses, reuses)
+                ]
+                counts = tuple(compress(edit.counts, (~reuses).tolist()))
+                self._state.emit(AllocPart(of.cls, fresh, starts, counts))
+                self._state.emit(Reuse(of.cls, of.distance, again, entries))
+
+    def settle(self, sequence: Sequence) -> None:
+        """Brings a sequence up to date with the tokens that it has: it shares what the tree has got meanwhile,
+        publishes what follows, and keeps tails at the points that it has passed."""
+        state, length = self._state, sequence.length
+        if sequence.shared < min(length, len(sequence.prompt) // TOKEN_BYTES):
+            state.adopt(sequence)
+            state.publish_tail(sequence, min(sequence.published, sequence.num_publishable))
+        while sequence.points and sequence.points[0] <= length:
+            self.keep_tails(sequence, sequence.points.pop(0))
+
+    def keep_tails(self, sequence: Sequence, point: int) -> None:
+        """Makes tails of what each class sees at `point`, which the sequence has reached; not where its path
+        ends before."""
+        if point <= sequence.shared:
+            self._state.split_path(sequence, point)
+            for hold in sequence.holds:
+                hold.keep(point, (sequence.node, sequence.shared), self._state.step - 1)
+
+    def extend_imported(self, sequence: Sequence, length: int, firsts: Seq[int]) -> Alloc:
         """Extends a sequence by tokens of which the classes from 1 on get those from the entries `firsts` on
         (`TokenLedger.extend_imported`)."""
         self.require_batch([sequence])
-        state, start = self._state, sequence.length
+        state, row, start = self._state, sequence.row, sequence.length
         if length <= start:
             raise ValueError(f"{sequence} has {start} tokens already; give more than {length}")
         if length > self.max_entries:
             raise SequenceTooLong(length, self.max_entries)
-        parts = [
-            AllocPart(cls, (sequence.row,), (first,), (length - first,))
-            for cls, first in enumerate([max(start, first) for first in firsts], start=1)
-        ]
+        firsts = [max(start, first) for first in firsts]
         needed = (length - start) * state.width
-        needed += sum([width * part.counts[0] for width, part in zip(state.tails.widths, parts, strict=True)])
+        needed += sum([(length - first) * of.width for of, first in zip(state.classes, firsts, strict=True)])
         self.make_room(needed)
-        edit = Alloc((sequence.row,), (start,), (length - start,))
+        edit = Alloc((row,), (start,), (length - start,))
         state.alloc(edit, needed)
-        for part in parts:
-            state.emit(part)
-        state.tails.leave_before(sequence, firsts)
+        for of, first in zip(state.classes, firsts, strict=True):
+            state.emit(AllocPart(of.cls, (row,), (first,), (length - first,)))
+        for hold, first in zip(sequence.holds, firsts, strict=True):
+            if first > start:  # what it has there does not reach so far
+                hold.leave_passed(start)
+                hold.free_own(start)
+                hold.own = first
+            hold.own = hold.own  # no slot is used again
         sequence.length = length
         sequence.points = [point for point in sequence.points if point >= length]
-        self._windowed.longest = self._batch_end = self.max_entries  # so that the next `extend` looks it up
+        self.forget()
         return edit
 
     def make_room(self, needed: int) -> None:
@@ -178,28 +219,14 @@ class Extension:
             rows = tuple([sequence.row for sequence in batch])
         except AttributeError:
             rows = ()
-        members = set(cast("list[WindowedSequence]", batch if rows and self._in_classes else ()))
-        if members:
-            for one in members - self._several.members:
-                self._state.require_open(one)
-        elif list(map(self._state.sequences.get, rows)) != batch:
+        if list(map(self._state.sequences.get, rows)) != batch:
             for sequence in batch:
                 self._state.require_open(sequence)
-        if len(rows) > 1 and len(members or set(rows)) < len(rows):
+        if len(rows) > 1 and len(set(rows)) < len(rows):
             raise ValueError("a sequence occurs twice; give it one count")
-        self._slot_per_token = self._in_classes or self.is_even or all(one.slot_per_token for one in batch)
+        self._slot_per_token = self.is_even or all(one.slot_per_token for one in batch)
         self._batch = batch
         self._batch_rows = rows
         self._batch_end = self.max_entries  # so that the next `extend` looks it up
-        if members:
-            self._follow(members)
-
-    def _follow(self, members: set[WindowedSequence]) -> None:
-        """Finds out what comes to the batch and what leaves it. A single sequence, such as that of a chunk of a
-        prompt, is a batch of its own beside that of the decodes."""
-        self._windowed = self._several
-        if len(members) == 1 < len(self._several.members):
-            self._several.remove(*members)
-            self._windowed = WindowedBatch(self._state.tails.widths)
-        self._windowed.follow(members, self._state.tails.agenda.due)
-        self._batch_end = self._windowed.longest
+        if self._state.classes:
+            self._rows = np.fromiter(rows, np.int64, len(rows))

@@ -19,15 +19,16 @@ from lightkv.holdings import HeldRow, Holdings
 from lightkv.layer_groups import ONE_GROUP, LayerGroups
 from lightkv.triton_kernels.layout.ring import Ring
 
+from .branches import Branch, Branches
 from .crosses import CrossSequence, ReaderSequence
 from .extension import Extension
-from .parts import reachable
-from .prefix_tree import TOKEN_BYTES, Match, Namespace, PrefixTree, Segment
+from .prefix_tree import Match, Namespace, PrefixTree
+from .recount import recount
 from .rings import RingSequence
+from .segments import TOKEN_BYTES, Segment, reachable
 from .sequence import Sequence, prompt_length, require_lists
 from .sessions import Session, SessionCounts
 from .state import LedgerState
-from .windows import Branch, WindowedSequence
 
 S = TypeVar("S", bound=Sequence)
 
@@ -38,7 +39,7 @@ class TokenLedger:
     `max_protected`: the most slots of what sessions protect, which is evicted last; their tails in layers with
     windows come on top. `groups`: how the model's layers share slots. Where all see everything, as by default,
     a token is one slot; otherwise all counts are of slots, and sequences hold in the layers with windows what
-    these still see (`tails.py`).
+    these still see (`segments.py`).
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class TokenLedger:
         capacity = checked_count("capacity", capacity)
         self._state = LedgerState(capacity, self.max_sequences, max_protected, groups)
         self._extension = Extension(self._state, self.max_entries)
+        self._branches = Branches(self._state)
 
     @property
     def step(self) -> int:
@@ -130,13 +132,13 @@ class TokenLedger:
             path = list(sequence.path())[::-1]
             found.update(dict.fromkeys(path))
             ids = tuple(segment.id for segment in path)
-            windows = sequence.windows() if isinstance(sequence, WindowedSequence) else ()
+            windows = tuple([hold.held() for hold in sequence.holds])
             dropped = sequence.gap.dropped
             rows.append(HeldRow(row, ids, sequence.shared, sequence.length, dropped, windows))
         parts: tuple[dict[int, int], ...] = tuple({} for _ in self.groups.classes[1:])
         for segment in found:
-            for cls, part in segment.parts.items():
-                parts[cls - 1][segment.id] = part.length
+            for cls, tail in segment.tails.items():
+                parts[cls - 1][segment.id] = tail.length
         return Holdings(rows, {segment.id: segment.length for segment in found}, parts)
 
     def require_open(self, sequence: Sequence) -> None:
@@ -159,11 +161,7 @@ class TokenLedger:
         bytes; sequences of different `namespace` share nothing. `session`: protects the tokens that are cached
         when the sequence closes (`open_session`). Raises OutOfRows, SequenceTooLong, ValueError.
         """
-        agenda = self._state.tails.agenda
-        sequence = (
-            WindowedSequence(token_ids, session, agenda) if agenda.lifetimes else Sequence(token_ids, session)
-        )
-        return self._open(sequence, prompt_length(token_ids), namespace)
+        return self._open(Sequence(token_ids, session), prompt_length(token_ids), namespace)
 
     def open_ring(
         self, token_ids: bytes, ring: Ring, namespace: Namespace = (), session: Session | None = None
@@ -255,27 +253,27 @@ class TokenLedger:
         """Returns what `open` would hit. Changes nothing. Raises ValueError."""
         prompt_length(token_ids)
         match = self._state.tree.match(namespace, token_ids)
-        lifetimes = self._state.tails.lifetimes
-        if not match.path or not lifetimes:
+        classes = self._state.classes
+        if not match.path or not classes:
             return match
-        path, matched, _ = reachable(lifetimes, list(match.path[::-1]), match.tip * TOKEN_BYTES)
+        path, matched, _ = reachable(classes, list(match.path[::-1]), match.tip * TOKEN_BYTES)
         tip = matched // TOKEN_BYTES
         return Match(tuple(path[::-1]), tip, tip + sum(segment.length for segment in path[:-1]))
 
     def find_branch(self, token_ids: bytes, namespace: Namespace = ()) -> Branch | None:
-        """Returns where a prompt turns off from an open sequence, which still has what windows see there but
+        """Returns where a prompt diverges from an open sequence, which still has what windows see there but
         would keep it for no other; `keep_branch` has it kept. None where `open` hits all that the tree has, no
         sequence has it any more, or `open` refuses the prompt. Changes nothing."""
         state, too_long = self._state, len(token_ids) > self.max_entries * TOKEN_BYTES
-        if too_long or not state.tails.lifetimes or not state.has_free_row:
+        if too_long or not state.classes or not state.has_free_row:
             return None
-        return state.tails.find_branch(state.tree.match(namespace, token_ids))
+        return self._branches.find(state.tree.match(namespace, token_ids))
 
     def keep_branch(self, branch: Branch) -> None:
-        """Keeps what is seen where a prompt turns off: `open` hits it now. It has to follow on the
+        """Keeps what is seen where a prompt diverges: `open` hits it now. It has to follow on the
         `find_branch` that found it. Raises ValueError if its sequence has closed."""
         self.require_open(branch.sequence)
-        self._state.tails.keep_branch(branch)
+        self._branches.keep(branch)
 
     def growth(self, sequences: Seq[Sequence], count: int = 1) -> int:
         """Returns how many available slots are enough to extend each of these by `count` tokens."""
@@ -298,7 +296,7 @@ class TokenLedger:
         layers have groups, for each class after the first, the first entry that comes; none is held before it.
         Returns and raises what `extend` does, and ValueError where the next token sees an earlier entry."""
         self.groups.require_import(length, firsts)
-        if isinstance(sequence, WindowedSequence):
+        if sequence.holds:
             return self._extension.extend_imported(sequence, length, firsts)
         return self.extend([sequence], [length - sequence.length])
 
@@ -312,8 +310,6 @@ class TokenLedger:
         for sequence, count in zip(sequences, counts, strict=True):
             if num_freed := sequence.shrink(count):
                 self._state.free_range(sequence.row, sequence.length, sequence.length + num_freed)
-                if isinstance(sequence, WindowedSequence):
-                    self._state.tails.free_after(sequence, sequence.length, num_freed)
                 if sequence.gap.dropped:
                     self._state.emit(SetGap(sequence.row, sequence.length, sequence.gap.dropped))
 
@@ -324,9 +320,8 @@ class TokenLedger:
         """
         self.require_open(sequence)
         sequence.prompt = token_ids
-        if isinstance(sequence, WindowedSequence):
-            sequence.set_points(sequence.length, sequence.length)
-            sequence.published = 0
+        if sequence.holds:
+            self._state.begin(sequence, sequence.length)
 
     def publish(self, sequence: Sequence) -> None:
         """Lets other sequences hit those tokens of the sequence's prompt that have slots, while it runs.
@@ -337,16 +332,14 @@ class TokenLedger:
         """
         state = self._state
         state.require_open(sequence)
-        start, end = sequence.shared, sequence.num_publishable
+        end = sequence.num_publishable
         if not end:
             return
-        if isinstance(sequence, WindowedSequence):
+        if sequence.holds:
             sequence.published, sequence.published_in = end, state.step
         if not sequence.node.indexed:
             state.publish_path(sequence)
-        if end > start and sequence.node.indexed:
-            tokens = sequence.prompt[start * TOKEN_BYTES : end * TOKEN_BYTES]
-            state.publish_tail(sequence, tokens)
+        state.publish_tail(sequence, end)
 
     def confirm(self, step: int) -> None:
         """Keeps what was published up to and including `step`, all of which has been computed."""
@@ -376,14 +369,14 @@ class TokenLedger:
             return
         start, end = sequence.shared, sequence.length
         if cache and sequence.is_cacheable:
-            if isinstance(sequence, WindowedSequence):
-                state.tails.settle(sequence)
+            if sequence.holds:
+                self._extension.settle(sequence)
             start = state.cache_tail(sequence, sequence.prompt + output_ids)
         if end > start:
             state.free_range(sequence.row, start, end)
-        if isinstance(sequence, WindowedSequence):
-            state.tails.free_own(sequence)
-        self._extension.forget(sequence)
+        for hold in sequence.holds:
+            hold.free_own(end)
+        self._extension.forget()
         state.close(sequence)
 
     def fork(self, sequence: Sequence) -> Sequence:
@@ -395,11 +388,11 @@ class TokenLedger:
         self._require_branching(sequence)
         if not state.has_free_row:
             raise OutOfRows(self.max_sequences)
-        if isinstance(sequence, WindowedSequence):
-            state.tails.settle(sequence)
+        if sequence.holds:
+            self._extension.settle(sequence)
         state.share_tail(sequence)
-        if isinstance(sequence, WindowedSequence):
-            state.tails.share_all(sequence)
+        if sequence.holds:
+            self._extension.keep_tails(sequence, sequence.length)
         return state.fork(sequence)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
@@ -412,8 +405,9 @@ class TokenLedger:
         state = self._state
         self._require_branching(sequence)
         sequence.require_truncate(length)
-        if isinstance(sequence, WindowedSequence):
-            state.tails.free_after(sequence, length, sequence.length - length)
+        for hold in sequence.holds:
+            hold.free_after(length, sequence.length)
+        if sequence.holds:
             sequence.points = [point for point in sequence.points if point <= length]
         start = max(length, sequence.shared)
         if start < sequence.length:
@@ -489,5 +483,5 @@ class TokenLedger:
 
     def check(self) -> None:
         """Recounts everything from the sequences and the tree. Raises CheckFailed."""
-        self._state.check()
+        recount(self._state)
         self._extension.check()

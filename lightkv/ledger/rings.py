@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from lightkv.errors import CheckFailed
 from lightkv.triton_kernels.layout.ring import Ring
 
-from .prefix_tree import TOKEN_BYTES, Segment
+from .segments import TOKEN_BYTES, Segment
 from .sequence import Sequence
 from .sessions import Session
 

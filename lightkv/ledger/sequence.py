@@ -6,13 +6,15 @@ kinds, in files of their own, derive from it and answer the same questions, so t
 """
 
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from collections.abc import Sequence as Seq
 from typing import Any, ClassVar, NamedTuple, Self
 
 from lightkv.errors import CheckFailed
 
-from .prefix_tree import TOKEN_BYTES, Namespace, Segment
+from .changes import Namespace
+from .holds import Hold
+from .segments import TOKEN_BYTES, Segment
 from .sessions import Session
 
 
@@ -89,15 +91,27 @@ class Sequence:
     row: 1 and up; 0 once closed. prompt: int32 bytes. node: the last segment of the path, or the root. shared:
     entries that are in segments. length: entries that have a slot. num_hit: tokens found in the cache by
     `open`. gap: what was dropped. session: the one that protects its tokens once it has closed, if any.
+
+    holds: what it has in each class of layers that do not see everything; the others of these are of use only
+    where there are such. points: the entries ahead, ascending, at which its prompt ends or others may diverge
+    from it. What is seen there is kept for others. published: how many tokens of its prompt others may hit.
+    Those that `publish` could not store are stored as soon as it shares the ones before them. published_in:
+    the step of the last `publish`.
     """
 
-    __slots__ = ("gap", "length", "node", "num_hit", "prompt", "root", "row", "session", "shared")
+    __slots__ = (
+        "gap", "holds", "length", "node", "num_hit", "points", "prompt", "published", "published_in", "root",
+        "row", "session", "shared",
+    )  # fmt: skip
 
     # Whether each new token takes a slot of its own, so that `extend` need not ask `slots_needed`.
     slot_per_token: ClassVar[bool] = True
+    can_be_read: ClassVar[bool] = False  # by sequences that are opened with it
 
-    # The namespaces in which nothing can be hit any more once it is closed.
+    # The namespaces in which nothing can be hit any more once it is closed, and the rows that read it.
     namespaces: Iterable[Namespace] = ()
+    readers: Set[int] = frozenset()
+    cross: "Sequence | None" = None  # the one that it reads
 
     row: int
     root: Segment
@@ -105,12 +119,16 @@ class Sequence:
     shared: int
     length: int
     num_hit: int
+    points: list[int]
+    published: int
+    published_in: int
 
     def __init__(self, prompt: bytes, session: Session | None = None) -> None:
         """Makes one without a row (`enter`)."""
         self.prompt = prompt
         self.session = session
         self.gap: Gap = NO_GAP
+        self.holds: Seq[Hold] = ()
 
     @property
     def num_private(self) -> int:
@@ -186,14 +204,24 @@ class Sequence:
         """Raises ValueError unless its last `count` tokens can be undone."""
         if not 0 <= count <= self.length - self.shared:
             raise ValueError(f"{self} cannot free {count} of {self.num_private} private tokens")
+        for hold in self.holds:
+            hold.require_seen(self.length - count)
+            if count and self.length - count < hold.own:
+                raise ValueError(
+                    f"{self} cannot free {count} tokens: others may hold those before {hold.own}"
+                )
 
     def require_truncate(self, length: int) -> None:
         """Raises ValueError unless all but its first `length` entries can be dropped."""
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot cut a sequence of {self.length} entries to {length}")
+        for hold in self.holds:
+            hold.require_seen(length)
 
     def shrink(self, count: int) -> int:
         """Moves it back by `count` tokens. Returns how many of its last entries are to be freed."""
+        for hold in self.holds:
+            hold.free_after(self.length - count, self.length)
         self.length -= count
         return count
 
@@ -231,6 +259,8 @@ class Sequence:
             raise CheckFailed(f"{self} in row {self.row} has a path of {path}")
         if self.length < self.shared:
             raise CheckFailed(f"{self} is shorter than its path")
+        for hold in self.holds:
+            hold.check()
 
     def __repr__(self) -> str:
         dropped = f", dropped={self.dropped}" if self.dropped else ""

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from lightkv.errors import CheckFailed
 
-from .prefix_tree import PrefixTree, Segment
+from .prefix_tree import PrefixTree
+from .segments import Segment
 
 MAX_ENDS = 16  # of one session: parallel answers, and earlier versions of the conversation
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from .prefix_tree import Segment
+from .segments import Segment
 from .sequence import Sequence
 
 

@@ -6,6 +6,8 @@ check what a caller asks for before they call it. No other file writes the count
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from lightkv.edits import (
     Alloc,
     CopyRow,
@@ -20,15 +22,13 @@ from lightkv.edits import (
     SplitSegment,
     StoreSegment,
 )
-from lightkv.errors import CheckFailed
 from lightkv.layer_groups import LayerGroups
 
-from .parts import reachable
-from .prefix_tree import TOKEN_BYTES, Namespace, PrefixTree, Segment
+from .holds import Hold
+from .prefix_tree import Namespace, PrefixTree
+from .segments import TOKEN_BYTES, IdleTails, Segment, Tail, TailClass, reachable
 from .sequence import Sequence, require_sequence
 from .sessions import Sessions
-from .tails import Tails
-from .windows import WindowedSequence
 
 HITS_A_TURNOVER = 32  # hits that let a segment stay for as long as it takes to allocate the whole pool once
 
@@ -40,7 +40,10 @@ class LedgerState:
     Other files may read num_free, num_cached (slots), sequences (the open ones, by row), tree and sessions.
     `step` is the step that is being planned, and `confirmed` the last one that is known to have been computed.
     `width` is the number of slots of a token in the class that sees everything, whose tokens are the tree's
-    segments; `tails` has the other classes.
+    segments; `classes` has the others.
+
+    look_at: by row, the length from which on a sequence is looked at (`Extension`). has_passed: the rows of
+    `Branches`. unconfirmed: segments and tails with tokens that steps compute which may still fail.
     """
 
     def __init__(self, capacity: int, max_sequences: int, max_protected: int, groups: LayerGroups) -> None:
@@ -53,17 +56,22 @@ class LedgerState:
         self.tree = PrefixTree(max(capacity // HITS_A_TURNOVER, 1))
         self.width = groups.classes[0].num_groups
         self.sessions = Sessions(self.tree, max_protected // self.width)
-        self.tails = Tails(self, groups.classes[1:])
+        self.classes = [
+            TailClass(self, cls, one, max_sequences) for cls, one in enumerate(groups.classes) if cls
+        ]
+        self.idle_tails = IdleTails()
+        self.look_at = np.zeros(max_sequences + 1, dtype=np.int64)
+        self.has_passed = np.zeros(max_sequences + 1, dtype=np.bool_)
         self.sequences: dict[int, Sequence] = {}
-        self._free_rows = list(range(max_sequences, 0, -1))
-        self._gapped: set[int] = set()  # rows whose path has a gap: what was dropped lies above what is held
-        self._unconfirmed: list[Segment] = []  # segments that steps have published and that may still fail
+        self.free_rows = list(range(max_sequences, 0, -1))
+        self.gapped: set[int] = set()  # rows whose path has a gap: what was dropped lies above what is held
+        self.unconfirmed: list[Segment | Tail] = []
         self._edits: list[Edit] = []
 
     @property
     def has_free_row(self) -> bool:
         """Whether another sequence can be opened."""
-        return bool(self._free_rows)
+        return bool(self.free_rows)
 
     def require_open(self, sequence: Sequence) -> None:
         """Raises ValueError for a sequence that is closed or belongs to another ledger."""
@@ -93,9 +101,9 @@ class LedgerState:
         root = tree.root(namespace)
         path, matched = tree.find(root, tokens, 0, len(tokens) - TOKEN_BYTES)
         node, shared, in_tree = root, 0, 0
-        if path and self.tails.lifetimes:
-            path, matched, in_tree = reachable(self.tails.lifetimes, path, matched)
-        row = self._free_rows.pop()
+        if path and self.classes:
+            path, matched, in_tree = reachable(self.classes, path, matched)
+        row = self.free_rows.pop()
         root.holders.add(row)
         if path:
             node = path[-1]
@@ -108,22 +116,34 @@ class LedgerState:
         self.sequences[row] = sequence
         sequence.enter(row, root, node, shared)
         sequence.num_hit = shared
-        if isinstance(sequence, WindowedSequence):
-            self.tails.enter(sequence, in_tree)
+        if self.classes:
+            sequence.holds = [Hold(of, sequence, shared) for of in self.classes]
+            for hold in sequence.holds:
+                hold.enter()
+            self.begin(sequence, in_tree)
+
+    def begin(self, sequence: Sequence, matched: int) -> None:
+        """Notes where what classes see is to be kept for others, of a sequence whose prompt was published by no
+        step yet. `matched`: the tokens of it that the tree has."""
+        sequence.published, sequence.published_in = 0, -1
+        end = len(sequence.prompt) // TOKEN_BYTES
+        sequence.points = [one for one in sorted({matched, end}) if sequence.length < one <= end]
+        self.look_at[sequence.row] = 0
 
     def fork(self, sequence: Sequence) -> Sequence:
         """Opens a sequence in a free row that holds the same path as `sequence`, which has no private tail
         (`share_tail`)."""
-        row = self._free_rows.pop()
+        row = self.free_rows.pop()
         self.tree.add_holder(sequence.path(), row)
         self._merge_unindexed(sequence)
         sequence.root.holders.add(row)
         fork = self.sequences[row] = sequence.twin()
         fork.enter(row, sequence.root, sequence.node, sequence.shared)
-        if isinstance(sequence, WindowedSequence):
-            self.tails.hold_same(sequence, row)
-        if sequence.row in self._gapped:
-            self._gapped.add(row)
+        if sequence.holds:
+            fork.holds = [hold.fork(fork) for hold in sequence.holds]
+            fork.points, fork.published, fork.published_in = sequence.points[:], 0, -1
+        if sequence.row in self.gapped:
+            self.gapped.add(row)
         self._edits.append(CopyRow(row, sequence.row, sequence.length))
         return fork
 
@@ -134,11 +154,11 @@ class LedgerState:
         self.leave(sequence, sequence.path())
         root.holders.remove(row)
         self.tree.note_unheld(root)
-        self._gapped.discard(row)
+        self.gapped.discard(row)
         if sequence.gap.dropped:
             self._edits.append(SetGap(row, 0, 0))
         del self.sequences[row]
-        self._free_rows.append(row)
+        self.free_rows.append(row)
         for namespace in sequence.namespaces:
             self._clear(namespace)
         for other in sequence.leave():
@@ -176,22 +196,21 @@ class LedgerState:
         for segment in self._index_path(sequence, sequence.prompt):
             segment.confirmed = 0
             segment.published = self.step
-            self._unconfirmed.append(segment)
+            self.unconfirmed.append(segment)
 
-    def publish_tail(self, sequence: Sequence, tokens: bytes) -> None:
-        """Stores the first tokens of its private tail as a segment that others can hit; this step computes
-        them.
+    def publish_tail(self, sequence: Sequence, end: int) -> None:
+        """Stores the private entries before `end` as a segment that others can hit; this step computes them.
 
         They stay private if another segment that begins with the same token is in their place.
         """
-        node = sequence.node
-        if tokens[:TOKEN_BYTES] in node.children:
+        node, tokens = sequence.node, sequence.prompt[sequence.shared * TOKEN_BYTES : end * TOKEN_BYTES]
+        if not tokens or not node.indexed or tokens[:TOKEN_BYTES] in node.children:
             return
         if node.may_grow:
             # The sequence's own newest segment (that of the chunk before) grows, so that there is one segment
             # and not a chain of chunks.
             if node.confirmed == node.length:
-                self._unconfirmed.append(node)
+                self.unconfirmed.append(node)
             self.tree.grow(node, tokens)
         else:
             node = self.tree.add(node, tokens)
@@ -199,10 +218,30 @@ class LedgerState:
             self.tree.touch([node])
             node.confirmed = 0
             sequence.node = node
-            self._unconfirmed.append(node)
+            self.unconfirmed.append(node)
         node.published = self.step
-        end = sequence.shared = sequence.shared + len(tokens) // TOKEN_BYTES
+        sequence.shared = end
         self._edits.append(StoreSegment(sequence.row, end - node.length, end, node.id))
+
+    def adopt(self, sequence: Sequence) -> None:
+        """Shares tokens of its prompt that another sequence has put into the tree meanwhile."""
+        start = sequence.shared
+        if sequence.node.indexed and (path := self._free_found(sequence, sequence.prompt, sequence.length)):
+            self.num_cached -= self.tree.add_holder(path, sequence.row) * self.width
+            self._edits.append(MapSegments(sequence.row, start, tuple([segment.id for segment in path])))
+            sequence.shared += sum([segment.length for segment in path])
+            sequence.node = path[-1]
+
+    def _free_found(self, sequence: Sequence, tokens: bytes, end: int) -> list[Segment]:
+        """Returns the segments that have the private entries before `end`, and frees these entries."""
+        start = sequence.shared
+        path, matched = self.tree.find(sequence.node, tokens, start * TOKEN_BYTES, end * TOKEN_BYTES)
+        if path:
+            if matched < len(path[-1].tokens):
+                path[-1] = self.split(path[-1], matched // TOKEN_BYTES)
+            self.free_range(sequence.row, start, start + sum([segment.length for segment in path]))
+            self.tree.hit(path)
+        return path
 
     def cache_tail(self, sequence: Sequence, tokens: bytes) -> int:
         """Caches the private tail of a sequence that is about to close; its session protects the whole path.
@@ -212,8 +251,10 @@ class LedgerState:
         that the tree has from another sequence are freed here.
         """
         node, end = self._cache_tail(sequence, tokens)
-        if isinstance(sequence, WindowedSequence):
-            self.tails.cache_tail(sequence, node, end)
+        if node.indexed:
+            for hold in sequence.holds:
+                hold.keep(end, (node, end), None)
+                hold.supersede(node, end)
         if sequence.session is not None and node.indexed:
             self.sessions.protect(sequence.session, node, end)
         return end
@@ -227,17 +268,11 @@ class LedgerState:
             self._index_path(sequence, tokens[: end * TOKEN_BYTES])
         if end <= start or not sequence.node.indexed:
             return sequence.node, start
-        path, matched = tree.find(sequence.node, tokens, start * TOKEN_BYTES, end * TOKEN_BYTES)
-        if path and matched < len(path[-1].tokens):
-            if not matched:  # `find` only descends where the first token agrees
-                raise CheckFailed(f"{path[-1]} is filed under a token it does not begin with")
-            path[-1] = self.split(path[-1], matched // TOKEN_BYTES)
-        node = path[-1] if path else sequence.node
-        found = start
+        path = self._free_found(sequence, tokens, end)
+        node, found = sequence.node, start
         if path:
-            found += sum(segment.length for segment in path)
-            self.free_range(row, start, found)
-            tree.hit(path)
+            node = path[-1]
+            found += sum([segment.length for segment in path])
             tree.touch(path)  # those above are marked as used when the sequence leaves them
             if not node.holders:
                 tree.note_unheld(node)
@@ -283,13 +318,7 @@ class LedgerState:
     def leave_range(self, sequence: Sequence, start: int, end: int) -> None:
         """Leaves the segments of its shared entries [start, end), which are split at both ends."""
         for at in (end, start):
-            last = sequence.shared
-            for segment in sequence.path():
-                first = last - segment.length
-                if first < at < last:
-                    self.split(segment, at - first)
-                    break
-                last = first
+            self.split_path(sequence, at)
         path = list(sequence.path())
         firsts = []  # the first entry of each segment
         last = sequence.shared
@@ -301,23 +330,34 @@ class LedgerState:
         above = path[num_kept_or_left] if num_kept_or_left < len(path) else sequence.root
         if num_below:
             sequence.gap = sequence.gap.after(above)
-            self._gapped.add(sequence.row)
+            self.gapped.add(sequence.row)
         else:
             sequence.node = above
             if start <= sequence.gap.start:  # no segment is left below the gap
                 sequence.gap = sequence.gap.after(None)
-                self._gapped.discard(sequence.row)
+                self.gapped.discard(sequence.row)
         sequence.shared -= end - start
         self.leave(sequence, path[num_below:num_kept_or_left])
-        if isinstance(sequence, WindowedSequence):
-            self.tails.note_cut(sequence)
+
+    def split_path(self, sequence: Sequence, at: int) -> None:
+        """Has a segment of its path end at entry `at`."""
+        end = sequence.shared
+        for segment in sequence.path():
+            first = end - segment.length
+            if first < at < end:
+                self.split(segment, at - first)
+            if first <= at:
+                break
+            end = first
 
     def leave(self, sequence: Sequence, path: Iterable[Segment]) -> None:
         """Removes `sequence` from the holders of `path` (the deepest first). A segment without holders becomes
         cached if it is indexed, and is freed if not."""
-        if isinstance(sequence, WindowedSequence):
+        if sequence.holds:
             path = list(path)
-            self.tails.leave(path, sequence.row)
+            for tail in [tail for segment in path for tail in segment.tails.values()]:
+                if sequence.row in tail.holders:
+                    tail.let_go(sequence.row)
         unheld, sole = self.tree.remove_holder(path, sequence.row)
         for segment in unheld:
             length = len(segment.tokens) // TOKEN_BYTES * self.width
@@ -326,7 +366,7 @@ class LedgerState:
                 self.num_free += length
                 continue
             self.num_cached += length
-            if self._gapped:
+            if self.gapped:
                 for child in [child for child in segment.children.values() if child.holders]:
                     self._unindex_below(child)
             if not segment.children:
@@ -340,18 +380,17 @@ class LedgerState:
         while not node.indexed and node.holders == {sequence.row}:
             assert node.parent is not None
             self._edits.append(ForgetSegment(node.id))
-            if isinstance(sequence, WindowedSequence):
-                self.tails.forget(sequence, node)
+            for hold in sequence.holds:  # its tails are the sequence's own again
+                if tail := node.tails.get(hold.of.cls):
+                    hold.own -= tail.length
             sequence.shared -= node.length
             node.holders.clear()
             node = node.parent
         above = sequence.gap.node
         if above is not None and sequence.row not in node.holders:
             node, sequence.gap = above, sequence.gap.after(None)
-            self._gapped.discard(sequence.row)
+            self.gapped.discard(sequence.row)
         sequence.node = node
-        if isinstance(sequence, WindowedSequence):
-            self.tails.note_cut(sequence)
 
     def _merge_unindexed(self, sequence: Sequence) -> None:
         """Merges neighbouring unindexed segments of its path that have the same holders. So a path stays short
@@ -361,12 +400,10 @@ class LedgerState:
             head = segment.parent
             assert head is not None
             alike = not head.indexed and head.holders == segment.holders
-            if alike and self.tails.can_join(head, segment):
-                self.tails.join(head, segment)
+            if alike and segment.can_join(head):
+                segment.join_tails(head)
                 self.tree.merge(segment)
                 self._edits.append(MergeSegments(segment.id, head.id))
-                if segment.parts:
-                    self.tails.note_ends(segment)
             else:
                 segment = head
 
@@ -384,26 +421,28 @@ class LedgerState:
         """Splits `segment` after `at` tokens. Returns the new head."""
         head = self.tree.split(segment, at)
         if head.indexed and head.confirmed < head.length:
-            self._unconfirmed.append(head)
+            self.unconfirmed.append(head)
         self._edits.append(SplitSegment(segment.id, at, head.id))
-        if segment.parts:
-            self.tails.split(segment, head)
+        if segment.tails:
+            segment.split_tails(head)
+            for tail in head.tails.values():  # which ends where none ended before, and passes earlier
+                self.look_at[list(tail.holders)] = 0
         return head
 
     def evict(self, count: int) -> None:
         """Frees `count` of the cached slots, in the tree's order, and those that sessions protect last; a few
         more, where a token has several."""
-        tree, tails = self.tree, self.tails
+        tree = self.tree
         while count > 0:
-            segment = tree.oldest()
-            if freed := tails.evict(segment) or (segment is None and tails.evict_protected()):
-                count -= freed
+            segment, tail = tree.oldest(), self.idle_tails.oldest()
+            if tail is not None and (segment is None or tail.due <= segment.due):
+                count -= tail.drop()
                 continue
             is_protected = segment is None
             if segment is None:
                 segment = self.sessions.oldest()
             assert segment is not None  # num_cached counts exactly what can be reached so
-            count -= tails.drop_parts(segment)  # nothing could go on from what is left of it
+            count -= sum([tail.drop() for tail in list(segment.tails.values())])  # of use only with its end
             if count > 0:
                 keep = max(segment.length + -count // self.width, 0)
                 if is_protected:
@@ -417,7 +456,7 @@ class LedgerState:
         if not freed:
             return
         self._edits.append(FreeSegment(segment.id, keep))
-        slots = freed * self.width + self.tails.cut(segment, freed)
+        slots = freed * self.width + segment.cut_tails(freed)
         self.num_cached -= slots
         self.num_free += slots
         if keep:
@@ -432,69 +471,27 @@ class LedgerState:
     def confirm(self, step: int) -> None:
         """Marks as computed what was published up to and including `step`."""
         waiting = []
-        for segment in self._unconfirmed:
-            if segment.published <= step:
-                segment.confirmed = segment.length
+        for one in self.unconfirmed:
+            if one.published <= step:
+                one.confirmed = one.length
             else:
-                waiting.append(segment)
-        self._unconfirmed = waiting
+                waiting.append(one)
+        self.unconfirmed = waiting
         self.confirmed = max(self.confirmed, step)
-        self.tails.confirm(step)
 
     def unconfirmed_rows(self) -> list[int]:
-        """Returns the rows, ascending, that hold a segment or a part with unconfirmed tokens."""
-        rows = {row for segment in self._unconfirmed_segments() for row in segment.holders}
-        return sorted(rows | self.tails.unconfirmed_rows())
+        """Returns the rows, ascending, that hold a segment or a tail with unconfirmed tokens."""
+        return sorted({row for one in self.unconfirmed if one.is_there for row in one.holders})
 
     def retract(self) -> None:
         """Frees the tokens that are not confirmed. No sequence holds them (`unconfirmed_rows`)."""
-        self.tails.retract()
-        for segment in self._unconfirmed_segments():
-            if segment.parent is None:
+        for one in self.unconfirmed:
+            if not one.is_there:
                 continue  # was removed with an unconfirmed segment above it
-            for below in segment.below():
+            if isinstance(one, Tail):
+                one.drop()
+                continue
+            for below in one.below():
                 self._trim(below, 0)
-            self._trim(segment, segment.confirmed)
-        self._unconfirmed = []
-
-    def _unconfirmed_segments(self) -> list[Segment]:
-        return [segment for segment in self._unconfirmed if segment.parent is not None and segment.indexed]
-
-    def check(self) -> None:
-        """Recounts everything from the sequences and the tree. Raises CheckFailed."""
-        self.tree.check(self._gapped)
-        self.sessions.check()
-        holders: dict[Segment, set[int]] = {}
-        private = 0
-        for row, sequence in self.sequences.items():
-            sequence.check(self.sequences)
-            private += sequence.num_private
-            path = list(sequence.path())
-            for segment in path:
-                holders.setdefault(segment, set()).add(row)
-            has_gap = sequence.gap.node is not None
-            if (row in self._gapped) != has_gap or row not in sequence.root.holders:
-                raise CheckFailed(f"{sequence} has a path of {path}, and its gap or its root does not say so")
-        cached = shared = 0
-        for segment in {*self.tree, *holders}:
-            if segment.holders != holders.get(segment, set()):
-                rows = sorted(holders.get(segment, ()))
-                raise CheckFailed(f"{segment} lists {sorted(segment.holders)}; it is on the paths of {rows}")
-            if segment.holders:
-                shared += segment.length
-            else:
-                cached += segment.length
-        cached_in_parts, held_in_parts = self.tails.check({*self.tree, *holders})
-        cached = cached * self.width + cached_in_parts
-        shared, private = shared * self.width + held_in_parts, private * self.width
-        held = self.capacity - self.num_free - self.num_cached
-        for name, (counted, recounted) in {
-            "cached": (self.num_cached, cached),
-            "held": (held, shared + private),
-        }.items():
-            if counted != recounted:
-                raise CheckFailed(f"{counted} slots {name} by the ledger's count, {recounted} by recount")
-        if self.num_free < 0:
-            raise CheckFailed(f"{self.num_free} slots free")
-        if sorted([*self._free_rows, *self.sequences]) != list(range(1, self.max_sequences + 1)):
-            raise CheckFailed(f"rows free {sorted(self._free_rows)}, open {sorted(self.sequences)}")
+            self._trim(one, one.confirmed)
+        self.unconfirmed = []

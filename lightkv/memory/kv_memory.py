@@ -132,9 +132,9 @@ class KVMemory:
             )
         entries = iter(kept)
         allocated: torch.Tensor | None = None
-        # At most one Alloc, which is the first, and AllocParts, done together. In a plan, the Alloc of decodes
-        # follows on their AllocParts.
-        allocs: list[Alloc | AllocPart] = []
+        # What class 0 allocates, at most once and first, and the other classes, done together. In a plan, the
+        # Alloc of decodes follows on their AllocParts.
+        allocs: list[AllocPart] = []
         reuses: list[Reuse] = []  # done after these, of which some may allocate what is reused
         freed: list[torch.Tensor] = []  # freed together; views of the table, so before anything writes it
         for edit in edits:
@@ -145,9 +145,9 @@ class KVMemory:
                 elif isinstance(edit, AllocPart):
                     allocs.append(edit)
                 else:
-                    if allocs and isinstance(allocs[0], Alloc):
+                    if allocs and not allocs[0].cls:
                         allocated = self._grow(allocs, reuses, allocated)
-                    allocs.insert(0, edit)
+                    allocs.insert(0, AllocPart(0, *edit))
                 continue
             allocated = self._grow(allocs, reuses, allocated)
             if not self._frees(edit, freed):
@@ -159,10 +159,10 @@ class KVMemory:
     def _frees(self, edit: Edit, freed: list[torch.Tensor]) -> bool:
         """Adds to `freed` what an edit frees, if it does nothing else. Returns whether it is such an edit."""
         match edit:
-            case FreeRange(row, start, end):
-                freed.append(self.entries(0, row, start, end))
-            case FreePartRange(cls, row, start, end):
-                freed.append(self.entries(cls, row, start, end))
+            case FreeRange():
+                freed.append(self.entries(0, *edit))
+            case FreePartRange():
+                freed.append(self.entries(*edit))
             case FreeSegment():
                 freed += self._cut_segment(edit)
             case FreePart(cls, segment):
@@ -173,16 +173,15 @@ class KVMemory:
 
     def _change(self, edit: Edit, freed: list[torch.Tensor], kept: Iterator[torch.Tensor]) -> None:
         """Applies an edit that changes rows or segments. What it frees is added to `freed`."""
-        full = self._segments[0]
         match edit:
             case MapSegments(row, start, segments):
-                slots = torch.cat([full[segment] for segment in segments], -1)
+                slots = self._slots_of(0, segments)
                 self.entries(0, row, start, start + slots.shape[-1]).copy_(slots)
             case MapPart(cls, row, end, segments):
-                slots = torch.cat([self._segments[cls][segment] for segment in segments], -1)
+                slots = self._slots_of(cls, segments)
                 self.entries(cls, row, end - slots.shape[-1], end).copy_(slots)
             case StoreSegment(row, start, end, segment):
-                full[segment] = self.entries(0, row, start, end).clone()
+                self._segments[0][segment] = self.entries(0, row, start, end).clone()
             case StorePart(cls, row, start, end, segment):
                 self._segments[cls][segment] = self.entries(cls, row, start, end).clone()
             case SplitSegment():
@@ -214,6 +213,10 @@ class KVMemory:
             return self.table.slots(row, start, end)
         return self.table.group_slots(self._groups[cls], row, start, end)
 
+    def _slots_of(self, cls: int, segments: Sequence[int]) -> torch.Tensor:
+        """Returns the slots of these segments in a class, one after the other."""
+        return torch.cat([self._segments[cls][segment] for segment in segments], -1)
+
     def _split(self, edit: SplitSegment) -> None:
         segment, at, head = edit
         rest = self._segments[0][segment].shape[-1] - at
@@ -239,9 +242,9 @@ class KVMemory:
         self.allocator.check()
         if holdings is not None:
             for row in holdings.rows:
-                if len(row.own) != len(self._segments):
+                if len(row.holds) != len(self._segments):
                     raise CheckFailed(
-                        f"row {row.row} is counted in {len(row.own)} classes of layers, and the memory has "
+                        f"row {row.row} is counted in {len(row.holds)} classes of layers, and the memory has "
                         f"{len(self._segments)}: make the ledger for the spec's groups"
                     )
             self._check_segments(holdings)
@@ -251,7 +254,9 @@ class KVMemory:
         owners[0] += 1  # padding is its own owner
         held = [slots.flatten() for of_class in self._segments for slots in of_class.values()]
         for row in () if holdings is None else holdings.rows:
-            held += [self.entries(cls, row.row, own, row.length).flatten() for cls, own in enumerate(row.own)]
+            held += [
+                self.entries(cls, row.row, one.own, row.length).flatten() for cls, one in enumerate(row.holds)
+            ]
         if held:
             slots = torch.cat(held).cpu().numpy()
             if slots.size and not 0 <= int(slots.min()) <= int(slots.max()) < len(owners):
@@ -299,11 +304,9 @@ class KVMemory:
         """Raises CheckFailed unless each row has the slots of its segments, and of their parts."""
         expected, found, where = [], [], []
         for row in rows:
-            held = [(0, row.segments, 0, row.shared)]
-            held += [(cls, one.segments, one.start, one.own) for cls, one in enumerate(row.windows, start=1)]
-            for cls, segments, start, end in held:
+            for cls, (segments, start, end) in enumerate(row.holds):
                 if segments:
-                    expected.append(torch.cat([self._segments[cls][one] for one in segments], -1).flatten())
+                    expected.append(self._slots_of(cls, segments).flatten())
                     found.append(self.entries(cls, row.row, start, end).flatten())
                     where.append((row.row, cls, start, end, segments))
         if not found or torch.equal(torch.cat(expected), torch.cat(found)):
@@ -334,10 +337,10 @@ class KVMemory:
         return found[1:].cpu().numpy()
 
     def _grow(
-        self, allocs: list[Alloc | AllocPart], reuses: list[Reuse], before: torch.Tensor | None
+        self, allocs: list[AllocPart], reuses: list[Reuse], before: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Allocates the slots of these edits at once, then reuses those of the others, and forgets the edits.
-        Returns the slots of the first group if the first edit is an Alloc, otherwise `before`."""
+        Returns the slots of the first group if the first edit is of class 0, otherwise `before`."""
         if allocs:
             first = allocs[0]
             is_step = all(edit.counts.count(1) == len(edit.rows) for edit in allocs)
@@ -345,28 +348,27 @@ class KVMemory:
             # More than one token each means prompts, which are read fastest from adjacent slots.
             slots = self.allocator.alloc(len(where.positions), contiguous=not is_step, entries=where)
             allocs.clear()
-            if isinstance(first, Alloc):
+            if not first.cls:
                 before = slots[: sum(first.counts)]
         for edit in reuses:
             self._reuse(edit)
         reuses.clear()
         return before
 
-    def _prompt_entries(self, allocs: Sequence[Alloc | AllocPart]) -> TableEntries:
+    def _prompt_entries(self, allocs: Sequence[AllocPart]) -> TableEntries:
         """Returns where the slots of these edits go, group by group."""
         table, places = self.table, []
-        for edit in allocs:
-            of_row = table.entries(edit.rows, edit.starts, edit.counts)
-            groups = self._groups[edit.cls if isinstance(edit, AllocPart) else 0]
+        for cls, *where in allocs:
+            of_row, groups = table.entries(*where), self._groups[cls]
             places += [
                 of_row + group * table.req_to_token.numel() for group in range(groups.start, groups.stop)
             ]
         (entries,) = upload([np.concatenate(places)], self.device)
         return TableEntries(table.all_rows, entries)
 
-    def _step_entries(self, allocs: Sequence[Alloc | AllocPart]) -> TableEntries:
+    def _step_entries(self, allocs: Sequence[AllocPart]) -> TableEntries:
         """Returns where a decode step's slots go. Uploads nothing if the step follows the one before."""
-        rows = [(edit.cls if isinstance(edit, AllocPart) else 0, edit.rows) for edit in allocs]
+        rows = [(edit.cls, edit.rows) for edit in allocs]
         step = self._step = self._moved_on(self._step, rows, [edit.starts for edit in allocs])
         return TableEntries(self.table.all_rows, step.positions, step.rows_on_device)
 

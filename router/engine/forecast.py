@@ -31,7 +31,6 @@ import numpy as np
 
 from lightkv.ledger import Match, Sequence
 from lightkv.ledger.prefix_tree import Segment
-from lightkv.ledger.windows import WindowedSequence
 
 from .ledger import Ledger
 from .prefill_budget import PrefillWindow
@@ -160,7 +159,6 @@ class Forecast:
         if self._is_uniform:
             self._insert(Entry(end, length - shared - begin, 1), row)
         else:
-            assert isinstance(sequence, WindowedSequence)
             self._paces[row] = pace = Pace(begin, length, end)
             last, *passing = decoding(self._groups.classes, sequence, pace)
             self._insert(last, row)
@@ -447,7 +445,6 @@ class Forecast:
         for sequence, window in prefills:
             if sequence.row not in self._final:
                 continue
-            assert isinstance(sequence, WindowedSequence)
             row, length = sequence.row, sequence.length
             pace = paces[row] = Pace.latest(step, window, length, self._final[row])
             rising.append((window, length, pace, held_by(sequence), sequence.points))
@@ -468,8 +465,8 @@ class Forecast:
         repeated = []
         for segment in self._ledger.shared:
             depth = sum([one.length for one in segment.up()])
-            parts = [(cls, part.length, part.holders) for cls, part in segment.parts.items()]
-            for cls, length, holders in [(0, segment.length, segment.holders), *parts]:
+            tails = [(cls, tail.length, tail.holders) for cls, tail in segment.tails.items()]
+            for cls, length, holders in [(0, segment.length, segment.holders), *tails]:
                 one = classes[cls]
                 ends = [paces[row].passes(one.lifetime, depth) for row in holders if row in paces]
                 slots = one.num_groups * length

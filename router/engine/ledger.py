@@ -9,8 +9,8 @@ from lightkv.edits import Alloc, Edit
 from lightkv.holdings import Holdings
 from lightkv.layer_groups import LayerGroups
 from lightkv.ledger import Match, Sequence, Session, SessionCounts
+from lightkv.ledger.branches import Branch
 from lightkv.ledger.prefix_tree import Namespace, PrefixTree, Segment
-from lightkv.ledger.windows import Branch
 
 
 class Ledger(Protocol):

@@ -6,7 +6,7 @@
        chunks of the prompt    ╱                     │
       ─────────────────────── decode ────────────────┴── the end
 
-A request holds its private entries of such a class, and *runs*: parts of its path, which came from the cache or
+A request holds its private entries of such a class, and *runs*: tails of its path, which came from the cache or
 which it keeps for others at the end of its prompt. It holds a run as a whole until the last entry of it has
 passed. docs/admission.md explains the counts.
 """
@@ -18,8 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightkv.layer_groups import LayerClass, Lifetime
-from lightkv.ledger import Match
-from lightkv.ledger.windows import WindowedSequence
+from lightkv.ledger import Match, Sequence
 
 from .prefill_budget import PrefillWindow
 
@@ -90,12 +89,11 @@ class Rise(NamedTuple):
         return np.minimum(lengths - np.array(self.firsts)[at], np.array(self.most)[at]) * self.width
 
 
-def held_by(sequence: WindowedSequence) -> list[Held]:
+def held_by(sequence: Sequence) -> list[Held]:
     """Returns what an open sequence holds in each class."""
     found = [Held([Run(0, sequence.length)], sequence.length)]
-    for cls in range(1, len(sequence.lifetimes) + 1):
-        runs = [Run(end - part.length, end) for part, end in sequence.held_parts(cls)]
-        found.append(Held(runs, sequence.own(cls)))
+    for hold in sequence.holds:
+        found.append(Held([Run(end - tail.length, end) for tail, end in hold.tails()], hold.own))
     return found
 
 
@@ -106,7 +104,7 @@ def hit_by(classes: Seq[LayerClass], match: Match) -> list[Held]:
         runs, end, tip = list[Run](), match.num_tokens, match.tip
         for segment in match.path:
             length = tip or segment.length
-            held = segment.parts.get(cls) if cls else segment
+            held = segment.tails.get(cls) if cls else segment
             if held is None or end <= one.lifetime.first_kept(match.num_tokens):
                 break
             count = held.length - (segment.length - length)
@@ -119,7 +117,7 @@ def hit_by(classes: Seq[LayerClass], match: Match) -> list[Held]:
     return found
 
 
-def decoding(classes: Seq[LayerClass], sequence: WindowedSequence, pace: Pace) -> list[Entry]:
+def decoding(classes: Seq[LayerClass], sequence: Sequence, pace: Pace) -> list[Entry]:
     """Returns what a sequence holds that decodes, or takes no more tokens, as if it shared nothing. The first
     entry is what it holds to its end."""
     begin, length, end = pace

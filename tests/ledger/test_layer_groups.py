@@ -10,9 +10,9 @@ import pytest
 from lightkv.errors import CheckFailed, OutOfTokens, SequenceTooLong
 from lightkv.layer_groups import FULL, LayerClass, LayerGroups, Lifetime
 from lightkv.ledger import TokenLedger
+from lightkv.ledger.extension import Extension
+from lightkv.ledger.holds import Hold
 from lightkv.ledger.sequence import Sequence
-from lightkv.ledger.tails import Tails
-from lightkv.ledger.windows import WindowedBatch, WindowedSequence
 from tests.support.combinations import slow
 from tests.support.grouped_memory import GroupedMemory
 
@@ -212,8 +212,13 @@ def test_a_waiting_prompt_asks_each_sequence_once_that_has_passed_what_it_seeks(
     for text in texts:
         life.finish_prompt(text)
         life.decode(text, 20)
-    asked, own = [], WindowedSequence.own
-    monkeypatch.setattr(WindowedSequence, "own", lambda one, cls: asked.append(one) or own(one, cls))
+    asked, own = list[Sequence](), Hold.own
+
+    def ask(hold: Hold) -> int:
+        asked.append(hold.sequence)
+        return own.fget(hold)
+
+    monkeypatch.setattr(Hold, "own", property(ask, own.fset))
     waiting = ids_bytes([1] * 25 + [99] * 9)
     for num_asked in (8, 0, 0):
         asked.clear()
@@ -260,9 +265,8 @@ def test_what_stays_in_a_batch_costs_nothing_when_others_come_and_go(monkeypatch
     for _ in range(30):  # until all reuse their slots
         life.ledger.extend([text.sequence for text in texts], [1] * 40)
     looked_at: list[Sequence] = []
-    put, settle = WindowedBatch.put, Tails.settle
-    monkeypatch.setattr(WindowedBatch, "put", lambda batch, one: looked_at.append(one) or put(batch, one))
-    monkeypatch.setattr(Tails, "settle", lambda tails, one: looked_at.append(one) or settle(tails, one))
+    settle = Extension.settle
+    monkeypatch.setattr(Extension, "settle", lambda of, one: looked_at.append(one) or settle(of, one))
     for number in range(5):
         life.ledger.close(texts.pop(3 * number).sequence)
         texts.append(life.open([number + 50] * 9))
@@ -280,9 +284,8 @@ def test_a_sequence_that_is_due_and_forgotten_is_found() -> None:
     life = Life(WINDOW, 400)
     text = life.open([1] * 30)
     life.finish_prompt(text)
-    agenda = life.ledger._state.tails.agenda
-    agenda.due.clear()
-    with pytest.raises(CheckFailed, match="before something happens"):
+    life.ledger._state.look_at += 1000
+    with pytest.raises(CheckFailed, match="something happens at"):
         life.ledger.check()
 
 
@@ -421,6 +424,46 @@ def test_a_tail_is_superseded_only_by_one_that_is_there() -> None:
     life.check()
     assert life.ledger.match(ids_bytes([2] * 41)).num_tokens == 0  # was used the longest ago
     assert life.ledger.match(ids_bytes([1] * 41)).num_tokens == 40
+
+
+def test_a_fork_within_a_prompt_keeps_the_tail_at_its_end() -> None:
+    life = Life(WINDOW, 900)
+    text = life.open([1, 2] * 20)
+    life.extend((text, 30))
+    fork = Text(life.ledger.fork(text.sequence), text.ids[:], text.prompt)
+    life.apply()
+    life.close(text, cache=False)
+    life.finish_prompt(fork)
+    life.decode(fork, 40)
+    life.check()
+    assert life.ledger.match(ids_bytes([1, 2] * 20 + [7])).num_tokens == 40
+
+
+def test_what_was_not_published_is_no_branch() -> None:
+    """The second text shares what the first one has published, and computed the windows' part itself."""
+    life = Life(WINDOW, 900)
+    first, second = (life.open([3] * 50 + [10] * 30) for _ in range(2))
+    life.extend((second, 55))
+    life.finish_prompt(first)
+    life.extend((second, 3))
+    assert second.sequence.shared == 55
+    life.close(first)
+    prompt = ids_bytes([3] * 50 + [11] * 5)
+    assert life.ledger.find_branch(prompt) is None
+
+
+def test_tails_that_sessions_protect_are_evicted_last() -> None:
+    life = Life(WINDOW, 900)
+    for token, session in ((1, "a"), (2, None)):
+        text = life.open([token] * 40, session)
+        life.finish_prompt(text)
+        life.close(text)
+    for num_evicted in (1, 24, 40):  # the other text's tail, what is left of it, and a tail and a token
+        life.ledger.evict(num_evicted)
+        life.apply()
+        life.check()
+        assert life.ledger.match(ids_bytes([1] * 40 + [9])).num_tokens == (40 if num_evicted < 40 else 0)
+    assert life.ledger.match(ids_bytes([2] * 40 + [9])).num_tokens == 0
 
 
 def test_a_chunk_that_is_undone_leaves_the_prompts_tail_to_be_kept() -> None:
@@ -699,3 +742,48 @@ def extend_some(life: Life, texts: list[Text], rng: random.Random, confirm: bool
         if rng.random() < 0.7 and text.sequence.length <= text.prompt:
             life.publish(text, confirm)
     return [text for text, _ in wanted]
+
+
+@pytest.mark.parametrize("sees", ["window", "chunk"])
+@pytest.mark.parametrize("size", [1, 5, 20])
+def test_no_sequence_holds_more_than_its_class_says(sees: str, size: int) -> None:
+    """A prompt hits a tail, is computed in chunks, and decodes."""
+    groups = groups_of(("full", 0, 1), (sees, size, 1))
+    life = Life(groups, 2000)
+    first = life.open([1] * 60)
+    life.finish_prompt(first)
+    life.close(first)
+    text = life.open([*[1] * 60, *range(2, 42)])
+    while text.sequence.length < text.prompt:
+        life.extend((text, 10))
+        life.publish(text)
+        (row,) = life.ledger.holdings().rows
+        (window,) = row.windows
+        assert text.sequence.length - window.start <= groups.classes[1].lifetime.most_kept(100, 10)
+    life.decode(text, 15)
+    assert life.ledger.num_held <= groups.most_slots(text.sequence.length, 10)
+
+
+def random_groups(rng: random.Random) -> LayerGroups:
+    """Returns one to three classes beside the one that sees everything, of two to eight groups in all."""
+    classes = [("full", 0, rng.randrange(1, 3))]
+    sizes = rng.sample([*range(1, 12), 16, 24, 32, 48, 64], rng.randrange(1, 4))
+    classes += [(rng.choice(["window", "chunk"]), size, rng.randrange(1, 3)) for size in sizes]
+    return groups_of(*classes)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_lives_of_random_classes(seed: int) -> None:
+    rng = random.Random(seed)
+    groups = random_groups(rng)
+    assert groups.classes[0].lifetime == FULL
+    live(groups, rng, 150)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_failed_steps_wrote_is_never_read_in_random_classes(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = random_groups(random.Random(seed))
+    monkeypatch.setitem(GROUPS, "random", groups)
+    test_what_failed_steps_wrote_is_never_read("random", seed)

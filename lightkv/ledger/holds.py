@@ -1,0 +1,271 @@
+"""What a sequence holds in a class of layers that do not see everything.
+
+    entry      0           first            own              length
+               ├─ released ──┼─ held tails ───┼─── private ────┤
+
+The tails are those of the path's segments (`segments.py`), and the sequence leaves one once its window has
+passed all of it. It keeps what its next tokens see, and `slack` entries more, since it may go back by so many.
+"""
+
+from typing import Protocol
+
+from lightkv.classes.all import NEVER
+from lightkv.edits import FreePartRange, MapPart, StorePart
+from lightkv.errors import CheckFailed
+from lightkv.holdings import HeldWindow
+
+from .segments import Segment, Tail, TailClass
+
+
+class Holder(Protocol):
+    """What holds need of their sequence (`Sequence`)."""
+
+    row: int
+    node: Segment
+    length: int
+    shared: int
+    points: list[int]
+
+
+class Hold:
+    """The tails that `sequence` holds in the class `of`, and its private entries from `own` on."""
+
+    __slots__ = ("_own", "of", "sequence")
+
+    def __init__(self, of: TailClass, sequence: Holder, own: int) -> None:
+        self.of = of
+        self.sequence = sequence
+        self.own = own
+
+    @property
+    def own(self) -> int:
+        """The first private entry."""
+        if self.of.reuses[self.sequence.row]:
+            return self.sequence.length - self.of.distance
+        return self._own
+
+    @own.setter
+    def own(self, entry: int) -> None:
+        """Sets it. The next token takes a free slot, and the next step looks at the sequence."""
+        self._own = entry
+        self.of.reuses[self.sequence.row] = False
+        self.of.state.look_at[self.sequence.row] = 0
+        self.of.state.has_passed[self.sequence.row] = False
+
+    @property
+    def passed(self) -> int:
+        """The entry before which nothing is kept once the sequence grows."""
+        return self.of.rule.first_kept(self.sequence.length)
+
+    @property
+    def first(self) -> int:
+        """The first entry that it holds."""
+        return self.own - sum([tail.length for tail, _ in self.tails()])
+
+    @property
+    def kept(self) -> int:
+        """The first entry that it holds and keeps when it grows."""
+        return max(self.first, self.passed)
+
+    def tails(self) -> list[tuple[Tail, int]]:
+        """Returns the tails that it holds, the last ones first, each with the entry at which it ends."""
+        found: list[tuple[Tail, int]] = []
+        own, row, cls = self.own, self.sequence.row, self.of.cls
+        segment, end = self.sequence.node, self.sequence.shared
+        while segment.parent is not None:
+            if end <= own:
+                tail = segment.tails.get(cls)
+                if tail is None or row not in tail.holders:
+                    break
+                found.append((tail, end))
+            end -= segment.length
+            segment = segment.parent
+        return found
+
+    def held(self) -> HeldWindow:
+        """Returns what it holds, for recounts."""
+        return HeldWindow(
+            tuple([tail.segment.id for tail, _ in reversed(self.tails())]), self.first, self.own
+        )
+
+    # Beginning and ending
+
+    def enter(self) -> None:
+        """Holds the tails that the next tokens see of a path that the sequence has hit."""
+        sequence, kept = self.sequence, self.passed
+        held: list[int] = []
+        for segment, end in sequence.node.ends_up(sequence.length):
+            tail = segment.tails.get(self.of.cls)
+            if end <= kept or tail is None:
+                break
+            tail.hold(sequence.row)
+            held.append(segment.id)
+            if not tail.is_whole:
+                break
+        if held:
+            ids = tuple(reversed(held))
+            self.of.state.emit(MapPart(self.of.cls, sequence.row, sequence.length, ids))
+
+    def fork(self, fork: Holder) -> "Hold":
+        """Returns the same hold for a fork of its sequence, which has no private entries."""
+        for tail, _ in self.tails():
+            tail.holders.add(fork.row)
+        return Hold(self.of, fork, self.own)
+
+    # What passes
+
+    def leave_passed(self, passed: int) -> None:
+        """Leaves the tails that end before entry `passed`."""
+        for tail, end in self.tails() if passed else ():
+            if end <= passed:
+                tail.let_go(self.sequence.row)
+
+    def free_own(self, end: int) -> None:
+        """Frees the private entries before `end`."""
+        if (own := self.own) < end:
+            self._free(own, end)
+            self.own = end
+
+    def free_after(self, start: int, end: int) -> None:
+        """Frees the private entries of [start, end), which the sequence gives up at its end."""
+        own = self.own
+        if max(own, start) < end:
+            self._free(max(own, start), end)
+        self.own = min(own, start)
+
+    def _free(self, start: int, end: int) -> None:
+        self.of.state.emit(FreePartRange(self.of.cls, self.sequence.row, start, end))
+        self.of.state.count(free=(end - start) * self.of.width)
+
+    def gone(self) -> int:
+        """Returns how many private entries have passed, and are not to be kept for others."""
+        sequence, passed = self.sequence, self.passed
+        if sequence.points and sequence.points[0] <= sequence.length:
+            passed = min(passed, self.of.rule.first_kept(sequence.points[0]))
+        return max(passed - self.own, 0)
+
+    def cost(self, count: int) -> int:
+        """Returns how many slots the next `count` tokens take, less what is given back for them."""
+        gone = self.gone()
+        return 0 if self._reuses(gone, count) else (count - gone) * self.of.width
+
+    def prepare(self, count: int) -> int:
+        """Gives up what has passed before the sequence grows by `count` tokens, or has it used again. Returns
+        `happens_at`."""
+        self.leave_passed(self.passed)
+        gone = self.gone()
+        if self._reuses(gone, count):
+            self.of.reuses[self.sequence.row] = True
+        else:
+            self.own += gone  # no slot is used again
+            if gone:
+                self._free(self.own - gone, self.own)
+        return self.happens_at
+
+    @property
+    def happens_at(self) -> int:
+        """The length from which on a token does not only take a slot, or reuse one."""
+        of, held = self.of, self.tails()
+        passes = of.rule.gone_at(held[-1][1] - 1) if held else NEVER
+        return passes if of.reuses[self.sequence.row] else min(passes, of.rule.gone_at(self.own))
+
+    def _reuses(self, gone: int, count: int) -> bool:
+        return gone == count == 1 and self.of.rule.reuses
+
+    # What others may hit
+
+    def keep(self, end: int, path: tuple[Segment, int], step: int | None) -> None:
+        """Makes tails of what is seen after the first `end` tokens; what comes before is given up (`share`)."""
+        first = self.of.rule.first_kept(end)
+        self.leave_passed(first)
+        if self.own < end:
+            self.free_own(first)
+            self.share(end, path, step)
+
+    def share(self, end: int, path: tuple[Segment, int], step: int | None) -> None:
+        """Moves the private entries up to `end` into tails of the segments of a path.
+
+        `path`: the last segment and the entry where it ends; a segment ends at `end`. `step`: the last step
+        that may compute some of the entries. With a step, the sequence holds the tails; with None it closes,
+        and does not hold them.
+
+        Where a segment has a tail already, the private entries are freed. No row holds more entries afterwards
+        than before. So a segment is split in two cases: a tail that rows hold would become longer, or the tail
+        is longer than what the sequence itself had.
+        """
+        own, (segment, at), hold = self.own, path, step is not None
+        while at > own and segment.parent is not None:
+            if at <= end:
+                first = max(at - segment.length, own)
+                tail, count = segment.tails.get(self.of.cls), at - first
+                if tail and tail.length != count and (hold if tail.length > count else tail.holders):
+                    self.of.state.split(segment, segment.length - min(tail.length, count))
+                    first = max(at - segment.length, own)
+                tail = self._share(segment, first, at, step)
+                tail.superseded = False
+                if hold:
+                    tail.hold(self.sequence.row)
+                else:
+                    self.of.state.idle_tails.add(tail)
+            at -= segment.length
+            segment = segment.parent
+        self.own = max(own, end)
+
+    def _share(self, segment: Segment, first: int, end: int, step: int | None) -> Tail:
+        """Makes the private entries [first, end), which are the last of a segment, its tail, or frees those
+        that its tail has. If no row holds it, it counts as cached. `step`: as in `share`."""
+        row, of, count = self.sequence.row, self.of, end - first
+        tail = segment.tails.get(of.cls)
+        there = min(tail.length, count) if tail else 0
+        if there:
+            self._free(end - there, end)
+            of.state.emit(MapPart(of.cls, row, end, (segment.id,)))
+        if tail is None or there < count:
+            may_fail = step is not None and of.state.confirmed < step
+            tail = of.store(segment, count, step if may_fail else None)
+            of.state.emit(StorePart(of.cls, row, first, end, segment.id))
+            of.state.count(cached=(count - there) * of.width)  # a tail that rows hold has its length already
+        return tail
+
+    def supersede(self, node: Segment, end: int) -> None:
+        """Has the tails of the path to `node`, which ends at `end`, evicted first as far as they end where that
+        of `node` begins, but for those where prompts diverge or other sessions end."""
+        cls, first = self.of.cls, self.of.rule.first_kept(end)
+        for segment, at in node.ends_up(end) if cls in node.tails else ():
+            tail = segment.tails.get(cls)
+            if tail is None or at - tail.length >= first or segment.protected > 1 or segment.is_branching:
+                continue
+            if at > first:
+                segment = self.of.state.split(segment, segment.length - (at - first))
+            self.of.state.idle_tails.supersede(segment.tails[cls])
+
+    def has(self, point: int, seen: int, there: tuple[int, int]) -> bool:
+        """Returns whether what is `seen` after the first `point` tokens is private, or in the range `there` of
+        tokens that the path has just before."""
+        own, (first, end) = self.own, there
+        return end <= own < point and seen >= (first if end == own else own)
+
+    # Going back
+
+    def require_seen(self, length: int) -> None:
+        """Raises ValueError where the token after the first `length` ones sees some that are not held."""
+        lifetime, first = self.of.lifetime, self.first
+        if first > lifetime.first_seen(length):
+            raise ValueError(
+                f"{self.sequence} cannot go back to {length} tokens: the next one sees those from "
+                f"{lifetime.first_seen(length)} on in layers with a {lifetime.sees} of {lifetime.size}, "
+                f"and they are held from {first} on; open a sequence for these tokens"
+            )
+
+    def check(self) -> None:
+        """Raises CheckFailed unless its numbers fit its sequence."""
+        of, one = self.of, self.sequence
+        own, first, held = self.own, self.first, self.tails()
+        if not 0 <= first <= own <= one.length or first > of.lifetime.first_seen(one.length):
+            raise CheckFailed(f"{one} holds {first} to {own} in tails of class {of.cls}, then its own")
+        if held and held[0][1] != own:
+            raise CheckFailed(
+                f"{one} holds tails of class {of.cls} up to {held[0][1]}; its own begin at {own}"
+            )
+        if of.reuses[one.row] and not of.rule.reuses:
+            raise CheckFailed(f"{one} reuses slots of class {of.cls}")

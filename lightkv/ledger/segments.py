@@ -1,0 +1,385 @@
+"""The segments of the prefix tree, and their tails: what they have in the classes of layers that do not see
+everything.
+
+    segment   ├──────────────── 40 tokens ───────────────┤      in the class that sees everything
+    tail                              ├──── 12 tokens ───┤      in a class with a window
+
+A tail is the end of its segment, since what a window needs ends where a prompt or an answer ends, and each such
+place is the end of a segment. A row holds a tail for as long as its window reaches it. A tail that no row holds
+is cached, whether or not its segment is held, and can be evicted by itself.
+"""
+
+import heapq
+from collections.abc import Collection, Iterator
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+import numpy as np
+
+from lightkv.edits import Edit, FreePart
+from lightkv.errors import CheckFailed
+from lightkv.layer_groups import LayerClass, Rule
+
+from .changes import Namespace
+
+TOKEN_BYTES = 4
+NO_TAILS: "dict[int, Tail]" = {}  # of every segment that has none; nothing is ever put into it
+_PROTECTED = 1 << 62  # in the order of eviction: what sessions protect, after all that they do not
+
+
+class Segment:
+    """One node of the tree.
+
+    tokens: int32 bytes that follow the parent's; zeros while the segment is unindexed. holders: the rows of the
+    sequences on whose path the segment is. indexed: whether look-ups find it by its tokens. credit: for its
+    hits since it was stored; 0: there was none. due: its place in the order of eviction, the last use plus the
+    credit (`PrefixTree`). protected: how many sessions end here, and how many children are protected
+    (`sessions.py`); if not 0, it is evicted last. tails: by class, what it has in those that do not see
+    everything (`segments.py`).
+    """
+
+    __slots__ = (
+        "children",
+        "confirmed",
+        "credit",
+        "due",
+        "holders",
+        "id",
+        "indexed",
+        "namespace",
+        "parent",
+        "protected",
+        "published",
+        "queued",
+        "tails",
+        "tokens",
+    )
+
+    def __init__(
+        self, segment_id: int, tokens: bytes, parent: "Segment | None", namespace: Namespace = ()
+    ) -> None:
+        self.id = segment_id
+        self.namespace = namespace  # meaningful for a root
+        self.tokens = tokens
+        self.parent = parent
+        self.children: dict[bytes, Segment] = {}
+        self.holders: set[int] = set()
+        self.tails: dict[int, Tail] = NO_TAILS
+        self.indexed = True
+        self.credit = 0
+        self.due = 0
+        self.protected = 0
+        self.queued = False  # whether it is in the heap of idle leaves, perhaps with an older `due`
+        # The first `confirmed` tokens have been computed for certain; step `published` computes the others.
+        self.confirmed = len(tokens) // TOKEN_BYTES
+        self.published = -1
+
+    @property
+    def length(self) -> int:
+        """Tokens in this segment."""
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether its only holder can add tokens to it. A segment that was hit or is protected stays as it is,
+        since the new tokens were not hit and are not protected, and so does one whose end has tails."""
+        alone = self.parent is not None and len(self.holders) == 1 and not self.children and not self.tails
+        return alone and not self.credit and not self.protected
+
+    @property
+    def is_there(self) -> bool:
+        """Whether look-ups find it."""
+        return self.parent is not None and self.indexed
+
+    @property
+    def is_branching(self) -> bool:
+        """Whether several prompts diverge at its end. A child counts once a sequence or another child goes on
+        from it, so the rest of an answer whose last tokens the next prompt rewrites does not."""
+        used = [one for one in self.children.values() if one.holders or one.credit or one.children]
+        return len(used) > 1
+
+    def __repr__(self) -> str:
+        kind = "" if self.indexed else ", unindexed"
+        return f"Segment({self.id}, length={self.length}, holders={len(self.holders)}{kind})"
+
+    def up(self) -> Iterator["Segment"]:
+        """Yields this segment and its ancestors, without the root."""
+        node: Segment = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+    def ends_up(self, end: int) -> "Iterator[tuple[Segment, int]]":
+        """Yields what `up` does, each with the token at which it ends; this one ends at `end`."""
+        for segment in self.up():
+            yield segment, end
+            end -= segment.length
+
+    def below(self) -> "list[Segment]":
+        """Returns every segment under this one, children before their parents."""
+        found: list[Segment] = []
+        stack = list(self.children.values())
+        while stack:
+            node = stack.pop()
+            found.append(node)
+            stack.extend(node.children.values())
+        return found[::-1]
+
+    # What becomes of its tails when it changes
+
+    def split_tails(self, head: "Segment") -> None:
+        """Divides its tails, since its first tokens have become `head`."""
+        for tail in list(self.tails.values()):
+            if (above := tail.length - self.length) > 0:
+                is_confirmed = tail.confirmed == tail.length
+                tail.length = self.length
+                tail.confirmed = tail.length if is_confirmed else 0
+                new = tail.of.store(head, above, None if is_confirmed else tail.published)
+                new.holders = tail.holders.copy()
+                new.superseded = tail.superseded
+                tail.of.state.idle_tails.add(new)
+
+    def cut_tails(self, freed: int) -> int:
+        """Takes its last `freed` tokens out of its tails, before they leave the unheld segment. Returns how
+        many slots this frees."""
+        slots = 0
+        for tail in list(self.tails.values()):
+            lost = min(tail.length, freed)
+            slots += lost * tail.of.width
+            tail.length -= lost
+            tail.confirmed = min(tail.confirmed, tail.length)
+            if not tail.length:
+                del self.tails[tail.of.cls]
+        return slots
+
+    def can_join(self, head: "Segment") -> bool:
+        """Returns whether its tails and those of `head`, which is above it, are the ends of both, joined, with
+        the same holders."""
+        for cls, above in head.tails.items():
+            tail = self.tails.get(cls)
+            if tail is None or not tail.is_whole or tail.holders != above.holders:
+                return False
+        return True
+
+    def join_tails(self, head: "Segment") -> None:
+        """Joins the tails of `head` to its own, before the tokens are joined."""
+        for cls, above in head.tails.items():
+            step = None if above.confirmed == above.length else above.published
+            above.of.store(self, self.tails[cls].length + above.length, step)
+        head.tails = NO_TAILS
+
+
+class State(Protocol):
+    """What tails and holds need of the ledger's state (`LedgerState`), which owns them."""
+
+    unconfirmed: "list[Segment | Tail]"
+    idle_tails: "IdleTails"
+    confirmed: int
+    look_at: np.ndarray
+    has_passed: np.ndarray
+
+    def emit(self, edit: Edit) -> None: ...
+
+    def count(self, free: int = 0, cached: int = 0) -> None: ...
+
+    def split(self, segment: Segment, at: int) -> Segment: ...
+
+
+class Tail:
+    """The last `length` tokens of `segment` in the class `of`.
+
+    holders: the rows that hold it. superseded: whether a later tail of the same path serves what this one
+    could, so that it is evicted before all others. confirmed: `length`, once no step that may fail computes any
+    of it (`published` is the last such step). queued: whether it is among the idle ones.
+    """
+
+    __slots__ = ("confirmed", "holders", "length", "of", "published", "queued", "segment", "superseded")
+
+    def __init__(self, of: "TailClass", segment: Segment) -> None:
+        self.of = of
+        self.segment = segment
+        self.length = self.confirmed = 0
+        self.published = -1
+        self.holders: set[int] = set()
+        self.superseded = self.queued = False
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the tail."""
+        return self.length * self.of.width
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all tokens of its segment."""
+        return self.length == self.segment.length
+
+    @property
+    def is_there(self) -> bool:
+        """Whether its segment still has it."""
+        return self.segment.tails.get(self.of.cls) is self
+
+    @property
+    def due(self) -> int:
+        """Its place in the order of eviction, among those of segments."""
+        if self.superseded:
+            return 0
+        return self.segment.due + (_PROTECTED if self.segment.protected else 0)
+
+    def hold(self, row: int) -> None:
+        """Makes a row one of its holders."""
+        if not self.holders:
+            self.of.state.count(cached=-self.num_slots)
+            self.superseded = False
+        self.holders.add(row)
+
+    def let_go(self, row: int) -> None:
+        """Removes a row from its holders. Without any it is cached, or freed where no look-up finds it."""
+        self.holders.discard(row)
+        if not self.holders:
+            self.of.state.count(cached=self.num_slots)
+            if self.segment.indexed:
+                self.of.state.idle_tails.add(self)
+            else:
+                self.drop()
+
+    def drop(self) -> int:
+        """Frees a cached tail. Returns how many slots that frees."""
+        state = self.of.state
+        state.emit(FreePart(self.of.cls, self.segment.id))
+        state.count(free=self.num_slots, cached=-self.num_slots)
+        del self.segment.tails[self.of.cls]
+        return self.num_slots
+
+    def __repr__(self) -> str:
+        cls, holders = self.of.cls, len(self.holders)
+        return f"Tail({self.length} tokens of {self.segment}, class {cls}, holders={holders})"
+
+
+class TailClass:
+    """A class of layers that do not see everything, in one ledger: class `cls`, whose tokens take `width`
+    slots.
+
+    reuses: bool `[rows + 1]`: whether the next token of the sequence in a row takes the slot of the entry that
+    is `distance` before it.
+    """
+
+    def __init__(self, state: State, cls: int, layers: LayerClass, num_rows: int) -> None:
+        self.state = state
+        self.cls = cls
+        self.lifetime = layers.lifetime
+        self.rule = layers.lifetime.rule
+        self.width = layers.num_groups
+        self.distance = self.lifetime.size + self.lifetime.slack
+        self.reuses = np.zeros(num_rows + 1, dtype=np.bool_)
+
+    def store(self, segment: Segment, length: int, step: int | None) -> Tail:
+        """Makes the last `length` tokens of `segment` its tail, or lengthens the one that it has. `step`: the
+        last one that computes some of them, if it may still fail."""
+        if not segment.tails:
+            segment.tails = {}
+        tail = segment.tails.get(self.cls)
+        if tail is None:
+            tail = segment.tails[self.cls] = Tail(self, segment)
+        is_confirmed = tail.confirmed == tail.length
+        tail.length = length
+        if step is not None:
+            tail.published = max(tail.published, step)
+            if is_confirmed:
+                self.state.unconfirmed.append(tail)
+        elif is_confirmed:
+            tail.confirmed = length
+        return tail
+
+
+class IdleTails:
+    """The tails that no row holds, in the order in which they are evicted."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Tail]] = []  # what is out of date leaves, or moves, at the top
+        self._num_added = 0
+
+    def add(self, tail: Tail) -> None:
+        """Adds a tail, unless a row holds it or it is here."""
+        if not tail.holders and not tail.queued:
+            tail.queued = True
+            self._num_added += 1
+            heapq.heappush(self._heap, (tail.due, self._num_added, tail))
+
+    def supersede(self, tail: Tail) -> None:
+        """Has a tail evicted before all that are not superseded."""
+        if not tail.superseded:
+            tail.superseded, tail.queued = True, False  # it may be here twice
+            self.add(tail)
+
+    def oldest(self) -> Tail | None:
+        """Returns the tail that is evicted first, and last those that sessions protect; None for none."""
+        heap = self._heap
+        while heap:
+            due, number, tail = heap[0]
+            if tail.holders or not tail.is_there:
+                heapq.heappop(heap)
+                tail.queued = False
+            elif due != tail.due:
+                heapq.heapreplace(heap, (tail.due, number, tail))
+            else:
+                return tail
+        return None
+
+    def check(self, segments: Collection[Segment]) -> None:
+        """Raises CheckFailed unless the tails of these segments fit them, and the idle ones are here."""
+        here = {tail for *_, tail in self._heap}
+        for segment in segments:
+            for cls, tail in segment.tails.items():
+                if tail.segment is not segment or tail.of.cls != cls:
+                    raise CheckFailed(f"{tail} is filed as class {cls} of {segment}")
+                if not 1 <= tail.length <= segment.length:
+                    raise CheckFailed(f"{tail} has {tail.length} tokens of {segment.length}")
+                if not tail.holders and not (segment.indexed and tail in here):
+                    raise CheckFailed(f"{tail} has no holder and cannot be evicted")
+
+
+def reachable(classes: Seq[TailClass], path: list[Segment], matched: int) -> tuple[list[Segment], int, int]:
+    """Returns as much of `path`, from the root on, as a sequence can hit: up to the last token after which
+    every class has what the next one sees. `matched`: bytes of the last segment, as in `PrefixTree.find`, whose
+    answer this replaces. Returns how many tokens the whole path matched, too."""
+    end = sum([segment.length for segment in path])
+    in_tree = found = end - path[-1].length + matched // TOKEN_BYTES
+    of_class = [(one.rule, ranges_of(path, one.cls)) for one in classes]
+    before = -1
+    while found != before:
+        before = found
+        for rule, ranges in of_class:
+            found = last_reachable(rule, ranges, found)
+    while path and end - path[-1].length >= found:
+        end -= path.pop().length
+    return path, (found - end + path[-1].length) * TOKEN_BYTES if path else 0, in_tree
+
+
+def ranges_of(path: Seq[Segment], cls: int) -> list[tuple[int, int]]:
+    """Returns the ranges of tokens that a class has of a path, which is given from the root on; ascending."""
+    ranges: list[tuple[int, int]] = []
+    end = 0
+    for segment in path:
+        start, end = end, end + segment.length
+        tail = segment.tails.get(cls)
+        if tail is None:
+            continue
+        first = end - tail.length
+        if ranges and ranges[-1][1] == first == start:
+            ranges[-1] = ranges[-1][0], end
+        else:
+            ranges.append((first, end))
+    return ranges
+
+
+def last_reachable(rule: Rule, ranges: Seq[tuple[int, int]], limit: int) -> int:
+    """Returns the highest number of tokens, at most `limit`, after which a token sees only what the `ranges`
+    have."""
+    best = rule.boundary(limit)
+    for first, end in reversed(ranges):
+        at = min(end, limit)
+        if at <= best:
+            break
+        if rule.first_seen(at) >= first:
+            return at
+    return best
