@@ -325,9 +325,11 @@ def assemble(
     bind(model)
     is_packed = device.type == "cpu"
     if config.fuse:
-        linears = fuse_layers(model, report, is_packed).linears
+        fused = fuse_layers(model, report, is_packed)
+        linears, unfused = fused.linears, dict(fused.unfused)
     else:
         linears = prepare_linears(model, packed=is_packed)
+        unfused = {"--no-fuse": shape.spec.num_layers}
         for line in linears.lines:
             report(line)
     pool = sizes.pool(shape)
@@ -394,6 +396,7 @@ def assemble(
         skipped_layers=config.skipped_layers,
         num_ranks=1 if ranks is None else ranks.size,
         left_out=left_out_of(model),
+        unfused=unfused,
     )
     if config.itl_target or (config.itl_target is None and device.type == "cuda"):
         clock = time.perf_counter if ranks is None else ranks.clock_of_first
