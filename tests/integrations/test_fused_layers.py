@@ -31,11 +31,11 @@ from transformers import (
 )
 
 from lightkv.integrations.model.attention_call import AttentionCall, compute
-from lightkv.integrations.model.cpu_linear import PackedLinear
 from lightkv.integrations.model.decoder_layer import layer_forward
 from lightkv.integrations.model.fused_layers import FusedLayers, find_mlp, fuse_layers, unfuse_layers
 from lightkv.integrations.model.fused_norm import Carry, find_norm
 from lightkv.integrations.model.hf_model import PackedStep, bind, bound
+from lightkv.integrations.model.linears import WeightPart
 from lightkv.integrations.model.plans.layer_plans import LayerPlan
 from lightkv.integrations.model.plans.own_pass import NotFusable
 from lightkv.triton_kernels.layers.gated_activation import ACTIVATIONS
@@ -409,7 +409,7 @@ def test_a_layer_whose_kernels_compute_something_else_is_not_fused(
         "decoder_layer.DecoderLayer.forward",
         "fused_norm.relative_error",
         "fused_layers.find_mlp",
-        "linears.JoinedLinear.__init__",
+        "linears.PlainWeight.join",
     ],
 )
 def test_a_bug_of_ours_is_raised(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -651,11 +651,12 @@ def test_a_cpu_packs_the_joined_product_and_frees_the_plain_weights() -> None:
     fused: FusedLayers = fuse_layers(model, lines.append, packed=True)
     assert fused.linears.num_placed == 2 * 4 + 1
     assert lines[:1] == CONFIGS["biases"][1]
-    assert lines[1].startswith("packed 9 linear layers for the CPU in ")
+    assert lines[1].startswith("packed 9 linear layers of 0.1 MiB for the CPU in ")
     gc.collect()
     assert [one() for one in freed] == [None] * len(freed)
-    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    assert len(packed) == 2 * 4 + 1
+    parts = [module for module in model.modules() if isinstance(module, WeightPart)]
+    assert len(parts) == 2 * 7 + 1
+    assert len({id(part.of) for part in parts}) == 2 * 4 + 1
     assert torch.equal(attention.k_proj.weight, weight)
     assert torch.equal(attention.k_proj.bias, bias)
     torch.testing.assert_close(logits(model), own, rtol=1e-4, atol=1e-5)

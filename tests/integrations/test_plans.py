@@ -61,4 +61,4 @@ def test_the_plans_of_all_families_are_what_their_layers_compute(tmp_path: Path)
         else:
             model = random_weights(config)
         wrong += [f"{name} {variant}: {one}" for one in differences(model)]
-    assert wrong == []
+    assert not wrong, "\n".join(wrong)

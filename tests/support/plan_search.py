@@ -104,8 +104,8 @@ def _attention(parts: FoundParts, layer: nn.Module) -> dict[str, Any]:
         ):
             with suppress(NotFusable):
                 find_layout(attention, LayerPlan(**values), parts.calls[attention])
-                has_norms = all(hasattr(attention, name) for name in values["head_norms"])
-                return values if has_norms else {}
+                absent = () if values["head_norms"] else ("head_norms", "norms_over_all")
+                return {name: value for name, value in values.items() if name not in absent}
     return {}
 
 
@@ -121,8 +121,13 @@ def _router(layer: nn.Module, like: torch.Tensor) -> dict[str, Any]:
     blocks = [module for module in layer.modules() if experts_of(module) is not None]
     for block, values in product(blocks, _values("router")):
         if (plan := values["router"]) is not None and hasattr(block, plan.name):
+            router = copy.deepcopy(getattr(block, plan.name))
+            # In bfloat16, in which it shows whether the product is computed in float32.
+            for name in {"weight", "bias"} & router._parameters.keys():
+                if (one := router._parameters[name]) is not None:
+                    router._parameters[name] = nn.Parameter(one.bfloat16(), requires_grad=False)
             with suppress(NotFusable):
-                find_router(getattr(block, plan.name), plan, like)
+                find_router(router, plan, like.bfloat16())
                 return values
     return {}
 

@@ -13,7 +13,7 @@ until that module calls its norm. `fused_layers.py` makes a `DecoderLayer` of a 
 and gate and up, into one product.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -158,7 +158,7 @@ def _first(output: Any) -> Tensor:
 class GatedMLP:
     """The parts of a gated MLP. `gate_up` computes gate and up as one product, the gate first."""
 
-    gate_up: nn.Module
+    gate_up: Callable[[Tensor], Tensor]
     activation: str  # "silu", "gelu_tanh" or "gelu"
     down: nn.Module
 

@@ -129,12 +129,13 @@ def fuse_layers(model: PreTrainedModel, report: Report, packed: bool = False) ->
         set_norm_forward(module, norm, carry)
     for module, parts in found.mlps.items():
         if module in linears.joined or len(parts.gate_up) == 1:
-            gate_up = linears.joined.get(module) or getattr(module, parts.gate_up[0])
+            joined = linears.joined.get(module)
+            gate_up = getattr(module, parts.gate_up[0]) if joined is None else joined.matmul
             mlp = GatedMLP(gate_up, parts.activation, getattr(module, parts.down))
             cast(Any, module).forward = partial(mlp_forward, module, mlp)
-    for module, joined in linears.joined.items():
+    for module, weight in linears.joined.items():
         if layout_of(module) is not None:
-            use_joined(module, joined)
+            use_joined(module, weight)
     for layer, plan in found.plans.items():
         for block in (one for one in layer.modules() if experts_of(one) is not None):
             if why := fuse_experts(block, plan.router, _like(model)):

@@ -31,13 +31,14 @@ from lightkv.integrations.model.plans.own_pass import (
     run_fused,
     run_own,
 )
+from lightkv.integrations.weights.plain import PlainWeight
 from lightkv.triton_kernels.write.head_norms import HeadNorm, HeadNorms
 from lightkv.triton_kernels.write.write_kv import split_qkv
 
 from .attention_call import ATTENTION, AttentionCall, AttentionHandler
 from .context import given_cache
 from .fused_norm import is_called_as_norm, norm_of
-from .linears import JoinedLinear, has_hooks
+from .linears import has_hooks
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,14 @@ class AttentionLayout:
     head_dim: int
     v_dim: int
     norms: HeadNorms | None = None
-    joined: JoinedLinear | None = None
+    joined: PlainWeight | None = None
 
     def project(self, module: Any, x: Tensor, left: HeadNorms | None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k and v of x `[1, T, C]`, each `[1, heads, T, dim]`, without positions, and without norms
         where these are `left` to the write."""
         plan, dims = self.plan, (self.head_dim, self.head_dim, self.v_dim)
         if self.joined is not None:
-            products = [self.joined(x)]
+            products = [self.joined.matmul(x)]
         else:
             products = [getattr(module, name)(x) for name in plan.qkv]
         if len(products) == 3:
@@ -188,7 +189,7 @@ def layout_of(module: Any) -> AttentionLayout | None:
     return cast(AttentionLayout, module.forward.args[1]) if _is_fused(module) else None
 
 
-def use_joined(module: Any, joined: JoinedLinear) -> None:
+def use_joined(module: Any, joined: PlainWeight) -> None:
     """Makes the fused forward pass of `module` compute q, k and v by `joined`."""
     layout = cast(AttentionLayout, layout_of(module))
     module.forward = partial(_fused_forward, module, replace(layout, joined=joined))

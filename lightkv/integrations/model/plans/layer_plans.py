@@ -220,7 +220,10 @@ _LAYERS: tuple[tuple[LayerPlan, str], ...] = (
         ),
         "ModernBertDecoderLayer",
     ),
-    (replace(_OWN_ATTENTION, adds_in_order=False), "DiffLlamaDecoderLayer Llama4TextDecoderLayer"),
+    (
+        replace(_OWN_ATTENTION, adds_in_order=False),
+        """DiffLlamaDecoderLayer Gemma3nTextDecoderLayer Gemma4TextDecoderLayer Llama4TextDecoderLayer""",
+    ),
     (replace(_OWN_ATTENTION, adds_in_order=False, router=_SIGMOID), "BeamDecoderLayer"),
 )
 PLANS = {name: plan for plan, names in _LAYERS for name in names.split()}
