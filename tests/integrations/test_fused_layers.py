@@ -38,6 +38,7 @@ from lightkv.integrations.model.hf_model import PackedStep, bind, bound
 from lightkv.integrations.model.linears import WeightPart
 from lightkv.integrations.model.plans.layer_plans import LayerPlan
 from lightkv.integrations.model.plans.own_pass import NotFusable
+from lightkv.integrations.weights import onednn
 from lightkv.triton_kernels.layers.gated_activation import ACTIVATIONS
 from lightkv.triton_kernels.layers.residual_norm import Norm
 from tests.support.eager_models import SMALL, fused_layers, make_model
@@ -636,7 +637,8 @@ def test_gated_mlps_are_told_from_others(
 
 
 @torch.no_grad()
-def test_a_cpu_packs_the_joined_product_and_frees_the_plain_weights() -> None:
+def test_a_cpu_packs_the_joined_product_and_frees_the_plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "LEAST_NUMBERS", 1)
     cpu = torch.device("cpu")
     model = varied_model(CONFIGS["biases"][0], cpu)
     tokens = torch.arange(3, 20)[None]

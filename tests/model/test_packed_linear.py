@@ -10,11 +10,17 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightkv.integrations.model.linears import Linears, WeightPart, prepare_linears
+from lightkv.integrations.model.linears import Linears, WeightPart, linear_forward, prepare_linears
+from lightkv.integrations.weights import onednn
 from lightkv.integrations.weights.onednn import LONG_PIECES, MAX_TOKENS, padded_size, piece_sizes
 from lightkv.integrations.weights.plain import PlainWeight
 
 torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _small_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "LEAST_NUMBERS", 1)
 
 
 def packed_layer(linear: nn.Linear) -> WeightPart:
@@ -200,3 +206,28 @@ def test_without_onednn_the_model_stays_and_the_report_says_so(monkeypatch: pyte
     (line,) = linears.lines
     assert "no oneDNN" in line
     assert not any(isinstance(module, WeightPart) for module in model.modules())
+
+
+def test_smaller_weights_stay_plain_and_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "LEAST_NUMBERS", 24 * 24 + 1)
+    model = Tied().eval()
+    weights = [layer.weight for layer in model.layers]
+    ids = [torch.arange(num_tokens)[None] % 50 for num_tokens in (0, 1, 64, 65)]
+    with torch.inference_mode():
+        expected = [model(one) for one in ids]
+    assert pack(model).num_placed == 1
+    assert type(model.head) is WeightPart
+    assert all(layer.weight is weight for layer, weight in zip(model.layers, weights, strict=True))
+    assert all(layer.forward.func is linear_forward for layer in model.layers)
+    with torch.inference_mode():
+        for one, own in zip(ids, expected, strict=True):
+            torch.testing.assert_close(model(one), own, rtol=1e-4, atol=2e-6)
+
+
+def test_a_part_of_the_outputs_is_a_weight_of_its_own() -> None:
+    layer = nn.Linear(5, 7)
+    part = PlainWeight.load(layer).shard(2, 3)
+    assert torch.equal(part.dense(), layer.weight[2:5])
+    assert torch.equal(part.bias, layer.bias[2:5])
+    assert part.nbytes == 4 * (3 * 5 + 3)
+    assert part.dense().data_ptr() != layer.weight[2:5].data_ptr()

@@ -2,7 +2,7 @@
 
     prepare_linears
       join      layers of one input become one product, whose weight holds the weights of the parts
-      compute   each product gets the way in which it runs: packed on a CPU, on a GPU by kernels for few tokens
+      compute   each product picks its way by the number of tokens; large weights on a CPU are packed
 
 Whatever changes the products of a loaded model is a step of this pass, so that the steps see each other: what
 was joined is packed as one. The division among ranks is no step of it, because it comes earlier: a rank reads
@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightkv.integrations.weights.onednn import has_onednn
+from lightkv.integrations.weights import onednn
 from lightkv.integrations.weights.plain import PlainWeight
 
 
@@ -81,8 +81,9 @@ def prepare_linears(
         linears.names |= groups
     if packed:
         _pack(linears)
-    if few_tokens:
-        _set_linear_forwards(model)
+    for module in model.modules() if few_tokens else ():
+        if is_plain(module) and cast(nn.Linear, module).weight.is_cuda:
+            _set_forward(cast(nn.Linear, module))
     return linears
 
 
@@ -191,7 +192,7 @@ def _move(weight: Any, shared: set[nn.Parameter]) -> None:
 
 
 def linear_forward(weight: PlainWeight, x: Tensor) -> Tensor:
-    """The forward pass of a linear layer on a GPU."""
+    """The forward pass of a linear layer."""
     return weight.matmul(x)
 
 
@@ -219,22 +220,20 @@ class WeightPart(nn.Module):
         return self.of.matmul(x).narrow(-1, self._begin, self.out_features)
 
 
-def _set_linear_forwards(model: nn.Module) -> None:
-    """Gives plain linear layers on a GPU the forward pass `linear_forward`."""
-    for module in model.modules():
-        if is_plain(module) and cast(nn.Linear, module).weight.is_cuda:
-            cast(Any, module).forward = partial(linear_forward, PlainWeight.load(cast(nn.Linear, module)))
+def _set_forward(layer: nn.Linear) -> None:
+    cast(Any, layer).forward = partial(linear_forward, PlainWeight.load(layer))
 
 
 def _pack(linears: Linears) -> None:
-    """Packs float32 weights on a CPU, and puts a WeightPart in the place of each of their layers.
+    """Packs large float32 weights on a CPU, puts a WeightPart in the place of each of their layers, and gives
+    the smaller ones `linear_forward`.
 
     At most one weight at a time is in memory twice; one that something else holds, as an embedding holds that
     of a tied head, stays there. If torch lacks oneDNN, this reports so and changes nothing.
     """
     if not (places := _places(linears.model)):
         return
-    if not has_onednn():
+    if not onednn.has_onednn():
         linears.lines.append(
             "linear layers are not packed: this torch has no oneDNN, which would make decoding faster"
         )
@@ -242,7 +241,7 @@ def _pack(linears: Linears) -> None:
     began, num_bytes = time.perf_counter(), 0
     for module, weight in linears.joined.items():
         parts = [(name, getattr(module, name)) for name in linears.names[module]]
-        if all(part in places for _, part in parts):
+        if weight.shape.numel() >= onednn.LEAST_NUMBERS and all(part in places for _, part in parts):
             begin = 0
             for name, part in parts:
                 del places[part]
@@ -253,16 +252,20 @@ def _pack(linears: Linears) -> None:
             linears.num_placed, num_bytes = linears.num_placed + 1, num_bytes + weight.nbytes
     while places:
         layer, where = places.popitem()
+        if layer.weight.numel() < onednn.LEAST_NUMBERS:
+            _set_forward(layer)
+            continue
         weight = PlainWeight.load(layer)
         weight.pack()
         stand_in = WeightPart(weight, 0, layer.out_features)
         for parent, name in where:
             setattr(parent, name, stand_in)
         linears.num_placed, num_bytes = linears.num_placed + 1, num_bytes + weight.nbytes
-    linears.lines.append(
-        f"packed {linears.num_placed} linear layers of {num_bytes / 2**20:,.1f} MiB for the CPU in "
-        f"{time.perf_counter() - began:.1f} s"
-    )
+    if linears.num_placed:
+        linears.lines.append(
+            f"packed {linears.num_placed} linear layers of {num_bytes / 2**20:,.1f} MiB for the CPU in "
+            f"{time.perf_counter() - began:.1f} s"
+        )
 
 
 def _places(model: nn.Module) -> dict[nn.Linear, list[tuple[nn.Module, str]]]:

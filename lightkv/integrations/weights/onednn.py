@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+# Smaller weights stay plain: MKL multiplies a few tokens with them faster than oneDNN does.
+LEAST_NUMBERS = 1 << 22
+
 # oneDNN generates about 0.5 MiB of code for each number of tokens that it computes. It and torch each keep the
 # code of the last 1,024 numbers. Steps have any number of tokens, so a worker grew by hundreds of MiB. Packed
 # products therefore compute only some numbers of tokens, and pad their input to the next of them.

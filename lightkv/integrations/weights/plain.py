@@ -1,7 +1,7 @@
 """Weights in 16 or 32 bits, in the type that products are computed in: the kind in which most models come.
 
-On a GPU a product picks its kernel by the number of tokens (`triton_kernels/layers/linear.py`). On a CPU a
-float32 weight may be packed (`onednn.py`).
+A product picks its way by the number of tokens: on a GPU among kernels (`triton_kernels/layers/linear.py`),
+on a CPU between two of torch's, unless the weight is packed there (`onednn.py`).
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,8 @@ from torch.nn import functional
 from lightkv.triton_kernels.layers.linear import linear, tickets_for
 
 from .onednn import packed, packed_product
+
+_FEW_TOKENS = 64  # on a CPU, which MKL multiplies faster as columns than as rows
 
 
 class PlainWeight:
@@ -69,8 +71,15 @@ class PlainWeight:
         if self.is_packed:
             return packed_product(x, self._weight, self.bias)
         if self._tickets is None and out is None:
-            return functional.linear(x, self._weight, self.bias)
+            is_few = self.dtype == torch.float32 and 0 < x.numel() <= _FEW_TOKENS * x.shape[-1]
+            return self._of_columns(x) if is_few else functional.linear(x, self._weight, self.bias)
         return linear(x, self._weight, self.bias, self._tickets, out)
+
+    def _of_columns(self, x: Tensor) -> Tensor:
+        """Computes weight · x^T, and returns it as rows."""
+        columns, weight = x.reshape(-1, x.shape[-1]).t(), self._weight
+        y = weight @ columns if self.bias is None else torch.addmm(self.bias[:, None], weight, columns)
+        return y.t().contiguous().view(*x.shape[:-1], -1)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
