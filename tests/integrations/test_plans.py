@@ -10,6 +10,10 @@ from transformers import PreTrainedModel
 
 from lightkv.errors import UnsupportedModel
 from lightkv.integrations.model.plans.layer_plans import PLANS, norm_form
+from lightkv.router.cli.app import _unfused_row
+from lightkv.router.config import EngineConfig
+from lightkv.router.model.build import assemble
+from lightkv.router.model.info import model_info
 from lightkv.router.model.loader import load_model
 from lightkv.router.model.model_config import load_supported_config
 from tests.support.plan_search import norm_differs, search
@@ -39,6 +43,23 @@ def differences(model: PreTrainedModel) -> list[str]:
 def test_the_plan_of_a_family_is_what_its_layers_compute(name: str) -> None:
     fields: Any = {"layer_types": ["full_attention"] * 4} if name == "lfm2" else {}
     assert differences(random_weights(tiny(name, fields=fields))) == []
+
+
+@pytest.mark.parametrize(
+    ("fuse", "unfused"), [(True, {"GPT2Block: it has no plan": 4}), (False, {"--no-fuse": 4})]
+)
+def test_what_runs_transformers_code_is_said(fuse: bool, unfused: dict[str, int], tmp_path: Path) -> None:
+    lines: list[str] = []
+    config = EngineConfig(str(tmp_path), device="cpu", max_total_tokens=100, max_num_seqs=2, fuse=fuse)
+    model = random_weights(tiny("gpt2"))
+    _, info = assemble(model, config, lines.append)
+    assert info.unfused == unfused
+    assert ("unfused: GPT2Block: it has no plan (4 layers)" in lines) == fuse
+    model.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    described = model_info(config, tmp_path)
+    assert described["unfused"] == unfused
+    assert list(_unfused_row(described)) == ["unfused"]
 
 
 @pytest.mark.slow

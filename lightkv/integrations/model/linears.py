@@ -50,7 +50,7 @@ class Linears:
         ]
         joined = {getattr(module, name) for module in self.joined for name in self.names[module]}
         found = {module: None for layer in layers for module in _without_lists(layer) if module not in joined}
-        loaded = [PlainWeight.load(cast(nn.Linear, one)) for one in found if type(one) is nn.Linear]
+        loaded = [PlainWeight.load(one) for one in found if type(one) is nn.Linear]
         by_shape: dict[torch.Size, list[PlainWeight]] = {}
         for weight in [*(one for one in self.joined.values() if not one.is_packed), *loaded]:
             by_shape.setdefault(weight.shape, []).append(weight)
