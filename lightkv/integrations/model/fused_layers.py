@@ -141,8 +141,8 @@ def fuse_layers(model: PreTrainedModel, report: Report, packed: bool = False) ->
             if why := fuse_experts(block, plan.router, _like(model)):
                 fused.unfused[f"{type(block).__name__}: {why}"] += 1
     layers = found.decoder_layers()
-    for module, layer in layers.items():
-        cast(Any, module).forward = partial(layer_forward, module, layer, carry)
+    for module, decoder_layer in layers.items():
+        cast(Any, module).forward = partial(layer_forward, module, decoder_layer, carry)
     for module in layers:
         try:
             found.own[module].require_same()
@@ -235,7 +235,7 @@ class FoundParts:
         """Returns a run of a layer's own code. Raises NotFusable where it cannot run fused."""
         if not self.plans[layer].adds_in_order:
             raise NotFusable("its plan fuses its parts alone")
-        call, attention = self.calls.get(layer), self.calls.get(self.attentions.get(layer))
+        call, attention = self.calls.get(layer), self.calls.get(cast(nn.Module, self.attentions.get(layer)))
         if call is None or attention is None or has_hooks(layer) or len(call.args) != 1:
             raise NotFusable("it or its attention does not run, has hooks, or gets more than one tensor")
         output = attention.output

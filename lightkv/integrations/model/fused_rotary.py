@@ -71,7 +71,7 @@ class AttentionLayout:
             qkv = products[0].unflatten(-1, (self.num_heads, sum(dims)))
             q, k, v = (qkv[..., end - dim : end] for dim, end in zip(dims, accumulate(dims), strict=True))
         else:
-            q, k, v = split_qkv(*products, self.num_heads, self.num_kv_heads, self.head_dim, self.v_dim)
+            q, k, v = split_qkv(products[0], self.num_heads, self.num_kv_heads, self.head_dim, self.v_dim)
         # Each is [1, T, heads, dim] now.
         if left is None and (norms := plan.head_norms_of(module)):
             q, k = (self._normalise(norm, heads) for norm, heads in zip(norms, (q, k), strict=True))

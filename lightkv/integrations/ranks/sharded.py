@@ -273,7 +273,8 @@ def _keep_head(module: nn.Linear, text: PreTrainedConfig, ranks: RankGroup) -> N
     begin = ranks.rank * text.num_key_value_heads // ranks.size * size
     part = PlainWeight.load(module).shard(begin, size)
     module.weight = nn.Parameter(part.dense(), requires_grad=False)
-    module.bias = None if part.bias is None else nn.Parameter(part.bias, requires_grad=False)
+    if part.bias is not None:
+        module.bias = nn.Parameter(part.bias, requires_grad=False)
     module.out_features = size
 
 
