@@ -43,6 +43,7 @@ ROOMS = (
     "lightkv.memory",
     "lightkv.attention",
     "lightkv.kv_cache",
+    "lightkv.integrations.weights",
     "lightkv.integrations.ranks",
     "lightkv.integrations.model",
     "lightkv.integrations.guess_tree",

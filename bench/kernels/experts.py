@@ -21,20 +21,24 @@ from bench.common.model_shapes import with_layers
 from bench.common.published_shapes import PUBLISHED
 from bench.common.random_model import random_model
 from bench.common.report import parser, print_json, print_machine, print_table, refuse
-from lightkv.integrations.model.experts.mixture import fuse_experts
+from lightkv.integrations.model.experts.mixture import experts_of, fuse_experts
+from lightkv.integrations.model.plans.layer_plans import RouterPlan, planned_layers
 from lightkv.triton_kernels.layers.expert_rows import expert_rows
 
 SHAPES = "qwen3-30b-a3b", "gpt-oss-20b"
 TOLERANCE = 0.05  # of a token's largest number, for all but a few tokens, whose experts' scores are close
 
 
-def block_of(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Any]:
-    """Returns the module of a layer that has the experts, with random weights, and the experts."""
+def block_of(
+    config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[nn.Module, Any, RouterPlan | None]:
+    """Returns the module of a layer that has the experts, with random weights, the experts, and the router's
+    plan."""
     model: Any = random_model(with_layers(config, 1), device, dtype)
-    for module in model.model.layers.modules():
-        for child in module.children():
-            if hasattr(child, "is_transposed"):
-                return module, child
+    for layer, plan in planned_layers(model).items():
+        for module in layer.modules():
+            if (experts := experts_of(module)) is not None:
+                return module, experts, plan.router
     raise ValueError(f"a layer of {config.model_type} has no experts")
 
 
@@ -55,7 +59,7 @@ def products(experts: Any, x: Tensor, offsets: Tensor) -> Tensor:
 def measure(config: PreTrainedConfig, num_tokens: list[int], clock: Clock) -> dict[int, dict[str, float]]:
     """Returns the microseconds of each side by the number of tokens. Refuses figures of a wrong output."""
     torch.manual_seed(0)
-    block, experts = block_of(config, DEVICE, torch.bfloat16)
+    block, experts, router = block_of(config, DEVICE, torch.bfloat16)
     xs = {num: torch.randn(1, num, config.hidden_size, device=DEVICE).bfloat16() for num in num_tokens}
     ids: list[Tensor] = []
     handle = experts.register_forward_pre_hook(lambda module, args: ids.append(args[1]))
@@ -69,8 +73,8 @@ def measure(config: PreTrainedConfig, num_tokens: list[int], clock: Clock) -> di
             "products": CapturedStep(partial(products, experts, rows.x, rows.offsets)),
             "transformers": CapturedStep(partial(output, block, x)),
         }
-    if why_not := fuse_experts(block, xs[num_tokens[0]]):
-        refuse(f"not fused: {', '.join(why_not.values())}")
+    if why_not := fuse_experts(block, router, xs[num_tokens[0]]):
+        refuse(f"not fused: {why_not}")
     for num, x in xs.items():
         error = ((output(block, x) - owns[num]).abs() / owns[num].abs().amax(-1, keepdim=True)).amax(-1)
         if (error > TOLERANCE).float().mean() > 0.05:

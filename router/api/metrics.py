@@ -233,6 +233,14 @@ class _RouterCollector:
             }
             family.add_metric([self._model], config)
             yield family
+            unfused = GaugeMetricFamily(
+                "lightkv:unfused_layers",
+                "Layers that run transformers' own code, by what of them does and why.",
+                labels=["model_name", "why"],
+            )
+            for why, num_layers in info.unfused.items():
+                unfused.add_metric([self._model, why], num_layers)
+            yield unfused
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         gauge = GaugeMetricFamily(name, text, labels=["model_name"])

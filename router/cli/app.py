@@ -235,6 +235,7 @@ def info(
         **_ranks_row(model),
         "weights": f"{_gib(model['weight_bytes'])}: {model['num_parameters']:,} parameters in {model['dtype']}",
         **_left_out_row(model),
+        **_unfused_row(model),
         "one token": f"{model['bytes_per_token']:,} bytes: {heads} in {model['kv_dtype']}",
         **_layer_rows(model),
         "pool": f"{model['pool_slots']:,} {_unit(model)} in {_gib(model['pool_bytes'])}",
@@ -261,6 +262,12 @@ def _left_out_row(model: dict[str, Any]) -> dict[str, str]:
         return {}
     parts = ", ".join(f"{name} ({_gib(one)})" for name, one in model["left_out"].items())
     return {"left out": f"{_gib(sum(model['left_out'].values()))} that texts do not need: {parts}"}
+
+
+def _unfused_row(model: dict[str, Any]) -> dict[str, str]:
+    """Returns which layers run transformers' own code, and why, as far as their classes say it."""
+    found = "; ".join(f"{count} layers, {why}" for why, count in model["unfused"].items())
+    return {"unfused": found} if found else {}
 
 
 def _unit(model: dict[str, Any]) -> str:

@@ -313,7 +313,8 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     processes that run the model together; bytes are those of one of them. `groups`: how its layers share slots;
     `capacity` is in slots, and `longest` says how many tokens fit whatever a request hits; None: as many.
     `left_out`: the modules of a model of several modalities that texts do not need, which are not loaded, with
-    the bytes that their weights would take."""
+    the bytes that their weights would take. `unfused`: how many layers run transformers' own code, by what of
+    them does and why."""
 
     architecture: str
     device: str
@@ -334,6 +335,7 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     groups: LayerGroups = ONE_GROUP
     longest: int | None = None
     left_out: dict[str, int] = {}
+    unfused: dict[str, int] = {}
 
     @property
     def kv_type(self) -> str:

@@ -162,12 +162,14 @@ def assemble(
 
 
 class _BoundModel(NamedTuple):
-    """A model that calls lightkv's attention, its linear layers as they run, and the limits of its steps."""
+    """A model that calls lightkv's attention, its linear layers as they run, the limits of its steps,
+    and how many layers run unfused, by the reason."""
 
     shape: ModelShape
     backends: Sequence[AttentionBackend]
     linears: Linears
     limits: Limits
+    unfused: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -200,12 +202,14 @@ class _Start:
         bind(model)
         is_packed = self.device.type == "cpu"
         if config.fuse:
-            linears = fuse_layers(model, self.report, is_packed).linears
+            fused = fuse_layers(model, self.report, is_packed)
+            linears, unfused = fused.linears, dict(fused.unfused)
         else:
             linears = prepare_linears(model, packed=is_packed)
+            unfused = {"--no-fuse": shape.spec.num_layers}
             for line in linears.lines:
                 self.report(line)
-        return _BoundModel(shape, backends, linears, limits)
+        return _BoundModel(shape, backends, linears, limits, unfused)
 
     def plan_pool(self, shape: ModelShape) -> PoolPlan:
         """Plans the pool that fits beside the weights, with ranks on each of them, and reports it."""
@@ -288,6 +292,7 @@ class _Start:
             skipped_layers=config.skipped_layers,
             num_ranks=1 if self.ranks is None else self.ranks.size,
             left_out=left_out_of(self.model),
+            unfused=bound.unfused,
         )
 
     def time_steps(self, runner: ModelRunner, info: RunnerInfo) -> RunnerInfo:

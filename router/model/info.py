@@ -20,6 +20,7 @@ import lightkv
 from lightkv.attention.select import make_backends, pick_backend
 from lightkv.errors import OutOfMemory
 from lightkv.integrations.model.adapters.adapt import adapt
+from lightkv.integrations.model.fused_layers import unplanned_layers
 from lightkv.integrations.model.probe import ModelShape, NeedsNumbers, find_shape, probe
 from lightkv.integrations.ranks.group import RankGroup
 from lightkv.integrations.ranks.sharded import divide_shapes
@@ -99,6 +100,7 @@ def model_info(config: EngineConfig, directory: Path) -> dict[str, Any]:
         "num_parameters": sum(parameter.numel() for parameter in parameters),
         "weight_bytes": weight_bytes,
         "left_out": left_out_of(model),
+        "unfused": unplanned_layers(model) if config.fuse else {"--no-fuse": spec.num_layers},
         "num_layers": spec.num_layers,
         "num_kv_heads": spec.num_kv_heads,
         "k_dim": spec.k_dim,

@@ -13,9 +13,9 @@ from statistics import median
 from typing import Any, cast
 
 import torch
-from torch import nn
 
 from lightkv.attention import BatchShape
+from lightkv.integrations.weights.plain import PlainWeight
 
 from .step_timing import measured_once
 
@@ -113,31 +113,31 @@ def _timing_event() -> torch.cuda.Event:
 
 @torch.inference_mode()
 def measure(
-    layers: Sequence[Sequence[nn.Linear]],
+    weights: Sequence[Sequence[PlainWeight]],
     sizes: Sequence[int],
     make_event: Callable[[], Any] = _timing_event,
 ) -> dict[int, float]:
-    """Returns the milliseconds that the products of `layers`, as `Linears.by_shape` returns them, take together
-    for each of the ascending `sizes`.
+    """Returns the milliseconds that the products with `weights`, as `Linears.by_shape` returns them, take
+    together for each of the ascending `sizes`.
 
-    Of the layers of one shape each run takes the next one, so that no cache holds a weight. The sizes are
+    Of the weights of one shape each run takes the next one, so that no cache holds a weight. The sizes are
     measured in turn, up and down, so that a clock that changes meanwhile favours none. Synchronises once, at
-    the end. Allocates the input and the output of the widest layers at the largest size, and frees them.
+    the end. Allocates the input and the output of the widest weights at the largest size, and frees them.
     """
-    weight = layers[0][0].weight
-    widest = max(same[0].in_features for same in layers)
-    x = torch.randn(sizes[-1] * widest, dtype=weight.dtype, device=weight.device)
+    first = weights[0][0]
+    widest = max(same[0].shape[1] for same in weights)
+    x = torch.randn(sizes[-1] * widest, dtype=first.dtype, device=first.device)
     events: dict[int, list[list[Any]]] = {size: [] for size in sizes}
     num_runs = 0
     for turn in range(1 + _TIMES):
         for size in sizes if turn % 2 else reversed(sizes):
-            if weight.is_cuda:  # the device must not wait for the host between products
-                cast(Any, torch.cuda)._sleep(_HEAD_START * len(layers))
+            if first.device.type == "cuda":  # the device must not wait for the host between products
+                cast(Any, torch.cuda)._sleep(_HEAD_START * len(weights))
             run = [make_event()]
             run[0].record()
-            for same in layers:
-                layer = same[num_runs % len(same)]
-                layer(x[: size * layer.in_features].view(1, size, layer.in_features))
+            for same in weights:
+                weight = same[num_runs % len(same)]
+                weight.matmul(x[: size * weight.shape[1]].view(1, size, -1))
                 run.append(make_event())
                 run[-1].record()
             num_runs += 1
@@ -146,26 +146,28 @@ def measure(
     found = {
         size: sum(
             len(same) * median(run[i].elapsed_time(run[i + 1]) for run in runs[1:])
-            for i, same in enumerate(layers)
+            for i, same in enumerate(weights)
         )
         for size, runs in events.items()
     }
     return {size: max(time, _LEAST_TIME) for size, time in found.items()}
 
 
-def token_buckets(layers: Sequence[Sequence[nn.Linear]], chunk: int, most: int, report: Report) -> list[int]:
-    """Returns what `choose` does for steps of up to `most` tokens, by the times of `layers` on their GPU.
+def token_buckets(
+    weights: Sequence[Sequence[PlainWeight]], chunk: int, most: int, report: Report
+) -> list[int]:
+    """Returns what `choose` does for steps of up to `most` tokens, by the times of `weights` on their GPU.
 
-    Times that an earlier start has measured for these layers are taken again. Without layers, or with a single
+    Times that an earlier start has measured for these weights are taken again. Without weights, or with a single
     size to choose from, nothing is measured; times are then taken to be proportional to the tokens.
     """
     begun, sizes = time.perf_counter(), candidates(most, chunk)
     times, how = {size: float(size) for size in sizes}, "not measured"
-    if layers and len(sizes) > 1:
-        shapes = [(len(same), *same[0].weight.shape, str(same[0].weight.dtype)) for same in layers]
+    if weights and len(sizes) > 1:
+        shapes = [(len(same), *same[0].shape, str(same[0].dtype)) for same in weights]
         try:
             times, is_kept = measured_once(
-                "products", [shapes, sizes], dict[int, float], lambda: measure(layers, sizes)
+                "products", [shapes, sizes], dict[int, float], lambda: measure(weights, sizes)
             )
             seconds = time.perf_counter() - begun
             how = "measured in an earlier start" if is_kept else f"measured in {seconds:.1f} s"

@@ -21,6 +21,7 @@ INFO = RunnerInfo(
     pool_bytes=4000,
     pool_reason="given",
     limits=Limits(max_num_seqs=8, max_model_len=512, prefill_chunk=64, vocab_size=100),
+    unfused={"GPT2Block: it has no plan": 12},
 )
 LOAD = Load(
     capacity=1000,
@@ -97,6 +98,7 @@ def values(metrics: ServiceMetrics) -> dict[str, float]:
         ('lightkv:log_dropped_lines_total{process="router"}', 6),
         ('lightkv:log_dropped_lines_total{process="api"}', 0),
         ("lightkv:ready", 1),
+        ('lightkv:unfused_layers{why="GPT2Block: it has no plan"}', 12),
     ],
 )
 def test_the_routers_counts_are_reported(name: str, value: float) -> None:

@@ -10,16 +10,23 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightkv.integrations.model.cpu_linear import (
-    LONG_PIECES,
-    MAX_TOKENS,
-    PackedLinear,
-    padded_size,
-    piece_sizes,
-)
-from lightkv.integrations.model.linears import Linears, prepare_linears
+from lightkv.integrations.model.linears import Linears, WeightPart, linear_forward, prepare_linears
+from lightkv.integrations.weights import onednn
+from lightkv.integrations.weights.onednn import LONG_PIECES, MAX_TOKENS, padded_size, piece_sizes
+from lightkv.integrations.weights.plain import PlainWeight
 
 torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _small_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "LEAST_NUMBERS", 1)
+
+
+def packed_layer(linear: nn.Linear) -> WeightPart:
+    weight = PlainWeight.load(linear)
+    weight.pack()
+    return WeightPart(weight, 0, linear.out_features)
 
 
 def pack(model: nn.Module) -> Linears:
@@ -50,7 +57,7 @@ class Tied(nn.Module):
 def test_computes_the_same_as_the_plain_layer(shape: tuple[int, int], bias: bool) -> None:
     out_features, in_features = shape
     linear = nn.Linear(in_features, out_features, bias=bias)
-    packed = PackedLinear(linear)
+    packed = packed_layer(linear)
     with torch.inference_mode():
         for num_tokens in (0, 1, 8, 17, 33, 512, 513, 1100, 2048, 3601):
             x = torch.randn(1, num_tokens, in_features)
@@ -62,7 +69,7 @@ def test_computes_the_same_as_the_plain_layer(shape: tuple[int, int], bias: bool
 
 def test_takes_any_strides_and_dimensions() -> None:
     linear = nn.Linear(18, 11)
-    packed = PackedLinear(linear)
+    packed = packed_layer(linear)
     with torch.no_grad():
         for x in (
             torch.randn(18),
@@ -100,7 +107,7 @@ class Products(TorchDispatchMode):
 
 
 def test_onednn_computes_few_different_numbers_of_tokens() -> None:
-    packed = PackedLinear(nn.Linear(4, 3))
+    packed = packed_layer(nn.Linear(4, 3))
     with Products() as products, torch.no_grad():
         for num_tokens in (*range(1, 70), *range(70, 1100, 23), 2048, 3601):
             packed(torch.randn(1, num_tokens, 4))
@@ -114,7 +121,7 @@ from pathlib import Path
 
 import torch
 
-from lightkv.integrations.model.cpu_linear import PackedLinear
+from lightkv.integrations.weights.plain import PlainWeight
 
 
 def anonymous():
@@ -123,13 +130,14 @@ def anonymous():
 
 
 torch.set_num_threads(1)
-layer = PackedLinear(torch.nn.Linear(64, 64))
+weight = PlainWeight(torch.randn(64, 64), None)
+weight.pack()
 x = torch.randn(600, 64)
 with torch.inference_mode():
-    layer(x)
+    weight.matmul(x)
     before = anonymous()
     for num_tokens in range(1, 601):
-        layer(x[:num_tokens])
+        weight.matmul(x[:num_tokens])
 print(anonymous() - before)
 """
 
@@ -149,10 +157,10 @@ def test_a_model_keeps_its_outputs_and_frees_its_weights() -> None:
     linears = pack(model)
     assert linears.num_placed == 3
     (line,) = linears.lines
-    assert line.startswith("packed 3 linear layers for the CPU in ")
+    assert line.startswith("packed 3 linear layers of 0.0 MiB for the CPU in ")
     assert [weight() for weight in freed] == [None, None]
     assert model.embedding.weight is tied
-    assert type(model.head) is PackedLinear
+    assert type(model.head) is WeightPart
     assert model.again is model.layers[0]
     assert not any(module.training for module in model.modules())
     with torch.inference_mode():
@@ -197,4 +205,29 @@ def test_without_onednn_the_model_stays_and_the_report_says_so(monkeypatch: pyte
     assert linears.num_placed == 0
     (line,) = linears.lines
     assert "no oneDNN" in line
-    assert not any(isinstance(module, PackedLinear) for module in model.modules())
+    assert not any(isinstance(module, WeightPart) for module in model.modules())
+
+
+def test_smaller_weights_stay_plain_and_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "LEAST_NUMBERS", 24 * 24 + 1)
+    model = Tied().eval()
+    weights = [layer.weight for layer in model.layers]
+    ids = [torch.arange(num_tokens)[None] % 50 for num_tokens in (0, 1, 64, 65)]
+    with torch.inference_mode():
+        expected = [model(one) for one in ids]
+    assert pack(model).num_placed == 1
+    assert type(model.head) is WeightPart
+    assert all(layer.weight is weight for layer, weight in zip(model.layers, weights, strict=True))
+    assert all(layer.forward.func is linear_forward for layer in model.layers)
+    with torch.inference_mode():
+        for one, own in zip(ids, expected, strict=True):
+            torch.testing.assert_close(model(one), own, rtol=1e-4, atol=2e-6)
+
+
+def test_a_part_of_the_outputs_is_a_weight_of_its_own() -> None:
+    layer = nn.Linear(5, 7)
+    part = PlainWeight.load(layer).shard(2, 3)
+    assert torch.equal(part.dense(), layer.weight[2:5])
+    assert torch.equal(part.bias, layer.bias[2:5])
+    assert part.nbytes == 4 * (3 * 5 + 3)
+    assert part.dense().data_ptr() != layer.weight[2:5].data_ptr()

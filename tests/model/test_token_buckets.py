@@ -14,6 +14,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from lightkv.integrations.model.fused_layers import fuse_layers
 from lightkv.integrations.model.hf_model import bind
 from lightkv.integrations.model.linears import Linears
+from lightkv.integrations.weights.plain import PlainWeight
 from lightkv.router import EngineConfig
 from lightkv.router.model import token_buckets as module
 from lightkv.router.model.build import assemble
@@ -221,9 +222,9 @@ def test_the_layers_that_see_every_token(fused: bool) -> None:
     bind(model)
     linears = fuse_layers(model, lambda line: None).linears if fused else Linears(model)
     by_shape = {
-        tuple(same[0].weight.shape): len(same)
+        tuple(same[0].shape): len(same)
         for same in linears.by_shape()
-        if len({one.weight.data_ptr() for one in same}) == len(same)
+        if len({one.dense().data_ptr() for one in same}) == len(same)
     }
     if fused:
         assert by_shape == {(160, 48): 2, (48, 96): 2, (128, 48): 2, (48, 64): 2}
@@ -236,7 +237,7 @@ def test_experts_are_no_linear_layers() -> None:
         vocab_size=32, hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
-    shapes = {tuple(same[0].weight.shape) for same in Linears(Qwen3MoeForCausalLM(config)).by_shape()}
+    shapes = {tuple(same[0].shape) for same in Linears(Qwen3MoeForCausalLM(config)).by_shape()}
     assert {(32, 32), (16, 32)} <= shapes
     assert not any(24 in shape for shape in shapes)
 
@@ -248,16 +249,18 @@ class Clock:
         self.now = 0.0
         self.num_slow = num_slow
         self.num_synchronised = 0
-        self.seen: list[tuple[nn.Module, int]] = []
+        self.seen: list[tuple[PlainWeight, int]] = []
 
-    def watch(self, layer: nn.Linear, per_token: float) -> nn.Linear:
-        def passed(layer: nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
-            num_tokens = args[0].shape[1]
-            self.seen.append((layer, num_tokens))
-            self.now += per_token * num_tokens * (10 if len(self.seen) <= self.num_slow else 1)
+    def watch(self, rows: int, columns: int, per_token: float) -> PlainWeight:
+        clock = self
 
-        layer.register_forward_hook(passed)
-        return layer
+        class Watched(PlainWeight):
+            def matmul(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+                clock.seen.append((self, x.shape[1]))
+                clock.now += per_token * x.shape[1] * (10 if len(clock.seen) <= clock.num_slow else 1)
+                return super().matmul(x, out)
+
+        return Watched(torch.randn(rows, columns), None)
 
     def event(self) -> "Event":
         return Event(self)
@@ -279,8 +282,8 @@ class Event:
 
 def test_every_size_is_measured_with_every_kind_of_layer() -> None:
     clock = Clock(num_slow=6)  # the first turn
-    wide = [clock.watch(nn.Linear(5, 3), 2.0) for _ in range(3)]
-    narrow = [clock.watch(nn.Linear(2, 4), 0.5)]
+    wide = [clock.watch(3, 5, 2.0) for _ in range(3)]
+    narrow = [clock.watch(4, 2, 0.5)]
     times = measure([wide, narrow], [1, 2, 7], clock.event)
     assert times == pytest.approx({size: size * (3 * 2.0 + 0.5) for size in (1, 2, 7)})
     assert clock.num_synchronised == 1
@@ -299,7 +302,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_what_is_measured_is_told(a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    layers, lines, measured = [[nn.Linear(2, 2)]], list[str](), list[list[int]]()
+    layers, lines, measured = [[PlainWeight(torch.randn(2, 2), None)]], list[str](), list[list[int]]()
 
     def fake(layers: object, sizes: list[int]) -> dict[int, float]:
         measured.append(sizes)
@@ -359,7 +362,7 @@ def test_experts_in_a_list_are_left_out() -> None:
     layer.experts = nn.ModuleList([nn.Linear(8, 32), nn.Linear(8, 32)])
     model = nn.Module()
     model.layers = nn.ModuleList([layer])
-    assert [[one.weight.shape for one in same] for same in Linears(model).by_shape()] == [[(8, 8)]]
+    assert [[one.shape for one in same] for same in Linears(model).by_shape()] == [[(8, 8)]]
 
 
 def test_a_device_without_memory_measures_nothing(a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,7 +371,7 @@ def test_a_device_without_memory_measures_nothing(a_gpu: None, monkeypatch: pyte
 
     monkeypatch.setattr(module, "measure", fails)
     lines: list[str] = []
-    buckets = token_buckets([[nn.Linear(4, 4)]], 0, 600, lines.append)
+    buckets = token_buckets([[PlainWeight(torch.randn(4, 4), None)]], 0, 600, lines.append)
     assert buckets == token_buckets([], 0, 600, lines.append)
     assert "not measured, for lack of memory" in lines[0]
 

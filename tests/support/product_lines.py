@@ -16,7 +16,9 @@ CEILINGS = {"lightkv": 19306, "router": 31823, "triton_kernels": 14247}
 
 def lines(room: str) -> Counter[str]:
     """Returns the lines of the room's Python files that git tracks, by the folder in the room."""
-    listed = subprocess.run(["git", "ls-files", "-z", f"{room}/*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", f"{room}/*.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     counts: Counter[str] = Counter()
     for name in filter(None, listed.stdout.split("\0")):
         path = ROOT / name
@@ -37,7 +39,10 @@ def main() -> None:
         if total > ceiling:
             above.append(f"{room} has {total - ceiling} lines more than its ceiling")
     if above:
-        sys.exit("; ".join(above) + ". Let something leave, or name the issue that grants the lines (tests/product_lines.py).")
+        sys.exit(
+            "; ".join(above)
+            + ". Let something leave, or name the issue that grants the lines (tests/product_lines.py)."
+        )
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ On a GPU, the passes are `residual_norm` (over ranks `summed_residual_norm`) and
 products `linear`, all in `triton_kernels/layers/`. In between, `PackedStep.attend` calls the layer's backend,
 which runs `write_kv` and `mixed_attention`.
 
-The last norm is that of the next layer, or of the model: its output waits in a `Carry` (`fused_norm.py`) until
-that module calls its norm. `proofs/layer_run.py` finds these parts in a model and makes a `DecoderLayer` of
-them, `fused_layers.py` compares each layer that runs so with the model's own forward pass, and `linears.py`
-joins q, k and v, and gate and up, into one product.
+The last norm is that of the next layer, or of the model: its output waits in a `Carry` (`fused_norm.py`)
+until that module calls its norm. `fused_layers.py` makes a `DecoderLayer` of a layer's plan
+(`plans/layer_plans.py`) and compares it with the model's own forward pass, and `linears.py` joins q, k and v,
+and gate and up, into one product.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -30,6 +30,15 @@ from .context import given_cache
 from .fused_norm import Carry, add_and_norm
 from .fused_rotary import layout_of
 from .hf_model import PackedStep
+
+# The activations of `gated_activation`, by the classes of the modules that compute the same.
+_ACTIVATIONS = {
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+}
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,7 @@ class Attention:
             return Output(cast(Tensor, out))
         call = layout.call(self.module, x, given["position_embeddings"])  # q, k and v, without positions
         heads = step.attend(call)  # writes K/V and applies positions on the way, then attends
-        return Output.of(getattr(self.module, layout.output), heads.flatten(2), turn)
+        return Output.of(getattr(self.module, layout.plan.output), heads.flatten(2), turn)
 
 
 class Output(NamedTuple):
@@ -149,7 +158,7 @@ def _first(output: Any) -> Tensor:
 class GatedMLP:
     """The parts of a gated MLP. `gate_up` computes gate and up as one product, the gate first."""
 
-    gate_up: nn.Module
+    gate_up: Callable[[Tensor], Tensor]
     activation: str  # "silu", "gelu_tanh" or "gelu"
     down: nn.Module
 
@@ -162,6 +171,15 @@ def activate(gate_up: Tensor, activation: str) -> Tensor:
     """Returns what `gated_activation` returns, on any device."""
     function = gated_activation if gate_up.is_cuda else gated_activation_reference
     return function(gate_up, activation)
+
+
+def activation_of(module: nn.Module) -> str | None:
+    """Returns the activation of a gated MLP, or of experts, by the class of the part that computes it; None for
+    one that `gated_activation` does not have."""
+    return next(
+        (_ACTIVATIONS[name] for part in module.children() if (name := type(part).__name__) in _ACTIVATIONS),
+        None,
+    )
 
 
 # --------------------------------------------------------------------------------

@@ -1,13 +1,14 @@
-"""Fuses the decoder layers of a model that the engine loaded, where that is proved to compute the same.
+"""Fuses the decoder layers of a model that the engine loaded, where they compute what their plans say.
 
-`fuse_layers` finds the parts (proofs/), has their linear layers joined (linears.py), gives the layers the
-forward pass of decoder_layer.py, and compares each with the model's own. What differs keeps transformers' code.
+`fuse_layers` looks up the plans (plans/layer_plans.py), has linear layers joined (linears.py), gives the
+layers the forward pass of decoder_layer.py, and compares each with the model's own. What differs, or has no
+plan, keeps transformers' code.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -15,26 +16,39 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightkv.integrations.model.experts.mixture import fuse_experts, has_fused_experts, unfuse_experts
+from lightkv.integrations.model.experts.mixture import (
+    experts_of,
+    fuse_experts,
+    has_fused_experts,
+    unfuse_experts,
+)
 from lightkv.integrations.model.experts.router import router_forward
-from lightkv.integrations.model.proofs.gated_mlp import MLPLayout, find_mlp
-from lightkv.integrations.model.proofs.layer_run import LayerCall, LayerRun
-from lightkv.integrations.model.proofs.own_pass import NotFusable
+from lightkv.integrations.model.plans.layer_plans import PLANS, LayerPlan, norm_form, planned_layers
+from lightkv.integrations.model.plans.own_pass import (
+    NUM_TOKENS,
+    Call,
+    NoiseHandler,
+    NotFusable,
+    OwnPass,
+    recorded_calls,
+)
 from lightkv.integrations.ranks.sharded import SummedLinear
 from lightkv.triton_kernels.layers.residual_norm import Norm
 
-from .attention_call import compute
 from .context import num_layers
-from .decoder_layer import DecoderLayer, GatedMLP, NextNorm, gated_mlp, layer_forward, mlp_forward
-from .fused_norm import Carry, find_norm, may_be_norm, norm_forward, set_norm_forward
-from .fused_rotary import (
-    NoiseHandler,
-    fused_forwards,
-    layout_of,
-    separate_projections,
-    spread_positions,
-    use_joined,
+from .decoder_layer import (
+    Attention,
+    DecoderLayer,
+    GatedMLP,
+    NextNorm,
+    activate,
+    activation_of,
+    gated_mlp,
+    layer_forward,
+    mlp_forward,
 )
+from .fused_norm import Carry, find_norm, norm_forward, set_norm_forward
+from .fused_rotary import find_layout, layout_of, use_joined
 from .linears import (
     Linears,
     has_hooks,
@@ -51,38 +65,38 @@ _FORWARDS = (layer_forward, norm_forward, mlp_forward, linear_forward, router_fo
 
 @dataclass
 class FusedLayers:
-    """What `fuse_layers` did: how many layers have which fused part, and what keeps its own code."""
+    """What `fuse_layers` did.
+
+    `parts`: layers, by what runs fused in them. `unfused`: layers, by what of them runs transformers' code,
+    and why.
+    """
 
     linears: Linears
-    num_layers: int = 0
-    num_fused: int = 0  # layers with the fused forward pass
-    num_norms: int = 0
-    products: Counter[str] = field(default_factory=Counter)  # layers, by what is one product in them
-    activations: Counter[str] = field(default_factory=Counter)
-    num_mixtures: int = 0  # layers whose experts are fused
-    # Layers, by the part that keeps its own code, its class, and why; "" where that is not known.
-    kept: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    num_layers: int
+    num_fused: int = 0  # layers that run fused from their first norm to their last addition
+    parts: Counter[str] = field(default_factory=Counter)
+    unfused: Counter[str] = field(default_factory=Counter)
 
     def lines(self) -> list[str]:
         """Returns the lines to report."""
-        products = sorted(self.products, reverse=True)  # qkv first
-        parts = []
-        if products:
-            parts.append(f"{' and '.join(products)} as one product{' each' if len(products) > 1 else ''}")
-        if self.num_fused:
-            parts.append("norms with the residual")
-        elif self.num_norms:
-            parts.append("norms as one kernel each")
-        parts += [f"{name} with its product" for name in sorted(self.activations)]
-        if self.num_mixtures:
-            has_routers = not any(part == "router" for part, _, _ in self.kept)
-            parts.append(f"experts' {'choice, ' if has_routers else ''}rows and sum as one kernel each")
-        lines = [f"fused {self.num_fused} of {self.num_layers} layers: {', '.join(parts) or 'nothing'}"]
-        for (part, kind, reason), count in self.kept.items():
-            layers = f"{count} layer{'s' if count > 1 else ''}"
-            why = f": {reason}" if reason else ""
-            lines.append(f"kept transformers' code for the {part} of {layers} ({kind}){why}")
+        lines = [f"fused {self.num_fused} of {self.num_layers} layers: {', '.join(self.parts) or 'nothing'}"]
+        if self.unfused:
+            lines.append(
+                f"unfused: {'; '.join(f'{what} ({num} layers)' for what, num in self.unfused.items())}"
+            )
         return lines + self.linears.lines
+
+
+def unplanned_layers(model: PreTrainedModel) -> dict[str, int]:
+    """Returns how many decoder layers of `model` run transformers' code whatever it computes, and why."""
+    found = Counter(
+        f"{type(module).__name__}: it has no plan"
+        for module in _module(model).modules()
+        if any(hasattr(child, "layer_idx") for child in module.children())
+        and not isinstance(module, nn.ModuleList)
+        and type(module).__name__ not in PLANS
+    )
+    return dict(found)
 
 
 def unfuse_layers(model: PreTrainedModel) -> None:
@@ -96,7 +110,8 @@ def unfuse_layers(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def fuse_layers(model: PreTrainedModel, report: Report, packed: bool = False) -> FusedLayers:
-    """Fuses the decoder layers of a bound `model` where they compute the same, and reports what was done.
+    """Fuses the decoder layers of a bound `model` where they compute what their plans say, and reports what was
+    done.
 
     The model runs once, and each layer a few times more, on eight tokens. Weights of q, k and v become views of
     one joined weight, and so do gate and up: at most one layer's weights are in memory twice at a time.
@@ -104,39 +119,38 @@ def fuse_layers(model: PreTrainedModel, report: Report, packed: bool = False) ->
     loaded. Modules with hooks, or with a forward pass other than their class's, are left alone. Synchronises.
     """
     unfuse_layers(model)
-    calls = _ModelCalls(model)
-    parts = _ModelParts.of(model, calls)
-    attentions = fused_forwards(model)
-    linears = prepare_linears(
-        _module(model),
-        {layer: parts.one_input(layer) for layer in calls.layers},
-        packed=packed,
-        few_tokens=True,
-    )
-    why_not = fuse_experts(_module(model), _like(model))
+    found = FoundParts(model, planned_layers(_module(model)))
+    groups = {layer: found.one_input(layer) for layer in found.plans}
+    linears = prepare_linears(_module(model), groups, packed=packed, few_tokens=True)
+    count = num_layers(model.config.get_text_config()) or len(found.plans)
+    fused = FusedLayers(linears, count, unfused=Counter(unplanned_layers(model)))
     carry = Carry()
-    for module, norm in parts.norms.items():
+    for module, norm in found.norms.items():
         set_norm_forward(module, norm, carry)
-    for module, layout in parts.mlps.items():
-        if module in linears.joined or len(layout.gate_up) == 1:
-            gate_up = linears.joined.get(module) or getattr(module, layout.gate_up[0])
-            mlp = GatedMLP(gate_up, layout.activation, getattr(module, layout.down))
+    for module, parts in found.mlps.items():
+        if module in linears.joined or len(parts.gate_up) == 1:
+            joined = linears.joined.get(module)
+            gate_up = getattr(module, parts.gate_up[0]) if joined is None else joined.matmul
+            mlp = GatedMLP(gate_up, parts.activation, getattr(module, parts.down))
             cast(Any, module).forward = partial(mlp_forward, module, mlp)
-    for module, joined in linears.joined.items():
+    for module, weight in linears.joined.items():
         if layout_of(module) is not None:
-            use_joined(module, joined)
-    for module in parts.layers:
-        cast(Any, module).forward = partial(layer_forward, module, parts.placed(module, calls), carry)
-    for module, (run, found) in parts.layers.items():
-        if not _agrees(run):
-            parts.why_not[module] = "fused, it returns something else"
-            reset_forwards(module, _FORWARDS)
-            unfuse_experts(module)
-            if found.attention.module in attentions:
-                cast(Any, found.attention.module).forward = attentions[found.attention.module]
+            use_joined(module, weight)
+    for layer, plan in found.plans.items():
+        for block in (one for one in layer.modules() if experts_of(one) is not None):
+            if why := fuse_experts(block, plan.router, _like(model)):
+                fused.unfused[f"{type(block).__name__}: {why}"] += 1
+    layers = found.decoder_layers()
+    for module, decoder_layer in layers.items():
+        cast(Any, module).forward = partial(layer_forward, module, decoder_layer, carry)
+    for module in layers:
+        try:
+            found.own[module].require_same()
+        except NotFusable as error:
+            found.why_not[module] = str(error)
+            del cast(Any, module).forward  # its parts were compared by themselves
     carry.clear()
-
-    fused = _summary(model, calls, parts, linears, attentions, why_not)
+    _count(fused, found)
     for line in fused.lines():
         report(line)
     return fused
@@ -181,176 +195,178 @@ def _like(model: PreTrainedModel) -> Tensor:
     return torch.empty(0, dtype=model.dtype, device=model.device)
 
 
-class _ModelCalls:
-    """A run of a model over eight tokens: how it calls its layers, and what its norms are given.
+class MLPParts(NamedTuple):
+    """The parts of a gated MLP, by their names in the module."""
 
-    `attending`: the modules that call attention, and `last_attention` the last of them. `attentions`: by
-    layer, which of its parts does. `next_norms`: by layer, the norm that gets its very output.
+    gate_up: tuple[str, ...]  # gate and up, or the one layer that computes both, gate first
+    down: str
+    activation: str
+
+
+def find_mlp(module: Any, plan: LayerPlan, like: Tensor) -> MLPParts:
+    """Returns the parts of a gated MLP that computes what `plan` says, from a run on noise of the dtype and
+    on the device of `like`. Raises NotFusable for any other module."""
+    names, activation = (*plan.gate_up, plan.down), activation_of(module) or plan.activation
+    if activation is None or not all(hasattr(getattr(module, name, None), "out_features") for name in names):
+        raise NotFusable(f"it has no {', '.join(names)}, or another activation than those that are known")
+    parts = MLPParts(plan.gate_up, plan.down, activation)
+    down = getattr(module, plan.down)
+    own = OwnPass.of(module, Call((like.new_empty(1, NUM_TOKENS, down.out_features),), {}, None))
+
+    def fused(x: Tensor) -> Tensor:
+        gate_up = torch.cat([getattr(module, name)(x) for name in plan.gate_up], dim=-1)
+        return cast(Tensor, down(activate(gate_up, activation)))
+
+    own.require_same(fused)
+    return parts
+
+
+class FoundParts:
+    """What the plans say of a model, and the parts that compute what they say.
+
+    `plans`, `attentions`: of each layer. `calls`: of the layers, their attentions and the norms. `norms`,
+    `mlps`: the modules that are known norms and gated MLPs. `own`: by layer, a run of its own code.
+    `why_not`: why a module runs its own code.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.layers: dict[nn.Module, LayerCall] = {}
-        self.norms: dict[nn.Module, Tensor] = {}
-        modules = [module for module in _module(model).modules() if not has_hooks(module)]
-        handles = [
-            *(
-                module.register_forward_hook(self._note_layer, with_kwargs=True)
-                for module in modules
-                if any(hasattr(child, "layer_idx") for child in module.children())
-            ),
-            *(module.register_forward_pre_hook(self._note_norm) for module in modules if may_be_norm(module)),
-        ]
-        positions, handler = spread_positions(model), NoiseHandler()
-        try:
-            compute(model, torch.zeros_like(positions), positions, handler, positions[:1])
-        finally:
-            for handle in handles:
-                handle.remove()
-        self.attending = {call.module for call in handler.calls}
+    def __init__(self, model: PreTrainedModel, plans: dict[nn.Module, LayerPlan]) -> None:
+        self.plans = plans
+        mixers = {layer: plan.mixer_of(layer) for layer, plan in self.plans.items()}
+        self.attentions = {layer: mixer for layer, mixer in mixers.items() if mixer is not None}
+        norms = [one for one in _module(model).modules() if norm_form(one) is not None and not has_hooks(one)]
+        handler = NoiseHandler()
+        self.calls = recorded_calls(model, [*self.plans, *self.attentions.values(), *norms], handler)
         self.last_attention = handler.calls[-1].module
-        self.attentions = {
-            layer: child for layer in self.layers for child in layer.children() if child in self.attending
-        }
-        self.layers = {layer: self.layers[layer] for layer in self.attentions}
-        self.next_norms = {
-            layer: norm
-            for layer, call in self.layers.items()
-            for norm, x in self.norms.items()
-            if x is call.output
-        }
+        self.norms: dict[nn.Module, Norm] = {}
+        self.mlps: dict[nn.Module, MLPParts] = {}
+        self.own: dict[nn.Module, OwnPass] = {}
+        self.why_not: dict[nn.Module, str] = {}
+        for module in norms:
+            if module in self.calls:
+                with self.noting(module):
+                    self.norms[module] = find_norm(module, self.calls[module].x)
+        for layer, plan in self.plans.items():
+            for module in layer.modules():
+                if not has_hooks(module) and module is not self.attentions.get(layer):
+                    with self.noting(module):
+                        self.mlps[module] = find_mlp(module, plan, _like(model))
+            with self.noting(layer):
+                self.own[layer] = self._own_pass(layer)
 
-    def _note_layer(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        if len(args) == 1:
-            self.layers[module] = LayerCall(args[0], kwargs, output)
+    @contextmanager
+    def noting(self, module: nn.Module) -> Iterator[None]:
+        """Notes why `module` runs its own code, where the block raises NotFusable."""
+        try:
+            yield
+        except NotFusable as error:
+            self.why_not[module] = str(error)
 
-    def _note_norm(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if len(args) == 1 and isinstance(args[0], Tensor) and args[0].is_floating_point():
-            self.norms.setdefault(module, args[0])
-
-
-class _ModelParts(NamedTuple):
-    """What was found in a model: its known norms, its gated MLPs, and its layers, each with a run of its own.
-
-    `why_not`: why other modules were not found to be layers, or gated MLPs.
-    """
-
-    norms: dict[nn.Module, Norm]
-    mlps: dict[nn.Module, MLPLayout]
-    layers: dict[nn.Module, tuple[LayerRun, DecoderLayer]]
-    why_not: dict[nn.Module, str]
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, calls: _ModelCalls) -> "_ModelParts":
-        norms = {
-            module: norm for module, x in calls.norms.items() if (norm := find_norm(module, x)) is not None
-        }
-        parts = cls(norms, {}, {}, {})
-        like = _like(model)
-        for module in _module(model).modules():
-            if has_hooks(module) or module in calls.attending:
-                continue
-            try:
-                parts.mlps[module] = find_mlp(module, like)
-            except NotFusable as error:
-                parts.why_not[module] = str(error)
-        for layer, call in calls.layers.items():
-            try:
-                run = LayerRun(layer, call)
-                parts.layers[layer] = run, run.plan(norms)
-            except NotFusable as error:
-                parts.why_not[layer] = str(error)
-        return parts
+    def _own_pass(self, layer: nn.Module) -> OwnPass:
+        """Returns a run of a layer's own code. Raises NotFusable where it cannot run fused."""
+        if not self.plans[layer].adds_in_order:
+            raise NotFusable("its plan fuses its parts alone")
+        call, attention = self.calls.get(layer), self.calls.get(cast(nn.Module, self.attentions.get(layer)))
+        if call is None or attention is None or has_hooks(layer) or len(call.args) != 1:
+            raise NotFusable("it or its attention does not run, has hooks, or gets more than one tensor")
+        output = attention.output
+        if not isinstance(output, tuple) or len(output) != 2 or output[1] is not None:
+            raise NotFusable("its attention does not return an output and None")
+        return OwnPass.of(layer, call)
 
     def one_input(self, layer: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
         """Returns the names of the linear layers of one input, by the module in `layer` that has them."""
-        groups = {}
-        for module in layer.modules():
-            gate_up = self.mlps[module].gate_up if module in self.mlps else ()
-            names = gate_up if len(gate_up) == 2 else separate_projections(module)
-            if names:
-                groups[module] = names
-        return groups
+        groups = {module: self.mlps[module].gate_up for module in layer.modules() if module in self.mlps}
+        if (attention := self.attentions.get(layer)) is not None and layout_of(attention) is not None:
+            groups[attention] = self.plans[layer].qkv
+        return {module: names for module, names in groups.items() if len(names) > 1}
 
-    def placed(self, module: nn.Module, calls: _ModelCalls) -> DecoderLayer:
-        """Returns a layer that was found, with its place in the model, and with its attention inlined where
-        that has no hooks."""
-        (_, layer), following = self.layers[module], calls.next_norms.get(module)
-        attention = layer.attention
-        is_inlined = "position_embeddings" in attention.arguments and not has_registered_hooks(
-            attention.module
+    def decoder_layers(self) -> dict[nn.Module, DecoderLayer]:
+        """Returns the layers that may run fused, with their places in the model."""
+        found = {}
+        for layer in self.own:
+            with self.noting(layer):
+                found[layer] = self.decoder_layer(layer)
+        return found
+
+    def decoder_layer(self, module: nn.Module) -> DecoderLayer:
+        """Returns a layer by its plan, with its place in the model. Raises NotFusable where it lacks a part."""
+        plan, call, attention = self.plans[module], self.calls[module], self.attentions[module]
+
+        def part(name: str | None) -> nn.Module | None:
+            if name and not hasattr(module, name):
+                raise NotFusable(f"it has no {name}")
+            found = getattr(module, name) if name else None
+            return None if isinstance(found, nn.Identity) else found
+
+        after_attention, before, after = map(part, (plan.after_attention, plan.before_mlp, plan.after_mlp))
+        if after_attention is not None and after_attention not in self.norms:
+            raise NotFusable(f"{plan.after_attention} is no known norm")
+        # A norm beside the MLP that is not known is called as it is.
+        mlp = [
+            one for one in (before, *map(part, plan.mlp), after) if one is not None and one not in self.norms
+        ]
+        arguments = tuple(
+            name
+            for name, value in self.calls[attention].kwargs.items()
+            if name != "lightkv" and name in call.kwargs and call.kwargs[name] is value
         )
-        return replace(
-            layer,
-            attention=replace(attention, is_inlined=is_inlined),
-            next_norm=NextNorm(following, self.norms[following]) if following in self.norms else None,
-            is_last=attention.module is calls.last_attention,
-            takes_turns=is_inlined and _sums_twice(layer),
+        is_inlined = "position_embeddings" in arguments and not has_registered_hooks(attention)
+        following = next((norm for norm in self.norms if self.calls[norm].x is call.output), None)
+        return DecoderLayer(
+            input_norm=part(plan.input_norm),
+            attention=Attention(attention, arguments, is_inlined),
+            after_attention=None if after_attention is None else self.norms[after_attention],
+            before_mlp=None if before is None else self.norms.get(before),
+            mlp=tuple(mlp),
+            after_mlp=None if after is None else self.norms.get(after),
+            scale=getattr(module, plan.residual_factor) if plan.residual_factor else 1.0,
+            next_norm=None if following is None else NextNorm(following, self.norms[following]),
+            is_last=attention is self.last_attention,
+            takes_turns=is_inlined and _sums_twice(attention, mlp[-1]),
         )
 
 
-def _sums_twice(layer: DecoderLayer) -> bool:
+def _sums_twice(attention: nn.Module, mlp: nn.Module) -> bool:
     """Returns whether both the attention and the MLP of a layer end with a sum over ranks."""
-    layout, gated = layout_of(layer.attention.module), gated_mlp(layer.mlp[-1])
+    layout, gated = layout_of(attention), gated_mlp(mlp)
     if layout is None or gated is None:
         return False
-    ends = getattr(layer.attention.module, layout.output), gated.down
+    ends = getattr(attention, layout.plan.output), gated.down
     return all(isinstance(end, SummedLinear) for end in ends)
 
 
-def _agrees(run: LayerRun) -> bool:
-    """Returns whether the layer, fused, returns what its own forward pass returned, but for rounding.
+def _count(fused: FusedLayers, found: FoundParts) -> None:
+    """Counts what runs fused in each layer, and what does not."""
+    for layer, plan in found.plans.items():
+        kept: list[nn.Module] = [] if _runs(layer, layer_forward) else [layer]
+        fused.num_fused += not kept
+        parts = set()
+        if (attention := found.attentions.get(layer)) in found.calls:
+            layout = layout_of(attention)
+            if attention in fused.linears.joined or (layout is not None and len(plan.qkv) == 1):
+                parts.add("qkv as one product")
+            if layout is None and "forward" not in vars(attention):
+                kept.append(attention)
+                with found.noting(attention):
+                    find_layout(attention, plan, found.calls[attention])
+        for module in layer.modules():
+            if (mlp := gated_mlp(module)) is not None:
+                parts |= {"gate_up as one product", f"{mlp.activation} with its product"}
+            if has_fused_experts(module):
+                parts.add("experts' rows and sum as one kernel each")
+            if _runs(module, router_forward):
+                parts.add("experts' choice as one kernel")
+        body = [getattr(layer, name) for name in plan.mlp if hasattr(layer, name)]
+        kept += [one for one in body if not any(map(_is_fused_mlp, one.modules()))][:1]
+        fused.parts.update(sorted(parts))
+        for module in kept:
+            fused.unfused[f"{type(module).__name__}: {found.why_not.get(module, 'it is not joined')}"] += 1
+    if found.norms:
+        fused.parts["norms with the residual" if fused.num_fused else "norms as one kernel each"] += 1
 
-    The order of its computations is known to be right; this is a check of the kernels on these very shapes. It
-    runs code of ours, and parts that have run on these inputs before: whatever it raises is a bug.
-    """
-    ours = run.layer(run.x, **run.arguments | {"lightkv": NoiseHandler()}).float()
-    own = run.output.float()
-    tolerance = max(8 * torch.finfo(run.output.dtype).eps, 2.0**-11)
-    return bool(((ours - own).abs() <= tolerance * own.abs().amax(-1, keepdim=True)).all())
 
-
-def _summary(
-    model: PreTrainedModel,
-    calls: _ModelCalls,
-    parts: _ModelParts,
-    linears: Linears,
-    attentions: Mapping[nn.Module, Callable[..., Any]],
-    why_not: Mapping[nn.Module, str],
-) -> FusedLayers:
-    count = num_layers(model.config.get_text_config()) or len(calls.layers)
-    fused = FusedLayers(linears, count, num_norms=len(parts.norms))
-
-    def keep(part: str, module: nn.Module, reason: str = "") -> None:
-        fused.kept[part, type(module).__name__, reason] += 1
-
-    for layer, attention in calls.attentions.items():
-        if _runs(layer, layer_forward):
-            fused.num_fused += 1
-        else:
-            keep("residuals", layer, parts.why_not[layer])
-        if attention in linears.joined or (attention in attentions and not hasattr(attention, "q_proj")):
-            fused.products["qkv"] += 1
-        # What has an adapter's forward pass does not keep transformers' code.
-        if attention not in attentions and "forward" not in vars(attention):
-            keep("attention", attention)
-        mlps = [module for module in layer.modules() if _runs(module, mlp_forward)]
-        if mlps:
-            fused.products["gate_up"] += 1
-        for module in mlps:
-            fused.activations[cast(GatedMLP, gated_mlp(module)).activation] += 1
-        mixtures = [module for module in layer.modules() if has_fused_experts(module)]
-        fused.num_mixtures += bool(mixtures)
-        for module in mixtures:
-            if module in why_not:
-                keep("router", module, why_not[module])
-        body = parts.layers[layer][1].mlp if layer in parts.layers else ()
-        if kept := [module for module in body if module not in (*mlps, *mixtures)]:
-            keep("MLP", kept[0], {**parts.why_not, **why_not}.get(kept[0], ""))
-        elif not mlps and not mixtures:
-            keep("MLP", layer)
-    return fused
+def _is_fused_mlp(module: nn.Module) -> bool:
+    return gated_mlp(module) is not None or has_fused_experts(module)
 
 
 def _runs(module: nn.Module, function: Callable[..., Any]) -> bool:

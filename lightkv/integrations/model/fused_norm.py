@@ -1,23 +1,22 @@
-"""Finds out how a norm module computes, and carries a normalised output from one layer to the next.
+"""The norm that a module computes, and what carries a normalised output from one layer to the next.
 
 A layer computes its last addition together with the norm that comes next, which belongs to another module: the
 next layer, or the model. The `Carry` holds the result until that norm is called.
 """
 
-from collections.abc import Iterator
 from functools import partial
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightkv.integrations.model.proofs.own_pass import (
+from lightkv.integrations.model.plans.layer_plans import norm_form
+from lightkv.integrations.model.plans.own_pass import (
     NotFusable,
-    epsilons,
     noise,
     own_forward,
     relative_error,
+    run_fused,
     run_own,
 )
 from lightkv.triton_kernels.layers.residual_norm import (
@@ -91,45 +90,30 @@ def is_called_as_norm(module: nn.Module) -> bool:
     return not has_registered_hooks(module) and (forward is None or is_ours)
 
 
-def may_be_norm(module: nn.Module) -> bool:
-    """Returns whether `module` has no parts, and no parameters but a weight and a bias of one dimension."""
-    names = {name for name, parameter in module._parameters.items() if parameter is not None}
-    sizes = {parameter.dim() for parameter in module.parameters()}
-    return not module._modules and not module._buffers and names <= {"weight", "bias"} and sizes <= {1}
-
-
-def find_norm(module: Any, x: Tensor) -> Norm | None:
-    """Returns how `module` computes, from a run on noise of the shape, dtype and device of x `[..., C]`.
-
-    Returns None unless a Norm gives the same to rounding. Of several, the one that is closest is returned.
-    """
-    if x.shape[-1] > MAX_DIM:
+def norm_of(module: Any) -> Norm | None:
+    """Returns the norm of `module`, by the form of its class; None where it has none, or names no epsilon."""
+    form = norm_form(module)
+    if form is None:
         return None
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    named = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
+    eps = next((one for one in (*named, form.eps) if isinstance(one, float)), None)
+    return None if eps is None else Norm(weight, bias, eps, *form[:3])
+
+
+def find_norm(module: Any, x: Tensor) -> Norm:
+    """Returns the norm of `module`, for rows like x `[..., C]`. Raises NotFusable unless the kernel returns
+    what the module's own forward pass returns for noise, to rounding."""
+    norm = norm_of(module)
+    if norm is None or x.shape[-1] > MAX_DIM or any(one.dim() > 1 for one in module.parameters()):
+        raise NotFusable("it is no norm that is known, or has rows that no kernel takes")
     rows = noise(tuple(x.shape), x) + 0.5  # with a mean, so that a norm that subtracts it shows
     factors = torch.tensor(_FACTORS).repeat(rows[..., 0].numel())[: rows[..., 0].numel()]
     rows = rows * factors.view(x.shape[:-1])[..., None].to(x)
-    try:
-        own = run_own(own_forward(module), rows)
-    except NotFusable:
-        return None  # it takes other arguments, or another shape
-    if not isinstance(own, Tensor) or own.shape != rows.shape or own.dtype != rows.dtype:
-        return None
-    best, least, largest = None, float("inf"), own.abs().amax(-1, keepdim=True)
-    for norm in _forms(module, rows):
-        error = relative_error(residual_norm_reference(rows, None, norm)[1], own, largest, 3)
-        if error <= 1.0 and error < least:
-            best, least = norm, error
-        if error == 0.0:
-            break
-    # The kernel itself has to agree, too: this is what will run.
-    if best is None or relative_error(add_and_norm(rows, None, best)[1], own, largest, 3) > 1.0:
-        return None
-    return best
-
-
-def _forms(module: Any, x: Tensor) -> Iterator[Norm]:
-    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
-    forms = list(product((False, True), (False, True) if weight is not None else (False,), (True, False)))
-    for eps in epsilons(module, x.dtype):
-        for centred, plus_one, rounded_before in forms:
-            yield Norm(weight, bias, eps, centred, plus_one, rounded_before)
+    own = run_own(own_forward(module), rows)
+    if not isinstance(own, Tensor):
+        raise NotFusable("it does not return a tensor")
+    ours = run_fused(add_and_norm, rows, None, norm)[1]
+    if relative_error(ours, own, own.abs().amax(-1, keepdim=True), 3) > 1.0:
+        raise NotFusable("it computes something else than its class did")
+    return norm

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightkv.errors import UnsupportedModel
-from lightkv.triton_kernels.layers.linear import linear, tickets_for
+from lightkv.integrations.weights.plain import PlainWeight
 
 from .group import RankGroup
 from .term_room import TermPlace
@@ -70,7 +70,7 @@ class SummedLinear(nn.Module):
         self.out_features = linear.out_features
         self._ranks = ranks
         self._begin = begin
-        self._tickets: Tensor | None = None
+        self._weight: PlainWeight | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self._begin is not None:
@@ -88,11 +88,10 @@ class SummedLinear(nn.Module):
 
     def term(self, x: Tensor, place: TermPlace) -> Tensor:
         """Returns this rank's term of x, `[T, out_features]` in its place."""
-        weight = self.linear.weight
-        if self._tickets is None:
-            self._tickets = tickets_for(weight)
+        if self._weight is None:
+            self._weight = PlainWeight.load(self.linear)
         rows = x.reshape(-1, x.shape[-1])
-        return linear(rows, weight, None, self._tickets, place.rows(len(rows), len(weight), x.dtype))
+        return self._weight.matmul(rows, place.rows(len(rows), self.out_features, x.dtype))
 
 
 class GatheredLinear(nn.Module):
@@ -272,9 +271,10 @@ def _keep_head(module: nn.Linear, text: PreTrainedConfig, ranks: RankGroup) -> N
     """Keeps the outputs of the one K/V head that the query heads of this rank read."""
     size = module.out_features // text.num_key_value_heads
     begin = ranks.rank * text.num_key_value_heads // ranks.size * size
-    for name, parameter in list(module.named_parameters()):
-        part = parameter.narrow(0, begin, size).clone()
-        setattr(module, name, nn.Parameter(part, requires_grad=False))
+    part = PlainWeight.load(module).shard(begin, size)
+    module.weight = nn.Parameter(part.dense(), requires_grad=False)
+    if part.bias is not None:
+        module.bias = nn.Parameter(part.bias, requires_grad=False)
     module.out_features = size
 
 

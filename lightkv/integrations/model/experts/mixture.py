@@ -9,7 +9,6 @@ transformers' experts look their function up by name (`ExpertsInterface`), as at
 registered there. It has their arguments and their attributes: no class is known here.
 """
 
-from itertools import product
 from typing import Any, cast
 
 import torch
@@ -17,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
-from lightkv.integrations.model.decoder_layer import activate
+from lightkv.integrations.model.decoder_layer import activate, activation_of
 from lightkv.integrations.model.linears import has_hooks, has_registered_hooks
-from lightkv.integrations.model.proofs.own_pass import (
+from lightkv.integrations.model.plans.layer_plans import RouterPlan
+from lightkv.integrations.model.plans.own_pass import (
     LARGE,
     NotFusable,
     noise,
@@ -35,7 +35,6 @@ from lightkv.triton_kernels.layers.expert_rows import (
     weighted_sum,
     weighted_sum_reference,
 )
-from lightkv.triton_kernels.layers.gated_activation import ACTIVATIONS
 
 from .router import find_router, set_router_forward
 
@@ -46,7 +45,7 @@ _NUM_TOKENS = 8
 _SMALL = 0.05  # what gates return is compared as if it were at least as large
 # What experts have that use the interface.
 _INTERFACE = ("config", "num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate", "down_proj")
-# What computes the gate of experts: one of ACTIVATIONS, or a ClampedGate; None for the module's own code.
+# What computes the gate of experts: an activation's name, or a ClampedGate; None for the module's own code.
 Gate = ClampedGate | str | None
 
 
@@ -89,28 +88,25 @@ def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     return cast(Tensor, ALL_EXPERTS_FUNCTIONS[_OWN](module, *given))
 
 
-def fuse_experts(root: nn.Module, like: Tensor) -> dict[nn.Module, str]:
-    """Fuses the experts in `root`, and the routers beside them, on noise of the dtype and the device of `like`.
+def fuse_experts(block: nn.Module, plan: RouterPlan | None, like: Tensor) -> str | None:
+    """Fuses the experts in `block`, and the router beside them, which computes what `plan` says, where they
+    compute the same on noise of the dtype and on the device of `like`.
 
-    Modules with hooks are left alone, and so are routers with a forward pass other than their class's. Returns
-    why not, by the module that has the experts, where these or their router keep transformers' code.
+    Modules with hooks are left alone, and so is a router with a forward pass other than its class's. Returns
+    why not where the experts or the router keep transformers' code; else None.
     """
-    gates, why_not = dict[Any, Gate](), dict[nn.Module, str]()
-    for block in root.modules():
-        for child in block.children():
-            if not all(hasattr(child, name) for name in _INTERFACE):
-                continue
-            try:
-                gates[child] = _find_gate_of(child, like)
-                _fuse_router(block, like)
-            except NotFusable as error:
-                why_not[block] = str(error)
-    if gates:
+    experts: Any = experts_of(block)
+    try:
+        setattr(experts, _GATE, _find_gate_of(experts, like))
+        experts.config._experts_implementation = _NAME
         ExpertsInterface.register(_NAME, _experts)
-    for module, gate in gates.items():
-        setattr(module, _GATE, gate)
-        module.config._experts_implementation = _NAME
-    return why_not
+        router = None if plan is None else getattr(block, plan.name, None)
+        if plan is None or router is None or has_hooks(router) or router._modules:
+            return "its plan names no router"
+        set_router_forward(router, find_router(router, plan, like))
+    except NotFusable as error:
+        return str(error)
+    return None
 
 
 def unfuse_experts(root: nn.Module) -> None:
@@ -119,24 +115,14 @@ def unfuse_experts(root: nn.Module) -> None:
         vars(module).pop(_GATE, None)
 
 
+def experts_of(block: nn.Module) -> nn.Module | None:
+    """Returns the part of `block` that is experts in transformers' interface; None if it has none."""
+    return next((part for part in block.children() if all(hasattr(part, one) for one in _INTERFACE)), None)
+
+
 def has_fused_experts(block: nn.Module) -> bool:
     """Returns whether a part of `block` is experts that `fuse_experts` fused."""
     return any(_GATE in vars(child) for child in block.children())
-
-
-def _fuse_router(block: nn.Module, like: Tensor) -> None:
-    """Fuses the router of a module that has experts. Raises NotFusable where none is found."""
-    reason = NotFusable("no part of it returns logits, weights and ids")
-    for child in block.children():
-        if has_hooks(child) or child._modules:
-            continue
-        try:
-            set_router_forward(child, find_router(child, like))
-        except NotFusable as error:
-            reason = error
-        else:
-            return
-    raise reason
 
 
 def _find_gate_of(module: Any, like: Tensor) -> Gate:
@@ -160,16 +146,14 @@ def _find_gate_of(module: Any, like: Tensor) -> Gate:
 
 
 def _find_gate(module: Any, like: Tensor) -> Gate:
-    """Returns the gate that is closest to that of `module`; None if none is the same to rounding."""
+    """Returns the gate of `module`, by its activation or its clamp; None if it computes another one."""
+    gate: Gate = activation_of(module)
+    if gate is None and hasattr(module, "alpha") and hasattr(module, "limit"):
+        gate = ClampedGate(module.alpha, module.limit, 1.0, interleaved=True)
     gate_up = noise((_NUM_TOKENS, module.gate_up_proj.shape[2 if module.is_transposed else 1]), like)
     gate_up[1::2] *= LARGE / 4  # whose products float16 has, too
     own = run_own(module._apply_gate, gate_up)
-    numbers = [value for value in vars(module).values() if isinstance(value, float)]
-    clamped = [ClampedGate(*one) for one in product((*numbers, 1.0), numbers, (1.0, 0.0), (True, False))]
-    gates: list[Gate] = [*ACTIVATIONS, *clamped]
-    errors: dict[Gate, float] = {}
-    for gate in gates:
-        ours = _gated(module, gate, gate_up, gate_up.new_empty(0, dtype=torch.int32), None)
-        errors[gate] = relative_error(ours, own, own.abs() + _SMALL, 6)
-    best = min(errors, key=lambda gate: errors[gate])
-    return best if errors[best] <= 1.0 else None
+    ours = (
+        None if gate is None else _gated(module, gate, gate_up, gate_up.new_empty(0, dtype=torch.int32), None)
+    )
+    return gate if ours is not None and relative_error(ours, own, own.abs() + _SMALL, 6) <= 1.0 else None

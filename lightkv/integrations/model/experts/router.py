@@ -1,19 +1,15 @@
-"""Finds out how a router chooses experts, and gives it a forward pass in one product and one kernel.
+"""Gives routers, which map tokens to logits, weights and ids of experts, a forward pass in one product and one
+kernel."""
 
-A router is a module that maps tokens to logits, weights and ids of experts. It is compared with `Router` on
-noise, so no class is known here.
-"""
-
-from collections.abc import Iterator
 from functools import partial
-from itertools import product
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightkv.integrations.model.proofs.own_pass import (
+from lightkv.integrations.model.plans.layer_plans import RouterPlan
+from lightkv.integrations.model.plans.own_pass import (
     LARGE,
     NotFusable,
     is_equal,
@@ -24,7 +20,6 @@ from lightkv.integrations.model.proofs.own_pass import (
 )
 from lightkv.triton_kernels.layers.expert_choice import (
     MAX_EXPERTS,
-    SCORINGS,
     Choice,
     expert_choice,
     expert_choice_reference,
@@ -75,52 +70,38 @@ def set_router_forward(module: nn.Module, router: Router) -> None:
     cast(Any, module).forward = partial(router_forward, module, router)
 
 
-def find_router(module: nn.Module, like: Tensor) -> Router:
-    """Returns how `module` computes, from a run on noise of the dtype and on the device of `like`. Raises
-    NotFusable if no Router gives the same: the logits bit for bit, the choice but for equal scores, and the
-    weights to rounding."""
-    own = [one for one in (*module._parameters.values(), *module._buffers.values()) if one is not None]
-    weight = next((one for one in own if one.dim() == 2), None)
-    if weight is None or len(weight) > MAX_EXPERTS:
+def find_router(module: nn.Module, plan: RouterPlan, like: Tensor) -> Router:
+    """Returns the router of `module`, which computes what `plan` says, from a run on noise of the dtype and on
+    the device of `like`. Raises NotFusable where it computes anything else: the logits have to be the same bit
+    for bit, the choice but for equal scores, and the weights to rounding."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 2 or len(weight) > MAX_EXPERTS:
         raise NotFusable("it has no weight of its own with a row for each expert")
     x = noise((_NUM_TOKENS, weight.shape[1]), like)
     x[1::2] *= LARGE
     output = run_own(own_forward(module), x)
-    if (
-        not isinstance(output, tuple)
-        or len(output) != 3
-        or not all(isinstance(one, Tensor) for one in output)
-    ):
+    if not isinstance(output, tuple) or [type(one) for one in output] != [Tensor] * 3:
         raise NotFusable("it does not return logits, weights and ids")
     logits, weights, ids = output
-    num_experts = len(weight)
     is_choice = weights.shape == ids.shape and weights.is_floating_point() and ids.dtype == torch.int64
-    if logits.shape != (_NUM_TOKENS, num_experts) or not is_choice or len(ids) != _NUM_TOKENS:
+    if logits.shape != (_NUM_TOKENS, len(weight)) or not is_choice or len(ids) != _NUM_TOKENS:
         raise NotFusable("it does not return logits, weights and ids of each token")
-    # A bias that noise hardly shows counts, too: so none comes last.
-    vectors = [*(one for one in own if one.shape == (num_experts,)), None]
-    choice = Choice(ids.shape[1], "softmax", True, None, 1.0, weights.dtype)
-    biases = [one for one in vectors if one is None or one.dtype == weight.dtype]
-    for bias, is_wide in product(biases, (False, True)):
-        router = Router(weight, bias, is_wide, logits.dtype, choice)
-        if is_equal(router.logits(x), logits):
-            break
-    else:
+    scales = (getattr(module, name, None) for name in ("routed_scaling_factor", "router_scaling_factor"))
+    choice = Choice(
+        ids.shape[1],
+        plan.scoring,
+        getattr(module, "norm_topk_prob", plan.is_normalised),
+        getattr(module, "e_score_correction_bias", None),
+        next((scale for scale in scales if scale is not None), 1.0),
+        weights.dtype,
+    )
+    router = Router(weight, module._parameters.get("bias"), plan.is_wide, logits.dtype, choice)
+    if not is_equal(router.logits(x), logits):
         raise NotFusable("its logits are not the product of its input and its weight")
-    for form in _forms(module, choice, [one for one in vectors if one is None or one is not router.bias]):
-        found = router._replace(choice=form)
-        # The kernel itself, too: this is what will run.
-        if _is_choice(form, logits, weights, ids) and _is_choice(form, *found.forward(x)):
-            return found
-    raise NotFusable("it does not choose by the softmax or the sigmoid of its logits alone")
-
-
-def _forms(module: nn.Module, choice: Choice, biases: list[Any]) -> Iterator[Choice]:
-    """Yields what the choice of a router may be, likely ones first. One of its numbers may be the scale."""
-    scales = [value for value in vars(module).values() if isinstance(value, float) and value != 1.0]
-    for scale, bias, scoring, normalised in product((1.0, *scales), biases, SCORINGS, (True, False)):
-        if bias is None or bias.dtype == torch.float32:
-            yield choice._replace(scale=scale, bias=bias, scoring=scoring, normalised=normalised)
+    # The kernel itself, too: this is what will run.
+    if not _is_choice(choice, logits, weights, ids) or not _is_choice(choice, *router.forward(x)):
+        raise NotFusable(f"it does not choose by the {plan.scoring} of its logits alone")
+    return router
 
 
 def _is_choice(choice: Choice, logits: Tensor, weights: Tensor, ids: Tensor) -> bool:

@@ -1,0 +1,1 @@
+"""What is known of transformers' decoder layers, and how it is compared with their own code."""
