@@ -1,11 +1,12 @@
 """The report of one simulation, or of several to compare: one HTML page that loads no other file.
 
-The same results give the same bytes. `page.html.jinja` has every tag of the page, and escapes all texts. The
-page has no script, and its Content-Security-Policy lets it load nothing.
+The same results give the same bytes. `page.html.jinja` has the tags of the page and escapes all texts, and
+matplotlib escapes those of the charts. The page has no script, and its Content-Security-Policy lets it load
+nothing.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jinja2
@@ -14,13 +15,13 @@ from lightkv import __version__
 from lightkv.router.simulate.result import SimulationResult
 from lightkv.router.simulate.sweep import Repeats, repeats_of
 
-from .chart import HEIGHT, LEFT, PLOT_BOTTOM, PLOT_RIGHT, TOP, WIDTH, Chart
-from .charts import counts, duration, latencies, over_time, shares
+from .charts import Chart, counts, duration, latencies, memory, over_time, shares
 from .tables import (
     Table,
     all_figures,
     in_words,
     policies,
+    replica_table,
     settings,
     source_of,
     split,
@@ -63,10 +64,7 @@ def render(results: Sequence[SimulationResult]) -> str:
         traces = sorted({str(result.settings["trace"]) for result in results})
         title = f"{', '.join(traces)}: {len(results)} simulations"
         parts = _several(groups, names)
-    box = {
-        "width": WIDTH, "height": HEIGHT, "left": LEFT, "right": PLOT_RIGHT, "top": TOP, "bottom": PLOT_BOTTOM,
-    }  # fmt: skip
-    return template.render(title=title, parts=list(parts), box=box, version=__version__) + "\n"
+    return template.render(title=title, parts=list(parts), version=__version__) + "\n"
 
 
 def labels(results: Sequence[SimulationResult]) -> list[str]:
@@ -99,6 +97,7 @@ def _one(group: Repeats) -> Iterator[Part]:
     yield Part("In short", (_seeds([group]),), tables=(summary_table(result),))
     yield Part("Memory and requests over time", _means(result), charts=over_time(result))
     yield Part("Latencies", (_QUANTILES,), charts=latencies([result], [""]))
+    yield from _replicas(result)
     yield Part("Policy", tables=policies([group], labels([result]), comparable=False))
     yield from _last_parts([group], ["value"])
 
@@ -120,23 +119,38 @@ def _several(groups: Sequence[Repeats], names: Sequence[str]) -> Iterator[Part]:
         warning,
         tables=_narrow(*policies(groups, names, comparable=not others)),
     )
+    running = [(name, r.series, r.series.running) for name, r in zip(names, results, strict=True)]
+    waiting = [(name, r.series, r.series.waiting) for name, r in zip(names, results, strict=True)]
     yield Part(
         "Memory and requests over time",
         ("Each point is the mean over an interval of the simulated clock." + _uncounted(results),),
         charts=(
             shares(results, names),
-            counts(
-                "Requests in flight", [(n, r, r.series.running) for n, r in zip(names, results, strict=True)]
-            ),
-            counts(
-                "Requests waiting", [(n, r, r.series.waiting) for n, r in zip(names, results, strict=True)]
-            ),
+            counts("Requests in flight", "requests", running),
+            counts("Requests waiting", "requests", waiting),
         ),
     )
     yield Part("Latencies", (_QUANTILES,), charts=latencies(results, names))
     for name, result in zip(names, results, strict=True):
         yield Part(name, _means(result), charts=over_time(result), tables=(summary_table(result),))
+        yield from _replicas(result)
     yield from _last_parts(groups, names)
+
+
+def _replicas(result: SimulationResult) -> Iterator[Part]:
+    """Yields the part of a result with several replicas: their table, and the memory of each over time."""
+    if not result.replicas:
+        return
+    names = [f"replica {number}" for number in range(len(result.replicas))]
+    waiting = [(name, series, series.waiting) for name, series in zip(names, result.each, strict=False)]
+    charts = [
+        counts("Requests waiting", "requests", waiting),
+        *(
+            memory(f"Memory of {name}", replace(result, figures=figures), series)
+            for name, figures, series in zip(names, result.replicas, result.each, strict=False)
+        ),
+    ]
+    yield Part("Replicas", charts=charts if result.each else (), tables=(replica_table(result),))
 
 
 def _last_parts(groups: Sequence[Repeats], columns: Sequence[str]) -> Iterator[Part]:

@@ -165,6 +165,22 @@ def _spread(value: Callable[[Figures], float], form: str, group: Repeats) -> str
     return "" if low == high else f"{low} – {high}"
 
 
+def replica_table(result: SimulationResult) -> Table:
+    """Returns the figures of each replica, and of all together."""
+    columns = ["", "requests", "computed", "hit %", "first p50 s", "first p99 s", "waiting", "preempted"]
+    rows = []
+    for idx, f in enumerate([*(result.replicas or ()), result.figures]):
+        texts = [
+            f"{f.num_requests:,}", f"{f.prompt_tokens - f.hit_tokens:,}",
+            f"{100 * f.hit_tokens / max(f.prompt_tokens, 1):.1f}", f"{f.ttft_p50:.2f}", f"{f.ttft_p99:.2f}",
+            f"{f.mean_waiting:.1f}", f"{f.num_preemptions:,}",
+        ]  # fmt: skip
+        name = f"replica {idx}" if idx < len(result.replicas or ()) else "together"
+        rows.append((name, list(map(Cell, texts))))
+    caption = f"{result.settings.get('routing')}, seed {result.settings.get('seed')}"
+    return Table(caption, columns, rows)
+
+
 def split(table: Table, most: int = 4) -> list[Table]:
     """Splits a table into ones of at most `most` columns beside the headings, which fit a page's width."""
     num = len(table.columns) - 1
