@@ -41,8 +41,7 @@ from lightkv.router.terminal import progress, say
 
 from .api_settings import ServeSettings, api_settings
 from .child_process import SIGNALS, command, signals_held_back
-from .frames import FrameStream
-from .messages import Status, ToApi
+from .messages import FrameStream, Status, ToApi
 from .router_process import ABORT, ABORT_SECONDS, DRAIN, RANKS_FILE, RouterSettings, remove
 
 _ROUTER_SOCKET = "router.sock"

@@ -35,14 +35,15 @@ from lightkv.router.service.wire.submitted import (
 )
 
 from .child_process import collect_seldom, freeze_objects
-from .frames import BadFrame, FrameStream, is_own
 from .log_stream import MinuteLog, num_dropped_lines
 from .messages import (
     Abort,
     Accepted,
     AskMap,
+    BadFrame,
     CacheReset,
     Events,
+    FrameStream,
     Load,
     Mapped,
     Refused,
@@ -52,6 +53,7 @@ from .messages import (
     Status,
     Submit,
     ToRouter,
+    is_own,
 )
 from .restarts import Restarts
 from .worker_client import Worker, WorkerDied, WorkerFailed
@@ -109,7 +111,9 @@ class Router:
         self._worked = time.monotonic()  # when a step last completed, or work began to wait
         self._is_checked = True  # has nothing changed since the counts were checked?
         self._past = Load()  # the totals of earlier workers
-        self._held = HeldRequests(self._wake.set, self._refuse_grammar)
+        self._held = HeldRequests(
+            self._wake.set, lambda name, error: self._send([TokenEvent(name, None, "invalid", error=error)])
+        )
         self._kv_events: KVEventPublisher | None = None  # while it serves, with --kv-events
 
     async def serve(self, path: Path) -> int:
@@ -358,10 +362,6 @@ class Router:
         if self._submitted.forget(message.request_id) and self._engine is not None:
             self._engine.abort(message.request_id, message.reason)
             self._held.end(message.request_id)
-
-    def _refuse_grammar(self, name: str, error: str) -> None:
-        """Ends a request whose grammar the worker could not compile."""
-        self._send([TokenEvent(name, None, "invalid", error=error)])
 
     def _release_session(self, client: FrameStream[ToRouter], session: str) -> None:
         self._clients[client].discard(session)

@@ -29,9 +29,8 @@ from lightkv.router.service.wire.plan_message import PlanMessage
 
 from .call_watch import COMPILE_SECONDS, CPU_STEP_SECONDS, GPU_STEP_SECONDS, CallWatch
 from .child_process import command
-from .frames import BadFrame, FrameStream, decode
 from .loop_stream import LoopStream
-from .messages import Done, Rank, WorkerError, WorkerStart
+from .messages import BadFrame, Done, FrameStream, Rank, WorkerError, WorkerStart, decode
 from .worker import RPYC_CONFIG, connect
 
 Report = Callable[[str], None]

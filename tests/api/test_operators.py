@@ -179,26 +179,6 @@ def test_the_line_names_the_fields_that_had_no_effect(
     assert sorted(line["ignored_fields"]) == sorted(ignored)
 
 
-def test_the_line_of_a_beam_search_has_its_counts(
-    api: ApiUnderTest, capfd: pytest.CaptureFixture[str]
-) -> None:
-    api.router.num_cached = 2
-    body = {"prompt": "a", "max_tokens": 3, "n": 2, "use_beam_search": True}
-    assert api.send("POST", COMPLETIONS, body, KEY)[0] == 200
-    text = ""
-
-    def has_line() -> bool:
-        nonlocal text
-        text += capfd.readouterr().err
-        return bool(lines_of(text))
-
-    wait_until(has_line)
-    (line,) = lines_of(text)
-    assert (line["prompt_tokens"], line["cached_tokens"], line["completion_tokens"]) == (1, 2, 6)
-    assert len(line["finish_reasons"]) == 2
-    assert 0 < line["first_token_seconds"] <= line["seconds"]
-
-
 # Limits and forms
 
 

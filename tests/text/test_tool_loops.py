@@ -18,8 +18,8 @@ from lightkv.router.api.requests.dialect import ChatDialect
 from lightkv.router.api.requests.tools import ToolUse
 from lightkv.router.sampling_params import Grammar
 from lightkv.router.service.api_settings import ApiSettings
+from lightkv.router.text.detokenizer import StopChecker
 from lightkv.router.text.grammars import Grammars
-from lightkv.router.text.stop_strings import StopChecker
 from lightkv.router.text.tokenizer import Tokenizer
 from tests.support.byte_model import VOCABULARY, save_model_of_family
 from tests.support.chat_templates import TEMPLATES

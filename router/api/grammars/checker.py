@@ -19,7 +19,7 @@ import msgspec
 from lightkv.router.engine.grammars.fair_queue import FairQueue
 from lightkv.router.sampling_params import Grammar
 from lightkv.router.service.child_process import command
-from lightkv.router.service.frames import FrameStream
+from lightkv.router.service.messages import FrameStream
 from lightkv.router.service.router_client import RequestRefused
 from lightkv.router.text.grammars import InvalidGrammar
 
