@@ -38,7 +38,7 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP) ## eight chats at once on the default model, and what its memory did
-	$(VENV)/bin/python -m lightkv.router.cli.demo
+	$(VENV)/bin/python -m bench.demo
 
 serve: $(STAMP) ## the default model over HTTP, on port 8000; ARGS="--port 9000" for lightkv serve
 	$(VENV)/bin/lightkv serve $(ARGS)

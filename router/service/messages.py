@@ -175,15 +175,24 @@ class Load(EngineStats, frozen=True):
     num_dropped_log_lines: int = 0
 
     @property
+    def num_provisional(self) -> int:
+        """The running requests that are not guaranteed."""
+        return self.num_running - self.num_guaranteed
+
+    @property
+    def held_share(self) -> float:
+        """The share of the pool that running requests hold; 0 without a pool."""
+        return self.held / self.capacity if self.capacity else 0.0
+
+    @property
     def why_waiting(self) -> str:
         """A line for people that says why requests wait; empty if none does."""
         if not self.waits_for or not self.num_waiting:
             return ""
-        num_provisional = self.num_running - self.num_guaranteed
         return (
             f"{self.num_waiting} requests wait for {WAITS_FOR[self.waits_for]}; {self.num_guaranteed} "
-            f"guaranteed and {num_provisional} provisional ones run; of {self.capacity} slots {self.held} are "
-            f"held, {self.guaranteed_peak} promised, and {self.forecast_peak} expected to be held at most"
+            f"guaranteed and {self.num_provisional} provisional ones run; of {self.capacity} slots {self.held} "
+            f"are held, {self.guaranteed_peak} promised, and {self.forecast_peak} expected to be held at most"
         )
 
 

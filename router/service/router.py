@@ -26,6 +26,7 @@ from lightkv.router.engine.request import InvalidPrompt, NeverFits
 from lightkv.router.engine.step import RunnerInfo, StepResult, TokenEvent
 from lightkv.router.sampling_params import InvalidParams
 from lightkv.router.service.grammars.held_requests import HeldRequests
+from lightkv.router.service.ranks.worker_group import Worker
 from lightkv.router.service.wire.request_room import NoRoom
 from lightkv.router.service.wire.submitted import (
     MAX_KEPT_BYTES,
@@ -56,7 +57,7 @@ from .messages import (
     is_own,
 )
 from .restarts import Restarts
-from .worker_client import Worker, WorkerDied, WorkerFailed
+from .worker_client import WorkerDied, WorkerFailed
 
 if TYPE_CHECKING:  # its package is an extra's
     from lightkv.router.service.kv_events.publisher import KVEventPublisher
@@ -67,15 +68,8 @@ STATUS_SECONDS = 0.25
 RECOUNT_SECONDS = 1.0
 MAX_MESSAGES = 16  # of one client, or answers that it asks for, that are handled before the steps go on
 _TOTALS = (
-    "num_steps",
-    "prompt_tokens",
-    "hit_tokens",
-    "generated_tokens",
-    "num_preemptions",
-    "recomputed_tokens",
-    "num_cut",
-    "session_evicted_tokens",
-    "session_over_share_tokens",
+    *("num_steps", "prompt_tokens", "hit_tokens", "generated_tokens", "num_preemptions", "recomputed_tokens"),
+    *("num_cut", "session_evicted_tokens", "session_over_share_tokens"),
 )
 _SERVICE_TOTALS = ("num_ledger_checks", "num_worker_starts", "router_seconds")
 
