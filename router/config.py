@@ -87,8 +87,8 @@ class Allowed(NamedTuple):
         """What to give: "a whole number of at least 1"."""
         meta = self.meta or Meta()
         noun = meta.title or ("a whole number" if int in self.kinds else "a number")
-        told = f"{noun} {bounds(meta, of='of ')}"
-        return f"{told} ({meta.description})" if meta.description else told
+        said = f"{noun} {bounds(meta, of='of ')}"
+        return f"{said} ({meta.description})" if meta.description else said
 
 
 def bounds(meta: Meta, of: str = "") -> str:

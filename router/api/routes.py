@@ -37,9 +37,9 @@ def routes_of(backend: Backend, settings: ApiSettings, grammars: GrammarChecker)
     chats = Chats(desk, prompts, dialect)
     tokens = Tokens(desk, prompts, dialect)
     service = ServiceRoutes(desk)
-    namespace = document.namespace_parameters(settings.cache_namespace == "header")
-    headers = {"parameters": [*namespace, document.session_header()]}
-    session = {"parameters": [*namespace, document.session_parameter()]}
+    namespace = [document.NAMESPACE] if settings.cache_namespace == "header" else []
+    headers = {"parameters": [*namespace, document.SESSION]}
+    session = {"parameters": [*namespace, document.SESSION_ID]}
     model = document.model_parameter(settings.model_names)
     generates, converts = document.GENERATES, document.CONVERTS_TEXT
     reset_errors = (*document.WITHOUT_BODY, *document.ASKS_WORKER)

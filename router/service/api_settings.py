@@ -16,8 +16,8 @@ _MADE = {"api_key_file", "metrics_key_file", "allowed_origins"}  # of fields by 
 
 
 class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of the HTTP application, and its limits for clients. `ServiceConfig` explains those that
-    it has, too.
+    """The settings of the HTTP application, and its limits for clients. A field that `ServiceConfig` also has
+    is explained there.
 
     model_names: the names that requests may use for the model; the first is that of requests without one.
     api_keys: every route but /health and /ready answers 401 to a request without one of them; an empty list

@@ -6,7 +6,7 @@
 Problems that need no model (port, certificate, directory) are found before anything is loaded. The sockets
 between the processes lie in a directory that only this user may enter, and that one launcher at a time uses.
 The router ends with the launcher, and the worker and the API end with the router. Signals are handled here
-alone: the other processes ignore them, and the launcher tells the router what to do.
+alone: the other processes ignore them, and the launcher sends the router its orders.
 """
 
 import asyncio

@@ -398,7 +398,7 @@ class Router:
                 self._held.end(event.request_id, is_spoilt=event.finish_reason == "invalid")
 
     def _end_all(self, reason: str, error: str) -> None:
-        """Tells the clients that every request ends, whatever the engine holds of it."""
+        """Reports to the clients that every request ends, whatever the engine holds of it."""
         self._send([TokenEvent(name, None, reason, error=error) for name in self._submitted.ids()])
 
     def status(self) -> Status:
@@ -436,7 +436,7 @@ class Router:
     def _broadcast(self) -> Status:
         status = self.status()
         for client in self._clients:
-            if client.num_unread <= MAX_UNREAD_BYTES:  # else it is told once it has read on
+            if client.num_unread <= MAX_UNREAD_BYTES:  # else it gets the status once it has read on
                 client.send(status)
         return status
 

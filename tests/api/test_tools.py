@@ -496,8 +496,8 @@ def test_an_answer_that_follows_a_grammar_is_content(qwen: ApiUnderTest) -> None
     for use in (None, body.tool_use()):
         assert dialect.reading(use, ids) is not None
         assert (dialect.reading(use, ids, Grammar("json_object")) is None) == (use is None)
-        assert dialect.told(chat, use, is_constrained=True).variables == {"enable_thinking": False}
-        assert dialect.told(chat, use).variables == {}
+        assert dialect.prepared(chat, use, is_constrained=True).variables == {"enable_thinking": False}
+        assert dialect.prepared(chat, use).variables == {}
     assert dialect.reading(required, ids, Grammar("json_object")) is not None
 
 

@@ -22,7 +22,6 @@ def test_one_result_has_its_figures_charts_and_settings(one: SimulationResult) -
         "Latencies",
         "Policy",
         "What is left out",
-        "Step-time model",
         "Settings",
     ]
     assert page.text["h2"] == [*headings, "Every figure"]
@@ -36,8 +35,8 @@ def test_one_result_has_its_figures_charts_and_settings(one: SimulationResult) -
         "target 10 s",
         "target 100 ms",
         "of the pool's 9,984",
-        "fit error, median",
-        f"{one.step_time['source']['median_relative_error']:.1%}",
+        "step_time.source.median_relative_error",
+        f"{one.step_time['source']['median_relative_error']:g}",
         "waste: ends of pages",
     ):
         assert words in text, words

@@ -266,7 +266,7 @@ class Generation:
 
     @property
     def num_hit_tokens(self) -> int:
-        """Prompt tokens found in the cache, as `num_cached_tokens`, whatever clients are told."""
+        """Prompt tokens found in the cache, as `num_cached_tokens`, whether reported to clients or not."""
         return sum(answer.num_cached for answer in self.all_answers[:: self._spec.params.n])
 
     @property

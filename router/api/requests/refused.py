@@ -1,5 +1,5 @@
-"""The request fields of other servers: those that have another name here, those that are only hints, and those
-that this service does not support.
+"""The request fields of other servers: some have another name here, some are only hints, and some are not
+supported by this service.
 
 A value of an unsupported field is accepted if the answer is the same without it. Every other value is refused
 by the field's name, so that no client gets an answer that silently ignores its request. docs/api.md lists all

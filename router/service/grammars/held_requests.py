@@ -38,7 +38,7 @@ class HeldRequests:
         self._held: dict[str, Request] = {}
         self._worker: Worker | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._asked = 0.0  # when the worker was last told to compile something
+        self._asked = 0.0  # when the last Compile was sent to the worker
         self._is_overdue = False  # was the worker killed because it compiled for too long?
 
     def __len__(self) -> int:

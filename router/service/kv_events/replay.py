@@ -69,9 +69,9 @@ class _Answer:
 
 
 class Replays:
-    """Answers requests on a ROUTER socket, one of each connection at a time, from `ring`, or from what
-    `everything` returns: the batches, at most as many as it is told, that bring a consumer from any state to
-    that of the last batch."""
+    """Answers requests on a ROUTER socket, one of each connection at a time, from `ring`, or from
+    `everything`: called with a number, it returns at most so many batches, which bring a consumer from any
+    state to that of the last batch."""
 
     def __init__(
         self, socket: "zmq.Socket[bytes]", topic: bytes, ring: Ring, everything: Callable[[int], list[bytes]]

@@ -23,9 +23,6 @@ from .tables import (
     policies,
     replica_table,
     settings,
-    source_of,
-    split,
-    step_times,
     summary_table,
 )
 
@@ -117,7 +114,7 @@ def _several(groups: Sequence[Repeats], names: Sequence[str]) -> Iterator[Part]:
         "In short",
         (_seeds(groups),),
         warning,
-        tables=_narrow(*policies(groups, names, comparable=not others)),
+        tables=policies(groups, names, comparable=not others),
     )
     running = [(name, r.series, r.series.running) for name, r in zip(names, results, strict=True)]
     waiting = [(name, r.series, r.series.waiting) for name, r in zip(names, results, strict=True)]
@@ -155,15 +152,10 @@ def _replicas(result: SimulationResult) -> Iterator[Part]:
 
 def _last_parts(groups: Sequence[Repeats], columns: Sequence[str]) -> Iterator[Part]:
     results = [group.mean for group in groups]
-    yield Part("What is left out", _LEFT_OUT)
-    yield Part("Step-time model", _step_time_words(results), tables=_narrow(step_times(results, columns)))
-    yield Part("Settings", tables=_narrow(settings(results, columns)))
+    yield Part("What is left out", _LEFT_OUT + _of_given_step_times(results))
+    yield Part("Settings", tables=(settings(results, columns),))
     words = "As in the JSON line: seconds are of the simulated clock, shares are of 1."
-    yield Part("Every figure", (words,), tables=_narrow(all_figures(groups, columns)))
-
-
-def _narrow(*tables: Table) -> tuple[Table, ...]:
-    return tuple(part for table in tables for part in split(table))
+    yield Part("Every figure", (words,), tables=(all_figures(groups, columns),))
 
 
 # --------------------------------------------------------------------------------
@@ -212,8 +204,9 @@ def _uncounted(results: Sequence[SimulationResult]) -> str:
     return " If all requests wait from the start, only the next ones are counted as waiting."
 
 
-def _step_time_words(results: Sequence[SimulationResult]) -> tuple[str, ...]:
-    words = "The time of a step is computed from these parameters; it was not measured in this run."
-    if all(set(source_of(result)) == {"given"} for result in results):
-        words += " The parameters were given by hand, so how well they fit a device is not known."
-    return (words,)
+def _of_given_step_times(results: Sequence[SimulationResult]) -> tuple[str, ...]:
+    if all(set(result.step_time.get("source") or ()) == {"given"} for result in results):
+        return (
+            "The parameters of step times were given by hand, so how well they fit a device is not known.",
+        )
+    return ()
