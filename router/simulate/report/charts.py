@@ -5,7 +5,7 @@ import html
 import io
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -16,7 +16,7 @@ from matplotlib.ticker import EngFormatter, PercentFormatter
 from lightkv.router.simulate.result import Curve, Series, SimulationResult
 
 # Texts stay texts, which are never read as formulas, and the same chart is the same bytes.
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "lightkv",
     "text.parse_math": False,
@@ -176,7 +176,7 @@ def _chart(title: str, words: str, draw: Callable[[Axes], None] | None) -> Chart
     return Chart(title, words, begin + svg[svg.index("<svg") + len("<svg") :])
 
 
-def _look(number: int) -> dict[str, str]:
+def _look(number: int) -> dict[str, Any]:
     """Returns the colour and the dashes of a line by its number."""
     return {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10 % 3]}
 
