@@ -80,7 +80,7 @@ class Allowed(NamedTuple):
             msgspec.convert(value, self.hint)
         except msgspec.ValidationError:
             return False
-        return self.has_type(value)
+        return True
 
     @property
     def words(self) -> str:
