@@ -190,7 +190,7 @@ _LEFT_OUT = "left out: what a page costs or saves in attention, so all have the 
 
 def comparison(results: "Sequence[SimulationResult]") -> Iterator[str]:
     """Yields a table with a row for each policy: means over the seeds, and below them the extremes."""
-    from lightkv.router.simulate.report.page import labels
+    from lightkv.router.simulate.report.tables import labels
     from lightkv.router.simulate.sweep import repeats_of
 
     groups = repeats_of(results)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightkv.router.simulate.report.page import labels, render
+from lightkv.router.simulate.report.page import render
+from lightkv.router.simulate.report.tables import labels
 from lightkv.router.simulate.result import Series, SimulationResult
 from lightkv.router.simulate.simulator import simulate
 from tests.support.simulation_results import HOSTILE, SMALL, Parsed, hostile, nothing

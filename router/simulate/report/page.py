@@ -17,9 +17,11 @@ from lightkv.router.simulate.sweep import Repeats, repeats_of
 
 from .charts import Chart, counts, duration, latencies, memory, over_time, shares
 from .tables import (
+    POLICY,
     Table,
     all_figures,
-    in_words,
+    differing,
+    labels,
     policies,
     replica_table,
     settings,
@@ -27,9 +29,6 @@ from .tables import (
 )
 
 TEMPLATE_FILE = Path(__file__).with_name("page.html.jinja")
-
-# Results that differ only in these settings are compared.
-POLICY = ("allocation", "admission", "patience", "reserve")
 
 
 @dataclass(frozen=True)
@@ -64,27 +63,6 @@ def render(results: Sequence[SimulationResult]) -> str:
     return template.render(title=title, parts=list(parts), version=__version__) + "\n"
 
 
-def labels(results: Sequence[SimulationResult]) -> list[str]:
-    """Names each result: by its policy, then by other settings that differ, then by a number, until all names
-    are different."""
-    names = [f"{result.settings['allocation']} · {result.settings['admission']}" for result in results]
-    for key in _differing(results):
-        if key not in POLICY[:2] and len(set(names)) < len(names):
-            names = [
-                f"{name}, {key} {in_words(result.settings.get(key))}"
-                for name, result in zip(names, results, strict=True)
-            ]
-    if len(set(names)) < len(names):
-        names = [f"{number}: {name}" for number, name in enumerate(names, start=1)]
-    return names
-
-
-def _differing(results: Sequence[SimulationResult]) -> list[str]:
-    """Returns the settings that are not equal in all results."""
-    keys = list(dict.fromkeys(key for result in results for key in result.settings))
-    return [key for key in keys if any(r.settings.get(key) != results[0].settings.get(key) for r in results)]
-
-
 # --------------------------------------------------------------------------------
 # The parts of the page
 
@@ -101,7 +79,7 @@ def _one(group: Repeats) -> Iterator[Part]:
 
 def _several(groups: Sequence[Repeats], names: Sequence[str]) -> Iterator[Part]:
     results = [group.mean for group in groups]
-    others = [key for key in _differing(results) if key not in POLICY]
+    others = [key for key in differing(results) if key not in POLICY]
     if any(result.step_time != results[0].step_time for result in results) and "step_time" not in others:
         others.append("step_time")
     warning = ""

@@ -8,6 +8,9 @@ from typing import Any
 from lightkv.router.simulate.result import Figures, SimulationResult
 from lightkv.router.simulate.sweep import Repeats, is_above
 
+# Results that differ only in these settings are compared.
+POLICY = ("allocation", "admission", "patience", "reserve")
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -212,3 +215,24 @@ def in_words(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def labels(results: Sequence[SimulationResult]) -> list[str]:
+    """Names each result: by its policy, then by other settings that differ, then by a number, until all names
+    are different."""
+    names = [f"{result.settings['allocation']} · {result.settings['admission']}" for result in results]
+    for key in differing(results):
+        if key not in POLICY[:2] and len(set(names)) < len(names):
+            names = [
+                f"{name}, {key} {in_words(result.settings.get(key))}"
+                for name, result in zip(names, results, strict=True)
+            ]
+    if len(set(names)) < len(names):
+        names = [f"{number}: {name}" for number, name in enumerate(names, start=1)]
+    return names
+
+
+def differing(results: Sequence[SimulationResult]) -> list[str]:
+    """Returns the settings that are not equal in all results."""
+    keys = list(dict.fromkeys(key for result in results for key in result.settings))
+    return [key for key in keys if any(r.settings.get(key) != results[0].settings.get(key) for r in results)]
