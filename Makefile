@@ -38,7 +38,7 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP) ## eight chats at once on the default model, and what its memory did
-	$(VENV)/bin/python -m lightkv.router.cli.demo
+	$(VENV)/bin/python -m bench.demo
 
 serve: $(STAMP) ## the default model over HTTP, on port 8000; ARGS="--port 9000" for lightkv serve
 	$(VENV)/bin/lightkv serve $(ARGS)
@@ -57,11 +57,12 @@ $(VENV)/clients/%/.installed: tests/clients/requirements/%.txt | $(STAMP)
 test-all: $(STAMP) $(CLIENTS) ## all the tests, with public clients
 	$(PYTEST) $(ARGS)
 
-lint: $(STAMP) ## style, format and types, and the Dockerfile
+lint: $(STAMP) ## style, format and types, the Dockerfile, and the product's lines under their ceiling
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy -p lightkv
 	$(VENV)/bin/hadolint Dockerfile
+	$(VENV)/bin/python -m tests.support.product_lines
 
 reference: $(STAMP) ## write docs/api.md anew, from the docstrings
 	$(VENV)/bin/python docs/reference.py

@@ -3,6 +3,8 @@
 A verb that raises one of these has changed nothing.
 """
 
+from importlib.util import find_spec
+
 from lightkv.triton_kernels.layout.slot_flags import describe_flags
 
 
@@ -19,11 +21,24 @@ class LightKVError(Exception):
 
 
 class MissingExtra(LightKVError, ModuleNotFoundError):
-    """A package is not installed that a part of lightkv beyond the memory manager needs."""
+    """A package is not installed that a part of lightkv beyond the memory manager needs. `option`: the option
+    that needs it, if it is one."""
 
-    def __init__(self, package: str) -> None:
-        super().__init__(f"the package {package} is not installed; {how_to_install('router')}")
+    def __init__(self, package: str, extra: str = "router", option: str = "") -> None:
+        needs = f"{option} needs the package {package}, which" if option else f"the package {package}"
+        super().__init__(f"{needs} is not installed; {how_to_install(extra)}")
         self.name = package
+
+
+def require_packages(option: str, extra: str, *packages: str) -> None:
+    """Raises MissingExtra for the first package of an option that is not installed."""
+    for package in packages:
+        try:
+            is_installed = find_spec(package) is not None
+        except ModuleNotFoundError:  # a package above it is missing
+            is_installed = False
+        if not is_installed:
+            raise MissingExtra(package, extra, option)
 
 
 class InvalidDevice(LightKVError, ValueError):

@@ -6,13 +6,13 @@ the worker makes objects of them.
 """
 
 import functools
-import operator
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+import msgspec
 from msgspec import Meta
 
 from lightkv.errors import LightKVError
@@ -37,17 +37,16 @@ METRICS_KEY_VARIABLE = "LIGHTKV_METRICS_KEY"
 _HOST_NAME = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@]+")
 _EVENTS_ADDRESS = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5})")
-_COMPARISONS = (("ge", operator.ge), ("gt", operator.gt), ("le", operator.le), ("lt", operator.lt))
 
 
 class InvalidConfig(LightKVError, ValueError):
     """A setting has a value that is not allowed."""
 
 
-def setting(default: Any, text: str, also: str | None = None) -> Any:
+def setting(default: Any, text: str, also: str | None = None, choices: Sequence[str] = ()) -> Any:
     """Makes a dataclass field. The command line shows `text` as the help of its option. `also`: another name of
-    the option, with its dashes."""
-    return field(default=default, metadata={"help": text, "also": also})
+    the option, with its dashes. `choices`: its values beside None; none given are any."""
+    return field(default=default, metadata={"help": text, "also": also, "choices": choices})
 
 
 def flag(name: str) -> str:
@@ -63,24 +62,24 @@ _WANTED = {bool: "True or False", int: "a whole number", float: "a number", str:
 
 
 class Allowed(NamedTuple):
-    """What the annotation of a field allows. `kinds`: the types of its values, without their range. `meta`: the
-    range of numbers, if there is one; its `title` names them ("seconds"), and its `description` is a remark.
-    `limits`: the comparisons of the range."""
+    """What the annotation of a field allows. `hint`: the annotation. `kinds`: the types of its values, without
+    their range. `meta`: the range of numbers, if there is one; its `title` names them ("seconds"), and its
+    `description` is a remark."""
 
+    hint: Any
     kinds: tuple[Any, ...]
     meta: Meta | None
-    limits: tuple[tuple[Callable[[Any, Any], bool], float], ...]
 
     def has_type(self, value: object) -> bool:
         """Returns whether the field takes values of this type. A bool is no number, and an int is a float."""
         return type(value) in self.kinds or (type(value) is int and float in self.kinds)
 
-    def has_range(self, value: Any) -> bool:
-        """Returns whether a value of the right type is in the range. NaN is in none, and None in all."""
-        if value is not None:
-            for compare, limit in self.limits:
-                if not compare(value, limit):
-                    return False
+    def takes(self, value: object) -> bool:
+        """Returns whether a value is of the right type and in the range. NaN is in none."""
+        try:
+            msgspec.convert(value, self.hint)
+        except msgspec.ValidationError:
+            return False
         return True
 
     @property
@@ -88,8 +87,8 @@ class Allowed(NamedTuple):
         """What to give: "a whole number of at least 1"."""
         meta = self.meta or Meta()
         noun = meta.title or ("a whole number" if int in self.kinds else "a number")
-        told = f"{noun} {bounds(meta, of='of ')}"
-        return f"{told} ({meta.description})" if meta.description else told
+        said = f"{noun} {bounds(meta, of='of ')}"
+        return f"{said} ({meta.description})" if meta.description else said
 
 
 def bounds(meta: Meta, of: str = "") -> str:
@@ -119,21 +118,20 @@ def _allowed(hint: Any) -> Allowed:
     members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     metas = [said for one in members for said in getattr(one, "__metadata__", ()) if isinstance(said, Meta)]
     plain = tuple(one.__origin__ if hasattr(one, "__metadata__") else one for one in members)
-    meta = metas[0] if metas else None
-    limits = ((compare, getattr(meta, name, None)) for name, compare in _COMPARISONS)
-    return Allowed(plain, meta, tuple((compare, limit) for compare, limit in limits if limit is not None))
+    return Allowed(hint, plain, metas[0] if metas else None)
 
 
 def require_ranges(settings: Any, error: type[LightKVError] = InvalidConfig) -> None:
     """Raises `error` for the first setting whose value is outside the range that its field declares."""
     for name, allowed in declared(settings.__class__).items():
         value = getattr(settings, name)
-        if not allowed.has_range(value):
+        if allowed.meta is not None and not allowed.takes(value):
             raise error(f"{flag(name)} is {value!r}; give {allowed.words}")
 
 
 def _require_types(config: Any) -> None:
-    """Raises InvalidType for the first setting whose value has another type than its field."""
+    """Raises InvalidType for the first setting whose value has another type than its field, and InvalidConfig
+    for one that is none of its choices."""
     for name, allowed in declared(config.__class__).items():
         value = getattr(config, name)
         if get_origin(allowed.kinds[0]) is tuple:
@@ -142,6 +140,10 @@ def _require_types(config: Any) -> None:
         elif not allowed.has_type(value):
             wanted = " or ".join(_WANTED[kind] for kind in allowed.kinds)
             raise InvalidType(f"{flag(name)} is {value!r} ({type(value).__name__}); give {wanted}")
+    for one in fields(config):
+        value, choices = getattr(config, one.name), one.metadata["choices"]
+        if choices and value is not None and value not in choices:
+            raise InvalidConfig(f"{flag(one.name)} is {value!r}; give one of {', '.join(choices)}")
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ class EngineConfig:
         "auto",
         "float32, float16, bfloat16, or auto: float32 on a CPU; on a GPU the checkpoint's type if it has "
         "16 bits, else bfloat16.",
+        choices=DTYPES,
     )
     kv_dtype: str = setting(
         "auto",
@@ -178,8 +181,11 @@ class EngineConfig:
         "What attention of prompts computes in, with --kv-dtype fp8-static: fp8 (on Hopper GPUs; a layer for "
         "which the checkpoint has no scale of queries takes 1.0), model (the type of --dtype), or auto: fp8 "
         "where the checkpoint has scales of queries and the GPU can.",
+        choices=PREFILL_DTYPES,
     )
-    attention_backend: str | None = setting(None, "torch (default on a CPU) or triton (default on a GPU).")
+    attention_backend: str | None = setting(
+        None, "torch (default on a CPU) or triton (default on a GPU).", choices=ATTENTION_BACKENDS
+    )
     max_total_tokens: Annotated[int, Meta(ge=1)] | None = setting(
         None,
         "Capacity of the K/V pool, in tokens. Default: what fits in --mem-fraction on a GPU; 32768 on a CPU.",
@@ -209,6 +215,7 @@ class EngineConfig:
         "reserved: a request with max_tokens waits until it is guaranteed. timely: like guaranteed, "
         "but a request that has waited too long to meet --ttft-target lets others go first, as long as more "
         "requests arrive than can be served. lightkv simulate compares them with others.",
+        choices=ADMISSIONS,
     )
     ttft_target: Annotated[float, Meta(gt=0, title="seconds")] = setting(
         TTFT_TARGET, "For --admission timely: the target for the time to the first token, in seconds."
@@ -248,26 +255,16 @@ class EngineConfig:
         """Raises InvalidConfig, which names the setting, its value and the values allowed."""
         _require_types(self)
         require_ranges(self)
-        if self.dtype not in DTYPES:
-            raise InvalidConfig(f"--dtype is {self.dtype!r}; give one of {', '.join(DTYPES)}")
         try:
             split_name(self.kv_dtype)
         except ValueError as error:
             raise InvalidConfig(f"--kv-dtype: {error}") from error
         _ = self.skipped_layers  # raises InvalidConfig
-        if self.prefill_dtype not in PREFILL_DTYPES:
-            known = ", ".join(PREFILL_DTYPES)
-            raise InvalidConfig(f"--prefill-dtype is {self.prefill_dtype!r}; give one of {known}")
         if self.prefill_dtype == "fp8" and self.kv_dtype != "fp8-static":
             raise InvalidConfig(
                 f"--prefill-dtype fp8 reads K and V in fp8 with a checkpoint's scales, and --kv-dtype is "
                 f"{self.kv_dtype}; give --kv-dtype fp8-static, too"
             )
-        if self.attention_backend not in (None, *ATTENTION_BACKENDS):
-            known = ", ".join(ATTENTION_BACKENDS)
-            raise InvalidConfig(f"--attention-backend is {self.attention_backend!r}; give one of {known}")
-        if self.admission not in ADMISSIONS:
-            raise InvalidConfig(f"--admission is {self.admission!r}; give one of {', '.join(ADMISSIONS)}")
         if self.kv_events is not None:
             found = _EVENTS_ADDRESS.fullmatch(self.kv_events)
             if found is None or not 1 <= int(found["port"]) <= 65534:  # replays take the next one
@@ -355,11 +352,13 @@ class ServiceConfig:
         "model",
         "What requests leave out of temperature, top_k, top_p, min_p and repetition_penalty is as the model's "
         "generation_config.json recommends (model), or 1 for the temperature and no limit or penalty (openai).",
+        choices=SAMPLING_DEFAULTS,
     )
     json_whitespace: str = setting(
         "any",
         "Whitespace between the parts of JSON in structured answers, unless a request says: any, or compact "
         "(none, which takes fewer tokens). Not with tools, whose answers may be calls or JSON.",
+        choices=JSON_WHITESPACE,
     )
     enable_tokenizer_info: bool = setting(
         False,
@@ -378,6 +377,7 @@ class ServiceConfig:
         None,
         "Share cached prefixes only among requests with the same API key (key), or with the same value of the "
         f"header {NAMESPACE_HEADER} (header), which a proxy has to set. Default: among all requests.",
+        choices=CACHE_NAMESPACES,
     )
     ssl_certfile: str | None = setting(None, "Certificate chain in PEM format; the service then uses HTTPS.")
     ssl_keyfile: str | None = setting(
@@ -409,11 +409,13 @@ class ServiceConfig:
         f"How the model writes tool calls: {', '.join(TOOL_PARSERS)}. Default: by the response template of its "
         "tokenizer, or as its chat template shows. For a model whose chat template takes no tools, the service "
         "then describes them in a system message.",
+        choices=TOOL_PARSERS,
     )
     reasoning_parser: str | None = setting(
         None,
         f"How the model writes its reasoning: {', '.join(REASONING_PARSERS)}. Default: by the response "
         "template of its tokenizer, or as its chat template shows.",
+        choices=REASONING_PARSERS,
     )
     allow_priority: bool = setting(
         False,
@@ -442,13 +444,6 @@ class ServiceConfig:
             raise InvalidConfig(
                 "--metrics-key is given without API keys, so every route is open; give --api-key-file, too"
             )
-        if self.cache_namespace not in (None, *CACHE_NAMESPACES):
-            scopes = " or ".join(CACHE_NAMESPACES)
-            raise InvalidConfig(f"--cache-namespace is {self.cache_namespace!r}; give {scopes}")
-        for name, known in (("tool_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
-            if getattr(self, name) not in (None, *known):
-                allowed = ", ".join(known)
-                raise InvalidConfig(f"{flag(name)} is {getattr(self, name)!r}; give one of {allowed}")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise InvalidConfig("--ssl-keyfile is given without --ssl-certfile; give both")
         for origin in self.allowed_origins:
@@ -472,12 +467,6 @@ class ServiceConfig:
             raise InvalidConfig("--served-model-name is empty; give one, or leave it out")
         if len(set(self.served_model_name)) < len(self.served_model_name):
             raise InvalidConfig("--served-model-name has a name twice; leave one of them out")
-        if self.sampling_defaults not in SAMPLING_DEFAULTS:
-            allowed = " or ".join(SAMPLING_DEFAULTS)
-            raise InvalidConfig(f"--sampling-defaults is {self.sampling_defaults!r}; give {allowed}")
-        if self.json_whitespace not in JSON_WHITESPACE:
-            allowed = " or ".join(JSON_WHITESPACE)
-            raise InvalidConfig(f"--json-whitespace is {self.json_whitespace!r}; give {allowed}")
         names = ("host", "uds", "socket_dir", "api_key_file", "metrics_key_file", "chat_template")
         for name in names:
             if getattr(self, name) == "":

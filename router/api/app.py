@@ -62,7 +62,7 @@ def create_app(
     sessions = OpenSessions(client.release_session)
     backend = Backend(client, tokenizer, metrics, sessions, settings.report_cached_tokens)
     grammars = GrammarChecker(tokenizer.directory, lambda: client.ready_info().limits.vocab_size)
-    app = document.DocumentedApp(title="lightkv", version=__version__, docs_url=None, redoc_url=None)
+    app = document.DocumentedApp(title="lightkv", version=__version__, redoc_url=None)
     app.state.grammars = grammars  # which its owner closes
     room = BodyRoom(
         settings.max_body_bytes,
@@ -97,9 +97,9 @@ def create_app(
     app.add_exception_handler(LightKVError, _on_refusal)
     app.add_exception_handler(Exception, _on_defect)
 
-    for route in routes_of(app, backend, settings, grammars):
+    for route in routes_of(backend, settings, grammars):
         is_open = route.path in OPEN_PATHS
-        needs_key = route.is_shown and keys.any and not is_open
+        needs_key = keys.any and not is_open
         guarded = [401] * needs_key + [403] * (settings.hosts is not None and not is_open)
         app.add_api_route(
             route.path,
@@ -109,7 +109,6 @@ def create_app(
             responses=document.responses(route.answers, [*route.errors, *guarded]),
             dependencies=[document.needs_bearer()] if needs_key else [],
             openapi_extra=route.described,
-            include_in_schema=route.is_shown,
         )
     return app
 

@@ -93,38 +93,12 @@ def _of_kind(kind: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"content": {kind: {"schema": schema}}}
 
 
-_EVENT = {
-    "type": "object",
-    "description": "One event of the stream.",
-    "required": ["data"],
-    "properties": {
-        "data": {
-            "type": "string",
-            "description": 'A chunk as JSON. The last event is "[DONE]", or an ErrorBody if the answer failed.',
-        }
-    },
-}
-_RESPONSE_EVENT = {
-    "type": "object",
-    "description": "One event of the stream, with its name. The last is response.completed, "
-    "response.incomplete or response.failed.",
-    "required": ["event", "data"],
-    "properties": {"event": {"type": "string"}, "data": {"type": "string", "description": "JSON."}},
-}
-_STREAM = _of_kind("text/event-stream", _EVENT)
-COMPLETION: Answers = {
-    200: {"model": CompletionBody, "description": "The answers or their stream.", **_STREAM}
-}
-CHAT: Answers = {200: {"model": ChatBody, "description": "The answers or their stream.", **_STREAM}}
-RESPONSE: Answers = {
-    200: {
-        "description": "The response, as in OpenAI's Responses API, or its events.",
-        "content": {
-            "application/json": {"schema": {"type": "object"}},
-            "text/event-stream": {"schema": _RESPONSE_EVENT},
-        },
-    }
-}
+_EVENTS = {"type": "object", "description": "An event, which has JSON as its data."}
+_STREAM = _of_kind("text/event-stream", _EVENTS)
+_WHOLE = "The answers or their stream."
+COMPLETION: Answers = {200: {"model": CompletionBody, "description": _WHOLE, **_STREAM}}
+CHAT: Answers = {200: {"model": ChatBody, "description": _WHOLE, **_STREAM}}
+RESPONSE: Answers = {200: {"model": dict[str, Any], "description": _WHOLE, **_STREAM}}
 MODELS: Answers = {200: {"model": ModelList, "description": "All names of the model."}}
 ONE_MODEL: Answers = {200: {"model": Model, "description": "The model."}}
 RELEASED: Answers = {
@@ -134,10 +108,7 @@ RELEASED: Answers = {
 TOKENIZED: Answers = {200: {"model": Tokenized, "description": "The tokens."}}
 DETOKENIZED: Answers = {200: {"model": Detokenized, "description": "The text."}}
 TOKENIZER_INFO: Answers = {
-    200: {
-        "description": "The settings of tokenizer_config.json, and the chat template.",
-        **_of_kind("application/json", {"type": "object"}),
-    }
+    200: {"model": dict[str, Any], "description": "tokenizer_config.json, and the chat template."}
 }
 HEALTH: Answers = {
     200: {"model": Health, "description": "The service is healthy."},
@@ -179,34 +150,18 @@ def needs_bearer() -> Depends:
     return Security(HTTPBearer(auto_error=False, scheme_name="key", description="The service's API key."))
 
 
-def namespace_parameters(needs_header: bool) -> list[dict[str, Any]]:
-    """Returns the documentation of the header that names a request's cache namespace, if one is needed."""
-    text = "Requests share cached prefixes only with requests that send the same value."
-    schema = {"type": "string", "minLength": 1}
-    header = {
-        "name": NAMESPACE_HEADER,
-        "in": "header",
-        "required": True,
-        "description": text,
-        "schema": schema,
-    }
-    return [header] if needs_header else []
+def _parameter(name: str, place: str, schema: dict[str, Any], text: str = "") -> dict[str, Any]:
+    is_optional = name == SESSION_HEADER
+    return {"name": name, "in": place, "required": not is_optional, "description": text, "schema": schema}
 
 
-def session_header() -> dict[str, Any]:
-    """Returns the documentation of the header that names a request's session."""
-    schema = {"type": "string", "maxLength": MAX_SESSION_ID}
-    text = "The session of the request, if the body has no session_id."
-    return {"name": SESSION_HEADER, "in": "header", "description": text, "schema": schema}
-
-
-def session_parameter() -> dict[str, Any]:
-    """Returns the documentation of the id in /v1/sessions/{session_id}/release, which may have slashes."""
-    schema = {"type": "string", "maxLength": MAX_SESSION_ID}
-    return {"name": "session_id", "in": "path", "required": True, "schema": schema}
+_NAMESPACE = "Requests share cached prefixes only with requests that send the same value."
+_SESSION = {"type": "string", "maxLength": MAX_SESSION_ID}
+NAMESPACE = _parameter(NAMESPACE_HEADER, "header", {"type": "string", "minLength": 1}, _NAMESPACE)
+SESSION = _parameter(SESSION_HEADER, "header", _SESSION, "The session, if the body has no session_id.")
+SESSION_ID = _parameter("session_id", "path", _SESSION)  # which may have slashes
 
 
 def model_parameter(names: list[str]) -> dict[str, Any]:
     """Returns the documentation of the name in /v1/models/{model}, which may have slashes."""
-    schema = {"type": "string", "enum": names}
-    return {"parameters": [{"name": "model", "in": "path", "required": True, "schema": schema}]}
+    return {"parameters": [_parameter("model", "path", {"type": "string", "enum": names})]}

@@ -10,7 +10,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
 from lightkv.router.service.log_stream import num_dropped_lines
-from lightkv.router.service.messages import Load
 from lightkv.router.service.router_client import LatestStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -22,110 +21,86 @@ _E2E_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
 _PART_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
-# Name, description, and how the value is computed from the router's counts.
-_GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
-    ("vllm:num_requests_running", "Requests admitted and not finished.", lambda load: load.num_running),
-    ("vllm:num_requests_waiting", "Requests not admitted yet.", lambda load: load.num_waiting),
+# Name, description, and the router's count, by its name.
+_GAUGES = (
+    ("vllm:num_requests_running", "Requests admitted and not finished.", "num_running"),
+    ("vllm:num_requests_waiting", "Requests not admitted yet.", "num_waiting"),
     (
         "lightkv:requests_guaranteed",
         "Those of the running requests that are never preempted, because their max_tokens fit the pool.",
-        lambda load: load.num_guaranteed,
+        "num_guaranteed",
     ),
     (
         "lightkv:requests_provisional",
         "Those of the running requests that give way when the pool runs short.",
-        lambda load: load.num_running - load.num_guaranteed,
+        "num_provisional",
     ),
     (
         "lightkv:waiting_tokens",
         "Tokens of the prompts that wait for admission, and of what preempted requests had generated.",
-        lambda load: load.waiting_tokens,
+        "waiting_tokens",
     ),
     (
         "vllm:kv_cache_usage_perc",
         "Share of the pool that running requests hold (1 means all of it).",
-        lambda load: load.held / load.capacity if load.capacity else 0.0,
+        "held_share",
     ),
     (
         "lightkv:capacity_tokens",
         "Slots of the pool: a token takes one, or several where some layers see a window only.",
-        lambda load: load.capacity,
+        "capacity",
     ),
-    ("lightkv:free_tokens", "Free slots of the pool.", lambda load: load.free),
-    ("lightkv:held_tokens", "Slots that running requests hold.", lambda load: load.held),
-    (
-        "lightkv:cached_tokens",
-        "Slots of tokens that are cached for later requests.",
-        lambda load: load.cached,
-    ),
+    ("lightkv:free_tokens", "Free slots of the pool.", "free"),
+    ("lightkv:held_tokens", "Slots that running requests hold.", "held"),
+    ("lightkv:cached_tokens", "Slots of tokens that are cached for later requests.", "cached"),
     (
         "lightkv:forecast_peak_tokens",
         "The most slots that the running requests are expected to come to hold.",
-        lambda load: load.forecast_peak,
+        "forecast_peak",
     ),
     (
         "lightkv:guaranteed_peak_tokens",
         "The most slots that the guaranteed requests may come to hold; at most the capacity.",
-        lambda load: load.guaranteed_peak,
+        "guaranteed_peak",
     ),
-    (
-        "lightkv:reached_peak_tokens",
-        "The most slots held in any step so far.",
-        lambda load: load.reached_peak,
-    ),
-    ("lightkv:sessions", "Sessions that protect tokens.", lambda load: load.num_sessions),
+    ("lightkv:reached_peak_tokens", "The most slots held in any step so far.", "reached_peak"),
+    ("lightkv:sessions", "Sessions that protect tokens.", "num_sessions"),
     (
         "lightkv:session_tokens",
         "Tokens, cached or held, that sessions protect: they are evicted last.",
-        lambda load: load.session_tokens,
+        "session_tokens",
     ),
-    (
-        "lightkv:step_age_seconds",
-        "Seconds since the last step completed, while work waits.",
-        lambda load: load.step_age,
-    ),
+    ("lightkv:step_age_seconds", "Seconds since the last step completed, while work waits.", "step_age"),
 )
-_COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
-    ("vllm:prompt_tokens", "Prompt tokens of admitted requests.", lambda load: load.prompt_tokens),
-    ("vllm:generation_tokens", "Tokens generated.", lambda load: load.generated_tokens),
+_COUNTERS = (
+    ("vllm:prompt_tokens", "Prompt tokens of admitted requests.", "prompt_tokens"),
+    ("vllm:generation_tokens", "Tokens generated.", "generated_tokens"),
     (
         "vllm:num_preemptions",
         "Preemptions of running requests, all of them provisional ones.",
-        lambda load: load.num_preemptions,
+        "num_preemptions",
     ),
-    (
-        "lightkv:recomputed_tokens",
-        "Tokens computed again after preemptions.",
-        lambda load: load.recomputed_tokens,
-    ),
-    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", lambda load: load.prompt_tokens),
-    ("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", lambda load: load.hit_tokens),
+    ("lightkv:recomputed_tokens", "Tokens computed again after preemptions.", "recomputed_tokens"),
+    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", "prompt_tokens"),
+    ("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", "hit_tokens"),
     (
         "lightkv:session_evicted_tokens",
         "Tokens that were evicted although a session protected them.",
-        lambda load: load.session_evicted_tokens,
+        "session_evicted_tokens",
     ),
     (
         "lightkv:session_over_share_tokens",
         "Tokens that sessions do not protect because all sessions together exceeded their share.",
-        lambda load: load.session_over_share_tokens,
+        "session_over_share_tokens",
     ),
-    ("lightkv:steps", "Steps of the model.", lambda load: load.num_steps),
+    ("lightkv:steps", "Steps of the model.", "num_steps"),
     (
         "lightkv:ledger_checks",
         "Comparisons of the device's count of free slots with the ledger's.",
-        lambda load: load.num_ledger_checks,
+        "num_ledger_checks",
     ),
-    (
-        "lightkv:worker_starts",
-        "Starts of the worker process.",
-        lambda load: load.num_worker_starts,
-    ),
-    (
-        "lightkv:router_seconds",
-        "Time that the router itself spent in steps.",
-        lambda load: load.router_seconds,
-    ),
+    ("lightkv:worker_starts", "Starts of the worker process.", "num_worker_starts"),
+    ("lightkv:router_seconds", "Time that the router itself spent in steps.", "router_seconds"),
 )
 
 
@@ -201,11 +176,11 @@ class _RouterCollector:
         latest = self._latest()
         load = latest.status.load
         if not latest.is_silent:
-            for name, text, read in _GAUGES:
-                yield self._gauge(name, text, read(load))
-        for name, text, read in _COUNTERS:
+            for name, text, count in _GAUGES:
+                yield self._gauge(name, text, getattr(load, count))
+        for name, text, count in _COUNTERS:
             counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric([self._model], read(load))
+            counter.add_metric([self._model], getattr(load, count))
             yield counter
         yield self._gauge("lightkv:ready", "Whether requests are accepted.", float(latest.takes_requests))
         yield self._gauge(

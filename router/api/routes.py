@@ -3,11 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from fastapi import FastAPI
-
 from lightkv.router.api.answers.generation import Backend
 from lightkv.router.api.grammars.checker import GrammarChecker
-from lightkv.router.api.operators.docs_page import DocsPage
 from lightkv.router.api.requests.chat import Chats
 from lightkv.router.api.requests.completion import Completions
 from lightkv.router.api.requests.dialect import ChatDialect
@@ -22,8 +19,7 @@ from . import document
 
 
 class Route(NamedTuple):
-    """One route. `answers`, `errors`: its statuses. `described`: more of it in the document. `is_shown`:
-    whether the document has it."""
+    """One route. `answers`, `errors`: its statuses. `described`: more of it in the document."""
 
     method: str
     path: str
@@ -31,20 +27,19 @@ class Route(NamedTuple):
     answers: document.Answers = {}  # noqa: RUF012
     errors: Sequence[int] = ()
     described: dict[str, Any] | None = None
-    is_shown: bool = True
 
 
-def routes_of(app: FastAPI, backend: Backend, settings: ApiSettings, grammars: GrammarChecker) -> list[Route]:
-    """Returns all routes of a service. `app`: the application whose document /docs shows."""
+def routes_of(backend: Backend, settings: ApiSettings, grammars: GrammarChecker) -> list[Route]:
+    """Returns all routes of a service, but for the document's own."""
     desk = Desk(backend, settings, grammars)
     prompts = PromptReader(backend.tokenizer)
     dialect = ChatDialect(backend.tokenizer, settings)
     chats = Chats(desk, prompts, dialect)
     tokens = Tokens(desk, prompts, dialect)
     service = ServiceRoutes(desk)
-    namespace = document.namespace_parameters(settings.cache_namespace == "header")
-    headers = {"parameters": [*namespace, document.session_header()]}
-    session = {"parameters": [*namespace, document.session_parameter()]}
+    namespace = [document.NAMESPACE] if settings.cache_namespace == "header" else []
+    headers = {"parameters": [*namespace, document.SESSION]}
+    session = {"parameters": [*namespace, document.SESSION_ID]}
     model = document.model_parameter(settings.model_names)
     generates, converts = document.GENERATES, document.CONVERTS_TEXT
     reset_errors = (*document.WITHOUT_BODY, *document.ASKS_WORKER)
@@ -83,5 +78,4 @@ def routes_of(app: FastAPI, backend: Backend, settings: ApiSettings, grammars: G
         Route("GET", "/version", service.version, document.VERSION),
         Route("POST", "/reset_prefix_cache", service.reset_cache, document.CACHE_RESET, reset_errors),
         Route("GET", "/server_info", service.server_info, document.SERVER_INFO),
-        Route("GET", "/docs", DocsPage(app.openapi).answer, is_shown=False),
     ]

@@ -1,1 +1,1 @@
-"""The command `lightkv`, and the demo."""
+"""The command `lightkv`."""

@@ -177,7 +177,7 @@ def frame(
         "pool": pool,
         "peak": peak,
         "requests": f"{report.num_running:,} running ({report.num_guaranteed:,} guaranteed, "
-        f"{report.num_running - report.num_guaranteed:,} provisional), {report.num_waiting:,} waiting",
+        f"{report.num_provisional:,} provisional), {report.num_waiting:,} waiting",
         "waiting for": WAITS_FOR[report.waits_for] if report.waits_for else "",
         "tokens": f"{rate('generated_tokens'):,.1f} generated/s, {rate('prompt_tokens'):,.1f} of prompts/s",
         "cache": f"{report.hit_tokens:,} of {report.prompt_tokens:,} prompt tokens hit ({share:.0%})",

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from lightkv.errors import require_packages
 from lightkv.router.config import EngineConfig, ServiceConfig
 
 from .config_file import set_defaults
@@ -59,9 +60,7 @@ def serve(
             )
         config = replace(config, model=served)
     if config.kv_events is not None:
-        from lightkv.router.service.kv_events.check import require_package
-
-        require_package()
+        require_packages("--kv-events", "events", "zmq")
         from lightkv.router.service.kv_events.sockets import check_endpoint
 
         check_endpoint(config.kv_events)

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from lightkv.errors import LightKVError
+from lightkv.errors import LightKVError, require_packages
 from lightkv.router.simulate.config import SimulationConfig
 from lightkv.router.terminal import say
 
@@ -98,6 +98,8 @@ def simulate(
     notes = Console(stderr=True, highlight=False)
     files = {"--out": out, "--report": report, "--series": series}
     _check_files({option: path for option, path in files.items() if path is not None})
+    if report is not None:
+        require_packages("--report", "report", "matplotlib")
     begun = time.perf_counter()
     try:
         with _bar(notes, num_requests(trace, configs[0])) as progress:
@@ -146,6 +148,7 @@ def simulate_report(
     """Draw a report of earlier simulations: of one, or of several to compare their policies."""
     notes = Console(stderr=True, highlight=False)
     check_writable(report, "--report")
+    require_packages("--report", "report", "matplotlib")
     if realpath(report) in map(realpath, results):
         raise UnwritableFile(f"--report {report} is one of the results; give another file")
     try:
@@ -187,7 +190,7 @@ _LEFT_OUT = "left out: what a page costs or saves in attention, so all have the 
 
 def comparison(results: "Sequence[SimulationResult]") -> Iterator[str]:
     """Yields a table with a row for each policy: means over the seeds, and below them the extremes."""
-    from lightkv.router.simulate.report.page import labels
+    from lightkv.router.simulate.report.tables import labels
     from lightkv.router.simulate.sweep import repeats_of
 
     groups = repeats_of(results)
@@ -217,19 +220,15 @@ def _aligned(rows: list[list[str]]) -> Iterator[str]:
 
 def per_replica(results: "Sequence[SimulationResult]") -> Iterator[str]:
     """Yields a table of each result with several replicas: a row for each of them, and one for all."""
+    from lightkv.router.simulate.report.tables import replica_table
+
     for result in results:
-        if not result.replicas:
-            continue
-        name = f"{result.settings['routing']}, seed {result.settings['seed']}"
-        rows = [[name, "requests", "computed", "hit %", "first p50 s", "first p99 s", "waiting", "preempted"]]
-        for idx, f in enumerate([*result.replicas, result.figures]):
-            rows.append([
-                f"replica {idx}" if idx < len(result.replicas) else "together",
-                f"{f.num_requests:,}", f"{f.prompt_tokens - f.hit_tokens:,}",
-                f"{100 * f.hit_tokens / max(f.prompt_tokens, 1):.1f}", f"{f.ttft_p50:.2f}", f"{f.ttft_p99:.2f}",
-                f"{f.mean_waiting:.1f}", f"{f.num_preemptions:,}",
+        if result.replicas:
+            table = replica_table(result)
+            yield from _aligned([
+                [table.caption, *table.columns[1:]],
+                *([name, *(cell.text for cell in cells)] for name, cells in table.rows),
             ])  # fmt: skip
-        yield from _aligned(rows)
 
 
 @contextmanager

@@ -158,8 +158,8 @@ def token_buckets(
 ) -> list[int]:
     """Returns what `choose` does for steps of up to `most` tokens, by the times of `weights` on their GPU.
 
-    Times that an earlier start has measured for these weights are taken again. Without weights, or with a single
-    size to choose from, nothing is measured; times are then taken to be proportional to the tokens.
+    Times that an earlier start has measured for these weights are taken again. Without weights, or with a
+    single size to choose from, nothing is measured; times are then taken to be proportional to the tokens.
     """
     begun, sizes = time.perf_counter(), candidates(most, chunk)
     times, how = {size: float(size) for size in sizes}, "not measured"

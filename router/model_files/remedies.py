@@ -1,4 +1,4 @@
-"""Says how a model's directory gets a file that it lacks from those that it holds: some models are published in
+"""Says how to make a file that a model's directory lacks from the files in it: some models are published in
 forms that lightkv does not read."""
 
 from collections.abc import Sequence

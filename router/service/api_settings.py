@@ -1,8 +1,8 @@
 """The settings with which the launcher starts the API process."""
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -12,18 +12,17 @@ from lightkv.router.service.access.allowed_hosts import HostRule, host_rule
 
 # Connections beyond the queued requests: for running requests, for monitoring, and for answers of 429.
 _MORE_CONNECTIONS = 4096
+_MADE = {"api_key_file", "metrics_key_file", "allowed_origins"}  # of fields by the same name
 
 
 class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of the HTTP application, and its limits for clients.
+    """The settings of the HTTP application, and its limits for clients. A field that `ServiceConfig` also has
+    is explained there.
 
     model_names: the names that requests may use for the model; the first is that of requests without one.
     api_keys: every route but /health and /ready answers 401 to a request without one of them; an empty list
         lets every request in.
     metrics_keys: open /metrics, too, and nothing else.
-    report_cached_tokens: whether usage reports how many tokens of a prompt were cached.
-    cache_namespace: the scope in which prefixes are shared: "key", one API key; "header", one value of the
-        header NAMESPACE_HEADER, which every request then has to send; None, the whole service.
     max_body_bytes, max_header_bytes: the most bytes of one HTTP request.
     max_unread_bytes: the most bytes of all bodies that are not parsed yet, of which one client's take half;
         further bytes are answered 503.
@@ -31,26 +30,13 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_unsent_bytes: the most bytes of answers that clients have not taken; beyond it, the connection with the
         most of them is closed.
     max_answers: the most answers to one HTTP request, which are n times its prompts.
-    allow_priority: whether requests may have a priority below 0.
-    trust_request_chat_template: whether requests may bring a chat template of their own.
-    tool_parser, reasoning_parser: how the model writes calls and reasoning; if both are None, by the response
-        template of its tokenizer, or as its chat template shows.
-    session_ttl: seconds without a request after which a session expires, unless a request says otherwise.
-    max_queued_requests: how many answers the router keeps waiting; a request for more answers is refused.
     max_connections: the most open connections; further ones are answered 503. Less if the limit of descriptors
         is too low.
     header_seconds, body_seconds: the time in which headers and body have to arrive.
     write_seconds: the time in which a client has to take some bytes of an answer that waits for it.
-    api_key_file: a file of further keys (`key_file.py`), which is read again when it changes.
-    metrics_key_file: likewise, of metrics keys.
     hosts: the values of the header Host that requests may have; None allows all.
-    allowed_origins: the origins whose pages a browser lets call the service.
-    log_requests: whether a line of JSON for each request goes to standard error.
-    otlp_endpoint: the collector that is sent each request's spans.
-    default_max_tokens: the most tokens of an answer to a request that does not say.
     uses_recommended: whether a request that does not say is sampled as the model's generation_config.json says.
     compact_json: whether JSON has no whitespace between its parts, unless a request says.
-    enable_tokenizer_info: whether /tokenizer_info answers.
     configuration: what /server_info shows of the service's settings, without secrets.
     """
 
@@ -111,30 +97,20 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
 def api_settings(engine: EngineConfig, service: ServiceConfig, is_local: bool) -> ApiSettings:
     """Returns the settings of the HTTP application for those of a service. `is_local`: only this machine
     reaches it."""
+    same = {field.name for field in fields(service)} & set(ApiSettings.__struct_fields__) - _MADE
     return ApiSettings(
         model_names=list(service.served_model_name) or [engine.model],
         api_keys=list(service.api_key),
         metrics_keys=list(service.metrics_key),
         api_key_file=_absolute(service.api_key_file),
         metrics_key_file=_absolute(service.metrics_key_file),
-        report_cached_tokens=service.report_cached_tokens,
-        cache_namespace=cast(Literal["key", "header"] | None, service.cache_namespace),
-        allow_priority=service.allow_priority,
-        trust_request_chat_template=service.trust_request_chat_template,
-        tool_parser=service.tool_parser,
-        reasoning_parser=service.reasoning_parser,
-        session_ttl=service.session_ttl,
-        max_queued_requests=service.max_queued_requests,
         max_connections=service.max_queued_requests + _MORE_CONNECTIONS,
         hosts=host_rule(service, is_local),
         allowed_origins=list(service.allowed_origins),
-        log_requests=service.log_requests,
-        otlp_endpoint=service.otlp_endpoint,
-        default_max_tokens=service.default_max_tokens,
         uses_recommended=service.sampling_defaults == "model",
         compact_json=service.json_whitespace == "compact",
-        enable_tokenizer_info=service.enable_tokenizer_info,
         configuration=shown(engine, service),
+        **{name: getattr(service, name) for name in same},
     )
 
 

@@ -2,7 +2,7 @@
 
 A signal may reach every process of the service: Ctrl-C in a terminal, or a service manager that stops each of
 them. The launcher alone handles it. The other processes ignore it from their first instruction on, and end
-with their peers or when the launcher tells them to.
+with their peers or when the launcher orders it.
 """
 
 import ctypes

@@ -6,7 +6,7 @@
 Problems that need no model (port, certificate, directory) are found before anything is loaded. The sockets
 between the processes lie in a directory that only this user may enter, and that one launcher at a time uses.
 The router ends with the launcher, and the worker and the API end with the router. Signals are handled here
-alone: the other processes ignore them, and the launcher tells the router what to do.
+alone: the other processes ignore them, and the launcher sends the router its orders.
 """
 
 import asyncio
@@ -22,13 +22,12 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
-from lightkv.errors import LightKVError, how_to_install
+from lightkv.errors import LightKVError, require_packages
 from lightkv.router.config import (
     API_KEY_VARIABLE,
     METRICS_KEY_VARIABLE,
@@ -42,8 +41,7 @@ from lightkv.router.terminal import progress, say
 
 from .api_settings import ServeSettings, api_settings
 from .child_process import SIGNALS, command, signals_held_back
-from .frames import FrameStream
-from .messages import Status, ToApi
+from .messages import FrameStream, Status, ToApi
 from .router_process import ABORT, ABORT_SECONDS, DRAIN, RANKS_FILE, RouterSettings, remove
 
 _ROUTER_SOCKET = "router.sock"
@@ -84,14 +82,17 @@ def serve(engine: EngineConfig, service: ServiceConfig, notes: Console) -> int:
     finish within the shutdown timeout, a second one aborts them; the code is 0 in both cases. This function
     has to be called in the main thread, which receives the signals.
 
-    Raises CannotServe, InvalidConfig, and the errors of `model_files.resolve`, before any process is started.
+    Raises CannotServe, InvalidConfig, MissingExtra, and the errors of `model_files.resolve`, before any process
+    is started.
     """
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, until processes run
     try:
         with_all_keys(service)
         _check_certificate(service)
         template = _read_template(service)
-        _check_tracing(service)
+        if service.otlp_endpoint is not None:
+            packages = "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"
+            require_packages("--otlp-endpoint", "otel", *packages)
         with _take_site(service) as site:
             with progress(notes, f"looking for {engine.model}") as report:
                 directory = resolve(engine.model, report)
@@ -136,21 +137,6 @@ def _read_template(service: ServiceConfig) -> str | None:
         return Path(service.chat_template).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise CannotServe(f"--chat-template {service.chat_template} cannot be read ({error})") from error
-
-
-def _check_tracing(service: ServiceConfig) -> None:
-    """Raises CannotServe if spans are wanted and the packages that send them are missing."""
-    if service.otlp_endpoint is None:
-        return
-    for package in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
-        try:
-            is_installed = find_spec(package) is not None
-        except ModuleNotFoundError:  # a package above it is missing
-            is_installed = False
-        if not is_installed:
-            raise CannotServe(
-                f"--otlp-endpoint needs the package {package}, which is not installed; {how_to_install('otel')}"
-            )
 
 
 def _check_certificate(service: ServiceConfig) -> None:

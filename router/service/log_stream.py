@@ -47,7 +47,7 @@ class LogStream(io.TextIOBase):
         self._line = ""  # of which the end has not come yet
         self._pieces: deque[bytes] = deque()
         self._num_bytes = 0  # queued, or being written
-        self._num_unsaid = 0  # dropped lines that no line has told of
+        self._num_unsaid = 0  # dropped lines that no line has reported
         self._changed = threading.Condition()
         with (
             signals_held_back()
@@ -106,9 +106,11 @@ class LogStream(io.TextIOBase):
             self._num_unsaid += num_lines
             return
         if self._num_unsaid:
-            told = f"lightkv: {self._num_unsaid} lines were dropped here, because nothing read them in time\n"
+            report = (
+                f"lightkv: {self._num_unsaid} lines were dropped here, because nothing read them in time\n"
+            )
             self._num_unsaid = 0
-            data = told.encode() + data
+            data = report.encode() + data
         self._pieces.append(data)
         self._num_bytes += len(data)
         self._changed.notify_all()

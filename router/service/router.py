@@ -26,6 +26,7 @@ from lightkv.router.engine.request import InvalidPrompt, NeverFits
 from lightkv.router.engine.step import RunnerInfo, StepResult, TokenEvent
 from lightkv.router.sampling_params import InvalidParams
 from lightkv.router.service.grammars.held_requests import HeldRequests
+from lightkv.router.service.ranks.worker_group import Worker
 from lightkv.router.service.wire.request_room import NoRoom
 from lightkv.router.service.wire.submitted import (
     MAX_KEPT_BYTES,
@@ -35,14 +36,15 @@ from lightkv.router.service.wire.submitted import (
 )
 
 from .child_process import collect_seldom, freeze_objects
-from .frames import BadFrame, FrameStream, is_own
 from .log_stream import MinuteLog, num_dropped_lines
 from .messages import (
     Abort,
     Accepted,
     AskMap,
+    BadFrame,
     CacheReset,
     Events,
+    FrameStream,
     Load,
     Mapped,
     Refused,
@@ -52,9 +54,10 @@ from .messages import (
     Status,
     Submit,
     ToRouter,
+    is_own,
 )
 from .restarts import Restarts
-from .worker_client import Worker, WorkerDied, WorkerFailed
+from .worker_client import WorkerDied, WorkerFailed
 
 if TYPE_CHECKING:  # its package is an extra's
     from lightkv.router.service.kv_events.publisher import KVEventPublisher
@@ -65,15 +68,8 @@ STATUS_SECONDS = 0.25
 RECOUNT_SECONDS = 1.0
 MAX_MESSAGES = 16  # of one client, or answers that it asks for, that are handled before the steps go on
 _TOTALS = (
-    "num_steps",
-    "prompt_tokens",
-    "hit_tokens",
-    "generated_tokens",
-    "num_preemptions",
-    "recomputed_tokens",
-    "num_cut",
-    "session_evicted_tokens",
-    "session_over_share_tokens",
+    *("num_steps", "prompt_tokens", "hit_tokens", "generated_tokens", "num_preemptions", "recomputed_tokens"),
+    *("num_cut", "session_evicted_tokens", "session_over_share_tokens"),
 )
 _SERVICE_TOTALS = ("num_ledger_checks", "num_worker_starts", "router_seconds")
 
@@ -109,7 +105,9 @@ class Router:
         self._worked = time.monotonic()  # when a step last completed, or work began to wait
         self._is_checked = True  # has nothing changed since the counts were checked?
         self._past = Load()  # the totals of earlier workers
-        self._held = HeldRequests(self._wake.set, self._refuse_grammar)
+        self._held = HeldRequests(
+            self._wake.set, lambda name, error: self._send([TokenEvent(name, None, "invalid", error=error)])
+        )
         self._kv_events: KVEventPublisher | None = None  # while it serves, with --kv-events
 
     async def serve(self, path: Path) -> int:
@@ -359,10 +357,6 @@ class Router:
             self._engine.abort(message.request_id, message.reason)
             self._held.end(message.request_id)
 
-    def _refuse_grammar(self, name: str, error: str) -> None:
-        """Ends a request whose grammar the worker could not compile."""
-        self._send([TokenEvent(name, None, "invalid", error=error)])
-
     def _release_session(self, client: FrameStream[ToRouter], session: str) -> None:
         self._clients[client].discard(session)
         if self._engine is not None:
@@ -404,7 +398,7 @@ class Router:
                 self._held.end(event.request_id, is_spoilt=event.finish_reason == "invalid")
 
     def _end_all(self, reason: str, error: str) -> None:
-        """Tells the clients that every request ends, whatever the engine holds of it."""
+        """Reports to the clients that every request ends, whatever the engine holds of it."""
         self._send([TokenEvent(name, None, reason, error=error) for name in self._submitted.ids()])
 
     def status(self) -> Status:
@@ -442,7 +436,7 @@ class Router:
     def _broadcast(self) -> Status:
         status = self.status()
         for client in self._clients:
-            if client.num_unread <= MAX_UNREAD_BYTES:  # else it is told once it has read on
+            if client.num_unread <= MAX_UNREAD_BYTES:  # else it gets the status once it has read on
                 client.send(status)
         return status
 

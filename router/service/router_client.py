@@ -16,13 +16,15 @@ import msgspec
 from lightkv.errors import LightKVError
 from lightkv.router.engine.step import PoolMap, RunnerInfo, TokenEvent
 
-from .frames import MAX_FRAME_BYTES, BadFrame, FrameStream, is_own
 from .messages import (
+    MAX_FRAME_BYTES,
     Abort,
     Accepted,
     AskMap,
+    BadFrame,
     CacheReset,
     Events,
+    FrameStream,
     Load,
     Mapped,
     Refused,
@@ -31,6 +33,7 @@ from .messages import (
     Status,
     Submit,
     ToApi,
+    is_own,
 )
 
 MAP_SECONDS = 0.25  # a map this young is returned again, so that frequent calls do not slow the steps down

@@ -17,12 +17,12 @@ import msgspec
 import uvloop
 
 from lightkv.router.config import EngineConfig
-from lightkv.router.service.ranks.worker_group import WorkerGroup
+from lightkv.router.service.ranks.worker_group import Worker, WorkerGroup
 
 from .child_process import ignore_signals
 from .log_stream import write_in_background
 from .router import Router
-from .worker_client import Worker, WorkerClient
+from .worker_client import WorkerClient
 
 DRAIN = b"drain\n"  # finish running requests, within the shutdown timeout
 ABORT = b"abort\n"  # abort running requests now

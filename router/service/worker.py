@@ -29,9 +29,8 @@ from lightkv.router.service.grammars.server import GrammarServer
 from lightkv.router.service.wire.plan_message import PlanMessage
 
 from .child_process import end_with_parent, freeze_objects, ignore_signals
-from .frames import BadFrame, decode
 from .log_stream import drain_log, write_in_background
-from .messages import Done, WorkerError, WorkerStart
+from .messages import BadFrame, Done, WorkerError, WorkerStart, decode
 
 if TYPE_CHECKING:
     from lightkv.router.model.runner import ModelRunner

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import rpyc
@@ -29,9 +29,8 @@ from lightkv.router.service.wire.plan_message import PlanMessage
 
 from .call_watch import COMPILE_SECONDS, CPU_STEP_SECONDS, GPU_STEP_SECONDS, CallWatch
 from .child_process import command
-from .frames import BadFrame, FrameStream, decode
 from .loop_stream import LoopStream
-from .messages import Done, Rank, WorkerError, WorkerStart
+from .messages import BadFrame, Done, FrameStream, Rank, WorkerError, WorkerStart, decode
 from .worker import RPYC_CONFIG, connect
 
 Report = Callable[[str], None]
@@ -82,45 +81,6 @@ class WorkerFailed(LightKVError):
         self.step = error.step
         where = "" if error.step is None else f"step {error.step}: "
         super().__init__(f"{where}{error.kind}: {error.message}")
-
-
-class Worker(Protocol):
-    """A worker as the router sees it, which `WorkerClient` is.
-
-    Every call raises WorkerDied once the process is gone, and WorkerFailed where the worker answers an error.
-    """
-
-    async def start(self, config: EngineConfig, report: Callable[[str], None]) -> RunnerInfo: ...
-
-    async def step(self, plan: StepPlan) -> StepResult | None:
-        """Sends a step. Returns the result of the step before it, or None where that was not in flight.
-
-        An error is that of the step before; this one is in flight all the same.
-        """
-
-    async def flush(self) -> StepResult | None:
-        """Returns the result of the oldest step in flight, or raises its error."""
-
-    async def capture(self) -> Captured:
-        """Captures a CUDA graph that is missing, between steps."""
-
-    async def check(self, edits: bytes, expected: ExpectedMemory) -> bytes:
-        """Applies the edits and recounts the memory, between steps. Returns a digest of a rank's tables, which
-        is empty for a worker that is no rank."""
-
-    async def map(self, edits: bytes, holdings: Holdings) -> PoolMap:
-        """Applies the edits and returns what every slot is used for, between steps."""
-
-    async def wait_dead(self) -> WorkerDied:
-        """Returns once the process is gone."""
-
-    def send_grammar(self, order: Compile | Forget) -> None:
-        """Has the worker compile or forget a grammar, beside its steps."""
-
-    async def take_grammar(self) -> Compiled:
-        """Returns the next answer to a Compile."""
-
-    def kill(self, reason: str = "") -> None: ...
 
 
 class WorkerClient:

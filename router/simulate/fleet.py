@@ -115,7 +115,7 @@ def together(
         values[name] = max(column) if name in _GREATEST else fmean(column) if name in _MEAN else sum(column)
     finished = values["num_finished"]
     ttft, tpot = Distribution(), Distribution()
-    timeline = Timeline(5)
+    timeline = Timeline(6)
     for simulation in replicas:
         ttft.merge(simulation.ttft)
         tpot.merge(simulation.tpot)
@@ -132,5 +132,6 @@ def together(
     capacity = sum(part.series.capacity for part in parts)
     series = Series(timeline.width, capacity, *timeline.means())
     return SimulationResult(
-        settings, parts[0].step_time, Figures(**values), series, ttft.curve(), tpot.curve(), each
-    )
+        settings, parts[0].step_time, Figures(**values), series, ttft.curve(), tpot.curve(), each,
+        [part.series for part in parts],
+    )  # fmt: skip

@@ -7,7 +7,7 @@ Its size is bounded for traces of any length: a series has at most `SERIES_POINT
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -85,7 +85,8 @@ class Series:
     """Memory in tokens and numbers of requests over time, as means over intervals of one width.
 
     Point i is the mean over [i · width, (i + 1) · width) of the simulated clock; the last interval may be
-    shorter. `used + padding` slots are held; the rest of the capacity is cached or free.
+    shorter. `used + padding` slots are held; the rest of the capacity is cached or free. `promised`: the most
+    slots that the guaranteed requests may come to hold; empty in results of earlier versions.
     """
 
     width: Annotated[float, Meta(gt=0)]
@@ -95,12 +96,12 @@ class Series:
     cached: list[float]
     running: list[float]
     waiting: list[float]
+    promised: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Raises ValueError for lists of different lengths."""
-        lengths = [
-            len(values) for values in (self.used, self.padding, self.cached, self.running, self.waiting)
-        ]
+        columns = self.used, self.padding, self.cached, self.running, self.waiting, self.promised or self.used
+        lengths = [len(values) for values in columns]
         if len(set(lengths)) > 1:
             raise ValueError(f"series of {', '.join(map(str, lengths))} points; give all the same number")
 
@@ -121,7 +122,8 @@ class Curve:
 @dataclass(frozen=True)
 class SimulationResult:
     """The result of one simulation. `settings`: by name. `step_time`: the parameters of the step-time model.
-    `replicas`: the figures of each, where there are several; the other figures are those of all together."""
+    `replicas`: the figures of each, where there are several; the other figures are those of all together.
+    `each`: their series, or none in results of earlier versions."""
 
     settings: dict[str, Any]
     step_time: dict[str, Any]
@@ -130,6 +132,7 @@ class SimulationResult:
     ttft: Curve  # seconds from arrival to the first token
     tpot: Curve  # seconds per token after the first, a request's mean
     replicas: list[Figures] | msgspec.UnsetType = msgspec.UNSET
+    each: list[Series] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Raises ValueError if a setting that the report needs is missing or is no number of seconds."""

@@ -124,7 +124,7 @@ class Simulation:
         self.ttft, self.tpot = Distribution(), Distribution()
         self._large_ttft_max = self._low_ttft_max = 0.0
         self._overtaking = Overtaking()
-        self.timeline = Timeline(5)
+        self.timeline = Timeline(6)
         self._means = Means(7)  # over the time in which requests waited
         self._loaded = True
         self._loaded_output = 0
@@ -189,7 +189,8 @@ class Simulation:
             self._means.add(seconds, (held, held - padding, cached, padding, running, waiting, guaranteed))
         self._max_running = max(self._max_running, running)
         self._max_waiting = max(self._max_waiting, waiting)
-        self.timeline.add(now, until, (held - padding, padding, cached, running, waiting))
+        promised = scheduler.guaranteed_peak()
+        self.timeline.add(now, until, (held - padding, padding, cached, running, waiting, promised))
 
     def _send(self) -> None:
         """Adds the requests that have arrived, as many as the scheduler has to see."""
@@ -323,8 +324,7 @@ class Simulation:
             large_ttft_max=self._large_ttft_max,
             low_ttft_max=self._low_ttft_max,
         )
-        used, padding, cached, running, waiting = self.timeline.means()
-        series = Series(self.timeline.width, capacity, used, padding, cached, running, waiting)
+        series = Series(self.timeline.width, capacity, *self.timeline.means())
         settings = settings_of(self.trace, config)
         return SimulationResult(
             settings, self.step_time.as_dict(), figures, series, ttft.curve(), tpot.curve()

@@ -15,7 +15,7 @@ from lightkv.router.text.tool_calls.source import (
     Steps,
 )
 
-from .stop_strings import StopChecker
+from .detokenizer import StopChecker
 
 
 class CallReader(NamedTuple):

@@ -19,8 +19,7 @@ from lightkv.router.text.tool_calls.source import Part
 
 from .answer_reader import AnswerReader
 from .banned_words import with_banned_ids
-from .detokenizer import MAX_BEFORE, Before, Detokenizer, Place
-from .stop_strings import StopChecker
+from .detokenizer import MAX_BEFORE, Before, Detokenizer, Place, StopChecker
 from .tokenizer import Tokenizer
 
 

@@ -119,8 +119,6 @@ def reason_of(error: object) -> str:
         return "no text matches it"
     if text.startswith("panic") or type(error).__name__ == "PanicException":
         return "llguidance fails on it; write it in another way"
-    if "oneOf constraints are not supported" in text:
-        return "a value may follow several parts of oneOf; use anyOf, or tell them apart by a required const"
     return text[:300] or "llguidance gives no reason"
 
 

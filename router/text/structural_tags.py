@@ -94,7 +94,8 @@ def lark_of_ebnf(text: str) -> str:
 
 
 def with_whitespace(schema: Any) -> str:
-    """Returns a JSON schema as text, with a limit on white space unless it has its own. Raises ValueError."""
+    """Returns a JSON schema as text, with a limit on white space and `oneOf` taken as `anyOf`, unless it says
+    otherwise itself. Raises ValueError."""
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping):
@@ -102,7 +103,8 @@ def with_whitespace(schema: Any) -> str:
     given = schema.get("x-guidance", {})
     if not isinstance(given, Mapping):
         raise ValueError("x-guidance is not an object")
-    return compilable(json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, **given}}))
+    usual = {"whitespace_pattern": WHITESPACE, "coerce_one_of": True}
+    return compilable(json.dumps({**schema, "x-guidance": {**usual, **given}}))
 
 
 def grammars_of(text: str, special: Mapping[str, int]) -> str:

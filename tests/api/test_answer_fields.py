@@ -101,7 +101,6 @@ def test_echo_of_the_prompt_alone(api: ApiUnderTest) -> None:
     assert [choice["text"] for event in events[:-1] for choice in event["choices"]] == [text]
     assert events[-2]["usage"]["completion_tokens"] == 0
     api.post(COMPLETIONS, {**asked, "echo": False}, 400)
-    api.post(COMPLETIONS, {**asked, "use_beam_search": True, "n": 2}, 400)
 
 
 CONTEXT = LIMITS.max_model_len
@@ -241,5 +240,3 @@ def test_a_request_is_sampled_as_the_model_recommends(tmp_path: Path) -> None:
             assert api.router.submits[-1].params == SamplingParams(max_tokens=1, **stated)
             answer = api.post("/v1/responses", {"input": "Hi", "max_output_tokens": 1})
             assert answer["temperature"] == expected.get("temperature", 1.0)
-            beams = {"use_beam_search": True, "best_of": 2, "max_tokens": 1}
-            api.post(COMPLETIONS, {"prompt": "Hi", **beams})  # refuses a penalty, and has none

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightkv.router.api.requests import answer_room
+from lightkv.router.api.answers import extras as answer_room
 from tests.support.combinations import each_value
 from tests.support.fake_router import (
     CHAT,
@@ -108,12 +108,12 @@ def test_the_defaults_let_the_longest_prompt_be_scored(api: ApiUnderTest) -> Non
     assert answer_room.MAX_SCORES * answer_room.SCORE_BYTES <= answer_room.MAX_ANSWER_BYTES
 
 
-def test_beams_count_as_answers(api: ApiUnderTest) -> None:
-    body = {"prompt": [PROMPT] * 4, "use_beam_search": True, "max_tokens": 1}
+def test_answers_to_one_request_have_a_bound(api: ApiUnderTest) -> None:
+    body = {"prompt": [PROMPT] * 4, "max_tokens": 1}
     assert fits(api, COMPLETIONS, {**body, "n": 1, "best_of": MAX_ANSWERS // 4}) is None
     error = fits(api, COMPLETIONS, {**body, "n": 1, "best_of": MAX_ANSWERS // 4 + 1})
     assert error is not None
-    assert f"at most {MAX_ANSWERS} beams" in error["message"]
+    assert f"1 to {MAX_ANSWERS} prompts" in error["message"]
 
 
 def test_log_probabilities_of_prompts_take_room_until_they_are_read(tmp_path: Path) -> None:

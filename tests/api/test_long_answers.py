@@ -13,8 +13,7 @@ import pytest
 from lightkv.router.api.answers.chat_writer import ChatWriter
 from lightkv.router.api.answers.completion_writer import CompletionWriter
 from lightkv.router.api.answers.extras import Echo, Extras
-from lightkv.router.api.answers.pieces import Long, encode, in_pieces, long_list
-from lightkv.router.api.answers.scores import GrowingScores
+from lightkv.router.api.answers.pieces import GrowingScores, Long, encode, in_pieces, long_list
 from lightkv.router.api.http.paced import MAX_SENT_BYTES, SENT_BYTES, LongResponse, Pacer
 from lightkv.router.engine.step import PromptLogprobs, TokenLogprobs
 from lightkv.router.text.detokenizer import Detokenizer

@@ -15,7 +15,6 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcess
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from lightkv import __version__
-from lightkv.router.api.operators.docs_page import page_of
 from lightkv.router.api.operators.request_log import RequestRecord
 from lightkv.router.api.operators.tracing import SpanTracer, phases
 from lightkv.router.api.requests.service import ServiceRoutes
@@ -177,26 +176,6 @@ def test_the_line_names_the_fields_that_had_no_effect(
     wait_until(has_line)
     (line,) = lines_of(text)
     assert sorted(line["ignored_fields"]) == sorted(ignored)
-
-
-def test_the_line_of_a_beam_search_has_its_counts(
-    api: ApiUnderTest, capfd: pytest.CaptureFixture[str]
-) -> None:
-    api.router.num_cached = 2
-    body = {"prompt": "a", "max_tokens": 3, "n": 2, "use_beam_search": True}
-    assert api.send("POST", COMPLETIONS, body, KEY)[0] == 200
-    text = ""
-
-    def has_line() -> bool:
-        nonlocal text
-        text += capfd.readouterr().err
-        return bool(lines_of(text))
-
-    wait_until(has_line)
-    (line,) = lines_of(text)
-    assert (line["prompt_tokens"], line["cached_tokens"], line["completion_tokens"]) == (1, 2, 6)
-    assert len(line["finish_reasons"]) == 2
-    assert 0 < line["first_token_seconds"] <= line["seconds"]
 
 
 # Limits and forms
@@ -375,23 +354,11 @@ def test_the_service_describes_itself(api: ApiUnderTest) -> None:
     assert info["runner"]["limits"]["max_model_len"] == 1024
 
 
-def test_the_docs_are_a_page_that_loads_nothing(api: ApiUnderTest) -> None:
+def test_the_docs_are_a_page_over_the_document(api: ApiUnderTest) -> None:
     status, headers, content = api.send("GET", "/docs", headers=KEY)
-    page = content.decode()
     assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
-    assert headers["Content-Security-Policy"].startswith("default-src 'none'")
-    document = json.loads(api.send("GET", "/openapi.json", headers=KEY)[2])
-    for path in document["paths"]:
-        assert f"<code>{'GET' if 'get' in document['paths'][path] else 'POST'} {path}</code>" in page
-    for name in document["components"]["schemas"]:
-        assert f'id="{name}"' in page
-    assert not any(word in page for word in ("<script", "http://", "https://", " src="))
-
-
-def test_the_page_escapes_what_the_document_says() -> None:
-    operation = {"description": "<b>", "responses": {"200": {"description": "<i>"}}}
-    page = page_of({"info": {"title": "<t>", "version": "1"}, "paths": {"/<p>": {"get": operation}}})
-    assert not any(tag in page for tag in ("<b>", "<i>", "<t>", "<p>/"))
+    assert "url: '/openapi.json'" in content.decode()
+    assert api.send("GET", "/docs")[0] == 401
 
 
 def test_the_tokenizer_is_described_if_the_service_may(api: ApiUnderTest, tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from lightkv.router.api.answers.chat_writer import ChatWriter
 from lightkv.router.api.answers.completion_writer import CompletionWriter
 from lightkv.router.api.answers.extras import Echo, Extras
 from lightkv.router.api.answers.generation import Answer, TextDelta
-from lightkv.router.api.answers.pieces import in_pieces
-from lightkv.router.api.answers.scores import GrowingScores
+from lightkv.router.api.answers.pieces import GrowingScores, in_pieces
 from lightkv.router.engine.step import PromptLogprobs, TokenEvent, TokenLogprobs
 from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.text.completion import AnswerForm, Completion

@@ -496,8 +496,8 @@ def test_an_answer_that_follows_a_grammar_is_content(qwen: ApiUnderTest) -> None
     for use in (None, body.tool_use()):
         assert dialect.reading(use, ids) is not None
         assert (dialect.reading(use, ids, Grammar("json_object")) is None) == (use is None)
-        assert dialect.told(chat, use, is_constrained=True).variables == {"enable_thinking": False}
-        assert dialect.told(chat, use).variables == {}
+        assert dialect.prepared(chat, use, is_constrained=True).variables == {"enable_thinking": False}
+        assert dialect.prepared(chat, use).variables == {}
     assert dialect.reading(required, ids, Grammar("json_object")) is not None
 
 
@@ -762,7 +762,7 @@ def test_calls_without_a_mark_go_with_json_and_choices(services: dict[str, ApiUn
     ):
         error = llama.post(CHAT, body | fields, 400)["error"]
         assert error["param"] == "tools"
-        assert "told from no other" in error["message"]
+        assert "look like others" in error["message"]
 
 
 def test_what_cannot_be_compiled_is_named(qwen: ApiUnderTest) -> None:

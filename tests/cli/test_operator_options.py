@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from lightkv.errors import MissingExtra, require_packages
 from lightkv.router.cli.app import app
 from lightkv.router.cli.config_file import read_config_file
 from lightkv.router.config import EngineConfig, InvalidConfig, ServiceConfig
@@ -139,10 +141,18 @@ def test_settings_are_shown_without_secrets() -> None:
     assert api_settings(EngineConfig(), service, True).api_keys == ["secret", "secret2"]
 
 
+@pytest.mark.parametrize("extra", ["otel", "events", "report"])
+def test_an_option_names_the_package_that_it_needs(extra: str) -> None:
+    remedy = rf'--some-option needs the package no_such\.package.*pip install "\.\[{extra}\]" in a checkout'
+    with pytest.raises(MissingExtra, match=remedy):
+        require_packages("--some-option", extra, "msgspec", "no_such.package")
+    require_packages("--some-option", extra, "msgspec")
+
+
 def test_spans_need_their_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "find_spec", lambda name: None)
-    with pytest.raises(launch.CannotServe, match=r"pip install \"\.\[otel\]\" in a checkout"):
-        launch._check_tracing(ServiceConfig(otlp_endpoint="http://localhost:4318/v1/traces"))
+    monkeypatch.setattr("lightkv.errors.find_spec", lambda name: None)
+    with pytest.raises(MissingExtra, match=r"--otlp-endpoint needs the package opentelemetry\.sdk"):
+        launch.serve(EngineConfig(), ServiceConfig(otlp_endpoint="http://localhost:4318"), Console())
 
 
 def test_a_template_that_cannot_be_read_is_refused(tmp_path: Path) -> None:

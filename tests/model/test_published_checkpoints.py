@@ -369,7 +369,7 @@ def test_the_dialect_of_a_template_for_tools(directory: Path) -> None:
     edit(directory / "tokenizer_config.json", chat_template=named)
     dialect = ChatDialect(Tokenizer(directory), ApiSettings(model_names=["m"]))
     use = ToolUse([Function(name="look", parameters={"type": "object"}, strict=None)])
-    told = dialect.told(Chat(CHAT), use)
+    told = dialect.prepared(Chat(CHAT), use)
     assert [tool["function"]["name"] for tool in told.tools or ()] == ["look"]
 
 

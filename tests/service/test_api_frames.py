@@ -7,9 +7,8 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
-from lightkv.router.service import frames
-from lightkv.router.service.frames import BadFrame, FrameStream
-from lightkv.router.service.messages import Abort, AskMap, ToRouter
+from lightkv.router.service import messages as frames
+from lightkv.router.service.messages import Abort, AskMap, BadFrame, FrameStream, ToRouter
 
 KIB = 1024
 

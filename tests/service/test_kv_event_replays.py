@@ -7,7 +7,6 @@ from lightkv.router.service.kv_events import replay
 from lightkv.router.service.kv_events.replay import (
     END,
     MAX_CONSUMERS,
-    MAX_REQUESTS,
     MAX_TAKEN,
     Replays,
     Ring,
@@ -77,42 +76,30 @@ def test_a_replay_goes_on_when_its_consumer_reads_and_is_forgotten_when_it_does_
     assert {client for client, number in full.sent if number == END} == {names[0], names[-1]}
 
 
-def test_requests_of_one_consumer_beyond_a_number_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(replay.time, "monotonic", lambda: now)
+def test_a_request_before_the_last_answer_has_ended_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(replay.time, "sleep", pauses.append)
     ring = Ring()
     for _ in range(2):
         ring.add(b"payload")
-    full = FullSocket([b"a"] * MAX_REQUESTS, room=1000)
-    full.room[b"b"] = 1000
+    full = FullSocket([b"a"] * MAX_TAKEN + [b"b"], room=1000)
     replays = Replays(full, b"", ring, lambda most: [])  # type: ignore[arg-type]
     turn(replays)
-    assert replays.has_room  # none was dropped
-    for _ in range(MAX_REQUESTS):
-        turn(replays)
-    whole = [(b"a", number.to_bytes(8, "big", signed=True)) for number in (0, 1, -1)]
-    assert full.sent == whole * MAX_REQUESTS  # one answer after the other
-    assert replays.wait_ms is None
+    assert len(full.requests) == 1  # so many are taken at a time
+    assert len(pauses) == 1  # in which the router's loop goes on
+    whole = [number.to_bytes(8, "big", signed=True) for number in (0, 1, -1)]
+    assert full.sent == [(b"a", number) for number in whole]
     full.sent.clear()
-    full.requests = [[b"a", b"", bytes(8)]] * (MAX_TAKEN - 1) + [[b"b", b"", bytes(8)]] * MAX_TAKEN
+    full.requests.append([b"a", b"", bytes(8)])  # its answer has ended
     turn(replays)
-    assert len(full.requests) == MAX_TAKEN - 1
-    assert not replays.has_room  # for a moment, in which the router's loop goes on
-    for _ in range(MAX_REQUESTS):
-        turn(replays)
-    assert len(full.requests) == MAX_TAKEN - 1
-    assert replays.wait_ms == 10
-    assert [client for client, number in full.sent if number == END] == [b"a", b"b"] + [b"a"] * (
-        MAX_REQUESTS - 1
-    )
-    now += 0.02
-    assert replays.has_room
+    assert full.sent == [(name, number) for name in (b"b", b"a") for number in whole]
+    assert (replays.wait_ms, len(pauses)) == (None, 1)
 
 
-def test_a_consumer_that_has_gone_is_forgotten_with_all_that_it_asks_for() -> None:
+def test_a_consumer_that_has_gone_is_forgotten() -> None:
     ring = Ring()
     ring.add(b"payload")
-    full = FullSocket([b"a"] * MAX_REQUESTS, room=1)
+    full = FullSocket([b"a"], room=1)
     replays = Replays(full, b"", ring, lambda most: [])  # type: ignore[arg-type]
     turn(replays)
     assert replays.wait_ms == 0

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from lightkv.ledger import TokenLedger
-from lightkv.router.service.kv_events import connections, replay
 from lightkv.router.service.kv_events import publisher as publisher_module
+from lightkv.router.service.kv_events import replay, sockets
 from lightkv.router.service.kv_events.publisher import KVEventPublisher
 from tests.support.kv_event_cache import ANYWHERE, cache, free_address, publish_until_heard, publishing
 from tests.support.kv_events import WAIT_MS, Consumer, blocks_of
@@ -46,7 +46,7 @@ def wait_for_ends(found: dict[int, socket.socket], count: int) -> None:
 @pytest.mark.parametrize("port", ["endpoint", "replay_endpoint"])
 def test_connections_beyond_a_number_are_ended(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
     """Those that there are stay, and when they end, others may come."""
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 5)
+    monkeypatch.setattr(sockets, "MAX_CONNECTIONS", 5)
     ledger = TokenLedger(10_000, 4, 1000)
     publisher = KVEventPublisher(ANYWHERE)
     publisher.follow(ledger)

@@ -313,7 +313,7 @@ def test_a_failed_start_is_one_line_and_exit_code_1() -> None:
         ({"api_key": ("k", "")}, "--api-key is empty"),
         ({"api_key": (" key",)}, "--api-key"),
         ({"api_key_file": ""}, "--api-key-file is empty"),
-        ({"cache_namespace": "tenant"}, "--cache-namespace is 'tenant'; give key or header"),
+        ({"cache_namespace": "tenant"}, "--cache-namespace is 'tenant'; give one of key, header"),
         ({"ssl_keyfile": "key.pem"}, "without --ssl-certfile"),
         ({"uds": ""}, "--uds is empty"),
         ({"host": ""}, "--host is empty"),

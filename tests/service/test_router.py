@@ -18,10 +18,10 @@ from lightkv.router.engine.step import RunnerInfo
 from lightkv.router.engine.step_time import StepTime
 from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.service import router as router_module
-from lightkv.router.service.frames import FrameStream
 from lightkv.router.service.messages import (
     Abort,
     Accepted,
+    FrameStream,
     NewAnswer,
     NewPrompt,
     Refused,

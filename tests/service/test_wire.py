@@ -16,12 +16,13 @@ from lightkv.router.engine.step import NewRow, PromptLogprobs, StepPlan, TokenEv
 from lightkv.router.sampling_params import Grammar, SamplerKind, SamplingParams
 from lightkv.router.service import loop_stream, router_client
 from lightkv.router.service.api_settings import ApiSettings
-from lightkv.router.service.frames import MAX_FRAME_BYTES, FrameStream
 from lightkv.router.service.loop_stream import LoopStream
 from lightkv.router.service.messages import (
+    MAX_FRAME_BYTES,
     Abort,
     Accepted,
     Events,
+    FrameStream,
     Mapped,
     NewAnswer,
     NewPrompt,

@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,3 +117,23 @@ def test_a_report_needs_a_result_and_a_place(tmp_path: Path) -> None:
     assert run("simulate-report", tmp_path / "x.json")[0] == 2
     code, _, notes = run("simulate-report", tmp_path / "x.json", "--report", tmp_path / "x.html")
     assert (code, notes) == (2, f"lightkv: {tmp_path / 'x.json'}: No such file or directory")
+
+
+PROGRAM = """
+import sys
+
+sys.modules["matplotlib"] = None  # what Python takes for a module that is not there
+from lightkv.router.cli.app import main
+
+main()
+"""
+
+
+@pytest.mark.parametrize(("options", "code"), [([], 0), (["--report", "x.html"], 1)])
+def test_only_a_report_needs_the_plotting_library(options: list[str], code: int, tmp_path: Path) -> None:
+    asked = ["chat", "--requests", "5", "--rate", "5", "--allocation", "token,paged:16", *options]
+    command = [sys.executable, "-c", PROGRAM, "simulate", *asked]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert ("--report needs the package matplotlib" in " ".join(done.stderr.split())) == bool(code)
+    assert not [*tmp_path.iterdir()]

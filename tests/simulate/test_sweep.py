@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from lightkv.router.cli.app import app
 from lightkv.router.simulate.config import InvalidAllocation, SimulationConfig, page_of
 from lightkv.router.simulate.report.page import render
-from lightkv.router.simulate.report.tables import Cell, Table, policies, split
+from lightkv.router.simulate.report.tables import policies
 from lightkv.router.simulate.result import Figures, SimulationResult, encode_all, load_all, series_csv
 from lightkv.router.simulate.simulator import simulate
 from lightkv.router.simulate.sweep import Repeats, is_above, repeats_of, sweep
@@ -215,11 +215,3 @@ def test_the_report_says_what_it_leaves_out_and_shows_the_spread(swept: list[Sim
     alone = Parsed(render([swept[0], swept[3]]))
     assert "Each figure is of one seed" in alone.all_text()
     assert "small" not in alone.text
-
-
-def test_wide_tables_are_split_and_lose_nothing() -> None:
-    table = Table("t", ["", *"abcdefghi"], [("row", [Cell(letter) for letter in "ABCDEFGHI"])])
-    parts = split(table)
-    assert [list(part.columns[1:]) for part in parts] == [list("abcd"), list("efgh"), ["i"]]
-    assert "".join(cell.text for part in parts for _, cells in part.rows for cell in cells) == "ABCDEFGHI"
-    assert split(parts[0]) == [parts[0]]

@@ -34,13 +34,13 @@ from lightkv.router.engine.step import (
 from lightkv.router.model_files import resolve
 from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.service.api_settings import ApiSettings
-from lightkv.router.service.frames import FrameStream
 from lightkv.router.service.messages import (
     Abort,
     Accepted,
     AskMap,
     CacheReset,
     Events,
+    FrameStream,
     Load,
     Mapped,
     Refused,

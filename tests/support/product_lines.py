@@ -1,7 +1,7 @@
 """Prints the product's lines by room beside a ceiling, and fails where a room is above its own: `make lint`.
 
-A change that needs more lines names what leaves for them. A ceiling is raised only by the number of lines that an
-issue grants, and falls with every change that takes lines away.
+A change that needs more lines names what leaves for them. A ceiling is raised only by the number of lines that
+an issue grants, and falls with every change that takes lines away.
 """
 
 import subprocess

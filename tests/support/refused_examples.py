@@ -6,6 +6,8 @@ EVERYWHERE: dict[str, Any] = {
     "do_sample": False,
     "early_stopping": True,
     "num_beams": 2,
+    "use_beam_search": True,
+    "length_penalty": 0.5,
     "stop_regex": "[.!]",
     "prompt_embeds": "AAAA",
     "input_embeds": [[0.5]],

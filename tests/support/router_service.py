@@ -20,10 +20,10 @@ from lightkv.router.engine.step import (
     TokenEvent,
 )
 from lightkv.router.sampling_params import Grammar, SamplingParams
-from lightkv.router.service.frames import FrameStream
 from lightkv.router.service.messages import (
     Accepted,
     Events,
+    FrameStream,
     NewAnswer,
     NewPrompt,
     Refused,

@@ -11,8 +11,7 @@ from lightkv.router.engine.step import TokenEvent, TokenLogprobs
 from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.text.answer_reader import AnswerReader, joined, think
 from lightkv.router.text.completion import AnswerForm, Completion
-from lightkv.router.text.detokenizer import MAX_BEFORE, Detokenizer, Place, closed_text
-from lightkv.router.text.stop_strings import StopChecker
+from lightkv.router.text.detokenizer import MAX_BEFORE, Detokenizer, Place, StopChecker, closed_text
 from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.router.text.tool_calls.families import FAMILIES
 from tests.support.piece_tokenizers import DECODERS, piece_tokenizer

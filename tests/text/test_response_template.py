@@ -22,9 +22,8 @@ from lightkv.router.service.api_settings import ApiSettings
 from lightkv.router.service.router_client import MAX_TAKEN
 from lightkv.router.text import response_template
 from lightkv.router.text.answer_reader import AnswerReader, joined
-from lightkv.router.text.detokenizer import Detokenizer
+from lightkv.router.text.detokenizer import Detokenizer, StopChecker
 from lightkv.router.text.response_template import ResponseTemplate, TimeLimit, UnusableResponseTemplate
-from lightkv.router.text.stop_strings import StopChecker
 from lightkv.router.text.tokenizer import Tokenizer
 
 ANCHOR = "<|im_start|>assistant\n"

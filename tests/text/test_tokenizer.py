@@ -16,8 +16,7 @@ from tokenizers import decoders, models, normalizers, processors
 from lightkv.router.model_files import DEFAULT_MODEL, resolve
 from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.text.banned_words import token_sequences, with_banned_ids
-from lightkv.router.text.detokenizer import Detokenizer
-from lightkv.router.text.stop_strings import StopChecker
+from lightkv.router.text.detokenizer import Detokenizer, StopChecker
 from lightkv.router.text.tokenizer import (
     ChatTemplateError,
     Tokenizer,

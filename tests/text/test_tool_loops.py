@@ -18,8 +18,8 @@ from lightkv.router.api.requests.dialect import ChatDialect
 from lightkv.router.api.requests.tools import ToolUse
 from lightkv.router.sampling_params import Grammar
 from lightkv.router.service.api_settings import ApiSettings
+from lightkv.router.text.detokenizer import StopChecker
 from lightkv.router.text.grammars import Grammars
-from lightkv.router.text.stop_strings import StopChecker
 from lightkv.router.text.tokenizer import Tokenizer
 from tests.support.byte_model import VOCABULARY, save_model_of_family
 from tests.support.chat_templates import TEMPLATES
@@ -104,7 +104,7 @@ class Loop:
         return prompt.tolist()
 
     def prompt(self, body: ChatRequest, use: ToolUse) -> np.ndarray:
-        chat = self.dialect.told(body.chat(SETTINGS), use)
+        chat = self.dialect.prepared(body.chat(SETTINGS), use)
         text = self.tokenizer.render_chat(chat.messages, True, chat.variables, chat.tools)
         return self.tokenizer.encode(text, add_special_tokens=False)
 

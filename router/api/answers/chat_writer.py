@@ -13,7 +13,7 @@ from typing import Any, cast
 import msgspec
 
 from lightkv.router.text.answer_reader import AnswerReader, joined
-from lightkv.router.text.stop_strings import StopChecker
+from lightkv.router.text.detokenizer import StopChecker
 from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.router.text.tool_calls.source import Arguments, CallBegins, Part, Reasoning
 
@@ -30,9 +30,8 @@ from .bodies import (
     Usage,
 )
 from .extras import Extras, prompt_scores
-from .generation import Answer, Answered, TextDelta, usage_of
-from .pieces import Long, encode, in_pieces, long_list
-from .scores import GrowingScores, ScoredToken
+from .generation import Answer, Generation, TextDelta, usage_of
+from .pieces import GrowingScores, Long, ScoredToken, encode, in_pieces, long_list
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class ChatWriter:
         self._num_calls: Counter[int] = Counter()  # those that streams have begun, by answer
         self.divides_answers = reading is not None
 
-    def whole(self, generation: Answered) -> Iterator[bytes]:
+    def whole(self, generation: Generation) -> Iterator[bytes]:
         """Yields the body of an answer that is not streamed."""
         choices: Any = Long(lambda: long_list(in_pieces(self.choice(one)) for one in generation.answers))
         body: ChatBody = {

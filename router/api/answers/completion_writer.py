@@ -15,9 +15,8 @@ from lightkv.router.text.tokenizer import Tokenizer
 
 from .bodies import CompletionBody, CompletionChoice, CompletionLogprobs, FinishReason, Usage
 from .extras import Extras, name_by_id, prompt_scores
-from .generation import Answer, Answered, TextDelta, usage_of
-from .pieces import Long, encode, in_pieces, long_list
-from .scores import GrowingScores, Places, ScoredToken, Scores
+from .generation import Answer, Generation, TextDelta, usage_of
+from .pieces import GrowingScores, Long, Places, ScoredToken, Scores, encode, in_pieces, long_list
 
 
 class CompletionWriter:
@@ -38,7 +37,7 @@ class CompletionWriter:
         self._created = int(time.time())
         self._opened: set[int] = set()
 
-    def whole(self, generation: Answered) -> Iterator[bytes]:
+    def whole(self, generation: Generation) -> Iterator[bytes]:
         """Yields the body of an answer that is not streamed."""
         scores = prompt_scores(generation)
 

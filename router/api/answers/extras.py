@@ -1,18 +1,25 @@
 """What an answer has beside its text where a request asks for it: token ids, and log-probabilities of the
-prompt."""
+prompt. Also how much of it the answers to one request may have together."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
+from lightkv.ledger.prefix_tree import TOKEN_BYTES
+from lightkv.router.engine.request import MAX_SCORES
 from lightkv.router.engine.step import PromptLogprobs
+from lightkv.router.sampling_params import InvalidParams
 from lightkv.router.text.tokenizer import Tokenizer
 
-from .generation import Answered
-from .pieces import Long, encode, long_ids, long_list
-from .scores import Scores
+from .generation import Generation, GenerationSpec
+from .pieces import Long, Scores, encode, long_ids, long_list
 
+# Most limits are for one prompt or one answer. This one, and MAX_SCORES, are for what a client multiplies:
+# prompts, answers to each, their tokens, and what answers repeat of prompts.
+MAX_ANSWER_BYTES = 256 * 2**20  # of JSON, where a log-probability and a token count with these bytes:
+SCORE_BYTES, ID_BYTES = 64, 8
+_KEPT_BYTES = 8  # of a log-probability while its answer is made and written
 _ENTRY = b'"%d":{"logprob":%b,"rank":%d,"decoded_token":%b}'  # a PromptToken, by its id
 
 
@@ -80,7 +87,7 @@ def _entries(tokenizer: Tokenizer, prompt: bytes, found: PromptLogprobs) -> Iter
         yield [b",".join(entries)]
 
 
-def prompt_scores(generation: Answered) -> Mapping[int, PromptLogprobs]:
+def prompt_scores(generation: Generation) -> Mapping[int, PromptLogprobs]:
     """Returns the log-probabilities of each prompt that has them; one of its answers brought them."""
     found = [(answer.prompt_idx, answer.completion.prompt_logprobs) for answer in generation.all_answers]
     return {prompt_idx: scores for prompt_idx, scores in found if scores is not None}
@@ -89,3 +96,51 @@ def prompt_scores(generation: Answered) -> Mapping[int, PromptLogprobs]:
 def name_by_id(token_id: int) -> str:
     """Returns the name of a token that no other token has."""
     return f"token_id:{token_id}"
+
+
+def kept_bytes(spec: GenerationSpec) -> int:
+    """Returns the bytes of the prompts' log-probabilities, which are kept until the answer is written."""
+    top = spec.params.prompt_logprobs
+    return 0 if top is None else _KEPT_BYTES * (top + 1) * _num_tokens(spec)
+
+
+def most_tokens(spec: GenerationSpec, extras: Extras, least: int) -> int:
+    """Returns how many tokens each answer of `spec` may have, so that all of them keep the limits.
+
+    `extras`: what the answers have beside their tokens. `least`: how many tokens each answer needs. Raises
+    InvalidParams if there is no room for so many.
+    """
+    params = spec.params
+    num_answers = len(spec.prompts) * params.n
+    num_repeated = _num_tokens(spec) * extras.num_repeats
+    num_scores = num_repeated * ((params.prompt_logprobs or 0) + 1)
+    num_scores *= extras.prompt_logprobs + extras.echoes_logprobs
+    num_bytes = sum(len(echo.text.encode()) for echo in extras.echoed) * extras.num_repeats
+    num_bytes += num_scores * SCORE_BYTES + num_repeated * extras.token_ids * ID_BYTES
+    token_scores = params.logprobs + 1 if spec.shows_logprobs and params.logprobs is not None else 0
+    token_bytes = token_scores * SCORE_BYTES + (1 + extras.token_ids) * ID_BYTES
+    what = f"{num_answers} answers of {least} tokens to {len(spec.prompts)} prompts have"
+    total = num_scores + num_answers * least * token_scores
+    if total > MAX_SCORES:
+        field = "prompt_logprobs" if extras.prompt_logprobs else "logprobs"
+        allowed = (
+            f"fewer, or fewer or shorter prompts and answers: {what} {total} log-probabilities, and "
+            f"{MAX_SCORES} are allowed in one request"
+        )
+        raise InvalidParams(field, getattr(params, field), allowed)
+    total = num_bytes + num_answers * least * token_bytes
+    if total > MAX_ANSWER_BYTES:
+        allowed = (
+            f"fewer, or fewer or shorter prompts: {what} some {total} bytes, and {MAX_ANSWER_BYTES} are "
+            "allowed in one request"
+        )
+        raise InvalidParams("n", params.n, allowed)
+    most = (MAX_ANSWER_BYTES - num_bytes) // (num_answers * token_bytes)
+    if token_scores:
+        most = min(most, (MAX_SCORES - num_scores) // (num_answers * token_scores))
+    return most
+
+
+def _num_tokens(spec: GenerationSpec) -> int:
+    """Returns the number of tokens of all prompts."""
+    return sum(map(len, spec.prompts)) // TOKEN_BYTES

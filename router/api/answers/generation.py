@@ -24,7 +24,7 @@ from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.router.text.tool_calls.source import Part
 
 from .bodies import Usage
-from .scores import GrowingScores
+from .pieces import GrowingScores
 from .sessions import OpenSessions, SessionUse
 
 Result = TypeVar("Result")
@@ -266,7 +266,7 @@ class Generation:
 
     @property
     def num_hit_tokens(self) -> int:
-        """Prompt tokens found in the cache, as `num_cached_tokens`, whatever clients are told."""
+        """Prompt tokens found in the cache, as `num_cached_tokens`, whether reported to clients or not."""
         return sum(answer.num_cached for answer in self.all_answers[:: self._spec.params.n])
 
     @property
@@ -363,39 +363,11 @@ class Generation:
         raise _FAILURES[finish_reason](error)
 
 
-@dataclass(frozen=True)
-class BeamAnswers:
-    """The answers to one HTTP request that were found by beam search, as a writer needs them.
-
-    `num_cached_tokens`: None if the service does not report them. `num_hit_tokens`: the same, whatever clients
-    are told.
-    """
-
-    answers: list[Answer]
-    num_prompt_tokens: int
-    num_cached_tokens: int | None
-    num_hit_tokens: int
-    cut_to: None = None  # their steps are of one token
-
-    @property
-    def all_answers(self) -> list[Answer]:
-        """All answers, whose tokens count."""
-        return self.answers
-
-    @property
-    def num_completion_tokens(self) -> int:
-        """The tokens of the answers."""
-        return sum(len(answer.completion.token_ids) for answer in self.answers)
-
-
-Answered = Generation | BeamAnswers
-
-
 def _mean_logprob(answer: Answer) -> float:
     return answer.total_logprob / max(len(answer.completion.token_ids), 1)
 
 
-def usage_of(generation: Answered) -> Usage:
+def usage_of(generation: Generation) -> Usage:
     """Returns the token counts so far."""
     prompt, completion = generation.num_prompt_tokens, generation.num_completion_tokens
     cached = generation.num_cached_tokens

@@ -10,9 +10,8 @@ from itertools import chain
 from typing import Any
 
 from .chat_writer import ChatWriter
-from .generation import Answered, Generation, TextDelta, usage_of
-from .pieces import in_pieces
-from .scores import GrowingScores
+from .generation import Generation, TextDelta, usage_of
+from .pieces import GrowingScores, in_pieces
 
 
 class ResponseWriter:
@@ -26,7 +25,7 @@ class ResponseWriter:
         self._id = f"resp_{secrets.token_hex(16)}"
         self._created = int(time.time())
 
-    def whole(self, generation: Answered) -> Iterator[bytes]:
+    def whole(self, generation: Generation) -> Iterator[bytes]:
         """Returns the pieces of the body of a response that is not streamed."""
         choice: Any = self._chat.choice(generation.answers[0])
         message, logprobs = choice["message"], choice["logprobs"] and choice["logprobs"]["content"]
@@ -51,7 +50,7 @@ class ResponseWriter:
         self,
         items: list[dict[str, Any]],
         finish_reason: str | None,
-        generation: Answered | None = None,
+        generation: Generation | None = None,
         error: dict[str, str] | None = None,
     ) -> dict[str, Any]:
         """Returns the response with these items. `generation`: its token counts are the usage. `error`: why the
@@ -262,7 +261,7 @@ def _call_item(call_id: str, name: str) -> dict[str, Any]:
     }
 
 
-def _usage(generation: Answered) -> dict[str, Any]:
+def _usage(generation: Generation) -> dict[str, Any]:
     usage = usage_of(generation)
     details = usage["prompt_tokens_details"]
     return {

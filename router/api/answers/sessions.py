@@ -1,7 +1,7 @@
 """The sessions that clients have opened, and when each expires.
 
 A session's time to live runs while none of its requests does. The clock is here, in the API process: the router
-is told when a session ends (`ReleaseSession`).
+gets a message when a session ends (`ReleaseSession`).
 """
 
 import asyncio

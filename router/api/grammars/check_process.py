@@ -25,7 +25,7 @@ from llguidance import LLMatcher
 
 from lightkv.router.sampling_params import Grammar
 from lightkv.router.service.child_process import end_with_parent, freeze_objects, ignore_signals
-from lightkv.router.service.frames import LENGTH, decode
+from lightkv.router.service.messages import LENGTH, decode
 from lightkv.router.text.grammars import InvalidGrammar, ModelTokens, heap_bytes, reason_of
 from lightkv.router.text.schemas.compilable import place_of_fault
 from lightkv.router.text.structural_tags import schemas_of

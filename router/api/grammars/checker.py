@@ -19,7 +19,7 @@ import msgspec
 from lightkv.router.engine.grammars.fair_queue import FairQueue
 from lightkv.router.sampling_params import Grammar
 from lightkv.router.service.child_process import command
-from lightkv.router.service.frames import FrameStream
+from lightkv.router.service.messages import FrameStream
 from lightkv.router.service.router_client import RequestRefused
 from lightkv.router.text.grammars import InvalidGrammar
 
@@ -55,7 +55,7 @@ class _Waiting:
 
 class GrammarChecker:
     """The process that checks grammars, which starts with the first of them, and its latest answers. Short
-    grammars do not wait for long ones, which are those that take long.
+    grammars do not wait for long ones, whose checks take long.
 
     directory: that of the model. vocab_size: returns the width of its logits, once the service is ready.
     """

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from lightkv.router.api.answers.generation import Answered
+from lightkv.router.api.answers.generation import Generation
 
 _NOT_LOGGED = frozenset({"/health", "/ready", "/metrics"})  # routes that machines ask for again and again
 
@@ -31,7 +31,7 @@ class RequestRecord:
     status: int | None = None
     key: str | None = None
     traceparent: str | None = None
-    generation: Answered | None = None
+    generation: Generation | None = None
     ignored_fields: list[str] = field(default_factory=list)
 
     def line(self) -> dict[str, Any]:

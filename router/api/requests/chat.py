@@ -184,8 +184,8 @@ class Chats:
         grammar, field = accepted.grammar, accepted.spec.grammar_field
         mentions_tools = body.tools or body.tool_choice or body.functions or body.function_call
         use = body.tool_use() if mentions_tools else None
-        told = self._dialect.told(body.chat(self._desk.settings), use, grammar is not None)
-        prompt_ids = await self._prompts.ids_of_chat(told, accepted.room)
+        prepared = self._dialect.prepared(body.chat(self._desk.settings), use, grammar is not None)
+        prompt_ids = await self._prompts.ids_of_chat(prepared, accepted.room)
         if grammar is not None:  # it may become a part of another one
             accepted.check_fits(prompt_ids.size)
             if use is None:
@@ -194,7 +194,7 @@ class Chats:
         reading = self._dialect.reading(use, prompt_ids, grammar, body.include_reasoning is not False)
         grammar = self._dialect.grammar(use, grammar)
         prompts = [prompt_ids.tobytes()]
-        form = AnswerForm(continues=told.continues_last)
+        form = AnswerForm(continues=prepared.continues_last)
         if reading is not None:
             form = form._replace(shown_ids=reading.shown_ids, new_reader=reading.new_reader)
         extras = replace(accepted.extras, prompts=prompts)

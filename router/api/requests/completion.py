@@ -51,7 +51,7 @@ class CompletionRequest(GenerationRequest):
     @property
     def answers_nothing(self) -> bool:
         """Whether the answer is the prompt alone: `echo` with a `max_tokens` of 0."""
-        return bool(self.echo) and super().stated_max_tokens == 0 and not self.use_beam_search
+        return bool(self.echo) and super().stated_max_tokens == 0
 
     @property
     def stated_max_tokens(self) -> int | None:

@@ -1,5 +1,5 @@
-"""How the service's model is told of tools, and how its answers are read: as the options --tool-parser and
---reasoning-parser say, or else by its response template, if it ships one, or as its chat template shows."""
+"""How tools are described to the service's model, and how its answers are read: as the options --tool-parser
+and --reasoning-parser say, or else by its response template, if it ships one, or as its chat template shows."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -70,7 +70,7 @@ class ChatDialect:
             path = tokenizer.directory / "tokenizer_config.json"
             self._response = ResponseTemplate(shipped, path, list(special))
 
-    def told(self, chat: Chat, use: ToolUse | None, is_constrained: bool = False) -> Chat:
+    def prepared(self, chat: Chat, use: ToolUse | None, is_constrained: bool = False) -> Chat:
         """Returns a chat as the template takes it: with calls and tools in the model's form, and with the
         variables that switch its reasoning. Raises InvalidParams.
 
@@ -84,7 +84,7 @@ class ChatDialect:
             self._check(use, is_constrained)
         is_constrained = is_constrained or _is_required(use)
         variables = self._variables(chat, self._silent(use) if is_constrained else {})
-        messages, tools = self._told(chat.messages, use)
+        messages, tools = self._prepared_messages(chat.messages, use)
         return replace(chat, messages=messages, variables=variables, tools=tools)
 
     def grammar(self, use: ToolUse | None, given: Grammar | None) -> Grammar | None:
@@ -110,7 +110,7 @@ class ChatDialect:
             assert given is not None
             if self._family.is_bare:
                 if not _is_told_from_json(given):
-                    allowed = "JSON or a choice as the format: the model's calls are told from no other"
+                    allowed = "JSON or a choice as the format: the model's calls look like others"
                     raise InvalidParams(use.field, ", ".join(use.schemas), allowed)
                 calls = self._family.form(use.callable_schemas, use.is_parallel)
             else:
@@ -190,8 +190,10 @@ class ChatDialect:
         return stages, marks
 
     def _check(self, use: ToolUse, has_format: bool) -> None:
-        """Raises InvalidParams if the model cannot be told of tools, or its calls cannot be read. `has_format`:
-        the request says what an answer without calls has to be."""
+        """Raises InvalidParams if tools cannot be described to the model, or its calls cannot be read.
+
+        `has_format`: the request says what an answer without calls has to be.
+        """
         reason, reads_calls = "", self._response is not None and self._response.has_calls
         if not self._takes_tools and not self._is_given:
             reason = "the model's chat template takes no tools"
@@ -201,7 +203,7 @@ class ChatDialect:
             names = ", ".join(function.name for function in use.functions)
             raise InvalidParams(use.field, names, f"none, or start the service with --tool-parser: {reason}")
 
-    def _told(
+    def _prepared_messages(
         self, messages: Sequence[dict[str, Any]], use: ToolUse | None
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
         """Returns messages and tools as the chat template takes them."""
@@ -245,8 +247,8 @@ class ChatDialect:
         end_texts = [self._tokenizer.token_text(token_id) for token_id in self._tokenizer.eos_ids]
 
         def render(messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
-            told, tools = self._told(messages, use)
-            return self._tokenizer.render_chat(told, add_generation_prompt, variables, tools)
+            prepared, tools = self._prepared_messages(messages, use)
+            return self._tokenizer.render_chat(prepared, add_generation_prompt, variables, tools)
 
         for variables in [{}] if self._switch is None else [{self._switch: False}, {}]:
             texts = call_texts(render, end_texts, family)

@@ -16,10 +16,9 @@ from starlette.responses import Response
 
 from lightkv.errors import LightKVError
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
-from lightkv.router.api.answers.beams import search_beams
 from lightkv.router.api.answers.chat_writer import ChatWriter
 from lightkv.router.api.answers.completion_writer import CompletionWriter
-from lightkv.router.api.answers.extras import Extras
+from lightkv.router.api.answers.extras import Extras, kept_bytes, most_tokens
 from lightkv.router.api.answers.generation import (
     Backend,
     GenerationSpec,
@@ -38,8 +37,6 @@ from lightkv.router.sampling_params import MAX_COUNT, Grammar, InvalidParams, Sa
 from lightkv.router.service.api_settings import ApiSettings
 from lightkv.token_set import TokenSet
 
-from .answer_room import kept_bytes, most_tokens
-from .beam_fields import BeamFields
 from .prompts import PromptRoom
 from .refused import HINTS, SECOND_NAMES, Unsupported, by_own_names, refuse_unsupported
 from .sharing import MAX_SESSION_ID, namespace_of, session_of
@@ -82,7 +79,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] | None = Field(None, description="Chunks are never padded.")
 
 
-class GenerationRequest(BeamFields, RequestBody):
+class GenerationRequest(RequestBody):
     """The common fields of completions and chats. Those after `user` are extensions, named as in vLLM."""
 
     model_config = ConfigDict(extra="allow")  # further fields are looked up among the refused ones
@@ -92,6 +89,11 @@ class GenerationRequest(BeamFields, RequestBody):
     own_max_tokens: ClassVar[int | None] = None
 
     n: int | None = Field(None, ge=1, description="Number of answers to each prompt; 1 by default.")
+    best_of: int | None = Field(
+        None,
+        description="Generate so many answers to each prompt, and return the n whose tokens are the likeliest "
+        "on average; not in a stream.",
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, description="-1: as many as there is room for.")
@@ -213,7 +215,7 @@ class GenerationRequest(BeamFields, RequestBody):
         """Returns the sampling parameters of all answers to each prompt. Raises InvalidParams.
 
         `max_tokens`, `logprobs`, `grammar`: what several fields say together. `defaults`: of fields that the
-        request leaves out; a beam search, which does not sample, has none.
+        request leaves out.
         """
         streams, n = self.stream is True, self.n or 1
         if self.model_extra:
@@ -223,21 +225,15 @@ class GenerationRequest(BeamFields, RequestBody):
             raise InvalidParams("stream_options", "an object", "it only together with stream: true")
         if streams and self.prompt_logprobs is not None:
             raise InvalidParams("prompt_logprobs", self.prompt_logprobs, "it without stream: true")
-        if self.length_penalty not in (None, 1) and not self.use_beam_search:
-            raise InvalidParams(
-                "length_penalty", self.length_penalty, "it together with use_beam_search: true"
-            )
-        if self.best_of is not None and self.best_of < n:
+        num_generated = n if self.best_of is None else self.best_of
+        if num_generated < n:
             raise InvalidParams("best_of", self.best_of, f"n, which is {n}, or more")
-        num_generated = n
-        if self.best_of is not None and not self.use_beam_search:  # else it is the number of beams
-            if streams and self.best_of > n:
-                raise InvalidParams("best_of", self.best_of, f"n, which is {n}, in a stream")
-            num_generated = self.best_of
+        if num_generated > n and streams:
+            raise InvalidParams("best_of", self.best_of, f"n, which is {n}, in a stream")
         if num_generated > n and logprobs is None:
             logprobs = 0  # by which the best are chosen
-        fields: dict[str, Any] = {} if self.use_beam_search else dict(defaults)
-        fields |= {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        fields: dict[str, Any] = {**defaults, **given}
         fields["prompt_logprobs"] = self.prompt_scores
         if self.logit_bias is not None:
             fields["logit_bias"] = _by_token(self.logit_bias)
@@ -371,16 +367,6 @@ class Desk:
                 spec = replace(spec, params=params.completed(params.max_tokens, asked.grammar))
             if params.max_tokens > (left := asked.longest - num_prompt):
                 spec = replace(spec, cut_to=left)
-        if body.use_beam_search:
-            beams = body.beam_params(spec.params, body.n or 1, body.stream is True, spec.grammar_field)
-            if len(spec.prompts) * beams.width > self.settings.max_answers:
-                allowed = f"at most {self.settings.max_answers} beams for all prompts"
-                raise InvalidParams("n", f"{beams.width} for each of {len(spec.prompts)} prompts", allowed)
-            if len(spec.prompts) * beams.width > self.settings.max_queued_requests:
-                raise self._over_queue(len(spec.prompts), beams.width)
-            found = await search_beams(self.backend, spec, beams, request.receive)
-            request.state.record.generation = found
-            return LongResponse(writer.whole(found), self.pacer)
         if spec.params.grammar is not None:
             num_bytes = await self.check_grammar(spec.params.grammar, spec.grammar_field, request)
             spec = replace(spec, grammar_bytes=num_bytes, grammar_owner=owner_of(request))

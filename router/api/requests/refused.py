@@ -1,5 +1,5 @@
-"""The request fields of other servers: those that have another name here, those that are only hints, and those
-that this service does not support.
+"""The request fields of other servers: some have another name here, some are only hints, and some are not
+supported by this service.
 
 A value of an unsupported field is accepted if the answer is the same without it. Every other value is refused
 by the field's name, so that no client gets an answer that silently ignores its request. docs/api.md lists all
@@ -25,6 +25,7 @@ _BUDGET = "null, and use max_tokens: the engine does not tell tokens of reasonin
 _MEDIA = "null: this service supports only text"
 _LOGPROBS = "null: log-probabilities are computed only for sampled and likeliest tokens"
 _SAMPLER = "a value that switches it off: the sampler's kernels have no such rule"
+_BEAMS = "null, or search beams in a program: LLM.beam_search(prompts, BeamParams(width=4))"
 _TENSORS = "false: the model's inner values stay on its device"
 _TRANSFER = "null: this service computes its K/V itself"
 _REASONS = "null, and use chat_template_kwargs, with the variable of the model's chat template"
@@ -62,8 +63,10 @@ def _each(names: str, harmless: tuple[Any, ...], instead: str) -> tuple[Unsuppor
 UNSUPPORTED = (
     # Other forms
     Unsupported("do_sample", (True,), "true, or null and temperature: 0 for the likeliest tokens"),
-    Unsupported("early_stopping", (False,), "false: a search ends once no growing beam would be better"),
-    Unsupported("num_beams", (1,), "1, and use use_beam_search with so many beams in best_of"),
+    Unsupported("use_beam_search", (False,), _BEAMS),
+    Unsupported("length_penalty", (1,), _BEAMS),
+    Unsupported("early_stopping", (False,), _BEAMS),
+    Unsupported("num_beams", (1,), _BEAMS),
     # The form of the text
     Unsupported("stop_regex", ([],), "null, and use stop: a regex of a request can keep a core busy"),
     # The prompt

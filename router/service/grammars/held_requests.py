@@ -15,7 +15,8 @@ from lightkv.router.engine.grammars.grammar_desk import Compile, Compiled, Gramm
 from lightkv.router.engine.loop import Engine
 from lightkv.router.engine.request import Request
 from lightkv.router.service.messages import Submit
-from lightkv.router.service.worker_client import Worker, WorkerDied, WorkerFailed
+from lightkv.router.service.ranks.worker_group import Worker
+from lightkv.router.service.worker_client import WorkerDied, WorkerFailed
 
 COMPILE_SECONDS = 60.0  # after which a worker that compiles a grammar is killed
 # How a process ends whose stack overflows, or that native code aborts.
@@ -37,7 +38,7 @@ class HeldRequests:
         self._held: dict[str, Request] = {}
         self._worker: Worker | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._asked = 0.0  # when the worker was last told to compile something
+        self._asked = 0.0  # when the last Compile was sent to the worker
         self._is_overdue = False  # was the worker killed because it compiled for too long?
 
     def __len__(self) -> int:

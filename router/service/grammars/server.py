@@ -13,7 +13,7 @@ import msgspec
 
 from lightkv.errors import LightKVError
 from lightkv.router.engine.grammars.grammar_desk import Compile, Compiled, Forget
-from lightkv.router.service.frames import LENGTH, MAX_FRAME_BYTES, decode
+from lightkv.router.service.messages import LENGTH, MAX_FRAME_BYTES, decode
 
 if TYPE_CHECKING:
     from lightkv.router.text.grammars import Grammars

@@ -1,1 +1,1 @@
-"""KV events: what the cache holds, told to gateways in vLLM's form over ZeroMQ (`--kv-events`)."""
+"""KV events: what the cache holds, published to gateways in vLLM's form over ZeroMQ (`--kv-events`)."""

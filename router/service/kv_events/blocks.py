@@ -41,7 +41,7 @@ _MAX_RUN = 64  # blocks of one event
 
 class _Root:
     """The beginning of a namespace's tree. `seed`: the name before its first blocks. `key`: what these carry,
-    or None. `is_private`: whether no other request can ever hit what is in it, so that it is not told."""
+    or None. `is_private`: whether no other request can ever hit what is in it, so that it is not published."""
 
     __slots__ = ("is_private", "key", "seed")
 

@@ -62,7 +62,7 @@ class ChangeQueue:
         os.eventfd_write(self.wake_fd, 1)
 
     def end(self) -> None:
-        """Tells the thread to take what is queued and then to end."""
+        """Lets the thread take what is queued and then end."""
         with self._lock:
             self._is_ended = True
         os.eventfd_write(self.wake_fd, 1)

@@ -25,7 +25,8 @@ FAIL_SECONDS = 2.0  # for the other ranks to answer, once one has answered an er
 
 
 class WorkerGroup:
-    """`size` workers, of which each runs one rank, on this host. It answers as `router.Worker` says.
+    """`size` workers, of which each runs one rank, on this host. It answers as a
+    `WorkerClient` does.
 
     `store`: the path of a file by which the ranks find each other. It is made anew, and removed when the
     group has ended. `step_timeout` and `program`: as in `WorkerClient`.
@@ -171,6 +172,9 @@ class WorkerGroup:
             self.kill("another rank of its group has failed")
             reason.fatal = True
         raise reason
+
+
+Worker = WorkerClient | WorkerGroup
 
 
 def _same(results: Sequence[StepResult | None]) -> StepResult | None:

@@ -7,8 +7,7 @@ import msgspec
 from lightkv.memory_map import Owner
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.step import TokenEvent
-from lightkv.router.service.frames import FrameStream
-from lightkv.router.service.messages import Events, Submit, ToRouter
+from lightkv.router.service.messages import Events, FrameStream, Submit, ToRouter
 
 from .request_room import Claim, RequestRoom
 

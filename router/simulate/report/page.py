@@ -1,11 +1,12 @@
 """The report of one simulation, or of several to compare: one HTML page that loads no other file.
 
-The same results give the same bytes. `page.html.jinja` has every tag of the page, and escapes all texts. The
-page has no script, and its Content-Security-Policy lets it load nothing.
+The same results give the same bytes. `page.html.jinja` has the tags of the page and escapes all texts, and
+matplotlib escapes those of the charts. The page has no script, and its Content-Security-Policy lets it load
+nothing.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jinja2
@@ -14,24 +15,20 @@ from lightkv import __version__
 from lightkv.router.simulate.result import SimulationResult
 from lightkv.router.simulate.sweep import Repeats, repeats_of
 
-from .chart import HEIGHT, LEFT, PLOT_BOTTOM, PLOT_RIGHT, TOP, WIDTH, Chart
-from .charts import counts, duration, latencies, over_time, shares
+from .charts import Chart, counts, duration, latencies, memory, over_time, shares
 from .tables import (
+    POLICY,
     Table,
     all_figures,
-    in_words,
+    differing,
+    labels,
     policies,
+    replica_table,
     settings,
-    source_of,
-    split,
-    step_times,
     summary_table,
 )
 
 TEMPLATE_FILE = Path(__file__).with_name("page.html.jinja")
-
-# Results that differ only in these settings are compared.
-POLICY = ("allocation", "admission", "patience", "reserve")
 
 
 @dataclass(frozen=True)
@@ -63,31 +60,7 @@ def render(results: Sequence[SimulationResult]) -> str:
         traces = sorted({str(result.settings["trace"]) for result in results})
         title = f"{', '.join(traces)}: {len(results)} simulations"
         parts = _several(groups, names)
-    box = {
-        "width": WIDTH, "height": HEIGHT, "left": LEFT, "right": PLOT_RIGHT, "top": TOP, "bottom": PLOT_BOTTOM,
-    }  # fmt: skip
-    return template.render(title=title, parts=list(parts), box=box, version=__version__) + "\n"
-
-
-def labels(results: Sequence[SimulationResult]) -> list[str]:
-    """Names each result: by its policy, then by other settings that differ, then by a number, until all names
-    are different."""
-    names = [f"{result.settings['allocation']} · {result.settings['admission']}" for result in results]
-    for key in _differing(results):
-        if key not in POLICY[:2] and len(set(names)) < len(names):
-            names = [
-                f"{name}, {key} {in_words(result.settings.get(key))}"
-                for name, result in zip(names, results, strict=True)
-            ]
-    if len(set(names)) < len(names):
-        names = [f"{number}: {name}" for number, name in enumerate(names, start=1)]
-    return names
-
-
-def _differing(results: Sequence[SimulationResult]) -> list[str]:
-    """Returns the settings that are not equal in all results."""
-    keys = list(dict.fromkeys(key for result in results for key in result.settings))
-    return [key for key in keys if any(r.settings.get(key) != results[0].settings.get(key) for r in results)]
+    return template.render(title=title, parts=list(parts), version=__version__) + "\n"
 
 
 # --------------------------------------------------------------------------------
@@ -99,13 +72,14 @@ def _one(group: Repeats) -> Iterator[Part]:
     yield Part("In short", (_seeds([group]),), tables=(summary_table(result),))
     yield Part("Memory and requests over time", _means(result), charts=over_time(result))
     yield Part("Latencies", (_QUANTILES,), charts=latencies([result], [""]))
+    yield from _replicas(result)
     yield Part("Policy", tables=policies([group], labels([result]), comparable=False))
     yield from _last_parts([group], ["value"])
 
 
 def _several(groups: Sequence[Repeats], names: Sequence[str]) -> Iterator[Part]:
     results = [group.mean for group in groups]
-    others = [key for key in _differing(results) if key not in POLICY]
+    others = [key for key in differing(results) if key not in POLICY]
     if any(result.step_time != results[0].step_time for result in results) and "step_time" not in others:
         others.append("step_time")
     warning = ""
@@ -118,38 +92,48 @@ def _several(groups: Sequence[Repeats], names: Sequence[str]) -> Iterator[Part]:
         "In short",
         (_seeds(groups),),
         warning,
-        tables=_narrow(*policies(groups, names, comparable=not others)),
+        tables=policies(groups, names, comparable=not others),
     )
+    running = [(name, r.series, r.series.running) for name, r in zip(names, results, strict=True)]
+    waiting = [(name, r.series, r.series.waiting) for name, r in zip(names, results, strict=True)]
     yield Part(
         "Memory and requests over time",
         ("Each point is the mean over an interval of the simulated clock." + _uncounted(results),),
         charts=(
             shares(results, names),
-            counts(
-                "Requests in flight", [(n, r, r.series.running) for n, r in zip(names, results, strict=True)]
-            ),
-            counts(
-                "Requests waiting", [(n, r, r.series.waiting) for n, r in zip(names, results, strict=True)]
-            ),
+            counts("Requests in flight", "requests", running),
+            counts("Requests waiting", "requests", waiting),
         ),
     )
     yield Part("Latencies", (_QUANTILES,), charts=latencies(results, names))
     for name, result in zip(names, results, strict=True):
         yield Part(name, _means(result), charts=over_time(result), tables=(summary_table(result),))
+        yield from _replicas(result)
     yield from _last_parts(groups, names)
+
+
+def _replicas(result: SimulationResult) -> Iterator[Part]:
+    """Yields the part of a result with several replicas: their table, and the memory of each over time."""
+    if not result.replicas:
+        return
+    names = [f"replica {number}" for number in range(len(result.replicas))]
+    waiting = [(name, series, series.waiting) for name, series in zip(names, result.each, strict=False)]
+    charts = [
+        counts("Requests waiting", "requests", waiting),
+        *(
+            memory(f"Memory of {name}", replace(result, figures=figures), series)
+            for name, figures, series in zip(names, result.replicas, result.each, strict=False)
+        ),
+    ]
+    yield Part("Replicas", charts=charts if result.each else (), tables=(replica_table(result),))
 
 
 def _last_parts(groups: Sequence[Repeats], columns: Sequence[str]) -> Iterator[Part]:
     results = [group.mean for group in groups]
-    yield Part("What is left out", _LEFT_OUT)
-    yield Part("Step-time model", _step_time_words(results), tables=_narrow(step_times(results, columns)))
-    yield Part("Settings", tables=_narrow(settings(results, columns)))
+    yield Part("What is left out", _LEFT_OUT + _of_given_step_times(results))
+    yield Part("Settings", tables=(settings(results, columns),))
     words = "As in the JSON line: seconds are of the simulated clock, shares are of 1."
-    yield Part("Every figure", (words,), tables=_narrow(all_figures(groups, columns)))
-
-
-def _narrow(*tables: Table) -> tuple[Table, ...]:
-    return tuple(part for table in tables for part in split(table))
+    yield Part("Every figure", (words,), tables=(all_figures(groups, columns),))
 
 
 # --------------------------------------------------------------------------------
@@ -198,8 +182,9 @@ def _uncounted(results: Sequence[SimulationResult]) -> str:
     return " If all requests wait from the start, only the next ones are counted as waiting."
 
 
-def _step_time_words(results: Sequence[SimulationResult]) -> tuple[str, ...]:
-    words = "The time of a step is computed from these parameters; it was not measured in this run."
-    if all(set(source_of(result)) == {"given"} for result in results):
-        words += " The parameters were given by hand, so how well they fit a device is not known."
-    return (words,)
+def _of_given_step_times(results: Sequence[SimulationResult]) -> tuple[str, ...]:
+    if all(set(result.step_time.get("source") or ()) == {"given"} for result in results):
+        return (
+            "The parameters of step times were given by hand, so how well they fit a device is not known.",
+        )
+    return ()

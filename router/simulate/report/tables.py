@@ -8,19 +8,8 @@ from typing import Any
 from lightkv.router.simulate.result import Figures, SimulationResult
 from lightkv.router.simulate.sweep import Repeats, is_above
 
-PARAMETERS = {
-    "base": "every step",
-    "per_decode": "for each decoding request, in a step without prompt tokens",
-    "per_kv": "for each token that decoding requests attend to",
-    "prefill": "a step with prompt tokens, at least",
-    "per_prompt": "for each token of a step with prompt tokens",
-    "per_pair": "for each prompt token and each token that it attends to",
-}
-_ERRORS = {
-    "steps": "steps measured",
-    "median_relative_error": "fit error, median",
-    "max_relative_error": "fit error, highest",
-}
+# Results that differ only in these settings are compared.
+POLICY = ("allocation", "admission", "patience", "reserve")
 
 
 @dataclass(frozen=True)
@@ -165,18 +154,20 @@ def _spread(value: Callable[[Figures], float], form: str, group: Repeats) -> str
     return "" if low == high else f"{low} – {high}"
 
 
-def split(table: Table, most: int = 4) -> list[Table]:
-    """Splits a table into ones of at most `most` columns beside the headings, which fit a page's width."""
-    num = len(table.columns) - 1
-    if num <= most:
-        return [table]
-    tables = []
-    for start in range(0, num, most):
-        end = min(start + most, num)
-        rows = [(name, cells[start:end]) for name, cells in table.rows]
-        caption = f"{table.caption} ({start + 1} to {end} of {num})"
-        tables.append(Table(caption, ["", *table.columns[1 + start : 1 + end]], rows, table.numeric))
-    return tables
+def replica_table(result: SimulationResult) -> Table:
+    """Returns the figures of each replica, and of all together."""
+    columns = ["", "requests", "computed", "hit %", "first p50 s", "first p99 s", "waiting", "preempted"]
+    rows = []
+    for idx, f in enumerate([*(result.replicas or ()), result.figures]):
+        texts = [
+            f"{f.num_requests:,}", f"{f.prompt_tokens - f.hit_tokens:,}",
+            f"{100 * f.hit_tokens / max(f.prompt_tokens, 1):.1f}", f"{f.ttft_p50:.2f}", f"{f.ttft_p99:.2f}",
+            f"{f.mean_waiting:.1f}", f"{f.num_preemptions:,}",
+        ]  # fmt: skip
+        name = f"replica {idx}" if idx < len(result.replicas or ()) else "together"
+        rows.append((name, list(map(Cell, texts))))
+    caption = f"{result.settings.get('routing')}, seed {result.settings.get('seed')}"
+    return Table(caption, columns, rows)
 
 
 def all_figures(groups: Sequence[Repeats], columns: Sequence[str]) -> Table:
@@ -192,51 +183,27 @@ def all_figures(groups: Sequence[Repeats], columns: Sequence[str]) -> Table:
     return Table("Figures by name", ["figure", *columns], rows)
 
 
-def step_times(results: Sequence[SimulationResult], columns: Sequence[str]) -> Table:
-    """Returns the parameters of the models and their sources; one column if all models are equal."""
-    models = [result.step_time for result in results]
-    names = list(columns)
-    if all(model == models[0] for model in models):
-        models, results, names = models[:1], results[:1], ["value"]
-    rows = [
-        (f"{name}: {words}", [Cell(_parameter(model.get(name))) for model in models])
-        for name, words in PARAMETERS.items()
-    ]
-    sources = [source_of(result) for result in results]
-    for key in dict.fromkeys(key for source in sources for key in source):
-        rows.append(
-            (_ERRORS.get(key, key), [Cell(_source_value(key, source.get(key))) for source in sources])
-        )
-    if not any("median_relative_error" in source for source in sources):
-        rows.append(("fit error", [Cell("not known") for _ in models]))
-    return Table("The time of a step, and the source of the model", ["", *names], rows, numeric=False)
-
-
-def _source_value(key: str, value: Any) -> str:
-    if key in ("median_relative_error", "max_relative_error") and isinstance(value, int | float):
-        return f"{value:.1%}"
-    return in_words(value)
-
-
-def _parameter(value: Any) -> str:
-    return f"{value * 1e6:,.4g} µs" if isinstance(value, int | float) else "—"
-
-
 def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
 
 
 def settings(results: Sequence[SimulationResult], columns: Sequence[str]) -> Table:
-    """Returns the settings of each result."""
-    keys = list(dict.fromkeys(key for result in results for key in result.settings))
-    rows = [(key, [Cell(in_words(result.settings.get(key))) for result in results]) for key in keys]
-    return Table("The settings of each simulation.", ["setting", *columns], rows, numeric=False)
+    """Returns the settings of each result, and the parameters of its step-time model with their source."""
+    each = [
+        result.settings | {f"step_time.{name}": value for name, value in _flat(result.step_time).items()}
+        for result in results
+    ]
+    keys = list(dict.fromkeys(key for one in each for key in one))
+    rows = [(key, [Cell(in_words(one.get(key))) for one in each]) for key in keys]
+    caption = "The settings of each simulation; times of steps are in seconds."
+    return Table(caption, ["setting", *columns], rows, numeric=False)
 
 
-def source_of(result: SimulationResult) -> dict[str, Any]:
-    """Returns the source of a step-time model; empty if it is unknown."""
-    source = result.step_time.get("source")
-    return source if isinstance(source, dict) else {}
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns a dictionary with the entries of the dictionaries in it as its own."""
+    inner = {name: value for name, value in values.items() if isinstance(value, dict)}
+    flat = {name: value for name, value in values.items() if name not in inner}
+    return flat | {f"{name}.{key}": one for name, value in inner.items() for key, one in value.items()}
 
 
 def in_words(value: Any) -> str:
@@ -248,3 +215,24 @@ def in_words(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def labels(results: Sequence[SimulationResult]) -> list[str]:
+    """Names each result: by its policy, then by other settings that differ, then by a number, until all names
+    are different."""
+    names = [f"{result.settings['allocation']} · {result.settings['admission']}" for result in results]
+    for key in differing(results):
+        if key not in POLICY[:2] and len(set(names)) < len(names):
+            names = [
+                f"{name}, {key} {in_words(result.settings.get(key))}"
+                for name, result in zip(names, results, strict=True)
+            ]
+    if len(set(names)) < len(names):
+        names = [f"{number}: {name}" for number, name in enumerate(names, start=1)]
+    return names
+
+
+def differing(results: Sequence[SimulationResult]) -> list[str]:
+    """Returns the settings that are not equal in all results."""
+    keys = list(dict.fromkeys(key for result in results for key in result.settings))
+    return [key for key in keys if any(r.settings.get(key) != results[0].settings.get(key) for r in results)]

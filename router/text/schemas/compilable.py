@@ -1,43 +1,27 @@
 """JSON schemas as llguidance compiles them: what it refuses or fails on, although a text can follow it, is
 written in another way."""
 
-import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
-from .alternatives import alternatives, as_key, moved, parts_of
+from .alternatives import moved, parts_of
 from .texts import quoted, searched
-
-_MAX_PAIRS = 10_000  # of alternatives that are compared in one schema
 
 
 def compilable(text: str) -> str:
-    """Returns a JSON schema, as text, that the same texts follow.
-
-    - `oneOf` of alternatives of which no value follows two is `anyOf`.
-    - Patterns of `patternProperties` that name listed or required properties alone are parts of these:
-      llguidance panics over a name that no text is.
-    """
-    if not any(f'"{key}"' in text for key in ("oneOf", "patternProperties")):
+    """Returns a JSON schema, as text, that the same texts follow. Patterns of `patternProperties` that name
+    listed or required properties alone become parts of these: llguidance panics over a name that no text is."""
+    if '"patternProperties"' not in text:
         return text
     schema = json.loads(text)
-    num_pairs = 0
     waiting = [schema]
     while waiting:
         one = waiting.pop()
-        if not isinstance(one, dict):
-            continue
-        each = one.get("oneOf")
-        if isinstance(each, list) and len(each) > 1 and "anyOf" not in one:
-            num_pairs += len(each) * (len(each) - 1) // 2
-            pairs = itertools.combinations(each, 2)
-            if num_pairs <= _MAX_PAIRS and all(_are_apart(first, second, schema) for first, second in pairs):
-                one["anyOf"] = one.pop("oneOf")
-        if isinstance(one.get("patternProperties"), dict):
+        if isinstance(one, dict) and isinstance(one.get("patternProperties"), dict):
             _take_patterns_apart(one)
         waiting += [part for _, part in parts_of(one)]
     return json.dumps(schema)
@@ -61,45 +45,6 @@ def place_of_fault(schema: Any, is_wrong: Callable[[Any], bool]) -> str:
             None,
         )
     return f"#{place}"
-
-
-def _are_apart(first: Any, second: Any, root: Any, depth: int = 4) -> bool:
-    """Returns whether it is certain that no value follows both schemas."""
-    try:
-        each = alternatives(first, root), alternatives(second, root)
-    except ValueError:
-        return False
-    return all(_differ(one, other, root, depth) for one, other in itertools.product(*each))
-
-
-def _differ(one: Mapping[str, Any], other: Mapping[str, Any], root: Any, depth: int) -> bool:
-    kinds = {one["type"], other["type"]}
-    if len(kinds) > 1 and kinds != {"integer", "number"}:
-        return True
-    if "enum" in one and "enum" in other:
-        return not {as_key(value) for value in one["enum"]} & {as_key(value) for value in other["enum"]}
-    for least, most in (("minimum", "maximum"), ("minLength", "maxLength"), ("minItems", "maxItems")):
-        for low, high in ((one.get(least), other.get(most)), (other.get(least), one.get(most))):
-            if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
-                return True
-    return one["type"] == "object" and depth > 0 and _have_a_tag(one, other, root, depth)
-
-
-def _have_a_tag(one: Mapping[str, Any], other: Mapping[str, Any], root: Any, depth: int) -> bool:
-    """Returns whether a required property tells two objects apart."""
-    for this, that in ((one, other), (other, one)):
-        listed, theirs = this.get("properties", {}), that.get("properties", {})
-        if not isinstance(listed, Mapping) or not isinstance(theirs, Mapping):
-            return False
-        others = True if "patternProperties" in that else that.get("additionalProperties", True)
-        for name in this.get("required", ()):
-            kind, their = listed.get(name, True), theirs.get(name, others)
-            is_forbidden = their is False
-            if is_forbidden or (
-                name in that.get("required", ()) and _are_apart(kind, their, root, depth - 1)
-            ):
-                return True
-    return False
 
 
 def _take_patterns_apart(one: dict[str, Any]) -> None:

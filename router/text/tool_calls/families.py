@@ -21,7 +21,7 @@ THINK_BEGIN, THINK_END = "<think>", "</think>"
 class Family:
     """How one family of models writes calls.
 
-    `marks`: the texts that its calls are told by, some of which are special tokens. `read`: reads an answer;
+    `marks`: the texts by which its calls are found, some of which are special tokens. `read`: reads an answer;
     it gets the schema of each function's arguments. `write`: returns the text of a call, of the name and the
     arguments as JSON. `form`: returns the form of an answer that is calls, of these schemas and whether there
     may be several. `begin`: what such an answer begins with, if it is always the same. `has_messages`: an

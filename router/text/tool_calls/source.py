@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Generator
 from typing import NamedTuple, TypeVar
 
-from lightkv.router.text.stop_strings import num_begun
+from lightkv.router.text.detokenizer import num_begun
 
 R = TypeVar("R")
 

@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
+from bench.demo import QUESTIONS, Run, answer, faults, summary
 from lightkv.router import LLM, EngineConfig
-from lightkv.router.cli.demo import QUESTIONS, Run, answer, faults, summary
 from lightkv.router.engine.loop import EngineStats
 from tests.support.served import save_tiny_model
 
