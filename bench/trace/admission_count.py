@@ -19,7 +19,8 @@ import numpy as np
 from bench.common.report import parser, print_json, print_machine, print_table, refuse
 from lightkv.ledger import TokenLedger
 from lightkv.router import SamplingParams, Scheduler
-from lightkv.router.engine.admission import Admission, Demand, Running, peak_tokens
+from lightkv.router.engine.admission import Admission, Running
+from lightkv.router.engine.guarantees import Demand, peak_tokens
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.step import Limits, StepResult
 

@@ -21,8 +21,9 @@ from collections.abc import Callable
 from lightkv.errors import CheckFailed
 from lightkv.ledger import Sequence
 
-from .admission import Admission, Forecasts, Running, keep_branch
+from .admission import Admission, Running, keep_branch
 from .forecast import Prefill
+from .guarantees import Forecasts
 from .ledger import Ledger
 from .plan_writer import Chunk, DecodeBatch, PlannedStep, PlanWriter
 from .prefill_budget import PrefillBudget, StepBudget
@@ -166,7 +167,6 @@ class Scheduler:
         # Before the step is looked at, which has to compute the chunks of guaranteed requests.
         if self._forecasts.guarantee(self._prefills(), self._admission.limit):
             self._retry_at = 0  # the head of the queue may be the next one to be guaranteed
-        ledger = self.ledger
         decodes = self._next_decodes()
         while self._forecasts.num_provisional and self._is_short(decodes.sequences):
             if self._in_flight:  # a request in a step in flight cannot be preempted
@@ -176,11 +176,11 @@ class Scheduler:
         # The decodes' slots are allocated last, so that no prefix that is hit is evicted for them; but first
         # where they also release some, which chunks may need.
         sequences, ones = decodes.sequences, [1] * len(decodes.rows)
-        early_alloc = None if self._num_groups == 1 else ledger.extend(sequences, ones)
-        chunks = self._plan_prefills(sequences, ledger.growth(sequences) if early_alloc is None else 0)
+        early_alloc = None if self._num_groups == 1 else self.ledger.extend(sequences, ones)
+        chunks = self._plan_prefills(sequences, self.ledger.growth(sequences) if early_alloc is None else 0)
         if not chunks and not sequences:
             return None
-        decode_alloc = early_alloc or ledger.extend(sequences, ones)
+        decode_alloc = early_alloc or self.ledger.extend(sequences, ones)
         planned = self._plans.write(chunks, decodes, decode_alloc)
         if chunks:
             for request in planned.begun:
@@ -189,7 +189,7 @@ class Scheduler:
             self._prefilling = [request for request in self._prefilling if request.num_prefill_left]
             self._retry_at = 0  # in the next step the head of the queue may hit what this one computes
         self._in_flight.append(planned)
-        self.peak_held = max(self.peak_held, ledger.num_held)
+        self.peak_held = max(self.peak_held, self.ledger.num_held)
         return planned.plan
 
     def complete(self, result: StepResult) -> list[TokenEvent]:
