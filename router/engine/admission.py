@@ -42,8 +42,7 @@ class Running(NamedTuple):
         lefts = [r.num_prefill_left for r in ahead] + [num_left] + [r.num_prefill_left for r in behind]
         windows = self.budget.windows(lefts, len(ahead), start)
         own = windows.pop(len(ahead))
-        sequences = [request.sequence for request in [*ahead, *behind]]
-        return own, list(map(Prefill, sequences, windows))  # type: ignore[arg-type]
+        return own, list(map(Prefill, [request.open_sequence for request in [*ahead, *behind]], windows))
 
     @property
     def delayed(self) -> int:
@@ -155,6 +154,7 @@ class Admission:
             promise = _steps_to_wait(running, forecasts.guaranteed, request, request.longest, limit)
             if not promise and is_first and _has_chunks(running, request):
                 return Decision(0, is_guaranteed=True)
+        is_exact = not forecasts.num_estimated and request.expected == request.max_tokens
         if promise:
             if request.can_be_guaranteed and request.num_preemptions >= MOST_INTERRUPTIONS:
                 return Decision(promise)
@@ -163,10 +163,9 @@ class Admission:
                 _, prefills = running.windows(request.num_prefill_tokens - match.num_tokens, match.num_tokens)
                 if forecasts.guaranteed.peak(prefills) > limit:
                     return Decision(1)
-            is_exact = not forecasts.num_estimated and request.expected == request.max_tokens
             if is_exact and promise < math.inf:
                 return Decision(promise)  # the peak of all is no lower
-        if ledger.groups.is_uniform:  # an end that F expects may be late, and what is held falls at ends only
+        if ledger.groups.is_uniform and not is_exact:  # ends may be late, and what is held falls at ends only
             held = held_after_prefills(running, request) + len(running.decoding)
             if held > MOST_HELD * ledger.capacity:
                 return Decision(max(promise, 1))

@@ -200,10 +200,11 @@ class Forecasts:
         if request.can_be_guaranteed:
             self._interrupted[request.id] = request
 
-    def guarantee(self, prefills: Sequence[Prefill], limit: Callable[[int, int], int]) -> int:
+    def guarantee(self, prefills: Callable[[], Sequence[Prefill]], limit: Callable[[int, int], int]) -> int:
         """Guarantees requests that fit: the eldest that was preempted, which all behind it wait for, and up to
         four of those before it. A question takes long, so they have turns, which go on in the next step after
-        the first that does not fit. Returns how many were guaranteed. `prefills`: before the next step.
+        the first that does not fit. Returns how many were guaranteed. `prefills`: returns those before the
+        next step.
         """
         candidates = self._candidates
         num, end = 0, len(candidates)
@@ -223,7 +224,9 @@ class Forecasts:
                 break
         return num
 
-    def _ask(self, request: Request, prefills: Sequence[Prefill], limit: Callable[[int, int], int]) -> bool:
+    def _ask(
+        self, request: Request, prefills: Callable[[], Sequence[Prefill]], limit: Callable[[int, int], int]
+    ) -> bool:
         """Guarantees a candidate if the guaranteed requests fit with it. Returns whether they do. If not, none
         as long is asked again until a guaranteed one has ended."""
         sure, sequence = self.guaranteed, request.open_sequence
@@ -231,7 +234,7 @@ class Forecasts:
         sure.admit(sequence, request.longest)
         if request.num_prefill_left <= 0:
             sure.decode(sequence, request.longest - sequence.length)
-        if sure.total > most and sure.peak(prefills) > most:
+        if sure.total > most and sure.peak(prefills()) > most:
             sure.drop(sequence)
             self.too_long = request.longest
             return False

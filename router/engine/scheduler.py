@@ -165,7 +165,7 @@ class Scheduler:
         if self._admission.patience is not None and self.waiting.defer(self._clock()):
             self._retry_at = 0  # there may be another head of the queue
         # Before the step is looked at, which has to compute the chunks of guaranteed requests.
-        if self._forecasts.guarantee(self._prefills(), self._admission.limit):
+        if self._forecasts.guarantee(self._prefills, self._admission.limit):
             self._retry_at = 0  # the head of the queue may be the next one to be guaranteed
         decodes = self._next_decodes()
         while self._forecasts.num_provisional and self._is_short(decodes.sequences):
@@ -184,7 +184,7 @@ class Scheduler:
         planned = self._plans.write(chunks, decodes, decode_alloc)
         if chunks:
             for request in planned.begun:
-                self._decoding[request.sequence.row] = request  # type: ignore[union-attr]
+                self._decoding[request.open_sequence.row] = request
                 self._decodes.add(request)
             self._prefilling = [request for request in self._prefilling if request.num_prefill_left]
             self._retry_at = 0  # in the next step the head of the queue may hit what this one computes
@@ -418,7 +418,7 @@ class Scheduler:
             elif admitted is None:
                 break
             request = self._prefilling[idx]
-            start = request.sequence.length  # type: ignore[union-attr]
+            start = request.open_sequence.length
             most = self._fitting(request, room)
             count = min(budget.tokens(start, request.num_prefill_left), most)
             if count <= 0:
