@@ -35,6 +35,17 @@ class Match(NamedTuple):
     tip: int
     num_tokens: int
 
+    @property
+    def held(self) -> "Match":
+        """The part of it that sequences hold; the rest may be evicted."""
+        path, tip, num_tokens = self
+        for i, segment in enumerate(path):
+            if segment.holders:
+                return Match(path[i:], tip, num_tokens)
+            num_tokens -= tip
+            tip = path[i + 1].length if i + 1 < len(path) else 0
+        return Match((), 0, 0)
+
 
 def common_prefix(segment: bytes, tokens: bytes, at: int, end: int) -> int:
     """Returns how many bytes at the start of `segment` equal `tokens[at:end]`, in whole tokens."""

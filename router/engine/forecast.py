@@ -1,6 +1,6 @@
 """The forecast: the most tokens that the running requests will hold, kept up to date as requests come and go.
 
-It is the same number as `admission.peak_tokens`, its specification, without a pass over all requests for each
+It is the same number as `guarantees.peak_tokens`, its specification, without a pass over all requests for each
 question; docs/admission.md explains both. A request that decodes takes one token a step, so two numbers stay as
 they are while it does: `end`, the step before which it takes its last token, and `base`, the tokens that it
 alone holds less the number of the step. With the n requests that last at least as long as the i-th,
@@ -56,17 +56,6 @@ class Candidate(NamedTuple):
     window: PrefillWindow
     final: int
     points: tuple[int, ...] = ()
-
-    @property
-    def held(self) -> Match:
-        """The part of what it hits that a sequence holds; the rest may be evicted while it waits."""
-        path, tip, num_tokens = self.match
-        for i, segment in enumerate(path):
-            if segment.holders:
-                return Match(path[i:], tip, num_tokens)
-            num_tokens -= tip
-            tip = path[i + 1].length if i + 1 < len(path) else 0
-        return Match((), 0, 0)
 
 
 class _Growth(NamedTuple):

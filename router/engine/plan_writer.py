@@ -91,12 +91,12 @@ class Decodes:
 
     def add(self, request: Request) -> None:
         """Adds a request whose prefill is computed."""
-        assert request.sequence is not None
-        row = request.sequence.row
+        sequence = request.open_sequence
+        row = sequence.row
         self._requests[row] = request
-        self._sequences[row] = request.sequence
+        self._sequences[row] = sequence
         self._ids[row] = request.id
-        self.prefixes.join(request.sequence)
+        self.prefixes.join(sequence)
         self._kinds[request.kind] += 1
         self._stop_ids[request.stop_ids] += 1
         self._batch = None
@@ -143,8 +143,7 @@ class PlanWriter:
 
     def introduce(self, request: Request) -> None:
         """Notes that the request's sequence was opened: the next plan says how its row is sampled."""
-        assert request.sequence is not None
-        self._new_rows.add(request, request.sequence.row)
+        self._new_rows.add(request, request.open_sequence.row)
 
     def write(self, chunks: list[Chunk], decodes: DecodeBatch, decode_alloc: Alloc) -> PlannedStep:
         """Plans the step of these chunks and decodes, whose slots the ledger has allocated."""
@@ -164,7 +163,7 @@ class PlanWriter:
         plan = StepPlan(
             step=ledger.step,
             edits=encode(edits),
-            rows=[*(chunk.request.sequence.row for chunk in chunks), *decode_alloc.rows],  # type: ignore[union-attr]
+            rows=[*(chunk.request.open_sequence.row for chunk in chunks), *decode_alloc.rows],
             starts=[*(chunk.start for chunk in chunks), *decode_alloc.starts],
             counts=[*(chunk.num_tokens for chunk in chunks), *decode_alloc.counts],
             num_prefills=len(chunks),

@@ -21,8 +21,9 @@ from collections.abc import Callable
 from lightkv.errors import CheckFailed
 from lightkv.ledger import Sequence
 
-from .admission import Admission, Forecasts, Running, keep_branch
+from .admission import Admission, Running, keep_branch
 from .forecast import Prefill
+from .guarantees import Forecasts
 from .ledger import Ledger
 from .plan_writer import Chunk, DecodeBatch, PlannedStep, PlanWriter
 from .prefill_budget import PrefillBudget, StepBudget
@@ -164,9 +165,8 @@ class Scheduler:
         if self._admission.patience is not None and self.waiting.defer(self._clock()):
             self._retry_at = 0  # there may be another head of the queue
         # Before the step is looked at, which has to compute the chunks of guaranteed requests.
-        if self._forecasts.guarantee(self._prefills(), self._admission.limit):
+        if self._forecasts.guarantee(self._prefills, self._admission.limit):
             self._retry_at = 0  # the head of the queue may be the next one to be guaranteed
-        ledger = self.ledger
         decodes = self._next_decodes()
         while self._forecasts.num_provisional and self._is_short(decodes.sequences):
             if self._in_flight:  # a request in a step in flight cannot be preempted
@@ -176,20 +176,20 @@ class Scheduler:
         # The decodes' slots are allocated last, so that no prefix that is hit is evicted for them; but first
         # where they also release some, which chunks may need.
         sequences, ones = decodes.sequences, [1] * len(decodes.rows)
-        early_alloc = None if self._num_groups == 1 else ledger.extend(sequences, ones)
-        chunks = self._plan_prefills(sequences, ledger.growth(sequences) if early_alloc is None else 0)
+        early_alloc = None if self._num_groups == 1 else self.ledger.extend(sequences, ones)
+        chunks = self._plan_prefills(sequences, self.ledger.growth(sequences) if early_alloc is None else 0)
         if not chunks and not sequences:
             return None
-        decode_alloc = early_alloc or ledger.extend(sequences, ones)
+        decode_alloc = early_alloc or self.ledger.extend(sequences, ones)
         planned = self._plans.write(chunks, decodes, decode_alloc)
         if chunks:
             for request in planned.begun:
-                self._decoding[request.sequence.row] = request  # type: ignore[union-attr]
+                self._decoding[request.open_sequence.row] = request
                 self._decodes.add(request)
             self._prefilling = [request for request in self._prefilling if request.num_prefill_left]
             self._retry_at = 0  # in the next step the head of the queue may hit what this one computes
         self._in_flight.append(planned)
-        self.peak_held = max(self.peak_held, ledger.num_held)
+        self.peak_held = max(self.peak_held, self.ledger.num_held)
         return planned.plan
 
     def complete(self, result: StepResult) -> list[TokenEvent]:
@@ -418,7 +418,7 @@ class Scheduler:
             elif admitted is None:
                 break
             request = self._prefilling[idx]
-            start = request.sequence.length  # type: ignore[union-attr]
+            start = request.open_sequence.length
             most = self._fitting(request, room)
             count = min(budget.tokens(start, request.num_prefill_left), most)
             if count <= 0:

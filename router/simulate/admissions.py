@@ -11,7 +11,7 @@ from enum import Enum
 from random import Random
 
 from lightkv.router.config import ADMISSIONS, TTFT_TARGET
-from lightkv.router.engine.admission import Admission, Running, make_admission
+from lightkv.router.engine.admission import Admission, Running, held_after_prefills, make_admission
 from lightkv.router.engine.estimates import Estimates, OutputLengths
 from lightkv.router.engine.request import Request
 
@@ -96,22 +96,9 @@ class SimulatedAdmission(Admission):
             return 0 if total + request.final <= limit else math.inf
         # The last pages of what is held are counted; those of what is still to be computed are not.
         limit += self.slack * (ledger.num_open - len(running.prefilling))
-        return 0 if _held_after_prefills(running, request) + 1 <= limit else math.inf
-
-
-def _held_after_prefills(running: Running, request: Request) -> int:
-    """Returns the slots that are held once the prefills of the running requests and of this one are computed,
-    and the decodes have taken one more token each."""
-    ledger = running.ledger
-    match = ledger.match(request.prefill_ids, request.namespace)
-    shared, tip = 0, match.tip  # the tokens that it would hit and that other requests hold already
-    for segment in match.path:
-        if segment.holders:
-            shared += tip or segment.length
-        tip = 0
-    held = ledger.num_held + request.num_prefill_tokens - shared
-    held += sum([other.num_prefill_left for other in running.prefilling])
-    return held + ledger.growth([other.sequence for other in running.decoding])  # type: ignore[misc]
+        held = held_after_prefills(running, request)
+        held += ledger.growth([other.open_sequence for other in running.decoding])
+        return 0 if held + 1 <= limit else math.inf
 
 
 def make_simulated(name: str, seed: int, slack: int, ttft_target: float = TTFT_TARGET) -> SimulatedAdmission:

@@ -121,8 +121,8 @@ class SimulationConfig:
     reserve: Annotated[float, Meta(ge=0, lt=1, title="a share")] | None = setting(
         None,
         "Share of the pool that admission keeps free if the lengths of all requests are estimated, less if "
-        "those of some are. Default: 0.025 for those of the service, 0.03 for quantile, 0.01 for watermark, "
-        "else 0.",
+        "those of some are; guaranteed, timely and provisional add twice the share of tokens computed again, "
+        "up to 0.1. Default: 0.01 for these and watermark, 0.025 for reserved, 0.03 for quantile, else 0.",
     )
     step_time: str = setting(
         "",

@@ -111,7 +111,6 @@ class Simulation:
         self.next_time = math.inf  # when the next step is planned or ends
         self._arrivals: Arrivals | Inbox
         self._live: dict[str, _Live] = {}
-        self._params = SamplingParams(temperature=0.0, max_tokens=config.max_new)
         self._draws = Random(config.seed)  # of which requests state their limit and have which priority
 
         self._num_sent = self._num_finished = self._num_skipped = self._num_cut = 0
@@ -203,27 +202,28 @@ class Simulation:
 
     def _send_one(self, number: int, asked: TraceRequest) -> None:
         config = self.config
-        if asked.prompt + config.max_new - 1 > self._longest:
+        # The service cuts a limit that the pool could never hold.
+        max_new = min(config.max_new, self._longest + 1 - asked.prompt)
+        if max_new < 1:
             if not config.skip_too_large:
                 raise InvalidSimulation(
-                    f"request {number} of {self.trace.name} has {asked.prompt} prompt tokens and up to "
-                    f"{config.max_new} new ones, of a pool of {self._longest}; give a larger "
-                    "--capacity, a smaller --max-new, or --skip-too-large to leave such requests out"
+                    f"request {number} of {self.trace.name} has {asked.prompt} prompt tokens, of a pool of "
+                    f"{self._longest}; give a larger --capacity, or --skip-too-large to leave such requests out"
                 )
             self._num_skipped += 1
             return
-        output = min(asked.output, config.max_new)
+        output = min(asked.output, max_new)
         self._num_cut += output < asked.output
         self._num_prompt += asked.prompt
         ids = prompt_ids(number, asked)
-        params = self._params
         is_stated = self._draws.random() < config.stated
         priority = int(self._draws.random() < config.low_priority)
         self._num_unstated += not is_stated
         if config.admission == "oracle":
-            params = SamplingParams(temperature=0.0, max_tokens=output)
+            max_new = output
         elif not is_stated:  # it may take all of the pool
-            params = SamplingParams(temperature=0.0, max_tokens=self._longest + 1 - asked.prompt)
+            max_new = self._longest + 1 - asked.prompt
+        params = SamplingParams(temperature=0.0, max_tokens=max_new)
         request = Request(str(number), ids, params, number, frozenset({END}), (), priority)
         request.states_length = is_stated
         self.engine.left[number] = [output]

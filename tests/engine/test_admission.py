@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from lightkv.router.engine.admission import Demand, peak_tokens
+from lightkv.router.engine.guarantees import Demand, peak_tokens
 from lightkv.router.engine.prefill_budget import PrefillBudget
 from lightkv.router.engine.step import Limits
 

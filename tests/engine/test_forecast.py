@@ -4,8 +4,8 @@ import random
 from array import array
 
 from lightkv.ledger import Sequence, TokenLedger
-from lightkv.router.engine.admission import Demand, peak_tokens
 from lightkv.router.engine.forecast import Candidate, Forecast, Prefill
+from lightkv.router.engine.guarantees import Demand, peak_tokens
 from lightkv.router.engine.prefill_budget import PrefillBudget
 from lightkv.router.engine.step import Limits
 from tests.support.combinations import each_pair, slow

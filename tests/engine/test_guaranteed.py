@@ -110,8 +110,8 @@ def test_a_guaranteed_request_is_counted_beside_provisional_ones() -> None:
 
 
 def test_a_part_of_the_pool_is_left_free_beside_estimated_requests() -> None:
-    """It is a share of 0.025 if all are estimated, and half of it if one of two is."""
-    for num_stated, most in ((0, 1950), (1, 1975), (2, 2000)):
+    """It is a share of 0.01 if all are estimated, and half of it if one of two is."""
+    for num_stated, most in ((0, 1980), (1, 1990), (2, 2000)):
         for spare in (0, -1):
             engine, _ = make(2000, max_model_len=2000)
             learn(engine, 100)
@@ -120,6 +120,34 @@ def test_a_part_of_the_pool_is_left_free_beside_estimated_requests() -> None:
             engine.add(request("second", [2] * (most - 298 - spare), limits[1], stated=num_stated > 1))
             engine.step()
             assert engine.stats().num_running == 2 + spare
+
+
+def test_prompts_have_room_beside_what_is_held_however_soon_answers_should_end() -> None:
+    """The forecast expects that the first answer has ended long before the second prompt is computed."""
+    for prompt, num_running in ((489, 2), (490, 1)):
+        engine, _ = make(1000, chunk=32)
+        learn(engine, 2)
+        engine.add(request("first", [1] * 500, 400, stated=False))
+        while not engine.scheduler._decoding:
+            engine.step()
+        engine.add(request("second", [2] * prompt, 400, stated=False))
+        engine.step()
+        assert engine.stats().forecast_peak < 600
+        assert engine.stats().num_running == num_running
+        assert len([one for one in run_checked(engine) if one.finish_reason]) == 2
+
+
+def test_what_is_promised_does_not_let_a_request_in_that_is_expected_to_be_too_much() -> None:
+    """It waits although the guaranteed requests fit with it, unless it has been preempted."""
+    for num_preemptions, num_running in ((0, 1), (1, 2)):
+        engine, _ = make(1000)
+        engine.add(request("first", [1] * 300, 400, stated=False))
+        engine.step()
+        second = request("second", [2] * 300, 250, stated=True)
+        second.num_preemptions = num_preemptions
+        engine.add(second)
+        engine.step()
+        assert engine.stats().num_running == num_running
 
 
 def run_checked(engine: LocalEngine) -> list[TokenEvent]:

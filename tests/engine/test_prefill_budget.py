@@ -6,11 +6,13 @@ import random
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from lightkv.ledger import TokenLedger
+from lightkv.router.engine.admission import make_admission
 from lightkv.router.engine.loop import (
     LEAST_SHARE,
     MOST_SHARE,
@@ -23,9 +25,12 @@ from lightkv.router.engine.prefill_budget import HURRIED, LEAST, LITTLE, MUCH, S
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits, RunnerInfo, StepPlan
-from lightkv.router.engine.step_time import StepTime, Work
+from lightkv.router.engine.step_time import PARAMETERS, StepTime, Work
 from lightkv.router.sampling_params import SamplingParams
-from tests.support.combinations import each_value
+from lightkv.router.simulate import simulation, simulator
+from lightkv.router.simulate.config import SimulationConfig
+from lightkv.router.simulate.timed_engine import DEPTH
+from tests.support.combinations import each_value, slow
 from tests.support.model_worker import STOP, ModelWorker, assert_idle, run
 
 H200 = StepTime.parse("")
@@ -453,3 +458,41 @@ def test_a_request_is_admitted_in_a_step_that_computes_a_part_of_it() -> None:
     engine, worker = make(SMALL, 0.0020)
     for plan in plans_of(engine, worker, random_requests(5, 40)):
         assert {new.row for new in plan.new_rows} <= set(plan.rows[: plan.num_prefills])
+
+
+@pytest.mark.parametrize("target", [0.0025, *slow(0.0, 1e-9)])
+def test_the_simulator_plans_the_same_steps_as_the_engine(
+    target: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(7)
+    lengths = [(rng.randint(1, 500), rng.randint(1, 30)) for _ in range(40)]
+    path = tmp_path / "trace.csv"
+    path.write_text("ContextTokens,GeneratedTokens\n" + "".join(f"{p},{o}\n" for p, o in lengths))
+    simulated: list[StepPlan] = []
+
+    class Engine(simulation.TimedEngine):
+        def plan(self) -> StepPlan | None:
+            planned = super().plan()
+            simulated.extend([planned] if planned is not None else [])
+            return planned
+
+    monkeypatch.setattr(simulation, "TimedEngine", Engine)
+    config = SimulationConfig(
+        capacity=3000, max_num_seqs=16, prefill_chunk=300, max_new=40, admission="oracle", rate=math.inf,
+        itl_target=target,
+        step_time=",".join(f"{name}={value}" for name, value in SMALL.as_dict().items() if name in PARAMETERS),
+    )  # fmt: skip
+    simulator.simulate(str(path), config)
+
+    limits = msgspec.structs.replace(LIMITS, max_model_len=3001, itl_target=target)
+    info = RunnerInfo("", "", "", "", False, 3000, 1, 3000, "", limits, SMALL)
+    worker = ModelWorker(3000, random.Random(0))
+    # Limits are the lengths of the answers, as the simulator's oracle counts them.
+    engine = LocalEngine(make_scheduler(info, make_admission("reserved"), DEPTH), worker)
+    for number, (prompt, output) in enumerate(lengths):
+        ids = array("i", [number] + [299] * (prompt - 1)).tobytes()
+        engine.add(Request(str(number), ids, SamplingParams(max_tokens=output, temperature=0.0), seed=number))
+    run(engine)
+    ours, theirs = ([(p.rows, p.starts, p.counts) for p in plans] for plans in (worker.plans, simulated))
+    assert ours == theirs
+    assert any(plan.num_prefills and plan.work.decodes for plan in simulated)

@@ -120,6 +120,7 @@ def test_a_target_bounds_the_steps_and_never_preempts(tmp_path: Path, allocation
     """Without the target a step takes 36 ms and more."""
     name = write_trace(tmp_path / "trace.csv", 5, num=80, gap=0.08)
     config = replace(SMALL, allocation=allocation, prefill_chunk=256, itl_target=0.02, capacity=6000)
+    config = replace(config, admission="sum" if allocation == "contiguous" else "reserved")
     found = simulate(name, config)
     assert found.figures.num_preemptions == 0
     free = simulate(name, replace(config, itl_target=0.0)).figures
@@ -198,11 +199,11 @@ def test_requests_that_are_all_admitted_at_once_have_a_saturation(tmp_path: Path
 
 
 def test_timely_admits_requests_first_that_can_meet_the_target() -> None:
-    config = SimulationConfig(requests=200, load=2.0, capacity=10_000, ttft_target=5.0)
+    config = SimulationConfig(requests=400, load=1.5, capacity=10_000, ttft_target=5.0)
     config = replace(config, saturation=saturation("chat", config))  # once for both
     first_come = simulate("chat", replace(config, admission="guaranteed")).figures
     timely = simulate("chat", replace(config, admission="timely")).figures
-    assert timely.num_finished == first_come.num_finished == 200
+    assert timely.num_finished == first_come.num_finished == 400
     assert timely.met_share > 1.3 * first_come.met_share
     assert timely.ttft_max > first_come.ttft_p50
 
@@ -223,8 +224,12 @@ def test_requests_that_never_fit_are_refused_or_left_out(trace: str) -> None:
     with pytest.raises(InvalidSimulation, match=r"pool of 400; give a larger --capacity, .*--skip-too-large"):
         simulate(trace, small)
     found = simulate(trace, replace(small, skip_too_large=True)).figures
-    fitting = sum(request.prompt + 199 <= 400 for request in simulator.open_trace(trace))
-    assert (found.num_finished, found.num_skipped) == (fitting, 150 - fitting)
+    fitting = [one for one in simulator.open_trace(trace) if one.prompt <= 400]
+    assert (found.num_finished, found.num_skipped) == (len(fitting), 150 - len(fitting))
+    # Limits that the pool cannot hold are cut, as in the service.
+    answers = [min(one.output, SMALL.max_new, 401 - one.prompt) for one in fitting]
+    assert found.num_cut == sum(count < one.output for count, one in zip(answers, fitting, strict=True)) > 0
+    assert found.output_tokens == sum(answers)
 
 
 def test_answers_are_cut_at_max_new(trace: str) -> None:
