@@ -21,6 +21,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 CALLED_BY = {
     "asyncio": "connection_made connection_lost data_received pause_writing resume_writing",
     "click": "invoke",
+    "fastapi": "openapi",
     "h11": "next_event maybe_extract_lines send_400_response handle_events",
     "the router's calls of a worker": "exposed_start exposed_step exposed_flush "
     "exposed_capture exposed_check exposed_map",

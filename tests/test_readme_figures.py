@@ -28,7 +28,7 @@ DECIMAL = re.compile(r"\d[\d,]*\.\d+")
 # Numbers that are part of a name, a version or a setting.
 NAMES = re.compile(
     r"\b(?:Python|vLLM|FlashInfer|FlashAttention|transformers|torch|Triton|CUDA|Llama|SmolLM|Apache|lightkv"
-    r"|page|batch)(?: is)?[ -]?\d[\d.]*\b|\bpages of \d+|\d[\d.]*(?: and \d[\d.]*)? of saturation"
+    r"|page|batch|states)(?: is)?[ -]?\d[\d.]*\b|\bpages of \d+|\d[\d.]*(?: and \d[\d.]*)? of saturation"
     r"|\d+ clients|\b[HAB]\d{2,3}\b|\b(?=\d*[a-f])[\da-f]{7}\b"  # the last: a commit
 )
 
@@ -106,6 +106,13 @@ def capacity(found: Any) -> Iterator[float]:
     yield math.floor(100 * max(shares[0] for shares in found["waste"].values())) + 1
 
 
+def admission(found: Any) -> Iterator[float]:
+    """Percentages of the chats that state 4,096 tokens, at 1.3 of saturation."""
+    (cell,) = (one for one in found if (one["workload"], one["load"]) == ("chat, 4,096 stated", 1.3))
+    for policy in ("guaranteed", "watermark"):
+        yield from (100 * cell["policies"][policy][name] for name in ("in_time", "preempted"))
+
+
 FIGURES: dict[str, Callable[[Any], Iterator[float]]] = {
     "vllm-peer-in-process-h200.json": in_process,
     "vllm-peer-h200.json": over_http,
@@ -116,6 +123,7 @@ FIGURES: dict[str, Callable[[Any], Iterator[float]]] = {
     "allocator-h200.json": allocator,
     "generate-cpu.json": generate,
     "simulate.json": capacity,
+    "admission-rules.json": admission,
 }
 
 

@@ -29,8 +29,8 @@ from lightkv.router.engine.loop import Engine, make_scheduler
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.step import RunnerInfo, TokenEvent
 from lightkv.router.sampling_params import SamplingParams
-from lightkv.router.service.ranks.worker_group import WorkerGroup
-from lightkv.router.service.worker_client import Worker, WorkerClient
+from lightkv.router.service.ranks.worker_group import Worker, WorkerGroup
+from lightkv.router.service.worker_client import WorkerClient
 
 BATCHES = (1, 32, 256)
 CONTEXT, STEPS, WARM = 512, 60, 10

@@ -16,7 +16,7 @@ from lightkv.router.service.messages import Submit
 from tests.support.fake_router import CHAT, HELLO, ApiUnderTest, FakeRouter, idle, service, stream_texts
 
 ROOT = Path(__file__).parents[2]
-MOST_FILES, MOST_ENTRIES = 20, 2
+MOST_FILES, MOST_ENTRIES = 21, 2
 TALK = {
     "messages": [
         {"role": "system", "content": "Be brief."},

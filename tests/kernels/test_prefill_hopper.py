@@ -361,7 +361,13 @@ def test_never_synchronises() -> None:
 @pytest.mark.gpu
 def test_prefill_attention_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     if tuning.device_class(torch.device("cuda")).major != 9:
-        assert _hopper_launch(*torch.empty(4, 5, 8, 128, dtype=torch.float16, device="cuda"), (), 128) is None
+        q, k, v, out = torch.empty(4, 5, 8, 128, dtype=torch.float16, device="cuda")
+        assert (
+            _hopper_launch(
+                q, PagedKV(k, v, k.new_zeros(1, 1, dtype=torch.int32)), out, AttentionOptions(), 128
+            )
+            is None
+        )
         return
     hopper = _hopper()
     assert hopper is not None

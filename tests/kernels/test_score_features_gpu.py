@@ -122,8 +122,8 @@ def check_prefill(
     options = make(name, q, lengths, q_lens)
     if launch == "hopper":
         options = in_whole_vectors(options)
-        heads = q, cache.kv.k, cache.kv.v, torch.empty_like(q)
-        assert ("blocks" in name) == (_hopper_launch(*heads, options.variants, tiles.block_m) is None)
+        found_launch = _hopper_launch(q, cache.kv, torch.empty_like(q), options, tiles.block_m)
+        assert ("blocks" in name) == (found_launch is None)
     args = q, cache.kv, cache.rows, starts(q_lens, "cuda"), cache.lengths
     bounds = {"limits": limits(options.variants), "causal": options.causal}
     sizes = {"num_tokens": len(q), "dtype": dtype, "launch": tiles, "shares": shares}
