@@ -3,7 +3,6 @@ and the token ids of their prompts. Requests are numbered from 1 in the order of
 
 import math
 import random
-from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -49,92 +48,31 @@ def poisson(trace: Trace, rate: float, seed: int) -> Iterator[TraceRequest]:
 
 
 class Arrivals:
-    """The requests of a trace in order, divided into arrived and future ones."""
+    """The requests of a trace that are still to arrive, in order. `all_at_start`: none waits for its time."""
 
     def __init__(self, requests: Iterator[TraceRequest], all_at_start: bool) -> None:
-        self._requests = requests
-        self._all_at_start = all_at_start
-        self._come: deque[TraceRequest] = deque()
-        self._next = next(requests, None)
-        self._num_taken = 0
-
-    @property
-    def num_waiting(self) -> int:
-        """The number of requests that had arrived by the last `look` and that `take` has not removed. If all
-        requests arrive at the start, they are not counted."""
-        return len(self._come)
+        self._numbered = enumerate(requests, start=1)
+        self._next = next(self._numbered, None)
+        self.all_at_start = all_at_start
 
     @property
     def exhausted(self) -> bool:
         """Whether no request is left."""
-        return self._next is None and not self._come
+        return self._next is None
 
     @property
     def next_time(self) -> float:
-        """When the next request arrives; infinity after the last, or if all requests arrive at the start."""
-        if self._next is None or self._next.arrival is None or self._all_at_start:
+        """When the next request arrives; infinity after the last."""
+        if self._next is None or self._next[1].arrival is None:
             return math.inf
-        return self._next.arrival
+        return self._next[1].arrival
 
-    def look(self, now: float) -> None:
-        """Notes the requests that have arrived by `now`."""
-        if self._all_at_start:
-            return
-        while self._next is not None and self._next.arrival <= now:  # type: ignore[operator]
-            self._come.append(self._next)
-            self._next = next(self._requests, None)
-
-    def take(self) -> Numbered | None:
-        """Removes the first request that has arrived, and returns its number and it; None if there is none."""
-        if self._all_at_start:
-            taken, self._next = self._next, next(self._requests, None)
-        else:
-            taken = self._come.popleft() if self._come else None
-        if taken is None:
+    def take(self, now: float) -> Numbered | None:
+        """Removes the first request that has arrived by `now`, and returns its number and it; None if there is
+        none."""
+        if self.next_time > now:
             return None
-        self._num_taken += 1
-        return self._num_taken, taken
-
-
-class Inbox:
-    """The requests that a router has sent to one replica and that its engine has not taken yet. It stands where
-    a single engine has `Arrivals`. `closed`: whether no further request comes."""
-
-    def __init__(self, all_at_start: bool) -> None:
-        self._all_at_start = all_at_start
-        self._come: deque[Numbered] = deque()
-        self.num_tokens = 0  # of the prompts in it
-        self.closed = False
-
-    @property
-    def num_waiting(self) -> int:
-        """The number of requests in it, as `Arrivals.num_waiting` counts."""
-        return 0 if self._all_at_start else len(self._come)
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether no request is left, and none comes."""
-        return self.closed and not self._come
-
-    @property
-    def next_time(self) -> float:
-        """Infinity: the router knows when requests arrive."""
-        return math.inf
-
-    def look(self, now: float) -> None:
-        """Does nothing: the router brings each request when it arrives."""
-
-    def put(self, number: int, asked: TraceRequest) -> None:
-        """Adds a request behind the others."""
-        self._come.append((number, asked))
-        self.num_tokens += asked.prompt
-
-    def take(self) -> Numbered | None:
-        """Removes the first request, and returns its number and it; None if there is none."""
-        if not self._come:
-            return None
-        taken = self._come.popleft()
-        self.num_tokens -= taken[1].prompt
+        taken, self._next = self._next, next(self._numbered, None)
         return taken
 
 

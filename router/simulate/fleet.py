@@ -1,11 +1,11 @@
-"""Several simulated engines behind one router, on one clock.
+"""One simulated engine, or several behind one router, on one clock.
 
 Each replica is a simulation of its own, with the real ledger, scheduler and engine. The router sends it a
 request when that arrives (`routing.py`), and never moves it afterwards.
 
-    arrivals ──► router ──► inbox ──► engine 0      events in the order of their times: arrivals, plans and
-                        ──► inbox ──► engine 1      ends of steps; at one time arrivals come first,
-                        ──► inbox ──► engine 2      then replicas by number
+    arrivals ──► router ──► engine 0      events in the order of their times: arrivals, plans and ends of
+                        ──► engine 1      steps; at one time arrivals come first, then replicas by number
+                        ──► engine 2
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from statistics import fmean
 from typing import Any
 
-from .arrivals import Arrivals, Inbox, Numbered, prompt_ids
+from .arrivals import Arrivals, Numbered, prompt_ids
 from .record import Distribution, Timeline
 from .result import Figures, Series, SimulationResult
 from .routing import Policy, View, known_tokens
@@ -36,50 +36,44 @@ _MEAN = (
 
 
 class Fleet:
-    """Replicas and the router before them.
+    """Replicas and the router before them. `choose`: the routing policy."""
 
-    `choose`: the routing policy. `all_at_start`: no request waits for its time.
-    """
-
-    def __init__(self, replicas: Sequence[Simulation], choose: Policy, all_at_start: bool) -> None:
+    def __init__(self, replicas: Sequence[Simulation], choose: Policy) -> None:
         self.replicas = replicas
         self._choose = choose
-        self._inboxes = [Inbox(all_at_start) for _ in replicas]
-        for simulation, inbox in zip(replicas, self._inboxes, strict=True):
-            simulation.follow(inbox)
         self._sent = [0] * len(replicas)
 
     def run(self, arrivals: Arrivals, progress: Callable[[int], None]) -> None:
         """Runs all requests, and recounts every replica at the end. `progress`: takes the number of requests
-        that were sent."""
-        self._receive(arrivals, 0.0, progress)
+        that have ended."""
+        told = 0
         while (at := min([arrivals.next_time, *(one.next_time for one in self.replicas)])) < math.inf:
             if at == arrivals.next_time:
-                self._receive(arrivals, at, progress)
-                continue
-            for simulation in self.replicas:
-                if simulation.next_time == at:
-                    simulation.move_to(at)
+                self._receive(arrivals, at)
+            else:
+                for simulation in self.replicas:
+                    if simulation.next_time == at:
+                        simulation.move_to(at)
+            if (num := sum(one.num_finished for one in self.replicas)) >= told + PROGRESS_EVERY:
+                told = num
+                progress(num)
         end = max(simulation.clock for simulation in self.replicas)
         for simulation in self.replicas:
             simulation.pass_time(end)
             simulation.engine.check()
 
-    def _receive(self, arrivals: Arrivals, at: float, progress: Callable[[int], None]) -> None:
+    def _receive(self, arrivals: Arrivals, at: float) -> None:
         """Sends all requests that arrive at one time, to replicas that take them at once."""
         reached: set[int] = set()
-        arrivals.look(at)
-        while (taken := arrivals.take()) is not None:
-            idx = self._route(taken)
+        while (taken := arrivals.take(at)) is not None:
+            idx = self._route(taken) if len(self.replicas) > 1 else 0
             reached.add(idx)
             self.replicas[idx].pass_time(at)
-            self._inboxes[idx].put(*taken)
+            self.replicas[idx].put(*taken)
             self._sent[idx] += taken[1].prompt
-            if not taken[0] % PROGRESS_EVERY:
-                progress(taken[0])
         if arrivals.exhausted:
-            for inbox in self._inboxes:
-                inbox.closed = True
+            for simulation in self.replicas:
+                simulation.is_closed = True
         for idx in sorted(reached):
             self.replicas[idx].move_to(at)
 
@@ -87,15 +81,11 @@ class Fleet:
         ids = prompt_ids(*numbered)
         replicas = self.replicas
         width = replicas[0].ledger.groups.num_groups
-        loads = [
-            simulation.ledger.num_held + (simulation.waiting_tokens + inbox.num_tokens) * width
-            for simulation, inbox in zip(replicas, self._inboxes, strict=True)
-        ]
         return self._choose(
             View(
                 number=numbered[0],
                 num_prompt=numbered[1].prompt,
-                loads=loads,
+                loads=[one.ledger.num_held + one.waiting_tokens * width for one in replicas],
                 sent=self._sent,
                 capacity=replicas[0].ledger.capacity,
                 known=lambda: [known_tokens(simulation.ledger, ids) for simulation in replicas],

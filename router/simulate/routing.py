@@ -7,9 +7,8 @@ which tokens a step under way computes, or what will be evicted. Events and gaug
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from lightkv.ledger.prefix_tree import Match
+from lightkv.ledger import TokenLedger
 
 BLOCK_TOKENS = 64  # of a block of KV events
 # A replica is too busy for its prefixes beyond this many times the load of the least busy one, which counts as
@@ -75,14 +74,7 @@ ROUTINGS: dict[str, Policy] = {
 }
 
 
-class Cache(Protocol):
-    """The ledger of a replica, as far as its events tell of it."""
-
-    def match(self, token_ids: bytes) -> Match:
-        """Returns what the cache has of a prompt."""
-
-
-def known_tokens(cache: Cache, prompt_ids: bytes) -> int:
+def known_tokens(cache: TokenLedger, prompt_ids: bytes) -> int:
     """Returns the tokens of a prompt that a reader of all events so far knows to be in the cache: whole blocks
     of which every token is computed. Tokens of a step under way are not told yet."""
     match = cache.match(prompt_ids)

@@ -11,7 +11,8 @@ prefixes are known, their ids fill the prompt.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from random import Random
 from typing import Any
@@ -24,7 +25,7 @@ from lightkv.router.engine.step_time import StepTime
 from lightkv.router.sampling_params import SamplingParams
 
 from .admissions import make_simulated
-from .arrivals import Arrivals, Inbox, arrange, prompt_ids
+from .arrivals import Numbered, prompt_ids
 from .config import InvalidSimulation, SimulationConfig, groups_of, page_of
 from .paged_ledger import ContiguousLedger, PaddedLedger, PagedLedger, make_ledger
 from .record import Distribution, Means, Overtaking, Timeline
@@ -37,12 +38,7 @@ VOCAB_SIZE = 2**31 - 1
 # The most requests in the scheduler's queue. The others wait outside it, where each takes a few numbers, and
 # they pass no request.
 QUEUE = 64
-PROGRESS_EVERY = 100
-WORDS = "simulating"  # what a progress bar says
 LARGE_SHARE = 1 / 16  # of the tokens of the longest request that fits the pool; one with as many is large
-
-Progress = Callable[[str, int], None]
-"""Takes the name of the current phase, and how many of its requests have ended."""
 
 
 def settings_of(trace: Trace, config: SimulationConfig) -> dict[str, Any]:
@@ -67,20 +63,15 @@ class _Live:
 
 
 class Simulation:
-    """One run: the clock, the engine, and the statistics."""
+    """One run: the clock, the engine, and the statistics. `all_at_start`: requests that it has not sent to the
+    scheduler do not count as waiting. `is_closed`: whether no further request arrives."""
 
     def __init__(
-        self,
-        trace: Trace,
-        config: SimulationConfig,
-        step_time: StepTime,
-        progress: Progress,
+        self, trace: Trace, config: SimulationConfig, step_time: StepTime, all_at_start: bool
     ) -> None:
         self.config = config
         self.trace = trace
         self.step_time = step_time
-        self._progress = progress
-        self._what = WORDS if config.rate != math.inf else "measuring saturation"
         self.clock = 0.0
         page = page_of(config.allocation)
         groups, num_slots = groups_of(config.layers), config.num_slots
@@ -109,11 +100,14 @@ class Simulation:
         )
         self.engine = TimedEngine(self.scheduler, step_time)
         self.next_time = math.inf  # when the next step is planned or ends
-        self._arrivals: Arrivals | Inbox
+        self._inbox: deque[Numbered] = deque()  # the requests that have arrived and are not sent
+        self._inbox_tokens = 0  # of their prompts
+        self._all_at_start = all_at_start
+        self.is_closed = False
         self._live: dict[str, _Live] = {}
         self._draws = Random(config.seed)  # of which requests state their limit and have which priority
 
-        self._num_sent = self._num_finished = self._num_skipped = self._num_cut = 0
+        self._num_sent = self.num_finished = self._num_skipped = self._num_cut = 0
         self._num_met = self._num_preempted = self._num_prompt = 0
         self._num_unstated = self._num_preempted_stated = 0
         self._most_preemptions = 0
@@ -129,24 +123,14 @@ class Simulation:
         self._loaded_output = 0
         self._max_running = self._max_waiting = 0
 
-    def run(self) -> SimulationResult:
-        """Runs all requests."""
-        self._arrivals, offered, saturated = arrange(self.trace, self.config)
-        at = 0.0
-        while at < math.inf:
-            self.move_to(at)
-            at = min(self.next_time, self._arrivals.next_time)
-        self.engine.check()
-        return self.result(offered, saturated)
-
-    def follow(self, arrivals: Arrivals | Inbox) -> None:
-        """Takes requests from `arrivals` from now on, for a caller that moves the clock itself."""
-        self._arrivals = arrivals
+    def put(self, number: int, asked: TraceRequest) -> None:
+        """Takes a request that arrives now. `move_to` sends it to the scheduler."""
+        self._inbox.append((number, asked))
+        self._inbox_tokens += asked.prompt
 
     def move_to(self, at: float) -> None:
         """Moves the clock on: completes the steps that have ended by then, and plans those that are due."""
         self.pass_time(at)
-        self._arrivals.look(at)
         self._take(self.engine.complete_due(at))
         self._send()
         num_before = self.scheduler.num_preemptions
@@ -162,8 +146,8 @@ class Simulation:
 
     @property
     def waiting_tokens(self) -> int:
-        """The tokens that the requests sent so far have yet to compute before they decode."""
-        tokens = 0
+        """The tokens that the requests so far have yet to compute before they decode."""
+        tokens = self._inbox_tokens
         for live in self._live.values():
             request, sequence = live.request, live.request.sequence
             tokens += max(request.num_prefill_tokens - (sequence.length if sequence else 0), 0)
@@ -178,10 +162,11 @@ class Simulation:
         ledger = self.ledger
         held, cached = ledger.num_held, ledger.num_cached
         padding = ledger.padding if isinstance(ledger, PaddedLedger) else 0
-        scheduler, arrivals = self.scheduler, self._arrivals
-        running, waiting = scheduler.num_running, scheduler.num_waiting + arrivals.num_waiting
+        scheduler, inbox = self.scheduler, self._inbox
+        running = scheduler.num_running
+        waiting = scheduler.num_waiting + (0 if self._all_at_start else len(inbox))
         guaranteed = scheduler.num_guaranteed
-        if self._loaded and not waiting and arrivals.exhausted:
+        if self._loaded and not waiting and not inbox and self.is_closed:
             self._loaded = False
             self._loaded_output = scheduler.num_output_tokens
         if self._loaded:
@@ -193,12 +178,11 @@ class Simulation:
 
     def _send(self) -> None:
         """Adds the requests that have arrived, as many as the scheduler has to see."""
-        while self.scheduler.num_waiting < self._queue:
-            taken = self._arrivals.take()
-            if taken is None:
-                return
+        while self._inbox and self.scheduler.num_waiting < self._queue:
+            number, asked = self._inbox.popleft()
+            self._inbox_tokens -= asked.prompt
             self._num_sent += 1
-            self._send_one(*taken)
+            self._send_one(number, asked)
 
     def _send_one(self, number: int, asked: TraceRequest) -> None:
         config = self.config
@@ -244,9 +228,7 @@ class Simulation:
                 live = self._live.pop(event.request_id)
                 del self.engine.left[live.request.seed]
                 self._finish(live, len(live.request.output))
-                self._num_finished += 1
-                if not self._num_finished % PROGRESS_EVERY:
-                    self._progress(self._what, self._num_finished)
+                self.num_finished += 1
 
     def _begin(self, live: _Live, seconds: float) -> None:
         """Notes the first token of a request, `seconds` after its arrival."""
@@ -277,7 +259,7 @@ class Simulation:
     def result(self, offered: float, saturated: float) -> SimulationResult:
         config, scheduler, capacity = self.config, self.scheduler, self.ledger.capacity
         means, ttft, tpot = self._means, self.ttft, self.tpot
-        num, seconds = self._num_finished, self.clock
+        num, seconds = self.num_finished, self.clock
         mean_output = scheduler.num_output_tokens / num if num else 0.0
         loaded_rate = self._loaded_output / means.seconds if means.seconds else 0.0
         shares = [means.of(i) / capacity for i in range(4)]

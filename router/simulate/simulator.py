@@ -1,7 +1,8 @@
-"""The simulator: runs a trace through one simulated engine (`simulation.py`), or several replicas of it
-(`fleet.py`)."""
+"""The simulator: runs a trace through simulated engines (`simulation.py`), one or several (`fleet.py`)."""
 
 import math
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from lightkv.router.engine.step_time import StepTime
@@ -11,10 +12,14 @@ from .config import InvalidSimulation, SimulationConfig
 from .fleet import Fleet, together
 from .result import SimulationResult
 from .routing import ROUTINGS
-from .simulation import WORDS, Progress, Simulation, settings_of
-from .traces import Trace, is_timed, needs_time_unit, open_trace, summarise
+from .simulation import Simulation, settings_of
+from .trace_files import UnreadableTrace
+from .traces import is_timed, open_trace, summarise
 
 SATURATION_REQUESTS = 20_000
+
+Progress = Callable[[str, int], None]
+"""Takes the name of the current phase, and how many of its requests have ended."""
 
 
 def simulate(trace_name: str, config: SimulationConfig, progress: Progress | None = None) -> SimulationResult:
@@ -24,33 +29,29 @@ def simulate(trace_name: str, config: SimulationConfig, progress: Progress | Non
     that can never run.
     """
     trace = open_trace(trace_name, config.requests, config.seed, config.reading)
-    if config.time_unit is not None and not needs_time_unit(trace_name):
-        raise InvalidSimulation(
-            f"--time-unit is {config.time_unit}, and {trace_name} tells the unit of its times itself, or has "
-            "no times; leave --time-unit out"
-        )
+    if config.time_unit is not None:
+        with suppress(UnreadableTrace):  # without the unit
+            next(iter(open_trace(trace_name, reading=config.reading._replace(time_unit=None))))
+            raise InvalidSimulation(
+                f"--time-unit is {config.time_unit}, and {trace_name} tells the unit of its times itself, or "
+                "has no times; leave --time-unit out"
+            )
     if config.load is None and config.rate is None and not is_timed(trace):
         config = replace(config, load=1.0)
     if config.load is not None and config.saturation is None:
         config = replace(config, saturation=saturation(trace_name, config, progress))
     step_time = StepTime.parse(config.step_time)
-    progress = progress or (lambda what, done: None)
-    if config.replicas > 1:
-        return _simulate_fleet(trace, config, step_time, progress)
-    return Simulation(trace, config, step_time, progress).run()
-
-
-def _simulate_fleet(
-    trace: Trace, config: SimulationConfig, step_time: StepTime, progress: Progress
-) -> SimulationResult:
-    """Runs `config.replicas` engines, with random numbers of their own, behind one router."""
-    replicas = [
-        Simulation(trace, replace(config, seed=config.seed + idx), step_time, lambda what, done: None)
+    arrivals, offered, saturated = arrange(trace, config)
+    replicas = [  # with random numbers of their own
+        Simulation(trace, replace(config, seed=config.seed + idx), step_time, arrivals.all_at_start)
         for idx in range(config.replicas)
     ]
-    fleet = Fleet(replicas, ROUTINGS[config.routing], config.rate == math.inf)
-    arrivals, offered, saturated = arrange(trace, config)
-    fleet.run(arrivals, lambda num_sent: progress(WORDS, num_sent))
+    what = "measuring saturation" if config.rate == math.inf else "simulating"
+    Fleet(replicas, ROUTINGS[config.routing]).run(
+        arrivals, lambda num: None if progress is None else progress(what, num)
+    )
+    if config.replicas == 1:
+        return replicas[0].result(offered, saturated)
     return together(replicas, settings_of(trace, config), offered, saturated)
 
 

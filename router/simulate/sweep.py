@@ -7,8 +7,7 @@ from typing import Any
 
 from .config import SimulationConfig
 from .result import Figures, SimulationResult
-from .simulation import Progress
-from .simulator import simulate
+from .simulator import Progress, simulate
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,12 @@ docs/simulator.md describes the formats. A unit that a file does not tell is nev
 import csv
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from lightkv.errors import LightKVError
-
-T = TypeVar("T")
 
 BLOCK = 512  # tokens of a prefix block in Mooncake's traces
 TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}  # in seconds
@@ -60,10 +58,6 @@ class _Format(NamedTuple):
     time_in: str = ""
     blocks: str | None = None
 
-    def has_bare_time(self, record: Mapping[str, Any]) -> bool:
-        """Whether the record has a time whose unit the field's name does not tell."""
-        return self.time is not None and self.time in record and not self.time_in
-
 
 _OWN = _Format("prompt_tokens", "output_tokens", "arrival_seconds", "s", "hash_ids")
 _FORMATS = {
@@ -92,30 +86,11 @@ class FileTrace:
     def name(self) -> str:
         return self.path.name
 
-    @property
-    def needs_time_unit(self) -> bool:
-        """Whether its first request has a time whose unit the file does not tell. Raises as iterating does."""
-        return next(self._requests(lambda record, known, prompt, output: known.has_bare_time(record)))
-
     def __iter__(self) -> Iterator[TraceRequest]:
         """Yields the requests. Raises UnreadableTrace, also for a file without requests, and OSError."""
         last = 0.0
         first: float | None = None
         time_unit, block_tokens = self._reading
-
-        def request_of(record: Mapping[str, Any], known: _Format, prompt: int, output: int) -> TraceRequest:
-            nonlocal first, last
-            at = _seconds(record, known, time_unit)
-            if at is not None:
-                first = at if first is None else first
-                last = at = max(at - first, last)
-            blocks = _blocks(record, known, prompt, block_tokens)
-            return TraceRequest(at, prompt, output, blocks, block_tokens)
-
-        return self._requests(request_of)
-
-    def _requests(self, read: Callable[[Mapping[str, Any], _Format, int, int], T]) -> Iterator[T]:
-        """Yields what `read` makes of each record with a prompt and an answer."""
         empty = True
         with self.path.open(encoding="utf-8-sig", newline="") as lines:
             records: Iterable[Mapping[str, Any]]
@@ -129,7 +104,12 @@ class FileTrace:
                     if prompt < 1 or output < 1:
                         continue
                     empty = False
-                    yield read(record, known, prompt, output)
+                    at = _seconds(record, known, time_unit)
+                    if at is not None:
+                        first = at if first is None else first
+                        last = at = max(at - first, last)
+                    blocks = _blocks(record, known, prompt, block_tokens)
+                    yield TraceRequest(at, prompt, output, blocks, block_tokens)
             except UnicodeDecodeError as error:
                 raise UnreadableTrace(f"{self.path} is not text; unpack it if it is compressed") from error
             except (ValueError, TypeError, csv.Error) as error:

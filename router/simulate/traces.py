@@ -162,11 +162,6 @@ def open_trace(name: str, num: int | None = None, seed: int = 0, reading: Readin
     return trace if num is None else Repeated(trace, num)
 
 
-def needs_time_unit(name: str) -> bool:
-    """Whether the trace `name` has times whose unit its file does not tell. Raises UnreadableTrace, OSError."""
-    return name not in WORKLOADS and FileTrace(Path(name)).needs_time_unit
-
-
 # --------------------------------------------------------------------------------
 # Arrivals
 

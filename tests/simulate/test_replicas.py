@@ -38,15 +38,15 @@ def computed(result: SimulationResult) -> int:
 
 
 def fleet_of(trace_name: str, config: SimulationConfig) -> tuple[list[Simulation], SimulationResult]:
-    """Runs a fleet, which `simulate` does only for two replicas or more."""
+    """Runs a fleet, whose figures are put together even for one replica."""
     trace = open_trace(trace_name, config.requests, config.seed, config.reading)
     model = StepTime.parse(config.step_time)
+    arrivals, offered, saturated = arrange(trace, config)
     replicas = [
-        Simulation(trace, replace(config, seed=config.seed + idx), model, lambda what, done: None)
+        Simulation(trace, replace(config, seed=config.seed + idx), model, arrivals.all_at_start)
         for idx in range(config.replicas)
     ]
-    fleet = Fleet(replicas, ROUTINGS[config.routing], config.rate == math.inf)
-    arrivals, offered, saturated = arrange(trace, config)
+    fleet = Fleet(replicas, ROUTINGS[config.routing])
     fleet.run(arrivals, lambda done: None)
     return replicas, together(replicas, settings_of(trace, config), offered, saturated)
 
