@@ -166,7 +166,7 @@ def describe(step_time: StepTime, options: argparse.Namespace) -> RunnerInfo:
         options.vocab_size,
         itl_target=options.itl_target,
     )
-    buckets = token_buckets([], limits.prefill_budget, limits.max_step_tokens, lambda line: None)
+    buckets = token_buckets(limits.max_step_tokens, limits.prefill_budget)
     return RunnerInfo(
         "", "simulated", "", "", True, options.capacity, 1, options.capacity, "given", limits,
         step_time=step_time, graph_tokens=tuple(buckets),

@@ -27,7 +27,7 @@ from lightkv.integrations.model.kv_scales import (
     read_kv_scales,
     set_kv_scales,
 )
-from lightkv.integrations.model.linears import Linears, prepare_linears
+from lightkv.integrations.model.linears import prepare_linears
 from lightkv.integrations.model.probe import ModelShape, probe
 from lightkv.integrations.ranks.group import RankGroup
 from lightkv.integrations.ranks.sharded import part_of_heads
@@ -162,12 +162,11 @@ def assemble(
 
 
 class _BoundModel(NamedTuple):
-    """A model that calls lightkv's attention, its linear layers as they run, the limits of its steps,
-    and how many layers run unfused, by the reason."""
+    """A model that calls lightkv's attention, the limits of its steps, and how many layers run unfused, by the
+    reason."""
 
     shape: ModelShape
     backends: Sequence[AttentionBackend]
-    linears: Linears
     limits: Limits
     unfused: dict[str, int]
 
@@ -202,14 +201,12 @@ class _Start:
         bind(model)
         is_packed = self.device.type == "cpu"
         if config.fuse:
-            fused = fuse_layers(model, self.report, is_packed)
-            linears, unfused = fused.linears, dict(fused.unfused)
+            unfused = dict(fuse_layers(model, self.report, is_packed).unfused)
         else:
-            linears = prepare_linears(model, packed=is_packed)
             unfused = {"--no-fuse": shape.spec.num_layers}
-            for line in linears.lines:
+            for line in prepare_linears(model, packed=is_packed).lines:
                 self.report(line)
-        return _BoundModel(shape, backends, linears, limits, unfused)
+        return _BoundModel(shape, backends, limits, unfused)
 
     def plan_pool(self, shape: ModelShape) -> PoolPlan:
         """Plans the pool that fits beside the weights, with ranks on each of them, and reports it."""
@@ -262,12 +259,7 @@ class _Start:
         if not use_graphs(self.config, self.device):
             return None
         limits = bound.limits
-        buckets = token_buckets(
-            bound.linears.by_shape(), limits.prefill_budget, limits.max_step_tokens, self.report
-        )
-        if self.ranks is not None:
-            buckets = self.ranks.list_of_first(buckets)
-        return StepGraphs(parts, limits, buckets)
+        return StepGraphs(parts, limits, token_buckets(limits.max_step_tokens, limits.prefill_budget))
 
     def describe(self, bound: _BoundModel, pool: PoolPlan, graphs: StepGraphs | None) -> RunnerInfo:
         """Returns what the engine has to know of the runner, but for the times of its steps."""

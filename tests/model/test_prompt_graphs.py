@@ -52,7 +52,7 @@ def recomputed_graphs(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> S
     capture = SimpleNamespace(graph=lambda compute: (Recomputed(compute), compute()))
     monkeypatch.setattr(StepGraphs, "_shared", capture)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
-    buckets = token_buckets([], 0, runner.limits.max_step_tokens, lambda line: None)
+    buckets = token_buckets(runner.limits.max_step_tokens, 0)
     graphs = StepGraphs(runner._parts, runner.limits, buckets)
     graphs._decodes.clear()
     graphs._missing = dict.fromkeys(graphs._ahead_of_time(), 0)

@@ -10,7 +10,7 @@ its part of each weight only (`integrations/ranks/sharded.py`).
 """
 
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -30,31 +30,10 @@ class Linears:
     `num_placed`: the weights that were packed. `lines`: what to report.
     """
 
-    model: nn.Module
     joined: dict[nn.Module, PlainWeight] = field(default_factory=dict)
     names: dict[nn.Module, Sequence[str]] = field(default_factory=dict)
     num_placed: int = 0
     lines: list[str] = field(default_factory=list)
-
-    def by_shape(self) -> list[list[PlainWeight]]:
-        """Returns the weights that the decoder layers multiply every token with, by their shape.
-
-        The LM head is left out, which computes the samples alone, and so are the weights of experts, which
-        compute a part of the tokens each: they are no linear layers, or stand in a list. So are layers that are
-        packed.
-        """
-        layers = [
-            module
-            for module in self.model.modules()
-            if any(hasattr(child, "layer_idx") for child in module.children())
-        ]
-        joined = {getattr(module, name) for module in self.joined for name in self.names[module]}
-        found = {module: None for layer in layers for module in _without_lists(layer) if module not in joined}
-        loaded = [PlainWeight.load(one) for one in found if type(one) is nn.Linear]
-        by_shape: dict[torch.Size, list[PlainWeight]] = {}
-        for weight in [*(one for one in self.joined.values() if not one.is_packed), *loaded]:
-            by_shape.setdefault(weight.shape, []).append(weight)
-        return list(by_shape.values())
 
 
 def prepare_linears(
@@ -74,13 +53,13 @@ def prepare_linears(
     changed: another one may compute something else. At most one decoder layer's weights are in memory twice at
     a time. A model that was prepared before keeps the memory that its weights are in.
     """
-    linears = Linears(model)
+    linears = Linears()
     shared = shared_parameters(model)
     for layer, groups in (one_input or {}).items():
         linears.joined |= _join_in(layer, groups, shared)
         linears.names |= groups
     if packed:
-        _pack(linears)
+        _pack(model, linears)
     for module in model.modules() if few_tokens else ():
         if is_plain(module) and cast(nn.Linear, module).weight.is_cuda:
             _set_forward(cast(nn.Linear, module))
@@ -127,14 +106,6 @@ def shared_parameters(model: nn.Module) -> set[nn.Parameter]:
             if parameter is not None:
                 (shared if parameter in seen else seen).add(parameter)
     return shared
-
-
-def _without_lists(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the module and those below it, but for what stands in a list."""
-    yield module
-    for child in module.children():
-        if not isinstance(child, nn.ModuleList):
-            yield from _without_lists(child)
 
 
 # --------------------------------------------------------------------------------
@@ -224,14 +195,14 @@ def _set_forward(layer: nn.Linear) -> None:
     cast(Any, layer).forward = partial(linear_forward, PlainWeight.load(layer))
 
 
-def _pack(linears: Linears) -> None:
-    """Packs large float32 weights on a CPU, puts a WeightPart in the place of each of their layers, and gives
-    the smaller ones `linear_forward`.
+def _pack(model: nn.Module, linears: Linears) -> None:
+    """Packs large float32 weights of `model` on a CPU, puts a WeightPart in the place of each of their layers,
+    and gives the smaller ones `linear_forward`.
 
     At most one weight at a time is in memory twice; one that something else holds, as an embedding holds that
     of a tied head, stays there. If torch lacks oneDNN, this reports so and changes nothing.
     """
-    if not (places := _places(linears.model)):
+    if not (places := _places(model)):
         return
     if not onednn.has_onednn():
         linears.lines.append(

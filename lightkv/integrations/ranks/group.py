@@ -7,7 +7,7 @@ which `all_reduce.py` does in the fastest way for the size; it can be captured i
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -87,27 +87,14 @@ class RankGroup:
         dist.broadcast(x, 0)
         return x
 
-    def list_of_first(self, numbers: Sequence[int]) -> list[int]:
-        """Returns the numbers that rank 0 has given, as many as they are; all are above 0."""
-        found = torch.zeros(self.largest(len(numbers)), dtype=torch.int64)
-        found[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
-        return [number for number in self.take_first(found).tolist() if number]
-
     def clock_of_first(self) -> float:
         """Returns the seconds on the clock of rank 0, so that what depends on them goes the same way on all."""
         return self.take_first(torch.tensor(time.perf_counter(), dtype=torch.float64)).item()
 
     def smallest(self, number: int) -> int:
         """Returns the smallest number that a rank has given."""
-        return self._agreed(number, dist.ReduceOp.MIN)
-
-    def largest(self, number: int) -> int:
-        """Returns the largest number that a rank has given."""
-        return self._agreed(number, dist.ReduceOp.MAX)
-
-    def _agreed(self, number: int, how: dist.ReduceOp.RedOpType) -> int:
         found = torch.tensor(number)
-        dist.all_reduce(found, how)
+        dist.all_reduce(found, dist.ReduceOp.MIN)
         return int(found)
 
     def leave(self) -> None:
