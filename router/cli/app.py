@@ -227,68 +227,37 @@ def info(
         for one in model["kv_heads"]
     )
     chunk = f"{model['prefill_chunk']:,} prompt tokens" if model["prefill_chunk"] else "all prompt tokens"
+    left_out = ", ".join(f"{name} ({_gib(one)})" for name, one in model["left_out"].items())
+    has_groups = len(model["layer_classes"]) > 1  # of layers that do not all see everything
+    unused = f", {model['unused_lanes']:.0%} of them unused" if model["unused_lanes"] else ""
+    costs = [
+        f"{length:,} tokens in {slots:,} slots ({_gib(slots * model['bytes_per_slot'])})"
+        for length, slots in model["slots_of_request"].items()
+    ]
     rows = {
         **machine.versions,
         "device": f"{machine.device} ({machine.device_name}{memory})",
         "model": f"{model['model']}, in {model['directory']}",
         "architecture": f"{model['architecture']}, attention by {model['attention_backend']}",
-        **_ranks_row(model),
+        "ranks": f"{model['num_ranks']} run the model together; weights, tokens and pool are of each one's part"
+        if model["num_ranks"] > 1
+        else "",
         "weights": f"{_gib(model['weight_bytes'])}: {model['num_parameters']:,} parameters in {model['dtype']}",
-        **_left_out_row(model),
-        **_unfused_row(model),
+        "left out": left_out
+        and f"{_gib(sum(model['left_out'].values()))} that texts do not need: {left_out}",
+        "unfused": "; ".join(f"{count} layers, {why}" for why, count in model["unfused"].items()),
         "one token": f"{model['bytes_per_token']:,} bytes: {heads} in {model['kv_dtype']}",
-        **_layer_rows(model),
-        "pool": f"{model['pool_slots']:,} {_unit(model)} in {_gib(model['pool_bytes'])}",
+        "layers": "; ".join(model["layer_classes"]) if has_groups else "",
+        "one slot": f"{model['bytes_per_slot']:,} bytes{unused}" if has_groups else "",
+        "a request": ", ".join(costs) if has_groups else "",
+        "pool": f"{model['pool_slots']:,} {'slots' if has_groups else 'tokens'} in {_gib(model['pool_bytes'])}",
         "": model["pool_reason"],
         "requests": f"{model['max_num_seqs']} at once, of {model['max_model_len']:,} tokens each at most",
         "step": f"{chunk} at most",
     }
     for name, value in rows.items():
-        typer.echo(f"{name:<14}{value}")
-
-
-def _ranks_row(model: dict[str, Any]) -> dict[str, str]:
-    """Returns what several ranks change: the figures below are of one of them."""
-    if model["num_ranks"] == 1:
-        return {}
-    return {
-        "ranks": f"{model['num_ranks']} run the model together; weights, tokens and pool are of each one's part"
-    }
-
-
-def _left_out_row(model: dict[str, Any]) -> dict[str, str]:
-    """Returns what of a model of several modalities is not loaded, since texts do not need it."""
-    if not model["left_out"]:
-        return {}
-    parts = ", ".join(f"{name} ({_gib(one)})" for name, one in model["left_out"].items())
-    return {"left out": f"{_gib(sum(model['left_out'].values()))} that texts do not need: {parts}"}
-
-
-def _unfused_row(model: dict[str, Any]) -> dict[str, str]:
-    """Returns which layers run transformers' own code, and why, as far as their classes say it."""
-    found = "; ".join(f"{count} layers, {why}" for why, count in model["unfused"].items())
-    return {"unfused": found} if found else {}
-
-
-def _unit(model: dict[str, Any]) -> str:
-    """Returns what the pool of a model holds, in words."""
-    return "tokens" if len(model["layer_classes"]) == 1 else "slots"
-
-
-def _layer_rows(model: dict[str, Any]) -> dict[str, str]:
-    """Returns what layers see that do not see everything, and what a request costs then."""
-    if len(model["layer_classes"]) == 1:
-        return {}
-    costs = [
-        f"{length:,} tokens in {slots:,} slots ({_gib(slots * model['bytes_per_slot'])})"
-        for length, slots in model["slots_of_request"].items()
-    ]
-    unused = f", {model['unused_lanes']:.0%} of them unused" if model["unused_lanes"] else ""
-    return {
-        "layers": "; ".join(model["layer_classes"]),
-        "one slot": f"{model['bytes_per_slot']:,} bytes{unused}",
-        "a request": ", ".join(costs),
-    }
+        if value:
+            typer.echo(f"{name:<14}{value}")
 
 
 add_serve_command(app)
