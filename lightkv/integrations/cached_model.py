@@ -132,7 +132,6 @@ class CachedModel:
         all_logits: bool = False,
         handler: Callable[[PackedStep], AttentionHandler] | None = None,
         tree: GuessTree | None = None,
-        as_decodes: bool = False,
     ) -> torch.Tensor:
         """Computes `token_ids[i]` at the end of `sequences[i]`, for all sequences in one call of the model.
 
@@ -140,8 +139,7 @@ class CachedModel:
         `all_logits` those after every token, packed in order. `handler` is called with the step, and what it
         returns gets the step's attention calls, and has to pass them on to it. With a `tree`, the tokens are
         its nodes, at the end of one sequence, and each attends to its ancestors alone; `take` keeps those that
-        were right. With `as_decodes`, sequences with several tokens each are decodes, if `can_decode` them, and
-        otherwise prefills as ever. Raises the errors of `KVCache.extend`, and ValueError where tokens were
+        were right. Raises the errors of `KVCache.extend`, and ValueError where tokens were
         dropped and this model, or these sequences together, would not be computed right. After an error the
         sequences are as before.
         """
@@ -159,11 +157,10 @@ class CachedModel:
             rows, dropped = [one.row for one in sequences], [one.dropped for one in sequences]
             packed = np.concatenate(ids).astype(np.int64)
             # A step with sinks consists of prefills only.
-            num_queries = counts[0] if as_decodes and not num_sink_tokens and self.can_decode(counts) else 1
-            num_prefills = len(rows) if num_sink_tokens or max(counts) > num_queries else 0
+            num_prefills = len(rows) if num_sink_tokens or max(counts) > 1 else 0
             if ring is not None and not num_prefills and handler is None and self._captures_rings:
                 return self._ring_graph(ring, len(rows)).replay(sequences, starts, packed).clone()
-            batch, mask = Batch.of(rows, starts, counts, num_prefills, num_queries), None
+            batch, mask = Batch.of(rows, starts, counts, num_prefills), None
             held = with_sinks(batch, dropped, num_sink_tokens) if ring is None else over_rings(batch, ring)
             if tree is not None:
                 mask = TreeMask(torch.from_numpy(tree.bits()).to(self.model.device))
@@ -179,11 +176,6 @@ class CachedModel:
         except BaseException:
             self.cache.shrink(sequences, counts)
             raise
-
-    def can_decode(self, counts: Seq[int]) -> bool:
-        """Returns whether sequences with so many new tokens each can be the decodes of a step: all have the
-        same number, of at most what the backends of all layers take."""
-        return len(set(counts)) == 1 and counts[0] <= min(one.most_decode_queries for one in self.backends)
 
     @property
     def _captures_rings(self) -> bool:

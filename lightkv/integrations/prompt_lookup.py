@@ -22,22 +22,15 @@ True
 
 from collections import deque
 from collections.abc import Collection
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from lightkv.ledger import Sequence
 from lightkv.token_ids import TokenIds, int32_bytes
 
 from .cached_model import CachedModel
 from .guess_tree import GuessTree
-
-# How a pass attends from proposed tokens, which gives the same output each time. "prefill": as a chunk of a
-# prompt; "decode": as a decode with several queries, where the backends can (`CachedModel.can_decode`);
-# "tree": by a mask of each token's ancestors, as a tree with branches always does.
-Verification = Literal["prefill", "decode", "tree"]
-VERIFICATION: Verification = "prefill"  # `bench.features.speculation --passes` compares them
 
 
 class Generated(NamedTuple):
@@ -94,16 +87,6 @@ class PromptLookup:
         return lines
 
 
-def verify(
-    lm: CachedModel, sequence: Sequence, tree: GuessTree, verification: Verification = VERIFICATION
-) -> torch.Tensor:
-    """Computes the nodes of a tree at the end of a sequence, in one pass. Returns the logits after each node,
-    `[nodes, vocabulary]`. Raises the errors of `CachedModel.forward`."""
-    masked = None if tree.is_line and verification != "tree" else tree
-    as_decodes = masked is None and verification == "decode"
-    return lm.forward([sequence], [tree.tokens], all_logits=True, tree=masked, as_decodes=as_decodes)
-
-
 @torch.no_grad()
 def generate(
     lm: CachedModel,
@@ -114,7 +97,6 @@ def generate(
     shortest_run: int = 2,
     longest_run: int = 3,
     num_lines: int = 1,
-    verification: Verification = VERIFICATION,
     eos_token_ids: Collection[int] = (),
 ) -> Generated:
     """Decodes greedily, verifying up to `num_proposed` proposed tokens in each step; 0 is plain decoding.
@@ -122,17 +104,14 @@ def generate(
     After wrong proposals the next step proposes fewer: two more than twice the number that was right. The last
     `longest_run` tokens are looked up first, then shorter runs down to `shortest_run`. With several lines, up
     to `num_lines` continuations of so many tokens each are proposed as a tree, and one pass verifies all.
-    `verification` says by which kernels.
-    Raises the errors of `CachedModel.prefill` and `forward`, and ValueError, also for trees (several lines, or
-    "tree") and a model whose layers have windows or chunks, which would count a guess's place in the tree.
+    Raises the errors of `CachedModel.prefill` and `forward`, and ValueError, also for several lines and a model
+    whose layers have windows or chunks, which would count a guess's place in the tree.
     """
-    if num_lines < 1 or ((num_lines > 1 or verification == "tree") and lm.windows):
+    if num_lines < 1 or (num_lines > 1 and lm.windows):
         raise ValueError(
-            f"{num_lines} lines of guesses, verified as {verification!r}, for a model with windows or chunks "
-            f"{lm.windows}: at least one, and several or a tree only without these"
+            f"{num_lines} lines of guesses for a model with windows or chunks {lm.windows}: at least one, and "
+            "several only without these"
         )
-    if verification not in get_args(Verification):
-        raise ValueError(f"verification is {verification!r}; choose one of {get_args(Verification)}")
     if max_new_tokens < 1 or num_proposed < 0 or not 1 <= shortest_run <= longest_run:
         raise ValueError(
             f"{max_new_tokens} new tokens with {num_proposed} proposed after runs of {shortest_run} to "
@@ -149,9 +128,8 @@ def generate(
         most_entries = lm.cache.memory.table.max_entries
         rows = logits[None]
         while True:
-            chosen = rows.argmax(
-                -1
-            ).tolist()  # the next token after the last one, and after each proposed one
+            # The next token after the last one, and after each proposed one.
+            chosen = rows.argmax(-1).tolist()
             path = tree.accept(chosen)
             num_right, count = len(path) - 1, len(tree.tokens) - 1
             if num_right < count:
@@ -170,7 +148,8 @@ def generate(
             # One less than may still be generated, because the pass yields a token of its own.
             lines = lookup.propose_lines(min(budget, max_new_tokens - len(output) - 1), num_lines)
             tree = GuessTree.of_lines(output[-1], lines, max(1, most_entries - sequence.length))
-            rows = verify(lm, sequence, tree, verification)
+            masked = None if tree.is_line else tree  # a line attends as a chunk of a prompt
+            rows = lm.forward([sequence], [tree.tokens], all_logits=True, tree=masked)
             num_forwards += 1
     finally:
         lm.cache.close(sequence, output)

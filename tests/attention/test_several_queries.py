@@ -5,12 +5,9 @@ import torch
 
 from lightkv.attention import Batch, BatchShape, StaticStep, Step, make_backends
 from lightkv.attention.forms.rings import over_rings
-from lightkv.integrations.cached_model import CachedModel
-from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.layout.ring import Ring
 from tests.support.attention.histories import CASES, TOLERANCE, History, on
 from tests.support.combinations import slow
-from tests.support.tiny_models import tiny_llama
 
 # (rows, counts, number of prefills, tokens of each decode) of each step
 STEPS = [
@@ -61,15 +58,3 @@ def test_what_decodes_of_several_tokens_are_refused(device: torch.device) -> Non
     q, k, v = (torch.zeros(4, heads * 16, device=device) for heads in (4, 1, 1))
     with pytest.raises(ValueError, match="run them as prefills"):
         backend.forward(q, k, v, Step.of(several, history.memory))
-
-
-def test_a_model_says_which_decodes_it_can(device: torch.device) -> None:
-    model = tiny_llama(device, 0)
-    group = model.config.num_attention_heads // model.config.num_key_value_heads
-    most = decode_tuning.MOST_DECODE_ROWS // group
-    lm = CachedModel(model, 40, backend="triton")
-    assert lm.can_decode([most])
-    assert lm.can_decode([2, 2])
-    assert not lm.can_decode([most + 1])
-    assert not lm.can_decode([2, 3])
-    assert not CachedModel(tiny_llama(device, 0), 40, backend="torch").can_decode([2])

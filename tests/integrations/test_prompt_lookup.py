@@ -3,18 +3,17 @@
 import doctest
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lightkv import OutOfTokens
-from lightkv.attention import AttentionBackend, Step, triton_backend
+from lightkv.attention import AttentionBackend, Step
 from lightkv.integrations import cached_model, prompt_lookup
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.model.hf_model import PackedStep
-from lightkv.integrations.prompt_lookup import PromptLookup, Verification, generate
+from lightkv.integrations.prompt_lookup import PromptLookup, generate
 from lightkv.router import EngineConfig
 from lightkv.router.model_files import resolve
 from tests.support.combinations import slow
@@ -98,39 +97,11 @@ def test_the_output_is_that_of_greedy_decoding(num_proposed: int, device: torch.
         assert num_right == num_wrong == 0
 
 
-@pytest.mark.parametrize(
-    ("backend", "verification"), [("torch", "decode"), ("torch", "tree"), ("triton", "decode")]
-)
-def test_every_verification_gives_the_greedy_text(
-    backend: str, verification: Verification, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queries: list[int] = []
-    attend = triton_backend.mixed_attention
-
-    def watch(*args: Any, **named: Any) -> torch.Tensor:
-        queries.append(named["num_queries"])
-        return attend(*args, **named)
-
-    monkeypatch.setattr(triton_backend, "mixed_attention", watch)
-    prompt = PROMPTS[1]
-    expected = reference(tiny_model(device), prompt, 5, None)
-    lm = CachedModel(tiny_model(device), 200, backend=backend)
-    found = generate(lm, prompt, 5, num_proposed=3, shortest_run=1, verification=verification)
-    assert found.token_ids == expected
-    assert found.num_proposed > 0
-    assert (max(queries, default=1) > 1) == (backend == "triton")
-    assert lm.cache.num_held == 0
-    lm.cache.check()
-
-
 def test_a_tree_is_refused_where_layers_have_windows(device: torch.device) -> None:
     lm = CachedModel(tiny_model(device), 40)
     lm.windows = [4]
-    for wrong in ({"num_lines": 2}, {"verification": "tree"}):
-        with pytest.raises(ValueError, match="windows or chunks"):
-            generate(lm, [1, 2], 4, **wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="choose one of"):
-        generate(lm, [1, 2], 4, verification="guess")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="windows or chunks"):
+        generate(lm, [1, 2], 4, num_lines=2)
     assert lm.cache.ledger.num_open == 0
 
 
