@@ -26,6 +26,8 @@ _PROMPT_BIT = 1 << 30
 _BANNED_BIT = 1 << 29
 _COUNT_MASK = _BANNED_BIT - 1
 _TAIL = MAX_BAD_WORD_TOKENS - 1  # how many of a row's last tokens words look at
+_MAX_WORDS = MAX_BAD_WORDS + MAX_END_IDS  # of a row: an end token is a word that is banned up to a position
+_EVER = 2**62  # the position up to which other words are banned
 _ROWS_AT_ONCE = 16  # whose masks are unpacked together, to 5 bytes for each token of the vocabulary
 _ANY, _NONE = -1, -2  # in a word's beginning: every token, and none; in a row's tail -1 is before its first
 
@@ -37,11 +39,10 @@ class RowEdits(NamedTuple):
     counts: np.ndarray  # int64 [2 * N]: place in the flattened counts, what to add there
     bans: np.ndarray  # int64 [2 * N]: row, the index of its mask
     masks: np.ndarray  # int64 [M * W]: bits of the tokens that may be sampled, W words a mask
-    words: np.ndarray  # int64 [(_TAIL + 2) * N]: place in the flattened words, last token, those before it
-    tails: np.ndarray  # int64 [(_TAIL + 1) * N]: row, its last tokens
-    ends: (
+    words: (
         np.ndarray
-    )  # int64 [4 * N]: row, position from which it may end, place in the row's end ids, token id
+    )  # int64 [(_TAIL + 3) * N]: place in the flattened words, position, last token, those before
+    tails: np.ndarray  # int64 [(_TAIL + 1) * N]: row, its last tokens
 
     @classmethod
     def of(cls, new_rows: Sequence[NewRow], prompts: Sequence[bytes], vocab_size: int) -> "RowEdits":
@@ -55,9 +56,8 @@ class RowEdits(NamedTuple):
             _count_entries(new_rows, prompts, vocab_size).ravel(),
             bans,
             masks,
-            _word_entries(new_rows),
+            _word_entries(new_rows, vocab_size),
             _tail_entries(new_rows),
-            _end_entries(new_rows, vocab_size),
         )
 
 
@@ -73,7 +73,8 @@ class LogitEdits:
     """Every row's logit bias, counts of the tokens seen, banned tokens and words, and end tokens that may
     not be sampled yet.
 
-    A word is banned by the row's last tokens, which are kept here, so that a step needs no token from the host.
+    A word is banned by the row's last tokens, which are kept here, so that a step needs no token from the host,
+    and up to a position. An end token is such a word.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -82,32 +83,27 @@ class LogitEdits:
         # Unused entries add 0 to different tokens: if all added to one token, they would queue at its address.
         unused = torch.arange(MAX_LOGIT_BIAS, dtype=torch.int32, device=device).remainder_(vocab_size)
         self._bias_ids = unused.repeat(num_rows, 1)
-        self._end_ids = self._bias_ids[:, :MAX_END_IDS].contiguous()
-        self._end_bias = torch.zeros(num_rows, MAX_END_IDS, dtype=torch.float32, device=device)
-        self._may_end_at = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._tails = torch.full((num_rows, _TAIL), _ANY, dtype=torch.int32, device=device)
-        self._word_starts = torch.full(
-            (num_rows, MAX_BAD_WORDS, _TAIL), _NONE, dtype=torch.int32, device=device
-        )
-        self._word_ends = self._bias_ids[:, :MAX_BAD_WORDS].contiguous()
+        self._word_starts = torch.full((num_rows, _MAX_WORDS, _TAIL), _NONE, dtype=torch.int32, device=device)
+        self._word_ends = self._bias_ids[:, :_MAX_WORDS].contiguous()
+        self._banned_until = torch.zeros(num_rows, _MAX_WORDS, dtype=torch.int64, device=device)
 
     @staticmethod
     def bytes_per_row(vocab_size: int) -> int:
         """Returns the bytes of device memory per row.
 
-        These are 4 for each token of the vocabulary (counts), 8 for each entry of the logit bias and of the end
-        tokens, 8 for the position from which the row may end, and 4 for each token of the words and the tail.
+        These are 4 for each token of the vocabulary (counts), 8 for each entry of the logit bias and for the
+        position of each word, and 4 for each token of the words and the tail.
         """
-        words = 4 * MAX_BAD_WORDS * (_TAIL + 1) + 4 * _TAIL
-        return 4 * vocab_size + 8 * MAX_LOGIT_BIAS + 8 * MAX_END_IDS + 8 + words
+        words = _MAX_WORDS * (4 * (_TAIL + 1) + 8) + 4 * _TAIL
+        return 4 * vocab_size + 8 * MAX_LOGIT_BIAS + words
 
     @property
     def num_bytes(self) -> int:
         """Bytes of device memory that the buffers hold."""
         counts_and_bias = self._counts.nbytes + self._bias.nbytes + self._bias_ids.nbytes
-        words = self._tails.nbytes + self._word_starts.nbytes + self._word_ends.nbytes
-        ends = self._end_ids.nbytes + self._end_bias.nbytes + self._may_end_at.nbytes
-        return counts_and_bias + words + ends
+        words = self._word_starts.nbytes + self._word_ends.nbytes + self._banned_until.nbytes
+        return counts_and_bias + words + self._tails.nbytes
 
     def set_rows(
         self,
@@ -118,17 +114,16 @@ class LogitEdits:
         masks: Tensor,
         words: Tensor,
         tails: Tensor,
-        ends: Tensor,
     ) -> None:
         """Clears `rows`, int64 `[n]`, and sets what the uploaded fields of their `RowEdits` say."""
         self._counts.index_fill_(0, rows, 0)
         self._bias.index_fill_(0, rows, 0.0)
-        self._end_bias.index_fill_(0, rows, 0.0)
         self._word_starts.index_fill_(0, rows, _NONE)
         if bans.numel():
             self._set_bans(bans.view(2, -1), masks)
         if words.numel():
-            places, last, *before = words.view(_TAIL + 2, -1)
+            places, until, last, *before = words.view(_TAIL + 3, -1)
+            self._banned_until.view(-1).index_copy_(0, places, until)
             self._word_ends.view(-1).index_copy_(0, places, last.to(torch.int32))
             starts = torch.stack(before, dim=1).to(torch.int32)
             self._word_starts.view(-1, _TAIL).index_copy_(0, places, starts)
@@ -140,8 +135,6 @@ class LogitEdits:
         if counts.numel():
             places, added = counts.view(2, -1)
             self._counts.view(-1).scatter_add_(0, places, added.to(torch.int32))
-        if ends.numel():
-            self._set_ends(ends.view(4, -1))
 
     def _set_bans(self, bans: Tensor, masks: Tensor) -> None:
         """Bans in each row the tokens whose bits its mask does not have. Their counts were 0."""
@@ -159,13 +152,6 @@ class LogitEdits:
         places = entries[0].long()
         self._bias_ids.view(-1).index_copy_(0, places, entries[1].to(torch.int32))
         self._bias.view(-1).index_copy_(0, places, entries[2].to(torch.float32))
-
-    def _set_ends(self, entries: Tensor) -> None:
-        rows, positions, places, token_ids = entries
-        self._may_end_at.index_copy_(0, rows, positions)  # all entries of a row have the same position
-        places = rows * MAX_END_IDS + places
-        self._end_ids.view(-1).index_copy_(0, places, token_ids.to(torch.int32))
-        self._end_bias.view(-1).index_fill_(0, places, -torch.inf)
 
     def count(self, rows: Tensor, tokens: Tensor) -> None:
         """Counts one more output token per row, and puts it at the end of the row's tail. Row 0 counts the
@@ -193,24 +179,22 @@ class LogitEdits:
         scores.sub_(num_outputs * penalties.frequency)
         scores.sub_((num_outputs > 0) * penalties.presence)
         scores.masked_fill_(is_banned, -torch.inf)
-        self._ban_words_(scores, rows)
-        is_early = (positions < self._may_end_at.index_select(0, rows))[:, None]
-        end_bias = self._end_bias.index_select(0, rows)
-        end_bias = torch.where(is_early, end_bias, torch.zeros_like(end_bias))
-        scores.scatter_add_(1, self._end_ids.index_select(0, rows).long(), end_bias)
+        self._ban_words_(scores, rows, positions)
 
-    def _ban_words_(self, scores: Tensor, rows: Tensor) -> None:
-        """Sets to -inf the last token of each word whose other tokens are the last ones of its row."""
+    def _ban_words_(self, scores: Tensor, rows: Tensor, positions: Tensor) -> None:
+        """Sets to -inf the last token of each word whose other tokens are the last ones of its row, where the
+        word is banned up to a later position."""
         starts = self._word_starts.index_select(0, rows)  # [B, words, _TAIL]
         tails = self._tails.index_select(0, rows)[:, None]
         begins = ((starts == tails) | (starts == _ANY)).all(dim=-1)
+        begins &= positions[:, None] < self._banned_until.index_select(0, rows)
         bias = torch.zeros_like(begins, dtype=torch.float32).masked_fill_(begins, -torch.inf)
         scores.scatter_add_(1, self._word_ends.index_select(0, rows).long(), bias)
 
     def check(self) -> None:
         """Checks the padding row and the counts; synchronises. Raises LightKVError."""
-        if bool((self._bias[0] != 0).any()) or bool((self._end_bias[0] != 0).any()):
-            raise LightKVError("the padding row 0 has a logit bias or end tokens held back; never set row 0")
+        if bool((self._bias[0] != 0).any()) or bool((self._word_starts[0] != _NONE).any()):
+            raise LightKVError("the padding row 0 has a logit bias or banned words; never set row 0")
         if bool((self._counts[1:] < 0).any()):
             raise LightKVError("a token count has overflowed; a row was not set when its sequence opened")
 
@@ -271,14 +255,21 @@ def _mask_bytes(vocab_size: int) -> int:
     return -(-vocab_size // 64) * 8
 
 
-def _word_entries(new_rows: Sequence[NewRow]) -> np.ndarray:
-    """Returns `RowEdits.words`: a word's first tokens stand at the end of its beginning."""
+def _word_entries(new_rows: Sequence[NewRow], vocab_size: int) -> np.ndarray:
+    """Returns `RowEdits.words`, of the banned words and of the tokens that may not end the row yet. A word's
+    first tokens stand at the end of its beginning."""
     entries = []
     for new_row in new_rows:
-        for word_idx, (*before, last) in enumerate(new_row.params.bad_words_ids):
-            place = new_row.row * MAX_BAD_WORDS + word_idx
-            entries.append((place, last, *[_ANY] * (_TAIL - len(before)), *before))
-    return np.array(entries, dtype=np.int64).reshape(-1, _TAIL + 2).T.ravel()
+        ends = new_row.stop_ids
+        if len(ends) > MAX_END_IDS:
+            raise ValueError(f"row {new_row.row} holds back {len(ends)} tokens; give at most {MAX_END_IDS}")
+        _check_vocabulary(new_row.row, np.array(ends, dtype=np.int64), vocab_size)
+        words = [*((_EVER, *word) for word in new_row.params.bad_words_ids)]
+        words += [(new_row.may_stop_at, token) for token in ends]
+        for word_idx, (until, *before, last) in enumerate(words):
+            place = new_row.row * _MAX_WORDS + word_idx
+            entries.append((place, until, last, *[_ANY] * (_TAIL - len(before)), *before))
+    return np.array(entries, dtype=np.int64).reshape(-1, _TAIL + 3).T.ravel()
 
 
 def _tail_entries(new_rows: Sequence[NewRow]) -> np.ndarray:
@@ -290,22 +281,6 @@ def _tail_entries(new_rows: Sequence[NewRow]) -> np.ndarray:
             last = np.frombuffer(new_row.last_ids, np.int32)[-_TAIL:].tolist()
             entries.append((new_row.row, *[_ANY] * (_TAIL - len(last)), *last))
     return np.array(entries, dtype=np.int64).reshape(-1, _TAIL + 1).T.ravel()
-
-
-def _end_entries(new_rows: Sequence[NewRow], vocab_size: int) -> np.ndarray:
-    """Returns `RowEdits.ends`, for the rows that may not end yet."""
-    for new_row in new_rows:
-        if len(new_row.stop_ids) > MAX_END_IDS:
-            raise ValueError(
-                f"row {new_row.row} holds back {len(new_row.stop_ids)} tokens; give at most {MAX_END_IDS}"
-            )
-        _check_vocabulary(new_row.row, np.array(new_row.stop_ids, dtype=np.int64), vocab_size)
-    entries = [
-        (new_row.row, new_row.may_stop_at, place, token)
-        for new_row in new_rows
-        for place, token in enumerate(new_row.stop_ids)
-    ]
-    return np.array(entries, dtype=np.int64).reshape(-1, 4).T.ravel()
 
 
 def _check_vocabulary(row: int, tokens: np.ndarray, vocab_size: int) -> None:

@@ -353,7 +353,7 @@ def test_bytes_for_equals_the_size_of_the_buffers(device: torch.device) -> None:
     announced, lean = Sampler.bytes_for(4, VOCAB_SIZE), sampler.num_bytes
     assert lean == 4 * (8 + 48)
     sampler.enable_logit_edits()
-    edits, words = 4 * VOCAB_SIZE + 512 * 8 + 160 * 8 + 8, 4 * 128 * 16 + 4 * 15
+    edits, words = 4 * VOCAB_SIZE + 512 * 8, 288 * (4 * 16 + 8) + 4 * 15
     assert sampler.num_bytes == announced == lean + 4 * (edits + words)
 
 
