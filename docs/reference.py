@@ -32,7 +32,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "lightkv.integrations.cached_model": ("CachedModel",),
     "lightkv.integrations.hf_cache": ("LightKVCache",),
     "lightkv.integrations.prompt_lookup": ("generate",),
-    "lightkv.integrations.streaming": ("Window", "Stream"),
+    "lightkv.integrations.streaming": ("Stream",),
     "lightkv.integrations.eviction": ("HeavyHitters",),
 }
 # The packages whose names are an item of a list each: their files say the rest.

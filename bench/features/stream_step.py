@@ -20,7 +20,7 @@ from lightkv.attention import Batch, BatchShape, StaticStep
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.model.attention_call import compute
 from lightkv.integrations.model.hf_model import PackedStep
-from lightkv.integrations.streaming import Stream, Window
+from lightkv.integrations.streaming import Ring, Stream
 
 SHAPE = {  # Llama-3.2-1B's layers
     "hidden_size": 2048,
@@ -32,12 +32,12 @@ SHAPE = {  # Llama-3.2-1B's layers
     "max_position_embeddings": 8192,
     "vocab_size": 32_000,
 }
-WINDOWS = (Window(2044, 4, 64), Window(4092, 4, 1))
+WINDOWS = (Ring(4, 2044, 64), Ring(4, 4092, 1))
 POSITIONS = (10_000, 100_000, 1_000_000)
 TOKEN = 7
 
 
-def measure(model: Any, window: Window, clock: Clock, steps: int) -> dict[str, Any]:
+def measure(model: Any, window: Ring, clock: Clock, steps: int) -> dict[str, Any]:
     """Returns the times of a plain step, of the stream's steps at each position, and of its whole steps."""
     lm = CachedModel(
         model, 3 * window.capacity, max_sequences=2, max_entries=window.capacity, exact_positions=True
@@ -91,7 +91,7 @@ def main() -> None:
     clock = Clock(options.repeats)
     results: dict[str, Any] = {"settings": SHAPE | {"repeats": options.repeats}, "windows": {}}
     for window in WINDOWS:
-        name = f"{window.size} tokens, {window.sink_tokens} sinks, stride {window.stride}"
+        name = f"{window.size} tokens, {window.sinks} sinks, stride {window.stride}"
         results["windows"][name] = found = measure(model, window, clock, options.steps)
         for position, times in found["positions"].items():
             print(

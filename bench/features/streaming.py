@@ -24,7 +24,7 @@ import torch
 
 from bench.common.report import parser, print_json, print_machine, print_table, refuse
 from lightkv.integrations.cached_model import CachedModel
-from lightkv.integrations.streaming import Stream, Window
+from lightkv.integrations.streaming import Ring, Stream
 from lightkv.router.model.loader import load_model
 from lightkv.router.model_files import DEFAULT_MODEL, resolve
 from lightkv.router.text.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ def long_text() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def token_losses(lm: CachedModel, ids: list[int], window: Window) -> torch.Tensor:
+def token_losses(lm: CachedModel, ids: list[int], window: Ring) -> torch.Tensor:
     """Returns the negative log likelihood of every token but the first, in a stream: float32 `[n - 1]`."""
     flow = Stream(lm, window, ids[:1])
     try:
@@ -89,7 +89,7 @@ def generate_on(lm: CachedModel, flow: Stream, token: int, count: int) -> Genera
 
 
 def read(
-    model: Any, ids: list[int], window: Window, num_generated: int = 0
+    model: Any, ids: list[int], window: Ring, num_generated: int = 0
 ) -> tuple[Reading, Generation | None]:
     """Reads `ids` in a pool of exactly the window's capacity, then generates `num_generated` tokens."""
     lm = CachedModel(model, window.capacity, max_sequences=1, exact_positions=True)
@@ -108,7 +108,7 @@ def read(
 def recompute(model: Any, ids: list[int], num_held: int, stride: int, every: int) -> Reading:
     """Computes every `every`-th stride again, as a text of the `num_held` tokens up to the stride's end."""
     lm = CachedModel(model, num_held, max_sequences=1, exact_positions=True)
-    window = Window(num_held, 0, num_held)  # never moves, since no text is longer
+    window = Ring(0, num_held, num_held)  # never moves, since no text is longer
     losses = torch.full((len(ids) - 1,), torch.nan)
     start = time.perf_counter()
     for end in range(stride * every, len(ids), stride * every):
@@ -154,13 +154,13 @@ def main() -> None:
     print(f"{len(ids):,} tokens of a text of {len(text):,} characters, SHA-256 {digest[:16]}\n", flush=True)
 
     full = min(context, len(ids))
-    streaming = Window(options.window - options.sink_tokens, options.sink_tokens, options.stride)
+    streaming = Ring(options.sink_tokens, options.window - options.sink_tokens, options.stride)
     streamed, generation = read(model, ids, streaming, options.generate)
     recomputed = recompute(model, ids, options.window, options.stride, options.control)
     readings = {
         "sinks + window": streamed,
-        "window alone": read(model, ids, Window(options.window, 0, options.stride))[0],
-        "full, to its context": read(model, ids[:full], Window(full, 0, 1))[0],
+        "window alone": read(model, ids, Ring(0, options.window, options.stride))[0],
+        "full, to its context": read(model, ids[:full], Ring(0, full, 1))[0],
         "recomputed, in part": recomputed,
         "sinks + window, that part": streamed._replace(
             losses=streamed.losses.masked_fill(recomputed.losses.isnan(), torch.nan)

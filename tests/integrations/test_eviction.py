@@ -12,7 +12,7 @@ from lightkv.attention import torch_backend
 from lightkv.integrations import eviction
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.eviction import HeavyHitters, highest
-from lightkv.integrations.streaming import Stream, Window
+from lightkv.integrations.streaming import Ring, Stream
 from lightkv.ledger.sequence import Sequence
 from lightkv.router import EngineConfig
 from lightkv.router.model.loader import load_model
@@ -288,7 +288,7 @@ def test_refuses_to_go_past_the_context() -> None:
 
 
 def test_refuses_a_stream() -> None:
-    window = Window(size=10, sink_tokens=2, stride=5)
+    window = Ring(sinks=2, size=10, stride=5)
     model = make_model(torch.device("cpu"))
     lm = CachedModel(model, capacity=window.capacity, exact_positions=True)
     flow = Stream(lm, window, [1])

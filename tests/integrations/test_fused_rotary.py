@@ -40,7 +40,7 @@ from lightkv.integrations.model.fused_rotary import fused_forwards, set_fused_fo
 from lightkv.integrations.model.hf_model import bind, bound, forward
 from lightkv.integrations.model.linears import prepare_linears
 from lightkv.integrations.model.probe import probe
-from lightkv.integrations.streaming import Stream, Window
+from lightkv.integrations.streaming import Ring, Stream
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.triton_kernels.write.inputs import Rotation
 from lightkv.triton_kernels.write.write_kv import rotate_reference
@@ -452,7 +452,7 @@ def test_sinks_rotate_q_back_from_its_own_position(backends: tuple[str, str], de
         assert fused_layers(lm.model) == BOTH
         if not fused:
             set_fused_forwards(lm.model, {})
-        flow = Stream(lm, Window(size=6, sink_tokens=2, stride=3), [5, 6, 7])
+        flow = Stream(lm, Ring(sinks=2, size=6, stride=3), [5, 6, 7])
         logits.append(torch.cat([*flow.feed(range(10, 16))]))
     torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
 

@@ -10,7 +10,7 @@ from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.eviction import HeavyHitters
 from lightkv.integrations.guess_tree import GuessTree
 from lightkv.integrations.hf_cache import LightKVCache
-from lightkv.integrations.streaming import Stream, Window
+from lightkv.integrations.streaming import Ring, Stream
 from lightkv.memory.kv_pool import KVPool
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from lightkv.triton_kernels.quantised.quantise_reference import apply_hadamard, dequantise, quantise
@@ -75,7 +75,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 def test_streams(
     name: str, sinks: int, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    window = Window(size=12, sink_tokens=sinks, stride=4)
+    window = Ring(sinks=sinks, size=12, stride=4)
     logits = []
     for lm in pair(name, backend, monkeypatch, window.capacity, device, exact_positions=True):
         flow = Stream(lm, window, IDS[:1])
@@ -94,7 +94,7 @@ def test_a_stream_with_sinks_over_hadamard_keys_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, _other = pair(name, "torch", monkeypatch, exact_positions=True)
-    flow = Stream(ours, Window(size=12, sink_tokens=3, stride=4), IDS[:1])
+    flow = Stream(ours, Ring(sinks=3, size=12, stride=4), IDS[:1])
     with pytest.raises(ValueError, match=r"with sinks over .*int[48].*store K/V as int8 or int8-gN"):
         list(flow.feed(IDS[:1]))
     flow.close()
@@ -106,7 +106,7 @@ def test_a_stream_with_sinks_over_hadamard_keys_is_refused(
 @pytest.mark.parametrize("size", [12, 150])
 def test_streams_on_a_gpu(name: str, sinks: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two streams, one after the other and then in one batch, whose single tokens are replays of graphs."""
-    window = Window(size=size, sink_tokens=sinks, stride=4)
+    window = Ring(sinks=sinks, size=size, stride=4)
     ids = torch.randint(0, VOCABULARY, (250,), generator=torch.Generator().manual_seed(3)).tolist()
     logits = []
     for lm in pair(

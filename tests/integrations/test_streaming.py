@@ -45,7 +45,7 @@ from lightkv.integrations import streaming
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.model.attention_call import AttentionCall, compute
 from lightkv.integrations.model.fused_rotary import fused_forwards, set_fused_forwards
-from lightkv.integrations.streaming import Stream, Window, stream
+from lightkv.integrations.streaming import Ring, Stream, stream
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.capture import Capture
 from lightkv.memory.kv_memory import KVMemory
@@ -70,10 +70,10 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": CONTEXT,
 }
 WINDOWS = {
-    "sinks": Window(size=20, sink_tokens=4, stride=8),
-    "one-by-one": Window(size=13, sink_tokens=3, stride=1),
-    "all-at-once": Window(size=16, sink_tokens=1, stride=16),
-    "no-sinks": Window(size=20, sink_tokens=0, stride=7),
+    "sinks": Ring(sinks=4, size=20, stride=8),
+    "one-by-one": Ring(sinks=3, size=13, stride=1),
+    "all-at-once": Ring(sinks=1, size=16, stride=16),
+    "no-sinks": Ring(sinks=0, size=20, stride=7),
 }
 
 
@@ -95,7 +95,7 @@ def streamer(
 class Dense:
     """The reference, an AttentionHandler: each token attends to what `window` leaves it, in float64."""
 
-    window: Window
+    window: Ring
     inverse: torch.Tensor
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -104,7 +104,7 @@ class Dense:
         length, half = q.shape[2], q.shape[3] // 2
         position = torch.arange(length, device=q.device)
         window = self.window
-        dropped = torch.tensor([window.ring.dropped(t) for t in range(length)], device=q.device)
+        dropped = torch.tensor([window.dropped(t) for t in range(length)], device=q.device)
         group = q.shape[1] // k.shape[1]
         q, k, v = (x[0].double() for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
         rotation = torch.polar(
@@ -112,15 +112,15 @@ class Dense:
         )
         earlier = torch.complex(q[..., :half], q[..., half:]) * rotation
         earlier = torch.cat((earlier.real, earlier.imag), -1)
-        is_sink = position < window.sink_tokens
+        is_sink = position < window.sinks
         scores = torch.where(is_sink, earlier @ k.mT, q @ k.mT) * q.shape[-1] ** -0.5
-        gone = ~is_sink & (position < window.sink_tokens + dropped[:, None])
+        gone = ~is_sink & (position < window.sinks + dropped[:, None])
         scores.masked_fill_(gone | (position > position[:, None]), float("-inf"))
         return (scores.softmax(-1) @ v).transpose(0, 1)[None].to(torch.float32)
 
 
 def dense_logits(
-    model: PreTrainedModel, ids: torch.Tensor, window: Window, inverse: torch.Tensor | None = None
+    model: PreTrainedModel, ids: torch.Tensor, window: Ring, inverse: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The logits `[len(ids), vocabulary]` of a bound model, whose own modules apply the positions."""
     if inverse is None:
@@ -133,7 +133,7 @@ def dense_logits(
     return logits
 
 
-def fed(lm: CachedModel, ids: torch.Tensor, window: Window, counts: list[int]) -> torch.Tensor:
+def fed(lm: CachedModel, ids: torch.Tensor, window: Ring, counts: list[int]) -> torch.Tensor:
     """Feeds `ids` to a stream, `counts` at a time, checks the memory, and returns the logits."""
     flow = Stream(lm, window, ids[:1].tolist())
     outputs = []
@@ -192,7 +192,7 @@ def test_a_window_over_everything_is_the_plain_model(device: torch.device) -> No
             ids[None, :20], max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0
         )
     lm = streamer(model, capacity=64, backend="torch")
-    window = Window(size=60, sink_tokens=4, stride=10)
+    window = Ring(sinks=4, size=60, stride=10)
     torch.testing.assert_close(fed(lm, ids, window, [7, 40, 13]), expected, rtol=1e-4, atol=1e-4)
     assert list(stream(lm, ids[:20].tolist(), window, 30)) == generated[0, 20:].tolist()
     losses = torch.nn.functional.cross_entropy(expected[:-1], ids[1:])
@@ -201,7 +201,7 @@ def test_a_window_over_everything_is_the_plain_model(device: torch.device) -> No
 
 @pytest.mark.parametrize("count", [60, pytest.param(350, marks=pytest.mark.slow)])
 def test_generation_far_past_the_context_in_constant_memory(count: int) -> None:
-    window = Window(size=28, sink_tokens=4, stride=7)
+    window = Ring(sinks=4, size=28, stride=7)
     lm = streamer(make_model(torch.device("cpu")), capacity=window.capacity)
     held = []
     prompt = list(range(5, 90))
@@ -219,12 +219,12 @@ def test_generation_far_past_the_context_in_constant_memory(count: int) -> None:
     assert lm.cache.num_free == lm.cache.capacity
 
 
-def release_and_feed(lm: CachedModel, sequence: Sequence, window: Window, ids: torch.Tensor) -> torch.Tensor:
+def release_and_feed(lm: CachedModel, sequence: Sequence, window: Ring, ids: torch.Tensor) -> torch.Tensor:
     """Feeds a sequence that is no ring and releases what leaves the window. Returns all logits."""
     outputs = []
     while len(ids):
-        if num_dropped := window.ring.dropped(sequence.position) - sequence.dropped:
-            lm.cache.release(sequence, num_dropped, window.sink_tokens)
+        if num_dropped := window.dropped(sequence.position) - sequence.dropped:
+            lm.cache.release(sequence, num_dropped, window.sinks)
         count = min(len(ids), window.capacity - sequence.length)
         outputs.append(lm.forward([sequence], [ids[:count].tolist()], all_logits=True))
         ids = ids[count:]
@@ -233,7 +233,7 @@ def release_and_feed(lm: CachedModel, sequence: Sequence, window: Window, ids: t
 
 def test_sequences_that_release_tokens_share_their_sinks() -> None:
     """Their logits are those of a stream, although a ring releases nothing."""
-    window = Window(size=20, sink_tokens=4, stride=5)
+    window = Ring(sinks=4, size=20, stride=5)
     lm = streamer(make_model(torch.device("cpu")), capacity=100, max_sequences=2, max_entries=24)
     ids = torch.randint(0, VOCABULARY, (100,))
     first = lm.cache.open(ids[:1].tolist())
@@ -243,14 +243,14 @@ def test_sequences_that_release_tokens_share_their_sinks() -> None:
     outputs = [release_and_feed(lm, one, window, ids[40:]) for one in (first, fork)]
     lm.cache.check()
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)
-    assert lm.cache.num_held == first.length + fork.length - window.sink_tokens
+    assert lm.cache.num_held == first.length + fork.length - window.sinks
     for sequence in (first, fork):
         lm.cache.close(sequence, cache=False)
     torch.testing.assert_close(outputs[0], fed(lm, ids, window, [40, 60])[40:], rtol=1e-5, atol=1e-5)
 
 
 def test_streams_share_published_sinks_and_steps() -> None:
-    window = Window(size=12, sink_tokens=4, stride=3)
+    window = Ring(sinks=4, size=12, stride=3)
     lm = streamer(make_model(torch.device("cpu")), capacity=60, max_sequences=3, max_entries=20)
     ids = torch.randint(0, VOCABULARY, (60,)).tolist()
     first = Stream(lm, window, ids)
@@ -274,7 +274,7 @@ def test_streams_share_published_sinks_and_steps() -> None:
 
 
 def test_on_triton(device: torch.device) -> None:
-    window = Window(size=4, sink_tokens=1, stride=2)
+    window = Ring(sinks=1, size=4, stride=2)
     model = make_model(device)
     ids = torch.randint(0, VOCABULARY, (8,), device=device)
     reference = fed(streamer(model, window.capacity, backend="torch"), ids, window, [8])
@@ -285,7 +285,7 @@ def test_on_triton(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
 def test_backends_agree_in_16_bits(dtype: torch.dtype) -> None:
-    window = Window(size=300, sink_tokens=4, stride=64)
+    window = Ring(sinks=4, size=300, stride=64)
     model = (
         LlamaForCausalLM(LlamaConfig(**{**CONFIG, "max_position_embeddings": 512})).to("cuda", dtype).eval()
     )
@@ -320,7 +320,7 @@ def test_steps_of_streams_move_on_by_themselves(
 
     monkeypatch.setattr(Capture, "new", Replays)
     monkeypatch.setattr(CachedModel, "_captures_rings", True)
-    window = Window(size=6, sink_tokens=2, stride=3)
+    window = Ring(sinks=2, size=6, stride=3)
     model = make_model(device)
     ids = torch.randint(0, VOCABULARY, (13,), device=device)
     expected = fed(streamer(model, window.capacity, backend="torch"), ids, window, [3, 10])
@@ -339,7 +339,7 @@ def test_steps_of_streams_move_on_by_themselves(
         logits = lm.decode([first.sequence, second.sequence], [int(ids[7 + step]), int(ids[9 + step])])
         torch.testing.assert_close(logits, expected[[7 + step, 9 + step]], rtol=1e-4, atol=1e-4)
     monkeypatch.setattr(StaticStep, "load", counted)
-    (graph,) = (graph for key, graph in lm._ring_graphs.items() if key == (window.ring, 2))
+    (graph,) = (graph for key, graph in lm._ring_graphs.items() if key == (window, 2))
     logits = lm.decode([first.sequence, second.sequence], [int(ids[9]), int(ids[11])])
     torch.testing.assert_close(logits, expected[[9, 11]], rtol=1e-4, atol=1e-4)
     assert not uploads  # the step follows the one before
@@ -362,7 +362,7 @@ def test_steps_of_a_stream_are_replays_of_one_graph(name: str) -> None:
     assert not lm._ring_graphs
     logits = fed(lm, ids, window, [1] * 70 + [9, 1, 1, 8] + [1] * 41)
     torch.testing.assert_close(logits, eager, rtol=1e-4, atol=1e-4)
-    assert list(lm._ring_graphs) == [(window.ring, 1)]
+    assert list(lm._ring_graphs) == [(window, 1)]
     flows = [Stream(lm, window, [1]) for _ in range(2)]
     for flow, count in zip(flows, (90, 55), strict=True):
         *_, _ = flow.feed(ids[:count].tolist())
@@ -371,12 +371,12 @@ def test_steps_of_a_stream_are_replays_of_one_graph(name: str) -> None:
         logits = lm.decode(sequences, [int(ids[90 + step]), int(ids[55 + step])])
         expected = torch.stack((eager[90 + step], eager[55 + step]))
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-    assert (window.ring, 2) in lm._ring_graphs
+    assert (window, 2) in lm._ring_graphs
     lm.cache.check()
 
 
 def test_a_failed_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    window = Window(size=20, sink_tokens=4, stride=8)
+    window = Ring(sinks=4, size=20, stride=8)
     lm = streamer(make_model(torch.device("cpu")), capacity=window.capacity)
     ids = torch.randint(0, VOCABULARY, (60,))
     flow = Stream(lm, window, ids[:1].tolist())
@@ -398,15 +398,15 @@ def test_a_failed_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_wrong_windows_and_models_are_refused() -> None:
     for arguments in (
-        {"size": 4, "stride": 5},
-        {"size": 4, "stride": 0},
-        {"size": 4, "stride": 1, "sink_tokens": -1},
+        {"sinks": 4, "size": 4, "stride": 5},
+        {"sinks": 4, "size": 4, "stride": 0},
+        {"size": 4, "stride": 1, "sinks": -1},
     ):
         with pytest.raises(ValueError, match="the stride from 1 to the window's size"):
-            Window(**arguments)
+            Ring(**arguments)
     lm = streamer(make_model(torch.device("cpu")), capacity=100)
     with pytest.raises(ValueError, match="the model's context is 64"):
-        Stream(lm, Window(size=61, sink_tokens=4, stride=8), [1])
+        Stream(lm, Ring(sinks=4, size=61, stride=8), [1])
     plain = CachedModel(make_model(torch.device("cpu")), capacity=40)
     with pytest.raises(ValueError, match="exact_positions=True"):
         Stream(plain, WINDOWS["sinks"], [1])
@@ -543,6 +543,6 @@ def test_sinks_keep_a_real_model_fluent_past_its_window() -> None:
     directory = resolve(EngineConfig.model, print)
     lm = streamer(load_model(directory, torch.device("cpu"), torch.float32, print), capacity=100)
     ids = Tokenizer(directory).encode(topics["typesseq"])[:400].tolist()
-    with_sinks = token_losses(lm, ids, Window(size=96, sink_tokens=4, stride=32))[150:].mean()
-    without = token_losses(lm, ids, Window(size=100, sink_tokens=0, stride=32))[150:].mean()
+    with_sinks = token_losses(lm, ids, Ring(sinks=4, size=96, stride=32))[150:].mean()
+    without = token_losses(lm, ids, Ring(sinks=0, size=100, stride=32))[150:].mean()
     assert with_sinks + 1.0 < without
