@@ -34,6 +34,7 @@ from lightkv.integrations.model.attention_call import AttentionCall, compute
 from lightkv.integrations.model.decoder_layer import layer_forward
 from lightkv.integrations.model.fused_layers import FusedLayers, find_mlp, fuse_layers, unfuse_layers
 from lightkv.integrations.model.fused_norm import Carry, find_norm
+from lightkv.integrations.model.fused_rotary import layout_of
 from lightkv.integrations.model.hf_model import PackedStep, bind, bound
 from lightkv.integrations.model.linears import WeightPart
 from lightkv.integrations.model.plans.layer_plans import LayerPlan
@@ -44,53 +45,45 @@ from lightkv.triton_kernels.layers.residual_norm import Norm
 from tests.support.eager_models import SMALL, fused_layers, make_model
 
 LLAMA = LlamaConfig(**SMALL)
-SILU = (
-    "fused 2 of 2 layers: gate_up as one product, qkv as one product, silu with its product, norms with the "
-    "residual"
-)
-EXPERTS = "experts' choice as one kernel, experts' rows and sum as one kernel each"
+FUSED = "fused 2 of 2 layers"
 NO_GATED_MLP = "it has no gate_proj, up_proj, down_proj, or another activation than those that are known"
 CONFIGS: dict[str, tuple[PreTrainedConfig, list[str]]] = {
-    "llama": (LLAMA, [SILU]),
-    "biases": (Qwen2Config(**SMALL), [SILU]),
-    "norms-of-heads": (Qwen3Config(**SMALL), [SILU]),
-    "joined-already": (Phi3Config(**SMALL), [SILU]),
-    "residual-multiplier": (GraniteConfig(**SMALL, residual_multiplier=0.3), [SILU]),
-    "norms-on-both-sides": (Glm4Config(**SMALL), [SILU]),
+    "llama": (LLAMA, [FUSED]),
+    "biases": (Qwen2Config(**SMALL), [FUSED]),
+    "norms-of-heads": (Qwen3Config(**SMALL), [FUSED]),
+    "joined-already": (Phi3Config(**SMALL), [FUSED]),
+    "residual-multiplier": (GraniteConfig(**SMALL, residual_multiplier=0.3), [FUSED]),
+    "norms-on-both-sides": (Glm4Config(**SMALL), [FUSED]),
     "one-plus-weight": (
         Gemma2Config(**SMALL),
-        [
-            "fused 2 of 2 layers: gate_up as one product, gelu_tanh with its product, qkv as one product, "
-            "norms with the residual"
-        ],
+        [FUSED],
     ),
-    "norms-afterwards": (Olmo2Config(**SMALL), [SILU]),
+    "norms-afterwards": (Olmo2Config(**SMALL), [FUSED]),
     "layer-norm": (
         Starcoder2Config(**SMALL),
         [
-            "fused 2 of 2 layers: qkv as one product, norms with the residual",
+            FUSED,
             f"unfused: Starcoder2MLP: {NO_GATED_MLP} (2 layers)",
         ],
     ),
     "experts": (
         MixtralConfig(**SMALL, num_local_experts=4),
-        [f"fused 2 of 2 layers: {EXPERTS}, qkv as one product, norms with the residual"],
+        [FUSED],
     ),
     "experts-with-their-weights": (  # what its MLP returns beside the output
         GptOssConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
-        [f"fused 2 of 2 layers: {EXPERTS}, qkv as one product, norms with the residual"],
+        [FUSED],
     ),
     "parallel": (
         CohereConfig(**SMALL),
         [
-            "fused 0 of 2 layers: gate_up as one product, qkv as one product, silu with its product, norms as "
-            "one kernel each",
+            "fused 0 of 2 layers",
             "unfused: CohereDecoderLayer: its plan fuses its parts alone (2 layers)",
         ],
     ),
     "learned-positions": (
         GPT2Config(vocab_size=SMALL["vocab_size"], n_embd=32, n_layer=2, n_head=4),
-        ["fused 0 of 2 layers: norms as one kernel each", "unfused: GPT2Block: it has no plan (2 layers)"],
+        ["fused 0 of 2 layers", "unfused: GPT2Block: it has no plan (2 layers)"],
     ),
 }
 
@@ -253,9 +246,8 @@ def test_a_weight_that_stands_in_two_layers_is_not_joined(device: torch.device) 
     own = logits(model)
     lines: list[str] = []
     fuse_layers(model, lines.append)
-    assert lines == [
-        "fused 2 of 2 layers: gate_up as one product, silu with its product, norms with the residual"
-    ]
+    assert lines == [FUSED]
+    assert [layout_of(one.self_attn).joined for one in (first, second)] == [None, None]  # type: ignore[union-attr]
     assert second.self_attn.k_proj.weight is first.self_attn.k_proj.weight
     torch.testing.assert_close(logits(model), own, rtol=1e-5, atol=1e-5)
 
@@ -341,7 +333,7 @@ def test_a_layer_that_differs_keeps_its_forward_pass(
     lines: list[str] = []
     fuse_layers(model, lines.append)
     assert lines == [
-        SILU.replace("2 of", "1 of"),
+        FUSED.replace("2 of", "1 of"),
         "unfused: LlamaDecoderLayer: fused, it returns something else (1 layers); LlamaMLP: fused, it returns "
         "something else (1 layers)",
     ]

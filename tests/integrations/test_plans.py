@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from typer.testing import CliRunner
 
 from lightkv.errors import UnsupportedModel
 from lightkv.integrations.model.plans.layer_plans import PLANS, norm_form
-from lightkv.router.cli.app import _unfused_row
+from lightkv.router.cli.app import app
 from lightkv.router.config import EngineConfig
 from lightkv.router.model.build import assemble
 from lightkv.router.model.info import model_info
@@ -59,7 +60,9 @@ def test_what_runs_transformers_code_is_said(fuse: bool, unfused: dict[str, int]
     (tmp_path / "tokenizer.json").write_text("{}")
     described = model_info(config, tmp_path)
     assert described["unfused"] == unfused
-    assert list(_unfused_row(described)) == ["unfused"]
+    options = ["--device", "cpu", "--max-total-tokens", "100", *([] if fuse else ["--no-fuse"])]
+    printed = CliRunner().invoke(app, ["info", "--model", str(tmp_path), *options]).stdout
+    assert f"\nunfused       4 layers, {next(iter(unfused))}\n" in printed
 
 
 @pytest.mark.slow

@@ -65,21 +65,16 @@ _FORWARDS = (layer_forward, norm_forward, mlp_forward, linear_forward, router_fo
 
 @dataclass
 class FusedLayers:
-    """What `fuse_layers` did.
-
-    `parts`: layers, by what runs fused in them. `unfused`: layers, by what of them runs transformers' code,
-    and why.
-    """
+    """What `fuse_layers` did. `unfused`: layers, by what of them runs transformers' code, and why."""
 
     linears: Linears
     num_layers: int
     num_fused: int = 0  # layers that run fused from their first norm to their last addition
-    parts: Counter[str] = field(default_factory=Counter)
     unfused: Counter[str] = field(default_factory=Counter)
 
     def lines(self) -> list[str]:
         """Returns the lines to report."""
-        lines = [f"fused {self.num_fused} of {self.num_layers} layers: {', '.join(self.parts) or 'nothing'}"]
+        lines = [f"fused {self.num_fused} of {self.num_layers} layers"]
         if self.unfused:
             lines.append(
                 f"unfused: {'; '.join(f'{what} ({num} layers)' for what, num in self.unfused.items())}"
@@ -336,33 +331,19 @@ def _sums_twice(attention: nn.Module, mlp: nn.Module) -> bool:
 
 
 def _count(fused: FusedLayers, found: FoundParts) -> None:
-    """Counts what runs fused in each layer, and what does not."""
+    """Counts the layers that run fused, and what does not in each."""
     for layer, plan in found.plans.items():
         kept: list[nn.Module] = [] if _runs(layer, layer_forward) else [layer]
         fused.num_fused += not kept
-        parts = set()
-        if (attention := found.attentions.get(layer)) in found.calls:
-            layout = layout_of(attention)
-            if attention in fused.linears.joined or (layout is not None and len(plan.qkv) == 1):
-                parts.add("qkv as one product")
-            if layout is None and "forward" not in vars(attention):
-                kept.append(attention)
-                with found.noting(attention):
-                    find_layout(attention, plan, found.calls[attention])
-        for module in layer.modules():
-            if (mlp := gated_mlp(module)) is not None:
-                parts |= {"gate_up as one product", f"{mlp.activation} with its product"}
-            if has_fused_experts(module):
-                parts.add("experts' rows and sum as one kernel each")
-            if _runs(module, router_forward):
-                parts.add("experts' choice as one kernel")
+        attention = found.attentions.get(layer)
+        if attention in found.calls and layout_of(attention) is None and "forward" not in vars(attention):
+            kept.append(attention)
+            with found.noting(attention):
+                find_layout(attention, plan, found.calls[attention])
         body = [getattr(layer, name) for name in plan.mlp if hasattr(layer, name)]
         kept += [one for one in body if not any(map(_is_fused_mlp, one.modules()))][:1]
-        fused.parts.update(sorted(parts))
         for module in kept:
             fused.unfused[f"{type(module).__name__}: {found.why_not.get(module, 'it is not joined')}"] += 1
-    if found.norms:
-        fused.parts["norms with the residual" if fused.num_fused else "norms as one kernel each"] += 1
 
 
 def _is_fused_mlp(module: nn.Module) -> bool:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightkv.errors import LightKVError
 from lightkv.integrations.model.attention_call import AttentionCall, compute
 from lightkv.integrations.model.context import context_length
 
@@ -32,31 +31,16 @@ def own_forward(module: Any) -> Callable[..., Any]:
 def run_own(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Returns what a model's own code, `forward`, returns for inputs that it was not made for.
 
-    This alone catches errors of any type, as NotFusable: the code is transformers', or comes with a checkpoint,
-    so nothing is known of what it raises for noise. Running out of memory says nothing about a module, and an
-    error that code of lightkv raises, which the module calls back, is a bug: both are raised as they are.
+    This alone catches errors of any type, as NotFusable: the code is transformers', so nothing is known of what
+    it raises for noise. Running out of memory says nothing about a module, and is raised as it is.
     """
     try:
         return forward(*args, **kwargs)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        if _is_bug(error):
-            raise
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
         raise NotFusable(f"it fails on noise ({said})") from error
-
-
-def _is_bug(error: Exception) -> bool:
-    """Returns whether lightkv raised `error`, and not on purpose: its innermost function is one of lightkv.
-
-    That is not the function above: there an argument is missing, or one too many.
-    """
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    name = "" if traceback is None else str(traceback.tb_frame.f_globals.get("__name__"))
-    return name.startswith("lightkv.") and name != __name__ and not isinstance(error, LightKVError)
 
 
 def run_fused(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
