@@ -20,7 +20,7 @@ from lightkv.errors import LightKVError, UnknownBackend, UnsupportedModel
 from lightkv.router.config import EngineConfig, InvalidConfig
 from lightkv.router.peer_names import unknown_option
 from lightkv.router.sampling_params import InvalidParams, SamplingParams
-from lightkv.router.simulate.config import InvalidAllocation, InvalidSimulation
+from lightkv.router.simulate.config import InvalidSimulation
 from lightkv.router.terminal import OrderedAnswers, headings, progress, say, usage
 
 from .chat import add_chat_command
@@ -324,7 +324,7 @@ def _is_bad_input(error: LightKVError) -> bool:
 
     settings = (InvalidConfig, InvalidParams, UnknownBackend, NeverFits, ChatTemplateError)
     models = (ModelNotFound, UnreadableTokenizer, UnreadableWeights, UnsupportedModel)
-    simulations = (InvalidSimulation, InvalidAllocation, InvalidStepTime, UnreadableTrace)
+    simulations = (InvalidSimulation, InvalidStepTime, UnreadableTrace)
     files = (UnreadableResult, UnwritableFile)
     return isinstance(error, settings + models + simulations + files)
 

@@ -31,12 +31,9 @@ UNIFORM_ADMISSIONS = ("watermark", "sum")  # count tokens that all layers hold u
 LAYERS = re.compile(r"([1-9][0-9]{0,2})x(?:full|(window|chunk):([1-9][0-9]{0,8}))")
 
 
-class InvalidAllocation(LightKVError, ValueError):
-    """Raised for an unknown allocation, or one that does not fit the pool."""
-
-
 class InvalidSimulation(LightKVError, ValueError):
-    """Raised for a setting out of its range, or a request of the trace that could never run."""
+    """Raised for a setting out of its range, an allocation that is unknown or does not fit the pool, or a
+    request of the trace that could never run."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +139,7 @@ class SimulationConfig:
     seed: int = setting(0, "Seed of all random numbers: arrivals, a workload's lengths, estimates.")
 
     def __post_init__(self) -> None:
-        """Raises InvalidSimulation, InvalidAllocation."""
+        """Raises InvalidSimulation."""
         page = page_of(self.allocation)
         if self.admission not in (None, *SIMULATED_ADMISSIONS):
             known = ", ".join(SIMULATED_ADMISSIONS)
@@ -204,12 +201,12 @@ def groups_of(layers: str) -> LayerGroups:
 
 
 def page_of(allocation: str) -> int:
-    """Returns the page size of an allocation: 1 for token, 0 for contiguous. Raises InvalidAllocation."""
+    """Returns the page size of an allocation: 1 for token, 0 for contiguous. Raises InvalidSimulation."""
     if allocation in ("token", "contiguous"):
         return int(allocation == "token")
     name, _, size = allocation.partition(":")
     if name != "paged" or not (size.isascii() and size.isdigit()) or len(size) > 9 or int(size) < 2:
-        raise InvalidAllocation(
+        raise InvalidSimulation(
             f"--allocation is {allocation!r}; give token, contiguous, or paged:N (pages of N tokens, N > 1)"
         )
     return int(size)

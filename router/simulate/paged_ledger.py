@@ -16,7 +16,7 @@ from lightkv.layer_groups import ONE_GROUP, LayerGroups
 from lightkv.ledger import Match, Sequence, Session, TokenLedger
 from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace
 
-from .config import InvalidAllocation, page_of
+from .config import InvalidSimulation, page_of
 
 
 class PaddedLedger(TokenLedger):
@@ -59,7 +59,7 @@ class PagedLedger(PaddedLedger):
 
     def __init__(self, capacity: int, max_sequences: int, max_entries: int, page: int) -> None:
         if capacity < page:
-            raise InvalidAllocation(
+            raise InvalidSimulation(
                 f"a capacity of {capacity} tokens is less than a page of {page}; give a larger --capacity"
             )
         super().__init__(capacity // page * page, max_sequences, max_entries)

@@ -25,8 +25,8 @@ Progress = Callable[[str, int], None]
 def simulate(trace_name: str, config: SimulationConfig, progress: Progress | None = None) -> SimulationResult:
     """Runs a trace (`traces.open_trace`) to its end.
 
-    Raises UnreadableTrace, InvalidStepTime, InvalidAllocation, OSError, and InvalidSimulation for a request
-    that can never run.
+    Raises UnreadableTrace, InvalidStepTime, OSError, and InvalidSimulation, also for a request that can never
+    run.
     """
     trace = open_trace(trace_name, config.requests, config.seed, config.reading)
     if config.time_unit is not None:

@@ -7,7 +7,7 @@ import pytest
 
 from lightkv.errors import OutOfTokens
 from lightkv.ledger import Sequence
-from lightkv.router.simulate.config import ALLOCATIONS, InvalidAllocation, page_of
+from lightkv.router.simulate.config import ALLOCATIONS, InvalidSimulation, page_of
 from lightkv.router.simulate.paged_ledger import ContiguousLedger, PagedLedger, make_ledger
 
 
@@ -191,10 +191,10 @@ def test_each_allocation_has_its_ledger(allocation: str) -> None:
 
 @pytest.mark.parametrize("name", ["pages", "paged", "paged:x", "paged:016x"])
 def test_the_error_for_an_unknown_allocation_lists_the_known_ones(name: str) -> None:
-    with pytest.raises(InvalidAllocation, match=r"token, contiguous, or paged:N"):
+    with pytest.raises(InvalidSimulation, match=r"token, contiguous, or paged:N"):
         page_of(name)
 
 
 def test_a_pool_smaller_than_a_page_is_refused() -> None:
-    with pytest.raises(InvalidAllocation, match="larger --capacity"):
+    with pytest.raises(InvalidSimulation, match="larger --capacity"):
         PagedLedger(100, 2, 100, 128)

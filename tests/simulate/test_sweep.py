@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lightkv.router.cli.app import app
-from lightkv.router.simulate.config import InvalidAllocation, SimulationConfig, page_of
+from lightkv.router.simulate.config import InvalidSimulation, SimulationConfig, page_of
 from lightkv.router.simulate.report.page import render
 from lightkv.router.simulate.report.tables import policies
 from lightkv.router.simulate.result import Figures, SimulationResult, encode_all, load_all, series_csv
@@ -55,7 +55,7 @@ def test_pages_of_any_size_are_simulated(size: int) -> None:
     "name", ["paged:1", "paged:0", "paged:-2", "paged:", "paged:x", "paged:٣", "pages:16", ""]
 )
 def test_what_is_no_allocation_is_refused(name: str) -> None:
-    with pytest.raises(InvalidAllocation, match=r"give token, contiguous, or paged:N"):
+    with pytest.raises(InvalidSimulation, match=r"give token, contiguous, or paged:N"):
         SimulationConfig(allocation=name)
     code, printed, notes = run("chat", "--requests", 5, "--allocation", f"token,{name}")
     assert (code, printed) == (2, "")
