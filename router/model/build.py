@@ -303,7 +303,7 @@ class _Start:
         if self.device.type != "cuda" or self.ranks is not None:  # all ranks measure, or none
             return timer.measure(self.report)
         facts = [self.config, self.model.config.to_json_string(), info.graph_tokens, shapes(info)]
-        found, is_kept = measured_once("steps", facts, StepTime | None, lambda: timer.measure(self.report))
+        found, is_kept = measured_once(facts, lambda: timer.measure(self.report))
         if is_kept:
             self.report("step times: measured in an earlier start")
         return found

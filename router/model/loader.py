@@ -32,7 +32,7 @@ from lightkv.router.model_files import (
     weight_files,
 )
 
-from .model_config import load_checked_config, quiet_transformers
+from .model_config import load_checked_config, quiet_transformers, refusing
 from .text_half import TextHalf, is_wrapper, note_left_out, text_half
 
 Report = Callable[[str], None]
@@ -158,14 +158,8 @@ def _text_half(directory: Path, config: PreTrainedConfig) -> TextHalf | None:
     """Returns how to load the text half of a wrapper in `directory`; None for a text model."""
     if not is_wrapper(config):
         return None
-    try:
-        with quiet_transformers():
-            return text_half(config)
-    except UnsupportedModel:
-        raise
-    # A field of a wrong type fails wherever the model's code first uses it.
-    except Exception as error:
-        raise UnreadableWeights(directory, f"cannot be loaded ({one_line(error)})") from error
+    with refusing(directory, "cannot be loaded"), quiet_transformers():
+        return text_half(config)
 
 
 @dataclass(frozen=True)

@@ -58,12 +58,9 @@ def load_config(directory: Path) -> PreTrainedConfig:
         hint = " (code that comes with a model is never run)" if "auto_map" in raw else ""
         reason = f"transformers {__version__} does not know {model_type[:100]!r}{hint}"
         raise UnsupportedModel(in_line(architecture), reason)
-    try:
-        with quiet_transformers():
-            config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     # The hub's validators raise errors of their own for a field out of range.
-    except Exception as error:
-        raise UnreadableWeights(path, f"is refused by transformers ({one_line(error)})") from error
+    with refusing(path, "is refused by transformers"), quiet_transformers():
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     # transformers would load the file named here, even a pickle, instead of those that `weight_files` returns.
     # The field is read from the configuration, as transformers does: an attribute_map can rename it.
     if getattr(config, "transformers_weights", None) is not None:
@@ -159,16 +156,11 @@ def load_checked_config(directory: Path) -> PreTrainedConfig:
     Raises UnsupportedModel, and UnreadableWeights for a damaged file or a field of a wrong type.
     """
     config = load_config(directory)
-    try:
+    with refusing(directory / "config.json", "has a field of a wrong type"):
         check_supported(config)
         if not isinstance(config.get_text_config(), PreTrainedConfig):
             raise TypeError("the field of the text model's configuration holds something else")
         position_limit(config)
-    except LightKVError:
-        raise
-    except Exception as error:
-        reason = f"has a field of a wrong type ({one_line(error)})"
-        raise UnreadableWeights(directory / "config.json", reason) from error
     return config
 
 
@@ -184,19 +176,12 @@ def load_supported_config(directory: Path) -> PreTrainedConfig:
         UnreadableWeights: config.json is damaged, or `directory` lacks a file.
     """
     config = load_checked_config(directory)
-    try:
-        with quiet_transformers():
-            half = text_half(config) if is_wrapper(config) else None
-            model_class = AutoModelForCausalLM if half is None else half.model_class
-            # In bfloat16: on the meta device, products over experts exist in 16 bits only.
-            with torch.device("meta"):
-                model = model_class.from_config(config, dtype=torch.bfloat16)
-    except UnsupportedModel:
-        raise
-    # A field of a wrong type fails wherever the model's code first uses it.
-    except Exception as error:
-        reason = f"describes no model that can be made ({one_line(error)})"
-        raise UnreadableWeights(directory / "config.json", reason) from error
+    with refusing(directory / "config.json", "describes no model that can be made"), quiet_transformers():
+        half = text_half(config) if is_wrapper(config) else None
+        model_class = AutoModelForCausalLM if half is None else half.model_class
+        # In bfloat16: on the meta device, products over experts exist in 16 bits only.
+        with torch.device("meta"):
+            model = model_class.from_config(config, dtype=torch.bfloat16)
     skips_padding = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
     if skips_padding and not first_position(config):
         raise UnsupportedModel(type(model).__name__, "it does not count a text's positions from 0")
@@ -232,6 +217,18 @@ def position_limit(config: PreTrainedConfig) -> int | None:
     if wrong := [limit for limit in limits if type(limit) is not int or limit < 1]:
         raise ValueError(f"the rotary embedding is for {wrong[0]!r} positions")
     return min(limits, default=None)
+
+
+@contextmanager
+def refusing(path: Path, what: str) -> Iterator[None]:
+    """Raises UnreadableWeights, which says `what` of `path`, for an error that transformers' code raises in the
+    block: a field of a wrong type fails wherever the model's code first uses it."""
+    try:
+        yield
+    except (LightKVError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UnreadableWeights(path, f"{what} ({one_line(error)})") from error
 
 
 @contextmanager

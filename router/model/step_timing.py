@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -32,7 +32,6 @@ from lightkv.router.engine.step_time import LEAST_STEPS, StepTime, Work, fit
 from lightkv.router.sampling_params import SamplerKind
 
 Report = Callable[[str], None]
-T = TypeVar("T")
 
 IN_FLIGHT = 2  # the engine has as many on a GPU
 # A step is timed 5 times; 3 times, if they add up to 50 ms; or until they add up to half a second.
@@ -233,19 +232,18 @@ class StepTimer:
 # From one start to the next
 
 
-def measured_once(name: str, facts: Any, kind: Any, measure: Callable[[], T]) -> tuple[T, bool]:
+def measured_once(facts: Any, measure: Callable[[], StepTime | None]) -> tuple[StepTime | None, bool]:
     """Returns what `measure` returned in this or in an earlier start, and whether it was an earlier one.
 
-    `name`: of what is measured. `facts`: all that the result depends on beside the GPU and the versions of
-    torch and lightkv, in types that msgspec encodes. `kind`: the type of the result. Where the file is missing,
-    or holds something else than a result of this type for these facts, this measures and writes it again; where
-    it cannot be written, each start measures.
+    `facts`: all that the result depends on beside the GPU and the versions of torch and lightkv, in types that
+    msgspec encodes. Where the file is missing, or holds something else than a result for these facts, this
+    measures and writes it again; where it cannot be written, each start measures.
     """
     known = {"gpu": torch.cuda.get_device_name(), "torch": str(torch.__version__), "lightkv": __version__}
     key = hashlib.sha256(msgspec.json.encode([known, facts], order="sorted")).hexdigest()
-    path = _folder() / f"{name}-{key[:16]}.json"
+    path = _folder() / f"steps-{key[:16]}.json"
     with suppress(OSError, msgspec.MsgspecError):
-        found = msgspec.json.decode(path.read_bytes(), type=tuple[str, kind])
+        found = msgspec.json.decode(path.read_bytes(), type=tuple[str, StepTime | None])
         if found[0] == key:
             return found[1], True
     result = measure()
