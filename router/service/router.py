@@ -27,10 +27,10 @@ from lightkv.router.engine.step import RunnerInfo, StepResult, TokenEvent
 from lightkv.router.sampling_params import InvalidParams
 from lightkv.router.service.grammars.held_requests import HeldRequests
 from lightkv.router.service.ranks.worker_group import Worker
-from lightkv.router.service.wire.request_room import NoRoom
 from lightkv.router.service.wire.submitted import (
     MAX_KEPT_BYTES,
     MAX_UNREAD_BYTES,
+    NoRoom,
     SubmittedRequests,
     requests_of,
 )
@@ -326,7 +326,7 @@ class Router:
             )
             return Refused(name, "unavailable", text)
         try:
-            claim = self._submitted.room.claim(message)
+            num_bytes = self._submitted.require_room(message)
         except NoRoom as error:
             return Refused(name, "never_fits" if error.is_too_large else "queue_full", str(error))
         if not engine.has_work:
@@ -338,17 +338,15 @@ class Router:
             else:
                 self._held.add(engine, requests, message)
         except TooManyGrammars as error:
-            self._submitted.room.end(claim, message.num_answers)
             return Refused(name, "queue_full", str(error))
         except (NeverFits, InvalidParams, InvalidPrompt, ValueError) as error:
-            self._submitted.room.end(claim, message.num_answers)
             return Refused(name, "never_fits" if isinstance(error, NeverFits) else "invalid", str(error))
         if message.session is not None:
             session = _ledger_of(engine).open_session(message.session)
             self._clients[client].add(message.session)
             for request in requests:
                 request.session = session
-        self._submitted.add(client, requests, claim)
+        self._submitted.add(client, requests, num_bytes)
         self._wake.set()
         return Accepted(name)
 

@@ -85,7 +85,7 @@ class ChecksHere:
     async def ask(self, grammar: Grammar) -> check_process.Checked:
         directory, vocab_size = self._of_model
         wrong, num_bytes = check_process.check(grammar, model_tokens(directory, vocab_size()))
-        return check_process.Checked(1, wrong, num_bytes=num_bytes)
+        return check_process.Checked(wrong, num_bytes=num_bytes)
 
     async def close(self) -> None:
         """No process is to be ended."""

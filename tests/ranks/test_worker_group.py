@@ -14,7 +14,9 @@ import uvloop
 
 from lightkv.errors import CheckFailed
 from lightkv.router import EngineConfig
+from lightkv.router.engine.grammars.grammar_desk import Compile
 from lightkv.router.engine.step import StepResult
+from lightkv.router.sampling_params import Grammar
 from lightkv.router.service.messages import WorkerError
 from lightkv.router.service.ranks import worker_group
 from lightkv.router.service.ranks.worker_group import WorkerGroup, _same
@@ -69,6 +71,10 @@ def test_two_ranks_have_the_results_of_one_and_end_together(
         results += [await group.flush(), await group.flush()]
         assert_same(results[1:-1], recording.results)
         assert len(await group.check(recording.edits, recording.holding)) == 16
+        for number in (1, 2):
+            group.send_grammar(Compile(number, Grammar("regex", "[0-9]+")))
+            answer = await group.take_grammar()
+            assert (answer.grammar_id, "not with this model" in answer.error) == (number, True)
 
         flushing = asyncio.ensure_future(group.flush())
         await asyncio.sleep(0)

@@ -4,7 +4,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -34,8 +34,14 @@ from lightkv.router.service.messages import (
 from lightkv.router.service.router_client import MAX_TAKEN, AnswerStream, RequestRefused, RouterClient
 from lightkv.router.service.wire import submitted
 from lightkv.router.service.wire.plan_message import PlanMessage
-from lightkv.router.service.wire.request_room import MAX_REQUEST_BYTES, NoRoom, RequestRoom, request_bytes
-from lightkv.router.service.wire.submitted import SubmittedRequests, requests_of
+from lightkv.router.service.wire.submitted import (
+    MAX_REQUEST_BYTES,
+    Client,
+    NoRoom,
+    SubmittedRequests,
+    request_bytes,
+    requests_of,
+)
 from tests.support.fake_router import LIMITS, FakeRouter
 from tests.support.router_service import assert_idle, service
 
@@ -109,26 +115,32 @@ def test_a_plan_that_names_missing_parameters_is_refused() -> None:
 # The router's memory
 
 
-def test_the_room_for_requests_is_claimed_returned_and_recounted() -> None:
+def test_the_room_for_requests_is_taken_returned_and_recounted() -> None:
     one = submit_of(4, name="one", allowed_token_ids=list(range(VOCABULARY)), logit_bias={1: 1.0, 2: 2.0})
-    room = RequestRoom(2 * request_bytes(one) + 100)
-    first, second = room.claim(one), room.claim(one)
+    two = submit_of(4, name="two", allowed_token_ids=list(range(VOCABULARY)), logit_bias={1: 1.0, 2: 2.0})
+    submitted, client = SubmittedRequests(2 * request_bytes(one) + 100), cast(Client, object())
+    for submit in (one, two):
+        submitted.add(client, requests_of(submit), submitted.require_room(submit))
     with pytest.raises(NoRoom, match=r"have taken \d+; try again"):
-        room.claim(one)
-    room.check([first] * 4 + [second] * 4)
-    with pytest.raises(CheckFailed, match="7 answers"):
-        room.check([first] * 4 + [second] * 3)
-    room.end(first, 3)
+        submitted.require_room(one)
+    submitted.check()
+    for name in one.request_ids[:3]:
+        assert submitted.forget(name)
+        assert not submitted.forget(name)
+    submitted.check()
     with pytest.raises(NoRoom):
-        room.claim(one)
-    room.end(first)
-    third = room.claim(one)
-    room.check([second] * 4 + [third] * 4)
-    for claim in (second, third):
-        room.end(claim, 4)
-    assert room.num_bytes == 0
+        submitted.require_room(one)
+    submitted.forget(one.request_ids[3])
+    assert submitted.require_room(one) == submitted.num_bytes
+    submitted.num_bytes += 1
+    with pytest.raises(CheckFailed, match="and 4 answers; a recount"):
+        submitted.check()
+    submitted.num_bytes -= 1
+    for name in two.request_ids:
+        submitted.forget(name)
+    assert submitted.num_bytes == 0
     with pytest.raises(NoRoom, match="fewer prompts") as refused:
-        RequestRoom(request_bytes(one) - 1).claim(one)
+        SubmittedRequests(request_bytes(one) - 1).require_room(one)
     assert refused.value.is_too_large
 
 
@@ -145,7 +157,7 @@ def test_requests_beyond_the_routers_memory_are_refused(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with service(tmp_path, pause=0.01) as made:
             client = await made.connect()
-            room = made.router._submitted.room
+            room = made.router._submitted
             room.max_bytes = 2 * request_bytes(submit_of(2))
             for name in "ab":
                 client.stream.send(submit_of(2, name=name, max_tokens=50))
@@ -185,7 +197,7 @@ def test_answers_are_queued_together_or_not_at_all(tmp_path: Path) -> None:
                 assert isinstance(answer, Refused)
                 assert (answer.request_id, answer.kind) == ("a0.0", kind)
                 assert made.router._submitted.ids() == []
-                assert made.router._submitted.room.num_bytes == 0
+                assert made.router._submitted.num_bytes == 0
             client.stream.send(submit_of(3))
             await client.until_ended("a0.0", "a0.1", "a0.2")
             assert_idle(await client.until(lambda status: not status.load.held))
@@ -257,14 +269,14 @@ def test_log_probabilities_of_several_prompts_come_in_messages_of_their_own() ->
     async def body(ours: FrameStream[ToRouter], theirs: FrameStream[ToApi]) -> None:
         requests = SubmittedRequests()
         submit = submit_of(2)
-        requests.add(ours, requests_of(submit), requests.room.claim(submit))
+        requests.add(ours, requests_of(submit), requests.require_room(submit))
         events = [TokenEvent(name, 1, "stop", None, None, 0, scores) for name in submit.request_ids]
         requests.send(events)
         for _ in range(2):
             message: Any = await theirs.receive()
             assert len(message.events) == 1
         assert requests.ids() == []
-        assert requests.room.num_bytes == 0
+        assert requests.num_bytes == 0
 
     with_streams(body)
 

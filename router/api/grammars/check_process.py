@@ -5,8 +5,10 @@ worker's code, limits and tokens, but on a smaller stack, follows one text of it
 kernel ends a child that takes too long, needs too much memory, or nests too deeply for its stack. So whatever
 passes fits in the worker, and no grammar makes this process read the tokenizer again.
 
-    standard input   Check ──► fork ──► the child's Checked ──► standard output
-                                └── its death ──► this process's Checked ─┘
+    standard input   Grammar ──► fork ──► the child's Checked ──► standard output
+                                  └── its death ──► this process's Checked ─┘
+
+One grammar is checked at a time, so the answers come in the order of the grammars.
 """
 
 import json
@@ -17,7 +19,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -37,32 +39,15 @@ STACK_BYTES = 4 * 2**20  # a sixteenth of the worker's
 MEMORY_BYTES = 2**30  # that a child may map beside what this process has
 NICENESS = 5  # of the children: steps go before checks
 _WALK_TOKENS = 48  # the length of the text that is followed
-_READ_BYTES = 2**18
-
-
-class Check(msgspec.Struct, frozen=True):
-    """Asks whether a grammar can be used. `number`: that of the answer."""
-
-    number: int
-    grammar: Grammar
 
 
 class Checked(msgspec.Struct, frozen=True):
-    """The answer to a Check. `wrong`: why the grammar is refused, or an empty text. `failed`: why it is not
-    known whether it can be used, or an empty text. `num_bytes`: what it takes when it is compiled."""
+    """The answer about a grammar. `wrong`: why it is refused, or an empty text. `failed`: why it is not known
+    whether it can be used, or an empty text. `num_bytes`: what it takes when it is compiled."""
 
-    number: int
     wrong: str = ""
     failed: str = ""
     num_bytes: int = 0
-
-
-class _Child(NamedTuple):
-    """A child that checks a grammar. `begun`: when it did."""
-
-    pid: int
-    number: int
-    begun: float
 
 
 def check(grammar: Grammar, model: ModelTokens) -> tuple[str, int]:
@@ -117,78 +102,33 @@ def too_slow(seconds: float) -> str:
     return f"it takes {seconds:.2f} s to compile, and at most {MAX_WORK_SECONDS} s are allowed; simplify it"
 
 
-class _Server:
-    """Answers checks until standard input ends, any number of them at once. `model`: its tokens, or why no
-    grammar can be used with it."""
-
-    def __init__(self, model: ModelTokens | str) -> None:
-        self._model = model
-        self._received = bytearray()
-        self._decoder = msgspec.msgpack.Decoder(Check)
-        self._children: dict[int, _Child] = {}  # by the descriptor that says when it has ended
-        self._poll = select.poll()
-        self._poll.register(sys.stdin.fileno(), select.POLLIN)
-
-    def run(self) -> None:
-        while True:
-            deadline = min((one.begun for one in self._children.values()), default=None)
-            wait = None if deadline is None else 1e3 * max(deadline + WALL_SECONDS - time.monotonic(), 0)
-            for descriptor, _ in self._poll.poll(wait):
-                if descriptor != sys.stdin.fileno():
-                    self._reap(descriptor)
-                elif not self._receive():
-                    return
-            for one in self._children.values():
-                if time.monotonic() - one.begun >= WALL_SECONDS:
-                    os.kill(one.pid, signal.SIGKILL)
-
-    def _receive(self) -> bool:
-        """Reads what has arrived and begins the checks. Returns False once the input has ended."""
-        data = os.read(sys.stdin.fileno(), _READ_BYTES)
-        self._received += data
-        while len(self._received) >= LENGTH.size:
-            end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
-            if len(self._received) < end:
-                break
-            request = decode(self._decoder, bytes(self._received[LENGTH.size : end]))
-            del self._received[:end]
-            self._begin(request)
-        return bool(data)
-
-    def _begin(self, request: Check) -> None:
-        if isinstance(self._model, str):
-            _write(Checked(request.number, self._model))
-            return
-        try:
-            pid = os.fork()
-        except OSError as error:
-            _write(Checked(request.number, failed=f"no process could be started: {error.strerror}"))
-            return
-        if pid == 0:
-            _check_and_exit(request, self._model)
-        descriptor = os.pidfd_open(pid)
-        self._children[descriptor] = _Child(pid, request.number, time.monotonic())
-        self._poll.register(descriptor, select.POLLIN)
-
-    def _reap(self, descriptor: int) -> None:
-        """Answers for a child that has ended without an answer of its own."""
-        self._poll.unregister(descriptor)
-        os.close(descriptor)
-        pid, number, begun = self._children.pop(descriptor)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if code == -signal.SIGPROF:
-            _write(Checked(number, too_slow(KILL_SECONDS)))
-        elif -code in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT):
-            wrong = "it nests too deeply, or takes too much memory, to be compiled; simplify it"
-            _write(Checked(number, wrong))
-        elif time.monotonic() - begun >= WALL_SECONDS:
-            _write(Checked(number, failed=f"it was not checked within {WALL_SECONDS:g} s"))
-        elif code:
-            how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
-            _write(Checked(number, failed=f"the process that checked it {how}"))
+def _check_in_child(grammar: Grammar, model: ModelTokens) -> None:
+    """Checks a grammar in a child, and answers for a child that has ended without an answer of its own."""
+    try:
+        pid = os.fork()
+    except OSError as error:
+        _write(Checked(failed=f"no process could be started: {error.strerror}"))
+        return
+    if pid == 0:
+        _check_and_exit(grammar, model)
+    descriptor = os.pidfd_open(pid)
+    ended, _, _ = select.select([descriptor], [], [], WALL_SECONDS)
+    os.close(descriptor)
+    if not ended:
+        os.kill(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code == -signal.SIGPROF:
+        _write(Checked(too_slow(KILL_SECONDS)))
+    elif -code in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT):
+        _write(Checked("it nests too deeply, or takes too much memory, to be compiled; simplify it"))
+    elif not ended:
+        _write(Checked(failed=f"it was not checked within {WALL_SECONDS:g} s"))
+    elif code:
+        how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
+        _write(Checked(failed=f"the process that checked it {how}"))
 
 
-def _check_and_exit(request: Check, model: ModelTokens) -> NoReturn:
+def _check_and_exit(grammar: Grammar, model: ModelTokens) -> NoReturn:
     """Checks a grammar in a child process, and ends it."""
     code = 1
     try:
@@ -198,9 +138,9 @@ def _check_and_exit(request: Check, model: ModelTokens) -> NoReturn:
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.setitimer(signal.ITIMER_PROF, KILL_SECONDS)  # SIGPROF ends a process that does not handle it
-        wrong, num_bytes = check(request.grammar, model)
+        wrong, num_bytes = check(grammar, model)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(Checked(request.number, wrong, num_bytes=num_bytes))
+        _write(Checked(wrong, num_bytes=num_bytes))
         code = 0
     finally:
         os._exit(code)
@@ -224,8 +164,14 @@ def main() -> None:
     except InvalidGrammar as error:
         model = error.reason
     freeze_objects()
-    _write(Checked(0))
-    _Server(model).run()
+    _write(Checked())  # it has started
+    decoder = msgspec.msgpack.Decoder(Grammar)
+    while header := sys.stdin.buffer.read(LENGTH.size):
+        grammar = decode(decoder, sys.stdin.buffer.read(LENGTH.unpack(header)[0]))
+        if isinstance(model, str):
+            _write(Checked(model))
+        else:
+            _check_in_child(grammar, model)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Checks grammars of requests before they are queued, in a process beside this one (`check_process.py`).
 
-Each client's grammars wait in their own line, and the lines take turns. At most MAX_WAITING wait in
-all. Answers are kept by the grammars' hashes.
+One grammar is checked at a time. Each client's grammars wait in their own line, and the lines take turns. At
+most MAX_WAITING wait in all. Answers are kept by the grammars' hashes.
 """
 
 import asyncio
@@ -11,7 +11,6 @@ from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -19,14 +18,13 @@ import msgspec
 from lightkv.router.engine.grammars.fair_queue import FairQueue
 from lightkv.router.sampling_params import Grammar
 from lightkv.router.service.child_process import command
-from lightkv.router.service.messages import FrameStream
+from lightkv.router.service.messages import BadFrame, FrameStream
 from lightkv.router.service.router_client import RequestRefused
 from lightkv.router.text.grammars import InvalidGrammar
 
-from .check_process import WALL_SECONDS, Check, Checked
+from .check_process import WALL_SECONDS, Checked
 
-MAX_SHORT = 4096  # characters of a grammar that does not wait for longer ones
-MAX_WAITING = 64  # short ones, and as many long ones
+MAX_WAITING = 128
 MAX_KNOWN = 4096  # grammars whose answers are kept
 START_SECONDS = 60.0  # to read the tokenizer
 ANSWER_SECONDS = WALL_SECONDS + 5.0  # after which the process is started anew
@@ -54,16 +52,15 @@ class _Waiting:
 
 
 class GrammarChecker:
-    """The process that checks grammars, which starts with the first of them, and its latest answers. Short
-    grammars do not wait for long ones, whose checks take long.
+    """The process that checks grammars, which starts with the first of them, and its latest answers.
 
     directory: that of the model. vocab_size: returns the width of its logits, once the service is ready.
     """
 
     def __init__(self, directory: Path, vocab_size: Callable[[], int]) -> None:
         self._process = _CheckProcess(directory, vocab_size)
-        self._queues = FairQueue[_Waiting](MAX_WAITING), FairQueue[_Waiting](MAX_WAITING)
-        self._working: list[asyncio.Task[None] | None] = [None, None]
+        self._queue = FairQueue[_Waiting](MAX_WAITING)
+        self._working: asyncio.Task[None] | None = None
         self._known: OrderedDict[bytes, Checked] = OrderedDict()
         self._waiting: dict[bytes, _Waiting] = {}  # those that are being checked included
 
@@ -77,8 +74,7 @@ class GrammarChecker:
         known = self._known.get(digest)
         if known is None:
             one = self._waiting.get(digest) or self._begin(digest, grammar, owner)
-            for queue in self._queues:
-                queue.share(one, owner)
+            self._queue.share(one, owner)
             known = await self._wait(one)
         else:
             self._known.move_to_end(digest)
@@ -88,15 +84,13 @@ class GrammarChecker:
 
     async def close(self) -> None:
         """Ends the process, and waits for its end. What waits is refused. A later check starts another one."""
-        for queue in self._queues:
-            while (one := queue.pop()) is not None:
-                self._forget(one)
-                one.refuse(_closing())
-        working = [task for task in self._working if task is not None]
-        self._working = [None, None]  # a task that has not begun does not do this itself
-        for task in working:
-            task.cancel()
-        await asyncio.gather(*working, return_exceptions=True)
+        while (one := self._queue.pop()) is not None:
+            self._forget(one)
+            one.refuse(_closing())
+        working, self._working = self._working, None
+        if working is not None:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
         await self._process.close()
 
     async def _wait(self, one: _Waiting) -> Checked:
@@ -105,34 +99,32 @@ class GrammarChecker:
             return await asyncio.shield(one.answer)
         finally:
             one.num -= 1
-            if not one.num and any(queue.remove(one) for queue in self._queues):
+            if not one.num and self._queue.remove(one):
                 self._forget(one)
 
     def _begin(self, digest: bytes, grammar: Grammar, owner: bytes) -> _Waiting:
         one = self._waiting[digest] = _Waiting(digest, grammar, owner)
-        lane = int(len(grammar.text) > MAX_SHORT)
-        left = self._queues[lane].push(one)
+        left = self._queue.push(one)
         if left is not None:
             self._forget(left)
             text = f"{MAX_WAITING} grammars wait to be checked, which is the limit; try again in a moment"
             left.refuse(RequestRefused("queue_full", text))
-        if self._working[lane] is None:
-            self._working[lane] = asyncio.create_task(self._work(lane))
+        if self._working is None:
+            self._working = asyncio.create_task(self._work())
         return one
 
     def _forget(self, one: _Waiting) -> None:
         if self._waiting.get(one.digest) is one:
             del self._waiting[one.digest]
 
-    async def _work(self, lane: int) -> None:
-        """Checks the grammars of a queue, one after the other, until it is empty."""
-        queue = self._queues[lane]
+    async def _work(self) -> None:
+        """Checks the grammars of the queue, one after the other, until it is empty."""
         try:
-            while (one := queue.pop()) is not None:
+            while (one := self._queue.pop()) is not None:
                 await self._answer(one)
         finally:
-            if self._working[lane] is asyncio.current_task():
-                self._working[lane] = None
+            if self._working is asyncio.current_task():
+                self._working = None
 
     async def _answer(self, one: _Waiting) -> None:
         try:
@@ -177,84 +169,55 @@ def _closing() -> RequestRefused:
 
 
 class _CheckProcess:
-    """The process, and the checks that it has not answered."""
+    """The process, which is asked about one grammar at a time."""
 
     def __init__(self, directory: Path, vocab_size: Callable[[], int]) -> None:
         self._directory = directory
         self._vocab_size = vocab_size
         self._process: Process | None = None
-        self._frames: FrameStream[Checked] | None = None  # to and from the process
-        self._reading: asyncio.Task[None] | None = None
-        self._starting = asyncio.Lock()
-        self._asked: dict[int, asyncio.Future[Checked]] = {}
-        self._numbers = count(1)
+        self._frames: FrameStream[Checked] | None = None  # to and from the process, once it has started
 
     async def ask(self, grammar: Grammar) -> Checked:
-        """Returns the answer about a grammar. Raises _NoAnswer."""
-        process, frames = await self._started()
-        number = next(self._numbers)
-        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        """Returns the answer about a grammar. A process without an answer is ended. Raises _NoAnswer."""
+        frames = await self._started()
         try:
-            frames.send(Check(number, grammar))
-            return await asyncio.wait_for(answer, ANSWER_SECONDS)
-        except (TimeoutError, OSError) as error:
-            await self.close(process)
-            raise _NoAnswer(f"its process gave no answer within {ANSWER_SECONDS:g} s") from error
-        finally:
-            self._asked.pop(number, None)
-
-    async def close(self, process: Process | None = None) -> None:
-        """Ends the process, or only `process` if it still runs, and waits for its end."""
-        running = self._process
-        if running is None or process not in (None, running):
-            return
-        self._process = None
-        if self._reading is not None:
-            self._reading.cancel()
-        with suppress(ProcessLookupError):
-            running.kill()
-        await running.wait()
-
-    async def _started(self) -> tuple[Process, FrameStream[Checked]]:
-        async with self._starting:
-            if self._process is not None and self._frames is not None and self._process.returncode is None:
-                return self._process, self._frames
+            frames.send(grammar)
+            if (answer := await asyncio.wait_for(frames.receive(), ANSWER_SECONDS)) is not None:
+                return answer
+        except (TimeoutError, OSError, BadFrame) as error:
             await self.close()
-            arguments = (str(self._directory), str(self._vocab_size()))
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *command("api.grammars.check_process", *arguments), stdin=PIPE, stdout=PIPE
-                )
-            except OSError as error:
-                raise _NoAnswer(f"its process did not start: {error.strerror}") from error
-            assert process.stdout is not None
-            assert process.stdin is not None
-            frames = FrameStream[Checked](process.stdout, process.stdin, Checked)
-            self._process, self._frames = process, frames
-            begun = None
-            try:
-                with suppress(TimeoutError):
-                    begun = await asyncio.wait_for(frames.receive(), START_SECONDS)
-            finally:
-                if begun is None:
-                    await self.close(process)
-            if begun is None:
-                raise _NoAnswer("its process did not start")
-            self._reading = asyncio.create_task(self._read_answers(process, frames))
-            return process, frames
+            raise _NoAnswer(f"its process gave no answer within {ANSWER_SECONDS:g} s") from error
+        await self.close()
+        raise _NoAnswer("its process has ended")
 
-    async def _read_answers(self, process: Process, frames: FrameStream[Checked]) -> None:
-        """Hands out the answers until the process ends."""
-        while (answer := await frames.receive()) is not None:
-            waiting = self._asked.get(answer.number)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(answer)
-        # Its end is seen here before its return code is known: the next check starts another one.
-        if self._process is process:
-            self._process = None
-        with suppress(ProcessLookupError):
-            process.kill()
-        asked, self._asked = self._asked, {}
-        for waiting in asked.values():
-            if not waiting.done():
-                waiting.set_exception(_NoAnswer("its process has ended"))
+    async def close(self) -> None:
+        """Ends the process, and waits for its end."""
+        process, self._process, self._frames = self._process, None, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def _started(self) -> FrameStream[Checked]:
+        if self._process is not None and self._frames is not None and self._process.returncode is None:
+            return self._frames
+        await self.close()
+        arguments = (str(self._directory), str(self._vocab_size()))
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command("api.grammars.check_process", *arguments), stdin=PIPE, stdout=PIPE
+            )
+        except OSError as error:
+            raise _NoAnswer(f"its process did not start: {error.strerror}") from error
+        assert process.stdout is not None
+        assert process.stdin is not None
+        frames = FrameStream[Checked](process.stdout, process.stdin, Checked)
+        self._process = process
+        begun = None
+        with suppress(TimeoutError):
+            begun = await asyncio.wait_for(frames.receive(), START_SECONDS)
+        if begun is None:
+            await self.close()
+            raise _NoAnswer("its process did not start")
+        self._frames = frames
+        return frames

@@ -106,21 +106,23 @@ class HeldRequests:
     async def _serve(self, worker: Worker, engine: Engine) -> None:
         """Takes the worker's answers until it dies. A worker whose answers cannot be taken is killed, since no
         grammar would be compiled any more."""
+        taking = asyncio.create_task(worker.take_grammar())
         try:
             while True:
-                try:
-                    answer = await asyncio.wait_for(worker.take_grammar(), COMPILE_SECONDS)
-                except TimeoutError:
-                    if self._desk.is_compiling and time.monotonic() - self._asked > COMPILE_SECONDS:
-                        self._is_overdue = True
-                        worker.kill(f"a grammar took more than {COMPILE_SECONDS:g} s to compile")
-                else:
-                    self._take(answer, engine)
+                done, _ = await asyncio.wait((taking,), timeout=COMPILE_SECONDS)
+                if done:
+                    self._take(taking.result(), engine)
+                    taking = asyncio.create_task(worker.take_grammar())
+                elif self._desk.is_compiling and time.monotonic() - self._asked > COMPILE_SECONDS:
+                    self._is_overdue = True
+                    worker.kill(f"a grammar took more than {COMPILE_SECONDS:g} s to compile")
         except WorkerDied:
             return
         except Exception as error:
             _logger.exception("the worker's answers about grammars cannot be taken any more")
             worker.kill(f"its answer about a grammar could not be taken ({type(error).__name__}: {error})")
+        finally:
+            taking.cancel()
 
     def _take(self, answer: Compiled, engine: Engine) -> None:
         """Queues the requests that waited for a grammar in the engine, or ends them."""

@@ -1,6 +1,6 @@
 """Compiles grammars in the worker, in a thread beside the one that runs the steps.
 
-The router sends Compile and Forget over a stream of its own, framed as in `frames.py`, so that no step waits
+The router sends Compile and Forget over a stream of its own, framed as in `messages.py`, so that no step waits
 for a compilation, and no compilation for a step.
 """
 

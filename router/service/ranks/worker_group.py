@@ -44,8 +44,6 @@ class WorkerGroup:
         except BaseException:
             self.kill()
             raise
-        self._compiled: dict[int, list[Compiled]] = {}  # answers of some ranks, by the grammar's id
-        self._taking: dict[WorkerClient, asyncio.Task[Compiled]] = {}
         self._end = asyncio.get_running_loop().create_task(self._wait_for_end())
 
     async def start(self, config: EngineConfig, report: Report) -> RunnerInfo:
@@ -96,23 +94,10 @@ class WorkerGroup:
             worker.send_grammar(order)
 
     async def take_grammar(self) -> Compiled:
-        """Returns the next answer to a Compile that all ranks have given; an error, if one has given an
-        error."""
-        while True:
-            for worker in self._workers:
-                if worker not in self._taking:
-                    self._taking[worker] = asyncio.ensure_future(worker.take_grammar())
-            await asyncio.wait(self._taking.values(), return_when=asyncio.FIRST_COMPLETED)
-            for worker, task in list(self._taking.items()):
-                if not task.done():
-                    continue
-                del self._taking[worker]
-                answer = task.result()
-                given = self._compiled.setdefault(answer.grammar_id, [])
-                given.append(answer)
-                if len(given) == len(self._workers):
-                    del self._compiled[answer.grammar_id]
-                    return next((one for one in given if one.error), given[0])
+        """Returns the answer to a Compile that all ranks have given; an error, if one has given an error. One
+        grammar is compiled at a time. A call that is cancelled loses the answers of some ranks."""
+        given = await asyncio.gather(*(worker.take_grammar() for worker in self._workers))
+        return next((one for one in given if one.error), given[0])
 
     def kill(self, reason: str = "") -> None:
         """Kills all ranks, which have nothing to save."""
@@ -134,8 +119,6 @@ class WorkerGroup:
             return died
         finally:
             self.kill()
-            for task in self._taking.values():
-                task.cancel()
             self._store.unlink(missing_ok=True)
 
     async def _all(self, call: Callable[[WorkerClient, int], Coroutine[Any, Any, Result]]) -> list[Result]:

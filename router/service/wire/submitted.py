@@ -1,56 +1,100 @@
-"""The requests that the router has accepted and that have not ended, and the clients that get their events."""
+"""The requests that the router has accepted and that have not ended, the memory that they take, and the clients
+that get their events."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 
+from lightkv.errors import CheckFailed, LightKVError
+from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.memory_map import Owner
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.step import TokenEvent
 from lightkv.router.service.messages import Events, FrameStream, Submit, ToRouter
 
-from .request_room import Claim, RequestRoom
-
 Client = FrameStream[ToRouter]
+
+# Bytes of all requests that have not ended. 4,096 requests of 16,000 tokens fit.
+MAX_REQUEST_BYTES = 256 * 2**20
+ANSWER_BYTES = 2**11  # of one answer in the router's queues and tables, without what its request shares
+_OBJECT_SHARE = 12  # decoded lists and dictionaries take at most so many times the bytes of their message
+_TEXT_BYTES = 4  # of a character, at most
 
 # Of a client that has not read so many bytes no more requests are accepted, and beyond the second number its
 # requests end. The events of one step come on top of them.
 MAX_UNREAD_BYTES, MAX_KEPT_BYTES = 16 * 2**20, 64 * 2**20
 
 
-class _One(NamedTuple):
-    """A request, the client that gets its events, and its claim on memory."""
+class NoRoom(LightKVError):
+    """There is no room for a request. `is_too_large`: there never will be, whatever ends before."""
+
+    def __init__(self, num_bytes: int, num_taken: int, limit: int) -> None:
+        self.is_too_large = num_bytes > limit
+        if self.is_too_large:
+            remedy = "send fewer prompts or answers at once, or shorter ones"
+        else:
+            remedy = f"the requests before it have taken {num_taken}; try again in a moment"
+        super().__init__(
+            f"the request takes {num_bytes} of the router's {limit} bytes for requests; {remedy}"
+        )
+
+
+@dataclass(eq=False)
+class _Submission:
+    """Requests that came together: the client that gets their events, and the bytes that they take until the
+    last of them has ended."""
 
     client: Client
+    num_bytes: int
+    num_living: int
+
+
+class _One(NamedTuple):
     request: Request
-    claim: Claim
+    submission: _Submission
 
 
 class SubmittedRequests:
-    """The accepted requests by id, until each has ended. `room`: the memory that they may take."""
+    """The accepted requests by id, until each has ended. `num_bytes`: what they take, of `max_bytes`."""
 
-    def __init__(self, room: RequestRoom | None = None) -> None:
-        self.room = room or RequestRoom()
+    def __init__(self, max_bytes: int = MAX_REQUEST_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
         self._by_id: dict[str, _One] = {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_id
 
-    def add(self, client: Client, requests: list[Request], claim: Claim) -> None:
-        """Adds the requests of one submission, which `room` has a claim for."""
+    def require_room(self, submit: Submit) -> int:
+        """Returns the bytes that the requests of `submit` take. Raises NoRoom if they do not fit."""
+        num_bytes = request_bytes(submit)
+        if self.num_bytes + num_bytes > self.max_bytes:
+            raise NoRoom(num_bytes, self.num_bytes, self.max_bytes)
+        return num_bytes
+
+    def add(self, client: Client, requests: list[Request], num_bytes: int) -> None:
+        """Adds the requests of one submission, which take `num_bytes` together."""
+        submission = _Submission(client, num_bytes, len(requests))
+        self.num_bytes += num_bytes
         for request in requests:
-            self._by_id[request.id] = _One(client, request, claim)
+            self._by_id[request.id] = _One(request, submission)
 
     def forget(self, request_id: str) -> bool:
         """Removes a request that has ended. Returns False if it is not there."""
         one = self._by_id.pop(request_id, None)
-        if one is not None:
-            self.room.end(one.claim)
-        return one is not None
+        if one is None:
+            return False
+        one.submission.num_living -= 1
+        if not one.submission.num_living:
+            self.num_bytes -= one.submission.num_bytes
+        return True
 
     def ids(self, client: Client | None = None) -> list[str]:
         """Returns the ids of all requests, or of one client's."""
-        return [name for name, one in self._by_id.items() if client is None or one.client is client]
+        return [
+            name for name, one in self._by_id.items() if client is None or one.submission.client is client
+        ]
 
     def named(self, holders: list[Owner]) -> list[Owner]:
         """Returns the rows that alone hold tokens, with the ids of their requests."""
@@ -71,11 +115,11 @@ class SubmittedRequests:
                 continue
             if event.num_cached is not None:
                 event = msgspec.structs.replace(event, waited=one.request.waited)
+            own = by_client.setdefault(one.submission.client, [])
             if event.prompt_logprobs is None:
-                by_client.setdefault(one.client, []).append(event)
+                own.append(event)
             else:  # these may be tens of megabytes, and a message has its limit
-                one.client.send(Events([event]))
-                by_client.setdefault(one.client, [])
+                one.submission.client.send(Events([event]))
         for client, own in by_client.items():
             if own:
                 client.send(Events(own))
@@ -85,8 +129,15 @@ class SubmittedRequests:
         return [client for client in by_client if client.num_unread > MAX_KEPT_BYTES]
 
     def check(self) -> None:
-        """Recounts the memory that is claimed. Raises CheckFailed."""
-        self.room.check([one.claim for one in self._by_id.values()])
+        """Recounts the bytes and the requests that have not ended. Raises CheckFailed."""
+        submissions = {one.submission for one in self._by_id.values()}
+        total = sum(one.num_bytes for one in submissions)
+        living = sum(one.num_living for one in submissions)
+        if total != self.num_bytes or living != len(self._by_id):
+            raise CheckFailed(
+                f"requests are counted with {self.num_bytes} bytes and {living} answers; a recount finds "
+                f"{total} bytes and {len(self._by_id)} answers"
+            )
 
 
 def requests_of(submit: Submit) -> list[Request]:
@@ -111,3 +162,24 @@ def requests_of(submit: Submit) -> list[Request]:
         for prompt in submit.prompts
         for idx, answer in enumerate(prompt.answers)
     ]
+
+
+def request_bytes(submit: Submit) -> int:
+    """Returns how many bytes the requests of `submit` take in the router at most, with the log-probabilities of
+    their prompts."""
+    params = submit.params
+    prompts = sum(len(prompt.prompt_ids) for prompt in submit.prompts)
+    scores = 0
+    if params.prompt_logprobs is not None:
+        scores = prompts // TOKEN_BYTES * 8 * (params.prompt_logprobs + 1)
+    packed = len(params.banned.bits)
+    if params.allowed is not None:
+        packed += len(params.allowed.bits)
+    if params.grammar is not None:
+        packed += _TEXT_BYTES * len(params.grammar.text)
+    rest = msgspec.structs.replace(params, allowed_token_ids=None, banned_token_ids=(), grammar=None)
+    others = len(_encode((rest, submit.stop_ids, submit.namespace, submit.session)))
+    return prompts + scores + packed + _OBJECT_SHARE * others + ANSWER_BYTES * submit.num_answers
+
+
+_encode = msgspec.msgpack.encode
