@@ -227,7 +227,7 @@ class TokenLedger:
         """Raises SequenceTooLong, OutOfRows unless there is a free row of so many entries."""
         if num_entries > self.max_entries:
             raise SequenceTooLong(num_entries, self.max_entries)
-        if not self._state.has_free_row:
+        if not self._state.free_rows:
             raise OutOfRows(self.max_sequences)
 
     def open_session(self, name: str) -> Session:
@@ -265,7 +265,7 @@ class TokenLedger:
         would keep it for no other; `keep_branch` has it kept. None where `open` hits all that the tree has, no
         sequence has it any more, or `open` refuses the prompt. Changes nothing."""
         state, too_long = self._state, len(token_ids) > self.max_entries * TOKEN_BYTES
-        if too_long or not state.classes or not state.has_free_row:
+        if too_long or not state.classes or not state.free_rows:
             return None
         return self._branches.find(state.tree.match(namespace, token_ids))
 
@@ -386,7 +386,7 @@ class TokenLedger:
         """
         state = self._state
         self._require_branching(sequence)
-        if not state.has_free_row:
+        if not state.free_rows:
             raise OutOfRows(self.max_sequences)
         if sequence.holds:
             self._extension.settle(sequence)

@@ -12,9 +12,8 @@ is cached, whether or not its segment is held, and can be evicted by itself.
 import heapq
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
+from operator import itemgetter
 from typing import Protocol
-
-import numpy as np
 
 from lightkv.edits import Edit, FreePart
 from lightkv.errors import CheckFailed
@@ -175,8 +174,6 @@ class State(Protocol):
     unconfirmed: "list[Segment | Tail]"
     idle_tails: "IdleTails"
     confirmed: int
-    look_at: np.ndarray
-    has_passed: np.ndarray
 
     def emit(self, edit: Edit) -> None: ...
 
@@ -259,8 +256,8 @@ class TailClass:
     """A class of layers that do not see everything, in one ledger: class `cls`, whose tokens take `width`
     slots.
 
-    reuses: bool `[rows + 1]`: whether the next token of the sequence in a row takes the slot of the entry that
-    is `distance` before it.
+    reuses: by row, 1 where the next token of its sequence takes the slot of the entry that is `distance` before
+    it, 0 where it takes a free one.
     """
 
     def __init__(self, state: State, cls: int, layers: LayerClass, num_rows: int) -> None:
@@ -270,7 +267,15 @@ class TailClass:
         self.rule = layers.lifetime.rule
         self.width = layers.num_groups
         self.distance = self.lifetime.size + self.lifetime.slack
-        self.reuses = np.zeros(num_rows + 1, dtype=np.bool_)
+        self.reuses = bytearray(num_rows + 1)
+
+    def reusing(self, rows: Seq[int]) -> bytes:
+        """Returns what `reuses` has for these rows."""
+        return (
+            bytes(itemgetter(*rows)(self.reuses))
+            if len(rows) > 1
+            else bytes([self.reuses[one] for one in rows])
+        )
 
     def store(self, segment: Segment, length: int, step: int | None) -> Tail:
         """Makes the last `length` tokens of `segment` its tail, or lengthens the one that it has. `step`: the

@@ -6,8 +6,6 @@ check what a caller asks for before they call it. No other file writes the count
 
 from collections.abc import Iterable
 
-import numpy as np
-
 from lightkv.edits import (
     Alloc,
     CopyRow,
@@ -42,8 +40,7 @@ class LedgerState:
     `width` is the number of slots of a token in the class that sees everything, whose tokens are the tree's
     segments; `classes` has the others.
 
-    look_at: by row, the length from which on a sequence is looked at (`Extension`). has_passed: the rows of
-    `Branches`. unconfirmed: segments and tails with tokens that steps compute which may still fail.
+    unconfirmed: segments and tails with tokens that steps compute which may still fail.
     """
 
     def __init__(self, capacity: int, max_sequences: int, max_protected: int, groups: LayerGroups) -> None:
@@ -60,18 +57,11 @@ class LedgerState:
             TailClass(self, cls, one, max_sequences) for cls, one in enumerate(groups.classes) if cls
         ]
         self.idle_tails = IdleTails()
-        self.look_at = np.zeros(max_sequences + 1, dtype=np.int64)
-        self.has_passed = np.zeros(max_sequences + 1, dtype=np.bool_)
         self.sequences: dict[int, Sequence] = {}
         self.free_rows = list(range(max_sequences, 0, -1))
         self.gapped: set[int] = set()  # rows whose path has a gap: what was dropped lies above what is held
         self.unconfirmed: list[Segment | Tail] = []
         self._edits: list[Edit] = []
-
-    @property
-    def has_free_row(self) -> bool:
-        """Whether another sequence can be opened."""
-        return bool(self.free_rows)
 
     def require_open(self, sequence: Sequence) -> None:
         """Raises ValueError for a sequence that is closed or belongs to another ledger."""
@@ -128,7 +118,7 @@ class LedgerState:
         sequence.published, sequence.published_in = 0, -1
         end = len(sequence.prompt) // TOKEN_BYTES
         sequence.points = [one for one in sorted({matched, end}) if sequence.length < one <= end]
-        self.look_at[sequence.row] = 0
+        sequence.look_at = 0
 
     def fork(self, sequence: Sequence) -> Sequence:
         """Opens a sequence in a free row that holds the same path as `sequence`, which has no private tail
@@ -426,7 +416,8 @@ class LedgerState:
         if segment.tails:
             segment.split_tails(head)
             for tail in head.tails.values():  # which ends where none ended before, and passes earlier
-                self.look_at[list(tail.holders)] = 0
+                for row in tail.holders:
+                    self.sequences[row].look_at = 0
         return head
 
     def evict(self, count: int) -> None:
