@@ -34,12 +34,15 @@ class Extension:
         """Returns how many available slots are enough to extend each of these by `count` tokens."""
         classes = self._state.classes
         slots = count * len(sequences) * self._state.width
-        if not classes:
+        if not classes or not sequences:
             return slots
-        due = [one for one in sequences if count > 1 or one.look_at <= one.length]
-        slots += sum([hold.cost(count) for one in due for hold in one.holds])
-        rows = [one.row for one in sequences if one.look_at > one.length] if count == 1 else []
-        return slots + sum([(len(rows) - of.reusing(rows).count(1)) * of.width for of in classes])
+        if count > 1:
+            return slots + sum([hold.cost(count) for one in sequences for hold in one.holds])
+        rows = self._batch_rows if sequences == self._batch else [one.row for one in sequences]
+        slots += sum([(len(rows) - of.reusing(rows).count(1)) * of.width for of in classes])
+        for one in [one for one in sequences if one.look_at <= one.length]:
+            slots += sum([hold.cost(1) - hold.cost_as_before for hold in one.holds])
+        return slots
 
     def require_batch(self, sequences: Seq[Sequence]) -> None:
         """Raises TypeError, ValueError unless these are open sequences of the ledger, none of them twice."""
@@ -138,8 +141,7 @@ class Extension:
             num_again = again.count(1)
             if num_again < len(again):
                 fresh = again.translate(_OPPOSITE)
-                part = edit if not num_again else [tuple(compress(one, fresh)) for one in edit]
-                emit(AllocPart(of.cls, *part))
+                emit(AllocPart(of.cls, *[tuple(compress(one, fresh)) if num_again else one for one in edit]))
             if num_again:
                 emit(Reuse(of.cls, of.distance, *[tuple(compress(one, again)) for one in edit[:2]]))
 
