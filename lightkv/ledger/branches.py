@@ -65,4 +65,4 @@ class Branches:
             hold.share(point, (sequence.node, sequence.shared), sequence.published_in)
             for segment, end in sequence.node.ends_up(sequence.shared):
                 if own < end <= first:
-                    state.idle_tails.supersede(segment.tails[hold.of.cls])
+                    state.idle.supersede(segment.tails[hold.of.cls])

@@ -213,7 +213,7 @@ class Hold:
                 if hold:
                     tail.hold(self.sequence.row)
                 else:
-                    self.of.state.idle_tails.add(tail)
+                    self.of.state.idle.add(tail)
             at -= segment.length
             segment = segment.parent
         self.own = max(own, end)
@@ -244,7 +244,7 @@ class Hold:
                 continue
             if at > first:
                 segment = self.of.state.split(segment, segment.length - (at - first))
-            self.of.state.idle_tails.supersede(segment.tails[cls])
+            self.of.state.idle.supersede(segment.tails[cls])
 
     def has(self, point: int, seen: int, there: tuple[int, int]) -> bool:
         """Returns whether what is `seen` after the first `point` tokens is private, or in the range `there` of

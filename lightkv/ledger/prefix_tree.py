@@ -15,14 +15,13 @@ hangs below its parent, but no look-up finds it, and it is freed when no sequenc
 its tokens are known.
 """
 
-import heapq
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from lightkv.errors import CheckFailed
 
 from .changes import Namespace, SegmentAdded, SegmentCut, SegmentGrew, SegmentSplit, TreeChange
-from .segments import TOKEN_BYTES, Segment
+from .segments import TOKEN_BYTES, Idle, Segment
 
 MAX_HITS = 8  # of a segment; further hits do not let it stay any longer
 
@@ -61,7 +60,7 @@ def common_prefix(segment: bytes, tokens: bytes, at: int, end: int) -> int:
 
 
 class PrefixTree:
-    """The roots by namespace, and a heap of the unheld leaves in the order in which they are evicted.
+    """The roots by namespace, and what can be evicted (`idle`), in the order in which it is.
 
     The order is that of the last use, but each of up to `MAX_HITS` hits counts like a use `hit_worth` later.
     The clock is no time: it counts the tokens that were allocated (`pass_tokens`) and the uses, so that a
@@ -78,7 +77,7 @@ class PrefixTree:
         self._hit_worth = hit_worth
         self._next_id = 1
         self._clock = 0
-        self._idle: list[tuple[int, int, Segment]] = []  # a heap; see `oldest`
+        self.idle = Idle()
 
     def root(self, namespace: Namespace) -> Segment:
         """Returns the namespace's root, and makes it if there is none. An unheld root without children is
@@ -274,34 +273,12 @@ class PrefixTree:
         self.note_unheld(parent)
 
     def note_unheld(self, segment: Segment) -> None:
-        """Puts `segment` among the idle leaves if it has no holder, no child and no protection. Such a root is
+        """Puts `segment` among the idle ones if it has no holder, no child and no protection. Such a root is
         removed."""
-        if segment.holders or segment.children or segment.protected or not segment.indexed:
-            return
         if segment.parent is not None:
-            if not segment.queued:
-                segment.queued = True
-                heapq.heappush(self._idle, (segment.due, segment.id, segment))
-        elif self.roots.get(segment.namespace) is segment:
+            self.idle.add(segment)
+        elif not (segment.holders or segment.children) and self.roots.get(segment.namespace) is segment:
             del self.roots[segment.namespace]
-
-    def oldest(self) -> Segment | None:
-        """Returns the unheld leaf that is evicted first, or None if every leaf is held or protected.
-
-        Entries of the heap may be out of date; they are removed or moved only here, when they reach its top.
-        """
-        idle = self._idle
-        while idle:
-            due, _, segment = idle[0]
-            gone = segment.parent is None or not segment.indexed
-            if gone or segment.holders or segment.children or segment.protected:
-                heapq.heappop(idle)
-                segment.queued = False
-            elif due != segment.due:
-                heapq.heapreplace(idle, (segment.due, segment.id, segment))
-            else:
-                return segment
-        return None
 
     def __iter__(self) -> Iterator[Segment]:
         """Yields every indexed segment, parents before children."""
@@ -327,12 +304,11 @@ class PrefixTree:
         return [_added(segment) for segment in self]
 
     def check(self, gapped: Collection[int] = ()) -> None:
-        """Recounts the links, the keys and the idle leaves. Raises CheckFailed.
+        """Recounts the links and the keys. Raises CheckFailed.
 
         `gapped`: the rows that have dropped a part of their path. Only these may hold a segment without holding
         its parent.
         """
-        idle = {segment.id for _, _, segment in self._idle}
         for segment in self:
             parent = segment.parent
             if parent is None or parent.children.get(segment.tokens[:TOKEN_BYTES]) is not segment:
@@ -348,8 +324,6 @@ class PrefixTree:
                 raise CheckFailed(f"{segment} is found in the tree")
             if not segment.holders and below:
                 raise CheckFailed(f"{segment} has no holder, but the segments below it have {below}")
-            if not (segment.holders or segment.children or segment.protected) and segment.id not in idle:
-                raise CheckFailed(f"{segment} has no holder and cannot be evicted")
         if any(len(segment.holders) < 2 for segment in self.shared):
             raise CheckFailed("a segment of fewer than two holders is among the shared")
 

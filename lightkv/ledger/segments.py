@@ -10,7 +10,7 @@ is cached, whether or not its segment is held, and can be evicted by itself.
 """
 
 import heapq
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from operator import itemgetter
 from typing import Protocol
@@ -68,7 +68,7 @@ class Segment:
         self.credit = 0
         self.due = 0
         self.protected = 0
-        self.queued = False  # whether it is in the heap of idle leaves, perhaps with an older `due`
+        self.queued = False  # whether it is among the idle ones, perhaps with an older `due`
         # The first `confirmed` tokens have been computed for certain; step `published` computes the others.
         self.confirmed = len(tokens) // TOKEN_BYTES
         self.published = -1
@@ -77,6 +77,12 @@ class Segment:
     def length(self) -> int:
         """Tokens in this segment."""
         return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is a leaf that can be evicted: nothing holds or protects it."""
+        is_used = self.holders or self.children or self.protected
+        return not is_used and self.indexed and self.parent is not None
 
     @property
     def may_grow(self) -> bool:
@@ -136,7 +142,7 @@ class Segment:
                 new = tail.of.store(head, above, None if is_confirmed else tail.published)
                 new.holders = tail.holders.copy()
                 new.superseded = tail.superseded
-                tail.of.state.idle_tails.add(new)
+                tail.of.state.idle.add(new)
 
     def cut_tails(self, freed: int) -> int:
         """Takes its last `freed` tokens out of its tails, before they leave the unheld segment. Returns how
@@ -172,7 +178,7 @@ class State(Protocol):
     """What tails and holds need of the ledger's state (`LedgerState`), which owns them."""
 
     unconfirmed: "list[Segment | Tail]"
-    idle_tails: "IdleTails"
+    idle: "Idle"
     confirmed: int
 
     def emit(self, edit: Edit) -> None: ...
@@ -216,6 +222,11 @@ class Tail:
         return self.segment.tails.get(self.of.cls) is self
 
     @property
+    def is_idle(self) -> bool:
+        """Whether it can be evicted: no row holds it."""
+        return not self.holders and self.is_there
+
+    @property
     def due(self) -> int:
         """Its place in the order of eviction, among those of segments."""
         if self.superseded:
@@ -235,7 +246,7 @@ class Tail:
         if not self.holders:
             self.of.state.count(cached=self.num_slots)
             if self.segment.indexed:
-                self.of.state.idle_tails.add(self)
+                self.of.state.idle.add(self)
             else:
                 self.drop()
 
@@ -296,19 +307,21 @@ class TailClass:
         return tail
 
 
-class IdleTails:
-    """The tails that no row holds, in the order in which they are evicted."""
+class Idle:
+    """What can be evicted, in the order in which it is: the unheld leaves of the tree that no session protects,
+    and the tails that no row holds. Of equals, tails come first."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Tail]] = []  # what is out of date leaves, or moves, at the top
+        # What is out of date here leaves, or moves, when it reaches the top.
+        self._heap: list[tuple[int, bool, int, Segment | Tail]] = []
         self._num_added = 0
 
-    def add(self, tail: Tail) -> None:
-        """Adds a tail, unless a row holds it or it is here."""
-        if not tail.holders and not tail.queued:
-            tail.queued = True
+    def add(self, one: Segment | Tail) -> None:
+        """Adds what can be evicted, unless it is here."""
+        if not one.queued and one.is_idle:
+            one.queued = True
             self._num_added += 1
-            heapq.heappush(self._heap, (tail.due, self._num_added, tail))
+            heapq.heappush(self._heap, (one.due, isinstance(one, Segment), self._num_added, one))
 
     def supersede(self, tail: Tail) -> None:
         """Has a tail evicted before all that are not superseded."""
@@ -316,31 +329,35 @@ class IdleTails:
             tail.superseded, tail.queued = True, False  # it may be here twice
             self.add(tail)
 
-    def oldest(self) -> Tail | None:
-        """Returns the tail that is evicted first, and last those that sessions protect; None for none."""
+    def oldest(self) -> Segment | Tail | None:
+        """Returns what is evicted first, and last the tails that sessions protect; None for nothing."""
         heap = self._heap
         while heap:
-            due, number, tail = heap[0]
-            if tail.holders or not tail.is_there:
+            due, is_segment, number, one = heap[0]
+            if not one.is_idle:
                 heapq.heappop(heap)
-                tail.queued = False
-            elif due != tail.due:
-                heapq.heapreplace(heap, (tail.due, number, tail))
+                one.queued = False
+            elif due != one.due:
+                heapq.heapreplace(heap, (one.due, is_segment, number, one))
             else:
-                return tail
+                return one
         return None
 
-    def check(self, segments: Collection[Segment]) -> None:
-        """Raises CheckFailed unless the tails of these segments fit them, and the idle ones are here."""
-        here = {tail for *_, tail in self._heap}
+    def check(self, segments: Iterable[Segment]) -> None:
+        """Raises CheckFailed unless the tails of these segments fit them, and all that can be evicted is
+        here."""
+        here = {one for *_, one in self._heap}
         for segment in segments:
             for cls, tail in segment.tails.items():
                 if tail.segment is not segment or tail.of.cls != cls:
                     raise CheckFailed(f"{tail} is filed as class {cls} of {segment}")
                 if not 1 <= tail.length <= segment.length:
                     raise CheckFailed(f"{tail} has {tail.length} tokens of {segment.length}")
-                if not tail.holders and not (segment.indexed and tail in here):
-                    raise CheckFailed(f"{tail} has no holder and cannot be evicted")
+                if not (tail.holders or segment.indexed):
+                    raise CheckFailed(f"{tail} has no holder, and no look-up finds it")
+            for one in (segment, *segment.tails.values()):
+                if one.is_idle and one not in here:
+                    raise CheckFailed(f"{one} has no holder and cannot be evicted")
 
 
 def reachable(classes: Seq[TailClass], path: list[Segment], matched: int) -> tuple[list[Segment], int, int]:

@@ -24,7 +24,7 @@ from lightkv.layer_groups import LayerGroups
 
 from .holds import Hold
 from .prefix_tree import Namespace, PrefixTree
-from .segments import TOKEN_BYTES, IdleTails, Segment, Tail, TailClass, reachable
+from .segments import TOKEN_BYTES, Segment, Tail, TailClass, reachable
 from .sequence import Sequence, require_sequence
 from .sessions import Sessions
 
@@ -56,7 +56,7 @@ class LedgerState:
         self.classes = [
             TailClass(self, cls, one, max_sequences) for cls, one in enumerate(groups.classes) if cls
         ]
-        self.idle_tails = IdleTails()
+        self.idle = self.tree.idle
         self.sequences: dict[int, Sequence] = {}
         self.free_rows = list(range(max_sequences, 0, -1))
         self.gapped: set[int] = set()  # rows whose path has a gap: what was dropped lies above what is held
@@ -423,15 +423,13 @@ class LedgerState:
     def evict(self, count: int) -> None:
         """Frees `count` of the cached slots, in the tree's order, and those that sessions protect last; a few
         more, where a token has several."""
-        tree = self.tree
         while count > 0:
-            segment, tail = tree.oldest(), self.idle_tails.oldest()
-            if tail is not None and (segment is None or tail.due <= segment.due):
-                count -= tail.drop()
+            oldest = self.idle.oldest()
+            if isinstance(oldest, Tail):
+                count -= oldest.drop()
                 continue
-            is_protected = segment is None
-            if segment is None:
-                segment = self.sessions.oldest()
+            is_protected = oldest is None
+            segment = oldest or self.sessions.oldest()
             assert segment is not None  # num_cached counts exactly what can be reached so
             count -= sum([tail.drop() for tail in list(segment.tails.values())])  # of use only with its end
             if count > 0:
