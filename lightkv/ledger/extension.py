@@ -89,7 +89,7 @@ class Extension:
         edit = Alloc(self._batch_rows, tuple(starts), tuple(counts))
         self._state.alloc(edit, needed)
         if self._state.classes:
-            self._grow_classes(edit)
+            self._grow_classes(edit, is_decode)
         if is_decode:
             for sequence in sequences:
                 sequence.length += 1
@@ -134,16 +134,19 @@ class Extension:
         fresh = [num_tokens - reusing.count(1) for reusing in self._reusing]
         return sum([count * of.width for count, of in zip(fresh, self._state.classes, strict=True)])
 
-    def _grow_classes(self, edit: Alloc) -> None:
+    def _grow_classes(self, edit: Alloc, is_decode: bool) -> None:
         """Emits what the memory has to do in the classes from 1 on for what `edit` does in the first one."""
+        rows, starts, counts = edit
         emit = self._state.emit
         for of, again in zip(self._state.classes, self._reusing, strict=True):
             num_again = again.count(1)
             if num_again < len(again):
                 fresh = again.translate(_OPPOSITE)
-                emit(AllocPart(of.cls, *[tuple(compress(one, fresh)) if num_again else one for one in edit]))
+                some = counts[num_again:] if is_decode else tuple(compress(counts, fresh))
+                emit(AllocPart(of.cls, tuple(compress(rows, fresh)), tuple(compress(starts, fresh)), some))
             if num_again:
-                emit(Reuse(of.cls, of.distance, *[tuple(compress(one, again)) for one in edit[:2]]))
+                again_rows, entries = tuple(compress(rows, again)), tuple(compress(starts, again))
+                emit(Reuse(of.cls, of.distance, again_rows, entries))
 
     def settle(self, sequence: Sequence) -> None:
         """Brings a sequence up to date with the tokens that it has: it shares what the tree has got meanwhile,

@@ -253,12 +253,7 @@ class TokenLedger:
         """Returns what `open` would hit. Changes nothing. Raises ValueError."""
         prompt_length(token_ids)
         match = self._state.tree.match(namespace, token_ids)
-        classes = self._state.classes
-        if not match.path or not classes:
-            return match
-        path, matched, _ = reachable(classes, list(match.path[::-1]), match.tip * TOKEN_BYTES)
-        tip = matched // TOKEN_BYTES
-        return Match(tuple(path[::-1]), tip, tip + sum(segment.length for segment in path[:-1]))
+        return match.cut(reachable(self._state.classes, match.path[::-1], match.num_tokens))
 
     def find_branch(self, token_ids: bytes, namespace: Namespace = ()) -> Branch | None:
         """Returns where a prompt diverges from an open sequence, which still has what windows see there but

@@ -34,16 +34,27 @@ class Match(NamedTuple):
     tip: int
     num_tokens: int
 
+    @classmethod
+    def of(cls, path: list[Segment], matched: int) -> "Match":
+        """Returns what `PrefixTree.find` has found."""
+        tip = matched // TOKEN_BYTES
+        return cls(tuple(path[::-1]), tip, tip + sum([segment.length for segment in path[:-1]]))
+
     @property
     def held(self) -> "Match":
         """The part of it that sequences hold; the rest may be evicted."""
-        path, tip, num_tokens = self
-        for i, segment in enumerate(path):
-            if segment.holders:
-                return Match(path[i:], tip, num_tokens)
-            num_tokens -= tip
-            tip = path[i + 1].length if i + 1 < len(path) else 0
-        return Match((), 0, 0)
+        unheld = sum([1 for segment in self.path if not segment.holders])  # the last ones
+        return self.cut(sum([segment.length for segment in self.path[unheld:]])) if unheld else self
+
+    def cut(self, num_tokens: int) -> "Match":
+        """Returns its first `num_tokens`, if it has as many."""
+        path, tip, end = self
+        gone = 0
+        while gone < len(path) and end - tip >= num_tokens:
+            end -= tip
+            gone += 1
+            tip = path[gone].length if gone < len(path) else 0
+        return Match(path[gone:], tip - max(end - num_tokens, 0), min(end, num_tokens))
 
 
 def common_prefix(segment: bytes, tokens: bytes, at: int, end: int) -> int:
@@ -164,9 +175,7 @@ class PrefixTree:
         root = self.roots.get(namespace)
         if root is None:
             return Match((), 0, 0)
-        path, matched = self.find(root, tokens, 0, len(tokens) - TOKEN_BYTES)
-        tip = matched // TOKEN_BYTES
-        return Match(tuple(path[::-1]), tip, tip + sum(segment.length for segment in path[:-1]))
+        return Match.of(*self.find(root, tokens, 0, len(tokens) - TOKEN_BYTES))
 
     def add(self, parent: Segment, tokens: bytes) -> Segment:
         """Adds an indexed segment without holders under `parent`."""
@@ -275,9 +284,11 @@ class PrefixTree:
     def note_unheld(self, segment: Segment) -> None:
         """Puts `segment` among the idle ones if it has no holder, no child and no protection. Such a root is
         removed."""
+        if segment.holders or segment.children:
+            return
         if segment.parent is not None:
             self.idle.add(segment)
-        elif not (segment.holders or segment.children) and self.roots.get(segment.namespace) is segment:
+        elif self.roots.get(segment.namespace) is segment:
             del self.roots[segment.namespace]
 
     def __iter__(self) -> Iterator[Segment]:

@@ -81,8 +81,8 @@ class Segment:
     @property
     def is_idle(self) -> bool:
         """Whether it is a leaf that can be evicted: nothing holds or protects it."""
-        is_used = self.holders or self.children or self.protected
-        return not is_used and self.indexed and self.parent is not None
+        is_used = self.holders or self.children or self.protected or not self.indexed
+        return not is_used and self.parent is not None
 
     @property
     def may_grow(self) -> bool:
@@ -360,21 +360,16 @@ class Idle:
                     raise CheckFailed(f"{one} has no holder and cannot be evicted")
 
 
-def reachable(classes: Seq[TailClass], path: list[Segment], matched: int) -> tuple[list[Segment], int, int]:
-    """Returns as much of `path`, from the root on, as a sequence can hit: up to the last token after which
-    every class has what the next one sees. `matched`: bytes of the last segment, as in `PrefixTree.find`, whose
-    answer this replaces. Returns how many tokens the whole path matched, too."""
-    end = sum([segment.length for segment in path])
-    in_tree = found = end - path[-1].length + matched // TOKEN_BYTES
+def reachable(classes: Seq[TailClass], path: Seq[Segment], limit: int) -> int:
+    """Returns the most tokens of `path`, given from the root on, and at most `limit`, after which every class has
+    what the next one sees."""
     of_class = [(one.rule, ranges_of(path, one.cls)) for one in classes]
-    before = -1
+    found, before = limit, -1
     while found != before:
         before = found
         for rule, ranges in of_class:
             found = last_reachable(rule, ranges, found)
-    while path and end - path[-1].length >= found:
-        end -= path.pop().length
-    return path, (found - end + path[-1].length) * TOKEN_BYTES if path else 0, in_tree
+    return found
 
 
 def ranges_of(path: Seq[Segment], cls: int) -> list[tuple[int, int]]:

@@ -23,7 +23,7 @@ from lightkv.edits import (
 from lightkv.layer_groups import LayerGroups
 
 from .holds import Hold
-from .prefix_tree import Namespace, PrefixTree
+from .prefix_tree import Match, Namespace, PrefixTree
 from .segments import TOKEN_BYTES, Segment, Tail, TailClass, reachable
 from .sequence import Sequence, require_sequence
 from .sessions import Sessions
@@ -88,11 +88,15 @@ class LedgerState:
     def open(self, sequence: Sequence, namespace: Namespace) -> None:
         """Gives a sequence a free row and the longest cached prefix that it may share."""
         tree, tokens = self.tree, sequence.lookup_key
-        root = tree.root(namespace)
+        root = node = tree.root(namespace)
         path, matched = tree.find(root, tokens, 0, len(tokens) - TOKEN_BYTES)
-        node, shared, in_tree = root, 0, 0
-        if path and self.classes:
-            path, matched, in_tree = reachable(self.classes, path, matched)
+        shared = 0
+        if self.classes:
+            in_tree = Match.of(path, matched)
+            hit = reachable(self.classes, path, in_tree.num_tokens)
+            if hit < in_tree.num_tokens:
+                above, tip, _ = in_tree.cut(hit)
+                path, matched = list(above[::-1]), tip * TOKEN_BYTES
         row = self.free_rows.pop()
         root.holders.add(row)
         if path:
@@ -110,7 +114,7 @@ class LedgerState:
             sequence.holds = [Hold(of, sequence, shared) for of in self.classes]
             for hold in sequence.holds:
                 hold.enter()
-            self.begin(sequence, in_tree)
+            self.begin(sequence, in_tree.num_tokens)
 
     def begin(self, sequence: Sequence, matched: int) -> None:
         """Notes where what classes see is to be kept for others, of a sequence whose prompt was published by no
@@ -431,7 +435,8 @@ class LedgerState:
             is_protected = oldest is None
             segment = oldest or self.sessions.oldest()
             assert segment is not None  # num_cached counts exactly what can be reached so
-            count -= sum([tail.drop() for tail in list(segment.tails.values())])  # of use only with its end
+            if segment.tails:  # of use only with its end
+                count -= sum([tail.drop() for tail in list(segment.tails.values())])
             if count > 0:
                 keep = max(segment.length + -count // self.width, 0)
                 if is_protected:
