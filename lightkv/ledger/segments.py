@@ -361,8 +361,8 @@ class Idle:
 
 
 def reachable(classes: Seq[TailClass], path: Seq[Segment], limit: int) -> int:
-    """Returns the most tokens of `path`, given from the root on, and at most `limit`, after which every class has
-    what the next one sees."""
+    """Returns the most tokens of `path`, at most `limit`, after which every class has what the next one sees.
+    `path`: from the root on."""
     of_class = [(one.rule, ranges_of(path, one.cls)) for one in classes]
     found, before = limit, -1
     while found != before:

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from typing import Any, ClassVar, NamedTuple, Self
 
 from lightkv.errors import CheckFailed
+from lightkv.triton_kernels.layout.ring import Ring
 
 from .changes import Namespace
 from .holds import Hold
@@ -113,6 +114,7 @@ class Sequence:
     namespaces: Iterable[Namespace] = ()
     readers: Set[int] = frozenset()
     cross: "Sequence | None" = None  # the one that it reads
+    ring: Ring | None = None  # what its row is, if it is one
 
     row: int
     root: Segment
