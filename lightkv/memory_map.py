@@ -90,8 +90,8 @@ def owners(holdings: Holdings, widths: Sequence[int]) -> list[Owner]:
 
 
 def slot_labels(holdings: Holdings) -> tuple[list[dict[int, int]], list[tuple[int, int, int, int]]]:
-    """Returns by class the labels of the segments that sequences hold: SHARED, or OWN + the row that alone holds
-    it. Returns the entries that a row alone holds, too, by class, row, start and end."""
+    """Returns the labels of held segments by class: SHARED, or OWN + the row, where that alone holds it.
+    Returns the entries that a row alone holds, too, by class, row, start and end."""
     segments: list[dict[int, int]] = [{} for _ in (holdings.segments, *holdings.parts)]
     own: list[tuple[int, int, int, int]] = []
     for row in holdings.rows:

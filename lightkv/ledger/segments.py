@@ -355,7 +355,8 @@ class Idle:
                     raise CheckFailed(f"{tail} has {tail.length} tokens of {segment.length}")
                 if not (tail.holders or segment.indexed):
                     raise CheckFailed(f"{tail} has no holder, and no look-up finds it")
-            for one in (segment, *segment.tails.values()):
+            parts: list[Segment | Tail] = [segment, *segment.tails.values()]
+            for one in parts:
                 if one.is_idle and one not in here:
                     raise CheckFailed(f"{one} has no holder and cannot be evicted")
 
