@@ -47,13 +47,3 @@ class Holdings(NamedTuple):
         if not cls:
             return self.segments
         return self.parts[cls - 1] if self.parts else {}
-
-
-class SlotLabels(NamedTuple):
-    """Labels of slots (`lightkv/memory_map.py`): those of segments that sequences hold, by class and id;
-    `other`, of the other segments; and those of the entries that a row alone holds, by class, row, start and
-    end."""
-
-    segments: list[dict[int, int]]
-    own: dict[tuple[int, int, int, int], int]
-    other: int

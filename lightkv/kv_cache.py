@@ -29,7 +29,7 @@ from .counts import checked_counts, checked_integer
 from .edits import Edit
 from .errors import CheckFailed, LightKVError, MemoryFailed, OutOfTokens, WrongThread
 from .ledger import TokenLedger
-from .memory_map import MemoryMap, slot_labels
+from .memory_map import MemoryMap
 from .token_ids import TokenIds, int32_bytes
 
 _logger = logging.getLogger("lightkv")
@@ -411,7 +411,7 @@ class KVCache:
     def memory_map(self) -> MemoryMap:
         """Returns what every slot is used for now. Waits for the device."""
         self._require_usable()
-        return MemoryMap(self.memory.labels(slot_labels(self.ledger.holdings())))
+        return MemoryMap(self.memory.labels(self.ledger.holdings()))
 
     def check(self) -> None:
         """Recounts everything, on the device too, which synchronises: counts, holders, readers and rings; that

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .holdings import Holdings, SlotLabels
+from .holdings import Holdings
 
 FREE, CACHED, SHARED, OWN = range(4)  # a slot's label; OWN + row: only that row holds it
 
@@ -78,27 +78,29 @@ class MemoryMap:
 def owners(holdings: Holdings, widths: Sequence[int]) -> list[Owner]:
     """Returns the rows that hold slots alone, the one with the most first. `widths`: the slots of a token in
     each class."""
-    labels, own = slot_labels(holdings), Counter[int]()
-    for (cls, row, start, end), _ in labels.own.items():
+    segments, own_entries = slot_labels(holdings)
+    own = Counter[int]()
+    for cls, row, start, end in own_entries:
         own[row] += (end - start) * widths[cls]
-    for cls, of_class in enumerate(labels.segments):
+    for cls, of_class in enumerate(segments):
         for segment, label in of_class.items():
             if label >= OWN:
                 own[label - OWN] += holdings.lengths(cls)[segment] * widths[cls]
     return in_order([Owner(row, count) for row, count in own.items() if count])
 
 
-def slot_labels(holdings: Holdings) -> SlotLabels:
-    """Returns the labels of what is held: SHARED, or OWN + the row that alone holds it. The rest is CACHED."""
+def slot_labels(holdings: Holdings) -> tuple[list[dict[int, int]], list[tuple[int, int, int, int]]]:
+    """Returns the labels of held segments by class: SHARED, or OWN + the row, where that alone holds it.
+    Returns the entries that a row alone holds, too, by class, row, start and end."""
     segments: list[dict[int, int]] = [{} for _ in (holdings.segments, *holdings.parts)]
-    own: dict[tuple[int, int, int, int], int] = {}
+    own: list[tuple[int, int, int, int]] = []
     for row in holdings.rows:
         for cls, (held, _, start) in enumerate(row.holds):
             for segment in held:
                 segments[cls][segment] = SHARED if segment in segments[cls] else OWN + row.row
             if start < row.length:
-                own[cls, row.row, start, row.length] = OWN + row.row
-    return SlotLabels(segments, own, CACHED)
+                own.append((cls, row.row, start, row.length))
+    return segments, own
 
 
 def in_order(owners: list[Owner]) -> list[Owner]:

@@ -39,7 +39,6 @@ from lightkv.integrations.model.probe import ModelShape, probe
 from lightkv.integrations.model.ring_graph import RingGraph
 from lightkv.kv_cache import KVCache
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
-from lightkv.ledger.rings import RingSequence
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.staging import upload
 from lightkv.token_ids import TokenIds, int32_bytes
@@ -196,7 +195,7 @@ class CachedModel:
 
         Raises ValueError for a step of several kinds, and for a ring that this model's layers cannot have.
         """
-        rings = {one.ring if isinstance(one, RingSequence) else None for one in sequences}
+        rings = {one.ring for one in sequences}
         ring, *others = rings or {None}
         if others:
             raise ValueError(

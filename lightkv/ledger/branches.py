@@ -3,8 +3,6 @@ other."""
 
 from typing import NamedTuple
 
-import numpy as np
-
 from .prefix_tree import Match
 from .segments import Segment, last_reachable, ranges_of
 from .sequence import Sequence
@@ -26,7 +24,7 @@ class Branches:
 
     def __init__(self, state: LedgerState) -> None:
         self._state = state
-        # What was sought last. The rows that have passed it (`LedgerState.has_passed`) are not asked again.
+        # What was sought last. The sequences that have passed it (`has_passed`) are not asked again.
         self._sought: tuple[Segment | None, int] = (None, 0)
 
     def find(self, match: Match) -> Branch | None:
@@ -42,11 +40,11 @@ class Branches:
             return None
         if self._sought != (path[0], point):  # a prompt that waits is looked for in every step
             self._sought = path[0], point
-            state.has_passed[:] = False
-        rows = np.fromiter(path[0].holders, np.int64)
-        for row in rows[~state.has_passed[rows]].tolist():
-            sequence = state.sequences[row]
-            state.has_passed[row] = min([hold.own for hold in sequence.holds]) >= point
+        for sequence in map(state.sequences.__getitem__, path[0].holders):
+            if sequence.has_passed is self._sought:
+                continue
+            if min([hold.own for hold in sequence.holds]) >= point:
+                sequence.has_passed = self._sought
             holds = [hold for hold in sequence.holds if hold.of.cls in needs]
             if sequence.published >= point and all(hold.has(point, *needs[hold.of.cls]) for hold in holds):
                 more = sum([(point - hold.own) * hold.of.width for hold in holds])
@@ -67,4 +65,4 @@ class Branches:
             hold.share(point, (sequence.node, sequence.shared), sequence.published_in)
             for segment, end in sequence.node.ends_up(sequence.shared):
                 if own < end <= first:
-                    state.idle_tails.supersede(segment.tails[hold.of.cls])
+                    state.idle.supersede(segment.tails[hold.of.cls])

@@ -4,14 +4,14 @@ from collections.abc import Sequence as Seq
 from itertools import compress
 from operator import add, index
 
-import numpy as np
-
 from lightkv.edits import Alloc, AllocPart, Reuse
 from lightkv.errors import CheckFailed, OutOfTokens, SequenceTooLong
 
 from .segments import TOKEN_BYTES
 from .sequence import Sequence, require_lists
 from .state import LedgerState
+
+_OPPOSITE = bytes([1, 0]) + bytes(254)  # a table for `bytes.translate`
 
 
 class Extension:
@@ -27,27 +27,22 @@ class Extension:
         self._batch_rows: tuple[int, ...] = ()
         self._batch_end = 0
         self._slot_per_token = True  # whether each new token of that batch takes a slot of its own
-        self._rows = np.empty(0, dtype=np.int64)  # those rows, where layers do not all see everything
+        # Of the tokens that are added now: 1 for each that reuses a slot, by class.
+        self._reusing: list[bytes] = []
 
     def growth(self, sequences: Seq[Sequence], count: int) -> int:
         """Returns how many available slots are enough to extend each of these by `count` tokens."""
-        state, due = self._state, sequences
-        slots = count * len(sequences) * state.width
-        if not state.classes or not sequences:
+        classes = self._state.classes
+        slots = count * len(sequences) * self._state.width
+        if not classes or not sequences:
             return slots
-        if count == 1:
-            rows = self._rows if sequences == self._batch else np.array([one.row for one in sequences])
-            is_due = state.look_at[rows] <= np.array([one.length for one in sequences])
-            slots += self._fresh_slots(rows[~is_due])
-            due = list(compress(sequences, is_due.tolist()))
-        return slots + sum([hold.cost(count) for one in due for hold in one.holds])
-
-    def _fresh_slots(self, rows: np.ndarray) -> int:
-        """Returns how many free slots the next tokens in these rows take in the classes from 1 on."""
-        counts = [
-            (len(rows) - int(np.count_nonzero(of.reuses[rows]))) * of.width for of in self._state.classes
-        ]
-        return sum(counts)
+        if count > 1:
+            return slots + sum([hold.cost(count) for one in sequences for hold in one.holds])
+        rows = self._batch_rows if sequences == self._batch else [one.row for one in sequences]
+        slots += sum([(len(rows) - of.reusing(rows).count(1)) * of.width for of in classes])
+        for one in [one for one in sequences if one.look_at <= one.length]:
+            slots += sum([hold.cost(1) - hold.cost_as_before for hold in one.holds])
+        return slots
 
     def require_batch(self, sequences: Seq[Sequence]) -> None:
         """Raises TypeError, ValueError unless these are open sequences of the ledger, none of them twice."""
@@ -56,10 +51,10 @@ class Extension:
 
     def check(self) -> None:
         """Raises CheckFailed unless each sequence is looked at before something happens to it."""
-        for row, one in self._state.sequences.items() if self._state.classes else ():
-            happens = min([hold.happens_at for hold in one.holds] + one.points[:1])
-            if (look_at := int(self._state.look_at[row])) > happens:
-                raise CheckFailed(f"{one} is looked at from {look_at} on; something happens at {happens}")
+        for one in self._state.sequences.values() if self._state.classes else ():
+            happens = min([hold.happens_at(hold.tails()) for hold in one.holds] + one.points[:1])
+            if one.look_at > happens:
+                raise CheckFailed(f"{one} is looked at from {one.look_at} on; something happens at {happens}")
 
     def forget(self) -> None:
         """Has the next batch checked, since a sequence is about to close."""
@@ -89,13 +84,12 @@ class Extension:
         if self._batch_end > self.max_entries:
             raise SequenceTooLong(self._batch_end, self.max_entries)
         if self._state.classes:
-            lengths = np.fromiter(starts, np.int64, len(starts))
-            needed = self._look(lengths, counts, needed)
+            needed = needed * self._state.width + self._look(counts, needed)
         self.make_room(needed)
         edit = Alloc(self._batch_rows, tuple(starts), tuple(counts))
         self._state.alloc(edit, needed)
         if self._state.classes:
-            self._grow_classes(edit, lengths)
+            self._grow_classes(edit, is_decode)
         if is_decode:
             for sequence in sequences:
                 sequence.length += 1
@@ -122,41 +116,37 @@ class Extension:
             sequence.advance(count)
         return edit
 
-    def _look(self, lengths: np.ndarray, counts: Seq[int], num_tokens: int) -> int:
+    def _look(self, counts: Seq[int], num_tokens: int) -> int:
         """Looks at the sequences of the batch to which something may happen, and frees what has passed.
 
-        Returns how many slots the next tokens of the batch take, `num_tokens` in all. There may be too few even
-        then."""
-        state, rows = self._state, self._rows
-        is_due = state.look_at[rows] <= lengths
-        more = num_tokens - len(rows)
-        if more:
-            is_due |= np.array(counts) > 1
-        for i in is_due.nonzero()[0].tolist():
-            one, count = self._batch[i], counts[i]
+        Returns how many slots the next tokens of the batch, `num_tokens` in all, take in the classes from 1 on.
+        There may be too few even then."""
+        if num_tokens == len(counts):
+            due = [(one, 1) for one in self._batch if one.look_at <= one.length]
+        else:
+            pairs = zip(self._batch, counts, strict=True)
+            due = [(one, count) for one, count in pairs if count > 1 or one.look_at <= one.length]
+        for one, count in due:
             self.settle(one)
             happens = min([hold.prepare(count) for hold in one.holds] + one.points[:1])
-            state.look_at[one.row] = happens if count == 1 else 0
-        fresh = num_tokens * state.width + self._fresh_slots(rows)
-        return fresh + more * sum([of.width for of in state.classes])
+            one.look_at = happens if count == 1 else 0
+        self._reusing = [of.reusing(self._batch_rows) for of in self._state.classes]
+        fresh = [num_tokens - reusing.count(1) for reusing in self._reusing]
+        return sum([count * of.width for count, of in zip(fresh, self._state.classes, strict=True)])
 
-    def _grow_classes(self, edit: Alloc, lengths: np.ndarray) -> None:
+    def _grow_classes(self, edit: Alloc, is_decode: bool) -> None:
         """Emits what the memory has to do in the classes from 1 on for what `edit` does in the first one."""
-        for of in self._state.classes:
-            reuses = of.reuses[self._rows]
-            num_reusing = np.count_nonzero(reuses)
-            if not num_reusing:
-                self._state.emit(AllocPart(of.cls, *edit))
-            elif num_reusing == len(reuses):
-                self._state.emit(Reuse(of.cls, of.distance, edit.rows, edit.starts))
-            else:
-                (fresh, starts), (again, entries) = [
-                    [tuple(values[chosen].tolist()) for values in (self._rows, lengths)]
-                    for chosen in (~reuses, reuses)
-                ]
-                counts = tuple(compress(edit.counts, (~reuses).tolist()))
-                self._state.emit(AllocPart(of.cls, fresh, starts, counts))
-                self._state.emit(Reuse(of.cls, of.distance, again, entries))
+        rows, starts, counts = edit
+        emit = self._state.emit
+        for of, again in zip(self._state.classes, self._reusing, strict=True):
+            num_again = again.count(1)
+            if num_again < len(again):
+                fresh = again.translate(_OPPOSITE)
+                some = counts[num_again:] if is_decode else tuple(compress(counts, fresh))
+                emit(AllocPart(of.cls, tuple(compress(rows, fresh)), tuple(compress(starts, fresh)), some))
+            if num_again:
+                again_rows, entries = tuple(compress(rows, again)), tuple(compress(starts, again))
+                emit(Reuse(of.cls, of.distance, again_rows, entries))
 
     def settle(self, sequence: Sequence) -> None:
         """Brings a sequence up to date with the tokens that it has: it shares what the tree has got meanwhile,
@@ -228,5 +218,3 @@ class Extension:
         self._batch = batch
         self._batch_rows = rows
         self._batch_end = self.max_entries  # so that the next `extend` looks it up
-        if self._state.classes:
-            self._rows = np.fromiter(rows, np.int64, len(rows))

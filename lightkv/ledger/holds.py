@@ -25,6 +25,8 @@ class Holder(Protocol):
     length: int
     shared: int
     points: list[int]
+    look_at: int
+    has_passed: object
 
 
 class Hold:
@@ -49,8 +51,8 @@ class Hold:
         """Sets it. The next token takes a free slot, and the next step looks at the sequence."""
         self._own = entry
         self.of.reuses[self.sequence.row] = False
-        self.of.state.look_at[self.sequence.row] = 0
-        self.of.state.has_passed[self.sequence.row] = False
+        self.sequence.look_at = 0
+        self.sequence.has_passed = None
 
     @property
     def passed(self) -> int:
@@ -114,11 +116,12 @@ class Hold:
 
     # What passes
 
-    def leave_passed(self, passed: int) -> None:
-        """Leaves the tails that end before entry `passed`."""
-        for tail, end in self.tails() if passed else ():
-            if end <= passed:
-                tail.let_go(self.sequence.row)
+    def leave_passed(self, passed: int) -> list[tuple[Tail, int]]:
+        """Leaves the tails that end before entry `passed`. Returns the others, as `tails` does."""
+        held = self.tails()
+        while held and held[-1][1] <= passed:
+            held.pop()[0].let_go(self.sequence.row)
+        return held
 
     def free_own(self, end: int) -> None:
         """Frees the private entries before `end`."""
@@ -139,9 +142,8 @@ class Hold:
 
     def gone(self) -> int:
         """Returns how many private entries have passed, and are not to be kept for others."""
-        sequence, passed = self.sequence, self.passed
-        if sequence.points and sequence.points[0] <= sequence.length:
-            passed = min(passed, self.of.rule.first_kept(sequence.points[0]))
+        length, points = self.sequence.length, self.sequence.points
+        passed = self.of.rule.first_kept(points[0] if points and points[0] < length else length)
         return max(passed - self.own, 0)
 
     def cost(self, count: int) -> int:
@@ -149,10 +151,15 @@ class Hold:
         gone = self.gone()
         return 0 if self._reuses(gone, count) else (count - gone) * self.of.width
 
+    @property
+    def cost_as_before(self) -> int:
+        """How many slots the next token takes if nothing happens to it."""
+        return 0 if self.of.reuses[self.sequence.row] else self.of.width
+
     def prepare(self, count: int) -> int:
         """Gives up what has passed before the sequence grows by `count` tokens, or has it used again. Returns
         `happens_at`."""
-        self.leave_passed(self.passed)
+        held = self.leave_passed(self.passed)
         gone = self.gone()
         if self._reuses(gone, count):
             self.of.reuses[self.sequence.row] = True
@@ -160,12 +167,12 @@ class Hold:
             self.own += gone  # no slot is used again
             if gone:
                 self._free(self.own - gone, self.own)
-        return self.happens_at
+        return self.happens_at(held)
 
-    @property
-    def happens_at(self) -> int:
-        """The length from which on a token does not only take a slot, or reuse one."""
-        of, held = self.of, self.tails()
+    def happens_at(self, held: list[tuple[Tail, int]]) -> int:
+        """Returns the length from which on a token does not only take a slot, or reuse one. `held`: its
+        `tails`."""
+        of = self.of
         passes = of.rule.gone_at(held[-1][1] - 1) if held else NEVER
         return passes if of.reuses[self.sequence.row] else min(passes, of.rule.gone_at(self.own))
 
@@ -206,7 +213,7 @@ class Hold:
                 if hold:
                     tail.hold(self.sequence.row)
                 else:
-                    self.of.state.idle_tails.add(tail)
+                    self.of.state.idle.add(tail)
             at -= segment.length
             segment = segment.parent
         self.own = max(own, end)
@@ -237,7 +244,7 @@ class Hold:
                 continue
             if at > first:
                 segment = self.of.state.split(segment, segment.length - (at - first))
-            self.of.state.idle_tails.supersede(segment.tails[cls])
+            self.of.state.idle.supersede(segment.tails[cls])
 
     def has(self, point: int, seen: int, there: tuple[int, int]) -> bool:
         """Returns whether what is `seen` after the first `point` tokens is private, or in the range `there` of

@@ -227,7 +227,7 @@ class TokenLedger:
         """Raises SequenceTooLong, OutOfRows unless there is a free row of so many entries."""
         if num_entries > self.max_entries:
             raise SequenceTooLong(num_entries, self.max_entries)
-        if not self._state.has_free_row:
+        if not self._state.free_rows:
             raise OutOfRows(self.max_sequences)
 
     def open_session(self, name: str) -> Session:
@@ -253,19 +253,14 @@ class TokenLedger:
         """Returns what `open` would hit. Changes nothing. Raises ValueError."""
         prompt_length(token_ids)
         match = self._state.tree.match(namespace, token_ids)
-        classes = self._state.classes
-        if not match.path or not classes:
-            return match
-        path, matched, _ = reachable(classes, list(match.path[::-1]), match.tip * TOKEN_BYTES)
-        tip = matched // TOKEN_BYTES
-        return Match(tuple(path[::-1]), tip, tip + sum(segment.length for segment in path[:-1]))
+        return match.cut(reachable(self._state.classes, match.path[::-1], match.num_tokens))
 
     def find_branch(self, token_ids: bytes, namespace: Namespace = ()) -> Branch | None:
         """Returns where a prompt diverges from an open sequence, which still has what windows see there but
         would keep it for no other; `keep_branch` has it kept. None where `open` hits all that the tree has, no
         sequence has it any more, or `open` refuses the prompt. Changes nothing."""
         state, too_long = self._state, len(token_ids) > self.max_entries * TOKEN_BYTES
-        if too_long or not state.classes or not state.has_free_row:
+        if too_long or not state.classes or not state.free_rows:
             return None
         return self._branches.find(state.tree.match(namespace, token_ids))
 
@@ -386,7 +381,7 @@ class TokenLedger:
         """
         state = self._state
         self._require_branching(sequence)
-        if not state.has_free_row:
+        if not state.free_rows:
             raise OutOfRows(self.max_sequences)
         if sequence.holds:
             self._extension.settle(sequence)

@@ -15,14 +15,13 @@ hangs below its parent, but no look-up finds it, and it is freed when no sequenc
 its tokens are known.
 """
 
-import heapq
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from lightkv.errors import CheckFailed
 
 from .changes import Namespace, SegmentAdded, SegmentCut, SegmentGrew, SegmentSplit, TreeChange
-from .segments import TOKEN_BYTES, Segment
+from .segments import TOKEN_BYTES, Idle, Segment
 
 MAX_HITS = 8  # of a segment; further hits do not let it stay any longer
 
@@ -35,16 +34,27 @@ class Match(NamedTuple):
     tip: int
     num_tokens: int
 
+    @classmethod
+    def of(cls, path: list[Segment], matched: int) -> "Match":
+        """Returns what `PrefixTree.find` has found."""
+        tip = matched // TOKEN_BYTES
+        return cls(tuple(path[::-1]), tip, tip + sum([segment.length for segment in path[:-1]]))
+
     @property
     def held(self) -> "Match":
         """The part of it that sequences hold; the rest may be evicted."""
-        path, tip, num_tokens = self
-        for i, segment in enumerate(path):
-            if segment.holders:
-                return Match(path[i:], tip, num_tokens)
-            num_tokens -= tip
-            tip = path[i + 1].length if i + 1 < len(path) else 0
-        return Match((), 0, 0)
+        unheld = sum([1 for segment in self.path if not segment.holders])  # the last ones
+        return self.cut(sum([segment.length for segment in self.path[unheld:]])) if unheld else self
+
+    def cut(self, num_tokens: int) -> "Match":
+        """Returns its first `num_tokens`, if it has as many."""
+        path, tip, end = self
+        gone = 0
+        while gone < len(path) and end - tip >= num_tokens:
+            end -= tip
+            gone += 1
+            tip = path[gone].length if gone < len(path) else 0
+        return Match(path[gone:], tip - max(end - num_tokens, 0), min(end, num_tokens))
 
 
 def common_prefix(segment: bytes, tokens: bytes, at: int, end: int) -> int:
@@ -61,7 +71,7 @@ def common_prefix(segment: bytes, tokens: bytes, at: int, end: int) -> int:
 
 
 class PrefixTree:
-    """The roots by namespace, and a heap of the unheld leaves in the order in which they are evicted.
+    """The roots by namespace, and what can be evicted (`idle`), in the order in which it is.
 
     The order is that of the last use, but each of up to `MAX_HITS` hits counts like a use `hit_worth` later.
     The clock is no time: it counts the tokens that were allocated (`pass_tokens`) and the uses, so that a
@@ -78,7 +88,7 @@ class PrefixTree:
         self._hit_worth = hit_worth
         self._next_id = 1
         self._clock = 0
-        self._idle: list[tuple[int, int, Segment]] = []  # a heap; see `oldest`
+        self.idle = Idle()
 
     def root(self, namespace: Namespace) -> Segment:
         """Returns the namespace's root, and makes it if there is none. An unheld root without children is
@@ -165,9 +175,7 @@ class PrefixTree:
         root = self.roots.get(namespace)
         if root is None:
             return Match((), 0, 0)
-        path, matched = self.find(root, tokens, 0, len(tokens) - TOKEN_BYTES)
-        tip = matched // TOKEN_BYTES
-        return Match(tuple(path[::-1]), tip, tip + sum(segment.length for segment in path[:-1]))
+        return Match.of(*self.find(root, tokens, 0, len(tokens) - TOKEN_BYTES))
 
     def add(self, parent: Segment, tokens: bytes) -> Segment:
         """Adds an indexed segment without holders under `parent`."""
@@ -274,34 +282,14 @@ class PrefixTree:
         self.note_unheld(parent)
 
     def note_unheld(self, segment: Segment) -> None:
-        """Puts `segment` among the idle leaves if it has no holder, no child and no protection. Such a root is
+        """Puts `segment` among the idle ones if it has no holder, no child and no protection. Such a root is
         removed."""
-        if segment.holders or segment.children or segment.protected or not segment.indexed:
+        if segment.holders or segment.children:
             return
         if segment.parent is not None:
-            if not segment.queued:
-                segment.queued = True
-                heapq.heappush(self._idle, (segment.due, segment.id, segment))
+            self.idle.add(segment)
         elif self.roots.get(segment.namespace) is segment:
             del self.roots[segment.namespace]
-
-    def oldest(self) -> Segment | None:
-        """Returns the unheld leaf that is evicted first, or None if every leaf is held or protected.
-
-        Entries of the heap may be out of date; they are removed or moved only here, when they reach its top.
-        """
-        idle = self._idle
-        while idle:
-            due, _, segment = idle[0]
-            gone = segment.parent is None or not segment.indexed
-            if gone or segment.holders or segment.children or segment.protected:
-                heapq.heappop(idle)
-                segment.queued = False
-            elif due != segment.due:
-                heapq.heapreplace(idle, (segment.due, segment.id, segment))
-            else:
-                return segment
-        return None
 
     def __iter__(self) -> Iterator[Segment]:
         """Yields every indexed segment, parents before children."""
@@ -327,12 +315,11 @@ class PrefixTree:
         return [_added(segment) for segment in self]
 
     def check(self, gapped: Collection[int] = ()) -> None:
-        """Recounts the links, the keys and the idle leaves. Raises CheckFailed.
+        """Recounts the links and the keys. Raises CheckFailed.
 
         `gapped`: the rows that have dropped a part of their path. Only these may hold a segment without holding
         its parent.
         """
-        idle = {segment.id for _, _, segment in self._idle}
         for segment in self:
             parent = segment.parent
             if parent is None or parent.children.get(segment.tokens[:TOKEN_BYTES]) is not segment:
@@ -348,8 +335,6 @@ class PrefixTree:
                 raise CheckFailed(f"{segment} is found in the tree")
             if not segment.holders and below:
                 raise CheckFailed(f"{segment} has no holder, but the segments below it have {below}")
-            if not (segment.holders or segment.children or segment.protected) and segment.id not in idle:
-                raise CheckFailed(f"{segment} has no holder and cannot be evicted")
         if any(len(segment.holders) < 2 for segment in self.shared):
             raise CheckFailed("a segment of fewer than two holders is among the shared")
 

@@ -26,7 +26,7 @@ def recount(state: LedgerState) -> None:
         has_gap = sequence.gap.node is not None
         if (row in state.gapped) != has_gap or row not in sequence.root.holders:
             raise CheckFailed(f"{sequence} has a path of {path}, and its gap or its root does not say so")
-    state.idle_tails.check(segments)
+    state.idle.check(segments)
     widths: dict[Segment | Tail, int] = dict.fromkeys(segments, state.width)
     widths.update({tail: tail.of.width for segment in segments for tail in segment.tails.values()})
     for one, width in widths.items():

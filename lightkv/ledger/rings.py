@@ -25,6 +25,7 @@ class RingSequence(Sequence):
     slot_per_token: ClassVar[bool] = False
 
     dropped: int
+    ring: Ring
 
     def __init__(self, prompt: bytes, session: Session | None, ring: Ring) -> None:
         if not isinstance(ring, Ring):

@@ -10,11 +10,10 @@ is cached, whether or not its segment is held, and can be evicted by itself.
 """
 
 import heapq
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from operator import itemgetter
 from typing import Protocol
-
-import numpy as np
 
 from lightkv.edits import Edit, FreePart
 from lightkv.errors import CheckFailed
@@ -69,7 +68,7 @@ class Segment:
         self.credit = 0
         self.due = 0
         self.protected = 0
-        self.queued = False  # whether it is in the heap of idle leaves, perhaps with an older `due`
+        self.queued = False  # whether it is among the idle ones, perhaps with an older `due`
         # The first `confirmed` tokens have been computed for certain; step `published` computes the others.
         self.confirmed = len(tokens) // TOKEN_BYTES
         self.published = -1
@@ -78,6 +77,12 @@ class Segment:
     def length(self) -> int:
         """Tokens in this segment."""
         return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is a leaf that can be evicted: nothing holds or protects it."""
+        is_used = self.holders or self.children or self.protected or not self.indexed
+        return not is_used and self.parent is not None
 
     @property
     def may_grow(self) -> bool:
@@ -137,7 +142,7 @@ class Segment:
                 new = tail.of.store(head, above, None if is_confirmed else tail.published)
                 new.holders = tail.holders.copy()
                 new.superseded = tail.superseded
-                tail.of.state.idle_tails.add(new)
+                tail.of.state.idle.add(new)
 
     def cut_tails(self, freed: int) -> int:
         """Takes its last `freed` tokens out of its tails, before they leave the unheld segment. Returns how
@@ -173,10 +178,8 @@ class State(Protocol):
     """What tails and holds need of the ledger's state (`LedgerState`), which owns them."""
 
     unconfirmed: "list[Segment | Tail]"
-    idle_tails: "IdleTails"
+    idle: "Idle"
     confirmed: int
-    look_at: np.ndarray
-    has_passed: np.ndarray
 
     def emit(self, edit: Edit) -> None: ...
 
@@ -219,6 +222,11 @@ class Tail:
         return self.segment.tails.get(self.of.cls) is self
 
     @property
+    def is_idle(self) -> bool:
+        """Whether it can be evicted: no row holds it."""
+        return not self.holders and self.is_there
+
+    @property
     def due(self) -> int:
         """Its place in the order of eviction, among those of segments."""
         if self.superseded:
@@ -238,7 +246,7 @@ class Tail:
         if not self.holders:
             self.of.state.count(cached=self.num_slots)
             if self.segment.indexed:
-                self.of.state.idle_tails.add(self)
+                self.of.state.idle.add(self)
             else:
                 self.drop()
 
@@ -259,8 +267,8 @@ class TailClass:
     """A class of layers that do not see everything, in one ledger: class `cls`, whose tokens take `width`
     slots.
 
-    reuses: bool `[rows + 1]`: whether the next token of the sequence in a row takes the slot of the entry that
-    is `distance` before it.
+    reuses: by row, 1 where the next token of its sequence takes the slot of the entry that is `distance` before
+    it, 0 where it takes a free one.
     """
 
     def __init__(self, state: State, cls: int, layers: LayerClass, num_rows: int) -> None:
@@ -270,7 +278,15 @@ class TailClass:
         self.rule = layers.lifetime.rule
         self.width = layers.num_groups
         self.distance = self.lifetime.size + self.lifetime.slack
-        self.reuses = np.zeros(num_rows + 1, dtype=np.bool_)
+        self.reuses = bytearray(num_rows + 1)
+
+    def reusing(self, rows: Seq[int]) -> bytes:
+        """Returns what `reuses` has for these rows."""
+        return (
+            bytes(itemgetter(*rows)(self.reuses))
+            if len(rows) > 1
+            else bytes([self.reuses[one] for one in rows])
+        )
 
     def store(self, segment: Segment, length: int, step: int | None) -> Tail:
         """Makes the last `length` tokens of `segment` its tail, or lengthens the one that it has. `step`: the
@@ -291,19 +307,21 @@ class TailClass:
         return tail
 
 
-class IdleTails:
-    """The tails that no row holds, in the order in which they are evicted."""
+class Idle:
+    """What can be evicted, in the order in which it is: the unheld leaves of the tree that no session protects,
+    and the tails that no row holds. Of equals, tails come first."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Tail]] = []  # what is out of date leaves, or moves, at the top
+        # What is out of date here leaves, or moves, when it reaches the top.
+        self._heap: list[tuple[int, bool, int, Segment | Tail]] = []
         self._num_added = 0
 
-    def add(self, tail: Tail) -> None:
-        """Adds a tail, unless a row holds it or it is here."""
-        if not tail.holders and not tail.queued:
-            tail.queued = True
+    def add(self, one: Segment | Tail) -> None:
+        """Adds what can be evicted, unless it is here."""
+        if not one.queued and one.is_idle:
+            one.queued = True
             self._num_added += 1
-            heapq.heappush(self._heap, (tail.due, self._num_added, tail))
+            heapq.heappush(self._heap, (one.due, isinstance(one, Segment), self._num_added, one))
 
     def supersede(self, tail: Tail) -> None:
         """Has a tail evicted before all that are not superseded."""
@@ -311,48 +329,48 @@ class IdleTails:
             tail.superseded, tail.queued = True, False  # it may be here twice
             self.add(tail)
 
-    def oldest(self) -> Tail | None:
-        """Returns the tail that is evicted first, and last those that sessions protect; None for none."""
+    def oldest(self) -> Segment | Tail | None:
+        """Returns what is evicted first, and last the tails that sessions protect; None for nothing."""
         heap = self._heap
         while heap:
-            due, number, tail = heap[0]
-            if tail.holders or not tail.is_there:
+            due, is_segment, number, one = heap[0]
+            if not one.is_idle:
                 heapq.heappop(heap)
-                tail.queued = False
-            elif due != tail.due:
-                heapq.heapreplace(heap, (tail.due, number, tail))
+                one.queued = False
+            elif due != one.due:
+                heapq.heapreplace(heap, (one.due, is_segment, number, one))
             else:
-                return tail
+                return one
         return None
 
-    def check(self, segments: Collection[Segment]) -> None:
-        """Raises CheckFailed unless the tails of these segments fit them, and the idle ones are here."""
-        here = {tail for *_, tail in self._heap}
+    def check(self, segments: Iterable[Segment]) -> None:
+        """Raises CheckFailed unless the tails of these segments fit them, and all that can be evicted is
+        here."""
+        here = {one for *_, one in self._heap}
         for segment in segments:
             for cls, tail in segment.tails.items():
                 if tail.segment is not segment or tail.of.cls != cls:
                     raise CheckFailed(f"{tail} is filed as class {cls} of {segment}")
                 if not 1 <= tail.length <= segment.length:
                     raise CheckFailed(f"{tail} has {tail.length} tokens of {segment.length}")
-                if not tail.holders and not (segment.indexed and tail in here):
-                    raise CheckFailed(f"{tail} has no holder and cannot be evicted")
+                if not (tail.holders or segment.indexed):
+                    raise CheckFailed(f"{tail} has no holder, and no look-up finds it")
+            parts: list[Segment | Tail] = [segment, *segment.tails.values()]
+            for one in parts:
+                if one.is_idle and one not in here:
+                    raise CheckFailed(f"{one} has no holder and cannot be evicted")
 
 
-def reachable(classes: Seq[TailClass], path: list[Segment], matched: int) -> tuple[list[Segment], int, int]:
-    """Returns as much of `path`, from the root on, as a sequence can hit: up to the last token after which
-    every class has what the next one sees. `matched`: bytes of the last segment, as in `PrefixTree.find`, whose
-    answer this replaces. Returns how many tokens the whole path matched, too."""
-    end = sum([segment.length for segment in path])
-    in_tree = found = end - path[-1].length + matched // TOKEN_BYTES
+def reachable(classes: Seq[TailClass], path: Seq[Segment], limit: int) -> int:
+    """Returns the most tokens of `path`, at most `limit`, after which every class has what the next one sees.
+    `path`: from the root on."""
     of_class = [(one.rule, ranges_of(path, one.cls)) for one in classes]
-    before = -1
+    found, before = limit, -1
     while found != before:
         before = found
         for rule, ranges in of_class:
             found = last_reachable(rule, ranges, found)
-    while path and end - path[-1].length >= found:
-        end -= path.pop().length
-    return path, (found - end + path[-1].length) * TOKEN_BYTES if path else 0, in_tree
+    return found
 
 
 def ranges_of(path: Seq[Segment], cls: int) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from typing import Any, ClassVar, NamedTuple, Self
 
 from lightkv.errors import CheckFailed
+from lightkv.triton_kernels.layout.ring import Ring
 
 from .changes import Namespace
 from .holds import Hold
@@ -94,14 +95,15 @@ class Sequence:
 
     holds: what it has in each class of layers that do not see everything; the others of these are of use only
     where there are such. points: the entries ahead, ascending, at which its prompt ends or others may diverge
-    from it. What is seen there is kept for others. published: how many tokens of its prompt others may hit.
-    Those that `publish` could not store are stored as soon as it shares the ones before them. published_in:
-    the step of the last `publish`.
+    from it. What is seen there is kept for others. look_at: the length from which on `extend` has more to do
+    for it than to give it slots. has_passed: the branch that it cannot serve any more (`Branches`), or None.
+    published: how many tokens of its prompt others may hit. Those that `publish` could not store are stored as
+    soon as it shares the ones before them. published_in: the step of the last `publish`.
     """
 
     __slots__ = (
-        "gap", "holds", "length", "node", "num_hit", "points", "prompt", "published", "published_in", "root",
-        "row", "session", "shared",
+        "gap", "has_passed", "holds", "length", "look_at", "node", "num_hit", "points", "prompt", "published",
+        "published_in", "root", "row", "session", "shared",
     )  # fmt: skip
 
     # Whether each new token takes a slot of its own, so that `extend` need not ask `slots_needed`.
@@ -112,6 +114,7 @@ class Sequence:
     namespaces: Iterable[Namespace] = ()
     readers: Set[int] = frozenset()
     cross: "Sequence | None" = None  # the one that it reads
+    ring: Ring | None = None  # what its row is, if it is one
 
     row: int
     root: Segment
@@ -120,6 +123,8 @@ class Sequence:
     length: int
     num_hit: int
     points: list[int]
+    look_at: int
+    has_passed: object
     published: int
     published_in: int
 

@@ -6,8 +6,6 @@ check what a caller asks for before they call it. No other file writes the count
 
 from collections.abc import Iterable
 
-import numpy as np
-
 from lightkv.edits import (
     Alloc,
     CopyRow,
@@ -25,8 +23,8 @@ from lightkv.edits import (
 from lightkv.layer_groups import LayerGroups
 
 from .holds import Hold
-from .prefix_tree import Namespace, PrefixTree
-from .segments import TOKEN_BYTES, IdleTails, Segment, Tail, TailClass, reachable
+from .prefix_tree import Match, Namespace, PrefixTree
+from .segments import TOKEN_BYTES, Segment, Tail, TailClass, reachable
 from .sequence import Sequence, require_sequence
 from .sessions import Sessions
 
@@ -42,8 +40,7 @@ class LedgerState:
     `width` is the number of slots of a token in the class that sees everything, whose tokens are the tree's
     segments; `classes` has the others.
 
-    look_at: by row, the length from which on a sequence is looked at (`Extension`). has_passed: the rows of
-    `Branches`. unconfirmed: segments and tails with tokens that steps compute which may still fail.
+    unconfirmed: segments and tails with tokens that steps compute which may still fail.
     """
 
     def __init__(self, capacity: int, max_sequences: int, max_protected: int, groups: LayerGroups) -> None:
@@ -59,19 +56,12 @@ class LedgerState:
         self.classes = [
             TailClass(self, cls, one, max_sequences) for cls, one in enumerate(groups.classes) if cls
         ]
-        self.idle_tails = IdleTails()
-        self.look_at = np.zeros(max_sequences + 1, dtype=np.int64)
-        self.has_passed = np.zeros(max_sequences + 1, dtype=np.bool_)
+        self.idle = self.tree.idle
         self.sequences: dict[int, Sequence] = {}
         self.free_rows = list(range(max_sequences, 0, -1))
         self.gapped: set[int] = set()  # rows whose path has a gap: what was dropped lies above what is held
         self.unconfirmed: list[Segment | Tail] = []
         self._edits: list[Edit] = []
-
-    @property
-    def has_free_row(self) -> bool:
-        """Whether another sequence can be opened."""
-        return bool(self.free_rows)
 
     def require_open(self, sequence: Sequence) -> None:
         """Raises ValueError for a sequence that is closed or belongs to another ledger."""
@@ -98,11 +88,15 @@ class LedgerState:
     def open(self, sequence: Sequence, namespace: Namespace) -> None:
         """Gives a sequence a free row and the longest cached prefix that it may share."""
         tree, tokens = self.tree, sequence.lookup_key
-        root = tree.root(namespace)
+        root = node = tree.root(namespace)
         path, matched = tree.find(root, tokens, 0, len(tokens) - TOKEN_BYTES)
-        node, shared, in_tree = root, 0, 0
-        if path and self.classes:
-            path, matched, in_tree = reachable(self.classes, path, matched)
+        shared = 0
+        if self.classes:
+            in_tree = Match.of(path, matched)
+            hit = reachable(self.classes, path, in_tree.num_tokens)
+            if hit < in_tree.num_tokens:
+                above, tip, _ = in_tree.cut(hit)
+                path, matched = list(above[::-1]), tip * TOKEN_BYTES
         row = self.free_rows.pop()
         root.holders.add(row)
         if path:
@@ -120,7 +114,7 @@ class LedgerState:
             sequence.holds = [Hold(of, sequence, shared) for of in self.classes]
             for hold in sequence.holds:
                 hold.enter()
-            self.begin(sequence, in_tree)
+            self.begin(sequence, in_tree.num_tokens)
 
     def begin(self, sequence: Sequence, matched: int) -> None:
         """Notes where what classes see is to be kept for others, of a sequence whose prompt was published by no
@@ -128,7 +122,7 @@ class LedgerState:
         sequence.published, sequence.published_in = 0, -1
         end = len(sequence.prompt) // TOKEN_BYTES
         sequence.points = [one for one in sorted({matched, end}) if sequence.length < one <= end]
-        self.look_at[sequence.row] = 0
+        sequence.look_at = 0
 
     def fork(self, sequence: Sequence) -> Sequence:
         """Opens a sequence in a free row that holds the same path as `sequence`, which has no private tail
@@ -426,23 +420,23 @@ class LedgerState:
         if segment.tails:
             segment.split_tails(head)
             for tail in head.tails.values():  # which ends where none ended before, and passes earlier
-                self.look_at[list(tail.holders)] = 0
+                for row in tail.holders:
+                    self.sequences[row].look_at = 0
         return head
 
     def evict(self, count: int) -> None:
         """Frees `count` of the cached slots, in the tree's order, and those that sessions protect last; a few
         more, where a token has several."""
-        tree = self.tree
         while count > 0:
-            segment, tail = tree.oldest(), self.idle_tails.oldest()
-            if tail is not None and (segment is None or tail.due <= segment.due):
-                count -= tail.drop()
+            oldest = self.idle.oldest()
+            if isinstance(oldest, Tail):
+                count -= oldest.drop()
                 continue
-            is_protected = segment is None
-            if segment is None:
-                segment = self.sessions.oldest()
+            is_protected = oldest is None
+            segment = oldest or self.sessions.oldest()
             assert segment is not None  # num_cached counts exactly what can be reached so
-            count -= sum([tail.drop() for tail in list(segment.tails.values())])  # of use only with its end
+            if segment.tails:  # of use only with its end
+                count -= sum([tail.drop() for tail in list(segment.tails.values())])
             if count > 0:
                 keep = max(segment.length + -count // self.width, 0)
                 if is_protected:

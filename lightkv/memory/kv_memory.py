@@ -34,7 +34,8 @@ from lightkv.edits import (
     StoreSegment,
 )
 from lightkv.errors import CheckFailed
-from lightkv.holdings import HeldRow, Holdings, SlotLabels
+from lightkv.holdings import HeldRow, Holdings
+from lightkv.memory_map import CACHED, OWN, slot_labels
 from lightkv.triton_kernels.slots.allocate import TableEntries
 from lightkv.triton_kernels.slots.entries import reuse_entries, reuse_entries_reference
 
@@ -211,7 +212,7 @@ class KVMemory:
         """Returns the slots of entries [start, end) of `row` in a class, as segments have them: a view."""
         if len(self.table.groups) == 1:
             return self.table.slots(row, start, end)
-        return self.table.group_slots(self._groups[cls], row, start, end)
+        return self.table.groups[self._groups[cls], row, start:end]
 
     def _slots_of(self, cls: int, segments: Sequence[int]) -> torch.Tensor:
         """Returns the slots of these segments in a class, one after the other."""
@@ -318,15 +319,16 @@ class KVMemory:
                     f"{want.tolist()} in the segments {list(segments)}"
                 )
 
-    def labels(self, labels: SlotLabels) -> np.ndarray:
-        """Returns a label for each slot from 1 on, int32 `[capacity]`, and 0 for free slots. Synchronises."""
+    def labels(self, holdings: Holdings) -> np.ndarray:
+        """Returns the label of each slot from 1 on (`MemoryMap`), int32 `[capacity]`. Synchronises."""
         found = torch.zeros(self.capacity + 1, dtype=torch.int32, device=self.device)
+        labels, own = slot_labels(holdings)
         held = [
-            (slots.flatten(), of_class.get(segment, labels.other))
-            for segments, of_class in zip(self._segments, labels.segments, strict=True)
+            (slots.flatten(), of_class.get(segment, CACHED))
+            for segments, of_class in zip(self._segments, labels, strict=True)
             for segment, slots in segments.items()
         ]
-        held += [(self.entries(*where).flatten(), label) for where, label in labels.own.items()]
+        held += [(self.entries(*where).flatten(), OWN + where[1]) for where in own]
         if held:
             slots = torch.cat([some for some, _ in held]).long()
             counts = np.array([len(some) for some, _ in held])

@@ -93,11 +93,6 @@ class TokenTable:
         """Returns the slots of `row` at positions [start, end): int32, a view of the table."""
         return self.req_to_token[row, start:end]
 
-    def group_slots(self, groups: slice, row: int, start: int, end: int) -> torch.Tensor:
-        """Returns the slots of `row` at positions [start, end) in several groups: int32 `[groups, n]`, a view
-        of the table."""
-        return self.groups[groups, row, start:end]
-
     def kv_indices(self, rows: Sequence[int], lengths: Sequence[int]) -> KVIndices:
         """Returns the first `lengths[i]` slots of each of `rows`, packed. Uploads once, without
         synchronising."""

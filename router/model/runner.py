@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from lightkv.edits import decode
 from lightkv.errors import CheckFailed
 from lightkv.holdings import Holdings
-from lightkv.memory_map import MemoryMap, slot_labels
+from lightkv.memory_map import MemoryMap
 from lightkv.router.engine.step import (
     Captured,
     ExpectedMemory,
@@ -203,7 +203,7 @@ class ModelRunner:
         with self._fatal_errors():
             memory.apply(decode(edits))
         with self._fatal_errors(always=False):
-            pool = MemoryMap(memory.labels(slot_labels(holdings)))
+            pool = MemoryMap(memory.labels(holdings))
         slots_per_cell = -(-len(pool.labels) // MAX_CELLS)
         cells = pool.labels[::slots_per_cell].tolist()
         return PoolMap(**pool.counts._asdict(), slots_per_cell=slots_per_cell, cells=cells)

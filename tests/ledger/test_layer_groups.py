@@ -284,7 +284,7 @@ def test_a_sequence_that_is_due_and_forgotten_is_found() -> None:
     life = Life(WINDOW, 400)
     text = life.open([1] * 30)
     life.finish_prompt(text)
-    life.ledger._state.look_at += 1000
+    text.sequence.look_at += 1000
     with pytest.raises(CheckFailed, match="something happens at"):
         life.ledger.check()
 
