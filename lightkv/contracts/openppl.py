@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightkv.attention.biased_attention import attend_with_bias
 from lightkv.errors import UnknownBackend
+from lightkv.triton_kernels.attention.attention_reference import attend_request
 from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
@@ -309,4 +309,4 @@ def _attend_in_torch(step: _Step, of_layer: LayerCache, slots: Slots, out: Tenso
         k, v = of_layer.read(slots.find(torch.full_like(positions, sequence), positions))
         scored = Scored.of_last(queries, sequence, length, q.device)
         causal = options._replace(causal=sequence >= num_whole)
-        out[queries] = attend_with_bias(q[queries].float(), k.float(), v.float(), causal, scored).to(q.dtype)
+        out[queries] = attend_request(q[queries].float(), k, v, causal, scored)

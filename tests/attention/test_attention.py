@@ -19,6 +19,7 @@ from lightkv.attention import (
     Step,
     make_backends,
     pick_backend,
+    torch_backend,
     torch_plan,
 )
 from lightkv.attention.cross import CrossStep
@@ -28,6 +29,7 @@ from lightkv.attention.forms.rings import over_rings
 from lightkv.attention.forms.sinks import with_sinks
 from lightkv.ledger.shared_prefixes import SharedPrefix
 from lightkv.memory.kv_memory import KVMemory
+from lightkv.triton_kernels.attention import attention_reference
 from lightkv.triton_kernels.attention.variants import Chunk, SinkLogits, TreeMask, Window
 from lightkv.triton_kernels.layout.ring import Ring
 from tests.support.attention.histories import CASES, MAX_SEQUENCES, TOLERANCE, History, on
@@ -90,29 +92,34 @@ def test_torch_backend_in_several_buckets(
 def test_torch_backend_in_several_tiles(
     case: str, tile: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_plan, "QUERY_TILE", tile)
+    for module in (attention_reference, torch_backend):
+        monkeypatch.setattr(module, "QUERY_TILE", tile)
     run_steps("torch", CASES[case], torch.float32, device)
 
 
-@pytest.mark.parametrize("window", [0, 6], ids=["all", "window-6"])
-def test_prefill_tiles_read_only_keys_that_are_seen(
-    window: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("limit", "keys"),
+    [(None, [14, 18, 19]), (Window(6), [9, 9, 6]), (Chunk(8), [6, 10, 3])],
+    ids=["all", "window-6", "chunk-8"],
+)
+def test_prefill_tiles_attend_to_keys_that_are_seen_alone(
+    limit: Window | Chunk | None, keys: list[int], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_plan, "QUERY_TILE", 4)
+    """Row 1 computes entries 10 to 18 in tiles of 4; rows 2 and 3 are fresh, and need no mask."""
+    monkeypatch.setattr(torch_backend, "QUERY_TILE", 4)
+    calls = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **named: Any) -> torch.Tensor:
+        calls.append((q.shape[-2], k.shape[-2], named["is_causal"], named["attn_mask"] is None))
+        return torch.zeros_like(q)
+
+    monkeypatch.setattr(torch_backend, "scaled_dot_product_attention", attend)
     memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float32), 100, MAX_SEQUENCES, 32, device)
-    slots = torch.arange(1, 65, dtype=torch.int32, device=device)
-    # Row 1: 1.., row 2: 33..
-    memory.table.req_to_token.view(-1).index_copy_(0, torch.arange(32, 96, device=device), slots)
     step = Step.of(Batch.of([1, 2, 3], [10, 0, 0], [9, 6, 3], 3), memory)
-    options = AttentionOptions().plus(Window(window) if window else None)
-    plan = torch_plan.tiled_prefill(step, step.index, options, torch.float32, fused=True)
-    found = [(t.start, t.end, None if t.slots is None else t.slots.tolist()) for t in plan.tiles]
-    firsts = [5, 9, 13] if window else [0, 0, 0]
-    keys = [list(range(1 + first, 1 + end)) for first, end in zip(firsts, [14, 18, 19], strict=True)]
-    assert found == [(0, 4, keys[0]), (4, 8, keys[1]), (8, 9, keys[2]), (9, 15, None), (15, 18, None)]
-    assert plan.bias is not None
-    assert plan.bias.shape == (4, max(len(keys[0]), len(keys[1])))
-    assert [plan.bias_of(tile) is None for tile in plan.tiles] == [False, False, True, True, True]
+    (backend,) = make_backends("torch", device, [LayerShape(1, 16, 1, AttentionOptions().plus(limit))])
+    backend.forward(*torch.zeros(3, 18, 16, device=device), step)
+    tiles = [(num, seen, False, False) for num, seen in zip([4, 4, 1], keys, strict=True)]
+    assert calls == [*tiles, (6, 6, True, True), (3, 3, True, True)]
 
 
 @pytest.mark.parametrize("num_steps", [3, *slow(len(STEPS))], ids="steps{}".format)
@@ -318,21 +325,6 @@ def test_scores_of_entries(writer_name: str, name: str, case: str, device: torch
             expected = history.weights(row, queries).sum((0, 1))
             torch.testing.assert_close(own[: len(expected)].double(), expected, rtol=1e-4, atol=1e-4)
             assert not own[len(expected) :].any()
-
-
-def test_prefill_tiles_end_with_their_chunk(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row 1 computes entries 10 to 22 and row 2 the first 12, in chunks of 8 and tiles of up to 4."""
-    monkeypatch.setattr(torch_plan, "QUERY_TILE", 4)
-    memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float32), 100, MAX_SEQUENCES, 32, device)
-    slots = torch.arange(1, 65, dtype=torch.int32, device=device)
-    memory.table.req_to_token.view(-1).index_copy_(0, torch.arange(32, 96, device=device), slots)
-    step = Step.of(Batch.of([1, 2], [10, 0], [13, 12], 2), memory)
-    options = AttentionOptions().plus(Chunk(8))
-    plan = torch_plan.tiled_prefill(step, step.index, options, torch.float32, fused=True)
-    found = [(t.start, t.end, None if t.slots is None else t.slots.tolist()) for t in plan.tiles]
-    # Entry e of row 1 is in slot e + 1.
-    parts = [(0, 4, list(range(9, 15))), (4, 6, list(range(9, 17)))]
-    assert found == [*parts, (6, 13, None), (13, 21, None), (21, 25, None)]
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])

@@ -11,11 +11,10 @@ from lightkv.attention import (
     Step,
     make_backends,
 )
-from lightkv.attention.biased_attention import attend_with_bias
 from lightkv.attention.forms.gaps import with_gaps
 from lightkv.attention.forms.rings import over_rings
 from lightkv.attention.forms.sinks import with_sinks
-from lightkv.triton_kernels.attention.attention_reference import attend_reference
+from lightkv.triton_kernels.attention.attention_reference import attend_reference, attend_request
 from lightkv.triton_kernels.attention.variants import SinkLogits, TreeMask, ValueMask, Window
 from lightkv.triton_kernels.attention.variants.variant import Scored
 from lightkv.triton_kernels.layout.ring import Ring
@@ -77,7 +76,7 @@ def test_a_query_whose_keys_all_have_a_huge_negative_value(
     sinks = SinkLogits(torch.zeros(4, device=device)) if has_sinks else None
     options = AttentionOptions().plus(ValueMask(values), sinks)
     scored = Scored.of_last(slice(0, 2), 0, 9, device)
-    found = attend_with_bias(q, k, v, options, scored)
+    found = attend_request(q, k, v, options, scored)
     expected = attend_reference(q, k, v, options, scored)
     mean = v[:8].mean(0).repeat_interleave(2, 0)  # the last key is after this query
     torch.testing.assert_close(found[0], torch.zeros_like(mean) if has_sinks else mean)

@@ -35,7 +35,6 @@ from lightkv.attention import (
     Rotary,
     StaticStep,
     Step,
-    biased_attention,
     make_backends,
 )
 from lightkv.attention.forms.gaps import with_gaps
@@ -53,6 +52,7 @@ from lightkv.router import EngineConfig
 from lightkv.router.model.loader import load_model
 from lightkv.router.model_files import resolve
 from lightkv.router.text.tokenizer import Tokenizer
+from lightkv.triton_kernels.attention import attention_reference
 from lightkv.triton_kernels.attention.variants import Softcap
 from lightkv.triton_kernels.attention.variants.window import Window as AttentionWindow
 from tests.support.combinations import each_value
@@ -476,7 +476,7 @@ def test_sequences_with_different_gaps_in_one_step(
 ) -> None:
     """Compares backends with the definition in float64: slots shuffled, free ones NaN, V narrower than K."""
     torch.manual_seed(0)
-    monkeypatch.setattr(biased_attention, "QUERY_TILE", 3 if name == "torch-tiles" else 512)
+    monkeypatch.setattr(attention_reference, "QUERY_TILE", 3 if name == "torch-tiles" else 512)
     heads, kv_heads, dim, v_dim, num_sink_tokens = 6, 2, 24, 16, 3
     shape = LayerShape(
         heads, dim, kv_heads, AttentionOptions(scale=0.5).plus(Softcap(softcap) if softcap else None), v_dim

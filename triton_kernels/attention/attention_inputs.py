@@ -1,5 +1,7 @@
 """Checks of what the attention operators get: shapes, strides, dtypes and numbers, but no tensor's contents."""
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from lightkv.triton_kernels.attention.variants.variant import Variant, limits
@@ -28,6 +30,48 @@ _APART = Tensors(
     scales="float32 or float16 [slots, h, Sk] with a last stride of 1",
     v_scales="float32 or float16 [slots, h, Sv] with a last stride of 1",
 )
+
+
+class Call(NamedTuple):
+    """A call of attention, whose arguments fit each other: q `[T, H, Dk]`, K and V, the rows and lengths of B
+    requests, the options, and where the output `[T, H, Dv]` and the log-sum-exps `[T, H]`, if asked for, are
+    written."""
+
+    q: Tensor
+    kv: PagedKV
+    rows: Tensor
+    lengths: Tensor
+    options: AttentionOptions
+    out: Tensor
+    lse: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        kv: PagedKV,
+        rows: Tensor,
+        lengths: Tensor,
+        options: AttentionOptions,
+        out: Tensor | None,
+        lse: Tensor | None,
+        q_starts: Tensor | None = None,
+        num_prefills: int | None = None,
+    ) -> "Call":
+        """Returns the call, with a new output of the type of q where `out` is None. Raises ValueError as
+        `check_attention_inputs`."""
+        check_attention_inputs(
+            q, kv, rows, lengths, options, out=out, lse=lse, q_starts=q_starts, num_prefills=num_prefills
+        )
+        out = q.new_empty((*q.shape[:2], kv.value_dim)) if out is None else out
+        return cls(q, kv, rows, lengths, options, out, lse)
+
+    def of_some(self, queries: slice, begin: int, end: int) -> "Call":
+        """Returns the call for some queries, those of the requests [begin, end)."""
+        options = self.options.of_queries(queries.start or 0, queries.stop).of_requests(begin, end)
+        lse = None if self.lse is None else self.lse[queries]
+        rows, lengths = self.rows[begin:end], self.lengths[begin:end]
+        return Call(self.q[queries], self.kv, rows, lengths, options, self.out[queries], lse)
 
 
 def check_attention_inputs(

@@ -1,24 +1,66 @@
-"""Attention of one request in plain torch and float64: what the kernels of decode and prefill compute."""
+"""Attention of one request in plain torch: what the kernels of decode and prefill compute."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from lightkv.triton_kernels.attention.variants.variant import Scored, Variant, visible_reference
+from lightkv.triton_kernels.attention.variants.variant import Scored, Variant, limits, visible_reference
 
 from .paged_kv import AttentionOptions, PagedKV
 
+QUERY_TILE = 512  # the most queries whose scores are in memory together
+
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, scored: Scored) -> Tensor:
-    """Computes attention of one request in float64: q `[n, H, Dk]`, k `[L, num_kv_heads, Dk]`, v `[L,
-    num_kv_heads, Dv]` -> `[n, H, Dv]`. The output of a query that sees no key is zeros."""
-    group = q.shape[1] // k.shape[1]
-    k = k.double().repeat_interleave(group, dim=1)
-    v = v.double().repeat_interleave(group, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * options.scale_for(q.shape[2])
-    scores = change_reference(scores, options, scored)
-    return torch.einsum("hqk,khd->qhd", softmax_reference(scores, options.variants), v)
+    """Computes `attend_request` in float64."""
+    return attend_request(q.double(), k, v, options, scored)
+
+
+def requests_reference(
+    q: Tensor,
+    kv: PagedKV,
+    rows: Tensor,
+    lengths: Tensor,
+    options: AttentionOptions,
+    queries: Sequence[slice],
+) -> Tensor:
+    """Computes attention of each request's last tokens, which are `queries` of q, in float64: `[T, H, Dv]`, of
+    the type of q, and zeros for queries of no request. A query that is in several gets the output of the first.
+    Reads lengths and rows on the host, so on a GPU it synchronises."""
+    out = q.new_zeros((*q.shape[:2], kv.value_dim))
+    lookup = kv.lookup.of_layer(limits(options.variants))
+    requests = list(enumerate(zip(rows.tolist(), lengths.tolist(), queries, strict=True)))
+    for request, (row, length, some) in reversed(requests):
+        positions = lookup.keys_reference(length, q.device)
+        k, v = kv.read(lookup.slots_reference(kv.index, row, positions))
+        k = lookup.rotate_reference(k, request)
+        scored = Scored.of_last(some, request, len(positions), q.device)
+        out[some] = attend_reference(q[some], k, v, options, scored).to(q.dtype)
+    return out
+
+
+def queries_between(starts: Sequence[int]) -> list[slice]:
+    """Returns the queries of each request: from its start to the next one."""
+    return [slice(begin, end) for begin, end in pairwise(starts)]
+
+
+def attend_request(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, scored: Scored) -> Tensor:
+    """Computes the attention of a request's queries, q `[n, H, Dk]`, to the keys of `scored`, k `[L,
+    num_kv_heads, Dk]` and v `[L, num_kv_heads, Dv]`, with any variants: `[n, H, Dv]`, zeros for a query that
+    sees no key. Products of q and k are computed in the type of q, all else and the output in float32, or in
+    float64 where q is."""
+    group, dtype = q.shape[1] // k.shape[1], torch.promote_types(q.dtype, torch.float32)
+    keys = k.to(q.dtype).permute(1, 2, 0).repeat_interleave(group, 0)  # [H, Dk, L]
+    values = v.to(dtype).transpose(0, 1).repeat_interleave(group, 0)
+    out = torch.empty(len(q), q.shape[1], v.shape[2], dtype=dtype, device=q.device)
+    for begin in range(0, len(q), QUERY_TILE):
+        tile = slice(begin, min(begin + QUERY_TILE, len(q)))
+        scores = torch.matmul(q[tile].transpose(0, 1), keys).to(dtype) * options.scale_for(q.shape[2])
+        scores = change_reference(scores, options, scored.tile(tile.start, tile.stop))
+        out[tile] = torch.matmul(softmax_reference(scores, options.variants), values).transpose(0, 1)
+    return out
 
 
 def change_reference(scores: Tensor, options: AttentionOptions, scored: Scored) -> Tensor:

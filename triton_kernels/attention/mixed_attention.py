@@ -26,7 +26,6 @@ from torch import Tensor
 from lightkv.triton_kernels.attention.decode.decode_attention import (
     attend_decodes,
     check_decodes,
-    decode_attention_reference,
 )
 from lightkv.triton_kernels.attention.decode.decode_plan import (
     DecodePlan,
@@ -37,13 +36,13 @@ from lightkv.triton_kernels.attention.decode.decode_plan import (
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     attend_prefills,
     check_prefills,
-    prefill_attention_reference,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
 from lightkv.triton_kernels.attention.variants.variant import limits
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
-from .attention_inputs import check_attention_inputs
+from .attention_inputs import Call
+from .attention_reference import queries_between, requests_reference
 from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 
 
@@ -148,7 +147,7 @@ def mixed_attention(
     Raises:
         ValueError: shapes, strides, dtypes or numbers do not fit; nothing has been launched.
     """
-    check_attention_inputs(q, kv, rows, lengths, options, out=out, lse=lse, q_starts=q_starts)
+    call = Call.of(q, kv, rows, lengths, options, out, lse, q_starts)
     num_tokens, num_prefills, num_requests = q.shape[0], q_starts.shape[0] - 1, rows.shape[0]
     num_decodes = num_requests - num_prefills
     if not 0 <= num_prefills <= num_requests:
@@ -164,31 +163,17 @@ def mixed_attention(
             f"of {num_prefills} prefills; got {num_tokens}"
         )
     prefill, decode = (None, None) if plan is None else plan
+    decodes = call.of_some(slice(first_decode, first_decode + num_decoded), num_prefills, num_requests)
+    prefills = call.of_some(slice(num_tokens if decodes_first else first_decode), 0, num_prefills)
     if num_decodes:
-        check_decodes(q, kv, options, num_decodes, num_queries, decode)
+        check_decodes(decodes, num_queries, decode)
     if num_prefills:
-        check_prefills(kv, options, num_prefills, prefill)
-    if out is None:
-        out = q.new_empty((*q.shape[:2], kv.value_dim))
+        check_prefills(prefills, prefill)
     if num_decodes:
-        some = slice(first_decode, first_decode + num_decoded)
-        requests = rows[num_prefills:], lengths[num_prefills:]
-        own, own_lse = (
-            _options_of(options, some, num_prefills, num_requests),
-            None if lse is None else lse[some],
-        )
-        attend_decodes(q[some], kv, *requests, own, num_queries, decode, out[some], own_lse)
+        attend_decodes(decodes, num_queries, decode)
     if num_prefills:
-        some = slice(num_tokens if decodes_first else first_decode)
-        requests = rows[:num_prefills], lengths[:num_prefills]
-        own, own_lse = _options_of(options, some, 0, num_prefills), None if lse is None else lse[some]
-        attend_prefills(q[some], kv, requests[0], q_starts, requests[1], own, prefill, out[some], own_lse)
-    return out
-
-
-def _options_of(options: AttentionOptions, queries: slice, begin: int, end: int) -> AttentionOptions:
-    """Returns the options for some queries, those of the requests [begin, end)."""
-    return options.of_queries(queries.start or 0, queries.stop).of_requests(begin, end)
+        attend_prefills(prefills, q_starts, prefill)
+    return call.out
 
 
 def mixed_attention_reference(
@@ -202,31 +187,8 @@ def mixed_attention_reference(
     num_queries: int = 1,
     decodes_first: bool = False,
 ) -> Tensor:
-    """Computes `mixed_attention` in plain torch and float64, one request at a time; the output of queries that
-    belong to no request is zero. Reads lengths, rows and q_starts on the host, so on a GPU it synchronises."""
-    num_prefills = q_starts.shape[0] - 1
-    num_decoded = (rows.shape[0] - num_prefills) * num_queries
-    first_decode = 0 if decodes_first else q.shape[0] - num_decoded
-    queries = slice(first_decode, first_decode + num_decoded)
-    decoded = decode_attention_reference(
-        q[queries],
-        kv,
-        rows[num_prefills:],
-        lengths[num_prefills:],
-        _options_of(options, queries, num_prefills, len(rows)),
-        num_queries=num_queries,
-    )
-    out = prefill_attention_reference(
-        q,
-        kv,
-        rows[:num_prefills],
-        q_starts,
-        lengths[:num_prefills],
-        _options_of(options, slice(0, len(q)), 0, num_prefills),
-    )
-    is_decoded = torch.zeros(len(q), dtype=torch.bool, device=q.device)
-    is_decoded[queries] = True
-    if num_prefills:
-        is_decoded[q_starts[0] : q_starts[-1]] = False
-    out[is_decoded] = decoded[is_decoded[queries]]
-    return out
+    """Computes `mixed_attention` as `requests_reference`; reads q_starts on the host, too."""
+    num_decoded = (len(rows) - len(q_starts) + 1) * num_queries
+    first_decode = 0 if decodes_first else len(q) - num_decoded
+    decodes = queries_between(range(first_decode, first_decode + num_decoded + 1, num_queries))
+    return requests_reference(q, kv, rows, lengths, options, [*queries_between(q_starts.tolist()), *decodes])

@@ -13,11 +13,11 @@ import torch
 
 from lightkv.attention.backend import AttentionBackend
 from lightkv.attention.batch import Batch
-from lightkv.attention.biased_attention import attend_with_bias
 from lightkv.attention.step import Step
 from lightkv.attention.torch_backend import TorchAttention
 from lightkv.attention.triton_backend import TritonAttention
 from lightkv.memory.staging import upload
+from lightkv.triton_kernels.attention.attention_reference import attend_request
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.mixed_attention import mixed_attention
@@ -176,4 +176,4 @@ def attend_past_sinks(
         sinks = layer.rotary.rotate_back(keys[:num_sinks], torch.tensor([-dropped], device=q.device))
         keys = torch.cat((sinks, keys[num_sinks:]))
     scored = Scored.of_last(queries, 0, len(keys), q.device)
-    return attend_with_bias(q[queries], keys, values, layer.options, scored)
+    return attend_request(q[queries], keys, values, layer.options, scored)

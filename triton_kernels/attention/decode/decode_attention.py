@@ -22,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_inputs import check_attention_inputs, check_plan
-from lightkv.triton_kernels.attention.attention_reference import attend_reference
+from lightkv.triton_kernels.attention.attention_inputs import Call, check_plan
+from lightkv.triton_kernels.attention.attention_reference import queries_between, requests_reference
 from lightkv.triton_kernels.attention.paged_kv import (
     DEFAULT_OPTIONS,
     RECORDS,
@@ -32,7 +32,7 @@ from lightkv.triton_kernels.attention.paged_kv import (
     PagedKV,
 )
 from lightkv.triton_kernels.attention.records import Outputs, Together, heads_record, shape_record
-from lightkv.triton_kernels.attention.variants.variant import Scored, Variant, bind, limits
+from lightkv.triton_kernels.attention.variants.variant import Variant, bind, limits
 from lightkv.triton_kernels.operators import operator
 
 from . import decode_tuning
@@ -161,52 +161,35 @@ def decode_attention(
     Raises:
         ValueError: shapes, strides, dtypes or numbers do not fit.
     """
-    check_attention_inputs(q, kv, rows, lengths, options, out=out, lse=lse)
+    call = Call.of(q, kv, rows, lengths, options, out, lse)
     if num_queries < 1 or q.shape[0] != rows.shape[0] * num_queries:
         raise ValueError(
             f"q must hold {num_queries} queries for each of {rows.shape[0]} rows, at least one; "
             f"got {q.shape[0]}"
         )
-    check_decodes(q, kv, options, len(rows), num_queries, plan)
-    if out is None:
-        out = q.new_empty((*q.shape[:2], kv.value_dim))
-    attend_decodes(q, kv, rows, lengths, options, num_queries, plan, out, lse)
-    return out
+    check_decodes(call, num_queries, plan)
+    attend_decodes(call, num_queries, plan)
+    return call.out
 
 
-def check_decodes(
-    q: Tensor,
-    kv: PagedKV,
-    options: AttentionOptions,
-    num_requests: int,
-    num_queries: int,
-    plan: DecodePlan | None,
-) -> None:
+def check_decodes(call: Call, num_queries: int, plan: DecodePlan | None) -> None:
     """Raises ValueError for what decode alone cannot do, or a plan that is for another call."""
+    q, kv, variants = call.q, call.kv, call.options.variants
     group = q.shape[1] // kv.k.shape[1]
     if group * num_queries > decode_tuning.MOST_DECODE_ROWS:
         raise ValueError(
             f"{num_queries} queries of {group} heads to a K/V head are {group * num_queries} rows, and a tile "
             f"holds {decode_tuning.MOST_DECODE_ROWS}; use prefill_attention, which takes any number of queries"
         )
-    kv.lookup.check_decode(q, options.variants, kv.format)
+    kv.lookup.check_decode(q, variants, kv.format)
     if plan is not None:
-        asked = num_requests, num_queries, kv.lookup.limits(limits(options.variants))
+        asked = len(call.rows), num_queries, kv.lookup.limits(limits(variants))
         check_plan((len(plan.parts), plan.num_queries, plan.limits), asked, "requests, queries, limits")
 
 
-def attend_decodes(
-    q: Tensor,
-    kv: PagedKV,
-    rows: Tensor,
-    lengths: Tensor,
-    options: AttentionOptions,
-    num_queries: int,
-    plan: DecodePlan | None,
-    out: Tensor,
-    lse: Tensor | None,
-) -> None:
-    """Computes `decode_attention` to `out`, of arguments that were checked."""
+def attend_decodes(call: Call, num_queries: int, plan: DecodePlan | None) -> None:
+    """Computes `decode_attention` of what `check_decodes` has passed."""
+    q, kv, rows, lengths, options, out, lse = call
     own_limits = limits(options.variants)
     if plan is None:
         heads = HeadShape.of(q, kv)
@@ -232,15 +215,6 @@ def decode_attention_reference(
     *,
     num_queries: int = 1,
 ) -> Tensor:
-    """Computes `decode_attention` in plain torch and float64, one request at a time. Reads lengths and rows on
-    the host, so on a GPU it synchronises."""
-    out = q.new_zeros((*q.shape[:2], kv.value_dim))
-    lookup = kv.lookup.of_layer(limits(options.variants))
-    for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
-        queries = slice(request * num_queries, (request + 1) * num_queries)
-        positions = lookup.keys_reference(length, q.device)
-        k, v = kv.read(lookup.slots_reference(kv.index, row, positions))
-        k = lookup.rotate_reference(k, request)
-        scored = Scored.of_last(queries, request, len(positions), q.device)
-        out[queries] = attend_reference(q[queries], k, v, options, scored).to(q.dtype)
-    return out
+    """Computes `decode_attention` as `requests_reference`."""
+    queries = queries_between(range(0, len(q) + 1, num_queries))
+    return requests_reference(q, kv, rows, lengths, options, queries)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_inputs import REQUESTS, check_plan
+from lightkv.triton_kernels.attention.attention_inputs import REQUESTS
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape
 from lightkv.triton_kernels.attention.records import Outputs
@@ -97,8 +97,7 @@ def fp8_prefill_attention(
     _TAKEN.check(sizes, q=q, out=out, lse=lse)
     _check(q, out, heads, options, (q_scale, out_scale))
     if plan is not None:
-        asked = num_requests, limits(options.variants), options.causal
-        check_plan((plan.num_requests, plan.limits, plan.causal), asked, "requests, limits, causal")
+        plan.check(num_requests, options)
     if reason := fp8_prefill_reason(q.device, heads):
         raise ValueError(f"prefill in fp8 cannot run: {reason}; use prefill_attention")
     launch = prefill_tuning.fp8_prefill_launch(heads.key_dim)

@@ -19,13 +19,12 @@ goes through the same work list, where types, head dim and strides allow.
 from functools import cache
 from types import ModuleType
 
-import torch
 import triton
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_inputs import check_attention_inputs, check_plan
-from lightkv.triton_kernels.attention.attention_reference import attend_reference, slots_reference
+from lightkv.triton_kernels.attention.attention_inputs import Call
+from lightkv.triton_kernels.attention.attention_reference import queries_between, requests_reference
 from lightkv.triton_kernels.attention.paged_kv import (
     DEFAULT_OPTIONS,
     RECORDS,
@@ -34,7 +33,7 @@ from lightkv.triton_kernels.attention.paged_kv import (
     PagedKV,
 )
 from lightkv.triton_kernels.attention.records import Outputs, heads_record, shape_record
-from lightkv.triton_kernels.attention.variants.variant import Scored, bind, limits
+from lightkv.triton_kernels.attention.variants.variant import bind, limits
 from lightkv.triton_kernels.operators import operator
 
 from . import prefill_tuning
@@ -168,38 +167,23 @@ def prefill_attention(
         ValueError: shapes, strides, dtypes or numbers do not fit.
     """
     num_requests = rows.numel()
-    check_attention_inputs(
-        q, kv, rows, lengths, options, out=out, lse=lse, q_starts=q_starts, num_prefills=num_requests
-    )
-    check_prefills(kv, options, num_requests, plan)
-    if out is None:
-        out = q.new_empty((*q.shape[:2], kv.value_dim))
-    attend_prefills(q, kv, rows, q_starts, lengths, options, plan, out, lse)
-    return out
+    call = Call.of(q, kv, rows, lengths, options, out, lse, q_starts, num_requests)
+    check_prefills(call, plan)
+    attend_prefills(call, q_starts, plan)
+    return call.out
 
 
-def check_prefills(
-    kv: PagedKV, options: AttentionOptions, num_requests: int, plan: PrefillPlan | None
-) -> None:
+def check_prefills(call: Call, plan: PrefillPlan | None) -> None:
     """Raises ValueError for what prefill alone cannot do, or a plan that is for another call."""
-    kv.lookup.check_prefill(options.variants, options.causal)
+    options = call.options
+    call.kv.lookup.check_prefill(options.variants, options.causal)
     if plan is not None:
-        asked = num_requests, limits(options.variants), options.causal
-        check_plan((plan.num_requests, plan.limits, plan.causal), asked, "requests, limits, causal")
+        plan.check(len(call.rows), options)
 
 
-def attend_prefills(
-    q: Tensor,
-    kv: PagedKV,
-    rows: Tensor,
-    q_starts: Tensor,
-    lengths: Tensor,
-    options: AttentionOptions,
-    plan: PrefillPlan | None,
-    out: Tensor,
-    lse: Tensor | None,
-) -> None:
-    """Computes `prefill_attention` to `out`, of arguments that were checked."""
+def attend_prefills(call: Call, q_starts: Tensor, plan: PrefillPlan | None) -> None:
+    """Computes `prefill_attention` of what `check_prefills` has passed."""
+    q, kv, rows, lengths, options, out, lse = call
     if plan is None:
         plan = prefill_plan(
             rows,
@@ -223,18 +207,5 @@ def prefill_attention_reference(
     lengths: Tensor,
     options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> Tensor:
-    """Computes `prefill_attention` in plain torch and float64, one request at a time; the output of queries
-    that belong to no request is zero. Reads lengths, rows and q_starts on the host, so on a GPU it
-    synchronises."""
-    out = q.new_zeros((*q.shape[:2], kv.value_dim))
-    starts = q_starts.tolist()
-    for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
-        queries = slice(starts[request], starts[request + 1])
-        slots = slots_reference(kv, row, torch.arange(length, device=q.device))
-        out[queries] = attend_reference(
-            q[queries],
-            *kv.read(slots),
-            options,
-            Scored.of_last(queries, request, length, q.device),
-        ).to(q.dtype)
-    return out
+    """Computes `prefill_attention` as `requests_reference`; reads q_starts on the host, too."""
+    return requests_reference(q, kv, rows, lengths, options, queries_between(q_starts.tolist()))

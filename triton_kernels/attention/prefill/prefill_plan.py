@@ -42,10 +42,11 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_inputs import REQUESTS, check_limits
-from lightkv.triton_kernels.attention.paged_kv import RECORDS, HeadShape
+from lightkv.triton_kernels.attention.attention_inputs import REQUESTS, check_limits, check_plan
+from lightkv.triton_kernels.attention.paged_kv import RECORDS, AttentionOptions, HeadShape
 from lightkv.triton_kernels.attention.variants.hooks import first_key
 from lightkv.triton_kernels.attention.variants.variant import Variant, bind
+from lightkv.triton_kernels.attention.variants.variant import limits as limits_of
 from lightkv.triton_kernels.operators import operator
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
@@ -86,6 +87,11 @@ class PrefillPlan(NamedTuple):
     num_requests: int
     limits: tuple[Variant, ...] = ()
     causal: bool = True
+
+    def check(self, num_requests: int, options: AttentionOptions) -> None:
+        """Raises ValueError unless the plan was made for so many requests and such layers."""
+        asked = num_requests, limits_of(options.variants), options.causal
+        check_plan((self.num_requests, self.limits, self.causal), asked, "requests, limits, causal")
 
 
 @triton.jit(do_not_specialize=["num_requests", "section_keys", "num_kv_heads"])
