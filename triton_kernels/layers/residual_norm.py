@@ -33,11 +33,6 @@ class Norm(NamedTuple):
     rounded_before: bool = True
 
 
-def _num_warps(dim: int) -> int:
-    """Returns the warps of a program for rows of `dim`."""
-    return 4 if dim <= 2048 else 8 if dim <= 8192 else 16
-
-
 class _Bound(NamedTuple):
     """A `Norm` as the kernel takes it, with its flags as constants."""
 
@@ -151,8 +146,7 @@ def residual_norm(
             f"{other.dtype} {tuple(other.shape)} with strides {x.stride()} and {other.stride()}"
         )
     dim = x.shape[-1]
-    if dim > MAX_DIM:
-        raise ValueError(f"rows of {dim} dims; at most {MAX_DIM} fit in a program")
+    launch = launch_of(dim, scale, post)
     rows = x.reshape(-1, dim)
     others = None if residual is None else residual.reshape(-1, dim)
     changes = others is not None or post is not None or scale != 1.0
@@ -169,15 +163,25 @@ def residual_norm(
             scale,
             rows.stride(0),
             0 if others is None else others.stride(0),
-            C=dim,
-            BLOCK=triton.next_power_of_2(dim),
-            HAS_SCALE=scale != 1.0,
-            HAS_POST=post is not None,
-            num_warps=_num_warps(dim),
-            enable_fp_fusion=False,  # a product is rounded before it is added, as in torch
+            **launch,
             **tuning.early_options(x.device),
         )
     return hidden, normed
+
+
+def launch_of(dim: int, scale: float, post: Norm | None) -> dict[str, Any]:
+    """Returns the constants and options of a launch for rows of `dim`, a factor and a norm before it. Raises
+    ValueError for rows that are too long."""
+    if dim > MAX_DIM:
+        raise ValueError(f"rows of {dim} dims; at most {MAX_DIM} fit in a program")
+    return {
+        "C": dim,
+        "BLOCK": triton.next_power_of_2(dim),
+        "HAS_SCALE": scale != 1.0,
+        "HAS_POST": post is not None,
+        "num_warps": 4 if dim <= 2048 else 8 if dim <= 8192 else 16,
+        "enable_fp_fusion": False,  # a product is rounded before it is added, as in torch
+    }
 
 
 def residual_norm_reference(

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .residual_norm import MAX_DIM, Norm, _bound, _normalise, _num_warps, residual_norm_reference
+from .residual_norm import Norm, _bound, _normalise, launch_of, residual_norm_reference
 
 MAX_PROGRAMS = 128  # a rank's programs all run at once, since each may wait for that of another rank
 
@@ -135,8 +135,7 @@ def summed_residual_norm(
             f"a term of {terms.own.dtype} {tuple(terms.own.shape)} for a residual of {rows.dtype} "
             f"{tuple(rows.shape)}; give contiguous ones that are alike"
         )
-    if dim > MAX_DIM:
-        raise ValueError(f"rows of {dim} dims; at most {MAX_DIM} fit in a program")
+    launch = launch_of(dim, scale, post)
     hidden = torch.empty_like(residual)
     normed = hidden if norm is None else torch.empty_like(residual)
     if len(rows):
@@ -152,12 +151,7 @@ def summed_residual_norm(
             _bound(post),
             scale,
             len(rows),
-            C=dim,
-            BLOCK=triton.next_power_of_2(dim),
-            HAS_SCALE=scale != 1.0,
-            HAS_POST=post is not None,
-            num_warps=_num_warps(dim),
-            enable_fp_fusion=False,  # a product is rounded before it is added, as in torch
+            **launch,
         )
     return hidden, normed
 
