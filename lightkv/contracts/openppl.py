@@ -208,34 +208,28 @@ def _multi_head_cache_attention(
         None if scale is None or not quant_bit else layer_of(cache_layout, scale, layer_idx),
         quant_bit,
     )
-    options = DEFAULT_OPTIONS
-    if is_alibi:
-        options = options.plus(Alibi(slopes_on(query.device, num_heads)))
-    if attn_mask is not None:
-        values = attn_mask if has_unit_stride(attn_mask) else attn_mask.contiguous()
-        options = options.plus(ValueMask(values, columns=kvstarts[:-1].int()))
-    step = _Step(
-        query if has_unit_stride(query) else query.contiguous(),
-        seqstarts.int(),
-        (kvstarts[1:] - kvstarts[:-1]).int(),
-        options,
-        num_whole=_num_whole(len(start_pos), decoding_batches, is_causal, is_alibi),
-    )
+    alibi = Alibi(slopes_on(query.device, num_heads)) if is_alibi else None
+    mask = None if attn_mask is None else ValueMask(_loadable(attn_mask), columns=kvstarts[:-1].int())
+    num_whole = _num_whole(len(start_pos), decoding_batches, is_causal, is_alibi)
+    options, lengths = DEFAULT_OPTIONS.plus(alibi, mask), kvstarts.diff().int()
+    step = _Step(_loadable(query), seqstarts.int(), lengths, options, num_whole)
     of_layer.write(_slots_of_queries(slots, seqstarts, start_pos, len(query)), current_key, current_value)
     if backend == "torch" or (backend is None and query.device.type == "cpu"):
         _attend_in_torch(step, of_layer, slots, out)
-        return out
-    if of_layer.suits_kernels:
-        kv = of_layer.paged(*slots.index_for(max_kvlen))
     else:
-        kv = of_layer.gathered(slots.all_until(max_kvlen), query.dtype)
-    _attend_with_kernels(step, kv, max_seqlen, out)
+        kv = of_layer.paged_kv(slots, max_kvlen, query.dtype)
+        _attend_with_kernels(step, kv, max_seqlen, out)
     return out
 
 
 _multi_head_cache_attention.register_fake(
     lambda query, *_: torch.empty(query.shape, dtype=query.dtype, device=query.device)
 )
+
+
+def _loadable(x: Tensor) -> Tensor:
+    """Returns x as the kernels load it, with a last stride of 1."""
+    return x if has_unit_stride(x) else x.contiguous()
 
 
 class _Step(NamedTuple):

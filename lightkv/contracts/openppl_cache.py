@@ -107,32 +107,26 @@ class LayerCache(NamedTuple):
             and (groups == 1 or in_group & (in_group - 1) == 0)
         )
 
-    def paged(self, index: Tensor, shift: int) -> PagedKV:
-        """Returns the layer as kernels read it, in place. It has to suit them."""
+    def paged_kv(self, slots: Slots, max_kvlen: int, dtype: torch.dtype) -> PagedKV:
+        """Returns the layer as kernels read up to `max_kvlen` tokens of each sequence: in place where it suits
+        them, else a copy of the tokens in `dtype`, one run per sequence, not quantised."""
+        if self.suits_kernels:
+            return self._in_place(*slots.index_for(max_kvlen))
+        found = slots.all_until(max_kvlen)  # slots that the cache does not have are taken as its nearest
+        k, v = self.read(found.flatten().clamp(0, len(self.kv) - 1))
+        begins = torch.arange(len(found), device=found.device, dtype=torch.int32)[:, None] * max_kvlen
+        return PagedKV(k.to(dtype), v.to(dtype), begins, CONTIGUOUS, format=AS_COMPUTED)
+
+    def _in_place(self, index: Tensor, shift: int) -> PagedKV:
         k, v = self.kv[:, 0], self.kv[:, 1]
         if self.scales is None:
             return PagedKV(k, v, index, Pages(shift))
-        groups = self.scales.shape[-1]
-        elements = Elements(self.bits)
+        groups, elements = self.scales.shape[-1], Elements(self.bits)
         if groups > 1:
             elements = elements._replace(group=self.kv.shape[-1] * 8 // self.bits // groups)
-        return PagedKV(
-            k,
-            v,
-            index,
-            Pages(shift),
-            scales=self.scales[:, 0],
-            format=KVFormat(elements),
-            v_scales=self.scales[:, 1],
-        )
-
-    def gathered(self, slots: Tensor, dtype: torch.dtype) -> PagedKV:
-        """Returns a copy of the tokens in slots, int64 `[B, n]`, as kernels read it: one run per sequence, not
-        quantised, in `dtype`. Slots that the cache does not have are taken as its nearest."""
-        batch, num = slots.shape
-        k, v = self.read(slots.flatten().clamp(0, len(self.kv) - 1))
-        index = torch.arange(batch, device=slots.device, dtype=torch.int32)[:, None] * num
-        return PagedKV(k.to(dtype), v.to(dtype), index, CONTIGUOUS, format=AS_COMPUTED)
+        scales, v_scales = self.scales[:, 0], self.scales[:, 1]
+        layer_format = KVFormat(elements)
+        return PagedKV(k, v, index, Pages(shift), scales=scales, format=layer_format, v_scales=v_scales)
 
 
 def quantise(x: Tensor, bits: int, num_groups: int) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,5 @@
 """The lengths of a batch's sequences, which the host sets and the device has a copy of."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,19 +39,21 @@ class SequenceLengths:
         self.version += 1
 
 
-class FieldProperty:
-    """A property that is a dataclass's field, too, with the default None; `read` and `write` are what reading
-    and setting it do."""
+class LengthsField:
+    """A dataclass's field, with the default None, of lengths on the host. Setting it sets the `SequenceLengths`
+    that the owner has as `written`, and reading it reads `read`. An owner has `device` and `is_cuda_graph`."""
 
-    def __init__(self, read: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> None:
-        self._read = read
-        self._write = write
+    def __init__(self, written: str, read: str) -> None:
+        self._written, self._read = written, read
+
+    def __set_name__(self, kind: type, name: str) -> None:
+        self._name = name
 
     def __get__(self, owner: Any, kind: type) -> Any:
-        return None if owner is None else self._read(owner)  # a dataclass asks its class for the default
+        return None if owner is None else getattr(owner, self._read).host  # a dataclass asks for the default
 
     def __set__(self, owner: Any, value: Any) -> None:
-        self._write(owner, value)
+        getattr(owner, self._written).set(self._name, value, owner.device, owner.is_cuda_graph)
 
 
 def _is_float(tensor: torch.Tensor) -> bool:

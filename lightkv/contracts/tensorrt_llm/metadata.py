@@ -14,7 +14,7 @@ from lightkv.attention.step_plans import StepPlans
 from .arguments import AttentionRuntimeFeatures, KVCacheParams
 from .batch_rules import checked_numbers
 from .beams import Beams
-from .lengths import FieldProperty, SequenceLengths
+from .lengths import LengthsField, SequenceLengths
 from .step import BatchNumbers, StaticRoom, Step, check_blocks, own_rows
 from .upstream import not_carried_out
 
@@ -24,20 +24,8 @@ _DRAFTS = (
 )
 
 
-def _set_seq_lens(metadata: "AttentionMetadata", value: Any) -> None:
-    metadata._queries.set("seq_lens", value, metadata.device, metadata.is_cuda_graph)
-
-
-def _set_seq_lens_kv(metadata: "AttentionMetadata", value: Any) -> None:
-    metadata._keys.set("seq_lens_kv", value, metadata.device, metadata.is_cuda_graph)
-
-
-def _seq_lens_kv(metadata: "AttentionMetadata") -> torch.Tensor | None:
-    return metadata._queries.host if metadata._keys.host is None else metadata._keys.host
-
-
-_SEQ_LENS = FieldProperty(lambda metadata: metadata._queries.host, _set_seq_lens)
-_SEQ_LENS_KV = FieldProperty(_seq_lens_kv, _set_seq_lens_kv)
+_SEQ_LENS = LengthsField("_queries", "_queries")
+_SEQ_LENS_KV = LengthsField("_keys", "_new_keys")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -141,7 +129,12 @@ class AttentionMetadata:
     @property
     def seq_lens_kv_cuda(self) -> torch.Tensor | None:
         """`seq_lens_kv` on the device, int32 `[B]`."""
-        return (self._queries if self._keys.host is None else self._keys).on_device
+        return self._new_keys.on_device
+
+    @property
+    def _new_keys(self) -> SequenceLengths:
+        """The lengths of this step's keys: the queries' own, where no other ones are set."""
+        return self._queries if self._keys.host is None else self._keys
 
     @property
     def num_seqs(self) -> int:
