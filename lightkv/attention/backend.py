@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +38,14 @@ class LayerShape:
             )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} heads do not share {self.num_kv_heads} K/V heads evenly")
+
+
+class NewHeads(NamedTuple):
+    """This step's q `[T, H, Dk]`, k `[T, num_kv_heads, Dk]` and v `[T, num_kv_heads, Dv]`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
 
 
 class AttentionBackend(ABC):
@@ -143,7 +152,7 @@ class AttentionBackend(ABC):
         v = v.view(num_tokens, self.num_kv_heads, self.v_dim)
         out = q.new_empty(num_tokens, self.num_heads, self.v_dim)
         if step.memory.pool.spec.holder(self.layer_idx) == self.layer_idx:
-            self._write(q, k, v, step, rotary)
+            self._write(NewHeads(q, k, v), step, rotary)
         elif rotary is not None:
             raise ValueError(
                 f"layer {self.layer_idx} reads the K/V of another one, and writes none, which would rotate q; "
@@ -183,14 +192,7 @@ class AttentionBackend(ABC):
         return self._entry_scores(q, entries, width, step)
 
     @abstractmethod
-    def _write(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        step: Step,
-        rotary: RotaryEmbedding | None,
-    ) -> None:
+    def _write(self, new: NewHeads, step: Step, rotary: RotaryEmbedding | None) -> None:
         """Writes this step's K/V to its slots, k normalised and rotated by `rotary`, and q in place."""
 
     @abstractmethod

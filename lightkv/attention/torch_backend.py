@@ -25,7 +25,7 @@ from lightkv.triton_kernels.attention.variants.variant import Scored, limits, vi
 from lightkv.triton_kernels.attention.variants.window import Window
 from lightkv.triton_kernels.quantised.quantise_reference import apply_hadamard
 
-from .backend import AttentionBackend
+from .backend import AttentionBackend, NewHeads
 from .rotary import RotaryEmbedding
 from .step import Step
 from .torch_plan import decode_buckets, window_and_chunk
@@ -39,17 +39,10 @@ class TorchAttention(AttentionBackend):
         """Whether torch's own attention computes this layer, which knows no soft-cap and no sinks."""
         return all(isinstance(one, Window | Chunk) for one in self.options.variants)
 
-    def _write(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        step: Step,
-        rotary: RotaryEmbedding | None,
-    ) -> None:
+    def _write(self, new: NewHeads, step: Step, rotary: RotaryEmbedding | None) -> None:
         if rotary is not None:
-            rotary.apply(q, k)
-        step.memory.pool.write(self.layer_idx, step.slots_of(self.layer_idx), k, v)
+            rotary.apply(new.q, new.k)
+        step.memory.pool.write(self.layer_idx, step.slots_of(self.layer_idx), new.k, new.v)
 
     def read(self, step: Step, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns K and V of slots, int64 `[n]`, which may be valid until the next call only."""

@@ -20,7 +20,7 @@ from lightkv.triton_kernels.write.head_tiles import constants_of
 from lightkv.triton_kernels.write.inputs import Rotation, StoredKV
 from lightkv.triton_kernels.write.write_kv import write_kv
 
-from .backend import AttentionBackend, LayerShape
+from .backend import AttentionBackend, LayerShape, NewHeads
 from .restored_prefill import RestoredPrefill, scratch_tokens
 from .rotary import Rotary, RotaryEmbedding
 from .step import Step
@@ -76,21 +76,14 @@ class TritonAttention(AttentionBackend):
         """The layer's heads."""
         return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.v_dim)
 
-    def _write(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        step: Step,
-        rotary: RotaryEmbedding | None,
-    ) -> None:
+    def _write(self, new: NewHeads, step: Step, rotary: RotaryEmbedding | None) -> None:
         pool, layer, slots = step.memory.pool, self.layer_idx, step.slots_of(self.layer_idx)
         stored = StoredKV(pool.k(layer), pool.v(layer), pool.scales(layer), pool.format(layer))
         if rotary is None:
-            write_kv(k, v, stored, slots)
+            write_kv(new.k, new.v, stored, slots)
         else:
             rotation = Rotation(rotary.cos, rotary.sin, rotary.interleaved)
-            write_kv(k, v, stored, slots, q=q, rotation=rotation, norms=rotary.norms)
+            write_kv(new.k, new.v, stored, slots, q=new.q, rotation=rotation, norms=rotary.norms)
 
     def _attend(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
         step.form.attend_by_kernels(self, q, step, out)

@@ -1,8 +1,9 @@
 """The log-sum-exps that `attention_scores` computes on the way, for tests that compare them by themselves."""
 
+import torch
 from torch import Tensor
 
-from lightkv.triton_kernels.attention.attention_scores import ScoredBatch, _compute
+from lightkv.triton_kernels.attention.attention_scores import ScoredBatch, _attention_scores, attention_scores
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 
 
@@ -20,5 +21,9 @@ def attention_lse(
     """Returns the log-sum-exp of each query's scores, in base 2, the head's sink included: float32 `[T, H]`,
     -inf where a query sees no key and has no sink, or belongs to no request. Arguments and errors are those of
     `attention_scores`."""
+    args = q, kv, rows, q_starts, query_positions, lengths, options
+    nothing = attention_scores(*args, max_q_len=max_q_len, width=0)  # makes the checks
+    lse = torch.full(q.shape[:2], float("-inf"), device=q.device)
     batch = ScoredBatch(rows, q_starts, query_positions, lengths)
-    return _compute(q, kv, batch, options, max_q_len, None)
+    _attention_scores(q, kv, batch, lse, nothing, max_q_len, options)
+    return lse

@@ -51,15 +51,17 @@ def attend_request(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, s
     num_kv_heads, Dk]` and v `[L, num_kv_heads, Dv]`, with any variants: `[n, H, Dv]`, zeros for a query that
     sees no key. Products of q and k are computed in the type of q, all else and the output in float32, or in
     float64 where q is."""
-    group, dtype = q.shape[1] // k.shape[1], torch.promote_types(q.dtype, torch.float32)
-    keys = k.to(q.dtype).permute(1, 2, 0).repeat_interleave(group, 0)  # [H, Dk, L]
-    values = v.to(dtype).transpose(0, 1).repeat_interleave(group, 0)
+    dtype, num_kv_heads = torch.promote_types(q.dtype, torch.float32), k.shape[1]
+    keys, values = k.to(q.dtype).permute(1, 2, 0), v.to(dtype).transpose(0, 1)
     out = torch.empty(len(q), q.shape[1], v.shape[2], dtype=dtype, device=q.device)
     for begin in range(0, len(q), QUERY_TILE):
         tile = slice(begin, min(begin + QUERY_TILE, len(q)))
-        scores = torch.matmul(q[tile].transpose(0, 1), keys).to(dtype) * options.scale_for(q.shape[2])
+        heads = q[tile].transpose(0, 1)  # [H, n, Dk]; those that share a K/V head are rows of one product
+        products = torch.matmul(heads.reshape(num_kv_heads, -1, q.shape[2]), keys).to(dtype)
+        scores = products.view(*heads.shape[:2], len(k)) * options.scale_for(q.shape[2])
         scores = change_reference(scores, options, scored.tile(tile.start, tile.stop))
-        out[tile] = torch.matmul(softmax_reference(scores, options.variants), values).transpose(0, 1)
+        weights = softmax_reference(scores, options.variants).view(products.shape)
+        out[tile] = torch.matmul(weights, values).view(*heads.shape[:2], -1).transpose(0, 1)
     return out
 
 

@@ -47,7 +47,7 @@ def _attention_scores(
     kv: PagedKV,
     batch: ScoredBatch,
     lse: Tensor,
-    out: Tensor | None,
+    out: Tensor,
     max_q_len: int,
     options: AttentionOptions,
 ) -> None:
@@ -60,7 +60,7 @@ def _attention_scores(
     warps = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     if num_requests and num_tiles:
         lse_kernel[(num_kv_heads, num_tiles, num_requests)](*taken, score_scale, bound, shape, **warps)
-    if out is not None and out.numel():
+    if out.numel():
         width = out.shape[1]
         sizes = num_kv_heads, width, out.stride(0)
         grid = triton.cdiv(width, launch.block_n), num_requests
@@ -103,23 +103,8 @@ def attention_scores(
     Raises:
         ValueError: shapes, strides, dtypes or numbers do not fit.
     """
-    if width < 0:
-        raise ValueError(f"width must be 0 or more, got {width}")
-    out = torch.empty(len(rows), width, dtype=torch.float32, device=q.device)
-    _compute(q, kv, ScoredBatch(rows, q_starts, query_positions, lengths), options, max_q_len, out)
-    return out
-
-
-def _compute(
-    q: Tensor,
-    kv: PagedKV,
-    batch: ScoredBatch,
-    options: AttentionOptions,
-    max_q_len: int,
-    out: Tensor | None,
-) -> Tensor:
-    """Checks the arguments, writes the probabilities to `out`, if given, and returns the log-sum-exps."""
-    rows, q_starts, query_positions, lengths = batch
+    if width < 0 or max_q_len < 0:
+        raise ValueError(f"width and max_q_len must be 0 or more, got {width} and {max_q_len}")
     check_attention_inputs(
         q, kv, rows, lengths, options, q_starts=q_starts, query_positions=query_positions,
         num_prefills=rows.numel(),
@@ -128,11 +113,11 @@ def _compute(
         raise ValueError(
             f"scores are those of a row's own entries, which {type(kv.lookup).__name__} does not read in order"
         )
-    if max_q_len < 0:
-        raise ValueError(f"max_q_len must be 0 or more, got {max_q_len}")
+    out = torch.empty(len(rows), width, dtype=torch.float32, device=q.device)
     lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
+    batch = ScoredBatch(rows, q_starts, query_positions, lengths)
     _attention_scores(q, kv, batch, lse, out, max_q_len, options)
-    return lse
+    return out
 
 
 def attention_scores_reference(
@@ -146,9 +131,9 @@ def attention_scores_reference(
     *,
     width: int,
 ) -> tuple[Tensor, Tensor]:
-    """Computes `attention_scores` `[B, width]` and `scores_lse` `[T, H]` in plain torch, one request at a
-    time, in float32, or in float64 where q is. Reads rows, q_starts and lengths on the host, so on a GPU it
-    synchronises."""
+    """Computes `attention_scores` `[B, width]`, and the log-sum-exps `[T, H]` in base 2, in plain torch, one
+    request at a time, in float32, or in float64 where q is. Reads rows, q_starts and lengths on the host, so on
+    a GPU it synchronises."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     scale = options.scale_for(q.shape[2])
     num_heads, num_kv_heads = q.shape[1], kv.k.shape[1]

@@ -9,14 +9,12 @@ prefix have the parts of the other members in between:
     request 0    ▲          ▲                ▲       ▲               with 3 members, of which it is the first
 """
 
-import math
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.merge_states import add_partials
+from lightkv.triton_kernels.attention.merge_states import add_partials, merge_states_reference
 
 from . import decode_tuning
 from .decode_plan import PART_FIELDS, DecodePlan
@@ -140,7 +138,5 @@ def combine_parts_reference(
             chosen += [first_of_prefix + rank * plan.num_members for rank in range(of_prefix)]
             part_lse = partial_lse[chosen].unflatten(1, (num_queries, -1))  # [parts, num_queries, H]
             part_out = partial_out[chosen].unflatten(1, (num_queries, -1))
-            lse = part_lse.mul(math.log(2)).logsumexp(dim=0)
-            weights = (part_lse * math.log(2) - lse).exp().nan_to_num(0.0)  # NaN: no part has a key
-            combined[request] = (weights[..., None] * part_out).sum(dim=0), lse / math.log(2)
+            combined[request] = merge_states_reference(part_out, part_lse)
     return combined

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.merge_states import merge_states_reference
 from lightkv.triton_kernels.attention.paged_kv import HeadShape
 
 from . import prefill_tuning
@@ -183,9 +184,6 @@ def combine_tiles_reference(
         num_parts, first_part = item[10:]
         if num_parts > 0:
             chosen = [first_part, *range(number, number + num_parts - 1)]
-            part_lse = partial_lse[chosen].double() * math.log(2)
-            lse = part_lse.logsumexp(dim=0)
-            weights = (part_lse - lse).exp().nan_to_num(0.0)  # NaN: no part has a key
-            output = torch.where(weights[..., None] > 0, weights[..., None] * partial_out[chosen], 0.0)
-            combined[item[0], item[2]] = output.sum(dim=0), lse / math.log(2)
+            parts = partial_out[chosen].double(), partial_lse[chosen].double()
+            combined[item[0], item[2]] = merge_states_reference(*parts)
     return combined
