@@ -217,8 +217,7 @@ def _multi_head_cache_attention(
     if backend == "torch" or (backend is None and query.device.type == "cpu"):
         _attend_in_torch(step, of_layer, slots, out)
     else:
-        kv = of_layer.paged_kv(slots, max_kvlen, query.dtype)
-        _attend_with_kernels(step, kv, max_seqlen, out)
+        _attend_with_kernels(step, of_layer.paged_kv(slots, max_kvlen, query.dtype), max_seqlen, out)
     return out
 
 
