@@ -43,7 +43,6 @@ from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
 from .attention_inputs import Call
 from .attention_reference import queries_between, requests_reference
-from .lookups import TOKEN_TABLE, Lookup
 from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 
 
