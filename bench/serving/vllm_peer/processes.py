@@ -51,9 +51,10 @@ class Engine(NamedTuple):
         """The variables of its processes.
 
         Python must not find packages in the working directory: vLLM would take lightkv's `triton_kernels` for
-        the package of that name that it looks for.
+        the package of that name that it looks for. It may write bytecode, which an installation by pip has.
         """
         given = os.environ | {name: str(path) for name, path in self.caches.items()}
+        given.pop("PYTHONDONTWRITEBYTECODE", None)
         given |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
         given["PYTHONPATH"] = os.pathsep.join(map(str, self.search_path))
         return given

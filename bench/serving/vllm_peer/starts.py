@@ -5,7 +5,8 @@
 FOLDER is where run.sh unpacked vLLM, and DIRECTORY has a checkpoint. A start lasts from the beginning of the
 process until the service answers that it is ready. In an engine's first start nothing is compiled, and in the
 others everything is. Before that, the packages of each engine are imported once and the weights are read, so
-that all files are in the system's page cache. A ratio is lightkv's median over vLLM's.
+that all files are in the system's page cache and all packages have bytecode. A ratio is lightkv's median over
+vLLM's.
 """
 
 import statistics
