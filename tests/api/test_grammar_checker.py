@@ -218,9 +218,10 @@ def test_a_check_whose_process_was_killed_is_made_again(with_checker: WithChecke
     async def scenario(checker: GrammarChecker) -> None:
         for grammar in (DIGITS, LETTERS):
             checking = asyncio.create_task(checker.check(grammar, "field"))
-            while num_waiting(checker) or not checker._waiting:  # until it is asked about
+            while num_waiting(checker) or not checker._waiting:  # until it is taken from the queue
                 await asyncio.sleep(0)
-            assert checker._process._process is not None
+            while checker._process._process is None:  # until the first check has started it
+                await asyncio.sleep(0.001)
             os.kill(checker._process._process.pid, signal.SIGKILL)
             assert await checking > 0
 
