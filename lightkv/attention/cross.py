@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +19,9 @@ from .step_plans import StepPlans
 class _OfOthers(Form):
     """Rows of the token table that other sequences than a step's own have."""
 
-    def attend_by_kernels(self, layer: Any, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
-        layer.attend_plain(q, step, out, may_restore=False)
+    @property
+    def may_restore(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True, eq=False)

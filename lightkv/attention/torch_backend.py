@@ -15,7 +15,6 @@ from lightkv.triton_kernels.attention.attention_reference import (
     QUERY_TILE,
     attend_request,
     joined_reference,
-    slots_reference,
 )
 from lightkv.triton_kernels.attention.attention_scores import attention_scores_reference
 from lightkv.triton_kernels.attention.variants.chunk import Chunk
@@ -50,11 +49,6 @@ class TorchAttention(AttentionBackend):
         return gatherer.read(self.layer_idx, slots)
 
     def _attend(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
-        step.form.attend_in_torch(self, q, step, out)
-
-    def attend_plain(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
-        """Writes the attention of q `[T, H, Dk]` to all that the step's index and lookup find to `out` `[T, H,
-        Dv]`."""
         host, general = step.host, self._is_general or step.mask is not None or not step.lookup.is_plain
         # Decodes come first: in a static batch, prefills write over the output of unused ones.
         if general:
@@ -73,11 +67,12 @@ class TorchAttention(AttentionBackend):
 
     def _attend_each(self, sequences: range, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
         """Attends sequence by sequence."""
-        host, kv = step.host, self.paged_kv(step)
+        host, kv, own_limits = step.host, self.paged_kv(step), limits(self.options.variants)
+        lookup, num_sinks = kv.lookup.of_layer(own_limits), 0 if own_limits else step.form.num_sinks
         num_prefills, counts = host.num_prefills, host.counts
         options = self.options.plus(step.mask)
         check_variants(options.variants, q, len(host.rows))
-        is_fused = self._is_fused and options.causal and step.mask is None
+        is_fused = self._is_fused and options.causal and step.mask is None and not num_sinks
         ends = np.cumsum(counts[:num_prefills]) + host.first_prefill_token
         decodes = np.arange(host.num_decodes) + host.first_decode_token + 1
         ends = np.concatenate([ends, decodes])
@@ -89,11 +84,17 @@ class TorchAttention(AttentionBackend):
                 continue
             # What is before the window or the chunk is not read: it may not be held any more.
             start = length - int(counts[idx])
-            first = max((one.first_key(start) for one in limits(options.variants)), default=0)
-            slots = slots_reference(kv, row, torch.arange(first, length, device=q.device))
+            first = max((one.first_key(start) for one in own_limits), default=0)
+            positions = lookup.keys_reference(length, q.device)[first:]
+            slots = lookup.slots_reference(kv.index, row, positions)
             # The pool's type may be narrower than the model's: attend to what a later step will read.
             keys, values = self.read(step, slots)
-            scored = Scored.of_last(queries, idx, length, q.device)
+            if sinks := min(num_sinks, len(keys)):  # the same scores as of queries that are rotated back
+                assert self.rotary is not None
+                by = torch.tensor([-step.form.dropped_by(idx, length)], device=q.device)
+                moved = self.rotary.rotate_back(keys[:sinks].to(q.dtype), by)
+                keys = torch.cat((moved, keys[sinks:].to(q.dtype)))
+            scored = Scored.of_last(queries, idx, first + len(keys), q.device)
             scored = scored._replace(keys=scored.keys[first:])
             if is_fused:
                 self._attend_fused(q[queries], keys, values, scored, out[queries])

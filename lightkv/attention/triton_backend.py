@@ -3,17 +3,23 @@
 import math
 from collections.abc import Hashable
 
+import numpy as np
 import torch
 
 from lightkv.memory.kv_spec import KVSpec
+from lightkv.memory.staging import upload
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_scores import attention_scores
 from lightkv.triton_kernels.attention.decode import decode_tuning
+from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
+from lightkv.triton_kernels.attention.lookups import RingRows
+from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
 from lightkv.triton_kernels.attention.paged_kv import HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.fp8_prefill import fp8_prefill_reason, unknown_in_fp8
 from lightkv.triton_kernels.attention.prefill.prefill_combine import most_partial_bytes
 from lightkv.triton_kernels.attention.prefill.restore_kv import ALIGNMENT, FP8
+from lightkv.triton_kernels.attention.variants.sink_logits import SinkLogits
 from lightkv.triton_kernels.attention.variants.variant import Variant, limits
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from lightkv.triton_kernels.write.head_tiles import constants_of
@@ -86,14 +92,14 @@ class TritonAttention(AttentionBackend):
             write_kv(new.k, new.v, stored, slots, q=new.q, rotation=rotation, norms=rotary.norms)
 
     def _attend(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
-        step.form.attend_by_kernels(self, q, step, out)
-
-    def attend_plain(self, q: torch.Tensor, step: Step, out: torch.Tensor, may_restore: bool = True) -> None:
-        """Writes the attention of q `[T, H, Dk]` to all that the step's index and lookup find to `out` `[T, H,
-        Dv]`. `may_restore`: whether prefills may read restored keys (`RestoredPrefill`)."""
+        if step.form.num_sinks and step.lookup.is_plain:
+            self._attend_apart(q, step, out)
+            return
         kv, q_starts = self.paged_kv(step), step.q_starts[: step.host.num_prefills + 1]
-        q = self.as_stored(q, kv.format, step)
-        restored = self._restored(q, kv, q_starts, step) if may_restore else None
+        if isinstance(kv.lookup, RingRows) and kv.lookup.ring.sinks and not limits(self.options.variants):
+            kv = kv._replace(lookup=self._rotated(kv.lookup, step))
+        q = self._as_stored(q, kv.format, step)
+        restored = self._restored(q, kv, q_starts, step) if step.form.may_restore else None
         if restored is not None:
             q_starts = restored.pool_starts
         mixed_attention(
@@ -110,13 +116,63 @@ class TritonAttention(AttentionBackend):
         )
         if restored is not None:  # after the decodes: prefills write over the output of unused ones
             restored.attend(q, kv, self.options, out, self._fp8_q_scale)
-        self.restore_heads(out, kv.format, step)
+        self._restore_heads(out, kv.format, step)
 
-    def as_stored(self, heads: torch.Tensor, layer_format: KVFormat, step: Step) -> torch.Tensor:
+    def _rotated(self, rows: RingRows, step: Step) -> RingRows:
+        """Returns the rows of decodes over rings, whose queries are rotated back for the sinks."""
+        assert self.rotary is not None
+        inverse = self.rotary.inverse
+        key = "rotated", rows.ring, self.head_dim
+        return step.plans.get(key, self.layer_idx, lambda: rows.rotated(step.kv_lens, inverse))
+
+    def _attend_apart(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
+        """Attends from prefills twice: from q to the entries after the sinks, and, rotated back by what its
+        sequence has dropped, to the sinks. The two are merged, which is one softmax over both."""
+        assert self.rotary is not None
+        form, kv, num_tokens = step.form, self.paged_kv(step), len(q)
+        num_sinks, counts = form.num_sinks, step.host.counts
+        partial_out = torch.empty((2, *out.shape), dtype=torch.float32, device=out.device)
+        lse = torch.empty((2, *q.shape[:2]), dtype=torch.float32, device=q.device)
+
+        # The index without its first columns: a row without its sinks.
+        lengths = step.kv_lens - num_sinks
+        mixed_attention(
+            self._as_stored(q, kv.format, step),
+            kv._replace(index=kv.index[:, num_sinks:]),
+            step.rows,
+            step.q_starts,
+            lengths,
+            self.options,
+            plan=self.mixed_plan(q, step.q_starts, lengths, step),
+            out=partial_out[0],
+            lse=lse[0],
+        )
+
+        # Every query sees all sink tokens, so to the decode kernels it is a request of its own. Learned sinks
+        # join one of the two parts only.
+        def make() -> torch.Tensor:
+            lengths = enumerate(step.host.kv_lens.tolist())
+            dropped = np.array([form.dropped_by(idx, length) for idx, length in lengths])
+            return upload([np.repeat(dropped, counts)], step.memory.device)[0]
+
+        rotated = self.rotary.rotate_back(q, step.plans.get("dropped", self.layer_idx, make))
+        decode_attention(
+            self._as_stored(rotated, kv.format, step),
+            kv,
+            step.rows.repeat_interleave(step.q_lens, output_size=num_tokens),
+            torch.full((num_tokens,), num_sinks, dtype=torch.int32, device=q.device),
+            self.options.without(SinkLogits),
+            out=partial_out[1],
+            lse=lse[1],
+        )
+        merge_states(partial_out, lse, out=out)
+        self._restore_heads(out, kv.format, step)
+
+    def _as_stored(self, heads: torch.Tensor, layer_format: KVFormat, step: Step) -> torch.Tensor:
         """Returns heads as the layer's stored ones are: multiplied by a Hadamard matrix, where those are."""
         return step.memory.pool.apply_hadamard(heads) if layer_format.elements.has_hadamard else heads
 
-    def restore_heads(self, out: torch.Tensor, layer_format: KVFormat, step: Step) -> None:
+    def _restore_heads(self, out: torch.Tensor, layer_format: KVFormat, step: Step) -> None:
         """Takes the Hadamard matrix out of the output of a layer whose V was multiplied by it."""
         if layer_format.elements.has_hadamard:
             out.copy_(step.memory.pool.apply_hadamard(out))
@@ -176,6 +232,7 @@ class TritonAttention(AttentionBackend):
                 shared_prefixes=shared_prefixes,
                 decodes_first=step.host.decodes_first,
                 layer_format=layer_format,
+                lookup=step.lookup,
             )
 
         # Scratches in fp8 and in 16 bits have room for different numbers of keys, so q_starts may differ.
@@ -186,7 +243,7 @@ class TritonAttention(AttentionBackend):
     def _entry_scores(self, q: torch.Tensor, entries: torch.Tensor, width: int, step: Step) -> torch.Tensor:
         kv = self.paged_kv(step)
         return attention_scores(
-            self.as_stored(q, kv.format, step),
+            self._as_stored(q, kv.format, step),
             kv,
             step.rows,
             step.q_starts,

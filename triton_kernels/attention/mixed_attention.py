@@ -33,6 +33,7 @@ from lightkv.triton_kernels.attention.decode.decode_plan import (
     decode_plan,
     num_programs_for,
 )
+from lightkv.triton_kernels.attention.lookups import TOKEN_TABLE, Lookup
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     attend_prefills,
     check_prefills,
@@ -66,6 +67,7 @@ def mixed_plan(
     shared_prefixes: SharedPrefixGroups | None = None,
     decodes_first: bool = False,
     layer_format: KVFormat = AS_COMPUTED,
+    lookup: Lookup = TOKEN_TABLE,
 ) -> MixedPlan:
     """Makes the work lists of a step, which serve all layers with these heads and limits.
 
@@ -77,6 +79,7 @@ def mixed_plan(
         options: of the layers; what limits the first key that a query sees, and causality count.
         shared_prefixes: of the decodes, which are numbered from 0; as in `decode_plan`.
         layer_format: how the layers' K/V is stored.
+        lookup: how the layers find it; rings limit the first key of a decode.
     """
     num_prefills, num_requests = q_starts.shape[0] - 1, rows.shape[0]
     num_decodes = 0 if decodes_first else num_requests - num_prefills
@@ -99,7 +102,7 @@ def mixed_plan(
             rows[num_prefills:],
             lengths[num_prefills:],
             num_kv_heads=heads.num_kv_heads,
-            limits=limited,
+            limits=lookup.limits(limited),
             num_queries=num_queries,
             shared_prefixes=shared_prefixes,
             key_bytes=heads.key_bytes(dtype),

@@ -24,9 +24,9 @@ class Seen(NamedTuple):
 class Form:
     """The plain form: a row of the token table has an entry for each token, in order, and none was dropped.
 
-    Another form overrides what it changes. `batch` is the `Batch` of the sequences, `layer` a layer's backend,
-    and `step` the step that was made from the batch: their files import this one, so it does not name their
-    classes.
+    Another form overrides what it changes. It says where tokens are and from which positions they are attended
+    to; a layer's backend attends. `batch` is the `Batch` of the sequences, and `layer` a layer's backend: their
+    files import this one, so it does not name their classes.
     """
 
     @property
@@ -60,13 +60,20 @@ class Form:
         """Returns where attention finds the tokens."""
         return Seen(table.req_to_token, batch.rows, batch.starts)
 
-    def attend_by_kernels(self, layer: Any, q: torch.Tensor, step: Any, out: torch.Tensor) -> None:
-        """Writes the attention of all tokens of `step` to `out` `[T, H, v_dim]`, in a `TritonAttention`."""
-        layer.attend_plain(q, step, out)
+    @property
+    def num_sinks(self) -> int:
+        """How many first entries of a sequence queries attend to from other positions: as if the tokens that
+        it has dropped (`dropped_by`) had never been there. 0 for none."""
+        return 0
 
-    def attend_in_torch(self, layer: Any, q: torch.Tensor, step: Any, out: torch.Tensor) -> None:
-        """Does the same in a `TorchAttention`."""
-        layer.attend_plain(q, step, out)
+    @property
+    def may_restore(self) -> bool:
+        """Whether prefills may read restored keys (`RestoredPrefill`)."""
+        return True
+
+    def dropped_by(self, sequence: int, length: int) -> int:
+        """Returns how many tokens a sequence with `length` keys has dropped, where there are sinks."""
+        return 0
 
 
 PLAIN = Form()

@@ -6,28 +6,21 @@ dropped tokens.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from lightkv.attention.backend import AttentionBackend
 from lightkv.attention.batch import Batch
-from lightkv.attention.step import Step
-from lightkv.attention.torch_backend import TorchAttention
-from lightkv.attention.triton_backend import TritonAttention
 from lightkv.memory.staging import upload
 from lightkv.memory.token_table import TokenTable, packed_ranges
-from lightkv.triton_kernels.attention.attention_reference import slots_reference
-from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
-from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, decode_plan, num_programs_for
 from lightkv.triton_kernels.attention.lookups import Lookup, RingRows
 from lightkv.triton_kernels.attention.lookups.ring_rows import check_held
-from lightkv.triton_kernels.attention.variants.variant import Variant, limits
+from lightkv.triton_kernels.attention.variants.variant import Variant
 from lightkv.triton_kernels.layout.ring import Ring
 
 from .form import PLAIN, Form, Seen
-from .sinks import attend_apart_by_kernels, attend_apart_in_torch, attend_past_sinks, check_sinks
+from .sinks import check_sinks
 
 
 def over_rings(batch: Batch, ring: Ring) -> Batch:
@@ -82,13 +75,6 @@ class _OnRings(Form):
         return table.places(np.repeat(batch.rows, batch.counts), self.ring.entries(positions))
 
 
-class _Plan(NamedTuple):
-    """What the layers of a decode step share."""
-
-    decode: DecodePlan
-    lookup: RingRows
-
-
 @dataclass(frozen=True)
 class Rings(_OnRings):
     """Decodes over rings. A query attends to its ring's window, and, rotated back by the tokens that were
@@ -106,55 +92,12 @@ class Rings(_OnRings):
     def check_scores(self) -> None:
         raise ValueError(f"a step over {self.ring} is not scored by entries; use rows that are no rings")
 
-    def attend_by_kernels(
-        self, layer: TritonAttention, q: torch.Tensor, step: Step, out: torch.Tensor
-    ) -> None:
-        if limits(layer.options.variants):
-            layer.attend_plain(q, step, out)
-            return
-        kv = layer.paged_kv(step)
+    @property
+    def num_sinks(self) -> int:
+        return self.ring.sinks
 
-        def make() -> _Plan:
-            rows = RingRows(self.ring)
-            plan = decode_plan(
-                step.rows,
-                step.kv_lens,
-                num_kv_heads=layer.heads.num_kv_heads,
-                key_bytes=layer.heads.key_bytes(q.dtype),
-                num_programs=num_programs_for(layer.heads, kv.format),
-                limits=rows.limits(()),
-            )
-            if not self.ring.sinks:
-                return _Plan(plan, rows)
-            assert layer.rotary is not None
-            return _Plan(plan, rows.rotated(step.kv_lens, layer.rotary.inverse))
-
-        plan = step.plans.get((*layer.heads, self.ring, q.dtype, kv.format), layer.layer_idx, make)
-        decode_attention(
-            layer.as_stored(q, kv.format, step),
-            kv._replace(lookup=plan.lookup),
-            step.rows,
-            step.kv_lens,
-            layer.options,
-            plan=plan.decode,
-            out=out,
-        )
-        layer.restore_heads(out, kv.format, step)
-
-    def attend_in_torch(self, layer: TorchAttention, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
-        if limits(layer.options.variants):
-            layer.attend_plain(q, step, out)
-            return
-        kv, ring, lengths = layer.paged_kv(step), self.ring, step.host.kv_lens.tolist()
-        out.zero_()  # also the padding of a static batch
-        for token, (row, length) in enumerate(zip(step.host.rows.tolist(), lengths, strict=True)):
-            if not length:
-                continue
-            num_sinks, first = min(ring.sinks, length), min(ring.first_key(length - 1), length)
-            seen = torch.cat((torch.arange(num_sinks), torch.arange(first, length))).to(q.device)
-            slots = slots_reference(kv, row, seen)
-            queries, dropped = slice(token, token + 1), ring.dropped(length - 1)
-            out[queries] = attend_past_sinks(layer, q, queries, step, slots, num_sinks, dropped)
+    def dropped_by(self, sequence: int, length: int) -> int:
+        return self.ring.dropped(length - 1)
 
 
 @dataclass(frozen=True)
@@ -179,7 +122,7 @@ class RingPrompts(_OnRings):
                 check_sinks(layer, self.ring.sinks)
 
     def check_scores(self) -> None:
-        if self.has_gaps and self.ring.sinks:
+        if self.num_sinks:
             raise ValueError(
                 f"prompts over {self.ring} attend to its sinks from other positions, which are not scored; use "
                 "rows that are no rings"
@@ -192,19 +135,12 @@ class RingPrompts(_OnRings):
         index = _in_order(table, batch.rows, gaps, self.ring)
         return Seen(index, np.arange(len(gaps)), batch.starts - gaps)
 
-    def attend_by_kernels(
-        self, layer: TritonAttention, q: torch.Tensor, step: Step, out: torch.Tensor
-    ) -> None:
-        if self.has_gaps and self.ring.sinks:
-            attend_apart_by_kernels(layer, q, step, out, self.ring.sinks, self.dropped)
-        else:
-            layer.attend_plain(q, step, out)
+    @property
+    def num_sinks(self) -> int:
+        return self.ring.sinks if self.has_gaps else 0
 
-    def attend_in_torch(self, layer: TorchAttention, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
-        if self.has_gaps and self.ring.sinks:
-            attend_apart_in_torch(layer, q, step, out, self.ring.sinks, self.dropped)
-        else:
-            layer.attend_plain(q, step, out)
+    def dropped_by(self, sequence: int, length: int) -> int:
+        return self.dropped[sequence]
 
 
 def _in_order(table: TokenTable, rows: np.ndarray, gaps: np.ndarray, ring: Ring) -> torch.Tensor:
