@@ -35,6 +35,10 @@ class Operator:
         self._function = function
         self._is_written = tuple(one in writes for one in signature(function).parameters)
         self._records = {one.__name__: one for one in (*records, tuple, list, frozenset)}
+        # torch.compile follows no look-up of a dataclass' fields.
+        self._fields = {
+            one.__name__: [field.name for field in fields(one)] for one in records if is_dataclass(one)
+        }
 
         def run(
             read: Sequence[Tensor],
@@ -62,10 +66,32 @@ class Operator:
         flat = Flat([], [], [], [], "")
         words: list[str] = []
         for is_written, value in zip(self._is_written, arguments, strict=True):
-            _flatten(
+            self._flatten(
                 value, flat.written if is_written else flat.read, "w" if is_written else "r", flat, words
             )
         return flat._replace(form=" ".join(words))
+
+    def _flatten(self, value: Any, tensors: list[Tensor], kind: str, flat: Flat, words: list[str]) -> None:
+        """Adds a value to the lists and its words to `words`. `tensors`: where its tensors go, which are
+        `kind`."""
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            words.append(kind)
+        elif value is None or isinstance(value, bool):
+            words.append(str(value))
+        elif isinstance(value, int):
+            flat.integers.append(value)
+            words.append("i")
+        elif isinstance(value, float):
+            flat.floats.append(value)
+            words.append("f")
+        else:
+            name = type(value).__name__
+            names = self._fields.get(name)
+            parts = list(value) if names is None else [getattr(value, one) for one in names]
+            words.append(f"{name}:{len(parts)}")
+            for part in parts:
+                self._flatten(part, tensors, kind, flat, words)
 
     def _rebuilt(self, words: Iterator[str], values: dict[str, Iterator[Any]]) -> Any:
         """Returns the value that the next words stand for."""
@@ -81,26 +107,6 @@ class Operator:
 
 
 _CONSTANTS = {"None": None, "True": True, "False": False}
-
-
-def _flatten(value: Any, tensors: list[Tensor], kind: str, flat: Flat, words: list[str]) -> None:
-    """Adds a value to the lists and its words to `words`. `tensors`: where its tensors go, which are `kind`."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        words.append(kind)
-    elif value is None or isinstance(value, bool):
-        words.append(str(value))
-    elif isinstance(value, int):
-        flat.integers.append(value)
-        words.append("i")
-    elif isinstance(value, float):
-        flat.floats.append(value)
-        words.append("f")
-    else:
-        parts = [getattr(value, one.name) for one in fields(value)] if is_dataclass(value) else list(value)
-        words.append(f"{type(value).__name__}:{len(parts)}")
-        for part in parts:
-            _flatten(part, tensors, kind, flat, words)
 
 
 def operator(

@@ -12,7 +12,7 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -315,10 +315,12 @@ class Grammars:
         return len(self._rows)
 
     def prepare(self) -> None:
-        """Begins to read the tokenizer, which takes a part of a second; the first grammar waits for it."""
+        """Reads the tokenizer, which takes a part of a second, unless it has been read. A thread that did so
+        beside steps would hold Python's lock for most of that time. `compile` raises what is wrong with it."""
         if self._model is None:
             load = partial(ModelTokens.load, self._directory, self._vocab_size)
             self._model = _in_thread(load, COMPILE_STACK_BYTES, 0)
+        wait((self._model,))
 
     def compile(self, grammar_id: int, grammar: Grammar, niceness: int = 0) -> None:
         """Compiles a grammar, and keeps it until `release`. `niceness`: that of the thread that does it. Raises

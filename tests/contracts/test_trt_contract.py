@@ -520,7 +520,7 @@ def test_classes_are_tensorrt_llms_where_it_is_installed(monkeypatch: pytest.Mon
     assert metadata.seq_lens.tolist() == [1, 1]
     assert type(metadata.create_cuda_graph_metadata(2)) is metadata_class
     metadata.prepare()
-    q = torch.randn(2, 64).half()
+    q = torch.randn(2, 64, device=metadata.device).half()
     assert not backend_class.support_tomorrow()
     with pytest.raises(NotImplementedError, match="of_theirs is TensorRT-LLM's"):
         backend_class(0, 4, 16, 2).of_theirs()

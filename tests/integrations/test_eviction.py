@@ -129,10 +129,10 @@ def test_a_reused_row_starts_at_zero() -> None:
 
 
 def watched(
-    capacity: int = 60, backend: str | None = None, num_tokens: int = 30
+    capacity: int = 60, backend: str | None = None, num_tokens: int = 30, device: str | torch.device = "cpu"
 ) -> tuple[CachedModel, HeavyHitters, Sequence]:
     """Returns a model and its heavy hitters, after `num_tokens` of a sequence."""
-    lm = CachedModel(make_model(torch.device("cpu")), capacity, max_sequences=3, backend=backend)
+    lm = CachedModel(make_model(torch.device(device)), capacity, max_sequences=3, backend=backend)
     hitters = HeavyHitters(lm)
     sequence = lm.cache.open([1])
     hitters.forward(sequence, range(num_tokens))
@@ -236,15 +236,17 @@ def test_published_tokens_are_never_evicted() -> None:
         hitters.keep(published, 10, 2)
 
 
-def test_the_scores_are_those_of_the_chosen_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, hitters, sequence = watched(backend="torch", num_tokens=12)
+def test_the_scores_are_those_of_the_chosen_backend(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, hitters, sequence = watched(backend="torch", num_tokens=12, device=device)
     expected = hitters.scores(sequence)
 
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("the reference was called, where the kernel was chosen")
 
     monkeypatch.setattr(torch_backend, "attention_scores_reference", fail)
-    _, hitters, sequence = watched(backend="triton", num_tokens=12)
+    _, hitters, sequence = watched(backend="triton", num_tokens=12, device=device)
     torch.testing.assert_close(hitters.scores(sequence), expected, rtol=1e-4, atol=1e-4)
 
 

@@ -71,7 +71,7 @@ def test_a_scratch_holds_the_bytes_of_static_fp8(
     assert torch.equal(v, wanted_v)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     kv, rows = make_kv("fp8-static", "cpu", lengths=[5])
     scratch = make_scratch(kv, [5], 128)
     lengths = torch.tensor([5], dtype=torch.int32)
@@ -103,7 +103,8 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"got 0\.02 of q and 0\.0 of the output"):
         fp8_prefill_attention(q, scratch, starts, lengths, q_scale=0.02, out=out, out_scale=0.0)
     sizes = {"num_tokens": 5, "dtype": torch.bfloat16}
-    plan = prefill_plan(rows, starts, lengths, HeadShape(2, 2, 64, 64), **sizes, limits=(Window(3),))
+    on_device = (one.to(device) for one in (rows, starts, lengths))
+    plan = prefill_plan(*on_device, HeadShape(2, 2, 64, 64), **sizes, limits=(Window(3),))
     with pytest.raises(
         ValueError, match=r"\(1, \(Window\(size=3\),\), True\), and the call has \(1, \(\), True\)"
     ):

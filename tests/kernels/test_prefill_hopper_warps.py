@@ -472,10 +472,11 @@ def compare(case: Case, monkeypatch: pytest.MonkeyPatch, kind: str = "prefill_ho
     shares = prefill_tuning.NO_SHARES
     if num_workers:
         shares = prefill_tuning.PrefillShares(num_workers, 8, 2 * KEYS, 1, -(2**30))
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # of Triton's kernels
     plan = prefill_plan(
-        rows,
-        q_starts,
-        cache.lengths,
+        rows.to(device),
+        q_starts.to(device),
+        cache.lengths.to(device),
         HeadShape.of(q, cache.kv),
         num_tokens=len(q),
         dtype=q.dtype,
@@ -484,6 +485,7 @@ def compare(case: Case, monkeypatch: pytest.MonkeyPatch, kind: str = "prefill_ho
         launch=tuning.Launch(members * ROWS, KEYS, 4, STAGES),
         shares=shares,
     )
+    plan = plan._replace(items=plan.items.cpu(), counters=plan.counters.cpu())
     assert bool((plan.items[:, 8] >= 0).sum()) == bool(num_workers)
     out = torch.full((*q.shape[:2], value_dim), torch.nan)
     lse = torch.full(q.shape[:2], torch.nan)
@@ -531,7 +533,10 @@ def compare(case: Case, monkeypatch: pytest.MonkeyPatch, kind: str = "prefill_ho
             )
         tasks += names["tasks"]
     run_all(tasks)
-    combine_tiles(partial_out, partial_lse, plan.items, out, lse)
+    parts = (one.to(device) for one in (partial_out, partial_lse, plan.items))
+    combined = out.to(device), lse.to(device)
+    combine_tiles(*parts, *combined)
+    out, lse = (one.cpu() for one in combined)
     expected = prefill_attention_reference(*args, options)
     torch.testing.assert_close(out[:num_queries], expected[:num_queries], atol=1e-5, rtol=1e-5)
     expected_lse = lse_reference(*args, options)

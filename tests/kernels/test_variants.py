@@ -199,7 +199,7 @@ class Case(NamedTuple):
     ) -> "Case":
         torch.manual_seed(len(q_lens))
         cache = poisoned_cache(lengths, device=device, num_kv_heads=2, key_dim=16, value_dim=16)
-        q = torch.randn(sum(q_lens), 4, 16, device=device) * 2
+        q = torch.randn(sum(q_lens), 4, 16).to(device) * 2  # so that trees are the same on each device
         batch = Batch(q_lens, lengths, 0, 4, device, q.dtype)
         return cls(q, cache, q_lens, AttentionOptions().plus(*(MAKERS[kind](batch) for kind in kinds)))
 

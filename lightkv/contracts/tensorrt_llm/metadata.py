@@ -119,7 +119,11 @@ class AttentionMetadata:
         device = getattr(self.kv_cache_manager, "device", None)
         if isinstance(device, torch.device):
             return device
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
 
     @property
     def seq_lens_cuda(self) -> torch.Tensor | None:
