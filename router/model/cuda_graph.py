@@ -68,7 +68,8 @@ class DecodeGraph:
         self._slots = torch.zeros(size, dtype=torch.int32, device=memory.device)
         self._count = torch.zeros(1, dtype=torch.int32, device=memory.device)
         self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
-        # Of steps with masks: the parts up to the logits, by whether rows share prefixes
+        # The parts up to the logits, by whether rows share prefixes: of steps with masks, and of kinds of
+        # sampling that have no graph yet.
         self._forwards: dict[bool, tuple[torch.cuda.CUDAGraph, StepLogits]] = {}
         self._loaded: _Loaded | None = None
 
@@ -88,6 +89,10 @@ class DecodeGraph:
         logits = self._forwards[key.shares_prefixes][1]
         self._graphs[key] = shared.graph(lambda: self._sample_masked(key, logits))
 
+    def runs(self, key: GraphKey) -> bool:
+        """Returns whether the forward pass of `key` is captured, if not its sampling."""
+        return key in self._graphs or key.shares_prefixes in self._forwards
+
     def rehearse(self, key: GraphKey) -> None:
         """Launches what `capture` would capture, once."""
         self._load_padding(key)
@@ -104,22 +109,25 @@ class DecodeGraph:
             graph, output = self._graphs[key]
             graph.replay()
         else:
-            output = self._run(key.kind)
+            inputs, logits, _ = self._replayed_forward(key.shares_prefixes)
+            output = inputs.sample(self._parts, logits, key.kind)
         self._loaded = _Loaded(plan.step, plan.rows, plan.prefixes)
         return output
 
     def replay_forward(self, plan: StepPlan) -> MaskedSampling:
         """Runs a plan that has decodes only, up to its logits. The next replay overwrites what its sampling
         returns."""
-        shares_prefixes = bool(plan.prefixes)
         self._load(plan)
-        if shares_prefixes in self._forwards:
-            graph, logits = self._forwards[shares_prefixes]
-            graph.replay()
-        else:
-            logits = self._forward()
+        logits = self._replayed_forward(bool(plan.prefixes))
         self._loaded = _Loaded(plan.step, plan.rows, plan.prefixes)
         return partial(self._sample, GraphKey.of(plan, has_masks=True), logits)
+
+    def _replayed_forward(self, shares_prefixes: bool) -> StepLogits:
+        if shares_prefixes not in self._forwards:
+            return self._forward()
+        graph, logits = self._forwards[shares_prefixes]
+        graph.replay()
+        return logits
 
     def _sample(self, key: GraphKey, logits: StepLogits, masks: torch.Tensor) -> StepOutput:
         self._logits.masks(len(masks)).copy_(masks, non_blocking=True)
@@ -228,6 +236,10 @@ class PromptGraph:
         """
         self._load(_PADDING, shares_prefixes)
         self._graphs[shares_prefixes] = shared.graph(self._compute)
+
+    def runs(self, shares_prefixes: bool) -> bool:
+        """Returns whether the graph without or with shared prefixes is captured."""
+        return shares_prefixes in self._graphs
 
     def rehearse(self) -> None:
         """Launches what `capture` would capture without shared prefixes, once."""

@@ -1,8 +1,9 @@
 """The CUDA graphs of all steps: which there are, which of them are captured, and which is captured next.
 
 A start captures a few sizes, to which steps of other sizes are padded. The others are captured between steps
-(`engine/captures.py`), those first that most steps have lacked. Where no captured graph fits, as for the first
-rows with a grammar, the host launches the kernels of a step one by one, on the same static tensors.
+(`engine/captures.py`), those first that most steps have lacked. Until then, a step whose kind of sampling has
+no graph replays the forward pass, and the host launches the sampling. Where no captured graph fits, the host
+launches all kernels of a step one by one, on the same static tensors.
 """
 
 import time
@@ -161,7 +162,8 @@ class StepGraphs:
         powers = _largest_of_each_power(self._decodes)
         for size, graph in reversed(self._decodes.items()):
             if size <= FIRST_DECODES or size in powers:
-                yield from ((graph, GraphKey(kind)) for kind in _KINDS)
+                yield graph, GraphKey(SamplerKind.GREEDY)
+                yield graph, GraphKey(SamplerKind.RANDOM, has_masks=True)  # its forward pass serves all kinds
 
     def capture_next(self) -> None:
         """Captures the missing graph that most steps have lacked, if any is missing. No sampling may wait for
@@ -208,9 +210,9 @@ class StepGraphs:
         return tuple(self._prompts)
 
     def get(self, plan: StepPlan, has_masks: bool = False) -> DecodeGraph | PromptGraph | None:
-        """Returns the graph for a plan: its own, or, while that is missing, a captured one that is larger, and
-        notes that it is missing. None if the step is larger than all graphs. `has_masks`: they say what may be
-        sampled.
+        """Returns the graph for a plan: its own, or, while that is missing, the smallest whose forward pass is
+        captured, and notes that it is missing. None if the step is larger than all graphs. `has_masks`: they
+        say what may be sampled.
         """
         fitting = self._fitting(plan, has_masks)
         own = next(fitting, None)
@@ -220,7 +222,8 @@ class StepGraphs:
             return own[0]
         if own not in self._refused:
             self._missing[own] = self._missing.get(own, 0) + 1
-        return next((one for one in fitting if one in self._captured), own)[0]
+        may_run = (own, *fitting)
+        return next((graph for graph, key in may_run if graph.runs(key)), own[0])  # type: ignore[arg-type]
 
     def _fitting(self, plan: StepPlan, has_masks: bool) -> Iterator[_Graph]:
         """Yields the graphs that a plan fits into, its own first, then those of larger sizes."""

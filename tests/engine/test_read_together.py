@@ -19,6 +19,7 @@ from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import StepPlan
 from lightkv.router.model.build import assemble
 from lightkv.router.model.cuda_graph import DecodeGraph, GraphKey, SharedLogits
+from lightkv.router.model.parts import StepLogits
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import SamplerKind
 from tests.support.capturing import capture_all
@@ -143,6 +144,22 @@ def test_a_graph_is_updated_only_when_the_shared_prefixes_change(
         expected = [(len(one.rows), one.num_tokens) for one in prefixes] or None
         assert told == ([expected] if is_new else [])
         assert replayed[-1].shares_prefixes == bool(prefixes)
+
+
+def test_a_kind_of_sampling_without_a_graph_replays_the_forward_pass(device: torch.device) -> None:
+    _, runner, _ = make(device, cuda_graphs=False)
+    graph = DecodeGraph(runner._parts, 4, runner.limits.prefix_sharing.max_members, SharedLogits(4))
+    edited = GraphKey(SamplerKind.EDITED)
+    assert not graph.runs(edited)
+    replays: list[str] = []
+    forward = SimpleNamespace(replay=lambda: replays.append("forward"))
+    inputs = SimpleNamespace(sample=lambda parts, logits, kind: (logits.tolist(), kind))
+    graph._forwards[False] = forward, StepLogits(inputs, torch.zeros(4))  # type: ignore[assignment, arg-type]
+    assert graph.runs(edited)
+    assert not graph.runs(edited._replace(shares_prefixes=True))
+    plan = replace(decodes(0, [1, 2], []), kind=SamplerKind.EDITED)
+    assert graph.replay(plan) == ([0.0] * 4, SamplerKind.EDITED)  # type: ignore[comparison-overlap]
+    assert replays == ["forward"]
 
 
 @pytest.mark.gpu
