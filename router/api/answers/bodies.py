@@ -60,7 +60,7 @@ class Usage(TypedDict):
     max_tokens: NotRequired[int]
 
 
-FinishReason = Literal["stop", "length", "tool_calls", "function_call"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class CompletionLogprobs(TypedDict):
@@ -117,7 +117,6 @@ class AssistantMessage(TypedDict):
     reasoning_content: NotRequired[str]
     reasoning: NotRequired[str]
     tool_calls: NotRequired[list[ToolCall]]
-    function_call: NotRequired[CalledFunction]
 
 
 class ChatChoice(TypedDict):
@@ -145,7 +144,6 @@ class Delta(TypedDict, total=False):
     reasoning_content: str
     reasoning: str
     tool_calls: list[ToolCallDelta]
-    function_call: CalledFunctionDelta
 
 
 class ChunkChoice(TypedDict):
