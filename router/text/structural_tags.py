@@ -120,20 +120,6 @@ def grammars_of(text: str, special: Mapping[str, int]) -> str:
     return _Writer(special).whole(_format_of(tag))
 
 
-def schemas_of(grammar: Grammar) -> list[Any]:
-    """Returns the JSON schemas in a grammar. Raises ValueError for a text that is not JSON."""
-    if grammar.kind == "json_schema":
-        return [json.loads(grammar.text)]
-    found, waiting = [], [json.loads(grammar.text)] if grammar.kind == "structural_tag" else []
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict) and one.get("type") in ("json_schema", "qwen_xml_parameter"):
-            found.append(one.get("json_schema"))
-        elif isinstance(one, dict | list):
-            waiting += one.values() if isinstance(one, dict) else one
-    return found
-
-
 def format_of_grammar(grammar: Grammar) -> Format:
     """Returns a grammar that is no structural tag as a format of one. Raises ValueError for a text that is not
     JSON where it has to be."""

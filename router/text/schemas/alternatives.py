@@ -18,21 +18,19 @@ _NAMES = ("$defs", "definitions", "$schema", "$id", "$comment", "discriminator",
 MAX_ALTERNATIVES = 256  # of one value; a schema of more is not taken apart
 
 
-def parts_of(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the schemas that stand directly within a schema, each with its JSON pointer from there."""
+def parts_of(schema: Any) -> Iterator[Any]:
+    """Yields the schemas that stand directly within a schema."""
     if not isinstance(schema, Mapping):
         return
     for key in _MAPS:
         if isinstance(schema.get(key), Mapping):
-            for name, one in schema[key].items():
-                yield f"/{key}/{escaped(name)}", one
+            yield from schema[key].values()
     for key in _LISTS:
         if isinstance(schema.get(key), list):
-            for number, one in enumerate(schema[key]):
-                yield f"/{key}/{number}", one
+            yield from schema[key]
     for key in _ONES:
         if isinstance(schema.get(key), Mapping):
-            yield f"/{key}", schema[key]
+            yield schema[key]
 
 
 def has_reference(schema: Any) -> bool:
