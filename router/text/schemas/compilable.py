@@ -6,7 +6,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
-from .alternatives import parts_of
+from .parts import parts_of
 from .texts import quoted, searched
 
 
