@@ -71,7 +71,6 @@ def answer_of(prompt: bytes, packed: PromptLogprobs, each: list[TokenLogprobs]) 
     )
     return SimpleNamespace(
         answers=[answer],
-        all_answers=[answer],
         num_prompt_tokens=1,
         num_completion_tokens=1,
         num_cached_tokens=None,

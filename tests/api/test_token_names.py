@@ -55,7 +55,7 @@ def answered(
         answer.scored.extend(gained)
         deltas.append(TextDelta(answer, text, scored=gained, finish_reason=reason))
     usage = {"num_prompt_tokens": 1, "num_completion_tokens": 1, "num_cached_tokens": None, "cut_to": None}
-    return SimpleNamespace(answers=[answer], all_answers=[answer], **usage), deltas
+    return SimpleNamespace(answers=[answer], **usage), deltas
 
 
 def choice_of(writer: ChatWriter | CompletionWriter, generation: Any) -> Any:

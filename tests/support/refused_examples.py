@@ -21,6 +21,7 @@ EVERYWHERE: dict[str, Any] = {
     "custom_params": {"a": 1},
     "vllm_xargs": {"a": 1},
     "session_params": {"id": "a"},
+    "best_of": 2,
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"},
     "repetition_detection": {"max_pattern_size": 3},

@@ -203,7 +203,6 @@ class Chats:
         spec = replace(
             accepted.spec,
             prompts=prompts,
-            shows_logprobs=body.logprobs is True,
             form=form,
             grammar_field=field if use is None else "tools",
         )

@@ -65,6 +65,7 @@ UNSUPPORTED = (
     Unsupported("do_sample", (True,), "true, or null and temperature: 0 for the likeliest tokens"),
     Unsupported("use_beam_search", (False,), _BEAMS),
     Unsupported("length_penalty", (1,), _BEAMS),
+    Unsupported("best_of", (1,), "null, and choose among n answers by their logprobs"),
     Unsupported("early_stopping", (False,), _BEAMS),
     Unsupported("num_beams", (1,), _BEAMS),
     # The form of the text
