@@ -31,7 +31,7 @@ from .bodies import (
 )
 from .extras import Extras, prompt_scores
 from .generation import Answer, Generation, TextDelta, usage_of
-from .pieces import GrowingScores, Long, ScoredToken, encode, in_pieces, long_list
+from .pieces import Long, ScoredToken, Scores, encode, in_pieces, long_list
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,9 @@ class ChatWriter:
             choice["token_ids"] = list(completion.token_ids)
         return choice
 
-    def logprobs(self, scored: GrowingScores | None) -> ChatLogprobs:
+    def logprobs(self, scored: Scores | None) -> ChatLogprobs:
         """Returns the log-probabilities of tokens, whose list is `Long`."""
-        found = (scored or GrowingScores()).read()
+        found = scored or Scores()
         content: Any = Long(lambda: long_list(map(self._entries, found.parts())))
         if (short := found.short) is not None:  # as in most chunks of a stream
             content = msgspec.Raw(b"[%b]" % b"".join(self._entries(short)))

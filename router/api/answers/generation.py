@@ -24,7 +24,7 @@ from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.router.text.tool_calls.source import Part
 
 from .bodies import Usage
-from .pieces import GrowingScores
+from .pieces import Scores
 from .sessions import OpenSessions, SessionUse
 
 Result = TypeVar("Result")
@@ -150,7 +150,7 @@ class Answer:
     has_logprobs: bool
     num_cached: int = 0
     num_interruptions: int = 0
-    scored: GrowingScores = field(default_factory=GrowingScores)
+    scored: Scores = field(default_factory=Scores)
 
 
 @dataclass(slots=True)
@@ -161,7 +161,7 @@ class TextDelta:
     answer: Answer
     text: str = ""
     parts: list[Part] = field(default_factory=list)
-    scored: GrowingScores | None = None
+    scored: Scores | None = None
     finish_reason: str | None = None
     token_ids: list[int] = field(default_factory=list)
 
@@ -323,7 +323,7 @@ class Generation:
         answer.clock.token()
         if logprobs is not None and event.token is not None and completion.place is not None:
             answer.scored.append(event.token, logprobs, completion.place)
-            delta.scored = delta.scored or GrowingScores()
+            delta.scored = delta.scored or Scores()
             delta.scored.append(event.token, logprobs, completion.place)
 
     def _finish(self, request_id: str, delta: TextDelta) -> None:
