@@ -39,7 +39,7 @@ from lightkv.router.service.access.key_file import read_keys
 from lightkv.router.terminal import progress, say
 
 from .api_settings import ServeSettings, api_settings
-from .child_process import SIGNALS, command, signals_held_back
+from .child_process import SIGNALS, command, how_ended, signals_held_back
 from .messages import FrameStream, Status, ToApi
 from .router_process import ABORT, ABORT_SECONDS, DRAIN, RANKS_FILE, RouterSettings, remove
 
@@ -295,7 +295,7 @@ class _Service:
                     (router_ended,), timeout=_KILL_SECONDS if self._is_stopping else _LAST_SECONDS
                 )
                 if not router_ended.done():
-                    say(self._notes, f"the API process {_how(api_ended.result())}")
+                    say(self._notes, f"the API process {how_ended(api_ended.result())}")
                     return 1
             return self._code(await router_ended)
         finally:
@@ -325,7 +325,7 @@ class _Service:
         """Returns the service's exit code for the router's."""
         if router_code == 0:
             return 0
-        say(self._notes, f"the router process {_how(router_code)}")
+        say(self._notes, f"the router process {how_ended(router_code)}")
         return 1
 
     async def _start_router(self) -> Process:
@@ -433,8 +433,3 @@ async def _end(process: Process) -> None:
 def _kill(process: Process) -> None:
     if process.returncode is None:
         process.kill()
-
-
-def _how(code: int) -> str:
-    """Returns how a process ended, for a message."""
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

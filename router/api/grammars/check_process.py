@@ -25,7 +25,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from lightkv.router.sampling_params import Grammar
-from lightkv.router.service.child_process import end_with_parent, freeze_objects, ignore_signals
+from lightkv.router.service.child_process import end_with_parent, freeze_objects, how_ended, ignore_signals
 from lightkv.router.service.messages import LENGTH, decode
 from lightkv.router.text.grammars import InvalidGrammar, ModelTokens, heap_bytes, reason_of
 
@@ -104,8 +104,7 @@ def _check_in_child(grammar: Grammar, model: ModelTokens) -> None:
     elif not ended:
         _write(Checked(failed=f"it was not checked within {WALL_SECONDS:g} s"))
     elif code:
-        how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
-        _write(Checked(failed=f"the process that checked it {how}"))
+        _write(Checked(failed=f"the process that checked it {how_ended(code)}"))
 
 
 def _check_and_exit(grammar: Grammar, model: ModelTokens) -> NoReturn:

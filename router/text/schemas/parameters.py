@@ -200,7 +200,7 @@ class ParameterReader:
         if not is_exact:
             return True
         for key, compare in _SIZES.get(kind, {}).items():
-            limit = schema.get(key)
+            limit: Any = schema.get(key)
             if type(limit) in (int, float) and not compare(value if kind == "number" else len(value), limit):
                 return False
         if kind == "array":
