@@ -428,9 +428,6 @@ class ServiceConfig:
         "Let requests bring a chat template of their own. It is a program: its sandbox keeps it from files and "
         "from other requests, but not from keeping a core busy.",
     )
-    socket_dir: str | None = setting(
-        None, "Directory of the sockets between the service's processes. Default: a temporary directory."
-    )
 
     def __post_init__(self) -> None:
         """Raises InvalidConfig, which names the setting, its value and the values allowed."""
@@ -467,7 +464,7 @@ class ServiceConfig:
             raise InvalidConfig("--served-model-name is empty; give one, or leave it out")
         if len(set(self.served_model_name)) < len(self.served_model_name):
             raise InvalidConfig("--served-model-name has a name twice; leave one of them out")
-        names = ("host", "uds", "socket_dir", "api_key_file", "metrics_key_file", "chat_template")
+        names = ("host", "uds", "api_key_file", "metrics_key_file", "chat_template")
         for name in names:
             if getattr(self, name) == "":
                 raise InvalidConfig(f"{flag(name)} is empty; give one, or leave it out")

@@ -34,7 +34,7 @@ from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.token_ids import int32_bytes
 
 from .config import EngineConfig, InvalidConfig
-from .peer_names import unknown_keyword, unknown_setting
+from .peer_names import unknown_setting
 from .sampling_params import Grammar, SamplingParams
 
 Message = Mapping[str, Any]
@@ -221,7 +221,6 @@ class LLM:
         self,
         prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **unknown: Never,
     ) -> list[RequestOutput]:
         """Answers every prompt, as many at once as memory allows. Returns one `RequestOutput` a prompt, in
         order.
@@ -230,8 +229,6 @@ class LLM:
         InvalidParams, InvalidPrompt or TypeError before anything runs, and StepFailed. Ctrl-C ends these
         answers after the step in flight; other calls continue.
         """
-        if unknown:
-            raise unknown_keyword("LLM.generate", unknown, "prompts and sampling_params")
         many = _as_prompts(prompts)
         answers = self._answers(many, sampling_params)
         for _ in self._run(answers):
@@ -251,11 +248,8 @@ class LLM:
         self,
         messages: Sequence[Message | Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **unknown: Never,
     ) -> list[RequestOutput]:
         """Answers a chat (a list of messages), or several (a list of such lists), as `generate` does."""
-        if unknown:
-            raise unknown_keyword("LLM.chat", unknown, "messages and sampling_params")
         for chat in _as_prompts(messages):
             if not _is_chat(chat):
                 raise TypeError(
@@ -268,12 +262,9 @@ class LLM:
         self,
         prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **unknown: Never,
     ) -> Iterator[StreamChunk]:
         """Answers as `generate` does, in chunks as they come. Dropping the iterator ends the unfinished
         answers. Raises as `generate` does."""
-        if unknown:
-            raise unknown_keyword("LLM.stream", unknown, "prompts and sampling_params")
         return self._run(self._answers(_as_prompts(prompts), sampling_params))
 
     def beam_search(self, prompts: Prompts, params: BeamParams | None = None) -> list[list[Beam]]:

@@ -74,18 +74,6 @@ _OF_A_SERVICE = {
     "enable_lora": "adapters cannot be chosen by request; serve a model into which they are merged",
     "speculative_config": "answers are not drafted; leave it out",
 }
-_OF_A_CALL = {
-    "params": "its name is sampling_params",
-    "prompt_token_ids": "token ids are prompts, too: generate([[1, 2, 3]])",
-    "use_tqdm": "no progress bar is drawn; leave it out",
-    "lora_request": "adapters cannot be chosen by call; load a model into which they are merged",
-    "chat_template": "it is the model's own; give the token ids of "
-    "llm.tokenizer.render_chat(messages, template=…) to generate for another one",
-    "tools": "give the token ids of llm.tokenizer.render_chat(messages, tools=…) to generate, or use lightkv "
-    "serve, which reads the calls of the answer, too",
-    "add_generation_prompt": "chats are ended with the words that begin an answer; give the token ids of "
-    "llm.tokenizer.render_chat(messages, add_generation_prompt=False) to generate for one that is not",
-}
 
 
 def unknown_setting(model: str, given: Mapping[str, object]) -> TypeError:
@@ -118,10 +106,3 @@ def unknown_option(option: str) -> str | None:
     if ours := _OPPOSITE.get(name):
         return f"it is --no-{flag(ours)[2:]} here, and in a file {flag(ours)[2:]} = false"
     return (_REMEDIES | _OF_A_SERVICE).get(name)
-
-
-def unknown_keyword(call: str, given: Mapping[str, object], known: str) -> TypeError:
-    """Returns the error for a call of `LLM` with other keywords than `known`."""
-    unheard = "there is no such argument; if it is about sampling, it is a field of SamplingParams"
-    remedies = [f"{name}: {_OF_A_CALL.get(name, unheard)}" for name in given]
-    return TypeError("; ".join([f"{call} takes {known}", *remedies]))

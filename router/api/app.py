@@ -106,7 +106,8 @@ def create_app(
             route.endpoint,
             methods=[route.method],
             response_model=None,
-            responses=document.responses(route.answers, [*route.errors, *guarded]),
+            response_class=Response,  # the document says nothing of the bodies of answers
+            responses=document.responses([*route.errors, *guarded], route.special),
             dependencies=[document.needs_bearer()] if needs_key else [],
             openapi_extra=route.described,
         )

@@ -1,33 +1,16 @@
-"""The answers in the OpenAPI document: the statuses that each route has, their headers and their bodies.
+"""The answers in the OpenAPI document: the statuses that each route has, and the headers and bodies of errors.
 FastAPI describes the requests from their types."""
 
 from collections.abc import Iterable
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Security
 from fastapi.params import Depends
 from fastapi.security import HTTPBearer
 
-from lightkv.router.api.answers.bodies import (
-    CacheEvicted,
-    ChatBody,
-    CompletionBody,
-    Detokenized,
-    Health,
-    Model,
-    ModelList,
-    Ready,
-    ReleasedSession,
-    ServerInfo,
-    Tokenized,
-    Version,
-)
 from lightkv.router.api.http.guard import ErrorBody
 from lightkv.router.api.requests.sharing import MAX_SESSION_ID
 from lightkv.router.config import NAMESPACE_HEADER, SESSION_HEADER
-from lightkv.router.engine.step import PoolMap
-from lightkv.router.service.messages import Load, State
 
 Answers = dict[int | str, dict[str, Any]]
 
@@ -61,69 +44,8 @@ WITHOUT_BODY = (400,)  # of a POST, which a form could send
 CONVERTS_TEXT = (400, 404)
 GENERATES = (400, 404, 429, 503)
 ASKS_WORKER = (503,)
-
-
-def _load_schema() -> dict[str, Any]:
-    schema: dict[str, Any] = msgspec.json.schema(Load)["$defs"]["Load"]
-    schema["properties"] |= {
-        "state": msgspec.json.schema(State),
-        "detail": {"type": "string"},
-        "router_silence": {
-            "type": "number",
-            "description": "Seconds since the router reported these counts.",
-        },
-        "kv_dtype": {
-            "type": ["string", "null"],
-            "description": "How the pool stores K and V; null until the model is loaded.",
-        },
-    }
-    schema["description"] = "The router's counts and its state."
-    schema["required"] = [*schema.get("required", ()), "state", "detail", "router_silence", "kv_dtype"]
-    return schema
-
-
-def _map_schema() -> dict[str, Any]:
-    found = msgspec.json.schema(PoolMap)["$defs"]
-    schema: dict[str, Any] = found["PoolMap"]
-    schema["properties"]["owners"]["items"] = found["Owner"]  # a reference would not resolve in the document
-    return schema
-
-
-def _of_kind(kind: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"content": {kind: {"schema": schema}}}
-
-
-_EVENTS = {"type": "object", "description": "An event, which has JSON as its data."}
-_STREAM = _of_kind("text/event-stream", _EVENTS)
-_WHOLE = "The answers or their stream."
-COMPLETION: Answers = {200: {"model": CompletionBody, "description": _WHOLE, **_STREAM}}
-CHAT: Answers = {200: {"model": ChatBody, "description": _WHOLE, **_STREAM}}
-RESPONSE: Answers = {200: {"model": dict[str, Any], "description": _WHOLE, **_STREAM}}
-MODELS: Answers = {200: {"model": ModelList, "description": "All names of the model."}}
-ONE_MODEL: Answers = {200: {"model": Model, "description": "The model."}}
-RELEASED: Answers = {
-    200: {"model": ReleasedSession, "description": "The session has ended."},
-    404: {"model": ErrorBody, "description": "The client has no open session of this id."},
-}
-TOKENIZED: Answers = {200: {"model": Tokenized, "description": "The tokens."}}
-DETOKENIZED: Answers = {200: {"model": Detokenized, "description": "The text."}}
-TOKENIZER_INFO: Answers = {
-    200: {"model": dict[str, Any], "description": "tokenizer_config.json, and the chat template."}
-}
-HEALTH: Answers = {
-    200: {"model": Health, "description": "The service is healthy."},
-    503: {"model": Health, "description": "The service is not healthy."},
-}
-READY: Answers = {
-    200: {"model": Ready, "description": "The service takes requests."},
-    503: {"model": Ready, "description": "The service does not take requests."},
-}
-METRICS: Answers = {200: {"description": "All metrics.", **_of_kind("text/plain", {"type": "string"})}}
-LOAD: Answers = {200: {"description": "The counts.", **_of_kind("application/json", _load_schema())}}
-MAP: Answers = {200: {"description": "The pool.", **_of_kind("application/json", _map_schema())}}
-VERSION: Answers = {200: {"model": Version, "description": "The version."}}
-SERVER_INFO: Answers = {200: {"model": ServerInfo, "description": "The service's settings and its model."}}
-CACHE_RESET: Answers = {200: {"model": CacheEvicted, "description": "The cached tokens were evicted."}}
+UNREADY: Answers = {503: {"description": "The same, of a service that is not healthy or not ready."}}
+UNKNOWN: Answers = {404: {"model": ErrorBody, "description": "The client has no open session of this id."}}
 
 
 class DocumentedApp(FastAPI):
@@ -139,10 +61,12 @@ class DocumentedApp(FastAPI):
         return document
 
 
-def responses(answers: Answers, errors: Iterable[int]) -> Answers:
-    """Returns the documented responses of a route: `answers`, and `errors` with OpenAI's error body."""
+def responses(errors: Iterable[int], special: Answers) -> Answers:
+    """Returns the documented responses of a route whose errors have these statuses. `special`: those that are
+    no error, or another one than usual."""
     statuses = sorted({*errors, *ALWAYS})
-    return {status: {"model": ErrorBody, **_ERRORS[status]} for status in statuses} | answers
+    usual: Answers = {200: {"description": "The answer."}}
+    return usual | {status: {"model": ErrorBody, **_ERRORS[status]} for status in statuses} | special
 
 
 def needs_bearer() -> Depends:

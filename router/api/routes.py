@@ -19,14 +19,15 @@ from . import document
 
 
 class Route(NamedTuple):
-    """One route. `answers`, `errors`: its statuses. `described`: more of it in the document."""
+    """One route. `errors`: the statuses of its errors, and `special` those that differ from other routes'.
+    `described`: more of it in the document."""
 
     method: str
     path: str
     endpoint: Callable[..., Any]
-    answers: document.Answers = {}  # noqa: RUF012
     errors: Sequence[int] = ()
     described: dict[str, Any] | None = None
+    special: document.Answers = {}  # noqa: RUF012
 
 
 def routes_of(backend: Backend, settings: ApiSettings, grammars: GrammarChecker) -> list[Route]:
@@ -45,37 +46,24 @@ def routes_of(backend: Backend, settings: ApiSettings, grammars: GrammarChecker)
     reset_errors = (*document.WITHOUT_BODY, *document.ASKS_WORKER)
     complete = Completions(desk, prompts).complete
     respond = Responses(chats).respond
-    info = [Route("GET", "/tokenizer_info", tokens.tokenizer_info, document.TOKENIZER_INFO)]
+    info = [Route("GET", "/tokenizer_info", tokens.tokenizer_info)]
+    release, one_model = "/v1/sessions/{session_id:path}/release", "/v1/models/{model:path}"
     return [
-        Route("POST", "/v1/completions", complete, document.COMPLETION, generates, headers),
-        Route("POST", "/v1/chat/completions", chats.chat, document.CHAT, generates, headers),
-        Route("POST", "/v1/responses", respond, document.RESPONSE, generates, headers),
-        Route(
-            "POST",
-            "/v1/sessions/{session_id:path}/release",
-            service.release_session,
-            document.RELEASED,
-            document.WITHOUT_BODY,
-            session,
-        ),
-        Route("GET", "/v1/models", service.models, document.MODELS),
-        Route(
-            "GET",
-            "/v1/models/{model:path}",
-            service.one_model,
-            document.ONE_MODEL,
-            document.NAMES_MODEL,
-            model,
-        ),
-        Route("POST", "/tokenize", tokens.tokenize, document.TOKENIZED, converts),
-        Route("POST", "/detokenize", tokens.detokenize, document.DETOKENIZED, converts),
+        Route("POST", "/v1/completions", complete, generates, headers),
+        Route("POST", "/v1/chat/completions", chats.chat, generates, headers),
+        Route("POST", "/v1/responses", respond, generates, headers),
+        Route("POST", release, service.release_session, document.WITHOUT_BODY, session, document.UNKNOWN),
+        Route("GET", "/v1/models", service.models),
+        Route("GET", one_model, service.one_model, document.NAMES_MODEL, model),
+        Route("POST", "/tokenize", tokens.tokenize, converts),
+        Route("POST", "/detokenize", tokens.detokenize, converts),
         *(info if settings.enable_tokenizer_info else []),
-        Route("GET", "/health", service.health, document.HEALTH),
-        Route("GET", "/ready", service.ready, document.READY),
-        Route("GET", "/metrics", service.metrics, document.METRICS),
-        Route("GET", "/load", service.load, document.LOAD),
-        Route("GET", "/map", service.pool_map, document.MAP, document.ASKS_WORKER),
-        Route("GET", "/version", service.version, document.VERSION),
-        Route("POST", "/reset_prefix_cache", service.reset_cache, document.CACHE_RESET, reset_errors),
-        Route("GET", "/server_info", service.server_info, document.SERVER_INFO),
+        Route("GET", "/health", service.health, special=document.UNREADY),
+        Route("GET", "/ready", service.ready, special=document.UNREADY),
+        Route("GET", "/metrics", service.metrics),
+        Route("GET", "/load", service.load),
+        Route("GET", "/map", service.pool_map, document.ASKS_WORKER),
+        Route("GET", "/version", service.version),
+        Route("POST", "/reset_prefix_cache", service.reset_cache, reset_errors),
+        Route("GET", "/server_info", service.server_info),
     ]

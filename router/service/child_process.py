@@ -28,6 +28,11 @@ def command(module: str, *args: str) -> list[str]:
     return [sys.executable, *safe_path, "-m", f"lightkv.router.{module}", *args]
 
 
+def how_ended(code: int) -> str:
+    """Returns how a process with this exit code ended, for a message."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
 @contextmanager
 def signals_held_back() -> Iterator[None]:
     """Blocks SIGINT and SIGTERM in this thread until the end of the block.

@@ -4,13 +4,12 @@
               └─ api
 
 Problems that need no model (port, certificate, directory) are found before anything is loaded. The sockets
-between the processes lie in a directory that only this user may enter, and that one launcher at a time uses.
+between the processes lie in a temporary directory of this service, which only this user may enter.
 The router ends with the launcher, and the worker and the API end with the router. Signals are handled here
 alone: the other processes ignore them, and the launcher sends the router its orders.
 """
 
 import asyncio
-import fcntl
 import ipaddress
 import os
 import signal
@@ -40,7 +39,7 @@ from lightkv.router.service.access.key_file import read_keys
 from lightkv.router.terminal import progress, say
 
 from .api_settings import ServeSettings, api_settings
-from .child_process import SIGNALS, command, signals_held_back
+from .child_process import SIGNALS, command, how_ended, signals_held_back
 from .messages import FrameStream, Status, ToApi
 from .router_process import ABORT, ABORT_SECONDS, DRAIN, RANKS_FILE, RouterSettings, remove
 
@@ -66,7 +65,6 @@ class Site:
     url: str
     is_local: bool  # whether only this machine can reach it
     directory: Path
-    lock: int  # a descriptor; the lock lasts until every process that has it open has ended
     leftovers: list[str]
 
     @property
@@ -158,12 +156,12 @@ def _take_site(service: ServiceConfig) -> Iterator[Site]:
     """Takes the address and the directory for the block, and removes what is left of them at its end."""
     with ExitStack() as stack:
         listener = stack.enter_context(_bind(service))
-        directory, lock, leftovers = stack.enter_context(_take_directory(service.socket_dir))
-        leftovers = [str(directory / _ROUTER_SOCKET), str(directory / RANKS_FILE), *leftovers]
+        directory = _make_directory()
+        leftovers = [*(str(directory / name) for name in (_ROUTER_SOCKET, RANKS_FILE)), str(directory)]
         if service.uds is not None:
             leftovers.append(os.path.abspath(service.uds))
         stack.callback(remove, leftovers)
-        yield Site(listener, _url(service, listener), _is_local(listener), directory, lock, leftovers)
+        yield Site(listener, _url(service, listener), _is_local(listener), directory, leftovers)
 
 
 def _bind(service: ServiceConfig) -> socket.socket:
@@ -231,48 +229,15 @@ def _is_local(listener: socket.socket) -> bool:
     return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
-@contextmanager
-def _take_directory(given: str | None) -> Iterator[tuple[Path, int, list[str]]]:
-    """Takes a directory for this launcher alone. Yields it, the descriptor that locks it, and its leftovers."""
-    directory = Path(tempfile.mkdtemp(prefix="lightkv-") if given is None else given).absolute()
-    leftovers = [str(directory)] if given is None else []
+def _make_directory() -> Path:
+    """Makes a temporary directory, which only this user may enter. Raises CannotServe, InvalidConfig."""
     try:
-        _check_length(directory / _ROUTER_SOCKET, "--socket-dir")
-        lock = _lock(directory)
-    except BaseException:
-        remove(leftovers)
-        raise
-    try:
-        yield directory, lock, leftovers
-    finally:
-        os.close(lock)
-
-
-def _lock(directory: Path) -> int:
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        _check_length(Path(tempfile.gettempdir(), "lightkv-abcdefgh", _ROUTER_SOCKET).absolute(), "TMPDIR")
+        return Path(tempfile.mkdtemp(prefix="lightkv-")).absolute()
     except OSError as error:
         raise CannotServe(
-            f"{directory} cannot hold the sockets ({error.strerror}); give another --socket-dir"
+            f"no directory for sockets can be made ({error}); set TMPDIR to one that can be written"
         ) from error
-    try:
-        found = os.fstat(lock)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise CannotServe(
-                f"other users may enter {directory} (mode {found.st_mode & 0o777:o}, owner {found.st_uid}); "
-                "make it yours with mode 700, or give another --socket-dir"
-            )
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(lock)
-        raise CannotServe(
-            f"another service uses {directory}; stop that one, or give another --socket-dir"
-        ) from error
-    except BaseException:
-        os.close(lock)
-        raise
-    return lock
 
 
 def _check_length(path: Path, flag: str) -> None:
@@ -330,7 +295,7 @@ class _Service:
                     (router_ended,), timeout=_KILL_SECONDS if self._is_stopping else _LAST_SECONDS
                 )
                 if not router_ended.done():
-                    say(self._notes, f"the API process {_how(api_ended.result())}")
+                    say(self._notes, f"the API process {how_ended(api_ended.result())}")
                     return 1
             return self._code(await router_ended)
         finally:
@@ -360,7 +325,7 @@ class _Service:
         """Returns the service's exit code for the router's."""
         if router_code == 0:
             return 0
-        say(self._notes, f"the router process {_how(router_code)}")
+        say(self._notes, f"the router process {how_ended(router_code)}")
         return 1
 
     async def _start_router(self) -> Process:
@@ -373,7 +338,7 @@ class _Service:
             step_timeout=self._service.step_timeout,
             leftovers=self._site.leftovers,
         )
-        return await _spawn("service.router_process", settings, self._site.lock, stdout=DEVNULL)
+        return await _spawn("service.router_process", settings, stdout=DEVNULL)
 
     async def _start_api(self) -> Process:
         listener = self._site.listener
@@ -387,7 +352,7 @@ class _Service:
             keyfile=self._service.ssl_keyfile,
             shutdown_timeout=_FLUSH_SECONDS,
         )
-        api = await _spawn("api.process", settings, listener.fileno(), stdout=PIPE)
+        api = await _spawn("api.process", settings, PIPE, (listener.fileno(),))
         listener.close()  # the API has it alone now, so that its end refuses new connections
         assert api.stdin is not None
         api.stdin.close()
@@ -436,14 +401,16 @@ async def _changes(stream: FrameStream[ToApi]) -> AsyncIterator[Status]:
             last = (message.state, message.detail)
 
 
-async def _spawn(module: str, settings: msgspec.Struct, fd: int, stdout: int) -> Process:
-    """Starts one of router/'s processes with one inherited descriptor. Its settings go to standard input,
+async def _spawn(
+    module: str, settings: msgspec.Struct, stdout: int, descriptors: tuple[int, ...] = ()
+) -> Process:
+    """Starts one of router/'s processes, which inherits descriptors. Its settings go to standard input,
     because all users can read a command line. The caller holds back signals meanwhile."""
     process = await asyncio.create_subprocess_exec(
         *command(module),
         stdin=PIPE,
         stdout=stdout,
-        pass_fds=(fd,),
+        pass_fds=descriptors,
         start_new_session=True,  # Ctrl-C in a terminal is not sent to it
         env={name: value for name, value in os.environ.items() if name not in _SECRETS},
     )
@@ -466,8 +433,3 @@ async def _end(process: Process) -> None:
 def _kill(process: Process) -> None:
     if process.returncode is None:
         process.kill()
-
-
-def _how(code: int) -> str:
-    """Returns how a process ended, for a message."""
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

@@ -15,14 +15,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TextIO, cast
+from typing import TextIO
 
 from .child_process import signals_held_back
 
 MAX_WAITING_BYTES = 2**20  # of one stream, some four thousand lines of the log of requests
 _PIECE_BYTES = 4096  # a pipe takes pieces of this size whole, so that lines of two processes do not mix
 _LAST_SECONDS = 1.0  # for what is still queued when the process ends
-_NUM_LOST = 5  # the lines that are kept if they cannot be written
 
 
 class LogStream(io.TextIOBase):
@@ -33,15 +32,11 @@ class LogStream(io.TextIOBase):
 
     Attributes:
         num_dropped: the lines that were dropped, or that the descriptor refused (a full device, a closed pipe).
-        error: the descriptor's last error, if the last write failed; else None.
-        lost: the last few lines that the descriptor refused.
     """
 
     def __init__(self, stream: TextIO, max_bytes: int = MAX_WAITING_BYTES) -> None:
         self.stream = stream
         self.num_dropped = 0
-        self.error: OSError | None = None
-        self.lost: deque[str] = deque(maxlen=_NUM_LOST)
         self._max_bytes = max_bytes
         self._fd = stream.fileno()
         self._line = ""  # of which the end has not come yet
@@ -122,50 +117,38 @@ class LogStream(io.TextIOBase):
                 data = self._pieces.popleft()
                 while self._pieces and len(data) + len(self._pieces[0]) <= _PIECE_BYTES:
                     data += self._pieces.popleft()
-            error = self._write(data)
+            is_written = self._write(data)
             with self._changed:
-                self.error = error
-                if error is not None:
-                    lines = data.decode(self.encoding or "utf-8", "replace").splitlines()
-                    self.num_dropped += len(lines)
-                    self.lost.extend(lines)
+                if not is_written:
+                    self.num_dropped += max(data.count(b"\n"), 1)
                 self._num_bytes -= len(data)
                 self._changed.notify_all()
 
-    def _write(self, data: bytes) -> OSError | None:
-        """Writes all of `data`, however long that takes. Returns the error that prevents it."""
+    def _write(self, data: bytes) -> bool:
+        """Writes all of `data`, however long that takes. Returns whether no error prevents it."""
         left = memoryview(data)
         while left:
             try:
                 left = left[os.write(self._fd, left) :]
             except BlockingIOError:  # another process that shares the pipe does not want to wait
                 select.select([], [self._fd], [])
-            except OSError as error:
-                return error
-        return None
+            except OSError:
+                return False
+        return True
 
 
 def write_in_background(also_stdout: bool = False) -> None:
     """Replaces this process's standard error by a LogStream, and also its standard output if that is wanted.
 
-    When the process ends, what is queued has one more second. What standard error has refused by then, such
-    as the reason of the end, goes to standard output if that was replaced, too. A stream without a descriptor
-    stays as it is.
+    When the process ends, what is queued has one more second. A stream without a descriptor stays as it is.
     """
-    out = _replaced("stdout") if also_stdout else None
-    log = _replaced("stderr")
-    if log is None:
-        return
-
-    def say_what_was_lost() -> None:
-        if log.drain(0.0) and log.error is not None and out is not None:
-            out.write(f"lightkv: standard error cannot be written ({log.error.strerror}); its last lines:\n")
-            out.write("".join(f"{line}\n" for line in log.lost))
-
-    if out is not None:
-        atexit.register(_restore, "stdout", out)
-    atexit.register(say_what_was_lost)
-    atexit.register(_restore, "stderr", log)  # runs first
+    for name in ("stdout", "stderr") if also_stdout else ("stderr",):
+        try:
+            stream = LogStream(getattr(sys, name))
+        except (OSError, ValueError, AttributeError):  # it has no descriptor, or is closed
+            continue
+        setattr(sys, name, stream)
+        atexit.register(_restore, name, stream)
 
 
 def drain_log(seconds: float) -> None:
@@ -191,16 +174,6 @@ class MinuteLog:
 def num_dropped_lines() -> int:
     """Returns how many lines this process's standard error has dropped; 0 if it is no LogStream."""
     return sys.stderr.num_dropped if isinstance(sys.stderr, LogStream) else 0
-
-
-def _replaced(name: str) -> LogStream | None:
-    stream = getattr(sys, name)
-    try:
-        replaced = LogStream(stream)
-    except (OSError, ValueError, AttributeError):  # it has no descriptor, or is closed
-        return None
-    setattr(sys, name, cast(TextIO, replaced))
-    return replaced
 
 
 def _restore(name: str, replaced: LogStream) -> None:

@@ -28,7 +28,7 @@ from lightkv.router.engine.step import Captured, ExpectedMemory, PoolMap, Runner
 from lightkv.router.service.wire.plan_message import PlanMessage
 
 from .call_watch import COMPILE_SECONDS, CPU_STEP_SECONDS, GPU_STEP_SECONDS, CallWatch
-from .child_process import command
+from .child_process import command, how_ended
 from .loop_stream import LoopStream
 from .messages import BadFrame, Done, FrameStream, Rank, WorkerError, WorkerStart, decode
 from .worker import RPYC_CONFIG, connect
@@ -62,12 +62,7 @@ class WorkerDied(LightKVError):
         if reason:
             super().__init__(f"the worker process was killed: {reason}; start another worker")
             return
-        if returncode is None:
-            how = "closed its connection"
-        elif returncode < 0:
-            how = f"was ended by {signal.Signals(-returncode).name}"
-        else:
-            how = f"exited with code {returncode}"
+        how = "closed its connection" if returncode is None else how_ended(returncode)
         hint = " (by the kernel, if memory ran out: see dmesg)" if returncode == -signal.SIGKILL else ""
         super().__init__(f"the worker process {how}{hint}; its last output may say why; start another worker")
 

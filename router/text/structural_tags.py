@@ -14,10 +14,10 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from lightkv.router.sampling_params import Grammar
-from lightkv.router.text.schemas.alternatives import alternatives, has_reference, moved
 from lightkv.router.text.schemas.compilable import compilable
-from lightkv.router.text.schemas.parameters import ENDS_IN_TEXT, Listed, listed
-from lightkv.router.text.schemas.texts import expressions_of, quoted
+from lightkv.router.text.schemas.parameters import ENDS_IN_TEXT, Parameter, listed
+from lightkv.router.text.schemas.parts import has_reference, moved
+from lightkv.router.text.schemas.texts import quoted
 from lightkv.router.text.tool_calls.forms import Format
 
 # Of an object's parts, where the schema does not say: some models would write spaces without an end.
@@ -120,20 +120,6 @@ def grammars_of(text: str, special: Mapping[str, int]) -> str:
     return _Writer(special).whole(_format_of(tag))
 
 
-def schemas_of(grammar: Grammar) -> list[Any]:
-    """Returns the JSON schemas in a grammar. Raises ValueError for a text that is not JSON."""
-    if grammar.kind == "json_schema":
-        return [json.loads(grammar.text)]
-    found, waiting = [], [json.loads(grammar.text)] if grammar.kind == "structural_tag" else []
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict) and one.get("type") in ("json_schema", "qwen_xml_parameter"):
-            found.append(one.get("json_schema"))
-        elif isinstance(one, dict | list):
-            waiting += one.values() if isinstance(one, dict) else one
-    return found
-
-
 def format_of_grammar(grammar: Grammar) -> Format:
     """Returns a grammar that is no structural tag as a format of one. Raises ValueError for a text that is not
     JSON where it has to be."""
@@ -177,7 +163,6 @@ class _Writer:
         names = sorted(filter(None, special), key=len, reverse=True)
         self._special_texts = re.compile("|".join(map(re.escape, names))) if names else None
         self._lines: dict[str, str] = {}  # of a rule, its name
-        self._texts: dict[str, list[str]] = {}  # expressions of the texts of a schema
         self._grammars: list[dict[str, Any]] = []
         self._parts_of: dict[str, Callable[[Format], list[Part]]] = {
             "const_string": lambda one: self._constant(_get(one, "value", str)),
@@ -300,52 +285,32 @@ class _Writer:
     def _xml(self, schema: Format) -> list[Part]:
         """Returns the parts of parameters that are tags, in the order of the schema: texts as they are, and
         other values as JSON."""
-        rows = [self._expression(self._parameters(one, schema)) for one in listed(schema)]
-        return [Rule(f"({' | '.join(f'({row})' for row in rows)})")]
-
-    def _parameters(self, one: Listed, root: Format) -> list[Part]:
-        parts: list[Part] = []
-        for name, kind in one.schemas.items():
+        found, parts = listed(schema), list[Part]()
+        for name, parameter in found.schemas.items():
             begin = self._expression([Constant((f"<parameter={name}>\n",))])
-            body = self._line("parameter_", f"{begin} {self._parameter(name, kind, root)}")
-            parts.append(Rule(body if name in one.required else f"{body}?"))
-        if not parts and one.others is not False:
+            body = self._line("parameter_", f"{begin} {self._parameter(parameter, schema)}")
+            parts.append(Rule(body if name in found.required else f"{body}?"))
+        if found.others is not None:
             begin = self._line("REGEX_", r"/<parameter=[^<>\n]{1,256}>\n/")
-            parts.append(Rule(f"({begin} {self._parameter('', one.others, root)}){{{one.num_others},}}"))
+            parts.append(Rule(f"({begin} {self._parameter(found.others, schema)})*"))
         return parts
 
-    def _parameter(self, name: str, kind: Any, root: Format) -> str:
+    def _parameter(self, one: Parameter, root: Format) -> str:
         """Returns the expression of a parameter's text and its end."""
-        try:
-            found = alternatives(kind, root)
-            texts = [self._text(one) for one in found if one["type"] == "string"]
-        except ValueError as error:
-            raise ValueError(f"the parameter {name[:100]!r}: {error}") from error
-        if not all(texts):
-            texts = [[]]  # every text is taken, and so are those of other values
-        others = [one for one in found if one["type"] != "string"] if all(texts) else []
-        end = quoted(_PARAMETER_END)
-        bodies = []
-        for expressions in texts:
-            each = [self._line("TEXT_", one) for one in (_IN_PARAMETER, *expressions)]
-            bodies.append(self._until(self._line("TEXT_", " & ".join(each)), end))
-        if others:
-            shown: dict[str, Any] = {"anyOf": others}
+        end, bodies = quoted(_PARAMETER_END), []
+        if one.texts or one.texts is None:
+            text = self._line("TEXT_", _IN_PARAMETER)
+            if one.texts:
+                text = self._line("TEXT_", f"{text} & ({' | '.join(map(quoted, one.texts))})")
+            bodies.append(self._until(text, end))
+        if one.others:
+            shown: dict[str, Any] = {"anyOf": one.others}
             if has_reference(shown):
                 whole = {key: one for key, one in root.items() if key != "x-guidance"}
                 shown = moved(shown | {"$defs": {"root": whole}}, "#/$defs/root")
             shown["x-guidance"] = root.get("x-guidance", {})
             bodies.append(f"{self._expression(self._json_schema({'json_schema': shown}))} {end}")
-        if not bodies:
-            raise ValueError(f"the schema of the parameter {name[:100]!r} allows no value")
         return f"({' | '.join(bodies)})"
-
-    def _text(self, one: Format) -> list[str]:
-        """Returns the expressions of a text, which many parameters may have in common."""
-        key = json.dumps(one)
-        if key not in self._texts:
-            self._texts[key] = expressions_of(one)
-        return self._texts[key]
 
     def _regex(self, one: Format) -> list[Part]:
         pattern = regex_to_lark(_get(one, "pattern", str), "dw")  # \d and \w are of ASCII, as in JSON schemas

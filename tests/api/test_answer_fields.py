@@ -167,18 +167,6 @@ def test_tokens_as_ids(api: ApiUnderTest) -> None:
     assert [entry["token"] for entry in chat["logprobs"]["content"]] == [one, two]
 
 
-def test_best_of(api: ApiUnderTest) -> None:
-    body = {"prompt": [PROMPT, PROMPT[:2]], "max_tokens": 2, "n": 2, "best_of": 5}
-    done = api.post(COMPLETIONS, body)
-    assert [choice["index"] for choice in done["choices"]] == [0, 1, 2, 3]
-    assert done["usage"]["completion_tokens"] == 2 * 5 * 2
-    assert all(choice["logprobs"] is None for choice in done["choices"])
-    assert len(api.router.submits) == 10
-    for fields in ({"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}):
-        assert api.post(COMPLETIONS, {"prompt": "a", **fields}, 400)["error"]["param"] == "best_of"
-    assert api.post(CHAT, {**HELLO, "best_of": 2, "n": 2, "max_tokens": 1})["choices"]
-
-
 def test_banned_tokens_reach_the_router(api: ApiUnderTest) -> None:
     choices(api, bad_words=["one", " two three"], allowed_token_ids=[5, 6])
     params = api.router.submits[0].params

@@ -13,7 +13,7 @@ import pytest
 from lightkv.router.api.answers.chat_writer import ChatWriter
 from lightkv.router.api.answers.completion_writer import CompletionWriter
 from lightkv.router.api.answers.extras import Echo, Extras
-from lightkv.router.api.answers.pieces import GrowingScores, Long, encode, in_pieces, long_list
+from lightkv.router.api.answers.pieces import Long, Scores, encode, in_pieces, long_list
 from lightkv.router.api.http.paced import MAX_SENT_BYTES, SENT_BYTES, LongResponse, Pacer
 from lightkv.router.engine.step import PromptLogprobs, TokenLogprobs
 from lightkv.router.text.detokenizer import Detokenizer
@@ -55,7 +55,7 @@ def finite(logprob: float) -> float:
 
 def answer_of(prompt: bytes, packed: PromptLogprobs, each: list[TokenLogprobs]) -> Any:
     """Returns an answer that repeats a prompt, token by token, with its scores."""
-    ids, scored = np.frombuffer(prompt, np.int32).tolist()[1:], GrowingScores()
+    ids, scored = np.frombuffer(prompt, np.int32).tolist()[1:], Scores()
     detokenizer = Detokenizer(default_tokenizer())
     for token, found in zip(ids, each, strict=True):
         scored.append(token, found, detokenizer.push_placed(token)[1])
@@ -71,7 +71,6 @@ def answer_of(prompt: bytes, packed: PromptLogprobs, each: list[TokenLogprobs]) 
     )
     return SimpleNamespace(
         answers=[answer],
-        all_answers=[answer],
         num_prompt_tokens=1,
         num_completion_tokens=1,
         num_cached_tokens=None,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.served import API_KEY, COMPLETIONS, Served, save_tiny_model
+from tests.support.served import API_KEY, Served, save_tiny_model
 
 KEYED = {"Authorization": f"Bearer {API_KEY}"}
 # This check of schemathesis is left out. It expects every request that the types allow to be accepted, but only
@@ -77,7 +77,7 @@ def test_schemathesis_finds_no_fault(examples: int, served: Served, tmp_path: Pa
         [*command, *bounds, *checks, *headers], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for phase in ("Coverage", "Fuzzing", "Stateful"):
+    for phase in ("Coverage", "Fuzzing"):
         assert f"✅ {phase}" in done.stdout, done.stdout
     assert served.at_rest()["generated_tokens"] > 0  # some of them were answered
     assert "Traceback" not in served.log.read_text()
@@ -92,16 +92,14 @@ def test_every_status_that_a_route_has_is_documented_and_no_other(document: dict
 def test_errors_are_documented_as_they_are_sent(document: dict[str, Any]) -> None:
     for path, operation in operations(document).items():
         for status, response in operation["responses"].items():
-            if status != "200":
-                schema = response["content"]["application/json"]["schema"]
-                state = path.removeprefix("/").capitalize() if status == "503" else ""
-                name = state if state in ("Health", "Ready") else "ErrorBody"
-                assert schema == {"$ref": f"#/components/schemas/{name}"}, (path, status)
-                waits = status in ("429", "503") and name == "ErrorBody"
-                assert ("Retry-After" in response.get("headers", {})) == waits, (path, status)
+            if status == "200" or (status == "503" and path in PROBES):
+                assert "content" not in response, (path, status)
+                continue
+            schema = response["content"]["application/json"]["schema"]
+            assert schema == {"$ref": "#/components/schemas/ErrorBody"}, (path, status)
+            waits = status in ("429", "503")
+            assert ("Retry-After" in response.get("headers", {})) == waits, (path, status)
     assert "ValidationError" not in json.dumps(document)
-    kinds = {"application/json", "text/event-stream"}
-    assert set(operations(document)[COMPLETIONS]["responses"]["200"]["content"]) == kinds
 
 
 def test_the_key_is_documented_for_the_routes_that_need_it(document: dict[str, Any], served: Served) -> None:
@@ -115,10 +113,3 @@ def test_the_key_is_documented_for_the_routes_that_need_it(document: dict[str, A
 def test_the_document_names_the_models(document: dict[str, Any], served: Served) -> None:
     (parameter,) = operations(document)["/v1/models/{model}"]["parameters"]
     assert parameter["schema"]["enum"] == [model["id"] for model in served.request("/v1/models")[1]["data"]]
-
-
-def test_every_count_is_documented(document: dict[str, Any], served: Served) -> None:
-    response = operations(document)["/load"]["responses"]["200"]
-    schema = response["content"]["application/json"]["schema"]
-    assert set(schema["properties"]) == set(served.request("/load")[1])
-    assert json.dumps(schema).count("$ref") == 0  # references would not resolve

@@ -314,7 +314,7 @@ class StubWriter:
 
 def test_reasoning_and_calls_become_items() -> None:
     usage = {"num_prompt_tokens": 3, "num_completion_tokens": 4, "num_cached_tokens": None, "cut_to": None}
-    generation: Any = SimpleNamespace(answers=[None], all_answers=[], **usage)
+    generation: Any = SimpleNamespace(answers=[SimpleNamespace(num_interruptions=0)], **usage)
     deltas: list[dict[str, Any]] = [
         {"role": "assistant", "content": ""},
         {"reasoning_content": "I "},

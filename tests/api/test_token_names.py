@@ -11,7 +11,7 @@ from lightkv.router.api.answers.chat_writer import ChatWriter
 from lightkv.router.api.answers.completion_writer import CompletionWriter
 from lightkv.router.api.answers.extras import Echo, Extras
 from lightkv.router.api.answers.generation import Answer, TextDelta
-from lightkv.router.api.answers.pieces import GrowingScores, in_pieces
+from lightkv.router.api.answers.pieces import Scores, in_pieces
 from lightkv.router.engine.step import PromptLogprobs, TokenEvent, TokenLogprobs
 from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.text.completion import AnswerForm, Completion
@@ -49,13 +49,13 @@ def answered(
     for place, token in enumerate(ids):
         reason = "length" if place == len(ids) - 1 else None
         event = TokenEvent("", token, reason, scores, None, None, None if place else of_prompt)
-        text, gained = completion.push(event), GrowingScores()
+        text, gained = completion.push(event), Scores()
         assert completion.place is not None
         gained.append(token, scores, completion.place)
         answer.scored.extend(gained)
         deltas.append(TextDelta(answer, text, scored=gained, finish_reason=reason))
     usage = {"num_prompt_tokens": 1, "num_completion_tokens": 1, "num_cached_tokens": None, "cut_to": None}
-    return SimpleNamespace(answers=[answer], all_answers=[answer], **usage), deltas
+    return SimpleNamespace(answers=[answer], **usage), deltas
 
 
 def choice_of(writer: ChatWriter | CompletionWriter, generation: Any) -> Any:

@@ -250,28 +250,6 @@ def test_one_call_at_a_time(qwen: ApiUnderTest) -> None:
         assert calls_of(choice) == [("weather", PARIS)]
 
 
-def test_the_older_fields(qwen: ApiUnderTest) -> None:
-    script(qwen, BOTH)
-    functions = [WEATHER["function"], CLOCK["function"]]
-    for choice in both(qwen, functions=functions):
-        called = choice.message.function_call
-        assert (called.name, called.arguments, choice.finish_reason) == ("weather", PARIS, "function_call")
-    script(qwen, CALL)
-    for choice in both(qwen, functions=functions, function_call={"name": "weather"}):
-        assert (choice.message.function_call.name, choice.message.function_call.arguments) == (
-            "weather",
-            PARIS,
-        )
-    history = [
-        *HELLO,
-        {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": PARIS}},
-        {"role": "function", "name": "weather", "content": "rain"},
-    ]
-    qwen.post(CHAT, {"messages": history, "functions": functions, "max_tokens": 1})
-    assert '<tool_call>{"city": "Paris ☃"}</tool_call>' in prompt_of(qwen)
-    assert "<|im_start|>tool\nrain<|im_end|>" in prompt_of(qwen)
-
-
 CALLS = [("weather", '{"city": "Paris ☃"}'), ("clock", "{}")]
 
 
@@ -350,7 +328,7 @@ def test_auto_and_none_are_not_constrained(qwen: ApiUnderTest) -> None:
     assert done["choices"][0]["message"] == {"role": "assistant", "content": CALL}
     assert "weather" not in prompt_of(qwen)
     assert [submit.params.grammar for submit in qwen.router.submits] == [None, None]
-    for fields in ({"tools": []}, {"tool_choice": "auto"}, {"functions": [], "function_call": "auto"}):
+    for fields in ({"tools": []}, {"tool_choice": "auto"}):
         assert qwen.post(CHAT, {"messages": HELLO, "max_tokens": 1, **fields})
 
 
@@ -383,13 +361,12 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("tools", {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}),
     ("tools", {"tools": [CLOCK, CLOCK]}),
     ("tools", {"tools": [CLOCK] * 1025}),
-    ("functions", {"tools": [CLOCK], "functions": [{"name": "f"}]}),
     ("tool_choice", {"tools": [CLOCK], "tool_choice": "any"}),
     ("tool_choice", {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "g"}}}),
     ("tool_choice", {"tool_choice": "required"}),
     ("tool_choice", {"tools": [], "tool_choice": {"type": "function", "function": {"name": "g"}}}),
     ("tool_choice", {"tools": [CLOCK], "tool_choice": {"type": "custom", "custom": {"name": "g"}}}),
-    ("function_call", {"functions": [{"name": "f"}], "function_call": {"name": "g"}}),
+    ("messages", {"messages": [{"role": "function", "name": "f", "content": "a"}]}),
     ("parallel_tool_calls", {"tools": [CLOCK], "parallel_tool_calls": "yes"}),
     ("reasoning_effort", {"reasoning_effort": "enormous"}),
     ("chat_template_kwargs", {"chat_template_kwargs": {"tools": []}}),

@@ -96,11 +96,6 @@ def test_settings_by_keyword_are_answered_with_the_configuration(
 
 
 CALLS: dict[str, tuple[Callable[[LLM], object], str]] = {
-    "params": (lambda llm: llm.generate("a", params=GREEDY), "params: its name is sampling_params"),
-    "a bar": (lambda llm: llm.generate("a", GREEDY, use_tqdm=False), "use_tqdm: no progress bar.*leave it out"),
-    "ids by name": (lambda llm: llm.generate(["a"], prompt_token_ids=[[1]]), "token ids are prompts, too"),
-    "tools": (lambda llm: llm.chat(CHAT, GREEDY, tools=[]), r"tools: .*render_chat\(messages, tools=…\)"),
-    "temperature": (lambda llm: llm.stream("a", temperature=0), "temperature: .*a field of SamplingParams"),
     "a dict of settings": (lambda llm: llm.generate("a", {"temperature": 0}), "SamplingParams, such as"),
     "a list of dicts": (lambda llm: llm.generate(["a"], [{}]), "give SamplingParams"),
     "settings of beams": (lambda llm: llm.generate("a", BeamParams()), "give SamplingParams"),

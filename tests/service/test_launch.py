@@ -1,6 +1,5 @@
 """The service as processes: how it runs, and what keeps it from starting. `test_launch_end.py` ends it."""
 
-import fcntl
 import io
 import os
 import signal
@@ -8,6 +7,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from lightkv.router.config import EngineConfig, InvalidConfig, ServiceConfig
 from lightkv.router.model_files import ModelNotFound
 from lightkv.router.service.child_process import command
 from lightkv.router.service.launch import CannotServe, serve
-from tests.support.served import API_KEY, COMPLETIONS, Served, Start, wait_until
+from tests.support.served import API_KEY, COMPLETIONS, Served, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,10 @@ def shared(services: list[Served], model: Path, tmp_path_factory: pytest.TempPat
     if not services or services[-1].process.poll() is not None:
         directory = tmp_path_factory.mktemp("shared")
         settings = ["--served-model-name", "tiny", "--kv-dtype", "int8", "--kv-skip-layers", "1"]
-        settings += ["--shutdown-timeout", "60", "--socket-dir", str(directory / "s")]
-        services.append(Served(model, directory / "log", *settings, api_key=API_KEY))
+        settings += ["--shutdown-timeout", "60"]
+        (directory / "s").mkdir()
+        env = {"TMPDIR": str(directory / "s")}
+        services.append(Served(model, directory / "log", *settings, api_key=API_KEY, env=env))
         services[-1].wait_ready()
     return services[-1]
 
@@ -174,7 +176,9 @@ def test_only_the_launcher_handles_signals(shared: Served) -> None:
 
 def test_sigterm_lets_requests_finish_and_admits_no_more(shared: Served) -> None:
     sockets = shared.log.parent / "s"
-    assert stat.S_IMODE((sockets / "router.sock").stat().st_mode) == 0o600
+    (own,) = sockets.glob("lightkv-*")
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    assert stat.S_IMODE((own / "router.sock").stat().st_mode) == 0o600
     with shared.stream(150) as events:
         shared.process.terminate()
         wait_until(lambda: shared.request("/ready")[0] == 503)
@@ -199,10 +203,10 @@ def refused(service: ServiceConfig, model: str = "./no-such-model") -> str:
     return str(raised.value)
 
 
-def test_a_port_in_use(sockets: Path) -> None:
+def test_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        text = refused(ServiceConfig(port=port, socket_dir=str(sockets)))
+        text = refused(ServiceConfig(port=port))
     assert f"cannot listen on 127.0.0.1 port {port} (Address already in use)" in text
 
 
@@ -233,53 +237,16 @@ def test_a_socket_without_a_listener_is_replaced(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_second_service_on_one_directory(sockets: Path) -> None:
-    first = os.open(sockets, os.O_RDONLY)
-    fcntl.flock(first, fcntl.LOCK_EX)
-    text = refused(ServiceConfig(port=0, socket_dir=str(sockets)))
-    assert text == f"another service uses {sockets}; stop that one, or give another --socket-dir"
-    os.close(first)
-
-
-def test_the_lock_of_a_running_service_holds(start: Start, sockets: Path) -> None:
-    served = start()
-    wait_until(lambda: (sockets / "router.sock").exists())
-    assert "another service uses" in refused(ServiceConfig(port=0, socket_dir=str(sockets)))
-    served.process.kill()
-    served.process.wait()
-    wait_until(lambda: not served.processes(), 5.0)
-
-    def is_free() -> bool:
-        """Returns whether the lock is free, shortly after the last process that held it has ended."""
-        try:
-            serve(
-                EngineConfig("./no-such-model"),
-                ServiceConfig(port=0, socket_dir=str(sockets)),
-                Console(file=io.StringIO()),
-            )
-        except CannotServe:
-            return False
-        except ModelNotFound:
-            return True
-        return False
-
-    wait_until(is_free, 5.0)
-    assert list(sockets.iterdir()) == []
-
-
-@pytest.mark.parametrize("mode", [0o750, 0o701, 0o777])
-def test_a_directory_that_others_may_enter(sockets: Path, mode: int) -> None:
-    sockets.chmod(mode)
-    assert f"mode {mode:o}" in refused(ServiceConfig(port=0, socket_dir=str(sockets)))
-
-
-def test_a_directory_that_cannot_be_made_or_is_too_deep(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made_or_is_too_deep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "file"
     file.touch()
-    assert "cannot hold the sockets" in refused(ServiceConfig(port=0, socket_dir=str(file)))
+    monkeypatch.setattr(tempfile, "tempdir", str(file))
+    assert "set TMPDIR to one that can be written" in refused(ServiceConfig(port=0))
     deep = tmp_path / ("d" * 120)
-    assert "at most 107" in refused(ServiceConfig(port=0, socket_dir=str(deep)))
-    assert not deep.exists()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    assert "at most 107" in refused(ServiceConfig(port=0))
     assert "at most 107" in refused(ServiceConfig(uds=str(deep)))
 
 

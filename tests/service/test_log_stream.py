@@ -71,13 +71,12 @@ def test_beyond_its_bound_lines_are_dropped_and_counted(beyond: int) -> None:
         assert read(reader, len(told)) == told
 
 
-def test_a_full_device_raises_nothing_and_its_lines_are_kept() -> None:
+def test_a_full_device_raises_nothing_and_its_lines_are_counted() -> None:
     with open("/dev/full", "w") as full:
         log = LogStream(full)
         print("the reason", file=log)
         assert log.drain(60.0)
-        assert log.error is not None
-        assert (log.num_dropped, list(log.lost)) == (1, ["the reason"])
+        assert log.num_dropped == 1
 
 
 def test_a_service_answers_while_nobody_reads_its_log(
@@ -136,15 +135,12 @@ def test_a_full_device_does_not_end_a_service(tmp_path: Path) -> None:
         served.close()
 
 
-def test_the_reason_of_an_end_is_said_although_the_device_is_full() -> None:
+def test_a_full_device_leaves_the_exit_code() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, open("/dev/full", "w") as full:
         port = str(taken.getsockname()[1])
         command = [sys.executable, "-m", "lightkv.router.cli", "serve", "--port", port]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True, timeout=60)
-    assert done.returncode == 1
-    first, second = done.stdout.splitlines()
-    assert first == "lightkv: standard error cannot be written (No space left on device); its last lines:"
-    assert f"cannot listen on 127.0.0.1 port {port}" in second
+    assert (done.returncode, done.stdout) == (1, "")
 
 
 def test_the_routers_dropped_lines_are_counted_with_and_without_an_engine(

@@ -21,6 +21,9 @@ EVERYWHERE: dict[str, Any] = {
     "custom_params": {"a": 1},
     "vllm_xargs": {"a": 1},
     "session_params": {"id": "a"},
+    "best_of": 2,
+    "functions": [{"name": "f"}],
+    "function_call": {"name": "f"},
     "repetition_detection": {"max_pattern_size": 3},
     "watermarking": True,
     "typical_p": 0.5,
@@ -83,9 +86,7 @@ ON_COMPLETIONS: dict[str, Any] = {
     "chat_template": "{{ messages }}",
     "continue_final_message": True,
     "tools": [{"type": "function", "function": {"name": "f"}}],
-    "functions": [{"name": "f"}],
     "tool_choice": "required",
-    "function_call": {"name": "f"},
     "parallel_tool_calls": "yes",
     "reasoning": {"effort": "low"},
     "enable_thinking": False,
@@ -95,6 +96,7 @@ ON_COMPLETIONS: dict[str, Any] = {
     "include_reasoning": False,
 }
 IN_MESSAGES: dict[str, Any] = {
+    "function_call": {"name": "f", "arguments": "{}"},
     "prefix": True,
     "partial": True,
     "audio": {"voice": "a", "format": "wav"},

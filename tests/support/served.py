@@ -237,7 +237,7 @@ def starting(model: Path, log: Path, sockets: Path) -> Iterator[Callable[..., Se
     started: list[Served] = []
 
     def begin(*args: str) -> Served:
-        started.append(Served(model, log, "--socket-dir", str(sockets), *args))
+        started.append(Served(model, log, *args, env={"TMPDIR": str(sockets)}))
         return started[-1]
 
     try:

@@ -154,11 +154,9 @@ EMPTY: list[Any] = [None, "", " ", "null", " null\n", "{}", {}, [], "[]", '"{}"'
 
 @pytest.mark.parametrize("as_text", [False, True])
 @pytest.mark.parametrize("arguments", EMPTY)
-@pytest.mark.parametrize("is_legacy", [False, True])
-def test_a_call_without_arguments_has_an_empty_object(arguments: Any, as_text: bool, is_legacy: bool) -> None:
-    function = {"name": "f", "arguments": arguments}
-    called = {"function_call": function} if is_legacy else {"tool_calls": [{"id": "c", "function": function}]}
-    message = history.with_calls({"role": "assistant", "content": None, **called}, as_text, None)
+def test_a_call_without_arguments_has_an_empty_object(arguments: Any, as_text: bool) -> None:
+    calls = [{"id": "c", "function": {"name": "f", "arguments": arguments}}]
+    message = history.with_calls({"role": "assistant", "content": None, "tool_calls": calls}, as_text, None)
     (call,) = message["tool_calls"]
     assert call["function"]["arguments"] == ("{}" if as_text else {})
     written = history.written_out([message], FAMILIES["hermes"].write, "")

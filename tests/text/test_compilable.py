@@ -123,28 +123,26 @@ def test_a_schema_is_followed(schema: Any, taken: list[Any], others: list[Any]) 
 
 
 @pytest.mark.parametrize(
-    ("schema", "place", "says"),
+    ("schema", "says"),
     [
-        (closed(a={"type": "array", "items": {"not": TEXT}}), "#/properties/a/items", "not"),
-        (closed(a={"type": "string", "pattern": "("}), "#/properties/a", "unclosed group"),
-        (closed(**{"a/b": {"type": "string", "format": "colour"}}), "#/properties/a~1b", "colour"),
-        ({"anyOf": [INTEGER, {"type": "array", "uniqueItems": True}]}, "#/anyOf/1", "uniqueItems"),
-        ({"$ref": "#/$defs/x", "$defs": {"x": {"type": "integer", "minimum": 10**30}}}, "#/$defs/x", "range"),
-        (closed(a={"$ref": "#/$defs/none"}), "#/properties/a", "does not exist"),
-        (closed(a=closed(b={"type": "tuple"})), "#/properties/a/properties/b", "tuple"),
-        (TWO | {"patternProperties": {"^a": INTEGER, "b$": TEXT}}, "#", "not disjoint"),
-        (closed(a={"patternProperties": {"^(?!a)": INTEGER}}), "#/properties/a", "look-around"),
-        (closed(a={"const": 1, "if": TEXT, "then": TEXT}), "#/properties/a", "if"),
+        (closed(a={"type": "array", "items": {"not": TEXT}}), "not"),
+        (closed(a={"type": "string", "pattern": "("}), "unclosed group"),
+        (closed(**{"a/b": {"type": "string", "format": "colour"}}), "colour"),
+        ({"anyOf": [INTEGER, {"type": "array", "uniqueItems": True}]}, "uniqueItems"),
+        ({"$ref": "#/$defs/x", "$defs": {"x": {"type": "integer", "minimum": 10**30}}}, "range"),
+        (closed(a={"$ref": "#/$defs/none"}), "does not exist"),
+        (closed(a=closed(b={"type": "tuple"})), "tuple"),
+        (TWO | {"patternProperties": {"^a": INTEGER, "b$": TEXT}}, "not disjoint"),
+        (closed(a={"patternProperties": {"^(?!a)": INTEGER}}), "look-around"),
+        (closed(a={"const": 1, "if": TEXT, "then": TEXT}), "if"),
     ],
 )
-def test_the_place_of_what_is_wrong_is_named(schema: Any, place: str, says: str) -> None:
+def test_what_is_wrong_is_named(schema: Any, says: str) -> None:
     for grammar in (
         Grammar("json_schema", json.dumps(schema)),
         Grammar("structural_tag", json.dumps({"format": {"type": "json_schema", "json_schema": schema}})),
     ):
-        wrong, _ = check(grammar, model())
-        assert wrong.endswith(f"(in the schema: {place})")
-        assert says in wrong
+        assert says in check(grammar, model())[0]
 
 
 def test_a_panic_is_no_answer() -> None:

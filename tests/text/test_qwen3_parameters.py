@@ -30,6 +30,11 @@ def call(**parameters: str) -> str:
     return f"<tool_call>\n<function=f>\n{''.join(rows)}</function>\n</tool_call>"
 
 
+def json_call(**parameters: Any) -> str:
+    arguments = json.dumps(parameters, ensure_ascii=False)
+    return f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+
+
 def function_of(schema: Any) -> dict[str, Any]:
     return {"type": "object", "properties": {"o": schema}, "required": ["o"], "$defs": DEFINITIONS}
 
@@ -127,25 +132,13 @@ def accepts(matcher: Any, text: str) -> bool:
 @pytest.mark.parametrize(
     ("schema", "taken", "others"),
     [
-        ({"type": "string", "pattern": "^[0-9]{3}$"}, ["123"], ["12", "1234", "abc", ""]),
-        ({"type": "string", "pattern": "b+"}, ["b", "abbc", "\nb"], ["", "a"]),
-        ({"type": "string", "pattern": "^a|b$|[|]"}, ["ax", "xb", "x|y"], ["xa", "bx"]),
-        ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "äöü", "\n\n"], ["a", "abcd"]),
-        ({"type": "string", "pattern": "^a+$", "maxLength": 2}, ["a", "aa"], ["aaa", "b"]),
-        ({"type": "string", "format": "date"}, ["2024-02-28"], ["2024-02-30", "2024-2-1", "soon"]),
-        ({"type": "string", "format": "uuid"}, ["0b3ed0f4-7e0a-4d5b-9d6e-2f1c9a3b4c5d"], ["0b3e"]),
-        ({"type": "string", "format": "email"}, ["a.b@c.de"], ["a.b", "@c"]),
-        ({"anyOf": [{"type": "string", "maxLength": 2}, NULL]}, ["ab", "", "null"], ["abc", "nul"]),
-        ({"anyOf": [{"type": "string", "pattern": "^[a-z]+$"}, INTEGER]}, ["ab", "12"], ["A", "1a", "1.5"]),
         ({"type": ["string", "null"]}, ["ab", "null", "\na\n"], ["a</parameter>b"]),
         ({"enum": ["on", 1, None]}, ["on", "1", "null"], ["off", '"on"', "2"]),
         ({"const": "x y"}, ["x y"], ["x"]),
         ({"$ref": "#/$defs/Mode"}, ["1", "2"], ["3", '"1"']),
         ({"oneOf": [{"$ref": "#/$defs/Mode"}, {"type": "boolean"}]}, ["1", "true"], ["True", "3"]),
-        ({"allOf": [{"type": "string"}, {"enum": ["a", "b", 1]}]}, ["a", "b"], ["1", "c"]),
         ({"$ref": "#/$defs/Point"}, ['{"x": 1, "next": {"x": 2}}'], ['{"x": "a"}', "x"]),
         ({"anyOf": [INTEGER, LIST]}, ["1", '["a"]'], ["a", "[1]"]),
-        ({"enum": ["a", "bb"], "maxLength": 1}, ["a"], ["bb"]),
         ({}, ["1", "any text", "[1, 2"], ["a</parameter>\nb"]),
     ],
 )
@@ -159,6 +152,31 @@ def test_the_grammar_takes_the_texts_of_a_schema(schema: Any, taken: list[str], 
 
 
 @pytest.mark.parametrize(
+    ("schema", "taken", "others"),
+    [
+        ({"type": "string", "pattern": "^[0-9]{3}$"}, ["123"], ["12", "1234", "abc", ""]),
+        ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "äöü", "\n\n"], ["a", "abcd"]),
+        ({"type": "string", "format": "date"}, ["2024-02-28"], ["2024-02-30", "2024-2-1", "soon"]),
+        ({"anyOf": [{"type": "string", "maxLength": 2}, NULL]}, ["ab", "", None], ["abc", 1]),
+        ({"anyOf": [{"type": "string", "pattern": "^[a-z]+$"}, INTEGER]}, ["ab", 12], ["A", "1a", 1.5]),
+        ({"allOf": [{"type": "string"}, {"enum": ["a", "b", 1]}]}, ["a", "b"], [1, "c"]),
+        ({"enum": ["a", "bb"], "maxLength": 1}, ["a"], ["bb"]),
+    ],
+)
+def test_what_else_a_schema_says_of_texts_is_followed_as_json(
+    schema: Any, taken: list[Any], others: list[Any]
+) -> None:
+    matcher = grammar_of(function_of(schema))
+    for value in taken:
+        written = json_call(o=value)
+        assert accepts(matcher, written), value
+        assert read(function_of(schema), written) == [("f", {"o": value})]
+    for value in others:
+        assert not accepts(matcher, json_call(o=value)), value
+    assert not accepts(matcher, call(o="ab"))
+
+
+@pytest.mark.parametrize(
     ("parameters", "taken", "others"),
     [
         (
@@ -167,32 +185,10 @@ def test_the_grammar_takes_the_texts_of_a_schema(schema: Any, taken: list[str], 
             [{"a": "x"}, {"b": "1"}],
         ),
         (
-            {
-                "anyOf": [
-                    {"properties": {"a": INTEGER}, "required": ["a"]},
-                    {"properties": {"b": TEXT}, "required": ["b"]},
-                ],
-                "type": "object",
-            },
-            [{"a": "1"}, {"b": "x"}],
-            [{}, {"a": "x"}, {"a": "1", "b": "x"}],
-        ),
-        (
-            {
-                "allOf": [
-                    {"properties": {"a": INTEGER}, "required": ["a"]},
-                    {"properties": {"b": TEXT}, "required": ["b"]},
-                ]
-            },
-            [{"a": "1", "b": "x"}],
-            [{"a": "1"}, {"b": "x"}],
-        ),
-        (
             {"type": "object", "additionalProperties": INTEGER},
             [{}, {"a": "1", "b": "2"}],
             [{"a": "x"}],
         ),
-        ({"type": "object", "minProperties": 1}, [{"a": "x"}], [{}]),
         (
             {
                 "type": "object",
@@ -219,25 +215,75 @@ def test_the_parameters_follow_the_schema_of_all(
 
 
 @pytest.mark.parametrize(
-    ("parameters", "says"),
+    ("parameters", "taken", "others"),
     [
-        (function_of({"type": "string", "format": "colour"}), "parameter 'o'"),
-        (function_of({"type": "string", "not": {"const": "a"}}), "parameter 'o'"),
-        (function_of({"type": "string", "minLength": 3, "maxLength": 2}), "parameter 'o'"),
-        (function_of({"type": "string", "pattern": "^a$", "minLength": 2}), "parameter 'o'"),
-        (function_of({"$ref": "#/$defs/Missing"}), "Missing"),
-        (function_of({"allOf": [{"pattern": "a"}, {"pattern": "b"}]}), "pattern is given twice"),
-        (function_of(False), "'o' is required"),
-        ({"type": "object", "properties": {"a": TEXT, "b": TEXT}, "minProperties": 1}, "minProperties"),
-        ({"type": "object", "properties": {"a": TEXT}, "not": {"required": ["a"]}}, "not of all parameters"),
-        ({"type": "object", "patternProperties": {"^a": TEXT}}, "patternProperties of all parameters"),
-        ({"type": "array"}, "no object"),
+        (
+            {
+                "anyOf": [
+                    {"properties": {"a": INTEGER}, "required": ["a"]},
+                    {"properties": {"b": TEXT}, "required": ["b"]},
+                ],
+                "type": "object",
+            },
+            [{"a": 1}, {"b": "x"}],
+            [{}, {"a": "x"}, {"a": 1, "c": "x"}],
+        ),
+        (
+            {"type": "object", "properties": {"a": TEXT, "b": TEXT}, "minProperties": 1},
+            [{"a": "x"}, {"b": ""}],
+            [{}, {"a": 1}],
+        ),
+        ({"type": "object", "minProperties": 1}, [{"a": "x"}], [{}]),
+        ({"type": "object", "patternProperties": {"^a": TEXT}}, [{"a": "x"}], [{"a": 1}]),
     ],
 )
-def test_what_the_form_cannot_follow_is_refused_by_name(parameters: Any, says: str) -> None:
+def test_what_else_a_schema_says_of_all_parameters_is_followed_as_json(
+    parameters: Any, taken: list[dict[str, Any]], others: list[dict[str, Any]]
+) -> None:
+    matcher = grammar_of(parameters)
+    for given in taken:
+        assert accepts(matcher, json_call(**given)), given
+        assert read(parameters, json_call(**given)) == [("f", given)]
+    for given in others:
+        assert not accepts(matcher, json_call(**given)), given
+
+
+@pytest.mark.parametrize(
+    ("parameters", "says"),
+    [
+        (function_of({"type": "string", "format": "colour"}), "colour"),
+        (function_of({"type": "string", "not": {"const": "a"}}), "not"),
+        (function_of({"type": "string", "minLength": 3, "maxLength": 2}), "minLength"),
+        (function_of({"$ref": "#/$defs/Missing"}), "Missing"),
+        (function_of(False), "Unsatisfiable"),
+        (function_of({"type": 5}), "type"),
+        ({"type": "object", "properties": {"a": TEXT}, "not": {"required": ["a"]}}, "not"),
+    ],
+)
+def test_a_schema_that_cannot_be_compiled_is_refused(parameters: Any, says: str) -> None:
     with pytest.raises(InvalidGrammar) as error:
         grammar_of(parameters)
     assert says in str(error.value)
+
+
+def test_a_structural_tag_says_what_has_no_form_as_texts() -> None:
+    for schema, says in (
+        (function_of({"type": "string", "pattern": "a"}), "the parameter 'o'"),
+        ({"type": "object", "minProperties": 1}, "minProperties of all parameters"),
+        ({"type": "array"}, "no object"),
+    ):
+        tag = {"type": "structural_tag", "format": {"type": "qwen_xml_parameter", "json_schema": schema}}
+        with pytest.raises(InvalidGrammar) as error:
+            compile_grammar(Grammar("structural_tag", json.dumps(tag)), LLTokenizer("byte"))
+        assert says in str(error.value)
+
+
+def test_schemas_without_an_end_cost_little() -> None:
+    """Each of these refers twice to the next one, and the last to the first."""
+    chain = {f"n{at}": {"anyOf": [{"$ref": f"#/$defs/n{(at + 1) % 99}"}] * 2} for at in range(99)}
+    parameters = {"type": "object", "properties": {"o": {"$ref": "#/$defs/n0"}}, "$defs": chain}
+    assert read(parameters, call(o="5")) == [("f", {"o": 5})]
+    assert qwen3_coder.form({"f": parameters}, False)
 
 
 Follows = Callable[[Any], Any]

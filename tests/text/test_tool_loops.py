@@ -119,7 +119,7 @@ class Loop:
         whole, streamed = reading.new_reader(StopChecker(())), []
         parts = [*whole.push(text), *whole.finish()]
         message = message_of(parts, reading)
-        assert (message["content"], finish_reason("stop", parts, reading)) == (None, "tool_calls")
+        assert (message["content"], finish_reason("stop", parts)) == (None, "tool_calls")
         reader = reading.new_reader(StopChecker(()))
         for parts in [*(reader.push(char) for char in text), reader.finish()]:
             for delta in deltas_of(parts, len(streamed), reading):

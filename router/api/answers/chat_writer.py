@@ -31,7 +31,7 @@ from .bodies import (
 )
 from .extras import Extras, prompt_scores
 from .generation import Answer, Generation, TextDelta, usage_of
-from .pieces import GrowingScores, Long, ScoredToken, encode, in_pieces, long_list
+from .pieces import Long, ScoredToken, Scores, encode, in_pieces, long_list
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,6 @@ class Reading:
     new_reader: Callable[[StopChecker], AnswerReader]
     shown_ids: frozenset[int] = frozenset()
     includes_reasoning: bool = True
-    is_legacy: bool = False
     id_length: int | None = None
 
 
@@ -98,14 +97,14 @@ class ChatWriter:
         }
         if reading is not None:
             choice["message"] = message_of(completion.parts, reading)
-            choice["finish_reason"] = finish_reason(reason, completion.parts, reading)
+            choice["finish_reason"] = finish_reason(reason, completion.parts)
         if self.extras.token_ids:
             choice["token_ids"] = list(completion.token_ids)
         return choice
 
-    def logprobs(self, scored: GrowingScores | None) -> ChatLogprobs:
+    def logprobs(self, scored: Scores | None) -> ChatLogprobs:
         """Returns the log-probabilities of tokens, whose list is `Long`."""
-        found = (scored or GrowingScores()).read()
+        found = scored or Scores()
         content: Any = Long(lambda: long_list(map(self._entries, found.parts())))
         if (short := found.short) is not None:  # as in most chunks of a stream
             content = msgspec.Raw(b"[%b]" % b"".join(self._entries(short)))
@@ -144,7 +143,7 @@ class ChatWriter:
         if answer.has_logprobs and chunks:
             chunks[0]["choices"][0]["logprobs"] = self.logprobs(delta.scored)
         if delta.finish_reason is not None:
-            reason = finish_reason(delta.finish_reason, answer.completion.parts, reading)
+            reason = finish_reason(delta.finish_reason, answer.completion.parts)
             chunks[-1]["choices"][0]["finish_reason"] = reason
         return chunks
 
@@ -198,9 +197,7 @@ def message_of(parts: Sequence[Part], reading: Reading) -> AssistantMessage:
         message["content"] = None
     if reasoning and reading.includes_reasoning:
         message["reasoning_content"] = message["reasoning"] = reasoning
-    if calls and reading.is_legacy:
-        message["function_call"] = {"name": calls[0][0], "arguments": calls[0][1]}
-    elif calls:
+    if calls:
         message["tool_calls"] = [_call(name, arguments, reading) for name, arguments in calls]
     return message
 
@@ -211,17 +208,11 @@ def deltas_of(parts: Sequence[Part], num_calls: int, reading: Reading) -> list[D
     for part in parts:
         if isinstance(part, CallBegins):
             num_calls += 1
-            if reading.is_legacy:
-                deltas.append({"function_call": {"name": part.name, "arguments": ""}})
-            else:
-                begun = cast(ToolCallDelta, {"index": num_calls - 1, **_call(part.name, "", reading)})
-                deltas.append({"tool_calls": [begun]})
+            begun = cast(ToolCallDelta, {"index": num_calls - 1, **_call(part.name, "", reading)})
+            deltas.append({"tool_calls": [begun]})
         elif isinstance(part, Arguments):
-            if reading.is_legacy:
-                deltas.append({"function_call": {"arguments": part.text}})
-            else:
-                more: ToolCallDelta = {"index": num_calls - 1, "function": {"arguments": part.text}}
-                deltas.append({"tool_calls": [more]})
+            more: ToolCallDelta = {"index": num_calls - 1, "function": {"arguments": part.text}}
+            deltas.append({"tool_calls": [more]})
         elif not isinstance(part, Reasoning):
             deltas.append({"content": part.text})
         elif reading.includes_reasoning:
@@ -236,8 +227,8 @@ def _call(name: str, arguments: str, reading: Reading) -> ToolCall:
     return {"id": identifier, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def finish_reason(reason: str | None, parts: Sequence[Part], reading: Reading) -> FinishReason | None:
+def finish_reason(reason: str | None, parts: Sequence[Part]) -> FinishReason | None:
     """Returns why an answer ended: an answer with calls does not end by "stop". `parts`: all of the answer."""
     if reason != "stop" or not any(isinstance(part, CallBegins) for part in parts):
         return cast(FinishReason | None, reason)
-    return "function_call" if reading.is_legacy else "tool_calls"
+    return "tool_calls"

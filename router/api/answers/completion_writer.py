@@ -16,7 +16,7 @@ from lightkv.router.text.tokenizer import Tokenizer
 from .bodies import CompletionBody, CompletionChoice, CompletionLogprobs, FinishReason, Usage
 from .extras import Extras, name_by_id, prompt_scores
 from .generation import Answer, Generation, TextDelta, usage_of
-from .pieces import GrowingScores, Long, Places, ScoredToken, Scores, encode, in_pieces, long_list
+from .pieces import Long, Places, ScoredToken, Scores, encode, in_pieces, long_list
 
 
 class CompletionWriter:
@@ -74,7 +74,7 @@ class CompletionWriter:
         logprobs = None
         if answer.has_logprobs:
             of_prompt = prompt_scores if opens and self.extras.echoes_logprobs else None
-            logprobs = self._logprobs(answer, delta.scored or GrowingScores(), of_prompt)
+            logprobs = self._logprobs(answer, delta.scored or Scores(), of_prompt)
         choice: CompletionChoice = {
             "index": answer.index,
             "text": text,
@@ -91,11 +91,9 @@ class CompletionWriter:
             )
         return choice
 
-    def _logprobs(
-        self, answer: Answer, scored: GrowingScores, prompt: PromptLogprobs | None
-    ) -> CompletionLogprobs:
+    def _logprobs(self, answer: Answer, scored: Scores, prompt: PromptLogprobs | None) -> CompletionLogprobs:
         """Returns lists of the tokens that are scored, which are `Long`. `prompt`: stands before them."""
-        found, first = [scored.read()], list[ScoredToken]()
+        found, first = [scored], list[ScoredToken]()
         short = found[0].short if prompt is None else None  # as in most chunks of a stream
         echoed = len(self.extras.echoed[answer.prompt_idx].text) if self.extras.echoed else 0
         if prompt is not None:

@@ -89,7 +89,7 @@ def _entries(tokenizer: Tokenizer, prompt: bytes, found: PromptLogprobs) -> Iter
 
 def prompt_scores(generation: Generation) -> Mapping[int, PromptLogprobs]:
     """Returns the log-probabilities of each prompt that has them; one of its answers brought them."""
-    found = [(answer.prompt_idx, answer.completion.prompt_logprobs) for answer in generation.all_answers]
+    found = [(answer.prompt_idx, answer.completion.prompt_logprobs) for answer in generation.answers]
     return {prompt_idx: scores for prompt_idx, scores in found if scores is not None}
 
 
@@ -117,7 +117,7 @@ def most_tokens(spec: GenerationSpec, extras: Extras, least: int) -> int:
     num_scores *= extras.prompt_logprobs + extras.echoes_logprobs
     num_bytes = sum(len(echo.text.encode()) for echo in extras.echoed) * extras.num_repeats
     num_bytes += num_scores * SCORE_BYTES + num_repeated * extras.token_ids * ID_BYTES
-    token_scores = params.logprobs + 1 if spec.shows_logprobs and params.logprobs is not None else 0
+    token_scores = params.logprobs + 1 if params.logprobs is not None else 0
     token_bytes = token_scores * SCORE_BYTES + (1 + extras.token_ids) * ID_BYTES
     what = f"{num_answers} answers of {least} tokens to {len(spec.prompts)} prompts have"
     total = num_scores + num_answers * least * token_scores

@@ -24,7 +24,7 @@ from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.router.text.tool_calls.source import Part
 
 from .bodies import Usage
-from .pieces import GrowingScores
+from .pieces import Scores
 from .sessions import OpenSessions, SessionUse
 
 Result = TypeVar("Result")
@@ -114,10 +114,9 @@ class GenerationSpec:
     """The generation that one HTTP request asks for: `params.n` answers to each of `prompts` (int32 bytes).
 
     `session`: the one that protects the tokens of prompts and answers in the cache. `states_length`: whether
-    the client stated max_tokens. `shows_logprobs`: whether the client gets the log-probabilities of
-    `params`. `shows_answer`: if not, the one token that a prompt is answered with is dropped. `form`: how its
-    tokens become an answer. `cut_to`: what `params.max_tokens` is cut to, if the pool cannot hold as many.
-    `grammar_field`: the field that `params.grammar` came in. `grammar_bytes`: what it
+    the client stated max_tokens. `shows_answer`: if not, the one token that a prompt is answered with is
+    dropped. `form`: how its tokens become an answer. `cut_to`: what `params.max_tokens` is cut to, if the pool
+    cannot hold as many. `grammar_field`: the field that `params.grammar` came in. `grammar_bytes`: what it
     takes when it is compiled. `grammar_owner`: what stands for the client.
     """
 
@@ -127,7 +126,6 @@ class GenerationSpec:
     namespace: tuple[str, ...] = ()
     session: SessionUse | None = None
     states_length: bool = True
-    shows_logprobs: bool = True
     shows_answer: bool = True
     form: AnswerForm = NEW_TEXT
     cut_to: int | None = None
@@ -141,9 +139,8 @@ class Answer:
     """One answer while it grows.
 
     `index`: its number among the answers of the HTTP request. `scored`: the tokens of its text with their
-    log-probabilities, if it `has_logprobs` (a stop token does not belong to the text). `total_logprob`: that of
-    all its tokens, where they have any. `num_cached`: prompt tokens found in the cache. `num_interruptions`:
-    how often it was preempted.
+    log-probabilities, if it `has_logprobs` (a stop token does not belong to the text). `num_cached`: prompt
+    tokens found in the cache. `num_interruptions`: how often it was preempted.
     """
 
     index: int
@@ -153,8 +150,7 @@ class Answer:
     has_logprobs: bool
     num_cached: int = 0
     num_interruptions: int = 0
-    total_logprob: float = 0.0
-    scored: GrowingScores = field(default_factory=GrowingScores)
+    scored: Scores = field(default_factory=Scores)
 
 
 @dataclass(slots=True)
@@ -165,7 +161,7 @@ class TextDelta:
     answer: Answer
     text: str = ""
     parts: list[Part] = field(default_factory=list)
-    scored: GrowingScores | None = None
+    scored: Scores | None = None
     finish_reason: str | None = None
     token_ids: list[int] = field(default_factory=list)
 
@@ -190,7 +186,7 @@ class Backend:
             plan = await asyncio.to_thread(AnswerPlan, params, self.tokenizer)
         else:
             plan = AnswerPlan(params, self.tokenizer)
-        has_logprobs = spec.shows_logprobs and params.logprobs is not None
+        has_logprobs = params.logprobs is not None
         answers: dict[str, Answer] = {}
         prompts = []
         for prompt_idx, prompt_ids in enumerate(spec.prompts):
@@ -240,7 +236,7 @@ class Generation:
         reports_cached_tokens: bool = False,
     ) -> None:
         self._reports_cached_tokens = reports_cached_tokens
-        self.answers = self.all_answers = list(answers.values())
+        self.answers = list(answers.values())
         self._spec = spec
         self._growing = answers
         self._events = events
@@ -267,12 +263,12 @@ class Generation:
     @property
     def num_hit_tokens(self) -> int:
         """Prompt tokens found in the cache, as `num_cached_tokens`, whether reported to clients or not."""
-        return sum(answer.num_cached for answer in self.all_answers[:: self._spec.params.n])
+        return sum(answer.num_cached for answer in self.answers[:: self._spec.params.n])
 
     @property
     def num_completion_tokens(self) -> int:
         """The tokens of all answers so far."""
-        return sum(len(answer.completion.token_ids) for answer in self.all_answers)
+        return sum(len(answer.completion.token_ids) for answer in self.answers)
 
     async def deltas(self) -> AsyncIterator[list[TextDelta]]:
         """Yields what the answers gain, each time as one delta for each answer that has gained something.
@@ -297,17 +293,6 @@ class Generation:
                 if delta.answer.completion.finish_reason is not None:
                     self._finish(request_id, delta)
             yield list(deltas.values())
-
-    def keep_best(self, n: int) -> None:
-        """Keeps, of the answers to each prompt, the n whose tokens are the likeliest on average in `answers`,
-        the best first. All of them still count as tokens. Call it once all are complete."""
-        per_prompt = self._spec.params.n
-        kept = []
-        for start in range(0, len(self.answers), per_prompt):
-            kept += sorted(self.answers[start : start + per_prompt], key=_mean_logprob, reverse=True)[:n]
-        self.answers = kept
-        for index, answer in enumerate(kept):
-            answer.index = index
 
     def close(self) -> None:
         """Aborts the answers that are unfinished."""
@@ -336,12 +321,9 @@ class Generation:
         if event.token is not None:
             delta.token_ids.append(event.token)
         answer.clock.token()
-        if logprobs is None or event.token is None:
-            return
-        answer.total_logprob += logprobs.logprob
-        if answer.has_logprobs and completion.place is not None:
+        if logprobs is not None and event.token is not None and completion.place is not None:
             answer.scored.append(event.token, logprobs, completion.place)
-            delta.scored = delta.scored or GrowingScores()
+            delta.scored = delta.scored or Scores()
             delta.scored.append(event.token, logprobs, completion.place)
 
     def _finish(self, request_id: str, delta: TextDelta) -> None:
@@ -363,10 +345,6 @@ class Generation:
         raise _FAILURES[finish_reason](error)
 
 
-def _mean_logprob(answer: Answer) -> float:
-    return answer.total_logprob / max(len(answer.completion.token_ids), 1)
-
-
 def usage_of(generation: Generation) -> Usage:
     """Returns the token counts so far."""
     prompt, completion = generation.num_prompt_tokens, generation.num_completion_tokens
@@ -377,7 +355,7 @@ def usage_of(generation: Generation) -> Usage:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": None if cached is None else {"cached_tokens": cached},
     }
-    if interruptions := sum([answer.num_interruptions for answer in generation.all_answers]):
+    if interruptions := sum([answer.num_interruptions for answer in generation.answers]):
         usage["interruptions"] = interruptions
     if generation.cut_to is not None:
         usage["max_tokens"] = generation.cut_to

@@ -4,7 +4,6 @@ log-probabilities of tokens, which are kept as arrays and written some tokens at
 import secrets
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from typing import Any, NamedTuple
 
@@ -97,29 +96,52 @@ class Places:
         return [Place(one >> 2, bool(one & 2), bool(one & 1)) for one in self._packed[start:end]]
 
 
-@dataclass(frozen=True)
 class Scores:
-    """The log-probabilities of n tokens, and of the k likeliest tokens in the place of each.
+    """The log-probabilities of n tokens, and of the k likeliest tokens in the place of each, which may grow:
+    eight bytes for each token and each of its likeliest, and eight for its place.
 
     ids, logprobs: int32 and float32 [n]. top_ids, top_logprobs: the same [n × k], the likeliest first.
-    places: those of the n tokens; None if they are not read.
+    places: those of the n tokens.
     """
 
-    ids: memoryview
-    logprobs: "memoryview[Any]"
-    top_ids: memoryview
-    top_logprobs: "memoryview[Any]"
-    places: Places | None = None
+    __slots__ = ("ids", "logprobs", "places", "top_ids", "top_logprobs")
+
+    def __init__(self) -> None:
+        self.ids: Any = array("i")
+        self.logprobs: Any = array("f")
+        self.top_ids: Any = array("i")
+        self.top_logprobs: Any = array("f")
+        self.places = Places()
 
     @classmethod
     def of_prompt(cls, prompt: bytes, found: PromptLogprobs, places: Places | None = None) -> "Scores":
-        """Returns those of a prompt's tokens from the second on. `prompt`: int32 bytes [n + 1]."""
-        top_ids, top_logprobs = memoryview(found.top_ids), memoryview(found.top_logprobs)
-        ids, logprobs = memoryview(prompt).cast("i")[1:], memoryview(found.logprobs)
-        return cls(ids, logprobs.cast("f"), top_ids.cast("i"), top_logprobs.cast("f"), places)
+        """Returns those of a prompt's tokens from the second on, which do not grow. `prompt`: int32 bytes
+        [n + 1]."""
+        scores = cls()
+        scores.ids, scores.logprobs = memoryview(prompt).cast("i")[1:], memoryview(found.logprobs).cast("f")
+        scores.top_ids = memoryview(found.top_ids).cast("i")
+        scores.top_logprobs = memoryview(found.top_logprobs).cast("f")
+        scores.places = places or Places(repeat(Place(0)))
+        return scores
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def append(self, token_id: int, found: TokenLogprobs, place: Place) -> None:
+        """Adds a token. Each token of an answer has as many likeliest ones."""
+        self.ids.append(token_id)
+        self.logprobs.append(found.logprob)
+        self.top_ids.extend(found.top_ids)
+        self.top_logprobs.extend(found.top_logprobs)
+        self.places.append(place)
+
+    def extend(self, other: "Scores") -> None:
+        """Adds the tokens of `other`, which come later in the same answer."""
+        self.ids.extend(other.ids)
+        self.logprobs.extend(other.logprobs)
+        self.top_ids.extend(other.top_ids)
+        self.top_logprobs.extend(other.top_logprobs)
+        self.places.extend(other.places)
 
     @property
     def short(self) -> list[ScoredToken] | None:
@@ -137,48 +159,11 @@ class Scores:
             likeliest = slice(start * num_top, end * num_top)
             ids, numbers = self.ids[start:end].tolist(), _numbers(self.logprobs[start:end].tolist())
             top_ids, tops = self.top_ids[likeliest].tolist(), _numbers(self.top_logprobs[likeliest].tolist())
-            places = repeat(Place(0)) if self.places is None else self.places.read(start, end)
             yield [
                 ScoredToken(ids[i], numbers[i], top_ids[first:last], tops[first:last], place)
-                for i, place in zip(range(len(ids)), places, strict=False)
+                for i, place in zip(range(len(ids)), self.places.read(start, end), strict=False)
                 for first, last in [(i * num_top, (i + 1) * num_top)]
             ]
-
-
-class GrowingScores:
-    """The log-probabilities of an answer that grows: eight bytes for each token and each of its likeliest, and
-    eight for its place."""
-
-    __slots__ = ("_ids", "_logprobs", "_places", "_top_ids", "_top_logprobs")
-
-    def __init__(self) -> None:
-        self._ids, self._top_ids = array("i"), array("i")
-        self._logprobs, self._top_logprobs = array("f"), array("f")
-        self._places = Places()
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def append(self, token_id: int, found: TokenLogprobs, place: Place) -> None:
-        """Adds a token. Each token of an answer has as many likeliest ones."""
-        self._ids.append(token_id)
-        self._logprobs.append(found.logprob)
-        self._top_ids.extend(found.top_ids)
-        self._top_logprobs.extend(found.top_logprobs)
-        self._places.append(place)
-
-    def extend(self, other: "GrowingScores") -> None:
-        """Adds the tokens of `other`, which come later in the same answer."""
-        self._ids.extend(other._ids)
-        self._logprobs.extend(other._logprobs)
-        self._top_ids.extend(other._top_ids)
-        self._top_logprobs.extend(other._top_logprobs)
-        self._places.extend(other._places)
-
-    def read(self) -> Scores:
-        """Returns all of them. Nothing can be added while the result is in use."""
-        own = memoryview(self._ids), memoryview(self._logprobs)
-        return Scores(*own, memoryview(self._top_ids), memoryview(self._top_logprobs), self._places)
 
 
 def _numbers(logprobs: Sequence[float]) -> list[bytes]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from .chat_writer import ChatWriter
 from .generation import Generation, TextDelta, usage_of
-from .pieces import GrowingScores, in_pieces
+from .pieces import Scores, in_pieces
 
 
 class ResponseWriter:
@@ -106,7 +106,7 @@ class ResponseEvents:
         self._item: dict[str, Any] | None = None  # the one that is open
         self._call_idx: int | None = None  # that of the open function call
         self._pieces: list[str] = []
-        self._scored = GrowingScores()
+        self._scored = Scores()
         self._finish_reason: str | None = None
         self._num_events = 0
 
@@ -150,14 +150,14 @@ class ResponseEvents:
         response = self._writer.body(self._items, None, self._generation, described)
         return self._event("response.failed", {"response": response})
 
-    def _add(self, kind: str, text: str, scored: GrowingScores | None = None) -> Iterable[bytes]:
+    def _add(self, kind: str, text: str, scored: Scores | None = None) -> Iterable[bytes]:
         """Adds text to the open item, which is made if another kind is open."""
         opened: Iterable[bytes] = ()
         if self._item is None or self._item["type"] != kind:
             closed = self._close()
             opened = chain(closed, self._open(_message_item() if kind == "message" else _reasoning_item()))
         self._pieces.append(text)
-        self._scored.extend(scored or GrowingScores())
+        self._scored.extend(scored or Scores())
         fields: dict[str, Any] = {**self._place(), "content_index": 0, "delta": text}
         if kind == "reasoning":
             return chain(opened, self._event("response.reasoning_text.delta", fields))
@@ -180,7 +180,7 @@ class ResponseEvents:
         return chain(opened, self._event("response.function_call_arguments.delta", fields))
 
     def _open(self, item: dict[str, Any]) -> Iterable[bytes]:
-        self._item, self._pieces, self._scored = item, [], GrowingScores()
+        self._item, self._pieces, self._scored = item, [], Scores()
         added = self._event("response.output_item.added", {"output_index": len(self._items), "item": item})
         if item["type"] == "function_call":
             return added

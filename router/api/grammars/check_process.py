@@ -11,7 +11,6 @@ passes fits in the worker, and no grammar makes this process read the tokenizer 
 One grammar is checked at a time, so the answers come in the order of the grammars.
 """
 
-import json
 import os
 import resource
 import select
@@ -19,18 +18,16 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 import numpy as np
 from llguidance import LLMatcher
 
 from lightkv.router.sampling_params import Grammar
-from lightkv.router.service.child_process import end_with_parent, freeze_objects, ignore_signals
+from lightkv.router.service.child_process import end_with_parent, freeze_objects, how_ended, ignore_signals
 from lightkv.router.service.messages import LENGTH, decode
 from lightkv.router.text.grammars import InvalidGrammar, ModelTokens, heap_bytes, reason_of
-from lightkv.router.text.schemas.compilable import place_of_fault
-from lightkv.router.text.structural_tags import schemas_of
 
 MAX_WORK_SECONDS = 0.25  # of the processor, to compile a grammar and to follow a short text of it
 KILL_SECONDS = 0.5  # of the processor, after which a child is ended
@@ -58,8 +55,6 @@ def check(grammar: Grammar, model: ModelTokens) -> tuple[str, int]:
     taken, num_bytes = time.process_time() - begun, max(heap_bytes() - before, 0)
     if matcher is not None and taken > MAX_WORK_SECONDS:
         return too_slow(taken), 0
-    if wrong and (place := _place_of_fault(grammar, model, begun)):
-        wrong = f"{wrong} (in the schema: {place})"
     return wrong, 0 if wrong else num_bytes
 
 
@@ -80,21 +75,6 @@ def _followed(grammar: Grammar, model: ModelTokens, begun: float) -> tuple[str, 
         if matcher.is_error() or token is None or not matcher.consume_token(token):
             break
     return reason_of(matcher.get_error()) if matcher.is_error() else "", matcher
-
-
-def _place_of_fault(grammar: Grammar, model: ModelTokens, begun: float) -> str:
-    """Returns the place in a schema of a grammar that is wrong by itself, as a JSON pointer, or an empty text
-    if there is none or no time is left to find it."""
-
-    def is_wrong(schema: Any) -> bool:
-        has_time = time.process_time() - begun < MAX_WORK_SECONDS
-        return has_time and bool(_followed(Grammar("json_schema", json.dumps(schema)), model, begun)[0])
-
-    try:
-        schemas = schemas_of(grammar)
-        return next((place_of_fault(one, is_wrong) for one in schemas if is_wrong(one)), "")
-    except (ValueError, RecursionError):  # not JSON, which is what is wrong
-        return ""
 
 
 def too_slow(seconds: float) -> str:
@@ -124,8 +104,7 @@ def _check_in_child(grammar: Grammar, model: ModelTokens) -> None:
     elif not ended:
         _write(Checked(failed=f"it was not checked within {WALL_SECONDS:g} s"))
     elif code:
-        how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
-        _write(Checked(failed=f"the process that checked it {how}"))
+        _write(Checked(failed=f"the process that checked it {how_ended(code)}"))
 
 
 def _check_and_exit(grammar: Grammar, model: ModelTokens) -> NoReturn:

@@ -69,6 +69,8 @@ class ChatMessage(BaseModel):
         InvalidParams."""
         if self.model_extra:
             refuse_unsupported(self.model_extra, MESSAGES)
+        if self.role == "function":
+            raise InvalidParams("messages", "a message of role function", "role tool, with a tool_call_id")
         content = self.content
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content or ())
@@ -182,8 +184,7 @@ class Chats:
         if body.reasoning_effort is not None and not self._dialect.takes_effort:
             request.state.record.ignored_fields.append("reasoning_effort")
         grammar, field = accepted.grammar, accepted.spec.grammar_field
-        mentions_tools = body.tools or body.tool_choice or body.functions or body.function_call
-        use = body.tool_use() if mentions_tools else None
+        use = body.tool_use() if body.tools or body.tool_choice else None
         prepared = self._dialect.prepared(body.chat(self._desk.settings), use, grammar is not None)
         prompt_ids = await self._prompts.ids_of_chat(prepared, accepted.room)
         if grammar is not None:  # it may become a part of another one
@@ -202,9 +203,8 @@ class Chats:
         spec = replace(
             accepted.spec,
             prompts=prompts,
-            shows_logprobs=body.logprobs is True,
             form=form,
-            grammar_field=field if use is None else use.field,
+            grammar_field=field if use is None else "tools",
         )
         asked = replace(accepted, spec=spec, grammar=grammar, extras=extras)
         written = writer if wrap is None else wrap(accepted.model, writer)

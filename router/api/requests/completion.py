@@ -76,7 +76,7 @@ class CompletionRequest(GenerationRequest):
             raise InvalidParams("suffix", self.suffix, "it with prompts that are texts")
         if self.suffix and self.truncate_prompt_tokens is not None:
             raise InvalidParams("suffix", self.suffix, "it without truncate_prompt_tokens")
-        if self.echoes_logprobs and self.stream and max(self.n or 1, self.best_of or 1) > 1:
+        if self.echoes_logprobs and self.stream and (self.n or 1) > 1:
             raise InvalidParams("echo", self.echo, "it without logprobs in a stream of several answers")
 
 
@@ -116,7 +116,6 @@ class Completions:
         spec = replace(
             accepted.spec,
             prompts=prompts,
-            shows_logprobs=body.logprobs is not None,
             form=AnswerForm(continues=True, is_echoed=body.echo is True),
         )
         grammar = accepted.grammar

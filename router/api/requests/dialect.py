@@ -111,7 +111,7 @@ class ChatDialect:
             if self._family.is_bare:
                 if not _is_told_from_json(given):
                     allowed = "JSON or a choice as the format: the model's calls look like others"
-                    raise InvalidParams(use.field, ", ".join(use.schemas), allowed)
+                    raise InvalidParams("tools", ", ".join(use.schemas), allowed)
                 calls = self._family.form(use.callable_schemas, use.is_parallel)
             else:
                 calls = self._calls(self._family, use)
@@ -143,7 +143,6 @@ class ChatDialect:
             partial(AnswerReader, stages, max_calls),
             self._tokenizer.special_ids_of(marks),
             includes_reasoning,
-            use is not None and use.is_legacy,
             None if self._family is None else self._family.id_length,
         )
 
@@ -201,7 +200,7 @@ class ChatDialect:
             reason = "the model's chat template does not show how it writes calls"
         if reason:
             names = ", ".join(function.name for function in use.functions)
-            raise InvalidParams(use.field, names, f"none, or start the service with --tool-parser: {reason}")
+            raise InvalidParams("tools", names, f"none, or start the service with --tool-parser: {reason}")
 
     def _prepared_messages(
         self, messages: Sequence[dict[str, Any]], use: ToolUse | None
@@ -209,9 +208,7 @@ class ChatDialect:
         """Returns messages and tools as the chat template takes them."""
         id_length = None if self._family is None else self._family.id_length
         written = [
-            message
-            if message.keys() == _PLAIN and message["role"] != "function"
-            else history.with_calls(message, self._wants_text, id_length)
+            message if message.keys() == _PLAIN else history.with_calls(message, self._wants_text, id_length)
             for message in messages
         ]
         described = None if use is None else use.described
@@ -300,7 +297,7 @@ def _tagged(form: Format, use: ToolUse | None) -> Grammar:
     """Returns the grammar of a form. Raises InvalidGrammar for one that is too large."""
     text = schema_text({"type": "structural_tag", "format": form})
     if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
-        field = "response_format" if use is None else use.field
+        field = "response_format" if use is None else "tools"
         raise InvalidGrammar(field, f"its grammar has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
     return Grammar("structural_tag", text)
 

@@ -89,11 +89,6 @@ class GenerationRequest(RequestBody):
     own_max_tokens: ClassVar[int | None] = None
 
     n: int | None = Field(None, ge=1, description="Number of answers to each prompt; 1 by default.")
-    best_of: int | None = Field(
-        None,
-        description="Generate so many answers to each prompt, and return the n whose tokens are the likeliest "
-        "on average; not in a stream.",
-    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, description="-1: as many as there is room for.")
@@ -217,7 +212,7 @@ class GenerationRequest(RequestBody):
         `max_tokens`, `logprobs`, `grammar`: what several fields say together. `defaults`: of fields that the
         request leaves out.
         """
-        streams, n = self.stream is True, self.n or 1
+        streams = self.stream is True
         if self.model_extra:
             refuse_unsupported(self.model_extra, SECOND_NAMES)
             refuse_unsupported(self.model_extra, self.refused)
@@ -225,20 +220,13 @@ class GenerationRequest(RequestBody):
             raise InvalidParams("stream_options", "an object", "it only together with stream: true")
         if streams and self.prompt_logprobs is not None:
             raise InvalidParams("prompt_logprobs", self.prompt_logprobs, "it without stream: true")
-        num_generated = n if self.best_of is None else self.best_of
-        if num_generated < n:
-            raise InvalidParams("best_of", self.best_of, f"n, which is {n}, or more")
-        if num_generated > n and streams:
-            raise InvalidParams("best_of", self.best_of, f"n, which is {n}, in a stream")
-        if num_generated > n and logprobs is None:
-            logprobs = 0  # by which the best are chosen
         given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         fields: dict[str, Any] = {**defaults, **given}
         fields["prompt_logprobs"] = self.prompt_scores
         if self.logit_bias is not None:
             fields["logit_bias"] = _by_token(self.logit_bias)
         return SamplingParams(
-            max_tokens=max_tokens, logprobs=logprobs, n=num_generated, grammar=grammar, **fields
+            max_tokens=max_tokens, logprobs=logprobs, n=self.n or 1, grammar=grammar, **fields
         )
 
 
@@ -383,8 +371,6 @@ class Desk:
         async with closed_with_client(request.receive, generation):
             async for _ in generation.deltas():
                 pass
-            if spec.params.n > (body.n or 1):
-                generation.keep_best(body.n or 1)
             return LongResponse(writer.whole(generation), self.pacer)
 
     async def check_grammar(self, grammar: Grammar, field: str, request: Request) -> int:

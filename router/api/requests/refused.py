@@ -65,6 +65,7 @@ UNSUPPORTED = (
     Unsupported("do_sample", (True,), "true, or null and temperature: 0 for the likeliest tokens"),
     Unsupported("use_beam_search", (False,), _BEAMS),
     Unsupported("length_penalty", (1,), _BEAMS),
+    Unsupported("best_of", (1,), "null, and choose among n answers by their logprobs"),
     Unsupported("early_stopping", (False,), _BEAMS),
     Unsupported("num_beams", (1,), _BEAMS),
     # The form of the text
@@ -78,6 +79,8 @@ UNSUPPORTED = (
     Unsupported("input_ids", (), "null, and the prompt as token ids to /v1/completions"),
     Unsupported("safe_prompt", (False,), "false, and put the instruction into a message: no template has it"),
     Unsupported("task", (), "null, and put the instruction into a message"),
+    Unsupported("functions", ([],), "null, and use tools on a chat"),
+    Unsupported("function_call", ("none", "auto"), "null, and use tool_choice on a chat"),
     # Reasoning
     *_each("thinking_token_budget thinking_budget", (), _BUDGET),
     # The choice of tokens
@@ -133,8 +136,8 @@ UNSUPPORTED_ON_COMPLETIONS = (
     Unsupported("chat_template_kwargs", ({},), "null: a plain completion has no chat template"),
     Unsupported("chat_template", (), "null: a plain completion has no chat template"),
     Unsupported("continue_final_message", (False,), "false: a plain completion has no messages"),
-    *_each("tools functions", ([],), _TOOLS),
-    *_each("tool_choice function_call", ("none", "auto"), _TOOLS),
+    Unsupported("tools", ([],), _TOOLS),
+    Unsupported("tool_choice", ("none", "auto"), _TOOLS),
     Unsupported("parallel_tool_calls", (True, False), _TOOLS),
     Unsupported("reasoning", ({},), "null: a plain completion has no chat template"),
     *_each("enable_thinking thinking think", (), "null: a plain completion has no chat template"),
@@ -142,6 +145,7 @@ UNSUPPORTED_ON_COMPLETIONS = (
     Unsupported("include_reasoning", (True,), "true: the text includes reasoning as the model wrote it"),
 )
 UNSUPPORTED_IN_MESSAGES = (
+    Unsupported("function_call", (), "null, and use tool_calls"),
     *_each("prefix partial", (False,), "false, and use continue_final_message"),
     Unsupported("audio", (), _MEDIA),
     *_each("images videos audios", ([],), _MEDIA),
@@ -180,16 +184,13 @@ def by_own_names(given: Any) -> Any:
 def refuse_unsupported(given: Mapping[str, Any], unsupported: Mapping[str, Unsupported]) -> None:
     """Raises InvalidParams for the first field of `given` whose value is not harmless.
 
-    `tools` and `functions` are harmless if the request asks not to call any. Fields that are
-    not in `unsupported` are ignored.
+    `tools` are harmless if the request asks not to call any. Fields that are not in `unsupported` are ignored.
     """
     for field, value in given.items():
         known = unsupported.get(field)
         if known is None or value is None or any(_same(value, one) for one in known.harmless):
             continue
         if field == "tools" and given.get("tool_choice") == "none":
-            continue
-        if field == "functions" and given.get("function_call") == "none":
             continue
         raise InvalidParams(field, value, known.instead)
 

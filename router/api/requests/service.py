@@ -2,20 +2,13 @@
 sessions."""
 
 import time
+from typing import Any
 
 import msgspec
 from fastapi import Request
 from starlette.responses import Response
 
 from lightkv import __version__
-from lightkv.router.api.answers.bodies import (
-    CacheEvicted,
-    Model,
-    ModelList,
-    ReleasedSession,
-    ServerInfo,
-    Version,
-)
 from lightkv.router.api.answers.sessions import UnknownSession
 from lightkv.router.api.metrics import CONTENT_TYPE
 
@@ -38,12 +31,12 @@ class ServiceRoutes:
         session_id = request.path_params["session_id"]
         if not self._backend.sessions.release(session_name(self._desk.settings, request, session_id)):
             raise UnknownSession(session_id)
-        return json_response(ReleasedSession(id=session_id, object="session", released=True))
+        return json_response({"id": session_id, "object": "session", "released": True})
 
     async def models(self) -> Response:
         """GET /v1/models: return the names that requests may use for the model."""
         models = [self._described(name) for name in self._settings.model_names]
-        return json_response(ModelList(object="list", data=models))
+        return json_response({"object": "list", "data": models})
 
     async def one_model(self, request: Request) -> Response:
         """GET /v1/models/{model}: describe one name."""
@@ -89,25 +82,25 @@ class ServiceRoutes:
 
     async def version(self) -> Response:
         """GET /version: return lightkv's version."""
-        return json_response(Version(version=__version__))
+        return json_response({"version": __version__})
 
     async def server_info(self) -> Response:
         """GET /server_info: return the version, the settings without secrets, and what runs the model."""
         info = self._client.status.info
         runner = None if info is None else msgspec.to_builtins(info)
         configuration = self._settings.configuration
-        return json_response(ServerInfo(version=__version__, configuration=configuration, runner=runner))
+        return json_response({"version": __version__, "configuration": configuration, "runner": runner})
 
     async def reset_cache(self) -> Response:
         """POST /reset_prefix_cache: evict every cached token that no running request holds."""
-        return json_response(CacheEvicted(num_evicted_tokens=await self._client.reset_cache()))
+        return json_response({"num_evicted_tokens": await self._client.reset_cache()})
 
     @property
     def _kv_type(self) -> str | None:
         info = self._client.status.info
         return None if info is None else info.kv_type
 
-    def _described(self, name: str) -> Model:
+    def _described(self, name: str) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",

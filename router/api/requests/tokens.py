@@ -5,7 +5,6 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
-from lightkv.router.api.answers.bodies import Detokenized, Tokenized
 from lightkv.router.api.answers.pieces import in_pieces
 from lightkv.router.api.http.paced import LongResponse
 from lightkv.router.engine.request import InvalidPrompt
@@ -64,13 +63,17 @@ class Tokens:
             raise InvalidPrompt("the request has neither prompt nor messages, or both; give one of them")
         tokens = ids.tolist()
         strings = await self._prompts.texts_of_each(tokens) if body.return_token_strs else None
-        found = Tokenized(
-            count=len(tokens), max_model_len=self._desk.max_model_len, tokens=tokens, token_strs=strings
-        )
+        max_model_len = self._desk.max_model_len
+        found = {
+            "count": len(tokens),
+            "max_model_len": max_model_len,
+            "tokens": tokens,
+            "token_strs": strings,
+        }
         return LongResponse(in_pieces(found), self._desk.pacer)
 
     async def detokenize(self, body: DetokenizeRequest) -> Response:
         """POST /detokenize: return the text of tokens."""
         self._desk.model(body.model)
-        found = Detokenized(prompt=await self._prompts.text_of(body.tokens))
+        found = {"prompt": await self._prompts.text_of(body.tokens)}
         return LongResponse(in_pieces(found), self._desk.pacer)

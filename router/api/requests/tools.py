@@ -1,7 +1,4 @@
-"""Tools and reasoning in OpenAI's requests.
-
-The older fields `functions` and `function_call` mean the same as one call of `tools`, and are read as such.
-"""
+"""Tools and reasoning in OpenAI's requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,12 +71,6 @@ class ToolFields(BaseModel):
     parallel_tool_calls: bool | None = Field(
         None, description="Whether an answer may have several calls; on by default."
     )
-    functions: Annotated[list[Function], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(
-        None, description="Replaced by tools."
-    )
-    function_call: Literal["none", "auto"] | FunctionName | None = Field(
-        None, description="Replaced by tool_choice."
-    )
     reasoning_effort: Effort | None = Field(
         None, description="How long the model reasons, where its chat template knows that; none: not at all."
     )
@@ -89,16 +80,12 @@ class ToolFields(BaseModel):
 
     def tool_use(self) -> "ToolUse | None":
         """Returns which functions the model may call, or None if it may call none. Raises InvalidParams."""
-        if self.functions and self.tools:
-            raise InvalidParams("functions", "given together with tools", "only tools")
-        given = [tool.function for tool in self.tools or ()] or list(self.functions or ())
-        is_legacy = bool(self.functions)
-        choice: Any = self.function_call if is_legacy else self.tool_choice
-        field = "function_call" if is_legacy else "tool_choice"
-        name = choice.function.name if isinstance(choice, NamedTool) else getattr(choice, "name", None)
+        given = [tool.function for tool in self.tools or ()]
+        choice = self.tool_choice
+        name = choice.function.name if isinstance(choice, NamedTool) else None
         if not given:
             if name is not None or choice == "required":
-                raise InvalidParams(field, name or choice, "it together with tools")
+                raise InvalidParams("tool_choice", name or choice, "it together with tools")
             return None
         if choice == "none":
             return None
@@ -107,21 +94,19 @@ class ToolFields(BaseModel):
             twice = next(name for name in names if names.count(name) > 1)
             raise InvalidParams("tools", f"two functions {twice}", "each function a name of its own")
         if name is not None and name not in names:
-            raise InvalidParams(field, name, f"one of the functions, {', '.join(names)}"[:1000])
-        is_parallel = self.parallel_tool_calls is not False and not is_legacy
-        return ToolUse(given, choice == "required", name, is_parallel, is_legacy)
+            raise InvalidParams("tool_choice", name, f"one of the functions, {', '.join(names)}"[:1000])
+        return ToolUse(given, choice == "required", name, self.parallel_tool_calls is not False)
 
 
 @dataclass(frozen=True)
 class ToolUse:
     """How an answer may call functions. `is_required`: some call has to be made. `name`: the one function that
-    has to be called. `is_legacy`: the request names them `functions`."""
+    has to be called."""
 
     functions: Sequence[Function]
     is_required: bool = False
     name: str | None = None
     is_parallel: bool = True
-    is_legacy: bool = False
 
     @property
     def schemas(self) -> dict[str, Any]:
@@ -135,11 +120,6 @@ class ToolUse:
         schemas = self.schemas
         names = schemas if self.name is None else [self.name]
         return {name: closed_schema(schemas[name]) for name in names}
-
-    @property
-    def field(self) -> str:
-        """The field of the request that has the functions."""
-        return "functions" if self.is_legacy else "tools"
 
     @property
     def described(self) -> list[dict[str, Any]]:

@@ -105,7 +105,7 @@ class _Worker:
             self._wait()
             for one in self._sockets.connections:
                 one.watch()
-            self._replays.receive()
+            requests = self._replays.receive()
             items, is_last = self._queue.take()
             for item in items:
                 if isinstance(item, Restart):
@@ -115,18 +115,17 @@ class _Worker:
             if is_last:
                 self._publish([AllBlocksCleared()])
                 return
-            self._replays.turn()
+            for request in requests:
+                self._replays.answer(*request)
 
     def _wait(self) -> None:
-        """Waits for changes, for requests, for connections, or for a consumer to read on."""
-        replays = self._replays
+        """Waits for changes, for requests, or for connections."""
         poller = zmq.Poller()
         poller.register(self._queue.wake_fd, zmq.POLLIN)
         for one in self._sockets.connections:
             poller.register(one.monitor, zmq.POLLIN)
-        if replays.has_room:
-            poller.register(self._sockets.replay, zmq.POLLIN)
-        poller.poll(replays.wait_ms)
+        poller.register(self._sockets.replay, zmq.POLLIN)
+        poller.poll()
 
     def _publish(self, events: Iterable[KVEvent]) -> None:
         for batch in _batches(events, _MAX_NUMBERS):

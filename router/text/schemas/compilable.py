@@ -2,13 +2,11 @@
 written in another way."""
 
 import json
-from collections.abc import Callable
 from typing import Any
-from urllib.parse import quote
 
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
-from .alternatives import moved, parts_of
+from .parts import parts_of
 from .texts import quoted, searched
 
 
@@ -23,28 +21,8 @@ def compilable(text: str) -> str:
         one = waiting.pop()
         if isinstance(one, dict) and isinstance(one.get("patternProperties"), dict):
             _take_patterns_apart(one)
-        waiting += [part for _, part in parts_of(one)]
+        waiting += parts_of(one)
     return json.dumps(schema)
-
-
-def place_of_fault(schema: Any, is_wrong: Callable[[Any], bool]) -> str:
-    """Returns the JSON pointer of the innermost part of a schema that is wrong by itself. `is_wrong`: whether a
-    schema is."""
-    place, inner = "", schema
-    whole = {"root": moved(schema, "#/$defs/root")}
-    found: tuple[str, Any] | None = ("", schema)
-    while found is not None:
-        place, inner = place + found[0], found[1]
-        found = next(
-            (
-                (pointer, part)
-                for pointer, part in parts_of(inner)
-                if isinstance(part, dict)
-                and is_wrong({"$ref": f"#/$defs/root{quote(place + pointer)}", "$defs": whole})
-            ),
-            None,
-        )
-    return f"#{place}"
 
 
 def _take_patterns_apart(one: dict[str, Any]) -> None:

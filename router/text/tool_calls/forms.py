@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lightkv.router.text.schemas.alternatives import escaped, has_reference, moved
+from lightkv.router.text.schemas.parts import escaped, has_reference, moved
 
 Format = Mapping[str, Any]
 ANY_TEXT: Format = {"type": "any_text"}

@@ -29,8 +29,9 @@ def write(name: str, arguments: str) -> str:
 
 def form(tools: Mapping[str, Any], is_parallel: bool) -> Format:
     """Returns the form of an answer that is calls. `tools`: the schema of each function's arguments."""
-    tags = [
-        tag(f'{MARKS[0]}\n{{"name": "{name}", "arguments": ', arguments_of(schema), f"}}\n{MARKS[1]}")
-        for name, schema in tools.items()
-    ]
-    return calls(tags, "\n", is_parallel)
+    return calls([call_tag(name, schema) for name, schema in tools.items()], "\n", is_parallel)
+
+
+def call_tag(name: str, schema: Any) -> Format:
+    """Returns the form of a call. `schema`: that of its arguments."""
+    return tag(f'{MARKS[0]}\n{{"name": "{name}", "arguments": ', arguments_of(schema), f"}}\n{MARKS[1]}")

@@ -16,11 +16,6 @@ def with_calls(message: Message, as_text: bool, id_length: int | None) -> Messag
     `id_length`: ids of calls are cut to so many letters and digits.
     """
     message = {key: value for key, value in message.items() if value is not None or key == "content"}
-    if message.get("role") == "function":
-        message |= {"role": "tool", "tool_call_id": message.get("name")}
-    legacy = message.pop("function_call", None)
-    if isinstance(legacy, dict) and not message.get("tool_calls"):
-        message["tool_calls"] = [{"id": legacy.get("name"), "type": "function", "function": legacy}]
     if "reasoning" in message:
         message.setdefault("reasoning_content", message["reasoning"])
     has_both = bool(message.get("content") and message.get("tool_calls"))

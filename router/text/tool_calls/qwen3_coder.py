@@ -1,14 +1,16 @@
 """The calls of Qwen3-Coder: the function and its parameters as tags within <tool_call>. The schema says which
-parameters are texts; the others are JSON."""
+parameters are texts; the others are JSON. A call that has to follow a schema which says more of texts is
+written as JSON, as Hermes does."""
 
 import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from lightkv.router.text.schemas.parameters import TEXT_END, ParameterReader
+from lightkv.router.text.schemas.parameters import TEXT_END, ParameterReader, listed
 
 from .forms import Format, arguments_of, calls, tag
+from .hermes import call_tag
 from .json_call import NAME, as_json, read_arguments, read_calls
 from .source import Arguments, CallBegins, Content, Source, Steps
 
@@ -102,12 +104,13 @@ def write(name: str, arguments: str) -> str:
 
 def form(tools: Mapping[str, Any], is_parallel: bool) -> Format:
     """Returns the form of an answer that is calls. `tools`: the schema of each function's arguments."""
-    tags = [
-        tag(
-            f"{MARKS[0]}\n{_FUNCTION}{name}>\n",
-            arguments_of(schema) | {"type": "qwen_xml_parameter"},
-            f"{_FUNCTION_END}\n{MARKS[1]}",
-        )
-        for name, schema in tools.items()
-    ]
-    return calls(tags, "\n", is_parallel)
+    return calls([_call_tag(name, schema) for name, schema in tools.items()], "\n", is_parallel)
+
+
+def _call_tag(name: str, schema: Any) -> Format:
+    content = arguments_of(schema) | {"type": "qwen_xml_parameter"}
+    try:
+        listed(content["json_schema"])
+    except ValueError:
+        return call_tag(name, schema)
+    return tag(f"{MARKS[0]}\n{_FUNCTION}{name}>\n", content, f"{_FUNCTION_END}\n{MARKS[1]}")
