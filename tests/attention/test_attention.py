@@ -26,7 +26,6 @@ from lightkv.attention.cross import CrossStep
 from lightkv.attention.forms.beams import over_beams
 from lightkv.attention.forms.gaps import with_gaps
 from lightkv.attention.forms.rings import over_rings
-from lightkv.attention.forms.sinks import with_sinks
 from lightkv.ledger.shared_prefixes import SharedPrefix
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.triton_kernels.attention import attention_reference
@@ -341,23 +340,25 @@ def test_learned_sinks_join_a_step_with_sink_tokens_once(name: str, device: torc
     k, v = torch.randn(2, entries, 1, 16, device=device)
     backend.forward(torch.randn(entries, 2, 16, device=device), k, v, step)
     history.append([1], [entries], k, v)
-    history.place([1], [1])
-    step = Step.of(with_sinks(Batch.of([1], [entries], [1], 1), [dropped], 2), history.memory)
+    step = Step.of(
+        over_rings(Batch.of([1], [entries], [1], 1), Ring(2, entries - 2, dropped)), history.memory
+    )
     q, (k, v) = torch.randn(1, 2, 16, device=device), torch.randn(2, 1, 1, 16, device=device)
     out = backend.forward(q, k, v, step)
     history.append([1], [1], k, v)
+    keys, values = (torch.cat((one[1][:2], one[1][2 + dropped :])) for one in (history.k, history.v))
     back = rotary.rotate_back(q, torch.tensor([dropped], device=device))
-    of_sinks, of_rest = (torch.einsum("qhd,kgd->hk", one, history.k[1]).double() / 4 for one in (back, q))
+    of_sinks, of_rest = (torch.einsum("qhd,kgd->hk", one, keys).double() / 4 for one in (back, q))
     scores = torch.cat((of_sinks[:, :2], of_rest[:, 2:], sink_logits.double()[:, None]), 1)
-    expected = scores.softmax(1)[:, :-1] @ history.v[1][:, 0].double()
+    expected = scores.softmax(1)[:, :-1] @ values[:, 0].double()
     torch.testing.assert_close(out.view(2, 16).double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_scores_of_a_step_with_sinks_are_refused(device: torch.device) -> None:
     (backend,) = make_backends("torch", device, [LayerShape(1, 16, 1)])
     memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float32), 10, 4, 8, device)
-    step = Step.of(with_sinks(Batch.of([1], [4], [1], 1), [2], 2), memory)
-    with pytest.raises(ValueError, match="a step with 2 sinks"):
+    step = Step.of(over_rings(Batch.of([1], [6], [1], 1), Ring(2, 4, 2)), memory)
+    with pytest.raises(ValueError, match="from other positions, which are not scored"):
         backend.entry_scores(torch.zeros(1, 16, device=device), step)
 
 
