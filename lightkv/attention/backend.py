@@ -15,7 +15,6 @@ from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, Attention
 from lightkv.triton_kernels.attention.variants.variant import limits
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
-from .cross import CrossStep
 from .rotary import Rotary, RotaryEmbedding
 from .step import Step
 
@@ -160,22 +159,6 @@ class AttentionBackend(ABC):
                 "rotate q first, and give no rotary"
             )
         self._attend(q, step, out)
-        return out.flatten(1)
-
-    def cross(self, q: torch.Tensor, cross: CrossStep) -> torch.Tensor:
-        """Attends from q, `[num_tokens, num_heads * head_dim]`, to all tokens of the cross sequence that each
-        sequence reads. Their K/V is in the slots of
-        `KVCache.open_cross` already (`KVPool.write`). Returns `[num_tokens,
-        num_heads * v_dim]`. Raises ValueError for a layer that is causal or has a window."""
-        options = self.options
-        if options.causal or options._replace(causal=True).counts_positions:
-            raise ValueError(
-                f"layer {self.layer_idx} attends to another sequence, so it sees all of its tokens, which have "
-                f"no distance: make it with causal=False, and nothing that counts positions; it has {options}"
-            )
-        q = q.view(cross.step.num_tokens, self.num_heads, self.head_dim)
-        out = q.new_empty(len(q), self.num_heads, self.v_dim)
-        self._attend(q, cross.step, out)
         return out.flatten(1)
 
     def entry_scores(self, q: torch.Tensor, step: Step) -> torch.Tensor:

@@ -77,15 +77,6 @@ class Packing(NamedTuple):
         np.cumsum(self.counts[: self.num_prefills], out=starts[1:])
         return starts + np.int32(self.first_prefill_token)
 
-    def place(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns numbers of each sequence that is no padding, prefills first, in the places of the step; 0 in
-        the others."""
-        placed = np.zeros(len(self.rows), dtype=numbers.dtype)
-        placed[: self.num_real_prefills] = numbers[: self.num_real_prefills]
-        decodes = numbers[self.num_real_prefills :]
-        placed[self.num_prefills : self.num_prefills + len(decodes)] = decodes
-        return placed
-
 
 @dataclass(frozen=True, eq=False)
 class Step:

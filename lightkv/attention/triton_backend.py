@@ -98,7 +98,7 @@ class TritonAttention(AttentionBackend):
         if isinstance(kv.lookup, RingRows) and kv.lookup.ring.sinks and not limits(self.options.variants):
             kv = kv._replace(lookup=self._rotated(kv.lookup, step))
         q = self._as_stored(q, kv.format, step)
-        restored = self._restored(q, kv, q_starts, step) if step.form.may_restore else None
+        restored = self._restored(q, kv, q_starts, step)
         if restored is not None:
             q_starts = restored.pool_starts
         mixed_attention(
