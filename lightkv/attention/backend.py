@@ -80,11 +80,6 @@ class AttentionBackend(ABC):
         reads a prefix for several decodes."""
         return 1
 
-    @property
-    def most_decode_queries(self) -> int:
-        """The most tokens of a decode (`Batch.num_queries`)."""
-        return 1
-
     def scratch_bytes(self, num_tokens: int, dtype: torch.dtype, device: torch.device) -> int:
         """Returns how many bytes, beside `out`, the layer's attention needs on `device` while it computes up to
         `num_tokens` queries of `dtype`, as far as they are worth counting. The next layer uses the same."""
@@ -137,15 +132,10 @@ class AttentionBackend(ABC):
             `[num_tokens, num_heads * v_dim]` of q's type.
 
         Raises:
-            ValueError: the layer cannot attend to sequences of the step's form (`Form.check_layer`), or decodes
-                have more tokens than `most_decode_queries`. Nothing is written then.
+            ValueError: the layer cannot attend to sequences of the step's form (`Form.check_layer`). Nothing
+                is written then.
         """
         step.form.check_layer(self)
-        if step.host.num_queries > self.most_decode_queries:
-            raise ValueError(
-                f"decodes of {step.host.num_queries} tokens; this backend attends from "
-                f"{self.most_decode_queries} of each: run them as prefills"
-            )
         num_tokens = step.num_tokens
         q = q.view(num_tokens, self.num_heads, self.head_dim)
         k = k.view(num_tokens, self.num_kv_heads, self.head_dim)

@@ -51,10 +51,6 @@ class TritonAttention(AttentionBackend):
             return 1
         return decode_tuning.prefix_members(1, self.num_heads // self.num_kv_heads)
 
-    @property
-    def most_decode_queries(self) -> int:
-        return decode_tuning.MOST_DECODE_ROWS // (self.num_heads // self.num_kv_heads)
-
     def scratch_bytes(self, num_tokens: int, dtype: torch.dtype, device: torch.device) -> int:
         return most_partial_bytes(tuning.device_class(device), self.heads, num_tokens, dtype.itemsize)
 
@@ -108,7 +104,6 @@ class TritonAttention(AttentionBackend):
             q_starts,
             step.kv_lens,
             self.options.plus(step.mask),
-            num_queries=step.host.num_queries,
             plan=self.mixed_plan(q, q_starts, step.kv_lens, step),
             out=out,
             decodes_first=step.host.decodes_first,
@@ -227,7 +222,6 @@ class TritonAttention(AttentionBackend):
                 num_tokens=len(q),
                 dtype=q.dtype,
                 options=self.options,
-                num_queries=step.host.num_queries,
                 shared_prefixes=shared_prefixes,
                 decodes_first=step.host.decodes_first,
                 layer_format=layer_format,

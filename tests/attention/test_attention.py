@@ -22,7 +22,6 @@ from lightkv.attention import (
     torch_backend,
     torch_plan,
 )
-from lightkv.attention.forms.beams import over_beams
 from lightkv.attention.forms.gaps import with_gaps
 from lightkv.attention.forms.rings import over_rings
 from lightkv.ledger.shared_prefixes import SharedPrefix
@@ -249,7 +248,6 @@ def test_a_refused_load_changes_nothing(memory: KVMemory) -> None:
         (decodes.sharing([SharedPrefix((1, 2), 3)], 5), "up to 5 decodes, where a read here serves 3"),
         (over_rings(decodes, Ring(0, 33)), "32 entries"),
         (Batch.of([1], [32], [1], 0), "32 entries"),
-        (over_beams(decodes, torch.zeros(1, 9, dtype=torch.int32)), "indirection must be int32"),
     ):
         with pytest.raises((ValueError, IndexError), match=message):
             static.load(batch)

@@ -55,7 +55,7 @@ def attend_request(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, s
     values = v.to(dtype).transpose(0, 1)
     out = torch.empty(len(q), q.shape[1], v.shape[2], dtype=dtype, device=q.device)
     for tile, weights in weights_of_request(q, k, options, scored):
-        products = torch.matmul(weights.reshape(num_kv_heads, -1, len(k)), values)
+        products = torch.matmul(weights.unflatten(0, (num_kv_heads, -1)).flatten(1, 2), values)
         out[tile] = products.view(*weights.shape[:2], -1).transpose(0, 1)
     return out
 

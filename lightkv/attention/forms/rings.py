@@ -34,13 +34,12 @@ def over_rings(batch: Batch, ring: Ring) -> Batch:
     tokens in another way or read prefixes together.
     """
     num_prefills, starts = batch.num_prefills, batch.starts.tolist()
-    is_plain = batch.form == PLAIN and batch.shared is None and batch.num_queries == 1
+    is_plain = batch.form == PLAIN and batch.shared is None
     if not is_plain or num_prefills not in (0, len(starts)):
         raise ValueError(
-            f"{num_prefills} prefills among {len(starts)} rings, which are {batch.form} already, read "
-            f"{batch.shared} together, and have {batch.num_queries} tokens a decode: a step over rings has "
-            "prefills or decodes only, these of one token, and gets positions instead of dropped tokens and "
-            "sinks; run the others in another step"
+            f"{num_prefills} prefills among {len(starts)} rings, which are {batch.form} already, and read "
+            f"{batch.shared} together: a step over rings has prefills or decodes only, and gets positions "
+            "instead of dropped tokens; run the others in another step"
         )
     if not num_prefills:
         return replace(batch, form=Rings(ring))
