@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from bench.common.report import machine
 from lightkv.integrations.ranks.group import RankGroup
-from lightkv.triton_kernels.layers.residual_norm import Norm, residual_norm
+from lightkv.triton_kernels.layers.residual_norm import residual_norm
+from lightkv.triton_kernels.norms import Norm
 
 SIZES = [8 << 10, 64 << 10, 256 << 10, 512 << 10, 2 << 20, 8 << 20, 32 << 20]
 DIM = 4096  # of the rows that get a residual and a norm
@@ -38,8 +39,8 @@ def run_rank(rank: int, size: int, store: str, answers: Any) -> None:
 
 
 def measure(ranks: RankGroup, num_bytes: int) -> dict[str, float]:
-    """Returns the milliseconds of a sum of `num_bytes`, of one with residual and norm after it, and of all three
-    in one kernel."""
+    """Returns the milliseconds of a sum of `num_bytes`, of one with residual and norm after it, and of all
+    three in one kernel."""
     x = torch.zeros(num_bytes // 2 // DIM or 1, DIM, dtype=torch.bfloat16, device=ranks.device)
     times = {"NCCL": graph_ms(lambda: ranks.sum(x))}
     residual, norm = torch.zeros_like(x), Norm(torch.ones_like(x[0]), None, 1e-5)

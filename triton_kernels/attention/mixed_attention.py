@@ -33,7 +33,6 @@ from lightkv.triton_kernels.attention.decode.decode_plan import (
     decode_plan,
     num_programs_for,
 )
-from lightkv.triton_kernels.attention.lookups import TOKEN_TABLE, Lookup
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     attend_prefills,
     check_prefills,
@@ -44,6 +43,7 @@ from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
 from .attention_inputs import Call
 from .attention_reference import queries_between, requests_reference
+from .lookups import TOKEN_TABLE, Lookup
 from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 
 

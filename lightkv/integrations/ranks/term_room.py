@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from triton.errors import TritonError
 
-from lightkv.triton_kernels.layers.residual_norm import Norm
 from lightkv.triton_kernels.layers.summed_residual_norm import MAX_PROGRAMS, Terms, summed_residual_norm
+from lightkv.triton_kernels.norms import Norm
 
 from .symmetric import Mapped, all_agree, map_memory
 
