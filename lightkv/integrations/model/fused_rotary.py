@@ -254,7 +254,10 @@ def _head_norms(module: Any, layout: AttentionLayout) -> HeadNorms | None:
         if weight is not None and (plan.norms_over_all or weight.dim() == 2):
             weight = weight.view(num_heads, layout.head_dim)
         found.append(norm._replace(weight=weight))
-    return HeadNorms(*found, over_all=plan.norms_over_all) if found else None
+    if not found:
+        return None
+    q, k = found
+    return HeadNorms(q, k, plan.norms_over_all)
 
 
 def _are_tables(tables: Any, x: Any) -> bool:
