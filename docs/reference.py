@@ -27,7 +27,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "lightkv.ledger": (),
     "lightkv.edits": ("encode", "decode"),
     "lightkv.attention": (),
-    "lightkv.attention.forms": ("gaps.with_gaps", "sinks.with_sinks", "rings.over_rings", "beams.over_beams"),
+    "lightkv.attention.forms": ("gaps.with_gaps", "rings.over_rings"),
     "lightkv.router": (),
     "lightkv.integrations.cached_model": ("CachedModel",),
     "lightkv.integrations.hf_cache": ("LightKVCache",),

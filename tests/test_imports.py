@@ -24,6 +24,7 @@ ROOMS = (
     "lightkv.triton_kernels.tuning",
     "lightkv.triton_kernels.checks",
     "lightkv.triton_kernels.operators",
+    "lightkv.triton_kernels.norms",
     "lightkv.triton_kernels.slots",
     "lightkv.triton_kernels.quantised",
     "lightkv.triton_kernels.write",

@@ -2,9 +2,8 @@
 
     python -m bench.features.embedding --out bench/results/embedding-cpu.json
 
-The same `model.generate(...)` runs three times: with DynamicCache; with LightKVCache and the model's own
-attention, for which K/V is gathered; and with LightKVCache and lightkv's attention, which computes no padding
-and one prompt for all beams. The cases are greedy decoding of one prompt and of a padded batch, four beams,
+The same `model.generate(...)` runs twice: with DynamicCache, and with LightKVCache, which gathers K/V for the
+model's own attention. The cases are greedy decoding of one prompt and of a padded batch, four beams,
 prompt look-up, and a prompt that lightkv has seen before. The sides alternate in every round. lightkv's cache
 is emptied before each run, except in the last case. All sides have to generate the same tokens, else no figures
 are reported. "Tokens held" is the most at any time; for DynamicCache it counts every column of every row.
@@ -20,10 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from bench.common.report import Spread, alternate, parser, print_json, print_machine, print_table, refuse
 from bench.features.speculation import LETTER, PROMPTS
 from lightkv.integrations.hf_cache import LightKVCache
-from lightkv.integrations.model.hf_model import bind
 from lightkv.router.model_files import DEFAULT_MODEL, resolve
 
-DYNAMIC, GATHERED, IN_PLACE = "DynamicCache", "lightkv, own attention", "lightkv, lightkv's attention"
+DYNAMIC, GATHERED = "DynamicCache", "lightkv, own attention"
 
 
 class Case(NamedTuple):
@@ -92,13 +90,11 @@ def main() -> None:
     directory = resolve(options.model, print)
     tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    models = [AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval() for _ in range(2)]
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     sides = {
-        DYNAMIC: Side(models[0], None),
-        GATHERED: Side(models[0], LightKVCache(models[0], capacity=4096)),
-        IN_PLACE: Side(models[1], LightKVCache(models[1], capacity=4096)),
+        DYNAMIC: Side(model, None),
+        GATHERED: Side(model, LightKVCache(model, capacity=4096)),
     }
-    bind(models[1])
     print_machine()
     print(f"{options.new_tokens} new tokens each\n")
 
@@ -114,9 +110,8 @@ def main() -> None:
         for round_idx, found in enumerate(alternate(options.rounds, runs)):
             for key, (taken, _) in found.items():
                 seconds[key].append(taken)
-            for side in (GATHERED, IN_PLACE):
-                if found[side][1] != found[DYNAMIC][1]:
-                    refuse(f"{name}: {side} generates other tokens than {DYNAMIC}")
+            if found[GATHERED][1] != found[DYNAMIC][1]:
+                refuse(f"{name}: {GATHERED} generates other tokens than {DYNAMIC}")
             shown = ", ".join(f"{seconds[side][-1]:.2f} s" for side in sides)
             print(f"{name}, round {round_idx + 1}: {shown}", flush=True)
         results[name] = {}

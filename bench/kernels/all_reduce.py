@@ -1,9 +1,9 @@
-"""The time of a sum over the ranks of a host, by size and way, each in a CUDA graph; one process a GPU.
+"""The time of a sum over the ranks of a host, by size, each in a CUDA graph; one process a GPU.
 
     python -m bench.kernels.all_reduce --ranks 2 --out bench/results/all-reduce-h100.json
 
 The floor of large tensors is the bytes that a rank receives over its links, and of small ones the latency of
-one exchange. `AllReduce` and `TermRoom` choose by size, from figures measured so.
+one exchange. `TermRoom` joins sums of up to so many bytes, from figures measured so.
 """
 
 import argparse
@@ -11,7 +11,6 @@ import json
 import multiprocessing
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from bench.common.report import machine
-from lightkv.integrations.ranks.all_reduce import BUFFER_BYTES, AllReduce
 from lightkv.integrations.ranks.group import RankGroup
-from lightkv.triton_kernels.layers.residual_norm import Norm, residual_norm
+from lightkv.triton_kernels.layers.residual_norm import residual_norm
+from lightkv.triton_kernels.norms import Norm
 
 SIZES = [8 << 10, 64 << 10, 256 << 10, 512 << 10, 2 << 20, 8 << 20, 32 << 20]
 DIM = 4096  # of the rows that get a residual and a norm
@@ -34,16 +33,16 @@ def run_rank(rank: int, size: int, store: str, answers: Any) -> None:
     torch.cuda.set_device(device)
     ranks = RankGroup(rank, size, dist.FileStore(store, size), device)
     times = {num_bytes: measure(ranks, num_bytes) for num_bytes in SIZES}
-    wrong = [num_bytes for num_bytes in SIZES if not is_right(ranks.sums, num_bytes, ranks)]
+    wrong = [num_bytes for num_bytes in SIZES if not is_right(num_bytes, ranks)]
     answers.put((rank, times, ranks.lines, wrong))
     ranks.leave()
 
 
 def measure(ranks: RankGroup, num_bytes: int) -> dict[str, float]:
-    """Returns the milliseconds of a sum of `num_bytes` by each way that takes so many, of one with residual and
-    norm after it, and of all three in one kernel."""
+    """Returns the milliseconds of a sum of `num_bytes`, of one with residual and norm after it, and of all
+    three in one kernel."""
     x = torch.zeros(num_bytes // 2 // DIM or 1, DIM, dtype=torch.bfloat16, device=ranks.device)
-    times = {name: graph_ms(partial(way, x)) for name, way in ways_for(ranks.sums, num_bytes).items()}
+    times = {"NCCL": graph_ms(lambda: ranks.sum(x))}
     residual, norm = torch.zeros_like(x), Norm(torch.ones_like(x[0]), None, 1e-5)
     times["with residual and norm"] = graph_ms(lambda: residual_norm(ranks.sum(x), residual, norm))
     if (room := ranks.room) is not None and num_bytes <= room.most_bytes:
@@ -54,11 +53,6 @@ def measure(ranks: RankGroup, num_bytes: int) -> dict[str, float]:
 
         times["joined"] = graph_ms(joined) / 2
     return times
-
-
-def ways_for(sums: AllReduce, num_bytes: int) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """Returns the ways that take a tensor of `num_bytes`."""
-    return sums.ways if num_bytes <= BUFFER_BYTES else {"NCCL": sums.ways["NCCL"]}
 
 
 def graph_ms(run: Callable[[], object]) -> float:
@@ -84,12 +78,12 @@ def graph_ms(run: Callable[[], object]) -> float:
     return float(slowest)
 
 
-def is_right(sums: AllReduce, num_bytes: int, ranks: RankGroup) -> bool:
-    """Whether every way gives the sum of small whole numbers, which has no rounding."""
+def is_right(num_bytes: int, ranks: RankGroup) -> bool:
+    """Whether small whole numbers, which have no rounding, are added up."""
     x = torch.arange(num_bytes // 2, device=ranks.device).remainder(61).to(torch.bfloat16)
     expected = x * sum(range(1, ranks.size + 1))
     mine = x * (ranks.rank + 1)
-    return all(torch.equal(way(mine.clone()), expected) for way in ways_for(sums, num_bytes).values())
+    return torch.equal(ranks.sum(mine), expected)
 
 
 def main() -> None:

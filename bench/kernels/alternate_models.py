@@ -18,7 +18,6 @@ from bench.common.model_shapes import LLAMA_3_8B, with_layers
 from bench.serving import decode_step, prompt_step
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.hf_cache import LightKVCache
-from lightkv.integrations.model.hf_model import bind
 from lightkv.router.model.token_buckets import MOST_TOKENS
 
 SMALL = LlamaConfig(
@@ -101,32 +100,27 @@ def _eager(device: torch.device) -> dict[str, Measure]:
 
 
 def _generate(device: torch.device) -> dict[str, Measure]:
-    """Returns `generate` with lightkv's cache, on the model's own attention and on lightkv's."""
+    """Returns `generate` with lightkv's cache."""
     ids = torch.arange(ROWS * PROMPT, device=device).view(ROWS, PROMPT)
-    sides = {}
-    for name in ("own attention", "bound"):
-        model = _small(device)
-        kept = LightKVCache(model, 4096)
-        if name == "bound":
-            bind(model)
+    model = _small(device)
+    kept = LightKVCache(model, 4096)
 
-        def run(model: Any = model, kept: LightKVCache = kept) -> list[float]:
-            times = []
-            for _ in range(2):
-                kept.reset()
-                kept.kv.evict(kept.kv.num_cached)
-                _wait(device)
-                begin = time.perf_counter()
-                model.generate(
-                    ids, past_key_values=kept, max_new_tokens=STEPS, do_sample=False, eos_token_id=None,
-                    pad_token_id=0,
-                )  # fmt: skip
-                _wait(device)
-                times.append((time.perf_counter() - begin) * 1e6 / STEPS)
-            return times[1:]
+    def run() -> list[float]:
+        times = []
+        for _ in range(2):
+            kept.reset()
+            kept.kv.evict(kept.kv.num_cached)
+            _wait(device)
+            begin = time.perf_counter()
+            model.generate(
+                ids, past_key_values=kept, max_new_tokens=STEPS, do_sample=False, eos_token_id=None,
+                pad_token_id=0,
+            )  # fmt: skip
+            _wait(device)
+            times.append((time.perf_counter() - begin) * 1e6 / STEPS)
+        return times[1:]
 
-        sides[name] = run
-    return sides
+    return {"own attention": run}
 
 
 @cache

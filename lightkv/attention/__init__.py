@@ -14,7 +14,6 @@ from lightkv.triton_kernels.attention.variants import (
 
 from .backend import AttentionBackend, LayerShape
 from .batch import Batch
-from .cross import CrossStep, StaticCross
 from .rotary import Rotary, RotaryEmbedding
 from .select import BACKENDS, make_backends, pick_backend, prefix_members
 from .static_step import BatchShape, StaticStep
@@ -28,14 +27,12 @@ __all__ = [
     "Batch",
     "BatchShape",
     "Chunk",
-    "CrossStep",
     "LayerShape",
     "PagedKV",
     "Rotary",
     "RotaryEmbedding",
     "SinkLogits",
     "Softcap",
-    "StaticCross",
     "StaticStep",
     "Step",
     "TreeMask",

@@ -10,11 +10,11 @@ import torch
 
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.memory.staging import upload
+from lightkv.triton_kernels.attention.attention_scores import attention_scores
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.variants.variant import limits
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
-from .cross import CrossStep
 from .rotary import Rotary, RotaryEmbedding
 from .step import Step
 
@@ -52,7 +52,7 @@ class AttentionBackend(ABC):
     """Attention of one layer over the pool, for packed batches of prefills and decodes.
 
     `layer_idx` is the layer's number in the pool. `rotary` holds the frequencies that q and k are rotated by;
-    only steps need it in which queries attend from other positions (`forms/sinks.py`).
+    only steps need it in which queries attend from other positions (`forms/rings.py`).
     """
 
     supports_cuda_graph = False  # True: decode reads lengths on the device, so a captured step follows them
@@ -78,11 +78,6 @@ class AttentionBackend(ABC):
     def prefix_members(self) -> int:
         """How many decodes that share a prefix are attended with one reading of it; 1 if the backend never
         reads a prefix for several decodes."""
-        return 1
-
-    @property
-    def most_decode_queries(self) -> int:
-        """The most tokens of a decode (`Batch.num_queries`)."""
         return 1
 
     def scratch_bytes(self, num_tokens: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -137,15 +132,10 @@ class AttentionBackend(ABC):
             `[num_tokens, num_heads * v_dim]` of q's type.
 
         Raises:
-            ValueError: the layer cannot attend to sequences of the step's form (`Form.check_layer`), or decodes
-                have more tokens than `most_decode_queries`. Nothing is written then.
+            ValueError: the layer cannot attend to sequences of the step's form (`Form.check_layer`). Nothing
+                is written then.
         """
         step.form.check_layer(self)
-        if step.host.num_queries > self.most_decode_queries:
-            raise ValueError(
-                f"decodes of {step.host.num_queries} tokens; this backend attends from "
-                f"{self.most_decode_queries} of each: run them as prefills"
-            )
         num_tokens = step.num_tokens
         q = q.view(num_tokens, self.num_heads, self.head_dim)
         k = k.view(num_tokens, self.num_kv_heads, self.head_dim)
@@ -161,22 +151,6 @@ class AttentionBackend(ABC):
         self._attend(q, step, out)
         return out.flatten(1)
 
-    def cross(self, q: torch.Tensor, cross: CrossStep) -> torch.Tensor:
-        """Attends from q, `[num_tokens, num_heads * head_dim]`, to all tokens of the cross sequence that each
-        sequence reads. Their K/V is in the slots of
-        `KVCache.open_cross` already (`KVPool.write`). Returns `[num_tokens,
-        num_heads * v_dim]`. Raises ValueError for a layer that is causal or has a window."""
-        options = self.options
-        if options.causal or options._replace(causal=True).counts_positions:
-            raise ValueError(
-                f"layer {self.layer_idx} attends to another sequence, so it sees all of its tokens, which have "
-                f"no distance: make it with causal=False, and nothing that counts positions; it has {options}"
-            )
-        q = q.view(cross.step.num_tokens, self.num_heads, self.head_dim)
-        out = q.new_empty(len(q), self.num_heads, self.v_dim)
-        self._attend(q, cross.step, out)
-        return out.flatten(1)
-
     def entry_scores(self, q: torch.Tensor, step: Step) -> torch.Tensor:
         """Computes how much this step's queries attend to each entry: probabilities, summed over queries and
         heads.
@@ -189,7 +163,14 @@ class AttentionBackend(ABC):
         width = int(step.host.kv_lens.max(initial=0))
         q = q.view(step.num_tokens, self.num_heads, self.head_dim)
         entries = step.plans.get("entries of queries", self.layer_idx, lambda: _entries_of(step))
-        return self._entry_scores(q, entries, width, step)
+        kv = self.paged_kv(step)
+        if kv.format.elements.has_hadamard:
+            q = step.memory.pool.apply_hadamard(q)
+        options = self.options.plus(step.mask)
+        scores = attention_scores(
+            q, kv, step.rows, step.q_starts, entries, step.kv_lens, options, width=width
+        )
+        return scores.float()
 
     @abstractmethod
     def _write(self, new: NewHeads, step: Step, rotary: RotaryEmbedding | None) -> None:
@@ -199,11 +180,6 @@ class AttentionBackend(ABC):
     def _attend(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
         """Writes the attention of all tokens to `out`, as the step's form has it (`Form`). This step's K/V is
         in the pool already."""
-
-    @abstractmethod
-    def _entry_scores(self, q: torch.Tensor, entries: torch.Tensor, width: int, step: Step) -> torch.Tensor:
-        """Computes the scores of q `[num_tokens, num_heads, head_dim]` at `entries` int32 `[num_tokens]`:
-        float32 `[B, width]`."""
 
 
 def _entries_of(step: Step) -> torch.Tensor:

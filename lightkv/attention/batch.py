@@ -17,8 +17,7 @@ from .shared_reads import SharedReads
 @dataclass(frozen=True, eq=False)
 class Batch:
     """The sequences of a step, packed: first the prefills, each with any number of tokens, then the decodes,
-    with one token each, or each with the same few, as to verify guesses. For B sequences with T tokens in all,
-    on the host:
+    with one token each. For B sequences with T tokens in all, on the host:
 
         tokens    ├──── prefill 0 ────┼─ prefill 1 ─┼ decode 2 ┼ decode 3 ┤
         counts             6                 4            1          1
@@ -28,10 +27,7 @@ class Batch:
     - `num_prefills`: the first so many sequences are prefills;
     - `positions`: int64 `[T]`, the true position of each token;
     - `form`: how the sequences hold their tokens;
-    - `shared`: which decodes read their first entries together (`sharing`);
-    - `num_queries`: the tokens of each decode, at most what the backends take
-      (`AttentionBackend.most_decode_queries`); 1 in static tensors, where prefixes are shared,
-      and in forms that say so.
+    - `shared`: which decodes read their first entries together (`sharing`).
 
     `Batch.of` makes one in which every row has an entry for each token. A file of `lightkv.attention.forms`
     makes another form of it. Raises ValueError where the numbers make no batch.
@@ -44,7 +40,6 @@ class Batch:
     positions: np.ndarray
     form: Form = PLAIN
     shared: SharedReads | None = None
-    num_queries: int = 1
 
     def __post_init__(self) -> None:
         rows, starts, counts, num_prefills = self.rows, self.starts, self.counts, self.num_prefills
@@ -54,11 +49,10 @@ class Batch:
             )
         if not 0 <= num_prefills <= len(rows):
             raise ValueError(f"{num_prefills} prefills; there can be 0 to {len(rows)} here")
-        if len(rows) and (counts.min() < 1 or (counts[num_prefills:] != self.num_queries).any()):
+        if len(rows) and (counts.min() < 1 or (counts[num_prefills:] != 1).any()):
             raise ValueError(
                 f"counts {counts.tolist()} with {num_prefills} prefills: a prefill computes at least one "
-                f"token, a decode exactly one, or here num_queries {self.num_queries}, and the prefills come "
-                "first"
+                "token, a decode exactly one, and the prefills come first"
             )
         if len(self.positions) != (num_tokens := int(counts.sum())):
             raise ValueError(f"{len(self.positions)} positions of {num_tokens} tokens: give one each")
@@ -70,14 +64,13 @@ class Batch:
         starts: Sequence[int] | np.ndarray,
         counts: Sequence[int] | np.ndarray,
         num_prefills: int,
-        num_queries: int = 1,
     ) -> "Batch":
         """Returns the batch of these numbers. The slots of its tokens have to be in the token table before a
         step is made of it. Raises ValueError."""
         row, start, count = (integers(numbers) for numbers in (rows, starts, counts))
         same = len(start) == len(count)  # if not, the batch says so
         positions = packed_ranges(start, count) if same else start
-        return cls(row, start, count, num_prefills, positions, num_queries=num_queries)
+        return cls(row, start, count, num_prefills, positions)
 
     @classmethod
     def empty(cls) -> "Batch":
@@ -95,11 +88,10 @@ class Batch:
         (`attention.prefix_members` of the backends); with 1, each reads its own. Raises ValueError."""
         if most_members <= 1:
             return self
-        if not self.form.lookup.is_plain or self.num_queries > 1:
+        if not self.form.lookup.is_plain:
             raise ValueError(
-                f"prefixes {prefixes} of sequences of {self.form}, whose decodes have {self.num_queries} "
-                "tokens: only plain decodes of one token read together, otherwise each sequence reads its own; "
-                "run these apart"
+                f"prefixes {prefixes} of sequences of {self.form}: only plain decodes read together, otherwise "
+                "each sequence reads its own; run these apart"
             )
         begin = self.num_prefills
         return replace(

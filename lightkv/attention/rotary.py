@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lightkv.triton_kernels.write.head_norms import HeadNorms, normalise_reference
+from lightkv.triton_kernels.norms import norm_reference
+from lightkv.triton_kernels.write.inputs import HeadNorms
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class RotaryEmbedding:
     def apply(self, q: torch.Tensor, k: torch.Tensor) -> None:
         """Normalises q `[T, H, D]` and k `[T, num_kv_heads, D]`, and rotates them, in place."""
         if self.norms is not None:
-            q.copy_(normalise_reference(q, self.norms.q, q.dtype))
-            k.copy_(normalise_reference(k, self.norms.k, k.dtype))
+            for heads, norm in ((q, self.norms.q), (k, self.norms.k)):
+                heads.copy_(norm_reference(heads, norm, heads.dtype, self.norms.dims))
         self.rotate(q)
         self.rotate(k)
 

@@ -98,7 +98,6 @@ class BatchShape(NamedTuple):
             first_prefill_token=first_prefill_token,
             first_decode_token=0,
             decodes_first=self.decodes_first,
-            num_queries=1,
         )
 
 
@@ -136,8 +135,8 @@ class StaticStep:
         """Loads a batch with one upload, outside the graph, and without synchronising. Kernels inside the graph
         may change `rows`, `kv_lens`, `position_ids` and `slot_mapping` of the step in place.
 
-        A graph captured on the returned step reads what every later `load` puts there. It reads the mask and
-        the table of beams that it was captured with, and it reads prefixes together if the batch that it was
+        A graph captured on the returned step reads what every later `load` puts there. It reads the mask that
+        it was captured with, and it reads prefixes together if the batch that it was
         captured on has `sharing`, even of no prefixes; then all batches need it. Raises the errors of
         `Step.of`, and ValueError for a batch that is too large, or of a form that no graph can take; the
         tensors are then as before.
@@ -194,11 +193,6 @@ class StaticStep:
                 f"{len(batch.positions)} tokens, {num_prefills} prefills and {num_sequences - num_prefills} "
                 f"decodes; there are places for {shape.num_tokens} tokens, {shape.most_prefills} prefills and "
                 f"{shape.num_decodes} decodes here: split the step, or run it eagerly (Step.of)"
-            )
-        if batch.num_queries > 1:
-            raise ValueError(
-                f"decodes of {batch.num_queries} tokens: in static tensors each has one; run this step eagerly "
-                "(Step.of), or as prefills"
             )
         if not batch.form.is_static:
             raise ValueError(

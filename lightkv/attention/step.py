@@ -25,7 +25,7 @@ class Packing(NamedTuple):
     `counts`: int64 `[B]`, this step's tokens of each; `num_prefills`: the first so many are prefills, of which
     `num_real_prefills` are no padding, as are `num_real` sequences in all; `first_prefill_token` and
     `first_decode_token`: where the tokens of prefills and of decodes begin; `decodes_first`: whether those of
-    decodes precede the others (`BatchShape`); `num_queries`: the tokens of each decode.
+    decodes precede the others (`BatchShape`).
     """
 
     rows: np.ndarray
@@ -39,7 +39,6 @@ class Packing(NamedTuple):
     first_prefill_token: int
     first_decode_token: int
     decodes_first: bool
-    num_queries: int
 
     @classmethod
     def of(cls, batch: Batch, seen: Seen) -> "Packing":
@@ -58,7 +57,6 @@ class Packing(NamedTuple):
             first_prefill_token=0,
             first_decode_token=num_prefill_tokens,
             decodes_first=False,
-            num_queries=batch.num_queries,
         )
 
     @property
@@ -76,15 +74,6 @@ class Packing(NamedTuple):
         starts = np.zeros(self.num_prefills + 1, dtype=np.int32)
         np.cumsum(self.counts[: self.num_prefills], out=starts[1:])
         return starts + np.int32(self.first_prefill_token)
-
-    def place(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns numbers of each sequence that is no padding, prefills first, in the places of the step; 0 in
-        the others."""
-        placed = np.zeros(len(self.rows), dtype=numbers.dtype)
-        placed[: self.num_real_prefills] = numbers[: self.num_real_prefills]
-        decodes = numbers[self.num_real_prefills :]
-        placed[self.num_prefills : self.num_prefills + len(decodes)] = decodes
-        return placed
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,6 @@ import torch
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.memory.staging import upload
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_scores import attention_scores
 from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.lookups import RingRows
@@ -51,10 +50,6 @@ class TritonAttention(AttentionBackend):
         if any(one.flags.is_short for one in self.options.variants):
             return 1
         return decode_tuning.prefix_members(1, self.num_heads // self.num_kv_heads)
-
-    @property
-    def most_decode_queries(self) -> int:
-        return decode_tuning.MOST_DECODE_ROWS // (self.num_heads // self.num_kv_heads)
 
     def scratch_bytes(self, num_tokens: int, dtype: torch.dtype, device: torch.device) -> int:
         return most_partial_bytes(tuning.device_class(device), self.heads, num_tokens, dtype.itemsize)
@@ -99,7 +94,7 @@ class TritonAttention(AttentionBackend):
         if isinstance(kv.lookup, RingRows) and kv.lookup.ring.sinks and not limits(self.options.variants):
             kv = kv._replace(lookup=self._rotated(kv.lookup, step))
         q = self._as_stored(q, kv.format, step)
-        restored = self._restored(q, kv, q_starts, step) if step.form.may_restore else None
+        restored = self._restored(q, kv, q_starts, step)
         if restored is not None:
             q_starts = restored.pool_starts
         mixed_attention(
@@ -109,7 +104,6 @@ class TritonAttention(AttentionBackend):
             q_starts,
             step.kv_lens,
             self.options.plus(step.mask),
-            num_queries=step.host.num_queries,
             plan=self.mixed_plan(q, q_starts, step.kv_lens, step),
             out=out,
             decodes_first=step.host.decodes_first,
@@ -228,7 +222,6 @@ class TritonAttention(AttentionBackend):
                 num_tokens=len(q),
                 dtype=q.dtype,
                 options=self.options,
-                num_queries=step.host.num_queries,
                 shared_prefixes=shared_prefixes,
                 decodes_first=step.host.decodes_first,
                 layer_format=layer_format,
@@ -239,17 +232,3 @@ class TritonAttention(AttentionBackend):
         in_fp8 = self._fp8_q_scale is not None
         shape = *heads, self._limits, q.dtype, shared_prefixes is not None, layer_format, in_fp8
         return step.plans.get(shape, self.layer_idx, make)
-
-    def _entry_scores(self, q: torch.Tensor, entries: torch.Tensor, width: int, step: Step) -> torch.Tensor:
-        kv = self.paged_kv(step)
-        return attention_scores(
-            self._as_stored(q, kv.format, step),
-            kv,
-            step.rows,
-            step.q_starts,
-            entries,
-            step.kv_lens,
-            self.options.plus(step.mask),
-            max_q_len=int(step.host.counts.max()),
-            width=width,
-        )

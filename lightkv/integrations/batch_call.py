@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lightkv.attention import Batch, Step
 from lightkv.errors import OutOfRows
 from lightkv.kv_cache import KVCache
 from lightkv.layer_groups import LayerGroups
@@ -142,40 +141,6 @@ def _seen_entries(table: TokenTable, rows: list[int], padding: list[int], width:
     first, row = (np.array(numbers, dtype=np.int64)[:, None] for numbers in (padding, rows))
     columns = np.arange(width)
     return np.where(columns < first, 0, row * table.max_entries + columns - first)
-
-
-def pack_step(
-    memory: KVMemory,
-    rows: list[int],
-    parts: list[Part],
-    same_as: list[int],
-    call: ModelCall,
-    num_before: int,
-) -> tuple[Step, dict[str, torch.Tensor]]:
-    """Prepares a call on lightkv's attention, which computes `parts` alone. Returns the step and the changed
-    arguments of the call.
-
-    `rows` of the table belong to the rows of the batch, which has `num_before` columns before the call;
-    `same_as` has for each the first row with the same text, whose logits it gets.
-    """
-    _, starts, counts = (list(numbers) for numbers in zip(*parts, strict=True))
-    num_prefills = len(parts) if max(counts) > 1 else 0
-    step = Step.of(Batch.of([rows[part.row] for part in parts], starts, counts, num_prefills), memory)
-    ends = dict(zip((part.row for part in parts), np.cumsum(counts).tolist(), strict=True))
-    length = {part.row: part.num_tokens for part in parts}
-    wanted = [
-        # In padding, where logits mean nothing, those of the first token are returned.
-        ends[first] - min(length[first], call.num_logits - idx)
-        for first in same_as
-        for idx in range(call.num_logits)
-    ]
-    source = _sources(parts, call.padding, num_before, call.input_ids.shape[1])
-    source_there, wanted_there = upload([source, np.array(wanted, dtype=np.int64)], call.input_ids.device)
-    return step, {
-        "input_ids": call.input_ids.flatten().index_select(0, source_there)[None],
-        "position_ids": step.position_ids[None],
-        "logits_to_keep": wanted_there,
-    }
 
 
 def _sources(parts: list[Part], padding: list[int], first: int, num_columns: int) -> np.ndarray:

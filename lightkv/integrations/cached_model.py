@@ -27,8 +27,8 @@ import torch
 from transformers import PreTrainedModel
 
 from lightkv.attention import AttentionBackend, Batch, Rotary, Step, make_backends
+from lightkv.attention.forms.gaps import with_gaps
 from lightkv.attention.forms.rings import over_rings
-from lightkv.attention.forms.sinks import with_sinks
 from lightkv.counts import checked_count
 from lightkv.errors import UnsupportedModel
 from lightkv.integrations.model.attention_call import AttentionHandler, compute
@@ -149,18 +149,18 @@ class CachedModel:
             raise ValueError(
                 f"guesses in {ring}: their slots could not be given back; use a row that is no ring"
             )
-        num_sink_tokens = 0 if ring is not None else self._num_sink_tokens(sequences)
+        if ring is None:
+            self._check_gaps(sequences)
         starts = [one.length if ring is None else one.position for one in sequences]
         self.cache.extend(sequences, counts)
         try:
             rows, dropped = [one.row for one in sequences], [one.dropped for one in sequences]
             packed = np.concatenate(ids).astype(np.int64)
-            # A step with sinks consists of prefills only.
-            num_prefills = len(rows) if num_sink_tokens or max(counts) > 1 else 0
+            num_prefills = len(rows) if max(counts) > 1 else 0
             if ring is not None and not num_prefills and handler is None and self._captures_rings:
                 return self._ring_graph(ring, len(rows)).replay(sequences, starts, packed).clone()
             batch, mask = Batch.of(rows, starts, counts, num_prefills), None
-            held = with_sinks(batch, dropped, num_sink_tokens) if ring is None else over_rings(batch, ring)
+            held = with_gaps(batch, dropped) if ring is None else over_rings(batch, ring)
             if tree is not None:
                 mask = TreeMask(torch.from_numpy(tree.bits()).to(self.model.device))
                 first = starts[0] + dropped[0]
@@ -233,29 +233,19 @@ class CachedModel:
                 rows.index_copy_(0, slots[start + first : start + len(path)], rows[slots[start + nodes]])
         self.cache.truncate(sequence, start + len(path))
 
-    def _num_sink_tokens(self, sequences: Seq[Sequence]) -> int:
-        """Returns the number of sinks of a step, 0 where no sequence has a gap.
-
-        Raises ValueError if these sequences cannot be computed together, or not by this model.
-        """
-        gapped = [one for one in sequences if one.dropped]
-        if gapped and self.windows:
-            raise ValueError(
-                f"{gapped[0]} has dropped tokens, but this model's layers have windows or chunks of their own "
-                f"({self.windows}), which count positions, not entries: close it, and run its text again"
-            )
-        found = {one.gap.start for one in sequences} or {0}
-        if len(found) > 1:
-            raise ValueError(
-                f"sequences with {sorted(found)} sinks cannot share a step: run each kind in a step of its own"
-            )
-        (num_sink_tokens,) = found
-        if num_sink_tokens and not self.exact_positions:
-            raise ValueError(
-                f"{num_sink_tokens} sinks need queries rotated to other positions: make the CachedModel with "
-                "exact_positions=True"
-            )
-        return num_sink_tokens
+    def _check_gaps(self, sequences: Seq[Sequence]) -> None:
+        """Raises ValueError for a sequence that has dropped tokens as this model cannot compute it."""
+        for one in sequences:
+            if one.dropped and self.windows:
+                raise ValueError(
+                    f"{one} has dropped tokens, but this model's layers have windows or chunks of their own "
+                    f"({self.windows}), which count positions, not entries: close it, and run its text again"
+                )
+            if one.gap.start:
+                raise ValueError(
+                    f"{one} has dropped tokens after {one.gap.start} sinks, and a model attends to sinks over "
+                    "rings alone: run its text as a Stream"
+                )
 
 
 def assemble(

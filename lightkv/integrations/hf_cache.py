@@ -14,9 +14,8 @@
 (3, True)
 
 The model's own attention functions take K and V as one dense tensor. So K/V is gathered from the pool for every
-layer of every step, much as transformers' own cache copies K/V to grow. After `bind(model)` (in
-`integrations/model/hf_model.py`) lightkv's attention reads the pool instead. Padding and cached tokens are then
-not computed, and a prompt is computed once for all its beams; but such a model works with this cache only.
+layer of every step, much as transformers' own cache copies K/V to grow. lightkv's attention, which reads the
+pool, runs under `LLM` and `CachedModel`.
 
 Padding is on the left and takes no slots. Positions do not count it, so a prompt is hit whatever its padding.
 
@@ -45,12 +44,10 @@ import torch
 from torch import nn
 from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 
-from lightkv.attention import AttentionBackend
 from lightkv.counts import checked_count
 from lightkv.errors import OutOfRows
 from lightkv.integrations.model.attention_call import ATTENTION
-from lightkv.integrations.model.context import cache_name, given_cache, without_cache
-from lightkv.integrations.model.hf_model import PackedStep
+from lightkv.integrations.model.context import given_cache
 from lightkv.integrations.model.probe import probe, require_plain_cache
 from lightkv.integrations.model.token_positions import require_generated_positions
 from lightkv.kv_cache import KVCache
@@ -63,7 +60,6 @@ from .batch_call import (
     Part,
     gather_step,
     left_padding,
-    pack_step,
     require_own_columns,
     seen_by_rows,
 )
@@ -77,7 +73,7 @@ from .text_batch import TextBatch
 class _Pending(NamedTuple):
     """The call of the model that has begun and not ended, or has failed."""
 
-    step: GatheredStep | PackedStep | None  # None while slots are allocated and the step is not made yet
+    step: GatheredStep | None  # None while slots are allocated and the step is not made yet
     call: ModelCall
     first: int  # the first column that it computes
 
@@ -96,17 +92,15 @@ class LightKVCache(Cache):
     tokens of the last call and 64 more, or the window if that is shorter, and is refused beyond.
 
     `max_sequences` limits the rows of a batch, beams included, and `max_entries` the length of a text; the
-    default is the model's context, or what layers that see everything have slots for. `backend` is the name
-    of one of lightkv's, for a model that is bound to it. `kv` is the cache itself, with its counts, its map and
-    `evict`.
+    default is the model's context, or what layers that see everything have slots for. `kv` is the cache itself,
+    with its counts, its map and `evict`.
 
     `kv_format` says how K and V are stored, as for `CachedModel`.
 
     Of an encoder-decoder the hooks are on its decoder, and the encoder stays as it is. The capacity counts the
     encoder's tokens, without their padding, and the decoder's. Rows beside each other with the same encoder
     output, such as the beams of a request, share its K/V. `max_entries` limits both texts; its default is the
-    capacity. Nothing stays cached after `reset`, since only the same encoder output could hit it. Such a model
-    keeps its own attention functions, so `backend` has to be None.
+    capacity. Nothing stays cached after `reset`, since only the same encoder output could hit it.
 
     Raises UnsupportedModel, OutOfMemory, and ValueError for a format that does not fit the model. A call of
     the model raises OutOfTokens, OutOfRows, SequenceTooLong, and ValueError for what cannot be cached.
@@ -123,26 +117,22 @@ class LightKVCache(Cache):
         capacity: int,
         max_sequences: int = 16,
         max_entries: int | None = None,
-        backend: str | None = None,
         kv_format: KVFormat = AS_COMPUTED,
     ) -> None:
         require_generated_positions(model)
         shape = probe(model)
         require_plain_cache(model, shape)
         shape = replace(shape, spec=replace(shape.spec, lifetimes=shape.lifetimes))
-        kv, backends = assemble(
-            model, shape, capacity, max_sequences, max_entries, backend, kv_format=kv_format
-        )
+        kv, _ = assemble(model, shape, capacity, max_sequences, max_entries, None, kv_format=kv_format)
         owner, sizes = weakref.proxy(self), [one.size for one in shape.lifetimes]
         span = max(sizes)  # of all sliding layers, since models make one mask for several layers
         layers: list[Any] = [CacheLayer(owner, idx, span if size else 0) for idx, size in enumerate(sizes)]
         Cache.__init__(self, layers=layers)
-        self._start(model, kv, backends)
+        self._start(model, kv)
 
-    def _start(self, module: nn.Module, kv: KVCache, backends: list[AttentionBackend]) -> None:
-        """Sets the cache up without a batch, and puts its hooks on the forward pass of `module`. `backends`: of
-        the layers of a model that may be bound to lightkv's attention."""
-        self.kv, self._backends = kv, backends
+    def _start(self, module: nn.Module, kv: KVCache) -> None:
+        """Sets the cache up without a batch, and puts its hooks on the forward pass of `module`."""
+        self.kv = kv
         self._gatherer = KVGatherer(kv.memory.pool)
         self._batch = TextBatch(kv)
         self._pending: _Pending | None = None  # also after a call of the model that failed
@@ -216,7 +206,7 @@ class LightKVCache(Cache):
         keys, values: `[B, heads, T, dim]`. Returns both as `[B, heads, width, dim]`, which stay valid until the
         next call.
         """
-        if self._pending is None or not isinstance(self._pending.step, GatheredStep):
+        if self._pending is None or self._pending.step is None:
             raise ValueError(
                 "this cache works in calls of the whole model that it was made for, not in calls of its parts"
             )
@@ -234,23 +224,20 @@ class LightKVCache(Cache):
         """Runs before the model's forward pass: allocates slots, and cuts the call down to uncached tokens."""
         if given_cache(kwargs) is not self:
             return None
+        if model.config._attn_implementation == ATTENTION:
+            raise ValueError(
+                f"{type(model).__name__} is bound to lightkv's attention, which runs under LLM and "
+                'CachedModel: call model.set_attn_implementation("sdpa")'
+            )
         call = self._read_call(args, kwargs)
         is_new = not self._batch.sequences
-        parts, same_as = self._begin_batch(call) if is_new else self._batch.extend(call.input_ids.shape[1])
+        parts = self._begin_batch(call) if is_new else self._batch.extend(call.input_ids.shape[1])
         self._pending = pending = _Pending(None, call, self.num_columns)
-        rows = self._batch.rows
-        if self._backends and model.config.get_text_config()._attn_implementation == ATTENTION:
-            made, arguments = pack_step(self.kv.memory, rows, parts, same_as, call, self.num_columns)
-            packed = PackedStep(made, self._backends)
-            kwargs = without_cache(kwargs) | arguments | {"lightkv": packed, "use_cache": False}
-            kwargs.pop("attention_mask", None)
-            self._pending = pending._replace(step=packed)
-        else:
-            step, first, positions = gather_step(self.kv.memory, rows, parts, call, self.num_columns)
-            kwargs = kwargs | {"input_ids": call.input_ids[:, first - self.num_columns :]}
-            if self._takes_positions(kwargs):
-                kwargs["position_ids"] = positions
-            self._pending = pending._replace(step=step, first=first)
+        step, first, positions = gather_step(self.kv.memory, self._batch.rows, parts, call, self.num_columns)
+        kwargs = kwargs | {"input_ids": call.input_ids[:, first - self.num_columns :]}
+        if self._takes_positions(kwargs):
+            kwargs["position_ids"] = positions
+        self._pending = pending._replace(step=step, first=first)
         return (), kwargs
 
     def _takes_positions(self, kwargs: dict[str, Any]) -> bool:
@@ -283,25 +270,16 @@ class LightKVCache(Cache):
         require_own_columns(padding, self.num_columns, num_new, continued, kwargs.get("position_ids"))
         return ModelCall(input_ids, padding, min(num_logits or num_new, num_new))
 
-    def _begin_batch(self, call: ModelCall) -> tuple[list[Part], list[int]]:
+    def _begin_batch(self, call: ModelCall) -> list[Part]:
         """Opens the rows of a batch that begins. Returns what `TextBatch.begin` returns."""
         kinds = [None] * len(call.padding)  # rows share K/V wherever their texts agree
         return self._batch.begin(call, kinds, lambda _, prompt: self.kv.open(prompt))
 
-    def _end(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _end(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Runs after the model's forward pass: records what it computed."""
-        pending = self._pending
-        if pending is None:
-            return None
-        is_packed = isinstance(pending.step, PackedStep)
-        if not (kwargs.get("lightkv") is pending.step if is_packed else given_cache(kwargs) is self):
-            return None
-        self._pending = None
-        self._batch.confirm(pending.call.input_ids)
-        if is_packed:
-            output["logits"] = output.logits[0].unflatten(0, (-1, pending.call.num_logits))
-            output[cache_name(model)] = self
-        return output
+        if self._pending is not None and given_cache(kwargs) is self:
+            pending, self._pending = self._pending, None
+            self._batch.confirm(pending.call.input_ids)
 
 
 class _EncoderDecoderKVCache(LightKVCache, EncoderDecoderCache):
@@ -314,14 +292,8 @@ class _EncoderDecoderKVCache(LightKVCache, EncoderDecoderCache):
         capacity: int,
         max_sequences: int = 16,
         max_entries: int | None = None,
-        backend: str | None = None,
         kv_format: KVFormat = AS_COMPUTED,
     ) -> None:
-        if backend is not None:
-            raise ValueError(
-                f"backend {backend!r} for {type(model).__name__}: an encoder-decoder keeps its own attention "
-                "functions; leave backend out"
-            )
         capacity, self._max_rows = checked_count("capacity", capacity), checked_count("rows", max_sequences)
         spec = probe_encoder_decoder(model, kv_format)
         # Every row may read an encoder output of its own, which takes a row of the table, too.
@@ -333,7 +305,7 @@ class _EncoderDecoderKVCache(LightKVCache, EncoderDecoderCache):
         owner, layers = weakref.proxy(self), range(spec.num_layers)
         own = Cache(layers=[ReadableLayer(owner, layer_idx) for layer_idx in layers])
         cross = Cache(layers=[CrossLayer(owner, layer_idx) for layer_idx in layers])
-        self._start(model.get_decoder(), kv, [])
+        self._start(model.get_decoder(), kv)
         EncoderDecoderCache.__init__(self, own, cross)
 
     @property
@@ -388,11 +360,6 @@ class _EncoderDecoderKVCache(LightKVCache, EncoderDecoderCache):
 
     def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if given_cache(kwargs) is self:
-            if model.config._attn_implementation == ATTENTION:
-                raise ValueError(
-                    f"{type(model).__name__} is bound to lightkv's attention, which does not run "
-                    'encoder-decoders: call model.set_attn_implementation("sdpa")'
-                )
             self._output = EncoderOutput.of_call(kwargs, self._cross)
             # Some decoders hand the cache on to their layers only so.
             kwargs = kwargs | {"use_cache": True}
@@ -401,7 +368,7 @@ class _EncoderDecoderKVCache(LightKVCache, EncoderDecoderCache):
     def _takes_positions(self, kwargs: dict[str, Any]) -> bool:
         return kwargs.get("position_ids") is not None
 
-    def _begin_batch(self, call: ModelCall) -> tuple[list[Part], list[int]]:
+    def _begin_batch(self, call: ModelCall) -> list[Part]:
         if len(call.padding) > self._max_rows:
             raise OutOfRows(self._max_rows)
         assert self._output is not None

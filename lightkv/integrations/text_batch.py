@@ -33,27 +33,24 @@ class TextBatch:
 
     def begin(
         self, call: ModelCall, kinds: Seq[Hashable], open_row: Callable[[int, list[int]], Sequence]
-    ) -> tuple[list[Part], list[int]]:
+    ) -> list[Part]:
         """Opens a sequence for every row, but for those with the text and kind of an earlier row, which become
         forks once it is computed (`confirm`).
 
         `open_row` opens that of a row and the part of its text that may be hit. Tokens that are not cached have
-        to be computed, and the last `num_logits` tokens in any case. Returns what is to be computed, and for
-        every row the first row that has the same text. Raises what `KVCache.open` and `extend` raise; no
-        sequence is open then.
+        to be computed, and the last `num_logits` tokens in any case. Returns what is to be computed. Raises
+        what `KVCache.open` and `extend` raise; no sequence is open then.
         """
         if self._kv.num_open + len(call.padding) > self._kv.max_sequences:
             raise OutOfRows(self._kv.max_sequences)
         sequences: list[Sequence] = []
         parts = []
         first_with: dict[Hashable, int] = {}
-        same_as = []
         try:
             texts = zip(call.input_ids.tolist(), call.padding, kinds, strict=True)
             for row, (columns, padding, kind) in enumerate(texts):
                 text = columns[padding:]
                 first = first_with.setdefault((kind, *text), row)
-                same_as.append(first)
                 if first < row:
                     sequences.append(sequences[first])
                     continue
@@ -69,14 +66,14 @@ class TextBatch:
             self._drop(sequences)
             raise
         self.sequences, self.padding = sequences, call.padding
-        return parts, same_as
+        return parts
 
-    def extend(self, num_new: int) -> tuple[list[Part], list[int]]:
+    def extend(self, num_new: int) -> list[Part]:
         """Allocates slots for `num_new` more columns of every row. Returns the same as `begin`. Raises what
         `KVCache.extend` raises."""
         parts = [Part(row, sequence.length, num_new) for row, sequence in enumerate(self.sequences)]
         self._kv.extend(self.sequences, [num_new] * len(parts))
-        return parts, list(range(len(parts)))
+        return parts
 
     def confirm(self, input_ids: torch.Tensor) -> None:
         """Notes that the columns `input_ids`, for which slots were allocated, have their K/V."""

@@ -13,7 +13,6 @@ from lightkv.attention import (
 )
 from lightkv.attention.forms.gaps import with_gaps
 from lightkv.attention.forms.rings import over_rings
-from lightkv.attention.forms.sinks import with_sinks
 from lightkv.triton_kernels.attention.attention_reference import attend_reference, attend_request
 from lightkv.triton_kernels.attention.variants import SinkLogits, TreeMask, ValueMask, Window
 from lightkv.triton_kernels.attention.variants.variant import Scored
@@ -93,8 +92,6 @@ def test_sink_tokens_and_masks_are_refused_together(device: torch.device) -> Non
     history.append([1], [5], *(torch.zeros(5, 2, 16, device=device) for _ in range(2)))
     starts = history.place([1], [1])
     decode, prompt = Batch.of([1], starts, [1], 0), Batch.of([1], starts, [1], 1)
-    with pytest.raises(ValueError, match="a mask in a step with 2 sinks"):
-        Step.of(with_sinks(prompt, [3], 2), history.memory, mask=mask)
     for rings in (over_rings(decode, Ring(0, 8)), over_rings(prompt, Ring(0, 8))):
         with pytest.raises(ValueError, match="a mask in a step over Ring"):
             Step.of(rings, history.memory, mask=mask)
@@ -102,7 +99,7 @@ def test_sink_tokens_and_masks_are_refused_together(device: torch.device) -> Non
         Step.of(with_gaps(decode, [3]), history.memory, mask=mask)
     tree = TreeMask(torch.ones(1, 1, dtype=torch.int32, device=device))
     Step.of(with_gaps(decode, [3]), history.memory, mask=tree)
-    step = Step.of(with_sinks(prompt, [3], 2), history.memory)
+    step = Step.of(over_rings(prompt, Ring(2, 2)), history.memory)
     q = torch.zeros(1, 64, device=device)
     options = AttentionOptions(causal=False)
     (backend,) = make_backends("torch", device, [LayerShape(4, 16, 2, options)], rotary)

@@ -1,6 +1,4 @@
-"""Backends over rings and over cross sequences, compared with float64; free slots hold NaN."""
-
-from functools import partial
+"""Backends over rings, compared with float64; free slots hold NaN."""
 
 import pytest
 import torch
@@ -9,12 +7,8 @@ from lightkv import KVCache, KVSpec
 from lightkv.attention import (
     AttentionOptions,
     Batch,
-    BatchShape,
-    CrossStep,
     LayerShape,
     Rotary,
-    StaticCross,
-    StaticStep,
     Step,
     make_backends,
 )
@@ -148,62 +142,3 @@ def test_a_prefill_over_rings_holds_the_window_of_the_layer(backend: str, device
         backend, device, [LayerShape(HEADS, DIM, KV_HEADS, AttentionOptions().plus(Window(10)))]
     )
     layer.forward(*tokens(5, device), step)
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
-def test_cross_attention(backend: str, static: bool, device: torch.device) -> None:
-    """Beams and prompts read two cross sequences, which are written once; one sequence reads none."""
-    torch.manual_seed(1)
-    options = AttentionOptions(causal=False)
-    (layer,) = make_backends(backend, device, [LayerShape(HEADS, DIM, KV_HEADS, options)])
-    cache = make_cache(device)
-    written = []
-    for length in (33, 5):
-        cross = cache.open_cross(length)
-        _, k, v = tokens(length, device)
-        k, v = k.view(-1, KV_HEADS, DIM), v.view(-1, KV_HEADS, DIM)
-        cache.memory.pool.write(0, cache.slots(cross).long(), k, v)
-        written.append((cross, k, v))
-    first = cache.open_reader([1, 2, 3, 4], written[0][0])
-    cache.extend([first], [4])
-    fork, other = cache.fork(first), cache.open_reader([5] * 7, written[1][0])
-    assert cache.num_held == 38 + 4
-    batch = [other, first, fork, cache.open([6])]  # a prefill of 7, then decodes
-    starts = [one.length for one in batch]
-    cache.extend(batch, [7, 1, 1, 1])
-    made = Batch.of([one.row for one in batch], starts, [7, 1, 1, 1], 1)
-    read = [written[1][0], written[0][0], written[0][0]]
-    numbers = [*(one.row for one in read), 0], [*(one.length for one in read), 0]
-    if static:
-        tensors = StaticStep(BatchShape(14, 2, 5), cache.memory)
-        step, static_cross = tensors.load(made), StaticCross(tensors)
-        make_cross = partial(static_cross.load, step)
-    else:
-        step = Step.of(made, cache.memory)
-        make_cross = partial(CrossStep.of, step)
-    cross_step = make_cross(*numbers)
-    q, _, _ = tokens(step.num_tokens, device)
-    out = layer.cross(q, cross_step).view(-1, HEADS, DIM)
-    order = [3, 4, 5, 6, 7, 8, 9, 0, 1, 2] if static else [*range(7), 7, 8, 9]
-    for token, reads in zip(order, [1] * 7 + [0, 0, None], strict=True):
-        if reads is None:
-            assert not out[token].any()
-            continue
-        _, k, v = written[reads]
-        scored = Scored.of_last(slice(0, 1), 0, len(k), device)
-        expected = attend_reference(q[token].view(1, HEADS, DIM), k, v, options, scored)
-        torch.testing.assert_close(out[token : token + 1].double(), expected, atol=2e-5, rtol=2e-5)
-    num_sequences = len(batch)
-    for match, rows, lengths in [
-        ("give one each", [1], [1]),
-        ("of 40 entries", [1] * num_sequences, [41] * num_sequences),
-        ("rows 0 to 6", [7] * num_sequences, [1] * num_sequences),
-        ("rows 0 to 6", [-1] * num_sequences, [1] * num_sequences),
-    ]:
-        with pytest.raises(ValueError, match=match):
-            make_cross(rows, lengths)
-    (causal,) = make_backends(backend, device, [LayerShape(HEADS, DIM, KV_HEADS)])
-    with pytest.raises(ValueError, match="causal=False"):
-        causal.cross(q, cross_step)
-    cache.check()

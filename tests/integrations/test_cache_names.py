@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightkv.integrations.hf_cache import LightKVCache
-from lightkv.integrations.model.context import cache_name, given_cache, without_cache
+from lightkv.integrations.model.context import cache_name, given_cache
 from lightkv.integrations.model.hf_model import bound
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -63,22 +63,19 @@ def test_a_model_with_either_name_runs_on_a_cache(kind: type[LlamaForCausalLM], 
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
         cache = LightKVCache(model, 40)
-        for is_bound in (False, True):
-            cache.reset()
-            cache.kv.evict(cache.kv.num_cached)
-            found = []
-            with bound(model) if is_bound else torch.no_grad():
-                for part in ids.split(6, dim=1):
-                    output = model(part, **{name: cache})
-                    found.append(output.logits)
-                    assert given_cache(output) is cache
-            torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-5, atol=1e-5)
-            assert (cache.num_hit, cache.kv.num_held) == (0, 12)
+        found = []
+        for part in ids.split(6, dim=1):
+            output = model(part, **{name: cache})
+            found.append(output.logits)
+            assert given_cache(output) is cache
+        torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-5, atol=1e-5)
+        assert (cache.num_hit, cache.kv.num_held) == (0, 12)
+        with bound(model), pytest.raises(ValueError, match="runs under LLM and CachedModel"):
+            model(ids, **{name: cache})
 
 
 def test_the_cache_of_a_call_is_found_by_both_names() -> None:
     for name in ("cache", "past_key_values"):
         assert given_cache({name: 1, "use_cache": True}) == 1
-        assert without_cache({name: 1, "use_cache": True}) == {"use_cache": True}
     assert given_cache({"cache": None, "past_key_values": 1}) == 1  # some models pass both on
     assert given_cache({"use_cache": True}) is None

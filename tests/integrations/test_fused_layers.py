@@ -41,7 +41,7 @@ from lightkv.integrations.model.plans.layer_plans import LayerPlan
 from lightkv.integrations.model.plans.own_pass import NotFusable
 from lightkv.integrations.weights import onednn
 from lightkv.triton_kernels.layers.gated_activation import ACTIVATIONS
-from lightkv.triton_kernels.layers.residual_norm import Norm
+from lightkv.triton_kernels.norms import Norm
 from tests.support.eager_models import SMALL, fused_layers, make_model
 
 LLAMA = LlamaConfig(**SMALL)

@@ -24,12 +24,11 @@ from lightkv import OutOfRows, OutOfTokens, SequenceTooLong
 from lightkv.errors import UnsupportedModel
 from lightkv.integrations import hf_cache
 from lightkv.integrations.hf_cache import LightKVCache
-from lightkv.integrations.model.hf_model import bind
 from lightkv.router import EngineConfig
 from lightkv.router.model_files import resolve
 from tests.support.combinations import each_value
 from tests.support.eager_models import SMALL, VOCABULARY
-from tests.support.generating import GREEDY, OURS, OWN, assert_same, generate, padded
+from tests.support.generating import GREEDY, assert_same, generate, padded
 
 MIXED = {**SMALL, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 CONFIGS = {
@@ -68,14 +67,12 @@ def test_the_example_in_the_docstring_runs() -> None:
     assert not result.failed
 
 
-@each_value(call=list(CALLS), attention=[OWN, OURS])
-def test_results_are_those_of_transformers_own_cache(call: str, attention: str, device: torch.device) -> None:
+@each_value(call=list(CALLS))
+def test_results_are_those_of_transformers_own_cache(call: str, device: torch.device) -> None:
     prompts, options = CALLS[call]
     model = make_model(CONFIGS["llama"], device)
     expected = generate(model, None, prompts, **options)
     cache = LightKVCache(model, 1000)
-    if attention == OURS:
-        bind(model)
     # The prompts are computed, then hit; then they are padded differently, which changes no text.
     for repeat in range(3):
         found = generate(model, cache, prompts, **options, extra=repeat // 2 * 3)
@@ -94,20 +91,14 @@ def test_results_are_those_of_transformers_own_cache(call: str, attention: str, 
         cache.kv.check()
 
 
-@each_value(
-    name=[name for name in CONFIGS if name != "llama"],
-    call=["batch", "beams", "assisted"],
-    attention=[OWN, OURS],
-)
-def test_other_models(name: str, call: str, attention: str, device: torch.device) -> None:
+@each_value(name=[name for name in CONFIGS if name != "llama"], call=["batch", "beams", "assisted"])
+def test_other_models(name: str, call: str, device: torch.device) -> None:
     prompts, options = CALLS[call]
     # sdpa has no softcap.
     model = make_model(CONFIGS[name], device, "eager" if name == "gemma2" else "sdpa")
     # transformers cannot crop a windowed cache, so the reference keeps everything.
     expected = generate(model, DynamicCache(), prompts, **options)
     cache = LightKVCache(model, 1000)
-    if attention == OURS:
-        bind(model)
     for _ in range(2):
         assert_same(generate(model, cache, prompts, **options), expected)
         cache.kv.check()
@@ -124,13 +115,10 @@ def computed_by(model: PreTrainedModel, cache: LightKVCache) -> list[int]:
     return computed
 
 
-@pytest.mark.parametrize("attention", [OWN, OURS])
-def test_beams_hold_what_they_share_once(attention: str, device: torch.device) -> None:
+def test_beams_hold_what_they_share_once(device: torch.device) -> None:
     prompt = list(range(10, 50))
     model = make_model(CONFIGS["llama"], device)
     cache = LightKVCache(model, 400)
-    if attention == OURS:
-        bind(model)
     allocated, held = [], []
 
     def watch(edits: list[Any], kept: list[torch.Tensor]) -> None:
@@ -143,26 +131,23 @@ def test_beams_hold_what_they_share_once(attention: str, device: torch.device) -
     # The prompt is written once, then every step writes one token for each beam.
     assert allocated == [40] + [4] * 8
     assert max(held) <= 40 + 4 * 8
-    assert computed == [40 if attention == OURS else 4 * 40] + [4] * 8
+    assert computed == [4 * 40] + [4] * 8
     cache.reset()
     computed.clear()
     generate(model, cache, [prompt], **{**GREEDY, "num_beams": 4, "max_new_tokens": 2})
-    assert computed == [1 if attention == OURS else 4, 4]
+    assert computed == [4, 4]
 
 
-@pytest.mark.parametrize("attention", [OWN, OURS])
-def test_rows_share_a_common_start_in_the_step_that_computes_it(attention: str, device: torch.device) -> None:
+def test_rows_share_a_common_start_in_the_step_that_computes_it(device: torch.device) -> None:
     start = list(range(10, 30))
     prompts = [[*start, 3, 4, 5], [*start, 6], [*start, 3, 4, 5], [*start, 3, 4, 8]]
     model = make_model(CONFIGS["llama"], device)
     expected = generate(model, None, prompts, **GREEDY)
     cache = LightKVCache(model, 400)
-    if attention == OURS:
-        bind(model)
     computed = computed_by(model, cache)
     assert_same(generate(model, cache, prompts, **{**GREEDY, "max_new_tokens": 1}), first_of(expected))
     assert cache.kv.num_held == len(start) + 3 + 1 + 1
-    assert computed == [len(start) + 3 + 1 + 1] if attention == OURS else computed == [4 * 23]
+    assert computed == [4 * 23]
     cache.reset()
     assert_same(generate(model, cache, prompts, **GREEDY), expected)
 
@@ -173,8 +158,8 @@ def first_of(output: Any) -> Any:
     return type(output)(sequences=output.sequences[:, :width], logits=output.logits[:1])
 
 
-@each_value(call=["greedy", "batch", "assisted"], attention=[OWN, OURS])
-def test_a_conversation_hits_what_came_before(call: str, attention: str, device: torch.device) -> None:
+@each_value(call=["greedy", "batch", "assisted"])
+def test_a_conversation_hits_what_came_before(call: str, device: torch.device) -> None:
     prompts, options = CALLS[call]
     model = make_model(CONFIGS["llama"], device)
     output = generate(model, None, prompts, **options).sequences.tolist()
@@ -183,8 +168,6 @@ def test_a_conversation_hits_what_came_before(call: str, attention: str, device:
     longer = [[*prompt, *answer, 30, 31, 32] for prompt, answer in zip(prompts, answers, strict=True)]
     expected = generate(model, None, longer, **GREEDY)
     cache = LightKVCache(model, 400)
-    if attention == OURS:
-        bind(model)
     generate(model, cache, prompts, **options)
     assert_same(generate(model, cache, longer, **GREEDY), expected)
     # All is hit but the answer's last token, which was never computed, and the three new tokens.
@@ -193,16 +176,13 @@ def test_a_conversation_hits_what_came_before(call: str, attention: str, device:
     assert cache.num_hit == sum(len(text) - 1 for text in longer)
 
 
-@pytest.mark.parametrize("attention", [OWN, OURS])
-def test_calls_of_the_model_itself(attention: str, device: torch.device) -> None:
+def test_calls_of_the_model_itself(device: torch.device) -> None:
     model = make_model(CONFIGS["llama"], device)
     batch = padded(PROMPTS, device)
     ids, mask = batch["input_ids"], batch["attention_mask"]
     with torch.no_grad():
         expected = generate_free_forward(model, ids, mask)
         cache = LightKVCache(model, 400)
-        if attention == OURS:
-            bind(model)
         logits = []
         for start, end in ((0, 12), (12, 13), (13, 16)):
             new = expected["ids"][:, start:end]
@@ -267,15 +247,12 @@ def test_too_little_room_raises_and_leaves_the_cache_intact(
     assert_same(generate(model, cache, PROMPTS[:1], **GREEDY), expected)
 
 
-@pytest.mark.parametrize("attention", [OWN, OURS])
 def test_a_failed_call_leaves_nothing_to_be_hit(
-    attention: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model(CONFIGS["llama"], device)
     expected = generate(model, None, PROMPTS, **GREEDY)
     cache = LightKVCache(model, 400)
-    if attention == OURS:
-        bind(model)
     layer = model.model.layers[1]  # type: ignore[attr-defined]
 
     def fail(*_: Any, **__: Any) -> None:
@@ -293,15 +270,12 @@ def test_a_failed_call_leaves_nothing_to_be_hit(
     assert_same(generate(model, cache, PROMPTS, **GREEDY), expected)
 
 
-@pytest.mark.parametrize("attention", [OWN, OURS])
-def test_every_generate_is_a_text_of_its_own(attention: str, device: torch.device) -> None:
+def test_every_generate_is_a_text_of_its_own(device: torch.device) -> None:
     model = make_model(CONFIGS["llama"], device)
     longer = [*range(20, 70)]
     calls = [PROMPTS[:1], PROMPTS[1:2], [longer], PROMPTS[2:3], PROMPTS, [longer[:30]], PROMPTS[:1]]
     expected = [generate(model, None, prompts, **GREEDY) for prompts in calls]
     cache = LightKVCache(model, 400)
-    if attention == OURS:
-        bind(model)
     for prompts, own in zip(calls, expected, strict=True):
         assert_same(generate(model, cache, prompts, **GREEDY), own)
         cache.kv.check()
@@ -357,8 +331,7 @@ def test_a_crop_longer_than_a_row_changes_nothing(device: torch.device) -> None:
     cache.kv.check()
 
 
-@pytest.mark.parametrize("attention", [OWN, OURS])
-def test_a_mask_or_positions_that_would_be_ignored_are_refused(attention: str, device: torch.device) -> None:
+def test_a_mask_or_positions_that_would_be_ignored_are_refused(device: torch.device) -> None:
     model = make_model(CONFIGS["llama"], device)
     batch = padded(PROMPTS[:2], device)  # of 6 tokens, behind 6 columns of padding, and of 12
     more = torch.tensor([[5], [6]], device=device)
@@ -371,8 +344,6 @@ def test_a_mask_or_positions_that_would_be_ignored_are_refused(attention: str, d
             more, attention_mask=seen, position_ids=positions[:, -1:], past_key_values=own
         ).logits
     cache = LightKVCache(model, 400)
-    if attention == OURS:
-        bind(model)
     with pytest.raises(ValueError, match=r"position_ids .*leave them out"):
         model(**batch, position_ids=torch.arange(12, device=device)[None], past_key_values=cache)
     assert (cache.kv.num_held, cache.kv.ledger.num_open) == (0, 0)
@@ -399,8 +370,7 @@ def test_a_mask_or_positions_that_would_be_ignored_are_refused(attention: str, d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", [OWN, OURS])
-def test_smollm2(attention: str, device: torch.device) -> None:
+def test_smollm2(device: torch.device) -> None:
     directory = resolve(EngineConfig.model, print)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).eval()
@@ -412,8 +382,6 @@ def test_smollm2(attention: str, device: torch.device) -> None:
     }
     expected = {name: generate(model, None, texts, **options) for name, (texts, options) in calls.items()}
     cache = LightKVCache(model, 300)
-    if attention == OURS:
-        bind(model)
     for name, (texts, options) in calls.items():
         assert_same(generate(model, cache, texts, **options), expected[name])
         cache.kv.check()

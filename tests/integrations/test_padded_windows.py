@@ -9,9 +9,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from lightkv.integrations.hf_cache import LightKVCache
-from lightkv.integrations.model.hf_model import bind
 from tests.support.combinations import single_values
-from tests.support.generating import GREEDY, OURS, record, replay
+from tests.support.generating import GREEDY, record, replay
 from tests.support.tiny_architectures import random_weights, tiny
 from tests.support.windowed_models import FAMILIES, LONG
 
@@ -70,7 +69,7 @@ def cases() -> list[Any]:
     found = []
     for place, name in enumerate([*FAMILIES, *OTHERS]):
         axes = {
-            "attention": ["eager", OURS] if name in NO_SDPA else ["sdpa", "eager", OURS],
+            "attention": ["eager"] if name in NO_SDPA else ["sdpa", "eager"],
             "call": list(CALLS),
             "lengths": list(LENGTHS),
         }
@@ -81,13 +80,11 @@ def cases() -> list[Any]:
     return found
 
 
-def config_of(name: str, attention: str) -> PreTrainedConfig:
-    """Returns a new configuration of a family or another type. transformers scales Llama-4's queries by a
-    factor that counts the padding, which lightkv's attention does not; the factor is 1 there."""
+def config_of(name: str) -> PreTrainedConfig:
+    """Returns a new configuration of a family or another type."""
     family = FAMILIES.get(name)
     model_type, fields = (name, OTHERS[name]) if family is None else (family.model_type, family.fields)
-    unscaled = {"floor_scale": 1000} if name == "llama4" and attention == OURS else {}
-    return tiny(model_type, fields={**fields, **unscaled})
+    return tiny(model_type, fields=fields)
 
 
 def fill_free_slots(cache: LightKVCache) -> None:
@@ -101,8 +98,8 @@ def fill_free_slots(cache: LightKVCache) -> None:
 def test_logits_are_those_of_transformers_own_cache(
     name: str, attention: str, call: str, lengths: str
 ) -> None:
-    model = random_weights(config_of(name, attention))
-    model.set_attn_implementation("eager" if attention == "eager" or name in NO_SDPA else "sdpa")
+    model = random_weights(config_of(name))
+    model.set_attn_implementation(attention)
     cache = LightKVCache(model, 1500)
     span = getattr(model.config, "attention_chunk_size", None) or model.config.sliding_window
     assert True in cache.is_sliding
@@ -113,8 +110,6 @@ def test_logits_are_those_of_transformers_own_cache(
     if call == "chunked":  # no row is padding alone in the first call
         options["prefill_chunk_size"] = EXTRA + max(map(len, prompts)) - min(map(len, prompts)) + 2
     recorded = record(model, prompts, extra=EXTRA, **options)
-    if attention == OURS:
-        bind(model)
     model.register_forward_pre_hook(lambda *_: fill_free_slots(cache))  # after the cache's own hook
     for _ in range(2):  # the prompts are computed, then hit
         assert replay(model, cache, recorded) >= len(prompts) * options["max_new_tokens"]

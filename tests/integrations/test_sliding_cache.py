@@ -9,12 +9,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from lightkv import OutOfTokens
 from lightkv.integrations.hf_cache import LightKVCache
-from lightkv.integrations.model.hf_model import bind
 from lightkv.integrations.model.probe import ModelShape
 from lightkv.layer_groups import FULL, SLACK
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from tests.support.combinations import each_value, slow
-from tests.support.generating import GREEDY, OURS, OWN, assert_same, generate
+from tests.support.generating import GREEDY, assert_same, generate
 from tests.support.windowed_models import FAMILIES, LONG
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -33,21 +32,13 @@ CALLS: dict[str, tuple[list[list[int]], dict[str, Any]]] = {
 QUICK = ["gemma2", "gemma3", "gpt-oss", "llama4", "cohere2", "ministral-windows"]
 
 
-@each_value(
-    name=[*QUICK, *slow(*(name for name in FAMILIES if name not in QUICK))],
-    call=list(CALLS),
-    attention=[OWN, OURS],
-)
-def test_results_are_those_of_transformers_own_cache(name: str, call: str, attention: str) -> None:
+@each_value(name=[*QUICK, *slow(*(name for name in FAMILIES if name not in QUICK))], call=list(CALLS))
+def test_results_are_those_of_transformers_own_cache(name: str, call: str) -> None:
     prompts, options = CALLS[call]
-    if name == "llama4" and attention == OURS:  # transformers scales queries by a factor that counts padding
-        prompts = prompts[:1]
     model = FAMILIES[name].model()
     expected = generate(model, DynamicCache(config=model.config), prompts, **options)
     cache = LightKVCache(model, 700)
     assert cache.is_sliding == [kind.sees != "full" for kind in FAMILIES[name].layer_kinds]
-    if attention == OURS:
-        bind(model)
     for repeat in range(2):  # the prompts are computed, then hit
         assert_same(generate(model, cache, prompts, **options), expected)
         cache.kv.check()
@@ -66,12 +57,9 @@ def held_by_length(model: PreTrainedModel, cache: LightKVCache) -> dict[int, int
     return held
 
 
-@pytest.mark.parametrize("attention", [OWN, OURS])
-def test_what_is_held_is_what_the_layers_still_see(attention: str) -> None:
+def test_what_is_held_is_what_the_layers_still_see() -> None:
     model = FAMILIES["gemma3"].model()
     cache = LightKVCache(model, 200)
-    if attention == OURS:
-        bind(model)
     held = held_by_length(model, cache)
     groups = cache.kv.ledger.groups
     windows = groups.classes[1]
@@ -103,12 +91,9 @@ def test_each_layers_mask_has_the_size_of_that_of_transformers_own_cache(name: s
     assert [cache.get_mask_sizes(1, layer) for layer in (0, 3)] == [(16, 33), (49, 0)]
 
 
-@pytest.mark.parametrize("attention", [OWN, OURS])
-def test_a_crop_goes_back_by_the_slack_and_no_further(attention: str) -> None:
+def test_a_crop_goes_back_by_the_slack_and_no_further() -> None:
     model = FAMILIES["gpt-oss"].model()
     cache = LightKVCache(model, 400)
-    if attention == OURS:
-        bind(model)
     ids = torch.tensor([LONG[:60], LONG[10:70]])
     with torch.no_grad():
         model(ids[:, :59], past_key_values=cache)
@@ -153,13 +138,10 @@ def test_a_prompt_in_chunks_fits_a_pool_that_it_does_not_fit_whole() -> None:
     assert cache.get_seq_length() > 80
 
 
-@pytest.mark.parametrize("attention", [OWN, OURS])
-def test_a_failed_call_leaves_nothing_to_be_hit(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_call_leaves_nothing_to_be_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FAMILIES["gpt-oss"].model()
     expected = generate(model, DynamicCache(config=model.config), PROMPTS, **GREEDY)
     cache = LightKVCache(model, 400)
-    if attention == OURS:
-        bind(model)
     with monkeypatch.context() as patch:
         patch.setattr(model.model.layers[3], "forward", None)  # type: ignore[attr-defined]
         with pytest.raises(TypeError):

@@ -38,14 +38,13 @@ from lightkv.attention import (
     make_backends,
 )
 from lightkv.attention.forms.gaps import with_gaps
-from lightkv.attention.forms.sinks import Sinks, with_sinks
+from lightkv.attention.forms.rings import RingPrompts, over_rings
 from lightkv.errors import UnsupportedModel
 from lightkv.integrations import streaming
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.model.attention_call import AttentionCall, compute
 from lightkv.integrations.model.fused_rotary import fused_forwards, set_fused_forwards
 from lightkv.integrations.streaming import Ring, Stream, stream
-from lightkv.ledger.sequence import Sequence
 from lightkv.memory.capture import Capture
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.router import EngineConfig
@@ -217,36 +216,6 @@ def test_generation_far_past_the_context_in_constant_memory(count: int) -> None:
         best - again.gather(1, ids[len(prompt) :, None])[:, 0]
     ).max() < 1e-3  # each was a token of the highest logit
     assert lm.cache.num_free == lm.cache.capacity
-
-
-def release_and_feed(lm: CachedModel, sequence: Sequence, window: Ring, ids: torch.Tensor) -> torch.Tensor:
-    """Feeds a sequence that is no ring and releases what leaves the window. Returns all logits."""
-    outputs = []
-    while len(ids):
-        if num_dropped := window.dropped(sequence.position) - sequence.dropped:
-            lm.cache.release(sequence, num_dropped, window.sinks)
-        count = min(len(ids), window.capacity - sequence.length)
-        outputs.append(lm.forward([sequence], [ids[:count].tolist()], all_logits=True))
-        ids = ids[count:]
-    return torch.cat(outputs)
-
-
-def test_sequences_that_release_tokens_share_their_sinks() -> None:
-    """Their logits are those of a stream, although a ring releases nothing."""
-    window = Ring(sinks=4, size=20, stride=5)
-    lm = streamer(make_model(torch.device("cpu")), capacity=100, max_sequences=2, max_entries=24)
-    ids = torch.randint(0, VOCABULARY, (100,))
-    first = lm.cache.open(ids[:1].tolist())
-    release_and_feed(lm, first, window, ids[:40])
-    fork = lm.cache.fork(first)
-    assert lm.cache.num_held == first.length
-    outputs = [release_and_feed(lm, one, window, ids[40:]) for one in (first, fork)]
-    lm.cache.check()
-    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)
-    assert lm.cache.num_held == first.length + fork.length - window.sinks
-    for sequence in (first, fork):
-        lm.cache.close(sequence, cache=False)
-    torch.testing.assert_close(outputs[0], fed(lm, ids, window, [40, 60])[40:], rtol=1e-5, atol=1e-5)
 
 
 def test_streams_share_published_sinks_and_steps() -> None:
@@ -441,29 +410,21 @@ def test_a_rotation_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_batches_and_backends_refuse_inconsistent_sinks(device: torch.device) -> None:
     shape = LayerShape(2, 16, 1)
     memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float32), 40, 2, 20, device)
-    for match, num_prefills, dropped, num_sinks in [
-        ("one number a sequence", 2, [1], 0),
-        ("0 or more", 2, [1, -1], 0),
-        ("0 or more", 2, [1, 1], -1),
-        ("is a prefill", 1, [3, 3], 2),
-        ("has dropped tokens", 2, [3, 0], 2),
-        ("has dropped tokens", 2, [0, 0], 2),
-        ("holds the sinks", 2, [3, 3], 5),
-    ]:
+    for match, dropped in [("one number a sequence", [1]), ("0 or more", [1, -1])]:
         with pytest.raises(ValueError, match=match):
-            with_sinks(Batch.of([1, 2], [4, 4], [1, 1], num_prefills), dropped, num_sinks)
+            with_gaps(Batch.of([1, 2], [4, 4], [1, 1], 2), dropped)
     static = StaticStep(BatchShape.of_decodes(2), memory)
     with pytest.raises(ValueError, match="a CUDA graph takes entries for positions"):
         static.load(with_gaps(Batch.of([1], [4], [1], 0), [2]))
-    step = Step.of(with_sinks(Batch.of([1, 2], [4, 4], [2, 1], 2), [3, 5], 2), memory)
+    step = Step.of(over_rings(Batch.of([1, 2], [7, 9], [2, 1], 2), Ring(2, 5, 3)), memory)
     assert step.position_ids.tolist() == [7, 8, 9]
-    assert isinstance(step.form, Sinks)
-    assert step.form.dropped == (3, 5)
+    assert isinstance(step.form, RingPrompts)
+    assert step.form.dropped == (3, 3)
     q, k = torch.zeros(3, 32, device=device), torch.zeros(3, 16, device=device)
     rotary = Rotary(torch.ones(8, dtype=torch.float64, device=device))
     (plain,) = make_backends("torch", device, [shape])
     (windowed,) = make_backends(
-        "torch", device, [LayerShape(2, 16, 1, AttentionOptions().plus(AttentionWindow(4)))], rotary
+        "torch", device, [LayerShape(2, 16, 1, AttentionOptions().plus(AttentionWindow(3)))], rotary
     )
     for backend in (plain, windowed):
         with pytest.raises(ValueError, match="a step with 2 sinks needs"):
@@ -477,7 +438,7 @@ def test_sequences_with_different_gaps_in_one_step(
     """Compares backends with the definition in float64: slots shuffled, free ones NaN, V narrower than K."""
     torch.manual_seed(0)
     monkeypatch.setattr(attention_reference, "QUERY_TILE", 3 if name == "torch-tiles" else 512)
-    heads, kv_heads, dim, v_dim, num_sink_tokens = 6, 2, 24, 16, 3
+    heads, kv_heads, dim, v_dim, ring = 6, 2, 24, 16, Ring(3, 18, 12)
     shape = LayerShape(
         heads, dim, kv_heads, AttentionOptions(scale=0.5).plus(Softcap(softcap) if softcap else None), v_dim
     )
@@ -486,16 +447,16 @@ def test_sequences_with_different_gaps_in_one_step(
     rotary = Rotary(
         10.0 ** -torch.arange(8, dtype=torch.float64, device=device)
     )  # 8 dimensions are not rotated
-    rows, starts, counts, dropped = [3, 1], [20, 9], [5, 1], [40, 7]
-    slots = (1 + torch.randperm(59)).to(device, torch.int32).split([25, 34])
+    rows, starts, counts = [3, 1], [60, 28], [5, 1]
+    slots = (1 + torch.randperm(59)).to(device, torch.int32).split([21, 38])
     k, v = torch.randn(60, kv_heads, dim, device=device), torch.randn(60, kv_heads, v_dim, device=device)
     q = torch.randn(6, heads, dim, device=device)
     new_k, new_v, expected = [], [], []
-    for row, start, count, gap, own, queries in zip(
-        rows, starts, counts, dropped, slots, q.split(counts), strict=True
-    ):
-        own = own[: start + count]
-        memory.table.slots(row, 0, start + count).copy_(own)
+    for row, position, count, own, queries in zip(rows, starts, counts, slots, q.split(counts), strict=True):
+        gap = ring.dropped(position)
+        memory.table.slots(row, 0, ring.capacity).copy_(own[: ring.capacity])
+        held = torch.tensor([0, 1, 2, *range(3 + gap, position + count)], device=device)
+        own, start = own[ring.entries(held)], len(held) - count
         old = own[:start].long()
         memory.pool.k(0)[old], memory.pool.v(0)[old] = k[old], v[old]
         new = own[start:].long()
@@ -507,13 +468,12 @@ def test_sequences_with_different_gaps_in_one_step(
         values = v[own.long()].double().repeat_interleave(3, 1)
         entry = torch.arange(start + count, device=device)
         scores = [torch.einsum("qhd,khd->hqk", one, keys) * 0.5 for one in (rotated, queries.double())]
-        score = torch.where(entry < num_sink_tokens, *scores)
+        score = torch.where(entry < ring.sinks, *scores)
         if softcap:
             score = softcap * torch.tanh(score / softcap)
         score.masked_fill_(entry > entry[start:, None], float("-inf"))
         expected.append(torch.einsum("hqk,khd->qhd", score.softmax(-1), values))
-    batch = with_sinks(Batch.of(rows, starts, counts, 2), dropped, num_sink_tokens)
-    step = Step.of(batch, memory)
+    step = Step.of(over_rings(Batch.of(rows, starts, counts, 2), ring), memory)
     (backend,) = make_backends(name.split("-")[0], device, [shape], rotary)
     out = backend.forward(q, torch.cat(new_k), torch.cat(new_v), step)
     torch.testing.assert_close(out.double(), torch.cat(expected).flatten(1), rtol=2e-5, atol=2e-5)

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from lightkv.triton_kernels.norms import Norm, norm_reference
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
-from lightkv.triton_kernels.write.head_norms import HeadNorm, HeadNorms, normalise_reference
-from lightkv.triton_kernels.write.inputs import NO_BIASES, Biases, Rotation, StoredKV
+from lightkv.triton_kernels.write.inputs import NO_BIASES, Biases, HeadNorms, Rotation, StoredKV
 from lightkv.triton_kernels.write.write_kv import write_kv, write_kv_reference
 from tests.support.combinations import each_value
 
@@ -46,12 +46,13 @@ CASES = {
 
 
 def make_norms(case: Case, dtype: torch.dtype, device: torch.device) -> HeadNorms:
-    def one(num_heads: int) -> HeadNorm:
+    def one(num_heads: int) -> Norm:
         shape = {"dim": (case.dim,), "heads": (num_heads, case.dim), "none": None}[case.weight]
         weight = None if shape is None else torch.randn(shape, device=device).to(dtype)
-        return HeadNorm(weight, 1e-6, *case.norm)
+        return Norm(weight, None, 1e-6, *flags)
 
-    return HeadNorms(*map(one, case.heads))
+    *flags, over_all = case.norm
+    return HeadNorms(*map(one, case.heads), over_all=over_all)
 
 
 def make_store(case: Case, dtype: torch.dtype, device: torch.device) -> StoredKV:
@@ -124,13 +125,13 @@ def test_the_reference_is_torch_s_norm() -> None:
     torch.manual_seed(1)
     x, weight = torch.randn(3, 4, 8), torch.randn(4, 8)
     rms = torch.nn.functional.rms_norm
-    ours = normalise_reference(x, HeadNorm(weight[0], 1e-5), x.dtype)
+    ours = norm_reference(x, Norm(weight[0], None, 1e-5), x.dtype)
     torch.testing.assert_close(ours, rms(x, (8,), weight[0], 1e-5))
-    ours = normalise_reference(x, HeadNorm(weight, 1e-5, over_all=True), x.dtype)
+    ours = norm_reference(x, Norm(weight, None, 1e-5), x.dtype, (1, 2))
     torch.testing.assert_close(ours, rms(x.flatten(1), (32,), weight.flatten(), 1e-5).view(x.shape))
-    ours = normalise_reference(x, HeadNorm(weight[0], 1e-5, centred=True), x.dtype)
+    ours = norm_reference(x, Norm(weight[0], None, 1e-5, centred=True), x.dtype)
     torch.testing.assert_close(ours, torch.nn.functional.layer_norm(x, (8,), weight[0], eps=1e-5))
-    ours = normalise_reference(x, HeadNorm(weight[0], 1e-5, plus_one=True), x.dtype)
+    ours = norm_reference(x, Norm(weight[0], None, 1e-5, plus_one=True), x.dtype)
     torch.testing.assert_close(ours, rms(x, (8,), weight[0] + 1.0, 1e-5))
 
 
@@ -138,12 +139,13 @@ def test_norms_that_do_not_fit_are_refused(device: torch.device) -> None:
     q, k = torch.ones(2, 4, 8, device=device), torch.ones(2, 2, 8, device=device)
     stored = StoredKV(torch.zeros(9, 2, 8, device=device), torch.zeros(9, 2, 8, device=device))
     slots = torch.tensor([1, 2], device=device)
-    plain, over_all = HeadNorm(None, 1e-5), HeadNorm(None, 1e-5, over_all=True)
+    plain = Norm(None, None, 1e-5)
     with pytest.raises(ValueError, match="no q; pass q"):
         write_kv(k, k, stored, slots, norms=HeadNorms(plain, plain))
-    with pytest.raises(ValueError, match="both have to be, or neither"):
-        write_kv(k, k, stored, slots, q=q, norms=HeadNorms(plain, over_all))
-    wrong = HeadNorm(torch.ones(4, device=device), 1e-5)
+    biased = plain._replace(bias=torch.ones(8, device=device))
+    with pytest.raises(ValueError, match="norm of k has a bias"):
+        write_kv(k, k, stored, slots, q=q, norms=HeadNorms(plain, biased))
+    wrong = Norm(torch.ones(4, device=device), None, 1e-5)
     with pytest.raises(ValueError, match=r"norm of k must be \[dim\] \(8,\) or \[heads, dim\] \(2, 8\)"):
         write_kv(k, k, stored, slots, q=q, norms=HeadNorms(plain, wrong))
     assert not stored.k.any()

@@ -13,7 +13,8 @@ from lightkv.triton_kernels.layers.gated_activation import (
     gated_activation_reference,
 )
 from lightkv.triton_kernels.layers.linear import linear, linear_launch, tickets_for
-from lightkv.triton_kernels.layers.residual_norm import Norm, residual_norm, residual_norm_reference
+from lightkv.triton_kernels.layers.residual_norm import residual_norm, residual_norm_reference
+from lightkv.triton_kernels.norms import Norm
 from tests.support.combinations import each_value, slow
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}

@@ -5,13 +5,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightkv.triton_kernels.layers.residual_norm import Norm
 from lightkv.triton_kernels.layers.summed_residual_norm import (
     MAX_PROGRAMS,
     Terms,
     summed_residual_norm,
     summed_residual_norm_reference,
 )
+from lightkv.triton_kernels.norms import Norm
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 

@@ -12,8 +12,8 @@ from transformers.models.glm import modeling_glm
 from transformers.models.gptj import modeling_gptj
 from transformers.models.llama import modeling_llama
 
-from lightkv.triton_kernels.write.head_norms import HeadNorm, HeadNorms
-from lightkv.triton_kernels.write.inputs import Biases, Rotation, StoredKV
+from lightkv.triton_kernels.norms import Norm
+from lightkv.triton_kernels.write.inputs import Biases, HeadNorms, Rotation, StoredKV
 from lightkv.triton_kernels.write.write_kv import (
     _write_kv,
     rotate_reference,
@@ -349,7 +349,7 @@ def test_rotation_stays_one_operator_under_torch_compile(device: torch.device) -
     expected = buffer.clone()
     q, k, v = split_qkv(qkv.clone(), 4, 2, 16)
     k_cache, v_cache = buffer.clone()[:, :2], buffer.clone()[:, 2:]
-    norms = HeadNorms(HeadNorm(k[0, 0], 1e-6), HeadNorm(None, 1e-6))
+    norms = HeadNorms(Norm(k[0, 0], None, 1e-6), Norm(None, None, 1e-6))
     stored = StoredKV(k_cache, v_cache)
     arguments = _write_kv.flat(k, v, stored, slots, q.clone(), by, Biases(k=k[0]), norms)
     torch.library.opcheck(torch.ops.lightkv.write_kv.default, arguments)

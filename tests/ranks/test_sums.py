@@ -1,4 +1,4 @@
-"""How terms are added up: which way for which tensors, memory that not all ranks have, where ranks listen."""
+"""Memory that not all ranks have, and where ranks listen."""
 
 import os
 from pathlib import Path
@@ -10,43 +10,9 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from lightkv.integrations.ranks import symmetric
-from lightkv.integrations.ranks.all_reduce import AllReduce
 from lightkv.integrations.ranks.group import RankGroup
 from lightkv.integrations.ranks.symmetric import map_memory
 from tests.support.ranks import run_ranks
-
-KIB, MIB = 1 << 10, 1 << 20
-
-
-@pytest.mark.parametrize(
-    ("dtype", "num_bytes", "way"),
-    [
-        (torch.bfloat16, 8 * KIB, "one shot"),
-        (torch.float32, 64 * KIB, "one shot"),
-        (torch.float32, 64 * KIB + 4, "two shots"),
-        (torch.bfloat16, 8 * MIB, "two shots"),
-        (torch.bfloat16, 8 * MIB + 2, "NCCL"),
-        (torch.float16, 8 * KIB, "NCCL"),  # which the operators of symmetric memory refuse
-    ],
-)
-def test_the_way_is_that_of_the_size_and_takes_the_type(dtype: torch.dtype, num_bytes: int, way: str) -> None:
-    used: list[str] = []
-
-    def noted(name: str, x: Tensor) -> Tensor:
-        used.append(name)
-        return x
-
-    ways = {name: lambda x, name=name: noted(name, x) for name in ("NCCL", "one shot", "two shots")}
-    sums = AllReduce(ways)  # type: ignore[arg-type]
-    sums.sum(torch.zeros(num_bytes // dtype.itemsize, dtype=dtype))
-    assert used == [way]
-    assert sums.lines == ["sums over ranks: one shot up to 64 KiB, two shots up to 8 MiB, NCCL above"]
-
-
-def test_without_mapped_memory_the_library_adds_up_everything() -> None:
-    sums = AllReduce({"NCCL": lambda x: x + 1})
-    assert sums.sum(torch.zeros(2)).tolist() == [1, 1]
-    assert sums.lines == ["sums over ranks: NCCL"]
 
 
 @pytest.mark.parametrize("has_own", [True, False])

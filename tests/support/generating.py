@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-OWN, OURS = "own attention", "lightkv's"
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
 
 

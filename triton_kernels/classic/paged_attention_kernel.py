@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.decode import decode_tuning
-from lightkv.triton_kernels.attention.merge_states import merge_launch
 from lightkv.triton_kernels.attention.records import heads_record
 from lightkv.triton_kernels.attention.variants.hooks import (
     LOG2_E,
@@ -308,7 +307,8 @@ def attend_partitions(inputs: PagedInputs, partials: Partials, partition_size: i
         num_stages=launch.num_stages,
         **early,
     )
-    combine = merge_launch(num_partitions, head_dim)
+    # The partitions that a program reads at a time are a tile that stays in registers.
+    block_p = min(triton.next_power_of_2(num_partitions), max(1, 4096 // block_d))
     _combine_kernel[(num_heads, num_seqs)](
         partials,
         seq_lens,
@@ -317,9 +317,9 @@ def attend_partitions(inputs: PagedInputs, partials: Partials, partition_size: i
         partition_size,
         D=head_dim,
         BLOCK_D=block_d,
-        BLOCK_P=combine.block_n,
+        BLOCK_P=block_p,
         EARLY=is_early,
-        num_warps=combine.num_warps,
-        num_stages=combine.num_stages,
+        num_warps=1 if num_partitions <= 4 else 4,
+        num_stages=2,
         **early,
     )

@@ -13,24 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.norms import Norm, norm_reference
 
 MAX_DIM = 32_768  # of a row, which one program holds in registers
-
-
-class Norm(NamedTuple):
-    """A norm over the last dim: x / sqrt(mean(x²) + eps) · weight + bias.
-
-    `weight`, `bias`: `[C]`; None for factors of 1 and for no bias. `centred`: the mean is subtracted first
-    (LayerNorm). `plus_one`: the factor is 1 + weight (Gemma). `rounded_before`: the normalised row is rounded
-    to the dtype of x before it is multiplied with the weight (Llama); otherwise only the result is rounded.
-    """
-
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
-    centred: bool = False
-    plus_one: bool = False
-    rounded_before: bool = True
 
 
 class _Bound(NamedTuple):
@@ -193,23 +178,9 @@ def residual_norm_reference(
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Computes `residual_norm` in plain torch."""
-    hidden = x if post is None else _norm_reference(x, post)
+    hidden = x if post is None else norm_reference(x, post, x.dtype)
     if scale != 1.0:
         hidden = hidden * scale
     if residual is not None:
         hidden = residual + hidden
-    return hidden, hidden if norm is None else _norm_reference(hidden, norm)
-
-
-def _norm_reference(x: Tensor, norm: Norm) -> Tensor:
-    wide = x.float()
-    if norm.centred:
-        wide = wide - wide.mean(-1, keepdim=True)
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
-    if norm.rounded_before:
-        wide = wide.to(x.dtype).float()
-    if norm.weight is not None:
-        wide = wide * (norm.weight.float() + 1.0 if norm.plus_one else norm.weight.float())
-    if norm.bias is not None:
-        wide = wide + norm.bias.float()
-    return wide.to(x.dtype)
+    return hidden, hidden if norm is None else norm_reference(hidden, norm, x.dtype)

@@ -20,7 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .residual_norm import Norm, _bound, _normalise, launch_of, residual_norm_reference
+from lightkv.triton_kernels.norms import Norm
+
+from .residual_norm import _bound, _normalise, launch_of, residual_norm_reference
 
 MAX_PROGRAMS = 128  # a rank's programs all run at once, since each may wait for that of another rank
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels.checks import Tensors
+from lightkv.triton_kernels.norms import Norm
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
-from .head_norms import HeadNorms
 from .head_tiles import constants_of
 
 _HEADS = Tensors(
@@ -102,6 +102,37 @@ class Biases(NamedTuple):
 
 
 NO_BIASES = Biases()
+
+
+class HeadNorms(NamedTuple):
+    """The norms of the heads of q and of k, without biases. `over_all`: their means are those of all heads of a
+    token together, and not of each head. A weight is `[D]`, or one for each head, `[heads, D]`, contiguous."""
+
+    q: Norm
+    k: Norm
+    over_all: bool = False
+
+    def check(self, q: Tensor | None, k: Tensor) -> None:
+        """Raises ValueError where the norms do not fit q and k, `[T, heads, D]`."""
+        if q is None:
+            raise ValueError("norms are given, and no q; pass q, which is normalised in place")
+        for name, heads, norm in (("q", q, self.q), ("k", k, self.k)):
+            weight, shapes = norm.weight, (heads.shape[1:], heads.shape[2:])
+            if norm.bias is not None:
+                raise ValueError(f"the norm of {name} has a bias; norms of heads have none")
+            if weight is None:
+                continue
+            if weight.shape not in shapes or not weight.is_contiguous() or not weight.is_floating_point():
+                raise ValueError(
+                    f"the weight of the norm of {name} must be [dim] {tuple(shapes[1])} or [heads, dim] "
+                    f"{tuple(shapes[0])}, contiguous floats; got {weight.dtype} {tuple(weight.shape)} with "
+                    f"strides {weight.stride()}"
+                )
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The dims of `[T, heads, D]` over which means are taken."""
+        return (1, 2) if self.over_all else (2,)
 
 
 def check_inputs(

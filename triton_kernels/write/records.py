@@ -10,7 +10,7 @@ import triton.language as tl
 class NormConstants(NamedTuple):
     """KIND: what the mean of a norm is over (`load_heads`). WHOLE: a program writes all heads of a token, which
     are HEADS; otherwise HEADS is 1. HAS_WEIGHT: there is one. CENTRED, PLUS_ONE, ROUNDED_BEFORE: as in
-    `HeadNorm`."""
+    `Norm`."""
 
     KIND: Any
     WHOLE: Any

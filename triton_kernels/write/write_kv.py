@@ -12,14 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.norms import Norm, norm_reference
 from lightkv.triton_kernels.operators import operator
 from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
 from lightkv.triton_kernels.quantised.quantise_reference import quantise, split_scales
 
 from .computed_heads import AS_COMPUTED
-from .head_norms import HeadNorm, HeadNorms, normalise_reference
 from .head_tiles import constants_of
-from .inputs import NO_BIASES, Biases, Rotation, StoredKV, check_inputs
+from .inputs import NO_BIASES, Biases, HeadNorms, Rotation, StoredKV, check_inputs
 from .launch import computed_launch, quantised_launch, token_launch
 from .load_heads import OVER_ALL, PER_HEAD
 from .quantised_heads import QUANTISED
@@ -120,7 +120,7 @@ def _write_kv_kernel(
 @operator(
     "write_kv",
     writes=("stored", "q"),
-    records=(StoredKV, KVFormat, Elements, Rotation, Biases, HeadNorms, HeadNorm),
+    records=(StoredKV, KVFormat, Elements, Rotation, Biases, HeadNorms, Norm),
 )
 def _write_kv(
     k: Tensor,
@@ -139,8 +139,7 @@ def _write_kv(
     scales, elements = stored.scales, stored.format.elements
     cos, sin, interleaved = rotation or (None, None, False)
     num_heads, num_pairs = 0 if q is None else q.shape[1], 0 if cos is None else cos.shape[1]
-    of_q, of_k = norms or (None, None)
-    whole = of_k is not None and of_k.over_all
+    of_q, of_k, whole = norms or (None, None, False)
     device = tuning.device_class(k.device)
     if whole:
         launch = token_launch(max(num_heads, num_kv_heads) * max(key_dim, value_dim))
@@ -179,13 +178,9 @@ def _strides(tensor: Tensor | None, count: int) -> tuple[int | None, ...]:
 def _norm_constants(
     flags: tuple[bool, ...] | None, has_weight: bool, whole: bool, num_heads: int
 ) -> NormConstants:
-    """Returns the constants `NORM` of `NewHeads`. `flags`: the fields of a `HeadNorm` from `centred` on."""
-    kind = 0
-    rest: tuple[bool, ...] = (False,) * 3
-    if flags is not None:
-        *rest_flags, over_all = flags
-        kind, rest = OVER_ALL if over_all else PER_HEAD, tuple(rest_flags)
-    numbers = kind, whole, has_weight, *rest, num_heads if whole else 1
+    """Returns the constants `NORM` of `NewHeads`. `flags`: the fields of a `Norm` from `centred` on."""
+    kind = 0 if flags is None else OVER_ALL if whole else PER_HEAD
+    numbers = kind, whole, has_weight, *(flags or (False,) * 3), num_heads if whole else 1
     return NormConstants(*map(tl.constexpr, numbers))
 
 
@@ -205,7 +200,7 @@ def _shape(*numbers: int) -> Shape:
 def _new_heads(
     heads: Tensor | None,
     bias: Tensor | None,
-    norm: HeadNorm | None,
+    norm: Norm | None,
     whole: bool,
     constants: tuple[int, int, bool, Elements],
 ) -> NewHeads:
@@ -216,7 +211,7 @@ def _new_heads(
     (stride_bias,) = _strides(bias, 1)
     stride_norm = None if weight is None else 0 if weight.dim() == 1 else weight.stride(0)
     num_heads = heads.shape[1] if whole and heads is not None else 1
-    of_norm = _norm_constants(None if norm is None else norm[2:], weight is not None, whole, num_heads)
+    of_norm = _norm_constants(None if norm is None else norm[3:], weight is not None, whole, num_heads)
     return NewHeads(
         heads,
         stride_token,
@@ -306,13 +301,13 @@ def write_kv_reference(
     """Computes `write_kv` in plain torch."""
     check_inputs(k, v, stored, slots, q, rotation, biases, norms)
 
-    def prepared(x: Tensor, bias: Tensor | None, norm: HeadNorm | None, by: Rotation | None) -> Tensor:
+    def prepared(x: Tensor, bias: Tensor | None, norm: Norm | None, by: Rotation | None) -> Tensor:
         dtype = x.dtype
         x = x if bias is None else x.float() + bias.float()
-        x = x if norm is None else normalise_reference(x, norm, dtype)
+        x = x if norms is None or norm is None else norm_reference(x, norm, dtype, norms.dims)
         return x if by is None else rotate_reference(x, by)
 
-    of_q, of_k = (None, None) if norms is None else norms
+    of_q, of_k, _ = norms or (None, None, False)
     if q is not None:
         q.copy_(prepared(q, biases.q, of_q, rotation))
     heads = (prepared(k, biases.k, of_k, rotation), prepared(v, biases.v, None, None))

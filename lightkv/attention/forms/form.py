@@ -66,11 +66,6 @@ class Form:
         it has dropped (`dropped_by`) had never been there. 0 for none."""
         return 0
 
-    @property
-    def may_restore(self) -> bool:
-        """Whether prefills may read restored keys (`RestoredPrefill`)."""
-        return True
-
     def dropped_by(self, sequence: int, length: int) -> int:
         """Returns how many tokens a sequence with `length` keys has dropped, where there are sinks."""
         return 0

@@ -3,6 +3,10 @@
 A decode reads its ring where it is. The prompts of a step are read in order: their index has a row for each
 sequence, with the sinks and then what its first query sees, so that to attention they are sequences that have
 dropped tokens.
+
+A query attends to the sinks as if the dropped tokens had never been there, and to all other tokens at their
+true positions. So a prompt attends twice, once rotated back by the number of dropped tokens, and the results
+are merged, which is one softmax over both.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +24,6 @@ from lightkv.triton_kernels.attention.variants.variant import Variant
 from lightkv.triton_kernels.layout.ring import Ring
 
 from .form import PLAIN, Form, Seen
-from .sinks import check_sinks
 
 
 def over_rings(batch: Batch, ring: Ring) -> Batch:
@@ -31,13 +34,12 @@ def over_rings(batch: Batch, ring: Ring) -> Batch:
     tokens in another way or read prefixes together.
     """
     num_prefills, starts = batch.num_prefills, batch.starts.tolist()
-    is_plain = batch.form == PLAIN and batch.shared is None and batch.num_queries == 1
+    is_plain = batch.form == PLAIN and batch.shared is None
     if not is_plain or num_prefills not in (0, len(starts)):
         raise ValueError(
-            f"{num_prefills} prefills among {len(starts)} rings, which are {batch.form} already, read "
-            f"{batch.shared} together, and have {batch.num_queries} tokens a decode: a step over rings has "
-            "prefills or decodes only, these of one token, and gets positions instead of dropped tokens and "
-            "sinks; run the others in another step"
+            f"{num_prefills} prefills among {len(starts)} rings, which are {batch.form} already, and read "
+            f"{batch.shared} together: a step over rings has prefills or decodes only, and gets positions "
+            "instead of dropped tokens; run the others in another step"
         )
     if not num_prefills:
         return replace(batch, form=Rings(ring))
@@ -87,7 +89,7 @@ class Rings(_OnRings):
     def check_layer(self, layer: AttentionBackend) -> None:
         check_held(self.ring, layer.options.variants)
         if self.ring.sinks:
-            check_sinks(layer, self.ring.sinks)
+            _check_sinks(layer, self.ring.sinks)
 
     def check_scores(self) -> None:
         raise ValueError(f"a step over {self.ring} is not scored by entries; use rows that are no rings")
@@ -119,7 +121,7 @@ class RingPrompts(_OnRings):
         if self.has_gaps:
             check_held(self.ring, layer.options.variants, self.ring.least_held)
             if self.ring.sinks:
-                check_sinks(layer, self.ring.sinks)
+                _check_sinks(layer, self.ring.sinks)
 
     def check_scores(self) -> None:
         if self.num_sinks:
@@ -141,6 +143,16 @@ class RingPrompts(_OnRings):
 
     def dropped_by(self, sequence: int, length: int) -> int:
         return self.dropped[sequence]
+
+
+def _check_sinks(layer: AttentionBackend, num_sinks: int) -> None:
+    """Raises ValueError for a layer that cannot attend to sinks from other positions."""
+    if layer.rotary is None or layer.options.counts_positions:
+        raise ValueError(
+            f"a step with {num_sinks} sinks needs the rotary frequencies (rotary) and a causal layer in which "
+            f"no window, chunk or bias counts positions; layer {layer.layer_idx} has {layer.options.variants}, "
+            f"causal {layer.options.causal}"
+        )
 
 
 def _in_order(table: TokenTable, rows: np.ndarray, gaps: np.ndarray, ring: Ring) -> torch.Tensor:

@@ -202,7 +202,7 @@ class AttentionMetadata:
         """
         numbers = checked_numbers(self, self._room)
         prompts = np.zeros_like(numbers.cached) if self.prompt_lens is None else np.array(self.prompt_lens)
-        beam_rows = self._beam_rows(numbers, prompts)
+        beam_rows = self._beam_rows(numbers)
         blocks: Sequence[Sequence[int]] | torch.Tensor | None = None
         num_blocks: Sequence[int] | None = None
         if self.uses_cache:
@@ -377,7 +377,7 @@ class AttentionMetadata:
         most = getattr(self.kv_cache_manager, "max_blocks_per_seq", None)
         return int(most) if isinstance(most, int) else len(self.buffers(0)[0])
 
-    def _beam_rows(self, numbers: BatchNumbers, prompts: np.ndarray) -> torch.Tensor | None:
+    def _beam_rows(self, numbers: BatchNumbers) -> torch.Tensor | None:
         """Returns room for `Step.beam_rows`; None for a batch that needs none. Raises ValueError for a table of
         beams that does not fit the batch."""
         room, table = self._room, self.cache_indirection
@@ -391,7 +391,7 @@ class AttentionMetadata:
                     "beam for each request: make other metadata by create_cuda_graph_metadata, and "
                     "capture on them"
                 )
-            numbers.beams.check_table(table, numbers.cached, prompts, self.device)
+            numbers.beams.check_table(table, numbers.cached, self.device)
             assert table is not None
             most = table.shape[2] + 1  # a beam's newest token needs no place in the table
         if room is None:

@@ -76,8 +76,3 @@ def given_cache(kwargs: Mapping[str, Any]) -> Any:
     """Returns the cache among the keyword arguments of a forward pass, by either name; None without one."""
     found = kwargs.get(_CACHE)
     return kwargs.get(_OLD_CACHE) if found is None else found
-
-
-def without_cache(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keyword arguments of a forward pass less the cache, whatever its name."""
-    return {name: value for name, value in kwargs.items() if name not in (_CACHE, _OLD_CACHE)}

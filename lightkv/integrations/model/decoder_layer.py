@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightkv.integrations.ranks.sharded import SummedLinear
 from lightkv.integrations.ranks.term_room import TermPlace
 from lightkv.triton_kernels.layers.gated_activation import gated_activation, gated_activation_reference
-from lightkv.triton_kernels.layers.residual_norm import Norm
+from lightkv.triton_kernels.norms import Norm
 
 from .attention_call import ATTENTION, AttentionHandler
 from .context import given_cache

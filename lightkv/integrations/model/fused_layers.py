@@ -33,7 +33,7 @@ from lightkv.integrations.model.plans.own_pass import (
     recorded_calls,
 )
 from lightkv.integrations.ranks.sharded import SummedLinear
-from lightkv.triton_kernels.layers.residual_norm import Norm
+from lightkv.triton_kernels.norms import Norm
 
 from .context import num_layers
 from .decoder_layer import (

@@ -21,10 +21,10 @@ from lightkv.integrations.model.plans.own_pass import (
 )
 from lightkv.triton_kernels.layers.residual_norm import (
     MAX_DIM,
-    Norm,
     residual_norm,
     residual_norm_reference,
 )
+from lightkv.triton_kernels.norms import Norm
 
 from .linears import has_registered_hooks
 

@@ -32,7 +32,8 @@ from lightkv.integrations.model.plans.own_pass import (
     run_own,
 )
 from lightkv.integrations.weights.plain import PlainWeight
-from lightkv.triton_kernels.write.head_norms import HeadNorm, HeadNorms
+from lightkv.triton_kernels.norms import Norm
+from lightkv.triton_kernels.write.inputs import HeadNorms
 from lightkv.triton_kernels.write.write_kv import split_qkv
 
 from .attention_call import ATTENTION, AttentionCall, AttentionHandler
@@ -98,9 +99,9 @@ class AttentionLayout:
             return None
         q, k = (
             norm if norm.weight is None else norm._replace(weight=part.weight.detach().view_as(norm.weight))
-            for part, norm in zip(parts, self.norms, strict=True)
+            for part, norm in zip(parts, self.norms[:2], strict=True)
         )
-        return HeadNorms(q, k)
+        return HeadNorms(q, k, self.norms.over_all)
 
     def project_out(self, module: Any, heads: Tensor) -> Tensor:
         """Returns the output projection of `heads` `[1, T, heads, v_dim]`, `[1, T, C]`."""
@@ -243,7 +244,7 @@ def _run(forward: Callable[..., Any], given: Call) -> _Result:
 def _head_norms(module: Any, layout: AttentionLayout) -> HeadNorms | None:
     """Returns the norms of q and k for the kernel that writes K/V; None where there are none, where it does not
     compute their kind, and where they have hooks."""
-    plan, found = layout.plan, list[HeadNorm]()
+    plan, found = layout.plan, list[Norm]()
     num_heads_of = (layout.num_heads, layout.num_kv_heads)
     for part, num_heads in zip(plan.head_norms_of(module), num_heads_of, strict=False):
         norm = None if has_hooks(part) else norm_of(part)
@@ -252,10 +253,11 @@ def _head_norms(module: Any, layout: AttentionLayout) -> HeadNorms | None:
         weight = None if norm.weight is None else norm.weight.detach()
         if weight is not None and (plan.norms_over_all or weight.dim() == 2):
             weight = weight.view(num_heads, layout.head_dim)
-        found.append(
-            HeadNorm(weight, norm.eps, norm.centred, norm.plus_one, norm.rounded_before, plan.norms_over_all)
-        )
-    return HeadNorms(*found) if found else None
+        found.append(norm._replace(weight=weight))
+    if not found:
+        return None
+    q, k = found
+    return HeadNorms(q, k, plan.norms_over_all)
 
 
 def _are_tables(tables: Any, x: Any) -> bool:

@@ -1,8 +1,8 @@
 """The ranks that run one model together: what they add up, gather, and agree on.
 
 Every rank makes the same calls in the same order. Tensors of a GPU go through NCCL, and those of a CPU, like
-the few numbers that the hosts agree on, through gloo. Inside a decoder layer ranks only ever add up (`sum`),
-which `all_reduce.py` does in the fastest way for the size; it can be captured in a CUDA graph.
+the few numbers that the hosts agree on, through gloo. Inside a decoder layer ranks only ever add up: as a rule
+together with the residual and the norm (`term_room.py`), and otherwise by `sum`. A CUDA graph can capture both.
 """
 
 import os
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .all_reduce import AllReduce
 from .term_room import TermRoom
 
 # The ranks are on one host, so nothing listens on its network: NCCL would take another interface than the
@@ -51,7 +50,6 @@ class RankGroup:
         dist.init_process_group(
             backends.get(device.type, "gloo"), store=store, rank=rank, world_size=size, timeout=_DAY
         )
-        self.sums = AllReduce.on(device)
         self.room = TermRoom.on(rank, device)
 
     @classmethod
@@ -68,13 +66,15 @@ class RankGroup:
 
     @property
     def lines(self) -> list[str]:
-        """What to report: how tensors of which sizes are added up."""
-        return self.sums.lines + ([] if self.room is None else self.room.lines)
+        """What to report: which sums are joined with what follows them."""
+        return [] if self.room is None else self.room.lines
 
     def sum(self, x: Tensor) -> Tensor:
         """Returns the sum of every rank's x, in the memory of x or in other memory. It has the same bits on
         all."""
-        return self.sums.sum(x)
+        x = x.contiguous()
+        dist.all_reduce(x)
+        return x
 
     def gather(self, x: Tensor) -> Tensor:
         """Returns the ranks' x, `[..., n]`, side by side: `[..., size · n]`."""

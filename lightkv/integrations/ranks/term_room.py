@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from triton.errors import TritonError
 
-from lightkv.triton_kernels.layers.residual_norm import Norm
 from lightkv.triton_kernels.layers.summed_residual_norm import MAX_PROGRAMS, Terms, summed_residual_norm
+from lightkv.triton_kernels.norms import Norm
 
-from .all_reduce import told_bytes
 from .symmetric import Mapped, all_agree, map_memory
 
 # Of a term, with two ranks: 4,096 tokens of 4,096 numbers in 16 bits. Up to here the kernel was the faster one
@@ -84,7 +83,7 @@ class TermRoom:
     @property
     def lines(self) -> list[str]:
         """What to report."""
-        return [f"sums with residual and norm in one kernel: up to {told_bytes(self.most_bytes)}"]
+        return [f"sums with residual and norm in one kernel: up to {self.most_bytes / 2**20:g} MiB"]
 
     def place(self, turn: int, x: Tensor, dim: int) -> TermPlace | None:
         """Returns the place of the first or the second sum of a layer for a term of x's rows of `dim`; None

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.merge_states import add_partials, merge_states_reference
+from lightkv.triton_kernels.attention.merge_states import merge_states
 
 from . import decode_tuning
 from .decode_plan import PART_FIELDS, DecodePlan
@@ -77,7 +77,12 @@ def _combine_kernel(
             mask=is_part[:, None] & (dims < DV)[None, :],
             other=0.0,
         )  # [BLOCK_P, BLOCK_DV]
-        acc, total, peak = add_partials(acc, total, peak, tile, part_lse)
+        new_peak = tl.maximum(peak, tl.max(part_lse, 0))
+        weights = tl.exp2(part_lse - new_peak)
+        decay = tl.exp2(peak - new_peak)
+        total = total * decay + tl.sum(weights, 0)
+        acc = acc * decay + tl.sum(weights[:, None] * tile, 0)
+        peak = new_peak
     acc = acc / tl.where(total > 0.0, total, 1.0)
     tl.store(
         out + token * stride_out_b + head * stride_out_h + dims, acc.to(out.dtype.element_ty), mask=dims < DV
@@ -138,5 +143,5 @@ def combine_parts_reference(
             chosen += [first_of_prefix + rank * plan.num_members for rank in range(of_prefix)]
             part_lse = partial_lse[chosen].unflatten(1, (num_queries, -1))  # [parts, num_queries, H]
             part_out = partial_out[chosen].unflatten(1, (num_queries, -1))
-            combined[request] = merge_states_reference(part_out, part_lse)
+            combined[request] = merge_states(part_out, part_lse)
     return combined

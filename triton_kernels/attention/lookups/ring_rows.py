@@ -148,7 +148,7 @@ class RingRows(Lookup):
         return self.rotation or (None, None)
 
     def slots_reference(self, index: Tensor, rows: int | Tensor, positions: Tensor) -> Tensor:
-        return index[rows, entries_reference(positions, self.ring)].long()
+        return index[rows, self.ring.entries(positions)].long()
 
     def keys_reference(self, length: int, device: torch.device) -> Tensor:
         if self.is_limited:
@@ -220,10 +220,4 @@ def ring_slots(index: Tensor, rows: Tensor, positions: Tensor, ring: Ring, slots
 
 def ring_slots_reference(index: Tensor, rows: Tensor, positions: Tensor, ring: Ring, slots: Tensor) -> None:
     """Computes `ring_slots` in plain torch."""
-    slots.copy_(index[rows.long(), entries_reference(positions.long(), ring)])
-
-
-def entries_reference(positions: Tensor, ring: Ring) -> Tensor:
-    """Returns the entries of `positions` of a ring."""
-    within = ring.sinks + (positions - ring.sinks) % ring.size
-    return torch.where(positions < ring.sinks, positions, within)
+    slots.copy_(index[rows.long(), ring.entries(positions.long())])

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.merge_states import merge_states_reference
+from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.paged_kv import HeadShape
 
 from . import prefill_tuning
@@ -185,5 +185,5 @@ def combine_tiles_reference(
         if num_parts > 0:
             chosen = [first_part, *range(number, number + num_parts - 1)]
             parts = partial_out[chosen].double(), partial_lse[chosen].double()
-            combined[item[0], item[2]] = merge_states_reference(*parts)
+            combined[item[0], item[2]] = merge_states(*parts)
     return combined
