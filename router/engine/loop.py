@@ -158,9 +158,7 @@ class Engine:
         Raises LedgerMismatch if the device's counts differ from the ledger's; the engine is dead then. Raises
         ValueError for the result of another step.
         """
-        plan = self.scheduler.oldest
-        if result.step != plan.step:
-            raise ValueError(f"a result for step {result.step}; the oldest step in flight is {plan.step}")
+        plan = self.scheduler.oldest(result.step)
         if result.num_free != plan.num_free or result.flags:
             edits = str(plan.all_edits())
             mismatch = LedgerMismatch(plan.step, result.num_free, plan.num_free, result.flags, edits)

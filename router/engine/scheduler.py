@@ -110,12 +110,13 @@ class Scheduler:
         """The number of steps that are planned and not completed."""
         return len(self._in_flight)
 
-    @property
-    def oldest(self) -> StepPlan:
-        """The oldest step in flight, whose result comes next. Raises ValueError where none is."""
-        if not self._in_flight:
-            raise ValueError("no step is in flight")
-        return self._in_flight[0].plan
+    def oldest(self, step: int) -> StepPlan:
+        """Returns the oldest step in flight, which is number `step`. Raises ValueError for any other."""
+        in_flight = [batch.plan for batch in self._in_flight]
+        if not in_flight or step != in_flight[0].step:
+            steps = [plan.step for plan in in_flight]
+            raise ValueError(f"a result for step {step}, while the steps {steps} are in flight")
+        return in_flight[0]
 
     @property
     def in_flight_seconds(self) -> float:
@@ -193,8 +194,10 @@ class Scheduler:
         return planned.plan
 
     def complete(self, result: StepResult) -> list[TokenEvent]:
-        """Completes the oldest step in flight with its tokens. Returns the events of each request."""
-        step = self._pop_oldest(result.step)
+        """Completes the oldest step in flight with its tokens. Returns the events of each request. Raises
+        ValueError for the result of another step."""
+        self.oldest(result.step)
+        step = self._in_flight.popleft()
         events = [] if self._failed else self._take_tokens(step, result)
         self._release_finished()
         return events
@@ -232,13 +235,12 @@ class Scheduler:
         token, reason = result.tokens[i], None
         request.output.append(token)
         self.num_output_tokens += 1
-        count = len(request.output)
-        if token in request.stop_ids or count == request.max_tokens:
+        is_first = len(request.output) == 1
+        if token in request.stop_ids or len(request.output) == request.max_tokens:
             reason = "stop" if token in request.stop_ids else "length"
             self._end(request, reason)
-        num_cached = request.num_hit if count == 1 else None
-        scores = request.take_scores() if count == 1 else None
-        known = result.logprobs.get(i), None, num_cached, scores, None, request.num_preemptions
+        cached, scores = (request.num_hit, request.take_scores()) if is_first else (None, None)
+        known = result.logprobs.get(i), None, cached, scores, None, request.num_preemptions
         events.append(TokenEvent(request.id, token, reason, *known))
 
     def fail(self, error: str) -> list[TokenEvent]:
@@ -246,8 +248,10 @@ class Scheduler:
 
         Nothing that these steps computed stays in the cache, and the results of the later ones are dropped.
         """
+        if not self._in_flight:
+            raise ValueError("no step is in flight")
         requests = {request.id: request for step in self._in_flight for request in step.requests}
-        self._pop_oldest(None)
+        self._in_flight.popleft()
         self._failed = True
         events = []
         for request in requests.values():
@@ -455,12 +459,6 @@ class Scheduler:
         return Chunk(request, start, count)
 
     # ------------------------------------------------------------------ the end of steps and requests
-
-    def _pop_oldest(self, step: int | None) -> PlannedStep:
-        if not self._in_flight or step not in (None, self._in_flight[0].plan.step):
-            steps = [batch.plan.step for batch in self._in_flight]
-            raise ValueError(f"a result for step {step}, while the steps {steps} are in flight")
-        return self._in_flight.popleft()
 
     def _end(self, request: Request, reason: str) -> None:
         """Ends a request. `_release_finished` frees what it holds once no step in flight contains it."""

@@ -45,11 +45,27 @@ class Chart(NamedTuple):
     svg: str = ""
 
 
+class Line(NamedTuple):
+    """Means over intervals of `width` seconds, of which the last one ends after `seconds`."""
+
+    name: str
+    width: float
+    seconds: float
+    values: Sequence[float]
+
+    def stairs(self, axes: Axes, unit: float, **looks: Any) -> None:
+        """Draws the line, with a step at each interval. `unit`: the seconds of a unit of the axis."""
+        ends = self.width * np.arange(len(self.values) + 1)
+        ends[-1] = min(max(self.seconds, ends[-2]), ends[-1])
+        axes.stairs(self.values, ends / unit, **{"label": self.name, "baseline": None, **looks})
+
+
 def over_time(result: SimulationResult) -> list[Chart]:
     """Draws memory and requests over time."""
-    series = result.series
-    lines = [("in flight", series, series.running), ("waiting", series, series.waiting)]
-    return [memory("Memory", result, series), counts("Requests", "requests", lines)]
+    series, seconds = result.series, result.figures.seconds
+    numbers = (("in flight", series.running), ("waiting", series.waiting))
+    lines = [Line(name, series.width, seconds, values) for name, values in numbers]
+    return [memory("Memory", result, series), counts("Requests", lines)]
 
 
 def memory(title: str, result: SimulationResult, series: Series) -> Chart:
@@ -65,93 +81,71 @@ def memory(title: str, result: SimulationResult, series: Series) -> Chart:
     waste = "waste: reserved, without a token" if is_reserved else "waste: ends of pages"
 
     def draw(axes: Axes) -> None:
-        places = _edges(series, f.seconds) / _clock(axes, [f.seconds])
-        below = [0.0] * len(series.used)
-        for label, values, colour in (
+        clock, below = _clock(axes, f.seconds), np.zeros(len(series.used))
+
+        def line(name: str, values: Sequence[float] | np.ndarray, **looks: Any) -> None:
+            Line(name, series.width, f.seconds, values).stairs(axes, clock, **looks)
+
+        parts = (
             ("used", series.used, "C0"),
             (waste, series.padding, "C1"),
             ("cached", series.cached, "0.75"),
-        ):
-            if not any(values):
-                continue
-            above = [low + value for low, value in zip(below, values, strict=True)]
-            axes.stairs(above, places, baseline=below, fill=True, color=colour, alpha=0.6, label=label)
-            below = above
-        held = [used + empty for used, empty in zip(series.used, series.padding, strict=True)]
-        axes.stairs(held, places, baseline=None, color="C0", label="held")
+        )
+        for name, values, colour in parts:
+            if any(values):
+                line(name, below + values, baseline=below, fill=True, color=colour, alpha=0.6)
+                below = below + values
+        line("held", np.add(series.used, series.padding), color="C0")
         if any(series.promised):
-            axes.stairs(
-                series.promised, places, baseline=None, color="C3", label="promised to guaranteed requests"
-            )
-        axes.axhline(series.capacity, color="black", linestyle="--", linewidth=1, label="capacity")
+            line("promised to guaranteed requests", series.promised, color="C3")
+        _level(axes, series.capacity, "capacity")
         axes.set(ylim=(0, 1.05 * series.capacity), ylabel=unit)
         axes.yaxis.set_major_formatter(EngFormatter())
 
     return _chart(title, words, draw if series.used else None)
 
 
-def counts(title: str, unit: str, lines: Sequence[tuple[str, Series, Sequence[float]]]) -> Chart:
-    """Draws numbers over time, each of a series by its name."""
-    drawn = [line for line in lines if line[2]]
-    words = "; ".join(f"{name}: {max(values):,.0f} at most" for name, _, values in drawn)
+def counts(title: str, lines: Sequence[Line], most: float | None = None) -> Chart:
+    """Draws numbers of requests over time. `most`: 1 for shares of the capacity instead."""
+    drawn = [line for line in lines if line.values]
+    form, unit = (",.0f", "requests") if most is None else (".1%", "of the capacity")
+    words = "; ".join(f"{line.name}: {max(line.values):{form}} at most" for line in drawn)
 
     def draw(axes: Axes) -> None:
-        seconds = _clock(axes, [len(values) * series.width for _, series, values in drawn])
-        for number, (name, series, values) in enumerate(drawn):
-            places = _edges(series, len(values) * series.width) / seconds
-            axes.stairs(values, places, baseline=None, **_look(number), label=name)
-        axes.set(ylim=(0, None), ylabel=unit)
-        axes.yaxis.set_major_formatter(EngFormatter())
+        clock = _clock(axes, max(line.seconds for line in drawn))
+        for number, line in enumerate(drawn):
+            line.stairs(axes, clock, **_look(number))
+        if most is not None:
+            _level(axes, most, "capacity")
+        axes.set(ylim=(0, most and 1.05 * most), ylabel=unit)
+        axes.yaxis.set_major_formatter(EngFormatter() if most is None else PercentFormatter(most))
 
-    return _chart(title, f"Over time. {words}.", draw if drawn else None)
-
-
-def shares(results: Sequence[SimulationResult], names: Sequence[str]) -> Chart:
-    """Draws the share of the capacity that each simulation holds."""
-    drawn = [(name, result) for name, result in zip(names, results, strict=True) if result.series.used]
-    words = "; ".join(
-        f"{name}: {r.figures.memory_held_share:.1%} on average while loaded" for name, r in drawn
-    )
-
-    def draw(axes: Axes) -> None:
-        seconds = _clock(axes, [result.figures.seconds for _, result in drawn])
-        for number, (name, result) in enumerate(drawn):
-            series, places = result.series, _edges(result.series, result.figures.seconds) / seconds
-            held = [(a + b) / series.capacity for a, b in zip(series.used, series.padding, strict=True)]
-            axes.stairs(held, places, baseline=None, **_look(number), label=name)
-        axes.axhline(1.0, color="black", linestyle="--", linewidth=1, label="capacity")
-        axes.set(ylim=(0, 1.05), ylabel="of the capacity")
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-
-    return _chart("Memory held", f"Share of the capacity over time. {words}.", draw if drawn else None)
+    return _chart(title, f"Over time, {unit}. {words}.", draw if drawn else None)
 
 
 def latencies(results: Sequence[SimulationResult], names: Sequence[str]) -> list[Chart]:
     """Draws the quantiles of TTFT and of TPOT, with their targets."""
-    ttft = [(name, r.ttft, float(r.settings["ttft_target"])) for name, r in zip(names, results, strict=True)]
-    tpot = [(name, r.tpot, float(r.settings["tpot_target"])) for name, r in zip(names, results, strict=True)]
+    ttft, tpot = ([float(r.settings[name]) for r in results] for name in ("ttft_target", "tpot_target"))
     return [
-        _quantiles("Time to the first token (TTFT)", ttft),
-        _quantiles("Time per token after it (TPOT)", tpot),
+        _quantiles("Time to the first token (TTFT)", names, [r.ttft for r in results], ttft),
+        _quantiles("Time per token after it (TPOT)", names, [r.tpot for r in results], tpot),
     ]
 
 
-def _quantiles(title: str, curves: Sequence[tuple[str, Curve, float]]) -> Chart:
-    drawn = [one for one in curves if any(one[1].seconds)]
-    targets = sorted({target for *_, target in curves})
-    words = f"Seconds by quantile; target {' and '.join(map(in_seconds, targets))}."
+def _quantiles(title: str, names: Sequence[str], curves: Sequence[Curve], targets: list[float]) -> Chart:
+    drawn = [(name, curve) for name, curve in zip(names, curves, strict=True) if any(curve.seconds)]
+    levels = {target: in_seconds(target) for target in sorted(set(targets))}
 
     def draw(axes: Axes) -> None:
-        for number, (name, curve, _) in enumerate(drawn):
-            places = [_nines(quantile) for quantile in curve.quantiles]
-            axes.plot(places, curve.seconds, **_look(number), label=name)
-        for target in targets:
-            label = f"target {in_seconds(target)}"
-            axes.axhline(target, color="black", linestyle="--", linewidth=1, label=label)
-        axes.set_xticks([_nines(quantile) for quantile in _QUANTILES.values()], list(_QUANTILES))
+        for number, (name, curve) in enumerate(drawn):
+            axes.plot(list(map(_nines, curve.quantiles)), curve.seconds, **_look(number), label=name)
+        for target, words in levels.items():
+            _level(axes, target, f"target {words}")
+        axes.set_xticks(list(map(_nines, _QUANTILES.values())), list(_QUANTILES))
         axes.set(yscale="log", xlim=(0, _MOST_NINES), xlabel="per cent of requests")
         axes.yaxis.set_major_formatter(EngFormatter("s"))
 
+    words = f"Seconds by quantile; target {' and '.join(levels.values())}."
     return _chart(title, words, draw if drawn else None)
 
 
@@ -181,20 +175,15 @@ def _look(number: int) -> dict[str, Any]:
     return {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10 % 3]}
 
 
-def _clock(axes: Axes, seconds: Sequence[float]) -> float:
+def _level(axes: Axes, value: float, name: str) -> None:
+    axes.axhline(value, color="black", linestyle="--", linewidth=1, label=name)
+
+
+def _clock(axes: Axes, longest: float) -> float:
     """Names the axis of time for the longest of some times. Returns the seconds of its unit."""
-    longest = max(seconds)
     size, unit = next((size, unit) for least, size, unit in _UNITS if longest >= least)
     axes.set(xlim=(0, longest / size or None), xlabel=f"{unit} of the simulated clock")
     return size
-
-
-def _edges(series: Series, seconds: float) -> np.ndarray:
-    """Returns the seconds at which the intervals of a series begin, and the end of the last one, which may be
-    shorter: float [n + 1]."""
-    starts = series.width * np.arange(len(series.used) + 1)
-    starts[-1] = min(max(seconds, starts[-2]), starts[-1])
-    return starts
 
 
 def in_seconds(value: float) -> str:

@@ -5,17 +5,17 @@ matplotlib escapes those of the charts. The page has no script, and its Content-
 nothing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jinja2
 
 from lightkv import __version__
-from lightkv.router.simulate.result import SimulationResult
+from lightkv.router.simulate.result import Series, SimulationResult
 from lightkv.router.simulate.sweep import Repeats, repeats_of
 
-from .charts import Chart, counts, duration, latencies, memory, over_time, shares
+from .charts import Chart, Line, counts, duration, latencies, memory, over_time
 from .tables import (
     POLICY,
     Table,
@@ -94,15 +94,18 @@ def _several(groups: Sequence[Repeats], names: Sequence[str]) -> Iterator[Part]:
         warning,
         tables=policies(groups, names, comparable=not others),
     )
-    running = [(name, r.series, r.series.running) for name, r in zip(names, results, strict=True)]
-    waiting = [(name, r.series, r.series.waiting) for name, r in zip(names, results, strict=True)]
+
+    def lines(values: Callable[[Series], list[float]]) -> list[Line]:
+        pairs = zip(names, results, strict=True)
+        return [Line(name, r.series.width, r.figures.seconds, values(r.series)) for name, r in pairs]
+
     yield Part(
         "Memory and requests over time",
         ("Each point is the mean over an interval of the simulated clock." + _uncounted(results),),
         charts=(
-            shares(results, names),
-            counts("Requests in flight", "requests", running),
-            counts("Requests waiting", "requests", waiting),
+            counts("Memory held", lines(_held_shares), most=1.0),
+            counts("Requests in flight", lines(lambda series: series.running)),
+            counts("Requests waiting", lines(lambda series: series.waiting)),
         ),
     )
     yield Part("Latencies", (_QUANTILES,), charts=latencies(results, names))
@@ -112,14 +115,21 @@ def _several(groups: Sequence[Repeats], names: Sequence[str]) -> Iterator[Part]:
     yield from _last_parts(groups, names)
 
 
+def _held_shares(series: Series) -> list[float]:
+    return [(a + b) / series.capacity for a, b in zip(series.used, series.padding, strict=True)]
+
+
 def _replicas(result: SimulationResult) -> Iterator[Part]:
     """Yields the part of a result with several replicas: their table, and the memory of each over time."""
     if not result.replicas:
         return
     names = [f"replica {number}" for number in range(len(result.replicas))]
-    waiting = [(name, series, series.waiting) for name, series in zip(names, result.each, strict=False)]
+    waiting = [
+        Line(name, series.width, result.figures.seconds, series.waiting)
+        for name, series in zip(names, result.each, strict=False)
+    ]
     charts = [
-        counts("Requests waiting", "requests", waiting),
+        counts("Requests waiting", waiting),
         *(
             memory(f"Memory of {name}", replace(result, figures=figures), series)
             for name, figures, series in zip(names, result.replicas, result.each, strict=False)
@@ -149,7 +159,7 @@ _LEFT_OUT = (
     "What a page costs or saves in attention: every allocation has the times of one step-time model, whose "
     "default was fitted to attention over single tokens. Kernels over pages may take less or more time; "
     "docs/measured.md compares some. So a difference between allocations comes from memory alone.",
-    "Also left out: the tokenizer, HTTP and the other processes, the second step in flight, and everything "
+    "Also left out: the tokenizer, HTTP and the other processes, and everything "
     "about the device's memory except its counts. Contiguous runs have no gaps here, as real ones do.",
 )
 
