@@ -25,17 +25,10 @@ def prompt_ids(number: int, asked: TraceRequest) -> bytes:
     return ids + bytes(4 * asked.prompt - len(ids))
 
 
-def at_once(trace: Trace) -> Iterator[TraceRequest]:
-    """Yields the requests with an arrival time of 0."""
-    for request in trace:
-        yield request._replace(arrival=0.0)
-
-
 def faster(trace: Trace, factor: float) -> Iterator[TraceRequest]:
-    """Yields the requests with the trace's own times divided by `factor`."""
+    """Yields the requests with the trace's own times divided by `factor`: with infinity all arrive at 0."""
     for request in trace:
-        assert request.arrival is not None
-        yield request._replace(arrival=request.arrival / factor)
+        yield request._replace(arrival=(request.arrival or 0.0) / factor)
 
 
 def poisson(trace: Trace, rate: float, seed: int) -> Iterator[TraceRequest]:
@@ -63,9 +56,7 @@ class Arrivals:
     @property
     def next_time(self) -> float:
         """When the next request arrives; infinity after the last."""
-        if self._next is None or self._next[1].arrival is None:
-            return math.inf
-        return self._next[1].arrival
+        return math.inf if self._next is None else self._next[1].arrival or 0.0
 
     def take(self, now: float) -> Numbered | None:
         """Removes the first request that has arrived by `now`, and returns its number and it; None if there is
@@ -79,7 +70,7 @@ class Arrivals:
 def arrange(trace: Trace, config: SimulationConfig) -> tuple[Arrivals, float, float]:
     """Returns the arrivals, the requests offered a second, and the rate of saturation."""
     if config.rate == math.inf:
-        return Arrivals(at_once(trace), True), 0.0, config.saturation or 0.0
+        return Arrivals(faster(trace, math.inf), True), 0.0, config.saturation or 0.0
     summary = summarise(trace)
     rate, saturated = config.rate, config.saturation or 0.0
     if config.load is not None:
@@ -87,7 +78,7 @@ def arrange(trace: Trace, config: SimulationConfig) -> tuple[Arrivals, float, fl
     if not summary.span and rate is not None:
         return Arrivals(poisson(trace, rate, config.seed), False), rate, saturated
     if not summary.span:  # all requests arrive at one time
-        return Arrivals(at_once(trace), True), 0.0, saturated
+        return Arrivals(faster(trace, math.inf), True), 0.0, saturated
     own = summary.num / summary.span
     factor = 1.0 if rate is None else rate / own
     return Arrivals(faster(trace, factor), False), own * factor, saturated

@@ -211,9 +211,8 @@ class Simulation:
         request = Request(str(number), ids, params, number, frozenset({END}), (), priority)
         request.states_length = is_stated
         self.engine.left[number] = [output]
-        assert asked.arrival is not None
-        request.queued = asked.arrival
-        self._live[request.id] = _Live(asked.arrival, request, asked.prompt + output - 1)
+        request.queued = asked.arrival or 0.0
+        self._live[request.id] = _Live(request.queued, request, asked.prompt + output - 1)
         self.engine.add(request)
 
     def _take(self, events: Iterable[TokenEvent]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightkv.router.simulate import traces
-from lightkv.router.simulate.arrivals import at_once, faster, poisson
+from lightkv.router.simulate.arrivals import faster, poisson
 from lightkv.router.simulate.config import InvalidSimulation, SimulationConfig
 from lightkv.router.simulate.simulator import simulate
 from lightkv.router.simulate.trace_files import (
@@ -201,7 +201,7 @@ def test_arrivals_keep_the_mean_rate() -> None:
 def test_a_trace_is_made_faster(tmp_path: Path) -> None:
     trace = write(tmp_path / "m.jsonl", MOONCAKE)
     assert [r.arrival for r in faster(trace, 7.0)] == pytest.approx([0.0, 0.5])
-    assert [r.arrival for r in at_once(trace)] == [0.0, 0.0]
+    assert [r.arrival for r in faster(trace, math.inf)] == [0.0, 0.0]
     assert traces.summarise(trace) == (2, 3.5)
     assert math.isclose(traces.summarise(trace).span or 0.0, 3.5)
 

@@ -51,7 +51,7 @@ class Line(NamedTuple):
     name: str
     width: float
     seconds: float
-    values: Sequence[float]
+    values: Sequence[float] | np.ndarray
 
     def stairs(self, axes: Axes, unit: float, **looks: Any) -> None:
         """Draws the line, with a step at each interval. `unit`: the seconds of a unit of the axis."""
@@ -107,7 +107,7 @@ def memory(title: str, result: SimulationResult, series: Series) -> Chart:
 
 def counts(title: str, lines: Sequence[Line], most: float | None = None) -> Chart:
     """Draws numbers of requests over time. `most`: 1 for shares of the capacity instead."""
-    drawn = [line for line in lines if line.values]
+    drawn = [line for line in lines if len(line.values)]
     form, unit = (",.0f", "requests") if most is None else (".1%", "of the capacity")
     words = "; ".join(f"{line.name}: {max(line.values):{form}} at most" for line in drawn)
 
