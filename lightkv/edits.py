@@ -39,22 +39,14 @@ class Alloc(NamedTuple):
 
 
 class AllocPart(NamedTuple):
-    """Does what Alloc does in the groups of class `cls`."""
+    """Does what Alloc does in several classes, bit c of `classes` for class c. In those of `reused[i]`, the one
+    token of row `rows[i]` takes no free slot, but that of the entry which passes (`Lifetime.distance`)."""
 
-    cls: int
+    classes: int
     rows: tuple[int, ...]
     starts: tuple[int, ...]
     counts: tuple[int, ...]
-
-
-class Reuse(NamedTuple):
-    """Gives entry `entries[i]` of row `rows[i]` the slot of its entry `entries[i] - distance`, in the groups of
-    class `cls`."""
-
-    cls: int
-    distance: int
-    rows: tuple[int, ...]
-    entries: tuple[int, ...]
+    reused: tuple[int, ...]
 
 
 class MapSegments(NamedTuple):
@@ -200,7 +192,6 @@ Edit = (
     | MoveEntries
     | KeepEntries
     | AllocPart
-    | Reuse
     | FreePartRange
     | MapPart
     | StorePart
@@ -212,7 +203,7 @@ _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 
 
 # Edits of lists: how many integers come before their lists, and how many lists of equal length they have.
-_LISTS = {Alloc: (0, 3), AllocPart: (1, 3), Reuse: (2, 2), MapSegments: (2, 1), MapPart: (3, 1)}
+_LISTS = {Alloc: (0, 3), AllocPart: (1, 4), MapSegments: (2, 1), MapPart: (3, 1)}
 
 
 def encode(edits: Iterable[Edit]) -> bytes:

@@ -42,15 +42,16 @@ class Hold:
     @property
     def own(self) -> int:
         """The first private entry."""
-        if self.of.reuses[self.sequence.row]:
-            return self.sequence.length - self.of.distance
+        of, sequence = self.of, self.sequence
+        if of.state.reused[sequence.row] & of.bit:
+            return sequence.length - of.distance
         return self._own
 
     @own.setter
     def own(self, entry: int) -> None:
         """Sets it. The next token takes a free slot, and the next step looks at the sequence."""
         self._own = entry
-        self.of.reuses[self.sequence.row] = False
+        self.of.state.reused[self.sequence.row] &= ~self.of.bit
         self.sequence.look_at = 0
         self.sequence.has_passed = None
 
@@ -154,7 +155,7 @@ class Hold:
     @property
     def cost_as_before(self) -> int:
         """How many slots the next token takes if nothing happens to it."""
-        return 0 if self.of.reuses[self.sequence.row] else self.of.width
+        return 0 if self.of.state.reused[self.sequence.row] & self.of.bit else self.of.width
 
     def prepare(self, count: int) -> int:
         """Gives up what has passed before the sequence grows by `count` tokens, or has it used again. Returns
@@ -162,7 +163,7 @@ class Hold:
         held = self.leave_passed(self.passed)
         gone = self.gone()
         if self._reuses(gone, count):
-            self.of.reuses[self.sequence.row] = True
+            self.of.state.reused[self.sequence.row] |= self.of.bit
         else:
             self.own += gone  # no slot is used again
             if gone:
@@ -174,7 +175,9 @@ class Hold:
         `tails`."""
         of = self.of
         passes = of.rule.gone_at(held[-1][1] - 1) if held else NEVER
-        return passes if of.reuses[self.sequence.row] else min(passes, of.rule.gone_at(self.own))
+        if of.state.reused[self.sequence.row] & of.bit:
+            return passes
+        return min(passes, of.rule.gone_at(self._own))
 
     def _reuses(self, gone: int, count: int) -> bool:
         return gone == count == 1 and self.of.rule.reuses
@@ -274,5 +277,5 @@ class Hold:
             raise CheckFailed(
                 f"{one} holds tails of class {of.cls} up to {held[0][1]}; its own begin at {own}"
             )
-        if of.reuses[one.row] and not of.rule.reuses:
+        if of.state.reused[one.row] & of.bit and not of.rule.reuses:
             raise CheckFailed(f"{one} reuses slots of class {of.cls}")

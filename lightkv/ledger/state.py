@@ -40,7 +40,8 @@ class LedgerState:
     `width` is the number of slots of a token in the class that sees everything, whose tokens are the tree's
     segments; `classes` has the others.
 
-    unconfirmed: segments and tails with tokens that steps compute which may still fail.
+    unconfirmed: segments and tails with tokens that steps compute which may still fail. reused: by row, the
+    bits of the classes in which its next token takes the slot of the entry that passes (`AllocPart`).
     """
 
     def __init__(self, capacity: int, max_sequences: int, max_protected: int, groups: LayerGroups) -> None:
@@ -53,14 +54,13 @@ class LedgerState:
         self.tree = PrefixTree(max(capacity // HITS_A_TURNOVER, 1))
         self.width = groups.classes[0].num_groups
         self.sessions = Sessions(self.tree, max_protected // self.width)
-        self.classes = [
-            TailClass(self, cls, one, max_sequences) for cls, one in enumerate(groups.classes) if cls
-        ]
+        self.classes = [TailClass(self, cls, one) for cls, one in enumerate(groups.classes) if cls]
         self.idle = self.tree.idle
         self.sequences: dict[int, Sequence] = {}
         self.free_rows = list(range(max_sequences, 0, -1))
         self.gapped: set[int] = set()  # rows whose path has a gap: what was dropped lies above what is held
         self.unconfirmed: list[Segment | Tail] = []
+        self.reused = [0] * (max_sequences + 1)
         self._edits: list[Edit] = []
 
     def require_open(self, sequence: Sequence) -> None:

@@ -8,6 +8,8 @@ a step's plan are one call of `apply`, because its last Alloc is carried out tog
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +29,6 @@ from lightkv.edits import (
     MapSegments,
     MergeSegments,
     MoveEntries,
-    Reuse,
     SetGap,
     SplitSegment,
     StorePart,
@@ -45,6 +46,15 @@ from .kv_pool import KVPool
 from .kv_spec import KVSpec
 from .staging import upload
 from .token_table import TokenTable
+
+
+class _Taken(NamedTuple):
+    """Entries that take slots in a class: `counts[i]` of them from entry `starts[i]` of row `rows[i]` on."""
+
+    cls: int
+    rows: tuple[int, ...]
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
 
 
 @dataclass
@@ -80,6 +90,7 @@ class KVMemory:
         places = groups.places
         self.group_of_layer = [places[spec.holder(layer)][0] for layer in range(spec.num_layers)]
         self._groups = groups.slices  # of each class, in the table
+        self._distances = [one.lifetime.distance for one in groups.classes]
         # By class, of each segment: int32 slots, `[groups of the class, n]`, of all its tokens in class 0, and
         # of the last n in the others. Where there is one group in all, `[n]`.
         self._segments: list[dict[int, torch.Tensor]] = [{} for _ in groups.classes]
@@ -134,21 +145,20 @@ class KVMemory:
         entries = iter(kept)
         allocated: torch.Tensor | None = None
         # What class 0 allocates, at most once and first, and the other classes, done together. In a plan, the
-        # Alloc of decodes follows on their AllocParts.
-        allocs: list[AllocPart] = []
-        reuses: list[Reuse] = []  # done after these, of which some may allocate what is reused
+        # Alloc of decodes follows on their AllocPart.
+        allocs: list[_Taken] = []
+        reuses: list[_Taken] = []  # done after these, of which some may allocate what is reused
         freed: list[torch.Tensor] = []  # freed together; views of the table, so before anything writes it
         for edit in edits:
-            if isinstance(edit, Alloc | AllocPart | Reuse):
+            if isinstance(edit, Alloc):
                 self._free(freed)
-                if isinstance(edit, Reuse):
-                    reuses.append(edit)
-                elif isinstance(edit, AllocPart):
-                    allocs.append(edit)
-                else:
-                    if allocs and not allocs[0].cls:
-                        allocated = self._grow(allocs, reuses, allocated)
-                    allocs.insert(0, AllocPart(0, *edit))
+                if allocs and not allocs[0].cls:
+                    allocated = self._grow(allocs, reuses, allocated)
+                allocs.insert(0, _Taken(0, *edit))
+                continue
+            if isinstance(edit, AllocPart):
+                self._free(freed)
+                self._divide(edit, allocs, reuses)
                 continue
             allocated = self._grow(allocs, reuses, allocated)
             if not self._frees(edit, freed):
@@ -338,8 +348,21 @@ class KVMemory:
             found.index_copy_(0, slots, values)
         return found[1:].cpu().numpy()
 
+    def _divide(self, edit: AllocPart, allocs: list[_Taken], reuses: list[_Taken]) -> None:
+        """Adds what the tokens of an edit take in each of its classes to the allocations, or to the reuses."""
+        classes, *columns, reused = edit
+        for cls in range(len(self._groups)):
+            bit = 1 << cls
+            if not classes & bit:
+                continue
+            again = [bits & bit for bits in reused]
+            for taken, chosen in ((reuses, again), (allocs, [not one for one in again])):
+                if any(chosen):
+                    rows, starts, counts = (tuple(compress(column, chosen)) for column in columns)
+                    taken.append(_Taken(cls, rows, starts, counts))
+
     def _grow(
-        self, allocs: list[AllocPart], reuses: list[Reuse], before: torch.Tensor | None
+        self, allocs: list[_Taken], reuses: list[_Taken], before: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Allocates the slots of these edits at once, then reuses those of the others, and forgets the edits.
         Returns the slots of the first group if the first edit is of class 0, otherwise `before`."""
@@ -352,12 +375,12 @@ class KVMemory:
             allocs.clear()
             if not first.cls:
                 before = slots[: sum(first.counts)]
-        for edit in reuses:
-            self._reuse(edit)
+        for taken in reuses:
+            self._reuse(taken)
         reuses.clear()
         return before
 
-    def _prompt_entries(self, allocs: Sequence[AllocPart]) -> TableEntries:
+    def _prompt_entries(self, allocs: Sequence[_Taken]) -> TableEntries:
         """Returns where the slots of these edits go, group by group."""
         table, places = self.table, []
         for cls, *where in allocs:
@@ -368,7 +391,7 @@ class KVMemory:
         (entries,) = upload([np.concatenate(places)], self.device)
         return TableEntries(table.all_rows, entries)
 
-    def _step_entries(self, allocs: Sequence[AllocPart]) -> TableEntries:
+    def _step_entries(self, allocs: Sequence[_Taken]) -> TableEntries:
         """Returns where a decode step's slots go. Uploads nothing if the step follows the one before."""
         rows = [(edit.cls, edit.rows) for edit in allocs]
         step = self._step = self._moved_on(self._step, rows, [edit.starts for edit in allocs])
@@ -397,12 +420,11 @@ class KVMemory:
         step.next_starts = [tuple(map((1).__add__, begin)) for begin in starts]
         return step
 
-    def _reuse(self, edit: Reuse) -> None:
+    def _reuse(self, taken: _Taken) -> None:
         """Gives the newest entries of rows the slots of those that have passed."""
-        cls, distance, rows, entries = edit
-        step = self._moved_on(self._reused.get(cls), [(cls, rows)], [entries])
-        self._reused[cls] = step
-        self._reuse_entries(self.table.all_rows, step.rows_on_device, step.positions, distance)
+        cls, rows, entries, _ = taken
+        step = self._reused[cls] = self._moved_on(self._reused.get(cls), [(cls, rows)], [entries])
+        self._reuse_entries(self.table.all_rows, step.rows_on_device, step.positions, self._distances[cls])
 
     def _keep(self, edit: KeepEntries, entries: torch.Tensor) -> torch.Tensor:
         """Keeps `entries` of the range and returns the slots of the others, which are to be freed."""

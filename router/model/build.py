@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightkv.attention import AttentionBackend, make_backends, prefix_members
-from lightkv.edits import Alloc, AllocPart, FreePartRange, FreeRange
+from lightkv.edits import AllocPart, FreePartRange, FreeRange
 from lightkv.integrations.model.adapters.adapt import adapt
 from lightkv.integrations.model.context import num_layers
 from lightkv.integrations.model.fused_layers import few_layers, fuse_layers, unfuse_layers
@@ -361,15 +361,14 @@ def _warm_up(memory: KVMemory, limits: Limits) -> None:
     """
     groups = memory.pool.spec.groups
     others = range(1, len(groups.classes))  # classes of layers that do not see everything
+    every = (1 << len(groups.classes)) - 1
     num_tokens = memory.capacity // groups.num_groups
     for size in _powers_of_two(min(limits.prefill_budget, limits.max_model_len, num_tokens)):
-        memory.apply([Alloc((1,), (0,), (size,)), *(AllocPart(cls, (1,), (0,), (size,)) for cls in others)])
+        memory.apply([AllocPart(every, (1,), (0,), (size,), (0,))])
         memory.apply([FreeRange(1, 0, size), *(FreePartRange(cls, 1, 0, size) for cls in others)])
     for size in _powers_of_two(min(limits.max_num_seqs, num_tokens)):
-        rows, ones = tuple(range(1, size + 1)), (1,) * size
-        memory.apply(
-            [Alloc(rows, (0,) * size, ones), *(AllocPart(cls, rows, (0,) * size, ones) for cls in others)]
-        )
+        rows = tuple(range(1, size + 1))
+        memory.apply([AllocPart(every, rows, (0,) * size, (1,) * size, (0,) * size)])
         frees = [FreeRange(row, 0, 1) for row in rows]
         memory.apply([*frees, *(FreePartRange(cls, row, 0, 1) for cls in others for row in rows)])
 

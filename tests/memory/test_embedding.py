@@ -24,7 +24,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, k_dim=4, v_dim=3, dtype=torch.bfloat16)
 
 # The names of the edits of models whose layers hold their tokens equally long.
-OF_ONE_CLASS = {kind.__name__ for kind in get_args(Edit) if "cls" not in kind._fields}
+OF_ONE_CLASS = {kind.__name__ for kind in get_args(Edit) if not {"cls", "classes"} & set(kind._fields)}
 
 
 def make_cache(device: torch.device, capacity: int = 60, spec: KVSpec = SPEC) -> KVCache:

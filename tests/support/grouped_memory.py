@@ -17,7 +17,6 @@ from lightkv.edits import (
     MapPart,
     MapSegments,
     MergeSegments,
-    Reuse,
     SplitSegment,
     StorePart,
     StoreSegment,
@@ -54,12 +53,9 @@ class GroupedMemory:
         match edit:
             case Alloc(rows, starts, counts):
                 self._alloc(0, rows, starts, counts)
-            case AllocPart(cls, rows, starts, counts):
-                self._alloc(cls, rows, starts, counts)
-            case Reuse(cls, distance, rows, entries):
-                for group in self.of_class[cls]:
-                    for row, entry in zip(rows, entries, strict=True):
-                        self.table[group][row][entry] = self.table[group][row][entry - distance]
+            case AllocPart(classes, rows, starts, counts, reused):
+                for cls in [cls for cls in range(len(self.of_class)) if classes >> cls & 1]:
+                    self._alloc_part(cls, rows, starts, counts, [bits >> cls & 1 for bits in reused])
             case FreeRange(row, start, end):
                 self._free_entries(0, row, start, end)
             case FreePartRange(cls, row, start, end):
@@ -124,6 +120,24 @@ class GroupedMemory:
                     group[row][:end] = group[source][:end]
             case _:
                 raise AssertionError(f"{edit} in a memory of several groups")
+
+    def _alloc_part(
+        self,
+        cls: int,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        reused: Sequence[int],
+    ) -> None:
+        lifetime = self.groups.classes[cls].lifetime
+        distance = lifetime.size + lifetime.slack
+        for row, start, count, is_reused in zip(rows, starts, counts, reused, strict=True):
+            if not is_reused:
+                self._alloc(cls, [row], [start], [count])
+                continue
+            assert (lifetime.sees, count) == ("window", 1)
+            for group in self.of_class[cls]:
+                self.table[group][row][start] = self.table[group][row][start - distance]
 
     def _alloc(self, cls: int, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
         for group in self.of_class[cls]:
