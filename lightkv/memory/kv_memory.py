@@ -313,21 +313,14 @@ class KVMemory:
 
     def _check_shared(self, rows: Iterable[HeldRow]) -> None:
         """Raises CheckFailed unless each row has the slots of its segments, and of their parts."""
-        expected, found, where = [], [], []
         for row in rows:
             for cls, (segments, start, end) in enumerate(row.holds):
-                if segments:
-                    expected.append(self._slots_of(cls, segments).flatten())
-                    found.append(self.entries(cls, row.row, start, end).flatten())
-                    where.append((row.row, cls, start, end, segments))
-        if not found or torch.equal(torch.cat(expected), torch.cat(found)):
-            return
-        for (row_idx, cls, start, end, segments), want, have in zip(where, expected, found, strict=True):
-            if not torch.equal(want, have):
-                raise CheckFailed(
-                    f"entries {start} to {end} of row {row_idx} in class {cls} are slots {have.tolist()}, and "
-                    f"{want.tolist()} in the segments {list(segments)}"
-                )
+                have = self.entries(cls, row.row, start, end)
+                if segments and not torch.equal(have, want := self._slots_of(cls, segments)):
+                    raise CheckFailed(
+                        f"entries {start} to {end} of row {row.row} in class {cls} are slots {have.tolist()}, "
+                        f"and {want.tolist()} in the segments {list(segments)}"
+                    )
 
     def labels(self, holdings: Holdings) -> np.ndarray:
         """Returns the label of each slot from 1 on (`MemoryMap`), int32 `[capacity]`. Synchronises."""
@@ -393,28 +386,26 @@ class KVMemory:
 
     def _step_entries(self, allocs: Sequence[_Taken]) -> TableEntries:
         """Returns where a decode step's slots go. Uploads nothing if the step follows the one before."""
-        rows = [(edit.cls, edit.rows) for edit in allocs]
-        step = self._step = self._moved_on(self._step, rows, [edit.starts for edit in allocs])
+        step = self._step = self._moved_on(self._step, allocs)
         return TableEntries(self.table.all_rows, step.positions, step.rows_on_device)
 
-    def _moved_on(
-        self, step: _Step | None, rows: list[tuple[int, tuple[int, ...]]], starts: list[tuple[int, ...]]
-    ) -> _Step:
-        """Returns the step of these rows, each with its class, and positions. It is uploaded unless it follows
+    def _moved_on(self, step: _Step | None, taken: Sequence[_Taken]) -> _Step:
+        """Returns the step that takes these entries, one of each row. It is uploaded unless it follows
         `step`."""
+        rows, starts = [(one.cls, one.rows) for one in taken], [one.starts for one in taken]
         if step is not None and step.rows == rows and step.next_starts == starts:
             if (last := max(map(max, starts))) >= self.table.max_entries:
                 raise IndexError(f"position {last}, in rows of {self.table.max_entries} entries")
             step.positions.add_(1)
         else:
             rows_there, positions = [], []
-            for (cls, of_class), begin in zip(rows, starts, strict=True):
-                self.table.entries(of_class, begin, (1,) * len(begin))  # raises for places outside the table
-                groups = self._groups[cls]
+            for one in taken:
+                self.table.entries(one.rows, one.starts, one.counts)  # raises for places outside the table
+                groups = self._groups[one.cls]
                 # The rows of all groups follow one another.
                 firsts = np.arange(groups.start, groups.stop)[:, None] * (self.table.max_sequences + 1)
-                rows_there.append((firsts + np.array(of_class, dtype=np.int64)).ravel())
-                positions.append(np.tile(np.array(begin, dtype=np.int64), len(firsts)))
+                rows_there.append((firsts + np.array(one.rows, dtype=np.int64)).ravel())
+                positions.append(np.tile(np.array(one.starts, dtype=np.int64), len(firsts)))
             there = upload([np.concatenate(rows_there), np.concatenate(positions)], self.device)
             step = _Step(rows, starts, *there)
         step.next_starts = [tuple(map((1).__add__, begin)) for begin in starts]
@@ -422,9 +413,9 @@ class KVMemory:
 
     def _reuse(self, taken: _Taken) -> None:
         """Gives the newest entries of rows the slots of those that have passed."""
-        cls, rows, entries, _ = taken
-        step = self._reused[cls] = self._moved_on(self._reused.get(cls), [(cls, rows)], [entries])
-        self._reuse_entries(self.table.all_rows, step.rows_on_device, step.positions, self._distances[cls])
+        step = self._reused[taken.cls] = self._moved_on(self._reused.get(taken.cls), [taken])
+        distance = self._distances[taken.cls]
+        self._reuse_entries(self.table.all_rows, step.rows_on_device, step.positions, distance)
 
     def _keep(self, edit: KeepEntries, entries: torch.Tensor) -> torch.Tensor:
         """Keeps `entries` of the range and returns the slots of the others, which are to be freed."""
