@@ -10,7 +10,7 @@ passed all of it. It keeps what its next tokens see, and `slack` entries more, s
 from typing import Protocol
 
 from lightkv.classes.all import NEVER
-from lightkv.edits import FreePartRange, MapPart, StorePart
+from lightkv.edits import FreeRange, MapSegments, StoreSegment
 from lightkv.errors import CheckFailed
 from lightkv.holdings import HeldWindow
 
@@ -95,19 +95,19 @@ class Hold:
 
     def enter(self) -> None:
         """Holds the tails that the next tokens see of a path that the sequence has hit."""
-        sequence, kept = self.sequence, self.passed
+        sequence, kept, start = self.sequence, self.passed, self.sequence.length
         held: list[int] = []
-        for segment, end in sequence.node.ends_up(sequence.length):
+        for segment, end in sequence.node.ends_up(start):
             tail = segment.tails.get(self.of.cls)
             if end <= kept or tail is None:
                 break
             tail.hold(sequence.row)
             held.append(segment.id)
+            start = end - tail.length
             if not tail.is_whole:
                 break
         if held:
-            ids = tuple(reversed(held))
-            self.of.state.emit(MapPart(self.of.cls, sequence.row, sequence.length, ids))
+            self.of.state.emit(MapSegments(sequence.row, start, tuple(held[::-1]), self.of.cls))
 
     def fork(self, fork: Holder) -> "Hold":
         """Returns the same hold for a fork of its sequence, which has no private entries."""
@@ -138,7 +138,7 @@ class Hold:
         self.own = min(own, start)
 
     def _free(self, start: int, end: int) -> None:
-        self.of.state.emit(FreePartRange(self.of.cls, self.sequence.row, start, end))
+        self.of.state.emit(FreeRange(self.sequence.row, start, end, self.of.cls))
         self.of.state.count(free=(end - start) * self.of.width)
 
     def gone(self) -> int:
@@ -227,13 +227,13 @@ class Hold:
         row, of, count = self.sequence.row, self.of, end - first
         tail = segment.tails.get(of.cls)
         there = min(tail.length, count) if tail else 0
-        if there:
+        if tail and there:
             self._free(end - there, end)
-            of.state.emit(MapPart(of.cls, row, end, (segment.id,)))
+            of.state.emit(MapSegments(row, end - tail.length, (segment.id,), of.cls))
         if tail is None or there < count:
             may_fail = step is not None and of.state.confirmed < step
             tail = of.store(segment, count, step if may_fail else None)
-            of.state.emit(StorePart(of.cls, row, first, end, segment.id))
+            of.state.emit(StoreSegment(row, first, end, segment.id, of.cls))
             of.state.count(cached=(count - there) * of.width)  # a tail that rows hold has its length already
         return tail
 

@@ -21,17 +21,14 @@ from lightkv.edits import (
     Edit,
     ForgetSegment,
     FreePart,
-    FreePartRange,
     FreeRange,
     FreeSegment,
     KeepEntries,
-    MapPart,
     MapSegments,
     MergeSegments,
     MoveEntries,
     SetGap,
     SplitSegment,
-    StorePart,
     StoreSegment,
 )
 from lightkv.errors import CheckFailed
@@ -170,10 +167,8 @@ class KVMemory:
     def _frees(self, edit: Edit, freed: list[torch.Tensor]) -> bool:
         """Adds to `freed` what an edit frees, if it does nothing else. Returns whether it is such an edit."""
         match edit:
-            case FreeRange():
-                freed.append(self.entries(0, *edit))
-            case FreePartRange():
-                freed.append(self.entries(*edit))
+            case FreeRange(row, start, end, cls):
+                freed.append(self.entries(cls, row, start, end))
             case FreeSegment():
                 freed += self._cut_segment(edit)
             case FreePart(cls, segment):
@@ -185,15 +180,10 @@ class KVMemory:
     def _change(self, edit: Edit, freed: list[torch.Tensor], kept: Iterator[torch.Tensor]) -> None:
         """Applies an edit that changes rows or segments. What it frees is added to `freed`."""
         match edit:
-            case MapSegments(row, start, segments):
-                slots = self._slots_of(0, segments)
-                self.entries(0, row, start, start + slots.shape[-1]).copy_(slots)
-            case MapPart(cls, row, end, segments):
+            case MapSegments(row, start, segments, cls):
                 slots = self._slots_of(cls, segments)
-                self.entries(cls, row, end - slots.shape[-1], end).copy_(slots)
-            case StoreSegment(row, start, end, segment):
-                self._segments[0][segment] = self.entries(0, row, start, end).clone()
-            case StorePart(cls, row, start, end, segment):
+                self.entries(cls, row, start, start + slots.shape[-1]).copy_(slots)
+            case StoreSegment(row, start, end, segment, cls):
                 self._segments[cls][segment] = self.entries(cls, row, start, end).clone()
             case SplitSegment():
                 self._split(edit)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightkv import KVCache, KVSpec
-from lightkv.edits import Alloc, AllocPart, Edit, MapPart, SplitSegment, StorePart
+from lightkv.edits import Alloc, AllocPart, Edit, MapSegments, SplitSegment, StoreSegment
 from lightkv.errors import CheckFailed, OutOfTokens, SequenceTooLong
 from lightkv.layer_groups import FULL, Lifetime
 from lightkv.ledger import TokenLedger
@@ -128,7 +128,7 @@ def test_random_lives_of_the_memory(name: str, seed: int, device: torch.device) 
     ledger.evict(ledger.num_cached)
     pair.apply()
     assert pair.memory.num_free == pair.memory.capacity
-    assert pair.kinds >= {Alloc, AllocPart, SplitSegment, StorePart, MapPart}
+    assert pair.kinds >= {Alloc, AllocPart, SplitSegment, StoreSegment, MapSegments}
 
 
 @pytest.mark.parametrize("cls", [1, 2])
