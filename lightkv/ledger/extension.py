@@ -1,7 +1,7 @@
 """Extending sequences: the verb of every step, which checks a batch once for as long as it stays the same."""
 
 from collections.abc import Sequence as Seq
-from operator import add, index, itemgetter
+from operator import add, index
 
 from lightkv.edits import Alloc, AllocPart
 from lightkv.errors import CheckFailed, OutOfTokens, SequenceTooLong
@@ -35,15 +35,12 @@ class Extension:
         """Returns how many available slots are enough to extend each of these by `count` tokens."""
         state = self._state
         slots = count * len(sequences) * state.width
-        if not state.classes or not sequences:
+        if not state.classes:
             return slots
-        if count > 1:
-            return slots + sum([hold.cost(count) for one in sequences for hold in one.holds])
-        rows = tuple([one.row for one in sequences])
-        slots += len(rows) * self._width - self._slots_reused(self._reused_by(rows))
-        for one in [one for one in sequences if one.look_at <= one.length]:
-            slots += sum([hold.cost(1) - hold.cost_as_before for hold in one.holds])
-        return slots
+        as_before = [one.row for one in sequences if count == 1 and one.length < one.look_at]
+        slots += len(as_before) * self._width - self._slots_reused([state.reused[row] for row in as_before])
+        due = [one for one in sequences if count > 1 or one.look_at <= one.length]
+        return slots + sum([hold.cost(count) for one in due for hold in one.holds])
 
     def require_batch(self, sequences: Seq[Sequence]) -> None:
         """Raises TypeError, ValueError unless these are open sequences of the ledger, none of them twice."""
@@ -131,15 +128,10 @@ class Extension:
             happens = min([hold.prepare(count) for hold in one.holds] + one.points[:1])
             one.look_at = happens if count == 1 else 0
         if due or not self._reused:
-            self._reused = self._reused_by(self._batch_rows)
+            self._reused = tuple(map(self._state.reused.__getitem__, self._batch_rows))
             self._num_reused = self._slots_reused(self._reused)
 
-    def _reused_by(self, rows: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns what `State.reused` has for these rows, at least one."""
-        found = itemgetter(*rows)(self._state.reused)
-        return found if len(rows) > 1 else (found,)
-
-    def _slots_reused(self, reused: tuple[int, ...]) -> int:
+    def _slots_reused(self, reused: Seq[int]) -> int:
         """Returns how many slots the tokens of a batch take that others leave to them."""
         slots = 0
         for bits in set(reused) - {0}:

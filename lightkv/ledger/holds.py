@@ -152,11 +152,6 @@ class Hold:
         gone = self.gone()
         return 0 if self._reuses(gone, count) else (count - gone) * self.of.width
 
-    @property
-    def cost_as_before(self) -> int:
-        """How many slots the next token takes if nothing happens to it."""
-        return 0 if self.of.state.reused[self.sequence.row] & self.of.bit else self.of.width
-
     def prepare(self, count: int) -> int:
         """Gives up what has passed before the sequence grows by `count` tokens, or has it used again. Returns
         `happens_at`."""

@@ -406,7 +406,7 @@ def test_the_page_of_the_bytes_has_every_edit_with_its_number_and_its_integers()
     "message",
     [b"1234567", bytes(8), encode([Alloc((1,), (0,), (3,))])[:-8], *(
         struct.pack(f"<{2 + n}q", kind, n, *range(n))
-        for kind, n in ((14, 1), (-1, 2), (0, 4), (1, 1), (1, 2), (2, 4), (12, 3), (12, 0), (12, 4), (6, 3), (13, 3))
+        for kind, n in ((14, 1), (-1, 2), (0, 4), (1, 1), (1, 2), (2, 4), (6, 3), (12, 3), (12, 0), (13, 3))
     ), struct.pack("<2q", 5, -1)],
 )  # fmt: skip
 def test_bytes_that_are_no_edits_are_refused_by_both_readers(message: bytes) -> None:
