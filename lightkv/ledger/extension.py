@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Seq
 from operator import add, index
 
-from lightkv.edits import Alloc, AllocPart
+from lightkv.edits import Alloc, AllocPart, MapSegments
 from lightkv.errors import CheckFailed, OutOfTokens, SequenceTooLong
 
 from .segments import TOKEN_BYTES
@@ -143,8 +143,11 @@ class Extension:
         publishes what follows, and keeps tails at the points that it has passed."""
         state, length = self._state, sequence.length
         if sequence.shared < min(length, len(sequence.prompt) // TOKEN_BYTES):
-            state.adopt(sequence)
-            state.publish_tail(sequence, min(sequence.published, sequence.num_publishable))
+            start = sequence.shared
+            if path := state.adopt(sequence, sequence.prompt, length):
+                state.emit(MapSegments(sequence.row, start, tuple([segment.id for segment in path])))
+            end = min(sequence.published, sequence.num_publishable)
+            state.store(sequence, sequence.prompt, end, state.step)
         while sequence.points and sequence.points[0] <= length:
             self.keep_tails(sequence, sequence.points.pop(0))
 
