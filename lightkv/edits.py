@@ -39,60 +39,24 @@ class Alloc(NamedTuple):
 
 
 class AllocPart(NamedTuple):
-    """Does what Alloc does in the groups of class `cls`."""
+    """Does what Alloc does in several classes, bit c of `classes` for class c. In those of `reused[i]`, the one
+    token of row `rows[i]` takes no free slot, but that of the entry which passes (`Lifetime.distance`)."""
 
-    cls: int
+    classes: int
     rows: tuple[int, ...]
     starts: tuple[int, ...]
     counts: tuple[int, ...]
-
-
-class Reuse(NamedTuple):
-    """Gives entry `entries[i]` of row `rows[i]` the slot of its entry `entries[i] - distance`, in the groups of
-    class `cls`."""
-
-    cls: int
-    distance: int
-    rows: tuple[int, ...]
-    entries: tuple[int, ...]
+    reused: tuple[int, ...]
 
 
 class MapSegments(NamedTuple):
-    """Fills `row` with the slots of `segments`, one after the other, from entry `start` on."""
+    """Fills `row` with the slots that `segments` have in class `cls`, one after the other, from entry `start`
+    on."""
 
     row: int
     start: int
     segments: tuple[int, ...]
-
-
-class MapPart(NamedTuple):
-    """Fills `row` with the slots of the parts of `segments` in class `cls`, one after the other, up to entry
-    `end`."""
-
-    cls: int
-    row: int
-    end: int
-    segments: tuple[int, ...]
-
-
-class StorePart(NamedTuple):
-    """Makes the slots of entries [start, end) of `row` in class `cls` the part of `segment`. If it has one
-    already, its old slots are among them."""
-
-    cls: int
-    row: int
-    start: int
-    end: int
-    segment: int
-
-
-class FreePartRange(NamedTuple):
-    """Frees the slots of entries [start, end) of `row` in class `cls`."""
-
-    cls: int
-    row: int
-    start: int
-    end: int
+    cls: int = 0
 
 
 class FreePart(NamedTuple):
@@ -103,13 +67,14 @@ class FreePart(NamedTuple):
 
 
 class StoreSegment(NamedTuple):
-    """Makes the slots of entries [start, end) of `row` the segment `segment`. If the segment exists already,
-    its old slots are among them."""
+    """Makes the slots of entries [start, end) of `row` in class `cls` those of `segment`. If it has some there
+    already, these are among them."""
 
     row: int
     start: int
     end: int
     segment: int
+    cls: int = 0
 
 
 class SplitSegment(NamedTuple):
@@ -121,11 +86,12 @@ class SplitSegment(NamedTuple):
 
 
 class FreeRange(NamedTuple):
-    """Frees the slots of entries [start, end) of `row`."""
+    """Frees the slots of entries [start, end) of `row` in class `cls`."""
 
     row: int
     start: int
     end: int
+    cls: int = 0
 
 
 class MergeSegments(NamedTuple):
@@ -200,10 +166,6 @@ Edit = (
     | MoveEntries
     | KeepEntries
     | AllocPart
-    | Reuse
-    | FreePartRange
-    | MapPart
-    | StorePart
     | FreePart
 )
 
@@ -212,7 +174,7 @@ _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 
 
 # Edits of lists: how many integers come before their lists, and how many lists of equal length they have.
-_LISTS = {Alloc: (0, 3), AllocPart: (1, 3), Reuse: (2, 2), MapSegments: (2, 1), MapPart: (3, 1)}
+_LISTS = {Alloc: (0, 3), AllocPart: (1, 4), MapSegments: (2, 1)}
 
 
 def encode(edits: Iterable[Edit]) -> bytes:
@@ -222,10 +184,12 @@ def encode(edits: Iterable[Edit]) -> bytes:
         kind = type(edit)
         values: tuple[Any, ...] = edit
         if kind in _LISTS:
-            first = _LISTS[kind][0]
-            words += (_CODES[kind], first + sum(map(len, values[first:])), *values[:first])
-            for one in values[first:]:
+            first, num_lists = _LISTS[kind]
+            lists, rest = values[first : first + num_lists], values[first + num_lists :]
+            words += (_CODES[kind], first + sum(map(len, lists)) + len(rest), *values[:first])
+            for one in lists:
                 words += one
+            words += rest
         else:
             words += (_CODES[kind], len(values), *values)
     return struct.pack(f"<{len(words)}q", *words)
@@ -245,12 +209,13 @@ def decode(data: bytes) -> list[Edit]:
             raise ValueError(f"not an edit: kind {code} with {len(values)} of {count} integers")
         kind: Any = _KINDS[code]
         first, num_lists = _LISTS.get(kind, (len(kind._fields), 0))
-        length, rest = divmod(count - first, num_lists) if num_lists else (0, count - first)
+        last = len(kind._fields) - first - num_lists  # integers after the lists
+        length, rest = divmod(count - first - last, num_lists) if num_lists else (0, count - first)
         if rest or length < 0:
             raise ValueError(
-                f"not an edit: {kind.__name__} of {count} integers, which has {first} and {num_lists} lists of "
-                "equal length"
+                f"not an edit: {kind.__name__} of {count} integers, which has {first + last} and {num_lists} "
+                "lists of equal length"
             )
         lists = (values[first + i * length : first + (i + 1) * length] for i in range(num_lists))
-        edits.append(kind(*values[:first], *lists))
+        edits.append(kind(*values[:first], *lists, *values[first + num_lists * length :]))
     return edits

@@ -61,6 +61,11 @@ class Lifetime:
         """How many positions a sequence may go back and still have all that it then sees."""
         return min(SLACK, self.size)
 
+    @property
+    def distance(self) -> int:
+        """How many entries before the newest one the entry is whose slot that one takes, if it takes one."""
+        return self.size + self.slack
+
     def first_seen(self, position: int) -> int:
         """Returns the first position that a query at `position` sees: what has to be there to go on."""
         return self.rule.first_seen(position)

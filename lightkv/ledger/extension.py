@@ -1,17 +1,14 @@
 """Extending sequences: the verb of every step, which checks a batch once for as long as it stays the same."""
 
 from collections.abc import Sequence as Seq
-from itertools import compress
 from operator import add, index
 
-from lightkv.edits import Alloc, AllocPart, Reuse
+from lightkv.edits import Alloc, AllocPart, MapSegments
 from lightkv.errors import CheckFailed, OutOfTokens, SequenceTooLong
 
 from .segments import TOKEN_BYTES
 from .sequence import Sequence, require_lists
 from .state import LedgerState
-
-_OPPOSITE = bytes([1, 0]) + bytes(254)  # a table for `bytes.translate`
 
 
 class Extension:
@@ -27,22 +24,23 @@ class Extension:
         self._batch_rows: tuple[int, ...] = ()
         self._batch_end = 0
         self._slot_per_token = True  # whether each new token of that batch takes a slot of its own
-        # Of the tokens that are added now: 1 for each that reuses a slot, by class.
-        self._reusing: list[bytes] = []
+        # By row of the batch, what `State.reused` has, and how many slots these are.
+        self._reused: tuple[int, ...] = ()
+        self._num_reused = 0
+        # The classes from 1 on: their bits, and the slots of a token in all of them.
+        self._bits = sum([of.bit for of in state.classes])
+        self._width = sum([of.width for of in state.classes])
 
     def growth(self, sequences: Seq[Sequence], count: int) -> int:
         """Returns how many available slots are enough to extend each of these by `count` tokens."""
-        classes = self._state.classes
-        slots = count * len(sequences) * self._state.width
-        if not classes or not sequences:
+        state = self._state
+        slots = count * len(sequences) * state.width
+        if not state.classes:
             return slots
-        if count > 1:
-            return slots + sum([hold.cost(count) for one in sequences for hold in one.holds])
-        rows = self._batch_rows if sequences == self._batch else [one.row for one in sequences]
-        slots += sum([(len(rows) - of.reusing(rows).count(1)) * of.width for of in classes])
-        for one in [one for one in sequences if one.look_at <= one.length]:
-            slots += sum([hold.cost(1) - hold.cost_as_before for hold in one.holds])
-        return slots
+        as_before = [one.row for one in sequences if count == 1 and one.length < one.look_at]
+        slots += len(as_before) * self._width - self._slots_reused([state.reused[row] for row in as_before])
+        due = [one for one in sequences if count > 1 or one.look_at <= one.length]
+        return slots + sum([hold.cost(count) for one in due for hold in one.holds])
 
     def require_batch(self, sequences: Seq[Sequence]) -> None:
         """Raises TypeError, ValueError unless these are open sequences of the ledger, none of them twice."""
@@ -84,18 +82,19 @@ class Extension:
         if self._batch_end > self.max_entries:
             raise SequenceTooLong(self._batch_end, self.max_entries)
         if self._state.classes:
-            needed = needed * self._state.width + self._look(counts, needed)
+            self._look(counts, is_decode)
+            needed = needed * (self._state.width + self._width) - self._num_reused
         self.make_room(needed)
         edit = Alloc(self._batch_rows, tuple(starts), tuple(counts))
         self._state.alloc(edit, needed)
-        if self._state.classes:
-            self._grow_classes(edit, is_decode)
         if is_decode:
             for sequence in sequences:
                 sequence.length += 1
         else:
             for sequence, count in zip(sequences, counts, strict=True):
                 sequence.length += count
+        if self._state.classes:
+            self._state.emit(AllocPart(self._bits, *edit, self._reused))
         return edit
 
     def _extend_each(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
@@ -116,12 +115,10 @@ class Extension:
             sequence.advance(count)
         return edit
 
-    def _look(self, counts: Seq[int], num_tokens: int) -> int:
-        """Looks at the sequences of the batch to which something may happen, and frees what has passed.
-
-        Returns how many slots the next tokens of the batch, `num_tokens` in all, take in the classes from 1 on.
-        There may be too few even then."""
-        if num_tokens == len(counts):
+    def _look(self, counts: Seq[int], is_decode: bool) -> None:
+        """Looks at the sequences of the batch to which something may happen, frees what has passed, and finds
+        which rows reuse slots."""
+        if is_decode:
             due = [(one, 1) for one in self._batch if one.look_at <= one.length]
         else:
             pairs = zip(self._batch, counts, strict=True)
@@ -130,31 +127,27 @@ class Extension:
             self.settle(one)
             happens = min([hold.prepare(count) for hold in one.holds] + one.points[:1])
             one.look_at = happens if count == 1 else 0
-        self._reusing = [of.reusing(self._batch_rows) for of in self._state.classes]
-        fresh = [num_tokens - reusing.count(1) for reusing in self._reusing]
-        return sum([count * of.width for count, of in zip(fresh, self._state.classes, strict=True)])
+        if due or not self._reused:
+            self._reused = tuple(map(self._state.reused.__getitem__, self._batch_rows))
+            self._num_reused = self._slots_reused(self._reused)
 
-    def _grow_classes(self, edit: Alloc, is_decode: bool) -> None:
-        """Emits what the memory has to do in the classes from 1 on for what `edit` does in the first one."""
-        rows, starts, counts = edit
-        emit = self._state.emit
-        for of, again in zip(self._state.classes, self._reusing, strict=True):
-            num_again = again.count(1)
-            if num_again < len(again):
-                fresh = again.translate(_OPPOSITE)
-                some = counts[num_again:] if is_decode else tuple(compress(counts, fresh))
-                emit(AllocPart(of.cls, tuple(compress(rows, fresh)), tuple(compress(starts, fresh)), some))
-            if num_again:
-                again_rows, entries = tuple(compress(rows, again)), tuple(compress(starts, again))
-                emit(Reuse(of.cls, of.distance, again_rows, entries))
+    def _slots_reused(self, reused: Seq[int]) -> int:
+        """Returns how many slots the tokens of a batch take that others leave to them."""
+        slots = 0
+        for bits in set(reused) - {0}:
+            slots += reused.count(bits) * sum([of.width for of in self._state.classes if of.bit & bits])
+        return slots
 
     def settle(self, sequence: Sequence) -> None:
         """Brings a sequence up to date with the tokens that it has: it shares what the tree has got meanwhile,
         publishes what follows, and keeps tails at the points that it has passed."""
         state, length = self._state, sequence.length
         if sequence.shared < min(length, len(sequence.prompt) // TOKEN_BYTES):
-            state.adopt(sequence)
-            state.publish_tail(sequence, min(sequence.published, sequence.num_publishable))
+            start = sequence.shared
+            if path := state.adopt(sequence, sequence.prompt, length):
+                state.emit(MapSegments(sequence.row, start, tuple([segment.id for segment in path])))
+            end = min(sequence.published, sequence.num_publishable)
+            state.store(sequence, sequence.prompt, end, state.step)
         while sequence.points and sequence.points[0] <= length:
             self.keep_tails(sequence, sequence.points.pop(0))
 
@@ -182,7 +175,7 @@ class Extension:
         edit = Alloc((row,), (start,), (length - start,))
         state.alloc(edit, needed)
         for of, first in zip(state.classes, firsts, strict=True):
-            state.emit(AllocPart(of.cls, (row,), (first,), (length - first,)))
+            state.emit(AllocPart(of.bit, (row,), (first,), (length - first,), (0,)))
         for hold, first in zip(sequence.holds, firsts, strict=True):
             if first > start:  # what it has there does not reach so far
                 hold.leave_passed(start)
@@ -215,6 +208,5 @@ class Extension:
         if len(rows) > 1 and len(set(rows)) < len(rows):
             raise ValueError("a sequence occurs twice; give it one count")
         self._slot_per_token = self.is_even or all(one.slot_per_token for one in batch)
-        self._batch = batch
-        self._batch_rows = rows
+        self._batch, self._batch_rows, self._reused = batch, rows, ()
         self._batch_end = self.max_entries  # so that the next `extend` looks it up

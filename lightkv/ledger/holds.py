@@ -10,7 +10,7 @@ passed all of it. It keeps what its next tokens see, and `slack` entries more, s
 from typing import Protocol
 
 from lightkv.classes.all import NEVER
-from lightkv.edits import FreePartRange, MapPart, StorePart
+from lightkv.edits import FreeRange, MapSegments, StoreSegment
 from lightkv.errors import CheckFailed
 from lightkv.holdings import HeldWindow
 
@@ -42,15 +42,16 @@ class Hold:
     @property
     def own(self) -> int:
         """The first private entry."""
-        if self.of.reuses[self.sequence.row]:
-            return self.sequence.length - self.of.distance
+        of, sequence = self.of, self.sequence
+        if of.state.reused[sequence.row] & of.bit:
+            return sequence.length - of.distance
         return self._own
 
     @own.setter
     def own(self, entry: int) -> None:
         """Sets it. The next token takes a free slot, and the next step looks at the sequence."""
         self._own = entry
-        self.of.reuses[self.sequence.row] = False
+        self.of.state.reused[self.sequence.row] &= ~self.of.bit
         self.sequence.look_at = 0
         self.sequence.has_passed = None
 
@@ -94,19 +95,19 @@ class Hold:
 
     def enter(self) -> None:
         """Holds the tails that the next tokens see of a path that the sequence has hit."""
-        sequence, kept = self.sequence, self.passed
+        sequence, kept, start = self.sequence, self.passed, self.sequence.length
         held: list[int] = []
-        for segment, end in sequence.node.ends_up(sequence.length):
+        for segment, end in sequence.node.ends_up(start):
             tail = segment.tails.get(self.of.cls)
             if end <= kept or tail is None:
                 break
             tail.hold(sequence.row)
             held.append(segment.id)
+            start = end - tail.length
             if not tail.is_whole:
                 break
         if held:
-            ids = tuple(reversed(held))
-            self.of.state.emit(MapPart(self.of.cls, sequence.row, sequence.length, ids))
+            self.of.state.emit(MapSegments(sequence.row, start, tuple(held[::-1]), self.of.cls))
 
     def fork(self, fork: Holder) -> "Hold":
         """Returns the same hold for a fork of its sequence, which has no private entries."""
@@ -137,7 +138,7 @@ class Hold:
         self.own = min(own, start)
 
     def _free(self, start: int, end: int) -> None:
-        self.of.state.emit(FreePartRange(self.of.cls, self.sequence.row, start, end))
+        self.of.state.emit(FreeRange(self.sequence.row, start, end, self.of.cls))
         self.of.state.count(free=(end - start) * self.of.width)
 
     def gone(self) -> int:
@@ -151,18 +152,13 @@ class Hold:
         gone = self.gone()
         return 0 if self._reuses(gone, count) else (count - gone) * self.of.width
 
-    @property
-    def cost_as_before(self) -> int:
-        """How many slots the next token takes if nothing happens to it."""
-        return 0 if self.of.reuses[self.sequence.row] else self.of.width
-
     def prepare(self, count: int) -> int:
         """Gives up what has passed before the sequence grows by `count` tokens, or has it used again. Returns
         `happens_at`."""
         held = self.leave_passed(self.passed)
         gone = self.gone()
         if self._reuses(gone, count):
-            self.of.reuses[self.sequence.row] = True
+            self.of.state.reused[self.sequence.row] |= self.of.bit
         else:
             self.own += gone  # no slot is used again
             if gone:
@@ -174,7 +170,9 @@ class Hold:
         `tails`."""
         of = self.of
         passes = of.rule.gone_at(held[-1][1] - 1) if held else NEVER
-        return passes if of.reuses[self.sequence.row] else min(passes, of.rule.gone_at(self.own))
+        if of.state.reused[self.sequence.row] & of.bit:
+            return passes
+        return min(passes, of.rule.gone_at(self._own))
 
     def _reuses(self, gone: int, count: int) -> bool:
         return gone == count == 1 and self.of.rule.reuses
@@ -224,13 +222,13 @@ class Hold:
         row, of, count = self.sequence.row, self.of, end - first
         tail = segment.tails.get(of.cls)
         there = min(tail.length, count) if tail else 0
-        if there:
+        if tail and there:
             self._free(end - there, end)
-            of.state.emit(MapPart(of.cls, row, end, (segment.id,)))
+            of.state.emit(MapSegments(row, end - tail.length, (segment.id,), of.cls))
         if tail is None or there < count:
             may_fail = step is not None and of.state.confirmed < step
             tail = of.store(segment, count, step if may_fail else None)
-            of.state.emit(StorePart(of.cls, row, first, end, segment.id))
+            of.state.emit(StoreSegment(row, first, end, segment.id, of.cls))
             of.state.count(cached=(count - there) * of.width)  # a tail that rows hold has its length already
         return tail
 
@@ -274,5 +272,5 @@ class Hold:
             raise CheckFailed(
                 f"{one} holds tails of class {of.cls} up to {held[0][1]}; its own begin at {own}"
             )
-        if of.reuses[one.row] and not of.rule.reuses:
+        if of.state.reused[one.row] & of.bit and not of.rule.reuses:
             raise CheckFailed(f"{one} reuses slots of class {of.cls}")

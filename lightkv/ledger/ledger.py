@@ -334,7 +334,7 @@ class TokenLedger:
             sequence.published, sequence.published_in = end, state.step
         if not sequence.node.indexed:
             state.publish_path(sequence)
-        state.publish_tail(sequence, end)
+        state.store(sequence, sequence.prompt, end, state.step)
 
     def confirm(self, step: int) -> None:
         """Keeps what was published up to and including `step`, all of which has been computed."""
@@ -362,13 +362,13 @@ class TokenLedger:
         state.require_open(sequence)
         if not sequence.let_go():
             return
-        start, end = sequence.shared, sequence.length
         if cache and sequence.is_cacheable:
             if sequence.holds:
                 self._extension.settle(sequence)
-            start = state.cache_tail(sequence, sequence.prompt + output_ids)
-        if end > start:
-            state.free_range(sequence.row, start, end)
+            state.cache_tail(sequence, sequence.prompt + output_ids)
+        end = sequence.length
+        if end > sequence.shared:
+            state.free_range(sequence.row, sequence.shared, end)
         for hold in sequence.holds:
             hold.free_own(end)
         self._extension.forget()

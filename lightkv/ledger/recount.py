@@ -8,7 +8,7 @@ from .state import LedgerState
 
 def recount(state: LedgerState) -> None:
     """Recounts everything. Raises CheckFailed."""
-    state.tree.check(state.gapped)
+    state.tree.check()
     state.sessions.check()
     segments = set(state.tree)
     holders: dict[Segment | Tail, set[int]] = {}

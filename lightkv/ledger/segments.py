@@ -12,7 +12,6 @@ is cached, whether or not its segment is held, and can be evicted by itself.
 import heapq
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from operator import itemgetter
 from typing import Protocol
 
 from lightkv.edits import Edit, FreePart
@@ -180,6 +179,7 @@ class State(Protocol):
     unconfirmed: "list[Segment | Tail]"
     idle: "Idle"
     confirmed: int
+    reused: list[int]
 
     def emit(self, edit: Edit) -> None: ...
 
@@ -265,28 +265,16 @@ class Tail:
 
 class TailClass:
     """A class of layers that do not see everything, in one ledger: class `cls`, whose tokens take `width`
-    slots.
+    slots. `bit`: what stands for it in `State.reused`."""
 
-    reuses: by row, 1 where the next token of its sequence takes the slot of the entry that is `distance` before
-    it, 0 where it takes a free one.
-    """
-
-    def __init__(self, state: State, cls: int, layers: LayerClass, num_rows: int) -> None:
+    def __init__(self, state: State, cls: int, layers: LayerClass) -> None:
         self.state = state
         self.cls = cls
+        self.bit = 1 << cls
+        self.distance = layers.lifetime.distance
         self.lifetime = layers.lifetime
         self.rule = layers.lifetime.rule
         self.width = layers.num_groups
-        self.distance = self.lifetime.size + self.lifetime.slack
-        self.reuses = bytearray(num_rows + 1)
-
-    def reusing(self, rows: Seq[int]) -> bytes:
-        """Returns what `reuses` has for these rows."""
-        return (
-            bytes(itemgetter(*rows)(self.reuses))
-            if len(rows) > 1
-            else bytes([self.reuses[one] for one in rows])
-        )
 
     def store(self, segment: Segment, length: int, step: int | None) -> Tail:
         """Makes the last `length` tokens of `segment` its tail, or lengthens the one that it has. `step`: the

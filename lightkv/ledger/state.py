@@ -40,7 +40,8 @@ class LedgerState:
     `width` is the number of slots of a token in the class that sees everything, whose tokens are the tree's
     segments; `classes` has the others.
 
-    unconfirmed: segments and tails with tokens that steps compute which may still fail.
+    unconfirmed: segments and tails with tokens that steps compute which may still fail. reused: by row, the
+    bits of the classes in which its next token takes the slot of the entry that passes (`AllocPart`).
     """
 
     def __init__(self, capacity: int, max_sequences: int, max_protected: int, groups: LayerGroups) -> None:
@@ -53,14 +54,13 @@ class LedgerState:
         self.tree = PrefixTree(max(capacity // HITS_A_TURNOVER, 1))
         self.width = groups.classes[0].num_groups
         self.sessions = Sessions(self.tree, max_protected // self.width)
-        self.classes = [
-            TailClass(self, cls, one, max_sequences) for cls, one in enumerate(groups.classes) if cls
-        ]
+        self.classes = [TailClass(self, cls, one) for cls, one in enumerate(groups.classes) if cls]
         self.idle = self.tree.idle
         self.sequences: dict[int, Sequence] = {}
         self.free_rows = list(range(max_sequences, 0, -1))
         self.gapped: set[int] = set()  # rows whose path has a gap: what was dropped lies above what is held
         self.unconfirmed: list[Segment | Tail] = []
+        self.reused = [0] * (max_sequences + 1)
         self._edits: list[Edit] = []
 
     def require_open(self, sequence: Sequence) -> None:
@@ -188,101 +188,69 @@ class LedgerState:
     def publish_path(self, sequence: Sequence) -> None:
         """Indexes the unindexed segments of its path, as far as its prompt goes; this step computes them."""
         for segment in self._index_path(sequence, sequence.prompt):
-            segment.confirmed = 0
-            segment.published = self.step
+            segment.confirmed, segment.published = 0, self.step
             self.unconfirmed.append(segment)
 
-    def publish_tail(self, sequence: Sequence, end: int) -> None:
-        """Stores the private entries before `end` as a segment that others can hit; this step computes them.
+    def store(self, sequence: Sequence, tokens: bytes, end: int, step: int | None) -> None:
+        """Stores the private entries before `end` as a segment that others can hit. `step`: the one that
+        computes them, None if they have been computed.
 
         They stay private if another segment that begins with the same token is in their place.
         """
-        node, tokens = sequence.node, sequence.prompt[sequence.shared * TOKEN_BYTES : end * TOKEN_BYTES]
-        if not tokens or not node.indexed or tokens[:TOKEN_BYTES] in node.children:
+        node, fresh = sequence.node, tokens[sequence.shared * TOKEN_BYTES : end * TOKEN_BYTES]
+        if not fresh or not node.indexed or fresh[:TOKEN_BYTES] in node.children:
             return
+        num_confirmed, is_confirmed = node.confirmed, node.confirmed == node.length
         if node.may_grow:
             # The sequence's own newest segment (that of the chunk before) grows, so that there is one segment
             # and not a chain of chunks.
-            if node.confirmed == node.length:
-                self.unconfirmed.append(node)
-            self.tree.grow(node, tokens)
+            self.tree.grow(node, fresh)
         else:
-            node = self.tree.add(node, tokens)
+            node = sequence.node = self.tree.add(node, fresh)
             node.holders.add(sequence.row)
             self.tree.touch([node])
-            node.confirmed = 0
-            sequence.node = node
-            self.unconfirmed.append(node)
-        node.published = self.step
+            num_confirmed, is_confirmed = 0, True
+        if step is not None:
+            node.confirmed, node.published = num_confirmed, step
+            if is_confirmed:
+                self.unconfirmed.append(node)
+        elif is_confirmed:
+            node.confirmed = node.length
         sequence.shared = end
         self._edits.append(StoreSegment(sequence.row, end - node.length, end, node.id))
 
-    def adopt(self, sequence: Sequence) -> None:
-        """Shares tokens of its prompt that another sequence has put into the tree meanwhile."""
-        start = sequence.shared
-        if sequence.node.indexed and (path := self._free_found(sequence, sequence.prompt, sequence.length)):
-            self.num_cached -= self.tree.add_holder(path, sequence.row) * self.width
-            self._edits.append(MapSegments(sequence.row, start, tuple([segment.id for segment in path])))
-            sequence.shared += sum([segment.length for segment in path])
-            sequence.node = path[-1]
-
-    def _free_found(self, sequence: Sequence, tokens: bytes, end: int) -> list[Segment]:
-        """Returns the segments that have the private entries before `end`, and frees these entries."""
+    def adopt(self, sequence: Sequence, tokens: bytes, end: int) -> list[Segment]:
+        """Shares entries before `end` that another sequence has put into the tree meanwhile, and frees its
+        own. `tokens`: their ids. Returns the segments, whose slots its row does not have yet."""
+        if not sequence.node.indexed:
+            return []
         start = sequence.shared
         path, matched = self.tree.find(sequence.node, tokens, start * TOKEN_BYTES, end * TOKEN_BYTES)
         if path:
             if matched < len(path[-1].tokens):
                 path[-1] = self.split(path[-1], matched // TOKEN_BYTES)
-            self.free_range(sequence.row, start, start + sum([segment.length for segment in path]))
+            sequence.shared += sum([segment.length for segment in path])
+            sequence.node = path[-1]
+            self.free_range(sequence.row, start, sequence.shared)
             self.tree.hit(path)
+            self.num_cached -= self.tree.add_holder(path, sequence.row) * self.width
         return path
 
-    def cache_tail(self, sequence: Sequence, tokens: bytes) -> int:
-        """Caches the private tail of a sequence that is about to close; its session protects the whole path.
-        `tokens`: all its known token ids.
-
-        Returns the entry up to which its tokens are in the tree; the caller frees the rest. Slots of tokens
-        that the tree has from another sequence are freed here.
-        """
-        node, end = self._cache_tail(sequence, tokens)
+    def cache_tail(self, sequence: Sequence, tokens: bytes) -> None:
+        """Puts the private tail of a sequence that is about to close into the tree, as far as its ids are
+        known; its session protects the whole path. `tokens`: all these ids."""
+        end = min(sequence.length, len(tokens) // TOKEN_BYTES)
+        if not sequence.node.indexed:
+            self._index_path(sequence, tokens[: end * TOKEN_BYTES])
+        self.adopt(sequence, tokens, end)
+        self.store(sequence, tokens, end, None)
+        node, end = sequence.node, sequence.shared
         if node.indexed:
             for hold in sequence.holds:
                 hold.keep(end, (node, end), None)
                 hold.supersede(node, end)
-        if sequence.session is not None and node.indexed:
-            self.sessions.protect(sequence.session, node, end)
-        return end
-
-    def _cache_tail(self, sequence: Sequence, tokens: bytes) -> tuple[Segment, int]:
-        """Returns the last segment of the path of what is cached, and the entry up to which that is."""
-        tree, row = self.tree, sequence.row
-        end = min(sequence.length, len(tokens) // TOKEN_BYTES)
-        start = sequence.shared
-        if not sequence.node.indexed:
-            self._index_path(sequence, tokens[: end * TOKEN_BYTES])
-        if end <= start or not sequence.node.indexed:
-            return sequence.node, start
-        path = self._free_found(sequence, tokens, end)
-        node, found = sequence.node, start
-        if path:
-            node = path[-1]
-            found += sum([segment.length for segment in path])
-            tree.touch(path)  # those above are marked as used when the sequence leaves them
-            if not node.holders:
-                tree.note_unheld(node)
-        if end > found:
-            fresh = tokens[found * TOKEN_BYTES : end * TOKEN_BYTES]
-            if node is sequence.node and node.may_grow:
-                if node.confirmed == node.length:
-                    node.confirmed += end - found
-                tree.grow(node, fresh)
-            else:
-                node = tree.add(node, fresh)
-                tree.touch([node])
-                self.num_cached += node.length * self.width
-                tree.note_unheld(node)
-            self._edits.append(StoreSegment(row, end - node.length, end, node.id))
-        return node, max(end, found)
+            if sequence.session is not None:
+                self.sessions.protect(sequence.session, node, end)
 
     def share_tail(self, sequence: Sequence) -> None:
         """Makes an unindexed segment of its private tail, so that other sequences can hold it too."""

@@ -8,6 +8,8 @@ a step's plan are one call of `apply`, because its last Alloc is carried out tog
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,18 +21,14 @@ from lightkv.edits import (
     Edit,
     ForgetSegment,
     FreePart,
-    FreePartRange,
     FreeRange,
     FreeSegment,
     KeepEntries,
-    MapPart,
     MapSegments,
     MergeSegments,
     MoveEntries,
-    Reuse,
     SetGap,
     SplitSegment,
-    StorePart,
     StoreSegment,
 )
 from lightkv.errors import CheckFailed
@@ -45,6 +43,15 @@ from .kv_pool import KVPool
 from .kv_spec import KVSpec
 from .staging import upload
 from .token_table import TokenTable
+
+
+class _Taken(NamedTuple):
+    """Entries that take slots in a class: `counts[i]` of them from entry `starts[i]` of row `rows[i]` on."""
+
+    cls: int
+    rows: tuple[int, ...]
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
 
 
 @dataclass
@@ -80,6 +87,7 @@ class KVMemory:
         places = groups.places
         self.group_of_layer = [places[spec.holder(layer)][0] for layer in range(spec.num_layers)]
         self._groups = groups.slices  # of each class, in the table
+        self._distances = [one.lifetime.distance for one in groups.classes]
         # By class, of each segment: int32 slots, `[groups of the class, n]`, of all its tokens in class 0, and
         # of the last n in the others. Where there is one group in all, `[n]`.
         self._segments: list[dict[int, torch.Tensor]] = [{} for _ in groups.classes]
@@ -134,21 +142,20 @@ class KVMemory:
         entries = iter(kept)
         allocated: torch.Tensor | None = None
         # What class 0 allocates, at most once and first, and the other classes, done together. In a plan, the
-        # Alloc of decodes follows on their AllocParts.
-        allocs: list[AllocPart] = []
-        reuses: list[Reuse] = []  # done after these, of which some may allocate what is reused
+        # Alloc of decodes follows on their AllocPart.
+        allocs: list[_Taken] = []
+        reuses: list[_Taken] = []  # done after these, of which some may allocate what is reused
         freed: list[torch.Tensor] = []  # freed together; views of the table, so before anything writes it
         for edit in edits:
-            if isinstance(edit, Alloc | AllocPart | Reuse):
+            if isinstance(edit, Alloc):
                 self._free(freed)
-                if isinstance(edit, Reuse):
-                    reuses.append(edit)
-                elif isinstance(edit, AllocPart):
-                    allocs.append(edit)
-                else:
-                    if allocs and not allocs[0].cls:
-                        allocated = self._grow(allocs, reuses, allocated)
-                    allocs.insert(0, AllocPart(0, *edit))
+                if allocs and not allocs[0].cls:
+                    allocated = self._grow(allocs, reuses, allocated)
+                allocs.insert(0, _Taken(0, *edit))
+                continue
+            if isinstance(edit, AllocPart):
+                self._free(freed)
+                self._divide(edit, allocs, reuses)
                 continue
             allocated = self._grow(allocs, reuses, allocated)
             if not self._frees(edit, freed):
@@ -160,10 +167,8 @@ class KVMemory:
     def _frees(self, edit: Edit, freed: list[torch.Tensor]) -> bool:
         """Adds to `freed` what an edit frees, if it does nothing else. Returns whether it is such an edit."""
         match edit:
-            case FreeRange():
-                freed.append(self.entries(0, *edit))
-            case FreePartRange():
-                freed.append(self.entries(*edit))
+            case FreeRange(row, start, end, cls):
+                freed.append(self.entries(cls, row, start, end))
             case FreeSegment():
                 freed += self._cut_segment(edit)
             case FreePart(cls, segment):
@@ -175,15 +180,10 @@ class KVMemory:
     def _change(self, edit: Edit, freed: list[torch.Tensor], kept: Iterator[torch.Tensor]) -> None:
         """Applies an edit that changes rows or segments. What it frees is added to `freed`."""
         match edit:
-            case MapSegments(row, start, segments):
-                slots = self._slots_of(0, segments)
-                self.entries(0, row, start, start + slots.shape[-1]).copy_(slots)
-            case MapPart(cls, row, end, segments):
+            case MapSegments(row, start, segments, cls):
                 slots = self._slots_of(cls, segments)
-                self.entries(cls, row, end - slots.shape[-1], end).copy_(slots)
-            case StoreSegment(row, start, end, segment):
-                self._segments[0][segment] = self.entries(0, row, start, end).clone()
-            case StorePart(cls, row, start, end, segment):
+                self.entries(cls, row, start, start + slots.shape[-1]).copy_(slots)
+            case StoreSegment(row, start, end, segment, cls):
                 self._segments[cls][segment] = self.entries(cls, row, start, end).clone()
             case SplitSegment():
                 self._split(edit)
@@ -303,21 +303,14 @@ class KVMemory:
 
     def _check_shared(self, rows: Iterable[HeldRow]) -> None:
         """Raises CheckFailed unless each row has the slots of its segments, and of their parts."""
-        expected, found, where = [], [], []
         for row in rows:
             for cls, (segments, start, end) in enumerate(row.holds):
-                if segments:
-                    expected.append(self._slots_of(cls, segments).flatten())
-                    found.append(self.entries(cls, row.row, start, end).flatten())
-                    where.append((row.row, cls, start, end, segments))
-        if not found or torch.equal(torch.cat(expected), torch.cat(found)):
-            return
-        for (row_idx, cls, start, end, segments), want, have in zip(where, expected, found, strict=True):
-            if not torch.equal(want, have):
-                raise CheckFailed(
-                    f"entries {start} to {end} of row {row_idx} in class {cls} are slots {have.tolist()}, and "
-                    f"{want.tolist()} in the segments {list(segments)}"
-                )
+                have = self.entries(cls, row.row, start, end)
+                if segments and not torch.equal(have, want := self._slots_of(cls, segments)):
+                    raise CheckFailed(
+                        f"entries {start} to {end} of row {row.row} in class {cls} are slots {have.tolist()}, "
+                        f"and {want.tolist()} in the segments {list(segments)}"
+                    )
 
     def labels(self, holdings: Holdings) -> np.ndarray:
         """Returns the label of each slot from 1 on (`MemoryMap`), int32 `[capacity]`. Synchronises."""
@@ -338,8 +331,21 @@ class KVMemory:
             found.index_copy_(0, slots, values)
         return found[1:].cpu().numpy()
 
+    def _divide(self, edit: AllocPart, allocs: list[_Taken], reuses: list[_Taken]) -> None:
+        """Adds what the tokens of an edit take in each of its classes to the allocations, or to the reuses."""
+        classes, *columns, reused = edit
+        for cls in range(len(self._groups)):
+            bit = 1 << cls
+            if not classes & bit:
+                continue
+            again = [bits & bit for bits in reused]
+            for taken, chosen in ((reuses, again), (allocs, [not one for one in again])):
+                if any(chosen):
+                    rows, starts, counts = (tuple(compress(column, chosen)) for column in columns)
+                    taken.append(_Taken(cls, rows, starts, counts))
+
     def _grow(
-        self, allocs: list[AllocPart], reuses: list[Reuse], before: torch.Tensor | None
+        self, allocs: list[_Taken], reuses: list[_Taken], before: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Allocates the slots of these edits at once, then reuses those of the others, and forgets the edits.
         Returns the slots of the first group if the first edit is of class 0, otherwise `before`."""
@@ -352,12 +358,12 @@ class KVMemory:
             allocs.clear()
             if not first.cls:
                 before = slots[: sum(first.counts)]
-        for edit in reuses:
-            self._reuse(edit)
+        for taken in reuses:
+            self._reuse(taken)
         reuses.clear()
         return before
 
-    def _prompt_entries(self, allocs: Sequence[AllocPart]) -> TableEntries:
+    def _prompt_entries(self, allocs: Sequence[_Taken]) -> TableEntries:
         """Returns where the slots of these edits go, group by group."""
         table, places = self.table, []
         for cls, *where in allocs:
@@ -368,40 +374,37 @@ class KVMemory:
         (entries,) = upload([np.concatenate(places)], self.device)
         return TableEntries(table.all_rows, entries)
 
-    def _step_entries(self, allocs: Sequence[AllocPart]) -> TableEntries:
+    def _step_entries(self, allocs: Sequence[_Taken]) -> TableEntries:
         """Returns where a decode step's slots go. Uploads nothing if the step follows the one before."""
-        rows = [(edit.cls, edit.rows) for edit in allocs]
-        step = self._step = self._moved_on(self._step, rows, [edit.starts for edit in allocs])
+        step = self._step = self._moved_on(self._step, allocs)
         return TableEntries(self.table.all_rows, step.positions, step.rows_on_device)
 
-    def _moved_on(
-        self, step: _Step | None, rows: list[tuple[int, tuple[int, ...]]], starts: list[tuple[int, ...]]
-    ) -> _Step:
-        """Returns the step of these rows, each with its class, and positions. It is uploaded unless it follows
+    def _moved_on(self, step: _Step | None, taken: Sequence[_Taken]) -> _Step:
+        """Returns the step that takes these entries, one of each row. It is uploaded unless it follows
         `step`."""
+        rows, starts = [(one.cls, one.rows) for one in taken], [one.starts for one in taken]
         if step is not None and step.rows == rows and step.next_starts == starts:
             if (last := max(map(max, starts))) >= self.table.max_entries:
                 raise IndexError(f"position {last}, in rows of {self.table.max_entries} entries")
             step.positions.add_(1)
         else:
             rows_there, positions = [], []
-            for (cls, of_class), begin in zip(rows, starts, strict=True):
-                self.table.entries(of_class, begin, (1,) * len(begin))  # raises for places outside the table
-                groups = self._groups[cls]
+            for one in taken:
+                self.table.entries(one.rows, one.starts, one.counts)  # raises for places outside the table
+                groups = self._groups[one.cls]
                 # The rows of all groups follow one another.
                 firsts = np.arange(groups.start, groups.stop)[:, None] * (self.table.max_sequences + 1)
-                rows_there.append((firsts + np.array(of_class, dtype=np.int64)).ravel())
-                positions.append(np.tile(np.array(begin, dtype=np.int64), len(firsts)))
+                rows_there.append((firsts + np.array(one.rows, dtype=np.int64)).ravel())
+                positions.append(np.tile(np.array(one.starts, dtype=np.int64), len(firsts)))
             there = upload([np.concatenate(rows_there), np.concatenate(positions)], self.device)
             step = _Step(rows, starts, *there)
         step.next_starts = [tuple(map((1).__add__, begin)) for begin in starts]
         return step
 
-    def _reuse(self, edit: Reuse) -> None:
+    def _reuse(self, taken: _Taken) -> None:
         """Gives the newest entries of rows the slots of those that have passed."""
-        cls, distance, rows, entries = edit
-        step = self._moved_on(self._reused.get(cls), [(cls, rows)], [entries])
-        self._reused[cls] = step
+        step = self._reused[taken.cls] = self._moved_on(self._reused.get(taken.cls), [taken])
+        distance = self._distances[taken.cls]
         self._reuse_entries(self.table.all_rows, step.rows_on_device, step.positions, distance)
 
     def _keep(self, edit: KeepEntries, entries: torch.Tensor) -> torch.Tensor:

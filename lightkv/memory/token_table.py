@@ -67,21 +67,8 @@ class TokenTable:
         return packed_ranges(row * self.max_entries + start, count)
 
     def places(self, rows: np.ndarray, entries: np.ndarray) -> np.ndarray:
-        """Returns where entry `entries[i]` of row `rows[i]` is in the flattened table, for integers of any
-        order.
-
-        int64 `[n]` on the host. Raises IndexError for places outside the table.
-        """
-        if len(rows) and (
-            min(rows.min(), entries.min()) < 0
-            or rows.max() > self.max_sequences
-            or entries.max() >= self.max_entries
-        ):
-            raise IndexError(
-                f"rows {rows.min()} to {rows.max()} and entries {entries.min()} to {entries.max()}, in a table "
-                f"of {self.max_sequences + 1} rows of {self.max_entries} entries"
-            )
-        return rows * self.max_entries + entries
+        """Returns where entry `entries[i]` of row `rows[i]` is in the flattened table, as `entries` does."""
+        return self.entries(rows, entries, np.ones(len(rows), dtype=np.int64))
 
     def read(self, entries: torch.Tensor) -> torch.Tensor:
         """Returns the slots at `entries` (int64 `[n]` on the table's device): int32 `[n]`, or `[num_groups, n]`

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightkv.attention import AttentionBackend, make_backends, prefix_members
-from lightkv.edits import Alloc, AllocPart, FreePartRange, FreeRange
+from lightkv.edits import AllocPart, FreeRange
 from lightkv.integrations.model.adapters.adapt import adapt
 from lightkv.integrations.model.context import num_layers
 from lightkv.integrations.model.fused_layers import few_layers, fuse_layers, unfuse_layers
@@ -360,18 +360,16 @@ def _warm_up(memory: KVMemory, limits: Limits) -> None:
     The kernels are compiled by size, and the first launch of each takes longer than the others.
     """
     groups = memory.pool.spec.groups
-    others = range(1, len(groups.classes))  # classes of layers that do not see everything
+    classes = range(len(groups.classes))
+    every = (1 << len(classes)) - 1
     num_tokens = memory.capacity // groups.num_groups
     for size in _powers_of_two(min(limits.prefill_budget, limits.max_model_len, num_tokens)):
-        memory.apply([Alloc((1,), (0,), (size,)), *(AllocPart(cls, (1,), (0,), (size,)) for cls in others)])
-        memory.apply([FreeRange(1, 0, size), *(FreePartRange(cls, 1, 0, size) for cls in others)])
+        memory.apply([AllocPart(every, (1,), (0,), (size,), (0,))])
+        memory.apply([FreeRange(1, 0, size, cls) for cls in classes])
     for size in _powers_of_two(min(limits.max_num_seqs, num_tokens)):
-        rows, ones = tuple(range(1, size + 1)), (1,) * size
-        memory.apply(
-            [Alloc(rows, (0,) * size, ones), *(AllocPart(cls, rows, (0,) * size, ones) for cls in others)]
-        )
-        frees = [FreeRange(row, 0, 1) for row in rows]
-        memory.apply([*frees, *(FreePartRange(cls, row, 0, 1) for cls in others for row in rows)])
+        rows = tuple(range(1, size + 1))
+        memory.apply([AllocPart(every, rows, (0,) * size, (1,) * size, (0,) * size)])
+        memory.apply([FreeRange(row, 0, 1, cls) for cls in classes for row in rows])
 
 
 def _eager_plans(limits: Limits, most_in_graphs: int) -> Iterator[StepPlan]:

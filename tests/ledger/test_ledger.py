@@ -13,14 +13,10 @@ from lightkv.edits import (
     Alloc,
     AllocPart,
     FreePart,
-    FreePartRange,
     FreeRange,
     FreeSegment,
-    MapPart,
     MapSegments,
-    Reuse,
     SplitSegment,
-    StorePart,
     StoreSegment,
     decode,
     encode,
@@ -270,8 +266,8 @@ def test_beams_keep_paths_short_and_a_sole_holder_gets_private_tokens() -> None:
 def test_edits_encode_to_bytes_and_back() -> None:
     edits = [Alloc((1, 2), (0, 9), (7, 1)), MapSegments(1, 0, (2**40, 3)), StoreSegment(1, 0, 4, 9)]
     edits += [SplitSegment(3, 2, 4), FreeRange(2, 0, 4), FreeSegment(3, 0), Alloc((), (), ())]
-    edits += [AllocPart(1, (1, 2), (3, 4), (5, 6)), Reuse(2, 6, (7,), (8,)), MapPart(1, 2, 9, (3, 4))]
-    edits += [StorePart(1, 2, 0, 4, 5), FreePartRange(1, 2, 0, 4), FreePart(2, 5)]
+    edits += [AllocPart(6, (1, 2), (3, 4), (5, 1), (0, 4)), MapSegments(2, 9, (3, 4), 1)]
+    edits += [StoreSegment(2, 0, 4, 5, 1), FreeRange(2, 0, 4, 1), FreePart(2, 5)]
     assert decode(encode(edits)) == edits
     for bad in (encode(edits)[:-8], b"\xff" * 16, encode([FreeRange(1, 2, 3)])[8:], b"abc"):
         with pytest.raises(ValueError, match=r"not an edit|bytes"):

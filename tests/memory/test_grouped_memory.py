@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightkv import KVCache, KVSpec
-from lightkv.edits import Alloc, AllocPart, Edit, MapPart, Reuse, SplitSegment, StorePart
+from lightkv.edits import Alloc, AllocPart, Edit, MapSegments, SplitSegment, StoreSegment
 from lightkv.errors import CheckFailed, OutOfTokens, SequenceTooLong
 from lightkv.layer_groups import FULL, Lifetime
 from lightkv.ledger import TokenLedger
@@ -128,7 +128,7 @@ def test_random_lives_of_the_memory(name: str, seed: int, device: torch.device) 
     ledger.evict(ledger.num_cached)
     pair.apply()
     assert pair.memory.num_free == pair.memory.capacity
-    assert pair.kinds >= {Alloc, AllocPart, Reuse, SplitSegment, StorePart, MapPart}
+    assert pair.kinds >= {Alloc, AllocPart, SplitSegment, StoreSegment, MapSegments}
 
 
 @pytest.mark.parametrize("cls", [1, 2])
@@ -192,7 +192,8 @@ def test_a_step_that_follows_another_uploads_nothing(
         alloc = ledger.extend(sequences, [1, 1])
         edits = ledger.drain()
         memory.apply([*(edit for edit in edits if edit is not alloc), alloc])
-    assert set(map(type, edits)) == {Alloc, AllocPart, Reuse}
+    assert set(map(type, edits)) == {Alloc, AllocPart}
+    assert set(edits[1].reused) == {0, 2}
     assert uploads[0]
     assert uploads[-3:] == [0, 0, 0]
     memory.check(ledger.holdings())
@@ -208,7 +209,7 @@ def test_several_plans_are_applied_at_once(device: torch.device) -> None:
     for _ in range(3):
         alloc = ledger.extend([first, second], [1, 1])
         edits += [*(edit for edit in ledger.drain() if edit is not alloc), alloc]
-    assert [type(edit) for edit in edits].index(Reuse) < edits.index(alloc)
+    assert any(edit.reused[0] for edit in edits[: edits.index(alloc)] if isinstance(edit, AllocPart))
     newest = memory.apply(edits)
     assert newest is not None
     rows = zip(alloc.rows, alloc.starts, strict=True)

@@ -11,15 +11,11 @@ from lightkv.edits import (
     Edit,
     ForgetSegment,
     FreePart,
-    FreePartRange,
     FreeRange,
     FreeSegment,
-    MapPart,
     MapSegments,
     MergeSegments,
-    Reuse,
     SplitSegment,
-    StorePart,
     StoreSegment,
 )
 from lightkv.holdings import Holdings
@@ -54,29 +50,20 @@ class GroupedMemory:
         match edit:
             case Alloc(rows, starts, counts):
                 self._alloc(0, rows, starts, counts)
-            case AllocPart(cls, rows, starts, counts):
-                self._alloc(cls, rows, starts, counts)
-            case Reuse(cls, distance, rows, entries):
-                for group in self.of_class[cls]:
-                    for row, entry in zip(rows, entries, strict=True):
-                        self.table[group][row][entry] = self.table[group][row][entry - distance]
-            case FreeRange(row, start, end):
-                self._free_entries(0, row, start, end)
-            case FreePartRange(cls, row, start, end):
+            case AllocPart(classes, rows, starts, counts, reused):
+                for cls in [cls for cls in range(len(self.of_class)) if classes >> cls & 1]:
+                    self._alloc_part(cls, rows, starts, counts, [bits >> cls & 1 for bits in reused])
+            case FreeRange(row, start, end, cls):
                 self._free_entries(cls, row, start, end)
-            case MapSegments(row, start, segments):
+            case MapSegments(row, start, segments, cls):
                 for segment in segments:
-                    self._put(0, row, start, full[segment])
-                    start += self._lengths[segment]
-            case MapPart(cls, row, end, segments):
-                for segment in reversed(segments):
                     slots = self._segments[cls][segment]
-                    end -= len(slots[0])
-                    self._put(cls, row, end, slots)
-            case StoreSegment(row, start, end, segment):
+                    self._put(cls, row, start, slots)
+                    start += len(slots[0])
+            case StoreSegment(row, start, end, segment, 0):
                 full[segment] = self._get(0, row, start, end)
                 self._lengths[segment] = end - start
-            case StorePart(cls, row, start, end, segment):
+            case StoreSegment(row, start, end, segment, cls):
                 old = self._segments[cls].get(segment)
                 new = self._segments[cls][segment] = self._get(cls, row, start, end)
                 assert old is None or all(set(a) <= set(b) for a, b in zip(old, new, strict=True))
@@ -124,6 +111,24 @@ class GroupedMemory:
                     group[row][:end] = group[source][:end]
             case _:
                 raise AssertionError(f"{edit} in a memory of several groups")
+
+    def _alloc_part(
+        self,
+        cls: int,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        reused: Sequence[int],
+    ) -> None:
+        lifetime = self.groups.classes[cls].lifetime
+        distance = lifetime.size + lifetime.slack
+        for row, start, count, is_reused in zip(rows, starts, counts, reused, strict=True):
+            if not is_reused:
+                self._alloc(cls, [row], [start], [count])
+                continue
+            assert (lifetime.sees, count) == ("window", 1)
+            for group in self.of_class[cls]:
+                self.table[group][row][start] = self.table[group][row][start - distance]
 
     def _alloc(self, cls: int, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
         for group in self.of_class[cls]:
