@@ -4,8 +4,6 @@ The cache is read and written in place, in each of its layouts, by the kernels t
 `docs/kernels.md` says what we decided where the contract leaves something open.
 """
 
-from collections.abc import Callable
-from functools import update_wrapper
 from typing import NamedTuple
 
 import torch
@@ -22,19 +20,9 @@ from lightkv.triton_kernels.attention.variants.variant import Scored
 from lightkv.triton_kernels.layout.strides import has_unit_stride
 
 from .openppl_cache import LayerCache, Slots, layer_of
-from .openppl_inputs import Attributes, check_inputs
+from .openppl_inputs import Attributes, check_contents, check_inputs
 
 
-def _registered(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Registers a function as torch's operator of its name, whose signature and docstring it keeps."""
-    made = torch.library.custom_op(f"lightkv::{function.__name__}", function, mutates_args=("cache", "scale"))
-    made.register_fake(
-        lambda query, *_, **__: torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    )
-    return update_wrapper(made, function)
-
-
-@_registered
 def multi_head_cache_attention(
     query: Tensor,
     current_key: Tensor,
@@ -43,9 +31,9 @@ def multi_head_cache_attention(
     kvstarts: Tensor,
     cachestarts: Tensor,
     start_pos: Tensor,
-    decoding_batches: int,
-    max_seqlen: int,
-    max_kvlen: int,
+    decoding_batches: int | Tensor,
+    max_seqlen: int | Tensor,
+    max_kvlen: int | Tensor,
     cache: Tensor,
     scale: Tensor | None = None,
     attn_mask: Tensor | None = None,
@@ -80,7 +68,8 @@ def multi_head_cache_attention(
             pages begin, `[B, MaxP]`. Entries of pages that a sequence does not reach are not used.
         start_pos: int64 `[B]`, the position of each sequence's first query.
         decoding_batches: how many of the first sequences decode; these have no causal mask, unless is_alibi.
-        max_seqlen, max_kvlen: the most queries, and the most tokens, of a sequence, or more.
+        max_seqlen, max_kvlen: the most queries, and the most tokens, of a sequence, or more. These three are
+            numbers, or int64 tensors of one element on the CPU.
         cache: K and V, with `num_layer` layers L, T slots, `num_kv_heads` heads H and `head_dim` dims D, which
             is written in place: layout 0 `(T, L, 2, H, D)`, 1 `(L, T, 2, H, D)`, 2 `(L, 2, T, H, D)`, 3 `(L, 2,
             H, T, D)`. Float32, float16 or bfloat16; int8 if quant_bit is 8; if it is 4, uint8 or int8 with D /
@@ -105,9 +94,79 @@ def multi_head_cache_attention(
         `[S, num_heads, head_dim]` in query's type. The output of a query that sees no key is zeros.
 
     Raises:
-        ValueError: attributes, shapes, types or devices do not fit. Nothing is written then. The numbers in
-            the tensors are not checked.
+        ValueError: attributes, shapes, types or devices do not fit, or, on a CPU, the numbers in the tensors.
+            Nothing is written then.
     """
+    return _multi_head_cache_attention(
+        query,
+        current_key,
+        current_value,
+        seqstarts,
+        kvstarts,
+        cachestarts,
+        start_pos,
+        _on_host("decoding_batches", decoding_batches),
+        _on_host("max_seqlen", max_seqlen),
+        _on_host("max_kvlen", max_kvlen),
+        cache,
+        scale,
+        attn_mask,
+        num_heads,
+        head_dim,
+        is_causal,
+        is_alibi,
+        num_kv_heads,
+        num_layer,
+        layer_idx,
+        quant_bit,
+        quant_group,
+        cache_mode,
+        cache_layout,
+        page_size,
+        backend,
+    )
+
+
+def _on_host(name: str, value: int | Tensor) -> int:
+    if not isinstance(value, Tensor):
+        return value
+    if value.device.type != "cpu" or value.numel() != 1 or value.dtype != torch.int64:
+        raise ValueError(
+            f"{name} must be a number, or an int64 tensor of one element on the CPU, so that nothing waits for "
+            f"the device; got {value.dtype} {tuple(value.shape)} on {value.device}; keep it on the host"
+        )
+    return int(value)
+
+
+@torch.library.custom_op("lightkv::multi_head_cache_attention", mutates_args=("cache", "scale"))
+def _multi_head_cache_attention(
+    query: Tensor,
+    current_key: Tensor,
+    current_value: Tensor,
+    seqstarts: Tensor,
+    kvstarts: Tensor,
+    cachestarts: Tensor,
+    start_pos: Tensor,
+    decoding_batches: int,
+    max_seqlen: int,
+    max_kvlen: int,
+    cache: Tensor,
+    scale: Tensor | None,
+    attn_mask: Tensor | None,
+    num_heads: int,
+    head_dim: int,
+    is_causal: bool,
+    is_alibi: bool,
+    num_kv_heads: int,
+    num_layer: int,
+    layer_idx: int,
+    quant_bit: int,
+    quant_group: int,
+    cache_mode: int,
+    cache_layout: int,
+    page_size: int,
+    backend: str | None,
+) -> Tensor:
     attributes = Attributes(
         num_heads,
         head_dim,
@@ -120,6 +179,7 @@ def multi_head_cache_attention(
         cache_layout,
         page_size,
     )
+    batch = (seqstarts, kvstarts, cachestarts, start_pos)
     counts = (decoding_batches, max_seqlen, max_kvlen)
     tensors = {
         "query": query,
@@ -137,6 +197,8 @@ def multi_head_cache_attention(
     if backend not in (None, "torch", "triton"):
         raise UnknownBackend(str(backend), ["torch", "triton"])
     slots = Slots(cachestarts, page_size if cache_mode else 0)
+    if query.device.type == "cpu":
+        check_contents(query, batch, counts, cache, attn_mask, attributes, slots)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if not out.numel():
         return out
@@ -157,6 +219,11 @@ def multi_head_cache_attention(
     else:
         _attend_with_kernels(step, of_layer.paged_kv(slots, max_kvlen, query.dtype), max_seqlen, out)
     return out
+
+
+_multi_head_cache_attention.register_fake(
+    lambda query, *_: torch.empty(query.shape, dtype=query.dtype, device=query.device)
+)
 
 
 def _loadable(x: Tensor) -> Tensor:

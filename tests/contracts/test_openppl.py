@@ -119,17 +119,16 @@ def test_the_operator_is_registered() -> None:
     arguments = batch.arguments(Place(2, 16))
     operator = torch.ops.lightkv.multi_head_cache_attention.default
     assert [argument.name for argument in operator._schema.arguments][:-1] == list(arguments)
-    torch.library.opcheck(operator, (), arguments, test_utils=("test_schema", "test_faketensor"))
-    assert "cachestarts: int64" in str(multi_head_cache_attention.__doc__)
+    torch.library.opcheck(
+        operator, (*arguments.values(), None), test_utils=("test_schema", "test_faketensor")
+    )
 
 
 def test_it_is_compiled_without_a_break() -> None:
     batch = Batch(PAST, COUNTS, 2, Setting(torch.float32, 8))
     place = Place(3, 16)
     arguments, others = batch.arguments(place), batch.arguments(place)
-    compiled = torch.compile(
-        lambda **given: multi_head_cache_attention(**given), backend="aot_eager", fullgraph=True
-    )
+    compiled = torch.compile(multi_head_cache_attention, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(**arguments), multi_head_cache_attention(**others))
     assert same_bytes(arguments["cache"], others["cache"])
     assert same_bytes(arguments["scale"], others["scale"])
@@ -168,6 +167,16 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("10 queries do not fit 4 sequences of at most max_seqlen 2", {"max_seqlen": 2}),
     ("max_kvlen 100 is more than the 42 slots", {"max_kvlen": 100}),
     ("attn_mask must be float32 or float16", {"attn_mask": torch.zeros(10, 40, dtype=torch.bool)}),
+    ("attn_mask has 30 columns, but the sequences 31 tokens", {"attn_mask": torch.zeros(10, 30)}),
+    (
+        "seqstarts must begin with 0, not descend and end with 10",
+        {"seqstarts": torch.tensor([0, 1, 2, 7, 9])},
+    ),
+    ("kvstarts must begin with 0, not descend", {"kvstarts": torch.tensor([1, 8, 10, 19, 31])}),
+    ("start_pos .* must add up", {"start_pos": torch.tensor([6, 1, 4, 9])}),
+    ("must be at least 5 and 12", {"max_seqlen": 4}),
+    ("lead to slots .* but the cache has 42", {"cachestarts": torch.tensor([3, 10, 20, 40])}),
+    ("decoding_batches must be a number", {"decoding_batches": torch.tensor([1, 2])}),
     ("no attention backend is called 'cuda'", {"backend": "cuda"}),
 ]
 
