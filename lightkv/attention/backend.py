@@ -10,7 +10,6 @@ import torch
 
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.memory.staging import upload
-from lightkv.triton_kernels.attention.attention_scores import attention_scores
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.variants.variant import limits
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
@@ -163,14 +162,7 @@ class AttentionBackend(ABC):
         width = int(step.host.kv_lens.max(initial=0))
         q = q.view(step.num_tokens, self.num_heads, self.head_dim)
         entries = step.plans.get("entries of queries", self.layer_idx, lambda: _entries_of(step))
-        kv = self.paged_kv(step)
-        if kv.format.elements.has_hadamard:
-            q = step.memory.pool.apply_hadamard(q)
-        options = self.options.plus(step.mask)
-        scores = attention_scores(
-            q, kv, step.rows, step.q_starts, entries, step.kv_lens, options, width=width
-        )
-        return scores.float()
+        return self._entry_scores(q, entries, width, step)
 
     @abstractmethod
     def _write(self, new: NewHeads, step: Step, rotary: RotaryEmbedding | None) -> None:
@@ -180,6 +172,11 @@ class AttentionBackend(ABC):
     def _attend(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
         """Writes the attention of all tokens to `out`, as the step's form has it (`Form`). This step's K/V is
         in the pool already."""
+
+    @abstractmethod
+    def _entry_scores(self, q: torch.Tensor, entries: torch.Tensor, width: int, step: Step) -> torch.Tensor:
+        """Computes the scores of q `[num_tokens, num_heads, head_dim]` at `entries` int32 `[num_tokens]`:
+        float32 `[B, width]`."""
 
 
 def _entries_of(step: Step) -> torch.Tensor:

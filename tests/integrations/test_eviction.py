@@ -8,6 +8,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from lightkv import OutOfTokens, WrongThread
+from lightkv.attention import torch_backend
 from lightkv.integrations import eviction
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.eviction import HeavyHitters, highest
@@ -235,9 +236,16 @@ def test_published_tokens_are_never_evicted() -> None:
         hitters.keep(published, 10, 2)
 
 
-def test_the_scores_do_not_depend_on_the_backend(device: torch.device) -> None:
+def test_the_scores_are_those_of_the_chosen_backend(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, hitters, sequence = watched(backend="torch", num_tokens=12, device=device)
     expected = hitters.scores(sequence)
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("the reference was called, where the kernel was chosen")
+
+    monkeypatch.setattr(torch_backend, "attention_scores_reference", fail)
     _, hitters, sequence = watched(backend="triton", num_tokens=12, device=device)
     torch.testing.assert_close(hitters.scores(sequence), expected, rtol=1e-4, atol=1e-4)
 

@@ -159,7 +159,9 @@ def test_what_rings_cannot_do_is_refused(device: torch.device) -> None:
         prefill_attention(q, texts.kv, rest[0], starts([1], device), rest[1])
     positions = torch.zeros(1, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="a row's own entries"):
-        attention_scores(q, texts.kv, rest[0], starts([1], device), positions, rest[1], width=100)
+        attention_scores(
+            q, texts.kv, rest[0], starts([1], device), positions, rest[1], max_q_len=1, width=100
+        )
 
 
 @covers("positions read from other rows", "decode", "prefill", "mixed")

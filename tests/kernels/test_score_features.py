@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_scores import attention_scores
+from lightkv.triton_kernels.attention.attention_scores import (
+    attention_scores,
+    attention_scores_reference,
+)
 from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
@@ -45,6 +48,7 @@ from tests.support.attention.caches import (
 )
 from tests.support.attention.feature_table import covers
 from tests.support.attention.score_features import FEATURES, Batch, attend_each_key, each_feature
+from tests.support.scored import attention_lse
 
 QUICK = ["ALiBi", "window, full", "mask, each head", "tree"]
 
@@ -216,14 +220,18 @@ def test_scores(device: torch.device, name: str) -> None:
     options = make(name, q, cache, q_lens)
     positions = torch.tensor([67, 68, 69, 32, 33], dtype=torch.int32, device=device)
     args = q, cache.kv, cache.rows, starts(q_lens, device), positions, cache.lengths, options
-    scores = attention_scores(*args, width=80)
-    assert not scores[:, 70:].any()
+    scores = attention_scores(*args, max_q_len=3, width=80)
+    lse = attention_lse(*args, max_q_len=3)
+    expected, expected_lse = attention_scores_reference(*args, width=80)
+    torch.testing.assert_close(scores, expected, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(lse, expected_lse, atol=2e-5, rtol=2e-5)
     for request, (begin, end) in enumerate(((0, 3), (3, 5))):
         length = int(cache.lengths[request])
         own = attend_each_key(q[begin:end], cache.kv, cache.rows[request], request, length, begin, options)
         torch.testing.assert_close(
             scores[request, :length].double(), own[2].sum((0, 1)), atol=1e-4, rtol=1e-4
         )
+        torch.testing.assert_close(lse[begin:end].double(), own[1], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("group", [1, pytest.param(16, marks=pytest.mark.slow)], ids="group{}".format)

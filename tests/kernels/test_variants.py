@@ -21,7 +21,10 @@ from lightkv.attention import LayerShape, Step, make_backends
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention import variants as known
-from lightkv.triton_kernels.attention.attention_scores import attention_scores
+from lightkv.triton_kernels.attention.attention_scores import (
+    attention_scores,
+    attention_scores_reference,
+)
 from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
@@ -53,6 +56,7 @@ from lightkv.triton_kernels.attention.variants.variant import Scored, limits
 from lightkv.triton_kernels.operators import Operator
 from tests.support.attention.caches import Cache, assert_close, poisoned_cache, starts
 from tests.support.attention.score_features import Batch, tree_bits
+from tests.support.scored import attention_lse
 
 
 def _values(batch: Batch) -> ValueMask:
@@ -169,7 +173,7 @@ def test_variants_that_do_not_go_together_are_refused(device: torch.device) -> N
         with pytest.raises(ValueError, match=match):
             mixed_attention(q, cache.kv, cache.rows, q_starts, cache.lengths, options)
         with pytest.raises(ValueError, match=match):
-            attention_scores(q, cache.kv, cache.rows, q_starts, entries, cache.lengths, options, width=1)
+            attention_lse(q, cache.kv, cache.rows, q_starts, entries, cache.lengths, options, max_q_len=1)
     args = cache.rows, q_starts, cache.lengths, HeadShape.of(q, cache.kv)
     with pytest.raises(ValueError, match="a window, or chunks, or neither"):
         prefill_plan(*args, num_tokens=2, dtype=q.dtype, limits=(Window(3), Chunk(4)))
@@ -241,6 +245,19 @@ def test_prefill(kinds: list[type[Variant]], device: torch.device) -> None:
     expected = prefill_attention_reference(*case.args, case.options)
     assert_close(case.prefilled(), expected)
     assert not torch.allclose(case.prefilled(AttentionOptions()), expected, atol=1e-3)
+
+
+@each_set
+def test_scores(kinds: list[type[Variant]], device: torch.device) -> None:
+    case = Case.make(kinds, [3, 2], [40, 18], device)
+    positions = torch.tensor([37, 38, 39, 16, 17], dtype=torch.int32, device=device)
+    args = *case.args[:4], positions, case.cache.lengths
+    expected, expected_lse = attention_scores_reference(*args, case.options, width=40)
+    found = attention_scores(*args, case.options, max_q_len=3, width=40)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    lse = attention_lse(*args, case.options, max_q_len=3)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(attention_scores(*args, max_q_len=3, width=40), expected, atol=1e-3)
 
 
 # --------------------------------------------------------------------------------
@@ -318,9 +335,11 @@ def test_a_variant_of_this_file_in_all_kernels(kinds: list[type[Variant]], devic
     options = case.options.plus(Weighed(factors(device)))
     positions = torch.tensor([37, 38, 39, 16, 17], dtype=torch.int32, device=device)
     _, *rest = *case.args[:4], positions, case.cache.lengths
-    scores = attention_scores(case.q * factors(device)[:, None], *rest, case.options, width=40)
-    found = attention_scores(case.q, *rest, options, width=40)
+    scores, lse = attention_scores_reference(case.q * factors(device)[:, None], *rest, case.options, width=40)
+    found = attention_scores(case.q, *rest, options, max_q_len=3, width=40)
     torch.testing.assert_close(found, scores, atol=1e-5, rtol=1e-4)
+    found = attention_lse(case.q, *rest, options, max_q_len=3)
+    torch.testing.assert_close(found, lse, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.usefixtures("_with_weighed")

@@ -1,6 +1,6 @@
 """Attention of one request in plain torch: what the kernels of decode and prefill compute."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -52,28 +52,17 @@ def attend_request(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, s
     sees no key. Products of q and k are computed in the type of q, all else and the output in float32, or in
     float64 where q is."""
     dtype, num_kv_heads = torch.promote_types(q.dtype, torch.float32), k.shape[1]
-    values = v.to(dtype).transpose(0, 1)
+    keys, values = k.to(q.dtype).permute(1, 2, 0), v.to(dtype).transpose(0, 1)
     out = torch.empty(len(q), q.shape[1], v.shape[2], dtype=dtype, device=q.device)
-    for tile, weights in weights_of_request(q, k, options, scored):
-        products = torch.matmul(weights.unflatten(0, (num_kv_heads, -1)).flatten(1, 2), values)
-        out[tile] = products.view(*weights.shape[:2], -1).transpose(0, 1)
-    return out
-
-
-def weights_of_request(
-    q: Tensor, k: Tensor, options: AttentionOptions, scored: Scored
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yields the weights with which `attend_request` adds up values, `[H, n, L]`, of a tile of queries after
-    the other."""
-    dtype, num_kv_heads = torch.promote_types(q.dtype, torch.float32), k.shape[1]
-    keys = k.to(q.dtype).permute(1, 2, 0)
     for begin in range(0, len(q), QUERY_TILE):
         tile = slice(begin, min(begin + QUERY_TILE, len(q)))
         heads = q[tile].transpose(0, 1)  # [H, n, Dk]; those that share a K/V head are rows of one product
         products = torch.matmul(heads.reshape(num_kv_heads, -1, q.shape[2]), keys).to(dtype)
         scores = products.view(*heads.shape[:2], len(k)) * options.scale_for(q.shape[2])
         scores = change_reference(scores, options, scored.tile(tile.start, tile.stop))
-        yield tile, softmax_reference(scores, options.variants)
+        weights = softmax_reference(scores, options.variants).view(products.shape)
+        out[tile] = torch.matmul(weights, values).view(*heads.shape[:2], -1).transpose(0, 1)
+    return out
 
 
 def change_reference(scores: Tensor, options: AttentionOptions, scored: Scored) -> Tensor:
