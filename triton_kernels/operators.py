@@ -69,7 +69,7 @@ class Operator:
             self._flatten(
                 value, flat.written if is_written else flat.read, "w" if is_written else "r", flat, words
             )
-        return flat._replace(form=" ".join(words))
+        return Flat(flat.read, flat.written, flat.integers, flat.floats, " ".join(words))
 
     def _flatten(self, value: Any, tensors: list[Tensor], kind: str, flat: Flat, words: list[str]) -> None:
         """Adds a value to the lists and its words to `words`. `tensors`: where its tensors go, which are

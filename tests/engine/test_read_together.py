@@ -88,7 +88,7 @@ def test_no_shared_prefix_is_planned_for_a_backend_that_cannot_read_one() -> Non
 
 @pytest.mark.parametrize("had_ended", [True, False])
 def test_a_result_says_whether_the_device_had_waited_for_the_next_step(had_ended: bool) -> None:
-    engine, runner, _ = make(torch.device("cpu"))
+    engine, runner, _ = make(torch.device("cpu"), attention_backend="torch")
     add_requests(engine, 5, 2)
     plan = engine.plan()
     assert plan is not None

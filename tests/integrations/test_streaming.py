@@ -188,7 +188,12 @@ def test_a_window_over_everything_is_the_plain_model(device: torch.device) -> No
     with torch.no_grad():
         expected = model(ids[None]).logits[0]
         generated = model.generate(
-            ids[None, :20], max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0
+            ids[None, :20],
+            attention_mask=torch.ones_like(ids[None, :20]),  # a token of the text may have the id of padding
+            max_new_tokens=30,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
         )
     lm = streamer(model, capacity=64, backend="torch")
     window = Ring(sinks=4, size=60, stride=10)
