@@ -115,6 +115,7 @@ def reason_of(error: object) -> str:
     """Returns llguidance's message in one line of at most 300 characters, in other words where those are about
     llguidance."""
     text = " ".join(str(error).replace("<non-verbose/>", "").split())
+    text = text.partition(" 1 | ")[0]  # without the grammar's lines
     if text.startswith("NoExtension"):
         return "no text matches it"
     if text.startswith("panic") or type(error).__name__ == "PanicException":

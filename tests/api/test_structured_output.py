@@ -210,7 +210,12 @@ def test_choices_may_have_any_character() -> None:
                     "json_schema.any_order",
                     "name, description, schema, strict",
                 ),
-                ({"type": "json_schema", "json_schema": SCHEMA}, "json_schema.type", "schema"),
+                (
+                    {"type": "json_schema", "json_schema": SCHEMA},
+                    "json_schema.type",
+                    '"json_schema": {"name"',
+                ),
+                ({"type": "json_schema", "name": "a", "schema": SCHEMA}, "name", '"json_schema": {"name"'),
                 (TAG | {"triggered": ["a"]}, "triggered", "triggers"),
             )
         ),

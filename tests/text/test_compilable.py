@@ -9,7 +9,7 @@ import pytest
 from lightkv.router.api.grammars.check_process import check
 from lightkv.router.model_files import DEFAULT_MODEL, resolve
 from lightkv.router.sampling_params import Grammar
-from lightkv.router.text.grammars import ModelTokens
+from lightkv.router.text.grammars import ModelTokens, reason_of
 from lightkv.router.text.tokenizer import Tokenizer
 
 INTEGER, TEXT = {"type": "integer"}, {"type": "string"}
@@ -161,3 +161,8 @@ def test_an_error_of_a_library_is_no_answer(text: str) -> None:
     wrong, _ = check(Grammar("lark", text), model())
     assert wrong.startswith("it is not a grammar in GBNF")
     assert "index" not in wrong
+
+
+def test_a_reason_is_without_the_lines_of_the_grammar() -> None:
+    listed = "Unknown format: colour\n  1 | %llguidance {}\n  2 | start: (tag_1)"
+    assert reason_of(listed) == "Unknown format: colour"

@@ -71,10 +71,11 @@ def _of_response_format(value: dict[str, Any] | None) -> Grammar | None:
 
 def _check_keys(field: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
     """Raises InvalidParams, which names the key, for a key that would be ignored."""
+    is_misplaced = ("schema" in given) != ("schema" in known)  # a schema without a frame, or beside it
     for key, value in given.items():
         if key in known or value is None:
             continue
-        is_schema = key in ("schema", "json_schema")
+        is_schema = is_misplaced or key in ("schema", "json_schema")
         allowed = (
             f"it as {_SCHEMA_PLACE}" if is_schema else f"null: the keys of {field} are {', '.join(known)}"
         )

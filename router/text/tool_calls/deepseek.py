@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .forms import Format, arguments_of, calls, either, tag
-from .json_call import NAME, read_arguments
+from .json_call import NAME, begins_arguments, read_arguments
 from .source import CallBegins, Content, Source, Steps
 
 _ALL_BEGIN, _ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -15,7 +15,7 @@ MARKS = (_ALL_BEGIN, _ALL_END, _BEGIN, _SEPARATOR, _END)
 _FENCE = "```"
 _HEAD = re.compile(
     rf"\s{{0,8}}(?:function{_SEPARATOR}({NAME})|({NAME}){_SEPARATOR})\s{{0,8}}(?:{_FENCE}(?:json)?\s{{0,8}})?"
-    r"(?=\{)"
+    r"(?=[{n])"
 )
 _MAX_HEAD = 512
 
@@ -28,13 +28,11 @@ def read(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
             read_text += yield from source.take_space()
             if (yield from source.skip(_BEGIN)):
                 read_text += _BEGIN
-        found = (yield from source.match(_HEAD, _MAX_HEAD)) if read_text.endswith(_BEGIN) else None
-        if found is None or (found[1] or found[2]) not in tools:
-            source.give_back("" if found is None else found[0])
+        name = (yield from _read_head(source, tools)) if read_text.endswith(_BEGIN) else None
+        if name is None:
             yield Content(read_text)
-            continue
-        while found is not None and (found[1] or found[2]) in tools:
-            yield CallBegins(found[1] or found[2])
+        while name is not None:
+            yield CallBegins(name)
             yield from read_arguments(source)
             for end in (_FENCE, _END):
                 yield from source.take_space()
@@ -42,9 +40,18 @@ def read(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
             yield from source.take_space()
             if (yield from source.skip(_ALL_END)) or (yield from source.starts_with(_BEGIN)):
                 break
-            found = yield from source.match(_HEAD, _MAX_HEAD)  # another call without a mark of its own
-        else:
-            source.give_back("" if found is None else found[0])
+            name = yield from _read_head(source, tools)  # of another call, without a mark of its own
+
+
+def _read_head(source: Source, tools: Mapping[str, Any]) -> Steps[str | None]:
+    """Reads a call as far as its arguments, and returns its function. Reads nothing if there is no such call,
+    and returns None."""
+    found = yield from source.match(_HEAD, _MAX_HEAD)
+    name = None if found is None else found[1] or found[2]
+    if name in tools and (yield from begins_arguments(source)):
+        return name
+    source.give_back("" if found is None else found[0])
+    return None
 
 
 def write(name: str, arguments: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .forms import ANY_TEXT, Format, arguments_of, constant, either, optional, row, tag
-from .json_call import NAME, read_arguments
+from .json_call import NAME, begins_arguments, read_arguments
 from .source import Arguments, CallBegins, Content, Reasoning, Source, Steps
 
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
@@ -25,9 +25,9 @@ def read(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
             break
         recipient, channel = _RECIPIENT.search(header[1]), _CHANNEL.search(header[1])
         name = None if recipient is None else _tool(recipient[1], tools)
-        if name is not None and (yield from _begins_arguments(source)):
+        if name is not None and (yield from _has_arguments(source)):
             yield CallBegins(name)
-            if (yield from source.starts_with("{")):
+            if (yield from begins_arguments(source)):
                 yield from read_arguments(source)
             else:
                 yield Arguments("{}")
@@ -55,10 +55,10 @@ def _tool(recipient: str, tools: Mapping[str, Any]) -> str | None:
     return next((name for name in names if name in tools), None)
 
 
-def _begins_arguments(source: Source) -> Steps[bool]:
-    """Returns whether arguments follow: an object, or nothing, as for a function without parameters."""
+def _has_arguments(source: Source) -> Steps[bool]:
+    """Returns whether arguments follow: an object, or null or nothing, as for a function without parameters."""
     yield from source.take_space()
-    if (yield from source.starts_with("{")):
+    if (yield from begins_arguments(source)):
         return True
     for end in _ENDS:
         if (yield from source.starts_with(end)):

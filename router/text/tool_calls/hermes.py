@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .forms import Format, arguments_of, calls, tag
-from .json_call import read_calls
+from .json_call import read_calls, skip_end
 from .source import Content, Source, Steps
 
 MARKS = ("<tool_call>", "</tool_call>")
@@ -18,8 +18,7 @@ def read(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
         if not (yield from read_calls(source, tools)):
             yield Content(MARKS[0] + space)
             continue
-        yield from source.take_space()
-        yield from source.skip(MARKS[1])
+        yield from skip_end(source, MARKS[1])
 
 
 def write(name: str, arguments: str) -> str:

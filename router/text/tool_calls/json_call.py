@@ -66,9 +66,17 @@ class EndFinder:
         return None
 
 
+def begins_arguments(source: Source) -> Steps[bool]:
+    """Returns whether an object comes first, or null, which stands for no arguments."""
+    return (yield from source.starts_with("{")) or (yield from source.starts_with("null"))
+
+
 def read_arguments(source: Source) -> Steps[None]:
     """Passes on the object that comes first, as arguments, also if the text ends within it. Brackets that are
     missing before a mark are added."""
+    if (yield from source.skip("null")):
+        yield Arguments("{}")
+        return
     finder = EndFinder()
     while True:
         end = finder.find(source.text)
@@ -142,6 +150,14 @@ def read_calls(source: Source, names: Collection[str]) -> Steps[bool]:
         else:
             source.give_back(between)
     return True
+
+
+def skip_end(source: Source, mark: str) -> Steps[None]:
+    """Removes the mark that ends calls, and a bracket too many before it."""
+    yield from source.take_space()
+    if (yield from source.skip("}")):
+        yield from source.take_space()
+    yield from source.skip(mark)
 
 
 def parsed_call(text: str, names: Collection[str]) -> tuple[str, str] | None:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from .forms import Format, arguments_of, calls, either, tag
-from .json_call import NAME, read_arguments, read_calls
+from .json_call import NAME, begins_arguments, read_arguments, read_calls
 from .source import CallBegins, Content, Source, Steps
 
 MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
-_NAMED = re.compile(rf"({NAME})(?:\[CALL_ID\]\w{{1,64}})?(?:\[ARGS\])?\s{{0,8}}(?=\{{)")
+_NAMED = re.compile(rf"({NAME})(?:\[CALL_ID\]\w{{1,64}})?(?:\[ARGS\]\s{{0,8}}(?=[{{n])|\s{{0,8}}(?=\{{))")
 _MAX_NAMED = 512
 
 
@@ -25,7 +25,9 @@ def read(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
 def _read_named(source: Source, tools: Mapping[str, Any]) -> Steps[bool]:
     """Reads calls that begin with a name, one after the other. Returns whether there is any."""
     has_call, between = False, ""
-    while (found := (yield from source.match(_NAMED, _MAX_NAMED))) is not None and found[1] in tools:
+    while (found := (yield from source.match(_NAMED, _MAX_NAMED))) is not None:
+        if found[1] not in tools or not (yield from begins_arguments(source)):
+            break
         yield CallBegins(found[1])
         yield from read_arguments(source)
         has_call, between = True, (yield from source.take_space())

@@ -11,7 +11,7 @@ from lightkv.router.text.schemas.parameters import TEXT_END, ParameterReader, li
 
 from .forms import Format, arguments_of, calls, tag
 from .hermes import call_tag
-from .json_call import NAME, as_json, read_arguments, read_calls
+from .json_call import NAME, as_json, read_arguments, read_calls, skip_end
 from .source import Arguments, CallBegins, Content, Source, Steps
 
 MARKS = ("<tool_call>", "</tool_call>")
@@ -31,8 +31,7 @@ def read(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
             if (yield from source.skip(_FUNCTION)):
                 read_text += _FUNCTION
             elif (yield from read_calls(source, tools)):  # as JSON, which the model falls into at times
-                yield from source.take_space()
-                yield from source.skip(MARKS[1])
+                yield from skip_end(source, MARKS[1])
                 continue
         name = (yield from source.match(_NAME, _MAX_TAG)) if read_text.endswith(_FUNCTION) else None
         if name is None or name[1] not in tools:
@@ -59,7 +58,8 @@ def _read_parameters(source: Source, schema: ParameterReader) -> Steps[None]:
         if begin is None:
             break
         text = yield from _read_text(source, schema)
-        value = schema.value(begin[1], text.removeprefix("\n").removesuffix("\n"))
+        line_end = "\r\n" if text.startswith("\r\n") else "\n"
+        value = schema.value(begin[1], text.removeprefix(line_end).removesuffix(line_end))
         yield Arguments(f"{before}{as_json(begin[1])}: {as_json(value)}")
         before = ", "
     if before == "{" and (yield from source.starts_with("{")):
