@@ -15,6 +15,7 @@ from lightkv.router.text.tool_calls.families import FAMILIES
 TOOLS: dict[str, Any] = {
     "f": {"type": "object", "properties": {"a": {"type": "integer"}, "s": {"type": "string"}}},
     "g.x": {"type": "object", "properties": {}},
+    "plan_next": {"type": "object", "properties": {}},
 }
 A, B = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g.x", "arguments": {}}'
 F, G = ("f", {"a": 1}), ("g.x", {})
@@ -54,6 +55,12 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("deepseek", f"{ALL}{BEGIN}g.x{SEP}null{END}{ALL_END}", "", [G]),
     ("deepseek", f"{ALL}{BEGIN}function{SEP}g.x\n```json\nnull\n```{END}{ALL_END} ok", " ok", [G]),
     ("deepseek", f'{ALL}{BEGIN}f{SEP}{{"a": 1}}{END}\ng.x{SEP}null{END}{ALL_END}', "", [F, G]),
+    (
+        "deepseek",
+        f"{ALL}{BEGIN}function{SEP}plan_next\n```json\n{{}}\n```{END}{ALL_END}",
+        "",
+        [("plan_next", {})],
+    ),
     ("gpt_oss", f"{COMMENTARY}g.x{MESSAGE}null<|call|>", "", [G]),
     ("llama3", f"[{A}, {B}]", "", [F, G]),
     ("llama3", f"{A}, {B}", "", [F, G]),

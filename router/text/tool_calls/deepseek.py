@@ -14,8 +14,8 @@ _BEGIN, _SEPARATOR, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", 
 MARKS = (_ALL_BEGIN, _ALL_END, _BEGIN, _SEPARATOR, _END)
 _FENCE = "```"
 _HEAD = re.compile(
-    rf"\s{{0,8}}(?:function{_SEPARATOR}({NAME})|({NAME}){_SEPARATOR})\s{{0,8}}(?:{_FENCE}(?:json)?\s{{0,8}})?"
-    r"(?=[{n])"
+    rf"\s{{0,8}}(?:function{_SEPARATOR}({NAME})(?![\w.:/-])|({NAME}){_SEPARATOR})"
+    rf"\s{{0,8}}(?:{_FENCE}(?:json)?\s{{0,8}})?(?=[{{n])"
 )
 _MAX_HEAD = 512
 
