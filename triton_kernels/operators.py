@@ -86,7 +86,7 @@ class Operator:
             flat.floats.append(value)
             words.append("f")
         else:
-            name = type(value).__name__
+            name = _plain_name(value) or type(value).__name__
             names = self._fields.get(name)
             parts = list(value) if names is None else [getattr(value, one) for one in names]
             words.append(f"{name}:{len(parts)}")
@@ -104,6 +104,14 @@ class Operator:
         parts = [self._rebuilt(words, values) for _ in range(int(count))]
         record = self._records[name]
         return record(parts) if record in (tuple, list, frozenset) else record(*parts)
+
+
+def _plain_name(value: Any) -> str | None:
+    """Returns the name of a plain collection's class, which torch.compile of torch 2.11 does not know."""
+    for name, plain in (("tuple", tuple), ("list", list), ("frozenset", frozenset)):
+        if type(value) is plain:
+            return name
+    return None
 
 
 _CONSTANTS = {"None": None, "True": True, "False": False}
