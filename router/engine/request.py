@@ -62,6 +62,8 @@ class Request:
         grammar: the id of the compiled grammar of the answer; None leaves it free. `params` has none.
         session: protects the tokens that the request leaves in the cache.
         states_length: whether its client stated `max_tokens`; else this is only the most that may come.
+        boundary: how many tokens of its prompt the next turn of its chat begins with, too; 0 if that is not
+            known. What cannot be cut at each token is kept there.
         shows_answer: whether its client gets the answer. Else one token is computed, which needs no room in the
             context.
         can_be_guaranteed: whether it becomes guaranteed, at once or later; the scheduler sets it.
@@ -75,6 +77,7 @@ class Request:
 
     __slots__ = (
         "arrival",
+        "boundary",
         "cached",
         "can_be_guaranteed",
         "chunk_step",
@@ -128,6 +131,7 @@ class Request:
         states_length: bool = True,
         grammar: int | None = None,
         shows_answer: bool = True,
+        boundary: int = 0,
     ) -> None:
         self.id = request_id
         self.prompt_ids = prompt_ids
@@ -148,6 +152,7 @@ class Request:
         self.session = None if self.is_scored else session
         self.states_length = states_length
         self.shows_answer = shows_answer
+        self.boundary = boundary
         self.can_be_guaranteed = self.is_guaranteed = False
         self.ticket: int | None = None
         self.arrival = 0  # the request's number in the order of arrival; the scheduler sets it

@@ -45,10 +45,12 @@ class NewAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NewPrompt(msgspec.Struct, frozen=True, array_like=True):
-    """One prompt, int32 bytes, and the answers to it, of which there is at least one."""
+    """One prompt, int32 bytes, and the answers to it, of which there is at least one. `boundary`: how many of
+    its tokens the next turn of its chat begins with, too; 0 if that is not known."""
 
     prompt_ids: bytes
     answers: list[NewAnswer]
+    boundary: int = 0
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):

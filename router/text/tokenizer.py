@@ -278,6 +278,11 @@ class Tokenizer:
             return bytes(_BYTE_OF_CHAR[char] for char in token)
         return token.encode()  # an added token stands for its own text
 
+    def last_added_token(self, text: str) -> tuple[int, str]:
+        """Returns where the last added token begins in `text`, and its text: -1 and "" if there is none. A text
+        is always split at these tokens, whatever stands beside them."""
+        return max(((text.rfind(one), one) for one in self._added_texts), default=(-1, ""))
+
     def whole_text(self, token_id: int) -> str | None:
         """Returns the text of `token_bytes`, or None where its bytes are not whole characters by themselves."""
         try:
@@ -289,6 +294,10 @@ class Tokenizer:
                 text = None
             self._whole_text_of[token_id] = text
             return text
+
+    @cached_property
+    def _added_texts(self) -> list[str]:
+        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
 
     @cached_property
     def longest_token(self) -> int:

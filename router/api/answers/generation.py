@@ -117,7 +117,7 @@ class GenerationSpec:
     the client stated max_tokens. `shows_answer`: if not, the one token that a prompt is answered with is
     dropped. `form`: how its tokens become an answer. `cut_to`: what `params.max_tokens` is cut to, if the pool
     cannot hold as many. `grammar_field`: the field that `params.grammar` came in. `grammar_bytes`: what it
-    takes when it is compiled. `grammar_owner`: what stands for the client.
+    takes when it is compiled. `grammar_owner`: what stands for the client. `boundary`: as of `NewPrompt`.
     """
 
     prompts: list[bytes]
@@ -132,6 +132,7 @@ class GenerationSpec:
     grammar_field: str = "grammar"
     grammar_bytes: int = 0
     grammar_owner: bytes = b""
+    boundary: int = 0
 
 
 @dataclass
@@ -196,7 +197,7 @@ class Backend:
                 clock = AnswerClock(self.metrics, len(prompt_ids) // TOKEN_BYTES, params.max_tokens)
                 answer = Answer(len(answers), prompt_idx, completion, clock, has_logprobs)
                 answers[asked[-1].request_id] = answer
-            prompts.append(NewPrompt(prompt_ids, asked))
+            prompts.append(NewPrompt(prompt_ids, asked, spec.boundary))
         submit = Submit(
             prompts=prompts,
             params=plan.params,

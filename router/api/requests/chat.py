@@ -186,7 +186,7 @@ class Chats:
         grammar, field = accepted.grammar, accepted.spec.grammar_field
         use = body.tool_use() if body.tools or body.tool_choice else None
         prepared = self._dialect.prepared(body.chat(self._desk.settings), use, grammar is not None)
-        prompt_ids = await self._prompts.ids_of_chat(prepared, accepted.room)
+        prompt_ids, boundary = await self._prompts.prompt_of_chat(prepared, accepted.room)
         if grammar is not None:  # it may become a part of another one
             accepted.check_fits(prompt_ids.size)
             if use is None:
@@ -203,6 +203,7 @@ class Chats:
         spec = replace(
             accepted.spec,
             prompts=prompts,
+            boundary=boundary,
             form=form,
             grammar_field=field if use is None else "tools",
         )

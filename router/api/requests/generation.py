@@ -324,7 +324,7 @@ class Desk:
             ),
             grammar=grammar,
             is_cut=is_cut,
-            room=PromptRoom(context, kept, body.truncation_side == "right"),
+            room=PromptRoom(context, kept, body.truncation_side == "right", not info.groups.is_uniform),
             # The last token needs no slot.
             longest=min(context, (info.capacity if info.longest is None else info.longest) + 1),
             extras=Extras(

@@ -6,15 +6,16 @@ texts are tokenised in a thread, where the tokenizer releases Python's lock.
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from lightkv.router.engine.request import InvalidPrompt, NeverFits, maximum_length
 from lightkv.router.text.detokenizer import closed_text
 from lightkv.router.text.infilling import infilling_ids
-from lightkv.router.text.tokenizer import Tokenizer
+from lightkv.router.text.stable_boundary import next_turn, stable_boundary
+from lightkv.router.text.tokenizer import ChatTemplateError, Tokenizer
 from lightkv.token_ids import int32_bytes
 
 T = TypeVar("T")
@@ -43,11 +44,21 @@ class Chat:
 @dataclass(frozen=True)
 class PromptRoom:
     """The room for a prompt: `max_model_len` tokens. `num_kept`: how many of its last tokens are kept, or with
-    `keeps_first` of its first ones; None keeps all."""
+    `keeps_first` of its first ones; None keeps all. `has_tails`: what the model keeps of a prompt is not there
+    at each of its tokens, so that a chat says where it is wanted."""
 
     max_model_len: int
     num_kept: int | None = None
     keeps_first: bool = False
+    has_tails: bool = False
+
+
+class ChatPrompt(NamedTuple):
+    """A chat's token ids, int32 [n]. `boundary`: how many of them the chat's next turn begins with, too; 0 if
+    that is not known."""
+
+    ids: np.ndarray
+    boundary: int = 0
 
 
 class PromptTooLong(InvalidPrompt):
@@ -82,9 +93,8 @@ class PromptReader:
         except (TypeError, ValueError) as error:
             raise InvalidPrompt(str(error)) from error
 
-    async def ids_of_chat(self, chat: Chat, room: PromptRoom) -> np.ndarray:
-        """Returns the token ids of the text that the chat template renders, int32 [n]. Raises
-        ChatTemplateError."""
+    async def prompt_of_chat(self, chat: Chat, room: PromptRoom) -> ChatPrompt:
+        """Returns the token ids of the text that the chat template renders. Raises ChatTemplateError."""
         parts = [chat.messages, chat.variables, chat.tools, chat.documents]
         num_chars = num_characters(parts, INLINE_ITEMS + 1)
         if chat.template is not None:
@@ -106,11 +116,24 @@ class PromptReader:
             len(token_ids), lambda: [text_of(one, begins=not place) for place, one in enumerate(token_ids)]
         )
 
-    def _encode_chat(self, chat: Chat, room: PromptRoom) -> np.ndarray:
+    def _encode_chat(self, chat: Chat, room: PromptRoom) -> ChatPrompt:
         most = self.tokenizer.max_characters(room.max_model_len)
         if num_characters([chat.messages, chat.variables, chat.tools, chat.documents], most + 1) > most:
             raise self._too_long("chat", room)
-        text = self.tokenizer.render_chat(
+        text = self._render(chat)
+        if len(text) > most:
+            raise self._too_long("chat", room)
+        ids = self.tokenizer.encode(text, chat.add_special_tokens)
+        if room.num_kept is not None or not room.has_tails:
+            return ChatPrompt(_kept(ids, room))
+        try:
+            later = self._render(replace(chat, messages=next_turn(chat.messages), continues_last=False))
+        except ChatTemplateError:  # a template may refuse what follows
+            return ChatPrompt(ids)
+        return ChatPrompt(ids, stable_boundary(self.tokenizer, text, ids, later))
+
+    def _render(self, chat: Chat) -> str:
+        return self.tokenizer.render_chat(
             chat.messages,
             chat.add_generation_prompt,
             chat.variables,
@@ -119,10 +142,6 @@ class PromptReader:
             template=chat.template,
             continues_last=chat.continues_last,
         )
-        if len(text) > most:
-            raise self._too_long("chat", room)
-        ids = self.tokenizer.encode(text, chat.add_special_tokens)
-        return ids if room.num_kept is None else _kept(ids, room)
 
     def _check_length(self, what: str, num_chars: int, room: PromptRoom) -> None:
         if num_chars > self.tokenizer.max_characters(room.max_model_len):

@@ -58,7 +58,7 @@ class Tokens:
             ids = await self._prompts.ids_of_text(body.prompt, body.add_special_tokens is not False, room)
         elif body.messages is not None and body.prompt is None:
             prepared = self._dialect.prepared(body.chat(self._desk.settings), body.tool_use())
-            ids = await self._prompts.ids_of_chat(prepared, room)
+            ids, _ = await self._prompts.prompt_of_chat(prepared, room)
         else:
             raise InvalidPrompt("the request has neither prompt nor messages, or both; give one of them")
         tokens = ids.tolist()

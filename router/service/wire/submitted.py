@@ -158,6 +158,7 @@ def requests_of(submit: Submit) -> list[Request]:
             submit.priority,
             states_length=submit.states_length,
             shows_answer=submit.shows_answer,
+            boundary=prompt.boundary,
         )
         for prompt in submit.prompts
         for idx, answer in enumerate(prompt.answers)
