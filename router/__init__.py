@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from lightkv.errors import MissingExtra
 
 if TYPE_CHECKING:  # the same names, for editors and type checkers
-    from lightkv.router.engine.guarantees import peak_tokens as peak_tokens
     from lightkv.router.engine.loop import Engine as Engine
     from lightkv.router.engine.loop import LocalEngine as LocalEngine
     from lightkv.router.engine.request import InvalidPrompt as InvalidPrompt
@@ -45,7 +44,6 @@ _EXPORTS = {
     "SamplingParams": ".sampling_params",
     "Scheduler": ".engine.scheduler",
     "StreamChunk": ".llm",
-    "peak_tokens": ".engine.guarantees",
 }
 
 __all__ = sorted(_EXPORTS)

@@ -279,7 +279,7 @@ for name in {[*light, *WITHOUT_TORCH]!r}:
     heavy = {{"torch", "triton", "transformers"}} & set(sys.modules)
     assert not heavy, f"{{name}} imports {{heavy}}"
 import lightkv
-from lightkv.router import EngineConfig, SamplingParams, Scheduler, peak_tokens
+from lightkv.router import EngineConfig, SamplingParams, Scheduler
 ledger = lightkv.TokenLedger(64, 4, 32)
 assert "torch" not in sys.modules, "making a ledger imports torch"
 """

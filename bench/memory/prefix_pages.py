@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.common.report import engine_help, parser, print_json, print_machine, print_table
+from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig
-from lightkv.router.engine.ledger import Ledger
 from lightkv.router.model_files import resolve
 from lightkv.router.simulate.paged_ledger import make_ledger
 from lightkv.router.text.tokenizer import Tokenizer
@@ -128,7 +128,7 @@ def interleaved(conversations: Sequence[Sequence[Turn]], at_once: int, rng: rand
             talking.pop(idx)
 
 
-def replay(ledger: Ledger, turns: Sequence[Turn], running: int) -> dict[str, int]:
+def replay(ledger: TokenLedger, turns: Sequence[Turn], running: int) -> dict[str, int]:
     """Opens and closes the turns in their order, `running` at a time.
 
     Returns the numbers of prompt tokens, of those found in the cache and those computed, and of cached tokens.

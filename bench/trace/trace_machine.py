@@ -15,8 +15,8 @@ from bench.serving.stats import Targets
 from bench.serving.workload import Replayed
 from bench.trace.step_time import Point
 from lightkv.errors import LightKVError
+from lightkv.ledger import TokenLedger
 from lightkv.router import SamplingParams
-from lightkv.router.engine.ledger import Ledger
 from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.prefill_budget import PrefillBudget
 from lightkv.router.engine.request import Request
@@ -45,7 +45,7 @@ class Executor:
     and its capacity is a number of whole pages: these slots are free on the device and not in the plan.
     """
 
-    def __init__(self, runner: ModelRunner, ledger: Ledger, capacity: int) -> None:
+    def __init__(self, runner: ModelRunner, ledger: TokenLedger, capacity: int) -> None:
         self._runner = runner
         self._ledger = ledger
         self._left_out = capacity - ledger.capacity
@@ -90,7 +90,7 @@ class Executor:
         self._runner.check(edits, expected._replace(num_free=expected.num_free + hidden))
 
 
-def padding_of(ledger: Ledger) -> int:
+def padding_of(ledger: TokenLedger) -> int:
     """Returns the slots that the ledger counts as held and that hold no token."""
     return ledger.padding if isinstance(ledger, PaddedLedger) else 0
 

@@ -9,13 +9,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightkv.ledger import Match
+from lightkv.ledger import Match, TokenLedger
 from lightkv.router.config import TTFT_TARGET
 
-from .estimates import ASSUMED_LENGTH, Estimates, LimitShares, OutputLengths
+from .estimates import ASSUMED_LENGTH, LimitShares, OutputLengths
 from .forecast import Candidate, Forecast, Prefill
 from .guarantees import Forecasts
-from .ledger import Ledger
 from .prefill_budget import PrefillWindow, StepBudget
 from .request import Request
 from .step import WaitsFor
@@ -26,7 +25,7 @@ class Running(NamedTuple):
     decode, and what the step that is being planned can still compute, in a number of slots. It has planned the
     prefills before `idx`, and a request that is admitted gets that place among them."""
 
-    ledger: Ledger
+    ledger: TokenLedger
     forecasts: Forecasts
     prefilling: Sequence[Request]
     decoding: Collection[Request]
@@ -72,8 +71,6 @@ class Admission:
         estimates: estimates the lengths of outputs without a limit; with None each counts with `max_tokens`.
         shares: estimates those of outputs with a limit, which are guaranteed as soon as they can be. With None
             each counts with its limit, so that it is guaranteed when it is admitted, and waits until then.
-        guarantees: whether requests with a limit become guaranteed, and without `estimates` the others too. If
-            False, `estimates` estimates all of them.
         reserve: the share of the pool that admission leaves free if all requests are estimated; in proportion
             less if only some of them are. With `shares`, twice the share of tokens that are computed again
             is added, up to MOST_RESERVE.
@@ -81,20 +78,14 @@ class Admission:
             less go first; None is the order of arrival (`waiting.py`).
     """
 
-    estimates: Estimates | None = None
+    estimates: OutputLengths | None = None
     shares: LimitShares | None = None
-    guarantees: bool = True
     reserve: float = 0.0
     patience: float | None = None
 
     def can_guarantee(self, request: Request) -> bool:
         """Returns whether the request becomes guaranteed, at once or later."""
-        return self.guarantees and (request.states_length or self.estimates is None)
-
-    def limit(self, num_slots: int, num_requests: int) -> int:
-        """Returns what `num_requests` may be counted with, of a number of slots: as much. The simulator's other
-        allocations take more slots than are counted."""
-        return num_slots
+        return request.states_length or self.estimates is None
 
     def observe(self, request: Request) -> None:
         """Notes that the request's output has ended by itself or at its limit."""
@@ -116,23 +107,18 @@ class Admission:
             return max_tokens
         else:
             expected = self.estimates.estimate(generated, max_tokens)
-        if self.guarantees or self.shares is not None:
-            least = 2 * generated if request.num_preemptions else 0
-            expected = min(max(expected, least, request.params.min_tokens), max_tokens)
-        return expected
+        least = 2 * generated if request.num_preemptions else 0
+        return min(max(expected, least, request.params.min_tokens), max_tokens)
 
     def limit_with(self, running: Running, *requests: Request) -> int:
         """Returns the most slots that the running requests and these may be counted with, less the reserve."""
-        ledger = running.ledger
-        num = ledger.num_open + len(requests)
-        limit = self.limit(ledger.capacity, num)
+        capacity, num = running.ledger.capacity, running.ledger.num_open + len(requests)
         num_estimated = running.forecasts.num_estimated
-        if num_estimated := num_estimated + sum([one.expected < one.max_tokens for one in requests]):
-            reserve = self.reserve
-            if self.shares is not None:
-                reserve = max(reserve, min(reserve + 2 * running.forecasts.share_again, MOST_RESERVE))
-            limit -= int(ledger.capacity * reserve * num_estimated / num)
-        return limit
+        num_estimated += sum([one.expected < one.max_tokens for one in requests])
+        reserve = self.reserve
+        if self.shares is not None:
+            reserve = max(reserve, min(reserve + 2 * running.forecasts.share_again, MOST_RESERVE))
+        return capacity - int(capacity * reserve * num_estimated / num)
 
     def has_room(self, running: Running, *requests: Request) -> bool:
         """Returns whether the pool has room for the running requests and these, whenever each of them ends."""
@@ -146,28 +132,27 @@ class Admission:
             return Decision(0, request.can_be_guaranteed and (is_head or forecasts.is_next(request)))
         if self.shares is None:  # a guaranteed request counts with its limit among all: it fits if they do
             return Decision(self.steps_to_wait(running, request), request.can_be_guaranteed)
-        promise = math.inf
-        limit = self.limit(ledger.capacity, forecasts.guaranteed.num_sequences + 1)
+        promise, capacity = math.inf, ledger.capacity
         # F can let the others in. To let them in by E alone would only fill the pool that F keeps free.
         is_first = is_head and (request.num_preemptions or request.final > self.limit_with(running, request))
         if forecasts.may_fit(request):
-            promise = _steps_to_wait(running, forecasts.guaranteed, request, request.longest, limit)
+            promise = _steps_to_wait(running, forecasts.guaranteed, request, request.longest, capacity)
             if not promise and is_first and _has_chunks(running, request):
                 return Decision(0, is_guaranteed=True)
         is_exact = not forecasts.num_estimated and request.expected == request.max_tokens
         if promise:
             if request.can_be_guaranteed and request.num_preemptions >= MOST_INTERRUPTIONS:
                 return Decision(promise)
-            if running.delayed and forecasts.guaranteed.total > limit:
+            if running.delayed and forecasts.guaranteed.total > capacity:
                 match = ledger.match(request.prefill_ids, request.namespace)
                 _, prefills = running.windows(request.num_prefill_tokens - match.num_tokens, match.num_tokens)
-                if forecasts.guaranteed.peak(prefills) > limit:
+                if forecasts.guaranteed.peak(prefills) > capacity:
                     return Decision(1)
             if is_exact and promise < math.inf:
                 return Decision(promise)  # the peak of all is no lower
         if ledger.groups.is_uniform and not is_exact:  # ends may be late, and what is held falls at ends only
             held = held_after_prefills(running, request) + len(running.decoding)
-            if held > MOST_HELD * ledger.capacity:
+            if held > MOST_HELD * capacity:
                 return Decision(max(promise, 1))
         wait = self.steps_to_wait(running, request)
         return Decision(min(wait, max(promise, 1)) if wait else 0, not promise)
@@ -246,7 +231,7 @@ def keep_branch(running: Running, request: Request) -> None:
             one.note_kept(branch.sequence)
 
 
-def _points(ledger: Ledger, request: Request, match: Match) -> tuple[int, ...]:
+def _points(ledger: TokenLedger, request: Request, match: Match) -> tuple[int, ...]:
     """Returns where a request that hits `match` would keep tails for others: at the end of its prompt, and at
     the end of the tokens that it could hit if every layer had them."""
     in_tree = ledger.tree.match(request.namespace, request.prefill_ids).num_tokens

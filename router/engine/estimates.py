@@ -3,21 +3,10 @@
 from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
-from typing import Protocol
 
 from lightkv.ledger.prefix_tree import Namespace
 
 from .request import Request
-
-
-class Estimates(Protocol):
-    """Estimates the length of an output from the lengths of earlier ones."""
-
-    def observe(self, length: int) -> None:
-        """Notes that an output has ended with `length` tokens, by itself or at its limit."""
-
-    def estimate(self, generated: int, max_tokens: int) -> int:
-        """Returns the expected final length of an output: more than `generated`, at most `max_tokens`."""
 
 
 class OutputLengths:

@@ -1,9 +1,9 @@
 """The forecast: the most tokens that the running requests will hold, kept up to date as requests come and go.
 
-It is the same number as `guarantees.peak_tokens`, its specification, without a pass over all requests for each
-question; docs/admission.md explains both. A request that decodes takes one token a step, so two numbers stay as
-they are while it does: `end`, the step before which it takes its last token, and `base`, the tokens that it
-alone holds less the number of the step. With the n requests that last at least as long as the i-th,
+It needs no pass over all requests for a question; docs/admission.md says what the number is. A request that
+decodes takes one token a step, so two numbers stay as they are while it does: `end`, the step before which it
+takes its last token, and `base`, the tokens that it alone holds less the number of the step. With the n
+requests that last at least as long as the i-th,
 
     tokens when the i-th ends = Σ_{end_j ≥ end_i} base_j + n · end_i + the tokens that several of these share
 
@@ -29,10 +29,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightkv.ledger import Match, Sequence
+from lightkv.ledger import Match, Sequence, TokenLedger
 from lightkv.ledger.prefix_tree import Segment
 
-from .ledger import Ledger
 from .prefill_budget import PrefillWindow
 from .window_slots import Entry, Held, Pace, Rise, decoding, held_by, hit_by, prefilling
 
@@ -95,7 +94,7 @@ class Forecast:
     0.
     """
 
-    def __init__(self, ledger: Ledger, lag: int = 0) -> None:
+    def __init__(self, ledger: TokenLedger, lag: int = 0) -> None:
         self._ledger = ledger
         self._lag = lag
         self._end: dict[int, int] = {}  # row → its end, once it decodes or rests

@@ -12,12 +12,11 @@ import numpy as np
 from msgspec.structs import replace
 
 from lightkv.edits import Alloc, encode
-from lightkv.ledger import Sequence
+from lightkv.ledger import Sequence, TokenLedger
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.ledger.shared_prefixes import BatchPrefixes
 from lightkv.router.sampling_params import SamplerKind
 
-from .ledger import Ledger
 from .request import Request
 from .step import Limits, NewRow, StepPlan, TokenEvent
 
@@ -136,7 +135,7 @@ def _count_down(counts: Counter[K], key: K) -> None:
 class PlanWriter:
     """The plans of the steps over one ledger, whose step number goes up with each."""
 
-    def __init__(self, ledger: Ledger, limits: Limits) -> None:
+    def __init__(self, ledger: TokenLedger, limits: Limits) -> None:
         self._ledger = ledger
         self._new_rows = NewRows(limits.vocab_size)
         self.decodes = Decodes(BatchPrefixes(ledger, limits.prefix_sharing))

@@ -1,5 +1,6 @@
 """A request: one prompt, its completion so far, and where it stands in the scheduler's queues."""
 
+import math
 from array import array
 from collections.abc import Iterable
 from typing import Literal
@@ -159,8 +160,7 @@ class Request:
         self.rank: float = priority
         # `order` of the head of the queue when the request was admitted; it may have passed the head.
         self.place: tuple[float, bool, int] = (0.0, False, 0)
-        # When the request came, in seconds; the scheduler sets it where it is None.
-        self.queued: float | None = None
+        self.queued = math.inf  # when the request came, in seconds; if it is infinite, the scheduler sets it
         self.waited = 0.0  # seconds in the queue until it was first admitted
         self.is_late = False  # has the request waited for so long that others go first?
         self.output = array("i")

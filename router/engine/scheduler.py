@@ -14,17 +14,17 @@ host. The plan assumes that a request continues unless it reaches its length. If
 stop token, its token of the next step is dropped, and its slots are freed after that, as admission counts.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
 
 from lightkv.errors import CheckFailed
-from lightkv.ledger import Sequence
+from lightkv.ledger import Sequence, TokenLedger
 
 from .admission import Admission, Running, keep_branch
 from .forecast import Prefill
 from .guarantees import Forecasts
-from .ledger import Ledger
 from .plan_writer import Chunk, DecodeBatch, PlannedStep, PlanWriter
 from .prefill_budget import PrefillBudget, StepBudget
 from .request import Request, take_all
@@ -42,7 +42,7 @@ class Scheduler:
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: TokenLedger,
         limits: Limits,
         depth: int = 1,
         admission: Admission | None = None,
@@ -142,7 +142,7 @@ class Scheduler:
             self._requests[request.id] = request
             request.arrival = self._arrivals
             self._arrivals += 1
-            if request.queued is None:
+            if request.queued == math.inf:
                 request.queued = self._clock()
             request.can_be_guaranteed = self._admission.can_guarantee(request)
             self._queue(request)
@@ -166,7 +166,7 @@ class Scheduler:
         if self._admission.patience is not None and self.waiting.defer(self._clock()):
             self._retry_at = 0  # there may be another head of the queue
         # Before the step is looked at, which has to compute the chunks of guaranteed requests.
-        if self._forecasts.guarantee(self._prefills, self._admission.limit):
+        if self._forecasts.guarantee(self._prefills):
             self._retry_at = 0  # the head of the queue may be the next one to be guaranteed
         decodes = self._next_decodes()
         while self._forecasts.num_provisional and self._is_short(decodes.sequences):
@@ -274,8 +274,7 @@ class Scheduler:
         """Recounts the ledger, the forecast and the queues. Raises CheckFailed."""
         self.ledger.check()
         holding, num_running = self._running() + self._finishing, self.num_running
-        gone = [one for one in holding if self._is_in_flight(one) and one.newest_step < self.step - 1]
-        self._forecasts.check(self._prefills(), holding, gone)
+        self._forecasts.check(self._prefills(), holding)
         if len(holding) != (num_open := self.ledger.num_open):
             raise CheckFailed(f"{len(holding)} requests hold tokens, {num_open} sequences are open")
         self.waiting.check()
@@ -327,7 +326,7 @@ class Scheduler:
             self.num_recomputed_tokens += max(request.num_computed - sequence.num_hit, 0)
         else:
             request.num_hit = sequence.num_hit
-            request.waited = self._clock() - (request.queued or 0.0)
+            request.waited = self._clock() - request.queued
             self.num_prompt_tokens += request.num_prompt
             self.num_hit_tokens += sequence.num_hit
         self._plans.introduce(request)
@@ -371,8 +370,7 @@ class Scheduler:
         first = [] if decodes else self._prefilling[:1]
         if room < 0 or any(self._fitting(request, room) < 1 for request in first):
             return True
-        most = self.limits.prefill_budget * self._num_groups
-        if self._admission.limit(room, self.num_prefilling) >= most:
+        if room >= self.limits.prefill_budget * self._num_groups:
             return False
         num = max([i for i, request in enumerate(self._prefilling, 1) if request.is_guaranteed], default=0)
         budget = self._step_budget(decodes)

@@ -26,8 +26,8 @@ import math
 from collections import deque
 
 from lightkv.errors import CheckFailed
+from lightkv.ledger import TokenLedger
 
-from .ledger import Ledger
 from .request import Request
 
 SECONDS_PER_PRIORITY = 60.0
@@ -45,7 +45,7 @@ class WaitingQueue:
     `cache`: the ledger that knows the cached tokens of prompts, if short prompts pass long ones; else None.
     """
 
-    def __init__(self, patience: float | None = None, cache: Ledger | None = None) -> None:
+    def __init__(self, patience: float | None = None, cache: TokenLedger | None = None) -> None:
         self._patience = patience
         self._cache = cache if patience is None else None
         # Entries of requests that have left the queue, or got another place since, are stale and skipped.
@@ -100,15 +100,10 @@ class WaitingQueue:
         in_time = self._in_time
         while in_time and (in_time[0].ticket is None or in_time[0].num_preemptions):
             in_time.popleft()
-        if self._patience is None or not in_time:
-            return math.inf
-        queued = in_time[0].queued
-        assert queued is not None
-        return queued + self._patience
+        return in_time[0].queued + self._patience if self._patience is not None and in_time else math.inf
 
     def push(self, request: Request) -> None:
         """Adds a request, be it new or preempted."""
-        assert request.queued is not None
         priority = _priority(request)
         aged = request.queued + priority * SECONDS_PER_PRIORITY
         request.rank = aged if self._patience is None else request.priority

@@ -5,14 +5,13 @@ output is estimated, which count has to fit the pool, and how many slots an allo
 """
 
 import math
-from collections import deque
 from dataclasses import dataclass, replace
 from enum import Enum
 from random import Random
 
 from lightkv.router.config import ADMISSIONS, TTFT_TARGET
 from lightkv.router.engine.admission import Admission, Running, held_after_prefills, make_admission
-from lightkv.router.engine.estimates import Estimates, OutputLengths
+from lightkv.router.engine.estimates import OutputLengths
 from lightkv.router.engine.request import Request
 
 
@@ -34,26 +33,15 @@ class DrawnLengths(OutputLengths):
         return super().estimate(generated, max_tokens)
 
 
-class AverageLength:
+class AverageLength(OutputLengths):
     """Estimates by the mean of recent outputs. An output longer than the mean is estimated to become a tenth
     longer than it is. LightLLM does the same with an exponential mean."""
 
-    def __init__(self) -> None:
-        self._recent: deque[int] = deque()
-        self._sum = 0
-
-    def observe(self, length: int) -> None:
-        """Notes that an output has ended with `length` tokens, by itself or at its limit."""
-        self._recent.append(length)
-        self._sum += length
-        if len(self._recent) > OutputLengths.num_recent:
-            self._sum -= self._recent.popleft()
-
     def estimate(self, generated: int, max_tokens: int) -> int:
         """Returns the expected final length of an output: more than `generated`, at most `max_tokens`."""
-        if len(self._recent) < OutputLengths.num_needed:
+        if not self.is_known:
             return max_tokens
-        mean = self._sum // len(self._recent)
+        mean = sum(self._sorted) // len(self._sorted)
         return min(max(mean, generated * 11 // 10, generated + 1), max_tokens)
 
 
@@ -71,17 +59,30 @@ class SimulatedAdmission(Admission):
     """An admission with another count, or for another allocation than token by token.
 
     Attributes:
+        guarantees: whether any request becomes guaranteed. If not, all of them are estimated.
         counting: which count has to fit.
         slack: slots a request that the allocation may take beyond the tokens counted: page - 1 where it
             allocates pages, else 0.
     """
 
+    guarantees: bool = True
     counting: Counting = Counting.PEAK
     slack: int = 0
 
-    def limit(self, num_slots: int, num_requests: int) -> int:
-        """Returns the most tokens that `num_requests` may be counted with, of a number of slots."""
-        return num_slots - self.slack * num_requests
+    def can_guarantee(self, request: Request) -> bool:
+        """Returns whether the request becomes guaranteed, at once or later."""
+        return self.guarantees and super().can_guarantee(request)
+
+    def expected(self, request: Request, generated: int) -> int:
+        """Returns the expected length of the request's output, which has `generated` tokens so far."""
+        if self.estimates is None or self.guarantees or self.shares is not None:
+            return super().expected(request, generated)
+        return self.estimates.estimate(generated, request.max_tokens)
+
+    def limit_with(self, running: Running, *requests: Request) -> int:
+        """Returns the most slots that the running requests and these may be counted with, less the reserve."""
+        num = running.ledger.num_open + len(requests)
+        return super().limit_with(running, *requests) - self.slack * num
 
     def steps_to_wait(self, running: Running, request: Request) -> float:
         """Returns 0 if the pool has room for the running requests and this one, by `counting`. Else returns for
@@ -89,7 +90,7 @@ class SimulatedAdmission(Admission):
         if self.counting is Counting.PEAK:
             return super().steps_to_wait(running, request)
         ledger = running.ledger
-        limit = self.limit(ledger.capacity, ledger.num_open + 1) - int(ledger.capacity * self.reserve)
+        limit = ledger.capacity - self.slack * (ledger.num_open + 1) - int(ledger.capacity * self.reserve)
         if self.counting is Counting.SUM:
             # The run of a request that has ended is held until the step in flight behind it ends.
             total = max(running.forecasts.all.total, ledger.num_held)
@@ -107,23 +108,21 @@ def make_simulated(name: str, seed: int, slack: int, ttft_target: float = TTFT_T
     `seed`: of its random draws. `slack`: as in `SimulatedAdmission`. `ttft_target`: the seconds to a first
     token that "timely" aims at.
     """
-    if name in ADMISSIONS:
-        own = make_admission(name, ttft_target)
-        rules = own.estimates, own.shares, own.guarantees, own.reserve, own.patience
-        return SimulatedAdmission(*rules, slack=slack)
-    if name == "provisional":
-        return replace(make_simulated("guaranteed", seed, slack), guarantees=False)
+    none = SimulatedAdmission(guarantees=False, slack=slack)
+    if name in (*ADMISSIONS, "provisional"):
+        own = make_admission("guaranteed" if name == "provisional" else name, ttft_target)
+        # No proof counts the ends of pages: with slack, all may be preempted if the service estimates all.
+        guarantees = name != "provisional" and (own.shares is None or not slack)
+        rules = own.estimates, own.shares, own.reserve, own.patience
+        return SimulatedAdmission(*rules, guarantees=guarantees, slack=slack)
     if name == "quantile":
-        return SimulatedAdmission(OutputLengths(), guarantees=False, reserve=0.03, slack=slack)
-    estimates: Estimates | None = None
+        return replace(none, estimates=OutputLengths(), reserve=0.03)
     if name == "past-future":
-        estimates = DrawnLengths(seed)
-    elif name == "moving-average":
-        estimates = AverageLength()
-    guarantees = name in ("sum", "oracle")
+        return replace(none, estimates=DrawnLengths(seed))
+    if name == "moving-average":
+        return replace(none, estimates=AverageLength())
     if name == "watermark":
-        counting = Counting.PREFILL
-        return SimulatedAdmission(guarantees=False, reserve=0.01, counting=counting, slack=slack)
+        return replace(none, reserve=0.01, counting=Counting.PREFILL)
     # "oracle" counts limits; a simulation gives it the true length of each answer as its max_tokens.
     counting = Counting.SUM if name == "sum" else Counting.PEAK
-    return SimulatedAdmission(estimates, guarantees=guarantees, counting=counting, slack=slack)
+    return replace(none, guarantees=True, counting=counting)

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import pytest
 
-from lightkv.router.engine.guarantees import Demand, peak_tokens
 from lightkv.router.engine.prefill_budget import PrefillBudget
 from lightkv.router.engine.step import Limits
+from tests.support.peaks import Demand, peak_tokens
 
 
 class Run(NamedTuple):

@@ -17,6 +17,7 @@ from lightkv.router.engine.step_time import StepTime
 from lightkv.router.sampling_params import SamplingParams
 from tests.support.combinations import each_pair
 from tests.support.model_worker import STOP, ModelWorker, assert_idle
+from tests.support.peaks import check_peaks
 
 MAX_MODEL_LEN = 90
 
@@ -74,6 +75,7 @@ def live(seed: int, steps: int, depth: int, chunk: int, timed: bool) -> None:
         scheduler.check()
         plan = scheduler.plan()
         scheduler.check()
+        check_peaks(scheduler)
         if plan is not None:
             worker.send(plan)
         if worker.results and (plan is None or scheduler.num_in_flight == depth or rng.random() < 0.2):

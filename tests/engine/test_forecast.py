@@ -5,10 +5,10 @@ from array import array
 
 from lightkv.ledger import Sequence, TokenLedger
 from lightkv.router.engine.forecast import Candidate, Forecast, Prefill
-from lightkv.router.engine.guarantees import Demand, peak_tokens
 from lightkv.router.engine.prefill_budget import PrefillBudget
 from lightkv.router.engine.step import Limits
 from tests.support.combinations import each_pair, slow
+from tests.support.peaks import Demand, peak_tokens
 
 CAPACITY = 100_000
 

@@ -18,6 +18,7 @@ from lightkv.router.engine.step_time import StepTime
 from lightkv.router.sampling_params import SamplingParams
 from tests.support.combinations import each_pair
 from tests.support.model_worker import STOP
+from tests.support.peaks import check_peaks
 
 MAX_MODEL_LEN = 90
 WINDOWS = LayerGroups.of([FULL, Lifetime("window", 4), Lifetime("window", 9)])
@@ -103,6 +104,8 @@ class Life:
         running = {name for name, one in self.alive.items() if one.sequence is not None}
         plan = scheduler.plan()
         scheduler.check()
+        if self.ledger.groups.is_uniform:
+            check_peaks(scheduler)
         for name, one in self.alive.items():
             if name in were:
                 assert one.is_guaranteed

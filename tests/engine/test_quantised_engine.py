@@ -16,7 +16,6 @@ from lightkv.ledger import TokenLedger
 from lightkv.memory import kv_pool
 from lightkv.memory.kv_pool import PoolPlan
 from lightkv.router import EngineConfig, InvalidConfig, SamplingParams
-from lightkv.router.engine.admission import Admission
 from lightkv.router.engine.estimates import OutputLengths
 from lightkv.router.engine.loop import LocalEngine, make_scheduler
 from lightkv.router.engine.request import Request
@@ -26,6 +25,7 @@ from lightkv.router.model.build import assemble
 from lightkv.router.model.parts import StepOutput
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.model.sizes import EngineSizes
+from lightkv.router.simulate.admissions import SimulatedAdmission
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from lightkv.triton_kernels.quantised.quantise_reference import apply_hadamard, dequantise, quantise
 from tests.support.combinations import slow
@@ -87,7 +87,7 @@ def build(
     if lengths is None:
         return LocalEngine(make_scheduler(info), runner), runner, info
     ledger = TokenLedger(info.capacity, info.limits.max_num_seqs, info.limits.max_model_len)
-    admission = Admission(lengths, guarantees=False, reserve=0.03)
+    admission = SimulatedAdmission(lengths, guarantees=False, reserve=0.03)
     return LocalEngine(Scheduler(ledger, info.limits, admission=admission), runner), runner, info
 
 

@@ -18,8 +18,8 @@ from lightkv.attention import Chunk, Window
 from lightkv.integrations.hf_cache import LightKVCache
 from lightkv.integrations.model.probe import probe
 from lightkv.router import LLM, EngineConfig, SamplingParams
-from lightkv.router.engine.admission import Admission
 from lightkv.router.engine.estimates import OutputLengths
+from lightkv.router.simulate.admissions import SimulatedAdmission
 from lightkv.router.text.beam_search import BeamParams
 from tests.support.combinations import each_value, slow
 from tests.support.model_worker import assert_idle, run
@@ -166,7 +166,7 @@ def test_a_preemption_changes_no_answer(name: str, chunk: int, depth: int) -> No
     most = 16
     prompts = [text(length, 20 + length) for length in (22, 30, 41)]
     prompts += [prompts[2][:27] + text(8, 6)]
-    admission = Admission(OutputLengths(assumed=2), guarantees=False)
+    admission = SimulatedAdmission(OutputLengths(assumed=2), guarantees=False)
     engine = make_engine(name, pool=60, chunk=chunk, depth=depth, admission=admission)
     requests = [request(str(idx), prompt, most) for idx, prompt in enumerate(prompts)]
     assert run_all(engine, requests) == expected(name, prompts, most)
@@ -210,7 +210,7 @@ def test_a_random_life_changes_no_answer(name: str, seed: int) -> None:
         pool=rng.choice([110, 160]),
         chunk=rng.choice([0, 7]),
         depth=rng.choice([1, 2]),
-        admission=Admission(lengths, guarantees=lengths is None),
+        admission=SimulatedAdmission(lengths, guarantees=lengths is None),
     )
     roots = [text(80, 30 + idx) for idx in range(3)]
     asked = {}

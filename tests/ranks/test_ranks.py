@@ -14,14 +14,13 @@ from safetensors.torch import load_file, save_file
 from lightkv.errors import UnsupportedModel
 from lightkv.integrations.ranks.group import RankGroup
 from lightkv.router import EngineConfig, SamplingParams
-from lightkv.router.engine.admission import Admission
 from lightkv.router.engine.estimates import OutputLengths
 from lightkv.router.engine.loop import LocalEngine, make_scheduler
 from lightkv.router.engine.request import Request
 from lightkv.router.model.build import build_runner
 from lightkv.router.model.info import model_info
 from lightkv.router.model.loader import load_model
-from lightkv.router.simulate.admissions import make_simulated
+from lightkv.router.simulate.admissions import SimulatedAdmission, make_simulated
 from tests.support.ranks import run_ranks
 from tests.support.tiny_architectures import VOCABULARY, random_weights, tiny
 from tests.support.tiny_files import save_tiny
@@ -158,7 +157,7 @@ def shared_windows(
     )
     runner, info = build_runner(config, lambda line: None, ranks=ranks)
     assert not info.groups.is_uniform
-    admission = Admission(OutputLengths(assumed=2), guarantees=False)
+    admission = SimulatedAdmission(OutputLengths(assumed=2), guarantees=False)
     engine = LocalEngine(make_scheduler(info, admission), runner)
     found, hits, digests = [], [], []
     for turn, prompts in enumerate(([LONG], SHARING)):

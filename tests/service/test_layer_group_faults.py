@@ -17,6 +17,7 @@ from lightkv.router.engine.admission import Admission
 from lightkv.router.engine.estimates import OutputLengths
 from lightkv.router.service import router as router_module
 from lightkv.router.service.messages import Abort, Accepted
+from lightkv.router.simulate.admissions import SimulatedAdmission
 from tests.support.combinations import slow
 from tests.support.family_worker import FamilyWorker, save_family
 from tests.support.router_service import Client, Service, service
@@ -180,7 +181,7 @@ def test_clients_that_disconnect_and_abort(family: str, depth: int, tmp_path: Pa
 @cases("gpt-oss", 1)
 def test_requests_that_are_preempted(family: str, depth: int, tmp_path: Path) -> None:
     async def scenario() -> None:
-        admission = Admission(OutputLengths(assumed=2), guarantees=False)
+        admission = SimulatedAdmission(OutputLengths(assumed=2), guarantees=False)
         async with running(tmp_path, family, depth, 400, admission) as one:
             names = await one.submit("a", 24) + await one.submit("b", 24)
             await one.check_answers(names[:5], 24)

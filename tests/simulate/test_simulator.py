@@ -106,7 +106,8 @@ def test_guaranteed_requests_are_never_preempted(tmp_path: Path, seed: int, allo
     if allocation != "contiguous":
         found = simulate(name, config).figures
         assert (found.num_finished, found.num_preempted_guaranteed) == (120, 0)
-        assert found.mean_guaranteed > 1
+        # No proof counts the ends of pages, so there none is guaranteed.
+        assert (found.mean_guaranteed > 1) == (allocation == "token")
         config = replace(config, admission="reserved")  # all of them are guaranteed
     found = simulate(name, config).figures
     assert found.num_finished == 120

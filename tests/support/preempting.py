@@ -2,6 +2,7 @@
 
 from lightkv.router.engine.admission import Admission
 from lightkv.router.engine.estimates import OutputLengths
+from lightkv.router.simulate.admissions import SimulatedAdmission
 
 
 def expecting(length: int) -> OutputLengths:
@@ -13,4 +14,4 @@ def expecting(length: int) -> OutputLengths:
 
 
 def counted_by(lengths: OutputLengths | None) -> Admission:
-    return Admission(lengths, guarantees=lengths is None, reserve=0.03)
+    return SimulatedAdmission(lengths, guarantees=lengths is None, reserve=0.03)
