@@ -27,7 +27,7 @@ from lightkv.router.engine.step import RunnerInfo, StepResult, TokenEvent
 from lightkv.router.sampling_params import InvalidParams
 from lightkv.router.service.grammars.held_requests import HeldRequests
 from lightkv.router.service.ranks.worker_group import Worker
-from lightkv.router.service.wire.submitted import (
+from lightkv.router.service.submitted import (
     MAX_KEPT_BYTES,
     MAX_UNREAD_BYTES,
     NoRoom,

@@ -6,9 +6,9 @@ not read costs at most 1,000 batches of memory; then ZeroMQ drops what comes for
 numbers.
 
 Replays are answered on a ROUTER socket, whose port is the next one. A consumer sends the number of the first
-batch that it misses, 8 bytes, big-endian, behind an empty frame. It gets the frames of each batch from there on,
-and then a batch with the number -1. The last batches are kept, bounded in number and in bytes. Where these lack
-some, all that the cache holds is published anew, behind an AllBlocksCleared, and the replay begins there.
+batch that it misses, 8 bytes, big-endian, behind an empty frame. It gets the frames of each batch from there
+on, and then a batch with the number -1. The last batches are kept, bounded in number and in bytes. Where these
+lack some, all that the cache holds is published anew, behind an AllBlocksCleared, and the replay begins there.
 
 A consumer that has applied every batch has exactly the blocks that the ledger has.
 """

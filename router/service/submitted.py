@@ -142,10 +142,10 @@ class SubmittedRequests:
 
 def requests_of(submit: Submit) -> list[Request]:
     """Returns the requests for the answers of `submit`, which share their prompts and parameters, less their
-    grammar, which the worker compiles beforehand."""
+    grammar, which the worker compiles beforehand, and their stop strings, which the API process looks for."""
     stop_ids, params = frozenset(submit.stop_ids), submit.params
-    if params.grammar is not None:
-        params = msgspec.structs.replace(params, grammar=None)
+    if params.grammar is not None or params.stop:
+        params = msgspec.structs.replace(params, grammar=None, stop=())
     others = params.of_others
     return [
         Request(
