@@ -8,14 +8,13 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from lightkv.router.service.wire import submitted
 
 from lightkv.errors import CheckFailed
 from lightkv.ledger import TokenLedger
 from lightkv.router.engine.request import MAX_SCORES, Request, take_all
 from lightkv.router.engine.step import NewRow, PromptLogprobs, StepPlan, TokenEvent, TokenLogprobs
 from lightkv.router.sampling_params import Grammar, SamplerKind, SamplingParams
-from lightkv.router.service import loop_stream, router_client
+from lightkv.router.service import loop_stream, router_client, submitted
 from lightkv.router.service.api_settings import ApiSettings
 from lightkv.router.service.loop_stream import LoopStream
 from lightkv.router.service.messages import (
