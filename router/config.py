@@ -25,7 +25,6 @@ ADMISSIONS = ("guaranteed", "reserved", "timely")
 TOOL_PARSERS = ("none", "hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "gpt_oss")
 REASONING_PARSERS = ("none", "qwen3", "deepseek_r1", "gpt_oss")
 TTFT_TARGET = 10.0  # seconds
-JSON_WHITESPACE = ("any", "compact")
 SAMPLING_DEFAULTS = ("model", "openai")
 CACHE_NAMESPACES = ("key", "header")
 NAMESPACE_HEADER = "X-Cache-Namespace"
@@ -43,10 +42,10 @@ class InvalidConfig(LightKVError, ValueError):
     """A setting has a value that is not allowed."""
 
 
-def setting(default: Any, text: str, also: str | None = None, choices: Sequence[str] = ()) -> Any:
-    """Makes a dataclass field. The command line shows `text` as the help of its option. `also`: another name of
-    the option, with its dashes. `choices`: its values beside None; none given are any."""
-    return field(default=default, metadata={"help": text, "also": also, "choices": choices})
+def setting(default: Any, text: str, choices: Sequence[str] = ()) -> Any:
+    """Makes a dataclass field. The command line shows `text` as the help of its option. `choices`: its values
+    beside None; none given are any."""
+    return field(default=default, metadata={"help": text, "choices": choices})
 
 
 def flag(name: str) -> str:
@@ -308,7 +307,6 @@ class ServiceConfig:
         None,
         "File of further keys, one per line, each alone or after a name for the log (NAME KEY). Lines that "
         "begin with # are skipped. The file is read again when it changes.",
-        also="--api-keys-file",
     )
     metrics_key: tuple[str, ...] = setting(
         (),
@@ -353,17 +351,6 @@ class ServiceConfig:
         "What requests leave out of temperature, top_k, top_p, min_p and repetition_penalty is as the model's "
         "generation_config.json recommends (model), or 1 for the temperature and no limit or penalty (openai).",
         choices=SAMPLING_DEFAULTS,
-    )
-    json_whitespace: str = setting(
-        "any",
-        "Whitespace between the parts of JSON in structured answers, unless a request says: any, or compact "
-        "(none, which takes fewer tokens). Not with tools, whose answers may be calls or JSON.",
-        choices=JSON_WHITESPACE,
-    )
-    enable_tokenizer_info: bool = setting(
-        False,
-        "Answer /tokenizer_info with the tokenizer's settings and the chat template.",
-        also="--enable-tokenizer-info-endpoint",
     )
     chat_template: str | None = setting(
         None, "File of a chat template (Jinja) to use in place of the model's own."
@@ -422,11 +409,6 @@ class ServiceConfig:
         "Let requests set a priority below 0, and so go ahead of others. A priority above 0, which lets others "
         "go ahead, is always allowed. One unit of priority is worth one minute of waiting, up to ten minutes "
         "ahead of others and an hour behind them.",
-    )
-    trust_request_chat_template: bool = setting(
-        False,
-        "Let requests bring a chat template of their own. It is a program: its sandbox keeps it from files and "
-        "from other requests, but not from keeping a core busy.",
     )
 
     def __post_init__(self) -> None:

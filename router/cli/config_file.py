@@ -2,7 +2,6 @@
 
 import difflib
 import tomllib
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:  # both TOMLDecodeError and UnicodeDecodeError are ValueErrors
         raise InvalidConfig(f"--config {path} cannot be read ({error}); give a file in TOML") from error
     allowed = declared(EngineConfig) | declared(ServiceConfig)
-    names = {}
-    for field in (*fields(EngineConfig), *fields(ServiceConfig)):
-        for option in (flag(field.name), field.metadata.get("also")):
-            if option is not None:
-                names[option.removeprefix("--")] = field.name
+    names = {flag(name).removeprefix("--"): name for name in allowed}
     settings: dict[str, Any] = {}
     for given, value in found.items():
         option = given.replace("_", "-")

@@ -48,7 +48,7 @@ def test_the_file_sets_options_and_the_command_line_wins(
         tmp_path,
         'model = "a"\nmax-num-seqs = 7\nport = 9000\nmem_fraction = 1\ncuda-graphs = false\n'
         "log-requests = true\n"
-        'api-key = ["one", "two"]\nallowed-origins = "https://a.example"\napi-keys-file = "keys"\n',
+        'api-key = ["one", "two"]\nallowed-origins = "https://a.example"\napi-key-file = "keys"\n',
     )
     code, output = run("serve", "--port", "9001", "--config", file)
     assert code == 0, output

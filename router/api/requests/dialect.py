@@ -77,9 +77,6 @@ class ChatDialect:
         `use`: the functions that may be called. `is_constrained`: a grammar says what the answer has to be, so
         it has no reasoning.
         """
-        if chat.documents and chat.template is None and "documents" not in self._names:
-            allowed = "null, and put the documents into a message: the model's chat template takes none"
-            raise InvalidParams("documents", chat.documents, allowed)
         if use is not None:
             self._check(use, is_constrained)
         is_constrained = is_constrained or _is_required(use)
