@@ -86,7 +86,7 @@ class Allowed(NamedTuple):
         """What to give: "a whole number of at least 1"."""
         meta = self.meta or Meta()
         noun = meta.title or ("a whole number" if int in self.kinds else "a number")
-        said = f"{noun} {bounds(meta, of='of ')}"
+        said = f"{noun} {bounds(meta, of='of ')}".rstrip()
         return f"{said} ({meta.description})" if meta.description else said
 
 

@@ -72,7 +72,7 @@ def _with_range(text: str, owner: type, name: str) -> str:
     """Returns the help of an option, and the range that its field declares. Typer's own `min` and `max` are
     part of a range, and 0 is not part of most ranges of seconds."""
     meta = declared(owner)[name].meta
-    return text if meta is None else f"{text} [{bounds(meta)}]"
+    return f"{text} [{said}]" if meta is not None and (said := bounds(meta)) else text
 
 
 def _config_options(
