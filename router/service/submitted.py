@@ -11,7 +11,8 @@ from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.memory_map import Owner
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.step import TokenEvent
-from lightkv.router.service.messages import Events, FrameStream, Submit, ToRouter
+
+from .messages import Events, FrameStream, Submit, ToRouter
 
 Client = FrameStream[ToRouter]
 
