@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -53,11 +53,7 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-class InvalidType(InvalidConfig, TypeError):
-    """A setting has a value of a type that is not allowed."""
-
-
-_WANTED = {bool: "True or False", int: "a whole number", float: "a number", str: "a text", NoneType: "None"}
+_WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a text in quotes"}
 
 
 class Allowed(NamedTuple):
@@ -69,23 +65,19 @@ class Allowed(NamedTuple):
     kinds: tuple[Any, ...]
     meta: Meta | None
 
-    def has_type(self, value: object) -> bool:
-        """Returns whether the field takes values of this type. A bool is no number, and an int is a float."""
-        return type(value) in self.kinds or (type(value) is int and float in self.kinds)
-
     def takes(self, value: object) -> bool:
-        """Returns whether a value is of the right type and in the range. NaN is in none."""
+        """Returns whether a value is of the right type and in the range. A bool is no number, an int is a
+        float, and a list is no tuple. NaN is in no range."""
         try:
-            msgspec.convert(value, self.hint)
+            return type(value) in (type(msgspec.convert(value, self.hint)), int)
         except msgspec.ValidationError:
             return False
-        return True
 
     @property
     def words(self) -> str:
         """What to give: "a whole number of at least 1"."""
         meta = self.meta or Meta()
-        noun = meta.title or ("a whole number" if int in self.kinds else "a number")
+        noun = meta.title or _WANTED.get(self.kinds[0], "texts in quotes")
         said = f"{noun} {bounds(meta, of='of ')}".rstrip()
         return f"{said} ({meta.description})" if meta.description else said
 
@@ -120,29 +112,17 @@ def _allowed(hint: Any) -> Allowed:
     return Allowed(hint, plain, metas[0] if metas else None)
 
 
-def require_ranges(settings: Any, error: type[LightKVError] = InvalidConfig) -> None:
-    """Raises `error` for the first setting whose value is outside the range that its field declares."""
+def require_allowed(settings: Any, error: type[LightKVError] = InvalidConfig) -> None:
+    """Raises `error` for the first setting whose value its field does not allow, by its type or its range, or
+    that is none of its choices."""
     for name, allowed in declared(settings.__class__).items():
         value = getattr(settings, name)
-        if allowed.meta is not None and not allowed.takes(value):
+        if not allowed.takes(value):
             raise error(f"{flag(name)} is {value!r}; give {allowed.words}")
-
-
-def _require_types(config: Any) -> None:
-    """Raises InvalidType for the first setting whose value has another type than its field, and InvalidConfig
-    for one that is none of its choices."""
-    for name, allowed in declared(config.__class__).items():
-        value = getattr(config, name)
-        if get_origin(allowed.kinds[0]) is tuple:
-            if not isinstance(value, tuple) or not all(isinstance(text, str) for text in value):
-                raise InvalidType(f"{flag(name)} is {value!r}; give a tuple of texts")
-        elif not allowed.has_type(value):
-            wanted = " or ".join(_WANTED[kind] for kind in allowed.kinds)
-            raise InvalidType(f"{flag(name)} is {value!r} ({type(value).__name__}); give {wanted}")
-    for one in fields(config):
-        value, choices = getattr(config, one.name), one.metadata["choices"]
+    for one in fields(settings):
+        value, choices = getattr(settings, one.name), one.metadata["choices"]
         if choices and value is not None and value not in choices:
-            raise InvalidConfig(f"{flag(one.name)} is {value!r}; give one of {', '.join(choices)}")
+            raise error(f"{flag(one.name)} is {value!r}; give one of {', '.join(choices)}")
 
 
 @dataclass(frozen=True)
@@ -252,8 +232,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Raises InvalidConfig, which names the setting, its value and the values allowed."""
-        _require_types(self)
-        require_ranges(self)
+        require_allowed(self)
         try:
             split_name(self.kv_dtype)
         except ValueError as error:
@@ -413,8 +392,7 @@ class ServiceConfig:
 
     def __post_init__(self) -> None:
         """Raises InvalidConfig, which names the setting, its value and the values allowed."""
-        _require_types(self)
-        require_ranges(self)
+        require_allowed(self)
         for name in ("api_key", "metrics_key"):
             if any(not key or key != key.strip() for key in getattr(self, name)):
                 raise InvalidConfig(f"{flag(name)} is empty or has spaces around it; give a key without them")

@@ -10,8 +10,6 @@ import typer
 from lightkv.router.config import Allowed, EngineConfig, InvalidConfig, ServiceConfig, declared, flag
 from lightkv.router.peer_names import unknown_option
 
-_WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a text in quotes"}
-
 
 def read_config_file(path: Path) -> dict[str, Any]:
     """Returns the settings of a file by the names of their fields.
@@ -41,14 +39,12 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 def _checked(path: Path, given: str, allowed: Allowed, value: Any) -> Any:
     """Returns the value if the option takes it. Raises InvalidConfig."""
-    if allowed.kinds == (tuple[str, ...],):
-        values = [value] if isinstance(value, str) else value
-        if isinstance(values, list) and all(isinstance(one, str) for one in values):
-            return values
-        raise InvalidConfig(f"--config {path}: {given} is {value!r}; give a list of texts in quotes")
-    if not allowed.has_type(value):
-        raise InvalidConfig(f"--config {path}: {given} is {value!r}; give {_WANTED[allowed.kinds[0]]}")
-    return value
+    taken = value
+    if allowed.kinds == (tuple[str, ...],) and isinstance(value, str | list):
+        taken = (value,) if isinstance(value, str) else tuple(value)
+    if not allowed.takes(taken):
+        raise InvalidConfig(f"--config {path}: {given} is {value!r}; give {allowed.words}")
+    return taken
 
 
 def set_defaults(context: typer.Context, path: str | None) -> str | None:
