@@ -1,5 +1,6 @@
 """The options for operators: the configuration file, the settings' checks, shell completion."""
 
+import json
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -109,15 +110,7 @@ def test_every_option_can_stand_in_the_file(tmp_path: Path) -> None:
     for name, kind in (get_type_hints(EngineConfig) | get_type_hints(ServiceConfig)).items():
         value = next(value for word, value in written.items() if word in str(kind))
         wanted[name] = value
-        text = (
-            str(value).lower()
-            if isinstance(value, bool)
-            else '["x"]'
-            if value == ("x",)
-            else str(value)
-            if value != "x"
-            else '"x"'
-        )
+        text = json.dumps(value)  # which TOML reads, too
         lines.append(f"{name.replace('_', '-')} = {text}")
     assert read_config_file(Path(write(tmp_path, "\n".join(lines)))) == wanted
 
