@@ -7,9 +7,8 @@ slowest one are ended. So have the requests that the router has not read: furthe
 
 import asyncio
 import time
-from collections import deque
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -21,7 +20,6 @@ from .messages import MAX_FRAME_BYTES, FrameStream, Load, Status, Submit, ToApi,
 
 MAP_SECONDS = 0.25  # a map this young is returned again, so that frequent calls do not slow the steps down
 MAX_STEP_AGE = 30.0  # seconds without a completed step while work waits, until the service is unhealthy
-MAX_RESETS = 64  # calls that wait for the cache to be reset
 MAX_STATUS_AGE = 5.0  # seconds without a status of the router, which reports four times a second
 MAX_UNANSWERED_BYTES = MAX_FRAME_BYTES  # of requests that the router has neither accepted nor refused
 MAX_EVENT_BYTES = 64 * 2**20  # of events that no consumer has taken
@@ -100,11 +98,10 @@ class RouterClient:
         self.num_event_bytes = 0
         self._frames = stream
         self._status_time = time.monotonic()
-        self._map: asyncio.Future[messages.Mapped] | None = None  # the last map that was asked for
+        self._map: messages.Mapped | None = None  # the latest
         self._map_time = 0.0  # when that map arrived
-        self._resets: deque[asyncio.Future[messages.CacheReset]] = (
-            deque()
-        )  # those without an answer, in order
+        # The questions without an answer, by the message that asks.
+        self._asked: dict[type[msgspec.Struct], asyncio.Future[Any]] = {}
         self._unanswered: dict[str, int] = {}  # bytes of each submission, by its first request
         self._num_unanswered_bytes = 0
         self._streams: set[AnswerStream] = set()  # that are not closed
@@ -185,29 +182,30 @@ class RouterClient:
 
     async def pool_map(self) -> PoolMap:
         """Returns what every slot is used for, at most MAP_SECONDS old. Raises RequestRefused."""
-        self.ready_info()
-        if self._map is None or (self._map.done() and time.monotonic() - self._map_time > MAP_SECONDS):
-            self._map = asyncio.get_running_loop().create_future()
-            self._frames.send(messages.AskMap())
-        mapped = await asyncio.shield(self._map)
-        if mapped.pool is None:
-            raise RequestRefused("unavailable", mapped.error)
-        return mapped.pool
+        if self._map is None or time.monotonic() - self._map_time > MAP_SECONDS:
+            self._map = await self._ask(messages.AskMap())
+            self._map_time = time.monotonic()
+        if self._map.pool is None:
+            raise RequestRefused("unavailable", self._map.error)
+        return self._map.pool
 
     async def reset_cache(self) -> int:
         """Evicts every cached token that no running request holds. Returns their number. Raises
         RequestRefused."""
-        self.ready_info()
-        if len(self._resets) >= MAX_RESETS:
-            text = f"{len(self._resets)} calls wait for the cache to be reset, and no more may; try again"
-            raise RequestRefused("unavailable", text)
-        answer: asyncio.Future[messages.CacheReset] = asyncio.get_running_loop().create_future()
-        self._resets.append(answer)
-        self._frames.send(messages.ResetCache())
-        reset = await asyncio.shield(answer)
+        reset = await self._ask(messages.ResetCache())
         if reset.num_tokens is None:
             raise RequestRefused("unavailable", reset.error)
-        return reset.num_tokens
+        return int(reset.num_tokens)
+
+    async def _ask(self, question: messages.AskMap | messages.ResetCache) -> Any:
+        """Returns the router's answer, which all calls get that wait for it. Raises RequestRefused unless the
+        service is ready."""
+        self.ready_info()
+        kind = type(question)
+        if kind not in self._asked:
+            self._asked[kind] = asyncio.get_running_loop().create_future()
+            self._frames.send(question)
+        return await asyncio.shield(self._asked[kind])
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """Ends a request early; it gets no further events. Does nothing if the request has ended."""
@@ -245,9 +243,8 @@ class RouterClient:
             for request_id, answers in self._answers.items():
                 answers.push(TokenEvent(request_id, None, "lost", error=detail))
             self._answers.clear()
-            self._take_map(messages.Mapped(None, detail))
-            while self._resets:
-                self._resets.popleft().set_result(messages.CacheReset(None, detail))
+            self._note_reply(messages.AskMap, messages.Mapped(None, detail))
+            self._note_reply(messages.ResetCache, messages.CacheReset(None, detail))
 
     def _take(self, message: ToApi) -> None:
         match message:
@@ -272,9 +269,9 @@ class RouterClient:
                     for refused in answers.refuse(RequestRefused(kind, text)):
                         self._answers.pop(refused, None)
             case messages.Mapped():
-                self._take_map(message)
+                self._note_reply(messages.AskMap, message)
             case messages.CacheReset():
-                self._resets.popleft().set_result(message)
+                self._note_reply(messages.ResetCache, message)
             case Status():
                 self.status = message
                 self._status_time = time.monotonic()
@@ -285,10 +282,11 @@ class RouterClient:
         """Notes that the router has read a submission."""
         self._num_unanswered_bytes -= self._unanswered.pop(request_id, 0)
 
-    def _take_map(self, mapped: messages.Mapped) -> None:
-        if self._map is not None and not self._map.done():
-            self._map.set_result(mapped)
-            self._map_time = time.monotonic()
+    def _note_reply(self, kind: type[msgspec.Struct], reply: messages.Mapped | messages.CacheReset) -> None:
+        """Passes a reply on to those who wait for it."""
+        waiting = self._asked.pop(kind, None)
+        if waiting is not None:
+            waiting.set_result(reply)
 
 
 class AnswerStream:
