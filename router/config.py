@@ -373,8 +373,7 @@ class ServiceConfig:
     tool_parser: str | None = setting(
         None,
         f"How the model writes tool calls: {', '.join(TOOL_PARSERS)}. Default: by the response template of its "
-        "tokenizer, or as its chat template shows. For a model whose chat template takes no tools, the service "
-        "then describes them in a system message.",
+        "tokenizer, or as its chat template shows.",
         choices=TOOL_PARSERS,
     )
     reasoning_parser: str | None = setting(

@@ -21,11 +21,6 @@ def read(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
         yield from skip_end(source, MARKS[1])
 
 
-def write(name: str, arguments: str) -> str:
-    """Returns the text of a call."""
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-
-
 def form(tools: Mapping[str, Any], is_parallel: bool) -> Format:
     """Returns the form of an answer that is calls. `tools`: the schema of each function's arguments."""
     return calls([call_tag(name, schema) for name, schema in tools.items()], "\n", is_parallel)

@@ -39,11 +39,6 @@ def _read_named(source: Source, tools: Mapping[str, Any]) -> Steps[bool]:
     return has_call
 
 
-def write(name: str, arguments: str) -> str:
-    """Returns the text of a call."""
-    return f'[TOOL_CALLS][{{"name": "{name}", "arguments": {arguments}}}]'
-
-
 def form(tools: Mapping[str, Any], is_parallel: bool) -> Format:
     """Returns the form of an answer that is calls. `tools`: the schema of each function's arguments."""
     listed = [
