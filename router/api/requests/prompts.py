@@ -83,13 +83,6 @@ class PromptReader:
         """Returns the text of a prompt that its answer continues, as `closed_text` does."""
         return await convert(len(token_ids), lambda: closed_text(self.tokenizer, token_ids.tolist()))
 
-    async def texts_of_each(self, token_ids: list[int]) -> list[str]:
-        """Returns the text of each token, where it stands in the text of all."""
-        text_of = self.tokenizer.token_text
-        return await convert(
-            len(token_ids), lambda: [text_of(one, begins=not place) for place, one in enumerate(token_ids)]
-        )
-
     def _encode_chat(self, chat: Chat, context: int) -> np.ndarray:
         most = self.tokenizer.max_characters(context)
         if num_characters([chat.messages, chat.variables, chat.tools], most + 1) > most:

@@ -25,7 +25,6 @@ class TokenizeRequest(ChatFields, RequestBody):
     add_special_tokens: bool | None = Field(
         None, description="On by default for a prompt, and off for a chat."
     )
-    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(RequestBody):
@@ -58,13 +57,7 @@ class Tokens:
         else:
             raise InvalidPrompt("the request has neither prompt nor messages, or both; give one of them")
         tokens = ids.tolist()
-        strings = await self._prompts.texts_of_each(tokens) if body.return_token_strs else None
-        found = {
-            "count": len(tokens),
-            "max_model_len": max_model_len,
-            "tokens": tokens,
-            "token_strs": strings,
-        }
+        found = {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens}
         return LongResponse(in_pieces(found), self._desk.pacer)
 
     async def detokenize(self, body: DetokenizeRequest) -> Response:
