@@ -42,6 +42,15 @@ LISTED = ("lightkv.ledger", "lightkv.edits", "lightkv.attention", "lightkv.atten
 BRIEF = {"KVPool", "KVSpec", "KVFormat", "Step", "StaticStep", "Ring", "Batch", "CachedModel", "LightKVCache"}
 NAMED = {"TokenLedger", "TokenAllocator", "TokenTable", "Engine", "LocalEngine", "Scheduler", "Request"}
 _FIELD = re.compile(r"(`?\w+`?(?:, `?\w+`?)*): ")
+# Types with ranges that have a name of their own.
+_NAMED = {
+    "Flag": "bool",
+    "Biases": "dict[int, float]",
+    "Stops": "str | Sequence[str]",
+    "StopIds": "Sequence[int]",
+    "BadWords": "Sequence[str]",
+    "BadWordsIds": "Sequence[Sequence[int]]",
+}
 _ANNOTATED = re.compile(r"Annotated\[(\w+), Meta\([^()]*\)\]")
 _RAISES = re.compile(r"Raises .*?\.(?=\s|$)")
 
@@ -229,7 +238,8 @@ def _settings(item: Any) -> str:
 
 def _plain(annotation: Any) -> str:
     """Returns a type without the ranges that `Annotated` adds."""
-    return _ANNOTATED.sub(r"\1", str(annotation))
+    plain = _ANNOTATED.sub(r"\1", str(annotation))
+    return _NAMED.get(plain, plain)
 
 
 def _range(one: Any) -> str:

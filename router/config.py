@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -25,7 +25,6 @@ ADMISSIONS = ("guaranteed", "reserved", "timely")
 TOOL_PARSERS = ("none", "hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "gpt_oss")
 REASONING_PARSERS = ("none", "qwen3", "deepseek_r1", "gpt_oss")
 TTFT_TARGET = 10.0  # seconds
-JSON_WHITESPACE = ("any", "compact")
 SAMPLING_DEFAULTS = ("model", "openai")
 CACHE_NAMESPACES = ("key", "header")
 NAMESPACE_HEADER = "X-Cache-Namespace"
@@ -43,10 +42,10 @@ class InvalidConfig(LightKVError, ValueError):
     """A setting has a value that is not allowed."""
 
 
-def setting(default: Any, text: str, also: str | None = None, choices: Sequence[str] = ()) -> Any:
-    """Makes a dataclass field. The command line shows `text` as the help of its option. `also`: another name of
-    the option, with its dashes. `choices`: its values beside None; none given are any."""
-    return field(default=default, metadata={"help": text, "also": also, "choices": choices})
+def setting(default: Any, text: str, choices: Sequence[str] = ()) -> Any:
+    """Makes a dataclass field. The command line shows `text` as the help of its option. `choices`: its values
+    beside None; none given are any."""
+    return field(default=default, metadata={"help": text, "choices": choices})
 
 
 def flag(name: str) -> str:
@@ -54,11 +53,7 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-class InvalidType(InvalidConfig, TypeError):
-    """A setting has a value of a type that is not allowed."""
-
-
-_WANTED = {bool: "True or False", int: "a whole number", float: "a number", str: "a text", NoneType: "None"}
+_WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a text in quotes"}
 
 
 class Allowed(NamedTuple):
@@ -70,24 +65,20 @@ class Allowed(NamedTuple):
     kinds: tuple[Any, ...]
     meta: Meta | None
 
-    def has_type(self, value: object) -> bool:
-        """Returns whether the field takes values of this type. A bool is no number, and an int is a float."""
-        return type(value) in self.kinds or (type(value) is int and float in self.kinds)
-
     def takes(self, value: object) -> bool:
-        """Returns whether a value is of the right type and in the range. NaN is in none."""
+        """Returns whether a value is of the right type and in the range. A bool is no number, an int is a
+        float, and a list is no tuple. NaN is in no range."""
         try:
-            msgspec.convert(value, self.hint)
+            return type(value) in (type(msgspec.convert(value, self.hint)), int)
         except msgspec.ValidationError:
             return False
-        return True
 
     @property
     def words(self) -> str:
         """What to give: "a whole number of at least 1"."""
         meta = self.meta or Meta()
-        noun = meta.title or ("a whole number" if int in self.kinds else "a number")
-        said = f"{noun} {bounds(meta, of='of ')}"
+        noun = meta.title or _WANTED.get(self.kinds[0], "texts in quotes")
+        said = f"{noun} {bounds(meta, of='of ')}".rstrip()
         return f"{said} ({meta.description})" if meta.description else said
 
 
@@ -121,29 +112,17 @@ def _allowed(hint: Any) -> Allowed:
     return Allowed(hint, plain, metas[0] if metas else None)
 
 
-def require_ranges(settings: Any, error: type[LightKVError] = InvalidConfig) -> None:
-    """Raises `error` for the first setting whose value is outside the range that its field declares."""
+def require_allowed(settings: Any, error: type[LightKVError] = InvalidConfig) -> None:
+    """Raises `error` for the first setting whose value its field does not allow, by its type or its range, or
+    that is none of its choices."""
     for name, allowed in declared(settings.__class__).items():
         value = getattr(settings, name)
-        if allowed.meta is not None and not allowed.takes(value):
+        if not allowed.takes(value):
             raise error(f"{flag(name)} is {value!r}; give {allowed.words}")
-
-
-def _require_types(config: Any) -> None:
-    """Raises InvalidType for the first setting whose value has another type than its field, and InvalidConfig
-    for one that is none of its choices."""
-    for name, allowed in declared(config.__class__).items():
-        value = getattr(config, name)
-        if get_origin(allowed.kinds[0]) is tuple:
-            if not isinstance(value, tuple) or not all(isinstance(text, str) for text in value):
-                raise InvalidType(f"{flag(name)} is {value!r}; give a tuple of texts")
-        elif not allowed.has_type(value):
-            wanted = " or ".join(_WANTED[kind] for kind in allowed.kinds)
-            raise InvalidType(f"{flag(name)} is {value!r} ({type(value).__name__}); give {wanted}")
-    for one in fields(config):
-        value, choices = getattr(config, one.name), one.metadata["choices"]
+    for one in fields(settings):
+        value, choices = getattr(settings, one.name), one.metadata["choices"]
         if choices and value is not None and value not in choices:
-            raise InvalidConfig(f"{flag(one.name)} is {value!r}; give one of {', '.join(choices)}")
+            raise error(f"{flag(one.name)} is {value!r}; give one of {', '.join(choices)}")
 
 
 @dataclass(frozen=True)
@@ -253,8 +232,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Raises InvalidConfig, which names the setting, its value and the values allowed."""
-        _require_types(self)
-        require_ranges(self)
+        require_allowed(self)
         try:
             split_name(self.kv_dtype)
         except ValueError as error:
@@ -308,7 +286,6 @@ class ServiceConfig:
         None,
         "File of further keys, one per line, each alone or after a name for the log (NAME KEY). Lines that "
         "begin with # are skipped. The file is read again when it changes.",
-        also="--api-keys-file",
     )
     metrics_key: tuple[str, ...] = setting(
         (),
@@ -354,17 +331,6 @@ class ServiceConfig:
         "generation_config.json recommends (model), or 1 for the temperature and no limit or penalty (openai).",
         choices=SAMPLING_DEFAULTS,
     )
-    json_whitespace: str = setting(
-        "any",
-        "Whitespace between the parts of JSON in structured answers, unless a request says: any, or compact "
-        "(none, which takes fewer tokens). Not with tools, whose answers may be calls or JSON.",
-        choices=JSON_WHITESPACE,
-    )
-    enable_tokenizer_info: bool = setting(
-        False,
-        "Answer /tokenizer_info with the tokenizer's settings and the chat template.",
-        also="--enable-tokenizer-info-endpoint",
-    )
     chat_template: str | None = setting(
         None, "File of a chat template (Jinja) to use in place of the model's own."
     )
@@ -407,8 +373,7 @@ class ServiceConfig:
     tool_parser: str | None = setting(
         None,
         f"How the model writes tool calls: {', '.join(TOOL_PARSERS)}. Default: by the response template of its "
-        "tokenizer, or as its chat template shows. For a model whose chat template takes no tools, the service "
-        "then describes them in a system message.",
+        "tokenizer, or as its chat template shows.",
         choices=TOOL_PARSERS,
     )
     reasoning_parser: str | None = setting(
@@ -423,16 +388,10 @@ class ServiceConfig:
         "go ahead, is always allowed. One unit of priority is worth one minute of waiting, up to ten minutes "
         "ahead of others and an hour behind them.",
     )
-    trust_request_chat_template: bool = setting(
-        False,
-        "Let requests bring a chat template of their own. It is a program: its sandbox keeps it from files and "
-        "from other requests, but not from keeping a core busy.",
-    )
 
     def __post_init__(self) -> None:
         """Raises InvalidConfig, which names the setting, its value and the values allowed."""
-        _require_types(self)
-        require_ranges(self)
+        require_allowed(self)
         for name in ("api_key", "metrics_key"):
             if any(not key or key != key.strip() for key in getattr(self, name)):
                 raise InvalidConfig(f"{flag(name)} is empty or has spaces around it; give a key without them")

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import count, groupby
 from os import PathLike, fspath
 from types import FrameType
 from typing import Any, Never, cast
@@ -22,14 +22,12 @@ from msgspec.structs import replace as replace_params
 
 from lightkv.errors import LightKVError
 from lightkv.router.engine.admission import make_admission
-from lightkv.router.engine.grammars.grammar_desk import Compiled, Forget, GrammarDesk
 from lightkv.router.engine.loop import EngineStats, LocalEngine, make_scheduler
 from lightkv.router.engine.request import InvalidPrompt, Request
 from lightkv.router.engine.step import PromptLogprobs, TokenEvent, TokenLogprobs
 from lightkv.router.model.build import build_runner, find_model
 from lightkv.router.text.beam_search import Beam, BeamParams, BeamSearch
 from lightkv.router.text.completion import AnswerForm, AnswerPlan, Completion
-from lightkv.router.text.grammars import Grammars, InvalidGrammar, heap_bytes
 from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.token_ids import int32_bytes
 
@@ -96,49 +94,6 @@ class _Answer:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
-class _OwnGrammars:
-    """The grammars of the answers of one model, compiled in this process before their requests are added."""
-
-    def __init__(self, grammars: Grammars) -> None:
-        self._grammars = grammars
-        self._desk = GrammarDesk(max_bytes=None)  # the caller's own
-        self._errors: dict[int, InvalidGrammar] = {}
-
-    def hold(self, name: str, grammar: Grammar) -> int:
-        """Returns the id of the compiled grammar, which stays until `release(name)`. Raises InvalidGrammar."""
-        grammar_id = self._desk.hold([name], grammar, 0)
-        self._carry_out()
-        if grammar_id in self._errors:
-            raise self._errors.pop(grammar_id)
-        return grammar_id
-
-    def release(self, name: str, is_spoilt: bool = False) -> None:
-        """Notes that a request has ended, as the desk does."""
-        self._desk.release(name, is_spoilt)
-        self._carry_out()
-
-    def check(self, grammar: Grammar) -> None:
-        """Compiles a grammar, which is kept for a while. Raises InvalidGrammar."""
-        self.hold("", grammar)
-        self.release("")
-
-    def _carry_out(self) -> None:
-        for order in self._desk.orders():
-            if isinstance(order, Forget):
-                self._grammars.release(order.grammar_id)
-                continue
-            before, error = heap_bytes(), ""
-            try:
-                self._grammars.compile(order.grammar_id, order.grammar)
-            except InvalidGrammar as wrong:
-                self._errors[order.grammar_id] = wrong
-                error = str(wrong)
-            except BaseException:  # Ctrl-C, for example
-                self._desk.take(Compiled(order.grammar_id, "interrupted"))
-                raise
-            self._desk.take(Compiled(order.grammar_id, error, heap_bytes() - before))
-
-
 class _Run:
     """The answers of one call, and the events that the call has not handled yet."""
 
@@ -201,7 +156,8 @@ class LLM:
         admission = make_admission(config.admission, ttft_target=config.ttft_target)
         self.engine = LocalEngine(make_scheduler(self.info, admission), runner, self.info.num_missing_graphs)
         self._model = config.model
-        self._grammars = _OwnGrammars(runner.grammars)
+        self._grammars = runner.grammars
+        self._grammar_ids = count()
         self._runs: dict[str, _Run] = {}  # by request id; calls may be interleaved
 
     @property
@@ -315,12 +271,12 @@ class LLM:
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(params)} sampling parameters; give one each")
         answers = []
+        with self._compiled({one.grammar for one in params}):  # raises InvalidGrammar
+            pass
         for prompt_idx, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
             prompt_ids = self._encode(prompt_idx, prompt)
             grammar = wanted.grammar
             if grammar is not None:
-                wanted.validate()  # the size of the grammar, before it is compiled
-                self._grammars.check(grammar)
                 wanted = replace_params(wanted, grammar=None)  # the request gets a compiled one later
             plan = AnswerPlan(wanted, self.tokenizer)
             others, form = plan.params.of_others, AnswerForm(continues=not _is_chat(prompt))
@@ -346,13 +302,31 @@ class LLM:
         except ValueError as error:
             raise InvalidPrompt(f"{wrong}: {error}") from error
 
+    @contextmanager
+    def _compiled(self, grammars: set[Grammar | None]) -> Iterator[dict[Grammar | None, int]]:
+        """Yields the ids of grammars, compiled until the end of the block. Raises InvalidGrammar."""
+        ids: dict[Grammar | None, int] = {}
+        try:
+            for grammar in grammars:
+                if grammar is not None:
+                    self._grammars.compile(number := next(self._grammar_ids), grammar)
+                    ids[grammar] = number
+            yield ids
+        finally:
+            for number in ids.values():
+                self._grammars.release(number)
+
     def _run(self, answers: list[_Answer]) -> Iterator[StreamChunk]:
+        with self._compiled({answer.grammar for answer in answers}) as ids:
+            for answer in answers:
+                answer.request.grammar = ids.get(answer.grammar)
+            yield from self._run_all(answers)
+
+    def _run_all(self, answers: list[_Answer]) -> Iterator[StreamChunk]:
         run = _Run(answers)
         try:
             with interrupts_deferred():
                 for answer in answers:
-                    if answer.grammar is not None:
-                        answer.request.grammar = self._grammars.hold(answer.request.id, answer.grammar)
                     self.engine.add(answer.request)
                     self._runs[answer.request.id] = run
             while run.growing:
@@ -366,8 +340,6 @@ class LLM:
                 for request_id in run.growing:
                     self.engine.abort(request_id)
                     self._runs.pop(request_id, None)
-                for answer in answers:
-                    self._grammars.release(answer.request.id)
                 if not self._runs:  # nothing of these answers is held once the call has returned
                     self._deliver(self.engine.settle())
 
@@ -389,7 +361,6 @@ class LLM:
     def _chunk(self, run: _Run, event: TokenEvent) -> StreamChunk:
         answer = run.growing[event.request_id]
         if event.finish_reason == "invalid":
-            self._grammars.release(event.request_id, is_spoilt=True)
             raise StepFailed(f"an answer could not be completed: {event.error}")
         if event.finish_reason == "error":
             raise StepFailed(f"a step failed: {event.error}; its requests are lost, try again")
@@ -399,7 +370,6 @@ class LLM:
             answer.logprobs.append(event.logprobs)
         if completion.finish_reason is not None:
             del run.growing[event.request_id], self._runs[event.request_id]
-            self._grammars.release(event.request_id)
             if completion.stopped:
                 self.engine.abort(event.request_id, "stop")
         assert event.token is not None

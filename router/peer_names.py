@@ -54,6 +54,7 @@ _RENAMED_OPTIONS = {
     "tp_size": "tensor_parallel",
     "tp": "tensor_parallel",
     "tool_call_parser": "tool_parser",
+    "api_keys_file": "api_key_file",
     "generation_config": "sampling_defaults",
     "enable_log_requests": "log_requests",
     "otlp_traces_endpoint": "otlp_endpoint",

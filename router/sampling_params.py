@@ -2,6 +2,7 @@
 
 import copy
 import enum
+import functools
 import reprlib
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -37,6 +38,36 @@ _MIN_INT64, _MAX_INT64 = -(2**63), 2**63 - 1
 # 2^64 divided by the golden ratio, made odd: its multiples are far apart modulo 2^64.
 _CHILD_STRIDE = 0x9E3779B97F4A7C15
 _NO_TOKENS = TokenSet()
+
+Flag = Annotated[bool, Meta(title="true or false")]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Biases = Annotated[
+    dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]],
+    Meta(max_length=MAX_LOGIT_BIAS, title=f"at most {MAX_LOGIT_BIAS} token ids to numbers from -100 to 100"),
+]
+_StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+Stops = Annotated[
+    _StopString | Annotated[Sequence[_StopString], Meta(max_length=MAX_STOPS)],
+    Meta(title=f"a string of 1 to {MAX_STOP_CHARS} characters, or at most {MAX_STOPS} of them"),
+]
+StopIds = Annotated[
+    Sequence[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS, title=f"at most {MAX_STOP_TOKEN_IDS} token ids")
+]
+BadWords = Annotated[
+    Sequence[Annotated[str, Meta(min_length=1, max_length=MAX_BAD_TEXT_CHARS)]],
+    Meta(
+        max_length=MAX_BAD_TEXTS,
+        title=f"{MAX_BAD_TEXTS} texts of up to {MAX_BAD_TEXT_CHARS} characters at most",
+    ),
+]
+# A word counts once for each way in which it is written in tokens.
+BadWordsIds = Annotated[
+    Sequence[Annotated[Sequence[TokenId], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]],
+    Meta(
+        max_length=MAX_BAD_WORDS,
+        title=f"{MAX_BAD_WORDS} words of up to {MAX_BAD_WORD_TOKENS} tokens at most",
+    ),
+]
 
 
 class InvalidParams(LightKVError, ValueError):
@@ -117,20 +148,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] = 1.0
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
-    logit_bias: dict[int, float] = {}  # msgspec makes a new one for each object
+    logit_bias: Biases = {}  # msgspec makes a new one for each object
     allowed_token_ids: TokenSet | Sequence[int] | None = None
-    bad_words: Sequence[str] = ()
-    bad_words_ids: Sequence[Sequence[int]] = ()
+    bad_words: BadWords = ()
+    bad_words_ids: BadWordsIds = ()
     banned_token_ids: TokenSet | Sequence[int] = _NO_TOKENS
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     seed: Annotated[int, Meta(ge=_MIN_INT64, le=_MAX_INT64)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] = 1
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
+    stop: Stops = ()
+    stop_token_ids: StopIds = ()
+    ignore_eos: Flag = False
+    include_stop_str_in_output: Flag = False
+    skip_special_tokens: Flag = True
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
@@ -214,65 +245,33 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Raises InvalidParams for the first field out of range. Token ids have to be below `vocab_size`."""
         check_ranges(self)
         self._validate_length()
-        self._validate_logit_bias(vocab_size)
-        self._validate_bans(vocab_size)
-        self._validate_stops(vocab_size)
+        self._validate_tokens(MAX_COUNT + 1 if vocab_size is None else vocab_size)
         self._validate_grammar()
-        for flag in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            if type(getattr(self, flag)) is not bool:
-                raise InvalidParams(flag, getattr(self, flag), "true or false")
 
     def _validate_length(self) -> None:
-        allowed = f"an integer from 0 to max_tokens, which is {self.max_tokens}"
-        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens, allowed)
+        if type(self.min_tokens) is not int or not 0 <= self.min_tokens <= self.max_tokens:
+            allowed = f"an integer from 0 to max_tokens, which is {self.max_tokens}"
+            raise InvalidParams("min_tokens", self.min_tokens, allowed)
 
-    def _validate_logit_bias(self, vocab_size: int | None) -> None:
-        if type(self.logit_bias) is not dict or len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise InvalidParams(
-                "logit_bias", self.logit_bias, f"a dict of at most {MAX_LOGIT_BIAS} token ids to numbers"
-            )
-        for token, bias in self.logit_bias.items():
-            _check_token("logit_bias", token, vocab_size)
-            _check_real(f"logit_bias[{token}]", bias, -100, 100)
-
-    def _validate_bans(self, vocab_size: int | None) -> None:
-        words = self.bad_words
-        if not isinstance(words, (tuple, list)) or len(words) > MAX_BAD_TEXTS:
-            raise InvalidParams("bad_words", words, f"a list of at most {MAX_BAD_TEXTS} texts")
-        for word in words:
-            if type(word) is not str or not 1 <= len(word) <= MAX_BAD_TEXT_CHARS:
-                raise InvalidParams("bad_words", word, f"texts of 1 to {MAX_BAD_TEXT_CHARS} characters")
-        if not isinstance(self.bad_words_ids, (tuple, list)):
-            raise InvalidParams("bad_words_ids", self.bad_words_ids, "a list of lists of token ids")
-        for ids in self.bad_words_ids:
-            if not isinstance(ids, (tuple, list)) or not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
-                allowed = f"words of 1 to {MAX_BAD_WORD_TOKENS} tokens each"
-                raise InvalidParams("bad_words", ids, allowed)
-            for token in ids:
-                _check_token("bad_words_ids", token, vocab_size)
-        if len(self.bad_words_ids) > MAX_BAD_WORDS:
-            allowed = (
-                f"at most {MAX_BAD_WORDS}; a word counts once for each way in which it is written in tokens"
-            )
-            raise InvalidParams(
-                "bad_words", f"{len(self.bad_words_ids)} sequences of several tokens", allowed
-            )
-        allowed_ids, banned = self.allowed, self.banned
-        if banned is _NO_TOKENS and allowed_ids is None:
-            return
-        if banned:
-            _check_token("bad_words_ids", banned.highest, vocab_size)
-        if allowed_ids is None:
-            if vocab_size is not None and len(banned) >= vocab_size:
-                raise InvalidParams(
-                    "bad_words", f"all {vocab_size} tokens", "words that leave a token to sample"
-                )
-            return
-        _check_token("allowed_token_ids", allowed_ids.highest, vocab_size)
-        if not allowed_ids.without(banned):
-            raise InvalidParams(
-                "allowed_token_ids", allowed_ids, "at least one token that bad_words does not ban"
-            )
+    def _validate_tokens(self, vocab_size: int) -> None:
+        named = [("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)]
+        named += [("bad_words_ids", ids) for ids in self.bad_words_ids]
+        highest = [(field, max(ids)) for field, ids in named if ids]
+        allowed, banned = self.allowed, self.banned
+        has_bans = banned is not _NO_TOKENS
+        if has_bans:
+            highest.append(("bad_words_ids", banned.highest))
+        if allowed is not None:
+            highest.append(("allowed_token_ids", allowed.highest))
+        for field, token in highest:
+            if token >= vocab_size:
+                raise InvalidParams(field, token, f"token ids from 0 to {vocab_size - 1}")
+        if allowed is None and has_bans and len(banned) >= vocab_size:
+            words = "words that leave a token to sample"
+            raise InvalidParams("bad_words", f"all {vocab_size} tokens", words)
+        if allowed is not None and not allowed.without(banned):
+            left = "at least one token that bad_words does not ban"
+            raise InvalidParams("allowed_token_ids", allowed, left)
 
     def _make_token_sets(self) -> None:
         """Turns lists of token ids into sets, in which a decoded object has them. Raises InvalidParams."""
@@ -308,46 +307,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.ignore_eos:
             raise InvalidParams("ignore_eos", True, "false with a grammar, which says where the text ends")
 
-    def _validate_stops(self, vocab_size: int | None) -> None:
-        if not isinstance(self.stop, (str, tuple, list)) or len(self.stops) > MAX_STOPS:
-            raise InvalidParams("stop", self.stop, f"a string, or at most {MAX_STOPS} of them")
-        for stop in self.stops:
-            if type(stop) is not str or not 1 <= len(stop) <= MAX_STOP_CHARS:
-                raise InvalidParams("stop", stop, f"strings of 1 to {MAX_STOP_CHARS} characters")
-        tokens = self.stop_token_ids
-        if not isinstance(tokens, (tuple, list)) or len(tokens) > MAX_STOP_TOKEN_IDS:
-            raise InvalidParams(
-                "stop_token_ids", tokens, f"a tuple of at most {MAX_STOP_TOKEN_IDS} token ids"
-            )
-        for token in tokens:
-            _check_token("stop_token_ids", token, vocab_size)
-
 
 def check_ranges(params: Any, *names: str) -> None:
     """Raises InvalidParams for the first of these fields, by default of all with a range, whose value is no
     number or outside the range."""
-    fields = declared(params.__class__)
+    fields, defaults = declared(params.__class__), _defaults(params.__class__)
     for name in names or fields:
         allowed, value = fields[name], getattr(params, name)
-        if allowed.meta is not None:
+        if allowed.meta is not None and value is not defaults[name]:
             try:  # as `Allowed.takes`, written out: each request passes here, and its way is short
                 msgspec.convert(value, allowed.hint)
             except msgspec.ValidationError:
                 raise InvalidParams(name, value, allowed.words) from None
 
 
-# Types are compared exactly: a bool is not a count, and other numeric types cannot be sent to another process.
-# Only comparisons are used, so that NaN and integers too large for a float are out of range and raise no error.
-
-
-def _check_int(field: str, value: object, low: int, high: int, allowed: str = "") -> None:
-    if type(value) is not int or not low <= value <= high:
-        raise InvalidParams(field, value, allowed or f"an integer from {low} to {high}")
-
-
-def _check_real(field: str, value: object, low: float, high: float, allowed: str = "") -> None:
-    if type(value) not in (int, float) or not low <= value <= high:  # type: ignore[operator]
-        raise InvalidParams(field, value, allowed or f"a number from {low} to {high}")
+@functools.cache
+def _defaults(owner: type) -> dict[str, Any]:
+    return {field.name: field.default for field in msgspec.structs.fields(owner)}
 
 
 def _token_set(field: str, token_ids: object) -> TokenSet:
@@ -355,11 +331,6 @@ def _token_set(field: str, token_ids: object) -> TokenSet:
         raise InvalidParams(field, token_ids, "a list of token ids")
     if not set(map(type, token_ids)) <= {int}:
         raise InvalidParams(field, token_ids, "integers")
-    for token in (min(token_ids), max(token_ids)) if token_ids else ():  # before they become int64
-        _check_int(field, token, 0, MAX_TOKEN_ID, f"token ids from 0 to {MAX_TOKEN_ID}")
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= MAX_TOKEN_ID:  # before they become int64
+        raise InvalidParams(field, token_ids, f"token ids from 0 to {MAX_TOKEN_ID}")
     return TokenSet.of(token_ids)
-
-
-def _check_token(field: str, token: object, vocab_size: int | None) -> None:
-    high = MAX_COUNT if vocab_size is None else vocab_size - 1
-    _check_int(field, token, 0, high, f"token ids from 0 to {high}")

@@ -43,52 +43,31 @@ def say(console: Console, line: str) -> None:
     console.print(Text(line, style="dim"), soft_wrap=True)
 
 
-class OrderedAnswers:
-    """Writes answers that grow at the same time to `out`, one after the other.
+class Answers:
+    """Writes answers to `out`: a single one as it grows, and several at the end, in order.
 
-    The text of the first unfinished answer is written at once; that of later answers is kept for their turn.
     `headings`: one per answer, or a single empty one, which is left out.
     """
 
     def __init__(self, out: TextIO, headings: Sequence[str]) -> None:
         self._out = out
         self._headings = headings
-        self._waiting = [""] * len(headings)
-        self._ended = [False] * len(headings)
-        self._live = 0
-        self._last_char = ""  # of the live answer; empty until its text begins
+        self._texts = [""] * len(headings)
 
-    def add(self, answer_idx: int, text: str, ended: bool) -> None:
-        """Adds text to an answer. `ended`: the answer has no further text."""
-        self._waiting[answer_idx] += text
-        self._ended[answer_idx] |= ended
-        while self._live < len(self._headings):
-            self._write_live()
-            if not self._ended[self._live]:
-                break
-            self._end_line()
-            self._live += 1
-        self._out.flush()
-
-    def interrupt(self) -> None:
-        """Ends the output before the answers are complete, at the beginning of a line."""
-        if self._last_char:
-            self._end_line()
-        self._out.flush()
-
-    def _write_live(self) -> None:
-        text, self._waiting[self._live] = self._waiting[self._live], ""
-        if not self._last_char:
-            heading = self._headings[self._live]
-            text = f"{'' if self._live == 0 else chr(10)}{heading}\n\n{text}" if heading else text
-        if text:
-            self._last_char = text[-1]  # set first, since Ctrl-C may interrupt the write itself
+    def add(self, answer_idx: int, text: str) -> None:
+        """Adds text to an answer."""
+        self._texts[answer_idx] += text  # first, since Ctrl-C may interrupt the write itself
+        if self._headings == [""]:
             self._out.write(text)
+            self._out.flush()
 
-    def _end_line(self) -> None:
-        if self._last_char != "\n":
-            self._out.write("\n")
-        self._last_char = ""
+    def end(self) -> None:
+        """Writes what is not written, each answer up to the beginning of a line."""
+        for number, (heading, text) in enumerate(zip(self._headings, self._texts, strict=True)):
+            if heading:
+                self._out.write(f"{chr(10) if number else ''}{heading}\n\n{text}")
+            self._out.write("" if text.endswith("\n") else "\n")
+        self._out.flush()
 
 
 def headings(prompts: Sequence[str], num_answers: int) -> list[str]:

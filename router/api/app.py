@@ -19,11 +19,9 @@ from lightkv.router.api.http.guard import (
     CONTEXT_EXCEEDED,
     OPEN_PATHS,
     REQUEST_ID_HEADER,
-    DefectAnswer,
     Guard,
     RequestObserver,
     RequestTaker,
-    defect_response,
     error_response,
     is_json,
     not_json,
@@ -78,7 +76,6 @@ def create_app(
         metrics_keys=_keys(settings.metrics_keys, settings.metrics_key_file),
         settings=settings,
     )
-    app.add_middleware(DefectAnswer)
     if settings.allowed_origins:
         exposed = [REQUEST_ID_HEADER, "Retry-After"]
         methods = ["GET", "POST"]
@@ -170,5 +167,5 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
-    """Answers where a middleware failed; `DefectAnswer` has answered where anything else did."""
-    return defect_response({REQUEST_ID_HEADER: request.state.record.id})
+    headers = {REQUEST_ID_HEADER: request.state.record.id}
+    return error_response(500, "the service failed on this request; its log has the reason", headers=headers)

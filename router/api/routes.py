@@ -46,7 +46,6 @@ def routes_of(backend: Backend, settings: ApiSettings, grammars: GrammarChecker)
     reset_errors = (*document.WITHOUT_BODY, *document.ASKS_WORKER)
     complete = Completions(desk, prompts).complete
     respond = Responses(chats).respond
-    info = [Route("GET", "/tokenizer_info", tokens.tokenizer_info)]
     release, one_model = "/v1/sessions/{session_id:path}/release", "/v1/models/{model:path}"
     return [
         Route("POST", "/v1/completions", complete, generates, headers),
@@ -57,7 +56,6 @@ def routes_of(backend: Backend, settings: ApiSettings, grammars: GrammarChecker)
         Route("GET", one_model, service.one_model, document.NAMES_MODEL, model),
         Route("POST", "/tokenize", tokens.tokenize, converts),
         Route("POST", "/detokenize", tokens.detokenize, converts),
-        *(info if settings.enable_tokenizer_info else []),
         Route("GET", "/health", service.health, special=document.UNREADY),
         Route("GET", "/ready", service.ready, special=document.UNREADY),
         Route("GET", "/metrics", service.metrics),

@@ -21,7 +21,7 @@ from lightkv.router.config import EngineConfig, InvalidConfig
 from lightkv.router.peer_names import unknown_option
 from lightkv.router.sampling_params import InvalidParams, SamplingParams
 from lightkv.router.simulate.config import InvalidSimulation
-from lightkv.router.terminal import OrderedAnswers, headings, progress, say, usage
+from lightkv.router.terminal import Answers, headings, progress, say, usage
 
 from .chat import add_chat_command
 from .monitor import add_monitor_commands
@@ -165,20 +165,19 @@ def generate(
 
         llm = LLM(config, report)
 
-    answers = OrderedAnswers(sys.stdout, headings(texts, params.n))
+    answers = Answers(sys.stdout, headings(texts, params.n))
     num_new = num_cut = 0
     started = time.perf_counter()
     try:
         for chunk in llm.stream(inputs, params):
             num_new += len(chunk.token_ids)
             num_cut += chunk.finish_reason == "length"
-            answers.add(
-                chunk.prompt_idx * params.n + chunk.index, chunk.text, chunk.finish_reason is not None
-            )
+            answers.add(chunk.prompt_idx * params.n + chunk.index, chunk.text)
     except KeyboardInterrupt:
-        answers.interrupt()
         say(notes, "interrupted")
         raise
+    finally:
+        answers.end()
     stats = llm.stats()
     line = usage(stats.prompt_tokens, stats.hit_tokens, num_new, time.perf_counter() - started)
     cut = f"; {num_cut} of {len(texts) * params.n} cut off at --max-tokens {params.max_tokens}"

@@ -2,7 +2,6 @@
 
 import difflib
 import tomllib
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,6 @@ import typer
 
 from lightkv.router.config import Allowed, EngineConfig, InvalidConfig, ServiceConfig, declared, flag
 from lightkv.router.peer_names import unknown_option
-
-_WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a text in quotes"}
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
@@ -25,11 +22,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:  # both TOMLDecodeError and UnicodeDecodeError are ValueErrors
         raise InvalidConfig(f"--config {path} cannot be read ({error}); give a file in TOML") from error
     allowed = declared(EngineConfig) | declared(ServiceConfig)
-    names = {}
-    for field in (*fields(EngineConfig), *fields(ServiceConfig)):
-        for option in (flag(field.name), field.metadata.get("also")):
-            if option is not None:
-                names[option.removeprefix("--")] = field.name
+    names = {flag(name).removeprefix("--"): name for name in allowed}
     settings: dict[str, Any] = {}
     for given, value in found.items():
         option = given.replace("_", "-")
@@ -46,14 +39,12 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 def _checked(path: Path, given: str, allowed: Allowed, value: Any) -> Any:
     """Returns the value if the option takes it. Raises InvalidConfig."""
-    if allowed.kinds == (tuple[str, ...],):
-        values = [value] if isinstance(value, str) else value
-        if isinstance(values, list) and all(isinstance(one, str) for one in values):
-            return values
-        raise InvalidConfig(f"--config {path}: {given} is {value!r}; give a list of texts in quotes")
-    if not allowed.has_type(value):
-        raise InvalidConfig(f"--config {path}: {given} is {value!r}; give {_WANTED[allowed.kinds[0]]}")
-    return value
+    taken = value
+    if allowed.kinds == (tuple[str, ...],) and isinstance(value, str | list):
+        taken = (value,) if isinstance(value, str) else tuple(value)
+    if not allowed.takes(taken):
+        raise InvalidConfig(f"--config {path}: {given} is {value!r}; give {allowed.words}")
+    return taken
 
 
 def set_defaults(context: typer.Context, path: str | None) -> str | None:

@@ -57,14 +57,12 @@ def examples(*lines: str) -> str:
     return "\n\n".join(("[bold]Examples[/]", *lines))
 
 
-def _option(
-    name: str, kind: Any, default: Any, text: str, panel: str, also: str | None = None
-) -> inspect.Parameter:
-    """Returns a command's parameter that typer reads as the option `--name`, and `also` as another name."""
+def _option(name: str, kind: Any, default: Any, text: str, panel: str) -> inspect.Parameter:
+    """Returns a command's parameter that typer reads as the option `--name`."""
     names = flag(name)
     if kind is bool and default:
         names += f"/--no-{names[2:]}"
-    option = typer.Option(names, *((also,) if also else ()), help=escape(text), rich_help_panel=panel)
+    option = typer.Option(names, help=escape(text), rich_help_panel=panel)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
     )
@@ -74,7 +72,7 @@ def _with_range(text: str, owner: type, name: str) -> str:
     """Returns the help of an option, and the range that its field declares. Typer's own `min` and `max` are
     part of a range, and 0 is not part of most ranges of seconds."""
     meta = declared(owner)[name].meta
-    return text if meta is None else f"{text} [{bounds(meta)}]"
+    return f"{text} [{said}]" if meta is not None and (said := bounds(meta)) else text
 
 
 def _config_options(
@@ -86,9 +84,8 @@ def _config_options(
         kind, default = kinds[field.name], field.default
         if kind == tuple[str, ...]:  # an option that may be given several times
             kind, default = list[str], None
-        also = field.metadata.get("also")
         text = _with_range(field.metadata["help"], config, field.name)
-        options.append(_option(field.name, kind, default, text, panel, also))
+        options.append(_option(field.name, kind, default, text, panel))
     return options
 
 

@@ -25,7 +25,7 @@ from lightkv.router.simulate.config import SimulationConfig
 from lightkv.router.terminal import say
 
 from .options import examples, takes_simulations
-from .output_file import UnwritableFile, check_writable, write_whole
+from .output_file import UnwritableFile, check_writable
 
 if TYPE_CHECKING:
     from lightkv.router.simulate.result import SimulationResult
@@ -105,11 +105,11 @@ def simulate(
         with _bar(notes, num_requests(trace, configs[0])) as progress:
             results = sweep(trace, configs, seeds, progress)
         if out is not None:
-            write_whole(out, encode_all(results))
+            out.write_bytes(encode_all(results))
         if report is not None:
             _write_report(report, results)
         if series is not None:
-            write_whole(series, series_csv(results).encode())
+            series.write_bytes(series_csv(results).encode())
     except OSError as error:
         say(notes, f"lightkv: {error.filename}: {error.strerror}")
         raise typer.Exit(2) from None
@@ -172,7 +172,7 @@ def _load(path: Path) -> "list[SimulationResult]":
 def _write_report(path: Path, results: "Sequence[SimulationResult]") -> None:
     from lightkv.router.simulate.report.page import render
 
-    write_whole(path, render(results).encode())
+    path.write_bytes(render(results).encode())
 
 
 # The columns of a comparison: heading, field of `Figures`, factor, format.

@@ -98,13 +98,6 @@ class LogitEdits:
         words = _MAX_WORDS * (4 * (_TAIL + 1) + 8) + 4 * _TAIL
         return 4 * vocab_size + 8 * MAX_LOGIT_BIAS + words
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of device memory that the buffers hold."""
-        counts_and_bias = self._counts.nbytes + self._bias.nbytes + self._bias_ids.nbytes
-        words = self._word_starts.nbytes + self._word_ends.nbytes + self._banned_until.nbytes
-        return counts_and_bias + words + self._tails.nbytes
-
     def set_rows(
         self,
         rows: Tensor,

@@ -117,12 +117,6 @@ class Sampler:
             self._lines = lines.view(num_rows, -1).clone()
         self._logit_edits: LogitEdits | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of device memory that the buffers use now."""
-        edits = self._logit_edits.num_bytes if self._logit_edits else 0
-        return self.next_token.nbytes + self._lines.nbytes + edits
-
     @staticmethod
     def bytes_for(num_rows: int, vocab_size: int) -> int:
         """Returns the bytes of device memory that such a sampler uses once `enable_logit_edits` has run."""

@@ -50,13 +50,14 @@ def convert(source: Path, target: Path, report: Report) -> Path:
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
             report(f"converted {source.name} in {time.perf_counter() - started:.1f} s")
-    except OSError as error:
-        remedy = "free 600 MB there, or set XDG_CACHE_HOME to a directory that can be written"
-        raise UnreadableWeights(target, f"cannot be written ({error})", remedy) from error
     except UnreadableWeights:  # the source cannot be read
         raise
-    # The reader does not check the numbers in the file, so a damaged file can raise any error.
+    # The reader does not check the numbers in the file, so a damaged file can raise any error. Of the libraries
+    # that write, safetensors and tokenizers raise errors of their own types.
     except Exception as error:
+        if isinstance(error, OSError) or "(os error" in str(error):
+            remedy = "free 600 MB there, or set XDG_CACHE_HOME to a directory that can be written"
+            raise UnreadableWeights(target, f"cannot be written ({error})", remedy) from error
         reason = f"is not the GGUF expected ({one_line(error)})"
         raise UnreadableWeights(source, reason, DEFAULT_MODEL_REMEDY) from error
     return target

@@ -4,10 +4,6 @@ Only the llama layout of GGUF with SmolLM's tokenizer is supported.
 """
 
 import json
-import os
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +26,6 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _OTHER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # in the messages of Rust's libraries
 _CONTROL_TOKEN = 3  # tokenizer.ggml.token_type of special tokens
 
 
@@ -41,8 +36,8 @@ def write_llama(source: Path, directory: Path) -> None:
     minimum) and Q8_0 (float16 scale · 8 bits). transformers reads GGUF too, but needs torch and 20 s, and
     drops the "smollm" pre-tokenizer's rule that each digit is a token of its own.
 
-    Raises UnreadableWeights if `source` cannot be read, OSError if `directory` cannot be written, and other
-    errors if the file is not a GGUF, or not of this kind.
+    Raises UnreadableWeights if `source` cannot be read, OSError or a library's error if `directory` cannot be
+    written, and other errors if the file is not a GGUF, or not of this kind.
     """
     try:
         reader = GGUFReader(source)
@@ -63,8 +58,7 @@ def write_llama(source: Path, directory: Path) -> None:
         weight = dequantize(tensor.data, tensor.tensor_type)
         name, weight = _llama_weight(tensor.name, weight, num_heads, num_kv_heads)
         tensors[name] = np.ascontiguousarray(weight, dtype=np.float32)
-    with _write_errors():
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
     tokens = value("tokenizer.ggml.tokens")
     ids = {
@@ -114,24 +108,7 @@ def write_llama(source: Path, directory: Path) -> None:
     token_types = value("tokenizer.ggml.token_type")
     special = [token for token, kind in zip(tokens, token_types, strict=True) if kind == _CONTROL_TOKEN]
     tokenizer = _smollm_tokenizer(tokens, value("tokenizer.ggml.merges"), special)
-    with _write_errors():
-        tokenizer.save(str(directory / "tokenizer.json"))
-
-
-@contextmanager
-def _write_errors() -> Iterator[None]:
-    """Raises OSError if safetensors or tokenizers fail to write, for example on a full disk.
-
-    Both libraries raise errors of their own types then, with the operating system's error number in the text.
-    Errors without such a number have other causes, and pass unchanged.
-    """
-    try:
-        yield
-    except Exception as error:
-        if (found := _SYSTEM_ERROR.search(str(error))) is None:
-            raise
-        number = int(found[1])
-        raise OSError(number, os.strerror(number)) from error
+    tokenizer.save(str(directory / "tokenizer.json"))
 
 
 def _llama_weight(name: str, weight: np.ndarray, num_heads: int, num_kv_heads: int) -> tuple[str, np.ndarray]:

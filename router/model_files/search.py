@@ -4,6 +4,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
@@ -129,20 +130,17 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
 
     HTTP timeouts do not cover the time that a name server takes to answer; this one does.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
+    future: Future[T] = Future()
 
     def target() -> None:
         try:
-            results.append(call())
+            future.set_result(call())
         except BaseException as error:
-            errors.append(error)
+            future.set_exception(error)
 
     thread = threading.Thread(target=target, daemon=True)
     thread.start()
     thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
+    if not future.done():
         raise TimeoutError(f"no answer within {seconds:.0f} s")
-    return results[0]
+    return future.result()

@@ -36,7 +36,6 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     write_seconds: the time in which a client has to take some bytes of an answer that waits for it.
     hosts: the values of the header Host that requests may have; None allows all.
     uses_recommended: whether a request that does not say is sampled as the model's generation_config.json says.
-    compact_json: whether JSON has no whitespace between its parts, unless a request says.
     configuration: what /server_info shows of the service's settings, without secrets.
     """
 
@@ -52,7 +51,6 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_header_bytes: int = 64 * 2**10
     max_answers: int = 256
     allow_priority: bool = False
-    trust_request_chat_template: bool = False
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     session_ttl: float = 600.0
@@ -69,8 +67,6 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     otlp_endpoint: str | None = None
     default_max_tokens: int | None = None
     uses_recommended: bool = True
-    compact_json: bool = False
-    enable_tokenizer_info: bool = False
     configuration: dict[str, Any] = {}
 
 
@@ -108,7 +104,6 @@ def api_settings(engine: EngineConfig, service: ServiceConfig, is_local: bool) -
         hosts=host_rule(service, is_local),
         allowed_origins=list(service.allowed_origins),
         uses_recommended=service.sampling_defaults == "model",
-        compact_json=service.json_whitespace == "compact",
         configuration=shown(engine, service),
         **{name: getattr(service, name) for name in same},
     )

@@ -170,22 +170,16 @@ def _bind(service: ServiceConfig) -> socket.socket:
     try:
         if service.uds is not None:
             return _bind_unix(Path(service.uds))
-        family, kind, protocol, _, address = socket.getaddrinfo(
+        family, _, _, _, address = socket.getaddrinfo(
             service.host, service.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(_BACKLOG)
-        except BaseException:
-            listener.close()
-            raise
-        return listener
+        is_ipv6 = family == socket.AF_INET6  # whose :: takes IPv4, too
+        return socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=is_ipv6)
     except OSError as error:
         where = f"{service.host} port {service.port}" if service.uds is None else service.uds
+        reason = str(error.strerror or error).partition(" (while")[0]  # which names the address again
         raise CannotServe(
-            f"cannot listen on {where} ({error.strerror or error}); stop the process that does, or give "
+            f"cannot listen on {where} ({reason}); stop the process that does, or give "
             "another --port, --host or --uds"
         ) from error
 

@@ -63,9 +63,6 @@ class LogStream(io.TextIOBase):
     def isatty(self) -> bool:
         return self.stream.isatty()
 
-    def writable(self) -> bool:
-        return True
-
     def write(self, text: str) -> int:
         """Queues the whole lines of `text`, and keeps the rest for the next call. Returns its length."""
         with self._changed:

@@ -27,36 +27,19 @@ from lightkv.router.engine.step import RunnerInfo, StepResult, TokenEvent
 from lightkv.router.sampling_params import InvalidParams
 from lightkv.router.service.grammars.held_requests import HeldRequests
 from lightkv.router.service.ranks.worker_group import Worker
-from lightkv.router.service.wire.submitted import (
+
+from . import messages
+from .child_process import collect_seldom, freeze_objects
+from .log_stream import MinuteLog, num_dropped_lines
+from .messages import Accepted, FrameStream, Load, Refused, State, Status, Submit, ToRouter, is_own
+from .restarts import Restarts
+from .submitted import (
     MAX_KEPT_BYTES,
     MAX_UNREAD_BYTES,
     NoRoom,
     SubmittedRequests,
     requests_of,
 )
-
-from .child_process import collect_seldom, freeze_objects
-from .log_stream import MinuteLog, num_dropped_lines
-from .messages import (
-    Abort,
-    Accepted,
-    AskMap,
-    BadFrame,
-    CacheReset,
-    Events,
-    FrameStream,
-    Load,
-    Mapped,
-    Refused,
-    ReleaseSession,
-    ResetCache,
-    State,
-    Status,
-    Submit,
-    ToRouter,
-    is_own,
-)
-from .restarts import Restarts
 from .worker_client import WorkerDied, WorkerFailed
 
 if TYPE_CHECKING:  # its package is an extra's
@@ -239,9 +222,9 @@ class Router:
         except WorkerFailed as error:
             if error.fatal:
                 raise
-            self._send_map(Mapped(None, str(error)))
+            self._send_map(messages.Mapped(None, str(error)))
         else:
-            self._send_map(Mapped(msgspec.structs.replace(found, owners=holders)))
+            self._send_map(messages.Mapped(msgspec.structs.replace(found, owners=holders)))
 
     async def _idle(self, worker: Worker, engine: Engine) -> None:
         """Waits for a request, for the end, or for the worker's death. Recounts everything once, after
@@ -290,15 +273,15 @@ class Router:
                     await asyncio.sleep(0)
                 if isinstance(message, Submit):
                     client.send(self._submit(client, message))
-                elif isinstance(message, AskMap):
+                elif isinstance(message, messages.AskMap):
                     self._ask_map(client)
-                elif isinstance(message, ReleaseSession):
+                elif isinstance(message, messages.ReleaseSession):
                     self._release_session(client, message.session)
-                elif isinstance(message, ResetCache):
+                elif isinstance(message, messages.ResetCache):
                     client.send(self._reset_cache())
                 else:
                     self._abort(message)
-        except BadFrame:
+        except messages.BadFrame:
             pass  # the client is disconnected
         finally:
             for session in list(self._clients[client]):
@@ -306,7 +289,7 @@ class Router:
             del self._clients[client]
             self._map_askers = [asker for asker in self._map_askers if asker is not client]
             for request_id in self._submitted.ids(client):
-                self._abort(Abort(request_id))
+                self._abort(messages.Abort(request_id))
             client.close()
 
     def _submit(self, client: FrameStream[ToRouter], message: Submit) -> Accepted | Refused:
@@ -350,7 +333,7 @@ class Router:
         self._wake.set()
         return Accepted(name)
 
-    def _abort(self, message: Abort) -> None:
+    def _abort(self, message: messages.Abort) -> None:
         if self._submitted.forget(message.request_id) and self._engine is not None:
             self._engine.abort(message.request_id, message.reason)
             self._held.end(message.request_id)
@@ -362,21 +345,21 @@ class Router:
 
     def _ask_map(self, client: FrameStream[ToRouter]) -> None:
         if self._engine is None:
-            client.send(Mapped(None, f"{self._state}: {self._detail}"))
+            client.send(messages.Mapped(None, f"{self._state}: {self._detail}"))
         else:
             self._map_askers.append(client)
             self._wake.set()
 
-    def _reset_cache(self) -> CacheReset:
+    def _reset_cache(self) -> messages.CacheReset:
         if self._engine is None:
-            return CacheReset(None, f"{self._state}: {self._detail}")
+            return messages.CacheReset(None, f"{self._state}: {self._detail}")
         num_tokens = self._engine.evict_cached()
         self._is_checked = False
         self._wake.set()
         self._broadcast()  # /load shows it when the answer comes
-        return CacheReset(num_tokens)
+        return messages.CacheReset(num_tokens)
 
-    def _send_map(self, answer: Mapped) -> None:
+    def _send_map(self, answer: messages.Mapped) -> None:
         """Answers all clients that asked for the map."""
         askers, self._map_askers = self._map_askers, []
         for client in askers:
@@ -388,9 +371,9 @@ class Router:
         for client in self._submitted.send(events):
             text = f"its API process has left {client.num_unread} of {MAX_KEPT_BYTES} bytes unread"
             names = self._submitted.ids(client)
-            client.send(Events([TokenEvent(name, None, "lost", error=text) for name in names]))
+            client.send(messages.Events([TokenEvent(name, None, "lost", error=text) for name in names]))
             for name in names:
-                self._abort(Abort(name))
+                self._abort(messages.Abort(name))
         for event in events:
             if event.finish_reason is not None:
                 self._held.end(event.request_id, is_spoilt=event.finish_reason == "invalid")
@@ -482,7 +465,7 @@ class Router:
             self._kv_events.follow(None)
         self._change_state(state, detail)
         self._end_all("lost", error)
-        self._send_map(Mapped(None, error))
+        self._send_map(messages.Mapped(None, error))
 
 
 def _ledger_of(engine: Engine) -> TokenLedger:

@@ -7,38 +7,19 @@ slowest one are ended. So have the requests that the router has not read: furthe
 
 import asyncio
 import time
-from collections import deque
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from lightkv.errors import LightKVError
 from lightkv.router.engine.step import PoolMap, RunnerInfo, TokenEvent
 
-from .messages import (
-    MAX_FRAME_BYTES,
-    Abort,
-    Accepted,
-    AskMap,
-    BadFrame,
-    CacheReset,
-    Events,
-    FrameStream,
-    Load,
-    Mapped,
-    Refused,
-    ReleaseSession,
-    ResetCache,
-    Status,
-    Submit,
-    ToApi,
-    is_own,
-)
+from . import messages
+from .messages import MAX_FRAME_BYTES, FrameStream, Load, Status, Submit, ToApi, is_own
 
 MAP_SECONDS = 0.25  # a map this young is returned again, so that frequent calls do not slow the steps down
 MAX_STEP_AGE = 30.0  # seconds without a completed step while work waits, until the service is unhealthy
-MAX_RESETS = 64  # calls that wait for the cache to be reset
 MAX_STATUS_AGE = 5.0  # seconds without a status of the router, which reports four times a second
 MAX_UNANSWERED_BYTES = MAX_FRAME_BYTES  # of requests that the router has neither accepted nor refused
 MAX_EVENT_BYTES = 64 * 2**20  # of events that no consumer has taken
@@ -117,9 +98,10 @@ class RouterClient:
         self.num_event_bytes = 0
         self._frames = stream
         self._status_time = time.monotonic()
-        self._map: asyncio.Future[Mapped] | None = None  # the last map that was asked for
+        self._map: messages.Mapped | None = None  # the latest
         self._map_time = 0.0  # when that map arrived
-        self._resets: deque[asyncio.Future[CacheReset]] = deque()  # those without an answer, in order
+        # The questions without an answer, by the message that asks.
+        self._asked: dict[type[msgspec.Struct], asyncio.Future[Any]] = {}
         self._unanswered: dict[str, int] = {}  # bytes of each submission, by its first request
         self._num_unanswered_bytes = 0
         self._streams: set[AnswerStream] = set()  # that are not closed
@@ -200,34 +182,35 @@ class RouterClient:
 
     async def pool_map(self) -> PoolMap:
         """Returns what every slot is used for, at most MAP_SECONDS old. Raises RequestRefused."""
-        self.ready_info()
-        if self._map is None or (self._map.done() and time.monotonic() - self._map_time > MAP_SECONDS):
-            self._map = asyncio.get_running_loop().create_future()
-            self._frames.send(AskMap())
-        mapped = await asyncio.shield(self._map)
-        if mapped.pool is None:
-            raise RequestRefused("unavailable", mapped.error)
-        return mapped.pool
+        if self._map is None or time.monotonic() - self._map_time > MAP_SECONDS:
+            self._map = await self._ask(messages.AskMap())
+            self._map_time = time.monotonic()
+        if self._map.pool is None:
+            raise RequestRefused("unavailable", self._map.error)
+        return self._map.pool
 
     async def reset_cache(self) -> int:
         """Evicts every cached token that no running request holds. Returns their number. Raises
         RequestRefused."""
-        self.ready_info()
-        if len(self._resets) >= MAX_RESETS:
-            text = f"{len(self._resets)} calls wait for the cache to be reset, and no more may; try again"
-            raise RequestRefused("unavailable", text)
-        answer: asyncio.Future[CacheReset] = asyncio.get_running_loop().create_future()
-        self._resets.append(answer)
-        self._frames.send(ResetCache())
-        reset = await asyncio.shield(answer)
+        reset = await self._ask(messages.ResetCache())
         if reset.num_tokens is None:
             raise RequestRefused("unavailable", reset.error)
-        return reset.num_tokens
+        return int(reset.num_tokens)
+
+    async def _ask(self, question: messages.AskMap | messages.ResetCache) -> Any:
+        """Returns the router's answer, which all calls get that wait for it. Raises RequestRefused unless the
+        service is ready."""
+        self.ready_info()
+        kind = type(question)
+        if kind not in self._asked:
+            self._asked[kind] = asyncio.get_running_loop().create_future()
+            self._frames.send(question)
+        return await asyncio.shield(self._asked[kind])
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """Ends a request early; it gets no further events. Does nothing if the request has ended."""
         if self._answers.pop(request_id, None) is not None and self.status.state != "dead":
-            self._frames.send(Abort(request_id, reason))
+            self._frames.send(messages.Abort(request_id, reason))
 
     def forget(self, answers: "AnswerStream") -> None:
         """Forgets a stream that is closed."""
@@ -236,7 +219,7 @@ class RouterClient:
     def release_session(self, session: str) -> None:
         """Ends a session that requests have named: its tokens are protected no more."""
         if self.status.state != "dead":
-            self._frames.send(ReleaseSession(session))
+            self._frames.send(messages.ReleaseSession(session))
 
     async def closed(self) -> None:
         """Returns once the stream has ended, because the router ended or `close` was called."""
@@ -252,7 +235,7 @@ class RouterClient:
         try:
             while (message := await self._frames.receive()) is not None:
                 self._take(message)
-        except BadFrame as error:
+        except messages.BadFrame as error:
             detail = f"the router sent {error}"
         finally:
             self._frames.close()
@@ -260,13 +243,12 @@ class RouterClient:
             for request_id, answers in self._answers.items():
                 answers.push(TokenEvent(request_id, None, "lost", error=detail))
             self._answers.clear()
-            self._take_map(Mapped(None, detail))
-            while self._resets:
-                self._resets.popleft().set_result(CacheReset(None, detail))
+            self._note_reply(messages.AskMap, messages.Mapped(None, detail))
+            self._note_reply(messages.ResetCache, messages.CacheReset(None, detail))
 
     def _take(self, message: ToApi) -> None:
         match message:
-            case Events(events):
+            case messages.Events(events):
                 for event in events:
                     answers = self._answers.get(event.request_id)
                     if answers is None:  # the request was aborted in the meantime
@@ -276,20 +258,20 @@ class RouterClient:
                     answers.push(event)
                 if self.num_event_bytes > MAX_EVENT_BYTES:
                     max(self._streams, key=lambda one: one.num_bytes).give_up()
-            case Accepted(request_id):
+            case messages.Accepted(request_id):
                 self._note_answer(request_id)
                 if request_id in self._answers:
                     self._answers[request_id].accept()
-            case Refused(request_id, kind, text):
+            case messages.Refused(request_id, kind, text):
                 self._note_answer(request_id)
                 answers = self._answers.get(request_id)
                 if answers is not None:
                     for refused in answers.refuse(RequestRefused(kind, text)):
                         self._answers.pop(refused, None)
-            case Mapped():
-                self._take_map(message)
-            case CacheReset():
-                self._resets.popleft().set_result(message)
+            case messages.Mapped():
+                self._note_reply(messages.AskMap, message)
+            case messages.CacheReset():
+                self._note_reply(messages.ResetCache, message)
             case Status():
                 self.status = message
                 self._status_time = time.monotonic()
@@ -300,10 +282,11 @@ class RouterClient:
         """Notes that the router has read a submission."""
         self._num_unanswered_bytes -= self._unanswered.pop(request_id, 0)
 
-    def _take_map(self, mapped: Mapped) -> None:
-        if self._map is not None and not self._map.done():
-            self._map.set_result(mapped)
-            self._map_time = time.monotonic()
+    def _note_reply(self, kind: type[msgspec.Struct], reply: messages.Mapped | messages.CacheReset) -> None:
+        """Passes a reply on to those who wait for it."""
+        waiting = self._asked.pop(kind, None)
+        if waiting is not None:
+            waiting.set_result(reply)
 
 
 class AnswerStream:

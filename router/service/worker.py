@@ -26,7 +26,6 @@ from lightkv.errors import LightKVError
 from lightkv.holdings import Holdings
 from lightkv.router.engine.step import ExpectedMemory, PoolMap, RunnerInfo, StepPlan, StepResult
 from lightkv.router.service.grammars.server import GrammarServer
-from lightkv.router.service.wire.plan_message import PlanMessage
 
 from .child_process import end_with_parent, freeze_objects, ignore_signals
 from .log_stream import drain_log, write_in_background
@@ -182,8 +181,8 @@ class Worker(rpyc.Service):
         return self._answer(_START, request, self._start)
 
     def exposed_step(self, request: bytes) -> bytes:
-        """`PlanMessage` → the `StepResult` of the plan before it; None for the first plan and after a flush."""
-        return self._answer(_PLAN, request, lambda sent: self._started()[1].step(sent.whole()))
+        """`StepPlan` → the `StepResult` of the plan before it; None for the first plan and after a flush."""
+        return self._answer(_PLAN, request, lambda plan: self._started()[1].step(plan))
 
     def exposed_flush(self) -> bytes:
         """→ the `StepResult` of the last plan; None if it was returned already."""
@@ -297,7 +296,7 @@ def failure(error: Exception, fatal: bool, step: int | None = None) -> WorkerErr
 
 
 _START = msgspec.msgpack.Decoder(WorkerStart)
-_PLAN = msgspec.msgpack.Decoder(PlanMessage)
+_PLAN = msgspec.msgpack.Decoder(StepPlan)
 _CHECK = msgspec.msgpack.Decoder(tuple[bytes, ExpectedMemory])
 _MAP = msgspec.msgpack.Decoder(tuple[bytes, Holdings])
 _NOTHING = msgspec.msgpack.Decoder(None)

@@ -25,7 +25,6 @@ from lightkv.holdings import Holdings
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.grammars.grammar_desk import Compile, Compiled, Forget
 from lightkv.router.engine.step import Captured, ExpectedMemory, PoolMap, RunnerInfo, StepPlan, StepResult
-from lightkv.router.service.wire.plan_message import PlanMessage
 
 from .call_watch import COMPILE_SECONDS, CPU_STEP_SECONDS, GPU_STEP_SECONDS, CallWatch
 from .child_process import command, how_ended
@@ -176,7 +175,7 @@ class WorkerClient:
 
         A WorkerFailed is about the plan before it, too (its `step`); the given plan is in flight all the same.
         """
-        return await self._call("step", _STEP, PlanMessage.of(plan))
+        return await self._call("step", _STEP, plan)
 
     async def flush(self) -> StepResult | None:
         """Returns the result of the last plan, or None if that was returned already."""

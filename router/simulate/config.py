@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from lightkv.errors import LightKVError
 from lightkv.layer_groups import FULL, ONE_GROUP, LayerGroups, Lifetime
-from lightkv.router.config import ADMISSIONS, MAX_SECONDS, require_ranges, setting
+from lightkv.router.config import ADMISSIONS, MAX_SECONDS, require_allowed, setting
 
 from .routing import BLOCK_TOKENS, BUSY_FACTOR, ROUTINGS
 from .trace_files import BLOCK, TIME_UNITS, Reading
@@ -158,7 +158,7 @@ class SimulationConfig:
                 f"--admission is {self.admission!r}; a contiguous allocation reserves the prompt and --max-new "
                 "at once, which is sum: leave --admission out"
             )
-        require_ranges(self, InvalidSimulation)
+        require_allowed(self, InvalidSimulation)
         if self.time_unit not in (None, *TIME_UNITS):
             raise InvalidSimulation(f"--time-unit is {self.time_unit!r}; give one of {', '.join(TIME_UNITS)}")
         if self.load is not None and self.rate is not None:

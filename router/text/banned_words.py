@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from lightkv.router.sampling_params import SamplingParams
+from lightkv.router.sampling_params import InvalidParams, SamplingParams
 
 from .tokenizer import Tokenizer
 
@@ -14,7 +14,10 @@ def with_banned_ids(params: SamplingParams, tokenizer: Tokenizer) -> SamplingPar
     InvalidParams."""
     found = [*params.bad_words_ids, *token_sequences(params.bad_words, tokenizer)]
     ids = list(dict.fromkeys(tuple(one) for one in found))
-    return replace(params, bad_words=(), bad_words_ids=ids)
+    try:
+        return replace(params, bad_words=(), bad_words_ids=ids)
+    except InvalidParams as error:  # as the request names them
+        raise InvalidParams("bad_words", error.value, error.allowed) from error
 
 
 def token_sequences(words: Sequence[str], tokenizer: Tokenizer) -> list[tuple[int, ...]]:

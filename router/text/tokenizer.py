@@ -184,8 +184,6 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        template: str | None = None,
         continues_last: bool = False,
     ) -> str:
         """Returns the text that the model's chat template makes of `messages`.
@@ -194,8 +192,6 @@ class Tokenizer:
             messages: plain data such as {"role": "user", "content": "…"}.
             add_generation_prompt: end with the words that begin an assistant's answer.
             variables: further variables of the template; they take precedence over the special tokens.
-            documents: texts that the answer may use, for templates that have a place for them.
-            template: a template in place of the model's own.
             continues_last: the text ends with the content of the last message.
             tools: the functions that the model may call, described as in OpenAI's requests.
 
@@ -203,9 +199,7 @@ class Tokenizer:
             ChatTemplateError: there is no template, it is broken, it does what its sandbox forbids, or it
                 refuses the messages.
         """
-        if template is not None:
-            compiled, takes_parts = _compiled(template)
-        elif tools and self._tool_source is not None:
+        if tools and self._tool_source is not None:
             compiled, takes_parts = self._tool_template
         else:
             compiled, takes_parts = self._template
@@ -222,10 +216,10 @@ class Tokenizer:
             text = compiled.render(
                 {
                     **self._special_tokens,
+                    "documents": None,
                     **(variables or {}),
                     "messages": messages,
                     "tools": tools,
-                    "documents": documents,
                     "add_generation_prompt": add_generation_prompt,
                 }
             )

@@ -118,8 +118,6 @@ CONTEXT = LIMITS.max_model_len
         ({"prompt": [7] * CONTEXT, "prompt_logprobs": 0}, CONTEXT),
         ({"prompt": [7] * CONTEXT, "stream": True}, CONTEXT),
         ({"prompt": [7] * CONTEXT, "max_completion_tokens": 0, "max_tokens": None}, CONTEXT),
-        ({"prompt": [7] * (2 * CONTEXT), "truncate_prompt_tokens": -1}, CONTEXT),
-        ({"prompt": [7] * (2 * CONTEXT), "truncate_prompt_tokens": CONTEXT}, CONTEXT),
         ({"prompt": [7] * (CONTEXT + 1)}, None),
         ({"prompt": " one" * (CONTEXT + 1)}, None),
         ({"prompt": [7] * CONTEXT, "max_tokens": 1}, None),
@@ -193,25 +191,6 @@ def test_the_last_message_is_continued_as_by_transformers(api: ApiUnderTest) -> 
         assert tokens == ids_of(api.router.submits[-1])
     both = {**HELLO, "continue_final_message": True, "add_generation_prompt": True}
     assert api.post(CHAT, both, 400)["error"]["param"] == "continue_final_message"
-
-
-def test_a_template_of_the_request_is_rendered_only_by_a_service_that_trusts_it(tmp_path: Path) -> None:
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content|trim }}{% endfor %}{{ x }}"
-    with service(tmp_path, trust_request_chat_template=True).running() as api:
-        body = {**HELLO, "chat_template": template, "chat_template_kwargs": {"x": "!"}, "max_tokens": 1}
-        api.post(CHAT, body)
-        assert api.tokenizer.decode(ids_of(api.router.submits[-1])) == "<user>Hello!!"
-        api.post(CHAT, {**body, "continue_final_message": True})
-        assert api.tokenizer.decode(ids_of(api.router.submits[-1])) == "<user>Hello!"
-        for broken in ("{{ messages", "{{ ''.__class__.__mro__ }}", "{{ raise_exception('no') }}"):
-            assert api.post(CHAT, {**HELLO, "chat_template": broken}, 400)["error"]["message"]
-        assert api.post(CHAT, {**HELLO, "continue_final_message": True, "chat_template": "a"}, 400)
-
-
-def test_a_template_of_the_request_is_refused_by_default(api: ApiUnderTest) -> None:
-    error = api.post(CHAT, {**HELLO, "chat_template": "a"}, 400)["error"]
-    assert error["param"] == "chat_template"
-    assert "--trust-request-chat-template" in error["message"]
 
 
 def test_a_request_is_sampled_as_the_model_recommends(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from lightkv.router.api.http.body import FREE_BYTES
 from lightkv.token_set import TokenSet
 from tests.support.api_process import start_api_process
-from tests.support.combinations import each_value
 from tests.support.fake_router import (
     CHAT,
     COMPLETIONS,
@@ -64,30 +63,6 @@ def test_bodies_of_unanswered_requests_have_a_bound(api: ApiUnderTest, stream: b
     for _ in range(4):  # the room was returned, and is returned at the end of every answer
         assert api.send("POST", CHAT, chat(700 * KIB, max_tokens=1, stream=stream))[0] == 200
     assert api.send("POST", CHAT, chat(700 * KIB, n="wrong"))[0] == 400
-    assert api.send("POST", CHAT, chat(700 * KIB, max_tokens=1))[0] == 200
-
-
-# Parsed at once, and in a thread.
-@each_value(blank=[" ", "\t", "\r\n"], num_bytes=[60 * KIB, 600 * KIB])
-def test_white_space_counts_only_until_a_body_is_parsed(
-    api: ApiUnderTest, blank: str, num_bytes: int
-) -> None:
-    api.router.hold = True
-    body = json.dumps(HELLO).replace(", ", "," + blank * (num_bytes // len(blank))).encode()
-    num_waiting = 2000 * KIB // len(body)  # more than twice the room
-    waiting = [api.connect() for _ in range(num_waiting)]
-    for num_before, connection in enumerate(waiting):
-        connection.request("POST", CHAT, body, {"Content-Type": "application/json"})
-        wait_until(lambda: len(api.router.submits) == num_before + 1)  # noqa: B023 (it is called at once)
-    kept = api.connect()
-    kept.request("POST", CHAT, chat(700 * KIB), {"Content-Type": "application/json"})
-    wait_until(lambda: len(api.router.submits) == num_waiting + 1)
-    text = chat(700 * KIB).replace(b"x", b" ")  # spaces inside of a text are kept
-    assert api.send("POST", CHAT, text)[0] == 503
-    for connection in (*waiting, kept):
-        connection.close()
-    wait_until(lambda: api.client.num_open == 0)
-    api.router.hold = False
     assert api.send("POST", CHAT, chat(700 * KIB, max_tokens=1))[0] == 200
 
 

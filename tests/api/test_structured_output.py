@@ -318,36 +318,6 @@ def test_adversarial_grammars_are_refused_and_streams_go_on(api: ApiUnderTest) -
     assert turns[0].result() < 0.2
 
 
-def test_json_is_compact_by_default_if_the_service_says_so(tmp_path: Path) -> None:
-    with service(tmp_path, compact_json=True).running() as compact:
-        for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, HELLO)):
-            for fields in (
-                {"structured_outputs": {"json": SCHEMA}},
-                {"response_format": {"type": "json_object"}},
-                {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " "}},
-                {"structured_outputs": {"regex": "a b"}},
-                {},
-            ):
-                compact.post(path, body | fields | {"max_tokens": 1})
-    found = [submit.params.grammar for submit in compact.router.submits]
-    assert found[:5] == found[5:]
-    schema, any_object, given, regex, free = found[:5]
-    assert schema is not None
-    assert any_object is not None
-    assert given is not None
-    tokenizer = LLTokenizer("byte")
-    for grammar, text, takes in (
-        (schema, '{"é":"a b"}', True),
-        (schema, '{ "é":"a"}', False),
-        (any_object, '{"a":[1,2]}', True),
-        (any_object, '{"a": 1}', False),
-        (given, '{ "é" : "a" }', True),
-    ):
-        matcher = compile_grammar(grammar, tokenizer)
-        assert matcher.consume_tokens(list(text.encode())) is takes, text
-    assert (regex, free) == (Grammar("regex", "a b"), None)
-
-
 def test_the_router_gets_the_hash_of_the_key_with_a_grammar(tmp_path: Path) -> None:
     """By it the keys take turns, from whatever address; a request without a grammar needs none."""
     keys = ["first-secret", "second-secret"]

@@ -74,6 +74,8 @@ RESPONSE: Any = {
     },
 }
 
+ROOT = Path(__file__).parents[2]
+
 
 class ChecksHere:
     """Checks grammars as the process of a service does (`test_grammar_checker.py`), but in this process, which
@@ -96,12 +98,12 @@ model_tokens = cache(ModelTokens.load)
 
 @pytest.fixture(scope="module")
 def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ApiUnderTest]]:
-    """Services by their model: one whose template has tools and reasoning, the default model with and without
-    --tool-parser, and one whose template shows neither format."""
+    """Services by their model: one whose template has tools and reasoning, the default model with its own
+    template and with deploy/chat_with_tools.jinja, and one whose template shows neither format."""
     made: dict[str, tuple[str | None, dict[str, Any]]] = {
         "qwen": (TEMPLATE, {}),
         "plain": (None, {}),
-        "given": (None, {"tool_parser": "hermes"}),
+        "given": ((ROOT / "deploy" / "chat_with_tools.jinja").read_text(encoding="utf-8"), {}),
         "unknown": ("{{ tools }}{{ messages[0].content }}", {}),
         "off": (TEMPLATE, {"tool_parser": "none", "reasoning_parser": "none"}),
         "llama": ("{{ tools }}{{ messages }}<|im_start|>", {"tool_parser": "llama3"}),
@@ -467,7 +469,7 @@ def test_an_answer_that_follows_a_grammar_is_content(qwen: ApiUnderTest) -> None
     settings = ApiSettings(model_names=[MODEL])
     dialect = ChatDialect(qwen.tokenizer, settings)
     body = ChatRequest.model_validate({"messages": HELLO, "tools": [WEATHER]})
-    chat = body.chat(settings)
+    chat = body.chat()
     required = ToolUse([Function(name="f")], is_required=True)
     ids = np.zeros(1, np.int32)
     for use in (None, body.tool_use()):
@@ -487,17 +489,19 @@ def test_unknown_parsers_are_refused() -> None:
 # Other models
 
 
-def test_a_template_without_tools_needs_the_option(services: dict[str, ApiUnderTest]) -> None:
+def test_a_template_without_tools_needs_another_one(services: dict[str, ApiUnderTest]) -> None:
     for choice in ("auto", "required", {"type": "function", "function": {"name": "weather"}}):
         body = {"messages": HELLO, "tools": [WEATHER], "tool_choice": choice}
         error = services["plain"].post(CHAT, body, 400)["error"]
         assert error["param"] == "tools"
-        assert "--tool-parser" in error["message"]
+        assert "--chat-template" in error["message"]
     error = services["unknown"].post(CHAT, {"messages": HELLO, "tools": [WEATHER]}, 400)["error"]
     assert "does not show" in error["message"]
 
 
-def test_the_option_describes_tools_in_the_system_message(services: dict[str, ApiUnderTest]) -> None:
+def test_the_template_of_deploy_describes_tools_in_the_system_message(
+    services: dict[str, ApiUnderTest],
+) -> None:
     given = services["given"]
     script(given, BOTH)
     for choice in both(given, tools=[WEATHER, CLOCK]):

@@ -251,36 +251,6 @@ def test_special_tokens_around_a_prompt(tmp_path: Path) -> None:
         assert api.post("/tokenize", {**HELLO, "add_special_tokens": True})["tokens"][:2] == [bos, bos]
 
 
-@pytest.mark.parametrize(
-    "prompt", [list(range(100, 130)), "one two three four five six"], ids=["ids", "text"]
-)
-def test_the_last_tokens_of_a_prompt_are_kept(api: ApiUnderTest, prompt: Any) -> None:
-    ids = prompt if isinstance(prompt, list) else api.tokenizer.encode(prompt).tolist()
-    for kept in (1, 4, len(ids), len(ids) + 1, LIMITS.max_model_len - 1, -1):
-        done = api.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 1, "truncate_prompt_tokens": kept})
-        wanted = ids if kept == -1 else ids[-kept:]
-        assert ids_of(api.router.submits.pop()) == wanted
-        assert done["usage"]["prompt_tokens"] == len(wanted)
-    shown = api.post(
-        COMPLETIONS, {"prompt": prompt, "max_tokens": 1, "truncate_prompt_tokens": 2, "echo": True}
-    )
-    assert shown["choices"][0]["text"] == api.tokenizer.decode(ids[-2:]) + " one"
-    for kept in (0, -2, LIMITS.max_model_len + 1):
-        error = api.post(COMPLETIONS, {"prompt": prompt, "truncate_prompt_tokens": kept}, 400)["error"]
-        assert error["param"] == "truncate_prompt_tokens"
-
-
-def test_a_prompt_can_be_cut_to_the_room_that_max_tokens_leaves(api: ApiUnderTest) -> None:
-    room = LIMITS.max_model_len
-    long = {"prompt": [5] * 3000, "max_tokens": 24, "truncate_prompt_tokens": -1}
-    assert api.post(COMPLETIONS, long)["usage"]["prompt_tokens"] == room - 24
-    chat = {"messages": [{"role": "user", "content": "a " * 3000}], "truncate_prompt_tokens": -1}
-    assert api.post(CHAT, chat | {"max_tokens": 24})["usage"]["prompt_tokens"] == room - 24
-    usage = api.post(CHAT, chat)["usage"]
-    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (room - 1, 1)
-    assert api.post(COMPLETIONS, long | {"truncate_prompt_tokens": room}, 400)["error"]["param"] is None
-
-
 def test_the_chat_template_gets_its_variables(tmp_path: Path) -> None:
     under_test = service(tmp_path)
     under_test.tokenizer._template_source = (
@@ -402,19 +372,6 @@ def test_a_limit_of_minus_one_is_none(api: ApiUnderTest, field: str) -> None:
     assert api.post(CHAT, HELLO | {field: -2}, 400)["error"]["param"] == "max_tokens"
 
 
-def test_the_first_tokens_of_a_prompt_can_be_kept(api: ApiUnderTest) -> None:
-    ids = list(range(100, 130))
-    for side, wanted in (("right", ids[:4]), ("left", ids[-4:])):
-        asked = {"prompt": ids, "max_tokens": 1, "truncate_prompt_tokens": 4, "truncation_side": side}
-        api.post(COMPLETIONS, asked)
-        assert ids_of(api.router.submits.pop()) == wanted
-    asked = {"truncate_prompt_tokens": 4, "truncation_side": "right", "max_tokens": 1}
-    whole = api.post("/tokenize", HELLO)["tokens"]
-    api.post(CHAT, HELLO | asked)
-    assert ids_of(api.router.submits.pop()) == whole[:4]
-    assert api.post(CHAT, HELLO | {"truncation_side": "up"}, 400)["error"]["param"] == "truncation_side"
-
-
 def test_documents_and_reasoning_reach_a_template_that_has_a_place_for_them(tmp_path: Path) -> None:
     under_test = service(tmp_path)
     under_test.tokenizer._template_source = (
@@ -430,19 +387,10 @@ def test_documents_and_reasoning_reach_a_template_that_has_a_place_for_them(tmp_
             assert api.tokenizer.decode(ids, skip_special_tokens=False) == text
             return text
 
-        assert rendered(documents=[]) == "None|||Hi"
-        assert rendered(documents=[{"text": "a"}]) == "[{'text': 'a'}]|||Hi"
+        assert rendered() == "None|||Hi"
+        documents = {"documents": [{"text": "a"}]}
+        assert rendered(chat_template_kwargs=documents) == "[{'text': 'a'}]|||Hi"
         assert rendered(chat_template_kwargs={"enable_thinking": False}) == "None|False||Hi"
         assert rendered(reasoning_effort="low") == "None||low|Hi"
-        for field, fields in (
-            ("reasoning_effort", {"reasoning_effort": "endless"}),
-            ("documents", {"documents": ["a"]}),
-        ):
-            assert api.post(CHAT, HELLO | fields, 400)["error"]["param"] == field, fields
-
-
-def test_a_template_without_a_place_refuses_documents(api: ApiUnderTest) -> None:
-    for path in (CHAT, "/tokenize"):
-        error = api.post(path, HELLO | {"documents": [{"text": "a"}]}, 400)["error"]
-        assert error["param"] == "documents"
-    assert not api.router.submits
+        error = api.post(CHAT, HELLO | {"reasoning_effort": "endless"}, 400)["error"]
+        assert error["param"] == "reasoning_effort"

@@ -138,7 +138,7 @@ def test_help_has_examples(command: str) -> None:
         (["--top-p", "2", "hi"], "top_p is 2"),
         (["--max-tokens", "0", "hi"], "max_tokens is 0"),
         (["--n", "0", "hi"], "n is 0"),
-        (["--stop", "", "hi"], "stop is ''"),
+        (["--stop", "", "hi"], "stop is ['']"),
         (["--dtype", "int3", "hi"], "--dtype is 'int3'"),
         (["--device", "tpu", "hi"], "--device is 'tpu'"),
         (["--attention-backend", "magic", "hi"], "give one of torch, triton"),

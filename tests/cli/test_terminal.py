@@ -5,50 +5,37 @@ import io
 import pytest
 from rich.console import Console
 
-from lightkv.router.terminal import OrderedAnswers, headings, progress, usage
+from lightkv.router.terminal import Answers, headings, progress, usage
 
 
 def test_a_single_answer_is_written_as_it_comes_and_ends_its_line() -> None:
     out = io.StringIO()
-    answers = OrderedAnswers(out, headings(["Hi?"], 1))
-    answers.add(0, "Hel", False)
+    answers = Answers(out, headings(["Hi?"], 1))
+    answers.add(0, "Hel")
     assert out.getvalue() == "Hel"
-    answers.add(0, "lo", False)
-    answers.add(0, "", True)
+    answers.add(0, "lo")
+    answers.end()
     assert out.getvalue() == "Hello\n"
 
 
-def test_a_newline_at_the_end_of_an_answer_is_not_doubled() -> None:
+@pytest.mark.parametrize(("text", "expected"), [("", "\n"), ("half", "half\n"), ("line\n", "line\n")])
+def test_the_end_of_a_line_is_not_doubled(text: str, expected: str) -> None:
     out = io.StringIO()
-    OrderedAnswers(out, [""]).add(0, "Hello\n", True)
-    assert out.getvalue() == "Hello\n"
-
-
-def test_answers_are_written_in_order_however_they_grow() -> None:
-    out = io.StringIO()
-    answers = OrderedAnswers(out, ["## a", "## b", "## c"])
-    answers.add(2, "three", True)
-    answers.add(1, "tw", False)
-    assert out.getvalue() == "## a\n\n"  # the others are not written before their turn
-    answers.add(0, "one", True)
-    assert out.getvalue() == "## a\n\none\n\n## b\n\ntw"
-    answers.add(1, "o", True)
-    assert out.getvalue() == "## a\n\none\n\n## b\n\ntwo\n\n## c\n\nthree\n"
-
-
-def test_an_empty_answer_still_ends_its_line() -> None:
-    out = io.StringIO()
-    OrderedAnswers(out, [""]).add(0, "", True)
-    assert out.getvalue() == "\n"
-
-
-@pytest.mark.parametrize(("text", "expected"), [("", ""), ("half", "half\n"), ("line\n", "line\n")])
-def test_an_interruption_ends_the_line(text: str, expected: str) -> None:
-    out = io.StringIO()
-    answers = OrderedAnswers(out, [""])
-    answers.add(0, text, False)
-    answers.interrupt()
+    answers = Answers(out, [""])
+    answers.add(0, text)
+    answers.end()
     assert out.getvalue() == expected
+
+
+def test_several_answers_are_written_in_order_however_they_grow() -> None:
+    out = io.StringIO()
+    answers = Answers(out, ["## a", "## b", "## c"])
+    answers.add(2, "three")
+    answers.add(1, "tw")
+    answers.add(0, "one\n")
+    answers.add(1, "o")
+    answers.end()
+    assert out.getvalue() == "## a\n\none\n\n## b\n\ntwo\n\n## c\n\nthree\n"
 
 
 def test_headings_name_the_prompt_and_number_its_answers() -> None:

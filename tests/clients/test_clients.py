@@ -62,7 +62,9 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
                     model = save_tiny_model(directory / name)
                 else:
                     model = resolve(EngineConfig.model, print)
-                options = ["--served-model-name", name, "--tool-parser", "hermes", "--report-cached-tokens"]
+                options = ["--served-model-name", name, "--report-cached-tokens"]
+                if name != "bytes":  # whose own template takes tools
+                    options += ["--chat-template", str(HERE.parents[1] / "deploy" / "chat_with_tools.jinja")]
                 started[name] = Served(model, directory / f"{name}.log", *options, api_key=API_KEY)
                 stack.callback(started[name].close)
                 started[name].wait_ready()

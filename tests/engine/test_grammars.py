@@ -383,13 +383,10 @@ def test_answers_leave_no_grammar_held(llm: LLM) -> None:
     llm.generate(["Once"] * 4, [SamplingParams(grammar=one, n=2, max_tokens=5) for one in GRAMMARS])
     next(llm.stream("Once", SamplingParams(grammar=GRAMMARS[0], max_tokens=5)))  # and is dropped
     llm.stream("Once", SamplingParams(grammar=GRAMMARS[1], max_tokens=5))  # never begins
-    desk = llm._grammars._desk
-    desk.check()
-    assert not desk._by_name
+    assert not llm._grammars._compiled
     with pytest.raises(InvalidParams):
         llm.generate(
             ["Once"] * 2, [SamplingParams(grammar=one) for one in (GRAMMARS[2], Grammar("regex", "(a"))]
         )
-    desk.check()
-    assert not desk._by_name
+    assert not llm._grammars._compiled
     assert_idle(llm.engine)

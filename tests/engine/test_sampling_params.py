@@ -31,7 +31,7 @@ REFUSED: list[tuple[str, Any]] = [
     *[("frequency_penalty", v) for v in (-2.01, 2.01, NAN, INF)],
     *[("logit_bias", v) for v in ({-1: 1.0}, {"1": 1.0}, {True: 1.0}, {2**31: 1.0}, [(1, 1.0)])],
     ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0)),
-    *[("logit_bias[7]", {7: v}) for v in (-100.5, 100.5, NAN, INF, None)],
+    *[("logit_bias", {7: v}) for v in (-100.5, 100.5, NAN, INF, None)],
     *[("logprobs", v) for v in (-1, 21, 5.0, True)],
     *[("seed", v) for v in (2**63, -(2**63) - 1, 1.0, False)],
     *[("n", v) for v in (0, 129, 1.0, True)],

@@ -138,7 +138,7 @@ def test_a_pointer_of_git_lfs(directory: Path, name: str) -> None:
 def test_a_truncated_shard(directory: Path) -> None:
     second = shard(directory)[1]
     second.write_bytes(second.read_bytes()[:-100])
-    with pytest.raises(UnreadableWeights, match=rf"{second.name}: has \d+ bytes and should have \d+"):
+    with pytest.raises(UnreadableWeights, match=rf"{second.name}: is not a whole safetensors file"):
         load(directory)
 
 

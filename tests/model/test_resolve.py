@@ -15,7 +15,6 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightkv.router.model.loader import load_model
@@ -343,15 +342,6 @@ def test_source_that_cannot_be_read(
     with pytest.raises(UnreadableWeights, match=rf"{source}: cannot be read \(.*\); pip install"):
         resolve(DEFAULT_MODEL, lines.append)
     assert [path for path in cache.iterdir() if path.is_dir()] == []
-
-
-def test_only_errors_of_the_operating_system_become_oserrors(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="No such file or directory"), convert_gguf._write_errors():
-        convert_gguf.save_file({}, tmp_path / "none" / "x")
-    with pytest.raises(OSError, match="No such file or directory"), convert_gguf._write_errors():
-        Tokenizer(models.BPE()).save(str(tmp_path / "none" / "x"))
-    with pytest.raises(ValueError, match="a mistake"), convert_gguf._write_errors():
-        raise ValueError("a mistake")
 
 
 def test_cache_that_cannot_be_written(cache: Path, gguf: list[Path], lines: list[str]) -> None:

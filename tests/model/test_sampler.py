@@ -328,7 +328,7 @@ def test_a_row_is_refused_before_anything_changes(device: torch.device) -> None:
             sampler.set_rows([good, bad], prompts)
         assert isinstance(caught.value, InvalidParams) == bool(bad.params.logit_bias)
         assert torch.equal(sampler._lines, lines)
-        assert sampler.num_bytes < Sampler.bytes_for(sampler.num_rows, VOCAB_SIZE)
+        assert sampler._logit_edits is None
 
 
 def test_shapes_that_disagree_are_refused(device: torch.device) -> None:
@@ -348,13 +348,17 @@ def test_sampling_edited_without_its_buffers_is_refused(kind: SamplerKind, devic
         draw(sampler, make_logits(1, 0), [1], [0], kind)
 
 
+def num_bytes(owner: object) -> int:
+    return sum(one.nbytes for one in vars(owner).values() if isinstance(one, torch.Tensor))
+
+
 def test_bytes_for_equals_the_size_of_the_buffers(device: torch.device) -> None:
     sampler = make_sampler(device, SamplingParams())
-    announced, lean = Sampler.bytes_for(4, VOCAB_SIZE), sampler.num_bytes
+    announced, lean = Sampler.bytes_for(4, VOCAB_SIZE), num_bytes(sampler)
     assert lean == 4 * (8 + 48)
     sampler.enable_logit_edits()
     edits, words = 4 * VOCAB_SIZE + 512 * 8, 288 * (4 * 16 + 8) + 4 * 15
-    assert sampler.num_bytes == announced == lean + 4 * (edits + words)
+    assert num_bytes(sampler) + num_bytes(sampler._logit_edits) == announced == lean + 4 * (edits + words)
 
 
 def test_check_finds_damaged_state(device: torch.device) -> None:

@@ -254,12 +254,12 @@ def test_tied_weights_are_not_missing(tmp_path: Path, lines: list[str]) -> None:
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda data: data[:-1], r"has \d+ bytes and should have \d+"),
-        (lambda data: data + b"x", r"has \d+ bytes and should have \d+"),
-        (lambda data: data[:100], "cut off within its header"),
-        (lambda data: b"", "cut off within its header"),
-        (lambda data: bytes(len(data)), "not a safetensors file"),
-        (lambda data: data[:8] + b"[" + data[9:], "not a safetensors file"),
+        (lambda data: data[:-1], "not a whole safetensors file .*file not fully covered"),
+        (lambda data: data + b"x", "not a whole safetensors file .*file not fully covered"),
+        (lambda data: data[:100], "not a whole safetensors file"),
+        (lambda data: b"", "not a whole safetensors file"),
+        (lambda data: bytes(len(data)), "not a whole safetensors file"),
+        (lambda data: data[:8] + b"[" + data[9:], "not a whole safetensors file"),
         (lambda data: b"version https://git-lfs.github.com/spec/v1\n", "Git-LFS pointer"),
     ],
     ids=["a-byte-short", "a-byte-long", "no-tensors", "empty", "zeros", "broken-header", "lfs-pointer"],

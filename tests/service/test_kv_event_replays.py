@@ -1,8 +1,13 @@
-"""Replays: consumers that ask for more than they read, that have gone, and what the ring lacks."""
+"""Replays: consumers that ask for more than they read, that have gone, and so many at a time."""
+
+from types import SimpleNamespace
 
 import zmq
 
-from lightkv.router.service.kv_events.replay import END, MAX_TAKEN, Replays, Ring
+from lightkv.router.service.kv_events.change_queue import ChangeQueue
+from lightkv.router.service.kv_events.events import AllBlocksCleared
+from lightkv.router.service.kv_events.publisher import END, _Worker
+from lightkv.router.service.kv_events.sockets import MAX_TAKEN
 
 
 class FullSocket:
@@ -33,56 +38,31 @@ def numbers(full: FullSocket, client: bytes) -> list[int]:
     return [int.from_bytes(number, "big", signed=True) for name, number in full.sent if name == client]
 
 
-def answer(replays: Replays) -> None:
-    for request in replays.receive():
-        replays.answer(*request)
+def worker_of(full: FullSocket, num_batches: int) -> _Worker:
+    sockets = SimpleNamespace(replay=full, pub=SimpleNamespace(send_multipart=lambda frames: None))
+    worker = _Worker(sockets, ChangeQueue(), 100)  # type: ignore[arg-type]
+    for _ in range(num_batches):
+        worker._publish([AllBlocksCleared()])
+    return worker
+
+
+def answer(worker: _Worker) -> None:
+    for request in worker._requests():
+        worker._answer(*request)
 
 
 def test_each_consumer_gets_what_it_takes() -> None:
-    ring = Ring()
-    for _ in range(5):
-        ring.add(b"payload")
     full = FullSocket([b"a", b"b", b"c"], room=6)
     full.room[b"b"] = 2
     full.gone.add(b"c")
-    replays = Replays(full, b"", ring, lambda most: [])  # type: ignore[arg-type]
-    answer(replays)
+    answer(worker_of(full, 5))
     assert numbers(full, b"a") == [0, 1, 2, 3, 4, -1]
     assert numbers(full, b"b") == [0, 1]
     assert numbers(full, b"c") == []
 
 
 def test_so_many_are_answered_before_changes_are_published() -> None:
-    ring = Ring()
     full = FullSocket([b"a"] * (MAX_TAKEN + 1), room=1000)
-    replays = Replays(full, b"", ring, lambda most: [])  # type: ignore[arg-type]
-    answer(replays)
+    answer(worker_of(full, 0))
     assert full.sent == [(b"a", END)] * MAX_TAKEN
     assert len(full.requests) == 1
-
-
-def test_everything_is_made_once_as_long_as_the_ring_goes_on_from_it() -> None:
-    ring = Ring(max_batches=4)
-    for _ in range(6):
-        ring.add(b"old")
-    asked: list[int] = []
-
-    def everything(most: int) -> list[bytes]:
-        asked.append(most)
-        return [b"all", b"of it"]
-
-    full = FullSocket([b"a", b"b"], room=100)
-    replays = Replays(full, b"", ring, everything)  # type: ignore[arg-type]
-    answer(replays)
-    assert numbers(full, b"a") == numbers(full, b"b") == [4, 5, -1]
-    for _ in range(4):
-        ring.add(b"new")
-    full.requests.append([b"a", b"", bytes(8)])
-    answer(replays)
-    assert asked == [6]
-    assert numbers(full, b"a")[3:] == [4, 5, 6, 7, 8, 9, -1]
-    ring.add(b"newer")
-    full.requests.append([b"b", b"", bytes(8)])
-    answer(replays)
-    assert asked == [6, 11]
-    assert numbers(full, b"b")[3:] == [9, 10, -1]

@@ -18,9 +18,9 @@ from lightkv.router import LLM
 from lightkv.router.cli.app import app
 from lightkv.router.config import EngineConfig, InvalidConfig
 from lightkv.router.engine.step import TokenEvent
+from lightkv.router.service.kv_events import publisher as publisher_module
 from lightkv.router.service.kv_events.change_queue import ChangeQueue
 from lightkv.router.service.kv_events.publisher import KVEventPublisher
-from lightkv.router.service.kv_events.replay import Ring
 from lightkv.router.service.kv_events.sockets import CannotPublish, check_endpoint
 from lightkv.router.service.messages import Accepted
 from tests.support.kv_event_cache import ANYWHERE, cache, free_address, publish_until_heard, publishing
@@ -155,20 +155,11 @@ def test_an_overflow_drops_all_that_was_queued() -> None:
     queue.close()
 
 
-def test_the_ring_is_bounded_in_batches_and_in_bytes() -> None:
-    ring = Ring(max_batches=5, max_bytes=1000)
-    for number in range(20):
-        assert ring.add(b"x" * 10) == number
-    assert (ring.begin, ring.end) == (15, 20)
-    ring.add(b"y" * 990)
-    assert (ring.begin, ring.end) == (19, 21)
-    assert ring[20].bytes == b"y" * 990
-    ring.add(b"z" * 2000)  # one that is larger is not kept at all
-    assert (ring.begin, ring.end) == (22, 22)
-
-
-@pytest.mark.parametrize("max_kept", [1, 3, 40])
-def test_a_replay_from_before_the_ring_brings_everything(max_kept: int) -> None:
+@pytest.mark.parametrize(("max_kept", "max_bytes"), [(1, 2**20), (3, 2**20), (40, 2**20), (10_000, 30_000)])
+def test_a_replay_from_before_the_batches_that_are_kept_brings_everything(
+    monkeypatch: pytest.MonkeyPatch, max_kept: int, max_bytes: int
+) -> None:
+    monkeypatch.setattr(publisher_module, "MAX_KEPT_BYTES", max_bytes)
     life = LedgerLife(5)
     with publishing(life.ledger, max_kept=max_kept) as (publisher, consumer):
         for step in range(600):
@@ -182,26 +173,27 @@ def test_a_replay_from_before_the_ring_brings_everything(max_kept: int) -> None:
                 for _, payload in batches:
                     late.apply(payload)
                 assert late.known == consumer.blocks.known
-                assert [number for number, _ in batches] == list(
-                    range(consumer.next - len(batches), consumer.next)
-                )
+                numbers = [number for number, _ in batches]
+                assert numbers == list(range(numbers[0], numbers[0] + len(batches)))
+                assert len(batches) <= max_kept
+                assert len(batches) == 1 or sum(len(payload) for _, payload in batches) <= max_bytes
 
 
-def test_everything_fits_the_numbers_that_there_are() -> None:
+def test_everything_is_published_anew_once_as_long_as_it_is_kept() -> None:
     ledger = TokenLedger(100_000, 4, 100_000)
-    with publishing(ledger, max_kept=1) as (publisher, consumer):
+    with publishing(ledger, max_kept=20) as (publisher, consumer):
         cache(ledger, 0, 100_000)  # more than one batch takes
         publisher.send()
+        for first in range(200_000, 230_000, 1000):
+            cache(ledger, first, 64)
+            publisher.send()
+            consumer.replay()
+        first_number, last_number = (consumer.ask(bytes(8))[at][0] for at in (0, -1))
+        assert last_number > first_number + 3
+        again = consumer.ask(bytes(8))
+        assert (again[0][0], again[-1][0]) == (first_number, last_number)
         consumer.replay()
-        assert consumer.next > 3
-        whole = consumer.blocks.known
-        for start in range(consumer.next):
-            batches = consumer.ask(start.to_bytes(8, "big"))
-            assert 1 <= len(batches) <= consumer.next - start
-        anew = Blocks()
-        for _, payload in consumer.ask((consumer.next - 2).to_bytes(8, "big")):
-            anew.apply(payload)
-        assert anew.known == whole
+        assert consumer.blocks.prefixes() == blocks_of(ledger)
 
 
 # Strangers

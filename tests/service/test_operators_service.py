@@ -20,7 +20,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     (directory / "keys").write_text(f"alice {API_KEY}\n")
     (directory / "chat.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     (directory / "service.toml").write_text(
-        f'log-requests = true\ndefault-max-tokens = 5\napi-keys-file = "{directory / "keys"}"\n'
+        f'log-requests = true\ndefault-max-tokens = 5\napi-key-file = "{directory / "keys"}"\n'
         f'chat-template = "{directory / "chat.jinja"}"\n'
     )
     served = Served(model, directory / "log", "--config", str(directory / "service.toml"), api_key=API_KEY)

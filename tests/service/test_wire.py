@@ -14,7 +14,7 @@ from lightkv.ledger import TokenLedger
 from lightkv.router.engine.request import MAX_SCORES, Request, take_all
 from lightkv.router.engine.step import NewRow, PromptLogprobs, StepPlan, TokenEvent, TokenLogprobs
 from lightkv.router.sampling_params import Grammar, SamplerKind, SamplingParams
-from lightkv.router.service import loop_stream, router_client
+from lightkv.router.service import loop_stream, router_client, submitted
 from lightkv.router.service.api_settings import ApiSettings
 from lightkv.router.service.loop_stream import LoopStream
 from lightkv.router.service.messages import (
@@ -32,9 +32,7 @@ from lightkv.router.service.messages import (
     ToRouter,
 )
 from lightkv.router.service.router_client import MAX_TAKEN, AnswerStream, RequestRefused, RouterClient
-from lightkv.router.service.wire import submitted
-from lightkv.router.service.wire.plan_message import PlanMessage
-from lightkv.router.service.wire.submitted import (
+from lightkv.router.service.submitted import (
     MAX_REQUEST_BYTES,
     Client,
     NoRoom,
@@ -80,19 +78,9 @@ def plan_with(new_rows: list[NewRow]) -> StepPlan:
     return StepPlan(1, b"", [], [], [], 0, b"", [], SamplerKind.EDITED, {}, new_rows, 0)
 
 
-def test_rows_of_a_plan_share_their_parameters() -> None:
-    many = SamplingParams(allowed_token_ids=list(range(VOCABULARY)), stop=["x" * 1000] * 16)
-    other = SamplingParams(temperature=0.5, bad_words_ids=[[5], [6, 7]], logit_bias={3: 1.0})
-    plan = plan_with([NewRow(row, other if row == 7 else many, row) for row in range(1, 129)])
-    data = encode(PlanMessage.of(plan))
-    assert len(data) < VOCABULARY // 8 + 128 * 96
-    found = msgspec.msgpack.decode(data, type=PlanMessage).whole()
-    sent = {row.row: row.params for row in found.new_rows}
-    assert sent[7] == other
-    assert sent[1] == msgspec.structs.replace(many, stop=())  # texts are the API's alone
-    assert len({id(params) for params in sent.values()}) == 2
-    assert msgspec.structs.replace(found, new_rows=[]) == msgspec.structs.replace(plan, new_rows=[])
-    assert [(row.row, row.seed) for row in found.new_rows] == [(row, row) for row in range(1, 129)]
+def test_stop_strings_stay_in_the_api_process() -> None:
+    requests = requests_of(submit_of(2, stop=["x" * 1000] * 16, seed=3))
+    assert all(request.params == submit_of(1, seed=3).params for request in requests)
 
 
 def test_the_largest_plan_fits_a_message() -> None:
@@ -103,13 +91,7 @@ def test_the_largest_plan_fits_a_message() -> None:
         "logit_bias": {255_000 + i: 0.5 for i in range(512)},
     }
     rows = [NewRow(row, SamplingParams(seed=row, **largest), row) for row in range(1, 9)]
-    assert len(encode(PlanMessage.of(plan_with(rows)))) / 8 * 256 < MAX_FRAME_BYTES / 2
-
-
-def test_a_plan_that_names_missing_parameters_is_refused() -> None:
-    message = PlanMessage.of(plan_with([NewRow(1, SamplingParams(), 1)]))
-    with pytest.raises(ValueError, match=r"names parameters \[0\], and 0 came"):
-        msgspec.structs.replace(message, params=[]).whole()
+    assert len(encode(plan_with(rows))) / 8 * 256 < MAX_FRAME_BYTES / 2
 
 
 # The router's memory
@@ -417,15 +399,14 @@ def test_large_events_count_with_what_they_hold() -> None:
     assert client.num_event_bytes == answers.num_bytes
 
 
-def test_calls_that_wait_for_a_reset_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_client, "MAX_RESETS", 3)
-
+def test_calls_that_wait_for_a_reset_share_its_answer(tmp_path: Path) -> None:
     async def body(router: FakeRouter, client: RouterClient) -> None:
-        calls = [asyncio.create_task(client.reset_cache()) for _ in range(3)]
+        calls = [asyncio.create_task(client.reset_cache()) for _ in range(100)]
         await asyncio.sleep(0)
-        with pytest.raises(RequestRefused, match="no more may"):
-            await client.reset_cache()
-        assert await asyncio.gather(*calls) == [500] * 3
+        assert len(client._asked) == 1
+        calls[0].cancel()
+        assert await asyncio.gather(*calls[1:]) == [500] * 99
+        assert not client._asked
         assert await client.reset_cache() == 500
 
     over_fake_router(tmp_path, body)

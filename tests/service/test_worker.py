@@ -19,7 +19,6 @@ from lightkv.router.model.build import build_runner
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import SamplerKind
 from lightkv.router.service.messages import Done, WorkerError, WorkerStart
-from lightkv.router.service.wire.plan_message import PlanMessage
 from lightkv.router.service.worker import RPYC_CONFIG, StepPipeline, Worker, connect
 from tests.support.recorded_steps import Recording, assert_same, saved, with_unknown_token
 from tests.support.run_step import run_step
@@ -135,7 +134,7 @@ class ScriptedRunner:
 
 
 def sent(plan: StepPlan) -> bytes:
-    return msgspec.msgpack.encode(PlanMessage.of(plan))
+    return msgspec.msgpack.encode(plan)
 
 
 def bare_plan(step: int) -> StepPlan:

@@ -53,7 +53,7 @@ def test_the_example_of_the_docs_prints_what_they_say(
 @pytest.mark.parametrize("option", ["--out", "--report"])
 @pytest.mark.parametrize(
     ("place", "words"),
-    [("none/x", "No such file"), ("", "it is a directory"), ("file/x", "Not a directory")],
+    [("none/x", "No such file"), ("", "Is a directory"), ("file/x", "Not a directory")],
     ids=["no-directory", "a-directory", "under-a-file"],
 )
 def test_an_unwritable_path_is_refused_before_the_simulation(

@@ -15,7 +15,6 @@ from lightkv.router.config import EngineConfig
 from lightkv.router.engine.step import ExpectedMemory, RunnerInfo, StepPlan, StepResult
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.service.messages import Done, WorkerError, WorkerStart
-from lightkv.router.service.wire.plan_message import PlanMessage
 from lightkv.router.service.worker import Worker
 from lightkv.router.service.worker_client import WorkerFailed
 from tests.support.router_service import FakeWorker
@@ -60,7 +59,7 @@ class FamilyWorker(FakeWorker):
     async def step(self, plan: StepPlan) -> StepResult | None:
         await asyncio.sleep(self.pause)
         self._require_alive()
-        return _step(self._worker.exposed_step(_encode(PlanMessage.of(plan))))
+        return _step(self._worker.exposed_step(_encode(plan)))
 
     async def flush(self) -> StepResult | None:
         await asyncio.sleep(self.pause)

@@ -66,6 +66,7 @@ EVERYWHERE: dict[str, Any] = {
     "mm_processor_kwargs": {"a": 1},
     "media_io_kwargs": {"video": {}},
     "images_config": {"a": 1},
+    "truncate_prompt_tokens": 5,
     "kv_transfer_params": {"a": 1},
     "ec_transfer_params": {"a": 1},
     "bootstrap_host": "a",
@@ -79,6 +80,8 @@ ON_CHAT: dict[str, Any] = {
     "reasoning": {"effort": "low"},
     "echo": True,
     "suffix": "x",
+    "chat_template": "{{ messages }}",
+    "documents": [{"text": "a"}],
 }
 ON_COMPLETIONS: dict[str, Any] = {
     "top_logprobs": 2,

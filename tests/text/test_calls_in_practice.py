@@ -62,6 +62,8 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
         [("plan_next", {})],
     ),
     ("gpt_oss", f"{COMMENTARY}g.x{MESSAGE}null<|call|>", "", [G]),
+    ("hermes", f"{OPEN}{A}{CLOSE} I end it with </tool_call>.", " I end it with </tool_call>.", [F]),
+    ("hermes", f"{OPEN}{A} Done.{CLOSE} Yes.", "Done.\n Yes.", [F]),
     ("llama3", f"[{A}, {B}]", "", [F, G]),
     ("llama3", f"{A}, {B}", "", [F, G]),
     ("llama3", f"{A}\n{B}", "", [F, G]),
@@ -76,6 +78,9 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}g.x[ARGS]{}', "", [F, G]),
     ("mistral", '[TOOL_CALLS]f{"a": 1}, g.x{} and so', " and so", [F, G]),
     ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g.x[ARGS]{}', "", [F, G]),
+    ("mistral", "[TOOL_CALLS]g.x[ARGS]", "", [G]),
+    ("mistral", '[TOOL_CALLS]g.x[ARGS][TOOL_CALLS]f[ARGS]{"a": 1}', "", [G, F]),
+    ("mistral", "[TOOL_CALLS]f[ARGS] nullable", "[TOOL_CALLS]f[ARGS] nullable", []),
     ("deepseek", f'{ALL}{BEGIN}f{SEP}{{"a": 1}}{BEGIN}g.x{SEP}{{}}', "", [F, G]),
     ("deepseek", f'{BEGIN}function{SEP}f\n```json\n{{"a": 1}}\n{END}{BEGIN}g.x{SEP}{{}}', "", [F, G]),
     ("deepseek", f'{ALL}{BEGIN}f{SEP}{{"a": 1}}{END}\ng.x{SEP}{{}}{END}{ALL_END}', "", [F, G]),
@@ -108,6 +113,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("gpt_oss", ' to=f<|channel|>commentary json<|message|>{"a": 1}<|call|>', "", [F]),
     ("gpt_oss", f'<|channel|>analysis to=f{MESSAGE}{{"a": 1}}<|call|>', "", [F]),
     ("gpt_oss", f"{COMMENTARY}functions.g.x{MESSAGE}<|call|>", "", [G]),
+    ("gpt_oss", f"{TO_F}nullable<|call|>", "nullable", []),
     ("gpt_oss", f"{COMMENTARY}functions.g.x{MESSAGE}", "", [G]),
     ("gpt_oss", f'{TO_F}{{"a": 1}}{COMMENTARY}g.x{MESSAGE}{{}}', "", [F, G]),
     ("gpt_oss", f'{TO_F}{{"a": 1<|call|><|start|>assistant{COMMENTARY}g.x{MESSAGE}{{}}', "", [F, G]),
@@ -177,8 +183,6 @@ def test_a_call_without_arguments_has_an_empty_object(arguments: Any, as_text: b
     message = history.with_calls({"role": "assistant", "content": None, "tool_calls": calls}, as_text, None)
     (call,) = message["tool_calls"]
     assert call["function"]["arguments"] == ("{}" if as_text else {})
-    written = history.written_out([message], FAMILIES["hermes"].write, "")
-    assert written[0]["content"].splitlines()[1] == '{"name": "f", "arguments": {}}'
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,10 @@ from lightkv.router.text.answer_reader import joined
 from lightkv.router.text.grammars import Grammars, InvalidGrammar
 from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.router.text.tool_calls.constrained import read_calls_or_format
-from lightkv.router.text.tool_calls.families import FAMILIES, Family
+from lightkv.router.text.tool_calls.families import FAMILIES
 from lightkv.router.text.tool_calls.source import Reader
 from tests.support.grammars import compile_grammar
+from tests.support.written_calls import WRITTEN
 
 ANY = {"type": "any_text"}
 JSON = {
@@ -167,14 +168,15 @@ def test_a_format_takes_its_texts_and_no_others(
 
 
 @pytest.mark.parametrize("has_marks", [False, True], ids=["bytes", "marks"])
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_the_form_of_calls_is_that_of_the_family(family: Family, has_marks: bool) -> None:
+@pytest.mark.parametrize("name_of_family", FAMILIES)
+def test_the_form_of_calls_is_that_of_the_family(name_of_family: str, has_marks: bool) -> None:
     """The call that the family writes is of the form, and a text of the form is read as a call."""
+    family, write = FAMILIES[name_of_family], WRITTEN[name_of_family]
     tools = {"f": PARAMETERS, "g.h-2": {"type": "object"}}
     for is_parallel in (True, False):
         form = family.form(tools, is_parallel)
         for name, arguments in (("f", '{"s": "a", "n": 3}'), ("g.h-2", "{}"), ("g.h-2", '{"x": "y"}')):
-            text = family.write(name, arguments)
+            text = write(name, arguments)
             text = text.removesuffix("<|call|>")  # with which gpt-oss ends an answer
             assert accepts(form, text, has_marks), text
             reader = Reader(partial(read_calls_or_format, family=family, tools=tools))
@@ -184,8 +186,8 @@ def test_the_form_of_calls_is_that_of_the_family(family: Family, has_marks: bool
                 "",
                 [(name, json.loads(arguments))],
             )
-        assert not accepts(form, family.write("f", '{"n": 3}').removesuffix("<|call|>"), has_marks)
-        assert not accepts(form, family.write("h", "{}").removesuffix("<|call|>"), has_marks)
+        assert not accepts(form, write("f", '{"n": 3}').removesuffix("<|call|>"), has_marks)
+        assert not accepts(form, write("h", "{}").removesuffix("<|call|>"), has_marks)
         assert not accepts(form, "text", has_marks)
 
 

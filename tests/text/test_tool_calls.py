@@ -24,6 +24,7 @@ from lightkv.router.text.tool_calls.families import (
 )
 from lightkv.router.text.tool_calls.json_call import EndFinder
 from lightkv.router.text.tool_calls.source import Arguments, CallBegins, Source, Steps
+from tests.support.written_calls import WRITTEN
 
 TOOLS: dict[str, Any] = {
     "f": {"type": "object", "properties": {"a": {"type": "integer"}, "s": {"type": "string"}}},
@@ -277,7 +278,7 @@ def test_what_a_family_writes_is_read_again(
     family: str, arguments: dict[str, Any], cuts: list[int], indent: int | None
 ) -> None:
     written = json.dumps(arguments, indent=indent)
-    text = FAMILIES[family].write("get.time-2", written)
+    text = WRITTEN[family]("get.time-2", written)
     edges = [0, *sorted(cuts), len(text)]
     reasoning, content, calls = read([stage(family)], *(text[start:end] for start, end in pairwise(edges)))
     assert (reasoning, content, [name for name, _ in calls]) == ("", "", ["get.time-2"])

@@ -104,7 +104,7 @@ class Loop:
         return prompt.tolist()
 
     def prompt(self, body: ChatRequest, use: ToolUse) -> np.ndarray:
-        chat = self.dialect.prepared(body.chat(SETTINGS), use)
+        chat = self.dialect.prepared(body.chat(), use)
         text = self.tokenizer.render_chat(chat.messages, True, chat.variables, chat.tools)
         return self.tokenizer.encode(text, add_special_tokens=False)
 

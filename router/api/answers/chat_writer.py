@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import repeat
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -17,21 +17,9 @@ from lightkv.router.text.detokenizer import StopChecker
 from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.router.text.tool_calls.source import Arguments, CallBegins, Part, Reasoning
 
-from .bodies import (
-    AssistantMessage,
-    ChatBody,
-    ChatChoice,
-    ChatChunk,
-    ChatLogprobs,
-    Delta,
-    FinishReason,
-    ToolCall,
-    ToolCallDelta,
-    Usage,
-)
 from .extras import Extras, prompt_scores
 from .generation import Answer, Generation, TextDelta, usage_of
-from .pieces import Long, ScoredToken, Scores, encode, in_pieces, long_list
+from .pieces import Long, Object, ScoredToken, Scores, encode, in_pieces, long_list
 
 
 @dataclass(frozen=True)
@@ -69,8 +57,8 @@ class ChatWriter:
 
     def whole(self, generation: Generation) -> Iterator[bytes]:
         """Yields the body of an answer that is not streamed."""
-        choices: Any = Long(lambda: long_list(in_pieces(self.choice(one)) for one in generation.answers))
-        body: ChatBody = {
+        choices = Long(lambda: long_list(in_pieces(self.choice(one)) for one in generation.answers))
+        body: Object = {
             "id": self._id,
             "object": "chat.completion",
             "created": self._created,
@@ -85,24 +73,23 @@ class ChatWriter:
             body["prompt_logprobs"] = self.extras.scored_prompt(self._tokenizer, 0, scores)
         return in_pieces(body)
 
-    def choice(self, answer: Answer) -> ChatChoice:
+    def choice(self, answer: Answer) -> Object:
         """Returns a whole answer as a choice."""
         completion, reading = answer.completion, self._reading
-        reason = cast(FinishReason | None, completion.finish_reason)
-        choice: ChatChoice = {
+        choice: Object = {
             "index": answer.index,
             "message": {"role": "assistant", "content": completion.text},
             "logprobs": self.logprobs(answer.scored) if answer.has_logprobs else None,
-            "finish_reason": reason,
+            "finish_reason": completion.finish_reason,
         }
         if reading is not None:
             choice["message"] = message_of(completion.parts, reading)
-            choice["finish_reason"] = finish_reason(reason, completion.parts)
+            choice["finish_reason"] = finish_reason(completion.finish_reason, completion.parts)
         if self.extras.token_ids:
             choice["token_ids"] = list(completion.token_ids)
         return choice
 
-    def logprobs(self, scored: Scores | None) -> ChatLogprobs:
+    def logprobs(self, scored: Scores | None) -> Object:
         """Returns the log-probabilities of tokens, whose list is `Long`."""
         found = scored or Scores()
         content: Any = Long(lambda: long_list(map(self._entries, found.parts())))
@@ -110,7 +97,7 @@ class ChatWriter:
             content = msgspec.Raw(b"[%b]" % b"".join(self._entries(short)))
         return {"content": content}
 
-    def chunks(self, delta: TextDelta) -> list[ChatChunk]:
+    def chunks(self, delta: TextDelta) -> list[Object]:
         """Returns the chunks of a stream for a delta. The first chunk of each answer has its role."""
         answer, index = delta.answer, delta.answer.index
         chunks = []
@@ -123,12 +110,12 @@ class ChatWriter:
             return [*chunks, *self._divided(delta, self._reading)]
         chunk = self._chunk(index, {"content": delta.text} if delta.text or delta.scored else {})
         chunk["choices"][0]["logprobs"] = self.logprobs(delta.scored) if answer.has_logprobs else None
-        chunk["choices"][0]["finish_reason"] = cast(FinishReason | None, delta.finish_reason)
+        chunk["choices"][0]["finish_reason"] = delta.finish_reason
         if self.extras.token_ids:
             chunk["choices"][0]["token_ids"] = list(delta.token_ids)
         return [*chunks, chunk]
 
-    def _divided(self, delta: TextDelta, reading: Reading) -> list[ChatChunk]:
+    def _divided(self, delta: TextDelta, reading: Reading) -> list[Object]:
         """Returns the chunks of a delta, one for each of its parts. The first has the log-probabilities, and
         the end of an answer is a chunk of its own."""
         answer = delta.answer
@@ -147,12 +134,11 @@ class ChatWriter:
             chunks[-1]["choices"][0]["finish_reason"] = reason
         return chunks
 
-    def usage_chunk(self, usage: Usage) -> ChatChunk:
+    def usage_chunk(self, usage: Object) -> Object:
         """Returns the last chunk of a stream, which has the token counts."""
-        chunk = self._chunk(0, {})
-        return chunk | {"choices": [], "usage": usage}
+        return self._chunk(0, {}) | {"choices": [], "usage": usage}
 
-    def _chunk(self, index: int, delta: Delta) -> ChatChunk:
+    def _chunk(self, index: int, delta: Object) -> Object:
         return {
             "id": self._id,
             "object": "chat.completion.chunk",
@@ -189,10 +175,11 @@ class ChatWriter:
         return b'{"token":%b,"logprob":' % encode(text), b',"bytes":%b' % encode(list(known))
 
 
-def message_of(parts: Sequence[Part], reading: Reading) -> AssistantMessage:
-    """Returns the message of a whole answer."""
+def message_of(parts: Sequence[Part], reading: Reading) -> Object:
+    """Returns the message of a whole answer. Its content is null if there are only calls or reasoning, which
+    has two names, as on other servers."""
     reasoning, content, calls = joined(parts)
-    message: AssistantMessage = {"role": "assistant", "content": content}
+    message: Object = {"role": "assistant", "content": content}
     if not content and (calls or reasoning):
         message["content"] = None
     if reasoning and reading.includes_reasoning:
@@ -202,16 +189,16 @@ def message_of(parts: Sequence[Part], reading: Reading) -> AssistantMessage:
     return message
 
 
-def deltas_of(parts: Sequence[Part], num_calls: int, reading: Reading) -> list[Delta]:
-    """Returns the deltas of a stream for the parts of an answer. `num_calls`: how many calls it had before."""
-    deltas: list[Delta] = []
+def deltas_of(parts: Sequence[Part], num_calls: int, reading: Reading) -> list[Object]:
+    """Returns the deltas of a stream for the parts of an answer. `num_calls`: how many calls it had before. The
+    first delta of a call has its id, type and name, the others more of its arguments."""
+    deltas: list[Object] = []
     for part in parts:
         if isinstance(part, CallBegins):
             num_calls += 1
-            begun = cast(ToolCallDelta, {"index": num_calls - 1, **_call(part.name, "", reading)})
-            deltas.append({"tool_calls": [begun]})
+            deltas.append({"tool_calls": [{"index": num_calls - 1, **_call(part.name, "", reading)}]})
         elif isinstance(part, Arguments):
-            more: ToolCallDelta = {"index": num_calls - 1, "function": {"arguments": part.text}}
+            more = {"index": num_calls - 1, "function": {"arguments": part.text}}
             deltas.append({"tool_calls": [more]})
         elif not isinstance(part, Reasoning):
             deltas.append({"content": part.text})
@@ -220,15 +207,15 @@ def deltas_of(parts: Sequence[Part], num_calls: int, reading: Reading) -> list[D
     return deltas
 
 
-def _call(name: str, arguments: str, reading: Reading) -> ToolCall:
+def _call(name: str, arguments: str, reading: Reading) -> Object:
     identifier = f"call_{secrets.token_hex(12)}"
     if reading.id_length is not None:
         identifier = secrets.token_hex(reading.id_length)[: reading.id_length]
     return {"id": identifier, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def finish_reason(reason: str | None, parts: Sequence[Part]) -> FinishReason | None:
+def finish_reason(reason: str | None, parts: Sequence[Part]) -> str | None:
     """Returns why an answer ended: an answer with calls does not end by "stop". `parts`: all of the answer."""
     if reason != "stop" or not any(isinstance(part, CallBegins) for part in parts):
-        return cast(FinishReason | None, reason)
+        return reason
     return "tool_calls"

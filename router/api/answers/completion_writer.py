@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import chain, islice
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -13,10 +13,9 @@ from lightkv.router.engine.step import PromptLogprobs
 from lightkv.router.text.detokenizer import REPLACEMENT, Detokenizer, Place
 from lightkv.router.text.tokenizer import Tokenizer
 
-from .bodies import CompletionBody, CompletionChoice, CompletionLogprobs, FinishReason, Usage
 from .extras import Extras, name_by_id, prompt_scores
 from .generation import Answer, Generation, TextDelta, usage_of
-from .pieces import Long, Places, ScoredToken, Scores, encode, in_pieces, long_list
+from .pieces import Long, Object, Places, ScoredToken, Scores, encode, in_pieces, long_list
 
 
 class CompletionWriter:
@@ -47,16 +46,16 @@ class CompletionWriter:
 
         return in_pieces(self._body(Long(choices)) | {"usage": usage_of(generation)})
 
-    def chunks(self, delta: TextDelta) -> list[CompletionBody]:
+    def chunks(self, delta: TextDelta) -> list[Object]:
         """Returns the chunks of a stream for a delta."""
         scores = delta.answer.completion.prompt_logprobs if self.extras.echoes_logprobs else None
         return [self._body([self._choice(delta, scores)])]
 
-    def usage_chunk(self, usage: Usage) -> CompletionBody:
+    def usage_chunk(self, usage: Object) -> Object:
         """Returns the last chunk of a stream, which has the token counts."""
         return self._body([]) | {"usage": usage}
 
-    def _body(self, choices: Any) -> CompletionBody:
+    def _body(self, choices: Any) -> Object:
         return {
             "id": self._id,
             "object": "text_completion",
@@ -65,7 +64,7 @@ class CompletionWriter:
             "choices": choices,
         }
 
-    def _choice(self, delta: TextDelta, prompt_scores: PromptLogprobs | None) -> CompletionChoice:
+    def _choice(self, delta: TextDelta, prompt_scores: PromptLogprobs | None) -> Object:
         answer, text = delta.answer, delta.text
         opens = answer.index not in self._opened
         self._opened.add(answer.index)
@@ -75,11 +74,11 @@ class CompletionWriter:
         if answer.has_logprobs:
             of_prompt = prompt_scores if opens and self.extras.echoes_logprobs else None
             logprobs = self._logprobs(answer, delta.scored or Scores(), of_prompt)
-        choice: CompletionChoice = {
+        choice: Object = {
             "index": answer.index,
             "text": text,
             "logprobs": logprobs,
-            "finish_reason": cast(FinishReason | None, delta.finish_reason),
+            "finish_reason": delta.finish_reason,
         }
         if self.extras.token_ids:
             choice["token_ids"] = list(delta.token_ids)
@@ -91,8 +90,9 @@ class CompletionWriter:
             )
         return choice
 
-    def _logprobs(self, answer: Answer, scored: Scores, prompt: PromptLogprobs | None) -> CompletionLogprobs:
-        """Returns lists of the tokens that are scored, which are `Long`. `prompt`: stands before them."""
+    def _logprobs(self, answer: Answer, scored: Scores, prompt: PromptLogprobs | None) -> Object:
+        """Returns lists of the tokens that are scored, which are `Long`. `prompt`: stands before them, and its
+        first token has no log-probability."""
         found, first = [scored], list[ScoredToken]()
         short = found[0].short if prompt is None else None  # as in most chunks of a stream
         echoed = len(self.extras.echoed[answer.prompt_idx].text) if self.extras.echoed else 0

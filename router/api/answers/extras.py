@@ -20,7 +20,7 @@ from .pieces import Long, Scores, encode, long_ids, long_list
 MAX_ANSWER_BYTES = 256 * 2**20  # of JSON, where a log-probability and a token count with these bytes:
 SCORE_BYTES, ID_BYTES = 64, 8
 _KEPT_BYTES = 8  # of a log-probability while its answer is made and written
-_ENTRY = b'"%d":{"logprob":%b,"rank":%d,"decoded_token":%b}'  # a PromptToken, by its id
+_ENTRY = b'"%d":{"logprob":%b,"rank":%d,"decoded_token":%b}'  # a token, by its id
 
 
 class Echo(NamedTuple):
@@ -61,15 +61,15 @@ class Extras:
         return name_by_id(token_id) if self.ids_for_tokens else tokenizer.token_text(token_id, begins)
 
     def scored_prompt(self, tokenizer: Tokenizer, prompt_idx: int, found: PromptLogprobs | None) -> Any:
-        """Returns the log-probabilities of a prompt as a `Long` list of PromptTokens, whose first is null; None
-        without any."""
+        """Returns the log-probabilities of a prompt as a `Long` list of the tokens in each place, the first of
+        which is null; None without any."""
         if found is None:
             return None
         return Long(lambda: long_list(_entries(tokenizer, self.prompts[prompt_idx], found)))
 
 
 def _entries(tokenizer: Tokenizer, prompt: bytes, found: PromptLogprobs) -> Iterator[list[bytes]]:
-    """Yields the JSON of PromptTokens, several at a time."""
+    """Yields the JSON of a prompt's places, several at a time: its own token first, and then the likeliest."""
     text = cache(lambda token_id: encode(tokenizer.token_text(token_id)))
     ranks = iter(memoryview(found.ranks).cast("i"))
     yield [b"null"]

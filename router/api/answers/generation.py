@@ -23,8 +23,7 @@ from lightkv.router.text.completion import NEW_TEXT, AnswerForm, AnswerPlan, Com
 from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.router.text.tool_calls.source import Part
 
-from .bodies import Usage
-from .pieces import Scores
+from .pieces import Object, Scores
 from .sessions import OpenSessions, SessionUse
 
 Result = TypeVar("Result")
@@ -346,11 +345,12 @@ class Generation:
         raise _FAILURES[finish_reason](error)
 
 
-def usage_of(generation: Generation) -> Usage:
-    """Returns the token counts so far."""
+def usage_of(generation: Generation) -> Object:
+    """Returns the token counts so far. `interruptions`: how often answers were interrupted, if any was.
+    `max_tokens`: what the request's own was cut to, if the pool cannot hold as many."""
     prompt, completion = generation.num_prompt_tokens, generation.num_completion_tokens
     cached = generation.num_cached_tokens
-    usage: Usage = {
+    usage: Object = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,

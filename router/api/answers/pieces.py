@@ -19,6 +19,7 @@ MIN_JSON_LOGPROB = -9999.0  # written for -inf, which JSON does not have, as in 
 _AT_ONCE = 512  # log-probabilities, which are written in half a millisecond
 
 encode = msgspec.json.Encoder().encode
+Object = dict[str, Any]  # of JSON
 
 
 class Long:

@@ -11,7 +11,7 @@ from typing import Any
 
 from .chat_writer import ChatWriter
 from .generation import Generation, TextDelta, usage_of
-from .pieces import Scores, in_pieces
+from .pieces import Object, Scores, in_pieces
 
 
 class ResponseWriter:
@@ -27,7 +27,7 @@ class ResponseWriter:
 
     def whole(self, generation: Generation) -> Iterator[bytes]:
         """Returns the pieces of the body of a response that is not streamed."""
-        choice: Any = self._chat.choice(generation.answers[0])
+        choice = self._chat.choice(generation.answers[0])
         message, logprobs = choice["message"], choice["logprobs"] and choice["logprobs"]["content"]
         items = []
         if reasoning := message.get("reasoning_content"):
@@ -48,11 +48,11 @@ class ResponseWriter:
 
     def body(
         self,
-        items: list[dict[str, Any]],
+        items: list[Object],
         finish_reason: str | None,
         generation: Generation | None = None,
         error: dict[str, str] | None = None,
-    ) -> dict[str, Any]:
+    ) -> Object:
         """Returns the response with these items. `generation`: its token counts are the usage. `error`: why the
         answer failed, as a code and a message."""
         repeated = self._repeated
@@ -102,8 +102,8 @@ class ResponseEvents:
         self._writer = writer
         self._chat = chat
         self._generation = generation
-        self._items: list[dict[str, Any]] = []  # those that are complete
-        self._item: dict[str, Any] | None = None  # the one that is open
+        self._items: list[Object] = []  # those that are complete
+        self._item: Object | None = None  # the one that is open
         self._call_idx: int | None = None  # that of the open function call
         self._pieces: list[str] = []
         self._scored = Scores()
@@ -122,7 +122,7 @@ class ResponseEvents:
             return ()
         events: list[Iterable[bytes]] = []
         for chunk in self._chat.chunks(delta):
-            choice: Any = chunk["choices"][0]
+            choice = chunk["choices"][0]
             self._finish_reason = choice["finish_reason"] or self._finish_reason
             gained = choice["delta"]
             reasoning, calls = gained.get("reasoning_content"), gained.get("tool_calls") or ()
@@ -158,7 +158,7 @@ class ResponseEvents:
             opened = chain(closed, self._open(_message_item() if kind == "message" else _reasoning_item()))
         self._pieces.append(text)
         self._scored.extend(scored or Scores())
-        fields: dict[str, Any] = {**self._place(), "content_index": 0, "delta": text}
+        fields: Object = {**self._place(), "content_index": 0, "delta": text}
         if kind == "reasoning":
             return chain(opened, self._event("response.reasoning_text.delta", fields))
         fields["logprobs"] = self._chat.logprobs(scored)["content"]
@@ -179,7 +179,7 @@ class ResponseEvents:
         fields = {**self._place(), "delta": arguments}
         return chain(opened, self._event("response.function_call_arguments.delta", fields))
 
-    def _open(self, item: dict[str, Any]) -> Iterable[bytes]:
+    def _open(self, item: Object) -> Iterable[bytes]:
         self._item, self._pieces, self._scored = item, [], Scores()
         added = self._event("response.output_item.added", {"output_index": len(self._items), "item": item})
         if item["type"] == "function_call":
@@ -214,7 +214,7 @@ class ResponseEvents:
         self._item = self._call_idx = None
         return chain.from_iterable(events)
 
-    def _place(self) -> dict[str, Any]:
+    def _place(self) -> Object:
         assert self._item is not None
         return {"item_id": self._item["id"], "output_index": len(self._items)}
 
@@ -224,9 +224,7 @@ class ResponseEvents:
         return chain([b"event: %b\ndata: " % kind.encode()], in_pieces(content), [b"\n\n"])
 
 
-def finished(
-    item: dict[str, Any], text: str, logprobs: Any = None, finish_reason: str | None = None
-) -> dict[str, Any]:
+def finished(item: Object, text: str, logprobs: Any = None, finish_reason: str | None = None) -> Object:
     """Returns a complete item: `text` is its text, or a call's arguments."""
     status = "incomplete" if finish_reason == "length" else "completed"
     if item["type"] == "function_call":
@@ -234,23 +232,23 @@ def finished(
     return item | {"status": status, "content": [_part(item, text, logprobs or [])]}
 
 
-def _part(item: Mapping[str, Any], text: str, logprobs: Any) -> dict[str, Any]:
+def _part(item: Mapping[str, Any], text: str, logprobs: Any) -> Object:
     if item["type"] == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _message_item() -> dict[str, Any]:
+def _message_item() -> Object:
     name = f"msg_{secrets.token_hex(16)}"
     return {"id": name, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
 
 
-def _reasoning_item() -> dict[str, Any]:
+def _reasoning_item() -> Object:
     name = f"rs_{secrets.token_hex(16)}"
     return {"id": name, "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
 
 
-def _call_item(call_id: str, name: str) -> dict[str, Any]:
+def _call_item(call_id: str, name: str) -> Object:
     return {
         "id": f"fc_{secrets.token_hex(16)}",
         "type": "function_call",
@@ -261,7 +259,7 @@ def _call_item(call_id: str, name: str) -> dict[str, Any]:
     }
 
 
-def _usage(generation: Generation) -> dict[str, Any]:
+def _usage(generation: Generation) -> Object:
     usage = usage_of(generation)
     details = usage["prompt_tokens_details"]
     return {

@@ -1,8 +1,7 @@
 """Reads the bodies of requests within limits: bytes of one body, bytes of all bodies together, and JSON values.
 
 The bytes of all bodies are limited twice: while they arrive, and from then on until their requests are
-answered, because what a body was parsed to is kept as long. White space between values is not kept, so it
-counts only until the body is parsed.
+answered, because what a body was parsed to is kept as long.
 
 Parsing JSON holds Python's lock from the first value to the last, in whatever thread it runs. So the values
 of a long body are counted first, which is fast, and a body whose parsing would block the whole process is
@@ -121,18 +120,11 @@ class BodyRequest(Request):
         """Returns the parsed body. Raises HTTPException (413, 503), and ValueError if it is not JSON."""
         body = await self.body()
         try:
-            num_open = max(len(body) - FREE_BYTES, 0)
-            self.keep(num_open)
+            self.keep(max(len(body) - FREE_BYTES, 0))
             if len(body) <= SHORT_BODY:
-                value = parse(body)
-                num_blank = count_blank(body) if num_open else 0
-            else:
-                async with self._room.parsing:
-                    value = await asyncio.to_thread(parse, body, self._room.max_values)
-                    num_blank = await asyncio.to_thread(count_blank, body)
-            num_blank = min(num_blank, num_open)  # the first FREE_BYTES that are kept stay free
-            self._give_open(num_blank)
-            return value
+                return parse(body)
+            async with self._room.parsing:
+                return await asyncio.to_thread(parse, body, self._room.max_values)
         finally:
             body.clear()  # FastAPI would keep it until the request ends
             self.release()
@@ -151,11 +143,8 @@ class BodyRequest(Request):
     def finish(self) -> None:
         """Returns all room: the request is answered."""
         self.release()
-        self._give_open(self._num_open)
-
-    def _give_open(self, num_bytes: int) -> None:
-        self._room.open.give(self._owner, num_bytes)
-        self._num_open -= num_bytes
+        self._room.open.give(self._owner, self._num_open)
+        self._num_open = 0
 
 
 class _ClosingResponse(Response):
@@ -221,11 +210,6 @@ def _lenient(body: bytes | bytearray) -> Any:
     text = json.dumps(value, ensure_ascii=False)
     mended = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return value if mended == text else json.loads(mended)
-
-
-def count_blank(body: bytes | bytearray) -> int:
-    """Returns the bytes of white space between the values of JSON, which nothing keeps once it is parsed."""
-    return sum(structure.count(blank) for _, structure in _pieces(body) for blank in b" \t\r\n")
 
 
 def _check_values(body: bytes | bytearray, max_values: int) -> int:

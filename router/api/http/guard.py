@@ -1,6 +1,6 @@
 """What every request passes before it reaches a route: it gets an id and a record, and is refused under another
-host's name, without an API key, of a web page's form or with too large a body. A request on which the service
-itself fails is answered. Errors have OpenAI's form. The server takes requests of HTTP alone (`server.py`)."""
+host's name, without an API key, of a web page's form or with too large a body. Errors have OpenAI's form. The
+server takes requests of HTTP alone (`server.py`)."""
 
 import json
 import re
@@ -150,39 +150,6 @@ def _other_host(host: str) -> str:
         f"the Host is {host[:200]!r}, which is not a name of this service; if it is one, start the service "
         "with --allowed-hosts and this name"
     )
-
-
-class DefectAnswer:
-    """Answers 500 to a request on which `app` fails before its answer has begun, and raises the error again,
-    for the log.
-
-    The framework's own answer would be made outside all middleware, and so without the headers that let a page
-    of another origin read it.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_begun = False
-
-        async def noting_send(message: Message) -> None:
-            nonlocal has_begun
-            has_begun = True
-            await send(message)
-
-        try:
-            await self._app(scope, receive, noting_send)
-        except Exception:
-            if not has_begun:
-                await defect_response()(scope, receive, send)
-            raise
-
-
-def defect_response(headers: Mapping[str, str] | None = None) -> Response:
-    """Returns the response to a request on which the service fails."""
-    message = "the service failed on this request; its log has the reason"
-    return error_response(500, message, headers=headers)
 
 
 class ErrorDetails(TypedDict):

@@ -12,7 +12,6 @@ from starlette.responses import Response
 from lightkv.router.api.answers.chat_writer import ChatWriter
 from lightkv.router.api.answers.response_writer import ResponseWriter
 from lightkv.router.sampling_params import MAX_LOGPROBS, InvalidParams
-from lightkv.router.service.api_settings import ApiSettings
 from lightkv.router.text.completion import AnswerForm
 
 from .dialect import ChatDialect
@@ -26,7 +25,6 @@ RESERVED_VARIABLES = (
     "messages",
     "conversation",
     "tools",
-    "documents",
     "chat_template",
     "add_generation_prompt",
     "continue_final_message",
@@ -94,16 +92,6 @@ class ChatFields(ToolFields):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Further variables of the model's chat template, by name."
     )
-    chat_template: str | None = Field(
-        None,
-        description="A template in place of the model's own; needs a service started with "
-        "--trust-request-chat-template.",
-    )
-    documents: list[dict[str, Any]] | None = Field(
-        None,
-        fail_fast=True,
-        description="Texts that the answer may use, as objects, for a chat template that has a place for them.",
-    )
     continue_final_message: bool | None = Field(
         None, description="The answer continues the last message, whatever its role."
     )
@@ -121,11 +109,8 @@ class ChatFields(ToolFields):
             raise InvalidParams("continue_final_message", True, allowed)
         return False
 
-    def chat(self, settings: ApiSettings) -> Chat:
+    def chat(self) -> Chat:
         """Returns the input of the chat template, as the request says it. Raises InvalidParams."""
-        if self.chat_template is not None and not settings.trust_request_chat_template:
-            allowed = "null, or start the service with --trust-request-chat-template"
-            raise InvalidParams("chat_template", self.chat_template, allowed)
         variables = self.chat_template_kwargs or {}
         for name in RESERVED_VARIABLES:
             if name in variables:
@@ -136,8 +121,6 @@ class ChatFields(ToolFields):
             add_generation_prompt=self.begins_answer,
             add_special_tokens=self.add_special_tokens is True,
             variables=variables,
-            documents=self.documents or None,
-            template=self.chat_template,
             continues_last=self.continue_final_message is True,
             effort=self.reasoning_effort,
         )
@@ -185,12 +168,12 @@ class Chats:
             request.state.record.ignored_fields.append("reasoning_effort")
         grammar, field = accepted.grammar, accepted.spec.grammar_field
         use = body.tool_use() if body.tools or body.tool_choice else None
-        prepared = self._dialect.prepared(body.chat(self._desk.settings), use, grammar is not None)
-        prompt_ids, boundary = await self._prompts.prompt_of_chat(prepared, accepted.room)
+        prepared = self._dialect.prepared(body.chat(), use, grammar is not None)
+        prompt_ids, boundary = await self._prompts.prompt_of_chat(
+            prepared, accepted.context, self._desk.has_tails
+        )
         if grammar is not None:  # it may become a part of another one
             accepted.check_fits(prompt_ids.size)
-            if use is None:
-                grammar = self._desk.compacted(grammar, field)
             await self._desk.check_grammar(grammar, field, request)
         reading = self._dialect.reading(use, prompt_ids, grammar, body.include_reasoning is not False)
         grammar = self._dialect.grammar(use, grammar)

@@ -74,8 +74,6 @@ class CompletionRequest(GenerationRequest):
         """Raises InvalidParams if fields do not go with the prompts."""
         if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompts):
             raise InvalidParams("suffix", self.suffix, "it with prompts that are texts")
-        if self.suffix and self.truncate_prompt_tokens is not None:
-            raise InvalidParams("suffix", self.suffix, "it without truncate_prompt_tokens")
         if self.echoes_logprobs and self.stream and (self.n or 1) > 1:
             raise InvalidParams("echo", self.echo, "it without logprobs in a stream of several answers")
 
@@ -92,23 +90,23 @@ class Completions:
         body.check_prompts()
         texts = body.prompts
         accepted = self._desk.accept(body, request, body.logprobs, len(texts))
-        room = accepted.room
+        context = accepted.context
         made = []
         for prompt in texts:  # a prompt that is too long is refused before the next one is tokenised
             if body.suffix:
-                prompt_ids = await self._prompts.ids_between(str(prompt), body.suffix, room)
+                prompt_ids = await self._prompts.ids_between(str(prompt), body.suffix, context)
             elif isinstance(prompt, str):
                 prompt_ids = await self._prompts.ids_of_text(
-                    prompt, body.add_special_tokens is not False, room
+                    prompt, body.add_special_tokens is not False, context
                 )
             else:
-                prompt_ids = await self._prompts.ids_of_ids(prompt, room)
+                prompt_ids = await self._prompts.ids_of_ids(prompt, context)
             accepted.check_fits(prompt_ids.size)
             made.append(prompt_ids)
         echoed: list[Echo] = []
         if body.echo:
             for text, prompt_ids in zip(texts, made, strict=True):
-                if isinstance(text, str) and room.num_kept is None:
+                if isinstance(text, str):
                     echoed.append(Echo(text))
                 else:
                     echoed.append(Echo(await self._prompts.closed_text_of(prompt_ids), has_special=True))
@@ -118,9 +116,6 @@ class Completions:
             prompts=prompts,
             form=AnswerForm(continues=True, is_echoed=body.echo is True),
         )
-        grammar = accepted.grammar
-        if grammar is not None:
-            grammar = self._desk.compacted(grammar, spec.grammar_field)
         extras = replace(
             accepted.extras,
             echoes_logprobs=body.echoes_logprobs,
@@ -129,5 +124,5 @@ class Completions:
             num_repeats=body.n or 1,
         )
         writer = CompletionWriter(accepted.model, self._prompts.tokenizer, extras)
-        asked = replace(accepted, spec=spec, grammar=grammar, extras=extras)
+        asked = replace(accepted, spec=spec, extras=extras)
         return await self._desk.answer(asked, writer, body, request)

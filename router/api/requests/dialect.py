@@ -57,7 +57,6 @@ class ChatDialect:
         self._names = variables_of(template) | variables_of(tokenizer.template)
         self._takes_tools = "tools" in self._names
         given = settings.tool_parser
-        self._is_given = given not in (None, "none")
         self._family = FAMILIES.get(given or family_of(template) or "none")
         self._reasoning = settings.reasoning_parser or reasoning_of(tokenizer.template) or "none"
         is_family = self._family is not None and self._family.has_messages
@@ -77,15 +76,12 @@ class ChatDialect:
         `use`: the functions that may be called. `is_constrained`: a grammar says what the answer has to be, so
         it has no reasoning.
         """
-        if chat.documents and chat.template is None and "documents" not in self._names:
-            allowed = "null, and put the documents into a message: the model's chat template takes none"
-            raise InvalidParams("documents", chat.documents, allowed)
         if use is not None:
             self._check(use, is_constrained)
         is_constrained = is_constrained or _is_required(use)
         variables = self._variables(chat, self._silent(use) if is_constrained else {})
-        messages, tools = self._prepared_messages(chat.messages, use)
-        return replace(chat, messages=messages, variables=variables, tools=tools)
+        tools = None if use is None else use.described
+        return replace(chat, messages=self._written(chat.messages), variables=variables, tools=tools)
 
     def grammar(self, use: ToolUse | None, given: Grammar | None) -> Grammar | None:
         """Returns what the whole answer has to be; None leaves it free. Raises InvalidParams.
@@ -193,47 +189,37 @@ class ChatDialect:
 
         `has_format`: the request says what an answer without calls has to be.
         """
-        reason, reads_calls = "", self._response is not None and self._response.has_calls
-        if not self._takes_tools and not self._is_given:
-            reason = "the model's chat template takes no tools"
+        remedy, reads_calls = "", self._response is not None and self._response.has_calls
+        if not self._takes_tools:
+            remedy = "--chat-template: the model's own takes no tools"
         elif self._family is None and not _is_required(use) and not (reads_calls and not has_format):
-            reason = "the model's chat template does not show how it writes calls"
-        if reason:
+            remedy = "--tool-parser: the model's chat template does not show how it writes calls"
+        if remedy:
             names = ", ".join(function.name for function in use.functions)
-            raise InvalidParams("tools", names, f"none, or start the service with --tool-parser: {reason}")
+            raise InvalidParams("tools", names, f"none, or start the service with {remedy}")
 
-    def _prepared_messages(
-        self, messages: Sequence[dict[str, Any]], use: ToolUse | None
-    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """Returns messages and tools as the chat template takes them."""
+    def _written(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns messages as the chat template takes them."""
         id_length = None if self._family is None else self._family.id_length
-        written = [
+        return [
             message if message.keys() == _PLAIN else history.with_calls(message, self._wants_text, id_length)
             for message in messages
         ]
-        described = None if use is None else use.described
-        if not self._is_given or self._takes_tools or self._family is None:
-            return written, described
-        how = ""
-        if described is not None:  # it is the same for every tool_choice, so that the cached prompt is, too
-            form = self._family.write("FUNCTION", '{"PARAMETER": "VALUE"}')
-            how = history.instructions_for(described, f"To call a function, answer in this form:\n{form}")
-        return history.written_out(written, self._family.write, how), None
 
     def _calls(self, family: Family, use: ToolUse) -> Format:
         """Returns the form of an answer that is calls: that of the chat template, or else of the family. A
         named function is called once."""
-        form = family.form if self._written is None else self._written[1].form
+        form = family.form if self._texts is None else self._texts[1].form
         return form(use.callable_schemas, use.is_parallel and use.name is None)
 
     def _silent(self, use: ToolUse | None) -> dict[str, Any]:
         """Returns the variables of the template for an answer that a grammar leaves no room for reasoning."""
-        if use is not None and self._written is not None:
-            return self._written[0]
+        if use is not None and self._texts is not None:
+            return self._texts[0]
         return {} if self._switch is None else {self._switch: False}
 
     @cached_property
-    def _written(self) -> tuple[dict[str, Any], CallTexts] | None:
+    def _texts(self) -> tuple[dict[str, Any], CallTexts] | None:
         """How the chat template writes calls, and the variables with which it continues its own prompt so."""
         family = FAMILIES["gpt_oss"] if self._has_messages else self._family
         if family is None:
@@ -244,8 +230,8 @@ class ChatDialect:
         end_texts = [self._tokenizer.token_text(token_id) for token_id in self._tokenizer.eos_ids]
 
         def render(messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
-            prepared, tools = self._prepared_messages(messages, use)
-            return self._tokenizer.render_chat(prepared, add_generation_prompt, variables, tools)
+            written = self._written(messages)
+            return self._tokenizer.render_chat(written, add_generation_prompt, variables, use.described)
 
         for variables in [{}] if self._switch is None else [{self._switch: False}, {}]:
             texts = call_texts(render, end_texts, family)

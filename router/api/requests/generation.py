@@ -37,10 +37,9 @@ from lightkv.router.sampling_params import MAX_COUNT, Grammar, InvalidParams, Sa
 from lightkv.router.service.api_settings import ApiSettings
 from lightkv.token_set import TokenSet
 
-from .prompts import PromptRoom
 from .refused import HINTS, SECOND_NAMES, Unsupported, by_own_names, refuse_unsupported
 from .sharing import MAX_SESSION_ID, namespace_of, session_of
-from .structured import compact, grammar_of
+from .structured import grammar_of
 
 MAX_PRIORITY = 2**31 - 1
 # fail_fast: a list of a million wrong items is one error, not a million.
@@ -116,14 +115,6 @@ class GenerationRequest(RequestBody):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = Field(
         None, description="Leave special tokens out of the text; on by default."
-    )
-    truncate_prompt_tokens: int | None = Field(
-        None,
-        description="Keep this many of the prompt's last tokens; -1 keeps as many as max_tokens leaves room "
-        "for.",
-    )
-    truncation_side: Literal["left", "right"] | None = Field(
-        None, description="Which end of a prompt truncate_prompt_tokens cuts off; left by default."
     )
     priority: int | None = Field(
         None,
@@ -242,15 +233,15 @@ class Accepted:
 
     spec: what is generated, still without prompts; its parameters are parsed once. grammar: what the whole
     answers have to be. is_cut: the request does not say how long its answers are, so that they may have as many
-    tokens as `spec` allows and there is room for. room: of each prompt. longest: the most tokens of a prompt
-    and its answer. extras: what the answers have beside their text.
+    tokens as `spec` allows and there is room for. context: the model's, in tokens. longest: the most tokens of
+    a prompt and its answer. extras: what the answers have beside their text.
     """
 
     model: str
     spec: GenerationSpec
     grammar: Grammar | None
     is_cut: bool
-    room: PromptRoom
+    context: int
     longest: int
     extras: Extras
 
@@ -258,8 +249,8 @@ class Accepted:
         """Raises NeverFits for a prompt that is longer than the context with its answer, before it is sent to
         the router."""
         max_tokens = self.spec.shows_answer * (1 if self.is_cut else self.spec.params.max_tokens)
-        if num_prompt + max_tokens > self.room.max_model_len:
-            raise NeverFits(num_prompt, max_tokens, self.room.max_model_len)
+        if num_prompt + max_tokens > self.context:
+            raise NeverFits(num_prompt, max_tokens, self.context)
 
 
 class Desk:
@@ -298,14 +289,7 @@ class Desk:
             raise InvalidParams("n", params.n, f"1 to {settings.max_answers}")
         if (num_prompts or 1) * params.n > settings.max_queued_requests:
             raise self._over_queue(num_prompts or 1, params.n)
-        context, kept = info.limits.max_model_len, body.truncate_prompt_tokens
-        if kept is not None and kept != -1 and not 1 <= kept <= context:
-            allowed = f"-1, or 1 to {context}, the length of the context"
-            raise InvalidParams("truncate_prompt_tokens", kept, allowed)
-        if kept == -1:
-            reserved = 1 if is_cut and own is None else params.max_tokens
-            reserved = reserved if shows_answer else 0
-            kept = max(context - reserved, 1)
+        context = info.limits.max_model_len
         priority = body.priority or 0
         if priority < 0 and not settings.allow_priority:
             allowed = "0, or more for less urgency; less than 0 needs a service started with --allow-priority"
@@ -324,7 +308,7 @@ class Desk:
             ),
             grammar=grammar,
             is_cut=is_cut,
-            room=PromptRoom(context, kept, body.truncation_side == "right", not info.groups.is_uniform),
+            context=context,
             # The last token needs no slot.
             longest=min(context, (info.capacity if info.longest is None else info.longest) + 1),
             extras=Extras(
@@ -379,10 +363,6 @@ class Desk:
         checked = self._grammars.check(grammar, field, owner_of(request))
         return await unless_disconnected(request.receive, checked)
 
-    def compacted(self, grammar: Grammar, field: str) -> Grammar:
-        """Returns the grammar as the service's settings have JSON. Raises InvalidParams."""
-        return compact(grammar, field) if self.settings.compact_json else grammar
-
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:
         """The sampling parameters of a request that does not say, by name, where they are not OpenAI's."""
@@ -393,6 +373,12 @@ class Desk:
         """The context in tokens; until the model is loaded, that of its tokenizer."""
         info = self.backend.client.status.info
         return self.backend.tokenizer.max_model_len if info is None else info.limits.max_model_len
+
+    @property
+    def has_tails(self) -> bool:
+        """Whether what the model keeps of a prompt is not there at each of its tokens, so that a chat has to say
+        where it is wanted."""
+        return not self.backend.client.ready_info().groups.is_uniform
 
     def model(self, name: str | None) -> str:
         """Returns the name of the requested model, by default the first. Raises UnknownModel."""

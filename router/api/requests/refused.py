@@ -81,6 +81,7 @@ UNSUPPORTED = (
     Unsupported("task", (), "null, and put the instruction into a message"),
     Unsupported("functions", ([],), "null, and use tools on a chat"),
     Unsupported("function_call", ("none", "auto"), "null, and use tool_choice on a chat"),
+    Unsupported("truncate_prompt_tokens", (), "null, and cut the prompt: /tokenize returns its tokens"),
     # Reasoning
     *_each("thinking_token_budget thinking_budget", (), _BUDGET),
     # The choice of tokens
@@ -130,6 +131,8 @@ UNSUPPORTED_ON_CHAT = (
     Unsupported("reasoning", ({},), "null, and use reasoning_effort"),
     Unsupported("echo", (False,), "false: an answer never repeats the chat"),
     Unsupported("suffix", ("",), "none: an answer ends the chat"),
+    Unsupported("chat_template", (), "null: a template is a program; give one at start, --chat-template"),
+    Unsupported("documents", ([],), "none, and send them as documents in chat_template_kwargs"),
 )
 UNSUPPORTED_ON_COMPLETIONS = (
     Unsupported("top_logprobs", (0,), "null, and use logprobs for their number"),

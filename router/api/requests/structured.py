@@ -127,17 +127,6 @@ def _grammar(field: str, kind: str, value: Any, spaces: str | None) -> Grammar:
     return Grammar("regex" if kind == "regex" else "lark", value)
 
 
-def compact(grammar: Grammar, field: str) -> Grammar:
-    """Returns a grammar of JSON without whitespace between its parts, if it says nothing of its whitespace;
-    every other grammar as it is. Raises InvalidParams."""
-    if grammar.kind not in ("json_object", "json_schema"):
-        return grammar
-    schema = {"type": "object"} if grammar.kind == "json_object" else _loaded(field, grammar.text)
-    if isinstance(schema, dict) and "x-guidance" in schema:
-        return grammar
-    return Grammar("json_schema", _schema(field, schema, ""))
-
-
 def _check_size(field: str, text: str) -> None:
     """Raises InvalidGrammar for a text that is too long."""
     if len(text) <= MAX_GRAMMAR_BYTES // 4:  # of at most four bytes each

@@ -11,8 +11,8 @@ from lightkv.router.engine.request import InvalidPrompt
 
 from .chat import ChatFields
 from .dialect import ChatDialect
-from .generation import Desk, RequestBody, json_response
-from .prompts import PromptReader, PromptRoom
+from .generation import Desk, RequestBody
+from .prompts import PromptReader
 from .refused import CHAT, refuse_unsupported
 
 
@@ -25,7 +25,6 @@ class TokenizeRequest(ChatFields, RequestBody):
     add_special_tokens: bool | None = Field(
         None, description="On by default for a prompt, and off for a chat."
     )
-    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(RequestBody):
@@ -42,34 +41,23 @@ class Tokens:
         self._prompts = prompts
         self._dialect = dialect
 
-    async def tokenizer_info(self) -> Response:
-        """GET /tokenizer_info: return tokenizer_config.json and the chat template."""
-        return json_response(
-            self._prompts.tokenizer.settings | {"chat_template": self._prompts.tokenizer.template or None}
-        )
-
     async def tokenize(self, body: TokenizeRequest) -> Response:
         """POST /tokenize: return the tokens of a prompt or of a chat, which may have at most as many characters
         as the context could hold."""
         self._desk.model(body.model)
         refuse_unsupported(body.model_extra or {}, CHAT)
-        room = PromptRoom(self._desk.max_model_len)
+        max_model_len = self._desk.max_model_len
         if body.prompt is not None and body.messages is None:
-            ids = await self._prompts.ids_of_text(body.prompt, body.add_special_tokens is not False, room)
+            ids = await self._prompts.ids_of_text(
+                body.prompt, body.add_special_tokens is not False, max_model_len
+            )
         elif body.messages is not None and body.prompt is None:
-            prepared = self._dialect.prepared(body.chat(self._desk.settings), body.tool_use())
-            ids, _ = await self._prompts.prompt_of_chat(prepared, room)
+            prepared = self._dialect.prepared(body.chat(), body.tool_use())
+            ids, _ = await self._prompts.prompt_of_chat(prepared, max_model_len)
         else:
             raise InvalidPrompt("the request has neither prompt nor messages, or both; give one of them")
         tokens = ids.tolist()
-        strings = await self._prompts.texts_of_each(tokens) if body.return_token_strs else None
-        max_model_len = self._desk.max_model_len
-        found = {
-            "count": len(tokens),
-            "max_model_len": max_model_len,
-            "tokens": tokens,
-            "token_strs": strings,
-        }
+        found = {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens}
         return LongResponse(in_pieces(found), self._desk.pacer)
 
     async def detokenize(self, body: DetokenizeRequest) -> Response:

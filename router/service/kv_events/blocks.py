@@ -109,10 +109,6 @@ class BlockTree:
         self._secret = secrets.token_bytes(32) if secret is None else secret
         self._nodes: dict[int, _Node] = {}
         self._events: list[KVEvent] = []
-        self._num_blocks = 0
-
-    def __len__(self) -> int:
-        return self._num_blocks
 
     def apply(self, changes: Iterable[TreeChange]) -> list[KVEvent]:
         """Applies changes in their order. Returns what became of the blocks."""
@@ -135,7 +131,6 @@ class BlockTree:
         """Forgets everything and begins with what a tree holds (`PrefixTree.contents`). Yields the events that
         bring consumers there from any state; it is done when they end."""
         self._nodes.clear()
-        self._num_blocks = 0
         yield AllBlocksCleared()
         for change in contents:
             yield from self.apply((change,))
@@ -165,7 +160,6 @@ class BlockTree:
         for at in range(0, len(tokens), _BLOCK_BYTES):
             name = hashlib.sha256(name + tokens[at : at + _BLOCK_BYTES]).digest()
             node.names.append(name)
-        self._num_blocks += last - first
         self._events.extend(_stored(node, num_before))
 
     def _split(self, node: _Node, at: int, head_id: int) -> None:
@@ -193,7 +187,6 @@ class BlockTree:
             last.block_hashes += names
         else:
             self._events.append(BlockRemoved(names, MEDIUM))
-        self._num_blocks -= len(names)
 
 
 def _stored(node: _Node, begin: int) -> Iterator[BlockStored]:

@@ -16,8 +16,9 @@ from .parts import resolved
 # Of parts of values against parts of schemas, in the parameters of a function; later parts are taken as right.
 MAX_CHECKS = 20_000
 MAX_PARTS, MAX_DEPTH = 256, 100  # schemas within one that are of the same value, and levels of a value
-# Strings of Python, and its words for what JSON writes otherwise.
-_PYTHON = re.compile(r"'((?:[^'\\\n]|\\.)*)'|\"(?:[^\"\\\n]|\\.)*\"|\b(?:True|False|None)\b")
+# Strings of Python, and its words for what JSON writes otherwise. A string without an end matches, too, so that
+# none is looked through twice.
+_PYTHON = re.compile(r"'((?:[^'\\\n]|\\.)*)('?)|\"(?:[^\"\\\n]|\\.)*\"?|\b(?:True|False|None)\b")
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _IN_QUOTES = re.compile(r"\\'|\\.|\"")
 # A parameter's text ends at its tag. Where that is missing, it ends before the next parameter that the schema
@@ -252,7 +253,7 @@ def _parsed(text: str) -> tuple[Any] | None:
 
 
 def _json_of(found: re.Match[str]) -> str:
-    if found[1] is None:
+    if not found[2]:
         return _PYTHON_WORDS.get(found[0], found[0])
     inner = _IN_QUOTES.sub(lambda one: {"\\'": "'", '"': '\\"'}.get(one[0], one[0]), found[1])
     return f'"{inner}"'

@@ -54,12 +54,6 @@ def _read_head(source: Source, tools: Mapping[str, Any]) -> Steps[str | None]:
     return None
 
 
-def write(name: str, arguments: str) -> str:
-    """Returns the text of a call."""
-    call = f"{_BEGIN}function{_SEPARATOR}{name}\n{_FENCE}json\n{arguments}\n{_FENCE}{_END}"
-    return f"{_ALL_BEGIN}{call}{_ALL_END}"
-
-
 def form(tools: Mapping[str, Any], is_parallel: bool) -> Format:
     """Returns the form of an answer that is calls. `tools`: the schema of each function's arguments."""
     fenced = [

@@ -22,15 +22,14 @@ class Family:
     """How one family of models writes calls.
 
     `marks`: the texts by which its calls are found, some of which are special tokens. `read`: reads an answer;
-    it gets the schema of each function's arguments. `write`: returns the text of a call, of the name and the
-    arguments as JSON. `form`: returns the form of an answer that is calls, of these schemas and whether there
-    may be several. `begin`: what such an answer begins with, if it is always the same. `has_messages`: an
-    answer has several messages, of which one may be reasoning. `is_bare`: a call is JSON without a mark.
+    it gets the schema of each function's arguments. `form`: returns the form of an answer that is calls, of
+    these schemas and whether there may be several. `begin`: what such an answer begins with, if it is always
+    the same. `has_messages`: an answer has several messages, of which one may be reasoning. `is_bare`: a call
+    is JSON without a mark.
     """
 
     marks: tuple[str, ...]
     read: Callable[[Source, Mapping[str, Any]], Steps[None]]
-    write: Callable[[str, str], str]
     form: Callable[[Mapping[str, Any], bool], Format]
     begin: str = ""
     id_length: int | None = None  # of a call's id, where templates insist on one
@@ -39,16 +38,12 @@ class Family:
 
 
 FAMILIES = {
-    "hermes": Family(hermes.MARKS, hermes.read, hermes.write, hermes.form, hermes.MARKS[0]),
-    "qwen3_coder": Family(
-        qwen3_coder.MARKS, qwen3_coder.read, qwen3_coder.write, qwen3_coder.form, qwen3_coder.MARKS[0]
-    ),
-    "llama3": Family(llama3.MARKS, llama3.read, llama3.write, llama3.form, is_bare=True),
-    "mistral": Family(
-        mistral.MARKS, mistral.read, mistral.write, mistral.form, mistral.MARKS[0], id_length=9
-    ),
-    "deepseek": Family(deepseek.MARKS, deepseek.read, deepseek.write, deepseek.form, deepseek.MARKS[0]),
-    "gpt_oss": Family(harmony.MARKS, harmony.read, harmony.write, harmony.form, has_messages=True),
+    "hermes": Family(hermes.MARKS, hermes.read, hermes.form, hermes.MARKS[0]),
+    "qwen3_coder": Family(qwen3_coder.MARKS, qwen3_coder.read, qwen3_coder.form, qwen3_coder.MARKS[0]),
+    "llama3": Family(llama3.MARKS, llama3.read, llama3.form, is_bare=True),
+    "mistral": Family(mistral.MARKS, mistral.read, mistral.form, mistral.MARKS[0], id_length=9),
+    "deepseek": Family(deepseek.MARKS, deepseek.read, deepseek.form, deepseek.MARKS[0]),
+    "gpt_oss": Family(harmony.MARKS, harmony.read, harmony.form, has_messages=True),
 }
 # A template is of the first family that has all of its texts in it.
 _SIGNS = (

@@ -66,11 +66,6 @@ def _has_arguments(source: Source) -> Steps[bool]:
     return not source.text
 
 
-def write(name: str, arguments: str) -> str:
-    """Returns the text of a call."""
-    return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>"
-
-
 def form(tools: Mapping[str, Any], is_parallel: bool) -> Format:
     """Returns the form of a call, which ends an answer. `tools`: the schema of each function's arguments."""
     begins = (

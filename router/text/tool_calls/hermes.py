@@ -13,17 +13,16 @@ MARKS = ("<tool_call>", "</tool_call>")
 
 def read(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
     """Reads an answer. `tools`: the schema of each function's arguments."""
-    while (yield from source.pass_until(Content, MARKS[0])) is not None:
-        space = yield from source.take_space()
-        if not (yield from read_calls(source, tools)):
-            yield Content(MARKS[0] + space)
+    is_open = False  # whether text stands between a call and its end
+    while (mark := (yield from source.pass_until(Content, *MARKS[: 1 + is_open]))) is not None:
+        is_open = False
+        if mark == MARKS[1]:
             continue
-        yield from skip_end(source, MARKS[1])
-
-
-def write(name: str, arguments: str) -> str:
-    """Returns the text of a call."""
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+        space = yield from source.take_space()
+        if (yield from read_calls(source, tools)):
+            is_open = not (yield from skip_end(source, MARKS[1]))
+        else:
+            yield Content(MARKS[0] + space)
 
 
 def form(tools: Mapping[str, Any], is_parallel: bool) -> Format:

@@ -1,7 +1,5 @@
-"""Writes earlier calls and their results as a chat template expects them, and describes tools to a model whose
-template takes none."""
+"""Writes earlier calls and their results as a chat template expects them."""
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .json_call import as_json, as_object
@@ -31,41 +29,6 @@ def with_calls(message: Message, as_text: bool, id_length: int | None) -> Messag
     return message
 
 
-def written_out(
-    messages: Sequence[Message], write: Callable[[str, str], str], instructions: str
-) -> list[Message]:
-    """Returns messages for a template that knows no tools: `instructions` in the system message, calls in the
-    assistant's text, and results in the user's. `write`: returns the text of a call."""
-    written: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
-    for message in messages:
-        message = dict(message)
-        calls = message.pop("tool_calls", None)
-        last = written[-1] if written else {}
-        if isinstance(calls, list):
-            texts = [message.get("content"), *(_written(call, write) for call in calls)]
-            message["content"] = "\n".join(text for text in texts if text)
-        if message["role"] == "tool":
-            text = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if last.get("is_result"):
-                last["content"] += "\n" + text
-                continue
-            message = {"role": "user", "content": text, "is_result": True}
-        elif message["role"] == "system" and len(written) == 1 and last["content"] == instructions:
-            written.pop()  # the two become one
-            message["content"] = f"{message['content']}\n\n{instructions}"
-        written.append(message)
-    return [{key: value for key, value in message.items() if key != "is_result"} for message in written]
-
-
-def instructions_for(tools: Sequence[Mapping[str, Any]], how: str) -> str:
-    """Returns the text that describes tools to a model. `how`: says how it calls one."""
-    lines = "\n".join(as_json(tool) for tool in tools)
-    return (
-        "You can call functions to answer the user. They are described between <tools> and </tools>, one in "
-        f"each line.\n<tools>\n{lines}\n</tools>\n{how}"
-    )
-
-
 def _call(call: Any, as_text: bool, id_length: int | None) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
@@ -79,13 +42,6 @@ def _call(call: Any, as_text: bool, id_length: int | None) -> Any:
     if isinstance(call.get("id"), str):
         written["id"] = _cut(call["id"], id_length)
     return written
-
-
-def _written(call: Any, write: Callable[[str, str], str]) -> str:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        return as_json(call)
-    return write(str(function.get("name")), _text(function.get("arguments")))
 
 
 def _text(arguments: Any) -> str:

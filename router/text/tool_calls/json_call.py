@@ -68,7 +68,11 @@ class EndFinder:
 
 def begins_arguments(source: Source) -> Steps[bool]:
     """Returns whether an object comes first, or null, which stands for no arguments."""
-    return (yield from source.starts_with("{")) or (yield from source.starts_with("null"))
+    if not (yield from source.starts_with("null")):
+        return (yield from source.starts_with("{"))
+    while source.text == "null" and not source.ended:  # a longer word may follow
+        yield None
+    return not source.text[4:5].isalnum()
 
 
 def read_arguments(source: Source) -> Steps[None]:
@@ -152,12 +156,12 @@ def read_calls(source: Source, names: Collection[str]) -> Steps[bool]:
     return True
 
 
-def skip_end(source: Source, mark: str) -> Steps[None]:
-    """Removes the mark that ends calls, and a bracket too many before it."""
+def skip_end(source: Source, mark: str) -> Steps[bool]:
+    """Removes the mark that ends calls, and a bracket too many before it. Returns whether the mark came."""
     yield from source.take_space()
     if (yield from source.skip("}")):
         yield from source.take_space()
-    yield from source.skip(mark)
+    return (yield from source.skip(mark))
 
 
 def parsed_call(text: str, names: Collection[str]) -> tuple[str, str] | None:

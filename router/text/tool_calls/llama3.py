@@ -21,11 +21,6 @@ def read(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
         mark = yield from source.pass_until(Content, MARKS[0])
 
 
-def write(name: str, arguments: str) -> str:
-    """Returns the text of a call."""
-    return f'{{"name": "{name}", "parameters": {arguments}}}'
-
-
 def form(tools: Mapping[str, Any], is_parallel: bool) -> Format:
     """Returns the form of an answer that is calls. `tools`: the schema of each function's arguments."""
     items, definitions = call_schemas(tools)

@@ -7,10 +7,10 @@ from typing import Any
 
 from .forms import Format, arguments_of, calls, either, tag
 from .json_call import NAME, begins_arguments, read_arguments, read_calls
-from .source import CallBegins, Content, Source, Steps
+from .source import Arguments, CallBegins, Content, Source, Steps
 
 MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
-_NAMED = re.compile(rf"({NAME})(?:\[CALL_ID\]\w{{1,64}})?(?:\[ARGS\]\s{{0,8}}(?=[{{n])|\s{{0,8}}(?=\{{))")
+_NAMED = re.compile(rf"({NAME})(?:\[CALL_ID\]\w{{1,64}})?(?:\[ARGS\]|\s{{0,8}}(?=\{{))")
 _MAX_NAMED = 512
 
 
@@ -26,10 +26,17 @@ def _read_named(source: Source, tools: Mapping[str, Any]) -> Steps[bool]:
     """Reads calls that begin with a name, one after the other. Returns whether there is any."""
     has_call, between = False, ""
     while (found := (yield from source.match(_NAMED, _MAX_NAMED))) is not None:
-        if found[1] not in tools or not (yield from begins_arguments(source)):
+        if found[1] not in tools:
             break
-        yield CallBegins(found[1])
-        yield from read_arguments(source)
+        space = yield from source.take_space()
+        if (yield from begins_arguments(source)):
+            yield CallBegins(found[1])
+            yield from read_arguments(source)
+        elif (yield from source.starts_with(MARKS[0])) or not source.text:
+            yield from (CallBegins(found[1]), Arguments("{}"))
+        else:
+            source.give_back(space)
+            break
         has_call, between = True, (yield from source.take_space())
         if (yield from source.skip(",")):
             between += "," + (yield from source.take_space())
@@ -37,11 +44,6 @@ def _read_named(source: Source, tools: Mapping[str, Any]) -> Steps[bool]:
             return True
     source.give_back(between + ("" if found is None else found[0]))
     return has_call
-
-
-def write(name: str, arguments: str) -> str:
-    """Returns the text of a call."""
-    return f'[TOOL_CALLS][{{"name": "{name}", "arguments": {arguments}}}]'
 
 
 def form(tools: Mapping[str, Any], is_parallel: bool) -> Format:

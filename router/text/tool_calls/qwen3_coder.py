@@ -2,7 +2,6 @@
 parameters are texts; the others are JSON. A call that has to follow a schema which says more of texts is
 written as JSON, as Hermes does."""
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -85,21 +84,6 @@ def _read_text(source: Source, schema: ParameterReader) -> Steps[str]:
             return source.take(len(source.text))
         num_searched = max(len(source.text) - _MAX_TAG, 0)
         yield None
-
-
-def write(name: str, arguments: str) -> str:
-    """Returns the text of a call."""
-    try:
-        values = json.loads(arguments)
-    except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, dict):
-        values = {"arguments": arguments}  # which a model once left incomplete
-    texts = [
-        f"<parameter={key}>\n{value if isinstance(value, str) else as_json(value)}\n</parameter>\n"
-        for key, value in values.items()
-    ]
-    return f"<tool_call>\n<function={name}>\n{''.join(texts)}</function>\n</tool_call>"
 
 
 def form(tools: Mapping[str, Any], is_parallel: bool) -> Format:

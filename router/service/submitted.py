@@ -11,7 +11,8 @@ from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.memory_map import Owner
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.step import TokenEvent
-from lightkv.router.service.messages import Events, FrameStream, Submit, ToRouter
+
+from .messages import Events, FrameStream, Submit, ToRouter
 
 Client = FrameStream[ToRouter]
 
@@ -142,10 +143,10 @@ class SubmittedRequests:
 
 def requests_of(submit: Submit) -> list[Request]:
     """Returns the requests for the answers of `submit`, which share their prompts and parameters, less their
-    grammar, which the worker compiles beforehand."""
+    grammar, which the worker compiles beforehand, and their stop strings, which the API process looks for."""
     stop_ids, params = frozenset(submit.stop_ids), submit.params
-    if params.grammar is not None:
-        params = msgspec.structs.replace(params, grammar=None)
+    if params.grammar is not None or params.stop:
+        params = msgspec.structs.replace(params, grammar=None, stop=())
     others = params.of_others
     return [
         Request(

@@ -1,1 +1,0 @@
-"""What crosses the processes of a service, and how much of it may wait in each."""
