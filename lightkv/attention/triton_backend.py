@@ -9,7 +9,6 @@ import torch
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.memory.staging import upload
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_scores import attention_scores
 from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.lookups import RingRows
@@ -233,17 +232,3 @@ class TritonAttention(AttentionBackend):
         in_fp8 = self._fp8_q_scale is not None
         shape = *heads, self._limits, q.dtype, shared_prefixes is not None, layer_format, in_fp8
         return step.plans.get(shape, self.layer_idx, make)
-
-    def _entry_scores(self, q: torch.Tensor, entries: torch.Tensor, width: int, step: Step) -> torch.Tensor:
-        kv = self.paged_kv(step)
-        return attention_scores(
-            self._as_stored(q, kv.format, step),
-            kv,
-            step.rows,
-            step.q_starts,
-            entries,
-            step.kv_lens,
-            self.options.plus(step.mask),
-            max_q_len=int(step.host.counts.max()),
-            width=width,
-        )

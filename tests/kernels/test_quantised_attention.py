@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightkv import KVPool, KVSpec
-from lightkv.triton_kernels.attention.attention_scores import attention_scores, attention_scores_reference
 from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
     decode_attention_reference,
@@ -187,22 +186,6 @@ def test_a_step_of_prefills_and_decodes(name: str, device: torch.device) -> None
     q, q_starts = queries(cache, 32, torch.float32), starts([25, 5], device)
     arguments = q, cache.kv, cache.rows, q_starts, cache.lengths
     assert_close(mixed_attention(*arguments), mixed_attention_reference(*arguments))
-
-
-@pytest.mark.parametrize("name", ["int8", "int8-g8", "int4"])
-def test_scores(name: str, device: torch.device) -> None:
-    torch.manual_seed(7)
-    cache = quantised_cache([60, 9], name, device)
-    counts = [12, 9]
-    q, q_starts = queries(cache, sum(counts), torch.float32), starts(counts, device)
-    positions = torch.cat(
-        [torch.arange(length - n, length) for length, n in zip([60, 9], counts, strict=True)]
-    )
-    arguments = q, cache.kv, cache.rows, q_starts, positions.int().to(device), cache.lengths
-    found = attention_scores(*arguments, max_q_len=12, width=60)
-    torch.testing.assert_close(
-        found, attention_scores_reference(*arguments, width=60)[0], atol=1e-4, rtol=1e-4
-    )
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])

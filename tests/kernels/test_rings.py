@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
-from lightkv.triton_kernels.attention.attention_scores import attention_scores
 from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
@@ -157,11 +156,6 @@ def test_what_rings_cannot_do_is_refused(device: torch.device) -> None:
             Ring(*wrong)
     with pytest.raises(ValueError, match="add a Window"):
         prefill_attention(q, texts.kv, rest[0], starts([1], device), rest[1])
-    positions = torch.zeros(1, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="a row's own entries"):
-        attention_scores(
-            q, texts.kv, rest[0], starts([1], device), positions, rest[1], max_q_len=1, width=100
-        )
 
 
 @covers("positions read from other rows", "decode", "prefill", "mixed")
