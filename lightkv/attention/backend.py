@@ -49,7 +49,7 @@ class AttentionBackend(ABC):
     """Attention of one layer over the pool, for packed batches of prefills and decodes.
 
     `layer_idx` is the layer's number in the pool. `rotary` holds the frequencies that q and k are rotated by;
-    only steps need it in which queries attend from other positions (`forms/rings.py`).
+    only steps need it in which queries attend from other positions (`Form.num_sinks`).
     """
 
     supports_cuda_graph = False  # True: decode reads lengths on the device, so a captured step follows them

@@ -19,8 +19,13 @@ from lightkv.triton_kernels.attention.decode.decode_attention import (
 )
 from lightkv.triton_kernels.attention.decode.decode_plan import decode_plan
 from lightkv.triton_kernels.attention.lookups import BeamTable, RingRows
-from lightkv.triton_kernels.attention.lookups.ring_rows import ring_slots, ring_slots_reference
-from lightkv.triton_kernels.attention.lookups.ring_sinks import SinkRotation, rotation_for, rotation_reference
+from lightkv.triton_kernels.attention.lookups.ring_rows import (
+    SinkRotation,
+    ring_slots,
+    ring_slots_reference,
+    rotation_for,
+    rotation_reference,
+)
 from lightkv.triton_kernels.attention.mixed_attention import mixed_attention, mixed_attention_reference
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (

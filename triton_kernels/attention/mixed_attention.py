@@ -79,7 +79,7 @@ def mixed_plan(
         options: of the layers; what limits the first key that a query sees, and causality count.
         shared_prefixes: of the decodes, which are numbered from 0; as in `decode_plan`.
         layer_format: how the layers' K/V is stored.
-        lookup: how the layers find it; rings limit the first key of a decode.
+        lookup: how the layers find it, which may limit the first key of a decode (`Lookup.limits`).
     """
     num_prefills, num_requests = q_starts.shape[0] - 1, rows.shape[0]
     num_decodes = 0 if decodes_first else num_requests - num_prefills

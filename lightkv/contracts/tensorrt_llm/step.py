@@ -15,9 +15,8 @@ from .beams import Beams
 @dataclass(frozen=True)
 class BatchNumbers:
     """A batch on the host: int64 `[B]` each. `q_lens`: this step's queries. `kv_lens`: this step's keys, which
-    are other tokens' in cross attention. `cached`: keys that are in the cache before. `num_contexts`: the first
-    so many sequences are in the context phase. `beams`: which of the others are beams of one request, or
-    None."""
+    may be an encoder's. `cached`: keys that are in the cache before. `num_contexts`: how many of the first
+    sequences are in the context phase. `beams`: which of the others are beams of one request, or None."""
 
     q_lens: np.ndarray
     kv_lens: np.ndarray
