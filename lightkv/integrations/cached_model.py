@@ -34,7 +34,8 @@ from lightkv.integrations.model.attention_call import compute
 from lightkv.integrations.model.context import context_length
 from lightkv.integrations.model.exact_rotary import find_rotary, make_exact
 from lightkv.integrations.model.hf_model import PackedStep, bind
-from lightkv.integrations.model.probe import ModelShape, probe
+from lightkv.integrations.model.model_shape import ModelShape
+from lightkv.integrations.model.probe import probe
 from lightkv.integrations.model.ring_graph import RingGraph
 from lightkv.kv_cache import KVCache
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
