@@ -15,7 +15,7 @@ from lightkv.triton_kernels.attention.decode.decode_attention import (
 )
 from lightkv.triton_kernels.attention.decode.decode_plan import decode_plan
 from lightkv.triton_kernels.attention.mixed_attention import mixed_attention, mixed_attention_reference
-from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
+from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,
@@ -198,7 +198,9 @@ def test_shared_prefixes(name: str, device: torch.device) -> None:
     prefixes = share_first_keys(
         cache._replace(kv=cache.kv._replace(k=scales, v=scales)), [(64, [0, 1, 2])], 4
     )
-    plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2, shared_prefixes=prefixes)
+    plan = decode_plan(
+        cache.rows, cache.lengths, HeadShape(2, 2, 128, 128), dtype=torch.float16, shared_prefixes=prefixes
+    )
     q = queries(cache, 3, torch.float32)
     out = decode_attention(q, *cache, plan=plan)
     assert_close(out, decode_attention_reference(q, *cache))

@@ -27,7 +27,7 @@ from lightkv.triton_kernels.attention.lookups.ring_rows import (
     rotation_reference,
 )
 from lightkv.triton_kernels.attention.mixed_attention import mixed_attention, mixed_attention_reference
-from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
+from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,
@@ -91,7 +91,8 @@ def test_the_plan_of_rings(num_workers: int, device: torch.device, monkeypatch: 
     lengths = torch.tensor([0, 1, 4, 5, 304, 305, 10_000], dtype=torch.int32, device=device)
     rows = torch.arange(7, device=device)
     limits = RingRows(ring).limits(())
-    plan = decode_plan(rows, lengths, num_kv_heads=2, limits=limits)
+    heads = HeadShape(2, 2, 128, 128)
+    plan = decode_plan(rows, lengths, heads, dtype=torch.float16, limits=limits)
     expected = decode_plan_reference(
         rows, lengths, num_workers=num_workers, unit=decode_tuning.DECODE_UNIT, limits=limits
     )
@@ -151,7 +152,11 @@ def test_what_rings_cannot_do_is_refused(device: torch.device) -> None:
         ("sees no ring's sinks", turned(rotation), {"options": AttentionOptions().plus(Window(9))}),
         ("sees no ring's sinks", texts.kv._replace(lookup=RingRows(Ring(0, 90), rotation)), {}),
         ("33 pairs; a key has 32", turned(rotation_of(RINGS["sinks"], [100], 33, device)), {}),
-        ("the plan is for", texts.kv, {"plan": decode_plan(*rest, num_kv_heads=2)}),
+        (
+            "the plan is for",
+            texts.kv,
+            {"plan": decode_plan(*rest, HeadShape.of(q, texts.kv), dtype=q.dtype)},
+        ),
     ]:
         queries = arguments.get("num_queries", 1)
         with pytest.raises(ValueError, match=match):

@@ -124,8 +124,8 @@ def test_shared_prefix(
     q = torch.randn(5 * num_queries, 2, 16, device=device)
     q_lens, written = [num_queries] * 5, outputs(q)
     options = make(name, q, cache, q_lens)
-    sizes = {"num_kv_heads": 1, "num_queries": num_queries, "shared_prefixes": prefixes}
-    plan = decode_plan(cache.rows, cache.lengths, **sizes)
+    sizes = {"dtype": q.dtype, "num_queries": num_queries, "shared_prefixes": prefixes}
+    plan = decode_plan(cache.rows, cache.lengths, HeadShape.of(q, cache.kv), **sizes)
     decode_attention(q, *cache, options, num_queries=num_queries, plan=plan, **written)
     check_rows(*written.values(), q, cache, q_lens, options)
 

@@ -167,7 +167,8 @@ def check_shared(
     plan = decode_plan(
         cache.rows,
         cache.lengths,
-        num_kv_heads=num_kv_heads,
+        HeadShape.of(q, cache.kv),
+        dtype=q.dtype,
         limits=limits(options.variants),
         num_queries=num_queries,
         shared_prefixes=prefixes,
@@ -334,7 +335,9 @@ def test_a_decode_reads_the_newest_chunk_alone(device: torch.device) -> None:
     for row, first in zip(cache.rows.tolist(), (144, 48), strict=True):
         cache.kv.index[row, :first] = -(2**30)
     assert_close(decode_attention(q, *cache, options), expected)
-    plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=1, limits=(Chunk(48),))
+    plan = decode_plan(
+        cache.rows, cache.lengths, HeadShape.of(q, cache.kv), dtype=q.dtype, limits=(Chunk(48),)
+    )
     assert plan.items[:2, 2:].tolist() == [[144, 150], [48, 80]]
 
 
@@ -364,7 +367,9 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     ]:
         with pytest.raises(ValueError, match=match):
             decode_attention(q, *cache, options)
-    plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2, limits=(Chunk(3),))
+    plan = decode_plan(
+        cache.rows, cache.lengths, HeadShape.of(q, cache.kv), dtype=q.dtype, limits=(Chunk(3),)
+    )
     with pytest.raises(ValueError, match=r"Chunk\(size=3\).* and the call .*Chunk\(size=4\)"):
         decode_attention(q, *cache, AttentionOptions().plus(Chunk(4)), plan=plan)
     prefill = prefill_plan(

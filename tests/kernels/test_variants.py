@@ -170,7 +170,13 @@ def test_variants_that_do_not_go_together_are_refused(device: torch.device) -> N
     with pytest.raises(ValueError, match="a window, or chunks, or neither"):
         prefill_plan(*args, num_tokens=2, dtype=q.dtype, limits=(Window(3), Chunk(4)))
     with pytest.raises(ValueError, match="a window, or chunks, or neither"):
-        decode_plan(cache.rows, cache.lengths, num_kv_heads=1, limits=(Window(3), Chunk(4)))
+        decode_plan(
+            cache.rows,
+            cache.lengths,
+            HeadShape.of(q, cache.kv),
+            dtype=q.dtype,
+            limits=(Window(3), Chunk(4)),
+        )
 
 
 # --------------------------------------------------------------------------------

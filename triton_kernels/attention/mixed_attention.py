@@ -31,7 +31,6 @@ from lightkv.triton_kernels.attention.decode.decode_plan import (
     DecodePlan,
     SharedPrefixGroups,
     decode_plan,
-    num_programs_for,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     attend_prefills,
@@ -101,12 +100,12 @@ def mixed_plan(
         decode = decode_plan(
             rows[num_prefills:],
             lengths[num_prefills:],
-            num_kv_heads=heads.num_kv_heads,
+            heads,
+            dtype=dtype,
             limits=lookup.limits(limited),
             num_queries=num_queries,
             shared_prefixes=shared_prefixes,
-            key_bytes=heads.key_bytes(dtype),
-            num_programs=num_programs_for(heads, layer_format, num_queries, shared_prefixes),
+            layer_format=layer_format,
         )
     return MixedPlan(prefill, decode)
 
