@@ -65,7 +65,8 @@ def _decode_attention(
     launch, launch_options = _launch(q, kv, together, used)
     # A request's single query is its last token, so it sees all keys anyway.
     causal = options.causal or num_queries == 1
-    shape = shape_record(q, cache, value_dim, launch.block_m, launch.block_n, causal)
+    tiles = launch.block_m, launch.block_n
+    shape = shape_record(q, cache.k.shape[1], value_dim, *tiles, causal, cache.FORMAT.value)
     partial_shape = plan.num_parts, num_queries * num_heads
     partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=q.device)
     partial_out = torch.empty((*partial_shape, value_dim), dtype=torch.float32, device=q.device)
