@@ -28,8 +28,7 @@ from lightkv.integrations.model.kv_scales import (
     set_kv_scales,
 )
 from lightkv.integrations.model.linears import prepare_linears
-from lightkv.integrations.model.model_shape import ModelShape
-from lightkv.integrations.model.probe import probe
+from lightkv.integrations.model.probe import ModelShape, probe
 from lightkv.integrations.ranks.group import RankGroup
 from lightkv.integrations.ranks.sharded import part_of_heads
 from lightkv.ledger.shared_prefixes import PrefixSharing

@@ -21,8 +21,7 @@ from lightkv.attention.select import make_backends, pick_backend
 from lightkv.errors import OutOfMemory
 from lightkv.integrations.model.adapters.adapt import adapt
 from lightkv.integrations.model.fused_layers import unplanned_layers
-from lightkv.integrations.model.model_shape import ModelShape, NeedsNumbers, find_shape
-from lightkv.integrations.model.probe import probe
+from lightkv.integrations.model.probe import ModelShape, NeedsNumbers, find_shape, probe
 from lightkv.integrations.ranks.group import RankGroup
 from lightkv.integrations.ranks.sharded import divide_shapes
 from lightkv.memory.kv_pool import PoolPlan

@@ -20,8 +20,7 @@ from transformers.utils import logging
 from lightkv.errors import LightKVError, UnsupportedModel
 from lightkv.integrations.model.adapters.adapt import FAMILIES, adapt
 from lightkv.integrations.model.context import first_position
-from lightkv.integrations.model.model_shape import NeedsNumbers
-from lightkv.integrations.model.probe import probe
+from lightkv.integrations.model.probe import NeedsNumbers, probe
 from lightkv.router.model_files import UnreadableWeights, in_line, one_line, read_json, require_whole
 
 from .text_half import is_wrapper, text_half, wrapper_class

@@ -12,7 +12,7 @@ from lightkv.attention import make_backends, pick_backend
 from lightkv.attention.restored_prefill import SCRATCH_BYTES
 from lightkv.errors import InvalidDevice
 from lightkv.integrations.model.context import context_length
-from lightkv.integrations.model.model_shape import ModelShape
+from lightkv.integrations.model.probe import ModelShape
 from lightkv.memory.device import usable_device
 from lightkv.memory.kv_pool import PoolPlan, plan_pool
 from lightkv.router.config import EngineConfig, InvalidConfig

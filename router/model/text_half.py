@@ -24,7 +24,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from lightkv.errors import UnsupportedModel
-from lightkv.integrations.model.model_shape import find_shape
+from lightkv.integrations.model.probe import find_shape
 
 
 class LeftOut(nn.Module):

@@ -17,8 +17,10 @@ from lightkv.integrations.model.adapters.proof import require_own_attention
 
 from .attention_call import AttentionCall, KeptHandler, compute, kept_handler
 from .context import cache_name, context_length
-from .model_shape import ModelShape, Past, RecordingLayer, find_shape, probed
+from .model_shape import ModelShape, NeedsNumbers, Past, RecordingLayer, find_shape, probed
 from .token_positions import counting_embeddings, counts_itself
+
+__all__ = ["ModelShape", "NeedsNumbers", "find_shape", "probe", "require_plain_cache"]
 
 _FORWARD_ARGUMENTS = frozenset({"position_ids", "logits_to_keep"})  # of a model, beside input_ids
 _NUM_TOKENS = 8  # in each of the passes that are compared
