@@ -163,7 +163,7 @@ def test_what_a_step_says_of_a_mixed_batch(memory: KVMemory) -> None:
     memory.table.req_to_token.view(-1).index_copy_(0, torch.arange(32, 32 * 4, device=memory.device), slots)
     step = Step.of(Batch.of([2, 1, 3], [4, 0, 9], [3, 2, 1], 2), memory)
     assert (step.host.num_prefills, step.host.num_decodes) == (2, 1)
-    assert (step.num_tokens, step.host.num_prefill_tokens) == (6, 5)
+    assert (step.num_tokens, step.host.first_decode_token) == (6, 5)
     assert step.q_lens.tolist() == step.host.counts.tolist() == [3, 2, 1]
     assert step.position_ids.tolist() == [4, 5, 6, 0, 1, 9]
     assert step.rows.tolist() == [2, 1, 3]
