@@ -117,7 +117,7 @@ def _attend_sinks(
         variants,
         states,
         0,
-        count,
+        0,
         count,
         score_scale,
         # Assigned to a variable, its constants would be none.
@@ -133,7 +133,7 @@ def _attend_sinks(
             shape.FORMAT,
             shape.PACKED,
         ),
-        True,
+        1,
     )
     return Sums(found.acc, found.total, found.peak, sums.slots)
 
