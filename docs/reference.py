@@ -33,7 +33,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     "lightkv.integrations.hf_cache": ("LightKVCache",),
     "lightkv.integrations.prompt_lookup": ("generate",),
     "lightkv.integrations.streaming": ("Stream",),
-    "lightkv.integrations.eviction": ("HeavyHitters",),
 }
 # The packages whose names are an item of a list each: their files say the rest.
 LISTED = ("lightkv.ledger", "lightkv.edits", "lightkv.attention", "lightkv.attention.forms")

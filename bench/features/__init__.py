@@ -1,1 +1,1 @@
-"""Benchmarks of the features on the cache: generate, LightKVCache, speculation, streaming, eviction."""
+"""Benchmarks of the features on the cache: generate, LightKVCache, speculation, streaming."""

@@ -57,9 +57,7 @@ class Requests:
 
     def decode(self, options: AttentionOptions = DEFAULT_OPTIONS) -> Step:
         q, num_queries = self.batch.q, self.batch.q_lens[0]
-        plan = decode_plan(
-            self.rows, self.lengths, num_kv_heads=self.batch.num_kv_heads, num_queries=num_queries
-        )
+        plan = decode_plan(self.rows, self.lengths, self.batch.heads, dtype=q.dtype, num_queries=num_queries)
         return lambda: decode_attention(
             q, self.kv, self.rows, self.lengths, options, num_queries=num_queries, plan=plan, out=self.out
         )  # fmt: skip
@@ -88,9 +86,8 @@ class Requests:
         frequencies = 1e4 ** -(torch.arange(64, device=DEVICE, dtype=torch.float64) / 64)
 
         def step() -> None:
-            plan = decode_plan(self.rows, lengths, num_kv_heads=self.batch.num_kv_heads, limits=limits)
-            turned = lookup.rotated(lengths, frequencies) if isinstance(lookup, RingRows) else lookup
-            kv = self.kv._replace(lookup=turned)
+            plan = decode_plan(self.rows, lengths, self.batch.heads, dtype=q.dtype, limits=limits)
+            kv = self.kv._replace(lookup=lookup.rotated(lengths, frequencies))
             for _ in range(LAYERS):
                 decode_attention(q, kv, self.rows, lengths, plan=plan, out=self.out)
 

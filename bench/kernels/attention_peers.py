@@ -85,10 +85,10 @@ def ours_decode(batch: Batch, paged: Paged, share: bool = False) -> Side:
         return decode_plan(
             rows,
             lengths,
-            num_kv_heads=batch.num_kv_heads,
+            batch.heads,
+            dtype=batch.q.dtype,
             num_queries=num_queries,
             shared_prefixes=prefixes,
-            key_bytes=batch.heads.key_bytes(batch.q.dtype),
         )
 
     plan = make_plan()

@@ -22,7 +22,7 @@ from bench.common.report import parser, print_json, print_machine, print_table, 
 from lightkv import KVPool, KVSpec
 from lightkv.attention.restored_prefill import RestoredPrefill, scratch_tokens
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
-from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, decode_plan, num_programs_for
+from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, decode_plan
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention
 from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
@@ -129,12 +129,12 @@ class Decode:
         """Attends over `kv`, whose index is that of the row."""
         plan = self._plans.get(kv.format)
         if plan is None:
-            heads = self.batch.heads
             plan = self._plans[kv.format] = decode_plan(
                 self._rows,
                 self._lengths,
-                num_kv_heads=heads.num_kv_heads,
-                num_programs=num_programs_for(heads, kv.format),
+                self.batch.heads,
+                dtype=self.batch.q.dtype,
+                layer_format=kv.format,
             )
         return decode_attention(self.batch.q, kv, self._rows, self._lengths, plan=plan, out=out)
 

@@ -25,7 +25,7 @@ from transformers import Gemma3TextConfig, GptOssConfig, PretrainedConfig, PreTr
 
 from bench.common.random_model import random_model
 from bench.common.report import parser, print_json, print_machine, print_table, save_json
-from lightkv.integrations.model.probe import ModelShape
+from lightkv.integrations.model.model_shape import ModelShape
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.loop import LocalEngine, make_scheduler
 from lightkv.router.engine.request import Request

@@ -5,11 +5,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from lightkv.memory.kv_spec import KVSpec
-from lightkv.memory.staging import upload
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.variants.variant import limits
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
@@ -51,7 +49,7 @@ class AttentionBackend(ABC):
     """Attention of one layer over the pool, for packed batches of prefills and decodes.
 
     `layer_idx` is the layer's number in the pool. `rotary` holds the frequencies that q and k are rotated by;
-    only steps need it in which queries attend from other positions (`forms/rings.py`).
+    only steps need it in which queries attend from other positions (`Form.num_sinks`).
     """
 
     supports_cuda_graph = False  # True: decode reads lengths on the device, so a captured step follows them
@@ -124,8 +122,7 @@ class AttentionBackend(ABC):
             v: `[num_tokens, num_kv_heads * v_dim]`.
             step: the step.
             rotary: normalises and rotates q and k, where they arrive without positions; None where positions
-                are applied already. q is then changed in place, so that it is what `entry_scores` takes, and k
-                may be, too.
+                are applied already. q and k may be changed in place then.
 
         Returns:
             `[num_tokens, num_heads * v_dim]` of q's type.
@@ -150,20 +147,6 @@ class AttentionBackend(ABC):
         self._attend(q, step, out)
         return out.flatten(1)
 
-    def entry_scores(self, q: torch.Tensor, step: Step) -> torch.Tensor:
-        """Computes how much this step's queries attend to each entry: probabilities, summed over queries and
-        heads.
-
-        q is as for `forward`, which has to run first because it writes the keys. Returns float32 `[B,
-        longest]`, zero past a sequence's entries. Raises ValueError for a step whose form has no scores by
-        entry (`Form.check_scores`).
-        """
-        step.form.check_scores()
-        width = int(step.host.kv_lens.max(initial=0))
-        q = q.view(step.num_tokens, self.num_heads, self.head_dim)
-        entries = step.plans.get("entries of queries", self.layer_idx, lambda: _entries_of(step))
-        return self._entry_scores(q, entries, width, step)
-
     @abstractmethod
     def _write(self, new: NewHeads, step: Step, rotary: RotaryEmbedding | None) -> None:
         """Writes this step's K/V to its slots, k normalised and rotated by `rotary`, and q in place."""
@@ -172,16 +155,3 @@ class AttentionBackend(ABC):
     def _attend(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
         """Writes the attention of all tokens to `out`, as the step's form has it (`Form`). This step's K/V is
         in the pool already."""
-
-    @abstractmethod
-    def _entry_scores(self, q: torch.Tensor, entries: torch.Tensor, width: int, step: Step) -> torch.Tensor:
-        """Computes the scores of q `[num_tokens, num_heads, head_dim]` at `entries` int32 `[num_tokens]`:
-        float32 `[B, width]`."""
-
-
-def _entries_of(step: Step) -> torch.Tensor:
-    """Returns which entry of its row each token has, int32 `[T]`."""
-    host = step.host
-    entries = [np.arange(end - count, end) for end, count in zip(host.kv_lens, host.counts, strict=True)]
-    packed = np.concatenate([np.zeros(0, dtype=np.int64), *entries])
-    return upload([packed.astype(np.int32)], step.memory.device)[0]

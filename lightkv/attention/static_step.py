@@ -71,33 +71,18 @@ class BatchShape(NamedTuple):
 
     def pack(self, batch: Batch) -> Packing:
         """Returns the packing of a batch that fits, whose rows are those of the token table."""
-        num_tokens, num_real_prefills = len(batch.positions), batch.num_prefills
-        num_prefill_tokens = int(batch.counts[:num_real_prefills].sum())
-        first_prefill_token = 0
-        places = self.num_prefills + self.num_decodes
-        numbers = np.zeros((3, places), dtype=np.int64)
+        num_prefills, num_decodes = batch.num_prefills, len(batch.rows) - batch.num_prefills
+        numbers = np.zeros((3, self.num_prefills + self.num_decodes), dtype=np.int64)
         given = np.stack((batch.rows, batch.starts + batch.counts, batch.counts))
-        numbers[:, :num_real_prefills] = given[:, :num_real_prefills]
-        num_decodes = len(batch.rows) - num_real_prefills
-        numbers[:, self.num_prefills : self.num_prefills + num_decodes] = given[:, num_real_prefills:]
+        numbers[:, :num_prefills] = given[:, :num_prefills]
+        numbers[:, self.num_prefills : self.num_prefills + num_decodes] = given[:, num_prefills:]
         rows, kv_lens, counts = numbers
         counts[self.num_prefills :] = 1
         if self.decodes_first:
-            counts[self.num_prefills - 1] = self.num_tokens - num_tokens  # the padding
-            first_prefill_token = num_tokens - num_prefill_tokens
-            num_prefill_tokens = self.num_tokens - first_prefill_token
+            counts[self.num_prefills - 1] = self.num_tokens - len(batch.positions)  # the padding
+        first_prefill_token = num_decodes if self.decodes_first else 0
         return Packing(
-            rows=rows,
-            kv_lens=kv_lens,
-            counts=counts,
-            num_prefills=self.num_prefills,
-            num_real_prefills=num_real_prefills,
-            num_real=len(batch.rows),
-            num_tokens=self.num_tokens,
-            num_prefill_tokens=num_prefill_tokens,
-            first_prefill_token=first_prefill_token,
-            first_decode_token=0,
-            decodes_first=self.decodes_first,
+            rows, kv_lens, counts, self.num_prefills, self.num_tokens, first_prefill_token, self.decodes_first
         )
 
 
@@ -144,22 +129,12 @@ class StaticStep:
         self._check(batch)
         places = checked_places(batch, self.memory, mask)
         shape, host = self.shape, self.shape.pack(batch)
-        num_prefill_tokens = len(batch.positions) - (host.num_real - host.num_real_prefills)
-        shared = batch.shared
-        if shared is None or not self._unshared:
-            shared_arrays = self._unshared
-        else:
+        num_prefill_tokens = len(batch.positions) - (len(batch.rows) - batch.num_prefills)
+        shared, shared_arrays = batch.shared, self._unshared
+        if shared is not None and self._unshared:
             shared_arrays = shared.arrays(shape.num_decodes)
-        arrays = [
-            host.rows,
-            shape.place_tokens(places, num_prefill_tokens),
-            shape.place_tokens(batch.positions, num_prefill_tokens),
-            host.kv_lens.astype(np.int32),
-            host.q_starts(),
-            host.counts.astype(np.int32),
-            *shared_arrays,
-            *also,
-        ]
+        placed = (shape.place_tokens(numbers, num_prefill_tokens) for numbers in (places, batch.positions))
+        arrays = [*host.arrays(*placed), *shared_arrays, *also]
         if self._packed is None:
             size = packed_size(arrays) - packed_size(also) + self._room
             self._packed = torch.empty(size, dtype=torch.uint8, device=self.memory.device)

@@ -22,58 +22,47 @@ class Packing(NamedTuple):
     """Where the sequences and tokens of a step stand, on the host; in static tensors this counts padding, too.
 
     `rows`: int64 `[B]`, of the step's index; `kv_lens`: int64 `[B]`, tokens in the cache, this step's included;
-    `counts`: int64 `[B]`, this step's tokens of each; `num_prefills`: the first so many are prefills, of which
-    `num_real_prefills` are no padding, as are `num_real` sequences in all; `first_prefill_token` and
-    `first_decode_token`: where the tokens of prefills and of decodes begin; `decodes_first`: whether those of
-    decodes precede the others (`BatchShape`).
+    `counts`: int64 `[B]`, this step's tokens of each; `num_prefills`: the first so many are prefills;
+    `num_tokens`: of all sequences; `first_prefill_token`: where the tokens of prefills begin; `decodes_first`:
+    whether those of decodes precede them (`BatchShape`).
     """
 
     rows: np.ndarray
     kv_lens: np.ndarray
     counts: np.ndarray
     num_prefills: int
-    num_real_prefills: int
-    num_real: int
     num_tokens: int
-    num_prefill_tokens: int
-    first_prefill_token: int
-    first_decode_token: int
-    decodes_first: bool
+    first_prefill_token: int = 0
+    decodes_first: bool = False
 
     @classmethod
     def of(cls, batch: Batch, seen: Seen) -> "Packing":
         """Returns the packing of a batch as it is, without padding."""
-        num_prefills = batch.num_prefills
-        num_prefill_tokens = int(batch.counts[:num_prefills].sum()) if num_prefills else 0
-        return cls(
-            rows=seen.rows,
-            kv_lens=seen.starts + batch.counts,
-            counts=batch.counts,
-            num_prefills=num_prefills,
-            num_real_prefills=num_prefills,
-            num_real=len(batch.rows),
-            num_tokens=len(batch.positions),
-            num_prefill_tokens=num_prefill_tokens,
-            first_prefill_token=0,
-            first_decode_token=num_prefill_tokens,
-            decodes_first=False,
-        )
+        kv_lens, num_tokens = seen.starts + batch.counts, len(batch.positions)
+        return cls(seen.rows, kv_lens, batch.counts, batch.num_prefills, num_tokens)
 
     @property
     def num_decodes(self) -> int:
         """How many sequences are decodes."""
         return len(self.rows) - self.num_prefills
 
+    @property
+    def first_decode_token(self) -> int:
+        """Where the tokens of decodes begin."""
+        return 0 if self.decodes_first else self.num_tokens - self.num_decodes
+
     def q_starts(self) -> np.ndarray:
         """Returns where the tokens of each sequence begin, and where the last one's end, int32; of prefills
         alone where the decodes come first."""
-        if not self.decodes_first:
-            starts = np.zeros(len(self.counts) + 1, dtype=np.int32)
-            np.cumsum(self.counts, out=starts[1:])
-            return starts
-        starts = np.zeros(self.num_prefills + 1, dtype=np.int32)
-        np.cumsum(self.counts[: self.num_prefills], out=starts[1:])
+        counts = self.counts[: self.num_prefills] if self.decodes_first else self.counts
+        starts = np.zeros(len(counts) + 1, dtype=np.int32)
+        np.cumsum(counts, out=starts[1:])
         return starts + np.int32(self.first_prefill_token)
+
+    def arrays(self, places: np.ndarray, positions: np.ndarray) -> list[np.ndarray]:
+        """Returns what is uploaded: rows, the `places` and `positions` of tokens, lengths, q_starts, counts."""
+        kv_lens, counts = self.kv_lens.astype(np.int32), self.counts.astype(np.int32)
+        return [self.rows, places, positions, kv_lens, self.q_starts(), counts]
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,16 +125,8 @@ class Step:
         seen = form.seen(batch, memory.table)
         host = Packing.of(batch, seen)
         shared = None if batch.shared is None or not batch.shared.reads else batch.shared
-        arrays = [
-            host.rows,
-            places,
-            batch.positions,
-            host.kv_lens.astype(np.int32),
-            host.q_starts(),
-            host.counts.astype(np.int32),
-            *([] if shared is None else shared.arrays(host.num_decodes)),
-            *also,
-        ]
+        read_together = [] if shared is None else shared.arrays(host.num_decodes)
+        arrays = [*host.arrays(places, batch.positions), *read_together, *also]
         rows, places_there, position_ids, kv_lens, q_starts, q_lens, *rest = upload(arrays, memory.device)
         return cls(
             memory=memory,

@@ -16,13 +16,11 @@ from lightkv.triton_kernels.attention.attention_reference import (
     attend_request,
     joined_reference,
 )
-from lightkv.triton_kernels.attention.attention_scores import attention_scores_reference
 from lightkv.triton_kernels.attention.variants.chunk import Chunk
 from lightkv.triton_kernels.attention.variants.sink_logits import SinkLogits
 from lightkv.triton_kernels.attention.variants.softcap import Softcap
 from lightkv.triton_kernels.attention.variants.variant import Scored, limits, visible_reference
 from lightkv.triton_kernels.attention.variants.window import Window
-from lightkv.triton_kernels.quantised.quantise_reference import apply_hadamard
 
 from .backend import AttentionBackend, NewHeads
 from .rotary import RotaryEmbedding
@@ -149,20 +147,6 @@ class TorchAttention(AttentionBackend):
                 out.copy_(attended)
             else:
                 out.index_copy_(0, members, attended)
-
-    def _entry_scores(self, q: torch.Tensor, entries: torch.Tensor, width: int, step: Step) -> torch.Tensor:
-        kv = self.paged_kv(step)
-        scores, _ = attention_scores_reference(
-            apply_hadamard(q) if kv.format.elements.has_hadamard else q,
-            kv,
-            step.rows,
-            step.q_starts,
-            entries,
-            step.kv_lens,
-            self.options.plus(step.mask),
-            width=width,
-        )
-        return scores.float()
 
     def _attend_keys(
         self,

@@ -9,10 +9,9 @@ import torch
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.memory.staging import upload
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_scores import attention_scores
 from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
-from lightkv.triton_kernels.attention.lookups import RingRows
+from lightkv.triton_kernels.attention.lookups import Lookup
 from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
 from lightkv.triton_kernels.attention.paged_kv import HeadShape, PagedKV
@@ -92,7 +91,7 @@ class TritonAttention(AttentionBackend):
             self._attend_apart(q, step, out)
             return
         kv, q_starts = self.paged_kv(step), step.q_starts[: step.host.num_prefills + 1]
-        if isinstance(kv.lookup, RingRows) and kv.lookup.ring.sinks and not limits(self.options.variants):
+        if step.form.num_sinks and not limits(self.options.variants):
             kv = kv._replace(lookup=self._rotated(kv.lookup, step))
         q = self._as_stored(q, kv.format, step)
         restored = self._restored(q, kv, q_starts, step)
@@ -113,12 +112,12 @@ class TritonAttention(AttentionBackend):
             restored.attend(q, kv, self.options, out, self._fp8_q_scale)
         self._restore_heads(out, kv.format, step)
 
-    def _rotated(self, rows: RingRows, step: Step) -> RingRows:
-        """Returns the rows of decodes over rings, whose queries are rotated back for the sinks."""
+    def _rotated(self, lookup: Lookup, step: Step) -> Lookup:
+        """Returns the step's lookup for decodes whose queries are rotated back for the sinks."""
         assert self.rotary is not None
         inverse = self.rotary.inverse
-        key = "rotated", rows.ring, self.head_dim
-        return step.plans.get(key, self.layer_idx, lambda: rows.rotated(step.kv_lens, inverse))
+        key = "rotated", self.head_dim
+        return step.plans.get(key, self.layer_idx, lambda: lookup.rotated(step.kv_lens, inverse))
 
     def _attend_apart(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
         """Attends from prefills twice: from q to the entries after the sinks, and, rotated back by what its
@@ -233,17 +232,3 @@ class TritonAttention(AttentionBackend):
         in_fp8 = self._fp8_q_scale is not None
         shape = *heads, self._limits, q.dtype, shared_prefixes is not None, layer_format, in_fp8
         return step.plans.get(shape, self.layer_idx, make)
-
-    def _entry_scores(self, q: torch.Tensor, entries: torch.Tensor, width: int, step: Step) -> torch.Tensor:
-        kv = self.paged_kv(step)
-        return attention_scores(
-            self._as_stored(q, kv.format, step),
-            kv,
-            step.rows,
-            step.q_starts,
-            entries,
-            step.kv_lens,
-            self.options.plus(step.mask),
-            max_q_len=int(step.host.counts.max()),
-            width=width,
-        )

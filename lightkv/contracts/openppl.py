@@ -18,9 +18,10 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_a
 from lightkv.triton_kernels.attention.variants import Alibi, ValueMask
 from lightkv.triton_kernels.attention.variants.variant import Scored
 from lightkv.triton_kernels.layout.strides import has_unit_stride
+from lightkv.triton_kernels.operators import operator
 
 from .openppl_cache import LayerCache, Slots, layer_of
-from .openppl_inputs import Attributes, check_contents, check_inputs
+from .openppl_inputs import Attributes, check_inputs
 
 
 def multi_head_cache_attention(
@@ -94,79 +95,9 @@ def multi_head_cache_attention(
         `[S, num_heads, head_dim]` in query's type. The output of a query that sees no key is zeros.
 
     Raises:
-        ValueError: attributes, shapes, types or devices do not fit, or, on a CPU, the numbers in the tensors.
-            Nothing is written then.
+        ValueError: attributes, shapes, types or devices do not fit. Nothing is written then. The numbers in
+            the tensors are not checked.
     """
-    return _multi_head_cache_attention(
-        query,
-        current_key,
-        current_value,
-        seqstarts,
-        kvstarts,
-        cachestarts,
-        start_pos,
-        _on_host("decoding_batches", decoding_batches),
-        _on_host("max_seqlen", max_seqlen),
-        _on_host("max_kvlen", max_kvlen),
-        cache,
-        scale,
-        attn_mask,
-        num_heads,
-        head_dim,
-        is_causal,
-        is_alibi,
-        num_kv_heads,
-        num_layer,
-        layer_idx,
-        quant_bit,
-        quant_group,
-        cache_mode,
-        cache_layout,
-        page_size,
-        backend,
-    )
-
-
-def _on_host(name: str, value: int | Tensor) -> int:
-    if not isinstance(value, Tensor):
-        return value
-    if value.device.type != "cpu" or value.numel() != 1 or value.dtype != torch.int64:
-        raise ValueError(
-            f"{name} must be a number, or an int64 tensor of one element on the CPU, so that nothing waits for "
-            f"the device; got {value.dtype} {tuple(value.shape)} on {value.device}; keep it on the host"
-        )
-    return int(value)
-
-
-@torch.library.custom_op("lightkv::multi_head_cache_attention", mutates_args=("cache", "scale"))
-def _multi_head_cache_attention(
-    query: Tensor,
-    current_key: Tensor,
-    current_value: Tensor,
-    seqstarts: Tensor,
-    kvstarts: Tensor,
-    cachestarts: Tensor,
-    start_pos: Tensor,
-    decoding_batches: int,
-    max_seqlen: int,
-    max_kvlen: int,
-    cache: Tensor,
-    scale: Tensor | None,
-    attn_mask: Tensor | None,
-    num_heads: int,
-    head_dim: int,
-    is_causal: bool,
-    is_alibi: bool,
-    num_kv_heads: int,
-    num_layer: int,
-    layer_idx: int,
-    quant_bit: int,
-    quant_group: int,
-    cache_mode: int,
-    cache_layout: int,
-    page_size: int,
-    backend: str | None,
-) -> Tensor:
     attributes = Attributes(
         num_heads,
         head_dim,
@@ -179,8 +110,11 @@ def _multi_head_cache_attention(
         cache_layout,
         page_size,
     )
-    batch = (seqstarts, kvstarts, cachestarts, start_pos)
-    counts = (decoding_batches, max_seqlen, max_kvlen)
+    counts = (
+        _on_host("decoding_batches", decoding_batches),
+        _on_host("max_seqlen", max_seqlen),
+        _on_host("max_kvlen", max_kvlen),
+    )
     tensors = {
         "query": query,
         "current_key": current_key,
@@ -196,34 +130,65 @@ def _multi_head_cache_attention(
     check_inputs(tensors, counts, attributes)
     if backend not in (None, "torch", "triton"):
         raise UnknownBackend(str(backend), ["torch", "triton"])
-    slots = Slots(cachestarts, page_size if cache_mode else 0)
-    if query.device.type == "cpu":
-        check_contents(query, batch, counts, cache, attn_mask, attributes, slots)
+    in_torch = backend == "torch" or (backend is None and query.device.type == "cpu")
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    if not out.numel():
-        return out
-
-    of_layer = LayerCache(
-        layer_of(cache_layout, cache.view(torch.uint8) if quant_bit == 4 else cache, layer_idx),
-        None if scale is None or not quant_bit else layer_of(cache_layout, scale, layer_idx),
-        quant_bit,
+    new = query, current_key, current_value
+    starts = seqstarts, kvstarts, cachestarts, start_pos
+    _write_and_attend(
+        new, starts, counts, cache, scale, attn_mask, attributes, is_causal, is_alibi, in_torch, out
     )
-    alibi = Alibi(slopes_on(query.device, num_heads)) if is_alibi else None
+    return out
+
+
+def _on_host(name: str, value: int | Tensor) -> int:
+    if not isinstance(value, Tensor):
+        return value
+    if value.device.type != "cpu" or value.numel() != 1 or value.dtype != torch.int64:
+        raise ValueError(
+            f"{name} must be a number, or an int64 tensor of one element on the CPU, so that nothing waits for "
+            f"the device; got {value.dtype} {tuple(value.shape)} on {value.device}; keep it on the host"
+        )
+    return int(value)
+
+
+@operator("multi_head_cache_attention", writes=("cache", "scale", "out"), records=(Attributes,))
+@torch.no_grad()
+def _write_and_attend(
+    new: tuple[Tensor, Tensor, Tensor],
+    starts: tuple[Tensor, Tensor, Tensor, Tensor],
+    counts: tuple[int, int, int],
+    cache: Tensor,
+    scale: Tensor | None,
+    attn_mask: Tensor | None,
+    attributes: Attributes,
+    is_causal: bool,
+    is_alibi: bool,
+    in_torch: bool,
+    out: Tensor,
+) -> None:
+    """Computes `multi_head_cache_attention` of what its checks have passed."""
+    if not out.numel():
+        return
+    query, current_key, current_value = new
+    seqstarts, kvstarts, cachestarts, start_pos = starts
+    decoding_batches, max_seqlen, max_kvlen = counts
+    bits, layout, layer_idx = attributes.quant_bit, attributes.cache_layout, attributes.layer_idx
+    slots = Slots(cachestarts, attributes.page_size if attributes.cache_mode else 0)
+    of_layer = LayerCache(
+        layer_of(layout, cache.view(torch.uint8) if bits == 4 else cache, layer_idx),
+        None if scale is None or not bits else layer_of(layout, scale, layer_idx),
+        bits,
+    )
+    alibi = Alibi(slopes_on(query.device, attributes.num_heads)) if is_alibi else None
     mask = None if attn_mask is None else ValueMask(_loadable(attn_mask), columns=kvstarts[:-1].int())
     num_whole = _num_whole(len(start_pos), decoding_batches, is_causal, is_alibi)
     options, lengths = DEFAULT_OPTIONS.plus(alibi, mask), kvstarts.diff().int()
     step = _Step(_loadable(query), seqstarts.int(), lengths, options, num_whole)
     of_layer.write(_slots_of_queries(slots, seqstarts, start_pos, len(query)), current_key, current_value)
-    if backend == "torch" or (backend is None and query.device.type == "cpu"):
+    if in_torch:
         _attend_in_torch(step, of_layer, slots, out)
     else:
         _attend_with_kernels(step, of_layer.paged_kv(slots, max_kvlen, query.dtype), max_seqlen, out)
-    return out
-
-
-_multi_head_cache_attention.register_fake(
-    lambda query, *_: torch.empty(query.shape, dtype=query.dtype, device=query.device)
-)
 
 
 def _loadable(x: Tensor) -> Tensor:

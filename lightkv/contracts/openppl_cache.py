@@ -16,11 +16,6 @@ SMALLEST_SCALE = 1e-5  # of the contract's quantiser, also of a group of zeros
 LAYOUTS = ("TL2HD", "LT2HD", "L2THD", "L2HTD")  # T slots, L layers, K and V, H heads, D dims
 
 
-def num_slots_of(layout: int, cache: Tensor) -> int:
-    """Returns how many slots a cache of five dims has."""
-    return cache.shape[LAYOUTS[layout].index("T")]
-
-
 def layer_of(layout: int, cache: Tensor, layer_idx: int) -> Tensor:
     """Returns a view of a layer, `[num_slots, 2, num_kv_heads, D]`, of a cache or of its scales."""
     return cache.permute(*map(LAYOUTS[layout].index, "LT2HD"))[layer_idx]

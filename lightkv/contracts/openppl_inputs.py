@@ -1,14 +1,13 @@
-"""Checks of what OpenPPL's MultiHeadCacheAttention gets: shapes and types anywhere, and on a CPU the numbers in
-the tensors, too. Nothing is written before all of them have passed."""
+"""Checks of what OpenPPL's MultiHeadCacheAttention gets: attributes, shapes and types, but no tensor's
+contents. Nothing is written before all of them have passed."""
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from lightkv.triton_kernels.checks import Tensors
 
-from .openppl_cache import LAYOUTS, Slots, num_slots_of
+from .openppl_cache import LAYOUTS
 
 _FLOATS_TEXT = "float32 or float16 or bfloat16"
 _MOST_SLOTS = 2**31 - 1  # kernels hold the number of a slot in int32
@@ -139,52 +138,4 @@ def _check_counts(num_queries: int, num_sequences: int, counts: tuple[int, int, 
         raise ValueError(
             f"max_kvlen {most_tokens} is more than the {room} slots that a sequence can have; give a larger "
             "cache, or in cache_mode 1 more columns of cachestarts"
-        )
-
-
-def check_contents(
-    query: Tensor,
-    batch: tuple[Tensor, Tensor, Tensor, Tensor],
-    counts: tuple[int, int, int],
-    cache: Tensor,
-    attn_mask: Tensor | None,
-    attributes: Attributes,
-    slots: Slots,
-) -> None:
-    """Raises ValueError where the numbers in the tensors do not fit. It reads them on the host, so it is for a
-    CPU. Arguments as for `check_inputs`, which has passed."""
-    seqstarts, kvstarts, _, start_pos = batch
-    q_lens, kv_lens = seqstarts.diff(), kvstarts.diff()
-    for name, starts, lengths, end in (
-        ("seqstarts", seqstarts, q_lens, len(query)),
-        ("kvstarts", kvstarts, kv_lens, None),
-    ):
-        if starts[0] != 0 or (lengths < 0).any() or (end is not None and starts[-1] != end):
-            raise ValueError(
-                f"{name} must begin with 0, not descend{'' if end is None else f' and end with {end}'}; got "
-                f"{starts.tolist()}"
-            )
-    if (start_pos < 0).any() or not torch.equal(start_pos + q_lens, kv_lens):
-        raise ValueError(
-            f"start_pos {start_pos.tolist()} and the queries {q_lens.tolist()} must add up to the tokens of "
-            f"each sequence, {kv_lens.tolist()} by kvstarts"
-        )
-    most = [int(lengths.max()) if len(lengths) else 0 for lengths in (q_lens, kv_lens)]
-    if most[0] > counts[1] or most[1] > counts[2]:
-        raise ValueError(
-            f"max_seqlen {counts[1]} and max_kvlen {counts[2]} must be at least {most[0]} and {most[1]}, the "
-            "most queries and tokens of a sequence"
-        )
-    if attn_mask is not None and attn_mask.shape[-1] < kvstarts[-1]:
-        raise ValueError(
-            f"attn_mask has {attn_mask.shape[-1]} columns, but the sequences {int(kvstarts[-1])} tokens; "
-            "give it a column for each"
-        )
-    sequences = torch.repeat_interleave(torch.arange(len(start_pos)), kv_lens)
-    positions = torch.arange(len(sequences)) - kvstarts[sequences]
-    found, num_slots = slots.find(sequences, positions), num_slots_of(attributes.cache_layout, cache)
-    if len(found) and not 0 <= int(found.min()) <= int(found.max()) < num_slots:
-        raise ValueError(
-            f"cachestarts lead to slots {int(found.min())} to {int(found.max())}, but the cache has "
-            f"{num_slots}; give slots within it"
         )

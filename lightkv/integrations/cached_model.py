@@ -1,6 +1,6 @@
 """A Hugging Face model and the cache of its K/V: token ids of sequences go in, logits come out.
 
-It is for decoding in other ways than `LLM` does (`streaming`, `eviction` …), and for loops of your own:
+It is for decoding in other ways than `LLM` does (`streaming`, `prompt_lookup` …), and for loops of your own:
 
 >>> import torch
 >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -18,7 +18,6 @@ It is for decoding in other ways than `LLM` does (`streaming`, `eviction` …), 
 (7, 93)
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -31,11 +30,12 @@ from lightkv.attention.forms.gaps import with_gaps
 from lightkv.attention.forms.rings import over_rings
 from lightkv.counts import checked_count
 from lightkv.errors import UnsupportedModel
-from lightkv.integrations.model.attention_call import AttentionHandler, compute
+from lightkv.integrations.model.attention_call import compute
 from lightkv.integrations.model.context import context_length
 from lightkv.integrations.model.exact_rotary import find_rotary, make_exact
 from lightkv.integrations.model.hf_model import PackedStep, bind
-from lightkv.integrations.model.probe import ModelShape, probe
+from lightkv.integrations.model.model_shape import ModelShape
+from lightkv.integrations.model.probe import probe
 from lightkv.integrations.model.ring_graph import RingGraph
 from lightkv.kv_cache import KVCache
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
@@ -129,18 +129,15 @@ class CachedModel:
         sequences: Seq[Sequence],
         token_ids: Seq[TokenIds],
         all_logits: bool = False,
-        handler: Callable[[PackedStep], AttentionHandler] | None = None,
         tree: GuessTree | None = None,
     ) -> torch.Tensor:
         """Computes `token_ids[i]` at the end of `sequences[i]`, for all sequences in one call of the model.
 
         Returns the logits after the last token of each sequence, `[len(sequences), vocabulary]`, or with
-        `all_logits` those after every token, packed in order. `handler` is called with the step, and what it
-        returns gets the step's attention calls, and has to pass them on to it. With a `tree`, the tokens are
-        its nodes, at the end of one sequence, and each attends to its ancestors alone; `take` keeps those that
-        were right. Raises the errors of `KVCache.extend`, and ValueError where tokens were
-        dropped and this model, or these sequences together, would not be computed right. After an error the
-        sequences are as before.
+        `all_logits` those after every token, packed in order. With a `tree`, the tokens are its nodes, at the
+        end of one sequence, and each attends to its ancestors alone; `take` keeps those that were right. Raises
+        the errors of `KVCache.extend`, and ValueError where tokens were dropped and this model, or these
+        sequences together, would not be computed right. After an error the sequences are as before.
         """
         ids = [np.frombuffer(int32_bytes(one), dtype=np.int32) for one in token_ids]
         counts = [len(one) for one in ids]
@@ -157,7 +154,7 @@ class CachedModel:
             rows, dropped = [one.row for one in sequences], [one.dropped for one in sequences]
             packed = np.concatenate(ids).astype(np.int64)
             num_prefills = len(rows) if max(counts) > 1 else 0
-            if ring is not None and not num_prefills and handler is None and self._captures_rings:
+            if ring is not None and not num_prefills and self._captures_rings:
                 return self._ring_graph(ring, len(rows)).replay(sequences, starts, packed).clone()
             batch, mask = Batch.of(rows, starts, counts, num_prefills), None
             held = with_gaps(batch, dropped) if ring is None else over_rings(batch, ring)
@@ -166,12 +163,10 @@ class CachedModel:
                 first = starts[0] + dropped[0]
                 held = held.at_positions([first + depth for depth in tree.depths])
             step = Step.of(held, self.cache.memory, mask=mask)
-            packed_step = PackedStep(step, self.backends)
             last = np.cumsum(np.array(counts, dtype=np.int64)) - 1
             input_ids, wanted = upload([packed, last], self.model.device)
             index = None if all_logits else wanted
-            attends = packed_step if handler is None else handler(packed_step)
-            return compute(self.model, input_ids, step.position_ids, attends, index)
+            return compute(self.model, input_ids, step.position_ids, PackedStep(step, self.backends), index)
         except BaseException:
             self.cache.shrink(sequences, counts)
             raise

@@ -8,7 +8,7 @@ from transformers.generation import GenerationMixin
 
 from lightkv.errors import UnsupportedModel
 from lightkv.integrations.model.context import cache_name
-from lightkv.integrations.model.probe import RecordingLayer, evaluated
+from lightkv.integrations.model.model_shape import RecordingLayer, evaluated
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 

@@ -70,6 +70,15 @@ from .encoder_decoder import probe_encoder_decoder
 from .text_batch import TextBatch
 
 
+class _Sizes(NamedTuple):
+    """What a `LightKVCache` is made with."""
+
+    capacity: int
+    max_sequences: int
+    max_entries: int | None
+    kv_format: KVFormat
+
+
 class _Pending(NamedTuple):
     """The call of the model that has begun and not ended, or has failed."""
 
@@ -119,14 +128,18 @@ class LightKVCache(Cache):
         max_entries: int | None = None,
         kv_format: KVFormat = AS_COMPUTED,
     ) -> None:
+        self._make(model, _Sizes(capacity, max_sequences, max_entries, kv_format))
+
+    def _make(self, model: PreTrainedModel, sizes: _Sizes) -> None:
+        """Makes the cache of `model`, and of its layers."""
         require_generated_positions(model)
         shape = probe(model)
         require_plain_cache(model, shape)
         shape = replace(shape, spec=replace(shape.spec, lifetimes=shape.lifetimes))
-        kv, _ = assemble(model, shape, capacity, max_sequences, max_entries, None, kv_format=kv_format)
-        owner, sizes = weakref.proxy(self), [one.size for one in shape.lifetimes]
-        span = max(sizes)  # of all sliding layers, since models make one mask for several layers
-        layers: list[Any] = [CacheLayer(owner, idx, span if size else 0) for idx, size in enumerate(sizes)]
+        kv, _ = assemble(model, shape, *sizes[:3], None, kv_format=sizes.kv_format)
+        owner, spans = weakref.proxy(self), [one.size for one in shape.lifetimes]
+        span = max(spans)  # of all sliding layers, since models make one mask for several layers
+        layers: list[Any] = [CacheLayer(owner, idx, span if own else 0) for idx, own in enumerate(spans)]
         Cache.__init__(self, layers=layers)
         self._start(model, kv)
 
@@ -286,18 +299,12 @@ class _EncoderDecoderKVCache(LightKVCache, EncoderDecoderCache):
     """The LightKVCache of an encoder-decoder: the decoder's K/V, and in the same pool what it reads of the
     encoder's output."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        capacity: int,
-        max_sequences: int = 16,
-        max_entries: int | None = None,
-        kv_format: KVFormat = AS_COMPUTED,
-    ) -> None:
-        capacity, self._max_rows = checked_count("capacity", capacity), checked_count("rows", max_sequences)
-        spec = probe_encoder_decoder(model, kv_format)
+    def _make(self, model: PreTrainedModel, sizes: _Sizes) -> None:
+        capacity = checked_count("capacity", sizes.capacity)
+        self._max_rows = checked_count("rows", sizes.max_sequences)
+        spec = probe_encoder_decoder(model, sizes.kv_format)
         # Every row may read an encoder output of its own, which takes a row of the table, too.
-        entries = capacity if max_entries is None else max_entries
+        entries = capacity if sizes.max_entries is None else sizes.max_entries
         kv = KVCache(spec, capacity, 2 * self._max_rows, entries, model.device)
         self._cross: CrossKV | None = None
         self._output: EncoderOutput | None = None  # of the call of the model that begins a batch

@@ -163,7 +163,7 @@ def test_what_a_step_says_of_a_mixed_batch(memory: KVMemory) -> None:
     memory.table.req_to_token.view(-1).index_copy_(0, torch.arange(32, 32 * 4, device=memory.device), slots)
     step = Step.of(Batch.of([2, 1, 3], [4, 0, 9], [3, 2, 1], 2), memory)
     assert (step.host.num_prefills, step.host.num_decodes) == (2, 1)
-    assert (step.num_tokens, step.host.num_prefill_tokens) == (6, 5)
+    assert (step.num_tokens, step.host.first_decode_token) == (6, 5)
     assert step.q_lens.tolist() == step.host.counts.tolist() == [3, 2, 1]
     assert step.position_ids.tolist() == [4, 5, 6, 0, 1, 9]
     assert step.rows.tolist() == [2, 1, 3]
@@ -287,39 +287,6 @@ def test_default_backends_and_an_unknown_name(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-@pytest.mark.parametrize(
-    "case", ["softcap-window", "chunk-5", "sinks", *slow("gqa-3", "v-narrower", "window-5", "softcap")]
-)
-@pytest.mark.parametrize("writer_name", ["torch", *slow("triton")], ids="{}-writes".format)
-def test_scores_of_entries(writer_name: str, name: str, case: str, device: torch.device) -> None:
-    """Scores are the queries' probabilities by entry, also where tokens were dropped."""
-    torch.manual_seed(0)
-    shape = on(CASES[case], device)
-    history = History(shape, torch.float32, device)
-    backend, writer = (make_backends(one, device, [shape, shape])[1] for one in (name, writer_name))
-    for rows, counts, num_prefills in STEPS[:3]:
-        starts = history.place(rows, counts)
-        batch = with_gaps(Batch.of(rows, starts, counts, num_prefills), [3 * row for row in rows])
-        step = Step.of(batch, history.memory)
-        q, k, v = (
-            torch.randn(sum(counts), heads, dim, device=device)
-            for heads, dim in (
-                (shape.num_heads, shape.head_dim),
-                (shape.num_kv_heads, shape.head_dim),
-                (shape.num_kv_heads, history.v_dim),
-            )
-        )
-        history.append(rows, counts, k, v)
-        writer.forward(q, k, v, step)
-        scores = backend.entry_scores(q.flatten(1), step)
-        assert scores.shape == (len(rows), max(history.length(row) for row in rows))
-        for own, row, queries in zip(scores, rows, q.split(counts), strict=True):
-            expected = history.weights(row, queries).sum((0, 1))
-            torch.testing.assert_close(own[: len(expected)].double(), expected, rtol=1e-4, atol=1e-4)
-            assert not own[len(expected) :].any()
-
-
-@pytest.mark.parametrize("name", ["torch", "triton"])
 def test_learned_sinks_join_a_step_with_sink_tokens_once(name: str, device: torch.device) -> None:
     torch.manual_seed(0)
     sink_logits = torch.tensor([1.0, -2.0], device=device)
@@ -345,14 +312,6 @@ def test_learned_sinks_join_a_step_with_sink_tokens_once(name: str, device: torc
     scores = torch.cat((of_sinks[:, :2], of_rest[:, 2:], sink_logits.double()[:, None]), 1)
     expected = scores.softmax(1)[:, :-1] @ values[:, 0].double()
     torch.testing.assert_close(out.view(2, 16).double(), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_scores_of_a_step_with_sinks_are_refused(device: torch.device) -> None:
-    (backend,) = make_backends("torch", device, [LayerShape(1, 16, 1)])
-    memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float32), 10, 4, 8, device)
-    step = Step.of(over_rings(Batch.of([1], [6], [1], 1), Ring(2, 4, 2)), memory)
-    with pytest.raises(ValueError, match="from other positions, which are not scored"):
-        backend.entry_scores(torch.zeros(1, 16, device=device), step)
 
 
 @pytest.mark.parametrize(

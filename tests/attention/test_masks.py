@@ -56,9 +56,6 @@ def test_a_step_with_a_mask(kind: str, name: str, device: torch.device) -> None:
             expected = attend_reference(q[queries], history.k[row], history.v[row], options, scored)
             torch.testing.assert_close(out[queries].double(), expected, atol=2e-5, rtol=2e-5)
             begin += count
-        scores = backend.entry_scores(q, step)
-        seen = 4.0 * (0 if mask is None else kind != "tree")  # the heads of the query that sees nothing
-        assert scores.sum().item() == pytest.approx(4.0 * total - seen, rel=1e-4)
 
 
 @pytest.mark.parametrize("hidden", [-1e9, -1e20])

@@ -181,13 +181,6 @@ def test_streaming(features: Callable[..., Any]) -> None:
     assert held["least_held"] == held["most_held"] == 32  # a ring, which is allocated once
 
 
-def test_eviction(features: Callable[..., Any]) -> None:
-    sizes = ("--texts", 2, "--prompt", 64, "--continuation", 33, "--chunk", 16, "--budgets", 32, 16)
-    perplexity = features("eviction", *sizes)["perplexity"]
-    assert len(perplexity) == 1 + 2 * 4
-    assert all(value > 1 for value in perplexity.values())
-
-
 @pytest.mark.slow
 def test_quality(features: Callable[..., Any]) -> None:
     sizes = ("--tokens", 200, "--needles", 2, "--prompts", 2, "--new-tokens", 6, "--made-tokens", 48)

@@ -57,7 +57,6 @@ CALLS: dict[str, Call] = {
     "apart": lambda layer, b, q, k, v: layer.forward(q, k, v, b.metadata),
     "fused": lambda layer, b, q, k, v: layer.forward(torch.cat((q, k, v), 1), None, None, b.metadata),
     "k and v fused": lambda layer, b, q, k, v: layer.forward(q, torch.cat((k, v), 1), None, b.metadata),
-    "not kept": lambda layer, b, q, k, v: layer.forward(q, k, v, b.metadata, update_kv_cache=False),
     "only q": lambda layer, b, q, k, v: layer.forward(q, None, None, kept(layer, b), update_kv_cache=False),
 }
 

@@ -20,7 +20,8 @@ from lightkv.errors import UnsupportedModel
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.model.adapters import adapt as adapt_module
 from lightkv.integrations.model.adapters.adapt import FAMILIES, adapt
-from lightkv.integrations.model.probe import ModelShape, probe
+from lightkv.integrations.model.model_shape import ModelShape
+from lightkv.integrations.model.probe import probe
 from lightkv.router import LLM, EngineConfig, InvalidConfig, SamplingParams
 from lightkv.router.engine.loop import LocalEngine, make_scheduler
 from lightkv.router.engine.request import Request

@@ -31,7 +31,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from lightkv import KVSpec
 from lightkv.attention import AttentionOptions, Batch, LayerShape, Step, make_backends
 from lightkv.errors import UnsupportedModel
-from lightkv.integrations.model import probe as probe_module
+from lightkv.integrations.model import model_shape
 from lightkv.integrations.model.hf_model import bind, forward, undo_binding
 from lightkv.integrations.model.probe import probe
 from lightkv.memory.kv_memory import KVMemory
@@ -219,7 +219,7 @@ def test_probe_finds_a_small_difference_in_every_type(
     )
     model = make_model(config, device).to(dtype)
     probe(model)
-    monkeypatch.setattr(probe_module, "fix_positions", lambda model: None)
+    monkeypatch.setattr(model_shape, "fix_positions", lambda model: None)
     reason = r"of a token after 9992 others depends on more than its position \(q of layer 1 differ"
     with pytest.raises(UnsupportedModel, match=reason):
         probe(model)
@@ -243,8 +243,8 @@ def test_a_chunk_is_compared_with_the_mask(device: torch.device) -> None:
     def rule(_: Any, __: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (key <= query) & (key // 8 == query // 8)
 
-    mask = probe_module._MaskRule(rule)
-    assert [probe_module._is_chunked(mask, chunk, device) for chunk in (4, 8, 9, 16)] == [
+    mask = model_shape._MaskRule(rule)
+    assert [model_shape._is_chunked(mask, chunk, device) for chunk in (4, 8, 9, 16)] == [
         False,
         True,
         False,

@@ -1,5 +1,5 @@
-"""Streams, heavy hitters, trees of guesses and beams over quantised pools, against the same over pools that
-hold in float32 what quantising and dequantising makes of K and V."""
+"""Streams, trees of guesses and beams over quantised pools, against the same over pools that hold in float32
+what quantising and dequantising makes of K and V."""
 
 from typing import Any
 
@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from lightkv.integrations.cached_model import CachedModel
-from lightkv.integrations.eviction import HeavyHitters
 from lightkv.integrations.guess_tree import GuessTree
 from lightkv.integrations.hf_cache import LightKVCache
 from lightkv.integrations.streaming import Ring, Stream
@@ -129,23 +128,6 @@ def test_streams_on_a_gpu(name: str, sinks: int, size: int, monkeypatch: pytest.
     # Queries are rounded to float16 before they meet quantised keys.
     torch.testing.assert_close(found, expected, atol=3e-2, rtol=1e-2)
     assert (found - expected).abs().mean() < 3e-3
-
-
-@both
-def test_heavy_hitters(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for lm in pair(name, backend, monkeypatch):
-        hitters, sequence = HeavyHitters(lm), lm.cache.open(IDS[:1])
-        steps = [hitters.forward(sequence, IDS[:40], all_logits=True)]
-        steps.append(hitters.scores(sequence)[:, None].clone())
-        assert hitters.keep(sequence, budget=20, recent=6) == 20
-        steps += [hitters.forward(sequence, IDS[40:50], all_logits=True), hitters.forward(sequence, [7])]
-        steps.append(hitters.scores(sequence)[:, None].clone())
-        lm.cache.check()
-        found.append((lm.cache.positions(sequence).tolist(), steps))
-    assert found[0][0] == found[1][0]
-    for ours, expected in zip(found[0][1], found[1][1], strict=True):
-        assert_close(ours, expected)
 
 
 @both

@@ -9,7 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from lightkv import OutOfTokens
 from lightkv.integrations.hf_cache import LightKVCache
-from lightkv.integrations.model.probe import ModelShape
+from lightkv.integrations.model.model_shape import ModelShape
 from lightkv.layer_groups import FULL, SLACK
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from tests.support.combinations import each_value, slow

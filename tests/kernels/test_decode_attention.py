@@ -16,7 +16,7 @@ from lightkv.triton_kernels.attention.decode.decode_attention import (
 )
 from lightkv.triton_kernels.attention.decode.decode_plan import SharedPrefixGroups, decode_plan
 from lightkv.triton_kernels.attention.lookups import Pages
-from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.variants import SinkLogits, Softcap, Window
 from tests.support.attention.caches import Cache, assert_close, poisoned_cache, share_first_keys
 from tests.support.attention.log_sum_exps import assert_lse
@@ -100,7 +100,8 @@ def check_shared(
     plan = decode_plan(
         cache.rows,
         cache.lengths,
-        num_kv_heads=num_kv_heads,
+        HeadShape.of(q, cache.kv),
+        dtype=q.dtype,
         num_queries=num_queries,
         shared_prefixes=prefixes,
     )
@@ -198,7 +199,9 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
 def test_refuses_a_plan_of_something_else(device: torch.device) -> None:
     cache = poisoned_cache([5, 6], device=device)
     q = torch.zeros(2, 4, 64, device=device)
-    plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2, limits=(Window(3),))
+    plan = decode_plan(
+        cache.rows, cache.lengths, HeadShape.of(q, cache.kv), dtype=q.dtype, limits=(Window(3),)
+    )
     with pytest.raises(ValueError, match=r"\(2, 1, \(Window\(size=3\),\)\), and the call has \(2, 1, \(\)\)"):
         decode_attention(q, *cache, plan=plan)
     with pytest.raises(ValueError, match=r"the plan is for \(requests, queries, limits\) \(2, 1"):
@@ -217,7 +220,7 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     cache = poisoned_cache([20, 5], device=device)
     q = torch.randn(2, 4, 64, device=device)
     out = torch.empty_like(q)
-    plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2)
+    plan = decode_plan(cache.rows, cache.lengths, HeadShape.of(q, cache.kv), dtype=q.dtype)
     options = AttentionOptions().plus(Softcap(3.0), SinkLogits(torch.zeros(4, device=device)))
     arguments = _decode_attention.flat(q, cache.kv, plan, cache.lengths, out, None, 1, options)
     torch.library.opcheck(torch.ops.lightkv.decode_attention.default, arguments)
@@ -268,7 +271,13 @@ def test_captured_decode_follows_its_shared_prefixes() -> None:
     out = torch.empty_like(q)
 
     def step() -> None:
-        plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2, shared_prefixes=prefixes)
+        plan = decode_plan(
+            cache.rows,
+            cache.lengths,
+            HeadShape.of(q, cache.kv),
+            dtype=q.dtype,
+            shared_prefixes=prefixes,
+        )
         decode_attention(q, *cache, plan=plan, out=out)
 
     step()

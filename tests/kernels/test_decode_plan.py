@@ -14,11 +14,13 @@ from lightkv.triton_kernels.attention.decode.decode_plan import (
     decode_plan,
 )
 from lightkv.triton_kernels.attention.decode.decode_tuning import decode_programs, decode_workers
+from lightkv.triton_kernels.attention.paged_kv import HeadShape
 from lightkv.triton_kernels.attention.variants import Chunk, Window
 from tests.support.attention.plans import decode_plan_reference
 from tests.support.combinations import slow
 
 UNIT = decode_tuning.DECODE_UNIT
+HEADS = HeadShape(1, 1, 128, 128)
 
 
 def assert_complete(plan: DecodePlan, runs: list[list[int]], num_prefixes: int) -> None:
@@ -70,7 +72,7 @@ def test_any_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch, seed: 
     )
     limits = (Window(window),) if window else (Chunk(chunk),) if chunk else ()
     mask = {"limits": limits, "num_queries": num_queries}
-    plan = decode_plan(*on_device, num_kv_heads=1, **mask)
+    plan = decode_plan(*on_device, HEADS, dtype=torch.float16, **mask)
     expected = decode_plan_reference(*on_device, num_workers=num_workers, unit=UNIT, **mask)
     assert_equal(plan, expected)
     assert plan.own_parts == expected.own_parts == 0
@@ -110,7 +112,7 @@ def test_any_prefixes(device: torch.device, monkeypatch: pytest.MonkeyPatch, see
     )
     chunk = rng.choice([0, 0, 100, 1500])
     settings = {"limits": (Chunk(chunk),) if chunk else (), "shared_prefixes": prefixes}
-    plan = decode_plan(*on_device, num_kv_heads=1, **settings)
+    plan = decode_plan(*on_device, HEADS, dtype=torch.float16, **settings)
     expected = decode_plan_reference(*on_device, num_workers=num_workers, unit=UNIT, **settings)
     assert_equal(plan, expected)
     assert plan.own_parts == expected.own_parts
@@ -137,7 +139,7 @@ def test_any_prefixes(device: torch.device, monkeypatch: pytest.MonkeyPatch, see
 def test_workers_have_equal_shares(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_tuning, "decode_workers", lambda *_: 10)
     lengths = torch.tensor([40 * UNIT, 1, 7 * UNIT, 300 * UNIT, UNIT], dtype=torch.int32, device=device)
-    plan = decode_plan(torch.arange(5, device=device), lengths, num_kv_heads=1)
+    plan = decode_plan(torch.arange(5, device=device), lengths, HEADS, dtype=torch.float16)
     keys = (plan.items[:, 3] - plan.items[:, 2]).tolist()
     starts = plan.shares[:, 0].tolist()
     shares = [sum(keys[begin:end]) for begin, end in pairwise(starts)]
@@ -148,7 +150,7 @@ def test_workers_have_equal_shares(device: torch.device, monkeypatch: pytest.Mon
 
 def test_no_request_is_no_plan(device: torch.device) -> None:
     empty = torch.zeros(0, dtype=torch.int32, device=device)
-    plan = decode_plan(empty, empty, num_kv_heads=4)
+    plan = decode_plan(empty, empty, HeadShape(4, 4, 128, 128), dtype=torch.float16)
     assert (len(plan.parts), len(plan.split)) == (0, 0)
 
 
@@ -156,23 +158,30 @@ def test_refuses_prefixes_that_do_not_fit(device: torch.device) -> None:
     rows = torch.arange(3, dtype=torch.int32, device=device)
     prefixes = SharedPrefixGroups(rows.view(1, 3), rows[:1], rows)
     with pytest.raises(ValueError, match="without a window"):
-        decode_plan(rows, rows + 5, num_kv_heads=1, limits=(Window(4),), shared_prefixes=prefixes)
+        decode_plan(
+            rows,
+            rows + 5,
+            HEADS,
+            dtype=torch.float16,
+            limits=(Window(4),),
+            shared_prefixes=prefixes,
+        )
     with pytest.raises(ValueError, match=r"place must be contiguous int32 \[B\], with B 2"):
-        decode_plan(rows[:2], rows[:2] + 5, num_kv_heads=1, shared_prefixes=prefixes)
+        decode_plan(rows[:2], rows[:2] + 5, HEADS, dtype=torch.float16, shared_prefixes=prefixes)
     for match, wrong in [
         (r"keys must be contiguous int32 \[P\], with P 1", prefixes._replace(keys=rows)),
         ("contiguous int32", prefixes._replace(place=rows.long())),
     ]:
         with pytest.raises(ValueError, match=match):
-            decode_plan(rows, rows + 5, num_kv_heads=1, shared_prefixes=wrong)
+            decode_plan(rows, rows + 5, HEADS, dtype=torch.float16, shared_prefixes=wrong)
     with pytest.raises(ValueError, match="lengths must be contiguous int32"):
-        decode_plan(rows, rows.long(), num_kv_heads=1)
+        decode_plan(rows, rows.long(), HEADS, dtype=torch.float16)
 
 
 def test_prefixes_of_one_member_are_ignored(device: torch.device) -> None:
     rows = torch.arange(3, dtype=torch.int32, device=device)
     alone = SharedPrefixGroups(rows.view(3, 1), rows + 1, rows)
-    plan = decode_plan(rows, rows + 5, num_kv_heads=1, shared_prefixes=alone)
+    plan = decode_plan(rows, rows + 5, HEADS, dtype=torch.float16, shared_prefixes=alone)
     assert plan.members is None
     assert plan.own_parts == 0
 

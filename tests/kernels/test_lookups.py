@@ -9,7 +9,7 @@ from torch import Tensor
 from lightkv.triton_kernels.attention.attend_keys import find_slots
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.lookups import CONTIGUOUS, LOOKUPS, BeamTable, Lookup, Pages, RingRows
-from lightkv.triton_kernels.attention.lookups.ring_sinks import SinkRotation
+from lightkv.triton_kernels.attention.lookups.ring_rows import SinkRotation
 from lightkv.triton_kernels.attention.paged_kv import RECORDS, PagedKV
 from lightkv.triton_kernels.attention.variants import Window
 from lightkv.triton_kernels.layout.ring import Ring

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from lightkv import KVPool, KVSpec
-from lightkv.triton_kernels.attention.attention_scores import attention_scores, attention_scores_reference
 from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
     decode_attention_reference,
 )
 from lightkv.triton_kernels.attention.decode.decode_plan import decode_plan
 from lightkv.triton_kernels.attention.mixed_attention import mixed_attention, mixed_attention_reference
-from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
+from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,
@@ -189,22 +188,6 @@ def test_a_step_of_prefills_and_decodes(name: str, device: torch.device) -> None
     assert_close(mixed_attention(*arguments), mixed_attention_reference(*arguments))
 
 
-@pytest.mark.parametrize("name", ["int8", "int8-g8", "int4"])
-def test_scores(name: str, device: torch.device) -> None:
-    torch.manual_seed(7)
-    cache = quantised_cache([60, 9], name, device)
-    counts = [12, 9]
-    q, q_starts = queries(cache, sum(counts), torch.float32), starts(counts, device)
-    positions = torch.cat(
-        [torch.arange(length - n, length) for length, n in zip([60, 9], counts, strict=True)]
-    )
-    arguments = q, cache.kv, cache.rows, q_starts, positions.int().to(device), cache.lengths
-    found = attention_scores(*arguments, max_q_len=12, width=60)
-    torch.testing.assert_close(
-        found, attention_scores_reference(*arguments, width=60)[0], atol=1e-4, rtol=1e-4
-    )
-
-
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_shared_prefixes(name: str, device: torch.device) -> None:
     torch.manual_seed(8)
@@ -215,7 +198,9 @@ def test_shared_prefixes(name: str, device: torch.device) -> None:
     prefixes = share_first_keys(
         cache._replace(kv=cache.kv._replace(k=scales, v=scales)), [(64, [0, 1, 2])], 4
     )
-    plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2, shared_prefixes=prefixes)
+    plan = decode_plan(
+        cache.rows, cache.lengths, HeadShape(2, 2, 128, 128), dtype=torch.float16, shared_prefixes=prefixes
+    )
     q = queries(cache, 3, torch.float32)
     out = decode_attention(q, *cache, plan=plan)
     assert_close(out, decode_attention_reference(q, *cache))

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
-from lightkv.triton_kernels.attention.attention_scores import attention_scores
 from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
@@ -20,10 +19,15 @@ from lightkv.triton_kernels.attention.decode.decode_attention import (
 )
 from lightkv.triton_kernels.attention.decode.decode_plan import decode_plan
 from lightkv.triton_kernels.attention.lookups import BeamTable, RingRows
-from lightkv.triton_kernels.attention.lookups.ring_rows import ring_slots, ring_slots_reference
-from lightkv.triton_kernels.attention.lookups.ring_sinks import SinkRotation, rotation_for, rotation_reference
+from lightkv.triton_kernels.attention.lookups.ring_rows import (
+    SinkRotation,
+    ring_slots,
+    ring_slots_reference,
+    rotation_for,
+    rotation_reference,
+)
 from lightkv.triton_kernels.attention.mixed_attention import mixed_attention, mixed_attention_reference
-from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
+from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,
@@ -87,7 +91,8 @@ def test_the_plan_of_rings(num_workers: int, device: torch.device, monkeypatch: 
     lengths = torch.tensor([0, 1, 4, 5, 304, 305, 10_000], dtype=torch.int32, device=device)
     rows = torch.arange(7, device=device)
     limits = RingRows(ring).limits(())
-    plan = decode_plan(rows, lengths, num_kv_heads=2, limits=limits)
+    heads = HeadShape(2, 2, 128, 128)
+    plan = decode_plan(rows, lengths, heads, dtype=torch.float16, limits=limits)
     expected = decode_plan_reference(
         rows, lengths, num_workers=num_workers, unit=decode_tuning.DECODE_UNIT, limits=limits
     )
@@ -147,7 +152,11 @@ def test_what_rings_cannot_do_is_refused(device: torch.device) -> None:
         ("sees no ring's sinks", turned(rotation), {"options": AttentionOptions().plus(Window(9))}),
         ("sees no ring's sinks", texts.kv._replace(lookup=RingRows(Ring(0, 90), rotation)), {}),
         ("33 pairs; a key has 32", turned(rotation_of(RINGS["sinks"], [100], 33, device)), {}),
-        ("the plan is for", texts.kv, {"plan": decode_plan(*rest, num_kv_heads=2)}),
+        (
+            "the plan is for",
+            texts.kv,
+            {"plan": decode_plan(*rest, HeadShape.of(q, texts.kv), dtype=q.dtype)},
+        ),
     ]:
         queries = arguments.get("num_queries", 1)
         with pytest.raises(ValueError, match=match):
@@ -157,11 +166,6 @@ def test_what_rings_cannot_do_is_refused(device: torch.device) -> None:
             Ring(*wrong)
     with pytest.raises(ValueError, match="add a Window"):
         prefill_attention(q, texts.kv, rest[0], starts([1], device), rest[1])
-    positions = torch.zeros(1, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="a row's own entries"):
-        attention_scores(
-            q, texts.kv, rest[0], starts([1], device), positions, rest[1], max_q_len=1, width=100
-        )
 
 
 @covers("positions read from other rows", "decode", "prefill", "mixed")

@@ -12,7 +12,7 @@ from lightkv.triton_kernels.attention.decode.decode_attention import (
 from lightkv.triton_kernels.attention.decode.decode_plan import decode_plan
 from lightkv.triton_kernels.attention.lookups import BeamTable, RingRows
 from lightkv.triton_kernels.attention.mixed_attention import mixed_attention, mixed_attention_reference
-from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,
@@ -93,7 +93,9 @@ def test_a_captured_step_follows_its_lengths() -> None:
     out = torch.empty_like(q)
 
     def step() -> None:
-        plan = decode_plan(rows, lengths, num_kv_heads=2, limits=RingRows(ring).limits(()))
+        plan = decode_plan(
+            rows, lengths, HeadShape.of(q, kv), dtype=q.dtype, limits=RingRows(ring).limits(())
+        )
         turned = kv._replace(lookup=RingRows(ring).rotated(lengths, inverse))
         decode_attention(q, turned, rows, lengths, plan=plan, out=out)
 

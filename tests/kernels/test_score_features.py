@@ -12,10 +12,6 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_scores import (
-    attention_scores,
-    attention_scores_reference,
-)
 from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
@@ -48,7 +44,6 @@ from tests.support.attention.caches import (
 )
 from tests.support.attention.feature_table import covers
 from tests.support.attention.score_features import FEATURES, Batch, attend_each_key, each_feature
-from tests.support.scored import attention_lse
 
 QUICK = ["ALiBi", "window, full", "mask, each head", "tree"]
 
@@ -129,8 +124,8 @@ def test_shared_prefix(
     q = torch.randn(5 * num_queries, 2, 16, device=device)
     q_lens, written = [num_queries] * 5, outputs(q)
     options = make(name, q, cache, q_lens)
-    sizes = {"num_kv_heads": 1, "num_queries": num_queries, "shared_prefixes": prefixes}
-    plan = decode_plan(cache.rows, cache.lengths, **sizes)
+    sizes = {"dtype": q.dtype, "num_queries": num_queries, "shared_prefixes": prefixes}
+    plan = decode_plan(cache.rows, cache.lengths, HeadShape.of(q, cache.kv), **sizes)
     decode_attention(q, *cache, options, num_queries=num_queries, plan=plan, **written)
     check_rows(*written.values(), q, cache, q_lens, options)
 
@@ -210,28 +205,6 @@ def test_mixed(device: torch.device, decodes_first: bool, name: str) -> None:
     else:
         rows = list(written.values())
     check_rows(*rows, q, cache, [*q_lens, 1, 1], made)
-
-
-@each_feature("scores", QUICK[-1:])
-def test_scores(device: torch.device, name: str) -> None:
-    torch.manual_seed(4)
-    cache = small_cache([70, 34], device, num_kv_heads=2)
-    q, q_lens = torch.randn(5, 4, 16, device=device), [3, 2]
-    options = make(name, q, cache, q_lens)
-    positions = torch.tensor([67, 68, 69, 32, 33], dtype=torch.int32, device=device)
-    args = q, cache.kv, cache.rows, starts(q_lens, device), positions, cache.lengths, options
-    scores = attention_scores(*args, max_q_len=3, width=80)
-    lse = attention_lse(*args, max_q_len=3)
-    expected, expected_lse = attention_scores_reference(*args, width=80)
-    torch.testing.assert_close(scores, expected, atol=2e-5, rtol=2e-5)
-    torch.testing.assert_close(lse, expected_lse, atol=2e-5, rtol=2e-5)
-    for request, (begin, end) in enumerate(((0, 3), (3, 5))):
-        length = int(cache.lengths[request])
-        own = attend_each_key(q[begin:end], cache.kv, cache.rows[request], request, length, begin, options)
-        torch.testing.assert_close(
-            scores[request, :length].double(), own[2].sum((0, 1)), atol=1e-4, rtol=1e-4
-        )
-        torch.testing.assert_close(lse[begin:end].double(), own[1], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("group", [1, pytest.param(16, marks=pytest.mark.slow)], ids="group{}".format)

@@ -89,8 +89,8 @@ def test_a_shared_prefix(name: str, num_queries: int) -> None:
     prefixes = share_first_keys(cache, [(1950, list(range(0, 20, 2)))], prefix_members(num_queries, 4))
     q = torch.randn(20 * num_queries, 8, 128).to(cache.kv.k)
     options = make(name, q, lengths, [num_queries] * 20)
-    sizes = {"num_kv_heads": 2, "num_queries": num_queries, "shared_prefixes": prefixes}
-    plan = decode_plan(cache.rows, cache.lengths, **sizes)
+    sizes = {"dtype": q.dtype, "num_queries": num_queries, "shared_prefixes": prefixes}
+    plan = decode_plan(cache.rows, cache.lengths, HeadShape.of(q, cache.kv), **sizes)
     out = torch.full_like(q, torch.nan)
     decode_attention(q, *cache, options, num_queries=num_queries, plan=plan, out=out)
     assert_close(out, decode_attention_reference(q, *cache, options, num_queries=num_queries))

@@ -12,10 +12,6 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_scores import (
-    attention_scores,
-    attention_scores_reference,
-)
 from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
@@ -50,7 +46,6 @@ from tests.support.attention.caches import (
 from tests.support.attention.mixed_steps import make_step
 from tests.support.attention.softmax import scores_of, weigh
 from tests.support.combinations import each_pair_of
-from tests.support.scored import attention_lse
 
 LENGTHS = [130, 0, 1, 65]
 PREFILLS = [(40, 30), (0, 5), (3, 62)]  # queries of a request, and tokens before them
@@ -172,7 +167,8 @@ def check_shared(
     plan = decode_plan(
         cache.rows,
         cache.lengths,
-        num_kv_heads=num_kv_heads,
+        HeadShape.of(q, cache.kv),
+        dtype=q.dtype,
         limits=limits(options.variants),
         num_queries=num_queries,
         shared_prefixes=prefixes,
@@ -314,28 +310,6 @@ def test_mixed_where_keys_are_shared_out(device: torch.device, decodes_first: bo
     check_rows(out, lse, q, cache, [*q_lens, 1, 1, 1], options)
 
 
-@pytest.mark.parametrize("mask", ["sinks", "both"])
-def test_scores_of_entries(device: torch.device, mask: str) -> None:
-    torch.manual_seed(5)
-    options = masks(device, 4)[mask]
-    cache = poisoned_cache([70, 34], device=device, num_kv_heads=2, key_dim=32, value_dim=32)
-    q = torch.randn(5, 4, 32, device=device)
-    positions = torch.tensor([67, 68, 69, 32, 33], dtype=torch.int32, device=device)
-    args = q, cache.kv, cache.rows, starts([3, 2], device), positions, cache.lengths, options
-    scores = attention_scores(*args, max_q_len=3, width=80)
-    lse = attention_lse(*args, max_q_len=3)
-    expected, expected_lse = attention_scores_reference(*args, width=80)
-    torch.testing.assert_close(scores, expected, atol=2e-5, rtol=2e-5)
-    torch.testing.assert_close(lse, expected_lse, atol=2e-5, rtol=2e-5)
-    for request, (begin, end) in enumerate(((0, 3), (3, 5))):
-        length = int(cache.lengths[request])
-        own = dense(q[begin:end], cache.kv, cache.rows[request], length, options)
-        torch.testing.assert_close(
-            scores[request, :length].double(), own[2].sum((0, 1)), atol=1e-4, rtol=1e-4
-        )
-        torch.testing.assert_close(lse[begin:end].double(), own[1], atol=1e-4, rtol=1e-4)
-
-
 def test_parts_merge_if_one_of_them_has_the_sinks(device: torch.device) -> None:
     torch.manual_seed(6)
     cache = poisoned_cache([90], device=device, num_kv_heads=1, key_dim=32, value_dim=32)
@@ -361,7 +335,9 @@ def test_a_decode_reads_the_newest_chunk_alone(device: torch.device) -> None:
     for row, first in zip(cache.rows.tolist(), (144, 48), strict=True):
         cache.kv.index[row, :first] = -(2**30)
     assert_close(decode_attention(q, *cache, options), expected)
-    plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=1, limits=(Chunk(48),))
+    plan = decode_plan(
+        cache.rows, cache.lengths, HeadShape.of(q, cache.kv), dtype=q.dtype, limits=(Chunk(48),)
+    )
     assert plan.items[:2, 2:].tolist() == [[144, 150], [48, 80]]
 
 
@@ -391,7 +367,9 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     ]:
         with pytest.raises(ValueError, match=match):
             decode_attention(q, *cache, options)
-    plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2, limits=(Chunk(3),))
+    plan = decode_plan(
+        cache.rows, cache.lengths, HeadShape.of(q, cache.kv), dtype=q.dtype, limits=(Chunk(3),)
+    )
     with pytest.raises(ValueError, match=r"Chunk\(size=3\).* and the call .*Chunk\(size=4\)"):
         decode_attention(q, *cache, AttentionOptions().plus(Chunk(4)), plan=plan)
     prefill = prefill_plan(

@@ -21,10 +21,6 @@ from lightkv.attention import LayerShape, Step, make_backends
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention import variants as known
-from lightkv.triton_kernels.attention.attention_scores import (
-    attention_scores,
-    attention_scores_reference,
-)
 from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
@@ -56,7 +52,6 @@ from lightkv.triton_kernels.attention.variants.variant import Scored, limits
 from lightkv.triton_kernels.operators import Operator
 from tests.support.attention.caches import Cache, assert_close, poisoned_cache, starts
 from tests.support.attention.score_features import Batch, tree_bits
-from tests.support.scored import attention_lse
 
 
 def _values(batch: Batch) -> ValueMask:
@@ -154,7 +149,6 @@ def test_variants_that_do_not_go_together_are_refused(device: torch.device) -> N
     cache = poisoned_cache([20, 9], device=device, num_kv_heads=1, key_dim=16, value_dim=16)
     q, q_starts = torch.zeros(2, 4, 16, device=device), starts([1, 1], device)
     batch = Batch([1, 1], [20, 9], 0, 4, device, torch.float32)
-    entries = cache.lengths - 1
     wrong: list[tuple[str, list[Variant]]] = [
         (r"in the order of VARIANTS; got \['Window', 'Softcap'\]", [Window(3), Softcap(2.0)]),
         (r"given once each .* got \['Softcap', 'Softcap'\]", [Softcap(2.0), Softcap(3.0)]),
@@ -172,13 +166,17 @@ def test_variants_that_do_not_go_together_are_refused(device: torch.device) -> N
             prefill_attention(q, cache.kv, cache.rows, q_starts, cache.lengths, options)
         with pytest.raises(ValueError, match=match):
             mixed_attention(q, cache.kv, cache.rows, q_starts, cache.lengths, options)
-        with pytest.raises(ValueError, match=match):
-            attention_lse(q, cache.kv, cache.rows, q_starts, entries, cache.lengths, options, max_q_len=1)
     args = cache.rows, q_starts, cache.lengths, HeadShape.of(q, cache.kv)
     with pytest.raises(ValueError, match="a window, or chunks, or neither"):
         prefill_plan(*args, num_tokens=2, dtype=q.dtype, limits=(Window(3), Chunk(4)))
     with pytest.raises(ValueError, match="a window, or chunks, or neither"):
-        decode_plan(cache.rows, cache.lengths, num_kv_heads=1, limits=(Window(3), Chunk(4)))
+        decode_plan(
+            cache.rows,
+            cache.lengths,
+            HeadShape.of(q, cache.kv),
+            dtype=q.dtype,
+            limits=(Window(3), Chunk(4)),
+        )
 
 
 # --------------------------------------------------------------------------------
@@ -245,19 +243,6 @@ def test_prefill(kinds: list[type[Variant]], device: torch.device) -> None:
     expected = prefill_attention_reference(*case.args, case.options)
     assert_close(case.prefilled(), expected)
     assert not torch.allclose(case.prefilled(AttentionOptions()), expected, atol=1e-3)
-
-
-@each_set
-def test_scores(kinds: list[type[Variant]], device: torch.device) -> None:
-    case = Case.make(kinds, [3, 2], [40, 18], device)
-    positions = torch.tensor([37, 38, 39, 16, 17], dtype=torch.int32, device=device)
-    args = *case.args[:4], positions, case.cache.lengths
-    expected, expected_lse = attention_scores_reference(*args, case.options, width=40)
-    found = attention_scores(*args, case.options, max_q_len=3, width=40)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
-    lse = attention_lse(*args, case.options, max_q_len=3)
-    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-4)
-    assert not torch.allclose(attention_scores(*args, max_q_len=3, width=40), expected, atol=1e-3)
 
 
 # --------------------------------------------------------------------------------
@@ -331,15 +316,6 @@ def test_a_variant_of_this_file_in_all_kernels(kinds: list[type[Variant]], devic
     step = kv, rows, q_starts[:2], lengths  # the second request decodes
     assert_close(mixed_attention(q, *step, options), expected)
     assert_close(mixed_attention_reference(q, *step, options), expected)
-    case = Case.make(kinds, [3, 2], [40, 18], device)
-    options = case.options.plus(Weighed(factors(device)))
-    positions = torch.tensor([37, 38, 39, 16, 17], dtype=torch.int32, device=device)
-    _, *rest = *case.args[:4], positions, case.cache.lengths
-    scores, lse = attention_scores_reference(case.q * factors(device)[:, None], *rest, case.options, width=40)
-    found = attention_scores(case.q, *rest, options, max_q_len=3, width=40)
-    torch.testing.assert_close(found, scores, atol=1e-5, rtol=1e-4)
-    found = attention_lse(case.q, *rest, options, max_q_len=3)
-    torch.testing.assert_close(found, lse, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.usefixtures("_with_weighed")
@@ -358,7 +334,6 @@ def test_a_variant_of_this_file_in_both_backends(
     others = AttentionOptions().plus(*(MAKERS[kind](batch) for kind in kinds))
     shapes = [LayerShape(4, 16, 2, options) for options in (others.plus(Weighed(factors(device))), others)]
     outs: list[list[Tensor]] = []
-    scores: list[Tensor] = []
     steps = [([1, 2], [0, 0], [17, 7], 2), ([3, 1, 2], [0, 17, 7], [5, 1, 1], 1)]
     tensors = [torch.randn(sum(counts), 8, 16, device=device) for _, _, counts, _ in steps]
     for shape in shapes:
@@ -374,7 +349,5 @@ def test_a_variant_of_this_file_in_both_backends(
             step = Step.of(StepBatch.of(rows, begins, counts, num_prefills), memory)
             q, k, v = (part.contiguous() for part in (q, k, v))
             outs[-1].append(backend.forward(q, k, v, step))
-        scores.append(backend.entry_scores(q.flatten(1), step))
     for one, other in zip(*outs, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(*scores, atol=1e-5, rtol=1e-5)

@@ -248,16 +248,20 @@ def attend_keys(
     variants,
     states,  # of `start_rows`
     begin,
-    end,  # tiles start in [begin, end)
+    full_end,
     num_keys,  # no key at num_keys or beyond is read
     score_scale,
     shape,  # `Shape`
-    MASKED: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
-    """Attends to the keys of the tiles in [begin, end) with a running softmax.
+    """Attends to the keys in [begin, num_keys), tile by tile, with a running softmax. Returns `Sums`.
 
-    Unless MASKED, every key of every tile has to be visible to every query, as far as no score hook hides it,
-    and lie within what variants have loaded. Returns `Sums`.
+    Every key in [begin, full_end), which are whole tiles, has to be visible to every query, as far as no score
+    hook hides it, and lie within what variants have loaded. Keys from `full_end` on are masked:
+
+        begin ├──── not masked ────┤ full_end ├─ masked ─┤ num_keys
+
+    FIRST: 1 where there are none in [begin, full_end), else 0.
     """
     acc, total, peak, slots = sums
     FORMAT: tl.constexpr = shape.FORMAT
@@ -279,55 +283,60 @@ def attend_keys(
             v_scales = cache.v_scales + kv_head * cache.stride_scales_head
     # The few tiles in which a variant hides some keys only are not pipelined, since what it reads of them would
     # take memory of K and V.
-    STAGES: tl.constexpr = 1 if variants.flags.hides_own and MASKED else None
-    loaded = load_ahead(variants, states, begin + tl.arange(0, BLOCK_N), begin < end, MASKED)
-    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        positions = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-        valid = positions < num_keys
-        # [BLOCK_N, BLOCK_DK] and [BLOCK_N, BLOCK_DV], of elements or of words; V transposed where `_dot` wants
-        # that, since unpacked elements would have to be rearranged
-        k = load_rows(k_head, slots, valid, cache.stride_k_slot, NUM_K, BLOCK_K, MASKED, False)
-        v = load_rows(v_head, slots, valid, cache.stride_v_slot, NUM_V, BLOCK_V, MASKED, peak.shape[0] < 16)
-        beside_k = None, None
-        beside_v = None, None
-        if IN_ONE_WORD:
-            word = load_scale_word(k_scales, slots, valid, cache.stride_scales_slot, MASKED)
-            beside_k, beside_v = scales_of(word, FORMAT, cache.scales.dtype.element_ty)
-        elif FORMAT > 0:
-            beside_k = load_scales(
-                k_scales, slots, valid, cache.stride_scales_slot, k_groups(FORMAT), BLOCK_K, NUM_K,
-                has_zero_point(FORMAT), MASKED,
-            )  # fmt: skip
-            beside_v = load_scales(
-                v_scales, slots, valid, cache.stride_scales_slot, v_groups(FORMAT), BLOCK_V, NUM_V,
-                has_zero_point(FORMAT), MASKED,
-            )  # fmt: skip
-        slots = find_slots(index, row, positions + BLOCK_N, positions + BLOCK_N < num_keys)
+    MASKED_STAGES: tl.constexpr = 1 if variants.flags.hides_own else None
+    for MASKED in tl.static_range(FIRST, 2):
+        first = full_end if MASKED else begin
+        end = num_keys if MASKED else full_end
+        loaded = load_ahead(variants, states, first + tl.arange(0, BLOCK_N), first < end, MASKED)
+        for start in tl.range(first, end, BLOCK_N, num_stages=MASKED_STAGES if MASKED else None):
+            positions = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+            valid = positions < num_keys
+            # [BLOCK_N, BLOCK_DK] and [BLOCK_N, BLOCK_DV], of elements or of words; V transposed where `_dot`
+            # wants that, since unpacked elements would have to be rearranged
+            k = load_rows(k_head, slots, valid, cache.stride_k_slot, NUM_K, BLOCK_K, MASKED, False)
+            v = load_rows(
+                v_head, slots, valid, cache.stride_v_slot, NUM_V, BLOCK_V, MASKED, peak.shape[0] < 16
+            )
+            beside_k = None, None
+            beside_v = None, None
+            if IN_ONE_WORD:
+                word = load_scale_word(k_scales, slots, valid, cache.stride_scales_slot, MASKED)
+                beside_k, beside_v = scales_of(word, FORMAT, cache.scales.dtype.element_ty)
+            elif FORMAT > 0:
+                beside_k = load_scales(
+                    k_scales, slots, valid, cache.stride_scales_slot, k_groups(FORMAT), BLOCK_K, NUM_K,
+                    has_zero_point(FORMAT), MASKED,
+                )  # fmt: skip
+                beside_v = load_scales(
+                    v_scales, slots, valid, cache.stride_scales_slot, v_groups(FORMAT), BLOCK_V, NUM_V,
+                    has_zero_point(FORMAT), MASKED,
+                )  # fmt: skip
+            slots = find_slots(index, row, positions + BLOCK_N, positions + BLOCK_N < num_keys)
 
-        scores = key_scores(q, q_sums, k, beside_k, FORMAT, PACKED)
-        scores = change_scores(variants, states, loaded, scores, score_scale)
-        loaded = load_ahead(variants, states, positions + BLOCK_N, start + BLOCK_N < end, MASKED)
-        if MASKED:
-            visible = tl.broadcast_to(valid[None, :], scores.shape)
-            if shape.CAUSAL:
-                visible = visible & (positions[None, :] <= query_positions[:, None])
-            visible = hide(variants, states, visible, query_positions, positions)
-            scores = tl.where(visible, scores, float("-inf"))
+            scores = key_scores(q, q_sums, k, beside_k, FORMAT, PACKED)
+            scores = change_scores(variants, states, loaded, scores, score_scale)
+            loaded = load_ahead(variants, states, positions + BLOCK_N, start + BLOCK_N < end, MASKED)
+            if MASKED:
+                visible = tl.broadcast_to(valid[None, :], scores.shape)
+                if shape.CAUSAL:
+                    visible = visible & (positions[None, :] <= query_positions[:, None])
+                visible = hide(variants, states, visible, query_positions, positions)
+                scores = tl.where(visible, scores, float("-inf"))
 
-        if variants.flags.has_offset:
-            offset = offset_of(variants, states, start, query_positions)
-            new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale + offset)
-            exponents = scores * score_scale - (new_peak - offset)[:, None]
-        else:
-            new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale)
-            exponents = scores * score_scale - new_peak[:, None]
-        if variants.flags.may_exceed:
-            # Where all keys so far have a value like -1e10, the product above, which is rounded only after the
-            # subtraction, may exceed the peak by hundreds.
-            exponents = tl.minimum(exponents, 0.0)
-        weights = tl.exp2(exponents)
-        decay = tl.exp2(peak - new_peak)
-        total = total * decay + tl.sum(weights, 1)
-        acc = add_weighted(acc, weights, v, decay, beside_v, q[0].dtype, FORMAT, PACKED)
-        peak = new_peak
+            if variants.flags.has_offset:
+                offset = offset_of(variants, states, start, query_positions)
+                new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale + offset)
+                exponents = scores * score_scale - (new_peak - offset)[:, None]
+            else:
+                new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale)
+                exponents = scores * score_scale - new_peak[:, None]
+            if variants.flags.may_exceed:
+                # Where all keys so far have a value like -1e10, the product above, which is rounded only after
+                # the subtraction, may exceed the peak by hundreds.
+                exponents = tl.minimum(exponents, 0.0)
+            weights = tl.exp2(exponents)
+            decay = tl.exp2(peak - new_peak)
+            total = total * decay + tl.sum(weights, 1)
+            acc = add_weighted(acc, weights, v, decay, beside_v, q[0].dtype, FORMAT, PACKED)
+            peak = new_peak
     return Sums(acc, total, peak, slots)

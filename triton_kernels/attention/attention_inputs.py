@@ -15,7 +15,6 @@ REQUESTS = Tensors(
     rows="contiguous int32 or int64 [B]",
     lengths="contiguous int32 [B]",
     q_starts="contiguous int32 [P + 1]",
-    query_positions="contiguous int32 [T]",
     begins="contiguous int32 [B]",
     index="int32 [rows, entries] with a last stride of 1",
 )
@@ -58,11 +57,24 @@ class Call(NamedTuple):
         q_starts: Tensor | None = None,
         num_prefills: int | None = None,
     ) -> "Call":
-        """Returns the call, with a new output of the type of q where `out` is None. Raises ValueError as
-        `check_attention_inputs`."""
-        check_attention_inputs(
-            q, kv, rows, lengths, options, out=out, lse=lse, q_starts=q_starts, num_prefills=num_prefills
-        )
+        """Returns the call, with a new output of the type of q where `out` is None. `num_prefills`: requests
+        that `q_starts` is for; None for any number. Raises ValueError where shapes, strides, dtypes or numbers
+        do not fit; reads no tensor's contents."""
+        dims = {"Dk": kv.key_dim, "Dv": kv.value_dim}
+        sizes = _ATTENTION.check(dims, q=q, k_cache=kv.k, v_cache=kv.v, out=out, lse=lse)
+        if sizes["H"] % sizes["h"]:
+            raise ValueError(
+                f"q has {sizes['H']} heads, which is not a multiple of the {sizes['h']} K/V heads"
+            )
+        sizes = {} if num_prefills is None else {"P": num_prefills}
+        REQUESTS.check(sizes, rows=rows, lengths=lengths, q_starts=q_starts, index=kv.index)
+        check_scales(kv)
+        kv.lookup.check(kv.index, options.variants)
+        if not options.scale_for(q.shape[2]) > 0:
+            raise ValueError(f"scale must be positive; got {options.scale}")
+        check_variants(options.variants, q, len(rows))
+        if not options.causal and any(not one.flags.is_short for one in limits(options.variants)):
+            raise ValueError(f"a layer with chunks is causal; got {options}")
         out = q.new_empty((*q.shape[:2], kv.value_dim)) if out is None else out
         return cls(q, kv, rows, lengths, options, out, lse)
 
@@ -72,37 +84,6 @@ class Call(NamedTuple):
         lse = None if self.lse is None else self.lse[queries]
         rows, lengths = self.rows[begin:end], self.lengths[begin:end]
         return Call(self.q[queries], self.kv, rows, lengths, options, self.out[queries], lse)
-
-
-def check_attention_inputs(
-    q: Tensor,
-    kv: PagedKV,
-    rows: Tensor,
-    lengths: Tensor,
-    options: AttentionOptions,
-    *,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-    q_starts: Tensor | None = None,
-    query_positions: Tensor | None = None,
-    num_prefills: int | None = None,
-) -> None:
-    """Raises ValueError where shapes, strides, dtypes or numbers do not fit; reads no tensor's contents.
-    `num_prefills`: requests that `q_starts` is for; None for any number."""
-    dims = {"Dk": kv.key_dim, "Dv": kv.value_dim}
-    sizes = _ATTENTION.check(dims, q=q, k_cache=kv.k, v_cache=kv.v, out=out, lse=lse)
-    if sizes["H"] % sizes["h"]:
-        raise ValueError(f"q has {sizes['H']} heads, which is not a multiple of the {sizes['h']} K/V heads")
-    sizes = {"T": len(q)} if num_prefills is None else {"T": len(q), "P": num_prefills}
-    of_requests = {"rows": rows, "lengths": lengths, "q_starts": q_starts, "index": kv.index}
-    REQUESTS.check(sizes, query_positions=query_positions, **of_requests)
-    check_scales(kv)
-    kv.lookup.check(kv.index, options.variants)
-    if not options.scale_for(q.shape[2]) > 0:
-        raise ValueError(f"scale must be positive; got {options.scale}")
-    check_variants(options.variants, q, len(rows))
-    if not options.causal and any(not one.flags.is_short for one in limits(options.variants)):
-        raise ValueError(f"a layer with chunks is causal; got {options}")
 
 
 def check_plan(made: tuple[object, ...], asked: tuple[object, ...], names: str) -> None:

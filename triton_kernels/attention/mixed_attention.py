@@ -31,7 +31,6 @@ from lightkv.triton_kernels.attention.decode.decode_plan import (
     DecodePlan,
     SharedPrefixGroups,
     decode_plan,
-    num_programs_for,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     attend_prefills,
@@ -79,7 +78,7 @@ def mixed_plan(
         options: of the layers; what limits the first key that a query sees, and causality count.
         shared_prefixes: of the decodes, which are numbered from 0; as in `decode_plan`.
         layer_format: how the layers' K/V is stored.
-        lookup: how the layers find it; rings limit the first key of a decode.
+        lookup: how the layers find it, which may limit the first key of a decode (`Lookup.limits`).
     """
     num_prefills, num_requests = q_starts.shape[0] - 1, rows.shape[0]
     num_decodes = 0 if decodes_first else num_requests - num_prefills
@@ -101,12 +100,12 @@ def mixed_plan(
         decode = decode_plan(
             rows[num_prefills:],
             lengths[num_prefills:],
-            num_kv_heads=heads.num_kv_heads,
+            heads,
+            dtype=dtype,
             limits=lookup.limits(limited),
             num_queries=num_queries,
             shared_prefixes=shared_prefixes,
-            key_bytes=heads.key_bytes(dtype),
-            num_programs=num_programs_for(heads, layer_format, num_queries, shared_prefixes),
+            layer_format=layer_format,
         )
     return MixedPlan(prefill, decode)
 

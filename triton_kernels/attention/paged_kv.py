@@ -6,14 +6,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from lightkv.triton_kernels.attention.lookups.ring_sinks import SinkRotation
 from lightkv.triton_kernels.attention.variants.variant import Variant
-from lightkv.triton_kernels.layout.ring import Ring
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, Elements, KVFormat
 from lightkv.triton_kernels.quantised.quantise_reference import dequantise, split_scales
 from lightkv.triton_kernels.quantised.unpack import as_words, format_code
 
-from .lookups import LOOKUPS, PLAN_LIMITS, TOKEN_TABLE, Lookup
+from . import lookups
+from .lookups import TOKEN_TABLE, Lookup
 from .records import Cache, Index
 from .variants import VARIANTS, in_order
 
@@ -109,7 +108,7 @@ class AttentionOptions(NamedTuple):
 
     `scale`: multiplies q·k, positive; None stands for head_dim ** -0.5.
     `causal`: whether a query sees no key after itself. False: it sees all keys of its request, as in an
-    encoder, or as with the keys of another sequence (cross attention), where positions mean nothing.
+    encoder, or as with the keys of another sequence, where positions mean nothing.
     `variants`: what changes scores and hides keys, in the order of `variants.VARIANTS`.
     """
 
@@ -158,14 +157,4 @@ class AttentionOptions(NamedTuple):
 
 DEFAULT_OPTIONS = AttentionOptions()
 # The records that K/V, options and the limits of plans consist of, for operators that take these.
-RECORDS = (
-    PagedKV,
-    KVFormat,
-    Elements,
-    Ring,
-    SinkRotation,
-    AttentionOptions,
-    *LOOKUPS,
-    *VARIANTS,
-    *PLAN_LIMITS,
-)
+RECORDS = (PagedKV, KVFormat, Elements, AttentionOptions, *lookups.RECORDS, *VARIANTS)

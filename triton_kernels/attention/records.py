@@ -95,12 +95,14 @@ class Together(NamedTuple):
     ALIGNED: Any
 
 
-def shape_record(q: Tensor, cache: Cache, value_dim: int, block_m: int, block_n: int, causal: bool) -> Shape:
-    """Returns the constants of a launch over tiles of `block_m` rows and `block_n` keys."""
+def shape_record(
+    q: Tensor, num_kv_heads: int, value_dim: int, block_m: int, block_n: int, causal: bool, layer_format: int
+) -> Shape:
+    """Returns the constants of a launch over tiles of `block_m` rows and `block_n` keys. `layer_format`: of
+    `format_code`."""
     num_heads, key_dim = q.shape[1:]
-    group, layer_format = num_heads // cache.k.shape[1], cache.FORMAT.value
     numbers = (
-        group,
+        num_heads // num_kv_heads,
         key_dim,
         value_dim,
         block_m,

@@ -48,9 +48,6 @@ class Form:
     def check_layer(self, layer: Any) -> None:
         """Raises ValueError for a layer that cannot attend to these sequences."""
 
-    def check_scores(self) -> None:
-        """Raises ValueError where attention has no scores by entry."""
-
     def places(self, batch: Any, table: TokenTable) -> np.ndarray:
         """Returns where the slots of the step's tokens are in the flattened table, int64 `[T]`. Raises
         IndexError for places outside the table."""

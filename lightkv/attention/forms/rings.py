@@ -91,9 +91,6 @@ class Rings(_OnRings):
         if self.ring.sinks:
             _check_sinks(layer, self.ring.sinks)
 
-    def check_scores(self) -> None:
-        raise ValueError(f"a step over {self.ring} is not scored by entries; use rows that are no rings")
-
     @property
     def num_sinks(self) -> int:
         return self.ring.sinks
@@ -122,13 +119,6 @@ class RingPrompts(_OnRings):
             check_held(self.ring, layer.options.variants, self.ring.least_held)
             if self.ring.sinks:
                 _check_sinks(layer, self.ring.sinks)
-
-    def check_scores(self) -> None:
-        if self.num_sinks:
-            raise ValueError(
-                f"prompts over {self.ring} attend to its sinks from other positions, which are not scored; use "
-                "rows that are no rings"
-            )
 
     def seen(self, batch: Batch, table: TokenTable) -> Seen:
         if not self.has_gaps:

@@ -77,8 +77,8 @@ class AttentionForwardArgs:
     `attention_sinks`: float `[num_heads]`: learned scores that join the softmax's sum and have no value.
     `cross_kv`: `[num_kv_tokens, 2 * num_kv_heads * head_dim]`: K and V of cross attention, instead of k and v.
     `is_fused_qkv`: q holds K and V, too.
-    `update_kv_cache`: False: nothing is written. Where k and v are given, they are attended to; where they are
-    None, the cache holds them already, as another layer's.
+    `update_kv_cache`: False: nothing is written, and k and v are None: the cache holds them already, as another
+    layer's.
 
     All others are of features that lightkv's kernels do not have, and have to keep their defaults. In
     TensorRT-LLM those of the last two are objects, whose fields all have to keep theirs.

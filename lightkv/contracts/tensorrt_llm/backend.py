@@ -22,7 +22,7 @@ from lightkv.triton_kernels.write.write_kv import split_qkv, write_kv, write_kv_
 from .arguments import AttentionInputType, PredefinedAttentionMask, merge_attention_forward_args
 from .metadata import AttentionMetadata
 from .page_views import PageTable, PageViews
-from .step import Step, join_keys
+from .step import Step
 
 _BIAS = Tensors(qkv_bias="contiguous floats [n]")
 FP8 = torch.float8_e4m3fn
@@ -320,7 +320,8 @@ class AttentionBackend:
                     raise ValueError(
                         f"the batch has {step.numbers.num_keys} keys, no cache holds them, and no k is given"
                     )
-            return PagedKV(*self._biased_keys(k, v), step.kv_starts, lookup=CONTIGUOUS)
+            k, v = _biased(k, self._biases.k), _biased(v, self._biases.v)
+            return PagedKV(k, v, step.kv_starts, lookup=CONTIGUOUS)
         views = self._views(metadata, step.rows.device)
         key = "pages", views.page_size, views.slots_per_block
         table = metadata.plans.get(key, self.layer_idx, lambda: views.table(step))
@@ -329,17 +330,12 @@ class AttentionBackend:
         if k is None or v is None:
             return kv
         if not args.update_kv_cache:
-            if metadata.is_cuda_graph:
-                raise ValueError(
-                    "k and v with update_kv_cache=False under a CUDA graph: their keys are laid out beside the "
-                    "cached ones by numbers of the host; give None for both if the cache holds them"
-                )
-            return join_keys(*self._biased_keys(k, v), kv, step)
+            raise ValueError(
+                "k and v with update_kv_cache=False: keys are attended to in the cache alone; give None for "
+                "both if it holds them, or use metadata without a cache"
+            )
         self._write(k, v, views, table, written, step)
         return kv
-
-    def _biased_keys(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return _biased(k, self._biases.k), _biased(v, self._biases.v)
 
     def _write(
         self,

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 
 from lightkv.memory.staging import packed_size, upload
-from lightkv.triton_kernels.attention.lookups import CONTIGUOUS, BeamTable, Lookup, Pages
-from lightkv.triton_kernels.attention.paged_kv import PagedKV
+from lightkv.triton_kernels.attention.lookups import BeamTable, Lookup, Pages
 
 from .beams import Beams
 
@@ -16,9 +15,8 @@ from .beams import Beams
 @dataclass(frozen=True)
 class BatchNumbers:
     """A batch on the host: int64 `[B]` each. `q_lens`: this step's queries. `kv_lens`: this step's keys, which
-    are other tokens' in cross attention. `cached`: keys that are in the cache before. `num_contexts`: the first
-    so many sequences are in the context phase. `beams`: which of the others are beams of one request, or
-    None."""
+    may be an encoder's. `cached`: keys that are in the cache before. `num_contexts`: how many of the first
+    sequences are in the context phase. `beams`: which of the others are beams of one request, or None."""
 
     q_lens: np.ndarray
     kv_lens: np.ndarray
@@ -201,33 +199,3 @@ def _block_table(blocks: Sequence[Sequence[int]], width: int | None) -> np.ndarr
     for row, one in zip(table, blocks, strict=True):
         row[: len(one)] = np.maximum(np.array(one, dtype=np.int64), 0)  # below 0: a block that is gone
     return table
-
-
-def join_keys(k: torch.Tensor, v: torch.Tensor, kv: PagedKV, step: Step) -> PagedKV:
-    """Returns K and V of all keys of a batch, each sequence's in one run: the cached ones, which are copied
-    from `kv`, where `table` finds them, and then this step's, k and v `[num_kv_tokens, num_kv_heads,
-    head_dim]`. Writes nothing to `kv`, and needs memory for all keys."""
-    numbers = step.numbers
-    cached, lengths = numbers.cached, numbers.lengths
-    begins = np.cumsum(lengths) - lengths
-    rows = np.repeat(np.arange(len(cached)), cached)
-    positions = _counted(cached)
-    arrays = [rows, positions, np.repeat(begins, cached) + positions]
-    new = np.repeat(begins + cached, numbers.kv_lens) + _counted(numbers.kv_lens)
-    old_rows, old_positions, old_places, new_places, starts = upload(
-        [*arrays, new, begins.astype(np.int32)], k.device
-    )
-    old_k, old_v = kv.read(kv.lookup.slots_reference(kv.index, old_rows, old_positions))
-    joined = []
-    for old, own in ((old_k, k), (old_v, v)):
-        keys = own.new_empty(int(lengths.sum()), *own.shape[1:])
-        keys.index_copy_(0, old_places, old.to(own.dtype))
-        joined.append(keys.index_copy_(0, new_places, own))
-    return PagedKV(joined[0], joined[1], starts[:, None], lookup=CONTIGUOUS)
-
-
-def _counted(counts: np.ndarray) -> np.ndarray:
-    """Returns 0, 1, 2 … for each of the counts, int64 `[sum(counts)]`."""
-    ends = np.cumsum(counts)
-    total: int = int(counts.sum())
-    return np.arange(total) - np.repeat(ends - counts, counts)

@@ -376,8 +376,7 @@ class Desk:
 
     @property
     def has_tails(self) -> bool:
-        """Whether what the model keeps of a prompt is not there at each of its tokens, so that a chat has to say
-        where it is wanted."""
+        """Whether the model keeps what it needs of a prompt at some tokens alone, so that a chat says where."""
         return not self.backend.client.ready_info().groups.is_uniform
 
     def model(self, name: str | None) -> str:

@@ -10,7 +10,7 @@ from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention_reference,
 )
 from lightkv.triton_kernels.attention.lookups import RingRows
-from lightkv.triton_kernels.attention.lookups.ring_sinks import SinkRotation
+from lightkv.triton_kernels.attention.lookups.ring_rows import SinkRotation
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.variants import SinkLogits, Softcap
 from lightkv.triton_kernels.attention.variants.hooks import LOG2_E

@@ -134,7 +134,6 @@ KERNELS = {
     "prefill": list(FEATURES),
     "prefill, keys shared out": list(FEATURES),
     "mixed": list(FEATURES),
-    "scores": list(FEATURES),
 }
 
 

@@ -38,7 +38,7 @@ from lightkv.triton_kernels.operators import operator
 from . import decode_tuning
 from .decode_combine import combine_partials
 from .decode_kernel import decode_kernel
-from .decode_plan import DecodePlan, decode_plan, num_programs_for
+from .decode_plan import DecodePlan, decode_plan
 
 
 @operator("decode_attention", writes=("out", "lse"), records=(*RECORDS, DecodePlan))
@@ -65,7 +65,8 @@ def _decode_attention(
     launch, launch_options = _launch(q, kv, together, used)
     # A request's single query is its last token, so it sees all keys anyway.
     causal = options.causal or num_queries == 1
-    shape = shape_record(q, cache, value_dim, launch.block_m, launch.block_n, causal)
+    tiles = launch.block_m, launch.block_n
+    shape = shape_record(q, cache.k.shape[1], value_dim, *tiles, causal, cache.FORMAT.value)
     partial_shape = plan.num_parts, num_queries * num_heads
     partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=q.device)
     partial_out = torch.empty((*partial_shape, value_dim), dtype=torch.float32, device=q.device)
@@ -192,15 +193,14 @@ def attend_decodes(call: Call, num_queries: int, plan: DecodePlan | None) -> Non
     q, kv, rows, lengths, options, out, lse = call
     own_limits = limits(options.variants)
     if plan is None:
-        heads = HeadShape.of(q, kv)
         plan = decode_plan(
             rows,
             lengths,
-            num_kv_heads=heads.num_kv_heads,
+            HeadShape.of(q, kv),
+            dtype=q.dtype,
             limits=kv.lookup.limits(own_limits),
             num_queries=num_queries,
-            key_bytes=heads.key_bytes(q.dtype),
-            num_programs=num_programs_for(heads, kv.format, num_queries),
+            layer_format=kv.format,
         )
     kv = kv._replace(lookup=kv.lookup.of_layer(own_limits))
     _decode_attention(q, kv, plan, lengths, out, lse, num_queries, options)

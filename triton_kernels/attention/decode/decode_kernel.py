@@ -127,8 +127,6 @@ def decode_kernel(
         if MEMBERS > 1:
             num_parts = tl.where(request < 0, 2, num_parts + tl.load(of_request + 3))
             part = tl.where(request < 0, item * MEMBERS + member, part)
-        # Every query sees the keys in [begin, full_end); only some queries see those in [full_end, end):
-        #   begin ├──── not masked ────┤ full_end ├─ masked ─┤ end
         rows, seen_by_all = _find_rows(
             request, end, member, members, lengths, heads, queries, variants, together, shape.CAUSAL
         )
@@ -154,25 +152,10 @@ def decode_kernel(
         sums = Sums(start_output(BLOCK_M, shape.BLOCK_DV, shape.FORMAT), total, peak, slots)
         query = KeptQuery(q_heads, rows.in_tile, request, kv_head, is_first, lengths)
         sums = index.hooks.attend_kept(query, sums, cache, index, row, variants, states, score_scale, shape)
-        for MASKED in tl.static_range(0, 2):
-            sums = attend_keys(
-                q_tiles,
-                q_sums,
-                sums,
-                cache,
-                kv_head,
-                index,
-                row,
-                rows.positions,
-                variants,
-                states,
-                full_end if MASKED else begin,
-                end if MASKED else full_end,
-                end,
-                score_scale,
-                shape,
-                MASKED == 1,
-            )
+        sums = attend_keys(
+            q_tiles, q_sums, sums, cache, kv_head, index, row, rows.positions, variants, states, begin,
+            full_end, end, score_scale, shape, 0,
+        )  # fmt: skip
         _store(outputs, sums, rows, part, queries, num_parts, num_heads, NUM_QUERIES, shape)
 
 

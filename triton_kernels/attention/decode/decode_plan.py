@@ -38,7 +38,7 @@ from lightkv.triton_kernels.attention.variants.hooks import first_key
 from lightkv.triton_kernels.attention.variants.variant import Variant, bind
 from lightkv.triton_kernels.checks import Tensors
 from lightkv.triton_kernels.operators import operator
-from lightkv.triton_kernels.quantised.kv_format import KVFormat
+from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
 from . import decode_tuning
 
@@ -255,47 +255,29 @@ def _decode_plan(
     )
 
 
-def num_programs_for(
-    heads: HeadShape,
-    layer_format: KVFormat,
-    num_queries: int = 1,
-    shared_prefixes: SharedPrefixGroups | None = None,
-) -> int | None:
-    """Returns `num_programs` of a plan for layers of a format; None where nothing is quantised."""
-    if not layer_format.is_quantised:
-        return None
-    num_members = 1 if shared_prefixes is None else shared_prefixes.members.shape[1]
-    together = num_members * num_queries
-    num_rows, elements = together * heads.num_heads // heads.num_kv_heads, layer_format.elements
-    return decode_tuning.quantised_decode(
-        num_rows, together > 1, heads.key_dim, heads.value_dim, elements.bits, bool(elements.group)
-    ).num_programs
-
-
 def decode_plan(
     rows: Tensor,
     lengths: Tensor,
+    heads: HeadShape,
     *,
-    num_kv_heads: int,
+    dtype: torch.dtype,
     limits: tuple[Variant, ...] = (),
     num_queries: int = 1,
     shared_prefixes: SharedPrefixGroups | None = None,
-    key_bytes: int = 512,
-    num_programs: int | None = None,
+    layer_format: KVFormat = AS_COMPUTED,
 ) -> DecodePlan:
-    """Makes the work list of a decode step, which serves all layers with `num_kv_heads` and these limits.
+    """Makes the work list of a decode step, which serves all layers with these heads and limits.
 
     Args:
         rows, lengths: as in `decode_attention`; read on the device.
-        num_kv_heads: of the layers.
+        heads: of the layers.
+        dtype: of q.
         limits: what limits the first key that a query sees (`variants.limits`, changed by `Lookup.limits`).
         num_queries: queries of each request, at its last positions.
         shared_prefixes: the prefixes to read once for several requests. They are read on the device, so a
             captured plan follows them, too; their values are not checked. With one member each they are
             ignored.
-        key_bytes: of K and V of a token for one K/V head. With more than 512, fewer programs run at once, and
-            the keys are cut into fewer shares.
-        num_programs: programs of a multiprocessor that run at once; None for as many as `key_bytes` allows.
+        layer_format: how the layers' K/V is stored.
 
     Raises:
         ValueError: rows, lengths or prefixes do not fit, there are prefixes and a window, or several queries
@@ -311,10 +293,16 @@ def decode_plan(
         if shared_prefixes.members.shape[1] < 2:
             shared_prefixes = None
     num_prefixes, num_members = (0, 1) if shared_prefixes is None else shared_prefixes.members.shape
+    together, elements = num_members * num_queries, layer_format.elements
+    num_programs = decode_tuning.decode_programs(together, heads.key_bytes(dtype))
+    if elements.is_quantised:
+        num_rows = together * heads.num_heads // heads.num_kv_heads
+        dims = heads.key_dim, heads.value_dim
+        num_programs = decode_tuning.quantised_decode(
+            num_rows, together > 1, *dims, elements.bits, bool(elements.group)
+        ).num_programs
     device = tuning.device_class(rows.device)
-    if num_programs is None:
-        num_programs = decode_tuning.decode_programs(num_members * num_queries, key_bytes)
-    num_workers = decode_tuning.decode_workers(device, num_programs, num_kv_heads)
+    num_workers = decode_tuning.decode_workers(device, num_programs, heads.num_kv_heads)
     # Without prefixes, only a request in which a worker's share ends has several parts.
     num_listed = min(num_requests, num_workers) if shared_prefixes is None else num_requests
     sizes = (

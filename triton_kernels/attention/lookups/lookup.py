@@ -87,6 +87,12 @@ class Lookup(ABC):
         """Returns it for a layer which itself has `limits`."""
         return self
 
+    def rotated(self, lengths: Tensor, inverse: Tensor) -> "Lookup":
+        """Returns it for decode whose queries are rotated back for keys that they attend to from other
+        positions; itself where there are none. `lengths`: int32 `[B]`, tokens so far, the newest included.
+        `inverse`: float64 `[n]`, contiguous, radians per position of each pair of dims."""
+        return self
+
     def data(self) -> Any:
         """Returns what its hooks get as `index.data`, a named tuple."""
         return ()

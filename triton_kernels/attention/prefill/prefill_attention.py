@@ -113,7 +113,7 @@ def _prefill_attention(
             num_kv_heads,
             score_scale,
             bound,
-            shape_record(q, cache, value_dim, rows, block_n, options.causal),
+            shape_record(q, num_kv_heads, value_dim, rows, block_n, options.causal, cache.FORMAT.value),
             PROGRAMS=block_m // rows,
             SHARES=num_workers > 0,
             num_warps=num_warps,

@@ -110,25 +110,10 @@ def _attend_item(
         begin = begin // 16 * 16
         full_end = full_end // 16 * 16
     sums = Sums(start_output(BLOCK_M, shape.BLOCK_DV, shape.FORMAT), total, peak, slots)
-    for MASKED in tl.static_range(1 if variants.flags.is_short else 0, 2):
-        sums = attend_keys(
-            q_tiles,
-            q_sums,
-            sums,
-            cache,
-            kv_head,
-            index,
-            row,
-            rows.positions,
-            variants,
-            states,
-            full_end if MASKED else begin,
-            num_keys if MASKED else full_end,
-            num_keys,
-            score_scale,
-            shape,
-            MASKED == 1,
-        )
+    sums = attend_keys(
+        q_tiles, q_sums, sums, cache, kv_head, index, row, rows.positions, variants, states, begin, full_end,
+        num_keys, score_scale, shape, 1 if variants.flags.is_short else 0,
+    )  # fmt: skip
     part_row = rows_before + tl.arange(0, BLOCK_M)
     if SHARES:
         part_row += (tl.load(item + 8).to(tl.int64) * num_kv_heads + kv_head) * TILE_ROWS

@@ -25,7 +25,7 @@ from triton.experimental.gluon import language as gl
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
 from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan
-from lightkv.triton_kernels.attention.records import Outputs, Shape, heads_record
+from lightkv.triton_kernels.attention.records import Outputs, heads_record, shape_record
 
 from .hopper_features import features_of
 from .prefill_fp8_tiles import (
@@ -161,15 +161,10 @@ def launch_fp8_prefill(
 ) -> None:
     """Computes the items of a plan, whose tiles have to be as high as `launch` says, in fp8; the arguments are
     those of `fp8_prefill_attention`. Nothing is checked."""
-    num_heads, key_dim = q.shape[1:]
     num_kv_heads, value_dim = keys.v.shape[:2]
     num_programs = min(num_kv_heads * plan.num_shares, tuning.device_class(q.device).num_multiprocessors)
-    features, score_scale = features_of(options.variants, options.scale_for(key_dim), options.causal)
+    features, score_scale = features_of(options.variants, options.scale_for(q.shape[2]), options.causal)
     features = features._replace(ADDS_COLUMNS=gl.constexpr(False))  # its products are of 8 bits
-    numbers = (
-        num_heads // num_kv_heads, key_dim, value_dim, launch.block_m, key_dim, value_dim, launch.block_n,
-        options.causal, 0, False,
-    )  # fmt: skip
     _fp8_kernel[(num_programs,)](
         heads_record(q),
         keys,
@@ -180,7 +175,7 @@ def launch_fp8_prefill(
         score_scale,
         fp8_scales,
         features,
-        Shape(*map(gl.constexpr, numbers)),
+        shape_record(q, num_kv_heads, value_dim, launch.block_m, launch.block_n, options.causal, 0),
         STAGES=launch.num_stages,
         SHARES=outputs.partial_out is not None,
         num_warps=4,  # of the first warpgroup

@@ -23,7 +23,7 @@ from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
 from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan
 from lightkv.triton_kernels.attention.prefill.prefill_tuning import stages_beside
-from lightkv.triton_kernels.attention.records import Cache, Index, Outputs, Shape, heads_record
+from lightkv.triton_kernels.attention.records import Cache, Index, Outputs, heads_record, shape_record
 from lightkv.triton_kernels.attention.variants.variant import Variant
 
 from .hopper_features import features_of
@@ -208,16 +208,11 @@ def launch_hopper_prefill(
     caches and out, except the last ones, and their addresses in bytes have to be multiples of 16. The variants
     have passed `knows_all`. Nothing is checked.
     """
-    num_heads, key_dim = q.shape[1:]
-    num_kv_heads, value_dim = cache.v.shape[1:]
+    key_dim, (num_kv_heads, value_dim) = q.shape[2], cache.v.shape[1:]
     device = tuning.device_class(q.device)
     num_programs = min(num_kv_heads * plan.num_shares, device.num_multiprocessors)
     features, score_scale = features_of(options.variants, options.scale_for(key_dim), options.causal)
     stages = _stages_of(options.variants, device, launch, (key_dim, value_dim))
-    numbers = (
-        num_heads // num_kv_heads, key_dim, value_dim, launch.block_m, key_dim, value_dim, launch.block_n,
-        options.causal, 0, False,
-    )  # fmt: skip
     _hopper_kernel[(num_programs,)](
         heads_record(q),
         cache,
@@ -228,7 +223,7 @@ def launch_hopper_prefill(
         num_kv_heads,
         score_scale,
         features,
-        Shape(*map(gl.constexpr, numbers)),
+        shape_record(q, num_kv_heads, value_dim, launch.block_m, launch.block_n, options.causal, 0),
         STAGES=stages.keys,
         VALUE_STAGES=stages.values,
         SHARES=outputs.partial_out is not None,
