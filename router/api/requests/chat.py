@@ -170,7 +170,7 @@ class Chats:
         use = body.tool_use() if body.tools or body.tool_choice else None
         prepared = self._dialect.prepared(body.chat(), use, grammar is not None)
         prompt_ids, boundary = await self._prompts.prompt_of_chat(
-            prepared, accepted.context, self._desk.has_tails
+            prepared, accepted.context, accepted.finds_boundary
         )
         if grammar is not None:  # it may become a part of another one
             accepted.check_fits(prompt_ids.size)

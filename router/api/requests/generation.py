@@ -234,7 +234,8 @@ class Accepted:
     spec: what is generated, still without prompts; its parameters are parsed once. grammar: what the whole
     answers have to be. is_cut: the request does not say how long its answers are, so that they may have as many
     tokens as `spec` allows and there is room for. context: the model's, in tokens. longest: the most tokens of
-    a prompt and its answer. extras: what the answers have beside their text.
+    a prompt and its answer. finds_boundary: what the model keeps of a prompt is not there at each of its
+    tokens, so that a chat says where its next turn leaves it. extras: what the answers have beside their text.
     """
 
     model: str
@@ -243,6 +244,7 @@ class Accepted:
     is_cut: bool
     context: int
     longest: int
+    finds_boundary: bool
     extras: Extras
 
     def check_fits(self, num_prompt: int) -> None:
@@ -311,6 +313,7 @@ class Desk:
             context=context,
             # The last token needs no slot.
             longest=min(context, (info.capacity if info.longest is None else info.longest) + 1),
+            finds_boundary=info.longest is not None,
             extras=Extras(
                 token_ids=body.return_token_ids is True,
                 ids_for_tokens=body.return_tokens_as_token_ids is True,
@@ -373,11 +376,6 @@ class Desk:
         """The context in tokens; until the model is loaded, that of its tokenizer."""
         info = self.backend.client.status.info
         return self.backend.tokenizer.max_model_len if info is None else info.limits.max_model_len
-
-    @property
-    def has_tails(self) -> bool:
-        """Whether the model keeps what it needs of a prompt at some tokens alone, so that a chat says where."""
-        return not self.backend.client.ready_info().groups.is_uniform
 
     def model(self, name: str | None) -> str:
         """Returns the name of the requested model, by default the first. Raises UnknownModel."""
