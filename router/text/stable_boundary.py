@@ -8,7 +8,6 @@ Templates leave out the thinking of earlier turns, and begin it for the answer. 
 nor that of the answer is found again.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ _WINDOW = 1024  # characters before the first difference that are searched for a
 _BEHIND = 256  # characters behind it that are tokenised, too, since they may join what is before it
 
 
-def next_turn(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def next_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns a chat with an answer, if it does not end with one, and one further question."""
     answered = bool(messages) and messages[-1].get("role") == "assistant"
     return [*messages, *([] if answered else [_ANSWER]), _QUESTION]
