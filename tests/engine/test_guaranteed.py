@@ -13,7 +13,7 @@ from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits, TokenEvent
 from lightkv.router.sampling_params import SamplingParams
-from tests.support.model_worker import STOP, ModelWorker, assert_idle
+from tests.support.model_worker import STOP, ModelWorker, assert_idle, run
 
 VOCABULARY = 300
 
@@ -134,7 +134,8 @@ def test_prompts_have_room_beside_what_is_held_however_soon_answers_should_end()
         engine.step()
         assert engine.stats().forecast_peak < 600
         assert engine.stats().num_running == num_running
-        assert len([one for one in run_checked(engine) if one.finish_reason]) == 2
+        assert len([one for one in run(engine) if one.finish_reason]) == 2
+        engine.check()
 
 
 def test_what_is_promised_does_not_let_a_request_in_that_is_expected_to_be_too_much() -> None:
