@@ -127,10 +127,10 @@ def test_prompts_have_room_beside_what_is_held_however_soon_answers_should_end()
     for prompt, num_running in ((489, 2), (490, 1)):
         engine, _ = make(1000, chunk=32)
         learn(engine, 2)
-        engine.add(request("first", [1] * 500, 400, stated=False))
+        engine.add(request("first", [1] * 500, 60, stated=False))
         while not engine.scheduler._decoding:
             engine.step()
-        engine.add(request("second", [2] * prompt, 400, stated=False))
+        engine.add(request("second", [2] * prompt, 60, stated=False))
         engine.step()
         assert engine.stats().forecast_peak < 600
         assert engine.stats().num_running == num_running
