@@ -1,4 +1,4 @@
-"""A whole service with the options for operators: its log, its keys, its cache, and what SIGKILL leaves of it."""
+"""A whole service with the options for operators: log, keys, cache, and what a kill leaves of it."""
 
 import json
 import signal
