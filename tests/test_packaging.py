@@ -120,6 +120,7 @@ def test_the_changelog_begins_with_the_version_that_is_built(built: tuple[Path, 
     assert f"lightkv-{version}-py3-none-any.whl" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow  # what the wheel holds is compared above
 def test_an_ordinary_installation(built: tuple[Path, Path], tmp_path: Path) -> None:
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -311,6 +311,7 @@ def test_a_full_queue_is_a_rate_limit_and_the_client_retries(served: Served, cli
     served.at_rest()
 
 
+@pytest.mark.slow  # test_launch.py kills a worker under a stream, too
 def test_a_stream_that_breaks_off_is_an_error_with_its_code(served: Served, client: openai.OpenAI) -> None:
     stream = client.completions.create(model=MODEL, prompt="A", max_tokens=7000, stream=True, extra_body=ALL)
     assert next(stream).choices

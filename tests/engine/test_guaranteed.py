@@ -13,7 +13,7 @@ from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits, TokenEvent
 from lightkv.router.sampling_params import SamplingParams
-from tests.support.model_worker import STOP, ModelWorker, assert_idle
+from tests.support.model_worker import STOP, ModelWorker, assert_idle, run
 
 VOCABULARY = 300
 
@@ -127,14 +127,15 @@ def test_prompts_have_room_beside_what_is_held_however_soon_answers_should_end()
     for prompt, num_running in ((489, 2), (490, 1)):
         engine, _ = make(1000, chunk=32)
         learn(engine, 2)
-        engine.add(request("first", [1] * 500, 400, stated=False))
+        engine.add(request("first", [1] * 500, 60, stated=False))
         while not engine.scheduler._decoding:
             engine.step()
-        engine.add(request("second", [2] * prompt, 400, stated=False))
+        engine.add(request("second", [2] * prompt, 60, stated=False))
         engine.step()
         assert engine.stats().forecast_peak < 600
         assert engine.stats().num_running == num_running
-        assert len([one for one in run_checked(engine) if one.finish_reason]) == 2
+        assert len([one for one in run(engine) if one.finish_reason]) == 2
+        engine.check()
 
 
 def test_what_is_promised_does_not_let_a_request_in_that_is_expected_to_be_too_much() -> None:

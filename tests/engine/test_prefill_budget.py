@@ -404,7 +404,7 @@ def test_the_same_counts_give_the_same_steps_whatever_the_clock() -> None:
     steps = []
     for clock in (slow, fast):
         engine, worker = make(SMALL, 0.0025, clock=lambda clock=clock: next(clock))  # type: ignore[misc]
-        plans = plans_of(engine, worker, random_requests(3, 20))
+        plans = plans_of(engine, worker, random_requests(3, 8))
         steps.append([msgspec.msgpack.encode(plan) for plan in plans])
     assert steps[0] == steps[1]
 

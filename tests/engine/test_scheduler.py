@@ -441,7 +441,7 @@ def test_requests_that_end_in_the_queue_leave_nothing_there() -> None:
     assert_idle(engine)
 
 
-@each_value(chunk=[0, 5, 32], depth=[1, 2], num_steps=[1_500, *slow(4_000, 20_000)])
+@each_value(chunk=[0, 5, 32], depth=[1, 2], num_steps=[800, *slow(4_000, 20_000)])
 def test_a_long_random_life_is_never_short_of_a_token(chunk: int, depth: int, num_steps: int) -> None:
     """Arrivals with shared prefixes, early ends, aborts and failures. The model of the memory raises when a
     slot is missing, shared wrongly or freed twice."""

@@ -156,13 +156,13 @@ def live(
 def test_no_request_that_states_its_length_is_short_of_a_slot(
     name: str, depth: int, chunk: int, timed: bool
 ) -> None:
-    scheduler = live(GROUPS[name], depth + chunk, 250, depth, chunk, timed)
+    scheduler = live(GROUPS[name], depth + chunk, 150, depth, chunk, timed)
     assert scheduler.num_preemptions == 0
 
 
 @pytest.mark.parametrize("depth", [2, *slow(1)])
 def test_nor_beside_requests_that_are_estimated(depth: int) -> None:
-    assert live(GROUPS["two windows"], depth, 400, depth, 16, False, share=0.4).num_preemptions > 0
+    assert live(GROUPS["two windows"], depth, 250, depth, 16, False, share=0.4).num_preemptions > 0
 
 
 @pytest.mark.parametrize(("name", "common"), [*((name, 0) for name in GROUPS), ("window", 40)])

@@ -16,6 +16,7 @@ from lightkv.router.engine.step import Limits
 from lightkv.router.engine.step_time import StepTime
 from lightkv.router.engine.waiting import LATE_EVERY, SECONDS_PER_PRIORITY, WaitingQueue
 from lightkv.router.sampling_params import SamplingParams
+from tests.support.combinations import slow_cases
 from tests.support.model_worker import ModelWorker
 
 # A device on which a hundred prompt tokens take as long as all else.
@@ -101,7 +102,7 @@ def test_random_lives_of_the_queue_keep_few_stale_entries() -> None:
     rng = random.Random(0)
     queue = WaitingQueue(patience=8.0)
     waiting: list[Request] = []
-    for number in range(20_000):
+    for number in range(6_000):
         one = request(number, rng.randint(0, 2), at=float(number))
         queue.push(one)
         waiting.append(one)
@@ -242,7 +243,7 @@ def test_small_requests_that_fit_do_not_pass_a_large_head() -> None:
         assert waited <= 12
 
 
-@pytest.mark.parametrize(("capacity", "num_rows"), [(40_000, 4), (1700, 64)])
+@pytest.mark.parametrize(("capacity", "num_rows"), [*slow_cases((40_000, 4)), (1700, 64)])
 def test_no_short_prompt_takes_what_a_long_one_could_have(capacity: int, num_rows: int) -> None:
     """While the first is computed, there is room for the second, and for it and a short one not for sure."""
     engine = bounded_engine(capacity, num_rows)

@@ -232,7 +232,7 @@ def test_a_norm_with_a_hook_is_called(when: str, device: torch.device) -> None:
 
 
 @each_value(
-    name=["phi3", *slow("cohere", "qwen3", "cohere-norms"), "norm-over-heads"],
+    name=[*slow("phi3", "cohere", "qwen3", "cohere-norms"), "norm-over-heads"],
     own_backend=["torch", *slow("triton")],
 )
 def test_write_kv_rotates_as_the_modules_do(name: str, own_backend: str, device: torch.device) -> None:

@@ -26,7 +26,7 @@ from lightkv.integrations import hf_cache
 from lightkv.integrations.hf_cache import LightKVCache
 from lightkv.router import EngineConfig
 from lightkv.router.model_files import resolve
-from tests.support.combinations import each_value
+from tests.support.combinations import each_value, slow
 from tests.support.eager_models import SMALL, VOCABULARY
 from tests.support.generating import GREEDY, assert_same, generate, padded
 
@@ -67,7 +67,11 @@ def test_the_example_in_the_docstring_runs() -> None:
     assert not result.failed
 
 
-@each_value(call=list(CALLS))
+# Each of the other calls does what one of these does, too.
+QUICK = ["batch", "end", "sampled", "beams", "beam-sampled", "assisted", "chunked"]
+
+
+@each_value(call=[*QUICK, *slow(*(call for call in CALLS if call not in QUICK))])
 def test_results_are_those_of_transformers_own_cache(call: str, device: torch.device) -> None:
     prompts, options = CALLS[call]
     model = make_model(CONFIGS["llama"], device)
@@ -158,7 +162,7 @@ def first_of(output: Any) -> Any:
     return type(output)(sequences=output.sequences[:, :width], logits=output.logits[:1])
 
 
-@each_value(call=["greedy", "batch", "assisted"])
+@each_value(call=[*slow("greedy"), "batch", "assisted"])
 def test_a_conversation_hits_what_came_before(call: str, device: torch.device) -> None:
     prompts, options = CALLS[call]
     model = make_model(CONFIGS["llama"], device)

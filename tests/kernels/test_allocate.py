@@ -215,7 +215,7 @@ def test_scan_of_more_blocks_than_one_tile(device: torch.device, operations: Ope
     assert state.counters.tolist() == [19, 0]
 
 
-@pytest.mark.parametrize("one_kernel", [True, False], ids=["one kernel", "two"])
+@pytest.mark.parametrize("one_kernel", [*slow(True), False], ids=["one kernel", "two"])
 def test_blocks_of_many_tiles_are_scanned_in_turn(device: torch.device, one_kernel: bool) -> None:
     """Low free slots and distant blocks: a search passes hundreds of used blocks, in tiles of both sizes."""
     state, model = new_slot_state(1200, device, block_slots=2), Model(1200)

@@ -78,8 +78,8 @@ IN_KERNELS = {
 @pytest.mark.parametrize(
     ("operations", "launched", "max_examples"),
     [
-        (REFERENCES, nullcontext, 100),
-        *((KERNELS, IN_KERNELS[name], 15) for name in ("kernels", "two kernels")),
+        (REFERENCES, nullcontext, 40),
+        *((KERNELS, IN_KERNELS[name], 8) for name in ("kernels", "two kernels")),
         *(pytest.param(KERNELS, launched, 40, marks=pytest.mark.slow) for launched in IN_KERNELS.values()),
     ],
     ids=["references", "kernels", "two kernels", *(f"{name}, many examples" for name in IN_KERNELS)],
@@ -101,7 +101,7 @@ def test_allocations_and_frees_match_the_set(
 
 @given(pool=POOL, steps=STEPS, seed=st.integers(0, 1000))
 @settings(
-    max_examples=40,
+    max_examples=15,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     derandomize=True,

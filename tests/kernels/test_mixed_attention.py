@@ -173,7 +173,7 @@ def test_refuses_what_does_not_fit(device: torch.device, monkeypatch: pytest.Mon
             mixed_attention(*wrong, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("planned", [False, True], ids=["plans_itself", "planned"])
+@pytest.mark.parametrize("planned", [False, *slow(True)], ids=["plans_itself", "planned"])
 def test_a_compiled_caller(device: torch.device, planned: bool) -> None:
     torch.manual_seed(4)
     step = make_step([(10, 20), (3, 0)], [40, 7], device=device)

@@ -96,7 +96,7 @@ def with_scales_apart(kv: PagedKV) -> PagedKV:
 @pytest.mark.parametrize("name", [*slow("int8"), "int8-g8"])
 def test_scales_of_k_and_v_may_stand_apart(name: str, device: torch.device) -> None:
     torch.manual_seed(11)
-    cache = quantised_cache([70, 0, 33], name, device)
+    cache = quantised_cache([35, 0, 9], name, device)
     kv = with_scales_apart(cache.kv)
     q = queries(cache, 3, torch.float32)
     assert torch.equal(decode_attention(q, kv, *cache[1:]), decode_attention(q, *cache))
@@ -115,28 +115,30 @@ def test_scales_of_k_and_v_may_stand_apart(name: str, device: torch.device) -> N
 @pytest.mark.parametrize("name", NAMES)
 def test_decode(name: str | KVFormat, dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(1)
-    check_decode(quantised_cache([70, 0, 1, 133], name, device, dtype=dtype), dtype)
+    check_decode(quantised_cache([0, 1, 133], name, device, dtype=dtype), dtype)
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str
 )
 @pytest.mark.parametrize("name", ["int4", *slow("int4-g16")])
-def test_values_beyond_float16_give_no_nan(name: str, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("factor", [*slow(1e4), 1e5])
+def test_values_beyond_float16_give_no_nan(
+    factor: float, name: str, dtype: torch.dtype, device: torch.device
+) -> None:
     torch.manual_seed(12)
-    for factor in (1e4, 1e5):
-        cache = quantised_cache([70, 33], name, device, dtype=dtype, factor=factor)
-        q = queries(cache, 2, dtype) / factor
-        decoded = decode_attention(q, *cache)
-        prefilled = prefill_attention(q, cache.kv, cache.rows, starts([1, 1], device), cache.lengths)
-        expected = decode_attention_reference(q, *cache)
-        for out in (decoded, prefilled):
-            assert out.isfinite().all()
-            if device.type == "cpu":  # a GPU rounds queries to float16, and these are tiny
-                assert_close(out / factor, expected / factor)
+    cache = quantised_cache([70, 33], name, device, dtype=dtype, factor=factor)
+    q = queries(cache, 2, dtype) / factor
+    decoded = decode_attention(q, *cache)
+    prefilled = prefill_attention(q, cache.kv, cache.rows, starts([1, 1], device), cache.lengths)
+    expected = decode_attention_reference(q, *cache)
+    for out in (decoded, prefilled):
+        assert out.isfinite().all()
+        if device.type == "cpu":  # a GPU rounds queries to float16, and these are tiny
+            assert_close(out / factor, expected / factor)
 
 
-@each_value(name=["int8", "int4", "int8-g8"], dims=[(80, 80), (96, 64), *slow((16, 16), (128, 128))])
+@each_value(name=["int8", "int4", *slow("int8-g8")], dims=[(80, 80), (96, 64), *slow((16, 16), (128, 128))])
 def test_head_dims(name: str, dims: tuple[int, int], device: torch.device) -> None:
     k_dim, v_dim = dims
     torch.manual_seed(2)
@@ -155,7 +157,7 @@ def test_decode_options(
     variant: Window | Softcap | Chunk, name: str, num_queries: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     torch.manual_seed(3)
-    cache = quantised_cache([70, 5, 133], name, device, dtype=dtype)
+    cache = quantised_cache([5, 133], name, device, dtype=dtype)
     check_decode(cache, dtype, AttentionOptions().plus(variant), num_queries)
 
 
@@ -163,7 +165,7 @@ def test_decode_options(
 def test_decode_with_sinks_and_alibi(variant: str, dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(4)
     slopes, sinks = alibi_slopes(8, device=device), torch.randn(8, device=device)
-    cache = quantised_cache([70, 5, 133], "int4", device, dtype=dtype)
+    cache = quantised_cache([5, 133], "int4", device, dtype=dtype)
     added = Alibi(slopes) if variant == "alibi" else SinkLogits(sinks)
     check_decode(cache, dtype, AttentionOptions().plus(added))
 
@@ -172,14 +174,14 @@ def test_decode_with_sinks_and_alibi(variant: str, dtype: torch.dtype, device: t
 @pytest.mark.parametrize("name", NAMES)
 def test_prefill(name: str | KVFormat, dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(5)
-    cache = quantised_cache([90, 40, 7], name, device, dtype=dtype)
-    counts = [50, 40, 2]
+    cache = quantised_cache([70, 20, 7], name, device, dtype=dtype)
+    counts = [30, 20, 2]
     q, q_starts = queries(cache, sum(counts), dtype), starts(counts, device)
     out = prefill_attention(q, cache.kv, cache.rows, q_starts, cache.lengths)
     assert_close(out, prefill_attention_reference(q, cache.kv, cache.rows, q_starts, cache.lengths))
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", [*slow("int8"), "int4"])
 def test_a_step_of_prefills_and_decodes(name: str, device: torch.device) -> None:
     torch.manual_seed(6)
     cache = quantised_cache([60, 9, 70, 33], name, device)
@@ -188,7 +190,7 @@ def test_a_step_of_prefills_and_decodes(name: str, device: torch.device) -> None
     assert_close(mixed_attention(*arguments), mixed_attention_reference(*arguments))
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", [*slow("int8"), "int4"])
 def test_shared_prefixes(name: str, device: torch.device) -> None:
     torch.manual_seed(8)
     cache = quantised_cache([80, 75, 90], name, device)

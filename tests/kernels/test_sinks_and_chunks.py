@@ -45,7 +45,7 @@ from tests.support.attention.caches import (
 )
 from tests.support.attention.mixed_steps import make_step
 from tests.support.attention.softmax import scores_of, weigh
-from tests.support.combinations import each_pair_of
+from tests.support.combinations import each_pair_of, slow
 
 LENGTHS = [130, 0, 1, 65]
 PREFILLS = [(40, 30), (0, 5), (3, 62)]  # queries of a request, and tokens before them
@@ -147,7 +147,7 @@ def test_decode(
     check_decode(cache, masks(device, group)[mask], group=group, num_queries=num_queries)
 
 
-@pytest.mark.parametrize("chunk", [1, 31, 64, 1000], ids="chunk{}".format)
+@pytest.mark.parametrize("chunk", [1, *slow(31), 64, 1000], ids="chunk{}".format)
 def test_chunks_of_any_length_with_queries_on_both_sides_of_a_border(
     device: torch.device, chunk: int
 ) -> None:
@@ -250,7 +250,7 @@ def check_prefill(
     assert_close(prefill_attention_reference(*args, options), out)
 
 
-@pytest.mark.parametrize("mask", ["sinks", "both", "window", "chunks of 200"])
+@pytest.mark.parametrize("mask", [*slow("sinks"), "both", "window", "chunks of 200"])
 def test_a_prefill_whose_keys_are_shared_out(device: torch.device, mask: str) -> None:
     """The sinks join one of a tile's parts, and chunks begin inside of parts."""
     torch.manual_seed(3)
@@ -286,7 +286,7 @@ def test_mixed(device: torch.device) -> None:
     check_rows(out, lse, step.q, Cache(step.kv, step.rows, step.lengths), [33, 0, 5, 1, 1, 1, 1], options)
 
 
-@pytest.mark.parametrize("decodes_first", [False, True])
+@pytest.mark.parametrize("decodes_first", [*slow(False), True])
 def test_mixed_where_keys_are_shared_out(device: torch.device, decodes_first: bool) -> None:
     """The prefill's tiles are cut, and so are the decodes' runs; a decode is in its last chunk alone."""
     torch.manual_seed(7)

@@ -230,10 +230,11 @@ def test_decode(
     kinds: list[type[Variant]], num_queries: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_tuning, "decode_workers", lambda *_: 3)
-    case = Case.make(kinds, [num_queries] * 2, [90, 35], device)
+    case = Case.make(kinds, [num_queries] * 2, [60, 35], device)
     expected = decode_attention_reference(case.q, *case.cache, case.options, num_queries=num_queries)
     assert_close(case.decoded(), expected)
-    changed = not torch.allclose(case.decoded(AttentionOptions()), expected, atol=1e-3)
+    plain = decode_attention_reference(case.q, *case.cache, num_queries=num_queries)
+    changed = not torch.allclose(plain, expected, atol=1e-3)
     assert changed or (num_queries == 1 and kinds == [TreeMask])  # the only guess of a tree sees all keys
 
 
@@ -242,7 +243,7 @@ def test_prefill(kinds: list[type[Variant]], device: torch.device) -> None:
     case = Case.make(kinds, [9, 1], [45, 20], device)
     expected = prefill_attention_reference(*case.args, case.options)
     assert_close(case.prefilled(), expected)
-    assert not torch.allclose(case.prefilled(AttentionOptions()), expected, atol=1e-3)
+    assert not torch.allclose(prefill_attention_reference(*case.args), expected, atol=1e-3)
 
 
 # --------------------------------------------------------------------------------
@@ -294,7 +295,11 @@ def factors(device: torch.device) -> Tensor:
 @pytest.mark.usefixtures("_with_weighed")
 @pytest.mark.parametrize(
     "kinds",
-    [[], [Softcap, ValueMask, Window, SinkLogits], pytest.param([Alibi, Chunk], marks=pytest.mark.slow)],
+    [
+        pytest.param([], marks=pytest.mark.slow),
+        [Softcap, ValueMask, Window, SinkLogits],
+        pytest.param([Alibi, Chunk], marks=pytest.mark.slow),
+    ],
     ids=["alone", "with others", "with ALiBi and chunks"],
 )
 def test_a_variant_of_this_file_in_all_kernels(kinds: list[type[Variant]], device: torch.device) -> None:

@@ -139,14 +139,14 @@ def test_biases(device: torch.device, biases: str, num_pairs: int) -> None:
 
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads"),
-    [(1, 1), (3, 1), (6, 3), (20, 4), (4, 16), *slow_cases((8, 8), (16, 4))],
+    [(1, 1), (6, 3), (20, 4), (4, 16), *slow_cases((3, 1), (8, 8), (16, 4))],
     ids=str,
 )
 def test_heads_are_divided_among_programs(device: torch.device, num_heads: int, num_kv_heads: int) -> None:
     torch.manual_seed(num_heads)
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    check_rotary(device=device, key_dim=16, value_dim=16, num_pairs=8, num_tokens=60, **heads)
-    check_rotary(device=device, key_dim=16, value_dim=16, num_pairs=8, num_tokens=60, with_q=False, **heads)
+    check_rotary(device=device, key_dim=16, value_dim=16, num_pairs=8, num_tokens=20, **heads)
+    check_rotary(device=device, key_dim=16, value_dim=16, num_pairs=8, num_tokens=20, with_q=False, **heads)
 
 
 def test_casts_each_result_once(device: torch.device) -> None:

@@ -202,7 +202,7 @@ def test_the_choice_compared_with_brute_force(seed: int, max_members: int) -> No
 
 def test_in_any_life_the_members_have_the_same_slots() -> None:
     num_sets = num_drops = 0
-    for seed in range(4):
+    for seed in range(2):
         life = Life(seed, torch.device("cpu"))
         for _ in range(600):
             life.step()

@@ -99,7 +99,7 @@ class Pair:
 def test_random_lives_of_the_memory(name: str, seed: int, device: torch.device) -> None:
     pair, rng = Pair(LIFETIMES[name], 80, device), random.Random(f"{name} {seed}")
     ledger, texts, known = pair.ledger, list[Text](), [[1, 2]]
-    for _ in range(250):
+    for _ in range(150):
         verb = rng.choices(["open", "extend", "fork", "truncate", "close", "evict"], [4, 14, 1, 1, 2, 1])[0]
         text = rng.choice(texts) if texts else None
         if verb == "open" and len(texts) < ROWS:

@@ -189,13 +189,11 @@ def test_the_page_lists_what_runs(tmp_path: Path) -> None:
     "name",
     [
         *slow("gemma3_text", "gpt_oss", "llama4_text"),  # test_windowed_families.py runs them
-        "glm4",
+        *slow("glm4", "granite", "starcoder2"),
         "glm4_moe",
-        "granite",
         "olmo2",
         "opt",
         "qwen3_moe",
-        "starcoder2",
     ],
 )
 def test_runs(name: str, tmp_path: Path) -> None:
@@ -208,7 +206,9 @@ def test_sinks_and_chunks_run_without_fused_layers(name: str) -> None:
     assert answers(random_weights(tiny(name)), prompts(), prefill_chunk=16, fuse=False) == expected
 
 
-@pytest.mark.parametrize("order", [(True, False, True), (False, True)], ids=["fused-first", "fused-last"])
+@pytest.mark.parametrize(
+    "order", [(True, False, True), *slow((False, True))], ids=["fused-first", "fused-last"]
+)
 def test_engines_of_one_model_with_fused_layers_and_without_give_the_same_texts(order: tuple[bool]) -> None:
     model = random_weights(tiny("llama"))
     found = [answers(model, prompts(), prefill_chunk=16, fuse=fuse) for fuse in order]

@@ -142,6 +142,7 @@ print(anonymous() - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_every_number_of_tokens() -> None:
     child = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, check=True)
     assert float(child.stdout) < 100  # MiB; without padding it was 331

@@ -164,7 +164,7 @@ def test_a_static_batch_has_decodes_first_and_padding_last(device: torch.device)
 def test_static_batches_give_the_tokens_and_slots_of_eager_steps(
     settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compare("torch", 24, settings, monkeypatch)
+    compare("torch", 16, settings, monkeypatch)
 
 
 @pytest.mark.slow  # in the interpreter

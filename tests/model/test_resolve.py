@@ -450,6 +450,7 @@ def test_conversion_of_the_default_model(cache: Path, lines: list[str], tmp_path
     assert ours.convert_ids_to_tokens(ours.encode("a  12")) == ["a", "ĠĠ", "1", "2"]
 
 
+@pytest.mark.slow  # test_generate.py runs the default model
 def test_default_model_answers(lines: list[str]) -> None:
     directory = resolve(DEFAULT_MODEL, lines.append)
     model = load_model(directory, CPU, "auto", lines.append)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 # One whose stored names differ from the model's, one with the head below the text model, one with M-RoPE.
-QUICK = ("gemma3", "llama4", "qwen2_5_vl")
+QUICK = ("gemma3", "qwen2_5_vl")
 
 
 def save(model: Any, directory: Path) -> Path:
@@ -119,7 +119,7 @@ def test_a_service_answers_a_chat_and_says_what_is_left_out(with_tokenizer: Path
     assert "only texts run here; left out: model." in (tmp_path / "log").read_text()
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("is_tied", [True, *slow(False)])
 def test_heads_may_be_tied_or_not(is_tied: bool, tmp_path: Path) -> None:
     whole = whole_wrapper("qwen2_vl", tie_word_embeddings=is_tied)
     whole.config.tie_word_embeddings = is_tied

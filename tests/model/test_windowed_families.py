@@ -100,7 +100,7 @@ def test_a_window_that_is_wrong_by_one_gives_other_answers(name: str) -> None:
 # Prompts, hits and preemptions in the engine
 
 
-@each_value(name=quickly("gemma3", "gemma4-tied", "gpt-oss", "llama4"), chunk=[0, 7, 16], depth=[1, 2])
+@each_value(name=quickly("gemma3", "gemma4-tied", "gpt-oss"), chunk=[0, 7, 16], depth=[1, 2])
 def test_prompts_of_many_lengths_in_chunks(name: str, chunk: int, depth: int) -> None:
     engine = make_engine(name, chunk=chunk, depth=depth)
     requests = [request(str(idx), prompt, NUM_NEW) for idx, prompt in enumerate(PROMPTS)]
@@ -108,7 +108,7 @@ def test_prompts_of_many_lengths_in_chunks(name: str, chunk: int, depth: int) ->
     assert_idle(engine)
 
 
-@each_value(name=quickly("gemma3", "llama4", "ministral-windows"), chunk=[0, 7, 16], depth=[1, 2])
+@each_value(name=quickly("gemma3", "llama4"), chunk=[*slow(0), 7, 16], depth=[1, 2])
 def test_a_long_prefix_is_hit_across_windows(name: str, chunk: int, depth: int) -> None:
     """Prompts leave a long one that is cached at, before and after bounds of windows and chunks; two of them
     also continue its answer. Then others leave these prompts."""
@@ -134,7 +134,7 @@ def test_a_long_prefix_is_hit_across_windows(name: str, chunk: int, depth: int) 
     assert_idle(engine)
 
 
-@each_value(name=quickly("llama4", "gpt-oss", "granite-swa"), chunk=[0, 7, 16], depth=[1, 2])
+@each_value(name=quickly("llama4", "granite-swa"), chunk=[0, *slow(7), 16], depth=[1, 2])
 def test_tokens_are_shared_with_a_request_whose_windows_pass_them(name: str, chunk: int, depth: int) -> None:
     """The first request holds them for the others while its own windows move on."""
     engine = make_engine(name, chunk=chunk, depth=depth)
@@ -160,7 +160,7 @@ def test_tokens_are_shared_with_a_request_whose_windows_pass_them(name: str, chu
     assert_idle(engine)
 
 
-@each_value(name=quickly("gemma3", "llama4", "granite-swa"), chunk=[0, 7, 16], depth=[1, 2])
+@each_value(name=quickly("gemma3", "llama4"), chunk=[0, 7, *slow(16)], depth=[1, 2])
 def test_a_preemption_changes_no_answer(name: str, chunk: int, depth: int) -> None:
     """Answers are longer than admission expects. Two of the prompts share a prefix."""
     most = 16
@@ -174,7 +174,7 @@ def test_a_preemption_changes_no_answer(name: str, chunk: int, depth: int) -> No
     assert_idle(engine)
 
 
-@each_value(name=quickly("ministral-windows", "gpt-oss", "llama4"), chunk=[0, 16, 40], depth=[1, 2])
+@each_value(name=quickly("ministral-windows", "llama4"), chunk=[0, *slow(16), 40], depth=[1, 2])
 def test_turns_of_sessions_find_what_the_turns_before_left(name: str, chunk: int, depth: int) -> None:
     """Two conversations run beside requests that take the rest of the pool. Each turn leaves the one before two
     tokens early, as with templates that write the end of an answer anew."""
@@ -239,7 +239,7 @@ def test_a_random_life_changes_no_answer(name: str, seed: int) -> None:
 # Forks and beams
 
 
-@each_value(name=quickly("gemma3", "llama4"))
+@each_value(name=quickly("gemma3"))
 def test_several_answers_and_beams_of_a_prompt(name: str, tmp_path: Path) -> None:
     """A model that is loaded: its answers to a prompt are equal, and its beams are transformers'."""
     FAMILIES[name].model().save_pretrained(tmp_path)

@@ -1,6 +1,7 @@
-"""A model on several ranks answers, token for token, as it does on one."""
+"""A model on several ranks answers, token for token, as it does on one. Ranks listen on this machine alone."""
 
 import json
+import os
 import random
 from array import array
 from dataclasses import replace
@@ -94,8 +95,9 @@ def life(ranks: RankGroup | None, directory: str, num_edits: int) -> tuple[list[
     return tokens, digests, engine.stats().num_preemptions
 
 
+@pytest.mark.slow  # the layer groups below compare tables, too
 @pytest.mark.timeout(900)  # the long one takes five minutes beside other tests
-@pytest.mark.parametrize("num_edits", [60, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_edits", [60, 20_000])
 def test_tables_stay_the_same_bytes_on_all_ranks(num_edits: int, tmp_path: Path) -> None:
     random_weights(tiny("llama")).save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").touch()
@@ -281,3 +283,18 @@ def test_a_model_that_cannot_be_divided_is_refused(
     (tmp_path / "tokenizer.json").touch()
     with pytest.raises(AssertionError, match=reason):
         run_ranks(size, answers, str(tmp_path), {})
+
+
+def addresses(ranks: RankGroup) -> tuple[set[str], str]:
+    """Returns the addresses on which this process listens, in hexadecimal, and what NCCL is told."""
+    assert ranks.smallest(ranks.rank) == 0  # they have connected
+    sockets = {os.readlink(fd)[8:-1] for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()}
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()
+    ]
+    listening = {line[1].rpartition(":")[0] for line in lines if line[3] == "0A" and line[9] in sockets}
+    return listening, os.environ["NCCL_SOCKET_IFNAME"]
+
+
+def test_ranks_listen_on_the_loopback_interface_alone() -> None:
+    assert run_ranks(2, addresses) == [({"0100007F"}, "lo")] * 2

@@ -1,14 +1,13 @@
 """How the service ends: signals, time limits, lost processes, and a model that cannot be loaded. SIGTERM
-while a request runs ends the service of `test_launch.py`."""
+while a request runs ends the service of `test_launch.py`, and SIGKILL that of `test_operators_service.py`."""
 
 import os
 import signal
-import stat
 from pathlib import Path
 
 import pytest
 
-from tests.support.served import Served, Start, starting, wait_until
+from tests.support.served import Start, starting, wait_until
 
 
 @pytest.mark.slow
@@ -53,25 +52,6 @@ def test_the_service_ends_when_one_of_its_processes_is_killed(start: Start, sock
     if name == "router_process":
         assert remaining[-1]["error"]["code"] == 503
     assert list(sockets.iterdir()) == []
-
-
-def test_no_process_or_file_outlives_a_killed_launcher(model: Path, tmp_path: Path) -> None:
-    """The public socket is removed, and the private one together with its temporary directory."""
-    public, temporary = tmp_path / "public.sock", tmp_path / "t"
-    temporary.mkdir()
-    served = Served(model, tmp_path / "log", "--uds", str(public), env={"TMPDIR": str(temporary)})
-    try:
-        served.wait_ready()
-        assert served.url == f"unix:{public}"
-        assert stat.S_IMODE(public.stat().st_mode) == 0o600
-        assert served.complete()
-        assert len(list(temporary.iterdir())) == 1
-        served.process.kill()
-        assert served.wait() == -signal.SIGKILL
-        assert not public.exists()
-        assert not list(temporary.iterdir())
-    finally:
-        served.close()
 
 
 @pytest.mark.slow

@@ -178,7 +178,7 @@ def test_clients_that_disconnect_and_abort(family: str, depth: int, tmp_path: Pa
     asyncio.run(scenario())
 
 
-@cases("gpt-oss", 1)
+@cases()
 def test_requests_that_are_preempted(family: str, depth: int, tmp_path: Path) -> None:
     async def scenario() -> None:
         admission = SimulatedAdmission(OutputLengths(assumed=2), guarantees=False)

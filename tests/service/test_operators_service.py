@@ -1,33 +1,47 @@
-"""A whole service with the options for operators: its processes, its log, its keys and its cache."""
+"""A whole service with the options for operators: log, keys, cache, and what a kill leaves of it."""
 
 import json
+import signal
+import stat
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightkv.router.service.router_client import MAP_SECONDS
-from tests.support.served import API_KEY, Served, save_tiny_model, wait_until
+from tests.support.served import API_KEY, Served, wait_until
 
 RESPONSES = "/v1/responses"
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def services() -> Iterator[list[Served]]:
+    """The services that tests of this file share, the newest last."""
+    started: list[Served] = []
+    yield started
+    for served in started:
+        served.close()
+
+
+@pytest.fixture
+def served(services: list[Served], model: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """A service on a Unix socket: that of the test before, unless it has ended."""
+    if services and services[-1].process.poll() is None:
+        return services[-1]
     directory = tmp_path_factory.mktemp("operators")
-    model = save_tiny_model(directory / "tiny")
+    (directory / "t").mkdir()
     (directory / "keys").write_text(f"alice {API_KEY}\n")
     (directory / "chat.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     (directory / "service.toml").write_text(
         f'log-requests = true\ndefault-max-tokens = 5\napi-key-file = "{directory / "keys"}"\n'
         f'chat-template = "{directory / "chat.jinja"}"\n'
     )
-    served = Served(model, directory / "log", "--config", str(directory / "service.toml"), api_key=API_KEY)
-    try:
-        yield served.wait_ready()
-    finally:
-        served.close()
+    options = ["--config", str(directory / "service.toml"), "--uds", str(directory / "public.sock")]
+    env = {"TMPDIR": str(directory / "t")}
+    services.append(Served(model, directory / "log", *options, api_key=API_KEY, env=env))
+    return services[-1].wait_ready()
 
 
 def log_of(served: Served) -> list[dict[str, Any]]:
@@ -84,3 +98,16 @@ def test_a_reset_leaves_no_cached_token_and_the_counts_stay_exact(served: Served
     assert pool["num_cached"] > 0
     assert pool["num_free"] + pool["num_cached"] == pool["capacity"]
     assert served.request("/health")[0] == 200
+
+
+def test_no_process_or_file_outlives_a_killed_launcher(served: Served) -> None:
+    """The public socket is removed, and the private one together with its temporary directory."""
+    public, temporary = served.log.parent / "public.sock", served.log.parent / "t"
+    assert served.url == f"unix:{public}"
+    assert stat.S_IMODE(public.stat().st_mode) == 0o600
+    assert served.complete()
+    assert len(list(temporary.iterdir())) == 1
+    served.process.kill()
+    assert served.wait() == -signal.SIGKILL
+    assert not public.exists()
+    assert not list(temporary.iterdir())

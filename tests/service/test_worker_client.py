@@ -20,6 +20,7 @@ from lightkv.edits import FreeSegment, encode
 from lightkv.holdings import Holdings
 from lightkv.router import EngineConfig
 from lightkv.router.engine.step import ExpectedMemory, StepPlan
+from lightkv.router.service.messages import WorkerError
 from lightkv.router.service.worker_client import WorkerClient, WorkerDied, WorkerFailed
 from tests.support.recorded_steps import Recording, assert_same, saved, with_unknown_token
 
@@ -110,6 +111,7 @@ def test_a_worker_has_the_results_of_a_runner_in_process_and_gets_large_plans_wh
     run(loop_factory, work())
 
 
+@pytest.mark.slow  # test_worker.py has these failures within a process
 def test_failures_are_reported_in_their_turn_and_a_killed_worker_at_once(
     config: EngineConfig, recording: Recording
 ) -> None:
@@ -195,6 +197,32 @@ def test_a_worker_whose_answer_is_no_message_is_killed(
         await client.start(config, lambda line: None)
         with pytest.raises(WorkerDied, match="its answer to flush is not a valid message"):
             await client.flush()
+        assert (await client.wait_dead()).returncode == -signal.SIGKILL
+
+    run(uvloop.new_event_loop, work())
+
+
+def test_a_failure_is_raised_with_its_step_and_the_worker_goes_on(
+    config: EngineConfig, recording: Recording
+) -> None:
+    info = msgspec.msgpack.encode(recording.info).hex()
+    answer = msgspec.msgpack.encode(WorkerError("IndexError", "token 1000", False, 1))
+
+    async def work() -> None:
+        program = [sys.executable, "-c", WITHOUT_SENSE.format(info=info, answer=answer)]
+        client = WorkerClient(program=program)
+        await client.start(config, lambda line: None)
+        for _ in range(2):
+            with pytest.raises(WorkerFailed, match="step 1: IndexError") as failed:
+                await client.flush()
+            assert (failed.value.step, failed.value.fatal) == (1, False)
+        os.kill(client.pid, signal.SIGSTOP)  # so that a call is in flight
+        waiting = asyncio.ensure_future(client.flush())
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        os.kill(client.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            await waiting
         assert (await client.wait_dead()).returncode == -signal.SIGKILL
 
     run(uvloop.new_event_loop, work())

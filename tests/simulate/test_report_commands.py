@@ -21,19 +21,22 @@ def run(*args: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, " ".join(result.stderr.split())
 
 
-SHORT = ("simulate", "chat", "--requests", "20", "--rate", "5")
+SHORT = ("simulate", "chat", "--requests", "6", "--rate", "5")
 
 
 def test_a_simulation_writes_its_report_and_prints_what_it_did(tmp_path: Path) -> None:
     out, report, again = tmp_path / "out.json", tmp_path / "out.html", tmp_path / "again.html"
+    empty = tmp_path / "empty.json"
     code, printed, _ = run(*SHORT, "--out", out, "--report", report)
     assert (code, printed) == (0, run(*SHORT)[1])
-    assert report.read_text() == render([SimulationResult.load(out)])
     assert run("simulate-report", out, "--report", again)[0] == 0
-    assert again.read_bytes() == report.read_bytes()
-    code, _, notes = run("simulate-report", out, out, "--report", again)
+    assert again.read_text() == report.read_text() == render([SimulationResult.load(out)])
+    empty.write_bytes(nothing().to_json())
+    code, _, notes = run("simulate-report", empty, empty, "--report", again)
     assert (code, notes) == (0, f"2 results drawn in {again}".replace("\n", ""))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["again.html", "out.html", "out.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "again.html", "empty.json", "out.html", "out.json",
+    ]  # fmt: skip
 
 
 def test_the_example_of_the_docs_prints_what_they_say(

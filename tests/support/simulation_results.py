@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 from lightkv.router.simulate.config import SimulationConfig
 from lightkv.router.simulate.result import CURVE_QUANTILES, Curve, Figures, Series, SimulationResult
 
-SMALL = SimulationConfig(requests=60, load=1.2, capacity=10_000, max_new=2048)
+SMALL = SimulationConfig(requests=24, load=1.2, capacity=10_000, max_new=512)
 HOSTILE = (
     """</title></style><script>alert("x")</script><img src=http://localhost/x onerror='x'>{{ 7 * 7 }}&amp;"""
 )
@@ -19,6 +19,12 @@ def nothing() -> SimulationResult:
     empty = Curve(list(CURVE_QUANTILES), [0.0] * len(CURVE_QUANTILES))
     series = Series(1.0, 100, [], [], [], [], [])
     return SimulationResult(settings, {"source": {}}, Figures(**figures), series, empty, empty)  # type: ignore[arg-type]
+
+
+def without_charts(result: SimulationResult) -> SimulationResult:
+    """Returns a result with the same settings and figures, of which the report draws nothing."""
+    empty = nothing()
+    return replace(result, series=empty.series, ttft=empty.ttft, tpot=empty.tpot)
 
 
 def hostile(one: SimulationResult) -> list[SimulationResult]:
