@@ -8,15 +8,10 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
 
 from .prefill_hopper_items import ROWS
-from .prefill_hopper_tiles import WARPS
+from .prefill_hopper_tiles import WARPS, value_bytes
 
 _LOG2_E = gl.constexpr(LOG2_E)
 _COARSE_BELOW = gl.constexpr(-(2.0**26))  # peaks, in base 2, whose rounding would make a weight overflow
-
-
-@gluon.constexpr_function
-def value_bytes(dtype):
-    return dtype.primitive_bitwidth // 8
 
 
 @gluon.constexpr_function

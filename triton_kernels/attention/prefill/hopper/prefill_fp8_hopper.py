@@ -28,17 +28,10 @@ from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan
 from lightkv.triton_kernels.attention.records import Outputs, heads_record, shape_record
 
 from .hopper_features import features_of
-from .prefill_fp8_tiles import (
-    allocate_tiles,
-    begin_part,
-    begin_scores,
-    copy_q,
-    copy_tile,
-    empty_output,
-    pack_fours,
-)
+from .prefill_fp8_tiles import begin_part, copy_tile, empty_output, pack_fours
 from .prefill_hopper_items import ROWS
 from .prefill_hopper_skeleton import Kind, Loading, Weighing, Work, run_program
+from .prefill_hopper_tiles import allocate_tiles, begin_scores, copy_q
 
 _COMPUTE_REGISTERS = gl.constexpr(224)  # of a thread that computes; with fewer, the loop spills
 _EXTRA_BITS = gl.constexpr(8)  # by which weights are larger than in 16 bits
@@ -125,9 +118,9 @@ def _fp8_kernel(
 ):
     run_program(
         q,
-        allocate_tiles(shape.BLOCK_M // ROWS, ROWS, shape.DK),
-        allocate_tiles(STAGES, shape.BLOCK_N, shape.DK),
-        allocate_tiles(STAGES, shape.DV, shape.BLOCK_N),
+        allocate_tiles(gl.float8e4nv, shape.BLOCK_M // ROWS, ROWS, shape.DK),
+        allocate_tiles(gl.float8e4nv, STAGES, shape.BLOCK_N, shape.DK),
+        allocate_tiles(gl.float8e4nv, STAGES, shape.DV, shape.BLOCK_N),
         keys,
         fp8_scales,
         Work(items, counters, num_kv_heads),

@@ -5,33 +5,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, warpgroup_mma
 
-from .prefill_hopper_tiles import product_layout
-
-
-@gluon.constexpr_function
-def copy_layout(width):
-    """Returns the layout of a copy of rows of `width` bytes: a thread copies 16 of a row, its neighbours the
-    rest."""
-    return gl.BlockedLayout([1, 16], [512 // int(width), int(width) // 16], [4, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def tile_layout(width):
-    """Returns the layout of a tile in shared memory, whose rows of `width` bytes are swizzled."""
-    return gl.NVMMASharedLayout(min(int(width), 128), 8, 2)
-
-
-@gluon.jit
-def allocate_tiles(NUM: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Returns room for `NUM` tiles in shared memory, `[NUM, ROWS, WIDTH]`, as a tuple of one piece."""
-    return (gl.allocate_shared_memory(gl.float8e4nv, [NUM, ROWS, WIDTH], tile_layout(WIDTH)),)
+from .prefill_hopper_tiles import copy_layout, product_layout
 
 
 @gluon.jit
 def copy_tile(source, stride, target, full):
     """Starts the copy of a tile whose rows are `stride` bytes apart; the barrier `full` completes when it has
     arrived."""
-    rows = gl.arange(0, target.shape[0], gl.SliceLayout(1, copy_layout(target.shape[1])))
+    rows = gl.arange(0, target.shape[0], gl.SliceLayout(1, copy_layout(target.shape[1], 1)))
     start_copy(source, stride, rows, target)
     async_copy.mbarrier_arrive(full, increment_count=False)
 
@@ -40,27 +21,11 @@ def copy_tile(source, stride, target, full):
 def start_copy(source, stride, rows, target):
     """Starts the copy of rows, `stride` bytes apart in global memory, to a tile."""
     WIDTH: gl.constexpr = target.shape[1]
-    layout: gl.constexpr = copy_layout(WIDTH)
+    layout: gl.constexpr = copy_layout(WIDTH, 1)
     places = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     pointers = source + (rows * stride)[:, None] + places[None, :]
     pointers = gl.max_contiguous(gl.multiple_of(pointers, [1, 16]), [1, 16])
     async_copy.async_copy_global_to_shared(target, pointers)
-
-
-@gluon.jit
-def copy_q(q, tile, q_smem, q_full, GROUP: gl.constexpr):
-    """Starts the copy of a tile's queries; rows after the request's last repeat that row. `q`: `Heads`."""
-    MEMBERS: gl.constexpr = q_smem[0].shape[0]
-    ROWS: gl.constexpr = q_smem[0].shape[1]
-    layout: gl.constexpr = copy_layout(q_smem[0].shape[2])
-    kv_head, _row, first_row, num_rows, q_begin, _prefix = tile
-    for member in gl.static_range(MEMBERS):
-        rows = first_row + member * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        rows = gl.minimum(rows, num_rows - 1)
-        tokens = (q_begin + rows // GROUP).to(gl.int64)
-        places = tokens * q.stride_token + (kv_head * GROUP + rows % GROUP) * q.stride_head
-        start_copy(q.data, 1, places, q_smem[0].index(member))
-    async_copy.mbarrier_arrive(q_full, increment_count=False)
 
 
 @gluon.jit
@@ -100,16 +65,6 @@ def unpack_fours(fours, layout: gl.constexpr):
     low, high = pairs.to(gl.int8), (pairs >> 8).to(gl.int8)
     both = gl.join(low, high).reshape([fours.shape[0], fours.shape[1] * 4])
     return gl.convert_layout(both.to(gl.float8e4nv, bitcast=True), layout)
-
-
-@gluon.jit
-def begin_scores(k_tile, own_q):
-    """Starts the computation of a tile's scores on the tensor cores."""
-    fence_async_shared()  # makes what cp.async wrote visible to the asynchronous proxy of wgmma
-    ROWS: gl.constexpr = own_q[0].shape[0]
-    BLOCK_N: gl.constexpr = k_tile[0].shape[0]
-    s = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N, 8))
-    return warpgroup_mma(own_q[0], k_tile[0].permute((1, 0)), s, use_acc=False, is_async=True)
 
 
 @gluon.jit

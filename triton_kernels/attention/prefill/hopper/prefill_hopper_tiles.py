@@ -41,17 +41,24 @@ def piece_width(head_dim, piece):
 
 
 @gluon.constexpr_function
-def tile_layout(head_dim, piece):
-    """Returns the layout of a piece in shared memory, whose rows are swizzled within 128 bytes at most."""
-    return gl.NVMMASharedLayout(min(2 * piece_width(head_dim, piece), 128), 16, 2)
+def value_bytes(dtype):
+    return dtype.primitive_bitwidth // 8
 
 
 @gluon.constexpr_function
-def copy_layout(width):
+def tile_layout(head_dim, piece, num_bytes=2):
+    """Returns the layout of a piece in shared memory, whose rows are swizzled within 128 bytes at most, of
+    elements of some bytes."""
+    row_bytes = int(num_bytes) * piece_width(head_dim, piece)
+    return gl.NVMMASharedLayout(min(row_bytes, 128), 8 * int(num_bytes), 2)
+
+
+@gluon.constexpr_function
+def copy_layout(width, num_bytes=2):
     """Returns the layout of a copy: a thread copies 16 of every 128 bytes of a row, its neighbours the rest. So
     few threads share a row, and each needs few slots."""
-    columns = max(min(int(width), _CHUNK) // 8, 1)
-    return gl.BlockedLayout([1, 8], [32 // columns, columns], [4, 1], [1, 0])
+    columns = max(min(int(num_bytes) * int(width), 128) // 16, 1)
+    return gl.BlockedLayout([1, 16 // int(num_bytes)], [32 // columns, columns], [4, 1], [1, 0])
 
 
 @gluon.constexpr_function
@@ -69,10 +76,13 @@ def product_layout(width, element_bits=16):
 @gluon.jit
 def allocate_tiles(dtype: gl.constexpr, NUM: gl.constexpr, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr):
     """Returns room for `NUM` tiles in shared memory: pieces of `[NUM, ROWS, width]`."""
+    NUM_BYTES: gl.constexpr = value_bytes(dtype)
     tiles = ()  # type: tuple
     for i in gl.static_range(num_pieces(HEAD_DIM)):
         tiles += (
-            gl.allocate_shared_memory(dtype, [NUM, ROWS, piece_width(HEAD_DIM, i)], tile_layout(HEAD_DIM, i)),
+            gl.allocate_shared_memory(
+                dtype, [NUM, ROWS, piece_width(HEAD_DIM, i)], tile_layout(HEAD_DIM, i, NUM_BYTES)
+            ),
         )
     return tiles
 
@@ -149,7 +159,7 @@ def copy_rows(head, slots, stride, tile, full):
 
 @gluon.jit
 def _q_pointers(data, q, tile, member, GROUP: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
-    layout: gl.constexpr = copy_layout(D)
+    layout: gl.constexpr = copy_layout(D, value_bytes(data.dtype.element_ty))
     kv_head, _row, first_row, num_rows, q_begin, _prefix = tile
     dims = gl.arange(0, D, gl.SliceLayout(0, layout))
     rows = first_row + member * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -182,7 +192,7 @@ def begin_scores(k_tile, own_q):
     """Starts the computation of a tile's scores on the tensor cores."""
     ROWS: gl.constexpr = own_q[0].shape[0]
     BLOCK_N: gl.constexpr = k_tile[0].shape[0]
-    layout: gl.constexpr = product_layout(BLOCK_N)
+    layout: gl.constexpr = product_layout(BLOCK_N, 8 * value_bytes(k_tile[0].dtype))
     fence_async_shared()  # makes what cp.async wrote visible to the asynchronous proxy of wgmma
     s = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
     for i in gl.static_range(len(k_tile)):
