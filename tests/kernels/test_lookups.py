@@ -19,7 +19,7 @@ POSITIONS = [0, 1, 2, 3, 4, 9, 15, 16, 17, 31, 33, 47]
 TABLE = ((torch.arange(4)[:, None] + 7 * torch.arange(48)) % 4).int()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row"])  # a 1 would be a constant without a type
 def _slots_kernel(index, row, positions, slots, num, BLOCK: tl.constexpr):
     offsets = tl.arange(0, BLOCK)
     valid = offsets < num
