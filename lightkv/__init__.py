@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from .errors import MemoryFailed as MemoryFailed
     from .errors import OutOfMemory as OutOfMemory
     from .errors import OutOfRows as OutOfRows
+    from .errors import OutOfStates as OutOfStates
     from .errors import OutOfTokens as OutOfTokens
     from .errors import SequenceTooLong as SequenceTooLong
     from .errors import WrongThread as WrongThread
@@ -50,6 +51,7 @@ _EXPORTS = {
     "MemoryMap": ".memory_map",
     "OutOfMemory": ".errors",
     "OutOfRows": ".errors",
+    "OutOfStates": ".errors",
     "OutOfTokens": ".errors",
     "Ring": ".triton_kernels.layout.ring",
     "SequenceTooLong": ".errors",

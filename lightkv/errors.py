@@ -4,6 +4,7 @@ A verb that raises one of these has changed nothing.
 """
 
 from importlib.util import find_spec
+from typing import ClassVar
 
 from lightkv.triton_kernels.layout.slot_flags import describe_flags
 
@@ -52,16 +53,25 @@ class InvalidDevice(LightKVError, ValueError):
 class OutOfTokens(LightKVError):
     """More tokens were asked for than are free or can be evicted."""
 
+    unit: ClassVar[str] = "tokens"
+
     def __init__(self, needed: int, free: int, capacity: int) -> None:
         self.needed = needed
         self.free = free
         self.capacity = capacity
         remedy = (
-            "the pool is too small for it at any time: give it more memory or ask for fewer tokens"
+            f"the pool is too small for it at any time: give it more memory or ask for fewer {self.unit}"
             if needed > capacity
             else "wait for running sequences to close, or admit fewer at once"
         )
-        super().__init__(f"{needed} tokens needed, {free} available, of {capacity} in the pool; {remedy}")
+        numbers = f"{needed} {self.unit} needed, {free} available, of {capacity} in the pool"
+        super().__init__(f"{numbers}; {remedy}")
+
+
+class OutOfStates(OutOfTokens):
+    """More sequences are to grow that have no state of their own than there are state slots for."""
+
+    unit: ClassVar[str] = "state slots"
 
 
 class OutOfRows(LightKVError):

@@ -95,11 +95,11 @@ def slot_labels(holdings: Holdings) -> tuple[list[dict[int, int]], list[tuple[in
     segments: list[dict[int, int]] = [{} for _ in (holdings.segments, *holdings.parts)]
     own: list[tuple[int, int, int, int]] = []
     for row in holdings.rows:
-        for cls, (held, _, start) in enumerate(row.holds):
+        for cls, (held, _, start, end) in enumerate(row.holds):
             for segment in held:
                 segments[cls][segment] = SHARED if segment in segments[cls] else OWN + row.row
-            if start < row.length:
-                own.append((cls, row.row, start, row.length))
+            if start < end:
+                own.append((cls, row.row, start, end))
     return segments, own
 
 

@@ -304,7 +304,7 @@ class KVMemory:
     def _check_shared(self, rows: Iterable[HeldRow]) -> None:
         """Raises CheckFailed unless each row has the slots of its segments, and of their parts."""
         for row in rows:
-            for cls, (segments, start, end) in enumerate(row.holds):
+            for cls, (segments, start, end, _) in enumerate(row.holds):
                 have = self.entries(cls, row.row, start, end)
                 if segments and not torch.equal(have, want := self._slots_of(cls, segments)):
                     raise CheckFailed(

@@ -9,7 +9,7 @@ from lightkv.edits import Alloc, Edit
 from lightkv.holdings import Holdings
 from lightkv.layer_groups import LayerGroups
 from lightkv.ledger import Match, Sequence, Session, SessionCounts
-from lightkv.ledger.branches import Branch
+from lightkv.ledger.extension import Branch
 from lightkv.ledger.prefix_tree import Namespace, PrefixTree, Segment
 
 

@@ -24,7 +24,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, k_dim=4, v_dim=3, dtype=torch.bfloat16)
 
 # The names of the edits of models whose layers hold their tokens equally long.
-OF_ONE_CLASS = {kind.__name__ for kind in get_args(Edit)} - {"AllocPart", "FreePart"}
+OF_ONE_CLASS = {kind.__name__ for kind in get_args(Edit)} - {
+    "AllocPart",
+    "FreePart",
+    "AllocStates",
+    "ReadStates",
+}
 
 
 def make_cache(device: torch.device, capacity: int = 60, spec: KVSpec = SPEC) -> KVCache:
@@ -406,7 +411,7 @@ def test_the_page_of_the_bytes_has_every_edit_with_its_number_and_its_integers()
     "message",
     [b"1234567", bytes(8), encode([Alloc((1,), (0,), (3,))])[:-8], *(
         struct.pack(f"<{2 + n}q", kind, n, *range(n))
-        for kind, n in ((14, 1), (-1, 2), (0, 4), (1, 1), (1, 2), (2, 4), (6, 3), (12, 3), (12, 0), (13, 3))
+        for kind, n in ((16, 1), (-1, 2), (0, 4), (1, 1), (1, 2), (2, 4), (6, 3), (12, 3), (12, 0), (13, 3))
     ), struct.pack("<2q", 5, -1)],
 )  # fmt: skip
 def test_bytes_that_are_no_edits_are_refused_by_both_readers(message: bytes) -> None:
