@@ -151,13 +151,15 @@ class MemoryFailed(LightKVError):
 class OutOfMemory(LightKVError):
     """The device has no room for the pool that was asked for, or for a pool of a single token."""
 
-    def __init__(self, available: int, bytes_per_token: int, num_tokens: int = 1) -> None:
+    def __init__(
+        self, available: int, bytes_per_token: int, num_tokens: int = 1, unit: str = "tokens"
+    ) -> None:
         self.available = available
         self.bytes_per_token = bytes_per_token
         self.num_tokens = num_tokens
         super().__init__(
-            f"a K/V pool of {num_tokens} tokens takes {num_tokens * bytes_per_token} bytes "
-            f"({bytes_per_token} each), and {available} are left; ask for fewer tokens, free memory on the "
+            f"a K/V pool of {num_tokens} {unit} takes {num_tokens * bytes_per_token} bytes "
+            f"({bytes_per_token} each), and {available} are left; ask for fewer {unit}, free memory on the "
             "device, raise the memory fraction, or use a smaller model or dtype"
         )
 

@@ -81,8 +81,8 @@ def owners(holdings: Holdings, widths: Sequence[int]) -> list[Owner]:
     segments, own_entries = slot_labels(holdings)
     own = Counter[int]()
     for cls, row, start, end in own_entries:
-        own[row] += (end - start) * widths[cls]
-    for cls, of_class in enumerate(segments):
+        own[row] += (end - start) * widths[cls] if cls < len(widths) else 0  # a state takes no slot
+    for cls, of_class in enumerate(segments[: len(widths)]):
         for segment, label in of_class.items():
             if label >= OWN:
                 own[label - OWN] += holdings.lengths(cls)[segment] * widths[cls]

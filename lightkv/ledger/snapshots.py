@@ -216,6 +216,11 @@ class StateHold:
         """Whether it alone reads the snapshot at its length."""
         return self.source is not None and len(self.source.holders) == 1
 
+    @property
+    def kept(self) -> int:
+        """The first entry that it keeps: none before its length."""
+        return self.sequence.length
+
     def tails(self) -> list[tuple[Tail, int]]:
         """Returns the snapshots that it holds, each once, with its length."""
         held = [*self.read, self.source] if self.source else self.read
