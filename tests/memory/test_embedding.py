@@ -134,6 +134,29 @@ def names(page: tuple[dict[str, Any], str], capsys: pytest.CaptureFixture[str]) 
     return page[0]
 
 
+def test_the_engine_with_states_answers_as_without_a_cache(
+    names: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (program,) = [program for program in blocks("python") if "class HybridEngine" in program]
+    assert len(program.splitlines()) <= 120
+    assert "router" not in program
+    exec(compile(program, str(PAGE), "exec"), names)
+    assert capsys.readouterr().out == blocks("text")[2]
+    engine, dim, width = names["engine"], names["DIM"], names["WIDTH"]
+    assert min(engine.num_hits, engine.num_preempted) > 0
+    for job in engine.finished:
+        for at in range(len(job.output)):
+            x = names["embedding"][job.prompt + job.output[:at]]
+            q, k, v = ((x @ names[w]).unflatten(1, (-1, dim)).transpose(0, 1) for w in ("w_q", "w_k", "w_v"))
+            attended = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            x = normalize(x + attended.transpose(0, 1).flatten(1) @ names["w_out"])
+            fresh = torch.zeros(names["HEADS"], dim, dim), torch.zeros(3, width)
+            x = normalize(x + names["gated_delta"](x, *fresh)[0] @ names["w_out"])
+            best = (x[-1] @ names["head"].T).topk(2).indices.tolist()
+            assert job.output[at] == best[0] or (at == 0 and job.output[0] in best)  # an answer of two
+    engine.cache.check()
+
+
 def windowed(names: dict[str, Any], prompt: list[int], first: int, count: int) -> list[int]:
     """Returns the `count` tokens after `prompt` by attention without a cache, where the first of them is the
     one that comes at place `first` in the order of scores."""
