@@ -95,26 +95,29 @@ class Extension:
             self._batch_end = max(map(add, starts, counts))
         if self._batch_end > self.max_entries:
             raise SequenceTooLong(self._batch_end, self.max_entries)
-        due: list[Sequence] = []
-        if self._state.classes:
+        classes = self._state.classes
+        if classes:
             due = self._look(counts, is_decode)
             needed = needed * (self._state.width + self._width) - self._num_reused
-            if needed <= self._state.num_free + self._state.num_cached:  # else refused for want of these
-                for of in self._state.classes:
+            if (
+                needed <= self._state.num_free + self._state.num_cached
+            ):  # else it is refused for want of these
+                for of in classes:
                     of.require_room(due)
         self.make_room(needed)
         edit = Alloc(self._batch_rows, tuple(starts), tuple(counts))
         self._state.alloc(edit, needed)
-        for of in self._state.classes:
-            of.start(due)
+        if classes:
+            for of in classes:
+                of.start(due)
+            if self._bits:
+                self._state.emit(AllocPart(self._bits, *edit, self._reused))
         if is_decode:
             for sequence in sequences:
                 sequence.length += 1
         else:
             for sequence, count in zip(sequences, counts, strict=True):
                 sequence.length += count
-        if self._bits:
-            self._state.emit(AllocPart(self._bits, *edit, self._reused))
         return edit
 
     def _extend_each(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
@@ -273,11 +276,11 @@ class Branches:
         for sequence in map(state.sequences.__getitem__, path[0].holders):
             if sequence.has_passed is self._sought:
                 continue
-            if all(hold.has_passed(point) for hold in sequence.holds):
+            if min([hold.own for hold in sequence.holds]) >= point:
                 sequence.has_passed = self._sought
             holds = [hold for hold in sequence.holds if hold.of.cls in needs]
             if sequence.published >= point and all(hold.has(point, *needs[hold.of.cls]) for hold in holds):
-                more = sum([hold.branch_cost(point) for hold in holds])
+                more = sum([(point - hold.own) * hold.of.width for hold in holds])
                 return Branch(sequence, point, tuple(needs), more)
         return None
 
@@ -290,6 +293,6 @@ class Branches:
         state.split_path(sequence, point)
         for hold in [hold for hold in sequence.holds if hold.of.cls in classes]:
             first = hold.of.rule.first_kept(point)
-            if not hold.has_passed(first):
+            if hold.own < first:
                 state.split_path(sequence, first)
             hold.keep_branch(point, (sequence.node, sequence.shared), sequence.published_in)

@@ -38,7 +38,6 @@ class TailClass:
     """A class of layers that do not see everything, in one ledger: class `cls`, whose tokens take `width`
     slots. `bit`: what stands for it in `State.reused`."""
 
-    is_private_again: ClassVar[bool] = True
     hit_before: ClassVar[int] = NEVER
 
     def __init__(self, state: State, cls: int, layers: LayerClass) -> None:
@@ -55,10 +54,6 @@ class TailClass:
     def hold(self, sequence: "Holder", own: int) -> "Hold":
         """Returns what a sequence holds that has just hit a path of `own` tokens."""
         return Hold(self, sequence, own)
-
-    def num_slots(self, length: int) -> int:
-        """Returns the slots of a tail of `length` tokens."""
-        return length * self.width
 
     def due(self, tail: Tail) -> int:
         """Returns the place of a tail in the order of eviction: that of its segment."""
@@ -325,14 +320,6 @@ class Hold:
         tokens that the path has just before."""
         own, (first, end) = self.own, there
         return end <= own < point and seen >= (first if end == own else own)
-
-    def has_passed(self, point: int) -> bool:
-        """Returns whether nothing is private any more that is seen after the first `point` tokens."""
-        return self.own >= point
-
-    def branch_cost(self, point: int) -> int:
-        """Returns how many slots it may hold for longer if what is seen at `point` is kept."""
-        return (point - self.own) * self.of.width
 
     def keep_branch(self, point: int, path: tuple[Segment, int], step: int) -> None:
         """Makes tails of what is seen at `point`, where a prompt diverges (`Branches.keep`)."""

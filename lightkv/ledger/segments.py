@@ -13,7 +13,8 @@ no tokens: it is the state after the last token of its segment (`snapshots.py`).
 import heapq
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from typing import ClassVar, Protocol
+from itertools import islice
+from typing import Protocol
 
 from lightkv.edits import Edit, FreePart
 from lightkv.errors import CheckFailed
@@ -100,8 +101,8 @@ class Segment:
     def is_branching(self) -> bool:
         """Whether several prompts diverge at its end. A child counts once a sequence or another child goes on
         from it, so the rest of an answer whose last tokens the next prompt rewrites does not."""
-        used = [one for one in self.children.values() if one.holders or one.credit or one.children]
-        return len(used) > 1
+        used = (one for one in self.children.values() if one.holders or one.credit or one.children)
+        return len(list(islice(used, 2))) > 1
 
     def __repr__(self) -> str:
         kind = "" if self.indexed else ", unindexed"
@@ -195,12 +196,10 @@ class State(Protocol):
 
 class Class(Protocol):
     """What tails need of their class (`holds.TailClass`, `snapshots.StateClass`): class `cls`, whose tokens
-    take `width` slots of the pool. Tails of step `hit_before` and later are not hit yet. `is_private_again`:
-    whether a row's tails become private again where no other row holds their segment."""
+    take `width` slots of the pool. Tails of step `hit_before` and later are not hit yet."""
 
     cls: int
     width: int
-    is_private_again: ClassVar[bool]
 
     @property
     def state(self) -> State: ...
@@ -213,8 +212,6 @@ class Class(Protocol):
 
     @property
     def hit_before(self) -> int: ...
-
-    def num_slots(self, length: int) -> int: ...
 
     def count(self, free: int = 0, cached: int = 0) -> None: ...
 
@@ -254,8 +251,8 @@ class Tail:
 
     @property
     def num_slots(self) -> int:
-        """Slots of the tail."""
-        return self.of.num_slots(self.length)
+        """Slots of the tail, in the pool of its class: one of a state, which has no tokens."""
+        return self.length * self.of.width or 1
 
     @property
     def is_whole(self) -> bool:
@@ -351,7 +348,7 @@ class Idle:
             for cls, tail in segment.tails.items():
                 if tail.segment is not segment or tail.of.cls != cls:
                     raise CheckFailed(f"{tail} is filed as class {cls} of {segment}")
-                if not tail.num_slots or tail.length > segment.length:
+                if (tail.of.width and not tail.length) or tail.length > segment.length:
                     raise CheckFailed(f"{tail} has {tail.length} tokens of {segment.length}")
                 if not (tail.holders or segment.indexed):
                     raise CheckFailed(f"{tail} has no holder, and no look-up finds it")

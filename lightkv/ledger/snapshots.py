@@ -22,7 +22,7 @@ with the least last use plus the tokens that it saves.
 """
 
 from collections.abc import Iterable
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from lightkv.classes.all import NEVER
 from lightkv.classes.state import State as StateRule
@@ -67,8 +67,6 @@ class StateCounts(NamedTuple):
 class StateClass:
     """The states of one ledger: class `cls`, with a pool of `capacity` slots of its own."""
 
-    is_private_again: ClassVar[bool] = False
-
     def __init__(self, state: Owner, cls: int, capacity: int) -> None:
         self.state = state
         self.cls = cls
@@ -97,10 +95,6 @@ class StateClass:
         """Counts so many slots more as free and as cached."""
         self.num_free += free
         self.num_cached += cached
-
-    def num_slots(self, length: int) -> int:
-        """Returns the slots of a snapshot: one."""
-        return 1
 
     def due(self, tail: Tail) -> int:
         """Returns the place of a snapshot in the order of eviction: its last use, and the tokens since the one
@@ -375,21 +369,11 @@ class StateHold:
         self.source = tail
         of.state.emit(MapSegments(row, FROM, (node.id,), of.cls))
 
-    def keep_branch(self, point: int, path: tuple[Segment, int], step: int) -> None:
-        """Hands over the state at `point`, where a prompt diverges."""
-        self.keep(point, path, step)
+    keep_branch = keep
 
     def has(self, point: int, seen: int, there: tuple[int, int]) -> bool:
         """Returns whether the state is that after `point` tokens, and may be handed over."""
         return self.is_own and self.sequence.length == self.computed == point and self.of.has_spare
-
-    def has_passed(self, point: int) -> bool:
-        """Returns whether its state will never again be that after `point` tokens."""
-        return self.sequence.length > point
-
-    def branch_cost(self, point: int) -> int:
-        """Returns how many slots of the pool it holds for longer where a prompt diverges: none."""
-        return 0
 
     def supersede(self, node: Segment, end: int) -> None:
         """Does nothing: a snapshot supersedes others once it is hit (`enter`)."""

@@ -352,8 +352,8 @@ class LedgerState:
         """Makes private again the unindexed segments at the end of its path that no other sequence holds."""
         node = sequence.node
         while not node.indexed and node.holders == {sequence.row}:
-            if not all(tail.of.is_private_again for tail in node.tails.values()):
-                break
+            if node.tails and not all(tail.length for tail in node.tails.values()):
+                break  # a row reads the state at its end, which stays a snapshot
             assert node.parent is not None
             self._edits.append(ForgetSegment(node.id))
             for hold in sequence.holds:  # its tails are the sequence's own again
