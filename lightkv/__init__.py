@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from lightkv.memory.allocator import TokenAllocator as TokenAllocator
     from lightkv.memory.kv_pool import KVPool as KVPool
     from lightkv.memory.kv_spec import KVSpec as KVSpec
+    from lightkv.memory.kv_spec import StateTensor as StateTensor
     from lightkv.memory.token_table import TokenTable as TokenTable
     from lightkv.triton_kernels.layout.ring import Ring as Ring
     from lightkv.triton_kernels.quantised.kv_format import KVFormat as KVFormat
@@ -26,6 +27,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from .errors import MemoryFailed as MemoryFailed
     from .errors import OutOfMemory as OutOfMemory
     from .errors import OutOfRows as OutOfRows
+    from .errors import OutOfStates as OutOfStates
     from .errors import OutOfTokens as OutOfTokens
     from .errors import SequenceTooLong as SequenceTooLong
     from .errors import WrongThread as WrongThread
@@ -50,9 +52,11 @@ _EXPORTS = {
     "MemoryMap": ".memory_map",
     "OutOfMemory": ".errors",
     "OutOfRows": ".errors",
+    "OutOfStates": ".errors",
     "OutOfTokens": ".errors",
     "Ring": ".triton_kernels.layout.ring",
     "SequenceTooLong": ".errors",
+    "StateTensor": ".memory.kv_spec",
     "StaticStep": ".attention",
     "Step": ".attention",
     "TokenAllocator": ".memory.allocator",

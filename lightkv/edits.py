@@ -49,6 +49,18 @@ class AllocPart(NamedTuple):
     reused: tuple[int, ...]
 
 
+class AllocStates(NamedTuple):
+    """Allocates a state slot for each of `rows`, which the row's next pieces write."""
+
+    rows: tuple[int, ...]
+
+
+class ReadStates(NamedTuple):
+    """Has each of `rows` read the state slot that it writes."""
+
+    rows: tuple[int, ...]
+
+
 class MapSegments(NamedTuple):
     """Fills `row` with the slots that `segments` have in class `cls`, one after the other, from entry `start`
     on."""
@@ -167,6 +179,8 @@ Edit = (
     | KeepEntries
     | AllocPart
     | FreePart
+    | AllocStates
+    | ReadStates
 )
 
 _KINDS: tuple[type, ...] = get_args(Edit)
@@ -174,7 +188,7 @@ _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 
 
 # Edits of lists: how many integers come before their lists, and how many lists of equal length they have.
-_LISTS = {Alloc: (0, 3), AllocPart: (1, 4), MapSegments: (2, 1)}
+_LISTS = {Alloc: (0, 3), AllocPart: (1, 4), MapSegments: (2, 1), AllocStates: (0, 1), ReadStates: (0, 1)}
 
 
 def encode(edits: Iterable[Edit]) -> bytes:

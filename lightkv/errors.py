@@ -4,6 +4,7 @@ A verb that raises one of these has changed nothing.
 """
 
 from importlib.util import find_spec
+from typing import ClassVar
 
 from lightkv.triton_kernels.layout.slot_flags import describe_flags
 
@@ -52,16 +53,25 @@ class InvalidDevice(LightKVError, ValueError):
 class OutOfTokens(LightKVError):
     """More tokens were asked for than are free or can be evicted."""
 
+    unit: ClassVar[str] = "tokens"
+
     def __init__(self, needed: int, free: int, capacity: int) -> None:
         self.needed = needed
         self.free = free
         self.capacity = capacity
         remedy = (
-            "the pool is too small for it at any time: give it more memory or ask for fewer tokens"
+            f"the pool is too small for it at any time: give it more memory or ask for fewer {self.unit}"
             if needed > capacity
             else "wait for running sequences to close, or admit fewer at once"
         )
-        super().__init__(f"{needed} tokens needed, {free} available, of {capacity} in the pool; {remedy}")
+        numbers = f"{needed} {self.unit} needed, {free} available, of {capacity} in the pool"
+        super().__init__(f"{numbers}; {remedy}")
+
+
+class OutOfStates(OutOfTokens):
+    """More sequences are to grow that have no state of their own than there are state slots for."""
+
+    unit: ClassVar[str] = "state slots"
 
 
 class OutOfRows(LightKVError):
@@ -141,13 +151,15 @@ class MemoryFailed(LightKVError):
 class OutOfMemory(LightKVError):
     """The device has no room for the pool that was asked for, or for a pool of a single token."""
 
-    def __init__(self, available: int, bytes_per_token: int, num_tokens: int = 1) -> None:
+    def __init__(
+        self, available: int, bytes_per_token: int, num_tokens: int = 1, unit: str = "tokens"
+    ) -> None:
         self.available = available
         self.bytes_per_token = bytes_per_token
         self.num_tokens = num_tokens
         super().__init__(
-            f"a K/V pool of {num_tokens} tokens takes {num_tokens * bytes_per_token} bytes "
-            f"({bytes_per_token} each), and {available} are left; ask for fewer tokens, free memory on the "
+            f"a K/V pool of {num_tokens} {unit} takes {num_tokens * bytes_per_token} bytes "
+            f"({bytes_per_token} each), and {available} are left; ask for fewer {unit}, free memory on the "
             "device, raise the memory fraction, or use a smaller model or dtype"
         )
 

@@ -6,11 +6,14 @@ from typing import NamedTuple
 
 class HeldWindow(NamedTuple):
     """What a row holds in a class of layers: its entries [start, own) are the slots of `segments` there, one
-    after the other, and those from `own` on are its own."""
+    after the other, and [own, end) are its own. In the class of states, entry 0 is the state that its next
+    piece reads, that of the last one of `segments`, and entry 1 the one that it writes; with `start` 1 it reads
+    this one, too, or none."""
 
     segments: tuple[int, ...]
     start: int
     own: int
+    end: int
 
 
 class HeldRow(NamedTuple):
@@ -31,7 +34,7 @@ class HeldRow(NamedTuple):
     @property
     def holds(self) -> tuple[HeldWindow, ...]:
         """What it holds in each class, of which class 0 holds all tokens."""
-        return (HeldWindow(self.segments, 0, self.shared), *self.windows)
+        return (HeldWindow(self.segments, 0, self.shared, self.length), *self.windows)
 
 
 class Holdings(NamedTuple):

@@ -22,6 +22,7 @@ from lightkv.memory.exported_kv import ExportedKV, read_row, write_row
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.memory.staging import upload
+from lightkv.memory.state_memory import StateSlots
 from lightkv.memory.token_table import KVIndices
 from lightkv.triton_kernels.layout.ring import Ring
 
@@ -48,6 +49,9 @@ class KVCache:
     then, so an exception of the callback is logged (logger "lightkv") and not raised. The callback may read the
     cache; a verb that would change it raises LightKVError.
 
+    `num_states`: where layers have states (`KVSpec.states`), how many the cache keeps: one of each sequence
+    that runs, and snapshots for others to go on from.
+
     >>> import torch
     >>> from lightkv import KVCache, KVSpec
     >>> spec = KVSpec(num_layers=1, num_kv_heads=2, k_dim=8, v_dim=8, dtype=torch.float32)
@@ -71,9 +75,16 @@ class KVCache:
         max_sequences: int,
         max_entries: int,
         device: torch.device | str,
+        num_states: int = 0,
     ) -> None:
-        self.ledger = ledger = TokenLedger(capacity, max_sequences, max_entries, groups=spec.groups)
-        self.memory = KVMemory(spec, ledger.capacity + 1, ledger.max_sequences, ledger.max_entries, device)
+        if bool(spec.states) != bool(num_states):
+            raise ValueError(f"{num_states} state slots for {len(spec.states)} layers with states")
+        self.ledger = ledger = TokenLedger(
+            capacity, max_sequences, max_entries, groups=spec.groups, num_states=num_states
+        )
+        self.memory = KVMemory(
+            spec, ledger.capacity + 1, ledger.max_sequences, ledger.max_entries, device, num_states
+        )
         self.on_edits: Callable[[list[Edit], list[torch.Tensor]], None] | None = None
         self._owner = threading.current_thread()
         self._in_callback = False  # whether `on_edits` is running
@@ -127,19 +138,30 @@ class KVCache:
         branch = self.ledger.find_branch(ids, namespace)
         return branch.point if branch else self.ledger.match(ids, namespace).num_tokens
 
-    def open(self, token_ids: TokenIds, namespace: Namespace = ()) -> Sequence:
+    def open(self, token_ids: TokenIds, namespace: Namespace = (), keep_at: Seq[int] = ()) -> Sequence:
         """Opens a sequence that holds the longest cached prefix of its prompt: its first `length` tokens.
 
-        At least one token is always left to compute. Sequences of different `namespace` share nothing. Raises
-        OutOfRows, SequenceTooLong, ValueError.
+        At least one token is always left to compute. Sequences of different `namespace` share nothing.
+        `keep_at`: after how many tokens other prompts may go on (`TokenLedger.open`). Raises OutOfRows,
+        SequenceTooLong, ValueError.
         """
         self._require_no_callback()
         ids = int32_bytes(token_ids)
         if branch := self.ledger.find_branch(ids, namespace):
             self.ledger.keep_branch(branch)
-        sequence = self.ledger.open(ids, namespace)
+        sequence = self.ledger.open(ids, namespace, keep_at=checked_counts("keep_at", keep_at))
         self._apply()
         return sequence
+
+    def states(self, sequences: Seq[Sequence]) -> StateSlots:
+        """Returns which state slots the pieces read and write that these sequences were extended by last. Ask
+        before a sequence is extended again: each piece has its own. Raises ValueError."""
+        self._require_usable()
+        for sequence in sequences:
+            self.ledger.require_open(sequence)
+        if self.memory.states is None:
+            raise ValueError("no layer has states; make the cache of a spec with states")
+        return self.memory.states.slots([sequence.row for sequence in sequences])
 
     def open_ring(self, token_ids: TokenIds, ring: Ring, namespace: Namespace = ()) -> RingSequence:
         """Opens a sequence whose row is a ring of `ring.capacity` entries, for a stream of any length in
@@ -231,6 +253,7 @@ class KVCache:
         """Keeps what was published, whose K/V is written now."""
         self._require_no_callback()
         self.ledger.confirm(self.ledger.step)
+        self.ledger.step += 1
 
     def retract(self) -> None:
         """Drops what was published since the last `confirm`, because its K/V was not written.
@@ -379,7 +402,7 @@ class KVCache:
             raise ValueError(
                 f"{sequence} has dropped tokens, so a prompt's K/V cannot be made of it; run it anew"
             )
-        firsts = [0, *(hold.kept for hold in sequence.holds)]
+        firsts = [0, *(hold.kept for hold in sequence.holds if hold.of.bit)]
         return read_row(self.memory, sequence.row, firsts, sequence.length)
 
     def import_sequence(
@@ -408,10 +431,11 @@ class KVCache:
             raise
         return sequence
 
-    def memory_map(self) -> MemoryMap:
-        """Returns what every slot is used for now. Waits for the device."""
+    def memory_map(self, of_states: bool = False) -> MemoryMap:
+        """Returns what every slot is used for now, or every state slot. Waits for the device."""
         self._require_usable()
-        return MemoryMap(self.memory.labels(self.ledger.holdings()))
+        labels = self.memory.state_labels if of_states else self.memory.labels
+        return MemoryMap(labels(self.ledger.holdings()))
 
     def check(self) -> None:
         """Recounts everything, on the device too, which synchronises: counts, holders, readers and rings; that

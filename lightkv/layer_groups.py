@@ -26,6 +26,7 @@ from typing import Literal
 
 from lightkv.classes.all import All
 from lightkv.classes.chunk import Chunk
+from lightkv.classes.state import State
 from lightkv.classes.window import Window
 
 from .counts import checked_count
@@ -85,8 +86,8 @@ class Lifetime:
         return min(length, 2 * (self.size - 1 + self.slack) + chunk) if self.size else length
 
 
-Rule = All | Window | Chunk
-_RULES: dict[str, type[Rule]] = {"full": All, "window": Window, "chunk": Chunk}
+Rule = All | Window | Chunk | State
+_RULES: dict[str, type[All | Window | Chunk]] = {"full": All, "window": Window, "chunk": Chunk}
 FULL = Lifetime()
 
 

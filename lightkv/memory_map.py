@@ -81,8 +81,8 @@ def owners(holdings: Holdings, widths: Sequence[int]) -> list[Owner]:
     segments, own_entries = slot_labels(holdings)
     own = Counter[int]()
     for cls, row, start, end in own_entries:
-        own[row] += (end - start) * widths[cls]
-    for cls, of_class in enumerate(segments):
+        own[row] += (end - start) * widths[cls] if cls < len(widths) else 0  # a state takes no slot
+    for cls, of_class in enumerate(segments[: len(widths)]):
         for segment, label in of_class.items():
             if label >= OWN:
                 own[label - OWN] += holdings.lengths(cls)[segment] * widths[cls]
@@ -95,11 +95,11 @@ def slot_labels(holdings: Holdings) -> tuple[list[dict[int, int]], list[tuple[in
     segments: list[dict[int, int]] = [{} for _ in (holdings.segments, *holdings.parts)]
     own: list[tuple[int, int, int, int]] = []
     for row in holdings.rows:
-        for cls, (held, _, start) in enumerate(row.holds):
+        for cls, (held, _, start, end) in enumerate(row.holds):
             for segment in held:
                 segments[cls][segment] = SHARED if segment in segments[cls] else OWN + row.row
-            if start < row.length:
-                own.append((cls, row.row, start, row.length))
+            if start < end:
+                own.append((cls, row.row, start, end))
     return segments, own
 
 

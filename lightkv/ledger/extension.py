@@ -1,12 +1,16 @@
-"""Extending sequences: the verb of every step, which checks a batch once for as long as it stays the same."""
+"""Extending sequences: the verb of every step, which checks a batch once for as long as it stays the same. And
+prompts that diverge from a running sequence, which still has what classes see there, but keeps it for no other.
+"""
 
 from collections.abc import Sequence as Seq
 from operator import add, index
+from typing import NamedTuple
 
 from lightkv.edits import Alloc, AllocPart, MapSegments
 from lightkv.errors import CheckFailed, OutOfTokens, SequenceTooLong
 
-from .segments import TOKEN_BYTES
+from .prefix_tree import Match
+from .segments import TOKEN_BYTES, Segment, last_reachable, ranges_of
 from .sequence import Sequence, require_lists
 from .state import LedgerState
 
@@ -41,6 +45,16 @@ class Extension:
         slots += len(as_before) * self._width - self._slots_reused([state.reused[row] for row in as_before])
         due = [one for one in sequences if count > 1 or one.look_at <= one.length]
         return slots + sum([hold.cost(count) for one in due for hold in one.holds])
+
+    def piece(self, sequence: Sequence, count: int) -> int:
+        """Returns how many of the next `count` tokens to compute in one piece (`TokenLedger.piece`)."""
+        length, points = sequence.length, sequence.points
+        if length > min([hold.computed for hold in sequence.holds]):
+            # What windows pass is freed, and what others have computed meanwhile is shared, between steps.
+            is_kept = points and points[0] <= length and sequence.shared < length
+            if is_kept or len(sequence.holds) > 1:
+                return 0
+        return min([count, *[point - length for point in points if point > length]])
 
     def require_batch(self, sequences: Seq[Sequence]) -> None:
         """Raises TypeError, ValueError unless these are open sequences of the ledger, none of them twice."""
@@ -81,20 +95,26 @@ class Extension:
             self._batch_end = max(map(add, starts, counts))
         if self._batch_end > self.max_entries:
             raise SequenceTooLong(self._batch_end, self.max_entries)
-        if self._state.classes:
-            self._look(counts, is_decode)
+        classes = self._state.classes
+        if classes:
+            due = self._look(counts, is_decode)
             needed = needed * (self._state.width + self._width) - self._num_reused
+            for of in classes:
+                of.require_room(due)
         self.make_room(needed)
         edit = Alloc(self._batch_rows, tuple(starts), tuple(counts))
         self._state.alloc(edit, needed)
+        if classes:
+            for of in classes:
+                of.start(due)
+            if self._bits:
+                self._state.emit(AllocPart(self._bits, *edit, self._reused))
         if is_decode:
             for sequence in sequences:
                 sequence.length += 1
         else:
             for sequence, count in zip(sequences, counts, strict=True):
                 sequence.length += count
-        if self._state.classes:
-            self._state.emit(AllocPart(self._bits, *edit, self._reused))
         return edit
 
     def _extend_each(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
@@ -115,9 +135,9 @@ class Extension:
             sequence.advance(count)
         return edit
 
-    def _look(self, counts: Seq[int], is_decode: bool) -> None:
+    def _look(self, counts: Seq[int], is_decode: bool) -> list[Sequence]:
         """Looks at the sequences of the batch to which something may happen, frees what has passed, and finds
-        which rows reuse slots."""
+        which rows reuse slots. Returns these sequences."""
         if is_decode:
             due = [(one, 1) for one in self._batch if one.look_at <= one.length]
         else:
@@ -130,6 +150,7 @@ class Extension:
         if due or not self._reused:
             self._reused = tuple(map(self._state.reused.__getitem__, self._batch_rows))
             self._num_reused = self._slots_reused(self._reused)
+        return [one for one, _ in due]
 
     def _slots_reused(self, reused: Seq[int]) -> int:
         """Returns how many slots the tokens of a batch take that others leave to them."""
@@ -144,19 +165,25 @@ class Extension:
         state, length = self._state, sequence.length
         if sequence.shared < min(length, len(sequence.prompt) // TOKEN_BYTES):
             start = sequence.shared
-            if path := state.adopt(sequence, sequence.prompt, length):
+            # What this step computes is written where its row says, and not to slots of others.
+            computed = min([hold.computed for hold in sequence.holds])
+            if path := state.adopt(sequence, sequence.prompt, computed):
                 state.emit(MapSegments(sequence.row, start, tuple([segment.id for segment in path])))
             end = min(sequence.published, sequence.num_publishable)
-            state.store(sequence, sequence.prompt, end, state.step)
+            step = sequence.published_in if sequence.published_in > state.confirmed else None
+            state.store(sequence, sequence.prompt, end, step)
         while sequence.points and sequence.points[0] <= length:
             self.keep_tails(sequence, sequence.points.pop(0))
+        if sequence.shared == length and 0 < length < len(sequence.prompt) // TOKEN_BYTES:
+            for hold in sequence.holds:
+                hold.keep_chunk_end((sequence.node, length))
 
-    def keep_tails(self, sequence: Sequence, point: int) -> None:
+    def keep_tails(self, sequence: Sequence, point: int, is_fork: bool = False) -> None:
         """Makes tails of what each class sees at `point`, which the sequence has reached; not where its path
-        ends before."""
+        ends before. A fork needs all of them."""
         if point <= sequence.shared:
             self._state.split_path(sequence, point)
-            for hold in sequence.holds:
+            for hold in [hold for hold in sequence.holds if is_fork or hold.may_keep()]:
                 hold.keep(point, (sequence.node, sequence.shared), self._state.step - 1)
 
     def extend_imported(self, sequence: Sequence, length: int, firsts: Seq[int]) -> Alloc:
@@ -169,19 +196,19 @@ class Extension:
         if length > self.max_entries:
             raise SequenceTooLong(length, self.max_entries)
         firsts = [max(start, first) for first in firsts]
+        firsts += [length] * (len(state.classes) - len(firsts))  # of states, no tokens come
         needed = (length - start) * state.width
         needed += sum([(length - first) * of.width for of, first in zip(state.classes, firsts, strict=True)])
+        for of in state.classes:
+            of.require_room([sequence])
         self.make_room(needed)
         edit = Alloc((row,), (start,), (length - start,))
         state.alloc(edit, needed)
         for of, first in zip(state.classes, firsts, strict=True):
-            state.emit(AllocPart(of.bit, (row,), (first,), (length - first,), (0,)))
+            if of.bit:
+                state.emit(AllocPart(of.bit, (row,), (first,), (length - first,), (0,)))
         for hold, first in zip(sequence.holds, firsts, strict=True):
-            if first > start:  # what it has there does not reach so far
-                hold.leave_passed(start)
-                hold.free_own(start)
-                hold.own = first
-            hold.own = hold.own  # no slot is used again
+            hold.bring(start, first)
         sequence.length = length
         sequence.points = [point for point in sequence.points if point >= length]
         self.forget()
@@ -210,3 +237,59 @@ class Extension:
         self._slot_per_token = self.is_even or all(one.slot_per_token for one in batch)
         self._batch, self._batch_rows, self._reused = batch, rows, ()
         self._batch_end = self.max_entries  # so that the next `extend` looks it up
+
+
+class Branch(NamedTuple):
+    """Where a prompt diverges, after `point` tokens, from a sequence that still has what `classes` see there.
+    `num_slots`: how many more than else it may hold for a while if that is kept."""
+
+    sequence: Sequence
+    point: int
+    classes: tuple[int, ...]
+    num_slots: int
+
+
+class Branches:
+    """Finds and keeps the branches of one ledger."""
+
+    def __init__(self, state: LedgerState) -> None:
+        self._state = state
+        # What was sought last. The sequences that have passed it (`has_passed`) are not asked again.
+        self._sought: tuple[Segment | None, int] = (None, 0)
+
+    def find(self, match: Match) -> Branch | None:
+        """Returns where a prompt diverges, of which the tree has this, from a sequence that still has, as its
+        own, what classes see there for which no tail is there."""
+        state, path, point = self._state, match.path, match.num_tokens
+        needs: dict[int, tuple[int, tuple[int, int]]] = {}  # by class: what is seen, and the last range there
+        for of in state.classes:
+            ranges = ranges_of(path[::-1], of.cls)
+            if last_reachable(of.rule, ranges, point) < point:
+                needs[of.cls] = of.rule.first_seen(point), ranges[-1] if ranges else (0, 0)
+        if not needs:
+            return None
+        if self._sought != (path[0], point):  # a prompt that waits is looked for in every step
+            self._sought = path[0], point
+        for sequence in map(state.sequences.__getitem__, path[0].holders):
+            if sequence.has_passed is self._sought:
+                continue
+            if min([hold.own for hold in sequence.holds]) >= point:
+                sequence.has_passed = self._sought
+            holds = [hold for hold in sequence.holds if hold.of.cls in needs]
+            if sequence.published >= point and all(hold.has(point, *needs[hold.of.cls]) for hold in holds):
+                more = sum([(point - hold.own) * hold.of.width for hold in holds])
+                return Branch(sequence, point, tuple(needs), more)
+        return None
+
+    def keep(self, branch: Branch) -> None:
+        """Makes tails of what is seen where a prompt diverges.
+
+        The step that is being planned may compute and read any of the sequence's own entries. So those before
+        become tails, too, which it leaves when it grows, and which are the first to be evicted then."""
+        state, (sequence, point, classes, _) = self._state, branch
+        state.split_path(sequence, point)
+        for hold in [hold for hold in sequence.holds if hold.of.cls in classes]:
+            first = hold.of.rule.first_kept(point)
+            if hold.own < first:
+                state.split_path(sequence, first)
+            hold.keep_branch(point, (sequence.node, sequence.shared), sequence.published_in)

@@ -7,26 +7,81 @@ The tails are those of the path's segments (`segments.py`), and the sequence lea
 passed all of it. It keeps what its next tokens see, and `slack` entries more, since it may go back by so many.
 """
 
-from typing import Protocol
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import Any, ClassVar, Protocol
 
 from lightkv.classes.all import NEVER
 from lightkv.edits import FreeRange, MapSegments, StoreSegment
 from lightkv.errors import CheckFailed
 from lightkv.holdings import HeldWindow
+from lightkv.layer_groups import LayerClass
 
-from .segments import Segment, Tail, TailClass
+from .segments import Segment, State, Tail
 
 
 class Holder(Protocol):
     """What holds need of their sequence (`Sequence`)."""
 
     row: int
+    prompt: bytes
     node: Segment
     length: int
     shared: int
     points: list[int]
     look_at: int
     has_passed: object
+    holds: Seq[Any]
+
+
+class TailClass:
+    """A class of layers that do not see everything, in one ledger: class `cls`, whose tokens take `width`
+    slots. `bit`: what stands for it in `State.reused`."""
+
+    hit_before: ClassVar[int] = NEVER
+
+    def __init__(self, state: State, cls: int, layers: LayerClass) -> None:
+        self.state = state
+        self.cls = cls
+        self.bit = 1 << cls
+        self.distance = layers.lifetime.distance
+        self.lifetime = layers.lifetime
+        self.rule = layers.lifetime.rule
+        self.width = layers.num_groups
+        self.idle = state.idle
+        self.count = state.count
+
+    def hold(self, sequence: "Holder", own: int) -> "Hold":
+        """Returns what a sequence holds that has just hit a path of `own` tokens."""
+        return Hold(self, sequence, own)
+
+    def due(self, tail: Tail) -> int:
+        """Returns the place of a tail in the order of eviction: that of its segment."""
+        return tail.segment.due
+
+    def require_room(self, sequences: Iterable["Holder"]) -> None:
+        """Does nothing, since its slots are those of the pool, which `extend` counts; nor does `start`."""
+
+    def start(self, sequences: Iterable["Holder"]) -> None:
+        """Does nothing (`require_room`)."""
+
+    def store(self, segment: Segment, length: int, step: int | None) -> Tail:
+        """Makes the last `length` tokens of `segment` its tail, or lengthens the one that it has. `step`: the
+        last one that computes some of them, if it may still fail."""
+        if not segment.tails:
+            segment.tails = {}
+        tail = segment.tails.get(self.cls)
+        if tail is None:
+            tail = segment.tails[self.cls] = Tail(self, segment)
+        is_confirmed = tail.confirmed == tail.length
+        tail.length = length
+        if step is not None:
+            tail.published = max(tail.published, step)
+            if is_confirmed:
+                self.state.unconfirmed.append(tail)
+        elif is_confirmed:
+            tail.confirmed = length
+        return tail
 
 
 class Hold:
@@ -54,6 +109,11 @@ class Hold:
         self.of.state.reused[self.sequence.row] &= ~self.of.bit
         self.sequence.look_at = 0
         self.sequence.has_passed = None
+
+    @property
+    def computed(self) -> int:
+        """The tokens that are computed: a step has one piece of a sequence."""
+        return self.sequence.length
 
     @property
     def passed(self) -> int:
@@ -88,7 +148,10 @@ class Hold:
     def held(self) -> HeldWindow:
         """Returns what it holds, for recounts."""
         return HeldWindow(
-            tuple([tail.segment.id for tail, _ in reversed(self.tails())]), self.first, self.own
+            tuple([tail.segment.id for tail, _ in reversed(self.tails())]),
+            self.first,
+            self.own,
+            self.sequence.length,
         )
 
     # Beginning and ending
@@ -164,6 +227,14 @@ class Hold:
             if gone:
                 self._free(self.own - gone, self.own)
         return self.happens_at(held)
+
+    def bring(self, start: int, first: int) -> None:
+        """Makes room for entries from `first` on that come from elsewhere, after `start` ones."""
+        if first > start:  # what it has there does not reach so far
+            self.leave_passed(start)
+            self.free_own(start)
+            self.own = first
+        self.own = self.own  # no slot is used again
 
     def happens_at(self, held: list[tuple[Tail, int]]) -> int:
         """Returns the length from which on a token does not only take a slot, or reuse one. `held`: its
@@ -250,10 +321,27 @@ class Hold:
         own, (first, end) = self.own, there
         return end <= own < point and seen >= (first if end == own else own)
 
+    def keep_branch(self, point: int, path: tuple[Segment, int], step: int) -> None:
+        """Makes tails of what is seen at `point`, where a prompt diverges (`Branches.keep`)."""
+        state, own, first = self.of.state, self.own, self.of.rule.first_kept(point)
+        self.share(point, path, step)
+        node, shared = path
+        for segment, end in node.ends_up(shared):
+            if own < end <= first:
+                state.idle.supersede(segment.tails[self.of.cls])
+
+    def may_keep(self) -> bool:
+        """Returns whether it may keep tails, for which it holds no more than before."""
+        return True
+
+    def keep_chunk_end(self, path: tuple[Segment, int]) -> None:
+        """Does nothing: what is seen at the end of a chunk is kept at `points` alone."""
+
     # Going back
 
-    def require_seen(self, length: int) -> None:
-        """Raises ValueError where the token after the first `length` ones sees some that are not held."""
+    def require_back(self, length: int) -> None:
+        """Raises ValueError where its sequence cannot go back to `length`: where the next token sees some that
+        are not held."""
         lifetime, first = self.of.lifetime, self.first
         if first > lifetime.first_seen(length):
             raise ValueError(

@@ -15,19 +15,19 @@ from typing import TypeVar
 from lightkv.counts import checked_count
 from lightkv.edits import Alloc, Edit, MoveEntries, SetGap
 from lightkv.errors import OutOfRows, OutOfTokens, SequenceTooLong
-from lightkv.holdings import HeldRow, Holdings
+from lightkv.holdings import Holdings
 from lightkv.layer_groups import ONE_GROUP, LayerGroups
 from lightkv.triton_kernels.layout.ring import Ring
 
-from .branches import Branch, Branches
 from .crosses import CrossSequence, ReaderSequence
-from .extension import Extension
+from .extension import Branch, Branches, Extension
 from .prefix_tree import Match, Namespace, PrefixTree
-from .recount import recount
+from .recount import holdings_of, recount
 from .rings import RingSequence
 from .segments import TOKEN_BYTES, Segment, reachable
 from .sequence import Sequence, prompt_length, require_lists
 from .sessions import Session, SessionCounts
+from .snapshots import StateCounts
 from .state import LedgerState
 
 S = TypeVar("S", bound=Sequence)
@@ -39,7 +39,8 @@ class TokenLedger:
     `max_protected`: the most slots of what sessions protect, which is evicted last; their tails in layers with
     windows come on top. `groups`: how the model's layers share slots. Where all see everything, as by default,
     a token is one slot; otherwise all counts are of slots, and sequences hold in the layers with windows what
-    these still see (`segments.py`).
+    these still see (`segments.py`). `num_states`: where recurrent layers have states, the slots of these, which
+    are counted by themselves (`states`, `snapshots.py`); 0 where there are none.
     """
 
     def __init__(
@@ -49,13 +50,15 @@ class TokenLedger:
         max_entries: int,
         max_protected: int = 0,
         groups: LayerGroups = ONE_GROUP,
+        num_states: int = 0,
     ) -> None:
         self.groups = groups
         self.max_sequences = checked_count("max_sequences", max_sequences)
         self.max_entries = checked_count("max_entries", max_entries)
         max_protected = checked_count("max_protected", max_protected, least=0)
         capacity = checked_count("capacity", capacity)
-        self._state = LedgerState(capacity, self.max_sequences, max_protected, groups)
+        num_states = checked_count("num_states", num_states, least=0)
+        self._state = LedgerState(capacity, self.max_sequences, max_protected, groups, num_states)
         self._extension = Extension(self._state, self.max_entries)
         self._branches = Branches(self._state)
 
@@ -96,6 +99,11 @@ class TokenLedger:
         return self._state.num_free + self._state.num_cached
 
     @property
+    def states(self) -> StateCounts:
+        """The counts of state slots, all 0 where the layers have no states."""
+        return StateCounts() if self._state.states is None else self._state.states.counts
+
+    @property
     def num_open(self) -> int:
         """Open sequences."""
         return len(self._state.sequences)
@@ -126,20 +134,7 @@ class TokenLedger:
 
     def holdings(self) -> Holdings:
         """Returns what each open sequence's row and each segment holds, once the edits so far are applied."""
-        found = dict.fromkeys(self._state.tree)
-        rows = []
-        for row, sequence in self._state.sequences.items():
-            path = list(sequence.path())[::-1]
-            found.update(dict.fromkeys(path))
-            ids = tuple(segment.id for segment in path)
-            windows = tuple([hold.held() for hold in sequence.holds])
-            dropped = sequence.gap.dropped
-            rows.append(HeldRow(row, ids, sequence.shared, sequence.length, dropped, windows))
-        parts: tuple[dict[int, int], ...] = tuple({} for _ in self.groups.classes[1:])
-        for segment in found:
-            for cls, tail in segment.tails.items():
-                parts[cls - 1][segment.id] = tail.length
-        return Holdings(rows, {segment.id: segment.length for segment in found}, parts)
+        return holdings_of(self._state)
 
     def require_open(self, sequence: Sequence) -> None:
         """Raises ValueError for a sequence that is closed or belongs to another ledger."""
@@ -154,14 +149,24 @@ class TokenLedger:
         """The prefix tree, which can note what comes and goes in it; only verbs of the ledger change it."""
         return self._state.tree
 
-    def open(self, token_ids: bytes, namespace: Namespace = (), session: Session | None = None) -> Sequence:
+    def open(
+        self,
+        token_ids: bytes,
+        namespace: Namespace = (),
+        session: Session | None = None,
+        keep_at: Seq[int] = (),
+    ) -> Sequence:
         """Opens a sequence that holds the longest cached prefix of its prompt (`match`).
 
         At least one token is left to compute, so that there are logits to sample from. `token_ids` is int32
         bytes; sequences of different `namespace` share nothing. `session`: protects the tokens that are cached
-        when the sequence closes (`open_session`). Raises OutOfRows, SequenceTooLong, ValueError.
+        when the sequence closes (`open_session`). `keep_at`: after how many tokens another prompt may diverge
+        or go on, so that what windows and states see there is kept; states are kept there instead of one token
+        before the prompt's end. Raises OutOfRows, SequenceTooLong, ValueError.
         """
-        return self._open(Sequence(token_ids, session), prompt_length(token_ids), namespace)
+        sequence = Sequence(token_ids, session)
+        sequence.keep_at = keep_at
+        return self._open(sequence, prompt_length(token_ids), namespace)
 
     def open_ring(
         self, token_ids: bytes, ring: Ring, namespace: Namespace = (), session: Session | None = None
@@ -216,7 +221,9 @@ class TokenLedger:
         return sequence
 
     def _require_one_group(self, what: str) -> None:
-        """Raises ValueError where layers have slots of their own, which `what` does not know."""
+        """Raises ValueError where layers have slots or states of their own, which `what` does not know."""
+        if self._state.states is not None:
+            raise ValueError(f"{what} in a cache with states, which cannot forget a token")
         if not self.groups.is_uniform:
             raise ValueError(
                 f"{what} in a cache of {self.groups.num_groups} layer groups: it holds each token in all "
@@ -285,6 +292,17 @@ class TokenLedger:
         Raises OutOfTokens only when free and cached tokens together are too few; SequenceTooLong, ValueError.
         """
         return self._extension.extend(sequences, counts)
+
+    def piece(self, sequence: Sequence, count: int) -> int:
+        """Returns how many of the next `count` tokens are to be computed in one piece, so that a state is kept
+        where it is wanted. A step may have several pieces of a sequence, one after the other; 0 says that the
+        next one has to wait for the next step."""
+        return self._extension.piece(sequence, count) if self._state.states else count
+
+    def states_needed(self, sequences: Seq[Sequence]) -> int:
+        """Returns how many available state slots are enough to extend each of these once."""
+        of = self._state.states
+        return 0 if of is None else of.needed(sequences)
 
     def extend_imported(self, sequence: Sequence, length: int, firsts: Seq[int] = ()) -> Alloc:
         """Extends a sequence to `length` tokens whose K/V comes from elsewhere, all or none. `firsts`: where
@@ -387,7 +405,7 @@ class TokenLedger:
             self._extension.settle(sequence)
         state.share_tail(sequence)
         if sequence.holds:
-            self._extension.keep_tails(sequence, sequence.length)
+            self._extension.keep_tails(sequence, sequence.length, is_fork=True)
         return state.fork(sequence)
 
     def truncate(self, sequence: Sequence, length: int) -> None:

@@ -1,9 +1,28 @@
-"""The recount of a ledger, from its sequences and its tree."""
+"""What a ledger holds, and its recount, from its sequences and its tree."""
 
 from lightkv.errors import CheckFailed
+from lightkv.holdings import HeldRow, Holdings
 
 from .segments import Segment, Tail
 from .state import LedgerState
+
+
+def holdings_of(state: LedgerState) -> Holdings:
+    """Returns what each open sequence's row and each segment holds (`TokenLedger.holdings`)."""
+    found = dict.fromkeys(state.tree)
+    rows = []
+    for row, sequence in state.sequences.items():
+        path = list(sequence.path())[::-1]
+        found.update(dict.fromkeys(path))
+        ids = tuple(segment.id for segment in path)
+        windows = tuple([hold.held() for hold in sequence.holds])
+        dropped = sequence.gap.dropped
+        rows.append(HeldRow(row, ids, sequence.shared, sequence.length, dropped, windows))
+    parts: tuple[dict[int, int], ...] = tuple({} for _ in state.classes)
+    for segment in found:
+        for cls, tail in segment.tails.items():
+            parts[cls - 1][segment.id] = tail.length or 1  # a state
+    return Holdings(rows, {segment.id: segment.length for segment in found}, parts)
 
 
 def recount(state: LedgerState) -> None:
@@ -26,7 +45,9 @@ def recount(state: LedgerState) -> None:
         has_gap = sequence.gap.node is not None
         if (row in state.gapped) != has_gap or row not in sequence.root.holders:
             raise CheckFailed(f"{sequence} has a path of {path}, and its gap or its root does not say so")
-    state.idle.check(segments)
+    if (states := state.states) is not None:
+        states.check(segments, state.sequences.values())
+    state.idle.check(segments, *(of.idle for of in state.classes))
     widths: dict[Segment | Tail, int] = dict.fromkeys(segments, state.width)
     widths.update({tail: tail.of.width for segment in segments for tail in segment.tails.values()})
     for one, width in widths.items():

@@ -6,17 +6,19 @@ everything.
 
 A tail is the end of its segment, since what a window needs ends where a prompt or an answer ends, and each such
 place is the end of a segment. A row holds a tail for as long as its window reaches it. A tail that no row holds
-is cached, whether or not its segment is held, and can be evicted by itself.
+is cached, whether or not its segment is held, and can be evicted by itself. In the class of states a tail has
+no tokens: it is the state after the last token of its segment (`snapshots.py`).
 """
 
 import heapq
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from itertools import islice
 from typing import Protocol
 
 from lightkv.edits import Edit, FreePart
 from lightkv.errors import CheckFailed
-from lightkv.layer_groups import LayerClass, Rule
+from lightkv.layer_groups import Rule
 
 from .changes import Namespace
 
@@ -99,8 +101,8 @@ class Segment:
     def is_branching(self) -> bool:
         """Whether several prompts diverge at its end. A child counts once a sequence or another child goes on
         from it, so the rest of an answer whose last tokens the next prompt rewrites does not."""
-        used = [one for one in self.children.values() if one.holders or one.credit or one.children]
-        return len(used) > 1
+        used = (one for one in self.children.values() if one.holders or one.credit or one.children)
+        return len(list(islice(used, 2))) > 1
 
     def __repr__(self) -> str:
         kind = "" if self.indexed else ", unindexed"
@@ -149,6 +151,9 @@ class Segment:
         slots = 0
         for tail in list(self.tails.values()):
             lost = min(tail.length, freed)
+            if not tail.length:
+                tail.drop()  # a state, which stands for the segment's last token, too
+                continue
             slots += lost * tail.of.width
             tail.length -= lost
             tail.confirmed = min(tail.confirmed, tail.length)
@@ -178,6 +183,7 @@ class State(Protocol):
 
     unconfirmed: "list[Segment | Tail]"
     idle: "Idle"
+    step: int
     confirmed: int
     reused: list[int]
 
@@ -188,28 +194,65 @@ class State(Protocol):
     def split(self, segment: Segment, at: int) -> Segment: ...
 
 
+class Class(Protocol):
+    """What tails need of their class (`holds.TailClass`, `snapshots.StateClass`): class `cls`, whose tokens
+    take `width` slots of the pool. Tails of step `hit_before` and later are not hit yet."""
+
+    cls: int
+    width: int
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def rule(self) -> Rule: ...
+
+    @property
+    def idle(self) -> "Idle": ...
+
+    @property
+    def hit_before(self) -> int: ...
+
+    def count(self, free: int = 0, cached: int = 0) -> None: ...
+
+    def due(self, tail: "Tail") -> int: ...
+
+    def store(self, segment: Segment, length: int, step: int | None) -> "Tail": ...
+
+
 class Tail:
     """The last `length` tokens of `segment` in the class `of`.
 
     holders: the rows that hold it. superseded: whether a later tail of the same path serves what this one
     could, so that it is evicted before all others. confirmed: `length`, once no step that may fail computes any
-    of it (`published` is the last such step). queued: whether it is among the idle ones.
+    of it (`published` is the last such step). queued: whether it is among the idle ones. used: when it was last
+    used, by the tree's clock, where that is not its segment's last use.
     """
 
-    __slots__ = ("confirmed", "holders", "length", "of", "published", "queued", "segment", "superseded")
+    __slots__ = (
+        "confirmed",
+        "holders",
+        "length",
+        "of",
+        "published",
+        "queued",
+        "segment",
+        "superseded",
+        "used",
+    )
 
-    def __init__(self, of: "TailClass", segment: Segment) -> None:
+    def __init__(self, of: Class, segment: Segment) -> None:
         self.of = of
         self.segment = segment
-        self.length = self.confirmed = 0
+        self.length = self.confirmed = self.used = 0
         self.published = -1
         self.holders: set[int] = set()
         self.superseded = self.queued = False
 
     @property
     def num_slots(self) -> int:
-        """Slots of the tail."""
-        return self.length * self.of.width
+        """Slots of the tail, in the pool of its class: one of a state, which has no tokens."""
+        return self.length * self.of.width or 1
 
     @property
     def is_whole(self) -> bool:
@@ -229,14 +272,12 @@ class Tail:
     @property
     def due(self) -> int:
         """Its place in the order of eviction, among those of segments."""
-        if self.superseded:
-            return 0
-        return self.segment.due + (_PROTECTED if self.segment.protected else 0)
+        return 0 if self.superseded else self.of.due(self) + (_PROTECTED if self.segment.protected else 0)
 
     def hold(self, row: int) -> None:
         """Makes a row one of its holders."""
         if not self.holders:
-            self.of.state.count(cached=-self.num_slots)
+            self.of.count(cached=-self.num_slots)
             self.superseded = False
         self.holders.add(row)
 
@@ -244,55 +285,23 @@ class Tail:
         """Removes a row from its holders. Without any it is cached, or freed where no look-up finds it."""
         self.holders.discard(row)
         if not self.holders:
-            self.of.state.count(cached=self.num_slots)
+            self.of.count(cached=self.num_slots)
             if self.segment.indexed:
-                self.of.state.idle.add(self)
+                self.of.idle.add(self)
             else:
                 self.drop()
 
     def drop(self) -> int:
-        """Frees a cached tail. Returns how many slots that frees."""
-        state = self.of.state
-        state.emit(FreePart(self.of.cls, self.segment.id))
-        state.count(free=self.num_slots, cached=-self.num_slots)
-        del self.segment.tails[self.of.cls]
-        return self.num_slots
+        """Frees a cached tail. Returns how many slots of the pool that frees."""
+        of = self.of
+        of.state.emit(FreePart(of.cls, self.segment.id))
+        of.count(free=self.num_slots, cached=-self.num_slots)
+        del self.segment.tails[of.cls]
+        return self.length * of.width
 
     def __repr__(self) -> str:
         cls, holders = self.of.cls, len(self.holders)
         return f"Tail({self.length} tokens of {self.segment}, class {cls}, holders={holders})"
-
-
-class TailClass:
-    """A class of layers that do not see everything, in one ledger: class `cls`, whose tokens take `width`
-    slots. `bit`: what stands for it in `State.reused`."""
-
-    def __init__(self, state: State, cls: int, layers: LayerClass) -> None:
-        self.state = state
-        self.cls = cls
-        self.bit = 1 << cls
-        self.distance = layers.lifetime.distance
-        self.lifetime = layers.lifetime
-        self.rule = layers.lifetime.rule
-        self.width = layers.num_groups
-
-    def store(self, segment: Segment, length: int, step: int | None) -> Tail:
-        """Makes the last `length` tokens of `segment` its tail, or lengthens the one that it has. `step`: the
-        last one that computes some of them, if it may still fail."""
-        if not segment.tails:
-            segment.tails = {}
-        tail = segment.tails.get(self.cls)
-        if tail is None:
-            tail = segment.tails[self.cls] = Tail(self, segment)
-        is_confirmed = tail.confirmed == tail.length
-        tail.length = length
-        if step is not None:
-            tail.published = max(tail.published, step)
-            if is_confirmed:
-                self.state.unconfirmed.append(tail)
-        elif is_confirmed:
-            tail.confirmed = length
-        return tail
 
 
 class Idle:
@@ -331,15 +340,15 @@ class Idle:
                 return one
         return None
 
-    def check(self, segments: Iterable[Segment]) -> None:
-        """Raises CheckFailed unless the tails of these segments fit them, and all that can be evicted is
-        here."""
-        here = {one for *_, one in self._heap}
+    def check(self, segments: Iterable[Segment], *others: "Idle") -> None:
+        """Raises CheckFailed unless the tails of these segments fit them, and all that can be evicted is here,
+        or in `others`."""
+        here = {one for idle in (self, *others) for *_, one in idle._heap}
         for segment in segments:
             for cls, tail in segment.tails.items():
                 if tail.segment is not segment or tail.of.cls != cls:
                     raise CheckFailed(f"{tail} is filed as class {cls} of {segment}")
-                if not 1 <= tail.length <= segment.length:
+                if (tail.of.width and not tail.length) or tail.length > segment.length:
                     raise CheckFailed(f"{tail} has {tail.length} tokens of {segment.length}")
                 if not (tail.holders or segment.indexed):
                     raise CheckFailed(f"{tail} has no holder, and no look-up finds it")
@@ -349,7 +358,7 @@ class Idle:
                     raise CheckFailed(f"{one} has no holder and cannot be evicted")
 
 
-def reachable(classes: Seq[TailClass], path: Seq[Segment], limit: int) -> int:
+def reachable(classes: Seq[Class], path: Seq[Segment], limit: int) -> int:
     """Returns the most tokens of `path`, at most `limit`, after which every class has what the next one sees.
     `path`: from the root on."""
     of_class = [(one.rule, ranges_of(path, one.cls)) for one in classes]
@@ -368,7 +377,7 @@ def ranges_of(path: Seq[Segment], cls: int) -> list[tuple[int, int]]:
     for segment in path:
         start, end = end, end + segment.length
         tail = segment.tails.get(cls)
-        if tail is None:
+        if tail is None or tail.published >= tail.of.hit_before:
             continue
         first = end - tail.length
         if ranges and ranges[-1][1] == first == start:

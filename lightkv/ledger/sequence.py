@@ -17,6 +17,7 @@ from .changes import Namespace
 from .holds import Hold
 from .segments import TOKEN_BYTES, Segment
 from .sessions import Session
+from .snapshots import StateHold
 
 
 class Gap(NamedTuple):
@@ -94,16 +95,17 @@ class Sequence:
     `open`. gap: what was dropped. session: the one that protects its tokens once it has closed, if any.
 
     holds: what it has in each class of layers that do not see everything; the others of these are of use only
-    where there are such. points: the entries ahead, ascending, at which its prompt ends or others may diverge
-    from it. What is seen there is kept for others. look_at: the length from which on `extend` has more to do
-    for it than to give it slots. has_passed: the branch that it cannot serve any more (`Branches`), or None.
-    published: how many tokens of its prompt others may hit. Those that `publish` could not store are stored as
-    soon as it shares the ones before them. published_in: the step of the last `publish`.
+    where there are such. keep_at: the places that `open` was given. points: the entries ahead, ascending, at
+    which its prompt ends or others may diverge from it, and those of `keep_at`. What is seen there is kept for
+    others. look_at: the length from which on `extend` has more to do for it than to give it slots. has_passed:
+    the branch that it cannot serve any more (`Branches`), or None. published: how many tokens of its prompt
+    others may hit. Those that `publish` could not store are stored as soon as it shares the ones before them.
+    published_in: the step of the last `publish`.
     """
 
     __slots__ = (
-        "gap", "has_passed", "holds", "length", "look_at", "node", "num_hit", "points", "prompt", "published",
-        "published_in", "root", "row", "session", "shared",
+        "gap", "has_passed", "holds", "keep_at", "length", "look_at", "node", "num_hit", "points", "prompt",
+        "published", "published_in", "root", "row", "session", "shared",
     )  # fmt: skip
 
     # Whether each new token takes a slot of its own, so that `extend` need not ask `slots_needed`.
@@ -133,7 +135,8 @@ class Sequence:
         self.prompt = prompt
         self.session = session
         self.gap: Gap = NO_GAP
-        self.holds: Seq[Hold] = ()
+        self.holds: Seq[Hold | StateHold] = ()
+        self.keep_at: Seq[int] = ()
 
     @property
     def num_private(self) -> int:
@@ -210,7 +213,7 @@ class Sequence:
         if not 0 <= count <= self.length - self.shared:
             raise ValueError(f"{self} cannot free {count} of {self.num_private} private tokens")
         for hold in self.holds:
-            hold.require_seen(self.length - count)
+            hold.require_back(self.length - count)
             if count and self.length - count < hold.own:
                 raise ValueError(
                     f"{self} cannot free {count} tokens: others may hold those before {hold.own}"
@@ -221,7 +224,7 @@ class Sequence:
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot cut a sequence of {self.length} entries to {length}")
         for hold in self.holds:
-            hold.require_seen(length)
+            hold.require_back(length)
 
     def shrink(self, count: int) -> int:
         """Moves it back by `count` tokens. Returns how many of its last entries are to be freed."""

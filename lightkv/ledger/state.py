@@ -22,29 +22,33 @@ from lightkv.edits import (
 )
 from lightkv.layer_groups import LayerGroups
 
-from .holds import Hold
+from .holds import TailClass
 from .prefix_tree import Match, Namespace, PrefixTree
-from .segments import TOKEN_BYTES, Segment, Tail, TailClass, reachable
+from .segments import TOKEN_BYTES, Segment, Tail, reachable
 from .sequence import Sequence, require_sequence
 from .sessions import Sessions
+from .snapshots import StateClass
 
 HITS_A_TURNOVER = 32  # hits that let a segment stay for as long as it takes to allocate the whole pool once
 
 
 class LedgerState:
     """Counts for a pool of `capacity` slots, of which sessions protect up to `max_protected`, and a table of
-    `max_sequences` rows, for a model of these layer `groups`.
+    `max_sequences` rows, for a model of these layer `groups`. `num_states`: the slots of states, if its layers
+    have some.
 
     Other files may read num_free, num_cached (slots), sequences (the open ones, by row), tree and sessions.
     `step` is the step that is being planned, and `confirmed` the last one that is known to have been computed.
     `width` is the number of slots of a token in the class that sees everything, whose tokens are the tree's
-    segments; `classes` has the others.
+    segments; `classes` has the others, of which `states` is the last one, if there are any.
 
     unconfirmed: segments and tails with tokens that steps compute which may still fail. reused: by row, the
     bits of the classes in which its next token takes the slot of the entry that passes (`AllocPart`).
     """
 
-    def __init__(self, capacity: int, max_sequences: int, max_protected: int, groups: LayerGroups) -> None:
+    def __init__(
+        self, capacity: int, max_sequences: int, max_protected: int, groups: LayerGroups, num_states: int
+    ) -> None:
         self.capacity = capacity
         self.max_sequences = max_sequences
         self.num_free = capacity
@@ -54,8 +58,12 @@ class LedgerState:
         self.tree = PrefixTree(max(capacity // HITS_A_TURNOVER, 1))
         self.width = groups.classes[0].num_groups
         self.sessions = Sessions(self.tree, max_protected // self.width)
-        self.classes = [TailClass(self, cls, one) for cls, one in enumerate(groups.classes) if cls]
         self.idle = self.tree.idle
+        self.classes: list[TailClass | StateClass] = [
+            TailClass(self, cls, one) for cls, one in enumerate(groups.classes) if cls
+        ]
+        self.states = StateClass(self, len(groups.classes), num_states) if num_states else None
+        self.classes += [self.states] if self.states else []
         self.sequences: dict[int, Sequence] = {}
         self.free_rows = list(range(max_sequences, 0, -1))
         self.gapped: set[int] = set()  # rows whose path has a gap: what was dropped lies above what is held
@@ -111,7 +119,7 @@ class LedgerState:
         sequence.enter(row, root, node, shared)
         sequence.num_hit = shared
         if self.classes:
-            sequence.holds = [Hold(of, sequence, shared) for of in self.classes]
+            sequence.holds = [of.hold(sequence, shared) for of in self.classes]
             for hold in sequence.holds:
                 hold.enter()
             self.begin(sequence, in_tree.num_tokens)
@@ -120,8 +128,12 @@ class LedgerState:
         """Notes where what classes see is to be kept for others, of a sequence whose prompt was published by no
         step yet. `matched`: the tokens of it that the tree has."""
         sequence.published, sequence.published_in = 0, -1
-        end = len(sequence.prompt) // TOKEN_BYTES
-        sequence.points = [one for one in sorted({matched, end}) if sequence.length < one <= end]
+        end, places = len(sequence.prompt) // TOKEN_BYTES, {matched, *sequence.keep_at}
+        if self.states is None:
+            places.add(end)
+        elif not sequence.keep_at:
+            places.add(end - 1)  # a look-up leaves one token to compute, and a state cannot go back
+        sequence.points = [one for one in sorted(places) if sequence.length < one <= end]
         sequence.look_at = 0
 
     def fork(self, sequence: Sequence) -> Sequence:
@@ -340,6 +352,8 @@ class LedgerState:
         """Makes private again the unindexed segments at the end of its path that no other sequence holds."""
         node = sequence.node
         while not node.indexed and node.holders == {sequence.row}:
+            if node.tails and not all(tail.length for tail in node.tails.values()):
+                break  # a row reads the state at its end, which stays a snapshot
             assert node.parent is not None
             self._edits.append(ForgetSegment(node.id))
             for hold in sequence.holds:  # its tails are the sequence's own again
@@ -457,3 +471,4 @@ class LedgerState:
                 self._trim(below, 0)
             self._trim(one, one.confirmed)
         self.unconfirmed = []
+        self.confirmed = max(self.confirmed, self.step - 1)  # no step is in flight any more

@@ -16,12 +16,13 @@ class ExportedKV(NamedTuple):
     layers: one tensor `[length, width]` per layer, and another for the scales of each layer that is quantised,
     in the order of `KVPool.buffers`. Where layers have groups, so many for each class of them in turn, of those
     tokens that the class keeps: `[groups of the class, kept, width]`. Static scales belong to the model and are
-    not among them.
+    not among them. states: the state after these tokens, `[1, *shape]` for each tensor of it in turn.
     """
 
     spec: KVSpec
     length: int
     layers: list[torch.Tensor]
+    states: Seq[torch.Tensor] = ()
 
     def by_class(self, num_buffers: int) -> list[list[torch.Tensor]]:
         """Returns the tensors of each class: as many as a pool has buffers."""
@@ -52,6 +53,11 @@ class ExportedKV(NamedTuple):
                 f"needed, the first of {pool.buffers[0].shape[1]} elements a token; give what `export` "
                 "returned, whole"
             )
+        wanted = [(one.shape, one.dtype) for tensors in self.spec.states for one in tensors]
+        if wanted != [(tuple(one.shape[1:]), one.dtype) for one in self.states]:
+            raise ValueError(
+                f"{len(self.states)} tensors of states for {len(wanted)}; give those of `export`"
+            )
         self.spec.groups.require_import(self.length, firsts[1:])
         return firsts
 
@@ -59,16 +65,23 @@ class ExportedKV(NamedTuple):
 def read_row(memory: KVMemory, row: int, firsts: Seq[int], length: int) -> ExportedKV:
     """Copies the K/V of a row's entries up to `length`, in each class from its entry in `firsts` on. Waits for
     the device."""
-    device, layers = memory.device, []
+    device, layers, states = memory.device, list[torch.Tensor](), list[torch.Tensor]()
+
+    def copied(found: torch.Tensor) -> torch.Tensor:
+        host = torch.empty(found.shape, dtype=found.dtype, pin_memory=device.type == "cuda")
+        return host.copy_(found, non_blocking=True)
+
+    if memory.states is not None:
+        slot = memory.states.newest(row)
+        states += [copied(tensor.index_select(0, slot)) for tensor in memory.states.tensors]
     for cls, first in enumerate(firsts):
         slots = memory.entries(cls, row, first, length).long()
         for rows in memory.pool.buffers:
             found = rows.index_select(0, slots.flatten()).unflatten(0, slots.shape)
-            layer = torch.empty(found.shape, dtype=rows.dtype, pin_memory=device.type == "cuda")
-            layers.append(layer.copy_(found, non_blocking=True))
+            layers.append(copied(found))
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-    return ExportedKV(memory.pool.spec, length, layers)
+    return ExportedKV(memory.pool.spec, length, layers, states)
 
 
 def write_row(memory: KVMemory, row: int, start: int, exported: ExportedKV) -> None:
@@ -81,3 +94,7 @@ def write_row(memory: KVMemory, row: int, start: int, exported: ExportedKV) -> N
         for rows, layer in zip(buffers, layers, strict=True):
             part = layer[..., first - exported.length + kept :, :].to(memory.device, non_blocking=True)
             rows.index_copy_(0, slots, part.flatten(0, -2))
+    if memory.states is not None:
+        slot = memory.states.newest(row)
+        for tensor, state in zip(memory.states.tensors, exported.states, strict=True):
+            tensor.index_copy_(0, slot, state.to(memory.device, non_blocking=True))

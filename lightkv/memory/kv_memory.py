@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from lightkv.counts import checked_count
 from lightkv.edits import (
     Alloc,
     AllocPart,
@@ -33,7 +34,7 @@ from lightkv.edits import (
 )
 from lightkv.errors import CheckFailed
 from lightkv.holdings import HeldRow, Holdings
-from lightkv.memory_map import CACHED, OWN, slot_labels
+from lightkv.memory_map import CACHED, FREE, OWN, slot_labels
 from lightkv.triton_kernels.slots.allocate import TableEntries
 from lightkv.triton_kernels.slots.entries import reuse_entries, reuse_entries_reference
 
@@ -42,6 +43,7 @@ from .device import require_current, usable_device
 from .kv_pool import KVPool
 from .kv_spec import KVSpec
 from .staging import upload
+from .state_memory import StateMemory
 from .token_table import TokenTable
 
 
@@ -67,13 +69,20 @@ class _Step:
 
 
 class KVMemory:
-    """An allocator, a token table, a pool, and the slots of every shared segment, on one device.
+    """An allocator, a token table, a pool, and the slots of every shared segment, on one device. Where the spec
+    has states, `states` are those of `num_states` sequences and snapshots; None elsewhere.
 
     A GPU has to be the calling thread's current device, here (else ValueError is raised) and for every verb.
     """
 
     def __init__(
-        self, spec: KVSpec, num_slots: int, max_sequences: int, max_entries: int, device: torch.device | str
+        self,
+        spec: KVSpec,
+        num_slots: int,
+        max_sequences: int,
+        max_entries: int,
+        device: torch.device | str,
+        num_states: int = 0,
     ) -> None:
         device = usable_device(device)
         if device.type == "cuda":
@@ -91,6 +100,10 @@ class KVMemory:
         # By class, of each segment: int32 slots, `[groups of the class, n]`, of all its tokens in class 0, and
         # of the last n in the others. Where there is one group in all, `[n]`.
         self._segments: list[dict[int, torch.Tensor]] = [{} for _ in groups.classes]
+        self.states: StateMemory | None = None
+        if spec.states:
+            num_slots = checked_count("num_states", num_states) + 1
+            self.states = StateMemory(spec, num_slots, max_sequences, len(groups.classes), device)
         self._step: _Step | None = None
         self._reused: dict[int, _Step] = {}  # by class: the last step in which slots were used again
         # Rows that have dropped tokens → the positions of their entries then, and how many they dropped.
@@ -147,6 +160,8 @@ class KVMemory:
         reuses: list[_Taken] = []  # done after these, of which some may allocate what is reused
         freed: list[torch.Tensor] = []  # freed together; views of the table, so before anything writes it
         for edit in edits:
+            if self.states is not None and self.states.apply(edit):
+                continue
             if isinstance(edit, Alloc):
                 self._free(freed)
                 if allocs and not allocs[0].cls:
@@ -229,7 +244,10 @@ class KVMemory:
     def digest(self) -> bytes:
         """Returns a digest of which slots are free and of the token table's rows; synchronises."""
         digest = blake2b(digest_size=16)
-        for tensor in (self.allocator.mem_state, self.table.groups[:, 1:].contiguous()):  # row 0 is padding
+        tensors = [self.allocator.mem_state, self.table.groups[:, 1:].contiguous()]  # row 0 is padding
+        if self.states is not None:
+            tensors += [self.states.allocator.mem_state, self.states.table]
+        for tensor in tensors:
             digest.update(tensor.cpu().numpy().data)
         return digest.digest()
 
@@ -243,7 +261,7 @@ class KVMemory:
         self.allocator.check()
         if holdings is not None:
             for row in holdings.rows:
-                if len(row.holds) != len(self._segments):
+                if len(row.holds) != len(self._segments) + (self.states is not None):
                     raise CheckFailed(
                         f"row {row.row} is counted in {len(row.holds)} classes of layers, and the memory has "
                         f"{len(self._segments)}: make the ledger for the spec's groups"
@@ -251,12 +269,15 @@ class KVMemory:
             self._check_segments(holdings)
             self._check_dropped(holdings.rows)
             self._check_shared(holdings.rows)
+            if self.states is not None:
+                self.states.owners(holdings)
         owners = self.allocator.mem_state.cpu().numpy().astype(np.int64)  # 1 where free
         owners[0] += 1  # padding is its own owner
         held = [slots.flatten() for of_class in self._segments for slots in of_class.values()]
         for row in () if holdings is None else holdings.rows:
             held += [
-                self.entries(cls, row.row, one.own, row.length).flatten() for cls, one in enumerate(row.holds)
+                self.entries(cls, row.row, one.own, row.length).flatten()
+                for cls, one in enumerate(row.holds[: len(self._segments)])
             ]
         if held:
             slots = torch.cat(held).cpu().numpy()
@@ -304,7 +325,7 @@ class KVMemory:
     def _check_shared(self, rows: Iterable[HeldRow]) -> None:
         """Raises CheckFailed unless each row has the slots of its segments, and of their parts."""
         for row in rows:
-            for cls, (segments, start, end) in enumerate(row.holds):
+            for cls, (segments, start, end, _) in enumerate(row.holds[: len(self._segments)]):
                 have = self.entries(cls, row.row, start, end)
                 if segments and not torch.equal(have, want := self._slots_of(cls, segments)):
                     raise CheckFailed(
@@ -318,9 +339,10 @@ class KVMemory:
         labels, own = slot_labels(holdings)
         held = [
             (slots.flatten(), of_class.get(segment, CACHED))
-            for segments, of_class in zip(self._segments, labels, strict=True)
+            for segments, of_class in zip(self._segments, labels[: len(self._segments)], strict=True)
             for segment, slots in segments.items()
         ]
+        own = [where for where in own if where[0] < len(self._segments)]
         held += [(self.entries(*where).flatten(), OWN + where[1]) for where in own]
         if held:
             slots = torch.cat([some for some, _ in held]).long()
@@ -330,6 +352,15 @@ class KVMemory:
             )
             found.index_copy_(0, slots, values)
         return found[1:].cpu().numpy()
+
+    def state_labels(self, holdings: Holdings) -> np.ndarray:
+        """Returns the label of each state slot from 1 on (`MemoryMap`), int32 `[num_states]`: one that a row
+        writes is its own, and a snapshot is cached. Synchronises. Raises ValueError where no layer has states.
+        """
+        if self.states is None:
+            raise ValueError("no layer has states; make the memory of a spec with states")
+        owners = self.states.owners(holdings)[1:]
+        return np.where(owners > 0, OWN + owners, np.where(owners == 0, CACHED, FREE)).astype(np.int32)
 
     def _divide(self, edit: AllocPart, allocs: list[_Taken], reuses: list[_Taken]) -> None:
         """Adds what the tokens of an edit take in each of its classes to the allocations, or to the reuses."""

@@ -69,7 +69,7 @@ def plan_pool(
             raise ValueError(f"a pool of {num_tokens} tokens; ask for at least one")
         num_slots = num_tokens * spec.groups.num_groups
         # Checked first, because a CPU's allocation succeeds without memory, and the process is killed later.
-        free = _free_bytes(device)
+        free = free_bytes(device)
         if (num_slots + 1) * per_slot > free:
             raise OutOfMemory(free, per_slot * spec.groups.num_groups, num_tokens)
         return PoolPlan(num_slots, (num_slots + 1) * per_slot, f"{num_tokens} tokens were asked for")
@@ -86,7 +86,7 @@ def plan_pool(
         )
         limit = available
     else:
-        free = _free_bytes(device)
+        free = free_bytes(device)
         available = free // 4 - reserve
         limit = min(available, (CPU_TOKENS * spec.groups.num_groups + 1) * per_slot)
         why = (
@@ -135,7 +135,7 @@ class KVPool:
             buffers.clear()
             rows.clear()
             scales.clear()
-            raise OutOfMemory(_free_bytes(device), spec.bytes_per_slot, num_slots - 1) from error
+            raise OutOfMemory(free_bytes(device), spec.bytes_per_slot, num_slots - 1) from error
         for buffer in (*buffers, *scales.values()):
             # Padding is read under a mask, and a weight of 0 does not mask a NaN: 0 * NaN is NaN.
             buffer[:1].zero_()
@@ -296,7 +296,8 @@ class KVPool:
         return (self.apply_hadamard(heads) if elements.has_hadamard else heads).to(self.spec.dtype)
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
+    """Returns the bytes that are left on a device: on a CPU, to this process and its container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,5 +1,6 @@
 """The shape of one token's K/V, and how its elements are stored."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -22,6 +23,14 @@ class KVHeads(NamedTuple):
     v_dim: int
 
 
+class StateTensor(NamedTuple):
+    """A tensor of a recurrent layer's state: its name, its shape for one sequence, and its element type."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 @dataclass(frozen=True, init=False)
 class KVSpec:
     """The K/V of one token. `k_dim` and `v_dim` are per head and may differ.
@@ -35,6 +44,9 @@ class KVSpec:
     layer. `holders`: where layers read the K/V of another one and hold none themselves, the layer that holds
     what each reads, which is itself for most. None: all layers are equal, or hold their own.
 
+    `states`: the tensors of each layer that keeps a state beside K/V or instead of it, such as a recurrent or a
+    convolutional one. These layers are counted by themselves: `num_layers` is the number of those with K/V.
+
     Raises TypeError and ValueError for shapes, types and formats that no pool can have.
     """
 
@@ -47,6 +59,7 @@ class KVSpec:
     lifetimes: tuple[Lifetime, ...] | None = None
     layer_heads: tuple[KVHeads, ...] | None = None
     holders: tuple[int, ...] | None = None
+    states: tuple[tuple[StateTensor, ...], ...] = ()
 
     def __init__(
         self,
@@ -59,6 +72,7 @@ class KVSpec:
         lifetimes: Sequence[Lifetime] | None = None,
         layer_heads: Sequence[KVHeads] | None = None,
         holders: Sequence[int] | None = None,
+        states: Sequence[Sequence[StateTensor]] = (),
     ) -> None:
         keep = partial(object.__setattr__, self)  # the way in which a frozen dataclass sets its fields
         keep("num_layers", checked_count("num_layers", num_layers))  # numpy's own integers would overflow
@@ -70,6 +84,7 @@ class KVSpec:
         keep("lifetimes", None if lifetimes is None else tuple(lifetimes))
         keep("layer_heads", None if layer_heads is None else tuple(layer_heads))
         keep("holders", None if holders is None else tuple(holders))
+        keep("states", tuple(map(tuple, states)))
         self._check()
 
     def _check(self) -> None:
@@ -108,6 +123,11 @@ class KVSpec:
             )
         for layer, holder in enumerate(self.holders or ()):
             self._check_holder(layer, holder)
+        for one in [one for tensors in self.states for one in tensors]:
+            if not isinstance(one, StateTensor) or not isinstance(one.dtype, torch.dtype):
+                raise TypeError(f"a tensor of a state is {one!r}; give a StateTensor")
+            for size in one.shape:
+                checked_count("a size of a state's tensor", size)
 
     def _check_heads(self, layer_heads: tuple[KVHeads, ...]) -> None:
         """Raises TypeError or ValueError unless the layers can have these heads."""
@@ -180,6 +200,12 @@ class KVSpec:
         scales = [self.num_scales(layer) for layer in range(self.num_layers)]
         scale_bytes = sum(self.groups.lane_sizes(scales)) * self.format.scale_dtype.itemsize
         return sum(self.groups.lane_sizes(self.lane_bytes)) + scale_bytes
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Bytes of the states of one sequence, in all layers that have one."""
+        tensors = [one for tensors in self.states for one in tensors]
+        return sum([math.prod(one.shape) * one.dtype.itemsize for one in tensors])
 
     @property
     def unused_share(self) -> float:

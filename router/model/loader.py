@@ -22,7 +22,7 @@ from lightkv.errors import LightKVError, UnsupportedModel
 from lightkv.integrations.model.kv_scales import without_kv_scheme
 from lightkv.integrations.ranks.group import RankGroup
 from lightkv.integrations.ranks.sharded import load_rank_part
-from lightkv.memory.kv_pool import _free_bytes
+from lightkv.memory.kv_pool import free_bytes
 from lightkv.router.model_files import (
     INDEX,
     UnreadableWeights,
@@ -208,4 +208,4 @@ def _memory(device: torch.device) -> tuple[int, int]:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # memory that torch caches without using it is free too
         return torch.cuda.mem_get_info(device)
-    return _free_bytes(device), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return free_bytes(device), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,11 +1,13 @@
 """The classes of layers, each beside a twin that counts what queries see position by position."""
 
+import math
 from collections.abc import Callable
 
 import pytest
 
 from lightkv.classes.all import All
 from lightkv.classes.chunk import Chunk
+from lightkv.classes.state import State
 from lightkv.classes.window import Window
 from lightkv.layer_groups import SLACK, Lifetime, Rule
 
@@ -39,3 +41,21 @@ def test_a_class_answers_what_its_twin_counts(sees: str, size: int) -> None:
             assert min(at, at - kept[at] + chunk) <= lifetime.most_kept(at, chunk) <= at
     passing = {after - before for before, after in zip(kept[2 * size :], kept[2 * size + 1 :], strict=False)}
     assert one.reuses == (sees == "window" and passing == {1})
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 16, 100])
+def test_states_are_kept_at_ends_of_chunks_as_their_twin_counts(chunk: int) -> None:
+    """A prompt diverges anywhere, and computes again what follows on the last snapshot before."""
+    rule, kept = State(), list[int]()
+    for end in range(chunk, LONGEST, chunk):
+        if rule.keeps_chunk_end(end, kept[-1] if kept else 0):
+            kept.append(end)
+        assert len(kept) <= math.log2(end) + 1
+        for diverge in range(1, end + chunk):
+            there = max([0, *[one for one in kept if one <= diverge]])
+            assert diverge - there < diverge / 2 + chunk
+    for at in range(LONGEST):
+        # After `at` tokens no entry is seen or kept, and only where there is a state does a sequence go on.
+        assert (rule.first_seen(at), rule.first_kept(at), rule.gone_at(at)) == (at, at, at + 1)
+        assert rule.boundary(at) == 0
+    assert not rule.reuses

@@ -8,24 +8,13 @@ from typing import NamedTuple
 import pytest
 
 from lightkv.errors import CheckFailed, OutOfTokens, SequenceTooLong
-from lightkv.layer_groups import FULL, LayerClass, LayerGroups, Lifetime
+from lightkv.layer_groups import FULL, LayerGroups
 from lightkv.ledger import TokenLedger
 from lightkv.ledger.extension import Extension
 from lightkv.ledger.holds import Hold
 from lightkv.ledger.sequence import Sequence
 from tests.support.combinations import slow
-from tests.support.grouped_memory import GroupedMemory
-
-
-def groups_of(*classes: tuple[str, int, int]) -> LayerGroups:
-    """Returns groups of one lane, from what the layers of each class see, its size and its number of groups."""
-    found, layer = [], 0
-    for sees, size, count in classes:
-        lifetime = Lifetime(sees, size) if size else FULL
-        found.append(LayerClass(lifetime, tuple(((layer + i,),) for i in range(count))))
-        layer += count
-    return LayerGroups(tuple(found), 1)
-
+from tests.support.grouped_memory import GroupedMemory, groups_of
 
 WINDOW = groups_of(("full", 0, 1), ("window", 6, 2))
 GROUPS = {

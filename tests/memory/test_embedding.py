@@ -24,7 +24,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, k_dim=4, v_dim=3, dtype=torch.bfloat16)
 
 # The names of the edits of models whose layers hold their tokens equally long.
-OF_ONE_CLASS = {kind.__name__ for kind in get_args(Edit)} - {"AllocPart", "FreePart"}
+OF_ONE_CLASS = {kind.__name__ for kind in get_args(Edit)} - {
+    "AllocPart",
+    "FreePart",
+    "AllocStates",
+    "ReadStates",
+}
 
 
 def make_cache(device: torch.device, capacity: int = 60, spec: KVSpec = SPEC) -> KVCache:
@@ -127,6 +132,29 @@ def names(page: tuple[dict[str, Any], str], capsys: pytest.CaptureFixture[str]) 
     exec(compile(programs[0], str(PAGE), "exec"), page[0])
     assert capsys.readouterr().out == blocks("text")[1]
     return page[0]
+
+
+def test_the_engine_with_states_answers_as_without_a_cache(
+    names: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (program,) = [program for program in blocks("python") if "class HybridEngine" in program]
+    assert len(program.splitlines()) <= 120
+    assert "router" not in program
+    exec(compile(program, str(PAGE), "exec"), names)
+    assert capsys.readouterr().out == blocks("text")[2]
+    engine, dim, width = names["engine"], names["DIM"], names["WIDTH"]
+    assert min(engine.num_hits, engine.num_preempted) > 0
+    for job in engine.finished:
+        for at in range(len(job.output)):
+            x = names["embedding"][job.prompt + job.output[:at]]
+            q, k, v = ((x @ names[w]).unflatten(1, (-1, dim)).transpose(0, 1) for w in ("w_q", "w_k", "w_v"))
+            attended = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            x = normalize(x + attended.transpose(0, 1).flatten(1) @ names["w_out"])
+            fresh = torch.zeros(names["HEADS"], dim, dim), torch.zeros(3, width)
+            x = normalize(x + names["gated_delta"](x, *fresh)[0] @ names["w_out"])
+            best = (x[-1] @ names["head"].T).topk(2).indices.tolist()
+            assert job.output[at] == best[0] or (at == 0 and job.output[0] in best)  # an answer of two
+    engine.cache.check()
 
 
 def windowed(names: dict[str, Any], prompt: list[int], first: int, count: int) -> list[int]:
@@ -406,7 +434,7 @@ def test_the_page_of_the_bytes_has_every_edit_with_its_number_and_its_integers()
     "message",
     [b"1234567", bytes(8), encode([Alloc((1,), (0,), (3,))])[:-8], *(
         struct.pack(f"<{2 + n}q", kind, n, *range(n))
-        for kind, n in ((14, 1), (-1, 2), (0, 4), (1, 1), (1, 2), (2, 4), (6, 3), (12, 3), (12, 0), (13, 3))
+        for kind, n in ((16, 1), (-1, 2), (0, 4), (1, 1), (1, 2), (2, 4), (6, 3), (12, 3), (12, 0), (13, 3))
     ), struct.pack("<2q", 5, -1)],
 )  # fmt: skip
 def test_bytes_that_are_no_edits_are_refused_by_both_readers(message: bytes) -> None:

@@ -99,14 +99,14 @@ def test_plan_uses_the_given_number() -> None:
 
 
 def test_plan_on_a_cpu_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightkv.memory.kv_pool._free_bytes", lambda device: 2**36)
+    monkeypatch.setattr("lightkv.memory.kv_pool.free_bytes", lambda device: 2**36)
     plan = plan_pool(SPEC, CPU)
     assert plan.num_tokens == CPU_TOKENS
     assert "default" in plan.why
 
 
 def test_plan_on_a_cpu_uses_a_quarter_of_scarce_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightkv.memory.kv_pool._free_bytes", lambda device: 100 * 4096)
+    monkeypatch.setattr("lightkv.memory.kv_pool.free_bytes", lambda device: 100 * 4096)
     plan = plan_pool(SPEC, CPU, reserve=1000)
     assert plan.num_slots == (100 * 4096 // 4 - 1000) // SPEC.bytes_per_token
     assert plan.num_bytes <= 100 * 4096 // 4 - 1000
@@ -114,7 +114,7 @@ def test_plan_on_a_cpu_uses_a_quarter_of_scarce_memory(monkeypatch: pytest.Monke
 
 
 def test_plan_without_room_for_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightkv.memory.kv_pool._free_bytes", lambda device: 0)
+    monkeypatch.setattr("lightkv.memory.kv_pool.free_bytes", lambda device: 0)
     with pytest.raises(OutOfMemory, match=f"1 tokens takes {SPEC.bytes_per_token} bytes"):
         plan_pool(SPEC, CPU)
 
@@ -126,7 +126,7 @@ def test_a_plan_for_layer_groups_tells_tokens_and_slots_apart(monkeypatch: pytes
     assert (plan.num_tokens, plan.why) == (300, "100 tokens were asked for")
     assert plan_pool(spec, CPU).why.endswith(f"at {spec.bytes_per_slot} bytes a slot")
     free = 4 * 3 * spec.bytes_per_slot  # slot 0, and two of the three slots of a token
-    monkeypatch.setattr("lightkv.memory.kv_pool._free_bytes", lambda device: free)
+    monkeypatch.setattr("lightkv.memory.kv_pool.free_bytes", lambda device: free)
     with pytest.raises(OutOfMemory, match=f"1 tokens takes {spec.bytes_per_token} bytes"):
         plan_pool(spec, CPU)
     with pytest.raises(OutOfMemory, match=f"4 tokens takes {4 * spec.bytes_per_token} bytes"):

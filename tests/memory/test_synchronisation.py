@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightkv import KVCache, KVSpec
-from lightkv.edits import AllocPart, Edit, FreePart
+from lightkv.edits import AllocPart, AllocStates, Edit, FreePart, ReadStates
 from lightkv.memory.staging import upload
 
 SPEC = KVSpec(num_layers=1, num_kv_heads=1, k_dim=1, v_dim=1, dtype=torch.float32)
@@ -57,7 +57,7 @@ def test_no_verb_waits_for_the_device(device: torch.device) -> None:
     kinds: set[type] = set()
     cache.on_edits = lambda edits, kept: kinds.update(type(edit) for edit in edits)
     every_verb(cache)  # compiles the kernels
-    assert kinds == set(get_args(Edit)) - {AllocPart, FreePart}
+    assert kinds == set(get_args(Edit)) - {AllocPart, FreePart, AllocStates, ReadStates}
     cache.check()
     assert cache.num_free == cache.capacity
 

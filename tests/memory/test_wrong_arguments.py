@@ -161,7 +161,7 @@ def test_a_cache_prints_its_counts_and_its_shape() -> None:
     cache.extend([sequence], [3])
     shape = (
         "KVSpec(num_layers=2, num_kv_heads=2, k_dim=4, v_dim=4, dtype=torch.float32, "
-        "format=KVFormat.parse('auto'), lifetimes=None, layer_heads=None, holders=None)"
+        "format=KVFormat.parse('auto'), lifetimes=None, layer_heads=None, holders=None, states=())"
     )
     assert repr(SPEC) == shape
     assert repr(cache) == (

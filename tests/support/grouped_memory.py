@@ -19,7 +19,17 @@ from lightkv.edits import (
     StoreSegment,
 )
 from lightkv.holdings import Holdings
-from lightkv.layer_groups import LayerGroups
+from lightkv.layer_groups import FULL, LayerClass, LayerGroups, Lifetime
+
+
+def groups_of(*classes: tuple[str, int, int]) -> LayerGroups:
+    """Returns groups of one lane, from what the layers of each class see, its size and its number of groups."""
+    found, layer = [], 0
+    for sees, size, count in classes:
+        lifetime = Lifetime(sees, size) if size else FULL
+        found.append(LayerClass(lifetime, tuple(((layer + i,),) for i in range(count))))
+        layer += count
+    return LayerGroups(tuple(found), 1)
 
 
 class GroupedMemory:
