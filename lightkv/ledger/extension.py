@@ -99,11 +99,8 @@ class Extension:
         if classes:
             due = self._look(counts, is_decode)
             needed = needed * (self._state.width + self._width) - self._num_reused
-            if (
-                needed <= self._state.num_free + self._state.num_cached
-            ):  # else it is refused for want of these
-                for of in classes:
-                    of.require_room(due)
+            for of in classes:
+                of.require_room(due)
         self.make_room(needed)
         edit = Alloc(self._batch_rows, tuple(starts), tuple(counts))
         self._state.alloc(edit, needed)

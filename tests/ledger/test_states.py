@@ -7,6 +7,7 @@ import pytest
 
 from lightkv.errors import CheckFailed, OutOfRows, OutOfStates
 from lightkv.layer_groups import ONE_GROUP
+from lightkv.ledger import TokenLedger
 from lightkv.ledger.snapshots import MAX_OF_PATH
 from tests.support.combinations import slow
 from tests.support.state_life import GROUPS, Life, Text, ids_bytes, live, random_life
@@ -52,6 +53,29 @@ def test_ends_of_chunks_are_kept_and_a_fork_computes_at_most_half_of_what_it_sha
         hit = life.hit([*range(diverge), 1000, 1001])
         assert diverge - hit <= diverge // 2 + chunk
     assert life.run([*range(length - 2), 1000, 1001]) > 0
+
+
+def test_a_fork_of_a_long_chain_hits_the_end_of_a_chunk_and_a_second_one_the_token() -> None:
+    """Three chains of 32,768 tokens in chunks of 2,048, in slots for fewer snapshots than their chunks have."""
+    ledger = TokenLedger(200_000, 2, 40_000, num_states=16)
+
+    def run(ids: list[int]) -> int:
+        sequence = ledger.open(ids_bytes(ids))
+        while left := len(ids) - sequence.length:
+            count = ledger.piece(sequence, min(left, 2048))
+            ledger.extend([sequence], [count])
+            ledger.publish(sequence)
+            ledger.confirm(ledger.step)
+            ledger.step += 1
+        ledger.close(sequence)
+        ledger.check()
+        return sequence.num_hit
+
+    chains = [[number] * 32_768 for number in range(3)]
+    assert [run(chain) for chain in chains] == [0, 0, 0]
+    assert [run([*chains[1][:8192], number, 7]) for number in (3, 4)] == [8192, 8192]
+    assert [run([*chains[2][:10_000], number, 7]) for number in (3, 4, 5)] == [8192, 10_000, 10_000]
+    assert [run([*chain, 7]) for chain in chains] == [32_768] * 3
 
 
 def test_a_snapshot_is_hit_from_the_next_step_on() -> None:
