@@ -18,9 +18,10 @@ and only those that no open sequence needs: `num_owed` sequences have no state o
 
 What is evicted first: a snapshot at a chunk's end that was not hit yet, one before a snapshot of its path that
 was hit, and one beyond the last `MAX_OF_PATH` of a path, but for those where prompts diverge. When a sequence
-closes, its last snapshot supersedes those before, unless places were given: then these are expected to be hit,
-and it goes first itself. Then comes that which saves the fewest tokens. Its number is added to that of each
-snapshot at its next use, so that one of many tokens goes, too, where it is not used (greedy dual-size).
+closes, its last snapshot supersedes those before. After one at a place that was given, it goes first itself,
+since the other one is expected to be hit. Then comes that which saves the fewest tokens. Its number is added to
+that of each snapshot at its next use, so that one of many tokens goes, too, where it is not used (greedy
+dual-size).
 """
 
 from collections.abc import Iterable
@@ -347,7 +348,7 @@ class StateHold:
         if not self.is_own or not end == at == self.sequence.length:
             return
         tail = node.tails.get(of.cls)
-        self.last = end
+        was_given, self.last = self.last in self.sequence.keep_at, end
         if tail is None:
             of.state.emit(StoreSegment(row, TO, TO + 1, node.id, of.cls))
             of.count(cached=1)
@@ -361,10 +362,10 @@ class StateHold:
         tail.superseded, tail.used = False, of.clock
         if step is None:
             of.idle.add(tail)
-            if self.sequence.keep_at:
-                of.idle.supersede(tail)
-            else:
+            if not was_given:
                 of.supersede(node, 1)
+            elif not self.is_own:  # else another sequence has left this one
+                of.idle.supersede(tail)
             return
         tail.hold(row)
         self.source = tail

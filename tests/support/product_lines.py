@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Lines of Python files, with docstrings, comments and blank lines.
-CEILINGS = {"lightkv": 18455, "router": 30084, "triton_kernels": 13264}
+CEILINGS = {"lightkv": 18456, "router": 30096, "triton_kernels": 13264}
 
 
 def lines(room: str) -> Counter[str]:
