@@ -25,6 +25,7 @@ class Holder(Protocol):
 
     row: int
     prompt: bytes
+    keep_at: Seq[int]
     node: Segment
     length: int
     shared: int

@@ -98,11 +98,6 @@ class PrefixTree:
             root = self.roots[namespace] = Segment(0, b"", None, namespace)
         return root
 
-    @property
-    def clock(self) -> int:
-        """What the order of eviction is measured by."""
-        return self._clock
-
     def pass_tokens(self, count: int) -> None:
         """Notes that `count` tokens were allocated."""
         self._clock += count

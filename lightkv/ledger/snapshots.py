@@ -17,12 +17,15 @@ closes, if the ids of all tokens are known that its state has read. Snapshots ta
 and only those that no open sequence needs: `num_owed` sequences have no state of their own yet.
 
 What is evicted first: a snapshot at a chunk's end that was not hit yet, one before a snapshot of its path that
-was hit, and one beyond the last `MAX_OF_PATH` of a path, but for those where prompts diverge. Then comes that
-with the least last use plus the tokens that it saves.
+was hit, and one beyond the last `MAX_OF_PATH` of a path, but for those where prompts diverge. When a sequence
+closes, its last snapshot supersedes those before. After one at a place that was given, it goes first itself,
+since the other one is expected to be hit. Then comes that which saves the fewest tokens. Its number is added to
+that of each snapshot at its next use, so that one of many tokens goes, too, where it is not used (greedy
+dual-size).
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from lightkv.classes.all import NEVER
 from lightkv.classes.state import State as StateRule
@@ -31,17 +34,10 @@ from lightkv.errors import CheckFailed, OutOfStates
 from lightkv.holdings import HeldWindow
 
 from .holds import Holder
-from .prefix_tree import PrefixTree
 from .segments import TOKEN_BYTES, Idle, Segment, State, Tail
 
-MAX_OF_PATH = 3  # snapshots of a path, but for those where prompts diverge, that are not evicted first
+MAX_OF_PATH = 2  # snapshots of a path, but for those where prompts diverge, that are not evicted first
 FROM, TO = 0, 1  # where a row's slots are, in its row of the table of states
-
-
-class Owner(State, Protocol):
-    """What states need of the ledger's state (`LedgerState`)."""
-
-    tree: PrefixTree
 
 
 class StateCounts(NamedTuple):
@@ -67,7 +63,7 @@ class StateCounts(NamedTuple):
 class StateClass:
     """The states of one ledger: class `cls`, with a pool of `capacity` slots of its own."""
 
-    def __init__(self, state: Owner, cls: int, capacity: int) -> None:
+    def __init__(self, state: State, cls: int, capacity: int) -> None:
         self.state = state
         self.cls = cls
         self.bit = self.width = 0  # a token takes no slot
@@ -75,6 +71,7 @@ class StateClass:
         self.idle = Idle()
         self.capacity = self.num_free = capacity
         self.num_cached = self.num_owed = 0
+        self.clock = 0  # the place in the order of what was evicted last, where it was no superseded one
 
     @property
     def counts(self) -> StateCounts:
@@ -97,8 +94,8 @@ class StateClass:
         self.num_cached += cached
 
     def due(self, tail: Tail) -> int:
-        """Returns the place of a snapshot in the order of eviction: its last use, and the tokens since the one
-        before it on its path, which would be computed again."""
+        """Returns the place of a snapshot in the order of eviction: the clock at its last use, and the tokens
+        since the one before it on its path, which would be computed again."""
         saved = 0
         for segment in tail.segment.up():
             if saved and self.cls in segment.tails:
@@ -112,7 +109,7 @@ class StateClass:
         if not segment.tails:
             segment.tails = {}
         tail = segment.tails[self.cls] = Tail(self, segment)
-        tail.used = self.state.tree.clock
+        tail.used = self.clock
         if step is not None:
             tail.published = step
             if self.state.confirmed < step:
@@ -140,6 +137,7 @@ class StateClass:
         for hold in sorted(self._starting(sequences), key=lambda hold: hold.may_take_over):
             if not self.num_free and (oldest := self.idle.oldest()):
                 assert isinstance(oldest, Tail)
+                self.clock = max(self.clock, 0 if oldest.superseded else self.due(oldest))
                 oldest.drop()
             if not self.num_free:
                 self._allocate(rows)
@@ -236,7 +234,7 @@ class StateHold:
         if sequence.length:
             tail = self.source = sequence.node.tails[of.cls]
             tail.hold(sequence.row)
-            tail.superseded, tail.used = False, of.state.tree.clock
+            tail.superseded, tail.used = False, of.clock
             self.last = sequence.length
             found = (tail.segment.id,)
             of.supersede(sequence.node, 1)
@@ -350,7 +348,7 @@ class StateHold:
         if not self.is_own or not end == at == self.sequence.length:
             return
         tail = node.tails.get(of.cls)
-        self.last = end
+        was_given, self.last = self.last in self.sequence.keep_at, end
         if tail is None:
             of.state.emit(StoreSegment(row, TO, TO + 1, node.id, of.cls))
             of.count(cached=1)
@@ -361,9 +359,13 @@ class StateHold:
             self._look()
         elif step is not None:
             self._free()  # another sequence has handed over the same
-        tail.superseded, tail.used = False, of.state.tree.clock
+        tail.superseded, tail.used = False, of.clock
         if step is None:
             of.idle.add(tail)
+            if not was_given:
+                of.supersede(node, 1)
+            elif not self.is_own:  # else another sequence has left this one
+                of.idle.supersede(tail)
             return
         tail.hold(row)
         self.source = tail

@@ -1,7 +1,9 @@
 """A ledger with states: hits, hand-overs, forks and failed steps, against a model whose states are hashes of
 all tokens that they have read."""
 
+import itertools
 import random
+from collections import deque
 
 import pytest
 
@@ -73,9 +75,65 @@ def test_a_fork_of_a_long_chain_hits_the_end_of_a_chunk_and_a_second_one_the_tok
 
     chains = [[number] * 32_768 for number in range(3)]
     assert [run(chain) for chain in chains] == [0, 0, 0]
-    assert [run([*chains[1][:8192], 7, number]) for number in range(2)] == [8192, 8193]
-    assert [run([*chains[2][:10_000], 7, number]) for number in range(3)] == [8192, 10_000, 10_001]
-    assert [run([*chain, 7]) for chain in chains] == [32_768] * 3
+    assert [run([*chains[1][:8192], number, 7]) for number in (3, 4)] == [8192, 8192]
+    assert [run([*chains[2][:10_000], number, 7]) for number in (3, 4, 5)] == [8192, 10_000, 10_000]
+    assert all(run([*chain, 7]) >= 32_767 for chain in chains)
+
+
+def conversations(seed: int, rewrites: bool) -> list[tuple[int, list[int], list[int], int]]:
+    """Returns the turns of 128 conversations of 12 turns each, of which about a quarter runs at a time: number,
+    prompt, answer, and how many tokens of the prompt the next one repeats. `rewrites`: the template changes the
+    end of the prompt and the answer then; else the next turn goes on from the answer's end."""
+    rng, tokens = random.Random(seed), itertools.count(10)
+    order = []
+    for number in range(128):
+        at = rng.random() * 1000
+        for _ in range(12):
+            order.append((at, number))
+            at += rng.expovariate(1 / 20)
+    texts, turns = {number: [1] * 400 for number in range(128)}, []
+    for _, number in sorted(order):
+        message, answer = (list(itertools.islice(tokens, rng.randrange(50, most))) for most in (400, 300))
+        stable = [*texts[number], *message]
+        prompt = [*stable, 2, 3] if rewrites else stable
+        turns.append((number, prompt, answer, len(stable)))
+        texts[number] = [*stable, 4, *answer[9:]] if rewrites else [*prompt, *answer]
+    return turns
+
+
+def oracle(turns: list[tuple[int, list[int], list[int], int]], num_states: int, rewrites: bool) -> int:
+    """Returns the tokens that are hit if the state goes first whose conversation goes on last."""
+    later: dict[int, deque[int]] = {}
+    for at, (number, *_) in enumerate(turns):
+        later.setdefault(number, deque()).append(at)
+    kept, hits = dict[int, int](), 0
+    for number, prompt, answer, stable in turns:
+        hits += kept.pop(number, 400)
+        later[number].popleft()
+        if later[number]:
+            kept[number] = stable if rewrites else len(prompt) + len(answer)
+        if len(kept) > num_states:
+            del kept[max(kept, key=lambda one: later[one][0])]
+    return hits
+
+
+@pytest.mark.parametrize("rewrites", [False, True])
+def test_conversations_hit_nearly_what_an_oracle_hits(rewrites: bool) -> None:
+    """Of 128 conversations, a third have a state at a time."""
+    turns, num_states, hits = conversations(1, rewrites), 128 // 3, 0
+    ledger = TokenLedger(10**7, 2, 10_000, num_states=num_states)
+    for _, prompt, answer, stable in turns:
+        sequence = ledger.open(ids_bytes(prompt), keep_at=[stable] if rewrites else [])
+        hits += sequence.num_hit
+        for end in (len(prompt), len(prompt) + len(answer)):
+            while left := end - sequence.length:
+                ledger.extend([sequence], [ledger.piece(sequence, left)])
+                ledger.publish(sequence)
+                ledger.confirm(ledger.step)
+                ledger.step += 1
+        ledger.close(sequence, ids_bytes(answer))
+    ledger.check()
+    assert hits >= 0.95 * oracle(turns, num_states, rewrites)
 
 
 def test_a_snapshot_is_hit_from_the_next_step_on() -> None:
