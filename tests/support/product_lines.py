@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Lines of Python files, with docstrings, comments and blank lines.
-CEILINGS = {"lightkv": 17219, "router": 29600, "triton_kernels": 12887}
+CEILINGS = {"lightkv": 17219, "router": 28809, "triton_kernels": 12887}
 
 
 def lines(room: str) -> Counter[str]:
