@@ -28,7 +28,7 @@ from .monitor import add_monitor_commands
 from .options import examples, takes_engine, takes_sampling
 from .output_file import UnwritableFile
 from .service import add_serve_command
-from .simulate import UnreadableResult, add_simulate_commands
+from .simulate import add_simulate_command
 
 if TYPE_CHECKING:
     from lightkv.router.text.tokenizer import Tokenizer
@@ -262,7 +262,7 @@ def info(
 add_serve_command(app)
 add_chat_command(app)
 add_monitor_commands(app)
-add_simulate_commands(app)
+add_simulate_command(app)
 
 
 def _read_prompts(prompts: Sequence[str] | None) -> list[str]:
@@ -324,8 +324,7 @@ def _is_bad_input(error: LightKVError) -> bool:
     settings = (InvalidConfig, InvalidParams, UnknownBackend, NeverFits, ChatTemplateError)
     models = (ModelNotFound, UnreadableTokenizer, UnreadableWeights, UnsupportedModel)
     simulations = (InvalidSimulation, InvalidStepTime, UnreadableTrace)
-    files = (UnreadableResult, UnwritableFile)
-    return isinstance(error, settings + models + simulations + files)
+    return isinstance(error, (*settings, *models, *simulations, UnwritableFile))
 
 
 def _gib(num_bytes: int) -> str:

@@ -3,6 +3,7 @@ that defaults, types and checks stand in one place."""
 
 import functools
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -141,6 +142,18 @@ def _service_config(values: dict[str, Any]) -> ServiceConfig:
     return ServiceConfig(**values | several)
 
 
+def _simulation_configs(values: dict[str, Any]) -> tuple[SimulationConfig, ...]:
+    """Returns the settings of each policy: every allocation that is named with every admission."""
+    allocations, admissions = (
+        dict.fromkeys(name.strip() for name in given.split(",")) if given else [given]
+        for given in (values["allocation"], values["admission"])
+    )
+    return tuple(
+        SimulationConfig(**values | {"allocation": allocation, "admission": admission})
+        for allocation, admission in itertools.product(allocations, admissions)
+    )
+
+
 _SEVERAL = [field.name for field in fields(ServiceConfig) if field.default == ()]
 takes_engine = _with_options(
     "config", _config_options(EngineConfig, "Engine"), lambda values: EngineConfig(**values)
@@ -151,11 +164,6 @@ takes_service = _with_options(
     _service_config,
 )
 takes_simulations = _with_options(
-    "configs",
-    _config_options(SimulationConfig, "Simulation"),
-    lambda values: tuple(
-        SimulationConfig(**values | {"allocation": allocation})
-        for allocation in dict.fromkeys(name.strip() for name in values["allocation"].split(","))
-    ),
+    "configs", _config_options(SimulationConfig, "Simulation"), _simulation_configs
 )
 takes_sampling = _with_options("stated", _sampling_options(), _stated)

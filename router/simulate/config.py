@@ -51,8 +51,8 @@ class SimulationConfig:
         "(guaranteed, but without guarantees), quantile "
         "(estimates all lengths, and may preempt all), past-future and moving-average (other estimates of "
         "output lengths), watermark (counts prompts only, up to 99 % of the pool), sum (counts prompt + "
-        "max_tokens of each request), oracle (reserved, and knows the true length of each answer). Default: "
-        "guaranteed; for contiguous it is sum, the only possible one.",
+        "max_tokens of each request), oracle (reserved, and knows the true length of each answer). Several, as "
+        "in timely,watermark, are compared. Default: guaranteed; for contiguous it is sum, the only one.",
     )
     layers: str = setting(
         "",

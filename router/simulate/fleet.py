@@ -107,8 +107,8 @@ def together(
     ttft, tpot = Distribution(), Distribution()
     timeline = Timeline(6)
     for simulation in replicas:
-        ttft.merge(simulation.ttft)
-        tpot.merge(simulation.tpot)
+        ttft.seconds += simulation.ttft.seconds
+        tpot.seconds += simulation.tpot.seconds
         timeline.merge(simulation.timeline)
     values |= {
         **ttft.summary("ttft"),

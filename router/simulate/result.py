@@ -1,18 +1,14 @@
-"""The result of a simulation: figures, memory over time and latencies, as plain data to and from JSON.
+"""The result of a simulation: figures, memory over time and latencies, as plain data and as JSON.
 
 Its size is bounded for traces of any length: a series has at most `SERIES_POINTS` points, a curve has
 `CURVE_QUANTILES`. It holds no wall-clock time, so two runs with the same seed give the same bytes.
 """
 
-import csv
-import io
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
 SERIES_POINTS = 1024
 CURVE_QUANTILES = (
@@ -86,44 +82,32 @@ class Series:
 
     Point i is the mean over [i · width, (i + 1) · width) of the simulated clock; the last interval may be
     shorter. `used + padding` slots are held; the rest of the capacity is cached or free. `promised`: the most
-    slots that the guaranteed requests may come to hold; empty in results of earlier versions.
+    slots that the guaranteed requests may come to hold.
     """
 
-    width: Annotated[float, Meta(gt=0)]
-    capacity: Annotated[int, Meta(ge=1)]
+    width: float
+    capacity: int
     used: list[float]
     padding: list[float]
     cached: list[float]
     running: list[float]
     waiting: list[float]
-    promised: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for lists of different lengths."""
-        columns = self.used, self.padding, self.cached, self.running, self.waiting, self.promised or self.used
-        lengths = [len(values) for values in columns]
-        if len(set(lengths)) > 1:
-            raise ValueError(f"series of {', '.join(map(str, lengths))} points; give all the same number")
+    promised: list[float]
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A distribution of latencies: `seconds[i]` is its quantile `quantiles[i]`, to within half a per cent."""
+    """A distribution of latencies: `seconds[i]` is its quantile `quantiles[i]`."""
 
-    quantiles: list[Annotated[float, Meta(ge=0, le=1)]]
+    quantiles: list[float]
     seconds: list[float]
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for lists of different lengths."""
-        if len(self.quantiles) != len(self.seconds):
-            raise ValueError(f"{len(self.quantiles)} quantiles and {len(self.seconds)} values of them")
 
 
 @dataclass(frozen=True)
 class SimulationResult:
     """The result of one simulation. `settings`: by name. `step_time`: the parameters of the step-time model.
-    `replicas`: the figures of each, where there are several; the other figures are those of all together.
-    `each`: their series, or none in results of earlier versions."""
+    `replicas`, `each`: the figures and the series of each replica, where there are several; the others are of
+    all together."""
 
     settings: dict[str, Any]
     step_time: dict[str, Any]
@@ -131,18 +115,8 @@ class SimulationResult:
     series: Series
     ttft: Curve  # seconds from arrival to the first token
     tpot: Curve  # seconds per token after the first, a request's mean
-    replicas: list[Figures] | msgspec.UnsetType = msgspec.UNSET
+    replicas: list[Figures] = field(default_factory=list)
     each: list[Series] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        """Raises ValueError if a setting that the report needs is missing or is no number of seconds."""
-        for name in ("trace", "allocation", "admission", "ttft_target", "tpot_target"):
-            if name not in self.settings:
-                raise ValueError(f"the settings have no {name}")
-        for name in ("ttft_target", "tpot_target"):
-            value = self.settings[name]
-            if not isinstance(value, int | float) or not value > 0:
-                raise ValueError(f"the setting {name} is {value!r}; give seconds, more than 0")
 
     def line(self) -> str:
         """Returns one JSON object with every setting and figure: the last line that is printed. It is flat, but
@@ -156,45 +130,7 @@ class SimulationResult:
         """Encodes the whole result."""
         return msgspec.json.encode(self)
 
-    @classmethod
-    def from_json(cls, data: bytes) -> "SimulationResult":
-        """Decodes what `to_json` encoded. Raises msgspec.DecodeError (msgspec.ValidationError is one)."""
-        return msgspec.json.decode(data, type=cls)
-
-    @classmethod
-    def load(cls, path: Path) -> "SimulationResult":
-        """Reads a file that `lightkv simulate --out` wrote. Raises OSError, msgspec.DecodeError."""
-        return cls.from_json(path.read_bytes())
-
 
 def encode_all(results: Sequence[SimulationResult]) -> bytes:
     """Encodes results for one file: a single one as itself, several as a list named "results"."""
     return results[0].to_json() if len(results) == 1 else msgspec.json.encode({"results": results})
-
-
-def load_all(path: Path) -> list[SimulationResult]:
-    """Reads what `encode_all` encoded. Raises OSError, msgspec.DecodeError."""
-    data = path.read_bytes()
-    parts = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-    if "results" not in parts:
-        return [SimulationResult.from_json(data)]
-    results = msgspec.json.decode(parts["results"], type=list[SimulationResult])
-    if not results:
-        raise msgspec.ValidationError("the list of results is empty")
-    return results
-
-
-def series_csv(results: Sequence[SimulationResult]) -> str:
-    """Returns the series of all results as one table with a header. `seconds`: where an interval begins."""
-    out = io.StringIO()
-    table = csv.writer(out, lineterminator="\n")
-    table.writerow(
-        ["allocation", "admission", "seed", "seconds", "used", "padding", "cached", "running", "waiting"]
-    )
-    for result in results:
-        series, settings = result.series, result.settings
-        named = [settings["allocation"], settings["admission"], settings.get("seed", 0)]
-        columns = series.used, series.padding, series.cached, series.running, series.waiting
-        for idx, values in enumerate(zip(*columns, strict=True)):
-            table.writerow([*named, idx * series.width, *values])
-    return out.getvalue()

@@ -24,7 +24,7 @@ def test_what_is_promised_stands_beside_what_is_held(
 
 def test_an_interval_is_drawn_at_its_mean_and_the_last_one_to_its_end() -> None:
     """Two intervals of which the second is half as long: the steps are at 5 and at 1 of 10."""
-    series = Series(2.0, 10, [5.0, 1.0], [0.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 0.0])
+    series = Series(2.0, 10, [5.0, 1.0], [0.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0])
     result = nothing()
     result = replace(result, series=series, figures=replace(result.figures, seconds=3.0))
     drawn = [path for path in Parsed(memory("Memory", result, series).svg).of("path") if "clip-path" in path]

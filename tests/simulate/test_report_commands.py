@@ -1,4 +1,4 @@
-"""`lightkv simulate --report` and `lightkv simulate-report`: the files that they write and refuse."""
+"""`lightkv simulate --report`: the files that it writes and refuses."""
 
 import re
 import shlex
@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -13,7 +14,7 @@ from lightkv.router.cli import simulate as simulate_cli
 from lightkv.router.cli.app import app
 from lightkv.router.simulate.report.page import render
 from lightkv.router.simulate.result import SimulationResult
-from tests.support.simulation_results import nothing
+from lightkv.router.simulate.sweep import Repeats
 
 
 def run(*args: object) -> tuple[int, str, str]:
@@ -21,22 +22,16 @@ def run(*args: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, " ".join(result.stderr.split())
 
 
-SHORT = ("simulate", "chat", "--requests", "6", "--rate", "5")
+SHORT = ("simulate", "chat", "--requests", "20", "--rate", "5")
 
 
 def test_a_simulation_writes_its_report_and_prints_what_it_did(tmp_path: Path) -> None:
-    out, report, again = tmp_path / "out.json", tmp_path / "out.html", tmp_path / "again.html"
-    empty = tmp_path / "empty.json"
+    out, report = tmp_path / "out.json", tmp_path / "out.html"
     code, printed, _ = run(*SHORT, "--out", out, "--report", report)
     assert (code, printed) == (0, run(*SHORT)[1])
-    assert run("simulate-report", out, "--report", again)[0] == 0
-    assert again.read_text() == report.read_text() == render([SimulationResult.load(out)])
-    empty.write_bytes(nothing().to_json())
-    code, _, notes = run("simulate-report", empty, empty, "--report", again)
-    assert (code, notes) == (0, f"2 results drawn in {again}".replace("\n", ""))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "again.html", "empty.json", "out.html", "out.json",
-    ]  # fmt: skip
+    result = msgspec.json.decode(out.read_bytes(), type=SimulationResult)
+    assert report.read_text() == render([Repeats((result,))])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.html", "out.json"]
 
 
 def test_the_example_of_the_docs_prints_what_they_say(
@@ -72,54 +67,10 @@ def test_an_unwritable_path_is_refused_before_the_simulation(
 
 
 def test_two_results_of_a_run_are_two_files(tmp_path: Path) -> None:
-    code, _, notes = run(*SHORT, "--out", tmp_path / "x", "--report", tmp_path / "." / "x")
-    assert code == 2
-    assert "give two files" in notes
-    result = tmp_path / "a.json"
-    result.write_bytes(nothing().to_json())
-    assert run("simulate-report", result, "--report", result)[0] == 2
-    assert SimulationResult.load(result) == nothing()
-
-
-BROKEN = {
-    "empty": ("", "Input data was truncated"),
-    "not-json": ("figures", "malformed"),
-    "not-utf-8": (b'{"settings": {"trace": "\xff"}}', "give a file"),
-    "another-object": ("{}", "settings"),
-    "series-of-two-lengths": ('"used":[1.0],', "give all the same number"),
-    "no-admission": ('"admissions"', "no admission"),
-    "a-target-of-words": ('"ttft_target":"<b>"', "ttft_target is"),
-    "no-width": ('"width":0.0', "> 0.0 - at `$.series.width`"),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_file_that_is_no_result_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
-    changes = {
-        "series-of-two-lengths": '"used":[],', "no-admission": '"admission"',
-        "a-target-of-words": '"ttft_target":10.0', "no-width": '"width":1.0',
-    }  # fmt: skip
-    given, words = BROKEN[name]
-    whole = nothing().to_json().decode()
-    if name in changes:
-        assert isinstance(given, str)
-        assert changes[name] in whole
-        given = whole.replace(changes[name], given)
-    path, report = tmp_path / "x.json", tmp_path / "x.html"
-    path.write_bytes(given if isinstance(given, bytes) else given.encode())
-    code, printed, notes = run("simulate-report", path, "--report", report)
+    code, printed, notes = run(*SHORT, "--out", tmp_path / "x", "--report", tmp_path / "." / "x")
     assert (code, printed) == (2, "")
-    assert f"{path}: " in notes
-    assert words in notes
-    assert "that lightkv simulate --out wrote" in notes
-    assert not report.exists()
-
-
-def test_a_report_needs_a_result_and_a_place(tmp_path: Path) -> None:
-    assert run("simulate-report", "--report", tmp_path / "x.html")[0] == 2
-    assert run("simulate-report", tmp_path / "x.json")[0] == 2
-    code, _, notes = run("simulate-report", tmp_path / "x.json", "--report", tmp_path / "x.html")
-    assert (code, notes) == (2, f"lightkv: {tmp_path / 'x.json'}: No such file or directory")
+    assert "--out and --report are both" in notes
+    assert not list(tmp_path.iterdir())
 
 
 PROGRAM = """

@@ -17,7 +17,7 @@ def nothing() -> SimulationResult:
     figures = {field.name: 0 if field.type is int else 0.0 for field in fields(Figures)}
     settings = {**asdict(SMALL), "trace": "nothing", "admission": "guaranteed"}
     empty = Curve(list(CURVE_QUANTILES), [0.0] * len(CURVE_QUANTILES))
-    series = Series(1.0, 100, [], [], [], [], [])
+    series = Series(1.0, 100, [], [], [], [], [], [])
     return SimulationResult(settings, {"source": {}}, Figures(**figures), series, empty, empty)  # type: ignore[arg-type]
 
 

@@ -125,27 +125,29 @@ def counts(title: str, lines: Sequence[Line], most: float | None = None) -> Char
 
 def latencies(results: Sequence[SimulationResult], names: Sequence[str]) -> list[Chart]:
     """Draws the quantiles of TTFT and of TPOT, with their targets."""
-    ttft, tpot = ([float(r.settings[name]) for r in results] for name in ("ttft_target", "tpot_target"))
+    targets = results[0].settings
     return [
-        _quantiles("Time to the first token (TTFT)", names, [r.ttft for r in results], ttft),
-        _quantiles("Time per token after it (TPOT)", names, [r.tpot for r in results], tpot),
+        _quantiles(
+            "Time to the first token (TTFT)", names, [r.ttft for r in results], targets["ttft_target"]
+        ),
+        _quantiles(
+            "Time per token after it (TPOT)", names, [r.tpot for r in results], targets["tpot_target"]
+        ),
     ]
 
 
-def _quantiles(title: str, names: Sequence[str], curves: Sequence[Curve], targets: list[float]) -> Chart:
+def _quantiles(title: str, names: Sequence[str], curves: Sequence[Curve], target: float) -> Chart:
     drawn = [(name, curve) for name, curve in zip(names, curves, strict=True) if any(curve.seconds)]
-    levels = {target: in_seconds(target) for target in sorted(set(targets))}
 
     def draw(axes: Axes) -> None:
         for number, (name, curve) in enumerate(drawn):
             axes.plot(list(map(_nines, curve.quantiles)), curve.seconds, **_look(number), label=name)
-        for target, words in levels.items():
-            _level(axes, target, f"target {words}")
+        _level(axes, target, f"target {in_seconds(target)}")
         axes.set_xticks(list(map(_nines, _QUANTILES.values())), list(_QUANTILES))
         axes.set(yscale="log", xlim=(0, _MOST_NINES), xlabel="per cent of requests")
         axes.yaxis.set_major_formatter(EngFormatter("s"))
 
-    words = f"Seconds by quantile; target {' and '.join(levels.values())}."
+    words = f"Seconds by quantile; target {in_seconds(target)}."
     return _chart(title, words, draw if drawn else None)
 
 

@@ -8,9 +8,6 @@ from typing import Any
 from lightkv.router.simulate.result import Figures, SimulationResult
 from lightkv.router.simulate.sweep import Repeats, is_above
 
-# Results that differ only in these settings are compared.
-POLICY = ("allocation", "admission", "patience", "reserve")
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -72,14 +69,12 @@ def summary(result: SimulationResult) -> dict[str, str]:
     load = f", {f.load:.2f} of saturation ({f.saturation_rate:.2f})" if f.load else ""
     targets = f"first token in {settings['ttft_target']:g} s, then {settings['tpot_target'] * 1e3:g} ms each"
     within = ""
-    itl_target = settings.get("itl_target")
-    if isinstance(itl_target, int | float) and itl_target:
-        within = f"; steps of at most {itl_target * 1e3:g} ms beside decodes"
+    if settings["itl_target"]:
+        within = f"; steps of at most {settings['itl_target'] * 1e3:g} ms beside decodes"
     padding = f", {f.memory_padding_share:.2%} padding" if f.memory_padding_share else ""
     waste = f"; of a request's slots {f.last_page_waste_share:.2%} empty" if f.last_page_waste_share else ""
-    capacity = in_words(settings.get("capacity"))
     return {
-        "policy": f"{settings['allocation']}, {settings['admission']}; {capacity} tokens{within}",
+        "policy": f"{settings['allocation']}, {settings['admission']}; {settings['capacity']:,} tokens{within}",
         "requests": f"{f.num_requests:,}, {arriving}{load}"
         + (f"; {f.num_skipped:,} too large" if f.num_skipped else ""),
         "served": f"{f.served_rate:.2f} requests a second while loaded, {f.output_rate:,.0f} tokens a second",
@@ -100,34 +95,30 @@ def summary_table(result: SimulationResult) -> Table:
     return Table("The most important figures", ["", "value"], rows, numeric=False)
 
 
-def policies(groups: Sequence[Repeats], names: Sequence[str], comparable: bool) -> tuple[Table, Table]:
-    """Returns the tables of service and of memory, with a column per policy. `comparable`: marks the best."""
-    bold = " The best of each row is bold." if comparable else ""
-    if any(len(group.results) > 1 for group in groups):
-        bold = f" Means over the seeds, with the least and the greatest below.{bold}"
-        if comparable:
-            bold = bold[:-1] + ", if it is better than the others with every seed."
+def policies(groups: Sequence[Repeats]) -> tuple[Table, Table]:
+    """Returns the tables of service and of memory, with a column per policy. Several policies have the same
+    requests, and the best of each row is marked."""
+    marked = " The best of each row is marked." if len(groups) > 1 else ""
+    if len(groups[0].results) > 1:
+        if marked:
+            marked = marked[:-1] + ", if it is better than the others with every seed."
+        marked = f" Means over the seeds, with the least and the greatest below.{marked}"
     service = "Service. In time: requests that met both targets. Served: until the last admission."
     memory = (
         "Memory: means while loaded, as shares of the pool's capacity. Waste: slots held without a token. "
         "Waste in a request: its share of the request's own slots. Recomputed: tokens computed again after "
         "preemptions."
     )
-    return (
-        _policies(service + bold, _SERVICE, groups, names, comparable),
-        _policies(memory + bold, _MEMORY, groups, names, comparable),
-    )
+    return _policies(service + marked, _SERVICE, groups), _policies(memory + marked, _MEMORY, groups)
 
 
-def _policies(
-    caption: str, wanted: Sequence[_Row], groups: Sequence[Repeats], names: Sequence[str], comparable: bool
-) -> Table:
+def _policies(caption: str, wanted: Sequence[_Row], groups: Sequence[Repeats]) -> Table:
     rows = []
     for row in wanted:
         values = [row.value(group.mean.figures) for group in groups]
         if row.heading in ("arrivals /s", "load") and not any(values):
             continue
-        best = _best(row, groups) if comparable else None
+        best = _best(row, groups)
         cells = [
             Cell(
                 format(value, row.form), best == format(value, row.form), _spread(row.value, row.form, group)
@@ -135,7 +126,7 @@ def _policies(
             for value, group in zip(values, groups, strict=True)
         ]
         rows.append((row.heading, cells))
-    return Table(caption, ["", *names], rows)
+    return Table(caption, ["", *(group.name for group in groups)], rows)
 
 
 def _best(row: _Row, groups: Sequence[Repeats]) -> str | None:
@@ -158,19 +149,19 @@ def replica_table(result: SimulationResult) -> Table:
     """Returns the figures of each replica, and of all together."""
     columns = ["", "requests", "computed", "hit %", "first p50 s", "first p99 s", "waiting", "preempted"]
     rows = []
-    for idx, f in enumerate([*(result.replicas or ()), result.figures]):
+    for idx, f in enumerate([*result.replicas, result.figures]):
         texts = [
             f"{f.num_requests:,}", f"{f.prompt_tokens - f.hit_tokens:,}",
             f"{100 * f.hit_tokens / max(f.prompt_tokens, 1):.1f}", f"{f.ttft_p50:.2f}", f"{f.ttft_p99:.2f}",
             f"{f.mean_waiting:.1f}", f"{f.num_preemptions:,}",
         ]  # fmt: skip
-        name = f"replica {idx}" if idx < len(result.replicas or ()) else "together"
+        name = f"replica {idx}" if idx < len(result.replicas) else "together"
         rows.append((name, list(map(Cell, texts))))
-    caption = f"{result.settings.get('routing')}, seed {result.settings.get('seed')}"
+    caption = f"{result.settings['routing']}, seed {result.settings['seed']}"
     return Table(caption, columns, rows)
 
 
-def all_figures(groups: Sequence[Repeats], columns: Sequence[str]) -> Table:
+def all_figures(groups: Sequence[Repeats]) -> Table:
     """Returns every figure by its name in the JSON line."""
     values = [asdict(group.mean.figures) for group in groups]
     rows = []
@@ -180,7 +171,7 @@ def all_figures(groups: Sequence[Repeats], columns: Sequence[str]) -> Table:
             low, high = (_number(end) for end in group.spread(attrgetter(name)))
             cells.append(Cell(_number(each[name]), spread="" if low == high else f"{low} – {high}"))
         rows.append((name, cells))
-    return Table("Figures by name", ["figure", *columns], rows)
+    return Table("Figures by name", ["figure", *(group.name for group in groups)], rows)
 
 
 def _number(value: float) -> str:
@@ -215,24 +206,3 @@ def in_words(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def labels(results: Sequence[SimulationResult]) -> list[str]:
-    """Names each result: by its policy, then by other settings that differ, then by a number, until all names
-    are different."""
-    names = [f"{result.settings['allocation']} · {result.settings['admission']}" for result in results]
-    for key in differing(results):
-        if key not in POLICY[:2] and len(set(names)) < len(names):
-            names = [
-                f"{name}, {key} {in_words(result.settings.get(key))}"
-                for name, result in zip(names, results, strict=True)
-            ]
-    if len(set(names)) < len(names):
-        names = [f"{number}: {name}" for number, name in enumerate(names, start=1)]
-    return names
-
-
-def differing(results: Sequence[SimulationResult]) -> list[str]:
-    """Returns the settings that are not equal in all results."""
-    keys = list(dict.fromkeys(key for result in results for key in result.settings))
-    return [key for key in keys if any(r.settings.get(key) != results[0].settings.get(key) for r in results)]
