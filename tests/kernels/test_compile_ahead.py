@@ -116,8 +116,8 @@ print(json.dumps(announced))
 def test_kernels_are_compiled_once_and_not_launched(tmp_path: Path) -> None:
     file = tmp_path / "script.py"
     file.write_text(SCRIPT)
-    root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": root}
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": path}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run([sys.executable, str(file)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
