@@ -231,7 +231,15 @@ def keep_branch(running: Running, request: Request) -> None:
             one.note_kept(branch.sequence)
 
 
-def has_state(ledger: TokenLedger, request: Request, num_before: int) -> bool:
+def state_wait(ledger: TokenLedger, request: Request, num_before: int) -> WaitsFor:
+    """Returns what a waiting request lacks where layers have states: a state, or the snapshot that the step
+    being planned makes; "" for nothing. `num_before`: the requests that it passes."""
+    if not _has_state(ledger, request, num_before):
+        return "states"
+    return "prefill" if _finds_more_later(ledger, request) else ""
+
+
+def _has_state(ledger: TokenLedger, request: Request, num_before: int) -> bool:
     """Returns whether a state is there for a waiting request, beside those that running requests take and the
     `num_before` that it passes. Each holds one from then on, so that none is ever short of one; a snapshot that
     running requests read takes its own, once, for as long as they do."""
@@ -244,7 +252,7 @@ def has_state(ledger: TokenLedger, request: Request, num_before: int) -> bool:
     return not path or bool(path[0].tails[len(ledger.groups.classes)].holders)
 
 
-def finds_more_later(ledger: TokenLedger, request: Request) -> bool:
+def _finds_more_later(ledger: TokenLedger, request: Request) -> bool:
     """Returns whether the step that is being planned makes a snapshot with which a request would compute no
     more than half as much if it began in the next one."""
     in_tree = ledger.tree.match(request.namespace, request.prefill_ids)

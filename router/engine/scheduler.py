@@ -22,7 +22,7 @@ from collections.abc import Callable
 from lightkv.errors import CheckFailed
 from lightkv.ledger import Sequence, TokenLedger
 
-from .admission import Admission, Running, finds_more_later, has_state, keep_branch
+from .admission import Admission, Running, keep_branch, state_wait
 from .forecast import Prefill
 from .guarantees import Forecasts
 from .plan_writer import Chunk, DecodeBatch, PlannedStep, PlanWriter
@@ -308,14 +308,12 @@ class Scheduler:
         running = Running(
             ledger, self._forecasts, self._prefilling, self._decoding.values(), budget, room, idx
         )
-        # Also while it waits, since windows and states pass what it would hit.
-        if self._num_groups > 1 or self._has_states:
+        if self._num_groups > 1 or self._has_states:  # also while it waits, since what it would hit passes
             keep_branch(running, request)
-        if self._has_states and not has_state(ledger, request, len(passed)):
-            self.waits_for = "states"
+        if self._has_states and (why := state_wait(ledger, request, len(passed))):
+            self.waits_for = why
             return False
-        is_early = self._has_states and finds_more_later(ledger, request)
-        if is_early or not budget.can_begin(request.num_prefill_tokens):
+        if not budget.can_begin(request.num_prefill_tokens):
             self.waits_for = "prefill"
             return False  # it is admitted in a step that computes a part of it
         if not len(request.output) < request.expected < request.max_tokens:  # else its estimate still stands
@@ -429,12 +427,11 @@ class Scheduler:
                 break
             request = self._prefilling[idx]
             start = request.open_sequence.length
-            most = self._fitting(request, room)
-            count = min(budget.tokens(start, request.num_prefill_left), most)
+            count = min(budget.tokens(start, request.num_prefill_left), self._fitting(request, room))
             if count <= 0:
                 break
-            chunks += (parts := self._next_chunks(request, start, count))
-            budget.add(start, sum([part.num_tokens for part in parts]))
+            chunks += self._next_chunks(request, start, count)
+            budget.add(start, request.open_sequence.length - start)
             idx += 1
         return chunks
 
