@@ -28,6 +28,7 @@ from lightkv.router.engine.step import PromptLogprobs, TokenEvent, TokenLogprobs
 from lightkv.router.model.build import build_runner, find_model
 from lightkv.router.text.beam_search import Beam, BeamParams, BeamSearch
 from lightkv.router.text.completion import AnswerForm, AnswerPlan, Completion
+from lightkv.router.text.stable_boundary import chat_boundary
 from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.token_ids import int32_bytes
 
@@ -233,7 +234,7 @@ class LLM:
         end_ids = frozenset() if params.ignore_eos else self.tokenizer.eos_ids
         one_token = params.round_params(len(end_ids))
         many = _as_prompts(prompts)
-        searches = [BeamSearch(self._encode(i, one), params, end_ids) for i, one in enumerate(many)]
+        searches = [BeamSearch(self._encode(i, one)[0], params, end_ids) for i, one in enumerate(many)]
         whole = replace_params(one_token, max_tokens=params.max_tokens)
         for search in searches:  # the last round is as long as a whole answer
             request = Request("", search.prompts[0], whole, seed=0)
@@ -274,7 +275,7 @@ class LLM:
         with self._compiled({one.grammar for one in params}):  # raises InvalidGrammar
             pass
         for prompt_idx, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
-            prompt_ids = self._encode(prompt_idx, prompt)
+            prompt_ids, boundary = self._encode(prompt_idx, prompt)
             grammar = wanted.grammar
             if grammar is not None:
                 wanted = replace_params(wanted, grammar=None)  # the request gets a compiled one later
@@ -282,21 +283,28 @@ class LLM:
             others, form = plan.params.of_others, AnswerForm(continues=not _is_chat(prompt))
             for index, (seed, completion) in enumerate(plan.begin(prompt_ids, form)):
                 params_of_one = others if index else plan.params
-                request = Request(secrets.token_hex(8), prompt_ids, params_of_one, seed, plan.stop_ids)
+                request = Request(
+                    secrets.token_hex(8), prompt_ids, params_of_one, seed, plan.stop_ids, boundary=boundary
+                )
                 request.validate(self.info.limits, self.info.capacity, self.info.groups)
                 answers.append(_Answer(prompt_idx, index, request, completion, grammar))
         return answers
 
-    def _encode(self, prompt_idx: int, prompt: Prompt) -> bytes:
+    def _encode(self, prompt_idx: int, prompt: Prompt) -> tuple[bytes, int]:
+        """Returns a prompt's ids, int32 bytes, and the boundary of a chat (`Request`)."""
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt).tobytes()
+            return self.tokenizer.encode(prompt).tobytes(), 0
         if _is_chat(prompt):
             for message in cast(Sequence[Message], prompt):
                 _require_message(prompt_idx, message)
-            return self.tokenizer.encode_chat(cast(Sequence[Message], prompt)).tobytes()
+            chat, render = list(map(dict, cast(Sequence[Message], prompt))), self.tokenizer.render_chat
+            ids = self.tokenizer.encode(text := render(chat), add_special_tokens=False)
+            if not self.info.finds_boundary:
+                return ids.tobytes(), 0
+            return ids.tobytes(), chat_boundary(self.tokenizer, text, ids, chat, render)
         wrong = f"prompt {prompt_idx} is neither a text nor token ids nor a list of messages"
         try:
-            return int32_bytes(cast(Sequence[int], prompt))
+            return int32_bytes(cast(Sequence[int], prompt)), 0
         except TypeError as error:
             raise TypeError(f"{wrong}: {error}") from error
         except ValueError as error:
@@ -326,9 +334,8 @@ class LLM:
         run = _Run(answers)
         try:
             with interrupts_deferred():
-                for answer in answers:
-                    self.engine.add(answer.request)
-                    self._runs[answer.request.id] = run
+                self.engine.add(*[answer.request for answer in answers])
+                self._runs.update(dict.fromkeys(run.growing, run))
             while run.growing:
                 with interrupts_deferred():
                     if not run.inbox:

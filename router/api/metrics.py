@@ -64,6 +64,10 @@ _GAUGES = (
         "guaranteed_peak",
     ),
     ("lightkv:reached_peak_tokens", "The most slots held in any step so far.", "reached_peak"),
+    ("lightkv:states", "State slots of recurrent layers.", "num_states"),
+    ("lightkv:free_states", "Free state slots.", "free_states"),
+    ("lightkv:held_states", "State slots of running requests, and snapshots that these read.", "held_states"),
+    ("lightkv:cached_states", "Snapshots of states that are cached for later requests.", "cached_states"),
     ("lightkv:sessions", "Sessions that protect tokens.", "num_sessions"),
     (
         "lightkv:session_tokens",
@@ -205,6 +209,8 @@ class _RouterCollector:
                 "cache_dtype": info.kv_type,
                 "pool_bytes": str(info.pool_bytes),
                 "bytes_per_token": str(info.bytes_per_token),
+                "num_states": str(info.num_states),
+                "bytes_per_state": str(info.bytes_per_state),
             }
             family.add_metric([self._model], config)
             yield family

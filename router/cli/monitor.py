@@ -168,6 +168,11 @@ def frame(
         f"{report.held:,} held, {report.cached:,} cached, {report.free:,} free of {report.capacity:,} tokens"
         f"{f', in {report.kv_dtype}' if report.kv_dtype else ''}"
     )
+    if report.num_states:
+        pool += (
+            f"; {report.held_states:,} held, {report.cached_states:,} cached, {report.free_states:,} free of "
+            f"{report.num_states:,} states"
+        )
     peak = (
         f"{report.forecast_peak:,} tokens forecast, {report.guaranteed_peak:,} guaranteed, "
         f"{report.reached_peak:,} reached so far"

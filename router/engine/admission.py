@@ -182,7 +182,7 @@ def _steps_to_wait(running: Running, forecast: Forecast, request: Request, final
     if window.now * num_groups > running.room:  # as until something is freed
         return running.forecasts.all.steps_to_end()
     candidate = Candidate(match, window, final)
-    if num_groups > 1:
+    if num_groups > 1 or ledger.states.capacity:
         candidate = candidate._replace(points=_points(ledger, request, match))
     wait = forecast.steps_to_wait(candidate, limit, prefills)
     if wait and forecast is running.forecasts.guaranteed:
@@ -231,12 +231,52 @@ def keep_branch(running: Running, request: Request) -> None:
             one.note_kept(branch.sequence)
 
 
+def state_wait(ledger: TokenLedger, request: Request, num_before: int) -> WaitsFor:
+    """Returns what a waiting request lacks where layers have states: a state, or the snapshot that the step
+    being planned makes; "" for nothing. `num_before`: the requests that it passes."""
+    if not _has_state(ledger, request, num_before):
+        return "states"
+    return "prefill" if _finds_more_later(ledger, request) else ""
+
+
+def _has_state(ledger: TokenLedger, request: Request, num_before: int) -> bool:
+    """Returns whether a state is there for a waiting request, beside those that running requests take and the
+    `num_before` that it passes. Each holds one from then on, so that none is ever short of one; a snapshot that
+    running requests read takes its own, once, for as long as they do."""
+    states = ledger.states
+    num_owed = states.num_owed + num_before
+    spare = states.num_available - num_owed
+    if spare != 1 or not num_owed:
+        return spare > 0  # the last one may be the snapshot that the request hits, and is its own then
+    path = ledger.match(request.prefill_ids, request.namespace).path
+    return not path or bool(path[0].tails[len(ledger.groups.classes)].holders)
+
+
+def _finds_more_later(ledger: TokenLedger, request: Request) -> bool:
+    """Returns whether the step that is being planned makes a snapshot with which a request would compute no
+    more than half as much if it began in the next one."""
+    in_tree = ledger.tree.match(request.namespace, request.prefill_ids)
+    hit = ledger.match(request.prefill_ids, request.namespace).num_tokens
+    end = in_tree.num_tokens
+    for i, segment in enumerate(in_tree.path):
+        tail = segment.tails.get(len(ledger.groups.classes))
+        if tail is not None and tail.published == ledger.step and (i or in_tree.tip == segment.length):
+            return 2 * (request.num_prefill_tokens - end) <= request.num_prefill_tokens - hit
+        end -= segment.length if i else in_tree.tip
+    return False
+
+
 def _points(ledger: TokenLedger, request: Request, match: Match) -> tuple[int, ...]:
-    """Returns where a request that hits `match` would keep tails for others: at the end of its prompt, and at
-    the end of the tokens that it could hit if every layer had them."""
-    in_tree = ledger.tree.match(request.namespace, request.prefill_ids).num_tokens
-    points = sorted({in_tree, request.num_prefill_tokens})
-    return tuple([point for point in points if point > match.num_tokens])
+    """Returns where a request that hits `match` would keep tails for others: at its boundary, or the end of its
+    prompt, and at the end of the tokens that it could hit if every layer had them."""
+    places = {ledger.tree.match(request.namespace, request.prefill_ids).num_tokens, *request.keep_at}
+    if not ledger.states.capacity:
+        places.add(request.num_prefill_tokens)
+    elif not request.keep_at:
+        places.add(request.num_prefill_tokens - 1)
+    return tuple(
+        sorted([point for point in places if match.num_tokens < point <= request.num_prefill_tokens])
+    )
 
 
 _PATIENT_SHARE = 0.8  # of the target; the rest is for computing the prompt, and the prompts before it

@@ -103,7 +103,10 @@ class Forecast:
         self._sum_final = 0
         self._groups = ledger.groups
         self._width = ledger.groups.widths[0]  # slots of a token in the layers that see everything
-        self._is_uniform = ledger.groups.is_uniform
+        # Where layers have states, a sequence may come to share what another has computed. So each is counted
+        # as if it shared nothing, and what several hold is subtracted, as where layers see a window only.
+        self._has_states = ledger.states.capacity > 0
+        self._is_uniform = ledger.groups.is_uniform and not self._has_states
         # Segment that several open sequences hold → the last end of those holders that decode or rest, where
         # known; NONE where it is not shared in this forecast.
         self._until: dict[Segment, int] = {}
@@ -423,6 +426,11 @@ class Forecast:
             growths.append(_Growth(num_hit, window, decodes))
         return growths, runs
 
+    def _with_waits(self, window: PrefillWindow, points: Seq[int]) -> PrefillWindow:
+        """Returns when a prefill is computed that may wait a step at each of these points ahead, where its
+        state is kept (`TokenLedger.piece`)."""
+        return window._replace(last=window.last + len(points)) if self._has_states else window
+
     def _prefilling_in_windows(
         self, prefills: Seq[Prefill], candidate: Candidate | None
     ) -> tuple[list[_Growth], list[_Run], list[Entry]]:
@@ -434,12 +442,14 @@ class Forecast:
             if sequence.row not in self._final:
                 continue
             row, length = sequence.row, sequence.length
+            window = self._with_waits(window, [one for one in sequence.points if one > length])
             pace = paces[row] = Pace.latest(step, window, length, self._final[row])
             rising.append((window, length, pace, held_by(sequence), sequence.points))
         if candidate is not None:
-            match, window, final, _ = candidate
+            match, window, final, points = candidate
+            window = self._with_waits(window, points)
             pace = Pace.latest(step, window, match.num_tokens, final)
-            rising.append((window, match.num_tokens, pace, hit_by(classes, match), candidate.points))
+            rising.append((window, match.num_tokens, pace, hit_by(classes, match), points))
         growths, runs = list[_Growth](), list[_Run]()
         for window, length, pace, held, points in rising:
             rises = prefilling(classes[1:], held[1:], points, window.most, pace)
@@ -453,7 +463,7 @@ class Forecast:
         repeated = []
         for segment in self._ledger.shared:
             depth = sum([one.length for one in segment.up()])
-            tails = [(cls, tail.length, tail.holders) for cls, tail in segment.tails.items()]
+            tails = [(cls, tail.length, tail.holders) for cls, tail in segment.tails.items() if tail.length]
             for cls, length, holders in [(0, segment.length, segment.holders), *tails]:
                 one = classes[cls]
                 ends = [paces[row].passes(one.lifetime, depth) for row in holders if row in paces]

@@ -50,7 +50,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     of them found in the cache, generated tokens, preemptions, the tokens that were computed again after
     preemptions, the requests whose limits were cut to what the pool can hold, and the tokens of sessions
     that were evicted, or lost their protection because all sessions exceeded their share. waits_for: what
-    the head of the queue waits for, as in `WaitsFor`.
+    the head of the queue waits for, as in `WaitsFor`. State slots, of models with recurrent layers: num_states,
+    free_states, held_states (of running requests, with the snapshots that these read) and cached_states.
     """
 
     capacity: int = 0
@@ -77,6 +78,10 @@ class EngineStats(msgspec.Struct, frozen=True):
     session_evicted_tokens: int = 0
     session_over_share_tokens: int = 0
     num_missing_graphs: int = 0
+    num_states: int = 0
+    free_states: int = 0
+    held_states: int = 0
+    cached_states: int = 0
 
 
 class Captures:
@@ -197,7 +202,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Returns the counts as they stand."""
         scheduler, ledger = self.scheduler, self.scheduler.ledger
-        sessions = ledger.session_counts
+        sessions, states = ledger.session_counts, ledger.states
         return EngineStats(
             capacity=ledger.capacity,
             free=ledger.num_free,
@@ -223,6 +228,10 @@ class Engine:
             session_evicted_tokens=sessions.evicted,
             session_over_share_tokens=sessions.over_limit,
             num_missing_graphs=self.captures.num_missing,
+            num_states=states.capacity,
+            free_states=states.num_free,
+            held_states=states.num_held,
+            cached_states=states.num_cached,
         )
 
     def _require_alive(self) -> None:
@@ -337,6 +346,7 @@ def make_scheduler(
     """Returns a scheduler over an empty ledger. `max_in_flight`: None is what suits the runner."""
     limits = info.limits
     max_protected = int(limits.session_share * info.capacity)
-    ledger = TokenLedger(info.capacity, limits.max_num_seqs, limits.max_model_len, max_protected, info.groups)
+    rows, groups, num_states = limits.max_num_seqs, info.groups, info.num_states
+    ledger = TokenLedger(info.capacity, rows, limits.max_model_len, max_protected, groups, num_states)
     budget = PrefillBudget(limits, info.step_time, info.graph_tokens)
     return Scheduler(ledger, limits, max_in_flight or info.max_in_flight, admission, budget=budget)

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from msgspec.structs import replace
 
-from lightkv.edits import Alloc, encode
+from lightkv.edits import Alloc, Edit, encode
 from lightkv.ledger import Sequence, TokenLedger
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.ledger.shared_prefixes import BatchPrefixes
@@ -29,6 +29,7 @@ class Chunk(NamedTuple):
     request: Request
     start: int
     num_tokens: int
+    edits: int = 0  # where another chunk of the request follows in the step, the edits before that one
 
 
 class DecodeBatch(NamedTuple):
@@ -138,18 +139,41 @@ class PlanWriter:
     def __init__(self, ledger: TokenLedger, limits: Limits) -> None:
         self._ledger = ledger
         self._new_rows = NewRows(limits.vocab_size)
+        self._edits: list[Edit] = []  # those that were drained before the step was written
         self.decodes = Decodes(BatchPrefixes(ledger, limits.prefix_sharing))
 
     def introduce(self, request: Request) -> None:
         """Notes that the request's sequence was opened: the next plan says how its row is sampled."""
         self._new_rows.add(request, request.open_sequence.row)
 
+    def chunks(self, request: Request, start: int, count: int) -> list[Chunk]:
+        """Allocates and publishes `count` tokens of a request's prefill from `start` on, in pieces that end
+        where a state is kept, or fewer where the next step has to keep it. Returns the pieces."""
+        sequence, chunks, end = request.open_sequence, list[Chunk](), start + count
+        while start < end and (part := self._ledger.piece(sequence, end - start)):
+            if chunks:
+                chunks[-1] = chunks[-1]._replace(edits=self._drain())
+            self._ledger.extend([sequence], [part])
+            self._ledger.publish(sequence)
+            chunks.append(Chunk(request, start, part))
+            start += part
+        return chunks
+
+    def _drain(self, decode_alloc: Alloc | None = None) -> int:
+        """Takes the ledger's edits. Returns how many the next step has so far."""
+        # The allocation of the decodes' slots travels as the batch itself (`StepPlan.decode_alloc`).
+        self._edits += [edit for edit in self._ledger.drain() if edit is not decode_alloc]
+        return len(self._edits)
+
     def write(self, chunks: list[Chunk], decodes: DecodeBatch, decode_alloc: Alloc) -> PlannedStep:
         """Plans the step of these chunks and decodes, whose slots the ledger has allocated."""
         ledger = self._ledger
-        # The allocation of the decodes' slots travels as the batch itself (`StepPlan.decode_alloc`).
-        edits = [edit for edit in ledger.drain() if edit is not decode_alloc]
-        sample = [i for i, chunk in enumerate(chunks) if not chunk.request.num_prefill_left]
+        self._drain(decode_alloc)
+        edits, self._edits = self._edits, []
+        pieces = {i: chunk.edits for i, chunk in enumerate(chunks) if chunk.edits}
+        sample = [
+            i for i, chunk in enumerate(chunks) if i not in pieces and not chunk.request.num_prefill_left
+        ]
         begun = [chunks[i].request for i in sample]
         sample.extend(range(len(chunks), len(chunks) + len(decodes.rows)))
         kind = max([request.kind for request in begun], default=SamplerKind.GREEDY)
@@ -168,7 +192,7 @@ class PlanWriter:
             num_prefills=len(chunks),
             token_ids=b"".join(
                 request.prefill_ids[start * TOKEN_BYTES : (start + count) * TOKEN_BYTES]
-                for request, start, count in chunks
+                for request, start, count, _ in chunks
             ),
             sample=sample,
             kind=kind,
@@ -179,9 +203,10 @@ class PlanWriter:
             prompts=prompts,
             scored=[
                 scored
-                for part, (request, start, count) in enumerate(chunks)
+                for part, (request, start, count, _) in enumerate(chunks)
                 if request.is_scored and (scored := request.score(part, start, count)) is not None
             ],
+            pieces=pieces,
         )
         ledger.step += 1
         return PlannedStep(plan, [chunk.request for chunk in chunks], begun, decodes)

@@ -2,6 +2,7 @@
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
@@ -88,7 +89,9 @@ class Request:
         "id",
         "is_guaranteed",
         "is_late",
+        "is_repeated",
         "is_scored",
+        "is_traced",
         "kind",
         "lets_pass",
         "max_tokens",
@@ -116,6 +119,7 @@ class Request:
         "states_length",
         "stop_ids",
         "ticket",
+        "unseen",
         "waited",
     )
 
@@ -146,6 +150,7 @@ class Request:
         self.seed = seed
         self.stop_ids = stop_ids
         self.grammar = grammar
+        self.is_repeated = False  # does another answer to the same prompt begin with this one?
         # A prompt whose log-probabilities are asked for is computed in full, so it shares nothing.
         self.is_scored = params.prompt_logprobs is not None
         self.namespace = (*namespace, object()) if self.is_scored else namespace
@@ -164,6 +169,8 @@ class Request:
         self.waited = 0.0  # seconds in the queue until it was first admitted
         self.is_late = False  # has the request waited for so long that others go first?
         self.output = array("i")
+        self.unseen = array("i")  # what steps in flight sampled after its end, and the next one may have read
+        self.is_traced = True  # are these all of them?
         self.sequence: Sequence | None = None
         self.num_hit = 0  # tokens of the prompt found in the cache
         self.num_preemptions = 0
@@ -272,15 +279,27 @@ class Request:
         first. Unlike `order` it stays the same while the request waits."""
         return self.rank, self.arrival
 
+    @property
+    def keep_at(self) -> tuple[int, ...]:
+        """The places in its prompt, if it has a boundary, at which what windows and states see is kept for
+        others: the boundary and, for further answers to the prompt, its end."""
+        if not self.boundary:
+            return ()
+        return (self.boundary, self.num_prompt - 1) if self.is_repeated else (self.boundary,)
+
     def tail_ids(self) -> bytes:
-        """Returns what was generated since the prefill and can be cached, int32 bytes."""
+        """Returns what was generated since the prefill and can be cached, int32 bytes: also what the steps in
+        flight read after its end, which a state cannot take back."""
         # An end token that min_tokens or a ban ruled out was set on the host, because a grammar had ended: a
         # step in flight may have computed another token in its place.
         params = self.params
         is_ruled_out = len(self.output) <= params.min_tokens or params.bans_tokens
         is_forced = self.grammar is not None and self.finish_reason == "stop" and is_ruled_out
         end = len(self.output) - is_forced
-        return self.output[self.num_prefill_tokens - self.num_prompt : end].tobytes()
+        ids = self.output[self.num_prefill_tokens - self.num_prompt : end]
+        if self.grammar is None and self.is_traced:
+            ids += self.unseen
+        return ids.tobytes()
 
     def score(self, part: int, start: int, num_tokens: int) -> ScoredChunk | None:
         """Notes that a step computes the positions [start, start + num_tokens) of the prefill as part `part` of
@@ -313,7 +332,9 @@ def take_all(
     """Checks requests as `Request.validate` does, and then lowers limits that the pool can never hold.
     Returns how many. Answers that share their prompt and parameters are checked once."""
     requests, checked = list(requests), None
+    num_answers = Counter([id(request.prompt_ids) for request in requests])
     for request in requests:
+        request.is_repeated = num_answers[id(request.prompt_ids)] > 1
         shared = (request.prompt_ids, request.params, request.stop_ids)
         if checked is None or any(one is not other for one, other in zip(shared, checked, strict=True)):
             request.validate(limits, capacity, groups)

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from lightkv.errors import CheckFailed
 from lightkv.ledger import Sequence, TokenLedger
 
-from .admission import Admission, Running, keep_branch
+from .admission import Admission, Running, keep_branch, state_wait
 from .forecast import Prefill
 from .guarantees import Forecasts
 from .plan_writer import Chunk, DecodeBatch, PlannedStep, PlanWriter
@@ -72,6 +72,7 @@ class Scheduler:
         self._failed = False  # a step has failed, and another is still in flight
         self._forecasts = Forecasts(ledger, lag=depth - 1)
         self._num_groups = ledger.groups.num_groups  # slots of a token that all layers see
+        self._has_states = ledger.states.capacity > 0
         self._admission = admission or Admission()
         self._clock = clock
         self._budget = budget or PrefillBudget(limits)
@@ -226,9 +227,12 @@ class Scheduler:
 
     def _take_token(self, request: Request, i: int, result: StepResult, events: list[TokenEvent]) -> None:
         """Gives a request the token at index `i` of a result, unless it has ended. Adds its event."""
+        is_wrong = bool(result.errors) and i in result.errors
+        request.is_traced &= not is_wrong
         if request.finish_reason is not None:
+            request.unseen.append(result.tokens[i])
             return
-        if result.errors and i in result.errors:
+        if is_wrong:
             self._end(request, "invalid")
             events.append(TokenEvent(request.id, None, "invalid", error=result.errors[i]))
             return
@@ -304,8 +308,11 @@ class Scheduler:
         running = Running(
             ledger, self._forecasts, self._prefilling, self._decoding.values(), budget, room, idx
         )
-        if self._num_groups > 1:  # also while it waits, since windows pass what it would hit
+        if self._num_groups > 1 or self._has_states:  # also while it waits, since what it would hit passes
             keep_branch(running, request)
+        if self._has_states and (why := state_wait(ledger, request, len(passed))):
+            self.waits_for = why
+            return False
         if not budget.can_begin(request.num_prefill_tokens):
             self.waits_for = "prefill"
             return False  # it is admitted in a step that computes a part of it
@@ -319,7 +326,7 @@ class Scheduler:
             self.waits_for = self._admission.waits_for(request)
             return False
         request.is_guaranteed = is_guaranteed
-        sequence = ledger.open(request.prefill_ids, request.namespace, request.session)
+        sequence = ledger.open(request.prefill_ids, request.namespace, request.session, request.keep_at)
         request.sequence = sequence
         self._forecasts.admit(request)
         if request.num_preemptions:
@@ -407,9 +414,8 @@ class Scheduler:
         """
         if not self._prefilling and not self.waiting:
             return []
-        budget, chunks = self._step_budget(decodes), list[Chunk]()
+        budget, chunks, idx = self._step_budget(decodes), list[Chunk](), 0
         while (room := self.ledger.num_available - growth) > 0 or self._num_groups > 1:
-            idx = len(chunks)
             nexts = self.waiting.nexts
             admitted = self._prefilling[idx] if idx < len(self._prefilling) else None
             if nexts and admitted is not None and admitted.place <= nexts[-1].order:
@@ -421,12 +427,12 @@ class Scheduler:
                 break
             request = self._prefilling[idx]
             start = request.open_sequence.length
-            most = self._fitting(request, room)
-            count = min(budget.tokens(start, request.num_prefill_left), most)
+            count = min(budget.tokens(start, request.num_prefill_left), self._fitting(request, room))
             if count <= 0:
                 break
-            chunks.append(self._next_chunk(request, start, count))
-            budget.add(start, count)
+            chunks += self._next_chunks(request, start, count)
+            budget.add(start, request.open_sequence.length - start)
+            idx += 1
         return chunks
 
     def _fitting(self, request: Request, room: int) -> int:
@@ -445,16 +451,14 @@ class Scheduler:
         longest = max([request.num_prefill_new for request in self._prefilling], default=0)
         return self._budget.of_step(len(decodes), kv, max(waiting, 2 * longest))
 
-    def _next_chunk(self, request: Request, start: int, count: int) -> Chunk:
-        """Allocates and publishes `count` tokens of a request's prefill from `start` on. After the last of them
-        the forecast knows in which step it takes each further one."""
-        sequence = request.open_sequence
-        self.ledger.extend([sequence], [count])
-        self.ledger.publish(sequence)
+    def _next_chunks(self, request: Request, start: int, count: int) -> list[Chunk]:
+        """Has the next step compute `count` tokens of a request's prefill from `start` on, or fewer. After the
+        last token of the prefill the forecast knows in which step it takes each further one."""
+        chunks = self._plans.chunks(request, start, count)
         request.chunk_step = self.step
         if not request.num_prefill_left:
             self._forecasts.decode(request, begin=self.step + 1)
-        return Chunk(request, start, count)
+        return chunks
 
     # ------------------------------------------------------------------ the end of steps and requests
 

@@ -113,6 +113,9 @@ class StepPlan(msgspec.Struct, frozen=True):
         num_free: the ledger's count of free slots once the step's slots are allocated.
         scored: the tokens of prompts whose log-probabilities are computed.
         prefixes: which decodes have their first tokens in the same slots, so that they are read once.
+        pieces: where layers have states, the parts that another part of their row follows, by their index into
+            the batch: after how many of the edits their row says which states they read and write. Of all
+            others it says so after the last one.
     """
 
     step: int
@@ -130,6 +133,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     prefixes: list[SharedPrefix] = []
     prompts: list[bytes] = []
     scored: list[ScoredChunk] = []
+    pieces: dict[int, int] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -203,9 +207,9 @@ class PromptLogprobs(msgspec.Struct, frozen=True, gc=False):
         return [(TokenLogprobs(logprob, top, likely), rank) for logprob, top, likely, rank in rows]
 
 
-# What the head of the queue waits for: one of `max_num_seqs` rows, prompt tokens of a step, slots that are
-# expected to be free, slots up to its limit; "": none has been refused.
-WaitsFor = Literal["", "rows", "prefill", "slots", "guarantee"]
+# What the head of the queue waits for: one of `max_num_seqs` rows, a state, prompt tokens of a step, slots that
+# are expected to be free, slots up to its limit; "": none has been refused.
+WaitsFor = Literal["", "rows", "states", "prefill", "slots", "guarantee"]
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -314,7 +318,7 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     `capacity` is in slots, and `longest` says how many tokens fit whatever a request hits; None: as many.
     `left_out`: the modules of a model of several modalities that texts do not need, which are not loaded, with
     the bytes that their weights would take. `unfused`: how many layers run transformers' own code, by what of
-    them does and why."""
+    them does and why. `num_states`: the slots of states of recurrent layers, of `bytes_per_state` each."""
 
     architecture: str
     device: str
@@ -336,6 +340,14 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     longest: int | None = None
     left_out: dict[str, int] = {}
     unfused: dict[str, int] = {}
+    num_states: int = 0
+    bytes_per_state: int = 0
+
+    @property
+    def finds_boundary(self) -> bool:
+        """Whether some layers keep what they have seen of a prompt only at a few places, so that a chat says
+        where its next turn leaves it."""
+        return self.longest is not None or self.num_states > 0
 
     @property
     def kv_type(self) -> str:

@@ -90,9 +90,9 @@ class Rise(NamedTuple):
 
 
 def held_by(sequence: Sequence) -> list[Held]:
-    """Returns what an open sequence holds in each class."""
+    """Returns what an open sequence holds in each class of tokens."""
     found = [Held([Run(0, sequence.length)], sequence.length)]
-    for hold in sequence.holds:
+    for hold in [hold for hold in sequence.holds if hold.of.width]:  # a state takes no slots of tokens
         found.append(Held([Run(end - tail.length, end) for tail, end in hold.tails()], hold.own))
     return found
 

@@ -30,6 +30,7 @@ _PEER = struct.Struct("3i")  # pid, uid, gid (SO_PEERCRED)
 State = Literal["starting", "ready", "draining", "dead"]
 WAITS_FOR = {  # in words for people
     "rows": "one of --max-num-seqs to end",
+    "states": "a state slot, of which each running request takes one",
     "prefill": "steps that have prompt tokens left",
     "slots": "slots that are expected to be free",
     "guarantee": "slots up to their max_tokens",

@@ -8,11 +8,12 @@ Templates leave out the thinking of earlier turns, and begin it for the answer. 
 nor that of the answer is found again.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from .tokenizer import Tokenizer
+from .tokenizer import ChatTemplateError, Tokenizer
 
 _ANSWER = {"role": "assistant", "content": "lightkv"}
 _QUESTION = {"role": "user", "content": "lightkv"}
@@ -24,6 +25,21 @@ def next_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns a chat with an answer, if it does not end with one, and one further question."""
     answered = bool(messages) and messages[-1].get("role") == "assistant"
     return [*messages, *([] if answered else [_ANSWER]), _QUESTION]
+
+
+def chat_boundary(
+    tokenizer: Tokenizer,
+    text: str,
+    ids: np.ndarray,
+    messages: list[dict[str, Any]],
+    render: Callable[[list[dict[str, Any]]], str],
+) -> int:
+    """Returns the stable boundary of the text that `render` has made of a chat's messages; 0 also where the
+    template refuses what follows."""
+    try:
+        return stable_boundary(tokenizer, text, ids, render(next_turn(messages)))
+    except ChatTemplateError:
+        return 0
 
 
 def stable_boundary(tokenizer: Tokenizer, text: str, ids: np.ndarray, later: str) -> int:

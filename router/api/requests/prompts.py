@@ -7,6 +7,7 @@ texts are tokenised in a thread, where the tokenizer releases Python's lock.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -14,8 +15,8 @@ import numpy as np
 from lightkv.router.engine.request import InvalidPrompt, NeverFits, maximum_length
 from lightkv.router.text.detokenizer import closed_text
 from lightkv.router.text.infilling import infilling_ids
-from lightkv.router.text.stable_boundary import next_turn, stable_boundary
-from lightkv.router.text.tokenizer import ChatTemplateError, Tokenizer
+from lightkv.router.text.stable_boundary import chat_boundary
+from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.token_ids import int32_bytes
 
 T = TypeVar("T")
@@ -102,11 +103,11 @@ class PromptReader:
         ids = self.tokenizer.encode(text, chat.add_special_tokens)
         if not finds_boundary:
             return ChatPrompt(ids)
-        try:
-            later = self._render(replace(chat, messages=next_turn(chat.messages), continues_last=False))
-        except ChatTemplateError:  # a template may refuse what follows
-            return ChatPrompt(ids)
-        return ChatPrompt(ids, stable_boundary(self.tokenizer, text, ids, later))
+        later = partial(replace, chat, continues_last=False)
+        boundary = chat_boundary(
+            self.tokenizer, text, ids, chat.messages, lambda messages: self._render(later(messages=messages))
+        )
+        return ChatPrompt(ids, boundary)
 
     def _render(self, chat: Chat) -> str:
         return self.tokenizer.render_chat(
