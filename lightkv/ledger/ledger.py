@@ -299,11 +299,6 @@ class TokenLedger:
         next one has to wait for the next step."""
         return self._extension.piece(sequence, count) if self._state.states else count
 
-    def states_needed(self, sequences: Seq[Sequence]) -> int:
-        """Returns how many available state slots are enough to extend each of these once."""
-        of = self._state.states
-        return 0 if of is None else of.needed(sequences)
-
     def extend_imported(self, sequence: Sequence, length: int, firsts: Seq[int] = ()) -> Alloc:
         """Extends a sequence to `length` tokens whose K/V comes from elsewhere, all or none. `firsts`: where
         layers have groups, for each class after the first, the first entry that comes; none is held before it.

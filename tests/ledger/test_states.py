@@ -12,7 +12,7 @@ from lightkv.layer_groups import ONE_GROUP
 from lightkv.ledger import TokenLedger
 from lightkv.ledger.snapshots import MAX_OF_PATH
 from tests.support.combinations import slow
-from tests.support.state_life import GROUPS, Life, Text, ids_bytes, live, random_life
+from tests.support.state_life import GROUPS, Life, Text, ids_bytes, live, random_life, states_needed
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -217,7 +217,7 @@ def test_as_many_sequences_run_as_there_are_states() -> None:
         life.run([token] * 20, keep_at=[20])
     texts = [life.open([token] * 20 + [9]) for token in (1, 2)]
     assert [text.sequence.num_hit for text in texts] == [20, 20]
-    assert life.ledger.states_needed([text.sequence for text in texts]) == 0
+    assert states_needed(life.ledger, [text.sequence for text in texts]) == 0
     life.extend(texts, [1, 1])
     life.compute()
     life.check()

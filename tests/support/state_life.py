@@ -25,6 +25,12 @@ def ids_bytes(ids: list[int]) -> bytes:
     return array("i", ids).tobytes()
 
 
+def states_needed(ledger: TokenLedger, sequences: list[Sequence]) -> int:
+    """Returns how many slots of states are enough to extend each of these once."""
+    of = ledger._state.states
+    return 0 if of is None else of.needed(sequences)
+
+
 @dataclass(eq=False)
 class Text:
     """A sequence, the ids of its tokens, and their names; the first `prompt` ones are its prompt."""
@@ -72,7 +78,7 @@ class Life:
         """Plans pieces of these texts, which the step computes beside one another. A refused extension changes
         nothing but what windows have passed."""
         ledger, sequences = self.ledger, [text.sequence for text in texts]
-        lengths, needed = [one.length for one in sequences], ledger.states_needed(sequences)
+        lengths, needed = [one.length for one in sequences], states_needed(ledger, sequences)
         enough = ledger.growth(sequences, max(counts))
         available = ledger.num_available, ledger.states.num_available
         try:
