@@ -90,7 +90,13 @@ class PagedLedger(PaddedLedger):
         assert found.num_tokens % self.page == 0
         return found
 
-    def open(self, token_ids: bytes, namespace: Namespace = (), session: Session | None = None) -> Sequence:
+    def open(
+        self,
+        token_ids: bytes,
+        namespace: Namespace = (),
+        session: Session | None = None,
+        keep_at: Seq[int] = (),
+    ) -> Sequence:
         """Opens a sequence that holds the longest run of cached pages of its prompt."""
         if len(token_ids) > self.max_entries * TOKEN_BYTES:
             raise SequenceTooLong(len(token_ids) // TOKEN_BYTES, self.max_entries)
@@ -223,7 +229,13 @@ class ContiguousLedger(PaddedLedger):
         """Returns an empty match."""
         return Match((), 0, 0)
 
-    def open(self, token_ids: bytes, namespace: Namespace = (), session: Session | None = None) -> Sequence:
+    def open(
+        self,
+        token_ids: bytes,
+        namespace: Namespace = (),
+        session: Session | None = None,
+        keep_at: Seq[int] = (),
+    ) -> Sequence:
         """Opens a sequence with a run of its own."""
         sequence = super().open(token_ids, namespace)
         run = len(token_ids) // TOKEN_BYTES + self._max_new - 1  # the last token's K/V is never written
