@@ -138,16 +138,16 @@ def test_a_turn_computes_its_new_messages(tmp_path: Path, thinks: bool, calls: b
         chat.append({"role": "assistant", "content": answer, "reasoning_content": thought if thinks else ""})
         return computed(engine)["turn"]
 
-    thought = "I think. " * 30
+    thought = "I think. " * 6
     previous = 0
     for turn in range(10):
         since = len(chat)
-        num = ask({"role": "user", "content": f"{turn} question " * 20}, thought, f"{turn} answer " * 10)
+        num = ask({"role": "user", "content": f"{turn} question " * 4}, thought, f"{turn} answer " * 3)
         # The messages of the turn before are written without their thinking, which comes before them.
         new = [*chat[previous + 1 :][: since - previous - 1], chat[since]] if turn else [chat[0]]
         assert num <= sum(map(length, new)) + MOST_MORE
         if calls:
-            num = ask({"role": "tool", "content": f"{turn} found " * 20}, "", f"{turn} told " * 10)
+            num = ask({"role": "tool", "content": f"{turn} found " * 4}, "", f"{turn} told " * 3)
             more = len(tokenizer.encode(thought, False)) * thinks
             assert num <= length(chat[since + 1]) + length(chat[since + 2]) + more + MOST_MORE
         previous = since

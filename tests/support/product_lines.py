@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Lines of Python files, with docstrings, comments and blank lines.
-CEILINGS = {"lightkv": 18067, "router": 29243, "triton_kernels": 12872}
+CEILINGS = {"lightkv": 18067, "router": 29255, "triton_kernels": 12872}
 
 
 def lines(room: str) -> Counter[str]:
