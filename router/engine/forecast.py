@@ -446,10 +446,10 @@ class Forecast:
             pace = paces[row] = Pace.latest(step, window, length, self._final[row])
             rising.append((window, length, pace, held_by(sequence), sequence.points))
         if candidate is not None:
-            match, window, final, points = candidate
-            window = self._with_waits(window, points)
+            match, window, final, _ = candidate
+            window = self._with_waits(window, candidate.points)
             pace = Pace.latest(step, window, match.num_tokens, final)
-            rising.append((window, match.num_tokens, pace, hit_by(classes, match), points))
+            rising.append((window, match.num_tokens, pace, hit_by(classes, match), candidate.points))
         growths, runs = list[_Growth](), list[_Run]()
         for window, length, pace, held, points in rising:
             rises = prefilling(classes[1:], held[1:], points, window.most, pace)

@@ -1,11 +1,13 @@
 """Tests of LLM with a real model: its answers equal Hugging Face's, and it holds no memory afterwards."""
 
+from array import array
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightkv.attention import BACKENDS
@@ -23,6 +25,8 @@ from lightkv.router.config import ATTENTION_BACKENDS
 from lightkv.router.llm import StepFailed
 from lightkv.router.model_files import DEFAULT_MODEL, ModelNotFound, resolve
 from lightkv.router.text.tokenizer import Tokenizer
+from tests.support.byte_model import save_model_of_family
+from tests.support.chat_templates import THINKING
 from tests.support.served import save_tiny_model
 from tests.support.tiny_files import save_tiny
 
@@ -198,6 +202,17 @@ def test_chats_that_run_together_hit_their_common_prompt() -> None:
 
 
 @pytest.mark.slow
+def test_a_chat_says_where_its_next_turn_goes_on(tmp_path: Path) -> None:
+    llm = LLM(EngineConfig(str(save_model_of_family(tmp_path, THINKING)), device="cpu", max_total_tokens=256))
+    chat = [{"role": "user", "content": "Hello"}]
+    assert llm._answers([chat], None)[0].request.boundary == 0
+    llm.info = structs.replace(llm.info, num_states=1)
+    request = llm._answers([chat], None)[0].request
+    common = array("i", request.prompt_ids)[: request.boundary]
+    assert llm.tokenizer.decode(common, False).endswith("Hello<|im_end|>\n<|im_start|>assistant\n")
+    assert llm._answers(["Hello"], None)[0].request.boundary == 0
+
+
 def test_a_pool_too_small_for_all_runs_them_in_turn() -> None:
     small = LLM(EngineConfig(device="cpu", max_total_tokens=100, max_num_seqs=4))
     outputs = small.generate([prompts()[place] for place in FEW], SHORT)

@@ -170,3 +170,15 @@ TEMPLATES = {
     "deepseek_v3.1": _of_deepseek(DEEPSEEK_V31),
     "gpt_oss": FamilyTemplate(GPT_OSS, "<|call|>", harmony.MARKS),
 }
+
+# As Qwen3.5's: thinking is begun for the answer, or written as none, and left out before the last question.
+_THINKS = """{%- set ns = namespace(last=0) %}
+{%- for m in messages %}{%- if m.role == "user" %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}
+{{- "<|im_start|>" + m.role + "\\n" }}
+{%- if m.role == "assistant" and loop.index0 > ns.last %}
+{{- "<think>\\n" + (m.reasoning_content or "") + "\\n</think>\\n\\n" }}{%- endif %}
+{{- m.content + "<|im_end|>\\n" }}{%- endfor %}
+{%- if add_generation_prompt %}{{- "<|im_start|>assistant\\n<think>\\n" }}
+{%- if enable_thinking is false %}{{- "\\n</think>\\n\\n" }}{%- endif %}{%- endif %}"""
+THINKING = FamilyTemplate(_THINKS, "<|im_end|>", ("<|im_start|>",), ("<think>", "</think>"))

@@ -9,20 +9,10 @@ import pytest
 from lightkv.router.text.stable_boundary import next_turn, stable_boundary
 from lightkv.router.text.tokenizer import Tokenizer
 from tests.support.byte_model import save_model_of_family
-from tests.support.chat_templates import TEMPLATES, FamilyTemplate
+from tests.support.chat_templates import TEMPLATES, THINKING, FamilyTemplate
 
-# As Qwen3.5's: thinking is begun for the answer, or written as none, and left out before the last question.
-THINKS = """{%- set ns = namespace(last=0) %}
-{%- for m in messages %}{%- if m.role == "user" %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
-{%- for m in messages %}
-{{- "<|im_start|>" + m.role + "\\n" }}
-{%- if m.role == "assistant" and loop.index0 > ns.last %}
-{{- "<think>\\n" + (m.reasoning_content or "") + "\\n</think>\\n\\n" }}{%- endif %}
-{{- m.content + "<|im_end|>\\n" }}{%- endfor %}
-{%- if add_generation_prompt %}{{- "<|im_start|>assistant\\n<think>\\n" }}
-{%- if enable_thinking is false %}{{- "\\n</think>\\n\\n" }}{%- endif %}{%- endif %}"""
 FAMILIES = TEMPLATES | {
-    "thinks": FamilyTemplate(THINKS, "<|im_end|>", ("<|im_start|>",), ("<think>", "</think>")),
+    "thinks": THINKING,
     "plain": FamilyTemplate(
         "{%- for m in messages %}{{- m.role + ': ' + m.content + '\\n' }}{%- endfor %}", "</s>", (), ()
     ),

@@ -1,20 +1,26 @@
 """The engine over a ledger with states: what prompts compute that share their beginnings, and what a request
 takes."""
 
+import random
 from array import array
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightkv.ledger import TokenLedger
+from lightkv.ledger.snapshots import MAX_OF_PATH
 from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
-from lightkv.router.engine.step import Limits
+from lightkv.router.engine.scheduler import Scheduler
+from lightkv.router.engine.step import Limits, StepPlan, StepResult
 from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.text.stable_boundary import chat_boundary
 from lightkv.router.text.tokenizer import Tokenizer
 from tests.support.byte_model import save_model_of_family
-from tests.support.chat_templates import FamilyTemplate
+from tests.support.chat_templates import THINKING
+from tests.support.combinations import slow
 from tests.support.model_worker import assert_idle
 from tests.support.state_worker import make
 
@@ -38,7 +44,7 @@ def computed(engine: LocalEngine) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [2, *slow(1)])
 def test_prompts_that_share_all_but_their_last_token_compute_one(depth: int) -> None:
     engine, _ = make(20_000, 60, Limits(32, 400, 2048, 3000, itl_target=0.0), depth)
     engine.add(*[request(str(number), [5] * 369 + [number + 6]) for number in range(2000)])
@@ -97,28 +103,17 @@ def test_a_state_stands_for_what_a_step_has_read_after_the_end(reason: str) -> N
     assert computed(engine) == {"two": 120 - length}
 
 
-# As Qwen3.5's: thinking is begun for the answer, or written as none, and left out before the last question.
-TEMPLATE = """{%- set ns = namespace(last=0) %}
-{%- for m in messages %}{%- if m.role == "user" %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
-{%- for m in messages %}
-{{- "<|im_start|>" + m.role + "\\n" }}
-{%- if m.role == "assistant" and loop.index0 > ns.last %}
-{{- "<think>\\n" + (m.reasoning_content or "") + "\\n</think>\\n\\n" }}{%- endif %}
-{{- m.content + "<|im_end|>\\n" }}{%- endfor %}
-{%- if add_generation_prompt %}{{- "<|im_start|>assistant\\n<think>\\n" }}
-{%- if enable_thinking is false %}{{- "\\n</think>\\n\\n" }}{%- endif %}{%- endif %}"""
 # Tokens that a turn computes beside those of its new messages: the name of the role in the generation prompt,
 # which has 9 tokens here, is one in Qwen3.5.
 MOST_MORE = 16 + 8
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [2, *slow(1)])
 @pytest.mark.parametrize("calls", [False, True], ids=["answers", "calls"])
 @pytest.mark.parametrize("thinks", [False, True], ids=["no thinking", "thinking"])
 def test_a_turn_computes_its_new_messages(tmp_path: Path, thinks: bool, calls: bool, depth: int) -> None:
     """Ten turns. After a tool's call the thinking of the same turn stays, and is left out in the next one."""
-    template = FamilyTemplate(TEMPLATE, "<|im_end|>", ("<|im_start|>",), ("<think>", "</think>"))
-    tokenizer = Tokenizer(save_model_of_family(tmp_path, template))
+    tokenizer = Tokenizer(save_model_of_family(tmp_path, THINKING))
     engine, worker = make(40_000, 40, Limits(8, 20_000, 256, 1000, itl_target=0.0), depth)
     chat: list[dict[str, Any]] = []
 
@@ -143,16 +138,76 @@ def test_a_turn_computes_its_new_messages(tmp_path: Path, thinks: bool, calls: b
         chat.append({"role": "assistant", "content": answer, "reasoning_content": thought if thinks else ""})
         return computed(engine)["turn"]
 
-    thought = "I think. " * 30
+    thought = "I think. " * 6
     previous = 0
     for turn in range(10):
         since = len(chat)
-        num = ask({"role": "user", "content": f"{turn} question " * 20}, thought, f"{turn} answer " * 10)
+        num = ask({"role": "user", "content": f"{turn} question " * 4}, thought, f"{turn} answer " * 3)
         # The messages of the turn before are written without their thinking, which comes before them.
         new = [*chat[previous + 1 :][: since - previous - 1], chat[since]] if turn else [chat[0]]
         assert num <= sum(map(length, new)) + MOST_MORE
         if calls:
-            num = ask({"role": "tool", "content": f"{turn} found " * 20}, "", f"{turn} told " * 10)
+            num = ask({"role": "tool", "content": f"{turn} found " * 4}, "", f"{turn} told " * 3)
             more = len(tokenizer.encode(thought, False)) * thinks
             assert num <= length(chat[since + 1]) + length(chat[since + 2]) + more + MOST_MORE
         previous = since
+
+
+NUM_SESSIONS, TURNS, QUESTION, ANSWER = 128, 12, 40, 20
+
+
+@pytest.mark.slow
+def test_sessions_hit_nearly_as_much_as_if_the_future_were_known() -> None:
+    """Sessions come one after the other, and pause between their turns. The pools have a third of the tokens
+    that all sessions hold in the end, and of their snapshots, of which a path keeps up to three."""
+    rng = random.Random(0)
+    capacity, num_states = NUM_SESSIONS * TURNS * (QUESTION + ANSWER) // 3, NUM_SESSIONS * MAX_OF_PATH // 3
+    ledger = TokenLedger(capacity, 32, 1000, num_states=num_states)
+    scheduler = Scheduler(ledger, Limits(32, 1000, 512, 1000, itl_target=0.0), 2)
+    params = SamplingParams(temperature=0.0, max_tokens=ANSWER)
+    texts: list[list[int]] = [[] for _ in range(NUM_SESSIONS)]
+    turns = [0] * NUM_SESSIONS
+    due = {one: 19 * one for one in range(NUM_SESSIONS)}  # by session: the step of its next turn
+    uses: list[tuple[int, int]] = []  # the sessions and the lengths of their prompts, in their order
+    plans = deque[StepPlan]()
+    step = 0
+    while due or scheduler.has_work:
+        for one in [one for one, at in due.items() if at <= step]:
+            del due[one]
+            texts[one] += [one + 100] + [rng.randrange(20, 50) for _ in range(QUESTION - 1)]
+            scheduler.add(request(str(one), texts[one], len(texts[one]) - 2, params))
+            uses.append((one, len(texts[one])))
+        step += 1
+        while (plan := scheduler.plan()) is not None:
+            plans.append(plan)
+        if not plans:
+            continue
+        plan = plans.popleft()
+        for event in scheduler.complete(StepResult(plan.step, [10] * len(plan.sample), plan.num_free, 0)):
+            one = int(event.request_id)
+            texts[one].append(10)
+            if event.finish_reason:
+                turns[one] += 1
+                if turns[one] < TURNS:
+                    due[one] = step + int(rng.expovariate(1 / 40))
+    scheduler.check()
+    assert len(uses) == NUM_SESSIONS * TURNS
+    assert scheduler.num_hit_tokens >= 0.95 * oracle_hits(uses, capacity, num_states)
+
+
+def oracle_hits(uses: list[tuple[int, int]], capacity: int, num_states: int) -> int:
+    """Returns how many tokens prompts hit if the sessions stay whose next turn comes first, as far as both
+    pools have room. `uses`: the session and the length of each prompt, in their order."""
+    nexts: dict[int, list[int]] = {}
+    for i, (one, _) in enumerate(uses):
+        nexts.setdefault(one, []).append(i)
+    kept: dict[int, int] = {}  # by session: the tokens that it has left
+    hits = 0
+    for one, length in uses:
+        hits += kept.pop(one, 0)
+        nexts[one].pop(0)
+        if nexts[one]:
+            kept[one] = length + ANSWER
+        while sum(kept.values()) > capacity or len(kept) > num_states:
+            del kept[max(kept, key=lambda other: nexts[other][0])]
+    return hits
