@@ -299,7 +299,7 @@ class LLM:
                 _require_message(prompt_idx, message)
             chat, render = list(map(dict, cast(Sequence[Message], prompt))), self.tokenizer.render_chat
             ids = self.tokenizer.encode(text := render(chat), add_special_tokens=False)
-            if not self.info.finds_boundary:
+            if self.info.longest is None and not self.info.num_states:  # each token is kept
                 return ids.tobytes(), 0
             return ids.tobytes(), chat_boundary(self.tokenizer, text, ids, chat, render)
         wrong = f"prompt {prompt_idx} is neither a text nor token ids nor a list of messages"

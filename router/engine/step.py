@@ -344,12 +344,6 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     bytes_per_state: int = 0
 
     @property
-    def finds_boundary(self) -> bool:
-        """Whether some layers keep what they have seen of a prompt only at a few places, so that a chat says
-        where its next turn leaves it."""
-        return self.longest is not None or self.num_states > 0
-
-    @property
     def kv_type(self) -> str:
         """The name of the format of K and V in the pool: that of `kv_dtype`, or the computed type."""
         return self.dtype if self.kv_dtype == "auto" else self.kv_dtype

@@ -313,7 +313,7 @@ class Desk:
             context=context,
             # The last token needs no slot.
             longest=min(context, (info.capacity if info.longest is None else info.longest) + 1),
-            finds_boundary=info.finds_boundary,
+            finds_boundary=info.longest is not None or info.num_states > 0,
             extras=Extras(
                 token_ids=body.return_token_ids is True,
                 ids_for_tokens=body.return_tokens_as_token_ids is True,
