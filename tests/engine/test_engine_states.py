@@ -44,10 +44,11 @@ def computed(engine: LocalEngine) -> dict[str, int]:
     return found
 
 
+@pytest.mark.parametrize("num", [400, *slow(2000)])
 @pytest.mark.parametrize("depth", [2, *slow(1)])
-def test_prompts_that_share_all_but_their_last_token_compute_one(depth: int) -> None:
+def test_prompts_that_share_all_but_their_last_token_compute_one(depth: int, num: int) -> None:
     engine, _ = make(20_000, 60, Limits(32, 400, 2048, 3000, itl_target=0.0), depth)
-    engine.add(*[request(str(number), [5] * 369 + [number + 6]) for number in range(2000)])
+    engine.add(*[request(str(number), [5] * 369 + [number + 6]) for number in range(num)])
     found = list(computed(engine).values())
     assert found[0] == 370
     assert sorted(found)[-2] <= 2
@@ -109,7 +110,7 @@ MOST_MORE = 16 + 8
 
 
 @pytest.mark.parametrize("depth", [2, *slow(1)])
-@pytest.mark.parametrize("calls", [False, True], ids=["answers", "calls"])
+@pytest.mark.parametrize("calls", [*slow(False), True])
 @pytest.mark.parametrize("thinks", [False, True], ids=["no thinking", "thinking"])
 def test_a_turn_computes_its_new_messages(tmp_path: Path, thinks: bool, calls: bool, depth: int) -> None:
     """Ten turns. After a tool's call the thinking of the same turn stays, and is left out in the next one."""

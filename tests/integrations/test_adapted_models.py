@@ -31,6 +31,7 @@ from lightkv.router.model_files import resolve
 from lightkv.router.simulate.admissions import make_simulated
 from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.triton_kernels.attention.variants import Alibi, Window
+from tests.support.combinations import slow
 from tests.support.served import starting
 from tests.support.tiny_architectures import NUM_NEW, answers, own_answers, prompts, random_weights, tiny
 
@@ -51,6 +52,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neo": ("gpt_neo", {}),
     "nemotron": ("nemotron", {}),
 }
+# ALiBi, several queries' heads for one of K/V, rotary positions, and a table of positions.
+SPREAD = ("bloom", "falcon-multi-query", "falcon-grouped", "gptj", "gpt-neo")
 # Fields that change how a layer computes.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom-12-heads": ("bloom", {"n_head": 12, **WIDE}),
@@ -119,7 +122,7 @@ def texts(llm: LLM) -> tuple[list[list[int]], list[int]]:
 # Texts
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*slow("mpt", "falcon-alibi", "stablelm", "nemotron"), *SPREAD])
 def test_texts_are_those_of_transformers_in_chunks_of_7_and_after_prefix_hits(
     case: str, tmp_path: Path
 ) -> None:

@@ -248,6 +248,7 @@ def part(ranks: RankGroup, directory: str) -> tuple[int, int, int]:
     return sum(one.numel() for one in model.parameters()), info.bytes_per_token, info.pool_bytes
 
 
+@pytest.mark.slow
 def test_info_tells_what_a_rank_has(tmp_path: Path) -> None:
     """The model's head is tied to its embedding, and most of its layers have windows."""
     random_weights(tiny("gemma3_text")).save_pretrained(tmp_path)
