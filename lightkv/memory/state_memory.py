@@ -73,9 +73,12 @@ class StateMemory:
 
     def slots(self, rows: Sequence[int]) -> StateSlots:
         """Returns the slots of these rows, without synchronising."""
-        (chosen,) = upload([np.array(rows, dtype=np.int64)], self.table.device)
-        found = self.table.index_select(0, chosen).long()
-        return StateSlots(found[:, 0], found[:, 1])
+        return self.slots_of(*upload([np.array(rows, dtype=np.int64)], self.table.device))
+
+    def slots_of(self, rows: torch.Tensor) -> StateSlots:
+        """Returns the slots of `rows`, int64 `[n]` on the device."""
+        reads, writes = self.table.index_select(0, rows).long().unbind(1)
+        return StateSlots(reads.contiguous(), writes.contiguous())
 
     def newest(self, row: int) -> torch.Tensor:
         """Returns the slot of a row's state: int64 `[1]`, that which it writes, or else that which it reads."""

@@ -1,0 +1,1 @@
+"""Layers that keep a recurrent or a convolutional state: a file for each kind."""

@@ -1,0 +1,84 @@
+"""The gated delta rule over prompts, in chunks of 64 tokens: fla's kernels on a GPU, plain torch on a CPU."""
+
+import torch
+from torch import Tensor
+
+from lightkv.memory.state_passes import StatePass
+
+_CHUNK = 64
+_EPS = 1e-6  # of the norm of q and k
+
+
+def delta_chunks(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, one: StatePass, state: Tensor
+) -> Tensor:
+    """Computes the pieces of a pass, and returns their output `[T, v heads, v dim]`.
+
+    q, k: `[T, k heads, k dim]`, not normalised; v: `[T, v heads, v dim]`; log_decay: float32 `[T, v heads]`;
+    beta: `[T, v heads]`. state: float32 `[num_slots, v heads, k dim, v dim]`, read and written at the slots of
+    the pass.
+    """
+    assert one.counts is not None
+    reads, writes = one.slots
+    if q.is_cuda:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        out, after = chunk_gated_delta_rule(
+            q[None],
+            k[None],
+            v[None],
+            g=log_decay[None],
+            beta=beta[None],
+            initial_state=state[reads],
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=one.starts.long(),
+        )
+        state.index_copy_(0, writes, torch.where((writes > 0)[:, None, None, None], after, 0.0))
+        return out[0]
+    found = []
+    parts = zip(*(part.split(one.counts) for part in (q, k, v, log_decay, beta)), strict=True)
+    for piece, read, write in zip(parts, reads.tolist(), writes.tolist(), strict=True):
+        out, after = delta_chunks_reference(*piece, state[read])
+        if write:
+            state[write] = after
+        found.append(out)
+    return torch.cat(found)
+
+
+def delta_chunks_reference(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns the output of one piece, in the type of v, and the state after it, from `state`, float32 `[v
+    heads, k dim, v dim]`. Shapes as in `delta_chunks`.
+
+    In a chunk, with G the sum of log_decay up to a token: the corrections u of all its tokens solve
+    (1 + L)·u = beta·(v − exp(G)·Sᵀk) at once, where L[i, j] = beta[i]·exp(G[i] − G[j])·k[i]·k[j] for j < i
+    (Gated Delta Networks, arXiv 2412.06464).
+    """
+    num_heads, k_dim, _ = state.shape
+    repeats = num_heads // q.shape[1]
+    heads = [part.float().transpose(0, 1) for part in (q, k, v)]  # [heads, T, dim]
+    q_heads, k_heads = (
+        (part * (part.square().sum(-1, keepdim=True) + _EPS).rsqrt()).repeat_interleave(repeats, 0)
+        for part in heads[:2]
+    )
+    found = []
+    tokens = zip(
+        *(
+            part.split(_CHUNK, 1)
+            for part in (q_heads * k_dim**-0.5, k_heads, heads[2], log_decay.T, beta.float().T)
+        ),
+        strict=True,
+    )
+    for queries, keys, values, decays, betas in tokens:
+        total = decays.cumsum(1)
+        between = (total[:, :, None] - total[:, None, :]).tril().exp().tril()  # [heads, i, j], 0 for j > i
+        lower = (betas[..., None] * (keys @ keys.mT) * between).tril(-1)
+        wanted = betas[..., None] * (values - total.exp()[..., None] * (keys @ state))
+        added = torch.linalg.solve_triangular(lower, wanted, upper=False, unitriangular=True)
+        inside = (queries @ keys.mT) * between
+        found.append(total.exp()[..., None] * (queries @ state) + inside @ added)
+        left = (total[:, -1:] - total).exp()[..., None]
+        state = total[:, -1].exp()[:, None, None] * state + (keys * left).mT @ added
+    return torch.cat(found, 1).transpose(0, 1).to(v.dtype), state

@@ -1,0 +1,102 @@
+"""The gated delta rule of Qwen3-Next, Qwen3.5 and OLMo Hybrid: a convolution over q, k and v, and a state of a
+matrix for each head, which decays and is corrected by each token:
+
+    S ← exp(g)·S;   S ← S + k·(beta·(v − Sᵀk))ᵀ;   out = Sᵀq
+
+A decode takes one token of each sequence. A prompt is computed in chunks (`delta_chunks.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightkv.memory.kv_spec import StateTensor
+from lightkv.memory.state_passes import StatePass
+from lightkv.triton_kernels.states.gated_delta_decode import gated_delta_decode, gated_delta_decode_reference
+
+from .convolution import convolve
+from .delta_chunks import delta_chunks
+
+
+class DeltaPlan(NamedTuple):
+    """The names of a module's projections, in the order q, k, v, the gate of the output; b, a. One projection
+    of several is of all heads of the first, then of the second, or `is_by_head`. `beta_scale`: whether the
+    module's `allow_neg_eigval` doubles beta."""
+
+    qkvz: tuple[str, ...]
+    ba: tuple[str, ...]
+    norm: str = "norm"
+    output: str = "out_proj"
+    is_by_head: bool = False
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """The mixer of a module with a gated delta rule, whose projections `plan` names."""
+
+    plan: DeltaPlan
+    module: Any
+    index: int
+
+    @property
+    def tensors(self) -> tuple[StateTensor, ...]:
+        module, weight = self.module, self.module.conv1d.weight
+        matrix = module.num_v_heads, module.head_k_dim, module.head_v_dim
+        return (
+            StateTensor("recurrent", matrix, torch.float32),
+            StateTensor("convolution", (weight.shape[-1] - 1, weight.shape[0]), weight.dtype),
+        )
+
+    def forward(self, x: Tensor, passes: Sequence[StatePass], state: Mapping[str, Tensor]) -> Tensor:
+        module = self.module
+        qkv, gate, b, a = self.project(x)
+        out = x.new_zeros(len(x), module.num_v_heads, module.head_v_dim)
+        for one in passes:
+            mixed = convolve(module.conv1d, qkv[one.tokens], one, state["convolution"], "silu")
+            out[one.tokens] = self._recur(mixed, a[one.tokens], b[one.tokens], one, state["recurrent"])
+        normed = getattr(module, self.plan.norm)(out.flatten(0, 1), gate.reshape(-1, module.head_v_dim))
+        return cast(Tensor, getattr(module, self.plan.output)(normed.view(len(x), -1)))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns q, k and v together, the gate, b and a of x `[T, C]`."""
+        module, sizes = self.module, (self.module.key_dim,) * 2 + (self.module.value_dim,) * 2
+        qkvz = [getattr(module, name)(x) for name in self.plan.qkvz]
+        ba = [getattr(module, name)(x) for name in self.plan.ba]
+        if self.plan.is_by_head:
+            num = module.num_k_heads
+            by_head = [part.unflatten(-1, (num, -1)).split([size // num for size in sizes], -1) for part in qkvz]
+            qkvz = [part.flatten(1) for part in by_head[0]]
+            ba = [part.flatten(1) for part in ba[0].unflatten(-1, (num, -1)).chunk(2, -1)]
+        *qkv, gate = qkvz
+        return qkv[0] if len(qkv) == 1 else torch.cat(qkv, -1), gate, *ba
+
+    def _recur(self, qkv: Tensor, a: Tensor, b: Tensor, one: StatePass, state: Tensor) -> Tensor:
+        """Returns the output of a pass `[T, v heads, v dim]`, from q, k and v behind the convolution."""
+        module, slots = self.module, one.slots
+        beta_scale = 2.0 if getattr(module, "allow_neg_eigval", False) else 1.0
+        if one.counts is None:
+            function = gated_delta_decode if qkv.is_cuda else gated_delta_decode_reference
+            gates = a, b, module.A_log, module.dt_bias
+            return function(qkv, *gates, state, *slots, module.num_k_heads, beta_scale)
+        q, k, v = qkv.split((module.key_dim, module.key_dim, module.value_dim), -1)
+        q, k = (part.unflatten(-1, (-1, module.head_k_dim)) for part in (q, k))
+        beta = b.sigmoid() * beta_scale
+        log_decay = -module.A_log.float().exp() * functional.softplus(a.float() + module.dt_bias)
+        return delta_chunks(q, k, v.unflatten(-1, (-1, module.head_v_dim)), log_decay, beta, one, state)
+
+
+_QWEN3_5 = DeltaPlan(("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))
+_QWEN3_NEXT = DeltaPlan(("in_proj_qkvz",), ("in_proj_ba",), is_by_head=True)
+_OLMO = DeltaPlan(("q_proj", "k_proj", "v_proj", "g_proj"), ("b_proj", "a_proj"), "o_norm", "o_proj")
+
+KINDS = {
+    "Qwen3_5GatedDeltaNet": partial(GatedDelta, _QWEN3_5),
+    "Qwen3_5MoeGatedDeltaNet": partial(GatedDelta, _QWEN3_5),
+    "Qwen3NextGatedDeltaNet": partial(GatedDelta, _QWEN3_NEXT),
+    "OlmoHybridGatedDeltaNet": partial(GatedDelta, _OLMO),
+}

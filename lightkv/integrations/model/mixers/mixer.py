@@ -1,0 +1,132 @@
+"""What a layer with states is to a model: a mixer, which computes its tokens over the passes of a step.
+
+`bind_mixers` gives the modules that are known by the names of their classes a forward pass that hands their
+input to the handler of the call. `require_own_mixers` compares each with its own code.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightkv.errors import LightKVError, UnsupportedModel
+from lightkv.memory.kv_spec import StateTensor
+from lightkv.memory.state_memory import StateSlots
+from lightkv.memory.state_passes import StatePass
+
+from . import gated_delta, short_conv
+
+_NUM_TOKENS = 96  # of the text on which a mixer is compared with its own code: past a chunk of its kernels
+_CUTS = (5, 1, 1, 70, 19)  # the same text in pieces, and decodes among them
+
+
+class Mixer(Protocol):
+    """A layer that mixes tokens by a state. `index`: which of the model's layers with states it is."""
+
+    @property
+    def module(self) -> Any: ...
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def tensors(self) -> tuple[StateTensor, ...]:
+        """The tensors of its state."""
+
+    def forward(self, x: Tensor, passes: Sequence[StatePass], state: Mapping[str, Tensor]) -> Tensor:
+        """Computes the tokens x `[T, C]` of a step, and returns as many vectors. `state`: its tensors by their
+        names, `[num_slots, *shape]`. Tokens that are in no pass are padding."""
+
+
+# By the class of the module.
+_KINDS: Mapping[str, Callable[[Any, int], Mixer]] = {**gated_delta.KINDS, **short_conv.KINDS}
+
+# What it would take to run other layers with states, by the name of their class, or of the model's type.
+UNKNOWN = {
+    "mamba": "Mamba-1, whose selective scan no pinned library computes",
+    "falcon_mamba": "Mamba-1, whose selective scan no pinned library computes",
+    "jamba": "Mamba-1, whose selective scan no pinned library computes",
+    "zamba": "Mamba-1, whose selective scan no pinned library computes",
+    "kimi_linear": "delta attention with a gate for each dim (KDA), beside latent attention",
+    "recurrent_gemma": "a real-gated linear recurrent unit (RG-LRU)",
+    "rwkv": "RWKV's time mixing",
+    "xlstm": "xLSTM's cells",
+}
+
+
+def mixers_of(model: PreTrainedModel) -> list[Mixer]:
+    """Returns the mixers of `model`, in the order of its layers."""
+    known = [module for module in model.modules() if type(module).__name__ in _KINDS]
+    return [_KINDS[type(module).__name__](module, index) for index, module in enumerate(known)]
+
+
+def bind_mixers(model: PreTrainedModel) -> None:
+    """Makes the modules of `model` that keep a state compute by the handler of a call of `compute`; in other
+    calls they run their own code. `release_mixers` undoes it."""
+    for mixer in mixers_of(model):
+        mixer.module.forward = partial(_forward, mixer)
+
+
+def are_bound(model: PreTrainedModel) -> bool:
+    """Returns whether `bind_mixers` has changed modules of `model`."""
+    return any(_is_bound(module) for module in model.modules())
+
+
+def release_mixers(model: PreTrainedModel) -> None:
+    """Gives the modules that `bind_mixers` changed their own forward pass."""
+    for module in filter(_is_bound, model.modules()):
+        del cast(Any, module).forward
+
+
+def is_mixer(module: Any) -> bool:
+    """Returns whether `module` is one that `bind_mixers` changes."""
+    return type(module).__name__ in _KINDS
+
+
+def _is_bound(module: nn.Module) -> bool:
+    forward = vars(module).get("forward")
+    return isinstance(forward, partial) and forward.func is _forward
+
+
+def _forward(mixer: Mixer, hidden_states: Tensor, *args: Any, lightkv: Any = None, **kwargs: Any) -> Tensor:
+    """The forward pass of a module with a state."""
+    if lightkv is None:
+        return cast(Tensor, type(mixer.module).forward(mixer.module, hidden_states, *args, **kwargs))
+    if not hasattr(lightkv, "mix"):
+        raise LightKVError("its layers keep a state, which is not kept here; the service and LLM run it")
+    return cast(Tensor, lightkv.mix(mixer, hidden_states))
+
+
+@torch.no_grad()
+def require_own_mixers(model: PreTrainedModel) -> None:
+    """Raises UnsupportedModel where a mixer of `model` computes anything but its own code, on noise: in one
+    piece, and cut into pieces and single tokens."""
+    for mixer in mixers_of(model):
+        module = mixer.module
+        weight = next(module.parameters())
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(_NUM_TOKENS, model.config.get_text_config().hidden_size, generator=generator)
+        x = x.to(weight.device, model.dtype)
+        own = type(module).forward(module, x[None])[0].float()
+        for cuts in ((_NUM_TOKENS,), _CUTS):
+            error = float((_in_pieces(mixer, x, cuts).float() - own).abs().max() / own.abs().max())
+            if not error <= max(16 * torch.finfo(x.dtype).eps, 2.0**-11):
+                what = f"its {type(module).__name__} differs from its own code by {error:.2g} of the largest"
+                raise UnsupportedModel(type(model).__name__, f"{what} (a text in pieces of {cuts})")
+
+
+def _in_pieces(mixer: Mixer, x: Tensor, cuts: Iterable[int]) -> Tensor:
+    """Computes x `[T, C]` as one sequence in pieces of `cuts` tokens, each from the state of the one before."""
+    state = {
+        name: torch.zeros((2, *shape), dtype=dtype, device=x.device) for name, shape, dtype in mixer.tensors
+    }
+    found, reads = [], 0
+    for piece in x.split(list(cuts)):
+        slots = StateSlots(*torch.tensor([[reads], [1]], device=x.device))
+        starts = torch.tensor([0, len(piece)], dtype=torch.int32, device=x.device)
+        counts = None if len(piece) == 1 else [len(piece)]
+        found.append(mixer.forward(piece, [StatePass(slice(0, len(piece)), counts, starts, slots)], state))
+        reads = 1
+    return torch.cat(found)

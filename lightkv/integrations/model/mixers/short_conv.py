@@ -1,0 +1,37 @@
+"""LFM2's short convolution: a gate before it and one behind it, and a state of the last inputs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor
+
+from lightkv.memory.kv_spec import StateTensor
+from lightkv.memory.state_passes import StatePass
+
+from .convolution import convolve
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """The mixer of a module that has in_proj, conv and out_proj."""
+
+    module: Any
+    index: int
+
+    @property
+    def tensors(self) -> tuple[StateTensor, ...]:
+        weight = self.module.conv.weight
+        return (StateTensor("convolution", (weight.shape[-1] - 1, weight.shape[0]), weight.dtype),)
+
+    def forward(self, x: Tensor, passes: Sequence[StatePass], state: Mapping[str, Tensor]) -> Tensor:
+        before, behind, values = self.module.in_proj(x).chunk(3, dim=-1)
+        inputs = before * values
+        out = inputs.new_zeros(inputs.shape)
+        for one in passes:
+            mixed = convolve(self.module.conv, inputs[one.tokens], one, state["convolution"], None)
+            out[one.tokens] = mixed
+        return cast(Tensor, self.module.out_proj(behind * out))
+
+
+KINDS = dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), ShortConv)

@@ -1,0 +1,1 @@
+"""Kernels of layers that keep a recurrent or a convolutional state."""
