@@ -10,6 +10,7 @@ import torch
 from lightkv.attention.forms.form import Form, Seen
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import upload
+from lightkv.memory.state_passes import StatePass
 from lightkv.triton_kernels.attention.decode.decode_plan import SharedPrefixGroups
 from lightkv.triton_kernels.attention.lookups import Lookup
 from lightkv.triton_kernels.attention.variants import TreeMask, ValueMask
@@ -78,7 +79,8 @@ class Step:
       give a layer its own;
     - `mask`: what hides keys or changes scores in this step, in every layer, or None;
     - `shared_prefixes`: decodes whose first tokens are in the same slots and are read together, or None;
-    - `also`: the caller's arrays.
+    - `also`: the caller's arrays;
+    - `states`: the passes of layers with states.
 
     `host`: the numbers on the host; `form`: how the sequences hold their tokens; `plans`: what the layers
     derive from the step once for all of them.
@@ -102,6 +104,7 @@ class Step:
     mask: ValueMask | TreeMask | None
     shared_prefixes: SharedPrefixGroups | None
     also: Sequence[torch.Tensor]
+    states: Sequence[StatePass] = ()
     plans: StepPlans = field(default_factory=StepPlans)
 
     @classmethod

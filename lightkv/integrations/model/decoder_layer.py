@@ -30,6 +30,7 @@ from .context import given_cache
 from .fused_norm import Carry, add_and_norm
 from .fused_rotary import layout_of
 from .hf_model import PackedStep
+from .mixers.mixer import is_bound_mixer
 
 # The activations of `gated_activation`, by the classes of the modules that compute the same.
 _ACTIVATIONS = {
@@ -61,8 +62,8 @@ class Attention:
         `Output.of`."""
         layout = layout_of(self.module) if self.is_inlined else None
         if layout is None:
-            out, _ = self.module(x, lightkv=step, **{name: given[name] for name in self.arguments})
-            return Output(cast(Tensor, out))
+            out = self.module(x, lightkv=step, **{name: given[name] for name in self.arguments})
+            return Output(_first(out))
         call = layout.call(self.module, x, given["position_embeddings"])  # q, k and v, without positions
         heads = step.attend(call)  # writes K/V and applies positions on the way, then attends
         return Output.of(getattr(self.module, layout.plan.output), heads.flatten(2), turn)
@@ -150,7 +151,7 @@ class DecoderLayer:
 
 
 def _first(output: Any) -> Tensor:
-    """Returns the output of an MLP that may return more, such as the weights of its experts."""
+    """Returns the output of a module that may return more, such as the weights of its experts."""
     return cast(Tensor, output[0] if isinstance(output, tuple) else output)
 
 
@@ -189,7 +190,8 @@ def activation_of(module: nn.Module) -> str | None:
 def layer_forward(module: nn.Module, layer: DecoderLayer, carry: Carry, *args: Any, **kwargs: Any) -> Any:
     """The forward pass of a decoder layer: fused if lightkv calls the model
     (`attention_call.compute`); else the module's own."""
-    is_bound = cast(Any, layer.attention.module).config._attn_implementation == ATTENTION
+    mixer: Any = layer.attention.module
+    is_bound = is_bound_mixer(mixer) or mixer.config._attn_implementation == ATTENTION
     if "lightkv" not in kwargs or not is_bound or len(args) != 1 or given_cache(kwargs) is not None:
         return type(module).forward(module, *args, **kwargs)
     return layer.forward(args[0], kwargs["lightkv"], kwargs, carry)

@@ -47,6 +47,7 @@ from .decoder_layer import (
     layer_forward,
     mlp_forward,
 )
+from .mixers.mixer import is_mixer
 from .fused_norm import Carry, find_norm, norm_forward, set_norm_forward
 from .fused_rotary import find_layout, layout_of, use_joined
 from .linears import (
@@ -231,7 +232,7 @@ class FoundParts:
         norms = [one for one in _module(model).modules() if norm_form(one) is not None and not has_hooks(one)]
         handler = NoiseHandler()
         self.calls = recorded_calls(model, [*self.plans, *self.attentions.values(), *norms], handler)
-        self.last_attention = handler.calls[-1].module
+        self.last_mixer = handler.last
         self.norms: dict[nn.Module, Norm] = {}
         self.mlps: dict[nn.Module, MLPParts] = {}
         self.own: dict[nn.Module, OwnPass] = {}
@@ -264,7 +265,8 @@ class FoundParts:
         if call is None or attention is None or has_hooks(layer) or len(call.args) != 1:
             raise NotFusable("it or its attention does not run, has hooks, or gets more than one tensor")
         output = attention.output
-        if not isinstance(output, tuple) or len(output) != 2 or output[1] is not None:
+        is_pair = isinstance(output, tuple) and len(output) == 2 and output[1] is None
+        if not is_pair and not is_mixer(self.attentions[layer]):
             raise NotFusable("its attention does not return an output and None")
         return OwnPass.of(layer, call)
 
@@ -316,7 +318,7 @@ class FoundParts:
             after_mlp=None if after is None else self.norms.get(after),
             scale=getattr(module, plan.residual_factor) if plan.residual_factor else 1.0,
             next_norm=None if following is None else NextNorm(following, self.norms[following]),
-            is_last=attention is self.last_attention,
+            is_last=attention is self.last_mixer,
             takes_turns=is_inlined and _sums_twice(attention, mlp[-1]),
         )
 

@@ -4,7 +4,7 @@ No model is known by name, except in `adapters/`: `probe` takes what a layer's a
 the model makes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,18 +16,23 @@ from lightkv.attention import AttentionBackend, Step
 
 from .attention_call import ATTENTION, AttentionCall, compute, set_attention, switch_attention
 from .fused_rotary import fuse, fused_forwards, set_fused_forwards
+from .mixers.mixer import Mixer, are_bound, bind_mixers, release_mixers
 from .token_positions import fix_positions, has_positions, release_positions
+
+# The backend of each layer that attends, by its number in the model.
+Backends = Sequence[AttentionBackend] | Mapping[int, AttentionBackend]
 
 
 @dataclass(frozen=True)
 class PackedStep:
-    """The AttentionHandler of one step: passes each layer's call to the backend of that layer.
+    """The AttentionHandler of one step: passes each layer's call to the backend of that layer, and a mixer's to
+    the mixer with the states of the step.
 
     `logits_index`: the tokens whose logits are computed, int64 `[n]`; None for all.
     """
 
     step: Step
-    backends: Sequence[AttentionBackend]
+    backends: Backends
     logits_index: torch.Tensor | None = None
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -38,12 +43,18 @@ class PackedStep:
         out = backend.forward(q, k, v, self.step, rotary=rotary)
         return out.unflatten(1, (backend.num_heads, backend.v_dim))[None]
 
+    def mix(self, mixer: Mixer, x: torch.Tensor) -> torch.Tensor:
+        """Returns what a layer with states computes of x `[1, T, C]`."""
+        states = self.step.memory.states
+        assert states is not None
+        return mixer.forward(x[0], self.step.states, states.layers[mixer.index])[None]
+
 
 def forward(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
     step: Step,
-    backends: Sequence[AttentionBackend],
+    backends: Backends,
     logits_index: torch.Tensor | None,
 ) -> torch.Tensor:
     """Runs `compute` over a step; `input_ids` follow its order."""
@@ -55,7 +66,7 @@ def forward_slices(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
     step: Step,
-    backends: Sequence[AttentionBackend],
+    backends: Backends,
     slices: Sequence[torch.Tensor],
 ) -> Iterator[torch.Tensor]:
     """Runs the model once, as `forward` does, and yields the logits of each of `slices`.
@@ -103,6 +114,7 @@ def bind(model: PreTrainedModel) -> None:
         switch_attention(model, ATTENTION)
         fix_rotary(model)
         fix_positions(model)
+        bind_mixers(model)
         fuse(model)
     except BaseException:
         undo()
@@ -125,7 +137,7 @@ def undo_binding(model: PreTrainedModel) -> Callable[[], None]:
     before = model.config._attn_implementation
     rope_types = {module: module.rope_type for module in model.modules() if hasattr(module, "rope_type")}
     forwards = fused_forwards(model)
-    had_positions = has_positions(model)
+    had_positions, had_mixers = has_positions(model), are_bound(model)
 
     def undo() -> None:
         set_attention(model, before)
@@ -135,6 +147,8 @@ def undo_binding(model: PreTrainedModel) -> Callable[[], None]:
         set_fused_forwards(model, forwards)
         if not had_positions:
             release_positions(model)
+        if not had_mixers:
+            release_mixers(model)
 
     return undo
 

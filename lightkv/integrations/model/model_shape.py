@@ -21,6 +21,7 @@ from lightkv.triton_kernels.attention.variants import Alibi, Chunk, SinkLogits, 
 from .attention_call import AttentionCall, switch_attention
 from .context import cache_name, num_layers
 from .hf_model import fix_rotary, undo_binding
+from .mixers.mixer import Mixer, bind_mixers
 from .token_positions import fix_positions
 
 # The name under which lightkv's attention function gets a mask, which holds the model's own rule (_MaskRule).
@@ -34,10 +35,14 @@ _FAR = 1 << 20  # the query position at which masks are examined, which is past 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The K/V of one token of a model, and the attention of every layer."""
+    """The K/V of one token of a model, and the attention of every layer.
+
+    `numbers`: those in the model of the layers that attend, where others keep a state; None where all attend.
+    """
 
     spec: KVSpec
     layers: tuple[LayerShape, ...]
+    numbers: tuple[int, ...] | None = None
 
     @property
     def lifetimes(self) -> tuple[Lifetime, ...]:
@@ -97,6 +102,11 @@ class _ShapeRecorder:
         self.dtypes: set[torch.dtype] = set()
         self.kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of the layers that make their own
         self.holders: dict[int, int] = {}
+        self.mixers: dict[int, Mixer] = {}  # by the layer
+
+    def mix(self, mixer: Mixer, x: torch.Tensor) -> torch.Tensor:
+        self.mixers[mixer.module.layer_idx] = mixer
+        return torch.zeros_like(x)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         q, k, v = call.q, call.k, call.v
@@ -226,23 +236,25 @@ def find_shape(model: PreTrainedModel) -> ModelShape:
     if logits_shape != (1, 2, text.vocab_size):
         reason = f"asked for the logits of 2 tokens of {text.vocab_size}, it returns them as {logits_shape}"
         raise UnsupportedModel(architecture, reason)
-    if sorted(recorder.layers) != list(range(count)):
+    if sorted(recorder.layers.keys() | recorder.mixers.keys()) != list(range(count)) or not recorder.layers:
         reason = f"of {count} layers, {len(recorder.layers)} call the attention interface"
         raise UnsupportedModel(architecture, reason)
-    layers = tuple(recorder.layers[idx] for idx in range(count))
+    numbers = tuple(sorted(recorder.layers))
+    layers = tuple(recorder.layers[idx] for idx in numbers)
     if len(recorder.dtypes) > 1:
         raise UnsupportedModel(architecture, f"the types of its layers' K/V differ: {recorder.dtypes}")
     (dtype,) = recorder.dtypes
     heads = [KVHeads(layer.num_kv_heads, layer.head_dim, cast(int, layer.v_dim)) for layer in layers]
-    holders = [recorder.holders[idx] for idx in range(count)]
+    holders = [numbers.index(recorder.holders[idx]) for idx in numbers]
     spec = KVSpec(
-        count,
+        len(layers),
         *heads[0],
         dtype,
         layer_heads=None if len(set(heads)) == 1 else heads,
-        holders=None if holders == list(range(count)) else holders,
+        holders=None if holders == list(range(len(layers))) else holders,
+        states=[recorder.mixers[idx].tensors for idx in sorted(recorder.mixers)],
     )
-    shape = ModelShape(spec, layers)
+    shape = ModelShape(spec, layers, numbers if recorder.mixers else None)
     for layer, holder in enumerate(holders):
         if layer != holder and shape.lifetimes[layer] != shape.lifetimes[holder]:
             reason = f"layer {layer} reads the K/V of layer {holder}, but sees other tokens than that"
@@ -262,6 +274,7 @@ def probed(model: PreTrainedModel) -> Iterator[None]:
     try:
         fix_rotary(model)
         fix_positions(model)
+        bind_mixers(model)
         with evaluated(model), torch.no_grad():
             yield
     except (UnsupportedModel, torch.OutOfMemoryError):

@@ -16,7 +16,8 @@ from lightkv.errors import UnsupportedModel
 from lightkv.integrations.model.adapters.proof import require_own_attention
 
 from .attention_call import AttentionCall, KeptHandler, compute, kept_handler
-from .context import cache_name, context_length
+from .context import cache_name, context_length, num_layers
+from .mixers.mixer import Mixer, require_own_mixers
 from .model_shape import ModelShape, NeedsNumbers, Past, RecordingLayer, find_shape, probed
 from .token_positions import counting_embeddings, counts_itself
 
@@ -50,6 +51,7 @@ def probe(model: PreTrainedModel) -> ModelShape:
     shape = find_shape(model)
     if model.device.type != "meta":
         _require_packable(model, shape)
+        require_own_mixers(model)
         if kept is not None and owns_attention:
             _require_own_attention(model, kept, shape)
     return shape
@@ -69,6 +71,9 @@ class _Projections:
         q, v = call.q, call.v
         self.found += [heads[0].transpose(0, 1).flatten(1) for heads in (q, call.k, v)]
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1).transpose(1, 2).contiguous()
+
+    def mix(self, mixer: Mixer, x: torch.Tensor) -> torch.Tensor:
+        return x
 
 
 def require_plain_cache(model: PreTrainedModel, shape: ModelShape) -> None:
@@ -124,7 +129,7 @@ def _require_packable(model: PreTrainedModel, shape: ModelShape) -> None:
         if far:
             # The model's own count shows whether fix_positions changes those that are given as it has to.
             far_ids = None if counts_itself(model) else (positions + far)[None]
-            past = Past(shape.spec.num_layers, far)
+            past = Past(num_layers(text) or 0, far)
             there = own(position_ids=far_ids, use_cache=True, **{cache_name(model): past})
             if difference := there.difference(packed(positions + far)):
                 what = f"what it computes of a token after {far} others depends on more than its position"

@@ -71,12 +71,12 @@ def bind_mixers(model: PreTrainedModel) -> None:
 
 def are_bound(model: PreTrainedModel) -> bool:
     """Returns whether `bind_mixers` has changed modules of `model`."""
-    return any(_is_bound(module) for module in model.modules())
+    return any(is_bound_mixer(module) for module in model.modules())
 
 
 def release_mixers(model: PreTrainedModel) -> None:
     """Gives the modules that `bind_mixers` changed their own forward pass."""
-    for module in filter(_is_bound, model.modules()):
+    for module in filter(is_bound_mixer, model.modules()):
         del cast(Any, module).forward
 
 
@@ -85,7 +85,8 @@ def is_mixer(module: Any) -> bool:
     return type(module).__name__ in _KINDS
 
 
-def _is_bound(module: nn.Module) -> bool:
+def is_bound_mixer(module: nn.Module) -> bool:
+    """Returns whether `bind_mixers` has changed `module`."""
     forward = vars(module).get("forward")
     return isinstance(forward, partial) and forward.func is _forward
 

@@ -104,6 +104,17 @@ _OLMO2 = replace(
 _COHERE = replace(_QWEN3, angles="pairs", is_interleaved=True, adds_in_order=False)
 _NEOX = LayerPlan(qkv=("query_key_value",), is_by_head=True, output="dense")
 _OWN_ATTENTION = LayerPlan(angles=None)
+_LFM2 = LayerPlan(
+    mixers=("self_attn", "conv"),
+    output="out_proj",
+    head_norms=("q_layernorm", "k_layernorm"),
+    input_norm="operator_norm",
+    before_mlp="ffn_norm",
+    mlp=("feed_forward",),
+    gate_up=("w1", "w3"),
+    down="w2",
+    activation="silu",
+)
 
 _LAYERS: tuple[tuple[LayerPlan, str], ...] = (
     (
@@ -146,19 +157,11 @@ _LAYERS: tuple[tuple[LayerPlan, str], ...] = (
         replace(_QWEN3, input_norm="attention_layernorm", before_mlp="feedforward_layernorm"),
         "ApertusDecoderLayer",
     ),
+    (_LFM2, "Lfm2DecoderLayer"),
+    (replace(_LFM2, router=_SIGMOID), "Lfm2MoeDecoderLayer"),
     (
-        LayerPlan(
-            mixers=("self_attn", "conv"),
-            output="out_proj",
-            head_norms=("q_layernorm", "k_layernorm"),
-            input_norm="operator_norm",
-            before_mlp="ffn_norm",
-            mlp=("feed_forward",),
-            gate_up=("w1", "w3"),
-            down="w2",
-            activation="silu",
-        ),
-        "Lfm2DecoderLayer",
+        replace(_LFM2, angles=None, after_attention="post_operator_norm", after_mlp="post_ffn_norm"),
+        "Lfm3DecoderLayer",
     ),
     (
         _GRANITE,
@@ -187,7 +190,7 @@ _LAYERS: tuple[tuple[LayerPlan, str], ...] = (
         replace(_GEMMA2, angles=None, before_mlp="pre_mlp_layernorm", after_mlp="post_mlp_layernorm"),
         "AfmoeDecoderLayer",
     ),
-    (_OLMO2, "Olmo2DecoderLayer Olmo3DecoderLayer"),
+    (_OLMO2, "Olmo2DecoderLayer Olmo3DecoderLayer OlmoHybridAttentionDecoderLayer"),
     (replace(_OLMO2, router=_SOFTMAX), "FlexOlmoDecoderLayer"),
     (replace(_OLMO2, norms_over_all=False), "Exaone4DecoderLayer"),
     (_COHERE, "CohereDecoderLayer Cohere2DecoderLayer"),
@@ -200,6 +203,15 @@ _LAYERS: tuple[tuple[LayerPlan, str], ...] = (
     (replace(_LLAMA, output="dense", adds_in_order=False), "PhiDecoderLayer"),
     (replace(_NEOX, mixers=("attention",), adds_in_order=False), "GPTNeoXLayer"),
     (replace(_NEOX, head_norms=("q_layernorm", "k_layernorm")), "PersimmonDecoderLayer"),
+    # Layers with states beside attention with a gate.
+    (
+        replace(_OWN_ATTENTION, mixers=("self_attn", "linear_attn")),
+        "Qwen3_5DecoderLayer OlmoHybridLinearAttentionDecoderLayer",
+    ),
+    (
+        replace(_OWN_ATTENTION, mixers=("self_attn", "linear_attn"), router=_SOFTMAX),
+        "Qwen3_5MoeDecoderLayer Qwen3NextDecoderLayer",
+    ),
     # Attention with a gate, or with norms or scales between positions and attention.
     (
         _OWN_ATTENTION,
@@ -241,7 +253,8 @@ _NORMS: tuple[tuple[NormForm, str], ...] = (
     (
         NormForm(plus_one=True, rounded_before=False),
         """GemmaRMSNorm Gemma2RMSNorm Gemma3RMSNorm MuseGlimmerTextCenteredRMSNorm
-        MuseSparkTextCenteredRMSNorm Step3p7RMSNorm VaultGemmaRMSNorm""",
+        MuseSparkTextCenteredRMSNorm Qwen3NextRMSNorm Qwen3_5RMSNorm Qwen3_5MoeRMSNorm Step3p7RMSNorm
+        VaultGemmaRMSNorm""",
     ),
     (
         NormForm(centred=True, rounded_before=False),

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from lightkv.integrations.model.attention_call import AttentionCall, compute
 from lightkv.integrations.model.context import context_length
+from lightkv.integrations.model.mixers.mixer import Mixer
 
 # The rounding of float32 results, since a kernel adds up a row in another order, and has its own exp.
 MIN_EPS = 2.0**-20
@@ -83,14 +84,21 @@ def relative_error(ours: Tensor, own: Tensor, bound: Tensor, num_roundings: int)
 
 
 class NoiseHandler:
-    """An AttentionHandler that records calls, and returns noise: the same noise for the same shape."""
+    """An AttentionHandler that records calls, and returns noise: the same noise for the same shape. `last`: the
+    module that mixed tokens last."""
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
+        self.last: nn.Module | None = None
 
     def attend(self, call: AttentionCall) -> Tensor:
         self.calls.append(call.rotated())
+        self.last = call.module
         return noise(call.output_shape, call.q)
+
+    def mix(self, mixer: Mixer, x: Tensor) -> Tensor:
+        self.last = mixer.module
+        return noise(tuple(x.shape), x)
 
 
 class Call(NamedTuple):
