@@ -13,6 +13,7 @@ sampling. For steps with rows that have a grammar, a decode graph has two parts 
 what such rows may sample is known only while the first part runs (`runner.py`).
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ import torch
 from lightkv.attention import Batch, BatchShape, StaticStep
 from lightkv.ledger.shared_prefixes import SharedPrefix
 from lightkv.memory.capture import Capture
+from lightkv.memory.state_passes import decode_pass
 from lightkv.router.engine.step import Limits, StepPlan
 from lightkv.router.sampling_params import SamplerKind
 from lightkv.triton_kernels.slots.allocate import TableEntries
@@ -179,6 +181,8 @@ class DecodeGraph:
             step.slot_mapping.copy_(self._slots)
         else:
             read_entries(memory.table.groups, rows, step.position_ids, step.slot_mapping)
+        if memory.states is not None:
+            step = replace(step, states=[decode_pass(memory.states, rows)])
         inputs = StepInputs(step, None, rows, None, rows, step.kv_lens.long())
         logits = inputs.logits(self._parts)
         active = rows > 0

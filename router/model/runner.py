@@ -14,17 +14,19 @@ sampling of a step with such rows waits, while its forward pass runs, until the 
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 
 import torch
 from msgspec.structs import replace
 
-from lightkv.edits import decode
+from lightkv.edits import Edit, decode
 from lightkv.errors import CheckFailed
 from lightkv.holdings import Holdings
+from lightkv.memory.state_memory import StateSlots
 from lightkv.memory_map import MemoryMap
 from lightkv.router.engine.step import (
     Captured,
@@ -105,7 +107,7 @@ class ModelRunner:
         Their rows are 0, the padding, so memory and counts stay as they are.
         """
         for plan in plans:
-            self._run(plan)
+            self._run(plan, {})
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
@@ -123,16 +125,29 @@ class ModelRunner:
                 graph = self._graphs.get(plan, has_masks=bool(grammars))
             allocates = graph is not None and graph.allocates
             self._parts.sampler.set_rows(plan.new_rows, plan.prompts)
-            self._parts.memory.apply(decode(plan.edits) if allocates else plan.all_edits())
+            earlier = self._apply(plan, decode(plan.edits) if allocates else plan.all_edits())
         step = _StepInFlight(plan, grammars)
         with self._fatal_errors(always=allocates):  # slots that are allocated by half are lost
             if grammars:
-                step.sampling = self._forward(plan) if graph is None else graph.replay_forward(plan)
+                step.sampling = self._forward(plan, earlier) if graph is None else graph.replay_forward(plan)
             else:
-                self._copy_to_host(step, self._run(plan) if graph is None else graph.replay(plan))
+                output = self._run(plan, earlier) if graph is None else graph.replay(plan)
+                self._copy_to_host(step, output)
         self._in_flight.append(step)
         if len(self._in_flight) == 1:
             self._sample_waiting()
+
+    def _apply(self, plan: StepPlan, edits: list[Edit]) -> dict[int, StateSlots]:
+        """Applies a step's edits. Returns the states that its pieces read and write which another piece of
+        their row follows."""
+        memory, earlier, done = self._parts.memory, dict[int, StateSlots](), 0
+        for part, num_edits in sorted(plan.pieces.items(), key=itemgetter(1)):
+            assert memory.states is not None
+            memory.apply(edits[done:num_edits])
+            earlier[part] = memory.states.slots([plan.rows[part]])
+            done = num_edits
+        memory.apply(edits[done:])
+        return earlier
 
     @torch.inference_mode()
     def collect(self) -> StepResult:
@@ -274,20 +289,20 @@ class ModelRunner:
             step.tokens = tokens
         return step.tokens
 
-    def _logits(self, plan: StepPlan) -> StepLogits:
+    def _logits(self, plan: StepPlan, earlier: Mapping[int, StateSlots]) -> StepLogits:
         """Runs a step eagerly, after its edits, up to its logits."""
-        inputs = StepInputs.of(plan, self._parts.memory, self.limits.prefix_sharing.max_members)
+        inputs = StepInputs.of(plan, self._parts.memory, self.limits.prefix_sharing.max_members, earlier)
         if not plan.scored:
             return StepLogits(inputs, inputs.logits(self._parts))
         return StepLogits(inputs, *inputs.logits_and_scores(self._parts, plan, self._scored_at_once))
 
-    def _forward(self, plan: StepPlan) -> MaskedSampling:
+    def _forward(self, plan: StepPlan, earlier: Mapping[int, StateSlots]) -> MaskedSampling:
         """Runs a step eagerly, after its edits, up to its logits."""
-        return partial(self._logits(plan).sample, self._parts, plan.kind)
+        return partial(self._logits(plan, earlier).sample, self._parts, plan.kind)
 
-    def _run(self, plan: StepPlan) -> StepOutput:
+    def _run(self, plan: StepPlan, earlier: Mapping[int, StateSlots]) -> StepOutput:
         """Runs a step eagerly, after its edits."""
-        inputs, logits, scores = self._logits(plan)
+        inputs, logits, scores = self._logits(plan, earlier)
         return inputs.sample(self._parts, logits, plan.kind)._replace(scores=scores)
 
     def _copy_to_host(self, step: _StepInFlight, output: StepOutput) -> None:
