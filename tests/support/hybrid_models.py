@@ -74,12 +74,11 @@ def hybrid(name: str, **fields: Any) -> PreTrainedModel:
     return model
 
 
-def greedy(model: PreTrainedModel, prompt: Sequence[int], num: int) -> list[int]:
-    """Returns `num` greedy tokens of transformers' own `generate`."""
-    ids = torch.tensor([list(prompt)], device=model.device)
+def greedy(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+    """Returns, in the place of each token of `answer`, the likeliest one after those before it, by transformers'
+    own forward pass: the answer itself, if it is the greedy one."""
+    ids = torch.tensor([[*prompt, *answer]], device=model.device)
     with torch.no_grad():
-        made = model.generate(  # type: ignore[operator]
-            ids, max_new_tokens=num, min_new_tokens=num, do_sample=False, pad_token_id=0, eos_token_id=None
-        )
-    tokens: list[int] = made[0, len(prompt) :].tolist()
+        logits = model(input_ids=ids, use_cache=False).logits[0]  # type: ignore[operator]
+    tokens: list[int] = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
     return tokens
