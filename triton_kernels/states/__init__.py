@@ -1,1 +1,0 @@
-"""Kernels of layers that keep a recurrent or a convolutional state."""
