@@ -13,8 +13,8 @@ from lightkv.triton_kernels.layers.gated_activation import activate
 
 MAX_WIDTH = 8
 _BLOCK_T = 8  # tokens of a program
-_BLOCK_D = 512  # channels of a program
-_BLOCK_N = 256  # sequences whose starts a program looks at at once
+_BLOCK_D = 256  # channels of a program
+_BLOCK_N = tl.constexpr(256)  # sequences whose starts a program looks at at once
 _TAKEN = Tensors(
     x="float32 or float16 or bfloat16 [T, D] with a last stride of 1",
     weight="floats [D, W]",
@@ -27,36 +27,31 @@ _TAKEN = Tensors(
 
 
 @triton.jit
-def _begin(bias, channels, in_dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Returns the sums [ROWS, BLOCK_D] before any input."""
-    total = tl.zeros([ROWS, BLOCK_D], tl.float32)
+def _or(a, b):
+    return a | b
+
+
+@triton.jit
+def _taps(weight, bias, channels, in_dim, stride_tap, W: tl.constexpr):
+    """Returns the factors of the W inputs, and the bias."""
+    taps = ()
+    for j in tl.static_range(W):
+        taps += (tl.load(weight + j * stride_tap, mask=in_dim, other=0.0).to(tl.float32),)
+    offset = tl.zeros_like(taps[0])
     if bias is not None:
-        total += tl.load(bias + channels, mask=in_dim, other=0.0).to(tl.float32)[None, :]
-    return total
+        offset += tl.load(bias + channels, mask=in_dim, other=0.0).to(tl.float32)
+    return taps, offset
 
 
 @triton.jit
-def _add(total, inputs, taps, in_dim):
-    """Adds the inputs of one tap."""
-    return total + inputs.to(tl.float32) * tl.load(taps, mask=in_dim, other=0.0).to(tl.float32)[None, :]
-
-
-@triton.jit
-def _inputs(x, state, number, wanted, stride_x, channels, in_dim, D: tl.constexpr, W: tl.constexpr):
-    """Loads the inputs number [rows] of a sequence where wanted. Its state has the first W - 1 of them."""
-    wanted = wanted[:, None] & in_dim[None, :]
-    is_old = (number < W - 1)[:, None]
-    old = tl.load(state + number[:, None] * D + channels[None, :], mask=wanted & is_old, other=0.0)
-    rows = x + (number - (W - 1)).to(tl.int64)[:, None] * stride_x
-    new = tl.load(rows + channels[None, :], mask=wanted & (is_old == 0), other=0.0)
-    return tl.where(is_old, old, new)
-
-
-@triton.jit
-def _finish(total, out, mask, ACTIVATION: tl.constexpr):
+def _output(inputs, taps, offset, t: tl.constexpr, W: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Returns the output whose first input is number t."""
+    total = offset
+    for j in tl.static_range(W):
+        total += inputs[t + j].to(tl.float32) * taps[j]
     if ACTIVATION is not None:
         total = activate(total, ACTIVATION)
-    tl.store(out, total.to(out.dtype.element_ty), mask=mask)
+    return total
 
 
 @triton.jit(
@@ -81,58 +76,60 @@ def _causal_conv_kernel(
     D: tl.constexpr,
     W: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     program = tl.program_id(0)
     channels = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_dim = channels < D
-    taps = weight + channels * stride_channel
+    taps, offset = _taps(weight + channels * stride_channel, bias, channels, in_dim, stride_tap, W)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if program < num_sequences:  # the state of a sequence, and its first W - 1 tokens
         first = tl.load(starts + program).to(tl.int64)
-        length = (tl.load(starts + program + 1) - first).to(tl.int32)
+        length = tl.load(starts + program + 1) - first
+        state = states + tl.load(reads + program) * stride_slot + channels
+        tokens = x + first * stride_x + channels
         write = tl.load(writes + program)
-        state = states + tl.load(reads + program) * stride_slot
-        rows = tl.arange(0, ROWS)
-        in_state = rows < W - 1
-        wanted = in_state & (rows < length)
-        begin = x + first * stride_x
-        total = _begin(bias, channels, in_dim, ROWS, BLOCK_D)
-        for j in tl.static_range(W):
-            inputs = _inputs(begin, state, rows + j, wanted, stride_x, channels, in_dim, D, W)
-            total = _add(total, inputs, taps + j * stride_tap, in_dim)
-        place = out + (first + rows)[:, None] * D + channels[None, :]
-        _finish(total, place, wanted[:, None] & in_dim[None, :], ACTIVATION)
-        if write != 0:
-            last = _inputs(begin, state, length + rows, in_state, stride_x, channels, in_dim, D, W)
-            tl.debug_barrier()  # every thread has read the old state before one writes the new
-            place = states + write * stride_slot + rows[:, None] * D + channels[None, :]
-            tl.store(place, last, mask=in_state[:, None] & in_dim[None, :])
-    else:  # some tokens, less the first W - 1 of each sequence
-        token = (program - num_sequences) * BLOCK_T + tl.arange(0, BLOCK_T)
-        is_first = tl.zeros([BLOCK_T], tl.int32)
-        for base in range(0, num_sequences, BLOCK_N):
-            sequence = base + tl.arange(0, BLOCK_N)
-            start = tl.load(starts + sequence, mask=sequence < num_sequences, other=num_tokens)
-            since = token[:, None] - start[None, :]
-            is_first = tl.maximum(is_first, tl.max(((since >= 0) & (since < W - 1)).to(tl.int32), 1))
-        is_used = token < tl.load(starts + num_sequences)
-        wanted = (is_used & (is_first == 0))[:, None] & in_dim[None, :]
-        total = _begin(bias, channels, in_dim, BLOCK_T, BLOCK_D)
-        for j in tl.static_range(W):
-            rows = x + (token - (W - 1) + j).to(tl.int64)[:, None] * stride_x
-            inputs = tl.load(rows + channels[None, :], mask=wanted, other=0.0)
-            total = _add(total, inputs, taps + j * stride_tap, in_dim)
-        unused = (token < num_tokens) & (is_used == 0)
-        total = tl.where(unused[:, None], 0.0, total)
-        place = out + token.to(tl.int64)[:, None] * D + channels[None, :]
-        _finish(total, place, wanted | (unused[:, None] & in_dim[None, :]), ACTIVATION)
+        inputs = ()
+        for j in tl.static_range(W - 1):
+            inputs += (tl.load(state + j * D, mask=in_dim, other=0.0),)
+        for j in tl.static_range(W - 1):
+            inputs += (tl.load(tokens + j * stride_x, mask=in_dim & (j < length), other=0.0),)
+        last = ()
+        for j in tl.static_range(W - 1):
+            is_old = length + j < W - 1
+            old = tl.load(state + (length + j) * D, mask=in_dim & is_old, other=0.0)
+            row = tokens + (length + j - (W - 1)) * stride_x
+            last += (tl.where(is_old, old, tl.load(row, mask=in_dim & (is_old == 0), other=0.0)),)
+        tl.debug_barrier()  # every thread has read the old state before one writes the new
+        for j in tl.static_range(W - 1):
+            total = _output(inputs, taps, offset, j, W, ACTIVATION).to(out.dtype.element_ty)
+            tl.store(out + (first + j) * D + channels, total, mask=in_dim & (j < length))
+            tl.store(states + write * stride_slot + j * D + channels, last[j], mask=in_dim & (write != 0))
+        return
+    # Some tokens, less the first W - 1 of each sequence. `begins` has a bit for each token at which one begins.
+    first = (program - num_sequences).to(tl.int64) * BLOCK_T
+    begins = 0
+    for base in range(0, num_sequences, _BLOCK_N):
+        sequence = base + tl.arange(0, _BLOCK_N)
+        start = tl.load(starts + sequence, mask=sequence < num_sequences, other=num_tokens)
+        since = (start - (first - (W - 2))).to(tl.int32)
+        is_near = (sequence < num_sequences) & (since >= 0) & (since < BLOCK_T + W - 2)
+        begins |= tl.reduce(tl.where(is_near, 1 << tl.where(is_near, since, 0), 0), 0, _or)
+    end = tl.load(starts + num_sequences)
+    inputs = ()
+    for j in tl.static_range(BLOCK_T + W - 1):
+        token = first + j - (W - 1)
+        row = x + token * stride_x + channels
+        inputs += (tl.load(row, mask=in_dim & (token >= 0) & (token < end), other=0.0),)
+    for j in tl.static_range(BLOCK_T):
+        token = first + j
+        total = tl.where(token < end, _output(inputs, taps, offset, j, W, ACTIVATION), 0.0)
+        is_mine = (token < num_tokens) & ((token >= end) | ((begins >> j) & ((1 << (W - 1)) - 1) == 0))
+        tl.store(out + token * D + channels, total.to(out.dtype.element_ty), mask=in_dim & is_mine)
 
 
 def causal_conv(
@@ -198,11 +195,9 @@ def causal_conv(
             D=dim,
             W=width,
             ACTIVATION=activation,
-            ROWS=triton.next_power_of_2(width - 1),
             BLOCK_T=_BLOCK_T,
             BLOCK_D=block_d,
-            BLOCK_N=_BLOCK_N,
-            num_warps=4,
+            num_warps=1,
             **tuning.early_options(x.device),
         )
     return out

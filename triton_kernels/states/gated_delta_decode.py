@@ -10,7 +10,7 @@ from torch.nn import functional
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.checks import Tensors
 
-_EPS = 1e-6  # added to the squared length of a query or key
+_EPS = tl.constexpr(1e-6)  # added to the squared length of a query or key
 _TAKEN = Tensors(
     qkv="floats [n, dims] with a last stride of 1",
     a="floats [n, HV] with a last stride of 1",
@@ -34,9 +34,9 @@ def _log_decay(a, a_log):
 
 
 @triton.jit
-def _unit(x, eps):
+def _unit(x):
     """Returns x [BLOCK_K] divided by its length."""
-    return x * tl.rsqrt(tl.sum(x * x, 0) + eps)
+    return x * tl.rsqrt(tl.sum(x * x, 0) + _EPS)
 
 
 @triton.jit(do_not_specialize_on_alignment=["reads", "writes"])
@@ -55,7 +55,6 @@ def _gated_delta_decode_kernel(
     stride_b,
     stride_slot,
     beta_scale,
-    eps,
     HK: tl.constexpr,
     HV: tl.constexpr,
     DK: tl.constexpr,
@@ -74,17 +73,13 @@ def _gated_delta_decode_kernel(
         tl.extra.cuda.gdc_wait()
     read = tl.load(reads + row)
     write = tl.load(writes + row)
-    place = out + (row * HV + head) * DV + values
-    if write == 0:
-        tl.store(place, tl.zeros([BLOCK_V], out.dtype.element_ty), mask=in_v)
-        return
-    in_state = in_k[:, None] & in_v[None, :]
+    in_state = in_k[:, None] & in_v[None, :] & (write != 0)
     tile = states + head * DK * DV + keys[:, None] * DV + values[None, :]
     state = tl.load(tile + read * stride_slot, mask=in_state, other=0.0)
 
     q = qkv + row * stride_qkv + head // (HV // HK) * DK + keys
-    query = _unit(tl.load(q, mask=in_k, other=0.0).to(tl.float32), eps) * (DK**-0.5)
-    key = _unit(tl.load(q + HK * DK, mask=in_k, other=0.0).to(tl.float32), eps)
+    query = _unit(tl.load(q, mask=in_k, other=0.0).to(tl.float32)) * (DK**-0.5)
+    key = _unit(tl.load(q + HK * DK, mask=in_k, other=0.0).to(tl.float32))
     v = qkv + row * stride_qkv + 2 * HK * DK + head * DV + values
     value = tl.load(v, mask=in_v, other=0.0).to(tl.float32)
     beta = beta_scale * tl.sigmoid(tl.load(b + row * stride_b + head).to(tl.float32))
@@ -95,7 +90,8 @@ def _gated_delta_decode_kernel(
     delta = beta * (value - tl.sum(state * key[:, None], 0))
     state += key[:, None] * delta[None, :]
     tl.store(tile + write * stride_slot, state, mask=in_state)
-    tl.store(place, tl.sum(state * query[:, None], 0).to(out.dtype.element_ty), mask=in_v)
+    total = tl.where(write != 0, tl.sum(state * query[:, None], 0), 0.0)
+    tl.store(out + (row * HV + head) * DV + values, total.to(out.dtype.element_ty), mask=in_v)
 
 
 def gated_delta_decode(
@@ -159,7 +155,6 @@ def gated_delta_decode(
             b.stride(0),
             states.stride(0),
             beta_scale,
-            _EPS,
             HK=num_k_heads,
             HV=num_v_heads,
             DK=key_dim,
@@ -196,7 +191,7 @@ def gated_delta_decode_reference(
     num_v_heads, key_dim, value_dim = states.shape[1:]
     q, k, v = qkv.float().split([num_k_heads * key_dim] * 2 + [num_v_heads * value_dim], 1)
     query, key = (
-        part * torch.rsqrt(part.square().sum(-1, keepdim=True) + _EPS)
+        part * torch.rsqrt(part.square().sum(-1, keepdim=True) + _EPS.value)
         for part in (x.unflatten(1, (num_k_heads, key_dim)) for x in (q, k))
     )
     query, key = (x.repeat_interleave(num_v_heads // num_k_heads, 1)[:, :, None] for x in (query, key))
