@@ -63,10 +63,10 @@ def _gated_delta_decode_kernel(
     BLOCK_V: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
     keys = tl.arange(0, BLOCK_K)
-    values = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    values = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     in_k, in_v = keys < DK, values < DV
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -140,7 +140,7 @@ def gated_delta_decode(
     out = qkv.new_empty(len(qkv), num_v_heads, value_dim)
     block_v, num_warps = _tile(tuning.device_class(qkv.device), len(qkv) * num_v_heads, value_dim)
     if len(qkv):
-        _gated_delta_decode_kernel[(len(qkv), num_v_heads, triton.cdiv(value_dim, block_v))](
+        _gated_delta_decode_kernel[(triton.cdiv(value_dim, block_v), num_v_heads, len(qkv))](
             qkv,
             a,
             b,
