@@ -1,4 +1,4 @@
-"""The passes of layers with states over a step: which tokens they compute side by side, from which state slots on.
+"""The passes of layers with states over a step: which tokens they compute side by side, from which slots on.
 
 A step may have several pieces of one row, where a snapshot is kept between them. Each goes on from the state
 that the one before it leaves, so it is computed in a later pass. What is short by then is computed token by
@@ -54,10 +54,11 @@ class StatePass:
     def chunks(self) -> ChunkIndex:
         """The chunks of the pieces, for all layers; a CUDA graph that computes it keeps it."""
         bounds = self.starts.long()
-        ends = (bounds.diff() + (CHUNK - 1)).div(CHUNK, rounding_mode="floor").cumsum(0)
-        order = torch.arange(self.most_chunks, device=bounds.device).minimum(ends[-1] - 1)
-        piece = torch.searchsorted(ends, order, right=True)
-        return ChunkIndex(bounds, torch.stack((piece, order - ends[piece] + ends.diff(prepend=ends[:1] * 0)[piece]), 1))
+        counts = (bounds.diff() + (CHUNK - 1)).div(CHUNK, rounding_mode="floor")
+        ends = counts.cumsum(0)
+        number = torch.arange(self.most_chunks, device=bounds.device).minimum(ends[-1] - 1)
+        piece = torch.searchsorted(ends, number, right=True)
+        return ChunkIndex(bounds, torch.stack((piece, number - (ends - counts)[piece]), 1))
 
 
 def decode_pass(states: StateMemory, rows: Tensor) -> StatePass:
@@ -200,7 +201,8 @@ class StaticPasses:
         for target, one in zip(self._slots, found, strict=True):
             target.copy_(one)
         num, most = self._num_prefills, self._num_tokens // CHUNK + self._num_prefills
-        chunked, gathered = (StateSlots(*(one[part] for one in self._slots)) for part in (slice(num), slice(num, None)))
+        reads, writes = (one.split((num, self._num_by_token)) for one in self._slots)
+        chunked, gathered = StateSlots(reads[0], writes[0]), StateSlots(reads[1], writes[1])
         return [
             StatePass(slice(0, self._num_tokens), q_starts, chunked, most),
             StatePass(tokens_there, starts_there, gathered),

@@ -225,7 +225,11 @@ class _Start:
         """Makes the K/V memory, with `scales` where its format has given ones, and the sampler."""
         config, device, spec, limits = self.config, self.device, bound.shape.spec, bound.limits
         memory = KVMemory(
-            spec, pool.num_slots, limits.max_num_seqs, limits.max_model_len, device,
+            spec,
+            pool.num_slots,
+            limits.max_num_seqs,
+            limits.max_model_len,
+            device,
             4 * limits.max_num_seqs if spec.states else 0,
         )
         if self.ranks is not None:

@@ -57,6 +57,14 @@ class StepOutput(NamedTuple):
         return StepOutput(sampled, _pinned(self.packed), scores)
 
 
+class AppliedPlan(NamedTuple):
+    """A plan whose edits the memory has applied. `earlier`: the states that its `pieces` read and write, by
+    their index into the batch."""
+
+    plan: StepPlan
+    earlier: Mapping[int, StateSlots]
+
+
 class StepInputs(NamedTuple):
     """What a step reads on the device: the step itself, the tokens of prompts, and what is sampled.
 
@@ -78,11 +86,10 @@ class StepInputs(NamedTuple):
         return packed_size([np.empty(size, dtype=np.int64) for size in sizes])
 
     @classmethod
-    def of(
-        cls, plan: StepPlan, memory: KVMemory, most_members: int, earlier: Mapping[int, StateSlots]
-    ) -> "StepInputs":
+    def of(cls, applied: AppliedPlan, memory: KVMemory, most_members: int) -> "StepInputs":
         """Makes the step of a plan and its inputs, in one upload, and one more where layers have states.
-        `most_members`: as in `Batch.sharing`; `earlier`: as in `state_passes`."""
+        `most_members`: as in `Batch.sharing`."""
+        plan = applied.plan
         packed = _PackedPlan.of(plan)
         batch = packed.batch
         if plan.prefixes:
@@ -90,7 +97,8 @@ class StepInputs(NamedTuple):
         samples = packed.samples(plan, batch.counts.cumsum(), len(plan.sample))
         step = Step.of(batch, memory, also=[packed.ids, packed.next_of, *samples])
         if memory.states is not None:
-            passes = state_passes(memory.states, plan.rows, plan.counts, plan.num_prefills, earlier)
+            parts = plan.rows, plan.counts, plan.num_prefills
+            passes = state_passes(memory.states, *parts, applied.earlier)
             step = replace(step, states=passes)
         token_ids, *others = step.also
         return cls(step, token_ids if plan.num_prefills else None, *others)

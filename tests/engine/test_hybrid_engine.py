@@ -31,7 +31,13 @@ def request(name: str, prompt: list[int], max_tokens: int, boundary: int = 0) ->
 def build(
     name: str, admission: Admission | None = None, **settings: object
 ) -> tuple[LocalEngine, ModelRunner]:
-    fields = {"device": "cpu", "max_total_tokens": 600, "prefill_chunk": 16, "max_model_len": 200, "max_num_seqs": 8}
+    fields = {
+        "device": "cpu",
+        "max_total_tokens": 600,
+        "prefill_chunk": 16,
+        "max_model_len": 200,
+        "max_num_seqs": 8,
+    }
     runner, info = assemble(hybrid(name), EngineConfig(**(fields | settings)), lambda line: None)  # type: ignore[arg-type]
     return LocalEngine(make_scheduler(info, admission), runner), runner
 

@@ -75,8 +75,8 @@ def hybrid(name: str, **fields: Any) -> PreTrainedModel:
 
 
 def greedy(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
-    """Returns, in the place of each token of `answer`, the likeliest one after those before it, by transformers'
-    own forward pass: the answer itself, if it is the greedy one."""
+    """Returns, in the place of each token of `answer`, the likeliest one after those before it, by
+    transformers' own forward pass: the answer itself, if it is the greedy one."""
     ids = torch.tensor([[*prompt, *answer]], device=model.device)
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[0]  # type: ignore[operator]

@@ -23,12 +23,22 @@ _TAKEN = Tensors(
     reads="contiguous int64 [n]",
     writes="contiguous int64 [n]",
     starts="contiguous int32 [n + 1]",
+    places="contiguous int64 [packed]",
+    out="[rows, D] with a last stride of 1",
 )
 
 
 @triton.jit
 def _or(a, b):
     return a | b
+
+
+@triton.jit
+def _row(places, token, within):
+    """Returns where a packed token stands, int64."""
+    if places is None:
+        return token.to(tl.int64)
+    return tl.load(places + token, mask=within, other=0)
 
 
 @triton.jit
@@ -56,7 +66,7 @@ def _output(inputs, taps, offset, t: tl.constexpr, W: tl.constexpr, ACTIVATION: 
 
 @triton.jit(
     do_not_specialize=["num_tokens", "num_sequences"],
-    do_not_specialize_on_alignment=["reads", "writes", "starts"],
+    do_not_specialize_on_alignment=["reads", "writes", "starts", "places"],
 )
 def _causal_conv_kernel(
     x,  # [T, D]
@@ -66,10 +76,12 @@ def _causal_conv_kernel(
     reads,  # [n]
     writes,  # [n]
     starts,  # [n + 1]
+    places,  # [packed] or None
     out,  # [T, D], written
     num_tokens,
     num_sequences,
     stride_x,
+    stride_out,
     stride_channel,  # of weight
     stride_tap,
     stride_slot,
@@ -91,23 +103,25 @@ def _causal_conv_kernel(
         first = tl.load(starts + program).to(tl.int64)
         length = tl.load(starts + program + 1) - first
         state = states + tl.load(reads + program) * stride_slot + channels
-        tokens = x + first * stride_x + channels
         write = tl.load(writes + program)
         inputs = ()
         for j in tl.static_range(W - 1):
             inputs += (tl.load(state + j * D, mask=in_dim, other=0.0),)
         for j in tl.static_range(W - 1):
-            inputs += (tl.load(tokens + j * stride_x, mask=in_dim & (j < length), other=0.0),)
+            row = _row(places, first + j, j < length)
+            inputs += (tl.load(x + row * stride_x + channels, mask=in_dim & (j < length), other=0.0),)
         last = ()
         for j in tl.static_range(W - 1):
             is_old = length + j < W - 1
             old = tl.load(state + (length + j) * D, mask=in_dim & is_old, other=0.0)
-            row = tokens + (length + j - (W - 1)) * stride_x
-            last += (tl.where(is_old, old, tl.load(row, mask=in_dim & (is_old == 0), other=0.0)),)
+            row = _row(places, first + length + j - (W - 1), is_old == 0)
+            new = tl.load(x + row * stride_x + channels, mask=in_dim & (is_old == 0), other=0.0)
+            last += (tl.where(is_old, old, new),)
         tl.debug_barrier()  # every thread has read the old state before one writes the new
         for j in tl.static_range(W - 1):
             total = _output(inputs, taps, offset, j, W, ACTIVATION).to(out.dtype.element_ty)
-            tl.store(out + (first + j) * D + channels, total, mask=in_dim & (j < length))
+            row = _row(places, first + j, j < length)
+            tl.store(out + row * stride_out + channels, total, mask=in_dim & (j < length))
             tl.store(states + write * stride_slot + j * D + channels, last[j], mask=in_dim & (write != 0))
         return
     # Some tokens, less the first W - 1 of each sequence. `begins` has a bit for each token at which one begins.
@@ -123,13 +137,17 @@ def _causal_conv_kernel(
     inputs = ()
     for j in tl.static_range(BLOCK_T + W - 1):
         token = first + j - (W - 1)
-        row = x + token * stride_x + channels
-        inputs += (tl.load(row, mask=in_dim & (token >= 0) & (token < end), other=0.0),)
+        within = (token >= 0) & (token < end)
+        row = _row(places, token, within)
+        inputs += (tl.load(x + row * stride_x + channels, mask=in_dim & within, other=0.0),)
     for j in tl.static_range(BLOCK_T):
         token = first + j
         total = tl.where(token < end, _output(inputs, taps, offset, j, W, ACTIVATION), 0.0)
         is_mine = (token < num_tokens) & ((token >= end) | ((begins >> j) & ((1 << (W - 1)) - 1) == 0))
-        tl.store(out + token * D + channels, total.to(out.dtype.element_ty), mask=in_dim & is_mine)
+        if places is not None:
+            is_mine &= token < end
+        row = _row(places, token, is_mine)
+        tl.store(out + row * stride_out + channels, total.to(out.dtype.element_ty), mask=in_dim & is_mine)
 
 
 def causal_conv(
@@ -141,6 +159,8 @@ def causal_conv(
     writes: Tensor,
     starts: Tensor,
     activation: str | None,
+    places: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Returns act(bias + Σ_j weight[:, j] · input[t - (W - 1) + j]) of every token t, `[T, D]`, summed in
     float32. A sequence's state holds the inputs before its first token, and then becomes its last W - 1 inputs.
@@ -154,6 +174,10 @@ def causal_conv(
         starts: int32 `[n + 1]`. Tokens `starts[i]` to `starts[i + 1]` are sequence i's, and may be none.
             Tokens from `starts[n]` on are padding, whose output is 0.
         activation: "silu", or None.
+        places: int64 `[packed]`, where the tokens of the sequences stand in x and in the output, as the packed
+            tokens that `starts` counts; None where they are packed there. Those of padding are not read.
+        out: `[T, D]`, where the output is written; with `places` the other tokens of it stay. None for a new
+            tensor.
 
     A slot that one sequence writes must not be read by another. Nothing synchronises, so a CUDA graph can
     capture it. A model on a CPU calls the reference.
@@ -162,8 +186,9 @@ def causal_conv(
         ValueError: a tensor or the activation is none of these.
     """
     tensors = {"states": states, "reads": reads, "writes": writes, "starts": starts}
-    _TAKEN.check({}, x=x, weight=weight, bias=bias, **tensors)
+    _TAKEN.check({}, x=x, weight=weight, bias=bias, places=places, out=out, **tensors)
     (num_tokens, dim), width, num_sequences = x.shape, weight.shape[1], len(reads)
+    num_tokens = num_tokens if places is None else len(places)
     if not 2 <= width <= MAX_WIDTH or activation not in (None, "silu"):
         raise ValueError(
             f"a convolution of width {width} with activation {activation!r}; give a width of 2 to {MAX_WIDTH} "
@@ -174,7 +199,8 @@ def causal_conv(
             f"states must be {x.dtype} [slots, {width - 1}, {dim}] with contiguous slots; got {states.dtype} "
             f"{tuple(states.shape)} with strides {states.stride()}"
         )
-    out = torch.empty((num_tokens, dim), dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((len(x), dim), dtype=x.dtype, device=x.device)
     block_d = min(_BLOCK_D, triton.next_power_of_2(dim))
     grid = num_sequences + triton.cdiv(num_tokens, _BLOCK_T), triton.cdiv(dim, block_d)
     if grid[0]:
@@ -186,10 +212,12 @@ def causal_conv(
             reads,
             writes,
             starts,
+            places,
             out,
             num_tokens,
             num_sequences,
             x.stride(0),
+            out.stride(0),
             *weight.stride(),
             states.stride(0),
             D=dim,
@@ -212,8 +240,16 @@ def causal_conv_reference(
     writes: Tensor,
     starts: Tensor,
     activation: str | None,
+    places: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Computes `causal_conv` in plain torch, of all sequences at once."""
+    if places is not None:
+        assert out is not None
+        used = places[: int(starts[-1])]
+        state = (states, reads, writes, starts)
+        out[used] = causal_conv_reference(x[used], weight, bias, *state, activation)
+        return out
     before, used, device = weight.shape[1] - 1, int(starts[-1]), x.device
     lengths, numbers = (starts[1:] - starts[:-1]).long(), torch.arange(len(reads), device=device)
     # The inputs of all sequences in one tensor, each sequence's state before its tokens.
@@ -231,6 +267,8 @@ def causal_conv_reference(
     total = total[news - before]
     if bias is not None:
         total += bias.float()
-    out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out[used:] = 0.0
     out[:used] = functional.silu(total) if activation == "silu" else total
     return out

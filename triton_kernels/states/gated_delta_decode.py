@@ -1,5 +1,5 @@
-"""Computes one token of the gated delta rule for each row of a batch: reads the row's state at one slot of a
-pool, and writes it at another or at the same."""
+"""Computes the gated delta rule token by token, for decodes and for short pieces of prompts: reads a sequence's
+state at one slot of a pool, and writes it at another or at the same."""
 
 import torch
 import triton
@@ -20,6 +20,9 @@ _TAKEN = Tensors(
     states="float32 [slots, HV, DK, DV] with a last stride of 1",
     reads="contiguous int64 [n]",
     writes="contiguous int64 [n]",
+    starts="contiguous int32 [n + 1]",
+    places="contiguous int64 [packed]",
+    out="contiguous [rows, HV, DV]",
 )
 
 
@@ -39,7 +42,7 @@ def _unit(x):
     return x * tl.rsqrt(tl.sum(x * x, 0) + _EPS)
 
 
-@triton.jit(do_not_specialize_on_alignment=["reads", "writes"])
+@triton.jit(do_not_specialize_on_alignment=["reads", "writes", "starts", "places"])
 def _gated_delta_decode_kernel(
     qkv,  # [n, 2 * HK * DK + HV * DV]
     a,  # [n, HV]
@@ -49,7 +52,9 @@ def _gated_delta_decode_kernel(
     states,  # [slots, HV, DK, DV]
     reads,  # [n]
     writes,  # [n]
-    out,  # [n, HV, DV], written
+    starts,  # [n + 1] or None
+    places,  # [packed] or None
+    out,  # [T, HV, DV], written
     stride_qkv,
     stride_a,
     stride_b,
@@ -77,21 +82,29 @@ def _gated_delta_decode_kernel(
     tile = states + head * DK * DV + keys[:, None] * DV + values[None, :]
     state = tl.load(tile + read * stride_slot, mask=in_state, other=0.0)
 
-    q = qkv + row * stride_qkv + head // (HV // HK) * DK + keys
-    query = _unit(tl.load(q, mask=in_k, other=0.0).to(tl.float32)) * (DK**-0.5)
-    key = _unit(tl.load(q + HK * DK, mask=in_k, other=0.0).to(tl.float32))
-    v = qkv + row * stride_qkv + 2 * HK * DK + head * DV + values
-    value = tl.load(v, mask=in_v, other=0.0).to(tl.float32)
-    beta = beta_scale * tl.sigmoid(tl.load(b + row * stride_b + head).to(tl.float32))
+    decay_rate = tl.load(a_log + head).to(tl.float32)
     bias = tl.load(dt_bias + head).to(tl.float32)
-    gate = tl.load(a + row * stride_a + head).to(tl.float32) + bias
+    first, end = row, row + 1
+    if starts is not None:
+        first, end = tl.load(starts + row).to(tl.int64), tl.load(starts + row + 1).to(tl.int64)
+    for token in range(first, end):
+        place = token
+        if places is not None:
+            place = tl.load(places + token)
+        q = qkv + place * stride_qkv + head // (HV // HK) * DK + keys
+        query = _unit(tl.load(q, mask=in_k, other=0.0).to(tl.float32)) * (DK**-0.5)
+        key = _unit(tl.load(q + HK * DK, mask=in_k, other=0.0).to(tl.float32))
+        v = qkv + place * stride_qkv + 2 * HK * DK + head * DV + values
+        value = tl.load(v, mask=in_v, other=0.0).to(tl.float32)
+        beta = beta_scale * tl.sigmoid(tl.load(b + place * stride_b + head).to(tl.float32))
+        gate = tl.load(a + place * stride_a + head).to(tl.float32) + bias
 
-    state *= tl.exp(_log_decay(gate, tl.load(a_log + head).to(tl.float32)))
-    delta = beta * (value - tl.sum(state * key[:, None], 0))
-    state += key[:, None] * delta[None, :]
+        state *= tl.exp(_log_decay(gate, decay_rate))
+        delta = beta * (value - tl.sum(state * key[:, None], 0))
+        state += key[:, None] * delta[None, :]
+        total = tl.where(write != 0, tl.sum(state * query[:, None], 0), 0.0)
+        tl.store(out + (place * HV + head) * DV + values, total.to(out.dtype.element_ty), mask=in_v)
     tl.store(tile + write * stride_slot, state, mask=in_state)
-    total = tl.where(write != 0, tl.sum(state * query[:, None], 0), 0.0)
-    tl.store(out + (row * HV + head) * DV + values, total.to(out.dtype.element_ty), mask=in_v)
 
 
 def gated_delta_decode(
@@ -105,21 +118,29 @@ def gated_delta_decode(
     writes: Tensor,
     num_k_heads: int,
     beta_scale: float = 1.0,
+    starts: Tensor | None = None,
+    places: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Returns the output of the gated delta rule for one token of each row, `[n, HV, DV]` in the dtype of qkv.
+    """Returns the output of the gated delta rule for one token of each row, or for the tokens of each sequence,
+    `[T, HV, DV]` in the dtype of qkv.
 
     With q and k divided by their lengths and q by √DK besides, β = beta_scale · sigmoid(b) and the decay
     d = exp(-exp(a_log) · softplus(a + dt_bias)), a head's state S becomes d·S + k (β (v - d·Sᵀk))ᵀ, and its
     output is Sᵀq of the new S. All of it is computed in float32.
 
     Args:
-        qkv: `[n, 2 * HK * DK + HV * DV]`, the heads of q, of k and of v. HV is a multiple of HK, which is
+        qkv: `[T, 2 * HK * DK + HV * DV]`, the heads of q, of k and of v. HV is a multiple of HK, which is
             `num_k_heads`; head h of v has head h // (HV // HK) of q and k.
-        a, b: `[n, HV]`. a_log, dt_bias: `[HV]`. Any floating types.
+        a, b: `[T, HV]`. a_log, dt_bias: `[HV]`. Any floating types.
         states: float32 `[num_slots, HV, DK, DV]`, each slot contiguous.
         reads: int64 `[n]`, the slot that holds each row's state.
         writes: int64 `[n]`, the slot to which its new state goes; 0 for a row of padding, whose output is 0 and
             which writes no state.
+        starts: int32 `[n + 1]`, where the tokens of each sequence begin; None where each row has one token.
+        places: int64 `[packed]`, where these tokens stand in qkv, a, b and the output; None where they are
+            packed there.
+        out: where the output is written; other tokens of it stay. None for a new tensor, without `places`.
 
     A slot that one row writes must not be read by another. Nothing synchronises, so a CUDA graph can capture
     it. A model on a CPU calls the reference.
@@ -128,7 +149,8 @@ def gated_delta_decode(
         ValueError: a tensor is none of these.
     """
     per_head = {"a": a, "b": b, "a_log": a_log, "dt_bias": dt_bias}
-    _TAKEN.check({}, qkv=qkv, **per_head, states=states, reads=reads, writes=writes)
+    packed = {"starts": starts, "places": places, "out": out}
+    _TAKEN.check({}, qkv=qkv, **per_head, states=states, reads=reads, writes=writes, **packed)
     num_v_heads, key_dim, value_dim = states.shape[1:]
     wanted = 2 * num_k_heads * key_dim + num_v_heads * value_dim
     if qkv.shape[1] != wanted or num_v_heads % num_k_heads or not states[:1].is_contiguous():
@@ -137,10 +159,11 @@ def gated_delta_decode(
             f"of {num_v_heads} as num_k_heads and contiguous slots; got {qkv.shape[1]} columns, {num_k_heads} "
             f"and strides {states.stride()}"
         )
-    out = qkv.new_empty(len(qkv), num_v_heads, value_dim)
-    block_v, num_warps = _tile(tuning.device_class(qkv.device), len(qkv) * num_v_heads, value_dim)
-    if len(qkv):
-        _gated_delta_decode_kernel[(triton.cdiv(value_dim, block_v), num_v_heads, len(qkv))](
+    if out is None:
+        out = qkv.new_empty(len(qkv), num_v_heads, value_dim)
+    block_v, num_warps = _tile(tuning.device_class(qkv.device), len(reads) * num_v_heads, value_dim)
+    if len(reads):
+        _gated_delta_decode_kernel[(triton.cdiv(value_dim, block_v), num_v_heads, len(reads))](
             qkv,
             a,
             b,
@@ -149,6 +172,8 @@ def gated_delta_decode(
             states,
             reads,
             writes,
+            starts,
+            places,
             out,
             qkv.stride(0),
             a.stride(0),
@@ -186,22 +211,34 @@ def gated_delta_decode_reference(
     writes: Tensor,
     num_k_heads: int,
     beta_scale: float = 1.0,
+    starts: Tensor | None = None,
+    places: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Computes `gated_delta_decode` in plain torch."""
+    """Computes `gated_delta_decode` in plain torch, one token of all sequences after the other."""
     num_v_heads, key_dim, value_dim = states.shape[1:]
-    q, k, v = qkv.float().split([num_k_heads * key_dim] * 2 + [num_v_heads * value_dim], 1)
-    query, key = (
-        part * torch.rsqrt(part.square().sum(-1, keepdim=True) + _EPS.value)
-        for part in (x.unflatten(1, (num_k_heads, key_dim)) for x in (q, k))
-    )
-    query, key = (x.repeat_interleave(num_v_heads // num_k_heads, 1)[:, :, None] for x in (query, key))
-    beta = beta_scale * torch.sigmoid(b.float())
-    decay = torch.exp(-a_log.float().exp() * functional.softplus(a.float() + dt_bias.float()))
-
-    state = states[reads] * decay[..., None, None]
-    delta = beta[..., None, None] * (v.view(-1, num_v_heads, 1, value_dim) - key @ state)
-    state += key.transpose(2, 3) * delta
+    if out is None:
+        out = qkv.new_zeros(len(qkv), num_v_heads, value_dim)
+    bounds = torch.arange(len(reads) + 1, device=qkv.device) if starts is None else starts.long()
+    decays = torch.exp(-a_log.float().exp() * functional.softplus(a.float() + dt_bias.float()))
+    betas = beta_scale * torch.sigmoid(b.float())
+    state, lengths = states[reads], bounds.diff()
+    for number in range(int(lengths.max()) if len(lengths) else 0):
+        running = lengths > number
+        token = (bounds[:-1] + number)[running]
+        place = token if places is None else places[token]
+        q, k, v = qkv[place].float().split([num_k_heads * key_dim] * 2 + [num_v_heads * value_dim], 1)
+        query, key = (
+            (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + _EPS.value))
+            .repeat_interleave(num_v_heads // num_k_heads, 1)
+            .unsqueeze(2)
+            for part in (x.unflatten(1, (num_k_heads, key_dim)) for x in (q, k))
+        )
+        decayed = state[running] * decays[place][..., None, None]
+        delta = betas[place][..., None, None] * (v.view(-1, num_v_heads, 1, value_dim) - key @ decayed)
+        state[running] = decayed + key.transpose(2, 3) * delta
+        total = (query * key_dim**-0.5 @ state[running])[:, :, 0]
+        out[place] = total.masked_fill((writes[running] == 0)[:, None, None], 0.0).to(qkv.dtype)
     is_written = writes != 0
     states[writes[is_written]] = state[is_written]
-    out = (query * key_dim**-0.5 @ state)[:, :, 0]
-    return out.masked_fill(~is_written[:, None, None], 0.0).to(qkv.dtype)
+    return out

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from lightkv.memory.state_passes import StatePass
+from lightkv.memory.state_passes import CHUNK, StatePass
 
-_CHUNK = 64
 _EPS = 1e-6  # of the norm of q and k
 
 
@@ -18,32 +17,44 @@ def delta_chunks(
     beta: `[T, v heads]`. state: float32 `[num_slots, v heads, k dim, v dim]`, read and written at the slots of
     the pass.
     """
-    assert one.counts is not None
     reads, writes = one.slots
     if q.is_cuda:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-        out, after = chunk_gated_delta_rule(
-            q[None],
-            k[None],
-            v[None],
-            g=log_decay[None],
-            beta=beta[None],
-            initial_state=state[reads],
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-            cu_seqlens=one.starts.long(),
-        )
-        state.index_copy_(0, writes, torch.where((writes > 0)[:, None, None, None], after, 0.0))
-        return out[0]
-    found = []
-    parts = zip(*(part.split(one.counts) for part in (q, k, v, log_decay, beta)), strict=True)
-    for piece, read, write in zip(parts, reads.tolist(), writes.tolist(), strict=True):
-        out, after = delta_chunks_reference(*piece, state[read])
+        out, after = _by_fla(q, k, v, log_decay, beta, one, state[reads])
+        # What a padding piece leaves is not kept: slot 0 stays zero.
+        state.index_copy_(0, writes, after.masked_fill_((writes == 0)[:, None, None, None], 0.0))
+        return out
+    out = torch.zeros_like(v, memory_format=torch.contiguous_format)
+    bounds = one.starts.tolist()
+    for begin, end, read, write in zip(bounds, bounds[1:], reads.tolist(), writes.tolist(), strict=False):
+        piece = (part[begin:end] for part in (q, k, v, log_decay, beta))
+        out[begin:end], after = delta_chunks_reference(*piece, state[read])
         if write:
             state[write] = after
-        found.append(out)
-    return torch.cat(found)
+    return out
+
+
+def _by_fla(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, one: StatePass, before: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Computes the chunks of a pass by fla's kernels, from the states `before`, float32 `[n, v heads, k dim, v
+    dim]`. Returns the output and the states after it."""
+    from fla.modules.l2norm import l2norm_fwd
+    from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd
+
+    _, out, _, after, _, _ = chunk_gated_delta_rule_fwd(
+        q=l2norm_fwd(q[None].contiguous())[0],
+        k=l2norm_fwd(k[None].contiguous())[0],
+        v=v[None].contiguous(),
+        g=log_decay[None],
+        beta=beta[None],
+        scale=q.shape[-1] ** -0.5,
+        initial_state=before,
+        output_final_state=True,
+        cu_seqlens=one.chunks.bounds,
+        chunk_indices=one.chunks.places,
+        chunk_size=CHUNK,
+    )
+    return out[0], after
 
 
 def delta_chunks_reference(
@@ -66,7 +77,7 @@ def delta_chunks_reference(
     found = []
     tokens = zip(
         *(
-            part.split(_CHUNK, 1)
+            part.split(CHUNK, 1)
             for part in (q_heads * k_dim**-0.5, k_heads, heads[2], log_decay.T, beta.float().T)
         ),
         strict=True,
