@@ -230,7 +230,7 @@ class _Start:
             limits.max_num_seqs,
             limits.max_model_len,
             device,
-            4 * limits.max_num_seqs if spec.states else 0,
+            limits.max_num_seqs + 64 if spec.states else 0,
         )
         if self.ranks is not None:
             scales = _scales_of_rank(scales, self.sizes.text, spec.num_kv_heads, self.ranks)
@@ -291,7 +291,7 @@ class _Start:
             limits=limits,
             graph_tokens=graphs.buckets if graphs else (),
             kv_dtype=config.kv_dtype,
-            num_states=4 * limits.max_num_seqs if spec.states else 0,
+            num_states=limits.max_num_seqs + 64 if spec.states else 0,
             skipped_layers=config.skipped_layers,
             num_ranks=1 if self.ranks is None else self.ranks.size,
             left_out=left_out_of(self.model),
