@@ -161,8 +161,9 @@ def causal_conv(
     Raises:
         ValueError: a tensor or the activation is none of these.
     """
-    tensors = {"states": states, "reads": reads, "writes": writes, "starts": starts}
-    _TAKEN.check({}, x=x, weight=weight, bias=bias, **tensors)
+    tensors = {"x": x, "weight": weight, "bias": bias, "states": states}
+    tensors |= {"reads": reads, "writes": writes, "starts": starts}
+    _TAKEN.check({}, **tensors)
     (num_tokens, dim), width, num_sequences = x.shape, weight.shape[1], len(reads)
     if not 2 <= width <= MAX_WIDTH or activation not in (None, "silu"):
         raise ValueError(
@@ -177,28 +178,12 @@ def causal_conv(
     out = torch.empty((num_tokens, dim), dtype=x.dtype, device=x.device)
     block_d = min(_BLOCK_D, triton.next_power_of_2(dim))
     grid = num_sequences + triton.cdiv(num_tokens, _BLOCK_T), triton.cdiv(dim, block_d)
+    strides = x.stride(0), *weight.stride(), states.stride(0)
+    constants = {"D": dim, "W": width, "ACTIVATION": activation, "BLOCK_T": _BLOCK_T, "BLOCK_D": block_d}
+    options = {"num_warps": 1, **tuning.early_options(x.device)}
     if grid[0]:
         _causal_conv_kernel[grid](
-            x,
-            weight,
-            bias,
-            states,
-            reads,
-            writes,
-            starts,
-            out,
-            num_tokens,
-            num_sequences,
-            x.stride(0),
-            *weight.stride(),
-            states.stride(0),
-            D=dim,
-            W=width,
-            ACTIVATION=activation,
-            BLOCK_T=_BLOCK_T,
-            BLOCK_D=block_d,
-            num_warps=1,
-            **tuning.early_options(x.device),
+            *tensors.values(), out, num_tokens, num_sequences, *strides, **constants, **options
         )
     return out
 

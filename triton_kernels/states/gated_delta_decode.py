@@ -127,8 +127,9 @@ def gated_delta_decode(
     Raises:
         ValueError: a tensor is none of these.
     """
-    per_head = {"a": a, "b": b, "a_log": a_log, "dt_bias": dt_bias}
-    _TAKEN.check({}, qkv=qkv, **per_head, states=states, reads=reads, writes=writes)
+    tensors = {"qkv": qkv, "a": a, "b": b, "a_log": a_log, "dt_bias": dt_bias}
+    tensors |= {"states": states, "reads": reads, "writes": writes}
+    _TAKEN.check({}, **tensors)
     num_v_heads, key_dim, value_dim = states.shape[1:]
     wanted = 2 * num_k_heads * key_dim + num_v_heads * value_dim
     if qkv.shape[1] != wanted or num_v_heads % num_k_heads or not states[:1].is_contiguous():
@@ -139,31 +140,13 @@ def gated_delta_decode(
         )
     out = qkv.new_empty(len(qkv), num_v_heads, value_dim)
     block_v, num_warps = _tile(tuning.device_class(qkv.device), len(qkv) * num_v_heads, value_dim)
+    grid = triton.cdiv(value_dim, block_v), num_v_heads, len(qkv)
+    strides = qkv.stride(0), a.stride(0), b.stride(0), states.stride(0)
+    constants = {"HK": num_k_heads, "HV": num_v_heads, "DK": key_dim, "DV": value_dim}
+    constants |= {"BLOCK_K": triton.next_power_of_2(key_dim), "BLOCK_V": block_v}
+    options = {"num_warps": num_warps, **tuning.early_options(qkv.device)}
     if len(qkv):
-        _gated_delta_decode_kernel[(triton.cdiv(value_dim, block_v), num_v_heads, len(qkv))](
-            qkv,
-            a,
-            b,
-            a_log,
-            dt_bias,
-            states,
-            reads,
-            writes,
-            out,
-            qkv.stride(0),
-            a.stride(0),
-            b.stride(0),
-            states.stride(0),
-            beta_scale,
-            HK=num_k_heads,
-            HV=num_v_heads,
-            DK=key_dim,
-            DV=value_dim,
-            BLOCK_K=triton.next_power_of_2(key_dim),
-            BLOCK_V=block_v,
-            num_warps=num_warps,
-            **tuning.early_options(qkv.device),
-        )
+        _gated_delta_decode_kernel[grid](*tensors.values(), out, *strides, beta_scale, **constants, **options)
     return out
 
 
