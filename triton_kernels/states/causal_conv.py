@@ -36,8 +36,8 @@ def _taps(weight, bias, channels, in_dim, stride_tap, W: tl.constexpr):
     """Returns the factors of the W inputs, and the bias."""
     taps = ()
     for j in tl.static_range(W):
-        taps += (tl.load(weight + j * stride_tap, mask=in_dim, other=0.0).to(tl.float32),)
-    offset = tl.zeros_like(taps[0])
+        taps += (tl.load(weight + j * stride_tap, mask=in_dim, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+    offset = tl.where(in_dim, 0.0, 0.0)
     if bias is not None:
         offset += tl.load(bias + channels, mask=in_dim, other=0.0).to(tl.float32)
     return taps, offset
@@ -95,15 +95,15 @@ def _causal_conv_kernel(
         write = tl.load(writes + program)
         inputs = ()
         for j in tl.static_range(W - 1):
-            inputs += (tl.load(state + j * D, mask=in_dim, other=0.0),)
+            inputs += (tl.load(state + j * D, mask=in_dim, other=0.0),)  # type: ignore[assignment]
         for j in tl.static_range(W - 1):
-            inputs += (tl.load(tokens + j * stride_x, mask=in_dim & (j < length), other=0.0),)
+            inputs += (tl.load(tokens + j * stride_x, mask=in_dim & (j < length), other=0.0),)  # type: ignore[assignment]
         last = ()
         for j in tl.static_range(W - 1):
             is_old = length + j < W - 1
             old = tl.load(state + (length + j) * D, mask=in_dim & is_old, other=0.0)
             row = tokens + (length + j - (W - 1)) * stride_x
-            last += (tl.where(is_old, old, tl.load(row, mask=in_dim & (is_old == 0), other=0.0)),)
+            last += (tl.where(is_old, old, tl.load(row, mask=in_dim & (is_old == 0), other=0.0)),)  # type: ignore[assignment]
         tl.debug_barrier()  # every thread has read the old state before one writes the new
         for j in tl.static_range(W - 1):
             total = _output(inputs, taps, offset, j, W, ACTIVATION).to(out.dtype.element_ty)
@@ -124,7 +124,7 @@ def _causal_conv_kernel(
     for j in tl.static_range(BLOCK_T + W - 1):
         token = first + j - (W - 1)
         row = x + token * stride_x + channels
-        inputs += (tl.load(row, mask=in_dim & (token >= 0) & (token < end), other=0.0),)
+        inputs += (tl.load(row, mask=in_dim & (token >= 0) & (token < end), other=0.0),)  # type: ignore[assignment]
     for j in tl.static_range(BLOCK_T):
         token = first + j
         total = tl.where(token < end, _output(inputs, taps, offset, j, W, ACTIVATION), 0.0)
