@@ -205,15 +205,16 @@ def causal_conv_reference(
     olds = (starts[:-1] + numbers * before)[:, None] + torch.arange(before, device=device)
     news = torch.arange(used, device=device) + (torch.repeat_interleave(numbers, lengths) + 1) * before
     inputs = x.new_empty(used + olds.numel(), x.shape[1])
-    inputs[olds], inputs[news] = states[reads], x[:used]
+    inputs[olds] = states[reads]
+    inputs.index_copy_(0, news, x[:used])
     is_written = writes != 0
     states[writes[is_written]] = inputs[(olds + lengths[:, None])[is_written]]
 
-    wide, taps = inputs.float(), weight.float().unbind(1)
-    total = wide.new_zeros(max(0, len(wide) - before), x.shape[1])
-    for j, tap in enumerate(taps):
-        total.addcmul_(wide[j : j + len(total)], tap)
-    total = total[news - before]
+    wide, taps = inputs.float(), weight.float().T.contiguous()
+    total = wide[: max(0, len(wide) - before)] * taps[0]
+    for j in range(1, len(taps)):
+        total.addcmul_(wide[j : j + len(total)], taps[j])
+    total = total.index_select(0, news - before)
     if bias is not None:
         total += bias.float()
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)

@@ -181,10 +181,10 @@ def gated_delta_decode_reference(
     beta = beta_scale * torch.sigmoid(b.float())
     decay = torch.exp(-a_log.float().exp() * functional.softplus(a.float() + dt_bias.float()))
 
-    state = states[reads] * decay[..., None, None]
+    state = states.index_select(0, reads).mul_(decay[..., None, None])
     delta = beta[..., None, None] * (v.view(-1, num_v_heads, 1, value_dim) - key @ state)
     state += key.transpose(2, 3) * delta
-    is_written = writes != 0
-    states[writes[is_written]] = state[is_written]
+    written = writes.nonzero()[:, 0]
+    states.index_copy_(0, writes[written], state.index_select(0, written))
     out = (query * key_dim**-0.5 @ state)[:, :, 0]
-    return out.masked_fill(~is_written[:, None, None], 0.0).to(qkv.dtype)
+    return out.masked_fill((writes == 0)[:, None, None], 0.0).to(qkv.dtype)
