@@ -28,7 +28,7 @@ TOLERANCE = 0.02  # of the norm of the output, in bfloat16
 CHECKED = 128  # tokens of a prompt that are compared with the recurrence
 CHUNK = 64
 # Values and warps of a program of decode; tokens and channels of one of the convolution.
-TILES = (8, 1), (16, 1), (16, 2), (32, 2), (32, 4), (64, 4), (128, 8)
+TILES = (8, 1), (8, 2), (16, 1), (16, 2), (16, 4), (32, 2), (32, 4), (32, 8), (64, 4), (128, 8)
 BLOCKS = (4, 128), (8, 128), (16, 128), (4, 256), (8, 256), (16, 256)
 Side = Callable[[], Tensor]
 

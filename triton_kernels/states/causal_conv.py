@@ -48,8 +48,8 @@ def _taps(weight, bias, channels, in_dim, stride_tap, W: tl.constexpr):
     """Returns the factors of the W inputs, and the bias."""
     taps = ()
     for j in tl.static_range(W):
-        taps += (tl.load(weight + j * stride_tap, mask=in_dim, other=0.0).to(tl.float32),)
-    offset = tl.zeros_like(taps[0])
+        taps += (tl.load(weight + j * stride_tap, mask=in_dim, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+    offset = tl.where(in_dim, 0.0, 0.0)
     if bias is not None:
         offset += tl.load(bias + channels, mask=in_dim, other=0.0).to(tl.float32)
     return taps, offset
@@ -108,17 +108,17 @@ def _causal_conv_kernel(
         write = tl.load(writes + program)
         inputs = ()
         for j in tl.static_range(W - 1):
-            inputs += (tl.load(state + j * D, mask=in_dim, other=0.0),)
+            inputs += (tl.load(state + j * D, mask=in_dim, other=0.0),)  # type: ignore[assignment]
         for j in tl.static_range(W - 1):
             row = _row(places, first + j, j < length)
-            inputs += (tl.load(x + row * stride_x + channels, mask=in_dim & (j < length), other=0.0),)
+            inputs += (tl.load(x + row * stride_x + channels, mask=in_dim & (j < length), other=0.0),)  # type: ignore[assignment]
         last = ()
         for j in tl.static_range(W - 1):
             is_old = length + j < W - 1
             old = tl.load(state + (length + j) * D, mask=in_dim & is_old, other=0.0)
             row = _row(places, first + length + j - (W - 1), is_old == 0)
             new = tl.load(x + row * stride_x + channels, mask=in_dim & (is_old == 0), other=0.0)
-            last += (tl.where(is_old, old, new),)
+            last += (tl.where(is_old, old, new),)  # type: ignore[assignment]
         tl.debug_barrier()  # every thread has read the old state before one writes the new
         for j in tl.static_range(W - 1):
             total = _output(inputs, taps, offset, j, W, ACTIVATION).to(out.dtype.element_ty)
@@ -141,7 +141,7 @@ def _causal_conv_kernel(
         token = first + j - (W - 1)
         within = (token >= 0) & (token < end)
         row = _row(places, token, within)
-        inputs += (tl.load(x + row * stride_x + channels, mask=in_dim & within, other=0.0),)
+        inputs += (tl.load(x + row * stride_x + channels, mask=in_dim & within, other=0.0),)  # type: ignore[assignment]
     for j in tl.static_range(BLOCK_T):
         token = first + j
         total = tl.where(token < end, _output(inputs, taps, offset, j, W, ACTIVATION), 0.0)
@@ -187,8 +187,9 @@ def causal_conv(
     Raises:
         ValueError: a tensor or the activation is none of these.
     """
-    tensors = {"states": states, "reads": reads, "writes": writes, "starts": starts}
-    _TAKEN.check({}, x=x, weight=weight, bias=bias, places=places, out=out, **tensors)
+    tensors = {"x": x, "weight": weight, "bias": bias, "states": states}
+    tensors |= {"reads": reads, "writes": writes, "starts": starts, "places": places}
+    _TAKEN.check({}, out=out, **tensors)
     (num_tokens, dim), width, num_sequences = x.shape, weight.shape[1], len(reads)
     num_tokens = num_tokens if places is None else len(places)
     if not 2 <= width <= MAX_WIDTH or activation not in (None, "silu"):
@@ -205,30 +206,12 @@ def causal_conv(
         out = torch.empty((len(x), dim), dtype=x.dtype, device=x.device)
     block_d = min(_BLOCK_D, triton.next_power_of_2(dim))
     grid = num_sequences + triton.cdiv(num_tokens, _BLOCK_T), triton.cdiv(dim, block_d)
+    strides = x.stride(0), out.stride(0), *weight.stride(), states.stride(0)
+    constants = {"D": dim, "W": width, "ACTIVATION": activation, "BLOCK_T": _BLOCK_T, "BLOCK_D": block_d}
+    options = {"num_warps": 1, **tuning.early_options(x.device)}
     if grid[0]:
         _causal_conv_kernel[grid](
-            x,
-            weight,
-            bias,
-            states,
-            reads,
-            writes,
-            starts,
-            places,
-            out,
-            num_tokens,
-            num_sequences,
-            x.stride(0),
-            out.stride(0),
-            *weight.stride(),
-            states.stride(0),
-            D=dim,
-            W=width,
-            ACTIVATION=activation,
-            BLOCK_T=_BLOCK_T,
-            BLOCK_D=block_d,
-            num_warps=1,
-            **tuning.early_options(x.device),
+            *tensors.values(), out, num_tokens, num_sequences, *strides, **constants, **options
         )
     return out
 
@@ -258,15 +241,16 @@ def causal_conv_reference(
     olds = (starts[:-1] + numbers * before)[:, None] + torch.arange(before, device=device)
     news = torch.arange(used, device=device) + (torch.repeat_interleave(numbers, lengths) + 1) * before
     inputs = x.new_empty(used + olds.numel(), x.shape[1])
-    inputs[olds], inputs[news] = states[reads], x[:used]
+    inputs[olds] = states[reads]
+    inputs.index_copy_(0, news, x[:used])
     is_written = writes != 0
     states[writes[is_written]] = inputs[(olds + lengths[:, None])[is_written]]
 
-    wide, taps = inputs.float(), weight.float().unbind(1)
-    total = wide.new_zeros(max(0, len(wide) - before), x.shape[1])
-    for j, tap in enumerate(taps):
-        total.addcmul_(wide[j : j + len(total)], tap)
-    total = total[news - before]
+    wide, taps = inputs.float(), weight.float().T.contiguous()
+    total = wide[: max(0, len(wide) - before)] * taps[0]
+    for j in range(1, len(taps)):
+        total.addcmul_(wide[j : j + len(total)], taps[j])
+    total = total.index_select(0, news - before)
     if bias is not None:
         total += bias.float()
     if out is None:

@@ -12,9 +12,9 @@ from lightkv.triton_kernels.checks import Tensors
 
 _EPS = tl.constexpr(1e-6)  # added to the squared length of a query or key
 _TAKEN = Tensors(
-    qkv="floats [n, dims] with a last stride of 1",
-    a="floats [n, HV] with a last stride of 1",
-    b="floats [n, HV] with a last stride of 1",
+    qkv="floats [T, dims] with a last stride of 1",
+    a="floats [T, HV] with a last stride of 1",
+    b="floats [T, HV] with a last stride of 1",
     a_log="contiguous floats [HV]",
     dt_bias="contiguous floats [HV]",
     states="float32 [slots, HV, DK, DV] with a last stride of 1",
@@ -148,9 +148,9 @@ def gated_delta_decode(
     Raises:
         ValueError: a tensor is none of these.
     """
-    per_head = {"a": a, "b": b, "a_log": a_log, "dt_bias": dt_bias}
-    packed = {"starts": starts, "places": places, "out": out}
-    _TAKEN.check({}, qkv=qkv, **per_head, states=states, reads=reads, writes=writes, **packed)
+    tensors = {"qkv": qkv, "a": a, "b": b, "a_log": a_log, "dt_bias": dt_bias, "states": states}
+    tensors |= {"reads": reads, "writes": writes, "starts": starts, "places": places}
+    _TAKEN.check({}, out=out, **tensors)
     num_v_heads, key_dim, value_dim = states.shape[1:]
     wanted = 2 * num_k_heads * key_dim + num_v_heads * value_dim
     if qkv.shape[1] != wanted or num_v_heads % num_k_heads or not states[:1].is_contiguous():
@@ -162,33 +162,13 @@ def gated_delta_decode(
     if out is None:
         out = qkv.new_empty(len(qkv), num_v_heads, value_dim)
     block_v, num_warps = _tile(tuning.device_class(qkv.device), len(reads) * num_v_heads, value_dim)
+    strides = qkv.stride(0), a.stride(0), b.stride(0), states.stride(0)
+    constants = {"HK": num_k_heads, "HV": num_v_heads, "DK": key_dim, "DV": value_dim}
+    constants |= {"BLOCK_K": triton.next_power_of_2(key_dim), "BLOCK_V": block_v}
+    options = {"num_warps": num_warps, **tuning.early_options(qkv.device)}
     if len(reads):
-        _gated_delta_decode_kernel[(triton.cdiv(value_dim, block_v), num_v_heads, len(reads))](
-            qkv,
-            a,
-            b,
-            a_log,
-            dt_bias,
-            states,
-            reads,
-            writes,
-            starts,
-            places,
-            out,
-            qkv.stride(0),
-            a.stride(0),
-            b.stride(0),
-            states.stride(0),
-            beta_scale,
-            HK=num_k_heads,
-            HV=num_v_heads,
-            DK=key_dim,
-            DV=value_dim,
-            BLOCK_K=triton.next_power_of_2(key_dim),
-            BLOCK_V=block_v,
-            num_warps=num_warps,
-            **tuning.early_options(qkv.device),
-        )
+        grid = triton.cdiv(value_dim, block_v), num_v_heads, len(reads)
+        _gated_delta_decode_kernel[grid](*tensors.values(), out, *strides, beta_scale, **constants, **options)
     return out
 
 

@@ -71,24 +71,13 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     num_rows, block_d = len(x) * num_heads, triton.next_power_of_2(dim)
     block_r = max(1, _BLOCK // block_d)
+    strides = gate.stride()[:2]
+    constants = {"H": num_heads, "D": dim, "BLOCK_R": block_r, "BLOCK_D": block_d}
+    # Without fusion a product is rounded before it is added, as in torch.
+    options = {"num_warps": 4, "enable_fp_fusion": False, **tuning.early_options(x.device)}
     if num_rows:
-        _gated_norm_kernel[(triton.cdiv(num_rows, block_r),)](
-            x,
-            gate,
-            weight,
-            out,
-            num_rows,
-            gate.stride(0),
-            gate.stride(1),
-            eps,
-            H=num_heads,
-            D=dim,
-            BLOCK_R=block_r,
-            BLOCK_D=block_d,
-            num_warps=4,
-            enable_fp_fusion=False,  # a product is rounded before it is added, as in torch
-            **tuning.early_options(x.device),
-        )
+        grid = (triton.cdiv(num_rows, block_r),)
+        _gated_norm_kernel[grid](x, gate, weight, out, num_rows, *strides, eps, **constants, **options)
     return out
 
 
