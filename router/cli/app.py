@@ -26,7 +26,6 @@ from lightkv.router.terminal import Answers, headings, progress, say, usage
 from .chat import add_chat_command
 from .monitor import add_monitor_commands
 from .options import examples, takes_engine, takes_sampling
-from .output_file import UnwritableFile
 from .service import add_serve_command
 from .simulate import add_simulate_command
 
@@ -324,7 +323,7 @@ def _is_bad_input(error: LightKVError) -> bool:
     settings = (InvalidConfig, InvalidParams, UnknownBackend, NeverFits, ChatTemplateError)
     models = (ModelNotFound, UnreadableTokenizer, UnreadableWeights, UnsupportedModel)
     simulations = (InvalidSimulation, InvalidStepTime, UnreadableTrace)
-    return isinstance(error, (*settings, *models, *simulations, UnwritableFile))
+    return isinstance(error, (*settings, *models, *simulations))
 
 
 def _gib(num_bytes: int) -> str:
