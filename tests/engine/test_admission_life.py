@@ -156,8 +156,8 @@ def ask(seed: int, steps: int, depth: int, chunk: int, timed: bool) -> Asking:
 
 @pytest.mark.parametrize(("depth", "chunk", "seed"), [(1, 5, 3105), (1, 16, 1116), (2, 5, 6205)])
 def test_a_refused_request_does_not_fit_before_it_is_asked_again(depth: int, chunk: int, seed: int) -> None:
-    """It is asked in every step while a part of what it hits may be evicted: it would compute more then, begin to
-    decode later, and fit before. In these lives that did happen."""
+    """It is asked in every step while a part of what it hits may be evicted: it would compute more then, begin
+    to decode later, and fit before. In these lives that did happen."""
     scheduler = ask(seed, 800, depth, chunk, timed=False)
     assert scheduler.num_asked > 20
 
