@@ -372,14 +372,13 @@ class ServiceConfig:
     )
     tool_parser: str | None = setting(
         None,
-        f"How the model writes tool calls: {', '.join(TOOL_PARSERS)}. Default: by the response template of its "
-        "tokenizer, or as its chat template shows.",
+        f"How the model writes tool calls: {', '.join(TOOL_PARSERS)}. Default: as its chat template shows.",
         choices=TOOL_PARSERS,
     )
     reasoning_parser: str | None = setting(
         None,
-        f"How the model writes its reasoning: {', '.join(REASONING_PARSERS)}. Default: by the response "
-        "template of its tokenizer, or as its chat template shows.",
+        f"How the model writes its reasoning: {', '.join(REASONING_PARSERS)}. Default: as its chat template "
+        "shows.",
         choices=REASONING_PARSERS,
     )
     allow_priority: bool = setting(

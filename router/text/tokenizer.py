@@ -52,7 +52,6 @@ class Tokenizer:
         vocab_size: that of the model, which may be larger than the tokenizer's.
         max_model_len: the model's context in tokens; 0 if config.json does not name it.
         special_ids: the ids that `decode` leaves out by default.
-        settings: what tokenizer_config.json says.
         recommended: the sampling parameters that generation_config.json recommends, by name.
         is_byte_level: each token stands for the same bytes wherever it occurs.
 
@@ -94,7 +93,6 @@ class Tokenizer:
             raise UnreadableTokenizer(directory / "config.json", f"names {sizes[:200]}")
         self.eos_ids = frozenset(one for one in eos_ids if one is not None and one < self.vocab_size)
 
-        self.settings = settings
         self.recommended = read_sampling(directory / "generation_config.json")
         templates = (
             read_templates(directory, settings) if chat_template is None else {"default": chat_template}
