@@ -304,7 +304,7 @@ class PoolMap(msgspec.Struct, frozen=True):
     longest_free_run: int
     slots_per_cell: int
     cells: list[int]
-    num_bytes: int = 0
+    num_bytes: int
     states: StateMap | None = None
     owners: list[Owner] = []
 

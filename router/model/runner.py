@@ -211,14 +211,8 @@ class ModelRunner:
                 states = StateMap(counts.num_free, counts.num_cached, counts.num_own, size)
         slots_per_cell = -(-len(pool.labels) // MAX_CELLS)
         cells = pool.labels[::slots_per_cell].tolist()
-        num_bytes = memory.pool.num_bytes
-        return PoolMap(
-            **pool.counts._asdict(),
-            slots_per_cell=slots_per_cell,
-            cells=cells,
-            num_bytes=num_bytes,
-            states=states,
-        )
+        drawn = {"slots_per_cell": slots_per_cell, "cells": cells, "num_bytes": memory.pool.num_bytes}
+        return PoolMap(**pool.counts._asdict(), **drawn, states=states)
 
     @contextmanager
     def _fatal_errors(self, *, always: bool = True) -> Iterator[None]:
