@@ -169,6 +169,12 @@ class EngineConfig:
         None,
         "Capacity of the K/V pool, in tokens. Default: what fits in --mem-fraction on a GPU; 32768 on a CPU.",
     )
+    mamba_full_memory_ratio: Annotated[float, Meta(gt=0, le=1000)] | None = setting(
+        None,
+        "For a model with recurrent layers: the bytes of their states, of which each running request takes one "
+        "and the prefix cache the others, over the bytes of K/V. Default: as much as one state for each 8,192 "
+        "tokens takes, or for each of --max-num-seqs if that is more, but at most 1/3.",
+    )
     mem_fraction: Annotated[float, Meta(gt=0, le=1, title="a share")] = setting(
         0.9, "Share of the GPU's memory that the weights and the K/V pool may use together."
     )
@@ -372,14 +378,13 @@ class ServiceConfig:
     )
     tool_parser: str | None = setting(
         None,
-        f"How the model writes tool calls: {', '.join(TOOL_PARSERS)}. Default: by the response template of its "
-        "tokenizer, or as its chat template shows.",
+        f"How the model writes tool calls: {', '.join(TOOL_PARSERS)}. Default: as its chat template shows.",
         choices=TOOL_PARSERS,
     )
     reasoning_parser: str | None = setting(
         None,
-        f"How the model writes its reasoning: {', '.join(REASONING_PARSERS)}. Default: by the response "
-        "template of its tokenizer, or as its chat template shows.",
+        f"How the model writes its reasoning: {', '.join(REASONING_PARSERS)}. Default: as its chat template "
+        "shows.",
         choices=REASONING_PARSERS,
     )
     allow_priority: bool = setting(

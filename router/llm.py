@@ -191,14 +191,13 @@ class LLM:
         for _ in self._run(answers):
             pass
         outputs = []
-        for _, group in groupby(answers, key=lambda answer: answer.prompt_idx):
+        for prompt_idx, group in groupby(answers, key=lambda answer: answer.prompt_idx):
             own = list(group)
             request = own[0].request
             ids = array("i", request.prompt_ids).tolist()
-            prompt = many[own[0].prompt_idx]
             made = [_output(answer) for answer in own]
             scores = own[0].completion.prompt_logprobs
-            outputs.append(RequestOutput(prompt, ids, request.num_hit, made, scores))
+            outputs.append(RequestOutput(many[prompt_idx], ids, request.num_hit, made, scores))
         return outputs
 
     def chat(
@@ -299,9 +298,8 @@ class LLM:
                 _require_message(prompt_idx, message)
             chat, render = list(map(dict, cast(Sequence[Message], prompt))), self.tokenizer.render_chat
             ids = self.tokenizer.encode(text := render(chat), add_special_tokens=False)
-            if self.info.longest is None and not self.info.num_states:  # each token is kept
-                return ids.tobytes(), 0
-            return ids.tobytes(), chat_boundary(self.tokenizer, text, ids, chat, render)
+            keeps_all = self.info.longest is None and not self.info.num_states
+            return ids.tobytes(), 0 if keeps_all else chat_boundary(self.tokenizer, text, ids, chat, render)
         wrong = f"prompt {prompt_idx} is neither a text nor token ids nor a list of messages"
         try:
             return int32_bytes(cast(Sequence[int], prompt)), 0
@@ -325,30 +323,27 @@ class LLM:
                 self._grammars.release(number)
 
     def _run(self, answers: list[_Answer]) -> Iterator[StreamChunk]:
+        run = _Run(answers)
         with self._compiled({answer.grammar for answer in answers}) as ids:
             for answer in answers:
                 answer.request.grammar = ids.get(answer.grammar)
-            yield from self._run_all(answers)
-
-    def _run_all(self, answers: list[_Answer]) -> Iterator[StreamChunk]:
-        run = _Run(answers)
-        try:
-            with interrupts_deferred():
-                self.engine.add(*[answer.request for answer in answers])
-                self._runs.update(dict.fromkeys(run.growing, run))
-            while run.growing:
+            try:
                 with interrupts_deferred():
-                    if not run.inbox:
-                        self._deliver(self.engine.step())
-                    chunks = self._take(run)
-                yield from chunks
-        finally:
-            with interrupts_deferred():
-                for request_id in run.growing:
-                    self.engine.abort(request_id)
-                    self._runs.pop(request_id, None)
-                if not self._runs:  # nothing of these answers is held once the call has returned
-                    self._deliver(self.engine.settle())
+                    self.engine.add(*[answer.request for answer in answers])
+                    self._runs.update(dict.fromkeys(run.growing, run))
+                while run.growing:
+                    with interrupts_deferred():
+                        if not run.inbox:
+                            self._deliver(self.engine.step())
+                        chunks = self._take(run)
+                    yield from chunks
+            finally:
+                with interrupts_deferred():
+                    for request_id in run.growing:
+                        self.engine.abort(request_id)
+                        self._runs.pop(request_id, None)
+                    if not self._runs:  # nothing of these answers is held once the call has returned
+                        self._deliver(self.engine.settle())
 
     def _deliver(self, events: list[TokenEvent]) -> None:
         """Puts every event into the inbox of its own call."""
@@ -428,10 +423,8 @@ def _as_prompts(prompts: Prompts) -> list[Prompt]:
 def _output(answer: _Answer) -> CompletionOutput:
     completion = answer.completion
     assert completion.finish_reason is not None
-    logprobs = answer.logprobs if answer.request.params.logprobs is not None else None
-    return CompletionOutput(
-        answer.index, completion.text, completion.token_ids, completion.finish_reason, logprobs
-    )
+    reason, logprobs = completion.finish_reason, answer.logprobs or None  # an answer has a token at least
+    return CompletionOutput(answer.index, completion.text, completion.token_ids, reason, logprobs)
 
 
 @contextmanager

@@ -40,6 +40,7 @@ _REMEDIES = {
     "swap_space": "K and V stay on the device; leave it out",
     "cpu_offload_gb": "weights stay on the device; leave it out",
     "num_gpu_blocks_override": "the pool is given in tokens: --max-total-tokens",
+    "max_mamba_cache_size": "states are given by their bytes over those of K/V: --mamba-full-memory-ratio",
 }
 _ONE_GPU = "an LLM runs on one GPU; leave it out, or start lightkv serve --tensor-parallel N"
 _OF_AN_LLM = {

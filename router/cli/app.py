@@ -26,7 +26,6 @@ from lightkv.router.terminal import Answers, headings, progress, say, usage
 from .chat import add_chat_command
 from .monitor import add_monitor_commands
 from .options import examples, takes_engine, takes_sampling
-from .output_file import UnwritableFile
 from .service import add_serve_command
 from .simulate import add_simulate_command
 
@@ -227,6 +226,7 @@ def info(
     )
     chunk = f"{model['prefill_chunk']:,} prompt tokens" if model["prefill_chunk"] else "all prompt tokens"
     left_out = ", ".join(f"{name} ({_gib(one)})" for name, one in model["left_out"].items())
+    state_bytes = f"{_gib(model['state_bytes'])}, of {model['bytes_per_state']:,} bytes each"
     has_groups = len(model["layer_classes"]) > 1  # of layers that do not all see everything
     unused = f", {model['unused_lanes']:.0%} of them unused" if model["unused_lanes"] else ""
     costs = [
@@ -251,6 +251,7 @@ def info(
         "a request": ", ".join(costs) if has_groups else "",
         "pool": f"{model['pool_slots']:,} {'slots' if has_groups else 'tokens'} in {_gib(model['pool_bytes'])}",
         "": model["pool_reason"],
+        "states": f"{model['num_states']:,} in {state_bytes}" if model["num_states"] else "",
         "requests": f"{model['max_num_seqs']} at once, of {model['max_model_len']:,} tokens each at most",
         "step": f"{chunk} at most",
     }
@@ -324,7 +325,7 @@ def _is_bad_input(error: LightKVError) -> bool:
     settings = (InvalidConfig, InvalidParams, UnknownBackend, NeverFits, ChatTemplateError)
     models = (ModelNotFound, UnreadableTokenizer, UnreadableWeights, UnsupportedModel)
     simulations = (InvalidSimulation, InvalidStepTime, UnreadableTrace)
-    return isinstance(error, (*settings, *models, *simulations, UnwritableFile))
+    return isinstance(error, (*settings, *models, *simulations))
 
 
 def _gib(num_bytes: int) -> str:

@@ -290,4 +290,9 @@ def drawing(pool: PoolMap, width: int, height: int, max_owners: int = _MAX_OWNER
 
     per_mark, lines = marks(np.array(pool.cells, dtype=np.int32), width, height)
     below = owner_lines(pool.owners, max_owners)
-    return "\n".join([*lines, *legend(pool.counts, per_mark * pool.slots_per_cell), *below])
+    legend_lines = legend(pool.counts, per_mark * pool.slots_per_cell)
+    if (states := pool.states) is not None:
+        legend_lines[-1] += (
+            f"; states: {states.num_own:,} own, {states.num_cached:,} snapshots, {states.num_free:,} free"
+        )
+    return "\n".join([*lines, *legend_lines, *below])

@@ -9,8 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from os.path import realpath
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,7 +21,6 @@ from lightkv.router.simulate.config import SimulationConfig
 from lightkv.router.terminal import say
 
 from .options import examples, takes_simulations
-from .output_file import UnwritableFile, check_writable
 
 if TYPE_CHECKING:
     from lightkv.router.simulate.report.tables import Table
@@ -58,11 +55,18 @@ def simulate(
     ] = "azure-conv",
     *,
     out: Annotated[
-        Path | None, typer.Option(help="Write the whole result to this file: figures, series, curves.")
+        typer.FileBinaryWrite | None,
+        typer.Option(
+            metavar="FILE", lazy=False, help="Write the whole result to this file: figures, series, curves."
+        ),
     ] = None,
     report: Annotated[
-        Path | None,
-        typer.Option(help="Write a report to this file: one self-contained HTML page with charts."),
+        typer.FileBinaryWrite | None,
+        typer.Option(
+            metavar="FILE",
+            lazy=False,  # it is opened now, so that a path where no file can be is refused before the work
+            help="Write a report to this file: one self-contained HTML page with charts.",
+        ),
     ] = None,
     seeds: Annotated[
         int, typer.Option(help="Simulate with so many seeds, from --seed on, and show the spread.", min=1)
@@ -81,8 +85,6 @@ def simulate(
     from lightkv.router.simulate.sweep import sweep
 
     notes = Console(stderr=True, highlight=False)
-    files = {"--out": out, "--report": report}
-    _check_files({option: path for option, path in files.items() if path is not None})
     if report is not None:
         require_packages("--report", "report", "matplotlib")
     begun = time.perf_counter()
@@ -91,11 +93,13 @@ def simulate(
             groups = sweep(trace, configs, seeds, progress)
         results = [result for group in groups for result in group.results]
         if out is not None:
-            out.write_bytes(encode_all(results))
+            with out:
+                out.write(encode_all(results))
         if report is not None:
             from lightkv.router.simulate.report.page import render
 
-            report.write_bytes(render(groups).encode())
+            with report:
+                report.write(render(groups).encode())
     except OSError as error:
         say(notes, f"lightkv: {error.filename}: {error.strerror}")
         raise typer.Exit(2) from None
@@ -114,17 +118,6 @@ def simulate(
     say(notes, f"{finished:,} requests in {time.perf_counter() - begun:.1f} s")
     lines = [result.line() for result in results]
     typer.echo(lines[0] if len(lines) == 1 else f'{{"runs":[{",".join(lines)}]}}')
-
-
-def _check_files(files: dict[str, Path]) -> None:
-    """Raises UnwritableFile for a file that cannot be written, and for one that two options name."""
-    options: dict[str, str] = {}
-    for option, path in files.items():
-        other = options.setdefault(realpath(path), option)
-        if other != option:
-            raise UnwritableFile(f"{other} and {option} are both {path}; give two files")
-    for option, path in files.items():
-        check_writable(path, option)
 
 
 def _lines(table: "Table") -> list[str]:

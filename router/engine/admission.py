@@ -187,12 +187,8 @@ def _steps_to_wait(running: Running, forecast: Forecast, request: Request, final
     wait = forecast.steps_to_wait(candidate, limit, prefills)
     if wait and forecast is running.forecasts.guaranteed:
         running.forecasts.too_long = final
-    kept = match.held  # the rest may be evicted while it waits
-    if wait > 1 and kept.num_tokens < match.num_tokens:
-        window, _ = running.windows(request.num_prefill_tokens - kept.num_tokens, kept.num_tokens)
-        evicted = Candidate(kept, window, final)
-        wait = min(wait, forecast.steps_to_wait_without(candidate, evicted, limit))
-    return wait
+    # What no sequence holds of its hit may be evicted while it waits, and then it begins to decode later.
+    return wait if match.held.num_tokens == match.num_tokens else min(wait, 1)
 
 
 def held_after_prefills(running: Running, request: Request) -> int:

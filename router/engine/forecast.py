@@ -213,39 +213,19 @@ class Forecast:
         cannot fit, unless a sequence is dropped or admitted or a prefill is computed meanwhile: at least 1.
 
         `prefills`: the admitted sequences, with the windows that they have beside the candidate; others among
-        them do not count. What it hits may be evicted meanwhile (`steps_to_wait_without`).
+        them do not count. What it hits must not be evicted meanwhile.
         """
         ends, totals, growths = self._totals(prefills, candidate)
         growth, step = growths[-1], self._ledger.step
         excess = totals - limit
         if excess.max() <= 0:
             return 0
-        if prefills or not self._is_uniform:
+        is_held = (excess > 0) & (ends <= growth.end(step))
+        if prefills or not self._is_uniform or not is_held.any():
             return 1
-        return self._steps_over(ends, excess, growth, growth.end(step))
-
-    def steps_to_wait_without(self, candidate: Candidate, evicted: Candidate, limit: int) -> int:
-        """Returns for how many steps `candidate`, which does not fit, cannot fit although more and more of what
-        it hits is evicted, unless a sequence is dropped or admitted: at least 1. No sequence may be in prefill.
-
-        `evicted`: the same request if it hits only what sequences hold. It computes more, so it decodes later.
-        At every step up to the candidate's end it holds no more tokens than after any other eviction.
-        """
-        step = self._ledger.step
-        window = candidate.window
-        decodes = candidate.final - candidate.match.num_tokens - window.left
-        last = _Growth(0, window, decodes).end(step)
-        ends, totals, growths = self._totals([], evicted)
-        return self._steps_over(ends, totals - limit, growths[-1], last)
-
-    def _steps_over(self, ends: np.ndarray, excess: np.ndarray, growth: _Growth, last: int) -> int:
-        """Returns for how many steps a candidate of this `growth` exceeds the limit at one of `ends` up to
-        `last`, at least 1. It holds one token less at a given step for each step that it is admitted later, as
-        long as it still decodes then."""
-        is_held = (excess > 0) & (ends <= last)
-        if not is_held.any():
-            return 1
-        decoded = ends + (self._lag - 1 - self._ledger.step - growth.window.first)
+        # It holds one token less at a given step for each step that it is admitted later, as long as it still
+        # decodes then.
+        decoded = ends + (self._lag - 1 - step - growth.window.first)
         return int(np.minimum(excess, np.maximum(decoded, 0) + 1)[is_held].max())
 
     def peak(self, prefills: Seq[Prefill]) -> int:
@@ -342,11 +322,8 @@ class Forecast:
         Of several equal ends one has the total, and the others no more. Also returns the growths of
         `_prefilling`."""
         step, lag = self._ledger.step, self._lag
-        repeated = list[Entry]()
-        if self._is_uniform:
-            growths, runs = self._prefilling(prefills, candidate)
-        else:
-            growths, runs, repeated = self._prefilling_in_windows(prefills, candidate)
+        find = self._prefilling if self._is_uniform else self._prefilling_in_windows
+        growths, runs, repeated = find(prefills, candidate)
         first = bisect_left(self._ends, step + 1 - lag)  # those before it are freed before the next step
         ends, bases, slopes = [
             self._column(column)[first:].copy() for column in (self._ends, self._bases, self._slopes)
@@ -393,9 +370,9 @@ class Forecast:
 
     def _prefilling(
         self, prefills: Seq[Prefill], candidate: Candidate | None
-    ) -> tuple[list[_Growth], list[_Run]]:
-        """Returns the growth of each prefill and, as the last, of the candidate, and the shared tokens that are
-        held for longer because of them."""
+    ) -> tuple[list[_Growth], list[_Run], list[Entry]]:
+        """Returns the growth of each prefill and, as the last, of the candidate; the shared tokens that are
+        held for longer because of them; and nothing that is counted with more than one row."""
         step = self._ledger.step
         growths, runs = [], []
         late: dict[Segment, int] = {}  # segment → the last end of its holders in prefill
@@ -424,7 +401,7 @@ class Forecast:
                         runs.append(_Run(count, until, end))
                 tip = 0
             growths.append(_Growth(num_hit, window, decodes))
-        return growths, runs
+        return growths, runs, []
 
     def _with_waits(self, window: PrefillWindow, points: Seq[int]) -> PrefillWindow:
         """Returns when a prefill is computed that may wait a step at each of these points ahead, where its

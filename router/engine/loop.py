@@ -31,6 +31,10 @@ PLAN_SECONDS, MOST_WAIT = 0.004, 0.020
 # read once for many. Where the host is always late, the share stays so low that no plan waits.)
 MOST_SHARE, LEAST_SHARE, SHARE_GROWTH = 0.9, 0.05, 1.01
 CAPTURE_SHARE = 0.05  # of the time, in which graphs are captured while there are requests
+_TOTALS = (
+    *("num_steps", "prompt_tokens", "hit_tokens", "generated_tokens", "num_preemptions", "recomputed_tokens"),
+    *("num_cut", "session_evicted_tokens", "session_over_share_tokens"),
+)
 
 
 class EngineDead(LightKVError):
@@ -82,6 +86,12 @@ class EngineStats(msgspec.Struct, frozen=True):
     free_states: int = 0
     held_states: int = 0
     cached_states: int = 0
+
+    def after(self, earlier: "EngineStats") -> "EngineStats":
+        """Returns these counts with the totals of an earlier engine, and the higher peak of both."""
+        totals = {name: getattr(earlier, name) + getattr(self, name) for name in _TOTALS}
+        peak = max(earlier.reached_peak, self.reached_peak)
+        return msgspec.structs.replace(self, reached_peak=peak, **totals)
 
 
 class Captures:

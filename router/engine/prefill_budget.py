@@ -46,15 +46,12 @@ class PrefillWindow(NamedTuple):
         now: the most of them that the next step computes.
         most: the most of them that each step after it computes.
         last: the latest step that computes the last of them.
-        fixed: whether the next step computes exactly `now` and each one after it `most`, as far as they are
-            left, unless a more urgent prefill is admitted.
     """
 
     left: int
     now: int
     most: int
     last: int
-    fixed: bool = False
 
     @property
     def first(self) -> int:
@@ -120,12 +117,11 @@ class PrefillBudget:
         Each of them may have the next step to itself, because those before it may be aborted. The latest is
         that none is aborted, and that each step computes as few tokens as it may.
         """
-        found, ahead, is_even = [], 0, self.least == self.most
+        found, ahead = [], 0
         for left in num_left:
-            fixed = is_even and not ahead
             ahead += left
             last = _steps(ahead, self.least) - 1
-            found.append(PrefillWindow(left, min(left, self.most), self.most, last, fixed))
+            found.append(PrefillWindow(left, min(left, self.most), self.most, last))
         return found
 
 
@@ -184,11 +180,10 @@ class StepBudget:
         the one at `idx` is next, from position `start` on, and those behind it get what it leaves.
         """
         found, ahead = [], 0
-        is_even = self._step_time is None and self._least == self._most
         room = self.left
         sure = 0  # what the step still computes in any case
         for i, left in enumerate(num_left):
-            now, fixed = 0, is_even and ahead == sure
+            now = 0
             if i == idx:
                 now = sure = self.tokens(start, left)
                 room -= now
@@ -198,7 +193,7 @@ class StepBudget:
                     sure += now
                     room -= now
             ahead += left
-            found.append(PrefillWindow(left, now, self._most, _steps(ahead - sure, self._least), fixed))
+            found.append(PrefillWindow(left, now, self._most, _steps(ahead - sure, self._least)))
         return found
 
 

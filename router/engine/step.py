@@ -277,12 +277,23 @@ class ExpectedMemory(NamedTuple):
     holdings: Holdings
 
 
+class StateMap(msgspec.Struct, frozen=True):
+    """How many state slots are free, cached (snapshots), and private to a running request, and the bytes of
+    all of them."""
+
+    num_free: int
+    num_cached: int
+    num_own: int
+    num_bytes: int
+
+
 class PoolMap(msgspec.Struct, frozen=True):
     """What the pool's slots were used for between two steps. The counts are of all slots, the cells a sample.
 
     `cells`: the label (`lightkv.memory_map`) of every `slots_per_cell`-th slot, from slot 1 on: 0 free, 1
     cached, 2 shared by several sequences, or 3 + the row that alone holds it. `owners`: all rows that alone
-    hold tokens, the row with the most first; the worker leaves them out and the router adds them.
+    hold tokens, the row with the most first; the worker leaves them out and the router adds them. `num_bytes`:
+    of all slots. `states`: those of recurrent layers; None where no layer has any.
     """
 
     capacity: int
@@ -293,6 +304,8 @@ class PoolMap(msgspec.Struct, frozen=True):
     longest_free_run: int
     slots_per_cell: int
     cells: list[int]
+    num_bytes: int
+    states: StateMap | None = None
     owners: list[Owner] = []
 
     @property

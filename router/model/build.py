@@ -49,7 +49,7 @@ from .model_config import load_supported_config
 from .parts import RunnerParts
 from .runner import ModelRunner
 from .sampler import Sampler
-from .sizes import EngineSizes, kv_text, pick_device, pick_dtype, pick_rank_device, use_graphs
+from .sizes import EngineSizes, MemoryPlan, kv_text, pick_device, pick_dtype, pick_rank_device, use_graphs
 from .step_graphs import CannotCapture, StepGraphs
 from .step_timing import StepTimer, measured_once, shapes
 from .text_half import left_out_of
@@ -153,11 +153,11 @@ def assemble(
     """
     start = _Start(model, config, report, ranks)
     bound = start.bind()
-    pool = start.plan_pool(bound.shape)
-    parts = start.make_parts(bound, pool, scales or {})
+    plan = start.plan_memory(bound.shape)
+    parts = start.make_parts(bound, plan, scales or {})
     graphs = start.capture(bound, parts)
     runner = ModelRunner(parts, bound.limits, graphs, Grammars(directory, bound.limits.vocab_size))
-    info = start.describe(bound, pool, graphs)
+    info = start.describe(bound, plan, graphs)
     return runner, start.time_steps(runner, info)
 
 
@@ -208,30 +208,31 @@ class _Start:
                 self.report(line)
         return _BoundModel(shape, backends, limits, unfused)
 
-    def plan_pool(self, shape: ModelShape) -> PoolPlan:
-        """Plans the pool that fits beside the weights, with ranks on each of them, and reports it."""
-        config, groups, pool = self.config, shape.spec.groups, self.sizes.pool(shape)
-        if self.ranks is not None and (smallest := self.ranks.smallest(pool.num_tokens)) < pool.num_tokens:
-            pool = PoolPlan(smallest, (smallest + 1) * shape.spec.bytes_per_slot, "as on the smallest rank")
+    def plan_memory(self, shape: ModelShape) -> MemoryPlan:
+        """Plans the pool and the states that fit beside the weights, with ranks on each of them, and reports
+        them."""
+        config, spec, groups = self.config, shape.spec, shape.spec.groups
+        pool, num_states = self.sizes.memory(shape)
+        if self.ranks is not None:
+            if (smallest := self.ranks.smallest(pool.num_tokens)) < pool.num_tokens:
+                pool = PoolPlan(smallest, (smallest + 1) * spec.bytes_per_slot, "as on the smallest rank")
+            num_states = self.ranks.smallest(num_states)
         size, unit = f"{pool.num_bytes / 2**20:,.1f} MiB", "tokens" if groups.is_uniform else "slots"
         self.report(f"K/V pool: {pool.num_tokens:,} {unit} in {kv_text(config, shape)}, {size} ({pool.why})")
         if not groups.is_uniform:
             self.report(f"layers: {'; '.join(map(str, groups.classes))}")
-        return pool
+        plan = MemoryPlan(pool, num_states)
+        if spec.states:
+            self.report(f"states: {num_states:,} in {plan.state_bytes(spec) / 2**20:,.1f} MiB")
+        return plan
 
     def make_parts(
-        self, bound: _BoundModel, pool: PoolPlan, scales: Mapping[int, LayerScales]
+        self, bound: _BoundModel, plan: MemoryPlan, scales: Mapping[int, LayerScales]
     ) -> RunnerParts:
         """Makes the K/V memory, with `scales` where its format has given ones, and the sampler."""
         config, device, spec, limits = self.config, self.device, bound.shape.spec, bound.limits
-        memory = KVMemory(
-            spec,
-            pool.num_slots,
-            limits.max_num_seqs,
-            limits.max_model_len,
-            device,
-            limits.max_num_seqs + 64 if spec.states else 0,
-        )
+        rows, entries = limits.max_num_seqs, limits.max_model_len
+        memory = KVMemory(spec, plan.pool.num_slots, rows, entries, device, plan.num_states)
         if self.ranks is not None:
             scales = _scales_of_rank(scales, self.sizes.text, spec.num_kv_heads, self.ranks)
         try:
@@ -271,9 +272,9 @@ class _Start:
         limits = bound.limits
         return StepGraphs(parts, limits, token_buckets(limits.max_step_tokens, limits.prefill_budget))
 
-    def describe(self, bound: _BoundModel, pool: PoolPlan, graphs: StepGraphs | None) -> RunnerInfo:
+    def describe(self, bound: _BoundModel, plan: MemoryPlan, graphs: StepGraphs | None) -> RunnerInfo:
         """Returns what the engine has to know of the runner, but for the times of its steps."""
-        config, device, limits = self.config, self.device, bound.limits
+        config, device, limits, pool = self.config, self.device, bound.limits, plan.pool
         spec = bound.shape.spec
         groups = spec.groups
         return RunnerInfo(
@@ -291,11 +292,12 @@ class _Start:
             limits=limits,
             graph_tokens=graphs.buckets if graphs else (),
             kv_dtype=config.kv_dtype,
-            num_states=limits.max_num_seqs + 64 if spec.states else 0,
             skipped_layers=config.skipped_layers,
             num_ranks=1 if self.ranks is None else self.ranks.size,
             left_out=left_out_of(self.model),
             unfused=bound.unfused,
+            num_states=plan.num_states,
+            bytes_per_state=spec.bytes_per_state,
         )
 
     def time_steps(self, runner: ModelRunner, info: RunnerInfo) -> RunnerInfo:

@@ -18,13 +18,11 @@ from transformers import PreTrainedModel
 
 import lightkv
 from lightkv.attention.select import make_backends, pick_backend
-from lightkv.errors import OutOfMemory
 from lightkv.integrations.model.adapters.adapt import adapt
 from lightkv.integrations.model.fused_layers import unplanned_layers
 from lightkv.integrations.model.probe import ModelShape, NeedsNumbers, find_shape, probe
 from lightkv.integrations.ranks.group import RankGroup
 from lightkv.integrations.ranks.sharded import divide_shapes
-from lightkv.memory.kv_pool import PoolPlan
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.router.config import EngineConfig
 
@@ -86,11 +84,11 @@ def model_info(config: EngineConfig, directory: Path) -> dict[str, Any]:
     sizes = EngineSizes(config, device, model.config.get_text_config())
     limits = sizes.limits
     shape = sizes.with_format(shape)
-    spec, pool = shape.spec, sizes.pool(shape)
+    # On the meta device the weights are not on the GPU yet.
+    plan = sizes.memory(shape, weight_bytes if device.type == "cuda" else 0)
+    spec, pool = shape.spec, plan.pool
     backends = make_backends(config.attention_backend, device, shape.layers)
     use_fp8_prefill(backends, spec, device, scales, config.prefill_dtype, lambda line: None)
-    if device.type == "cuda" and config.max_total_tokens is None:
-        pool = _beside_weights(pool, weight_bytes, spec.bytes_per_slot)
     return {
         "model": config.model,
         "directory": str(directory),
@@ -123,6 +121,9 @@ def model_info(config: EngineConfig, directory: Path) -> dict[str, Any]:
         "pool_slots": pool.num_tokens,
         "pool_bytes": pool.num_bytes,
         "pool_reason": pool.why,
+        "bytes_per_state": spec.bytes_per_state,
+        "num_states": plan.num_states,
+        "state_bytes": plan.state_bytes(spec),
     }
 
 
@@ -145,15 +146,6 @@ def _shape(model: PreTrainedModel) -> ModelShape:
         # Untouched memory is only reserved, not used, and the values in it do not matter here.
         module.to(dtype).to_empty(device="cpu")
         return find_shape(model)
-
-
-def _beside_weights(pool: PoolPlan, weight_bytes: int, bytes_per_token: int) -> PoolPlan:
-    """Returns `pool` without the memory of the weights, which were not on the device when it was measured."""
-    num_tokens = pool.num_tokens - -(-weight_bytes // bytes_per_token)
-    if num_tokens < 1:
-        raise OutOfMemory(max(pool.num_bytes - weight_bytes, 0), bytes_per_token)
-    why = f"{pool.why}, less {weight_bytes / 2**30:.2f} GiB of weights still to load"
-    return PoolPlan(num_tokens, (num_tokens + 1) * bytes_per_token, why)
 
 
 def _version(package: str) -> str:

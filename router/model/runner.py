@@ -34,6 +34,7 @@ from lightkv.router.engine.step import (
     Limits,
     PoolMap,
     PromptLogprobs,
+    StateMap,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -216,10 +217,15 @@ class ModelRunner:
         with self._fatal_errors():
             memory.apply(decode(edits))
         with self._fatal_errors(always=False):
-            pool = MemoryMap(memory.labels(holdings))
+            pool, states = MemoryMap(memory.labels(holdings)), None
+            if memory.states is not None:
+                counts = MemoryMap(memory.state_labels(holdings)).counts
+                size = memory.pool.spec.bytes_per_state * (counts.capacity + 1)
+                states = StateMap(counts.num_free, counts.num_cached, counts.num_own, size)
         slots_per_cell = -(-len(pool.labels) // MAX_CELLS)
         cells = pool.labels[::slots_per_cell].tolist()
-        return PoolMap(**pool.counts._asdict(), slots_per_cell=slots_per_cell, cells=cells)
+        drawn = {"slots_per_cell": slots_per_cell, "cells": cells, "num_bytes": memory.pool.num_bytes}
+        return PoolMap(**pool.counts._asdict(), **drawn, states=states)
 
     @contextmanager
     def _fatal_errors(self, *, always: bool = True) -> Iterator[None]:

@@ -2,19 +2,20 @@
 
 import dataclasses
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
+from functools import cached_property, partial
+from typing import Literal, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
 
 from lightkv.attention import make_backends, pick_backend
 from lightkv.attention.restored_prefill import SCRATCH_BYTES
-from lightkv.errors import InvalidDevice
+from lightkv.errors import InvalidDevice, OutOfMemory
 from lightkv.integrations.model.context import context_length
 from lightkv.integrations.model.probe import ModelShape
 from lightkv.memory.device import usable_device
-from lightkv.memory.kv_pool import PoolPlan, plan_pool
+from lightkv.memory.kv_pool import PoolPlan, free_bytes, plan_pool
+from lightkv.memory.kv_spec import KVSpec
 from lightkv.router.config import EngineConfig, InvalidConfig
 from lightkv.router.engine.step import Limits
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
@@ -23,6 +24,10 @@ from .model_config import position_limit
 from .sampler import Sampler
 from .step_graphs import graphs_bytes
 
+# Where the configuration does not say how many states there are: one for each so many tokens of K/V, or for
+# each request that may run, in at most this many bytes for each of K/V (docs/simulator.md, "K/V and states").
+_TOKENS_A_STATE = 8192
+_MOST_RATIO = 1 / 3
 # The memory of a step's activations, in copies of its widest tensors; measured models differ little.
 _LOGITS_COPIES = 8
 _HIDDEN_COPIES = 6
@@ -84,6 +89,24 @@ def pick_rank_device(config: EngineConfig, rank: int) -> torch.device:
     return device
 
 
+def state_ratio(num_bytes: int, bytes_per_token: int, bytes_per_state: int, max_num_seqs: int) -> float:
+    """Returns the default of the bytes of states over those of K/V, which share `num_bytes`."""
+    running = max_num_seqs * bytes_per_state
+    for_prefixes = bytes_per_state / (_TOKENS_A_STATE * bytes_per_token)
+    return min(max(for_prefixes, running / max(num_bytes - running, 1)), _MOST_RATIO)
+
+
+class MemoryPlan(NamedTuple):
+    """The pool, and how many states beside it; 0 where no layer has any."""
+
+    pool: PoolPlan
+    num_states: int = 0
+
+    def state_bytes(self, spec: KVSpec) -> int:
+        """Returns the bytes of the states, slot 0 included."""
+        return (self.num_states + 1) * spec.bytes_per_state
+
+
 @dataclass(frozen=True)
 class EngineSizes:
     """The sizes that `config` leaves open, computed from the device and the model's (text) configuration."""
@@ -140,18 +163,29 @@ class EngineSizes:
             skipped = f", --kv-skip-layers {config.kv_skip_layers}" if config.kv_skip_layers else ""
             raise InvalidConfig(f"--kv-dtype {config.kv_dtype}{skipped}: {error}") from error
 
-    def pool(self, shape: ModelShape) -> PoolPlan:
-        """Returns the pool that fits beside what the device holds now and what steps need.
+    def memory(self, shape: ModelShape, unloaded: int = 0) -> MemoryPlan:
+        """Returns the pool and the states that fit beside what the device holds now, what steps need, and so
+        many bytes of weights that are still to load.
 
         Raises OutOfMemory.
         """
-        return plan_pool(
-            shape.spec,
-            self.device,
-            num_tokens=self.config.max_total_tokens,
-            fraction=self.config.mem_fraction,
-            reserve=self.step_bytes(shape),
+        config, spec, reserve = self.config, shape.spec, self.step_bytes(shape) + unloaded
+        plan = partial(
+            plan_pool, spec, self.device, num_tokens=config.max_total_tokens, fraction=config.mem_fraction
         )
+        pool = plan(reserve=reserve)
+        if not spec.states:
+            return MemoryPlan(pool)
+        size, bytes_per_token = spec.bytes_per_state, spec.groups.num_groups * spec.bytes_per_slot
+        ratio = config.mamba_full_memory_ratio
+        if ratio is None:
+            ratio = state_ratio(pool.num_bytes, bytes_per_token, size, self.limits.max_num_seqs)
+        is_given = config.max_total_tokens is not None  # else K/V and states are of one budget
+        num_slots = max(int(pool.num_bytes * ratio / (1 if is_given else 1 + ratio)) // size, 2)
+        pool = plan(reserve=reserve + num_slots * size)
+        if is_given and pool.num_bytes + num_slots * size > (free := free_bytes(self.device)):
+            raise OutOfMemory(free - pool.num_bytes, size, num_slots, "states")
+        return MemoryPlan(pool, num_slots - 1)
 
     def step_bytes(self, shape: ModelShape) -> int:
         """Returns the bytes that steps need on the device, beside the weights and the pool."""

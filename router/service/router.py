@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from lightkv.errors import LightKVError
-from lightkv.ledger import TokenLedger
 from lightkv.memory_map import owners
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.admission import make_admission
 from lightkv.router.engine.grammars.grammar_desk import TooManyGrammars
-from lightkv.router.engine.loop import Engine, make_scheduler
+from lightkv.router.engine.loop import Engine, EngineStats, make_scheduler
 from lightkv.router.engine.request import InvalidPrompt, NeverFits
 from lightkv.router.engine.step import RunnerInfo, StepResult, TokenEvent
 from lightkv.router.sampling_params import InvalidParams
@@ -50,27 +49,17 @@ STATUS_SECONDS = 0.25
 # wait that comes as soon as the last one has ended.
 RECOUNT_SECONDS = 1.0
 MAX_MESSAGES = 16  # of one client, or answers that it asks for, that are handled before the steps go on
-_TOTALS = (
-    *("num_steps", "prompt_tokens", "hit_tokens", "generated_tokens", "num_preemptions", "recomputed_tokens"),
-    *("num_cut", "session_evicted_tokens", "session_over_share_tokens"),
-)
-_SERVICE_TOTALS = ("num_ledger_checks", "num_worker_starts", "router_seconds")
 
 
 class Router:
-    """Takes requests and sends their events. `max_in_flight`: None is two steps on a GPU, else one."""
+    """Takes requests and sends their events."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        make_worker: Callable[[], Worker],
-        max_queued_requests: int,
-        max_in_flight: int | None = None,
+        self, config: EngineConfig, make_worker: Callable[[], Worker], max_queued_requests: int
     ) -> None:
         self._config = config
         self._make_worker = make_worker
         self._max_queued = max_queued_requests
-        self._max_in_flight = max_in_flight
         self._state: State = "starting"
         self._detail = "starting the worker"
         self._info: RunnerInfo | None = None
@@ -87,7 +76,7 @@ class Router:
         self._router_seconds = 0.0
         self._worked = time.monotonic()  # when a step last completed, or work began to wait
         self._is_checked = True  # has nothing changed since the counts were checked?
-        self._past = Load()  # the totals of earlier workers
+        self._past = EngineStats()  # the totals of earlier workers
         self._held = HeldRequests(
             self._wake.set, lambda name, error: self._send([TokenEvent(name, None, "invalid", error=error)])
         )
@@ -120,11 +109,10 @@ class Router:
 
     def abort_all(self) -> None:
         """Ends every request now."""
-        names = self._submitted.ids()
-        self._end_all("abort", "the service is shutting down")
-        for name in names:
+        for name in self._submitted.ids():
             if self._engine is not None:
                 self._engine.abort(name)
+        self._end_all("abort", "the service is shutting down")
         self._wake.set()
 
     async def _work(self) -> int:
@@ -213,10 +201,9 @@ class Router:
 
     async def _map(self, worker: Worker, engine: Engine) -> None:
         """Sends the map of the pool, as it is now, to all clients that asked for it."""
-        ledger = _ledger_of(engine)
         edits, expected = engine.sync_memory()
         # Named now, since requests come and go while the worker counts.
-        holders = self._submitted.named(owners(expected.holdings, ledger.groups.widths))
+        holders = self._submitted.named(owners(expected.holdings, engine.scheduler.ledger.groups.widths))
         try:
             found = await worker.map(edits, expected.holdings)
         except WorkerFailed as error:
@@ -310,22 +297,21 @@ class Router:
             return Refused(name, "unavailable", text)
         try:
             num_bytes = self._submitted.require_room(message)
-        except NoRoom as error:
-            return Refused(name, "never_fits" if error.is_too_large else "queue_full", str(error))
-        if not engine.has_work:
-            self._worked = time.monotonic()
-        requests = requests_of(message)
-        try:
+            if not engine.has_work:
+                self._worked = time.monotonic()
+            requests = requests_of(message)
             if message.params.grammar is None:
                 engine.add(*requests)
             else:
                 self._held.add(engine, requests, message)
+        except NoRoom as error:
+            return Refused(name, "never_fits" if error.is_too_large else "queue_full", str(error))
         except TooManyGrammars as error:
             return Refused(name, "queue_full", str(error))
         except (NeverFits, InvalidParams, InvalidPrompt, ValueError) as error:
             return Refused(name, "never_fits" if isinstance(error, NeverFits) else "invalid", str(error))
         if message.session is not None:
-            session = _ledger_of(engine).open_session(message.session)
+            session = engine.scheduler.ledger.open_session(message.session)
             self._clients[client].add(message.session)
             for request in requests:
                 request.session = session
@@ -341,7 +327,7 @@ class Router:
     def _release_session(self, client: FrameStream[ToRouter], session: str) -> None:
         self._clients[client].discard(session)
         if self._engine is not None:
-            _ledger_of(self._engine).release_session(session)
+            self._engine.scheduler.ledger.release_session(session)
 
     def _ask_map(self, client: FrameStream[ToRouter]) -> None:
         if self._engine is None:
@@ -388,20 +374,15 @@ class Router:
 
     def load(self) -> Load:
         """Returns the counts; totals include those of earlier workers."""
-        past, engine = self._past, self._engine
-        if engine is None:
-            return msgspec.structs.replace(past, num_dropped_log_lines=num_dropped_lines())
-        stats = engine.stats()
-        counts = msgspec.structs.asdict(stats) | {
-            name: getattr(past, name) + getattr(stats, name) for name in _TOTALS
-        }
+        engine = self._engine
+        stats = self._past if engine is None else engine.stats().after(self._past)
+        counts = msgspec.structs.asdict(stats)
         counts["num_waiting"] += len(self._held)
-        counts["reached_peak"] = max(past.reached_peak, stats.reached_peak)
         return Load(
             **counts,
             num_ledger_checks=self._num_checks,
             num_worker_starts=self._num_starts,
-            step_age=time.monotonic() - self._worked if engine.has_work else 0.0,
+            step_age=time.monotonic() - self._worked if engine is not None and engine.has_work else 0.0,
             router_seconds=self._router_seconds,
             num_dropped_log_lines=num_dropped_lines(),
         )
@@ -431,11 +412,11 @@ class Router:
             self._change_state("starting", line)
 
     def _start_engine(self, info: RunnerInfo) -> Engine:
-        scheduler = make_scheduler(info, self._admission, self._max_in_flight)
+        scheduler = make_scheduler(info, self._admission)
         self._engine = Engine(scheduler, info.num_missing_graphs)
         self._is_checked = True
         if self._kv_events is not None:
-            self._kv_events.follow(_ledger_of(self._engine))
+            self._kv_events.follow(scheduler.ledger)
         return self._engine
 
     def _lose_worker(self, error: WorkerDied | WorkerFailed) -> None:
@@ -457,19 +438,11 @@ class Router:
         The state is sent before the ends: a client that reads that its request is lost finds the service
         not ready.
         """
-        load = self.load()
-        totals = {name: getattr(load, name) for name in (*_TOTALS, *_SERVICE_TOTALS)}
-        self._past = Load(reached_peak=load.reached_peak, **totals)
+        if self._engine is not None:
+            self._past = EngineStats().after(self._engine.stats().after(self._past))
         self._engine = None
         if self._kv_events is not None:
             self._kv_events.follow(None)
         self._change_state(state, detail)
         self._end_all("lost", error)
         self._send_map(messages.Mapped(None, error))
-
-
-def _ledger_of(engine: Engine) -> TokenLedger:
-    """Returns the engine's ledger, which has sessions and can be mapped."""
-    ledger = engine.scheduler.ledger
-    assert isinstance(ledger, TokenLedger)
-    return ledger

@@ -61,6 +61,11 @@ class SimulationConfig:
         "everything.",
     )
     capacity: Annotated[int, Meta(ge=1)] = setting(120_000, "Tokens that the K/V pool holds.")
+    states: Annotated[int, Meta(ge=0)] = setting(
+        0,
+        "State slots of a model with recurrent layers, beside the tokens, for the allocation token: each "
+        "running request takes one, and the others keep states after prefixes. 0: a model without.",
+    )
     max_num_seqs: Annotated[int, Meta(ge=1)] = setting(256, "The most requests that run at once.")
     prefill_chunk: Annotated[int, Meta(ge=0)] = setting(
         4096, "The most prompt tokens of a step; 0: no limit, unless --itl-target is given."
@@ -149,6 +154,10 @@ class SimulationConfig:
                 f"--layers with --allocation {self.allocation} and --admission {self.counted}: pages, runs and "
                 f"the admissions {' and '.join(UNIFORM_ADMISSIONS)} count tokens that all layers hold for as "
                 "long as a request runs; leave --layers out"
+            )
+        if self.states and page != 1:
+            raise InvalidSimulation(
+                f"--states with --allocation {self.allocation}, which is for models without; leave --states out"
             )
         groups_of(self.layers)
         if self.routing not in ROUTINGS:

@@ -278,12 +278,14 @@ def make_ledger(
     max_entries: int,
     max_new: int,
     groups: LayerGroups = ONE_GROUP,
+    num_states: int = 0,
 ) -> TokenLedger:
     """Returns the ledger for the name of an allocation. `max_new`: tokens that a contiguous one reserves after
-    each prompt; `groups`: of layers that do not all see everything, which "token" alone knows."""
+    each prompt. "token" alone knows `groups`, of layers that do not all see everything, and `num_states`, the
+    slots of states."""
     page = page_of(allocation)
     if page == 1:
-        return TokenLedger(capacity, max_sequences, max_entries, groups=groups)
+        return TokenLedger(capacity, max_sequences, max_entries, groups=groups, num_states=num_states)
     if not page:
         return ContiguousLedger(capacity, max_sequences, max_entries, max_new)
     return PagedLedger(capacity, max_sequences, max_entries, page)

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, replace
 from random import Random
 from typing import Any
 
+from lightkv.layer_groups import LayerGroups
+from lightkv.ledger import TokenLedger
 from lightkv.router.engine.prefill_budget import PrefillBudget
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
@@ -77,9 +79,7 @@ class Simulation:
         groups, num_slots = groups_of(config.layers), config.num_slots
         most = config.prefill_chunk or num_slots
         longest = groups.longest(num_slots, most) + 1
-        self.ledger = make_ledger(
-            config.allocation, num_slots, config.max_num_seqs, longest, config.max_new, groups
-        )
+        self.ledger = self.make_ledger(num_slots, longest, groups)
         self._longest = groups.longest(self.ledger.capacity, most)  # tokens that a request may have
         admission = make_simulated(config.counted, config.seed, max(page - 1, 0), config.ttft_target)
         if config.patience is not None:
@@ -122,6 +122,12 @@ class Simulation:
         self._loaded = True
         self._loaded_output = 0
         self._max_running = self._max_waiting = 0
+
+    def make_ledger(self, num_slots: int, longest: int, groups: LayerGroups) -> TokenLedger:
+        """Returns the ledger, of requests of up to `longest` tokens."""
+        config = self.config
+        rows, most = config.max_num_seqs, config.max_new
+        return make_ledger(config.allocation, num_slots, rows, longest, most, groups, config.states)
 
     def put(self, number: int, asked: TraceRequest) -> None:
         """Takes a request that arrives now. `move_to` sends it to the scheduler."""
@@ -209,6 +215,8 @@ class Simulation:
             max_new = self._longest + 1 - asked.prompt
         params = SamplingParams(temperature=0.0, max_tokens=max_new)
         request = Request(str(number), ids, params, number, frozenset({END}), (), priority)
+        if config.states and asked.blocks:  # a later prompt can begin with all whole blocks
+            request.boundary = asked.prompt // asked.block_tokens * asked.block_tokens
         request.states_length = is_stated
         self.engine.left[number] = [output]
         request.queued = asked.arrival or 0.0

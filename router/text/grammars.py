@@ -23,9 +23,8 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex
 from lightkv.errors import LightKVError
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.router.sampling_params import Grammar, InvalidParams
-from lightkv.router.text.schemas.texts import quoted
 
-from .structural_tags import grammars_of, lark_of_ebnf, with_whitespace
+from .structural_tags import grammars_of, lark_of_ebnf, quoted, with_whitespace
 from .tokenizer import Tokenizer
 
 Result = TypeVar("Result")

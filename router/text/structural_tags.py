@@ -14,10 +14,8 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from lightkv.router.sampling_params import Grammar
-from lightkv.router.text.schemas.compilable import compilable
 from lightkv.router.text.schemas.parameters import ENDS_IN_TEXT, Parameter, listed
 from lightkv.router.text.schemas.parts import has_reference, moved
-from lightkv.router.text.schemas.texts import quoted
 from lightkv.router.text.tool_calls.forms import Format
 
 # Of an object's parts, where the schema does not say: some models would write spaces without an end.
@@ -81,6 +79,11 @@ class Rule(NamedTuple):
 Part = Constant | Token | Ends | Free | Rule
 
 
+def quoted(text: str) -> str:
+    """Returns a text as Lark writes it, which is as in JSON, but for one control character."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
+
+
 def lark_of_ebnf(text: str) -> str:
     """Returns a grammar in Lark's form, of one in that form or in GBNF. Raises ValueError."""
     if "::=" not in text:
@@ -104,7 +107,7 @@ def with_whitespace(schema: Any) -> str:
     if not isinstance(given, Mapping):
         raise ValueError("x-guidance is not an object")
     usual = {"whitespace_pattern": WHITESPACE, "coerce_one_of": True}
-    return compilable(json.dumps({**schema, "x-guidance": {**usual, **given}}))
+    return json.dumps({**schema, "x-guidance": {**usual, **given}})
 
 
 def grammars_of(text: str, special: Mapping[str, int]) -> str:

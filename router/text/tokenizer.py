@@ -49,11 +49,9 @@ class Tokenizer:
         directory: that of the model.
         eos_ids: the ids that end an answer: those of generation_config.json, or else of config.json, and the
             tokenizer's own, without those beyond the vocabulary, which are never sampled.
-        bos: the id that begins a text, or None.
         vocab_size: that of the model, which may be larger than the tokenizer's.
         max_model_len: the model's context in tokens; 0 if config.json does not name it.
         special_ids: the ids that `decode` leaves out by default.
-        settings: what tokenizer_config.json says.
         recommended: the sampling parameters that generation_config.json recommends, by name.
         is_byte_level: each token stands for the same bytes wherever it occurs.
 
@@ -78,11 +76,12 @@ class Tokenizer:
         self._tokenizer, self._num_added = read_tokenizer(directory, named)
         self._special_tokens = special_tokens(named)
 
-        self.bos: int | None = self._special_id("bos_token")
         eos = generation_config.get("eos_token_id")
         if eos is None:
             eos = config.get("eos_token_id")
-        eos_ids = [*(eos if isinstance(eos, list) else [eos]), self._special_id("eos_token")]
+        own = self._special_tokens.get("eos_token")
+        own_id = None if own is None else self._tokenizer.token_to_id(own)
+        eos_ids = [*(eos if isinstance(eos, list) else [eos]), own_id]
         if not all(token_id is None or _is_count(token_id) for token_id in eos_ids):
             raise UnreadableTokenizer(directory, f"its eos_token_id is {str(eos)[:100]!r}, not a token id")
         # A tokenizer may leave out ids, so that it has fewer tokens than its highest id says.
@@ -94,7 +93,6 @@ class Tokenizer:
             raise UnreadableTokenizer(directory / "config.json", f"names {sizes[:200]}")
         self.eos_ids = frozenset(one for one in eos_ids if one is not None and one < self.vocab_size)
 
-        self.settings = settings
         self.recommended = read_sampling(directory / "generation_config.json")
         templates = (
             read_templates(directory, settings) if chat_template is None else {"default": chat_template}
@@ -349,10 +347,6 @@ class Tokenizer:
     @cached_property
     def _tool_template(self) -> "_Template":
         return _compiled(self.tool_template)
-
-    def _special_id(self, name: str) -> int | None:
-        text = self._special_tokens.get(name)
-        return None if text is None else self._tokenizer.token_to_id(text)
 
 
 class _GenerationBlock(Extension):

@@ -1,7 +1,6 @@
 """Tests of the fields that change what an answer has beside its text, and how a chat becomes a prompt."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +19,11 @@ from tests.support.fake_router import (
     LIMITS,
     TEXT,
     ApiUnderTest,
-    idle,
     ids_of,
     service,
 )
 
 PROMPT = [511, 512, 513, 514]
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiUnderTest]:
-    with service(tmp_path_factory.mktemp("api")).running() as under_test:
-        yield under_test
-
-
-@pytest.fixture
-def api(shared: ApiUnderTest) -> ApiUnderTest:
-    return idle(shared)
 
 
 def choices(api: ApiUnderTest, path: str = COMPLETIONS, **fields: Any) -> list[Any]:

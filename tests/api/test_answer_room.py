@@ -15,7 +15,6 @@ from tests.support.fake_router import (
     HELLO,
     ApiUnderTest,
     error_of,
-    idle,
     service,
     wait_until,
 )
@@ -29,11 +28,6 @@ TOKENS = {"max_tokens": 1}
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiUnderTest]:
     with service(tmp_path_factory.mktemp("api"), max_answers=MAX_ANSWERS).running() as under_test:
         yield under_test
-
-
-@pytest.fixture
-def api(shared: ApiUnderTest) -> ApiUnderTest:
-    return idle(shared)
 
 
 def fits(api: ApiUnderTest, path: str, body: dict[str, Any]) -> dict[str, Any] | None:

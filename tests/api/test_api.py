@@ -3,7 +3,6 @@
 import asyncio
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,31 +32,11 @@ from tests.support.fake_router import (
     TEXT,
     ApiUnderTest,
     error_of,
-    idle,
     ids_of,
     metrics_text,
-    service,
     stream_texts,
     wait_until,
 )
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiUnderTest]:
-    with service(tmp_path_factory.mktemp("api")).running() as under_test:
-        yield under_test
-
-
-@pytest.fixture
-def api(shared: ApiUnderTest) -> ApiUnderTest:
-    return idle(shared)
-
-
-@pytest.fixture
-def fresh(tmp_path: Path) -> Iterator[ApiUnderTest]:
-    """A service of its own, for tests that count from zero or kill the router."""
-    with service(tmp_path).running() as under_test:
-        yield under_test
 
 
 def num_tokens(api: ApiUnderTest, text: str) -> int:

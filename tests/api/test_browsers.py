@@ -10,7 +10,7 @@ from lightkv.router.config import EngineConfig, InvalidConfig, ServiceConfig
 from lightkv.router.service.access.allowed_hosts import HostRule, host_rule
 from lightkv.router.service.api_settings import api_settings
 from lightkv.router.service.messages import CacheReset
-from tests.support.fake_router import CHAT, HELLO, ApiUnderTest, error_of, idle, service
+from tests.support.fake_router import CHAT, HELLO, ApiUnderTest, error_of, service
 
 RESET = "/reset_prefix_cache"
 LOCAL = HostRule(("127.0.0.1",))
@@ -33,11 +33,6 @@ PRIVATE = ["lightkv", "lightkv:8000", "gpu1.local", "host.docker.internal", "a.h
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiUnderTest]:
     with service(tmp_path_factory.mktemp("api"), hosts=LOCAL).running() as under_test:
         yield under_test
-
-
-@pytest.fixture
-def api(shared: ApiUnderTest) -> ApiUnderTest:
-    return idle(shared)
 
 
 # Hosts

@@ -7,7 +7,7 @@ import pytest
 
 from lightkv.router.engine.request import NeverFits
 from lightkv.router.service.messages import Refused, Submit
-from tests.support.fake_router import CAPACITY, CHAT, COMPLETIONS, LIMITS, ApiUnderTest, idle, service
+from tests.support.fake_router import CAPACITY, CHAT, COMPLETIONS, LIMITS, ApiUnderTest, service
 
 RESPONSES = "/v1/responses"
 CONTEXT = LIMITS.max_model_len
@@ -20,11 +20,6 @@ CREWAI = ("maximum context length", "context_length_exceeded")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiUnderTest]:
     with service(tmp_path_factory.mktemp("api"), max_body_bytes=2_000_000).running() as under_test:
         yield under_test
-
-
-@pytest.fixture
-def api(shared: ApiUnderTest) -> ApiUnderTest:
-    return idle(shared)
 
 
 def chat(text: str) -> dict[str, Any]:

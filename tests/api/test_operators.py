@@ -32,7 +32,6 @@ from tests.support.fake_router import (
     MODEL,
     ApiUnderTest,
     error_of,
-    idle,
     ids_of,
     service,
     wait_until,
@@ -53,11 +52,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiUnderTest]:
     }
     with service(tmp_path_factory.mktemp("api"), **settings).running() as under_test:
         yield under_test
-
-
-@pytest.fixture
-def api(shared: ApiUnderTest) -> ApiUnderTest:
-    return idle(shared)
 
 
 def lines_of(text: str) -> list[dict[str, Any]]:

@@ -1,7 +1,6 @@
 """POST /v1/responses over a fake router: whole, streamed, and by OpenAI's own client."""
 
 import json
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from lightkv.router.api.answers.response_writer import ResponseWriter
 from lightkv.router.api.requests.responses import ResponseRequest
 from lightkv.router.sampling_params import InvalidParams
-from tests.support.fake_router import CHAT, MODEL, TEXT, ApiUnderTest, error_of, idle, ids_of, service
+from tests.support.fake_router import CHAT, MODEL, TEXT, ApiUnderTest, error_of, ids_of
 
 RESPONSES = "/v1/responses"
 TOOL = {
@@ -22,17 +21,6 @@ TOOL = {
     "strict": True,
 }
 SCHEMA = {"name": "s", "schema": {"type": "object"}, "strict": True}
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiUnderTest]:
-    with service(tmp_path_factory.mktemp("api")).running() as under_test:
-        yield under_test
-
-
-@pytest.fixture
-def api(shared: ApiUnderTest) -> ApiUnderTest:
-    return idle(shared)
 
 
 @pytest.fixture

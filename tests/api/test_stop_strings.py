@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_router import CHAT, HELLO, ApiUnderTest, idle, service
+from tests.support.fake_router import CHAT, HELLO, ApiUnderTest, service
 
 RESPONSES = "/v1/responses"
 
@@ -16,11 +16,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiUnderTest]:
     under_test.tokenizer._template_source = "{{ messages[0].content }}"
     with under_test.running() as running:
         yield running
-
-
-@pytest.fixture
-def api(shared: ApiUnderTest) -> ApiUnderTest:
-    return idle(shared)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from tests.support.fake_router import (
     HELLO,
     LIMITS,
     ApiUnderTest,
-    idle,
     service,
     wait_until,
 )
@@ -74,11 +73,6 @@ ADVERSARIAL: dict[str, dict[str, Any]] = {
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiUnderTest]:
     with service(tmp_path_factory.mktemp("api"), max_body_bytes=4 * 2**20).running() as under_test:
         yield under_test
-
-
-@pytest.fixture
-def api(shared: ApiUnderTest) -> ApiUnderTest:
-    return idle(shared)
 
 
 def body(path: str, fields: dict[str, Any]) -> dict[str, Any]:

@@ -59,21 +59,6 @@ PARIS = '{"city": "Paris \\u2603"}'
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>'
 BOTH = f'Let me see.\n{CALL}\n<tool_call>\n{{"name": "clock", "arguments": {{}}}}\n</tool_call>'
 
-RESPONSE: Any = {
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "reasoning_content": {"open": "<think>", "close": "</think>"},
-        "tool_calls": {
-            "open_pattern": r"\s*\[\[call (?P<name>\w+)",
-            "close": "]]",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-        },
-        "content": {},
-    },
-}
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -110,7 +95,6 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Api
         "r1": ("{{ messages[0].content }}", {"reasoning_parser": "deepseek_r1"}),
         "mistral": ("{{ tools }}[TOOL_CALLS]{{ messages[1:] }}", {}),
         "gpt": ("{{ reasoning_effort }}{{ tools }}<|channel|><|message|>", {}),
-        "shipped": ("{{ tools }}{{ messages[0].content }}<|im_start|>assistant\n", {}),
     }
     with ExitStack() as stack:
         changed = stack.enter_context(pytest.MonkeyPatch.context())
@@ -120,11 +104,6 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Api
             under_test = service(tmp_path_factory.mktemp(name), **settings)
             if template is not None:
                 under_test.tokenizer._template_source = template
-            if name == "shipped":
-                under_test.tokenizer.settings = {
-                    **under_test.tokenizer.settings,
-                    "response_template": RESPONSE,
-                }
             running[name] = stack.enter_context(under_test.running())
         yield running
 
@@ -574,40 +553,6 @@ def test_special_tokens_are_shown_to_the_parser_alone(tmp_path: Path) -> None:
         for choice in both(api, tools=[WEATHER]):
             assert calls_of(choice) == [("weather", PARIS)]
             assert choice.message.content == "I look."
-
-
-# The tokenizer's own response template
-
-
-def test_a_response_template_reads_the_answers(services: dict[str, ApiUnderTest]) -> None:
-    api = services["shipped"]
-    script(api, f"<think>\nWhy?\n</think>\n\nLet me see.\n[[call weather {PARIS}]]\n[[call clock {{}}]]")
-    for choice in both(api, tools=[WEATHER, CLOCK]):
-        assert calls_of(choice) == [("weather", '{"city": "Paris \u2603"}'), ("clock", "{}")]
-        assert (choice.message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
-        assert choice.message.reasoning_content == "Why?"
-    for choice in both(api):
-        text = f"Let me see.\n[[call weather {PARIS}]]\n[[call clock {{}}]]"
-        assert (choice.message.content, choice.finish_reason) == (text, "stop")
-
-
-@pytest.mark.parametrize("text", ["See.\n[[call weather {]]\nDone.", 'See.\n[[call weather {"city": "Par'])
-def test_where_a_response_template_fails_the_text_stays(services: dict[str, ApiUnderTest], text: str) -> None:
-    api = services["shipped"]
-    script(api, text)
-    for choice in both(api, tools=[WEATHER]):
-        assert (choice.message.content, choice.finish_reason) == (text, "stop")
-        assert not choice.message.tool_calls
-    test_a_response_template_reads_the_answers(services)
-
-
-def test_grammars_come_before_a_response_template(services: dict[str, ApiUnderTest]) -> None:
-    api = services["shipped"]
-    script(api, f'[{{"name": "weather", "parameters": {PARIS}}}]')
-    for choice in both(api, tools=[WEATHER], tool_choice="required"):
-        assert calls_of(choice) == [("weather", PARIS)]
-    asked = {"messages": HELLO, "tools": [WEATHER], "response_format": {"type": "json_object"}}
-    assert "--tool-parser" in api.post(CHAT, asked, 400)["error"]["message"]
 
 
 # Calls or a format

@@ -1,7 +1,6 @@
 """Every field that would change an answer is supported or refused by name, as docs/api.md says."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from tests.support.fake_router import (
     LIMITS,
     TEXT,
     ApiUnderTest,
-    idle,
     ids_of,
     service,
     stream_texts,
@@ -47,17 +45,6 @@ ON_CHAT = refused(refused_fields.UNSUPPORTED_ON_CHAT, refused_examples.ON_CHAT)
 ON_COMPLETIONS = refused(refused_fields.UNSUPPORTED_ON_COMPLETIONS, refused_examples.ON_COMPLETIONS)
 IN_MESSAGES = refused(refused_fields.UNSUPPORTED_IN_MESSAGES, refused_examples.IN_MESSAGES)
 IGNORED = list(refused_examples.IGNORED.items())
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiUnderTest]:
-    with service(tmp_path_factory.mktemp("api")).running() as under_test:
-        yield under_test
-
-
-@pytest.fixture
-def api(shared: ApiUnderTest) -> ApiUnderTest:
-    return idle(shared)
 
 
 def body(path: str, **fields: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from bench.memory import ledger
 from bench.serving import lifelike_simulated
 from bench.serving.lifelike import figures
 from bench.serving.workload import Lengths
-from bench.trace import step_time
+from bench.trace import state_split, step_time
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.step_time import StepTime, Work
 from lightkv.router.model_files import resolve
@@ -317,6 +317,28 @@ def test_unstated(bench: Bench) -> None:
     sizes = ("--trace", "chat", "--requests", 60, "--capacity", 8000, "--max-new", 2000)
     found = bench.run("bench.trace.unstated", *sizes, "--loads", 1.3, "--fairness-loads", 1.3)
     assert all(own["num_finished"] == 60 for own in found["unstated"]["1.3"].values())
+
+
+def test_state_split(bench: Bench) -> None:
+    """Three turns of each of four conversations, and sessions of six turns."""
+    turns = [
+        {"timestamp": 9000 * turn + chat, "input_length": 1000 * turn, "output_length": 30,
+         "hash_ids": [0, *range(10 * chat, 10 * chat + -(-1000 * turn // 512) - 1)]}
+        for turn in (1, 2, 3) for chat in (1, 2, 3, 4)
+    ]  # fmt: skip
+    trace = bench.folder / "turns.jsonl"
+    trace.write_text("".join(json.dumps(one) + "\n" for one in turns))
+    model = state_split.Model(token=10**6, state=10**9, weights=30 * 10**9)
+    bench.set("bench.trace.state_split", MODELS={"small": model}, SAMPLE=1, TURNS=6)
+    found = bench.run("bench.trace.state_split", "--mooncake", trace, "--waiting", 3)["models"]["small"]
+    # The first block is found by all but one, and each turn's whole blocks by the next one.
+    assert found["hits mooncake"]["all bytes twice"] == (7 * 512 + 4 * 1536) / 24_000
+    assert 0.5 < found["hits agents 70 %"]["one budget"] <= found["hits agents 70 %"]["all bytes twice"]
+    assert (
+        found["admitted chat"].keys()
+        == found["admitted mooncake"].keys()
+        == {"default", "one budget", "all bytes twice"}
+    )
 
 
 @pytest.mark.slow

@@ -190,6 +190,7 @@ def pool_of(labels: list[int], slots_per_cell: int = 1) -> PoolMap:
         **drawn.counts._asdict(),
         slots_per_cell=slots_per_cell,
         cells=labels[::slots_per_cell],
+        num_bytes=4 * (len(labels) + 1),
         owners=[Owner(one.row, one.num_tokens, f"request-{one.row}") for one in drawn.owners],
     )
 

@@ -140,15 +140,6 @@ def test_what_fails_leaves_nothing_and_may_be_tried_again() -> None:
     assert desk.num_bytes == MIB
 
 
-def test_what_a_device_measures_replaces_what_was_expected() -> None:
-    desk = GrammarDesk()
-    desk.hold(["a"], grammar(1), MIB)
-    (order,) = desk.orders()
-    desk.take(Compiled(order.grammar_id, num_bytes=5 * MIB))
-    assert desk.num_bytes == 5 * MIB
-    desk.check()
-
-
 def test_those_that_killed_a_device_are_refused_up_to_a_number() -> None:
     desk = GrammarDesk()
     for i in range(MAX_REFUSED + 1):

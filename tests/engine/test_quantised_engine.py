@@ -159,7 +159,7 @@ def admitted(name: str, num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> tupl
     shape = sizes.with_format(probe(model))
     free = 4 * (num_bytes + sizes.step_bytes(shape))  # a CPU's pool takes a quarter at most
     monkeypatch.setattr(kv_pool, "free_bytes", lambda device: free)
-    pool, limits = sizes.pool(shape), sizes.limits
+    pool, limits = sizes.memory(shape).pool, sizes.limits
     ledger = TokenLedger(pool.num_tokens, limits.max_num_seqs, limits.max_model_len)
     scheduler = Scheduler(ledger, limits)
     for i in range(limits.max_num_seqs):

@@ -127,7 +127,8 @@ class MappingWorker(FakeWorker):
             labels[[memory.rows[row][position] for position in range(start, end)]] = OWN + row
         cells = labels[1:201].tolist()
         assert -1 not in cells  # every slot has a label
-        return PoolMap(**MemoryMap(labels[1:201]).counts._asdict(), slots_per_cell=1, cells=cells)
+        counts = MemoryMap(labels[1:201]).counts._asdict()
+        return PoolMap(**counts, slots_per_cell=1, cells=cells, num_bytes=804)
 
 
 class MappingService(Service):

@@ -102,13 +102,24 @@ def test_another_worker_begins_without_sessions_and_the_totals_stay(tmp_path: Pa
             await turn(client, "1", [7] * 40, "a")
             await turn(client, "2", [8] * 40, "b")
             await counted(client, 1, 44)
+            before = made.router.load()
             made.workers[0].kill()
+            status = await client.until(lambda status: status.state == "starting")
+            assert (status.load.cached, status.load.num_sessions, status.load.step_age) == (0, 0, 0)
             await client.until(lambda status: status.load.num_worker_starts == 2)
             load = await counted(client, 0, 0)
             assert load.session_over_share_tokens == 44
             client.stream.send(ReleaseSession("b"))  # which the new engine does not know
             await client.until(lambda status: status.state == "ready")
-            await turn(client, "3", [9] * 40, "a")
-            await counted(client, 1, 44)
+            await turn(client, "3", [9] * 20, "a")
+            await counted(client, 1, 24)
+            made.workers[1].kill()
+            await client.until(lambda status: status.load.num_worker_starts == 3)
+            load = made.router.load()
+            assert (load.prompt_tokens, load.generated_tokens, load.reached_peak) == (
+                100,
+                15,
+                before.reached_peak,
+            )
 
     asyncio.run(scenario())

@@ -61,16 +61,9 @@ def test_an_unwritable_path_is_refused_before_the_simulation(
     (tmp_path / "file").touch()
     code, printed, notes = run(*SHORT, option, tmp_path / place)
     assert (code, printed) == (2, "")
-    assert f"lightkv: {option} {tmp_path / place}: {words}" in notes
-    assert "give a file in a directory that can be written" in notes
+    assert f"Invalid value for '{option}'" in notes
+    assert words in notes.replace("│ ", "")  # which are in a box
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_two_results_of_a_run_are_two_files(tmp_path: Path) -> None:
-    code, printed, notes = run(*SHORT, "--out", tmp_path / "x", "--report", tmp_path / "." / "x")
-    assert (code, printed) == (2, "")
-    assert "--out and --report are both" in notes
-    assert not list(tmp_path.iterdir())
 
 
 PROGRAM = """
@@ -90,4 +83,4 @@ def test_only_a_report_needs_the_plotting_library(options: list[str], code: int,
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == code, done.stdout + done.stderr
     assert ("--report needs the package matplotlib" in " ".join(done.stderr.split())) == bool(code)
-    assert not [*tmp_path.iterdir()]
+    assert [path.name for path in tmp_path.iterdir()] == options[1:]

@@ -82,6 +82,7 @@ POOL = PoolMap(
     longest_free_run=2400,
     slots_per_cell=2,
     cells=[2] * 200 + [4] * 300 + [1] * 250 + [0] * 1250,
+    num_bytes=4 * (CAPACITY + 1),
 )
 IDLE = Load(capacity=CAPACITY, free=CAPACITY)
 

@@ -8,8 +8,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
+
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.grammars.grammar_desk import Compile, Compiled, Forget
+from lightkv.router.engine.loop import Engine
 from lightkv.router.engine.step import (
     Captured,
     ExpectedMemory,
@@ -166,6 +169,15 @@ class Client:
         return self.status
 
 
+class _Router(Router):
+    """A router that has up to `depth` steps in flight, one or two."""
+
+    depth = 1
+
+    def _start_engine(self, info: RunnerInfo) -> Engine:
+        return super()._start_engine(msgspec.structs.replace(info, cuda_graphs=self.depth == 2))
+
+
 class Service:
     """A router that serves in this event loop, and the workers that it has made, by `make` if it is given."""
 
@@ -184,7 +196,8 @@ class Service:
         self.pause = pause
         self.workers: list[FakeWorker] = []
         config = EngineConfig(admission=admission, kv_events=kv_events)
-        self.router = Router(config, self.make_worker, max_queued, depth)
+        self.router = _Router(config, self.make_worker, max_queued)
+        self.router.depth = depth
         self.exit_code: asyncio.Task[int] = asyncio.create_task(self.router.serve(path))
 
     def make_worker(self) -> FakeWorker:

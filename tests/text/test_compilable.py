@@ -1,4 +1,4 @@
-"""Schemas that llguidance fails on or refuses as they are written, and the place of a fault in a schema."""
+"""Schemas that llguidance compiles, and those that it refuses or fails on."""
 
 import json
 from functools import cache
@@ -35,7 +35,6 @@ def tagged(kind: str, **more: Any) -> dict[str, Any]:
 
 CASES: list[tuple[Any, list[Any], list[Any]]] = [
     # schema, values that follow it, values that do not
-    (closed(a=INTEGER) | {"patternProperties": {"^a$": INTEGER}}, [{"a": 1}], [{"a": "b"}, {}]),
     (
         closed(a={"type": "integer", "minimum": 3}, b=TEXT)
         | {"patternProperties": {"^(a|c)$": {"type": "integer", "maximum": 5}, "^b$": {"maxLength": 1}}},
@@ -48,32 +47,9 @@ CASES: list[tuple[Any, list[Any], list[Any]]] = [
         [{"a": 2}],
     ),
     (
-        closed(a=INTEGER, b=INTEGER) | {"patternProperties": {"^(a|b)$": {"minimum": 2}}},
-        [{"a": 2, "b": 2}],
-        [{"a": 1}],
-    ),
-    (
-        {
-            "type": "object",
-            "patternProperties": {"^é$": INTEGER},
-            "required": ["é"],
-            "additionalProperties": False,
-        },
-        [{"é": 1}],
-        [{}, {"é": "a"}, {"e": 1}],
-    ),
-    (
         {"type": "array", "items": closed(a=INTEGER) | {"patternProperties": {"^a$": INTEGER}}},
         [[], [{"a": 1}, {"a": 2}]],
         [[{}], [{"b": 1}]],
-    ),
-    (
-        {
-            "$ref": "#/$defs/o",
-            "$defs": {"o": closed(a=INTEGER) | {"patternProperties": {"^a$": {"minimum": 1}}}},
-        },
-        [{"a": 1}],
-        [{"a": 0}],
     ),
     (
         {"oneOf": [INTEGER, {"$ref": "#/$defs/l"}], "$defs": {"l": {"type": "array", "items": INTEGER}}},
@@ -103,7 +79,6 @@ CASES: list[tuple[Any, list[Any], list[Any]]] = [
         [{"o": 1}, {"o": None}],
         [{"o": []}],
     ),
-    (closed(a=INTEGER) | {"patternProperties": {"(^a$)": {"minimum": 1}}}, [{"a": 1}], [{"a": 0}]),
     (closed(oneOf=INTEGER, patternProperties=TEXT), [{"oneOf": 1, "patternProperties": ""}], [{}]),
 ]
 
@@ -134,6 +109,7 @@ def test_a_schema_is_followed(schema: Any, taken: list[Any], others: list[Any]) 
         (closed(a=closed(b={"type": "tuple"})), "tuple"),
         (TWO | {"patternProperties": {"^a": INTEGER, "b$": TEXT}}, "not disjoint"),
         (closed(a={"patternProperties": {"^(?!a)": INTEGER}}), "look-around"),
+        (closed(a=INTEGER) | {"patternProperties": {"^a$": INTEGER}}, "no text matches it"),
         (closed(a={"const": 1, "if": TEXT, "then": TEXT}), "if"),
     ],
 )
@@ -146,14 +122,15 @@ def test_what_is_wrong_is_named(schema: Any, says: str) -> None:
 
 
 def test_a_panic_is_no_answer() -> None:
-    """A schema within a grammar of Lark's form is compiled as it is written."""
     score = {"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 100}
     tags = {"type": "array", "maxItems": 2, "items": {"type": "string", "minLength": 3, "maxLength": 5}}
     schema = closed(score=score, tags=tags) | {"patternProperties": {"^score$": INTEGER}}
     schema["x-guidance"] = {"whitespace_pattern": ""}
-    wrong, _ = check(Grammar("lark", f"start: %json {json.dumps(schema)}"), model())
-    assert wrong == "llguidance fails on it; write it in another way"
-    assert check(Grammar("json_schema", json.dumps(schema)), model())[0] == ""
+    for grammar in (
+        Grammar("json_schema", json.dumps(schema)),
+        Grammar("lark", f"start: %json {json.dumps(schema)}"),
+    ):
+        assert check(grammar, model())[0] == "llguidance fails on it; write it in another way"
 
 
 @pytest.mark.parametrize("text", ['root ::= "\\', "root ::= [a", "root ::= (" * 3000, 'root ::= "\\x'])

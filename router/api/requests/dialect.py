@@ -1,5 +1,5 @@
 """How tools are described to the service's model, and how its answers are read: as the options --tool-parser
-and --reasoning-parser say, or else by its response template, if it ships one, or as its chat template shows."""
+and --reasoning-parser say, or else as its chat template shows."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,6 @@ from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar, InvalidPa
 from lightkv.router.service.api_settings import ApiSettings
 from lightkv.router.text.answer_reader import AnswerReader, CallReader, think
 from lightkv.router.text.grammars import InvalidGrammar
-from lightkv.router.text.response_template import ResponseTemplate, TimeLimit
 from lightkv.router.text.structural_tags import format_of_grammar
 from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.router.text.tool_calls import harmony, history
@@ -42,32 +41,23 @@ from .prompts import Chat
 from .tools import Function, ToolUse
 
 _MAX_TAIL = 16  # tokens of the prompt's end that may open the reasoning
-_MAX_BEGUN = 1024  # tokens of the prompt's end that may begin the answer, for a response template
 _PLAIN = {"role", "content"}  # of a message without calls or reasoning
 _THINKING = ("enable_thinking", "thinking")  # variables that switch a template's reasoning on and off
 
 
 class ChatDialect:
-    """The model's way to write tools, calls and reasoning. `tokenizer`: that of the model. Raises
-    UnusableResponseTemplate for one that no option replaces."""
+    """The model's way to write tools, calls and reasoning. `tokenizer`: that of the model."""
 
     def __init__(self, tokenizer: Tokenizer, settings: ApiSettings) -> None:
         self._tokenizer = tokenizer
         template = tokenizer.tool_template
         self._names = variables_of(template) | variables_of(tokenizer.template)
         self._takes_tools = "tools" in self._names
-        given = settings.tool_parser
-        self._family = FAMILIES.get(given or family_of(template) or "none")
+        self._family = FAMILIES.get(settings.tool_parser or family_of(template) or "none")
         self._reasoning = settings.reasoning_parser or reasoning_of(tokenizer.template) or "none"
         is_family = self._family is not None and self._family.has_messages
         self._has_messages = is_family or self._reasoning == "gpt_oss"
         self._wants_text = wants_text(template)
-        shipped = tokenizer.settings.get("response_template")
-        self._response: ResponseTemplate | None = None  # how answers that no grammar constrains are read
-        if shipped is not None and given is None and settings.reasoning_parser is None:
-            special = map(tokenizer.token_text, tokenizer.special_ids)
-            path = tokenizer.directory / "tokenizer_config.json"
-            self._response = ResponseTemplate(shipped, path, list(special))
 
     def prepared(self, chat: Chat, use: ToolUse | None, is_constrained: bool = False) -> Chat:
         """Returns a chat as the template takes it: with calls and tools in the model's form, and with the
@@ -77,7 +67,7 @@ class ChatDialect:
         it has no reasoning.
         """
         if use is not None:
-            self._check(use, is_constrained)
+            self._check(use)
         is_constrained = is_constrained or _is_required(use)
         variables = self._variables(chat, self._silent(use) if is_constrained else {})
         tools = None if use is None else use.described
@@ -127,8 +117,7 @@ class ChatDialect:
         `prompt_ids`: int32 [n]. `given`: what the request itself says of the answer, which has no reasoning
         then. `includes_reasoning`: whether the client gets it.
         """
-        has_reasoning = self._reasoning != "none" if self._response is None else self._response.has_reasoning
-        if not includes_reasoning and not has_reasoning:
+        if not includes_reasoning and self._reasoning == "none":
             allowed = "true, or start the service with --reasoning-parser"
             raise InvalidParams("include_reasoning", False, allowed)
         stages, marks = self._stages(use, prompt_ids, given)
@@ -146,13 +135,6 @@ class ChatDialect:
         self, use: ToolUse | None, prompt_ids: np.ndarray, given: Grammar | None
     ) -> tuple[list[Callable[[Source], Steps[None]]], Sequence[str]]:
         """Returns the stages that read an answer, and the marks that they look for."""
-        response = self._response
-        is_free = given is None and not _is_required(use)
-        if response is not None and is_free and (use is None or response.has_calls):
-            prompt = self._tokenizer.decode(prompt_ids[-_MAX_BEGUN:], skip_special_tokens=False)
-            tools = None if use is None else use.described
-            read = partial(response.read, prompt=prompt, tools=tools, limit=TimeLimit())
-            return [read], response.marks
         is_asked = use is not None or given is not None or self._reasoning == "gpt_oss"
         if self._has_messages and is_asked:
             messages = FAMILIES["gpt_oss"]
@@ -184,15 +166,12 @@ class ChatDialect:
             marks += family.marks
         return stages, marks
 
-    def _check(self, use: ToolUse, has_format: bool) -> None:
-        """Raises InvalidParams if tools cannot be described to the model, or its calls cannot be read.
-
-        `has_format`: the request says what an answer without calls has to be.
-        """
-        remedy, reads_calls = "", self._response is not None and self._response.has_calls
+    def _check(self, use: ToolUse) -> None:
+        """Raises InvalidParams if tools cannot be described to the model, or its calls cannot be read."""
+        remedy = ""
         if not self._takes_tools:
             remedy = "--chat-template: the model's own takes no tools"
-        elif self._family is None and not _is_required(use) and not (reads_calls and not has_format):
+        elif self._family is None and not _is_required(use):
             remedy = "--tool-parser: the model's chat template does not show how it writes calls"
         if remedy:
             names = ", ".join(function.name for function in use.functions)

@@ -9,7 +9,7 @@ of their own, the lines take turns, and one that has no room yet holds up none t
 kept while a request holds it; after that, the latest are kept for later requests, for a time and up to a number
 of bytes.
 
-`GrammarDesk` does no I/O: the router's process drives it over a worker, and `LLM` over a runner in its process.
+`GrammarDesk` does no I/O: the router's process drives it, over a worker.
 """
 
 import hashlib
@@ -51,12 +51,10 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
 
 
 class Compiled(msgspec.Struct, frozen=True, tag=True):
-    """The answer to Compile. `error`: why the grammar cannot be used; empty if rows may name it from now on.
-    `num_bytes`: what it takes, where the device can measure that."""
+    """The answer to Compile. `error`: why the grammar cannot be used; empty if rows may name it from now on."""
 
     grammar_id: int
     error: str = ""
-    num_bytes: int | None = None
 
 
 class _Entry:
@@ -78,12 +76,10 @@ class _Entry:
 class GrammarDesk:
     """The grammars of one device, and the requests that hold them.
 
-    max_bytes: of compiled grammars that requests hold; None is no limit. One is compiled whatever its size.
+    max_bytes: of compiled grammars that requests hold. One is compiled whatever its size.
     """
 
-    def __init__(
-        self, max_bytes: int | None = MAX_BYTES, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_bytes = max_bytes
         self._clock = clock
         self._next_id = 1
@@ -162,8 +158,7 @@ class GrammarDesk:
         self._forget_idle(MAX_IDLE_BYTES)
         entry = self._queue.pop(self._has_room) if self._compiling is None else None
         if entry is not None:
-            if self._max_bytes is not None:
-                self._forget_idle(max(self._max_bytes - self._held_bytes - entry.num_bytes, 0))
+            self._forget_idle(max(self._max_bytes - self._held_bytes - entry.num_bytes, 0))
             self._compiling = entry
             self._num_bytes += entry.num_bytes
             assert entry.grammar is not None
@@ -179,10 +174,6 @@ class GrammarDesk:
             raise ValueError(f"grammar {answer.grammar_id} is not being compiled; report this")
         self._compiling = None
         entry.grammar = None
-        if answer.num_bytes is not None:
-            self._num_bytes -= entry.num_bytes
-            entry.num_bytes = max(answer.num_bytes, LEAST_BYTES)
-            self._num_bytes += entry.num_bytes
         names = list(entry.names)
         if answer.error:
             for name in names:
@@ -252,7 +243,7 @@ class GrammarDesk:
     def _has_room(self, entry: _Entry) -> bool:
         """Returns whether a grammar may be compiled, once idle ones have made room for it."""
         held = self._held_bytes
-        return self._max_bytes is None or held == 0 or held + entry.num_bytes <= self._max_bytes
+        return held == 0 or held + entry.num_bytes <= self._max_bytes
 
     def _leave_idle(self, entry: _Entry) -> None:
         self._idle[entry.id] = self._clock()

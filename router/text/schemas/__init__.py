@@ -1,1 +1,1 @@
-"""JSON schemas: what they say of values, of plain texts and of parameters, and how they are compiled."""
+"""JSON schemas: their references, and what they say of parameters that are written as plain texts."""

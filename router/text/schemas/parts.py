@@ -1,27 +1,8 @@
-"""The schemas within a JSON schema, and its references."""
+"""The references of a JSON schema."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
-
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")  # name → schema
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_ONES = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else")
-
-
-def parts_of(schema: Any) -> Iterator[Any]:
-    """Yields the schemas that stand directly within a schema."""
-    if not isinstance(schema, Mapping):
-        return
-    for key in _MAPS:
-        if isinstance(schema.get(key), Mapping):
-            yield from schema[key].values()
-    for key in _LISTS:
-        if isinstance(schema.get(key), list):
-            yield from schema[key]
-    for key in _ONES:
-        if isinstance(schema.get(key), Mapping):
-            yield schema[key]
 
 
 def has_reference(schema: Any) -> bool:
