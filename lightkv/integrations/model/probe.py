@@ -130,7 +130,8 @@ def _require_packable(model: PreTrainedModel, shape: ModelShape) -> None:
             # The model's own count shows whether fix_positions changes those that are given as it has to.
             far_ids = None if counts_itself(model) else (positions + far)[None]
             past = Past(num_layers(text) or 0, far)
-            there = own(position_ids=far_ids, use_cache=True, **{cache_name(model): past})
+            uses = shape.numbers is None  # MiniMax, which keeps states, uses no cache but its own
+            there = own(position_ids=far_ids, use_cache=uses, **{cache_name(model): past})
             if difference := there.difference(packed(positions + far)):
                 what = f"what it computes of a token after {far} others depends on more than its position"
                 refuse(difference, what)

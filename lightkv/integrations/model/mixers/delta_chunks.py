@@ -1,9 +1,13 @@
 """The gated delta rule over prompts, in chunks of 64 tokens: fla's kernels on a GPU, plain torch on a CPU."""
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from lightkv.memory.state_passes import StatePass
+
+from .pieces import keep, one_by_one
 
 _CHUNK = 64
 _EPS = 1e-6  # of the norm of q and k
@@ -18,32 +22,23 @@ def delta_chunks(
     beta: `[T, v heads]`. state: float32 `[num_slots, v heads, k dim, v dim]`, read and written at the slots of
     the pass.
     """
-    assert one.counts is not None
-    reads, writes = one.slots
-    if q.is_cuda:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    if not q.is_cuda:
+        return one_by_one(delta_chunks_reference, (q, k, v, log_decay, beta), one, state)
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-        out, after = chunk_gated_delta_rule(
-            q[None],
-            k[None],
-            v[None],
-            g=log_decay[None],
-            beta=beta[None],
-            initial_state=state[reads],
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-            cu_seqlens=one.starts.long(),
-        )
-        state.index_copy_(0, writes, torch.where((writes > 0)[:, None, None, None], after, 0.0))
-        return out[0]
-    found = []
-    parts = zip(*(part.split(one.counts) for part in (q, k, v, log_decay, beta)), strict=True)
-    for piece, read, write in zip(parts, reads.tolist(), writes.tolist(), strict=True):
-        out, after = delta_chunks_reference(*piece, state[read])
-        if write:
-            state[write] = after
-        found.append(out)
-    return torch.cat(found)
+    out, after = chunk_gated_delta_rule(
+        q[None],
+        k[None],
+        v[None],
+        g=log_decay[None],
+        beta=beta[None],
+        initial_state=state[one.slots.reads],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=one.starts.long(),
+    )
+    keep(state, one.slots.writes, after)
+    return cast(Tensor, out[0])
 
 
 def delta_chunks_reference(

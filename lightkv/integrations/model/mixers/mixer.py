@@ -17,7 +17,7 @@ from lightkv.memory.kv_spec import StateTensor
 from lightkv.memory.state_memory import StateSlots
 from lightkv.memory.state_passes import StatePass
 
-from . import gated_delta, short_conv
+from . import gated_delta, lightning, mamba2, short_conv
 
 _NUM_TOKENS = 96  # of the text on which a mixer is compared with its own code: past a chunk of its kernels
 _CUTS = (5, 1, 1, 70, 19)  # the same text in pieces, and decodes among them
@@ -41,7 +41,13 @@ class Mixer(Protocol):
 
 
 # By the class of the module.
-_KINDS: Mapping[str, Callable[[Any, int], Mixer]] = {**gated_delta.KINDS, **short_conv.KINDS}
+_KINDS: Mapping[str, Callable[[Any, int], Mixer]] = {
+    **gated_delta.KINDS,
+    **lightning.KINDS,
+    **mamba2.KINDS,
+    **short_conv.KINDS,
+}
+_PAIRS = frozenset(lightning.KINDS)  # of these, the layer takes the first of two that they return
 
 # What it would take to run other layers with states, by the name of their class, or of the model's type.
 UNKNOWN = {
@@ -91,13 +97,14 @@ def is_bound_mixer(module: nn.Module) -> bool:
     return isinstance(forward, partial) and forward.func is _forward
 
 
-def _forward(mixer: Mixer, hidden_states: Tensor, *args: Any, lightkv: Any = None, **kwargs: Any) -> Tensor:
+def _forward(mixer: Mixer, hidden_states: Tensor, *args: Any, lightkv: Any = None, **kwargs: Any) -> Any:
     """The forward pass of a module with a state."""
     if lightkv is None:
-        return cast(Tensor, type(mixer.module).forward(mixer.module, hidden_states, *args, **kwargs))
+        return type(mixer.module).forward(mixer.module, hidden_states, *args, **kwargs)
     if not hasattr(lightkv, "mix"):
         raise LightKVError("its layers keep a state, which is not kept here; the service and LLM run it")
-    return cast(Tensor, lightkv.mix(mixer, hidden_states))
+    out = lightkv.mix(mixer, hidden_states)
+    return (out, None) if type(mixer.module).__name__ in _PAIRS else out
 
 
 @torch.no_grad()
@@ -110,7 +117,8 @@ def require_own_mixers(model: PreTrainedModel) -> None:
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(_NUM_TOKENS, model.config.get_text_config().hidden_size, generator=generator)
         x = x.to(weight.device, model.dtype)
-        own = type(module).forward(module, x[None])[0].float()
+        own = type(module).forward(module, x[None], None, None)  # no cache, or no positions, and no mask
+        own = (own[0] if isinstance(own, tuple) else own)[0].float()
         for cuts in ((_NUM_TOKENS,), _CUTS):
             error = float((_in_pieces(mixer, x, cuts).float() - own).abs().max() / own.abs().max())
             if not error <= max(16 * torch.finfo(x.dtype).eps, 2.0**-11):
