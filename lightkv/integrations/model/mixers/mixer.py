@@ -4,13 +4,14 @@
 input to the handler of the call. `require_own_mixers` compares each with its own code.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from lightkv.errors import LightKVError, UnsupportedModel
 from lightkv.memory.kv_spec import StateTensor
@@ -49,17 +50,36 @@ _KINDS: Mapping[str, Callable[[Any, int], Mixer]] = {
 }
 _PAIRS = frozenset(lightning.KINDS)  # of these, the layer takes the first of two that they return
 
-# What it would take to run other layers with states, by the name of their class, or of the model's type.
+# What other layers with states compute, by the type of the (text) model.
+_MAMBA1 = "Mamba-1, whose selective scan no pinned library computes"
+_KDA = "a delta rule with a gate for each dim of a key (KDA), beside latent attention"
+_CONVOLVED = "convolutions of keys and values before they are cached"
+_SELECTED = "a gated delta rule, beside attention over keys that an index selects"
 UNKNOWN = {
-    "mamba": "Mamba-1, whose selective scan no pinned library computes",
-    "falcon_mamba": "Mamba-1, whose selective scan no pinned library computes",
-    "jamba": "Mamba-1, whose selective scan no pinned library computes",
-    "zamba": "Mamba-1, whose selective scan no pinned library computes",
-    "kimi_linear": "delta attention with a gate for each dim (KDA), beside latent attention",
+    "bailing_hybrid": _KDA,
+    "deepseek_v4": "keys that are compressed over windows of tokens",
+    "falcon_mamba": _MAMBA1,
+    "glm5_next_text": _KDA,
+    "inkling2_text": _CONVOLVED,
+    "inkling_text": _CONVOLVED,
+    "jamba": _MAMBA1,
+    "kimi_linear": _KDA,
+    "mamba": _MAMBA1,
+    "mamba2": "Mamba-2 in every layer, so that no layer has K/V",
+    "qwen4_exp_text": _SELECTED,
     "recurrent_gemma": "a real-gated linear recurrent unit (RG-LRU)",
     "rwkv": "RWKV's time mixing",
     "xlstm": "xLSTM's cells",
+    "zamba": _MAMBA1,
+    "zaya": "convolutions of queries and keys, and delayed values (CCA)",
 }
+
+
+def has_mixers(config: PreTrainedConfig) -> bool:
+    """Returns whether transformers defines a module that is known here beside the model of this (text)
+    configuration."""
+    model_class = MODEL_MAPPING[type(config)] if type(config) in MODEL_MAPPING else None
+    return not _KINDS.keys().isdisjoint(vars(sys.modules[getattr(model_class, "__module__", __name__)]))
 
 
 def mixers_of(model: PreTrainedModel) -> list[Mixer]:
