@@ -210,7 +210,7 @@ def own_answers(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[i
     """Returns what transformers generates greedily, one prompt at a time.
 
     RoBERTa and its kin are given the positions that they count themselves where they are given none: `generate`
-    would count from 0.
+    would count from 0. Qwen-Omni's thinkers run without a cache, with which Qwen3's gives other texts.
     """
     found, first = [], first_position(model.config)
     for prompt in prompts:
@@ -223,6 +223,7 @@ def own_answers(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[i
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
+            use_cache=not model.config.model_type.endswith("_thinker"),
             forced_eos_token_id=None,  # the last token would be BART's end of a text, whatever it computes
             **positions,
         )

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from lightkv.errors import UnsupportedModel
 from lightkv.integrations.model.adapters.proof import require_own_attention
+from lightkv.integrations.model.adapters.selected_logits import selects_logits
 
 from .attention_call import AttentionCall, KeptHandler, compute, kept_handler
 from .context import cache_name, context_length, num_layers
@@ -46,6 +47,7 @@ def probe(model: PreTrainedModel) -> ModelShape:
     # A call would not fail: the model may accept the arguments as **kwargs, and ignore them.
     is_given = owns_attention or counting_embeddings(model)
     needed = _FORWARD_ARGUMENTS - ({"position_ids"} if is_given else set())
+    needed -= {"logits_to_keep"} if selects_logits(model) else set()
     if missing := needed - inspect.signature(type(model).forward).parameters.keys():
         raise UnsupportedModel(architecture, f"its forward pass takes no {' and no '.join(sorted(missing))}")
     shape = find_shape(model)

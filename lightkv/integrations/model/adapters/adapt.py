@@ -16,6 +16,7 @@ from lightkv.integrations.model.attention_call import KeptHandler, kept_handler
 
 from . import families
 from .families import ModuleCall
+from .selected_logits import select_logits
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ def adapt(model: PreTrainedModel) -> int:
     """
     if type(model).__name__ == "Zamba2ForCausalLM":
         _number_blocks(model.model.layers)
+    select_logits(model)
     family = FAMILIES.get(type(model).__name__)
     if family is None or kept_handler(model) is not None or not (modules := adapted_modules(model)):
         return 0
