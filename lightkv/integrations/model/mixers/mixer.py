@@ -78,7 +78,7 @@ UNKNOWN = {
 def has_mixers(config: PreTrainedConfig) -> bool:
     """Returns whether transformers defines a module that is known here beside the model of this (text)
     configuration."""
-    model_class = MODEL_MAPPING[type(config)] if type(config) in MODEL_MAPPING else None
+    model_class = MODEL_MAPPING.get(type(config), None)
     return not _KINDS.keys().isdisjoint(vars(sys.modules[getattr(model_class, "__module__", __name__)]))
 
 
