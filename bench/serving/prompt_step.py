@@ -33,7 +33,7 @@ from lightkv.router import EngineConfig
 from lightkv.router.engine.step import StepPlan
 from lightkv.router.model.build import assemble
 from lightkv.router.model.cuda_graph import PromptGraph, SharedLogits
-from lightkv.router.model.parts import StepOutput
+from lightkv.router.model.parts import AppliedPlan, StepOutput
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.model.step_graphs import StepGraphs
 from lightkv.router.sampling_params import SamplerKind
@@ -117,8 +117,8 @@ class Step:
     def agrees(self, graph: PromptGraph) -> bool:
         """Returns whether the logits of a graph's replay are those of an eager step, up to rounding."""
         self._memory.apply(self._allocs)
-        expected = self._runner._logits(self.plan).logits
-        graph.replay(self.plan)
+        expected = self._runner._logits(AppliedPlan(self.plan, {})).logits
+        graph.replay(AppliedPlan(self.plan, {}))
         _, logits = graph._graphs[False]
         difference = (logits[: len(expected)] - expected).abs().max()
         self._memory.apply(self._frees)

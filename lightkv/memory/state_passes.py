@@ -1,44 +1,96 @@
-"""The passes of layers with states over a step: which tokens they compute side by side, from which state slots on.
+"""The passes of layers with states over a step: which tokens they compute side by side, from which slots on.
 
 A step may have several pieces of one row, where a snapshot is kept between them. Each goes on from the state
-that the one before it leaves, so it is computed in the next pass. Decodes have a pass of their own, whose kernel
-takes one token of each:
+that the one before it leaves, so it is computed in a later pass. What is short by then is computed token by
+token, as decodes are:
 
-    tokens    ├── row 1, piece 0 ──┼─ row 1, piece 1 ─┼── row 2 ──┼ row 3 ┼ row 4 ┤
-    pass              1                    2                1         0       0
+    tokens    ├──── row 1, piece 0 ────┼─ row 1, piece 1 ─┼──── row 2 ────┼ row 3 ┼ row 4 ┤
+    pass        0: in chunks             1: by token        0               1       1
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from .staging import upload
+from .staging import packed_size, upload
 from .state_memory import StateMemory, StateSlots
 
+CHUNK = 64  # tokens that the kernels of prompts compute at once
+SHORT = 64  # tokens: a later piece of so many is computed token by token
+_MOST_SHORT = 256  # tokens of all such pieces in a CUDA graph
 
-class StatePass(NamedTuple):
+
+class ChunkIndex(NamedTuple):
+    """The chunks of a pass: `bounds`, int64 `[n + 1]`, where its sequences begin, and where the last one ends;
+    `places`, int64 `[m, 2]`, the sequence of each chunk, and which of its chunks it is. The last one may stand
+    there several times."""
+
+    bounds: Tensor
+    places: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class StatePass:
     """Pieces of sequences that layers with states compute side by side. Piece i goes on from the state in slot
-    `slots.reads[i]` and leaves its own in slot `slots.writes[i]`.
+    `slots.reads[i]` and leaves its own in slot `slots.writes[i]`, 0 for padding.
 
-    `tokens`: where the tokens of all pieces stand in the step, one piece after the other: a slice, or int64
-    `[T]` on the device. `counts`: the tokens of each piece, on the host; None where each has one. `starts`:
-    int32 `[n + 1]`, where the pieces begin among `tokens`, and where the last one ends.
+    `tokens`: where the tokens of all pieces stand in the step: a slice, or int64 `[T]` on the device. `starts`:
+    int32 `[n + 1]`, where the pieces begin among `tokens`, and where the last one ends. `most_chunks`: at least
+    as many as the pieces have; 0 where they are computed token by token.
     """
 
-    tokens: slice | torch.Tensor
-    counts: list[int] | None
-    starts: torch.Tensor
+    tokens: slice | Tensor
+    starts: Tensor
     slots: StateSlots
+    most_chunks: int = 0
+
+    @cached_property
+    def chunks(self) -> ChunkIndex:
+        """The chunks of the pieces, for all layers; a CUDA graph that computes it keeps it."""
+        bounds = self.starts.long()
+        counts = (bounds.diff() + (CHUNK - 1)).div(CHUNK, rounding_mode="floor")
+        ends = counts.cumsum(0)
+        number = torch.arange(self.most_chunks, device=bounds.device).minimum(ends[-1] - 1)
+        piece = torch.searchsorted(ends, number, right=True)
+        return ChunkIndex(bounds, torch.stack((piece, number - (ends - counts)[piece]), 1))
 
 
-def decode_pass(states: StateMemory, rows: torch.Tensor) -> StatePass:
+def decode_pass(states: StateMemory, rows: Tensor) -> StatePass:
     """Returns the pass of one token of each of `rows`, int64 `[n]` on the device, with the states that their
-    rows say when this runs. It can be captured."""
+    rows say when this runs. A CUDA graph can capture it."""
     starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
-    return StatePass(slice(0, len(rows)), None, starts, states.slots_of(rows))
+    return StatePass(slice(0, len(rows)), starts, states.slots_of(rows))
+
+
+class _Parts(NamedTuple):
+    """The parts of a batch by their passes: those computed in chunks first, those by token, and all others in
+    further passes in chunks."""
+
+    first: list[int]
+    by_token: list[int]
+    further: list[list[int]]
+
+    @classmethod
+    def of(cls, rows: Sequence[int], counts: Sequence[int], num_prefills: int) -> "_Parts":
+        first, by_token = list[int](), list(range(num_prefills, len(rows)))
+        before, further = Counter[int](), list[list[int]]()
+        for part, row in enumerate(rows[:num_prefills]):
+            rank = before[row]
+            before[row] += row > 0  # rows of padding have no state
+            if not rank:
+                first.append(part)
+            elif rank == 1 and counts[part] <= SHORT:
+                by_token.append(part)
+            else:
+                further += [[] for _ in range(rank - len(further))]
+                further[rank - 1].append(part)
+        return cls(first, by_token, [parts for parts in further if parts])
 
 
 def state_passes(
@@ -55,31 +107,103 @@ def state_passes(
     """
     ends = np.cumsum(counts, dtype=np.int64)
     begins = ends - counts
-    before, passes = Counter[int](), list[list[int]]()
-    for part in range(num_prefills):
-        row = rows[part]
-        if before[row] == len(passes):
-            passes.append([])
-        passes[before[row]].append(part)
-        before[row] += row > 0  # rows of padding have no state
-    if num_prefills < len(rows):
-        passes.insert(0, list(range(num_prefills, len(rows))))
+    first, by_token, further = _Parts.of(rows, counts, num_prefills)
+    passes = [parts for parts in (first, by_token, *further) if parts]
     arrays, spans = list[np.ndarray](), list[slice | None]()
     for parts in passes:
-        first, last = parts[0], parts[-1]
-        is_whole = last - first + 1 == len(parts)
-        spans.append(slice(int(begins[first]), int(ends[last])) if is_whole else None)
+        is_whole = parts[-1] - parts[0] + 1 == len(parts)
+        spans.append(slice(int(begins[parts[0]]), int(ends[parts[-1]])) if is_whole else None)
         places = [] if is_whole else [np.arange(begins[part], ends[part]) for part in parts]
-        starts = np.cumsum([0, *(counts[part] for part in parts)], dtype=np.int32)
-        arrays += [np.array([rows[part] for part in parts]), starts, np.concatenate([*places, []]).astype(int)]
-    found = []
-    uploaded = iter(upload(arrays, states.table.device))
+        arrays += [
+            np.array([rows[part] for part in parts]),
+            np.cumsum([0, *(counts[part] for part in parts)], dtype=np.int32),
+            np.concatenate([np.zeros(0, dtype=np.int64), *places]),
+        ]
+    uploaded, found = iter(upload(arrays, states.table.device)), list[StatePass]()
     for parts, span, part_rows, starts, places in zip(passes, spans, *[uploaded] * 3, strict=True):
-        slots = states.slots_of(part_rows)
-        for i, part in enumerate(parts):
-            if part in earlier:
-                for target, known in zip(slots, earlier[part], strict=True):
-                    target[i : i + 1].copy_(known)
-        own = None if parts[0] >= num_prefills else [counts[part] for part in parts]
-        found.append(StatePass(places if span is None else span, own, starts, slots))
+        chunks = 0 if parts is by_token else sum(-(-counts[part] // CHUNK) for part in parts)
+        slots = _slots(states, parts, part_rows, earlier)
+        found.append(StatePass(places if span is None else span, starts, slots, chunks))
     return found
+
+
+def _slots(
+    states: StateMemory, parts: Sequence[int], rows: Tensor, earlier: Mapping[int, StateSlots]
+) -> StateSlots:
+    """Returns the slots of `rows`, which are those of `parts` in this order, and then of padding."""
+    slots = states.slots_of(rows)
+    for i, part in enumerate(parts):
+        if part in earlier:
+            for target, known in zip(slots, earlier[part], strict=True):
+                target[i : i + 1].copy_(known)
+    return slots
+
+
+class StaticPasses:
+    """The passes of steps with prompts in tensors that never move, for a CUDA graph: one of all prefills in
+    chunks, where pieces that follow another are computed as padding, and one by token of these and of decodes,
+    whose tokens are gathered.
+
+    `num_tokens`, `num_prefills`, `num_decodes`: those of the `BatchShape`.
+    """
+
+    def __init__(self, states: StateMemory, num_tokens: int, num_prefills: int, num_decodes: int) -> None:
+        self._states = states
+        self._num_tokens, self._num_prefills = num_tokens, num_prefills
+        self._num_by_token = num_decodes + num_prefills - 1
+        self._num_gathered = num_decodes + min(_MOST_SHORT, num_tokens)
+        device, num = states.table.device, num_prefills + self._num_by_token
+        self._packed: Tensor | None = None
+        self._slots = StateSlots(*torch.zeros(2, num, dtype=torch.int64, device=device))
+
+    def fits(self, rows: Sequence[int], counts: Sequence[int], num_prefills: int) -> bool:
+        """Returns whether the pieces of a step have room."""
+        _, by_token, further = _Parts.of(rows, counts, num_prefills)
+        return not further and sum(counts[part] for part in by_token) <= self._num_gathered
+
+    def load(
+        self,
+        rows: Sequence[int],
+        counts: Sequence[int],
+        num_prefills: int,
+        earlier: Mapping[int, StateSlots],
+        q_starts: Tensor,
+    ) -> list[StatePass]:
+        """Loads the parts of a step that fits, with one upload, and returns the passes. `q_starts`: where the
+        tokens of prefills begin in the step, as in `Step`; the decodes' come first."""
+        num_decodes = len(rows) - num_prefills
+        _, by_token, _ = _Parts.of(rows, counts, num_prefills)
+        begins = np.cumsum([num_decodes, *counts[:num_prefills]])[:-1].tolist()
+        begins += range(num_decodes)
+        places = [begins[part] + i for part in by_token for i in range(counts[part])]
+        of_part, starts, tokens = (
+            np.zeros(self._num_prefills + self._num_by_token, dtype=np.int64),
+            np.full(self._num_by_token + 1, len(places), dtype=np.int32),
+            np.full(self._num_gathered, self._num_tokens, dtype=np.int64),  # behind the last token
+        )
+        of_part[:num_prefills] = rows[:num_prefills]
+        of_part[[part for part in by_token if part < num_prefills]] = 0
+        end = self._num_prefills + len(by_token)
+        of_part[self._num_prefills : end] = [rows[part] for part in by_token]
+        starts[: len(by_token) + 1] = np.cumsum([0, *(counts[part] for part in by_token)])
+        tokens[: len(places)] = places
+        arrays = [of_part, starts, tokens]
+        if self._packed is None:
+            device = self._states.table.device
+            self._packed = torch.empty(packed_size(arrays), dtype=torch.uint8, device=device)
+        row_of, starts_there, tokens_there = upload(arrays, self._states.table.device, out=self._packed)
+        found = self._states.slots_of(row_of)
+        slot_of = {part: part for part in range(num_prefills)}
+        slot_of |= {part: self._num_prefills + i for i, part in enumerate(by_token)}
+        for part, known in earlier.items():
+            for target, one in zip(found, known, strict=True):
+                target[slot_of[part] : slot_of[part] + 1].copy_(one)
+        for target, one in zip(self._slots, found, strict=True):
+            target.copy_(one)
+        num, most = self._num_prefills, self._num_tokens // CHUNK + self._num_prefills
+        reads, writes = (one.split((num, self._num_by_token)) for one in self._slots)
+        chunked, gathered = StateSlots(reads[0], writes[0]), StateSlots(reads[1], writes[1])
+        return [
+            StatePass(slice(0, self._num_tokens), q_starts, chunked, most),
+            StatePass(tokens_there, starts_there, gathered),
+        ]

@@ -224,7 +224,14 @@ class _Start:
     ) -> RunnerParts:
         """Makes the K/V memory, with `scales` where its format has given ones, and the sampler."""
         config, device, spec, limits = self.config, self.device, bound.shape.spec, bound.limits
-        memory = KVMemory(spec, pool.num_slots, limits.max_num_seqs, limits.max_model_len, device)
+        memory = KVMemory(
+            spec,
+            pool.num_slots,
+            limits.max_num_seqs,
+            limits.max_model_len,
+            device,
+            limits.max_num_seqs + 64 if spec.states else 0,
+        )
         if self.ranks is not None:
             scales = _scales_of_rank(scales, self.sizes.text, spec.num_kv_heads, self.ranks)
         try:
@@ -234,15 +241,18 @@ class _Start:
         use_fp8_prefill(bound.backends, spec, device, scales, config.prefill_dtype, self.report)
         take_first = None if self.ranks is None else self.ranks.take_first
         sampler = Sampler(limits.max_num_seqs + 1, limits.vocab_size, device, take_first)
-        return RunnerParts(self.model, bound.backends, memory, sampler)
+        return RunnerParts(self.model, bound.shape.by_layer(bound.backends), memory, sampler)
 
     def capture(self, bound: _BoundModel, parts: RunnerParts) -> StepGraphs | None:
         """Compiles the kernels of steps and captures the first graphs; None where steps run without graphs."""
         limits, graphs = bound.limits, self._graphs(bound, parts)
         if self.device.type == "cuda":
             self.report("compiling kernels")
-            formats, backends = bound.shape.spec.format_of, bound.backends
-            with compile_ahead(), few_layers(self.model, lambda idx: (backends[idx].kind, formats(idx))):
+            kinds = {
+                layer: (backend.kind, bound.shape.spec.format_of(backend.layer_idx))
+                for layer, backend in bound.shape.by_layer(bound.backends).items()
+            }
+            with compile_ahead(), few_layers(self.model, kinds.get):
                 _warm_up(parts.memory, limits)
                 if graphs is not None:
                     graphs.rehearse()
@@ -281,6 +291,7 @@ class _Start:
             limits=limits,
             graph_tokens=graphs.buckets if graphs else (),
             kv_dtype=config.kv_dtype,
+            num_states=limits.max_num_seqs + 64 if spec.states else 0,
             skipped_layers=config.skipped_layers,
             num_ranks=1 if self.ranks is None else self.ranks.size,
             left_out=left_out_of(self.model),

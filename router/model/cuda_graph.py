@@ -13,6 +13,7 @@ sampling. For steps with rows that have a grammar, a decode graph has two parts 
 what such rows may sample is known only while the first part runs (`runner.py`).
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -21,12 +22,13 @@ import torch
 from lightkv.attention import Batch, BatchShape, StaticStep
 from lightkv.ledger.shared_prefixes import SharedPrefix
 from lightkv.memory.capture import Capture
+from lightkv.memory.state_passes import StaticPasses, decode_pass
 from lightkv.router.engine.step import Limits, StepPlan
 from lightkv.router.sampling_params import SamplerKind
 from lightkv.triton_kernels.slots.allocate import TableEntries
 from lightkv.triton_kernels.slots.entries import read_entries
 
-from .parts import MaskedSampling, RunnerParts, StepInputs, StepLogits, StepOutput
+from .parts import AppliedPlan, MaskedSampling, RunnerParts, StepInputs, StepLogits, StepOutput
 
 
 class GraphKey(NamedTuple):
@@ -101,8 +103,9 @@ class DecodeGraph:
             return
         self._sample_masked(key, self._forward())
 
-    def replay(self, plan: StepPlan) -> StepOutput:
+    def replay(self, applied: AppliedPlan) -> StepOutput:
         """Runs a plan that has decodes only. The next replay overwrites what it returns."""
+        plan = applied.plan
         key = GraphKey.of(plan)
         self._load(plan)
         if key in self._graphs:
@@ -114,9 +117,10 @@ class DecodeGraph:
         self._loaded = _Loaded(plan.step, plan.rows, plan.prefixes)
         return output
 
-    def replay_forward(self, plan: StepPlan) -> MaskedSampling:
+    def replay_forward(self, applied: AppliedPlan) -> MaskedSampling:
         """Runs a plan that has decodes only, up to its logits. The next replay overwrites what its sampling
         returns."""
+        plan = applied.plan
         self._load(plan)
         logits = self._replayed_forward(bool(plan.prefixes))
         self._loaded = _Loaded(plan.step, plan.rows, plan.prefixes)
@@ -179,6 +183,8 @@ class DecodeGraph:
             step.slot_mapping.copy_(self._slots)
         else:
             read_entries(memory.table.groups, rows, step.position_ids, step.slot_mapping)
+        if memory.states is not None:
+            step = replace(step, states=[decode_pass(memory.states, rows)])
         inputs = StepInputs(step, None, rows, None, rows, step.kv_lens.long())
         logits = inputs.logits(self._parts)
         active = rows > 0
@@ -227,6 +233,8 @@ class PromptGraph:
         room = StepInputs.bytes_for(shape.num_tokens, self._num_samples)
         members = limits.prefix_sharing.max_members
         self._static = StaticStep(shape, parts.memory, prefix_members=members, room=room)
+        states = parts.memory.states
+        self._passes = None if states is None else StaticPasses(states, *shape)
         self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     def capture(self, shares_prefixes: bool, shared: Capture) -> None:
@@ -234,7 +242,7 @@ class PromptGraph:
 
         Meanwhile the static tensors hold padding alone.
         """
-        self._load(_PADDING, shares_prefixes)
+        self._load(AppliedPlan(_PADDING, {}), shares_prefixes)
         self._graphs[shares_prefixes] = shared.graph(self._compute)
 
     def runs(self, shares_prefixes: bool) -> bool:
@@ -243,21 +251,27 @@ class PromptGraph:
 
     def rehearse(self) -> None:
         """Launches what `capture` would capture without shared prefixes, once."""
-        self._load(_PADDING, False)
+        self._load(AppliedPlan(_PADDING, {}), False)
         self._compute()
 
-    def replay(self, plan: StepPlan) -> StepOutput:
+    def has_room(self, plan: StepPlan) -> bool:
+        """Returns whether there is room for the pieces of a plan."""
+        parts = plan.rows, plan.counts, plan.num_prefills
+        return not plan.pieces or self._passes is None or self._passes.fits(*parts)
+
+    def replay(self, applied: AppliedPlan) -> StepOutput:
         """Runs a plan whose slots are allocated, and samples."""
-        inputs, logits, _ = self._replay(plan)
-        return inputs.sample(self._parts, logits, plan.kind)
+        inputs, logits, _ = self._replay(applied)
+        return inputs.sample(self._parts, logits, applied.plan.kind)
 
-    def replay_forward(self, plan: StepPlan) -> MaskedSampling:
+    def replay_forward(self, applied: AppliedPlan) -> MaskedSampling:
         """Runs a plan whose slots are allocated, up to its logits. The next replay overwrites them."""
-        return partial(self._replay(plan).sample, self._parts, plan.kind)
+        return partial(self._replay(applied).sample, self._parts, applied.plan.kind)
 
-    def _replay(self, plan: StepPlan) -> StepLogits:
+    def _replay(self, applied: AppliedPlan) -> StepLogits:
+        plan = applied.plan
         shares_prefixes = bool(plan.prefixes)
-        self._load(plan, shares_prefixes)
+        self._load(applied, shares_prefixes)
         if shares_prefixes in self._graphs:
             graph, logits = self._graphs[shares_prefixes]
             graph.replay()
@@ -265,8 +279,13 @@ class PromptGraph:
             logits = self._compute()
         return StepLogits(self._inputs, logits).first(len(plan.sample))
 
-    def _load(self, plan: StepPlan, shares_prefixes: bool) -> None:
+    def _load(self, applied: AppliedPlan, shares_prefixes: bool) -> None:
+        plan = applied.plan
         self._inputs = StepInputs.load(plan, self._static, self._num_samples, shares_prefixes)
+        if self._passes is not None:
+            parts, step = (plan.rows, plan.counts, plan.num_prefills), self._inputs.step
+            passes = self._passes.load(*parts, applied.earlier, step.q_starts)
+            self._inputs = self._inputs._replace(step=replace(step, states=passes))
 
     def _compute(self) -> torch.Tensor:
         return self._logits.store(self._inputs.logits(self._parts))

@@ -1,17 +1,20 @@
 """The objects that the runner and its CUDA graphs share, and what a step reads and returns: every step, eager
 or captured, is `StepInputs.of` or `load`, `StepInputs.logits`, `StepInputs.sample`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lightkv.attention import AttentionBackend, Batch, StaticStep, Step
-from lightkv.integrations.model.hf_model import forward, forward_slices
+from lightkv.attention import Batch, StaticStep, Step
+from lightkv.integrations.model.hf_model import Backends, forward, forward_slices
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import packed_size, upload
+from lightkv.memory.state_memory import StateSlots
+from lightkv.memory.state_passes import state_passes
 from lightkv.router.engine.step import StepPlan
 from lightkv.router.sampling_params import SamplerKind
 
@@ -22,7 +25,7 @@ class RunnerParts(NamedTuple):
     """The model, the attention backend of each layer, the memory and the sampler."""
 
     model: PreTrainedModel
-    backends: Sequence[AttentionBackend]
+    backends: Backends
     memory: KVMemory
     sampler: Sampler
 
@@ -54,6 +57,14 @@ class StepOutput(NamedTuple):
         return StepOutput(sampled, _pinned(self.packed), scores)
 
 
+class AppliedPlan(NamedTuple):
+    """A plan whose edits the memory has applied. `earlier`: the states that its `pieces` read and write, by
+    their index into the batch."""
+
+    plan: StepPlan
+    earlier: Mapping[int, StateSlots]
+
+
 class StepInputs(NamedTuple):
     """What a step reads on the device: the step itself, the tokens of prompts, and what is sampled.
 
@@ -75,14 +86,20 @@ class StepInputs(NamedTuple):
         return packed_size([np.empty(size, dtype=np.int64) for size in sizes])
 
     @classmethod
-    def of(cls, plan: StepPlan, memory: KVMemory, most_members: int) -> "StepInputs":
-        """Makes the step of a plan and its inputs, all in one upload. `most_members`: as in `Batch.sharing`."""
+    def of(cls, applied: AppliedPlan, memory: KVMemory, most_members: int) -> "StepInputs":
+        """Makes the step of a plan and its inputs, in one upload, and one more where layers have states.
+        `most_members`: as in `Batch.sharing`."""
+        plan = applied.plan
         packed = _PackedPlan.of(plan)
         batch = packed.batch
         if plan.prefixes:
             batch = batch.sharing(plan.prefixes, most_members)
         samples = packed.samples(plan, batch.counts.cumsum(), len(plan.sample))
         step = Step.of(batch, memory, also=[packed.ids, packed.next_of, *samples])
+        if memory.states is not None:
+            parts = plan.rows, plan.counts, plan.num_prefills
+            passes = state_passes(memory.states, *parts, applied.earlier)
+            step = replace(step, states=passes)
         token_ids, *others = step.also
         return cls(step, token_ids if plan.num_prefills else None, *others)
 

@@ -18,13 +18,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 
 import torch
 from msgspec.structs import replace
 
-from lightkv.edits import decode
+from lightkv.edits import Edit, decode
 from lightkv.errors import CheckFailed
 from lightkv.holdings import Holdings
+from lightkv.memory.state_memory import StateSlots
 from lightkv.memory_map import MemoryMap
 from lightkv.router.engine.step import (
     Captured,
@@ -38,7 +40,7 @@ from lightkv.router.engine.step import (
 )
 from lightkv.router.text.grammars import Grammars, InvalidGrammar, RowGrammar
 
-from .parts import MaskedSampling, RunnerParts, StepInputs, StepLogits, StepOutput
+from .parts import AppliedPlan, MaskedSampling, RunnerParts, StepInputs, StepLogits, StepOutput
 from .step_graphs import StepGraphs
 
 MAX_CELLS = 65_536  # of a map; in larger pools a cell stands for several slots
@@ -105,7 +107,7 @@ class ModelRunner:
         Their rows are 0, the padding, so memory and counts stay as they are.
         """
         for plan in plans:
-            self._run(plan)
+            self._run(AppliedPlan(plan, {}))
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
@@ -123,16 +125,27 @@ class ModelRunner:
                 graph = self._graphs.get(plan, has_masks=bool(grammars))
             allocates = graph is not None and graph.allocates
             self._parts.sampler.set_rows(plan.new_rows, plan.prompts)
-            self._parts.memory.apply(decode(plan.edits) if allocates else plan.all_edits())
+            applied = self._apply(plan, decode(plan.edits) if allocates else plan.all_edits())
         step = _StepInFlight(plan, grammars)
         with self._fatal_errors(always=allocates):  # slots that are allocated by half are lost
             if grammars:
-                step.sampling = self._forward(plan) if graph is None else graph.replay_forward(plan)
+                step.sampling = self._forward(applied) if graph is None else graph.replay_forward(applied)
             else:
-                self._copy_to_host(step, self._run(plan) if graph is None else graph.replay(plan))
+                self._copy_to_host(step, self._run(applied) if graph is None else graph.replay(applied))
         self._in_flight.append(step)
         if len(self._in_flight) == 1:
             self._sample_waiting()
+
+    def _apply(self, plan: StepPlan, edits: list[Edit]) -> AppliedPlan:
+        """Applies a step's edits."""
+        memory, earlier, done = self._parts.memory, dict[int, StateSlots](), 0
+        for part, num_edits in sorted(plan.pieces.items(), key=itemgetter(1)):
+            assert memory.states is not None
+            memory.apply(edits[done:num_edits])
+            earlier[part] = memory.states.slots([plan.rows[part]])
+            done = num_edits
+        memory.apply(edits[done:])
+        return AppliedPlan(plan, earlier)
 
     @torch.inference_mode()
     def collect(self) -> StepResult:
@@ -274,21 +287,22 @@ class ModelRunner:
             step.tokens = tokens
         return step.tokens
 
-    def _logits(self, plan: StepPlan) -> StepLogits:
+    def _logits(self, applied: AppliedPlan) -> StepLogits:
         """Runs a step eagerly, after its edits, up to its logits."""
-        inputs = StepInputs.of(plan, self._parts.memory, self.limits.prefix_sharing.max_members)
+        plan = applied.plan
+        inputs = StepInputs.of(applied, self._parts.memory, self.limits.prefix_sharing.max_members)
         if not plan.scored:
             return StepLogits(inputs, inputs.logits(self._parts))
         return StepLogits(inputs, *inputs.logits_and_scores(self._parts, plan, self._scored_at_once))
 
-    def _forward(self, plan: StepPlan) -> MaskedSampling:
+    def _forward(self, applied: AppliedPlan) -> MaskedSampling:
         """Runs a step eagerly, after its edits, up to its logits."""
-        return partial(self._logits(plan).sample, self._parts, plan.kind)
+        return partial(self._logits(applied).sample, self._parts, applied.plan.kind)
 
-    def _run(self, plan: StepPlan) -> StepOutput:
+    def _run(self, applied: AppliedPlan) -> StepOutput:
         """Runs a step eagerly, after its edits."""
-        inputs, logits, scores = self._logits(plan)
-        return inputs.sample(self._parts, logits, plan.kind)._replace(scores=scores)
+        inputs, logits, scores = self._logits(applied)
+        return inputs.sample(self._parts, logits, applied.plan.kind)._replace(scores=scores)
 
     def _copy_to_host(self, step: _StepInFlight, output: StepOutput) -> None:
         """Starts copying the output to the host, before the next replay overwrites it."""

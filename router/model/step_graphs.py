@@ -232,7 +232,7 @@ class StepGraphs:
             numbers = plan.num_tokens, num_prefills, num_rows - num_prefills
             for shapes in self._prompts.values():
                 for shape, graph in shapes.items():
-                    if shape.fits(*numbers):
+                    if shape.fits(*numbers) and graph.has_room(plan):
                         yield graph, bool(plan.prefixes)
         else:
             for size, decodes in self._decodes.items():

@@ -17,7 +17,7 @@ from transformers import Qwen3MoeConfig
 
 from bench.common import device_clock
 from bench.common.steady import Timing
-from bench.kernels import attention, attention_sides, experts, tune
+from bench.kernels import attention, attention_sides, experts, states, tune
 from bench.kernels.attention_rows import DECODE, PREFILL, PREFILL_DIMS, Row
 from bench.memory import allocator
 from bench.memory.allocator_peers import DESIGNS
@@ -79,6 +79,19 @@ def test_experts_computes_all_tokens_on_each_side(monkeypatch: pytest.MonkeyPatc
     assert experts.measure(config, [1, 64], clock) == expected
 
 
+def test_states_measures_each_row_and_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each side is compared with a reference before it is timed. The clock counts the rows of its output."""
+    monkeypatch.setattr(states, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(states, "CapturedStep", lambda step: step)
+    monkeypatch.setattr(states, "normal", partial(torch.randn, dtype=torch.float16))
+    shape, ceiling, clock = states.Shape(1, 2, 8, 8, 4), device_clock.Ceiling(1.0, 1e4, 1e6), RowClock()
+    rows = [states.decode_row(shape, 3, False), states.conv_row(shape, 1, 5), states.norm_row(shape, 7)]
+    for row, num_rows in zip(rows, (6, 5, 14), strict=True):
+        found = states.measure(row, cast(device_clock.Clock, clock), ceiling, True)
+        assert found.pop("floor") == 1.0 + row.num_bytes / 1e4
+        assert found == dict.fromkeys(["lightkv", *row.tiles], num_rows)
+
+
 @pytest.mark.parametrize("design", DESIGNS, ids=lambda design: design.name)
 def test_every_design_of_an_allocator_passes_its_check(design: type, device: torch.device) -> None:
     cell = allocator.Cell(20_000, 0.5, "fragmented")
@@ -90,6 +103,7 @@ def test_every_design_of_an_allocator_passes_its_check(design: type, device: tor
 PROGRAMS = {
     "bench.kernels.attention": ["--decode", "--rows", DECODE[0].name, "--peers"],
     "bench.kernels.experts": ["--tokens", "1"],
+    "bench.kernels.states": ["--batches", "2", "--prompts", "70"],
     "bench.memory.allocator": ["--slots", "65536", "--shares", "0.5", "--batches", "1", "--rounds", "1"],
     "bench.serving.prompt_step": ["--layers", "1", "--rounds", "1", "--steps", "2", "--cases", "20"],
 }

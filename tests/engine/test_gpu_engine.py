@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from bench.common.random_model import random_model
 from lightkv.router import SamplingParams
+from lightkv.router.model.parts import AppliedPlan
 from tests.support.gpu_engine import CONFIG, add_requests, make, no_waits, run, share_alike, take
 from tests.support.model_worker import assert_idle
 
@@ -96,7 +97,7 @@ def test_decode_steps_wait_once_and_allocate_nothing(model: PreTrainedModel) -> 
     with no_waits(), torch.inference_mode():
         graph = runner._graphs.get(plan)
         assert graph is not None
-        output = graph.replay(plan)
+        output = graph.replay(AppliedPlan(plan, {}))
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     engine.scheduler.complete(runner._read(plan, output))
     run(engine)

@@ -19,7 +19,7 @@ from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import StepPlan
 from lightkv.router.model.build import assemble
 from lightkv.router.model.cuda_graph import DecodeGraph, GraphKey, SharedLogits
-from lightkv.router.model.parts import StepLogits
+from lightkv.router.model.parts import AppliedPlan, StepLogits
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import SamplerKind
 from tests.support.capturing import capture_all
@@ -140,7 +140,7 @@ def test_a_graph_is_updated_only_when_the_shared_prefixes_change(
     ]
     for step, (rows, prefixes, is_new) in enumerate(steps):
         told.clear()
-        graph.replay(decodes(step, rows, prefixes))
+        graph.replay(AppliedPlan(decodes(step, rows, prefixes), {}))
         expected = [(len(one.rows), one.num_tokens) for one in prefixes] or None
         assert told == ([expected] if is_new else [])
         assert replayed[-1].shares_prefixes == bool(prefixes)
@@ -158,7 +158,7 @@ def test_a_kind_of_sampling_without_a_graph_replays_the_forward_pass(device: tor
     assert graph.runs(edited)
     assert not graph.runs(edited._replace(shares_prefixes=True))
     plan = replace(decodes(0, [1, 2], []), kind=SamplerKind.EDITED)
-    assert graph.replay(plan) == ([0.0] * 4, SamplerKind.EDITED)  # type: ignore[comparison-overlap]
+    assert graph.replay(AppliedPlan(plan, {})) == ([0.0] * 4, SamplerKind.EDITED)  # type: ignore[comparison-overlap]
     assert replays == ["forward"]
 
 
@@ -204,7 +204,7 @@ def test_a_step_that_reads_together_waits_for_nothing_and_allocates_nothing() ->
     with no_waits(), torch.inference_mode():
         graph = runner._graphs.get(plan)
         assert graph is not None
-        output = graph.replay(plan)
+        output = graph.replay(AppliedPlan(plan, {}))
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     engine.scheduler.complete(runner._read(plan, output))
     while engine.has_work:

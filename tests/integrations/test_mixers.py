@@ -168,7 +168,7 @@ def test_a_mixer_in_other_pieces_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     own = mixer.forward
 
     def without_states(self: Any, x: Tensor, passes: Any, state: dict[str, Tensor]) -> Tensor:
-        passes = [one._replace(slots=one.slots._replace(reads=one.slots.reads * 0)) for one in passes]
+        passes = [replace(one, slots=one.slots._replace(reads=one.slots.reads * 0)) for one in passes]
         return own(self, x, passes, state)
 
     monkeypatch.setattr(mixer, "forward", without_states)

@@ -1,4 +1,4 @@
-"""Compares a token of linear attention whose state decays with its reference, and with transformers' Mamba-2."""
+"""Compares linear attention whose state decays, token by token, with its reference and with Mamba-2."""
 
 import pytest
 import torch
@@ -62,6 +62,31 @@ def test_the_kernel_computes_what_the_reference_does(
         is_written[case.writes.cpu()] = True
         is_written[0] = False
         assert torch.equal(states[~is_written], case.states[~is_written])
+
+
+@each_value(num_rows=[2, 5], places=[False, True])
+def test_sequences_of_several_tokens_are_computed_one_after_the_other(
+    device: torch.device, num_rows: int, places: bool
+) -> None:
+    """Row i has i tokens, and its sums are those of rows of one token each, whose state moves on."""
+    num_tokens = num_rows * (num_rows - 1) // 2
+    case = Case(num_tokens, (2, 4), (16, 24), torch.empty(0, device=device))
+    starts = torch.arange(num_rows).cumsum(0)
+    starts = torch.cat((starts[:1], starts)).to(device, torch.int32)
+    order = torch.randperm(num_tokens, device=device) if places else torch.arange(num_tokens, device=device)
+    slots = torch.arange(1, num_rows + 1, device=device)
+    states, wanted_states = case.states.clone(), case.states.clone()
+    wanted, packing = torch.zeros_like(case.v), (starts, order if places else None)
+    for row in range(num_rows):
+        for token in order[int(starts[row]) : int(starts[row + 1])].tolist():
+            one = (part[token : token + 1] for part in case.parts)
+            here = slots[row : row + 1]
+            wanted[token] = decay_decode_reference(*one, wanted_states, here, here)[0]
+    for function in (decay_decode, decay_decode_reference):
+        found, out = states.clone(), torch.full_like(case.v, 7.0)
+        function(*case.parts, found, slots, slots, *packing, out)
+        close(out, wanted)
+        close(found, wanted_states)
 
 
 def test_a_decay_that_all_tokens_share_is_not_copied(device: torch.device) -> None:

@@ -47,7 +47,6 @@ from .decoder_layer import (
     layer_forward,
     mlp_forward,
 )
-from .mixers.mixer import is_mixer
 from .fused_norm import Carry, find_norm, norm_forward, set_norm_forward
 from .fused_rotary import find_layout, layout_of, use_joined
 from .linears import (
@@ -58,6 +57,7 @@ from .linears import (
     prepare_linears,
     reset_forwards,
 )
+from .mixers.mixer import is_mixer
 
 Report = Callable[[str], None]
 

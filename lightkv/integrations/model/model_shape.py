@@ -3,7 +3,7 @@
 A model is refused, with the reason, where lightkv would not compute exactly what its calls ask for.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -12,7 +12,7 @@ import torch
 from transformers import AttentionMaskInterface, Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from lightkv.attention import AttentionOptions, LayerShape
+from lightkv.attention import AttentionBackend, AttentionOptions, LayerShape
 from lightkv.errors import LightKVError, UnsupportedModel
 from lightkv.layer_groups import FULL, Lifetime
 from lightkv.memory.kv_spec import KVHeads, KVSpec
@@ -44,6 +44,10 @@ class ModelShape:
     spec: KVSpec
     layers: tuple[LayerShape, ...]
     numbers: tuple[int, ...] | None = None
+
+    def by_layer(self, backends: Sequence[AttentionBackend]) -> dict[int, AttentionBackend]:
+        """Returns the backends of the layers that attend, by their numbers in the model."""
+        return dict(zip(self.numbers or range(len(backends)), backends, strict=True))
 
     @property
     def lifetimes(self) -> tuple[Lifetime, ...]:

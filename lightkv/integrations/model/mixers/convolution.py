@@ -1,4 +1,5 @@
-"""The causal convolution in front of a recurrence, over a pass, with the inputs before it in a state."""
+"""The causal convolution in front of a recurrence, over the passes of a step, with the inputs before it in a
+state."""
 
 from torch import Tensor, nn
 
@@ -6,10 +7,15 @@ from lightkv.memory.state_passes import StatePass
 from lightkv.triton_kernels.states.causal_conv import causal_conv, causal_conv_reference
 
 
-def convolve(conv: nn.Conv1d, x: Tensor, one: StatePass, state: Tensor, activation: str | None) -> Tensor:
-    """Returns the depthwise convolution `conv` of the tokens x `[T, D]` of a pass, and puts the last inputs of
-    each piece into `state`, `[num_slots, width - 1, D]`. `activation`: "silu" or None."""
+def convolve(
+    conv: nn.Conv1d, x: Tensor, one: StatePass, state: Tensor, activation: str | None, out: Tensor
+) -> None:
+    """Writes the depthwise convolution `conv` of the tokens of a pass to their places in `out`, of the shape of
+    x `[T, D]`, and the last inputs of each piece to `state`, `[num_slots, width - 1, D]`. `activation`: "silu"
+    or None."""
     function = causal_conv if x.is_cuda else causal_conv_reference
-    slots = one.slots
+    places = one.tokens
+    if isinstance(places, slice):
+        x, out, places = x[places], out[places], None
     weight = conv.weight[:, 0]
-    return function(x, weight, conv.bias, state, slots.reads, slots.writes, one.starts, activation)
+    function(x, weight, conv.bias, state, *one.slots, one.starts, activation, places, out)

@@ -8,42 +8,57 @@ Prompts are computed in chunks: by fla's kernels on a GPU, in plain torch on a C
 import torch
 from torch import Tensor
 
-from lightkv.memory.state_passes import StatePass
+from lightkv.memory.state_passes import CHUNK, StatePass
 from lightkv.triton_kernels.states.decay_decode import decay_decode, decay_decode_reference
 
-from .pieces import keep, one_by_one
-
-_CHUNK = 64
+from .chunks import compute_chunks
 
 
 def decayed_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, one: StatePass, state: Tensor
-) -> Tensor:
-    """Computes the pieces of a pass, and returns their output `[T, heads, v dim]`, in the type of v.
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, one: StatePass, state: Tensor, out: Tensor
+) -> None:
+    """Writes the output of a pass to its places in `out`, `[T, heads, v dim]` in the type of v.
 
     q, k: `[T, groups, k dim]`, each group for as many heads; v: `[T, heads, v dim]`; log_decay: float32
     `[T, heads]`. state: float32 `[num_slots, heads, k dim, v dim]`, read and written at the slots of the pass.
     """
-    if one.counts is None:
-        function = decay_decode if q.is_cuda else decay_decode_reference
-        return function(q, k, v, log_decay, state, *one.slots)
-    if not q.is_cuda:
-        return one_by_one(decayed_chunks_reference, (q, k, v, log_decay), one, state)
-    from fla.ops.simple_gla import chunk_simple_gla
+    parts, tokens = (q, k, v, log_decay), one.tokens
+    if one.most_chunks:
+        of_pass = tuple(part[tokens] for part in parts)
+        out[tokens] = compute_chunks(_by_fla, decayed_chunks_reference, of_pass, one, state)
+        return
+    function, places = decay_decode if q.is_cuda else decay_decode_reference, None
+    if isinstance(tokens, slice):
+        q, k, v, log_decay, out = (part[tokens] for part in (*parts, out))
+    else:
+        places = tokens
+    function(q, k, v, log_decay, state, *one.slots, one.starts, places, out)
 
-    q, k = (part.repeat_interleave(v.shape[1] // part.shape[1], 1)[None] for part in (q, k))
-    out, after = chunk_simple_gla(
-        q,
-        k,
-        v[None],
-        log_decay[None],
+
+def _by_fla(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, one: StatePass, before: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Computes the chunks of a pass by fla's kernels, which keep a state in float32 between chunks, from the
+    states `before`, float32 `[n, heads, k dim, v dim]`. Returns the output and the states after it."""
+    from fla.ops.common.fused_chunk import fused_chunk_fwd
+    from fla.ops.utils import chunk_local_cumsum
+    from fla.ops.utils.constant import RCP_LN2
+
+    bounds, places = one.chunks
+    decays = log_decay[None].contiguous()
+    total = chunk_local_cumsum(decays, CHUNK, scale=RCP_LN2, cu_seqlens=bounds, chunk_indices=places)
+    repeats = v.shape[1] // q.shape[1]
+    out, after = fused_chunk_fwd(
+        *(part.repeat_interleave(repeats, 1)[None] for part in (q, k)),
+        v[None].contiguous(),
+        g=total,
         scale=1.0,
-        initial_state=state[one.slots.reads],
+        initial_state=before,
         output_final_state=True,
-        cu_seqlens=one.starts.long(),
+        cu_seqlens=bounds,
+        chunk_size=CHUNK,
     )
-    keep(state, one.slots.writes, after)
-    return out[0]
+    return out[0], after
 
 
 def decayed_chunks_reference(
@@ -53,9 +68,9 @@ def decayed_chunks_reference(
     k dim, v dim]`. Shapes as in `decayed_attention`."""
     repeats = v.shape[1] // q.shape[1]
     heads = (
-        *(part.float().transpose(0, 1).repeat_interleave(repeats, 0).split(_CHUNK, 1) for part in (q, k)),
-        v.float().transpose(0, 1).split(_CHUNK, 1),
-        log_decay.T.split(_CHUNK, 1),
+        *(part.float().transpose(0, 1).repeat_interleave(repeats, 0).split(CHUNK, 1) for part in (q, k)),
+        v.float().transpose(0, 1).split(CHUNK, 1),
+        log_decay.T.split(CHUNK, 1),
     )
     found = []
     for queries, keys, values, decays in zip(*heads, strict=True):  # each [heads, tokens, …]

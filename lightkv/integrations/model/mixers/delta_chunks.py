@@ -1,15 +1,12 @@
 """The gated delta rule over prompts, in chunks of 64 tokens: fla's kernels on a GPU, plain torch on a CPU."""
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
-from lightkv.memory.state_passes import StatePass
+from lightkv.memory.state_passes import CHUNK, StatePass
 
-from .pieces import keep, one_by_one
+from .chunks import compute_chunks
 
-_CHUNK = 64
 _EPS = 1e-6  # of the norm of q and k
 
 
@@ -22,23 +19,31 @@ def delta_chunks(
     beta: `[T, v heads]`. state: float32 `[num_slots, v heads, k dim, v dim]`, read and written at the slots of
     the pass.
     """
-    if not q.is_cuda:
-        return one_by_one(delta_chunks_reference, (q, k, v, log_decay, beta), one, state)
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    return compute_chunks(_by_fla, delta_chunks_reference, (q, k, v, log_decay, beta), one, state)
 
-    out, after = chunk_gated_delta_rule(
-        q[None],
-        k[None],
-        v[None],
+
+def _by_fla(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, one: StatePass, before: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Computes the chunks of a pass by fla's kernels, from the states `before`, float32 `[n, v heads, k dim, v
+    dim]`. Returns the output and the states after it."""
+    from fla.modules.l2norm import l2norm_fwd
+    from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd
+
+    _, out, _, after, _, _ = chunk_gated_delta_rule_fwd(
+        q=l2norm_fwd(q[None].contiguous())[0],
+        k=l2norm_fwd(k[None].contiguous())[0],
+        v=v[None].contiguous(),
         g=log_decay[None],
         beta=beta[None],
-        initial_state=state[one.slots.reads],
+        scale=q.shape[-1] ** -0.5,
+        initial_state=before,
         output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-        cu_seqlens=one.starts.long(),
+        cu_seqlens=one.chunks.bounds,
+        chunk_indices=one.chunks.places,
+        chunk_size=CHUNK,
     )
-    keep(state, one.slots.writes, after)
-    return cast(Tensor, out[0])
+    return out[0], after
 
 
 def delta_chunks_reference(
@@ -61,7 +66,7 @@ def delta_chunks_reference(
     found = []
     tokens = zip(
         *(
-            part.split(_CHUNK, 1)
+            part.split(CHUNK, 1)
             for part in (q_heads * k_dim**-0.5, k_heads, heads[2], log_decay.T, beta.float().T)
         ),
         strict=True,

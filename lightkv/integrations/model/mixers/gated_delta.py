@@ -55,10 +55,11 @@ class GatedDelta:
     def forward(self, x: Tensor, passes: Sequence[StatePass], state: Mapping[str, Tensor]) -> Tensor:
         module = self.module
         qkv, gate, b, a = self.project(x)
+        mixed = torch.zeros_like(qkv)
         out = x.new_zeros(len(x), module.num_v_heads, module.head_v_dim)
         for one in passes:
-            mixed = convolve(module.conv1d, qkv[one.tokens], one, state["convolution"], "silu")
-            out[one.tokens] = self._recur(mixed, a[one.tokens], b[one.tokens], one, state["recurrent"])
+            convolve(module.conv1d, qkv, one, state["convolution"], "silu", mixed)
+            self._recur(mixed, a, b, one, state["recurrent"], out)
         normed = getattr(module, self.plan.norm)(out.flatten(0, 1), gate.reshape(-1, module.head_v_dim))
         return cast(Tensor, getattr(module, self.plan.output)(normed.view(len(x), -1)))
 
@@ -69,25 +70,31 @@ class GatedDelta:
         ba = [getattr(module, name)(x) for name in self.plan.ba]
         if self.plan.is_by_head:
             num = module.num_k_heads
-            by_head = [part.unflatten(-1, (num, -1)).split([size // num for size in sizes], -1) for part in qkvz]
-            qkvz = [part.flatten(1) for part in by_head[0]]
+            of_head = [size // num for size in sizes]
+            qkvz = [part.flatten(1) for part in qkvz[0].unflatten(-1, (num, -1)).split(of_head, -1)]
             ba = [part.flatten(1) for part in ba[0].unflatten(-1, (num, -1)).chunk(2, -1)]
         *qkv, gate = qkvz
         return qkv[0] if len(qkv) == 1 else torch.cat(qkv, -1), gate, *ba
 
-    def _recur(self, qkv: Tensor, a: Tensor, b: Tensor, one: StatePass, state: Tensor) -> Tensor:
-        """Returns the output of a pass `[T, v heads, v dim]`, from q, k and v behind the convolution."""
-        module, slots = self.module, one.slots
+    def _recur(self, qkv: Tensor, a: Tensor, b: Tensor, one: StatePass, state: Tensor, out: Tensor) -> None:
+        """Writes the output of a pass to its places in `out`, `[T, v heads, v dim]`, from q, k and v behind the
+        convolution."""
+        module, tokens = self.module, one.tokens
         beta_scale = 2.0 if getattr(module, "allow_neg_eigval", False) else 1.0
-        if one.counts is None:
+        if not one.most_chunks:
             function = gated_delta_decode if qkv.is_cuda else gated_delta_decode_reference
-            gates = a, b, module.A_log, module.dt_bias
-            return function(qkv, *gates, state, *slots, module.num_k_heads, beta_scale)
-        q, k, v = qkv.split((module.key_dim, module.key_dim, module.value_dim), -1)
+            places = None if isinstance(tokens, slice) else tokens
+            if isinstance(tokens, slice):
+                qkv, a, b, out = qkv[tokens], a[tokens], b[tokens], out[tokens]
+            gates, packing = (a, b, module.A_log, module.dt_bias), (one.starts, places, out)
+            function(qkv, *gates, state, *one.slots, module.num_k_heads, beta_scale, *packing)
+            return
+        q, k, v = qkv[tokens].split((module.key_dim, module.key_dim, module.value_dim), -1)
         q, k = (part.unflatten(-1, (-1, module.head_k_dim)) for part in (q, k))
-        beta = b.sigmoid() * beta_scale
-        log_decay = -module.A_log.float().exp() * functional.softplus(a.float() + module.dt_bias)
-        return delta_chunks(q, k, v.unflatten(-1, (-1, module.head_v_dim)), log_decay, beta, one, state)
+        beta = b[tokens].sigmoid() * beta_scale
+        log_decay = -module.A_log.float().exp() * functional.softplus(a[tokens].float() + module.dt_bias)
+        v = v.unflatten(-1, (-1, module.head_v_dim))
+        out[tokens] = delta_chunks(q, k, v, log_decay, beta, one, state)
 
 
 _QWEN3_5 = DeltaPlan(("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))

@@ -28,11 +28,11 @@ class Lightning:
     def forward(self, x: Tensor, passes: Sequence[StatePass], state: Mapping[str, Tensor]) -> Tensor:
         module = self.module
         log_decay = -module.slope_rate.float().view(1, -1).expand(len(x), -1)
-        qkv = module.act_fn(module.qkv_proj(x)).unflatten(-1, (log_decay.shape[1], -1)).chunk(3, -1)
-        out = torch.zeros_like(qkv[2])
+        qkv = module.act_fn(module.qkv_proj(x)).unflatten(-1, (log_decay.shape[1], -1))
+        q, k, v = qkv.chunk(3, -1)
+        out = torch.zeros_like(v, memory_format=torch.contiguous_format)
         for one in passes:
-            parts = (part[one.tokens] for part in (*qkv, log_decay))
-            out[one.tokens] = decayed_attention(*parts, one, state["recurrent"])
+            decayed_attention(q, k, v, log_decay, one, state["recurrent"], out)
         return cast(Tensor, module.out_proj(module.output_gate(x).sigmoid() * module.norm(out.flatten(1))))
 
 

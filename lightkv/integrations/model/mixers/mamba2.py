@@ -40,16 +40,22 @@ class Mamba2:
         )
 
     def forward(self, x: Tensor, passes: Sequence[StatePass], state: Mapping[str, Tensor]) -> Tensor:
-        module, num_heads = self.module, len(self.module.A_log)
-        gate, mixed, dt = self._project(x).split(
-            (num_heads * module.head_dim, len(module.conv1d.weight), num_heads), -1
-        )
-        dt = functional.softplus(dt.float() + module.dt_bias.float()).clamp(*module.time_step_limit)
-        out = x.new_zeros(len(x), num_heads, module.head_dim)
+        module, num_heads, head_dim = self.module, len(self.module.A_log), self.module.head_dim
+        sizes = num_heads * head_dim, len(module.conv1d.weight), num_heads
+        gate, before, dt = self._project(x).split(sizes, -1)
+        mixed = torch.zeros_like(before)
         for one in passes:
-            inputs = convolve(module.conv1d, mixed[one.tokens], one, state["convolution"], module.activation)
-            out[one.tokens] = self._recur(inputs, dt[one.tokens], one, state["recurrent"])
-        y = out.flatten(1)
+            convolve(module.conv1d, before, one, state["convolution"], module.activation, mixed)
+        of_groups = (sizes[1] - sizes[0]) // 2
+        inputs, b, c = mixed.split((sizes[0], of_groups, of_groups), -1)
+        inputs = inputs.unflatten(-1, (num_heads, head_dim))
+        b, c = (part.unflatten(-1, (-1, module.ssm_state_size)) for part in (b, c))
+        dt = functional.softplus(dt.float() + module.dt_bias.float()).clamp(*module.time_step_limit)
+        log_decay, v = -module.A_log.float().exp() * dt, (inputs * dt[..., None]).to(x.dtype)
+        out = torch.zeros_like(v)
+        for one in passes:
+            decayed_attention(c, b, v, log_decay, one, state["recurrent"], out)
+        y = (out + module.D[:, None] * inputs).flatten(1)
         # Some models of Falcon-H1 have a gate and no norm.
         gated = y * functional.silu(gate) if isinstance(module.norm, nn.Identity) else module.norm(y, gate)
         return cast(Tensor, module.out_proj(gated))
@@ -59,17 +65,6 @@ class Mamba2:
         if not hasattr(module, "mup_vector"):
             return cast(Tensor, module.in_proj(x))
         return cast(Tensor, module.in_proj(x * module.ssm_in_multiplier) * module.mup_vector[0])
-
-    def _recur(self, inputs: Tensor, dt: Tensor, one: StatePass, state: Tensor) -> Tensor:
-        """Returns the output of a pass `[T, heads, head dim]`, from x, B and C behind the convolution."""
-        module, (_, num_heads, state_dim, head_dim) = self.module, state.shape
-        rest = (inputs.shape[1] - num_heads * head_dim) // 2
-        x, b, c = inputs.split((num_heads * head_dim, rest, rest), -1)
-        x, (b, c) = x.unflatten(1, (num_heads, -1)), (part.unflatten(1, (-1, state_dim)) for part in (b, c))
-        v = (x * dt[..., None]).to(x.dtype)
-        return (
-            decayed_attention(c, b, v, -module.A_log.float().exp() * dt, one, state) + module.D[:, None] * x
-        )
 
 
 KINDS = dict.fromkeys(

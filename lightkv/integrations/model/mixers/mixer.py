@@ -16,7 +16,7 @@ from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 from lightkv.errors import LightKVError, UnsupportedModel
 from lightkv.memory.kv_spec import StateTensor
 from lightkv.memory.state_memory import StateSlots
-from lightkv.memory.state_passes import StatePass
+from lightkv.memory.state_passes import CHUNK, StatePass
 
 from . import gated_delta, lightning, mamba2, short_conv
 
@@ -155,7 +155,7 @@ def _in_pieces(mixer: Mixer, x: Tensor, cuts: Iterable[int]) -> Tensor:
     for piece in x.split(list(cuts)):
         slots = StateSlots(*torch.tensor([[reads], [1]], device=x.device))
         starts = torch.tensor([0, len(piece)], dtype=torch.int32, device=x.device)
-        counts = None if len(piece) == 1 else [len(piece)]
-        found.append(mixer.forward(piece, [StatePass(slice(0, len(piece)), counts, starts, slots)], state))
+        chunks = 0 if len(piece) == 1 else -(-len(piece) // CHUNK)
+        found.append(mixer.forward(piece, [StatePass(slice(0, len(piece)), starts, slots, chunks)], state))
         reads = 1
     return torch.cat(found)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from lightkv.memory.kv_spec import StateTensor
@@ -27,10 +28,9 @@ class ShortConv:
     def forward(self, x: Tensor, passes: Sequence[StatePass], state: Mapping[str, Tensor]) -> Tensor:
         before, behind, values = self.module.in_proj(x).chunk(3, dim=-1)
         inputs = before * values
-        out = inputs.new_zeros(inputs.shape)
+        out = torch.zeros_like(inputs)
         for one in passes:
-            mixed = convolve(self.module.conv, inputs[one.tokens], one, state["convolution"], None)
-            out[one.tokens] = mixed
+            convolve(self.module.conv, inputs, one, state["convolution"], None, out)
         return cast(Tensor, self.module.out_proj(behind * out))
 
 

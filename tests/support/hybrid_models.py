@@ -1,0 +1,84 @@
+"""Tiny random models of families whose layers keep states."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+
+VOCABULARY = 64
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+_LINEAR: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+_CONVOLUTIONS: dict[str, Any] = {"layer_types": ["conv", "full_attention"] * 2}
+
+# By the name of the class of the model: its configuration, and what is given to it beside the sizes.
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3_5ForCausalLM": ("Qwen3_5TextConfig", {"head_dim": 8, **_LINEAR}),
+    "Lfm2ForCausalLM": ("Lfm2Config", _CONVOLUTIONS),
+    "Qwen3_5MoeForCausalLM": ("Qwen3_5MoeTextConfig", {"head_dim": 8, **_LINEAR, **_EXPERTS}),
+    "Qwen3NextForCausalLM": ("Qwen3NextConfig", {"head_dim": 8, **_LINEAR, **_EXPERTS}),
+    "OlmoHybridForCausalLM": ("OlmoHybridConfig", _LINEAR),
+    "Lfm2MoeForCausalLM": (
+        "Lfm2MoeConfig",
+        {
+            **_CONVOLUTIONS,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "num_dense_layers": 1,
+        },
+    ),
+    "Lfm3ForCausalLM": ("Lfm3Config", _CONVOLUTIONS),
+}
+
+
+def hybrid_config(name: str, **fields: Any) -> PreTrainedConfig:
+    """Returns the configuration of a family's tiny model."""
+    config, own = HYBRIDS[name]
+    return getattr(transformers, config)(**{**_SIZES, **own, **fields})  # type: ignore[no-any-return]
+
+
+def hybrid(name: str, **fields: Any) -> PreTrainedModel:
+    """Returns a family's tiny model, whose weights are the same each time, and large enough that greedy tokens
+    depend on the tokens before them."""
+    make: Callable[[PreTrainedConfig], PreTrainedModel] = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = make(hybrid_config(name, **fields)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3)
+    return model
+
+
+def greedy(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+    """Returns, in the place of each token of `answer`, the likeliest one after those before it, by
+    transformers' own forward pass: the answer itself, if it is the greedy one."""
+    ids = torch.tensor([[*prompt, *answer]], device=model.device)
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[0]  # type: ignore[operator]
+    tokens: list[int] = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+    return tokens

@@ -1,0 +1,97 @@
+"""Normalises heads and multiplies them with the activation of their gates, in one pass over each head."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.checks import Tensors
+from lightkv.triton_kernels.layers.gated_activation import activate
+from lightkv.triton_kernels.norms import Norm, norm_reference
+
+_BLOCK = 2048  # numbers of a program
+_TAKEN = Tensors(
+    x="contiguous floats [T, H, D]",
+    gate="floats [T, H, D] with a last stride of 1",
+    weight="contiguous floats [D]",
+)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gated_norm_kernel(
+    x,  # [T, H, D]
+    gate,  # [T, H, D]
+    weight,  # [D]
+    out,  # [T, H, D], written
+    num_rows,  # T * H
+    stride_t,  # of gate
+    stride_h,
+    eps,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    dims = tl.arange(0, BLOCK_D)
+    within = (row < num_rows)[:, None] & (dims < D)[None, :]
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    value = tl.load(x + row[:, None] * D + dims[None, :], mask=within, other=0.0).to(tl.float32)
+    value = value * tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
+    factor = tl.load(weight + dims, mask=dims < D, other=0.0).to(tl.float32)
+    value = (value.to(DTYPE).to(tl.float32) * factor[None, :]).to(DTYPE).to(tl.float32)
+    place = gate + (row // H)[:, None] * stride_t + (row % H)[:, None] * stride_h + dims[None, :]
+    value *= activate(tl.load(place, mask=within, other=0.0).to(tl.float32), "silu")
+    tl.store(out + row[:, None] * D + dims[None, :], value.to(DTYPE), mask=within)
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Returns x / sqrt(mean(x²) + eps) · weight · silu(gate), `[T, H, D]`, with means over the last dim.
+
+    The normalised head and its product with the weight are rounded to the dtype of x, and silu(gate) is not, as
+    in the modules of a model.
+
+    Args:
+        x: `[T, H, D]`, contiguous, of any floating type.
+        gate: `[T, H, D]` of any floating type. Only the last dim need be contiguous.
+        weight: `[D]` in the dtype of x.
+
+    Nothing synchronises, so a CUDA graph can capture it. A model on a CPU calls the reference.
+
+    Raises:
+        ValueError: a tensor is none of these.
+    """
+    num_heads, dim = _TAKEN.check({}, x=x, gate=gate, weight=weight)["H"], x.shape[2]
+    out = torch.empty_like(x)
+    num_rows, block_d = len(x) * num_heads, triton.next_power_of_2(dim)
+    block_r = max(1, _BLOCK // block_d)
+    if num_rows:
+        _gated_norm_kernel[(triton.cdiv(num_rows, block_r),)](
+            x,
+            gate,
+            weight,
+            out,
+            num_rows,
+            gate.stride(0),
+            gate.stride(1),
+            eps,
+            H=num_heads,
+            D=dim,
+            BLOCK_R=block_r,
+            BLOCK_D=block_d,
+            num_warps=4,
+            enable_fp_fusion=False,  # a product is rounded before it is added, as in torch
+            **tuning.early_options(x.device),
+        )
+    return out
+
+
+def gated_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Computes `gated_norm` in plain torch."""
+    return (norm_reference(x, Norm(weight, None, eps), x.dtype) * functional.silu(gate.float())).to(x.dtype)
