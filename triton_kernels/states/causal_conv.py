@@ -37,8 +37,10 @@ def _or(a, b):
 def _row(places, token, within):
     """Returns where a packed token stands, int64."""
     if places is None:
-        return token.to(tl.int64)
-    return tl.load(places + token, mask=within, other=0)
+        row = token.to(tl.int64)
+    else:
+        row = tl.load(places + token, mask=within, other=0)
+    return row
 
 
 @triton.jit
