@@ -17,7 +17,7 @@ class SelectedLogits:
         head.register_forward_pre_hook(self._select)
 
     def __call__(self, *args: Any, logits_to_keep: Tensor | int = 0, **kwargs: Any) -> Any:
-        """Runs the model's own forward pass. `logits_to_keep`: the tokens, int64 `[n]`, or 0 for all."""
+        """Runs the model's own forward pass. `logits_to_keep`: the tokens, int64 `[n]`; a number for all."""
         self._wanted = logits_to_keep if isinstance(logits_to_keep, Tensor) else None
         try:
             return type(self._model).forward(self._model, *args, **kwargs)
