@@ -40,7 +40,8 @@ SUPPORTED = [
     "Phi", "Phi3", "Olmo2", "Olmo3", "SmolLM3", "Granite", "Cohere2", "Glm4", "Starcoder2", "GPTNeoX", "GPT2",
     "OPT", "GptOss", "Gemma3nText", "Llama4Text", "Bloom", "Falcon", "GPTJ", "GPTNeo", "Mpt", "Nemotron",
     "StableLm", "Gemma3", "Llava", "BioGpt", "CodeGen", "XGLM", "Bamba", "FalconH1",
-    "GraniteMoeHybrid", "Lfm2", "Lfm2Vl", "MiniMax", "NemotronH", "OlmoHybrid", "Qwen3Next", "Qwen3_5", "Zamba2",
+    "GraniteMoeHybrid", "Lfm2", "Lfm2Vl", "MiniMax", "NemotronH", "OlmoHybrid", "Qwen3Next", "Qwen3_5",
+    "Zamba2",
 ]  # fmt: skip
 UNSUPPORTED = {
     "T5": "encoder-decoder",

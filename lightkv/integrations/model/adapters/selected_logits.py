@@ -1,10 +1,12 @@
 """Makes models compute the logits of wanted tokens alone whose forward passes take no logits_to_keep."""
 
-import inspect
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from lightkv.integrations.model.context import argument_names
+from lightkv.integrations.model.token_positions import counting_embeddings
 
 
 class SelectedLogits:
@@ -29,11 +31,15 @@ class SelectedLogits:
 
 
 def select_logits(model: PreTrainedModel) -> None:
-    """Makes `model` take logits_to_keep, where it does not and has a head that makes its logits."""
+    """Makes `model` take logits_to_keep, where it does not, and has a head. One that takes no positions and
+    counts none is refused, and stays as it is."""
+    names = argument_names(model)
+    has_positions = "position_ids" in names or counting_embeddings(model)
+    if "logits_to_keep" in names or not has_positions or "forward" in vars(model):
+        return
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
     head: Any = next(filter(None, (part.get_output_embeddings() for part in parts)), None)
-    takes = "logits_to_keep" in inspect.signature(type(model).forward).parameters
-    if not takes and head is not None and "forward" not in vars(model):
+    if head is not None:
         model.forward = SelectedLogits(model, head)
 
 
