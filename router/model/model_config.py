@@ -20,6 +20,7 @@ from transformers.utils import logging
 from lightkv.errors import LightKVError, UnsupportedModel
 from lightkv.integrations.model.adapters.adapt import FAMILIES, adapt
 from lightkv.integrations.model.context import first_position
+from lightkv.integrations.model.mixers.mixer import UNKNOWN, has_mixers
 from lightkv.integrations.model.probe import NeedsNumbers, probe
 from lightkv.router.model_files import UnreadableWeights, in_line, one_line, read_json, require_whole
 
@@ -29,6 +30,8 @@ _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # na
 _TOWER_COUNTS = ("decoder_layers", "encoder_layers", "depth")  # of which a model may also have none
 _MAX_LAYERS = 10_000
 _PREFIX_MODELS = {"paligemma"}  # wrappers whose processor has a prompt read in both directions
+_ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers
+_OTHER_TYPES = {"conv", "hybrid", "linear_attention", "mlp", "moe"}  # of layers of models that keep states
 _MAY_DIFFER = {"head_dim", "num_key_value_heads"}  # fields that may differ by layer: the probe reads neither
 
 
@@ -116,11 +119,14 @@ def check_supported(config: PreTrainedConfig) -> None:
     text = config.get_text_config()
     if text.is_encoder_decoder and not is_decoder_half:
         refuse("its text model is an encoder-decoder")
+    if kind := UNKNOWN.get(text.model_type):
+        refuse(f"some of its layers keep a state that is not computed here: {kind}")
     _check_text(text, refuse)
-    if getattr(model_class, "_is_stateful", False):
-        refuse("some of its layers keep a recurrent state")
+    keeps_known = has_mixers(text)
+    if getattr(model_class, "_is_stateful", False) and not keeps_known:
+        refuse("some of its layers keep a state that is not computed here")
     layer_types = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
-    if other := set(layer_types) - {"full_attention", "sliding_attention", "chunked_attention"}:
+    if other := set(layer_types) - (_ATTENTION_TYPES | _OTHER_TYPES if keeps_known else _ATTENTION_TYPES):
         refuse(f"it has layers of type {', '.join(sorted(other))}")
     is_adapted = getattr(model_class, "__name__", "") in FAMILIES
     if not (wraps or is_adapted or _looks_attention_up(model_class)):

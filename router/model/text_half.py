@@ -24,6 +24,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from lightkv.errors import UnsupportedModel
+from lightkv.integrations.model.adapters.selected_logits import select_logits
 from lightkv.integrations.model.probe import find_shape
 
 
@@ -171,6 +172,7 @@ def _unused_by_text(whole: PreTrainedModel) -> tuple[str, ...]:
     try:
         # A wrapper that cannot run is refused where its text half is probed.
         with suppress(UnsupportedModel):
+            select_logits(whole)
             find_shape(whole)
     finally:
         for handle in handles:

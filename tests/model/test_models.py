@@ -194,6 +194,7 @@ def test_the_page_lists_what_runs(tmp_path: Path) -> None:
         "olmo2",
         "opt",
         "qwen3_moe",
+        "whisper",
     ],
 )
 def test_runs(name: str, tmp_path: Path) -> None:
@@ -221,10 +222,10 @@ REFUSED = {
     ("cpmant", ""): "AttentionInterface",
     ("deepseek_v3", ""): "latent",
     ("doge", ""): "a bias by key",
-    ("mamba", ""): "recurrent state",
+    ("mamba", ""): "Mamba-1",
     ("musicgen", ""): "encoder-decoder",
     ("roberta", ""): "encoder",
-    ("rwkv", ""): "recurrent state",
+    ("rwkv", ""): "RWKV",
     ("trocr", ""): "AttentionInterface",
     ("xmod", "is_decoder"): "adapters of its language",
 }

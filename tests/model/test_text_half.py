@@ -202,10 +202,10 @@ REFUSED = {
     "florence2": "encoder-decoder",
     "gemma4_assistant": "drafts for another model",
     "kimi_k25": "latent",
-    "lfm2_vl": "layers of type conv",
+    "inkling2": "convolutions of keys and values",
     "mllama": "of 4 layers, 3 call the attention interface",
     "paligemma": "in both directions",
-    "qwen3_5": "recurrent state",
+    "qwen4_exp": "keys that an index selects",
 }
 
 

@@ -39,7 +39,9 @@ SUPPORTED = [
     "Llama", "Mistral", "Ministral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma", "Gemma2", "Gemma3Text",
     "Phi", "Phi3", "Olmo2", "Olmo3", "SmolLM3", "Granite", "Cohere2", "Glm4", "Starcoder2", "GPTNeoX", "GPT2",
     "OPT", "GptOss", "Gemma3nText", "Llama4Text", "Bloom", "Falcon", "GPTJ", "GPTNeo", "Mpt", "Nemotron",
-    "StableLm", "Gemma3", "Llava", "BioGpt", "CodeGen", "XGLM",
+    "StableLm", "Gemma3", "Llava", "BioGpt", "CodeGen", "XGLM", "Bamba", "FalconH1",
+    "GraniteMoeHybrid", "Lfm2", "Lfm2Vl", "MiniMax", "NemotronH", "OlmoHybrid", "Qwen3Next", "Qwen3_5",
+    "Zamba2",
 ]  # fmt: skip
 UNSUPPORTED = {
     "T5": "encoder-decoder",
@@ -48,10 +50,10 @@ UNSUPPORTED = {
     "Roberta": "encoder",
     "ViT": "not a causal language model",
     "DeepseekV3": "latent",
-    "Mamba": "recurrent state",
-    "RecurrentGemma": "recurrent state",
-    "Qwen3Next": "recurrent state",
-    "MiniMax": "linear_attention",
+    "Mamba": "Mamba-1",
+    "RecurrentGemma": "RG-LRU",
+    "KimiLinear": "KDA",
+    "Zaya": "CCA",
     "PaliGemma": "in both directions",
     "CpmAnt": "AttentionInterface",
 }

@@ -49,6 +49,13 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k"), 2),
     **dict.fromkeys(("n_shared_experts", "moe_num_shared_experts", "num_shared_experts"), 1),
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "num_dense_layers"), 1),
+    **dict.fromkeys(("linear_num_key_heads", "mamba_n_groups", "mamba_ngroups", "n_groups"), 2),
+    **dict.fromkeys(("linear_num_value_heads",), 4),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "mamba_head_dim"), 8),
+    **dict.fromkeys(("linear_key_head_dim", "mamba_chunk_size"), 8),
+    **dict.fromkeys(("linear_value_head_dim", "mamba_d_state", "ssm_state_size"), 12),
+    "mamba_d_ssm": 64,
+    "shared_intermediate_size": 24,
     # Not as many layers and heads as in the decoder. With fewer layers, transformers' own cache fails.
     "encoder_layers": 5,
     "encoder_attention_heads": 2,
@@ -62,7 +69,7 @@ SIZES: dict[str, Any] = {
 
 # Fields for models for which these sizes do not fit together, or which differ from their published defaults.
 MORE: dict[str, dict[str, Any]] = {
-    "bamba": {"mamba_n_heads": 8},
+    "bamba": {"attn_layer_indices": [1, 3]},
     # Where the embeddings are tied, these repeat a token.
     **{name: {"tie_word_embeddings": False} for name in ("biogpt", "openai-gpt", "xglm")},
     "codegen": {"rotary_dim": 4},
@@ -104,7 +111,11 @@ MORE: dict[str, dict[str, Any]] = {
         }
     },
     "gptj": {"rotary_dim": 4},
-    "granitemoehybrid": {"mamba_n_heads": 8},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "residual_multiplier": 0.5,
+        "position_embedding_type": "rope",
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     # Queries of the last layer are scaled by another factor every 4 tokens.
@@ -112,16 +123,35 @@ MORE: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "phimoe": {"sliding_window": None},
+    # Two blocks with their own adapters, of which the first is in the second and the last layer.
+    "zamba2": {
+        "num_hidden_layers": 6,
+        "layers_block_type": ["linear_attention", *["hybrid"] * 3, "linear_attention", "hybrid"],
+        "num_mem_blocks": 2,
+        "num_key_value_heads": 4,
+        "adapter_rank": 4,
+        "use_shared_attention_adapter": True,
+        "use_mem_rope": True,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 # These keep their own sizes, since their fields depend on each other. Each is refused before it is built.
-LARGE = {"dots3_note_text", "gemma4_assistant", "zamba2"}
+LARGE = {"dots3_note_text", "gemma4_assistant"}
 
 
 FULL = ["full_attention"] * 4
 # Models whose outcome depends on a field of their configuration.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "big_bird": {"is_decoder with original_full": {"is_decoder": True, "attention_type": "original_full"}},
+    "falcon_h1": {
+        "mamba_rms_norm": {
+            "mamba_rms_norm": True,
+            "ssm_in_multiplier": 1.2,
+            "ssm_multipliers": [0.5, 2.0, 0.7, 1.3, 0.9],
+            "mlp_multipliers": [0.8, 1.2],
+        }
+    },
+    "granitemoehybrid": {"no experts": {"num_local_experts": 0, "position_embedding_type": "nope"}},
     "falcon": {
         "alibi": {"alibi": True, "multi_query": False, "parallel_attn": False},
         "new_decoder_architecture": {"new_decoder_architecture": True, "num_kv_heads": 2},
@@ -210,7 +240,7 @@ def own_answers(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[i
     """Returns what transformers generates greedily, one prompt at a time.
 
     RoBERTa and its kin are given the positions that they count themselves where they are given none: `generate`
-    would count from 0.
+    would count from 0. Qwen-Omni's thinkers run without a cache, with which Qwen3's gives other texts.
     """
     found, first = [], first_position(model.config)
     for prompt in prompts:
@@ -223,6 +253,7 @@ def own_answers(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[i
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
+            use_cache=not model.config.model_type.endswith("_thinker"),
             forced_eos_token_id=None,  # the last token would be BART's end of a text, whatever it computes
             **positions,
         )

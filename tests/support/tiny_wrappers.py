@@ -45,6 +45,7 @@ TEXT: dict[str, dict[str, Any]] = {
     "hunyuan_vl_text": {"rope_parameters": _MROPE},
     "moshi": {"sliding_window": 128},  # its context, as published
     "paddleocr_vl_text": {"rope_parameters": _MROPE},
+    "qwen2_5_omni_text": {"rope_parameters": _MROPE},
     "qwen2_5_vl_text": {"rope_parameters": _MROPE},
     "qwen2_vl_text": {"rope_parameters": _MROPE},
 }
@@ -65,9 +66,11 @@ WHOLE: dict[str, dict[str, Any]] = {
     "muse_spark": {"audio_config": {"out_hidden_size": 32}},
     "kyutai_speech_to_text": {"audio_pad_token_id": 96},
     "perception_lm": {"vision_config": {"model_type": "timm_wrapper", "model_args": {"embed_dim": 16}}},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 90},
     "qwen3_omni_moe": {
         "talker_config": {"spatial_merge_size": 2, "text_config": {"shared_expert_intermediate_size": 16}}
     },
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 90},
 }
 
 # Of towers, by the names that configurations use.

@@ -13,6 +13,7 @@ CONTEXT_NAMES = (
     "max_seq_len",
     "max_sequence_length",
     "seq_length",
+    "max_target_positions",
 )
 # Models whose position embeddings begin after the one that has the id of the padding token.
 _AFTER_PADDING = frozenset(

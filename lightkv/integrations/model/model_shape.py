@@ -30,6 +30,7 @@ PROBE = "lightkv_probe"
 # Arguments of attention that change nothing here: dropout is off, positions are applied to q and k already, and
 # logits_to_keep is the model's own argument, which some wrappers hand on to all their layers.
 _HARMLESS = frozenset({"dropout", "position_ids", "cache_position", "use_cache", "logits_to_keep"})
+_MLP_LAYERS = ("mlp", "moe")  # the types of layers that mix no tokens
 _FAR = 1 << 20  # the query position at which masks are examined, which is past any window or chunk
 
 
@@ -240,8 +241,12 @@ def find_shape(model: PreTrainedModel) -> ModelShape:
     if logits_shape != (1, 2, text.vocab_size):
         reason = f"asked for the logits of 2 tokens of {text.vocab_size}, it returns them as {logits_shape}"
         raise UnsupportedModel(architecture, reason)
-    if sorted(recorder.layers.keys() | recorder.mixers.keys()) != list(range(count)) or not recorder.layers:
-        reason = f"of {count} layers, {len(recorder.layers)} call the attention interface"
+    types = getattr(text, "layer_types", None) or ()
+    wanted = set(range(count)) - {idx for idx, kind in enumerate(types) if kind in _MLP_LAYERS}
+    if recorder.layers.keys() | recorder.mixers.keys() != wanted or not recorder.layers:
+        reason = f"of {len(wanted)} layers, {len(recorder.layers)} call the attention interface"
+        if recorder.mixers:
+            reason += f", and {len(recorder.mixers)} keep a state"
         raise UnsupportedModel(architecture, reason)
     numbers = tuple(sorted(recorder.layers))
     layers = tuple(recorder.layers[idx] for idx in numbers)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from lightkv.errors import UnsupportedModel
 from lightkv.integrations.model.adapters.proof import require_own_attention
+from lightkv.integrations.model.adapters.selected_logits import selects_logits
 
 from .attention_call import AttentionCall, KeptHandler, compute, kept_handler
 from .context import cache_name, context_length, num_layers
@@ -46,6 +47,7 @@ def probe(model: PreTrainedModel) -> ModelShape:
     # A call would not fail: the model may accept the arguments as **kwargs, and ignore them.
     is_given = owns_attention or counting_embeddings(model)
     needed = _FORWARD_ARGUMENTS - ({"position_ids"} if is_given else set())
+    needed -= {"logits_to_keep"} if selects_logits(model) else set()
     if missing := needed - inspect.signature(type(model).forward).parameters.keys():
         raise UnsupportedModel(architecture, f"its forward pass takes no {' and no '.join(sorted(missing))}")
     shape = find_shape(model)
@@ -130,7 +132,8 @@ def _require_packable(model: PreTrainedModel, shape: ModelShape) -> None:
             # The model's own count shows whether fix_positions changes those that are given as it has to.
             far_ids = None if counts_itself(model) else (positions + far)[None]
             past = Past(num_layers(text) or 0, far)
-            there = own(position_ids=far_ids, use_cache=True, **{cache_name(model): past})
+            uses = shape.numbers is None  # MiniMax, which keeps states, uses no cache but its own
+            there = own(position_ids=far_ids, use_cache=uses, **{cache_name(model): past})
             if difference := there.difference(packed(positions + far)):
                 what = f"what it computes of a token after {far} others depends on more than its position"
                 refuse(difference, what)

@@ -5,6 +5,8 @@ from torch import Tensor
 
 from lightkv.memory.state_passes import CHUNK, StatePass
 
+from .chunks import compute_chunks
+
 _EPS = 1e-6  # of the norm of q and k
 
 
@@ -17,20 +19,7 @@ def delta_chunks(
     beta: `[T, v heads]`. state: float32 `[num_slots, v heads, k dim, v dim]`, read and written at the slots of
     the pass.
     """
-    reads, writes = one.slots
-    if q.is_cuda:
-        out, after = _by_fla(q, k, v, log_decay, beta, one, state[reads])
-        # What a padding piece leaves is not kept: slot 0 stays zero.
-        state.index_copy_(0, writes, after.masked_fill_((writes == 0)[:, None, None, None], 0.0))
-        return out
-    out = torch.zeros_like(v, memory_format=torch.contiguous_format)
-    bounds = one.starts.tolist()
-    for begin, end, read, write in zip(bounds, bounds[1:], reads.tolist(), writes.tolist(), strict=False):
-        piece = (part[begin:end] for part in (q, k, v, log_decay, beta))
-        out[begin:end], after = delta_chunks_reference(*piece, state[read])
-        if write:
-            state[write] = after
-    return out
+    return compute_chunks(_by_fla, delta_chunks_reference, (q, k, v, log_decay, beta), one, state)
 
 
 def _by_fla(

@@ -4,20 +4,21 @@
 input to the handler of the call. `require_own_mixers` compares each with its own code.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from lightkv.errors import LightKVError, UnsupportedModel
 from lightkv.memory.kv_spec import StateTensor
 from lightkv.memory.state_memory import StateSlots
 from lightkv.memory.state_passes import CHUNK, StatePass
 
-from . import gated_delta, short_conv
+from . import gated_delta, lightning, mamba2, short_conv
 
 _NUM_TOKENS = 96  # of the text on which a mixer is compared with its own code: past a chunk of its kernels
 _MIN_TOLERANCE = 2.0**-9  # a GPU's products of chunks are of ten bits (TF32) in float32, too
@@ -42,19 +43,44 @@ class Mixer(Protocol):
 
 
 # By the class of the module.
-_KINDS: Mapping[str, Callable[[Any, int], Mixer]] = {**gated_delta.KINDS, **short_conv.KINDS}
+_KINDS: Mapping[str, Callable[[Any, int], Mixer]] = {
+    **gated_delta.KINDS,
+    **lightning.KINDS,
+    **mamba2.KINDS,
+    **short_conv.KINDS,
+}
+_PAIRS = frozenset(lightning.KINDS)  # of these, the layer takes the first of two that they return
 
-# What it would take to run other layers with states, by the name of their class, or of the model's type.
+# What other layers with states compute, by the type of the (text) model.
+_MAMBA1 = "Mamba-1, whose selective scan no pinned library computes"
+_KDA = "a delta rule with a gate for each dim of a key (KDA), beside latent attention"
+_CONVOLVED = "convolutions of keys and values before they are cached"
+_SELECTED = "a gated delta rule, beside attention over keys that an index selects"
 UNKNOWN = {
-    "mamba": "Mamba-1, whose selective scan no pinned library computes",
-    "falcon_mamba": "Mamba-1, whose selective scan no pinned library computes",
-    "jamba": "Mamba-1, whose selective scan no pinned library computes",
-    "zamba": "Mamba-1, whose selective scan no pinned library computes",
-    "kimi_linear": "delta attention with a gate for each dim (KDA), beside latent attention",
+    "bailing_hybrid": _KDA,
+    "deepseek_v4": "keys that are compressed over windows of tokens",
+    "falcon_mamba": _MAMBA1,
+    "glm5_next_text": _KDA,
+    "inkling2_text": _CONVOLVED,
+    "inkling_text": _CONVOLVED,
+    "jamba": _MAMBA1,
+    "kimi_linear": _KDA,
+    "mamba": _MAMBA1,
+    "mamba2": "Mamba-2 in every layer, so that no layer has K/V",
+    "qwen4_exp_text": _SELECTED,
     "recurrent_gemma": "a real-gated linear recurrent unit (RG-LRU)",
     "rwkv": "RWKV's time mixing",
     "xlstm": "xLSTM's cells",
+    "zamba": _MAMBA1,
+    "zaya": "convolutions of queries and keys, and delayed values (CCA)",
 }
+
+
+def has_mixers(config: PreTrainedConfig) -> bool:
+    """Returns whether transformers defines a module that is known here beside the model of this (text)
+    configuration."""
+    model_class = MODEL_MAPPING.get(type(config), None)
+    return not _KINDS.keys().isdisjoint(vars(sys.modules[getattr(model_class, "__module__", __name__)]))
 
 
 def mixers_of(model: PreTrainedModel) -> list[Mixer]:
@@ -92,13 +118,14 @@ def is_bound_mixer(module: nn.Module) -> bool:
     return isinstance(forward, partial) and forward.func is _forward
 
 
-def _forward(mixer: Mixer, hidden_states: Tensor, *args: Any, lightkv: Any = None, **kwargs: Any) -> Tensor:
+def _forward(mixer: Mixer, hidden_states: Tensor, *args: Any, lightkv: Any = None, **kwargs: Any) -> Any:
     """The forward pass of a module with a state."""
     if lightkv is None:
-        return cast(Tensor, type(mixer.module).forward(mixer.module, hidden_states, *args, **kwargs))
+        return type(mixer.module).forward(mixer.module, hidden_states, *args, **kwargs)
     if not hasattr(lightkv, "mix"):
         raise LightKVError("its layers keep a state, which is not kept here; the service and LLM run it")
-    return cast(Tensor, lightkv.mix(mixer, hidden_states))
+    out = lightkv.mix(mixer, hidden_states)
+    return (out, None) if type(mixer.module).__name__ in _PAIRS else out
 
 
 @torch.no_grad()
@@ -111,7 +138,8 @@ def require_own_mixers(model: PreTrainedModel) -> None:
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(_NUM_TOKENS, model.config.get_text_config().hidden_size, generator=generator)
         x = x.to(weight.device, model.dtype)
-        own = type(module).forward(module, x[None])[0].float()
+        own = type(module).forward(module, x[None], None, None)  # no cache, or no positions, and no mask
+        own = (own[0] if isinstance(own, tuple) else own)[0].float()
         for cuts in ((_NUM_TOKENS,), _CUTS):
             error = float((_in_pieces(mixer, x, cuts).float() - own).abs().max() / own.abs().max())
             if not error <= max(16 * torch.finfo(x.dtype).eps, _MIN_TOLERANCE):

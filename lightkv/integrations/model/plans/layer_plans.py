@@ -71,7 +71,8 @@ class LayerPlan:
 
     def mixer_of(self, layer: Any) -> Any:
         """Returns what mixes tokens in `layer`; None where it is in none of the slots."""
-        return next((getattr(layer, name) for name in self.mixers if hasattr(layer, name)), None)
+        held = (getattr(layer, name, None) for name in self.mixers)
+        return next((one for one in held if one is not None), None)
 
     def head_norms_of(self, attention: Any) -> list[Any]:
         """Returns the norms of q and k of `attention`; [] where this one has none."""
@@ -212,6 +213,23 @@ _LAYERS: tuple[tuple[LayerPlan, str], ...] = (
         replace(_OWN_ATTENTION, mixers=("self_attn", "linear_attn"), router=_SOFTMAX),
         "Qwen3_5MoeDecoderLayer Qwen3NextDecoderLayer",
     ),
+    # Granite's with a mixture adds two MLPs. Bamba's, Falcon-H1's and MiniMax's compute more than a sum.
+    (
+        replace(
+            _GRANITE,
+            mixers=("self_attn", "mamba"),
+            mlp=("shared_mlp",),
+            gate_up=("input_linear",),
+            down="output_linear",
+            router=RouterPlan(name="router"),
+        ),
+        "GraniteMoeHybridDecoderLayer",
+    ),
+    (
+        replace(_LLAMA, mixers=("self_attn", "mamba"), mlp=("feed_forward",), adds_in_order=False),
+        "BambaDecoderLayer FalconH1DecoderLayer",
+    ),
+    (replace(_LLAMA, router=_SOFTMAX, adds_in_order=False), "MiniMaxDecoderLayer"),
     # Attention with a gate, or with norms or scales between positions and attention.
     (
         _OWN_ATTENTION,

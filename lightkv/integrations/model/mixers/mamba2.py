@@ -1,0 +1,73 @@
+"""Mamba-2: a convolution over x, B and C, and a state of a matrix for each head, which decays by what the token
+says (state space duality, arXiv 2405.21060):
+
+    S ← exp(dt·A)·S + B·(dt·x)ᵀ;   out = SᵀC + D·x
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightkv.memory.kv_spec import StateTensor
+from lightkv.memory.state_passes import StatePass
+
+from .convolution import convolve
+from .decayed_attention import decayed_attention
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """The mixer of a module with in_proj, whose output is the gate, x, B, C and dt, with conv1d and out_proj.
+
+    dt is limited in decodes too, which transformers' own decodes omit: so a token's state is the same whether
+    it was generated or read.
+    """
+
+    module: Any
+    index: int
+
+    @property
+    def tensors(self) -> tuple[StateTensor, ...]:
+        module, weight = self.module, self.module.conv1d.weight
+        matrix = len(module.A_log), module.ssm_state_size, module.head_dim
+        return (
+            StateTensor("recurrent", matrix, torch.float32),
+            StateTensor("convolution", (weight.shape[-1] - 1, weight.shape[0]), weight.dtype),
+        )
+
+    def forward(self, x: Tensor, passes: Sequence[StatePass], state: Mapping[str, Tensor]) -> Tensor:
+        module, num_heads, head_dim = self.module, len(self.module.A_log), self.module.head_dim
+        sizes = num_heads * head_dim, len(module.conv1d.weight), num_heads
+        gate, before, dt = self._project(x).split(sizes, -1)
+        mixed = torch.zeros_like(before)
+        for one in passes:
+            convolve(module.conv1d, before, one, state["convolution"], module.activation, mixed)
+        of_groups = (sizes[1] - sizes[0]) // 2
+        inputs, b, c = mixed.split((sizes[0], of_groups, of_groups), -1)
+        inputs = inputs.unflatten(-1, (num_heads, head_dim))
+        b, c = (part.unflatten(-1, (-1, module.ssm_state_size)) for part in (b, c))
+        dt = functional.softplus(dt.float() + module.dt_bias.float()).clamp(*module.time_step_limit)
+        log_decay, v = -module.A_log.float().exp() * dt, (inputs * dt[..., None]).to(x.dtype)
+        out = torch.zeros_like(v)
+        for one in passes:
+            decayed_attention(c, b, v, log_decay, one, state["recurrent"], out)
+        y = (out + module.D[:, None] * inputs).flatten(1)
+        # Some models of Falcon-H1 have a gate and no norm.
+        gated = y * functional.silu(gate) if isinstance(module.norm, nn.Identity) else module.norm(y, gate)
+        return cast(Tensor, module.out_proj(gated))
+
+    def _project(self, x: Tensor) -> Tensor:
+        module = self.module
+        if not hasattr(module, "mup_vector"):
+            return cast(Tensor, module.in_proj(x))
+        return cast(Tensor, module.in_proj(x * module.ssm_in_multiplier) * module.mup_vector[0])
+
+
+KINDS = dict.fromkeys(
+    ("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "Zamba2MambaMixer"),
+    Mamba2,
+)

@@ -1,0 +1,123 @@
+"""Compares linear attention whose state decays, token by token, with its reference and with Mamba-2."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.bamba import modeling_bamba as bamba
+
+from lightkv.triton_kernels.states.decay_decode import decay_decode, decay_decode_reference
+from tests.support.combinations import each_value
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def dtypes(device: torch.device) -> list[torch.dtype]:
+    """Returns the dtypes that are right on this device: the interpreter's bfloat16 is not."""
+    return [torch.float32, torch.float16] + ([torch.bfloat16] if device.type == "cuda" else [])
+
+
+def close(actual: Tensor, wanted: Tensor) -> None:
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual.double(), wanted.double(), rtol=tolerance, atol=tolerance)
+
+
+class Case:
+    """Rows with random numbers. The first is padding; of the others every other one writes the slot that it
+    reads. `heads`: of k, and of v; `dims`: of a key, and of a value."""
+
+    def __init__(self, num_rows: int, heads: tuple[int, int], dims: tuple[int, int], like: Tensor) -> None:
+        torch.manual_seed(num_rows + sum(heads) + sum(dims))
+        keys = like.new_empty(num_rows, 2 * heads[0] * dims[0] + 8).normal_()  # beside each other, and others
+        self.k, self.q = (
+            keys[:, start : start + heads[0] * dims[0]].unflatten(1, (heads[0], dims[0]))
+            for start in (0, heads[0] * dims[0])
+        )
+        self.v = like.new_empty(num_rows, heads[1], dims[1]).normal_()
+        self.log_decay = -torch.rand(num_rows, heads[1], device=like.device)
+        self.states = torch.randn(2 * num_rows + 2, heads[1], *dims, device=like.device)
+        self.states[0] = 0.0
+        rows = torch.arange(1, num_rows + 1, device=like.device)
+        self.reads = rows * (rows > 1)
+        self.writes = torch.where(rows % 2 == 0, rows, rows + num_rows) * (rows > 1)
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.q, self.k, self.v, self.log_decay
+
+
+@each_value(num_rows=[1, 2, 5], heads=[(2, 4), (3, 3), (1, 2)], dims=[(16, 16), (24, 40), (8, 72)])
+def test_the_kernel_computes_what_the_reference_does(
+    device: torch.device, num_rows: int, heads: tuple[int, int], dims: tuple[int, int]
+) -> None:
+    for dtype in dtypes(device):
+        case = Case(num_rows, heads, dims, torch.empty(0, dtype=dtype, device=device))
+        states, wanted_states = case.states.clone(), case.states.clone()
+        out = decay_decode(*case.parts, states, case.reads, case.writes)
+        wanted = decay_decode_reference(*case.parts, wanted_states, case.reads, case.writes)
+        assert out.dtype == dtype
+        assert not out[0].any()
+        close(out, wanted)
+        close(states, wanted_states)
+        is_written = torch.zeros(len(states), dtype=torch.bool)
+        is_written[case.writes.cpu()] = True
+        is_written[0] = False
+        assert torch.equal(states[~is_written], case.states[~is_written])
+
+
+@each_value(num_rows=[2, 5], places=[False, True])
+def test_sequences_of_several_tokens_are_computed_one_after_the_other(
+    device: torch.device, num_rows: int, places: bool
+) -> None:
+    """Row i has i tokens, and its sums are those of rows of one token each, whose state moves on."""
+    num_tokens = num_rows * (num_rows - 1) // 2
+    case = Case(num_tokens, (2, 4), (16, 24), torch.empty(0, device=device))
+    starts = torch.arange(num_rows).cumsum(0)
+    starts = torch.cat((starts[:1], starts)).to(device, torch.int32)
+    order = torch.randperm(num_tokens, device=device) if places else torch.arange(num_tokens, device=device)
+    slots = torch.arange(1, num_rows + 1, device=device)
+    states, wanted_states = case.states.clone(), case.states.clone()
+    wanted, packing = torch.zeros_like(case.v), (starts, order if places else None)
+    for row in range(num_rows):
+        for token in order[int(starts[row]) : int(starts[row + 1])].tolist():
+            one = (part[token : token + 1] for part in case.parts)
+            here = slots[row : row + 1]
+            wanted[token] = decay_decode_reference(*one, wanted_states, here, here)[0]
+    for function in (decay_decode, decay_decode_reference):
+        found, out = states.clone(), torch.full_like(case.v, 7.0)
+        function(*case.parts, found, slots, slots, *packing, out)
+        close(out, wanted)
+        close(found, wanted_states)
+
+
+def test_a_decay_that_all_tokens_share_is_not_copied(device: torch.device) -> None:
+    case = Case(4, (2, 2), (8, 8), torch.empty(0, device=device))
+    decays, states, wanted_states = case.log_decay[:1].expand(4, -1), case.states.clone(), case.states.clone()
+    out = decay_decode(*case.parts[:3], decays, states, case.reads, case.writes)
+    copied = decays.contiguous()
+    close(out, decay_decode_reference(*case.parts[:3], copied, wanted_states, case.reads, case.writes))
+
+
+def test_a_token_of_mamba2(device: torch.device) -> None:
+    """transformers keeps a state as [head dim, state dim], the other way round."""
+    num_rows, (groups, heads), (state_dim, head_dim) = 5, (2, 4), (16, 24)
+    case = Case(num_rows, (groups, heads), (state_dim, head_dim), torch.empty(0, device=device))
+    dt, a = torch.rand(num_rows, heads, device=device), -torch.rand(heads, device=device)
+    own = case.states[case.reads].mT.contiguous()
+    wide = (num_rows, heads, head_dim)
+    wanted = bamba.mamba2_selective_state_update(
+        own, case.v, dt[..., None].expand(wide), a[:, None, None].expand(*wide[1:], state_dim), case.k, case.q
+    )
+    out = decay_decode(case.q, case.k, case.v * dt[..., None], dt * a, case.states, case.reads, case.writes)
+    close(out[1:], wanted[1:])
+    close(case.states[case.writes[1:]].mT, own[1:])
+
+
+def test_other_tensors_are_refused(device: torch.device) -> None:
+    case = Case(2, (2, 4), (8, 8), torch.empty(0, device=device))
+    slots = case.reads, case.writes
+    with pytest.raises(ValueError, match="2 heads, v of 3"):
+        decay_decode(
+            case.q, case.k, case.v[:, :3].contiguous(), case.log_decay[:, :3], case.states[:, :3], *slots
+        )
+    with pytest.raises(ValueError, match="states"):
+        decay_decode(*case.parts, case.states.double(), *slots)
