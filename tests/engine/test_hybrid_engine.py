@@ -37,6 +37,7 @@ def build(
         "prefill_chunk": 16,
         "max_model_len": 200,
         "max_num_seqs": 8,
+        "mamba_full_memory_ratio": 3.0,
     }
     runner, info = assemble(hybrid(name), EngineConfig(**(fields | settings)), lambda line: None)  # type: ignore[arg-type]
     return LocalEngine(make_scheduler(info, admission), runner), runner

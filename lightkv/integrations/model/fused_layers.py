@@ -57,7 +57,7 @@ from .linears import (
     prepare_linears,
     reset_forwards,
 )
-from .mixers.mixer import is_mixer
+from .mixers.mixer import bound_mixer, is_bound_mixer, is_mixer, join_projections, require_own_mixers
 
 Report = Callable[[str], None]
 
@@ -132,6 +132,8 @@ def fuse_layers(model: PreTrainedModel, report: Report, packed: bool = False) ->
     for module, weight in linears.joined.items():
         if layout_of(module) is not None:
             use_joined(module, weight)
+        elif is_bound_mixer(module):
+            join_projections(module, weight)
     for layer, plan in found.plans.items():
         for block in (one for one in layer.modules() if experts_of(one) is not None):
             if why := fuse_experts(block, plan.router, _like(model)):
@@ -146,6 +148,7 @@ def fuse_layers(model: PreTrainedModel, report: Report, packed: bool = False) ->
             found.why_not[module] = str(error)
             del cast(Any, module).forward  # its parts were compared by themselves
     carry.clear()
+    require_own_mixers(model)
     _count(fused, found)
     for line in fused.lines():
         report(line)
@@ -273,8 +276,11 @@ class FoundParts:
     def one_input(self, layer: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
         """Returns the names of the linear layers of one input, by the module in `layer` that has them."""
         groups = {module: self.mlps[module].gate_up for module in layer.modules() if module in self.mlps}
-        if (attention := self.attentions.get(layer)) is not None and layout_of(attention) is not None:
-            groups[attention] = self.plans[layer].qkv
+        if (attention := self.attentions.get(layer)) is not None:
+            if layout_of(attention) is not None:
+                groups[attention] = self.plans[layer].qkv
+            elif is_bound_mixer(attention):
+                groups[attention] = bound_mixer(attention).one_input
         return {module: names for module, names in groups.items() if len(names) > 1}
 
     def decoder_layers(self) -> dict[nn.Module, DecoderLayer]:

@@ -1,7 +1,11 @@
 """The gated delta rule over prompts, in chunks of 64 tokens: fla's kernels on a GPU, plain torch on a CPU."""
 
+from functools import partial
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lightkv.memory.state_passes import CHUNK, StatePass
 
@@ -10,44 +14,59 @@ from .chunks import compute_chunks
 _EPS = 1e-6  # of the norm of q and k
 
 
+class DeltaGates(NamedTuple):
+    """What makes a token's decay and rate of correction of its a and b: `a_log` and `dt_bias`, `[v heads]`.
+
+    log_decay = −exp(a_log)·softplus(a + dt_bias);   beta = beta_scale·sigmoid(b)
+    """
+
+    a_log: Tensor
+    dt_bias: Tensor
+    beta_scale: float
+
+
 def delta_chunks(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, one: StatePass, state: Tensor
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gates: DeltaGates, one: StatePass, state: Tensor
 ) -> Tensor:
     """Computes the pieces of a pass, and returns their output `[T, v heads, v dim]`.
 
-    q, k: `[T, k heads, k dim]`, not normalised; v: `[T, v heads, v dim]`; log_decay: float32 `[T, v heads]`;
-    beta: `[T, v heads]`. state: float32 `[num_slots, v heads, k dim, v dim]`, read and written at the slots of
-    the pass.
+    q, k: `[T, k heads, k dim]`, not normalised; v: `[T, v heads, v dim]`; a, b: `[T, v heads]`. state: float32
+    `[num_slots, v heads, k dim, v dim]`, read and written at the slots of the pass.
     """
-    return compute_chunks(_by_fla, delta_chunks_reference, (q, k, v, log_decay, beta), one, state)
+    kernels, reference = partial(_by_fla, gates), partial(delta_chunks_reference, gates)
+    return compute_chunks(kernels, reference, (q, k, v, a, b), one, state)
 
 
 def _by_fla(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, one: StatePass, before: Tensor
+    gates: DeltaGates, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, one: StatePass, before: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Computes the chunks of a pass by fla's kernels, from the states `before`, float32 `[n, v heads, k dim, v
     dim]`. Returns the output and the states after it."""
     from fla.modules.l2norm import l2norm_fwd
+    from fla.ops.common.gate import fused_beta_sigmoid_fwd
     from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd
 
     _, out, _, after, _, _ = chunk_gated_delta_rule_fwd(
         q=l2norm_fwd(q[None].contiguous())[0],
         k=l2norm_fwd(k[None].contiguous())[0],
         v=v[None].contiguous(),
-        g=log_decay[None],
-        beta=beta[None],
+        g=a[None].contiguous(),
+        beta=fused_beta_sigmoid_fwd(b[None].contiguous(), gates.beta_scale),
         scale=q.shape[-1] ** -0.5,
         initial_state=before,
         output_final_state=True,
         cu_seqlens=one.chunks.bounds,
         chunk_indices=one.chunks.places,
+        use_gate_in_kernel=True,
+        A_log=gates.a_log,
+        dt_bias=gates.dt_bias,
         chunk_size=CHUNK,
     )
     return out[0], after
 
 
 def delta_chunks_reference(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+    gates: DeltaGates, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns the output of one piece, in the type of v, and the state after it, from `state`, float32 `[v
     heads, k dim, v dim]`. Shapes as in `delta_chunks`.
@@ -57,6 +76,8 @@ def delta_chunks_reference(
     (Gated Delta Networks, arXiv 2412.06464).
     """
     num_heads, k_dim, _ = state.shape
+    log_decay = -gates.a_log.float().exp() * functional.softplus(a.float() + gates.dt_bias.float())
+    beta = gates.beta_scale * b.float().sigmoid()
     repeats = num_heads // q.shape[1]
     heads = [part.float().transpose(0, 1) for part in (q, k, v)]  # [heads, T, dim]
     q_heads, k_heads = (
@@ -65,10 +86,7 @@ def delta_chunks_reference(
     )
     found = []
     tokens = zip(
-        *(
-            part.split(CHUNK, 1)
-            for part in (q_heads * k_dim**-0.5, k_heads, heads[2], log_decay.T, beta.float().T)
-        ),
+        *(part.split(CHUNK, 1) for part in (q_heads * k_dim**-0.5, k_heads, heads[2], log_decay.T, beta.T)),
         strict=True,
     )
     for queries, keys, values, decays, betas in tokens:

@@ -13,14 +13,15 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from lightkv.integrations.weights.plain import PlainWeight
 from lightkv.memory.kv_spec import StateTensor
 from lightkv.memory.state_passes import StatePass
 from lightkv.triton_kernels.states.gated_delta_decode import gated_delta_decode, gated_delta_decode_reference
+from lightkv.triton_kernels.states.gated_norm import gated_norm, gated_norm_reference
 
 from .convolution import convolve
-from .delta_chunks import delta_chunks
+from .delta_chunks import DeltaGates, delta_chunks
 
 
 class DeltaPlan(NamedTuple):
@@ -37,11 +38,17 @@ class DeltaPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class GatedDelta:
-    """The mixer of a module with a gated delta rule, whose projections `plan` names."""
+    """The mixer of a module with a gated delta rule, whose projections `plan` names. `joined`: all of them as
+    one product."""
 
     plan: DeltaPlan
     module: Any
     index: int
+    joined: PlainWeight | None = None
+
+    @property
+    def one_input(self) -> tuple[str, ...]:
+        return self.plan.qkvz + self.plan.ba
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
@@ -55,26 +62,34 @@ class GatedDelta:
     def forward(self, x: Tensor, passes: Sequence[StatePass], state: Mapping[str, Tensor]) -> Tensor:
         module = self.module
         qkv, gate, b, a = self.project(x)
-        mixed = torch.zeros_like(qkv)
-        out = x.new_zeros(len(x), module.num_v_heads, module.head_v_dim)
+        mixed = x.new_empty(qkv.shape)
+        out = x.new_empty(len(x), module.num_v_heads, module.head_v_dim)
         for one in passes:
             convolve(module.conv1d, qkv, one, state["convolution"], "silu", mixed)
             self._recur(mixed, a, b, one, state["recurrent"], out)
-        normed = getattr(module, self.plan.norm)(out.flatten(0, 1), gate.reshape(-1, module.head_v_dim))
-        return cast(Tensor, getattr(module, self.plan.output)(normed.view(len(x), -1)))
+        norm, function = getattr(module, self.plan.norm), gated_norm if x.is_cuda else gated_norm_reference
+        normed = function(out, gate.unflatten(-1, out.shape[1:]), norm.weight, norm.variance_epsilon)
+        return cast(Tensor, getattr(module, self.plan.output)(normed.flatten(1)))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns q, k and v together, the gate, b and a of x `[T, C]`."""
-        module, sizes = self.module, (self.module.key_dim,) * 2 + (self.module.value_dim,) * 2
-        qkvz = [getattr(module, name)(x) for name in self.plan.qkvz]
-        ba = [getattr(module, name)(x) for name in self.plan.ba]
-        if self.plan.is_by_head:
-            num = module.num_k_heads
-            of_head = [size // num for size in sizes]
-            qkvz = [part.flatten(1) for part in qkvz[0].unflatten(-1, (num, -1)).split(of_head, -1)]
-            ba = [part.flatten(1) for part in ba[0].unflatten(-1, (num, -1)).chunk(2, -1)]
-        *qkv, gate = qkvz
-        return qkv[0] if len(qkv) == 1 else torch.cat(qkv, -1), gate, *ba
+        module, num_v = self.module, self.module.num_v_heads
+        sizes = 2 * module.key_dim + module.value_dim, module.value_dim, num_v, num_v
+        if self.joined is not None:
+            product = self.joined.matmul(x)
+        else:
+            product = torch.cat([getattr(module, name)(x) for name in self.one_input], -1)
+        if not self.plan.is_by_head:
+            qkv, gate, b, a = product.split(sizes, -1)
+            return qkv, gate, b, a
+        num = module.num_k_heads
+        of_head = [
+            size // num for size in (module.key_dim, module.key_dim, module.value_dim, module.value_dim)
+        ]
+        qkvz, ba = (part.unflatten(-1, (num, -1)) for part in product.split((sum(sizes[:2]), 2 * num_v), -1))
+        *qkv, gate = (part.flatten(1) for part in qkvz.split(of_head, -1))
+        b, a = (part.flatten(1) for part in ba.chunk(2, -1))
+        return torch.cat(qkv, -1), gate, b, a
 
     def _recur(self, qkv: Tensor, a: Tensor, b: Tensor, one: StatePass, state: Tensor, out: Tensor) -> None:
         """Writes the output of a pass to its places in `out`, `[T, v heads, v dim]`, from q, k and v behind the
@@ -91,10 +106,9 @@ class GatedDelta:
             return
         q, k, v = qkv[tokens].split((module.key_dim, module.key_dim, module.value_dim), -1)
         q, k = (part.unflatten(-1, (-1, module.head_k_dim)) for part in (q, k))
-        beta = b[tokens].sigmoid() * beta_scale
-        log_decay = -module.A_log.float().exp() * functional.softplus(a[tokens].float() + module.dt_bias)
         v = v.unflatten(-1, (-1, module.head_v_dim))
-        out[tokens] = delta_chunks(q, k, v, log_decay, beta, one, state)
+        gates = DeltaGates(module.A_log, module.dt_bias, beta_scale)
+        out[tokens] = delta_chunks(q, k, v, a[tokens], b[tokens], gates, one, state)
 
 
 _QWEN3_5 = DeltaPlan(("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))

@@ -19,6 +19,7 @@ class Lightning:
 
     module: Any
     index: int
+    one_input: tuple[str, ...] = ()
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:

@@ -29,6 +29,7 @@ class Mamba2:
 
     module: Any
     index: int
+    one_input: tuple[str, ...] = ()
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:

@@ -6,6 +6,7 @@ input to the handler of the call. `require_own_mixers` compares each with its ow
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from lightkv.errors import LightKVError, UnsupportedModel
+from lightkv.integrations.weights.plain import PlainWeight
 from lightkv.memory.kv_spec import StateTensor
 from lightkv.memory.state_memory import StateSlots
 from lightkv.memory.state_passes import CHUNK, StatePass
@@ -32,6 +34,10 @@ class Mixer(Protocol):
     def module(self) -> Any: ...
     @property
     def index(self) -> int: ...
+
+    @property
+    def one_input(self) -> tuple[str, ...]:
+        """The names of its linear layers that get its input, if they may be one product: `joined`."""
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
@@ -128,11 +134,23 @@ def _forward(mixer: Mixer, hidden_states: Tensor, *args: Any, lightkv: Any = Non
     return (out, None) if type(mixer.module).__name__ in _PAIRS else out
 
 
+def bound_mixer(module: Any) -> Any:
+    """Returns the mixer of a module that `bind_mixers` has changed."""
+    return module.forward.args[0]
+
+
+def join_projections(module: Any, joined: PlainWeight) -> None:
+    """Makes a bound mixer compute the linear layers of its input as the one product `joined`."""
+    module.forward = partial(_forward, replace(bound_mixer(module), joined=joined))
+
+
 @torch.no_grad()
 def require_own_mixers(model: PreTrainedModel) -> None:
-    """Raises UnsupportedModel where a mixer of `model` computes anything but its own code, on noise: in one
-    piece, and cut into pieces and single tokens."""
+    """Raises UnsupportedModel where a mixer of `model`, as it is bound or else as `bind_mixers` would bind it,
+    computes anything but its own code, on noise: in one piece, and cut into pieces and single tokens."""
     for mixer in mixers_of(model):
+        if is_bound_mixer(mixer.module):
+            mixer = bound_mixer(mixer.module)
         module = mixer.module
         weight = next(module.parameters())
         generator = torch.Generator().manual_seed(0)

@@ -19,6 +19,7 @@ class ShortConv:
 
     module: Any
     index: int
+    one_input: tuple[str, ...] = ()
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
