@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from lightkv.errors import LightKVError, UnsupportedModel
 from lightkv.integrations.weights.plain import PlainWeight
@@ -85,7 +85,7 @@ UNKNOWN = {
 def has_mixers(config: PreTrainedConfig) -> bool:
     """Returns whether transformers defines a module that is known here beside the model of this (text)
     configuration."""
-    model_class = MODEL_MAPPING.get(type(config), None)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return not _KINDS.keys().isdisjoint(vars(sys.modules[getattr(model_class, "__module__", __name__)]))
 
 
