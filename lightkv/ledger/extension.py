@@ -183,7 +183,7 @@ class Extension:
         ends before. A fork needs all of them."""
         if point <= sequence.shared:
             self._state.split_path(sequence, point)
-            for hold in [hold for hold in sequence.holds if is_fork or hold.may_keep()]:
+            for hold in [hold for hold in sequence.holds if is_fork or hold.may_keep(point)]:
                 hold.keep(point, (sequence.node, sequence.shared), self._state.step - 1)
 
     def extend_imported(self, sequence: Sequence, length: int, firsts: Seq[int]) -> Alloc:

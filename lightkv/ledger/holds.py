@@ -26,6 +26,7 @@ class Holder(Protocol):
     row: int
     prompt: bytes
     keep_at: Seq[int]
+    matched: int
     node: Segment
     length: int
     shared: int
@@ -331,7 +332,7 @@ class Hold:
             if own < end <= first:
                 state.idle.supersede(segment.tails[self.of.cls])
 
-    def may_keep(self) -> bool:
+    def may_keep(self, end: int) -> bool:
         """Returns whether it may keep tails, for which it holds no more than before."""
         return True
 

@@ -127,7 +127,7 @@ class LedgerState:
     def begin(self, sequence: Sequence, matched: int) -> None:
         """Notes where what classes see is to be kept for others, of a sequence whose prompt was published by no
         step yet. `matched`: the tokens of it that the tree has."""
-        sequence.published, sequence.published_in = 0, -1
+        sequence.published, sequence.published_in, sequence.matched = 0, -1, matched
         end, places = len(sequence.prompt) // TOKEN_BYTES, {matched, *sequence.keep_at}
         if self.states is None:
             places.add(end)
@@ -148,6 +148,7 @@ class LedgerState:
         if sequence.holds:
             fork.holds = [hold.fork(fork) for hold in sequence.holds]
             fork.points, fork.published, fork.published_in = sequence.points[:], 0, -1
+            fork.matched = sequence.matched
         if sequence.row in self.gapped:
             self.gapped.add(row)
         self._edits.append(CopyRow(row, sequence.row, sequence.length))

@@ -10,7 +10,6 @@ import pytest
 from lightkv.errors import CheckFailed, OutOfRows, OutOfStates
 from lightkv.layer_groups import ONE_GROUP
 from lightkv.ledger import TokenLedger
-from lightkv.ledger.snapshots import MAX_OF_PATH
 from tests.support.combinations import slow
 from tests.support.state_life import GROUPS, Life, Text, ids_bytes, live, random_life, states_needed
 
@@ -252,7 +251,7 @@ def test_a_snapshot_supersedes_those_before_it_once_it_is_hit() -> None:
 
 def test_one_path_does_not_crowd_out_the_others() -> None:
     """The other conversation has used its state before all of the long one's."""
-    life = Life(ONE_GROUP, num_states=MAX_OF_PATH + 2)
+    life = Life(ONE_GROUP, num_states=4)
     life.run([2] * 20, answer=5)
     ids = [1] * 10
     for _ in range(9):
