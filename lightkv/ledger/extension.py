@@ -3,7 +3,7 @@ prompts that diverge from a running sequence, which still has what classes see t
 """
 
 from collections.abc import Sequence as Seq
-from operator import add, index
+from operator import add, index, itemgetter
 from typing import NamedTuple
 
 from lightkv.edits import Alloc, AllocPart, MapSegments
@@ -148,7 +148,8 @@ class Extension:
             happens = min([hold.prepare(count) for hold in one.holds] + one.points[:1])
             one.look_at = happens if count == 1 else 0
         if due or not self._reused:
-            self._reused = tuple(map(self._state.reused.__getitem__, self._batch_rows))
+            # Row 0, which no sequence has, makes it a tuple where the batch has one row.
+            self._reused = itemgetter(*self._batch_rows, 0)(self._state.reused)[:-1]
             self._num_reused = self._slots_reused(self._reused)
         return [one for one, _ in due]
 
@@ -224,12 +225,13 @@ class Extension:
 
     def _set_batch(self, sequences: Seq[Sequence]) -> None:
         """Checks the sequences of a batch, once for as long as the same ones are extended."""
-        batch = list(sequences)
+        batch, rows, is_open = list(sequences), tuple[int, ...](), False
         try:
             rows = tuple([sequence.row for sequence in batch])
-        except AttributeError:
-            rows = ()
-        if list(map(self._state.sequences.get, rows)) != batch:
+            is_open = len(rows) > 1 and list(itemgetter(*rows)(self._state.sequences)) == batch
+        except (AttributeError, KeyError):
+            pass
+        if not is_open:
             for sequence in batch:
                 self._state.require_open(sequence)
         if len(rows) > 1 and len(set(rows)) < len(rows):
