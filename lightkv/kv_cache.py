@@ -156,9 +156,7 @@ class KVCache:
     def states(self, sequences: Seq[Sequence]) -> StateSlots:
         """Returns which state slots the pieces read and write that these sequences were extended by last. Ask
         before a sequence is extended again: each piece has its own. Raises ValueError."""
-        self._require_usable()
-        for sequence in sequences:
-            self.ledger.require_open(sequence)
+        self._require_open(sequences)
         if self.memory.states is None:
             raise ValueError("no layer has states; make the cache of a spec with states")
         return self.memory.states.slots([sequence.row for sequence in sequences])
@@ -348,8 +346,7 @@ class KVCache:
 
         Raises ValueError.
         """
-        self._require_usable()
-        self.ledger.require_open(sequence)
+        self._require_open([sequence])
         group = self.memory.group_of_layer[layer_idx]
         return self.memory.table.groups[group, sequence.row, : sequence.length]
 
@@ -359,17 +356,13 @@ class KVCache:
 
         Raises ValueError.
         """
-        self._require_usable()
-        self.ledger.require_open(sequence)
+        self._require_open([sequence])
         positions: torch.Tensor = sequence.positions_of(self.memory.positions(sequence.row, sequence.length))
         return positions
 
     def kv_indices(self, sequences: Seq[Sequence]) -> KVIndices:
         """Returns the batch's slots in FlashInfer's form with a page size of one. Raises ValueError."""
-        self._require_usable()
-        require_list(sequences)
-        for sequence in sequences:
-            self.ledger.require_open(sequence)
+        self._require_open(sequences)
         rows = [sequence.row for sequence in sequences]
         return self.memory.table.kv_indices(rows, [sequence.length for sequence in sequences])
 
@@ -382,10 +375,7 @@ class KVCache:
         the backends). Prefixes that save too little are left out (`shared_prefixes.PrefixSharing`). Raises
         ValueError.
         """
-        self._require_usable()
-        require_list(sequences)
-        for sequence in sequences:
-            self.ledger.require_open(sequence)
+        self._require_open(sequences)
         sharing = PrefixSharing(checked_integer("max_members", max_members))
         return shared_prefixes(self.ledger.shared, sequences, sharing)
 
@@ -396,8 +386,7 @@ class KVCache:
         have groups, those with windows copy what they keep. Raises ValueError, also for a sequence that has
         dropped tokens.
         """
-        self._require_usable()
-        self.ledger.require_open(sequence)
+        self._require_open([sequence])
         if not sequence.is_whole:
             raise ValueError(
                 f"{sequence} has dropped tokens, so a prompt's K/V cannot be made of it; run it anew"
@@ -434,8 +423,10 @@ class KVCache:
     def memory_map(self, of_states: bool = False) -> MemoryMap:
         """Returns what every slot is used for now, or every state slot. Waits for the device."""
         self._require_usable()
-        labels = self.memory.state_labels if of_states else self.memory.labels
-        return MemoryMap(labels(self.ledger.holdings()))
+        memory = self.memory.states if of_states else self.memory
+        if memory is None:
+            raise ValueError("no layer has states; make the cache of a spec with states")
+        return MemoryMap(memory.labels(self.ledger.holdings()))
 
     def check(self) -> None:
         """Recounts everything, on the device too, which synchronises: counts, holders, readers and rings; that
@@ -465,6 +456,12 @@ class KVCache:
             raise WrongThread(self._owner.name, caller.name)
         if self._failure:
             raise MemoryFailed(self._failure)
+
+    def _require_open(self, sequences: Seq[Sequence]) -> None:
+        self._require_usable()
+        require_list(sequences)
+        for sequence in sequences:
+            self.ledger.require_open(sequence)
 
     def _require_no_callback(self) -> None:
         self._require_usable()

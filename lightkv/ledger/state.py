@@ -13,7 +13,6 @@ from lightkv.edits import (
     ForgetSegment,
     FreeRange,
     FreeSegment,
-    KeepEntries,
     MapSegments,
     MergeSegments,
     SetGap,
@@ -191,11 +190,6 @@ class LedgerState:
         self._edits.append(FreeRange(row, start, end))
         self.num_free += (end - start) * self.width
 
-    def keep_entries(self, row: int, start: int, end: int, count: int) -> None:
-        """Keeps `count` of the private entries [start, end) of `row`, and frees the slots of the others."""
-        self._edits.append(KeepEntries(row, start, end, count))
-        self.num_free += end - start - count
-
     # Private tails that become segments
 
     def publish_path(self, sequence: Sequence) -> None:
@@ -289,30 +283,6 @@ class LedgerState:
         return found
 
     # Segments
-
-    def leave_range(self, sequence: Sequence, start: int, end: int) -> None:
-        """Leaves the segments of its shared entries [start, end), which are split at both ends."""
-        for at in (end, start):
-            self.split_path(sequence, at)
-        path = list(sequence.path())
-        firsts = []  # the first entry of each segment
-        last = sequence.shared
-        for segment in path:
-            last -= segment.length
-            firsts.append(last)
-        num_below = sum(first >= end for first in firsts)
-        num_kept_or_left = num_below + sum(start <= first < end for first in firsts)
-        above = path[num_kept_or_left] if num_kept_or_left < len(path) else sequence.root
-        if num_below:
-            sequence.gap = sequence.gap.after(above)
-            self.gapped.add(sequence.row)
-        else:
-            sequence.node = above
-            if start <= sequence.gap.start:  # no segment is left below the gap
-                sequence.gap = sequence.gap.after(None)
-                self.gapped.discard(sequence.row)
-        sequence.shared -= end - start
-        self.leave(sequence, path[num_below:num_kept_or_left])
 
     def split_path(self, sequence: Sequence, at: int) -> None:
         """Has a segment of its path end at entry `at`."""

@@ -34,7 +34,7 @@ from lightkv.edits import (
 )
 from lightkv.errors import CheckFailed
 from lightkv.holdings import HeldRow, Holdings
-from lightkv.memory_map import CACHED, FREE, OWN, slot_labels
+from lightkv.memory_map import CACHED, OWN, slot_labels
 from lightkv.triton_kernels.slots.allocate import TableEntries
 from lightkv.triton_kernels.slots.entries import reuse_entries, reuse_entries_reference
 
@@ -273,13 +273,7 @@ class KVMemory:
                 self.states.owners(holdings)
         owners = self.allocator.mem_state.cpu().numpy().astype(np.int64)  # 1 where free
         owners[0] += 1  # padding is its own owner
-        held = [slots.flatten() for of_class in self._segments for slots in of_class.values()]
-        for row in () if holdings is None else holdings.rows:
-            held += [
-                self.entries(cls, row.row, one.own, row.length).flatten()
-                for cls, one in enumerate(row.holds[: len(self._segments)])
-            ]
-        if held:
+        if held := [slots for slots, _ in self._held(holdings or Holdings([], {}))]:
             slots = torch.cat(held).cpu().numpy()
             if slots.size and not 0 <= int(slots.min()) <= int(slots.max()) < len(owners):
                 raise CheckFailed(
@@ -336,15 +330,7 @@ class KVMemory:
     def labels(self, holdings: Holdings) -> np.ndarray:
         """Returns the label of each slot from 1 on (`MemoryMap`), int32 `[capacity]`. Synchronises."""
         found = torch.zeros(self.capacity + 1, dtype=torch.int32, device=self.device)
-        labels, own = slot_labels(holdings)
-        held = [
-            (slots.flatten(), of_class.get(segment, CACHED))
-            for segments, of_class in zip(self._segments, labels[: len(self._segments)], strict=True)
-            for segment, slots in segments.items()
-        ]
-        own = [where for where in own if where[0] < len(self._segments)]
-        held += [(self.entries(*where).flatten(), OWN + where[1]) for where in own]
-        if held:
+        if held := self._held(holdings):
             slots = torch.cat([some for some, _ in held]).long()
             counts = np.array([len(some) for some, _ in held])
             (values,) = upload(
@@ -353,14 +339,17 @@ class KVMemory:
             found.index_copy_(0, slots, values)
         return found[1:].cpu().numpy()
 
-    def state_labels(self, holdings: Holdings) -> np.ndarray:
-        """Returns the label of each state slot from 1 on (`MemoryMap`), int32 `[num_states]`: one that a row
-        writes is its own, and a snapshot is cached. Synchronises. Raises ValueError where no layer has states.
-        """
-        if self.states is None:
-            raise ValueError("no layer has states; make the memory of a spec with states")
-        owners = self.states.owners(holdings)[1:]
-        return np.where(owners > 0, OWN + owners, np.where(owners == 0, CACHED, FREE)).astype(np.int32)
+    def _held(self, holdings: Holdings) -> list[tuple[torch.Tensor, int]]:
+        """Returns the slots of each segment, and of what each row alone has, in each class, with their labels
+        (`MemoryMap`)."""
+        labels, own = slot_labels(holdings)
+        held = [
+            (slots.flatten(), labels[cls].get(segment, CACHED) if cls < len(labels) else CACHED)
+            for cls, segments in enumerate(self._segments)
+            for segment, slots in segments.items()
+        ]
+        own = [where for where in own if where[0] < len(self._segments)]
+        return held + [(self.entries(*where).flatten(), OWN + where[1]) for where in own]
 
     def _divide(self, edit: AllocPart, allocs: list[_Taken], reuses: list[_Taken]) -> None:
         """Adds what the tokens of an edit take in each of its classes to the allocations, or to the reuses."""
