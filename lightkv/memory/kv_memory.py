@@ -42,6 +42,7 @@ from .allocator import TokenAllocator
 from .device import require_current, usable_device
 from .kv_pool import KVPool
 from .kv_spec import KVSpec
+from .segment_slots import SegmentSlots
 from .staging import upload
 from .state_memory import StateMemory
 from .token_table import TokenTable
@@ -97,9 +98,8 @@ class KVMemory:
         self.group_of_layer = [places[spec.holder(layer)][0] for layer in range(spec.num_layers)]
         self._groups = groups.slices  # of each class, in the table
         self._distances = [one.lifetime.distance for one in groups.classes]
-        # By class, of each segment: int32 slots, `[groups of the class, n]`, of all its tokens in class 0, and
-        # of the last n in the others. Where there is one group in all, `[n]`.
-        self._segments: list[dict[int, torch.Tensor]] = [{} for _ in groups.classes]
+        self._num_classes = len(groups.classes)
+        self.segments = SegmentSlots(self._num_classes)
         self.states: StateMemory | None = None
         if spec.states:
             num_slots = checked_count("num_states", num_states) + 1
@@ -185,9 +185,9 @@ class KVMemory:
             case FreeRange(row, start, end, cls):
                 freed.append(self.entries(cls, row, start, end))
             case FreeSegment():
-                freed += self._cut_segment(edit)
+                freed += self.segments.cut(*edit)
             case FreePart(cls, segment):
-                freed.append(self._segments[cls].pop(segment))
+                freed.append(self.segments.of_class[cls].pop(segment))
             case _:
                 return False
         return True
@@ -196,19 +196,16 @@ class KVMemory:
         """Applies an edit that changes rows or segments. What it frees is added to `freed`."""
         match edit:
             case MapSegments(row, start, segments, cls):
-                slots = self._slots_of(cls, segments)
+                slots = self.segments.slots(cls, segments)
                 self.entries(cls, row, start, start + slots.shape[-1]).copy_(slots)
             case StoreSegment(row, start, end, segment, cls):
-                self._segments[cls][segment] = self.entries(cls, row, start, end).clone()
+                self.segments.of_class[cls][segment] = self.entries(cls, row, start, end).clone()
             case SplitSegment():
-                self._split(edit)
-            case MergeSegments(segment, head):
-                for of_class in self._segments:
-                    if head in of_class:
-                        of_class[segment] = torch.cat((of_class.pop(head), of_class[segment]), -1)
+                self.segments.split(*edit)
+            case MergeSegments():
+                self.segments.merge(*edit)
             case ForgetSegment(segment):
-                for of_class in self._segments:
-                    of_class.pop(segment, None)
+                self.segments.forget(segment)
             case CopyRow(row, source, end):
                 self.table.groups[:, row, :end] = self.table.groups[:, source, :end]
                 self._dropped.pop(row, None)
@@ -228,18 +225,6 @@ class KVMemory:
         if len(self.table.groups) == 1:
             return self.table.slots(row, start, end)
         return self.table.groups[self._groups[cls], row, start:end]
-
-    def _slots_of(self, cls: int, segments: Sequence[int]) -> torch.Tensor:
-        """Returns the slots of these segments in a class, one after the other."""
-        return torch.cat([self._segments[cls][segment] for segment in segments], -1)
-
-    def _split(self, edit: SplitSegment) -> None:
-        segment, at, head = edit
-        rest = self._segments[0][segment].shape[-1] - at
-        for of_class in self._segments:
-            slots = of_class.get(segment)
-            if slots is not None and (above := slots.shape[-1] - rest) > 0:
-                of_class[head], of_class[segment] = slots[..., :above], slots[..., above:]
 
     def digest(self) -> bytes:
         """Returns a digest of which slots are free and of the token table's rows; synchronises."""
@@ -261,12 +246,12 @@ class KVMemory:
         self.allocator.check()
         if holdings is not None:
             for row in holdings.rows:
-                if len(row.holds) != len(self._segments) + (self.states is not None):
+                if len(row.holds) != self._num_classes + (self.states is not None):
                     raise CheckFailed(
                         f"row {row.row} is counted in {len(row.holds)} classes of layers, and the memory has "
-                        f"{len(self._segments)}: make the ledger for the spec's groups"
+                        f"{self._num_classes}: make the ledger for the spec's groups"
                     )
-            self._check_segments(holdings)
+            self.segments.check(holdings)
             self._check_dropped(holdings.rows)
             self._check_shared(holdings.rows)
             if self.states is not None:
@@ -288,18 +273,6 @@ class KVMemory:
                 f"slot {int(owners.argmin())} is lost: it is not free, and no sequence holds it"
             )
 
-    def _check_segments(self, holdings: Holdings) -> None:
-        """Raises CheckFailed unless segments and parts have the ledger's ids and numbers of tokens."""
-        for cls, of_class in enumerate(self._segments):
-            lengths = holdings.lengths(cls)
-            found = {segment: slots.shape[-1] for segment, slots in of_class.items()}
-            for segment in found.keys() | lengths.keys():
-                if found.get(segment) != lengths.get(segment):
-                    raise CheckFailed(
-                        f"segment {segment} has slots for {found.get(segment, 'no')} tokens in class {cls}, "
-                        f"and {lengths.get(segment, 'no')} tokens by the ledger's count"
-                    )
-
     def _check_dropped(self, rows: Iterable[HeldRow]) -> None:
         """Raises CheckFailed unless rows have dropped the ledger's numbers of tokens, and the positions of
         their entries leave room for so many."""
@@ -319,9 +292,9 @@ class KVMemory:
     def _check_shared(self, rows: Iterable[HeldRow]) -> None:
         """Raises CheckFailed unless each row has the slots of its segments, and of their parts."""
         for row in rows:
-            for cls, (segments, start, end, _) in enumerate(row.holds[: len(self._segments)]):
+            for cls, (segments, start, end, _) in enumerate(row.holds[: self._num_classes]):
                 have = self.entries(cls, row.row, start, end)
-                if segments and not torch.equal(have, want := self._slots_of(cls, segments)):
+                if segments and not torch.equal(have, want := self.segments.slots(cls, segments)):
                     raise CheckFailed(
                         f"entries {start} to {end} of row {row.row} in class {cls} are slots {have.tolist()}, "
                         f"and {want.tolist()} in the segments {list(segments)}"
@@ -345,10 +318,10 @@ class KVMemory:
         labels, own = slot_labels(holdings)
         held = [
             (slots.flatten(), labels[cls].get(segment, CACHED) if cls < len(labels) else CACHED)
-            for cls, segments in enumerate(self._segments)
+            for cls, segments in enumerate(self.segments.of_class)
             for segment, slots in segments.items()
         ]
-        own = [where for where in own if where[0] < len(self._segments)]
+        own = [where for where in own if where[0] < self._num_classes]
         return held + [(self.entries(*where).flatten(), OWN + where[1]) for where in own]
 
     def _divide(self, edit: AllocPart, allocs: list[_Taken], reuses: list[_Taken]) -> None:
@@ -449,20 +422,6 @@ class KVMemory:
             dropped += self._dropped[row][1]
         self._dropped[row] = torch.cat((positions[:to], positions[entries])), dropped
         self.table.slots(row, to, to + len(entries)).copy_(self.table.slots(row, 0, length)[entries])
-
-    def _cut_segment(self, edit: FreeSegment) -> list[torch.Tensor]:
-        """Removes the tokens from `start` on from the segment and its parts. Returns their slots, which are to
-        be freed."""
-        segment, start = edit
-        num_freed = self._segments[0][segment].shape[-1] - start
-        freed = []
-        for of_class in self._segments:
-            if (slots := of_class.pop(segment, None)) is not None:
-                keep = max(slots.shape[-1] - num_freed, 0)
-                if keep:
-                    of_class[segment] = slots[..., :keep]
-                freed.append(slots[..., keep:])
-        return freed
 
     def _free(self, freed: list[torch.Tensor]) -> None:
         if freed:

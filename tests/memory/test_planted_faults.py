@@ -105,7 +105,7 @@ def swap_slots(slots: torch.Tensor) -> None:
 
 
 def segment_of(world: World) -> torch.Tensor:
-    return world.cache.memory._segments[0][world.plain.node.id]
+    return world.cache.memory.segments.of_class[0][world.plain.node.id]
 
 
 def table_of(world: World) -> torch.Tensor:
@@ -120,9 +120,9 @@ def flip_state(world: World) -> None:
 def move_boundary(world: World) -> None:
     """Two segments in a row, of which one gives a slot to the other."""
     memory, path = world.cache.memory, [segment.id for segment in world.plain.path()]
-    lower, upper = memory._segments[0][path[0]], memory._segments[0][path[1]]
-    memory._segments[0][path[0]] = torch.cat((upper[-1:], lower))
-    memory._segments[0][path[1]] = upper[:-1]
+    lower, upper = memory.segments.of_class[0][path[0]], memory.segments.of_class[0][path[1]]
+    memory.segments.of_class[0][path[0]] = torch.cat((upper[-1:], lower))
+    memory.segments.of_class[0][path[1]] = upper[:-1]
 
 
 def shift_positions(world: World) -> None:
@@ -175,8 +175,10 @@ PLANTED: dict[str, dict[str, Callable[[World], object]]] = {
         "two slots changed places": lambda world: swap_slots(segment_of(world)),
         "another slot": lambda world: segment_of(world)[:1].fill_(119),
         "a slot moved to the segment below": move_boundary,
-        "it is gone": lambda world: world.cache.memory._segments[0].pop(world.plain.node.id),
-        "one too many": lambda world: world.cache.memory._segments[0].update({999: torch.empty(0).int()}),
+        "it is gone": lambda world: world.cache.memory.segments.of_class[0].pop(world.plain.node.id),
+        "one too many": lambda world: world.cache.memory.segments.of_class[0].update(
+            {999: torch.empty(0).int()}
+        ),
         "its tokens are cut": lambda world: setattr(world.plain.node, "tokens", world.plain.node.tokens[:-4]),
         "a holder more": lambda world: world.plain.node.holders.add(world.ring.row),
         "a holder less": lambda world: world.plain.node.holders.discard(world.fork.row),
