@@ -15,7 +15,7 @@ from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace
 from lightkv.ledger.rings import RingSequence
 from lightkv.ledger.sequence import Sequence, require_list
 from lightkv.ledger.shared_prefixes import PrefixSharing, SharedPrefix, shared_prefixes
-from lightkv.memory.changes import Changes, OnEdits
+from lightkv.memory.caller import Caller, OnEdits
 from lightkv.memory.exported_kv import ExportedKV, read_row, write_row
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.kv_spec import KVSpec
@@ -25,7 +25,7 @@ from lightkv.memory.token_table import KVIndices
 from lightkv.triton_kernels.layout.ring import Ring
 
 from .counts import checked_counts, checked_integer
-from .errors import CheckFailed, OutOfTokens
+from .errors import OutOfTokens
 from .ledger import TokenLedger
 from .memory_map import MemoryMap
 from .token_ids import TokenIds, int32_bytes
@@ -81,7 +81,7 @@ class KVCache:
             spec, ledger.capacity + 1, ledger.max_sequences, ledger.max_entries, device, num_states
         )
         self.on_edits: OnEdits | None = None
-        self._changes = Changes(self.memory)
+        self._caller = Caller(self.memory)
 
     def __repr__(self) -> str:
         tokens = f"{self.num_free} free, {self.num_cached} cached, {self.num_held} held of {self.capacity}"
@@ -126,7 +126,7 @@ class KVCache:
 
     def match(self, token_ids: TokenIds, namespace: Namespace = ()) -> int:
         """Returns how many tokens of this prompt `open` would hit. Changes nothing. Raises ValueError."""
-        self._changes.require_readable()
+        self._caller.require_readable()
         ids = int32_bytes(token_ids)
         branch = self.ledger.find_branch(ids, namespace)
         return branch.point if branch else self.ledger.match(ids, namespace).num_tokens
@@ -138,7 +138,7 @@ class KVCache:
         `keep_at`: after how many tokens other prompts may go on (`TokenLedger.open`). Raises OutOfRows,
         SequenceTooLong, ValueError.
         """
-        self._changes.require_writable()
+        self._caller.require_writable()
         ids = int32_bytes(token_ids)
         if branch := self.ledger.find_branch(ids, namespace):
             self.ledger.keep_branch(branch)
@@ -161,7 +161,7 @@ class KVCache:
         It gets slots as it fills, and then writes to them again: nothing is freed, moved or copied. It shares
         its sinks at most, and cannot be forked or cut. Raises OutOfRows, SequenceTooLong, ValueError.
         """
-        self._changes.require_writable()
+        self._caller.require_writable()
         sequence = self.ledger.open_ring(int32_bytes(token_ids), ring, namespace)
         self._apply()
         return sequence
@@ -173,7 +173,7 @@ class KVCache:
 
         It shares tokens with the other readers only. Raises OutOfRows, SequenceTooLong, ValueError.
         """
-        self._changes.require_writable()
+        self._caller.require_writable()
         sequence = self.ledger.open_reader(int32_bytes(token_ids), cross, namespace)
         self._apply()
         return sequence
@@ -187,7 +187,7 @@ class KVCache:
         them, and so are the tokens that readers have left cached. Raises OutOfTokens, OutOfRows,
         SequenceTooLong, ValueError.
         """
-        self._changes.require_writable()
+        self._caller.require_writable()
         sequence = self.ledger.open_cross(checked_integer("length", length))
         self._apply()
         return sequence
@@ -201,7 +201,7 @@ class KVCache:
         `ring.room(position)` tokens. Raises OutOfTokens only when free and cached tokens together are too few,
         SequenceTooLong, ValueError. What windows have passed is freed even where slots are then too few.
         """
-        self._changes.require_writable()
+        self._caller.require_writable()
         counts = checked_counts("counts", counts)
         try:
             edit = self.ledger.extend(sequences, counts)
@@ -210,15 +210,12 @@ class KVCache:
             raise
         slots = self._apply()
         try:
-            if not sequences:
-                nothing = torch.empty(0, dtype=torch.int64, device=self.memory.device)
-                return self.memory.table.read(nothing).long()
             # Some tokens took no slot of their own, or one in each group.
             if slots is None or edit.counts != tuple(counts) or not self.ledger.groups.is_uniform:
                 return self._newest_slots(sequences, counts)
             return slots.long()
         except BaseException as error:  # the caller does not know the slots, to which no K/V will be written
-            self._changes.note_failure(error)
+            self._caller.note_failure(error)
             raise
 
     def shrink(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
@@ -226,7 +223,7 @@ class KVCache:
         `sequences[i]`, all or none. The prompts stay as they are. Raises ValueError for slots that other
         sequences may hold.
         """
-        self._changes.require_writable()
+        self._caller.require_writable()
         self.ledger.shrink(sequences, checked_counts("counts", counts))
         self._apply()
 
@@ -236,13 +233,13 @@ class KVCache:
         It may be called before their K/V is written, as long as that happens before any sequence reads it. Call
         `confirm` once it is written, or `retract` if that fails.
         """
-        self._changes.require_writable()
+        self._caller.require_writable()
         self.ledger.publish(sequence)
         self._apply()
 
     def confirm(self) -> None:
         """Keeps what was published, whose K/V is written now."""
-        self._changes.require_writable()
+        self._caller.require_writable()
         self.ledger.confirm(self.ledger.step)
         self.ledger.step += 1
 
@@ -251,7 +248,7 @@ class KVCache:
 
         Close its sequences first, with `cache=False`. Raises ValueError while one still holds such tokens.
         """
-        self._changes.require_writable()
+        self._caller.require_writable()
         self.ledger.retract()
         self._apply()
 
@@ -262,7 +259,7 @@ class KVCache:
         forward pass that computes the newest ones, since a fork gives up what windows have passed. Raises
         OutOfRows, ValueError.
         """
-        self._changes.require_writable()
+        self._caller.require_writable()
         fork = self.ledger.fork(sequence)
         self._apply()
         return fork
@@ -273,7 +270,7 @@ class KVCache:
         Shared tokens stay with the other holders, or cached. The prompt is cut to `length` too. The position of
         the next token is then `length + sequence.dropped`. Raises ValueError.
         """
-        self._changes.require_writable()
+        self._caller.require_writable()
         self.ledger.truncate(sequence, checked_integer("length", length))
         self._apply()
 
@@ -283,7 +280,7 @@ class KVCache:
         The remaining entries move down in the row; their K/V stays in its slots, unchanged. Returns how many
         slots this frees at once. Nothing that the sequence computes is cached from now on. Raises ValueError.
         """
-        self._changes.require_writable()
+        self._caller.require_writable()
         count, sink_tokens = checked_integer("count", count), checked_integer("sink_tokens", sink_tokens)
         num_freed = self.ledger.release(sequence, count, sink_tokens)
         self._apply()
@@ -301,7 +298,7 @@ class KVCache:
         another entry of the range stays. Returns how many slots this frees. Raises ValueError, and TypeError if
         `entries` is not a tensor.
         """
-        self._changes.require_writable()
+        self._caller.require_writable()
         if not isinstance(entries, torch.Tensor):
             raise TypeError(
                 f"entries is a {type(entries).__name__}; give a tensor, int64 [n] on {self.memory.device}"
@@ -323,13 +320,13 @@ class KVCache:
         sampled last has no K/V unless a slot was allocated and filled for it; tokens without a slot are not
         cached. Raises ValueError.
         """
-        self._changes.require_writable()
+        self._caller.require_writable()
         self.ledger.close(sequence, int32_bytes(output_ids), cache)
         self._apply()
 
     def evict(self, count: int) -> None:
         """Frees `count` cached tokens, longest unused, least hit first. Raises OutOfTokens, ValueError."""
-        self._changes.require_writable()
+        self._caller.require_writable()
         self.ledger.evict(checked_integer("count", count))
         self._apply()
 
@@ -396,7 +393,7 @@ class KVCache:
         `extend` raise, and it then holds nothing; before that ValueError and TypeError for K/V of another shape
         or type, and for K/V that lacks some of what the next token sees.
         """
-        self._changes.require_writable()
+        self._caller.require_writable()
         if not isinstance(exported, ExportedKV):
             raise TypeError(f"exported is {reprlib.repr(exported)}; give what `export` returned")
         ids = int32_bytes(token_ids)
@@ -408,14 +405,14 @@ class KVCache:
                 self._apply()
                 write_row(self.memory, sequence.row, start, exported)
         except BaseException:  # Ctrl-C as well
-            if not self._changes.has_failed:
+            if not self._caller.failure:
                 self.close(sequence, cache=False)  # not all of its K/V is written
             raise
         return sequence
 
     def memory_map(self, of_states: bool = False) -> MemoryMap:
         """Returns what every slot is used for now, or every state slot. Waits for the device."""
-        self._changes.require_readable()
+        self._caller.require_readable()
         memory = self.memory.states if of_states else self.memory
         if memory is None:
             raise ValueError("no layer has states; make the cache of a spec with states")
@@ -425,26 +422,21 @@ class KVCache:
         """Recounts everything, on the device too, which synchronises: counts, holders, readers and rings; that
         each slot has one owner, each row begins with the slots of its segments, and each has dropped as many
         tokens as the ledger says. Raises CheckFailed, InvalidFree."""
-        self._changes.require_readable()
+        self._caller.require_readable()
         self.ledger.check()
-        if self.num_free != self.memory.num_free:
-            raise CheckFailed(
-                f"the ledger counts {self.num_free} free tokens, the memory {self.memory.num_free}"
-            )
         self.memory.check(self.ledger.holdings())
 
     def _newest_slots(self, sequences: Seq[Sequence], counts: Seq[int]) -> torch.Tensor:
         """Returns the slots of the last `counts[i]` tokens of each sequence, wherever they are in its row."""
         table = self.memory.table
-        spans = [
-            one.entries_at(np.arange(one.position - count, one.position))
-            for one, count in zip(sequences, counts, strict=True)
-        ]
-        places = table.places(np.repeat([one.row for one in sequences], counts), np.concatenate(spans))
+        entries = [np.empty(0, np.int64)]  # of no sequence, too
+        for one, count in zip(sequences, counts, strict=True):
+            entries.append(one.entries_at(np.arange(one.position - count, one.position)))
+        places = table.places(np.repeat([one.row for one in sequences], counts), np.concatenate(entries))
         return table.read(upload([places], self.memory.device)[0]).long()
 
     def _require_open(self, sequences: Seq[Sequence]) -> None:
-        self._changes.require_readable()
+        self._caller.require_readable()
         require_list(sequences)
         for sequence in sequences:
             self.ledger.require_open(sequence)
@@ -452,4 +444,4 @@ class KVCache:
     def _apply(self, kept: Seq[torch.Tensor] = ()) -> torch.Tensor | None:
         """Applies the ledger's edits. Returns the slots that the last Alloc took, int32; None if there is
         none."""
-        return self._changes.apply(self.ledger.drain(), kept, self.on_edits)
+        return self._caller.apply(self.ledger.drain(), kept, self.on_edits)

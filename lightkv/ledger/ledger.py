@@ -27,7 +27,7 @@ from .recount import holdings_of, recount
 from .rings import RingSequence
 from .segments import TOKEN_BYTES, Segment, reachable
 from .sequence import Sequence, prompt_length, require_lists
-from .sessions import Session, SessionCounts
+from .sessions import Session, Sessions
 from .snapshots import StateCounts
 from .state import LedgerState
 
@@ -125,10 +125,6 @@ class TokenLedger:
             f"{self.capacity} tokens; {self.num_open} of {self.max_sequences} sequences open)"
         )
 
-    def indexed_segments(self) -> Iterator[Segment]:
-        """Yields every segment that look-ups can find, parents before children."""
-        return iter(self._state.tree)
-
     def holders(self, segment: Segment) -> Iterator[Sequence]:
         """Yields the open sequences that hold `segment`."""
         return map(self._state.sequences.__getitem__, segment.holders)
@@ -161,7 +157,7 @@ class TokenLedger:
 
         At least one token is left to compute, so that there are logits to sample from. `token_ids` is int32
         bytes; sequences of different `namespace` share nothing. `session`: protects the tokens that are cached
-        when the sequence closes (`open_session`). `keep_at`: after how many tokens another prompt may diverge
+        when the sequence closes (`Sessions.open`). `keep_at`: after how many tokens another prompt may diverge
         or go on, so that what windows and states see there is kept; states are kept there instead of one token
         before the prompt's end. Raises OutOfRows, SequenceTooLong, ValueError.
         """
@@ -238,24 +234,11 @@ class TokenLedger:
         if not self._state.free_rows:
             raise OutOfRows(self.max_sequences)
 
-    def open_session(self, name: str) -> Session:
-        """Returns the session `name`, which is opened if it is not open.
-
-        What its sequences leave in the cache is protected: it is evicted after all that no session protects,
-        that of the session that was used the longest ago first. If all sessions together exceed
-        `max_protected`, they lose their protection in the same order. Every call counts as a use.
-        """
-        return self._state.sessions.open(name)
-
-    def release_session(self, name: str) -> bool:
-        """Ends a session, whose tokens stay cached and are protected no more. Sequences of it that are open
-        protect nothing when they close. Returns False where no such session is open."""
-        return self._state.sessions.release(name)
-
     @property
-    def session_counts(self) -> SessionCounts:
-        """The sessions that protect tokens, and how many tokens they protect and have lost."""
-        return self._state.sessions.counts
+    def sessions(self) -> Sessions:
+        """The sessions. What they protect is evicted last, that of the session that was used the longest ago
+        first. If all together exceed `max_protected`, they lose their protection in the same order."""
+        return self._state.sessions
 
     def match(self, token_ids: bytes, namespace: Namespace = ()) -> Match:
         """Returns what `open` would hit. Changes nothing. Raises ValueError."""

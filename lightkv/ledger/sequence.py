@@ -6,7 +6,7 @@ kinds, in files of their own, derive from it and answer the same questions, so t
 """
 
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -112,9 +112,8 @@ class Sequence:
     slot_per_token: ClassVar[bool] = True
     can_be_read: ClassVar[bool] = False  # by sequences that are opened with it
 
-    # The namespaces in which nothing can be hit any more once it is closed, and the rows that read it.
+    # The namespaces in which nothing can be hit any more once it is closed.
     namespaces: Iterable[Namespace] = ()
-    readers: Set[int] = frozenset()
     cross: "Sequence | None" = None  # the one that it reads
     ring: Ring | None = None  # what its row is, if it is one
 

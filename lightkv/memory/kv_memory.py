@@ -119,11 +119,6 @@ class KVMemory:
         """Free slots, by the host's count."""
         return self.allocator.num_free
 
-    @property
-    def counters(self) -> torch.Tensor:
-        """The device's own free count and error flags: int32 `[2]`, to copy back with a step's result."""
-        return self.allocator.counters
-
     def positions(self, row: int, length: int) -> torch.Tensor:
         """Returns the positions of the first `length` entries of `row`: int64 `[length]` on the device."""
         if row not in self._dropped:

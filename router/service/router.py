@@ -325,7 +325,7 @@ class Router:
         except (NeverFits, InvalidParams, InvalidPrompt, ValueError) as error:
             return Refused(name, "never_fits" if isinstance(error, NeverFits) else "invalid", str(error))
         if message.session is not None:
-            session = _ledger_of(engine).open_session(message.session)
+            session = _ledger_of(engine).sessions.open(message.session)
             self._clients[client].add(message.session)
             for request in requests:
                 request.session = session
@@ -341,7 +341,7 @@ class Router:
     def _release_session(self, client: FrameStream[ToRouter], session: str) -> None:
         self._clients[client].discard(session)
         if self._engine is not None:
-            _ledger_of(self._engine).release_session(session)
+            _ledger_of(self._engine).sessions.release(session)
 
     def _ask_map(self, client: FrameStream[ToRouter]) -> None:
         if self._engine is None:

@@ -51,14 +51,14 @@ def make_world(device: torch.device) -> World:
 
     prompt = [1, 2, 3, 4, 5, 6, 7, 8]
     first = fill(cache.open(prompt), 8)
-    first.session = cache.ledger.open_session("one")
+    first.session = cache.ledger.sessions.open("one")
     cache.publish(first)
     cache.confirm()
     plain = fill(cache.open([*prompt, 9, 10]), 2)
     gapped = fill(cache.open([*prompt, 11, 12, 13]), 3)
     cache.close(first, [20, 21])
     other = fill(cache.open([50, 51, 52]), 3)
-    other.session = cache.ledger.open_session("two")
+    other.session = cache.ledger.sessions.open("two")
     cache.close(other)
     cache.close(fill(cache.open([60, 61, 62, 63]), 4))
     fill(plain, 2)
@@ -154,8 +154,8 @@ PLANTED: dict[str, dict[str, Callable[[World], object]]] = {
         "a used slot is free": lambda world: world.cache.memory.allocator.mem_state.index_fill_(
             0, world.cache.slots(world.plain)[:1].long(), 1
         ),
-        "the device's count": add_at(lambda world: world.cache.memory.counters, 0, 1),
-        "the flags": add_at(lambda world: world.cache.memory.counters, 1, 1),
+        "the device's count": add_at(lambda world: world.cache.memory.allocator.counters, 0, 1),
+        "the flags": add_at(lambda world: world.cache.memory.allocator.counters, 1, 1),
         "the host's count": add(lambda world: world.cache.memory.allocator, "_num_free", -1),
         "a block's count": add_at(lambda world: world.cache.memory.allocator._state.block_free, 0, 1),
         "a bit": add_at(lambda world: world.cache.memory.allocator._state.free_bits, 0, 2),

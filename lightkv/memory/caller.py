@@ -1,4 +1,4 @@
-"""The changes that one thread's verbs make to a cache's memory."""
+"""The one thread whose verbs change a cache's memory."""
 
 import logging
 import threading
@@ -15,33 +15,29 @@ _logger = logging.getLogger("lightkv")
 OnEdits = Callable[[list[Edit], list[torch.Tensor]], None]
 
 
-class Changes:
-    """Applies edits to `memory` for the thread that makes this, until the memory fails.
+class Caller:
+    """The thread that makes this, for which edits are applied to `memory` until that fails.
 
-    has_failed: whether it has; every later verb raises MemoryFailed.
+    failure: how it has failed, "" if it has not; every later verb raises MemoryFailed.
     """
 
     def __init__(self, memory: KVMemory) -> None:
         self._memory = memory
         self._owner = threading.current_thread()
         self._in_callback = False
-        self._failure = ""
-
-    @property
-    def has_failed(self) -> bool:
-        return bool(self._failure)
+        self.failure = ""
 
     def note_failure(self, error: BaseException) -> None:
         """Notes that the device memory failed in a verb."""
-        self._failure = f"{type(error).__name__}: {error}"
+        self.failure = f"{type(error).__name__}: {error}"
 
     def require_readable(self) -> None:
         """Raises WrongThread, MemoryFailed unless the calling thread may read the memory."""
         caller = threading.current_thread()
         if caller is not self._owner:
             raise WrongThread(self._owner.name, caller.name)
-        if self._failure:
-            raise MemoryFailed(self._failure)
+        if self.failure:
+            raise MemoryFailed(self.failure)
 
     def require_writable(self) -> None:
         """Raises what `require_readable` does, and LightKVError within a callback."""
