@@ -15,7 +15,6 @@ from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace
 from lightkv.ledger.rings import RingSequence
 from lightkv.ledger.sequence import Sequence, require_list
 from lightkv.ledger.shared_prefixes import PrefixSharing, SharedPrefix, shared_prefixes
-from lightkv.memory.caller import Caller, OnEdits
 from lightkv.memory.exported_kv import ExportedKV, read_row, write_row
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.kv_spec import KVSpec
@@ -24,6 +23,7 @@ from lightkv.memory.state_memory import StateSlots
 from lightkv.memory.token_table import KVIndices
 from lightkv.triton_kernels.layout.ring import Ring
 
+from .caller import Caller, OnEdits
 from .counts import checked_counts, checked_integer
 from .errors import OutOfTokens
 from .ledger import TokenLedger

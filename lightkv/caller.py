@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lightkv.edits import Edit
-from lightkv.errors import LightKVError, MemoryFailed, WrongThread
+from lightkv.memory.kv_memory import KVMemory
 
-from .kv_memory import KVMemory
+from .edits import Edit
+from .errors import LightKVError, MemoryFailed, WrongThread
 
 _logger = logging.getLogger("lightkv")
 OnEdits = Callable[[list[Edit], list[torch.Tensor]], None]
