@@ -27,6 +27,7 @@ class Holder(Protocol):
     prompt: bytes
     keep_at: Seq[int]
     matched: int
+    num_hit: int
     node: Segment
     length: int
     shared: int

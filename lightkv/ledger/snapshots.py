@@ -18,12 +18,12 @@ and only those that no open sequence needs: `num_owed` sequences have no state o
 
 What is evicted first: a superseded snapshot, in whose place another one is expected to be hit. Each on the path
 to the one that a sequence hits is, since the sequence will leave one that stands for more; so are those before
-one at a place that was given, and those that `StateHold.is_expected` is false of; but none where prompts
-diverge. Then comes the one that was used the longest ago, by the clock of the tree, which counts tokens, and
-each one as much later as it saves tokens.
+one that is expected to be hit, and those of which `StateHold.is_expected` is false; but none at the places that
+the sequence was given, nor where prompts diverge. Then comes the one that was used the longest ago, by the
+clock of the tree, which counts tokens, and each one as much later as it saves tokens.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import NamedTuple
 
 from lightkv.classes.all import NEVER
@@ -162,14 +162,13 @@ class StateClass:
             self.state.emit(AllocStates(tuple(rows)))
             rows.clear()
 
-    def supersede(self, node: Segment, keep: int) -> None:
-        """Has the snapshots of the path to `node` evicted first, but for the last `keep`, and those where
-        prompts diverge or other sessions end."""
-        for segment in node.up():
-            if (tail := segment.tails.get(self.cls)) is not None:
-                keep -= 1
-                if keep < 0 and segment.protected <= 1 and not segment.is_branching:
-                    self.idle.supersede(tail)
+    def supersede(self, node: Segment, end: int, spared: Container[int]) -> None:
+        """Has the snapshots of the path to `node`, which ends at `end`, evicted first, but for those after as
+        many tokens as are `spared`, and those where prompts diverge or other sessions end."""
+        for segment, at in node.ends_up(end):
+            tail = segment.tails.get(self.cls)
+            if tail and at not in spared and segment.protected <= 1 and not segment.is_branching:
+                self.idle.supersede(tail)
 
     def check(self, segments: Iterable[Segment], sequences: Iterable[Holder]) -> None:
         """Recounts the slots. Raises CheckFailed."""
@@ -231,7 +230,7 @@ class StateHold:
     # Beginning and ending
 
     def enter(self) -> None:
-        """Reads the snapshot that the sequence has hit, which supersedes those before it."""
+        """Reads the snapshot that the sequence has hit. Those of its path are superseded, but at its places."""
         of, sequence = self.of, self.sequence
         found: tuple[int, ...] = ()
         if sequence.length:
@@ -239,7 +238,7 @@ class StateHold:
             tail.hold(sequence.row)
             self.last = sequence.length
             found = (tail.segment.id,)
-            of.supersede(sequence.node, 0)
+            of.supersede(sequence.node, sequence.length, sequence.keep_at)
         of.state.emit(MapSegments(sequence.row, FROM, found, of.cls))
 
     def fork(self, fork: Holder) -> "StateHold":
@@ -330,9 +329,9 @@ class StateHold:
 
     def is_expected(self, end: int, closes: bool = False) -> bool:
         """Returns whether a snapshot after `end` tokens is expected to be hit: where prompts diverge, at a
-        place that was given, and where the sequence closes, unless it has passed a given one."""
+        place that was given, and where the sequence closes, unless it has computed a given one."""
         one = self.sequence
-        given = [place for place in one.keep_at if place < len(one.prompt) // TOKEN_BYTES]
+        given = [at for at in one.keep_at if one.num_hit <= at < len(one.prompt) // TOKEN_BYTES]
         return end == one.matched or end in given or (closes and end <= max(given, default=end))
 
     def keep_chunk_end(self, path: tuple[Segment, int]) -> None:
@@ -371,7 +370,7 @@ class StateHold:
             of.state.emit(MapSegments(row, FROM, (node.id,), of.cls))
         tail.superseded = False
         if self.is_expected(end, closes):
-            of.supersede(node, len(self.sequence.keep_at) or 1)
+            of.supersede(node, end, {end, *self.sequence.keep_at})
         elif not self.is_own:  # else another sequence has left this one
             of.idle.supersede(tail)
 
