@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Lines of Python files, with docstrings, comments and blank lines.
-CEILINGS = {"lightkv": 18060, "router": 28554, "triton_kernels": 12825}
+CEILINGS = {"lightkv": 18059, "router": 28554, "triton_kernels": 12825}
 
 
 def lines(room: str) -> Counter[str]:
