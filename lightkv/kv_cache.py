@@ -4,10 +4,7 @@ Every verb calls the ledger's verb of that name and applies its edits before it 
 and memory live in different processes uses `TokenLedger` and `KVMemory` directly.
 """
 
-import logging
 import reprlib
-import threading
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -26,14 +23,12 @@ from lightkv.memory.state_memory import StateSlots
 from lightkv.memory.token_table import KVIndices
 from lightkv.triton_kernels.layout.ring import Ring
 
+from .caller import Caller, OnEdits
 from .counts import checked_counts, checked_integer
-from .edits import Edit
-from .errors import CheckFailed, LightKVError, MemoryFailed, OutOfTokens, WrongThread
+from .errors import OutOfTokens
 from .ledger import TokenLedger
 from .memory_map import MemoryMap
 from .token_ids import TokenIds, int32_bytes
-
-_logger = logging.getLogger("lightkv")
 
 
 class KVCache:
@@ -85,10 +80,8 @@ class KVCache:
         self.memory = KVMemory(
             spec, ledger.capacity + 1, ledger.max_sequences, ledger.max_entries, device, num_states
         )
-        self.on_edits: Callable[[list[Edit], list[torch.Tensor]], None] | None = None
-        self._owner = threading.current_thread()
-        self._in_callback = False  # whether `on_edits` is running
-        self._failure = ""  # how the device memory failed
+        self.on_edits: OnEdits | None = None
+        self._caller = Caller(self.memory)
 
     def __repr__(self) -> str:
         tokens = f"{self.num_free} free, {self.num_cached} cached, {self.num_held} held of {self.capacity}"
@@ -133,7 +126,7 @@ class KVCache:
 
     def match(self, token_ids: TokenIds, namespace: Namespace = ()) -> int:
         """Returns how many tokens of this prompt `open` would hit. Changes nothing. Raises ValueError."""
-        self._require_usable()
+        self._caller.require_readable()
         ids = int32_bytes(token_ids)
         branch = self.ledger.find_branch(ids, namespace)
         return branch.point if branch else self.ledger.match(ids, namespace).num_tokens
@@ -145,7 +138,7 @@ class KVCache:
         `keep_at`: after how many tokens other prompts may go on (`TokenLedger.open`). Raises OutOfRows,
         SequenceTooLong, ValueError.
         """
-        self._require_no_callback()
+        self._caller.require_writable()
         ids = int32_bytes(token_ids)
         if branch := self.ledger.find_branch(ids, namespace):
             self.ledger.keep_branch(branch)
@@ -156,9 +149,7 @@ class KVCache:
     def states(self, sequences: Seq[Sequence]) -> StateSlots:
         """Returns which state slots the pieces read and write that these sequences were extended by last. Ask
         before a sequence is extended again: each piece has its own. Raises ValueError."""
-        self._require_usable()
-        for sequence in sequences:
-            self.ledger.require_open(sequence)
+        self._require_open(sequences)
         if self.memory.states is None:
             raise ValueError("no layer has states; make the cache of a spec with states")
         return self.memory.states.slots([sequence.row for sequence in sequences])
@@ -170,7 +161,7 @@ class KVCache:
         It gets slots as it fills, and then writes to them again: nothing is freed, moved or copied. It shares
         its sinks at most, and cannot be forked or cut. Raises OutOfRows, SequenceTooLong, ValueError.
         """
-        self._require_no_callback()
+        self._caller.require_writable()
         sequence = self.ledger.open_ring(int32_bytes(token_ids), ring, namespace)
         self._apply()
         return sequence
@@ -182,7 +173,7 @@ class KVCache:
 
         It shares tokens with the other readers only. Raises OutOfRows, SequenceTooLong, ValueError.
         """
-        self._require_no_callback()
+        self._caller.require_writable()
         sequence = self.ledger.open_reader(int32_bytes(token_ids), cross, namespace)
         self._apply()
         return sequence
@@ -196,7 +187,7 @@ class KVCache:
         them, and so are the tokens that readers have left cached. Raises OutOfTokens, OutOfRows,
         SequenceTooLong, ValueError.
         """
-        self._require_no_callback()
+        self._caller.require_writable()
         sequence = self.ledger.open_cross(checked_integer("length", length))
         self._apply()
         return sequence
@@ -210,7 +201,7 @@ class KVCache:
         `ring.room(position)` tokens. Raises OutOfTokens only when free and cached tokens together are too few,
         SequenceTooLong, ValueError. What windows have passed is freed even where slots are then too few.
         """
-        self._require_no_callback()
+        self._caller.require_writable()
         counts = checked_counts("counts", counts)
         try:
             edit = self.ledger.extend(sequences, counts)
@@ -219,15 +210,12 @@ class KVCache:
             raise
         slots = self._apply()
         try:
-            if not sequences:
-                nothing = torch.empty(0, dtype=torch.int64, device=self.memory.device)
-                return self.memory.table.read(nothing).long()
             # Some tokens took no slot of their own, or one in each group.
             if slots is None or edit.counts != tuple(counts) or not self.ledger.groups.is_uniform:
                 return self._newest_slots(sequences, counts)
             return slots.long()
         except BaseException as error:  # the caller does not know the slots, to which no K/V will be written
-            self._note_failure(error)
+            self._caller.note_failure(error)
             raise
 
     def shrink(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
@@ -235,7 +223,7 @@ class KVCache:
         `sequences[i]`, all or none. The prompts stay as they are. Raises ValueError for slots that other
         sequences may hold.
         """
-        self._require_no_callback()
+        self._caller.require_writable()
         self.ledger.shrink(sequences, checked_counts("counts", counts))
         self._apply()
 
@@ -245,13 +233,13 @@ class KVCache:
         It may be called before their K/V is written, as long as that happens before any sequence reads it. Call
         `confirm` once it is written, or `retract` if that fails.
         """
-        self._require_no_callback()
+        self._caller.require_writable()
         self.ledger.publish(sequence)
         self._apply()
 
     def confirm(self) -> None:
         """Keeps what was published, whose K/V is written now."""
-        self._require_no_callback()
+        self._caller.require_writable()
         self.ledger.confirm(self.ledger.step)
         self.ledger.step += 1
 
@@ -260,7 +248,7 @@ class KVCache:
 
         Close its sequences first, with `cache=False`. Raises ValueError while one still holds such tokens.
         """
-        self._require_no_callback()
+        self._caller.require_writable()
         self.ledger.retract()
         self._apply()
 
@@ -271,7 +259,7 @@ class KVCache:
         forward pass that computes the newest ones, since a fork gives up what windows have passed. Raises
         OutOfRows, ValueError.
         """
-        self._require_no_callback()
+        self._caller.require_writable()
         fork = self.ledger.fork(sequence)
         self._apply()
         return fork
@@ -282,7 +270,7 @@ class KVCache:
         Shared tokens stay with the other holders, or cached. The prompt is cut to `length` too. The position of
         the next token is then `length + sequence.dropped`. Raises ValueError.
         """
-        self._require_no_callback()
+        self._caller.require_writable()
         self.ledger.truncate(sequence, checked_integer("length", length))
         self._apply()
 
@@ -292,7 +280,7 @@ class KVCache:
         The remaining entries move down in the row; their K/V stays in its slots, unchanged. Returns how many
         slots this frees at once. Nothing that the sequence computes is cached from now on. Raises ValueError.
         """
-        self._require_no_callback()
+        self._caller.require_writable()
         count, sink_tokens = checked_integer("count", count), checked_integer("sink_tokens", sink_tokens)
         num_freed = self.ledger.release(sequence, count, sink_tokens)
         self._apply()
@@ -310,7 +298,7 @@ class KVCache:
         another entry of the range stays. Returns how many slots this frees. Raises ValueError, and TypeError if
         `entries` is not a tensor.
         """
-        self._require_no_callback()
+        self._caller.require_writable()
         if not isinstance(entries, torch.Tensor):
             raise TypeError(
                 f"entries is a {type(entries).__name__}; give a tensor, int64 [n] on {self.memory.device}"
@@ -332,13 +320,13 @@ class KVCache:
         sampled last has no K/V unless a slot was allocated and filled for it; tokens without a slot are not
         cached. Raises ValueError.
         """
-        self._require_no_callback()
+        self._caller.require_writable()
         self.ledger.close(sequence, int32_bytes(output_ids), cache)
         self._apply()
 
     def evict(self, count: int) -> None:
         """Frees `count` cached tokens, longest unused, least hit first. Raises OutOfTokens, ValueError."""
-        self._require_no_callback()
+        self._caller.require_writable()
         self.ledger.evict(checked_integer("count", count))
         self._apply()
 
@@ -348,8 +336,7 @@ class KVCache:
 
         Raises ValueError.
         """
-        self._require_usable()
-        self.ledger.require_open(sequence)
+        self._require_open([sequence])
         group = self.memory.group_of_layer[layer_idx]
         return self.memory.table.groups[group, sequence.row, : sequence.length]
 
@@ -359,17 +346,13 @@ class KVCache:
 
         Raises ValueError.
         """
-        self._require_usable()
-        self.ledger.require_open(sequence)
+        self._require_open([sequence])
         positions: torch.Tensor = sequence.positions_of(self.memory.positions(sequence.row, sequence.length))
         return positions
 
     def kv_indices(self, sequences: Seq[Sequence]) -> KVIndices:
         """Returns the batch's slots in FlashInfer's form with a page size of one. Raises ValueError."""
-        self._require_usable()
-        require_list(sequences)
-        for sequence in sequences:
-            self.ledger.require_open(sequence)
+        self._require_open(sequences)
         rows = [sequence.row for sequence in sequences]
         return self.memory.table.kv_indices(rows, [sequence.length for sequence in sequences])
 
@@ -382,10 +365,7 @@ class KVCache:
         the backends). Prefixes that save too little are left out (`shared_prefixes.PrefixSharing`). Raises
         ValueError.
         """
-        self._require_usable()
-        require_list(sequences)
-        for sequence in sequences:
-            self.ledger.require_open(sequence)
+        self._require_open(sequences)
         sharing = PrefixSharing(checked_integer("max_members", max_members))
         return shared_prefixes(self.ledger.shared, sequences, sharing)
 
@@ -396,8 +376,7 @@ class KVCache:
         have groups, those with windows copy what they keep. Raises ValueError, also for a sequence that has
         dropped tokens.
         """
-        self._require_usable()
-        self.ledger.require_open(sequence)
+        self._require_open([sequence])
         if not sequence.is_whole:
             raise ValueError(
                 f"{sequence} has dropped tokens, so a prompt's K/V cannot be made of it; run it anew"
@@ -414,7 +393,7 @@ class KVCache:
         `extend` raise, and it then holds nothing; before that ValueError and TypeError for K/V of another shape
         or type, and for K/V that lacks some of what the next token sees.
         """
-        self._require_no_callback()
+        self._caller.require_writable()
         if not isinstance(exported, ExportedKV):
             raise TypeError(f"exported is {reprlib.repr(exported)}; give what `export` returned")
         ids = int32_bytes(token_ids)
@@ -426,72 +405,43 @@ class KVCache:
                 self._apply()
                 write_row(self.memory, sequence.row, start, exported)
         except BaseException:  # Ctrl-C as well
-            if not self._failure:
+            if not self._caller.failure:
                 self.close(sequence, cache=False)  # not all of its K/V is written
             raise
         return sequence
 
     def memory_map(self, of_states: bool = False) -> MemoryMap:
         """Returns what every slot is used for now, or every state slot. Waits for the device."""
-        self._require_usable()
-        labels = self.memory.state_labels if of_states else self.memory.labels
-        return MemoryMap(labels(self.ledger.holdings()))
+        self._caller.require_readable()
+        memory = self.memory.states if of_states else self.memory
+        if memory is None:
+            raise ValueError("no layer has states; make the cache of a spec with states")
+        return MemoryMap(memory.labels(self.ledger.holdings()))
 
     def check(self) -> None:
         """Recounts everything, on the device too, which synchronises: counts, holders, readers and rings; that
         each slot has one owner, each row begins with the slots of its segments, and each has dropped as many
         tokens as the ledger says. Raises CheckFailed, InvalidFree."""
-        self._require_usable()
+        self._caller.require_readable()
         self.ledger.check()
-        if self.num_free != self.memory.num_free:
-            raise CheckFailed(
-                f"the ledger counts {self.num_free} free tokens, the memory {self.memory.num_free}"
-            )
         self.memory.check(self.ledger.holdings())
 
     def _newest_slots(self, sequences: Seq[Sequence], counts: Seq[int]) -> torch.Tensor:
         """Returns the slots of the last `counts[i]` tokens of each sequence, wherever they are in its row."""
         table = self.memory.table
-        spans = [
-            one.entries_at(np.arange(one.position - count, one.position))
-            for one, count in zip(sequences, counts, strict=True)
-        ]
-        places = table.places(np.repeat([one.row for one in sequences], counts), np.concatenate(spans))
+        entries = [np.empty(0, np.int64)]  # of no sequence, too
+        for one, count in zip(sequences, counts, strict=True):
+            entries.append(one.entries_at(np.arange(one.position - count, one.position)))
+        places = table.places(np.repeat([one.row for one in sequences], counts), np.concatenate(entries))
         return table.read(upload([places], self.memory.device)[0]).long()
 
-    def _require_usable(self) -> None:
-        caller = threading.current_thread()
-        if caller is not self._owner:
-            raise WrongThread(self._owner.name, caller.name)
-        if self._failure:
-            raise MemoryFailed(self._failure)
-
-    def _require_no_callback(self) -> None:
-        self._require_usable()
-        if self._in_callback:
-            raise LightKVError(
-                "on_edits called a verb that changes the cache, in the middle of another; note it there, and "
-                "call it once that one has returned"
-            )
-
-    def _note_failure(self, error: BaseException) -> None:
-        self._failure = f"{type(error).__name__}: {error}"
+    def _require_open(self, sequences: Seq[Sequence]) -> None:
+        self._caller.require_readable()
+        require_list(sequences)
+        for sequence in sequences:
+            self.ledger.require_open(sequence)
 
     def _apply(self, kept: Seq[torch.Tensor] = ()) -> torch.Tensor | None:
         """Applies the ledger's edits. Returns the slots that the last Alloc took, int32; None if there is
         none."""
-        try:
-            edits = self.ledger.drain()
-            slots = self.memory.apply(edits, kept)
-        except BaseException as error:  # Ctrl-C as well
-            self._note_failure(error)
-            raise
-        if edits and self.on_edits is not None:
-            self._in_callback = True
-            try:
-                self.on_edits(edits, list(kept))
-            except Exception:  # the verb is complete, and its caller needs what it returns
-                _logger.exception("on_edits failed on %d edits, which have been applied", len(edits))
-            finally:
-                self._in_callback = False
-        return slots
+        return self._caller.apply(self.ledger.drain(), kept, self.on_edits)

@@ -53,7 +53,7 @@ class Lifetime:
             raise ValueError(f"a layer that sees everything has no size; got {self.size}")
 
     @cached_property
-    def rule(self) -> "Rule":
+    def rule(self) -> All | Window | Chunk:
         """What answers for layers of this lifetime."""
         return _RULES[self.sees](self.size, self.slack)
 
@@ -66,18 +66,6 @@ class Lifetime:
     def distance(self) -> int:
         """How many entries before the newest one the entry is whose slot that one takes, if it takes one."""
         return self.size + self.slack
-
-    def first_seen(self, position: int) -> int:
-        """Returns the first position that a query at `position` sees: what has to be there to go on."""
-        return self.rule.first_seen(position)
-
-    def first_kept(self, length: int) -> int:
-        """Returns the first position that a sequence of `length` tokens keeps before it grows."""
-        return self.rule.first_kept(length)
-
-    def gone_at(self, position: int) -> int:
-        """Returns the least length with which a sequence does not keep `position` any more."""
-        return self.rule.gone_at(position)
 
     def most_kept(self, length: int, chunk: int) -> int:
         """Returns the most tokens that a sequence of up to `length` holds at any time, whatever it hits and
@@ -215,7 +203,7 @@ class LayerGroups:
 
     def slots(self, length: int) -> int:
         """Returns how many slots a sequence of `length` tokens keeps that shares none."""
-        return sum(one.num_groups * (length - one.lifetime.first_kept(length)) for one in self.classes)
+        return sum(one.num_groups * (length - one.lifetime.rule.first_kept(length)) for one in self.classes)
 
     def most_slots(self, length: int, chunk: int) -> int:
         """Returns the most slots that a sequence of up to `length` tokens holds at any time, whatever it hits
@@ -233,7 +221,7 @@ class LayerGroups:
     def require_import(self, length: int, firsts: Sequence[int]) -> None:
         """Raises ValueError unless a token after `length` ones sees none before the positions `firsts`, one for
         each class after the first."""
-        seen = [one.lifetime.first_seen(length) for one in self.classes[1:]]
+        seen = [one.lifetime.rule.first_seen(length) for one in self.classes[1:]]
         if len(firsts) != len(seen) or any(not 0 <= a <= b for a, b in zip(firsts, seen, strict=True)):
             raise ValueError(
                 f"K/V of {length} tokens that begins at {list(firsts)} in the classes of layers after the "

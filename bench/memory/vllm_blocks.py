@@ -106,7 +106,7 @@ class BlockMemory:
         sequence.ends = {most, self._longest(next(iter(self._of)), sequence.keys, most)}
         sequence.length = sequence.num_hit = num_blocks * self.block
         for group, (lifetime, blocks) in enumerate(zip(self.groups, sequence.blocks, strict=True)):
-            first = min(lifetime.first_seen(sequence.length) // self.block, num_blocks)
+            first = min(lifetime.rule.first_seen(sequence.length) // self.block, num_blocks)
             blocks += [PASSED] * first
             for key in sequence.keys[first:num_blocks]:
                 found = next(iter(self._known[group, key]))
@@ -118,7 +118,7 @@ class BlockMemory:
     def extend(self, sequence: BlockSequence, count: int) -> None:
         """Gives back what has passed, and takes blocks for `count` more tokens. Raises OutOfTokens."""
         for lifetime, blocks in zip(self.groups, sequence.blocks, strict=True):
-            passed = min(lifetime.first_seen(sequence.length) // self.block, len(blocks))
+            passed = min(lifetime.rule.first_seen(sequence.length) // self.block, len(blocks))
             gone = []
             while passed and blocks[passed - 1] != PASSED:
                 passed -= 1
@@ -187,7 +187,7 @@ class BlockMemory:
                     return i + 1 + run
                 run = run + 1 if self._has(groups, keys[i]) else 0
             return run
-        start = lifetime.first_seen(most * self.block) // self.block
+        start = lifetime.rule.first_seen(most * self.block) // self.block
         return next((i for i in range(start, most) if not self._has(groups, keys[i])), most)
 
     def _num_seen(self, window: Lifetime) -> int:

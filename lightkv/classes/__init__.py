@@ -1,5 +1,5 @@
 """How long layers see a token, or that they keep a state instead (`state.py`): a file for each class of layers,
-in integers. Each answers the same questions:
+in integers. Each answers the same questions, of which the last two are of classes that keep tokens:
 
 first_seen(p)    the first entry that has to be there to go on after p tokens
 boundary(n)      the most tokens, up to n, after which no earlier one has to be there

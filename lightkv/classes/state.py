@@ -8,17 +8,9 @@ A sequence goes on only where there is a state after exactly as many tokens as i
 has no tokens: it is one snapshot, at the end of its segment.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
 
-
-@dataclass(frozen=True)
 class State:
     """A state that stands for all earlier tokens, and none of them."""
-
-    size: int = 0
-    slack: int = 0
-    reuses: ClassVar[bool] = False
 
     def __str__(self) -> str:
         return "a state of all tokens"
@@ -31,9 +23,6 @@ class State:
 
     def first_kept(self, length: int) -> int:
         return length
-
-    def gone_at(self, position: int) -> int:
-        return position + 1
 
     def keeps_chunk_end(self, length: int, kept: int) -> bool:
         """Returns whether the state at the end of a chunk, after `length` tokens, is kept on a path whose last

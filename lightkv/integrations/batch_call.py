@@ -126,7 +126,7 @@ def _first_seen_columns(
     """Returns the first column that any token sees that a step computes of a row, int64 `[groups, rows]`."""
     start_of = {rows[part.row]: part.start for part in parts}
     starts = [start_of[row] for row in rows]
-    seen = [[one.lifetime.first_seen(start) for start in starts] for one in groups.classes]
+    seen = [[one.lifetime.rule.first_seen(start) for start in starts] for one in groups.classes]
     return (np.array(seen, dtype=np.int64) + np.array(padding)).repeat(groups.widths, axis=0)
 
 

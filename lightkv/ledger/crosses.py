@@ -33,11 +33,6 @@ class CrossSequence(Sequence):
         self.namespaces: dict[Namespace, None] = {}
         self.is_kept = True
 
-    @property
-    def num_readers(self) -> int:
-        """How many open sequences read it."""
-        return len(self.readers)
-
     def let_go(self) -> bool:
         if not self.is_kept:
             raise ValueError(f"{self} is closed, and stays only for those that read it")
@@ -106,7 +101,7 @@ class ReaderSequence(Sequence):
     @property
     def is_cacheable(self) -> bool:
         # Nothing can hit tokens that depend on a cross sequence that goes.
-        return super().is_cacheable and (self.cross.is_kept or self.cross.num_readers > 1)
+        return super().is_cacheable and (self.cross.is_kept or len(self.cross.readers) > 1)
 
     def check(self, sequences: Mapping[int, Sequence]) -> None:
         super().check(sequences)

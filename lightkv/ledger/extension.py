@@ -1,12 +1,13 @@
-"""Extending sequences: the verb of every step, which checks a batch once for as long as it stays the same. And
-prompts that diverge from a running sequence, which still has what classes see there, but keeps it for no other.
+"""Extending sequences, the verb of every step, which checks a batch once for as long as it stays the same, and
+shortening them. And prompts that diverge from a running sequence, which still has what classes see there, but
+keeps it for no other.
 """
 
 from collections.abc import Sequence as Seq
-from operator import add, index
+from operator import add, index, itemgetter
 from typing import NamedTuple
 
-from lightkv.edits import Alloc, AllocPart, MapSegments
+from lightkv.edits import Alloc, AllocPart, KeepEntries, MapSegments, MoveEntries, SetGap
 from lightkv.errors import CheckFailed, OutOfTokens, SequenceTooLong
 
 from .prefix_tree import Match
@@ -148,7 +149,8 @@ class Extension:
             happens = min([hold.prepare(count) for hold in one.holds] + one.points[:1])
             one.look_at = happens if count == 1 else 0
         if due or not self._reused:
-            self._reused = tuple(map(self._state.reused.__getitem__, self._batch_rows))
+            # Row 0, which no sequence has, makes it a tuple where the batch has one row.
+            self._reused = itemgetter(*self._batch_rows, 0)(self._state.reused)[:-1]
             self._num_reused = self._slots_reused(self._reused)
         return [one for one, _ in due]
 
@@ -183,7 +185,7 @@ class Extension:
         ends before. A fork needs all of them."""
         if point <= sequence.shared:
             self._state.split_path(sequence, point)
-            for hold in [hold for hold in sequence.holds if is_fork or hold.may_keep()]:
+            for hold in [hold for hold in sequence.holds if is_fork or hold.may_keep(point)]:
                 hold.keep(point, (sequence.node, sequence.shared), self._state.step - 1)
 
     def extend_imported(self, sequence: Sequence, length: int, firsts: Seq[int]) -> Alloc:
@@ -224,12 +226,13 @@ class Extension:
 
     def _set_batch(self, sequences: Seq[Sequence]) -> None:
         """Checks the sequences of a batch, once for as long as the same ones are extended."""
-        batch = list(sequences)
+        batch, rows, is_open = list(sequences), tuple[int, ...](), False
         try:
             rows = tuple([sequence.row for sequence in batch])
-        except AttributeError:
-            rows = ()
-        if list(map(self._state.sequences.get, rows)) != batch:
+            is_open = len(rows) > 1 and list(itemgetter(*rows)(self._state.sequences)) == batch
+        except (AttributeError, KeyError):
+            pass
+        if not is_open:
             for sequence in batch:
                 self._state.require_open(sequence)
         if len(rows) > 1 and len(set(rows)) < len(rows):
@@ -237,6 +240,94 @@ class Extension:
         self._slot_per_token = self.is_even or all(one.slot_per_token for one in batch)
         self._batch, self._batch_rows, self._reused = batch, rows, ()
         self._batch_end = self.max_entries  # so that the next `extend` looks it up
+
+
+# Shortening. The public verbs have checked that the sequence is open, and of a kind that can lose tokens.
+
+
+def shrink(state: LedgerState, sequences: Seq[Sequence], counts: Seq[int]) -> None:
+    """Undoes the last `counts[i]` tokens of each sequence, all or none (`TokenLedger.shrink`)."""
+    for sequence, count in zip(sequences, counts, strict=True):
+        sequence.require_shrink(count)
+    for sequence, count in zip(sequences, counts, strict=True):
+        if num_freed := sequence.shrink(count):
+            state.free_range(sequence.row, sequence.length, sequence.length + num_freed)
+            if sequence.gap.dropped:
+                state.emit(SetGap(sequence.row, sequence.length, sequence.gap.dropped))
+
+
+def truncate(state: LedgerState, sequence: Sequence, length: int) -> None:
+    """Drops all but the first `length` entries of a sequence (`TokenLedger.truncate`)."""
+    sequence.require_truncate(length)
+    for hold in sequence.holds:
+        hold.free_after(length, sequence.length)
+    if sequence.holds:
+        sequence.points = [point for point in sequence.points if point <= length]
+    start = max(length, sequence.shared)
+    if start < sequence.length:
+        state.free_range(sequence.row, start, sequence.length)
+    if length < sequence.shared:
+        _leave_range(state, sequence, length, sequence.shared)
+    sequence.length = length
+    if sequence.gap.dropped:
+        sequence.gap = sequence.gap.cut(length)
+        state.emit(SetGap(sequence.row, length, sequence.gap.dropped))
+    if not sequence.gap.dropped:
+        sequence.prompt = sequence.prompt[: length * TOKEN_BYTES]
+
+
+def release(state: LedgerState, sequence: Sequence, count: int, sink_tokens: int) -> int:
+    """Drops the `count` oldest tokens after the first `sink_tokens` (`TokenLedger.release`)."""
+    length, shared, end = sequence.length, sequence.shared, sink_tokens + count
+    if count < 0 or sink_tokens < 0 or end > length:
+        raise ValueError(f"cannot drop {count} tokens after {sink_tokens}, of {length}")
+    sequence.gap.require_start(sink_tokens)
+    if not count:
+        return 0
+    before = state.num_free
+    if sink_tokens < shared:
+        _leave_range(state, sequence, sink_tokens, min(end, shared))
+    if end > shared:
+        state.free_range(sequence.row, max(sink_tokens, shared), end)
+    state.emit(MoveEntries(sequence.row, end, length, sink_tokens))
+    sequence.length -= count
+    sequence.gap = sequence.gap.widened(sink_tokens, count)
+    return state.num_free - before
+
+
+def keep(state: LedgerState, sequence: Sequence, count: int) -> int:
+    """Keeps `count` of the private tokens after the sinks (`TokenLedger.keep`)."""
+    start = max(sequence.shared, sequence.gap.start)
+    num_freed = sequence.length - start - count
+    if count < 0 or num_freed < 0:
+        raise ValueError(f"cannot keep {count} of {sequence.length - start} private tokens")
+    if num_freed:
+        state.emit(KeepEntries(sequence.row, start, sequence.length, count))
+        state.count(free=num_freed)
+        sequence.length -= num_freed
+        sequence.gap = sequence.gap.widened(sequence.gap.start, num_freed)
+    return num_freed
+
+
+def _leave_range(state: LedgerState, sequence: Sequence, start: int, end: int) -> None:
+    """Leaves the segments of its shared entries [start, end), which are split at both ends."""
+    for at in (end, start):
+        state.split_path(sequence, at)
+    first, path = sequence.shared, []  # the segments, the deepest first, with their first entries
+    for segment in sequence.path():
+        first -= segment.length
+        path.append((segment, first))
+    above = next((segment for segment, first in path if first < start), sequence.root)
+    if path[0][1] >= end:  # segments are left below the gap
+        sequence.gap = sequence.gap.after(above)
+        state.gapped.add(sequence.row)
+    else:
+        sequence.node = above
+        if start <= sequence.gap.start:
+            sequence.gap = sequence.gap.after(None)
+            state.gapped.discard(sequence.row)
+    sequence.shared -= end - start
+    state.leave(sequence, [segment for segment, first in path if start <= first < end])
 
 
 class Branch(NamedTuple):

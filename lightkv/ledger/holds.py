@@ -26,6 +26,8 @@ class Holder(Protocol):
     row: int
     prompt: bytes
     keep_at: Seq[int]
+    matched: int
+    num_hit: int
     node: Segment
     length: int
     shared: int
@@ -331,7 +333,7 @@ class Hold:
             if own < end <= first:
                 state.idle.supersede(segment.tails[self.of.cls])
 
-    def may_keep(self) -> bool:
+    def may_keep(self, end: int) -> bool:
         """Returns whether it may keep tails, for which it holds no more than before."""
         return True
 
@@ -344,10 +346,10 @@ class Hold:
         """Raises ValueError where its sequence cannot go back to `length`: where the next token sees some that
         are not held."""
         lifetime, first = self.of.lifetime, self.first
-        if first > lifetime.first_seen(length):
+        if first > lifetime.rule.first_seen(length):
             raise ValueError(
                 f"{self.sequence} cannot go back to {length} tokens: the next one sees those from "
-                f"{lifetime.first_seen(length)} on in layers with a {lifetime.sees} of {lifetime.size}, "
+                f"{lifetime.rule.first_seen(length)} on in layers with a {lifetime.sees} of {lifetime.size}, "
                 f"and they are held from {first} on; open a sequence for these tokens"
             )
 
@@ -355,7 +357,7 @@ class Hold:
         """Raises CheckFailed unless its numbers fit its sequence."""
         of, one = self.of, self.sequence
         own, first, held = self.own, self.first, self.tails()
-        if not 0 <= first <= own <= one.length or first > of.lifetime.first_seen(one.length):
+        if not 0 <= first <= own <= one.length or first > of.lifetime.rule.first_seen(one.length):
             raise CheckFailed(f"{one} holds {first} to {own} in tails of class {of.cls}, then its own")
         if held and held[0][1] != own:
             raise CheckFailed(

@@ -13,12 +13,13 @@ from collections.abc import Sequence as Seq
 from typing import TypeVar
 
 from lightkv.counts import checked_count
-from lightkv.edits import Alloc, Edit, MoveEntries, SetGap
+from lightkv.edits import Alloc, Edit
 from lightkv.errors import OutOfRows, OutOfTokens, SequenceTooLong
 from lightkv.holdings import Holdings
 from lightkv.layer_groups import ONE_GROUP, LayerGroups
 from lightkv.triton_kernels.layout.ring import Ring
 
+from . import extension
 from .crosses import CrossSequence, ReaderSequence
 from .extension import Branch, Branches, Extension
 from .prefix_tree import Match, Namespace, PrefixTree
@@ -26,7 +27,7 @@ from .recount import holdings_of, recount
 from .rings import RingSequence
 from .segments import TOKEN_BYTES, Segment, reachable
 from .sequence import Sequence, prompt_length, require_lists
-from .sessions import Session, SessionCounts
+from .sessions import Session, Sessions
 from .snapshots import StateCounts
 from .state import LedgerState
 
@@ -124,10 +125,6 @@ class TokenLedger:
             f"{self.capacity} tokens; {self.num_open} of {self.max_sequences} sequences open)"
         )
 
-    def indexed_segments(self) -> Iterator[Segment]:
-        """Yields every segment that look-ups can find, parents before children."""
-        return iter(self._state.tree)
-
     def holders(self, segment: Segment) -> Iterator[Sequence]:
         """Yields the open sequences that hold `segment`."""
         return map(self._state.sequences.__getitem__, segment.holders)
@@ -160,7 +157,7 @@ class TokenLedger:
 
         At least one token is left to compute, so that there are logits to sample from. `token_ids` is int32
         bytes; sequences of different `namespace` share nothing. `session`: protects the tokens that are cached
-        when the sequence closes (`open_session`). `keep_at`: after how many tokens another prompt may diverge
+        when the sequence closes (`Sessions.open`). `keep_at`: after how many tokens another prompt may diverge
         or go on, so that what windows and states see there is kept; states are kept there instead of one token
         before the prompt's end. Raises OutOfRows, SequenceTooLong, ValueError.
         """
@@ -237,24 +234,11 @@ class TokenLedger:
         if not self._state.free_rows:
             raise OutOfRows(self.max_sequences)
 
-    def open_session(self, name: str) -> Session:
-        """Returns the session `name`, which is opened if it is not open.
-
-        What its sequences leave in the cache is protected: it is evicted after all that no session protects,
-        that of the session that was used the longest ago first. If all sessions together exceed
-        `max_protected`, they lose their protection in the same order. Every call counts as a use.
-        """
-        return self._state.sessions.open(name)
-
-    def release_session(self, name: str) -> bool:
-        """Ends a session, whose tokens stay cached and are protected no more. Sequences of it that are open
-        protect nothing when they close. Returns False where no such session is open."""
-        return self._state.sessions.release(name)
-
     @property
-    def session_counts(self) -> SessionCounts:
-        """The sessions that protect tokens, and how many tokens they protect and have lost."""
-        return self._state.sessions.counts
+    def sessions(self) -> Sessions:
+        """The sessions. What they protect is evicted last, that of the session that was used the longest ago
+        first. If all together exceed `max_protected`, they lose their protection in the same order."""
+        return self._state.sessions
 
     def match(self, token_ids: bytes, namespace: Namespace = ()) -> Match:
         """Returns what `open` would hit. Changes nothing. Raises ValueError."""
@@ -313,13 +297,7 @@ class TokenLedger:
         `sequences[i]`, all or none. Raises ValueError for slots that other sequences may hold."""
         require_lists(sequences, counts)
         self._extension.require_batch(sequences)
-        for sequence, count in zip(sequences, counts, strict=True):
-            sequence.require_shrink(count)
-        for sequence, count in zip(sequences, counts, strict=True):
-            if num_freed := sequence.shrink(count):
-                self._state.free_range(sequence.row, sequence.length, sequence.length + num_freed)
-                if sequence.gap.dropped:
-                    self._state.emit(SetGap(sequence.row, sequence.length, sequence.gap.dropped))
+        extension.shrink(self._state, sequences, counts)
 
     def set_prompt(self, sequence: Sequence, token_ids: bytes) -> None:
         """Replaces the sequence's prompt (int32 bytes), which `publish` and `close` store its tokens under.
@@ -410,24 +388,8 @@ class TokenLedger:
         is cut to no more than its sinks has dropped nothing any more; otherwise its next token's position is
         `length + dropped`, after all that is left. Raises ValueError.
         """
-        state = self._state
         self._require_branching(sequence)
-        sequence.require_truncate(length)
-        for hold in sequence.holds:
-            hold.free_after(length, sequence.length)
-        if sequence.holds:
-            sequence.points = [point for point in sequence.points if point <= length]
-        start = max(length, sequence.shared)
-        if start < sequence.length:
-            state.free_range(sequence.row, start, sequence.length)
-        if length < sequence.shared:
-            state.leave_range(sequence, length, sequence.shared)
-        sequence.length = length
-        if sequence.gap.dropped:
-            sequence.gap = sequence.gap.cut(length)
-            state.emit(SetGap(sequence.row, length, sequence.gap.dropped))
-        if not sequence.gap.dropped:
-            sequence.prompt = sequence.prompt[: length * TOKEN_BYTES]
+        extension.truncate(self._state, sequence, length)
 
     def release(self, sequence: Sequence, count: int, sink_tokens: int = 0) -> int:
         """Drops the `count` oldest tokens after the first `sink_tokens`, as a sliding window does.
@@ -437,24 +399,9 @@ class TokenLedger:
         cached from now on. Raises ValueError: for more tokens than it has; once it has dropped some, for more
         `sink_tokens` than before, and for fewer while it still shares segments on both sides of the gap.
         """
-        state = self._state
         self._require_branching(sequence)
         self._require_one_group("a sequence that drops tokens")
-        length, shared, end = sequence.length, sequence.shared, sink_tokens + count
-        if count < 0 or sink_tokens < 0 or end > length:
-            raise ValueError(f"cannot drop {count} tokens after {sink_tokens}, of {length}")
-        sequence.gap.require_start(sink_tokens)
-        if not count:
-            return 0
-        before = state.num_free
-        if sink_tokens < shared:
-            state.leave_range(sequence, sink_tokens, min(end, shared))
-        if end > shared:
-            state.free_range(sequence.row, max(sink_tokens, shared), end)
-        state.emit(MoveEntries(sequence.row, end, length, sink_tokens))
-        sequence.length -= count
-        sequence.gap = sequence.gap.widened(sink_tokens, count)
-        return state.num_free - before
+        return extension.release(self._state, sequence, count, sink_tokens)
 
     def keep(self, sequence: Sequence, count: int) -> int:
         """Keeps only `count` of the private tokens after its sinks. Which ones stay is passed to the device
@@ -465,15 +412,7 @@ class TokenLedger:
         """
         self._require_branching(sequence)
         self._require_one_group("a sequence that drops tokens")
-        start = max(sequence.shared, sequence.gap.start)
-        num_freed = sequence.length - start - count
-        if count < 0 or num_freed < 0:
-            raise ValueError(f"cannot keep {count} of {sequence.length - start} private tokens")
-        if num_freed:
-            self._state.keep_entries(sequence.row, start, sequence.length, count)
-            sequence.length -= num_freed
-            sequence.gap = sequence.gap.widened(sequence.gap.start, num_freed)
-        return num_freed
+        return extension.keep(self._state, sequence, count)
 
     def _require_branching(self, sequence: Sequence) -> None:
         """Raises ValueError for a sequence that is not open, or cannot be forked or lose tokens."""

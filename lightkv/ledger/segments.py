@@ -225,8 +225,7 @@ class Tail:
 
     holders: the rows that hold it. superseded: whether a later tail of the same path serves what this one
     could, so that it is evicted before all others. confirmed: `length`, once no step that may fail computes any
-    of it (`published` is the last such step). queued: whether it is among the idle ones. used: when it was last
-    used, by the tree's clock, where that is not its segment's last use.
+    of it (`published` is the last such step). queued: whether it is among the idle ones.
     """
 
     __slots__ = (
@@ -238,13 +237,12 @@ class Tail:
         "queued",
         "segment",
         "superseded",
-        "used",
     )
 
     def __init__(self, of: Class, segment: Segment) -> None:
         self.of = of
         self.segment = segment
-        self.length = self.confirmed = self.used = 0
+        self.length = self.confirmed = 0
         self.published = -1
         self.holders: set[int] = set()
         self.superseded = self.queued = False

@@ -6,7 +6,7 @@ kinds, in files of their own, derive from it and answer the same questions, so t
 """
 
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -95,26 +95,25 @@ class Sequence:
     `open`. gap: what was dropped. session: the one that protects its tokens once it has closed, if any.
 
     holds: what it has in each class of layers that do not see everything; the others of these are of use only
-    where there are such. keep_at: the places that `open` was given. points: the entries ahead, ascending, at
-    which its prompt ends or others may diverge from it, and those of `keep_at`. What is seen there is kept for
-    others. look_at: the length from which on `extend` has more to do for it than to give it slots. has_passed:
-    the branch that it cannot serve any more (`Branches`), or None. published: how many tokens of its prompt
-    others may hit. Those that `publish` could not store are stored as soon as it shares the ones before them.
-    published_in: the step of the last `publish`.
+    where there are such. keep_at: the places that `open` was given. matched: the tokens of its prompt that the
+    tree had. points: the entries ahead, ascending, at which its prompt ends or others may diverge from it, and
+    those of `keep_at`. What is seen there is kept for others. look_at: the length from which on `extend` has
+    more to do for it than to give it slots. has_passed: the branch that it cannot serve any more (`Branches`),
+    or None. published: how many tokens of its prompt others may hit. Those that `publish` could not store are
+    stored as soon as it shares the ones before them. published_in: the step of the last `publish`.
     """
 
     __slots__ = (
-        "gap", "has_passed", "holds", "keep_at", "length", "look_at", "node", "num_hit", "points", "prompt",
-        "published", "published_in", "root", "row", "session", "shared",
+        "gap", "has_passed", "holds", "keep_at", "length", "look_at", "matched", "node", "num_hit", "points",
+        "prompt", "published", "published_in", "root", "row", "session", "shared",
     )  # fmt: skip
 
     # Whether each new token takes a slot of its own, so that `extend` need not ask `slots_needed`.
     slot_per_token: ClassVar[bool] = True
     can_be_read: ClassVar[bool] = False  # by sequences that are opened with it
 
-    # The namespaces in which nothing can be hit any more once it is closed, and the rows that read it.
+    # The namespaces in which nothing can be hit any more once it is closed.
     namespaces: Iterable[Namespace] = ()
-    readers: Set[int] = frozenset()
     cross: "Sequence | None" = None  # the one that it reads
     ring: Ring | None = None  # what its row is, if it is one
 
@@ -126,6 +125,7 @@ class Sequence:
     num_hit: int
     points: list[int]
     look_at: int
+    matched: int
     has_passed: object
     published: int
     published_in: int

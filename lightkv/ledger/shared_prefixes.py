@@ -6,11 +6,12 @@ A sequence is in one set at most, and a set reads one length, so where prefixes 
     2 of these    ├──── 1000 ────┼────── 3000 ──────┤       as a set of these 2:      saves 1 · 4000 tokens
 """
 
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from .ledger import TokenLedger
 from .segments import Segment
 from .sequence import Sequence
 
@@ -51,17 +52,6 @@ class PrefixSharing(NamedTuple):
     def is_worth_it(self, saved: int, batch_size: int) -> bool:
         """Returns whether sets that save so many tokens save enough for a batch of this size."""
         return saved >= self.min_mean * batch_size
-
-
-class SegmentHolders(Protocol):
-    """The part of a ledger that `BatchPrefixes` reads."""
-
-    @property
-    def shared(self) -> Set[Segment]:
-        """The segments that more than one open sequence holds."""
-
-    def holders(self, segment: Segment) -> Iterator[Sequence]:
-        """Yields the open sequences that hold `segment`."""
 
 
 class _Choice(NamedTuple):
@@ -174,7 +164,7 @@ class BatchPrefixes:
     the batch. So what two of them share is settled when the later one joins.
     """
 
-    def __init__(self, ledger: SegmentHolders, sharing: PrefixSharing) -> None:
+    def __init__(self, ledger: TokenLedger, sharing: PrefixSharing) -> None:
         self._ledger = ledger
         self._sharing = sharing
         self._members: set[Sequence] = set()  # the batch's sequences, as of the last `find`

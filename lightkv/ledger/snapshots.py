@@ -16,15 +16,14 @@ prompts diverge, at the second use; at some ends of chunks (`State.keeps_chunk_e
 closes, if the ids of all tokens are known that its state has read. Snapshots take slots of a pool of their own,
 and only those that no open sequence needs: `num_owed` sequences have no state of their own yet.
 
-What is evicted first: a snapshot at a chunk's end that was not hit yet, one before a snapshot of its path that
-was hit, and one beyond the last `MAX_OF_PATH` of a path, but for those where prompts diverge. When a sequence
-closes, its last snapshot supersedes those before. After one at a place that was given, it goes first itself,
-since the other one is expected to be hit. Then comes that which saves the fewest tokens. Its number is added to
-that of each snapshot at its next use, so that one of many tokens goes, too, where it is not used (greedy
-dual-size).
+What is evicted first: a superseded snapshot, in whose place another one is expected to be hit. Each on the path
+to the one that a sequence hits is, since the sequence will leave one that stands for more; so are those before
+one that is expected to be hit, and those of which `StateHold.is_expected` is false; but none at the places that
+the sequence was given, nor where prompts diverge. Then comes the one that was used the longest ago, by the
+clock of the tree, which counts tokens, and each one as much later as it saves tokens.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import NamedTuple
 
 from lightkv.classes.all import NEVER
@@ -36,7 +35,6 @@ from lightkv.holdings import HeldWindow
 from .holds import Holder
 from .segments import TOKEN_BYTES, Idle, Segment, State, Tail
 
-MAX_OF_PATH = 2  # snapshots of a path, but for those where prompts diverge, that are not evicted first
 FROM, TO = 0, 1  # where a row's slots are, in its row of the table of states
 
 
@@ -71,7 +69,6 @@ class StateClass:
         self.idle = Idle()
         self.capacity = self.num_free = capacity
         self.num_cached = self.num_owed = 0
-        self.clock = 0  # the place in the order of what was evicted last, where it was no superseded one
 
     @property
     def counts(self) -> StateCounts:
@@ -83,25 +80,33 @@ class StateClass:
         """The step that is being planned: what it computes, later ones can hit."""
         return self.state.step
 
-    @property
-    def has_spare(self) -> bool:
-        """Whether a snapshot takes no slot that an open sequence needs."""
-        return self.num_free + self.num_cached > self.num_owed
+    def has_spare(self, is_expected: bool) -> bool:
+        """Returns whether a snapshot takes no slot that an open sequence needs and, unless it is expected to be
+        hit, none of such a snapshot."""
+        if self.num_free + self.num_cached <= self.num_owed:
+            return False
+        return is_expected or self.num_free > self.num_owed or self.has_superseded
 
     def count(self, free: int = 0, cached: int = 0) -> None:
         """Counts so many slots more as free and as cached."""
         self.num_free += free
         self.num_cached += cached
 
+    @property
+    def has_superseded(self) -> bool:
+        """Whether a superseded snapshot is the first that would be evicted."""
+        oldest = self.idle.oldest()
+        return oldest is not None and not oldest.due
+
     def due(self, tail: Tail) -> int:
-        """Returns the place of a snapshot in the order of eviction: the clock at its last use, and the tokens
-        since the one before it on its path, which would be computed again."""
+        """Returns the place of a snapshot in the order of eviction: that of its segment, and the tokens since
+        the snapshot before it on its path, which would be computed again."""
         saved = 0
         for segment in tail.segment.up():
             if saved and self.cls in segment.tails:
                 break
             saved += segment.length
-        return tail.used + saved
+        return tail.segment.due + saved
 
     def store(self, segment: Segment, length: int, step: int | None) -> Tail:
         """Makes a snapshot of `segment`, which has none. `step`: the one that computes it, if it may still
@@ -109,7 +114,6 @@ class StateClass:
         if not segment.tails:
             segment.tails = {}
         tail = segment.tails[self.cls] = Tail(self, segment)
-        tail.used = self.clock
         if step is not None:
             tail.published = step
             if self.state.confirmed < step:
@@ -131,13 +135,14 @@ class StateClass:
         return sum([not hold.may_take_over for hold in self._starting(sequences)])
 
     def start(self, sequences: Iterable[Holder]) -> None:
-        """Gives each of these sequences a state of its own. Short of slots, one that alone reads a snapshot
-        takes its slot: it is freed, and then it is the only one that is free."""
+        """Gives each of these sequences a state of its own. Where no slot is free or has a superseded snapshot,
+        one that alone reads a superseded snapshot takes its slot: it is freed, and then it is the only one that
+        is free. Without any, one takes the slot of any snapshot that it alone reads."""
         rows: list[int] = []
         for hold in sorted(self._starting(sequences), key=lambda hold: hold.may_take_over):
-            if not self.num_free and (oldest := self.idle.oldest()):
+            takes = hold.may_take_over and hold.source is not None and hold.source.superseded
+            if not self.num_free and (self.has_superseded or not takes) and (oldest := self.idle.oldest()):
                 assert isinstance(oldest, Tail)
-                self.clock = max(self.clock, 0 if oldest.superseded else self.due(oldest))
                 oldest.drop()
             if not self.num_free:
                 self._allocate(rows)
@@ -157,15 +162,12 @@ class StateClass:
             self.state.emit(AllocStates(tuple(rows)))
             rows.clear()
 
-    def supersede(self, node: Segment, keep: int) -> None:
-        """Has the snapshots of the path to `node` evicted first, but for the last `keep`, and those where
-        prompts diverge or other sessions end."""
-        for segment in node.up():
+    def supersede(self, node: Segment, end: int, spared: Container[int]) -> None:
+        """Has the snapshots of the path to `node`, which ends at `end`, evicted first, but for those after as
+        many tokens as are `spared`, and those where prompts diverge or other sessions end."""
+        for segment, at in node.ends_up(end):
             tail = segment.tails.get(self.cls)
-            if tail is None or tail.superseded or segment.protected > 1 or segment.is_branching:
-                continue
-            keep -= 1
-            if keep < 0:
+            if tail and at not in spared and segment.protected <= 1 and not segment.is_branching:
                 self.idle.supersede(tail)
 
     def check(self, segments: Iterable[Segment], sequences: Iterable[Holder]) -> None:
@@ -228,16 +230,15 @@ class StateHold:
     # Beginning and ending
 
     def enter(self) -> None:
-        """Reads the snapshot that the sequence has hit, which supersedes those before it."""
+        """Reads the snapshot that the sequence has hit. Those of its path are superseded, but at its places."""
         of, sequence = self.of, self.sequence
         found: tuple[int, ...] = ()
         if sequence.length:
             tail = self.source = sequence.node.tails[of.cls]
             tail.hold(sequence.row)
-            tail.superseded, tail.used = False, of.clock
             self.last = sequence.length
             found = (tail.segment.id,)
-            of.supersede(sequence.node, 1)
+            of.supersede(sequence.node, sequence.length, sequence.keep_at)
         of.state.emit(MapSegments(sequence.row, FROM, found, of.cls))
 
     def fork(self, fork: Holder) -> "StateHold":
@@ -326,56 +327,58 @@ class StateHold:
 
     # What others may hit
 
+    def is_expected(self, end: int, closes: bool = False) -> bool:
+        """Returns whether a snapshot after `end` tokens is expected to be hit: where prompts diverge, at a
+        place that was given, and where the sequence closes, unless it has computed a given one."""
+        one = self.sequence
+        given = [at for at in one.keep_at if one.num_hit <= at < len(one.prompt) // TOKEN_BYTES]
+        return end == one.matched or end in given or (closes and end <= max(given, default=end))
+
     def keep_chunk_end(self, path: tuple[Segment, int]) -> None:
         """Hands over the state at the end of the chunk that was computed last, which is the end of this path,
-        where others of its kind are far and no better one is evicted for it. It is evicted first itself."""
-        of, node, end = self.of, *path
-        if not (self.is_own and self.may_keep() and of.rule.keeps_chunk_end(end, self.last)):
-            return
-        oldest = of.idle.oldest()
-        if of.num_free > of.num_owed or (oldest is not None and not oldest.due):
-            self.keep(end, path, of.state.step)
-            of.idle.supersede(node.tails[of.cls])
+        where others of its kind are far."""
+        end = path[1]
+        if self.is_own and self.of.rule.keeps_chunk_end(end, self.last) and self.may_keep(end):
+            self.keep(end, path, self.of.state.step)
 
-    def may_keep(self) -> bool:
+    def may_keep(self, end: int) -> bool:
         """Returns whether it may hand over its state, which another one takes the place of."""
-        return self.of.has_spare and self.of.cls not in self.sequence.node.tails
+        return self.of.cls not in self.sequence.node.tails and self.of.has_spare(self.is_expected(end))
 
     def keep(self, end: int, path: tuple[Segment, int], step: int | None) -> None:
         """Hands over the state, if it stands for the first `end` tokens, which are the path. With `step` None
         the sequence closes."""
         of, row, (node, at) = self.of, self.sequence.row, path
-        if not self.is_own or not end == at == self.sequence.length:
+        tail, closes = node.tails.get(of.cls), step is None
+        if not end == at == self.sequence.length or not (self.is_own or (closes and tail)):
             return
-        tail = node.tails.get(of.cls)
-        was_given, self.last = self.last in self.sequence.keep_at, end
+        self.last = end
         if tail is None:
             of.state.emit(StoreSegment(row, TO, TO + 1, node.id, of.cls))
             of.count(cached=1)
-            tail = of.store(node, 0, None if step is None else self.step)
-            of.supersede(node, MAX_OF_PATH)
+            tail = of.store(node, 0, None if closes else self.step)
             self.is_own = self.is_fresh = False
             of.num_owed += 1
             self._look()
-        elif step is not None:
+        elif not closes:
             self._free()  # another sequence has handed over the same
-        tail.superseded, tail.used = False, of.clock
-        if step is None:
+        if closes:
             of.idle.add(tail)
-            if not was_given:
-                of.supersede(node, 1)
-            elif not self.is_own:  # else another sequence has left this one
-                of.idle.supersede(tail)
-            return
-        tail.hold(row)
-        self.source = tail
-        of.state.emit(MapSegments(row, FROM, (node.id,), of.cls))
+        else:
+            tail.hold(row)
+            self.source = tail
+            of.state.emit(MapSegments(row, FROM, (node.id,), of.cls))
+        tail.superseded = False
+        if self.is_expected(end, closes):
+            of.supersede(node, end, {end, *self.sequence.keep_at})
+        elif not self.is_own:  # else another sequence has left this one
+            of.idle.supersede(tail)
 
     keep_branch = keep
 
     def has(self, point: int, seen: int, there: tuple[int, int]) -> bool:
         """Returns whether the state is that after `point` tokens, and may be handed over."""
-        return self.is_own and self.sequence.length == self.computed == point and self.of.has_spare
+        return self.is_own and self.sequence.length == self.computed == point and self.of.has_spare(True)
 
     def supersede(self, node: Segment, end: int) -> None:
         """Does nothing: a snapshot supersedes others once it is hit (`enter`)."""

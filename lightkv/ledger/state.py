@@ -13,7 +13,6 @@ from lightkv.edits import (
     ForgetSegment,
     FreeRange,
     FreeSegment,
-    KeepEntries,
     MapSegments,
     MergeSegments,
     SetGap,
@@ -127,7 +126,7 @@ class LedgerState:
     def begin(self, sequence: Sequence, matched: int) -> None:
         """Notes where what classes see is to be kept for others, of a sequence whose prompt was published by no
         step yet. `matched`: the tokens of it that the tree has."""
-        sequence.published, sequence.published_in = 0, -1
+        sequence.published, sequence.published_in, sequence.matched = 0, -1, matched
         end, places = len(sequence.prompt) // TOKEN_BYTES, {matched, *sequence.keep_at}
         if self.states is None:
             places.add(end)
@@ -148,6 +147,7 @@ class LedgerState:
         if sequence.holds:
             fork.holds = [hold.fork(fork) for hold in sequence.holds]
             fork.points, fork.published, fork.published_in = sequence.points[:], 0, -1
+            fork.matched = sequence.matched
         if sequence.row in self.gapped:
             self.gapped.add(row)
         self._edits.append(CopyRow(row, sequence.row, sequence.length))
@@ -189,11 +189,6 @@ class LedgerState:
         """Frees the slots of the private entries [start, end) of `row`; there is at least one."""
         self._edits.append(FreeRange(row, start, end))
         self.num_free += (end - start) * self.width
-
-    def keep_entries(self, row: int, start: int, end: int, count: int) -> None:
-        """Keeps `count` of the private entries [start, end) of `row`, and frees the slots of the others."""
-        self._edits.append(KeepEntries(row, start, end, count))
-        self.num_free += end - start - count
 
     # Private tails that become segments
 
@@ -288,30 +283,6 @@ class LedgerState:
         return found
 
     # Segments
-
-    def leave_range(self, sequence: Sequence, start: int, end: int) -> None:
-        """Leaves the segments of its shared entries [start, end), which are split at both ends."""
-        for at in (end, start):
-            self.split_path(sequence, at)
-        path = list(sequence.path())
-        firsts = []  # the first entry of each segment
-        last = sequence.shared
-        for segment in path:
-            last -= segment.length
-            firsts.append(last)
-        num_below = sum(first >= end for first in firsts)
-        num_kept_or_left = num_below + sum(start <= first < end for first in firsts)
-        above = path[num_kept_or_left] if num_kept_or_left < len(path) else sequence.root
-        if num_below:
-            sequence.gap = sequence.gap.after(above)
-            self.gapped.add(sequence.row)
-        else:
-            sequence.node = above
-            if start <= sequence.gap.start:  # no segment is left below the gap
-                sequence.gap = sequence.gap.after(None)
-                self.gapped.discard(sequence.row)
-        sequence.shared -= end - start
-        self.leave(sequence, path[num_below:num_kept_or_left])
 
     def split_path(self, sequence: Sequence, at: int) -> None:
         """Has a segment of its path end at entry `at`."""

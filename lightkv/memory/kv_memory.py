@@ -34,7 +34,7 @@ from lightkv.edits import (
 )
 from lightkv.errors import CheckFailed
 from lightkv.holdings import HeldRow, Holdings
-from lightkv.memory_map import CACHED, FREE, OWN, slot_labels
+from lightkv.memory_map import CACHED, OWN, slot_labels
 from lightkv.triton_kernels.slots.allocate import TableEntries
 from lightkv.triton_kernels.slots.entries import reuse_entries, reuse_entries_reference
 
@@ -42,6 +42,7 @@ from .allocator import TokenAllocator
 from .device import require_current, usable_device
 from .kv_pool import KVPool
 from .kv_spec import KVSpec
+from .segment_slots import SegmentSlots
 from .staging import upload
 from .state_memory import StateMemory
 from .token_table import TokenTable
@@ -97,9 +98,8 @@ class KVMemory:
         self.group_of_layer = [places[spec.holder(layer)][0] for layer in range(spec.num_layers)]
         self._groups = groups.slices  # of each class, in the table
         self._distances = [one.lifetime.distance for one in groups.classes]
-        # By class, of each segment: int32 slots, `[groups of the class, n]`, of all its tokens in class 0, and
-        # of the last n in the others. Where there is one group in all, `[n]`.
-        self._segments: list[dict[int, torch.Tensor]] = [{} for _ in groups.classes]
+        self._num_classes = len(groups.classes)
+        self.segments = SegmentSlots(self._num_classes)
         self.states: StateMemory | None = None
         if spec.states:
             num_slots = checked_count("num_states", num_states) + 1
@@ -118,11 +118,6 @@ class KVMemory:
     def num_free(self) -> int:
         """Free slots, by the host's count."""
         return self.allocator.num_free
-
-    @property
-    def counters(self) -> torch.Tensor:
-        """The device's own free count and error flags: int32 `[2]`, to copy back with a step's result."""
-        return self.allocator.counters
 
     def positions(self, row: int, length: int) -> torch.Tensor:
         """Returns the positions of the first `length` entries of `row`: int64 `[length]` on the device."""
@@ -185,9 +180,9 @@ class KVMemory:
             case FreeRange(row, start, end, cls):
                 freed.append(self.entries(cls, row, start, end))
             case FreeSegment():
-                freed += self._cut_segment(edit)
+                freed += self.segments.cut(*edit)
             case FreePart(cls, segment):
-                freed.append(self._segments[cls].pop(segment))
+                freed.append(self.segments.of_class[cls].pop(segment))
             case _:
                 return False
         return True
@@ -196,19 +191,16 @@ class KVMemory:
         """Applies an edit that changes rows or segments. What it frees is added to `freed`."""
         match edit:
             case MapSegments(row, start, segments, cls):
-                slots = self._slots_of(cls, segments)
+                slots = self.segments.slots(cls, segments)
                 self.entries(cls, row, start, start + slots.shape[-1]).copy_(slots)
             case StoreSegment(row, start, end, segment, cls):
-                self._segments[cls][segment] = self.entries(cls, row, start, end).clone()
+                self.segments.of_class[cls][segment] = self.entries(cls, row, start, end).clone()
             case SplitSegment():
-                self._split(edit)
-            case MergeSegments(segment, head):
-                for of_class in self._segments:
-                    if head in of_class:
-                        of_class[segment] = torch.cat((of_class.pop(head), of_class[segment]), -1)
+                self.segments.split(*edit)
+            case MergeSegments():
+                self.segments.merge(*edit)
             case ForgetSegment(segment):
-                for of_class in self._segments:
-                    of_class.pop(segment, None)
+                self.segments.forget(segment)
             case CopyRow(row, source, end):
                 self.table.groups[:, row, :end] = self.table.groups[:, source, :end]
                 self._dropped.pop(row, None)
@@ -228,18 +220,6 @@ class KVMemory:
         if len(self.table.groups) == 1:
             return self.table.slots(row, start, end)
         return self.table.groups[self._groups[cls], row, start:end]
-
-    def _slots_of(self, cls: int, segments: Sequence[int]) -> torch.Tensor:
-        """Returns the slots of these segments in a class, one after the other."""
-        return torch.cat([self._segments[cls][segment] for segment in segments], -1)
-
-    def _split(self, edit: SplitSegment) -> None:
-        segment, at, head = edit
-        rest = self._segments[0][segment].shape[-1] - at
-        for of_class in self._segments:
-            slots = of_class.get(segment)
-            if slots is not None and (above := slots.shape[-1] - rest) > 0:
-                of_class[head], of_class[segment] = slots[..., :above], slots[..., above:]
 
     def digest(self) -> bytes:
         """Returns a digest of which slots are free and of the token table's rows; synchronises."""
@@ -261,25 +241,19 @@ class KVMemory:
         self.allocator.check()
         if holdings is not None:
             for row in holdings.rows:
-                if len(row.holds) != len(self._segments) + (self.states is not None):
+                if len(row.holds) != self._num_classes + (self.states is not None):
                     raise CheckFailed(
                         f"row {row.row} is counted in {len(row.holds)} classes of layers, and the memory has "
-                        f"{len(self._segments)}: make the ledger for the spec's groups"
+                        f"{self._num_classes}: make the ledger for the spec's groups"
                     )
-            self._check_segments(holdings)
+            self.segments.check(holdings)
             self._check_dropped(holdings.rows)
             self._check_shared(holdings.rows)
             if self.states is not None:
                 self.states.owners(holdings)
         owners = self.allocator.mem_state.cpu().numpy().astype(np.int64)  # 1 where free
         owners[0] += 1  # padding is its own owner
-        held = [slots.flatten() for of_class in self._segments for slots in of_class.values()]
-        for row in () if holdings is None else holdings.rows:
-            held += [
-                self.entries(cls, row.row, one.own, row.length).flatten()
-                for cls, one in enumerate(row.holds[: len(self._segments)])
-            ]
-        if held:
+        if held := [slots for slots, _ in self._held(holdings or Holdings([], {}))]:
             slots = torch.cat(held).cpu().numpy()
             if slots.size and not 0 <= int(slots.min()) <= int(slots.max()) < len(owners):
                 raise CheckFailed(
@@ -293,18 +267,6 @@ class KVMemory:
             raise CheckFailed(
                 f"slot {int(owners.argmin())} is lost: it is not free, and no sequence holds it"
             )
-
-    def _check_segments(self, holdings: Holdings) -> None:
-        """Raises CheckFailed unless segments and parts have the ledger's ids and numbers of tokens."""
-        for cls, of_class in enumerate(self._segments):
-            lengths = holdings.lengths(cls)
-            found = {segment: slots.shape[-1] for segment, slots in of_class.items()}
-            for segment in found.keys() | lengths.keys():
-                if found.get(segment) != lengths.get(segment):
-                    raise CheckFailed(
-                        f"segment {segment} has slots for {found.get(segment, 'no')} tokens in class {cls}, "
-                        f"and {lengths.get(segment, 'no')} tokens by the ledger's count"
-                    )
 
     def _check_dropped(self, rows: Iterable[HeldRow]) -> None:
         """Raises CheckFailed unless rows have dropped the ledger's numbers of tokens, and the positions of
@@ -325,9 +287,9 @@ class KVMemory:
     def _check_shared(self, rows: Iterable[HeldRow]) -> None:
         """Raises CheckFailed unless each row has the slots of its segments, and of their parts."""
         for row in rows:
-            for cls, (segments, start, end, _) in enumerate(row.holds[: len(self._segments)]):
+            for cls, (segments, start, end, _) in enumerate(row.holds[: self._num_classes]):
                 have = self.entries(cls, row.row, start, end)
-                if segments and not torch.equal(have, want := self._slots_of(cls, segments)):
+                if segments and not torch.equal(have, want := self.segments.slots(cls, segments)):
                     raise CheckFailed(
                         f"entries {start} to {end} of row {row.row} in class {cls} are slots {have.tolist()}, "
                         f"and {want.tolist()} in the segments {list(segments)}"
@@ -336,15 +298,7 @@ class KVMemory:
     def labels(self, holdings: Holdings) -> np.ndarray:
         """Returns the label of each slot from 1 on (`MemoryMap`), int32 `[capacity]`. Synchronises."""
         found = torch.zeros(self.capacity + 1, dtype=torch.int32, device=self.device)
-        labels, own = slot_labels(holdings)
-        held = [
-            (slots.flatten(), of_class.get(segment, CACHED))
-            for segments, of_class in zip(self._segments, labels[: len(self._segments)], strict=True)
-            for segment, slots in segments.items()
-        ]
-        own = [where for where in own if where[0] < len(self._segments)]
-        held += [(self.entries(*where).flatten(), OWN + where[1]) for where in own]
-        if held:
+        if held := self._held(holdings):
             slots = torch.cat([some for some, _ in held]).long()
             counts = np.array([len(some) for some, _ in held])
             (values,) = upload(
@@ -353,14 +307,17 @@ class KVMemory:
             found.index_copy_(0, slots, values)
         return found[1:].cpu().numpy()
 
-    def state_labels(self, holdings: Holdings) -> np.ndarray:
-        """Returns the label of each state slot from 1 on (`MemoryMap`), int32 `[num_states]`: one that a row
-        writes is its own, and a snapshot is cached. Synchronises. Raises ValueError where no layer has states.
-        """
-        if self.states is None:
-            raise ValueError("no layer has states; make the memory of a spec with states")
-        owners = self.states.owners(holdings)[1:]
-        return np.where(owners > 0, OWN + owners, np.where(owners == 0, CACHED, FREE)).astype(np.int32)
+    def _held(self, holdings: Holdings) -> list[tuple[torch.Tensor, int]]:
+        """Returns the slots of each segment, and of what each row alone has, in each class, with their labels
+        (`MemoryMap`)."""
+        labels, own = slot_labels(holdings)
+        held = [
+            (slots.flatten(), labels[cls].get(segment, CACHED) if cls < len(labels) else CACHED)
+            for cls, segments in enumerate(self.segments.of_class)
+            for segment, slots in segments.items()
+        ]
+        own = [where for where in own if where[0] < self._num_classes]
+        return held + [(self.entries(*where).flatten(), OWN + where[1]) for where in own]
 
     def _divide(self, edit: AllocPart, allocs: list[_Taken], reuses: list[_Taken]) -> None:
         """Adds what the tokens of an edit take in each of its classes to the allocations, or to the reuses."""
@@ -460,20 +417,6 @@ class KVMemory:
             dropped += self._dropped[row][1]
         self._dropped[row] = torch.cat((positions[:to], positions[entries])), dropped
         self.table.slots(row, to, to + len(entries)).copy_(self.table.slots(row, 0, length)[entries])
-
-    def _cut_segment(self, edit: FreeSegment) -> list[torch.Tensor]:
-        """Removes the tokens from `start` on from the segment and its parts. Returns their slots, which are to
-        be freed."""
-        segment, start = edit
-        num_freed = self._segments[0][segment].shape[-1] - start
-        freed = []
-        for of_class in self._segments:
-            if (slots := of_class.pop(segment, None)) is not None:
-                keep = max(slots.shape[-1] - num_freed, 0)
-                if keep:
-                    of_class[segment] = slots[..., :keep]
-                freed.append(slots[..., keep:])
-        return freed
 
     def _free(self, freed: list[torch.Tensor]) -> None:
         if freed:

@@ -19,6 +19,7 @@ from lightkv.edits import (
 )
 from lightkv.errors import CheckFailed, OutOfMemory
 from lightkv.holdings import Holdings
+from lightkv.memory_map import CACHED, FREE, OWN
 from lightkv.triton_kernels.slots.allocate import TableEntries
 
 from .allocator import TokenAllocator
@@ -112,6 +113,12 @@ class StateMemory:
             case _:
                 return False
         return True
+
+    def labels(self, holdings: Holdings) -> np.ndarray:
+        """Returns the label of each state slot from 1 on (`MemoryMap`), int32 `[num_states]`: one that a row
+        writes is its own, and a snapshot is cached. Synchronises."""
+        owners = self.owners(holdings)[1:]
+        return np.where(owners > 0, OWN + owners, np.where(owners == 0, CACHED, FREE)).astype(np.int32)
 
     def owners(self, holdings: Holdings) -> np.ndarray:
         """Returns what each slot has: int32 `[num_slots]`, -1 where it is free or slot 0, 0 in a snapshot, and

@@ -212,7 +212,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Returns the counts as they stand."""
         scheduler, ledger = self.scheduler, self.scheduler.ledger
-        sessions, states = ledger.session_counts, ledger.states
+        sessions, states = ledger.sessions.counts, ledger.states
         return EngineStats(
             capacity=ledger.capacity,
             free=ledger.num_free,

@@ -71,7 +71,7 @@ class Pace(NamedTuple):
         """Returns up to which end it holds what ends at `entry` in layers of this lifetime."""
         if lifetime.sees == "full":
             return self.end
-        return min(self.begin + max(lifetime.gone_at(entry - 1) - self.length, 0), self.end)
+        return min(self.begin + max(lifetime.rule.gone_at(entry - 1) - self.length, 0), self.end)
 
 
 class Rise(NamedTuple):
@@ -105,7 +105,7 @@ def hit_by(classes: Seq[LayerClass], match: Match) -> list[Held]:
         for segment in match.path:
             length = tip or segment.length
             held = segment.tails.get(cls) if cls else segment
-            if held is None or end <= one.lifetime.first_kept(match.num_tokens):
+            if held is None or end <= one.lifetime.rule.first_kept(match.num_tokens):
                 break
             count = held.length - (segment.length - length)
             if count > 0:
@@ -129,11 +129,11 @@ def decoding(classes: Seq[LayerClass], sequence: Sequence, pace: Pace) -> list[E
         passed = 0
         if begin < end:
             for point in [point for point in sequence.points if private < point <= length]:
-                first = max(private, lifetime.first_kept(point))
+                first = max(private, lifetime.rule.first_kept(point))
                 passed += first - private
                 runs.append(Run(first, point))
                 private = point
-            first = max(private, lifetime.first_kept(length))
+            first = max(private, lifetime.rule.first_kept(length))
             passed, private = passed + first - private, first
         passing.append(Entry(begin, width * passed, 0))
         for run in runs:
@@ -141,7 +141,7 @@ def decoding(classes: Seq[LayerClass], sequence: Sequence, pace: Pace) -> list[E
         # The private entries: up to the first that passes, each token adds one.
         passes = pace.passes(lifetime, private + 1)
         while passes < end and lifetime.sees == "chunk":
-            first = lifetime.first_kept(lifetime.gone_at(private))
+            first = lifetime.rule.first_kept(lifetime.rule.gone_at(private))
             passing.append(Entry(passes, width * (first - private), 0))
             private, passes = first, pace.passes(lifetime, first + 1)
         if begin == end:
@@ -174,17 +174,17 @@ def prefilling(
         lifetime = one.lifetime
         # Where a step is in flight, `decoding` counts a chunk that passes beside the token of the next step.
         late = lifetime.sees == "chunk"
-        most, seen = lifetime.size + lifetime.slack + late, lifetime.first_kept(prompt)
+        most, seen = lifetime.size + lifetime.slack + late, lifetime.rule.first_kept(prompt)
         kept, end = seen, private  # the first entry that is kept after the prompt; where the last tail ends
         tails = 0
         for point in [point for point in points if point > private]:
-            first, end = max(end, lifetime.first_kept(point)), point
+            first, end = max(end, lifetime.rule.first_kept(point)), point
             tails += point - first
             if point > seen:
                 kept = min(kept, first)
         kept = max(kept, private)
-        passed = lifetime.gone_at(max(end, seen))
-        later = max(lifetime.first_kept(passed), private)
+        passed = lifetime.rule.gone_at(max(end, seen))
+        later = max(lifetime.rule.first_kept(passed), private)
         rises.append(
             Rise(
                 one.num_groups,

@@ -44,7 +44,7 @@ class StepOutput(NamedTuple):
     @classmethod
     def of(cls, sampled: Sampled, memory: KVMemory) -> "StepOutput":
         """Packs the results. Call it after all other work of the step has been launched."""
-        return cls(sampled, torch.cat((sampled.tokens, memory.counters.long())))
+        return cls(sampled, torch.cat((sampled.tokens, memory.allocator.counters.long())))
 
     def to_host(self, with_logprobs: bool) -> "StepOutput":
         """Returns a copy in pinned memory, complete once the stream has reached this; on the CPU, itself."""

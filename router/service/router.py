@@ -311,7 +311,7 @@ class Router:
         except (NeverFits, InvalidParams, InvalidPrompt, ValueError) as error:
             return Refused(name, "never_fits" if isinstance(error, NeverFits) else "invalid", str(error))
         if message.session is not None:
-            session = engine.scheduler.ledger.open_session(message.session)
+            session = engine.scheduler.ledger.sessions.open(message.session)
             self._clients[client].add(message.session)
             for request in requests:
                 request.session = session
@@ -327,7 +327,7 @@ class Router:
     def _release_session(self, client: FrameStream[ToRouter], session: str) -> None:
         self._clients[client].discard(session)
         if self._engine is not None:
-            self._engine.scheduler.ledger.release_session(session)
+            self._engine.scheduler.ledger.sessions.release(session)
 
     def _ask_map(self, client: FrameStream[ToRouter]) -> None:
         if self._engine is None:

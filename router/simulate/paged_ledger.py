@@ -191,7 +191,7 @@ class PagedLedger(PaddedLedger):
 
     def _forget(self) -> None:
         """Forgets the numbers of pages that neither the tree nor an open sequence has."""
-        known = [segment.tokens for segment in self.indexed_segments()]
+        known = [segment.tokens for segment in self.tree]
         known += [*self._coded.values(), self._last[1]]
         size = self.page
         used = {number for tokens in known for number in np.frombuffer(tokens, np.int32)[::size].tolist()}

@@ -32,7 +32,7 @@ def make_request(
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     request = Request(str(number), array("i", prompt).tobytes(), params, number, frozenset({STOP}))
     if name:
-        request.session = engine.scheduler.ledger.open_session(name)
+        request.session = engine.scheduler.ledger.sessions.open(name)
     return request
 
 
@@ -72,7 +72,7 @@ def test_a_life_of_sessions_keeps_every_count(seed: int) -> None:
         if rng.random() < 0.03 and living:
             engine.abort(living.pop(rng.choice(list(living)))[1].id)
         if rng.random() < 0.05:
-            engine.scheduler.ledger.release_session(rng.choice("abcd"))
+            engine.scheduler.ledger.sessions.release(rng.choice("abcd"))
         if engine.has_work:
             for event in engine.step():
                 if event.finish_reason is not None and event.request_id in living:
@@ -84,6 +84,6 @@ def test_a_life_of_sessions_keeps_every_count(seed: int) -> None:
     assert_idle(engine)
     assert engine.stats().hit_tokens > 0
     for name in "abcd":
-        engine.scheduler.ledger.release_session(name)
+        engine.scheduler.ledger.sessions.release(name)
     assert engine.stats().session_tokens == 0
     assert_idle(engine)

@@ -155,7 +155,7 @@ def agree(runner: ModelRunner, eager: ModelRunner) -> None:
     """Checks that the memories of both are equal: free slots, table and counters."""
     ours, other = runner._parts.memory, eager._parts.memory
     assert torch.equal(ours.allocator.mem_state, other.allocator.mem_state)
-    assert torch.equal(ours.counters, other.counters)
+    assert torch.equal(ours.allocator.counters, other.allocator.counters)
     assert torch.equal(ours.table.req_to_token, other.table.req_to_token)
     for layer in range(2):
         assert not ours.pool.kv(layer)[0].isnan().any()  # padding is written there, and read

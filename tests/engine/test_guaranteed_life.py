@@ -74,7 +74,7 @@ class Life:
             1,
             frozenset({STOP}),
             priority=rng.choice((0, 0, 0, 1, 2, -1)),
-            session=self.ledger.open_session(str(rng.randrange(3))) if rng.random() < 0.2 else None,
+            session=self.ledger.sessions.open(str(rng.randrange(3))) if rng.random() < 0.2 else None,
             states_length=rng.random() < self.stated,
         )
         self.scheduler.add(one)

@@ -40,7 +40,7 @@ def swap_entries(memory: KVMemory) -> None:
 
 PLANTED: dict[str, Callable[[KVMemory], object]] = {
     "table": swap_entries,
-    "segment": lambda memory: memory._segments[0].popitem(),
+    "segment": lambda memory: memory.segments.of_class[0].popitem(),
     "dropped": lambda memory: memory._dropped.update({1: (torch.arange(3), 1)}),
     "allocator": lambda memory: memory.allocator.mem_state[-1:].zero_(),
 }

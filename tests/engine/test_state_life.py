@@ -75,7 +75,7 @@ def live(name: str, seed: int, steps: int, depth: int, chunk: int, estimated: bo
     scheduler = engine.scheduler
     families = [[rng.randrange(100, 103) for _ in range(60)] for _ in range(4)]
     alive: set[str] = set()
-    sessions = [scheduler.ledger.open_session(one) for one in "ab"]
+    sessions = [scheduler.ledger.sessions.open(one) for one in "ab"]
     added = 0
     while scheduler.step < steps or engine.has_work:
         if rng.random() < 0.25 and scheduler.num_waiting < 6 and scheduler.step < steps:

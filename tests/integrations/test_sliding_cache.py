@@ -68,8 +68,8 @@ def test_what_is_held_is_what_the_layers_still_see() -> None:
     assert held.pop(40) == 40 * groups.num_groups
     for length, slots in held.items():
         before = length - 1  # what has passed is given back when the sequence grows
-        if before < windows.lifetime.gone_at(39):  # the prompt's tail is held until all of it has passed
-            first = windows.lifetime.first_kept(40)
+        if before < windows.lifetime.rule.gone_at(39):  # the prompt's tail is held until all of it has passed
+            first = windows.lifetime.rule.first_kept(40)
             assert slots == length + 6 * (length - first)
         else:
             assert slots == groups.slots(before) + groups.num_groups

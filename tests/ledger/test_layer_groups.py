@@ -46,7 +46,7 @@ class Life:
         self.memory.apply(self.ledger.drain())
 
     def open(self, ids: list[int], session: str | None = None, keep_branch: bool = False) -> Text:
-        of = None if session is None else self.ledger.open_session(session)
+        of = None if session is None else self.ledger.sessions.open(session)
         if keep_branch and (branch := self.ledger.find_branch(ids_bytes(ids))):
             before = self.ledger.num_available, self.ledger.num_held
             self.ledger.keep_branch(branch)
@@ -72,7 +72,7 @@ class Life:
         everything, that of those that the next token sees, and of `spare` more."""
         start, names = text.sequence.length, names_of(text.ids)
         classes = self.ledger.groups.classes
-        firsts = [max(one.lifetime.first_seen(length) - spare, 0) for one in classes]
+        firsts = [max(one.lifetime.rule.first_seen(length) - spare, 0) for one in classes]
         self.ledger.extend_imported(text.sequence, length, firsts[1:])
         self.apply()
         for cls, first in enumerate(firsts):
@@ -282,10 +282,10 @@ def test_sessions_protect_a_number_of_slots() -> None:
     ledger = TokenLedger(2000, 4, 400, 500, GROUPS["two windows"])
     counts = []
     for name in "ab":
-        sequence = ledger.open(ids_bytes([ord(name)] * 150), session=ledger.open_session(name))
+        sequence = ledger.open(ids_bytes([ord(name)] * 150), session=ledger.sessions.open(name))
         ledger.extend([sequence], [150])
         ledger.close(sequence)
-        counts.append(ledger.session_counts)
+        counts.append(ledger.sessions.counts)
     assert [one.protected for one in counts] == [150, 150]  # a token takes two slots
     assert counts[-1].over_limit == 150
     ledger.check()
@@ -496,7 +496,7 @@ def test_imported_tokens_take_slots_where_they_come_and_are_hit(name: str) -> No
     length = 60
     life.bring(text, length)
     life.check()
-    parts = [one.num_groups * (length - one.lifetime.first_seen(length)) for one in groups.classes[1:]]
+    parts = [one.num_groups * (length - one.lifetime.rule.first_seen(length)) for one in groups.classes[1:]]
     assert life.ledger.num_held <= before + groups.widths[0] * (length - hit) + sum(parts)
     life.finish_prompt(text)
     life.decode(text, 12)

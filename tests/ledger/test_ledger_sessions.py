@@ -19,7 +19,7 @@ def ids(*tokens: int) -> bytes:
 
 def turn(ledger: TokenLedger, tokens: bytes, name: str | None = None, output: bytes = b"") -> int:
     """Runs one prompt to its end. Returns how many of its tokens were cached."""
-    session = None if name is None else ledger.open_session(name)
+    session = None if name is None else ledger.sessions.open(name)
     sequence = ledger.open(tokens, (), session)
     ledger.extend([sequence], [(len(tokens) + len(output)) // 4 - sequence.length])
     ledger.publish(sequence)
@@ -40,15 +40,15 @@ def test_what_a_session_protects_is_evicted_last() -> None:
     turn(ledger, A, "a")
     for prompt in (B, C, D, C, D):
         turn(ledger, prompt)
-    assert ledger.session_counts == SessionCounts(1, 20, 0, 0)
+    assert ledger.sessions.counts == SessionCounts(1, 20, 0, 0)
     ledger.evict(60)
     assert [found(ledger, prompt) for prompt in (A, B, C, D)] == [20, 0, 0, 0]
-    assert (ledger.num_cached, ledger.session_counts) == (20, SessionCounts(1, 20, 0, 0))
+    assert (ledger.num_cached, ledger.sessions.counts) == (20, SessionCounts(1, 20, 0, 0))
     ledger.evict(5)  # a protected token is a cached one: it goes where nothing else is left
     assert found(ledger, A) == 15
-    assert ledger.session_counts == SessionCounts(1, 15, 5, 0)
+    assert ledger.sessions.counts == SessionCounts(1, 15, 5, 0)
     ledger.evict(15)
-    assert ledger.session_counts == SessionCounts(0, 0, 20, 0)
+    assert ledger.sessions.counts == SessionCounts(0, 0, 20, 0)
     assert ledger.num_free == 100
     ledger.check()
 
@@ -62,7 +62,7 @@ def test_a_request_gets_the_tokens_that_sessions_protect_if_it_needs_them() -> N
     ledger.extend([sequence], [30])
     assert (ledger.num_free, ledger.num_cached, ledger.num_held) == (0, 10, 30)
     assert (found(ledger, A), found(ledger, B)) == (0, 10)  # a was used longer ago
-    assert ledger.session_counts == SessionCounts(1, 10, 30, 0)
+    assert ledger.sessions.counts == SessionCounts(1, 10, 30, 0)
     ledger.check()
 
 
@@ -71,13 +71,13 @@ def test_the_next_turn_of_a_session_replaces_the_one_before() -> None:
     turn(ledger, A, "a", ids(1, 2))
     longer = A + ids(1, 2, 3, 4, 5)
     assert turn(ledger, longer, "a") == 22
-    assert ledger.session_counts == SessionCounts(1, 25, 0, 0)
-    assert len(ledger.open_session("a").ends) == 1
+    assert ledger.sessions.counts == SessionCounts(1, 25, 0, 0)
+    assert len(ledger.sessions.open("a").ends) == 1
     # Another session that shares the prefix protects only what it has beyond it.
     turn(ledger, A + ids(8, 8, 8), "b")
-    assert ledger.session_counts == SessionCounts(2, 28, 0, 0)
-    assert ledger.release_session("a")
-    assert ledger.session_counts == SessionCounts(1, 23, 0, 0)
+    assert ledger.sessions.counts == SessionCounts(2, 28, 0, 0)
+    assert ledger.sessions.release("a")
+    assert ledger.sessions.counts == SessionCounts(1, 23, 0, 0)
     ledger.check()
     assert ledger.num_cached == 28
 
@@ -86,20 +86,20 @@ def test_the_sessions_that_were_used_the_longest_ago_lose_their_protection_first
     ledger = TokenLedger(200, 4, 100, max_protected=45)
     turn(ledger, A, "a")
     turn(ledger, B, "b")
-    ledger.open_session("a")  # its next turn has come
+    ledger.sessions.open("a")  # its next turn has come
     turn(ledger, C, "c")
-    assert ledger.session_counts == SessionCounts(2, 40, 0, 20)
+    assert ledger.sessions.counts == SessionCounts(2, 40, 0, 20)
     ledger.evict(20)
     assert [found(ledger, prompt) for prompt in (A, B, C)] == [20, 0, 20]
     # What is larger than the limit is not protected, and takes nothing from the others.
     turn(ledger, ids(*range(900, 950)), "large")
-    assert ledger.session_counts == SessionCounts(2, 40, 0, 70)
+    assert ledger.sessions.counts == SessionCounts(2, 40, 0, 70)
 
 
 def test_without_a_limit_nothing_is_protected() -> None:
     ledger = TokenLedger(100, 4, 50)
     turn(ledger, A, "a")
-    assert ledger.session_counts == SessionCounts(0, 0, 0, 0)
+    assert ledger.sessions.counts == SessionCounts(0, 0, 0, 0)
     turn(ledger, B)
     ledger.evict(20)
     assert (found(ledger, A), found(ledger, B)) == (0, 20)
@@ -108,13 +108,13 @@ def test_without_a_limit_nothing_is_protected() -> None:
 def test_a_released_session_protects_nothing_and_neither_do_its_open_sequences() -> None:
     ledger = TokenLedger(100, 4, 50, max_protected=50)
     turn(ledger, A, "a")
-    running = ledger.open(B, (), ledger.open_session("a"))
+    running = ledger.open(B, (), ledger.sessions.open("a"))
     ledger.extend([running], [20])
-    assert ledger.release_session("a")
-    assert not ledger.release_session("a")
-    assert ledger.session_counts.protected == 0
+    assert ledger.sessions.release("a")
+    assert not ledger.sessions.release("a")
+    assert ledger.sessions.counts.protected == 0
     ledger.close(running)
-    assert ledger.session_counts == SessionCounts(0, 0, 0, 0)
+    assert ledger.sessions.counts == SessionCounts(0, 0, 0, 0)
     turn(ledger, C)
     ledger.evict(40)  # both of the session's prompts are older
     assert [found(ledger, prompt) for prompt in (A, B, C)] == [0, 0, 20]
@@ -125,7 +125,7 @@ def test_a_session_protects_its_newest_branches() -> None:
     ledger = TokenLedger(1000, 4, 100, max_protected=900)
     for i in range(MAX_ENDS + 3):
         turn(ledger, A + ids(i), "a")
-    assert ledger.session_counts == SessionCounts(1, 20 + MAX_ENDS, 0, 0)
+    assert ledger.sessions.counts == SessionCounts(1, 20 + MAX_ENDS, 0, 0)
     ledger.evict(3)
     assert [found(ledger, A + ids(i)) for i in range(MAX_ENDS + 3)] == [20] * 3 + [21] * MAX_ENDS
 
@@ -175,7 +175,7 @@ def test_the_check_finds_a_wrong_count() -> None:
         turn(ledger, A, "a")
         sessions = ledger._state.sessions
         if spoil == "protected":
-            next(ledger.indexed_segments()).protected = 2
+            next(iter(ledger.tree)).protected = 2
         elif spoil == "_num_protected":
             sessions._num_protected += 1
         else:
@@ -211,7 +211,7 @@ def test_any_mix_of_verbs_keeps_the_counts(seed: int) -> None:
             name = rng.choice([*names, None])
             session = None
             if name is not None:
-                session = opened[name] = ledger.open_session(name)
+                session = opened[name] = ledger.sessions.open(name)
             try:
                 running.append((ledger.open(ids(*prompt), (), session), prompt))
             except OutOfRows:
@@ -240,26 +240,24 @@ def test_any_mix_of_verbs_keeps_the_counts(seed: int) -> None:
             given = len(sequence.prompt) // 4
             ledger.close(sequence, ids(*known[given:]), cache=rng.random() < 0.9)
         elif verb < 0.95:
-            lost = ledger.session_counts.evicted
+            lost = ledger.sessions.counts.evicted
             unprotected = ledger.num_cached - sum(
-                segment.length
-                for segment in ledger.indexed_segments()
-                if segment.protected and not segment.holders
+                segment.length for segment in ledger.tree if segment.protected and not segment.holders
             )
             count = rng.randint(0, ledger.num_cached)
             ledger.evict(count)
-            assert ledger.session_counts.evicted - lost <= max(count - unprotected, 0)
+            assert ledger.sessions.counts.evicted - lost <= max(count - unprotected, 0)
         elif opened:
             name = rng.choice(list(opened))
-            assert ledger.release_session(name)
+            assert ledger.sessions.release(name)
             assert not opened.pop(name).ends
         model.apply(ledger.drain())
         assert len(model.free) == ledger.num_free
-        assert ledger.session_counts.protected == protected_tokens(list(opened.values())) <= limit
+        assert ledger.sessions.counts.protected == protected_tokens(list(opened.values())) <= limit
         ledger.check()
     for sequence, _ in running:
         ledger.close(sequence, cache=False)
     ledger.evict(ledger.num_cached)
     ledger.check()
     assert ledger.num_free == capacity
-    assert ledger.session_counts.num_sessions == 0
+    assert ledger.sessions.counts.num_sessions == 0

@@ -10,7 +10,6 @@ import pytest
 from lightkv.errors import CheckFailed, OutOfRows, OutOfStates
 from lightkv.layer_groups import ONE_GROUP
 from lightkv.ledger import TokenLedger
-from lightkv.ledger.snapshots import MAX_OF_PATH
 from tests.support.combinations import slow
 from tests.support.state_life import GROUPS, Life, Text, ids_bytes, live, random_life, states_needed
 
@@ -250,9 +249,21 @@ def test_a_snapshot_supersedes_those_before_it_once_it_is_hit() -> None:
     assert life.hit([1] * 20 + answer + [5] * 2 + [9]) == 27
 
 
+def test_a_turn_that_goes_on_from_an_answer_leaves_its_end_beside_the_given_place() -> None:
+    """As in a loop of tools, whose thinking is left out in the user's next turn."""
+    life = Life(ONE_GROUP, num_states=4)
+    life.run([1] * 40, answer=3, keep_at=[30])
+    ids = [1] * 40 + [0, 1, 2] + [7] * 2
+    assert life.run(ids, answer=2, keep_at=[30]) == 43
+    for token in (2, 3):
+        life.run([token] * 10)
+    assert life.hit([*ids, 0, 1, 9]) == 47
+    assert life.hit([1] * 35) == 30
+
+
 def test_one_path_does_not_crowd_out_the_others() -> None:
     """The other conversation has used its state before all of the long one's."""
-    life = Life(ONE_GROUP, num_states=MAX_OF_PATH + 2)
+    life = Life(ONE_GROUP, num_states=4)
     life.run([2] * 20, answer=5)
     ids = [1] * 10
     for _ in range(9):

@@ -395,8 +395,11 @@ def test_a_memory_with_the_same_edits_is_the_same(seed: int, device: torch.devic
     assert torch.equal(mirror.table.req_to_token, memory.table.req_to_token)
     assert torch.equal(mirror.allocator.mem_state, memory.allocator.mem_state)
     assert mirror.num_free == memory.num_free
-    assert mirror._segments[0].keys() == memory._segments[0].keys()
-    assert all(torch.equal(mirror._segments[0][name], slots) for name, slots in memory._segments[0].items())
+    assert mirror.segments.of_class[0].keys() == memory.segments.of_class[0].keys()
+    assert all(
+        torch.equal(mirror.segments.of_class[0][name], slots)
+        for name, slots in memory.segments.of_class[0].items()
+    )
     for sequence in cache.ledger.sequences:
         length = sequence.length
         assert torch.equal(mirror.positions(sequence.row, length), memory.positions(sequence.row, length))
@@ -458,7 +461,7 @@ def test_the_reader_of_the_page_follows_a_cache(seed: int, device: torch.device)
         assert not left
         ours = cache.memory
         assert memory.free == set(ours.allocator.mem_state.nonzero().flatten().tolist())
-        assert memory.segments == {name: slots.tolist() for name, slots in ours._segments[0].items()}
+        assert memory.segments == {name: slots.tolist() for name, slots in ours.segments.of_class[0].items()}
         for row, _, start, end, *_ in cache.ledger.holdings().rows:
             assert memory.table[row][start:end] == ours.table.slots(row, start, end).tolist()
 

@@ -117,7 +117,7 @@ def test_replays_and_eager_verbs_mix_freely() -> None:
         ledger.check()
         memory.check(ledger.holdings())
         mirror.check(ledger.holdings())
-        assert memory.num_free == mirror.num_free == ledger.num_free == int(memory.counters[0])
+        assert memory.num_free == mirror.num_free == ledger.num_free == int(memory.allocator.counters[0])
         assert torch.equal(memory.allocator.mem_state.cpu(), mirror.allocator.mem_state)
         for s in ledger.sequences:
             slots = memory.table.slots(s.row, 0, s.length).cpu()

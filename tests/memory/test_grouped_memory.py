@@ -257,7 +257,7 @@ def rows_by_layer(cache: KVCache, sequence: Sequence, first: int = 0) -> list[to
     spec, found = cache.memory.pool.spec, []
     for layer in range(spec.num_layers):
         assert spec.lifetimes is not None
-        seen = max(spec.lifetimes[layer].first_seen(sequence.length), first)
+        seen = max(spec.lifetimes[layer].rule.first_seen(sequence.length), first)
         slots = cache.slots(sequence, layer)[seen:].long()
         found.append(torch.cat([one.flatten(1) for one in cache.memory.pool.read(layer, slots)], 1))
     return found

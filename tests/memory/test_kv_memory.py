@@ -99,7 +99,7 @@ def test_alloc_fills_each_row_from_its_start(memory: KVMemory) -> None:
     assert row_slots(memory, 1, 4) == [1, 2, 3, 7]
     assert row_slots(memory, 2, 3) == [4, 5, 6]
     assert not memory.table.req_to_token[0].any()
-    assert memory.num_free == memory.capacity - 7 == int(memory.counters[0])
+    assert memory.num_free == memory.capacity - 7 == int(memory.allocator.counters[0])
     memory.check(own((1, 4), (2, 3)))
 
 

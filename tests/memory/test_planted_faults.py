@@ -51,14 +51,14 @@ def make_world(device: torch.device) -> World:
 
     prompt = [1, 2, 3, 4, 5, 6, 7, 8]
     first = fill(cache.open(prompt), 8)
-    first.session = cache.ledger.open_session("one")
+    first.session = cache.ledger.sessions.open("one")
     cache.publish(first)
     cache.confirm()
     plain = fill(cache.open([*prompt, 9, 10]), 2)
     gapped = fill(cache.open([*prompt, 11, 12, 13]), 3)
     cache.close(first, [20, 21])
     other = fill(cache.open([50, 51, 52]), 3)
-    other.session = cache.ledger.open_session("two")
+    other.session = cache.ledger.sessions.open("two")
     cache.close(other)
     cache.close(fill(cache.open([60, 61, 62, 63]), 4))
     fill(plain, 2)
@@ -105,7 +105,7 @@ def swap_slots(slots: torch.Tensor) -> None:
 
 
 def segment_of(world: World) -> torch.Tensor:
-    return world.cache.memory._segments[0][world.plain.node.id]
+    return world.cache.memory.segments.of_class[0][world.plain.node.id]
 
 
 def table_of(world: World) -> torch.Tensor:
@@ -120,9 +120,9 @@ def flip_state(world: World) -> None:
 def move_boundary(world: World) -> None:
     """Two segments in a row, of which one gives a slot to the other."""
     memory, path = world.cache.memory, [segment.id for segment in world.plain.path()]
-    lower, upper = memory._segments[0][path[0]], memory._segments[0][path[1]]
-    memory._segments[0][path[0]] = torch.cat((upper[-1:], lower))
-    memory._segments[0][path[1]] = upper[:-1]
+    lower, upper = memory.segments.of_class[0][path[0]], memory.segments.of_class[0][path[1]]
+    memory.segments.of_class[0][path[0]] = torch.cat((upper[-1:], lower))
+    memory.segments.of_class[0][path[1]] = upper[:-1]
 
 
 def shift_positions(world: World) -> None:
@@ -154,8 +154,8 @@ PLANTED: dict[str, dict[str, Callable[[World], object]]] = {
         "a used slot is free": lambda world: world.cache.memory.allocator.mem_state.index_fill_(
             0, world.cache.slots(world.plain)[:1].long(), 1
         ),
-        "the device's count": add_at(lambda world: world.cache.memory.counters, 0, 1),
-        "the flags": add_at(lambda world: world.cache.memory.counters, 1, 1),
+        "the device's count": add_at(lambda world: world.cache.memory.allocator.counters, 0, 1),
+        "the flags": add_at(lambda world: world.cache.memory.allocator.counters, 1, 1),
         "the host's count": add(lambda world: world.cache.memory.allocator, "_num_free", -1),
         "a block's count": add_at(lambda world: world.cache.memory.allocator._state.block_free, 0, 1),
         "a bit": add_at(lambda world: world.cache.memory.allocator._state.free_bits, 0, 2),
@@ -175,8 +175,10 @@ PLANTED: dict[str, dict[str, Callable[[World], object]]] = {
         "two slots changed places": lambda world: swap_slots(segment_of(world)),
         "another slot": lambda world: segment_of(world)[:1].fill_(119),
         "a slot moved to the segment below": move_boundary,
-        "it is gone": lambda world: world.cache.memory._segments[0].pop(world.plain.node.id),
-        "one too many": lambda world: world.cache.memory._segments[0].update({999: torch.empty(0).int()}),
+        "it is gone": lambda world: world.cache.memory.segments.of_class[0].pop(world.plain.node.id),
+        "one too many": lambda world: world.cache.memory.segments.of_class[0].update(
+            {999: torch.empty(0).int()}
+        ),
         "its tokens are cut": lambda world: setattr(world.plain.node, "tokens", world.plain.node.tokens[:-4]),
         "a holder more": lambda world: world.plain.node.holders.add(world.ring.row),
         "a holder less": lambda world: world.plain.node.holders.discard(world.fork.row),

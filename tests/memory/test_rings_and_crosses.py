@@ -374,7 +374,7 @@ def test_a_cross_sequence_goes_with_its_last_reader(device: torch.device) -> Non
     first = cache.open_reader([1, 2, 3], cross)
     cache.extend([first], [3])
     beams = [cache.fork(first) for _ in range(3)]
-    assert (cache.num_held, cross.num_readers) == (13, 4)
+    assert (cache.num_held, len(cross.readers)) == (13, 4)
     for match, verb in [
         ("written once, read", lambda: cache.fork(cross)),
         ("written once, read", lambda: cache.truncate(cross, 2)),

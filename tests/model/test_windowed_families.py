@@ -182,7 +182,7 @@ def test_turns_of_sessions_find_what_the_turns_before_left(name: str, chunk: int
     prompts, shared = [text(38, 7), text(31, 8)], [0, 0]
     for turn in range(3):
         turns = [
-            request(f"{idx} in {turn}", prompt, NUM_NEW, engine.scheduler.ledger.open_session(str(idx)))
+            request(f"{idx} in {turn}", prompt, NUM_NEW, engine.scheduler.ledger.sessions.open(str(idx)))
             for idx, prompt in enumerate(prompts)
         ]
         others = [request(f"other {idx} in {turn}", text(95, 10 * turn + idx), 1) for idx in range(2)]
@@ -216,7 +216,7 @@ def test_a_random_life_changes_no_answer(name: str, seed: int) -> None:
     asked = {}
     for number in range(10):
         prompt = rng.choice(roots)[: rng.randint(1, 80)] + text(rng.randint(1, 6), 1000 * seed + number)
-        session = engine.scheduler.ledger.open_session(rng.choice("ab")) if rng.random() < 0.3 else None
+        session = engine.scheduler.ledger.sessions.open(rng.choice("ab")) if rng.random() < 0.3 else None
         one = request(str(number), prompt, NUM_NEW, session)
         engine.add(one)
         asked[one.id] = prompt, one

@@ -108,7 +108,7 @@ class Life:
         namespace = rng.choice([(), (), ("salt",)])
         sequence = self.cache.open(prompt, namespace)
         if rng.random() < 0.5:
-            sequence.session = self.cache.ledger.open_session(f"session {rng.randrange(3)}")
+            sequence.session = self.cache.ledger.sessions.open(f"session {rng.randrange(3)}")
         shadow = Shadow(sequence, hash(namespace) % 2**52, prompt)
         shadow.last = shadow.root
         for token in prompt[: sequence.length]:
@@ -223,7 +223,7 @@ class Life:
         assert self.cache.num_free == free + count
 
     def release_session(self) -> None:
-        self.cache.ledger.release_session(f"session {self.rng.randrange(3)}")
+        self.cache.ledger.sessions.release(f"session {self.rng.randrange(3)}")
 
     def fail(self) -> None:
         """The steps since the last `confirm` fail: the sequences that hold what they published are closed."""

@@ -179,7 +179,7 @@ class GroupedMemory:
     def check_reads(self, row: int, length: int, names: Sequence[object]) -> None:
         """Asserts that the token after the first `length` ones finds all that it sees."""
         for one, groups in zip(self.groups.classes, self.of_class, strict=True):
-            for entry in range(one.lifetime.first_seen(length), length):
+            for entry in range(one.lifetime.rule.first_seen(length), length):
                 for group in groups:
                     slot = self.table[group][row][entry]
                     assert slot not in self.free, f"row {row} reads slot {slot}, which is free"

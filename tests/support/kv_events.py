@@ -110,7 +110,7 @@ def blocks_of(ledger: TokenLedger) -> tuple[set[bytes], set[bytes]]:
     plain: set[bytes] = set()
     salted: set[bytes] = set()
     paths: dict[Segment, tuple[set[bytes], bytes]] = {}
-    for segment in ledger.indexed_segments():
+    for segment in ledger.tree:
         parent = segment.parent
         assert parent is not None
         if parent.parent is None:
@@ -210,7 +210,7 @@ class LedgerLife:
         rng, ledger = self.rng, self.ledger
         prompt = rng.choice(self.families)[: rng.randint(1, 600)]
         prompt = prompt + [rng.randrange(9) for _ in range(rng.randint(0, 150))]
-        session = ledger.open_session(str(rng.randrange(4))) if rng.random() < 0.3 else None
+        session = ledger.sessions.open(str(rng.randrange(4))) if rng.random() < 0.3 else None
         ids = array("i", prompt).tobytes()
         self.open_ones.append((ledger.open(ids, rng.choice([(), (), SALTED]), session), prompt))
 
@@ -259,7 +259,7 @@ class LedgerLife:
         elif kind < 0.8:
             ledger.evict(ledger.num_cached)
         elif kind < 0.9:
-            ledger.release_session(str(rng.randrange(4)))
+            ledger.sessions.release(str(rng.randrange(4)))
         else:  # the steps since the last `confirm` fail
             rows = ledger._state.unconfirmed_rows()
             for pair in [pair for pair in self.open_ones if pair[0].row in rows]:

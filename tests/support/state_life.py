@@ -68,7 +68,7 @@ class Life:
         self.memory.check(self.ledger.holdings(), self.ledger.states, self.ledger.num_free)
 
     def open(self, ids: list[int], session: str | None = None, keep_at: list[int] | None = None) -> Text:
-        of = None if session is None else self.ledger.open_session(session)
+        of = None if session is None else self.ledger.sessions.open(session)
         text = Text(self.ledger.open(ids_bytes(ids), (), of, keep_at or []), len(ids), [])
         text.add(ids)
         self.apply()
