@@ -219,7 +219,7 @@ class ModelRunner:
         with self._fatal_errors(always=False):
             pool, states = MemoryMap(memory.labels(holdings)), None
             if memory.states is not None:
-                counts = MemoryMap(memory.state_labels(holdings)).counts
+                counts = MemoryMap(memory.states.labels(holdings)).counts
                 size = memory.pool.spec.bytes_per_state * (counts.capacity + 1)
                 states = StateMap(counts.num_free, counts.num_cached, counts.num_own, size)
         slots_per_cell = -(-len(pool.labels) // MAX_CELLS)
