@@ -35,7 +35,7 @@ from lightkv.integrations.model.context import context_length
 from lightkv.integrations.model.exact_rotary import find_rotary, make_exact
 from lightkv.integrations.model.hf_model import PackedStep, bind
 from lightkv.integrations.model.model_shape import ModelShape
-from lightkv.integrations.model.probe import probe
+from lightkv.integrations.model.probe import probe, require_no_states
 from lightkv.integrations.model.ring_graph import RingGraph
 from lightkv.kv_cache import KVCache
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
@@ -256,9 +256,10 @@ def assemble(
     """Returns a cache for the K/V of `model`, of the shape that `probe` found, and the backends of its layers.
 
     The arguments are those of `CachedModel`; where the spec has lifetimes of layers, the cache has the slots of
-    `capacity` tokens that every layer sees. The model does not change. Raises UnknownBackend, OutOfMemory and
-    ValueError.
+    `capacity` tokens that every layer sees. The model does not change. Raises UnknownBackend, OutOfMemory,
+    UnsupportedModel and ValueError.
     """
+    require_no_states(model, shape)
     capacity = checked_count("capacity", capacity)
     backends = make_backends(backend, model.device, shape.layers, rotary)
     spec = replace(shape.spec, format=kv_format)

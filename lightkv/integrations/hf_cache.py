@@ -48,7 +48,7 @@ from lightkv.counts import checked_count
 from lightkv.errors import OutOfRows
 from lightkv.integrations.model.attention_call import ATTENTION
 from lightkv.integrations.model.context import given_cache
-from lightkv.integrations.model.probe import probe, require_plain_cache
+from lightkv.integrations.model.probe import probe, require_no_states, require_plain_cache
 from lightkv.integrations.model.token_positions import require_generated_positions
 from lightkv.kv_cache import KVCache
 from lightkv.memory.kv_gatherer import KVGatherer
@@ -134,6 +134,7 @@ class LightKVCache(Cache):
         """Makes the cache of `model`, and of its layers."""
         require_generated_positions(model)
         shape = probe(model)
+        require_no_states(model, shape)
         require_plain_cache(model, shape)
         shape = replace(shape, spec=replace(shape.spec, lifetimes=shape.lifetimes))
         kv, _ = assemble(model, shape, *sizes[:3], None, kv_format=sizes.kv_format)

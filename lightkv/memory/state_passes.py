@@ -176,18 +176,16 @@ class StaticPasses:
         begins = np.cumsum([num_decodes, *counts[:num_prefills]])[:-1].tolist()
         begins += range(num_decodes)
         places = [begins[part] + i for part in by_token for i in range(counts[part])]
-        of_part, starts, tokens = (
-            np.zeros(self._num_prefills + self._num_by_token, dtype=np.int64),
-            np.full(self._num_by_token + 1, len(places), dtype=np.int32),
-            np.full(self._num_gathered, self._num_tokens, dtype=np.int64),  # behind the last token
-        )
+        of_part = np.zeros(self._num_prefills + self._num_by_token, dtype=np.int64)
+        starts = np.full(self._num_by_token + 1, len(places), dtype=np.int32)
+        tokens = np.zeros(self._num_gathered, dtype=np.int64)
         of_part[:num_prefills] = rows[:num_prefills]
         of_part[[part for part in by_token if part < num_prefills]] = 0
         end = self._num_prefills + len(by_token)
         of_part[self._num_prefills : end] = [rows[part] for part in by_token]
         starts[: len(by_token) + 1] = np.cumsum([0, *(counts[part] for part in by_token)])
         tokens[: len(places)] = places
-        arrays = [of_part, starts, tokens]
+        arrays: list[np.ndarray] = [of_part, starts, tokens]
         if self._packed is None:
             device = self._states.table.device
             self._packed = torch.empty(packed_size(arrays), dtype=torch.uint8, device=device)

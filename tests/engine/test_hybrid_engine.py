@@ -4,7 +4,6 @@ import random
 from array import array
 
 import pytest
-import torch
 
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.admission import Admission
@@ -19,7 +18,7 @@ from tests.support.hybrid_models import HYBRIDS, VOCABULARY, greedy, hybrid
 from tests.support.model_worker import assert_idle
 from tests.support.preempting import counted_by, expecting
 
-CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("one_thread")
 FIRST, *OTHERS = HYBRIDS
 
 

@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 from lightkv import KVCache
 from lightkv.attention import Batch, Step, make_backends
 from lightkv.errors import UnsupportedModel
+from lightkv.integrations.cached_model import CachedModel
+from lightkv.integrations.hf_cache import LightKVCache
 from lightkv.integrations.model.adapters.adapt import adapt
 from lightkv.integrations.model.fused_layers import fuse_layers
 from lightkv.integrations.model.hf_model import bind, forward
@@ -174,3 +176,10 @@ def test_a_mixer_in_other_pieces_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(mixer, "forward", without_states)
     with pytest.raises(UnsupportedModel, match=r"a text in pieces of \(5, 1, 1, 70, 19\)"):
         require_own_mixers(model)
+
+
+def test_caches_without_room_for_states_refuse_the_model() -> None:
+    model = made("lfm2")
+    for make in (CachedModel, LightKVCache):
+        with pytest.raises(UnsupportedModel, match="its layers keep states beside K/V"):
+            make(model, 100)

@@ -36,7 +36,7 @@ def _or(a, b):
 @triton.jit
 def _row(places, token, within):
     """Returns where a packed token stands, int64."""
-    if places is None:
+    if places is None:  # noqa: SIM108, of which Triton would compile both sides
         row = token.to(tl.int64)
     else:
         row = tl.load(places + token, mask=within, other=0)
@@ -174,7 +174,8 @@ def causal_conv(
         reads: int64 `[n]`, the slot that holds each sequence's state.
         writes: int64 `[n]`, the slot to which its new state goes; 0 to write none.
         starts: int32 `[n + 1]`. Tokens `starts[i]` to `starts[i + 1]` are sequence i's, and may be none.
-            Tokens from `starts[n]` on are padding, whose output is 0.
+            Tokens from `starts[n]` on are padding, whose output is 0. Those before `starts[0]` are of others:
+            what is written there says nothing.
         activation: "silu", or None.
         places: int64 `[packed]`, where the tokens of the sequences stand in x and in the output, as the packed
             tokens that `starts` counts; None where they are packed there. Those of padding are not read.
@@ -231,18 +232,19 @@ def causal_conv_reference(
     """Computes `causal_conv` in plain torch, of all sequences at once."""
     if places is not None:
         assert out is not None
-        used = places[: int(starts[-1])]
+        packed = places[: int(starts[-1])]
         state = (states, reads, writes, starts)
-        out[used] = causal_conv_reference(x[used], weight, bias, *state, activation)
+        out[packed] = causal_conv_reference(x[packed], weight, bias, *state, activation)
         return out
-    before, used, device = weight.shape[1] - 1, int(starts[-1]), x.device
+    before, first, end, device = weight.shape[1] - 1, int(starts[0]), int(starts[-1]), x.device
+    starts, used = starts - first, end - first
     lengths, numbers = (starts[1:] - starts[:-1]).long(), torch.arange(len(reads), device=device)
     # The inputs of all sequences in one tensor, each sequence's state before its tokens.
     olds = (starts[:-1] + numbers * before)[:, None] + torch.arange(before, device=device)
     news = torch.arange(used, device=device) + (torch.repeat_interleave(numbers, lengths) + 1) * before
     inputs = x.new_empty(used + olds.numel(), x.shape[1])
     inputs[olds] = states[reads]
-    inputs.index_copy_(0, news, x[:used])
+    inputs.index_copy_(0, news, x[first:end])
     is_written = writes != 0
     states[writes[is_written]] = inputs[(olds + lengths[:, None])[is_written]]
 
@@ -255,6 +257,6 @@ def causal_conv_reference(
         total += bias.float()
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    out[used:] = 0.0
-    out[:used] = functional.silu(total) if activation == "silu" else total
+    out[:first], out[end:] = 0.0, 0.0
+    out[first:end] = functional.silu(total) if activation == "silu" else total
     return out

@@ -148,8 +148,8 @@ def gated_delta_decode(
     Raises:
         ValueError: a tensor is none of these.
     """
-    tensors = {"qkv": qkv, "a": a, "b": b, "a_log": a_log, "dt_bias": dt_bias, "states": states}
-    tensors |= {"reads": reads, "writes": writes, "starts": starts, "places": places}
+    tensors: dict[str, Tensor | None] = {"qkv": qkv, "a": a, "b": b, "a_log": a_log, "dt_bias": dt_bias}
+    tensors |= {"states": states, "reads": reads, "writes": writes, "starts": starts, "places": places}
     _TAKEN.check({}, out=out, **tensors)
     num_v_heads, key_dim, value_dim = states.shape[1:]
     wanted = 2 * num_k_heads * key_dim + num_v_heads * value_dim

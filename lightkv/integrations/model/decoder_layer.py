@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
+from lightkv.integrations.model.mixers.mixer import is_bound_mixer
 from lightkv.integrations.ranks.sharded import SummedLinear
 from lightkv.integrations.ranks.term_room import TermPlace
 from lightkv.triton_kernels.layers.gated_activation import gated_activation, gated_activation_reference
@@ -30,7 +31,6 @@ from .context import given_cache
 from .fused_norm import Carry, add_and_norm
 from .fused_rotary import layout_of
 from .hf_model import PackedStep
-from .mixers.mixer import is_bound_mixer
 
 # The activations of `gated_activation`, by the classes of the modules that compute the same.
 _ACTIVATIONS = {

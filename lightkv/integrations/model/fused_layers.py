@@ -23,6 +23,13 @@ from lightkv.integrations.model.experts.mixture import (
     unfuse_experts,
 )
 from lightkv.integrations.model.experts.router import router_forward
+from lightkv.integrations.model.mixers.mixer import (
+    bound_mixer,
+    is_bound_mixer,
+    is_mixer,
+    join_projections,
+    require_own_mixers,
+)
 from lightkv.integrations.model.plans.layer_plans import PLANS, LayerPlan, norm_form, planned_layers
 from lightkv.integrations.model.plans.own_pass import (
     NUM_TOKENS,
@@ -57,7 +64,6 @@ from .linears import (
     prepare_linears,
     reset_forwards,
 )
-from .mixers.mixer import bound_mixer, is_bound_mixer, is_mixer, join_projections, require_own_mixers
 
 Report = Callable[[str], None]
 

@@ -13,10 +13,10 @@ import torch
 from transformers import PreTrainedModel
 
 from lightkv.attention import AttentionBackend, Step
+from lightkv.integrations.model.mixers.mixer import Mixer, are_bound, bind_mixers, release_mixers
 
 from .attention_call import ATTENTION, AttentionCall, compute, set_attention, switch_attention
 from .fused_rotary import fuse, fused_forwards, set_fused_forwards
-from .mixers.mixer import Mixer, are_bound, bind_mixers, release_mixers
 from .token_positions import fix_positions, has_positions, release_positions
 
 # The backend of each layer that attends, by its number in the model.

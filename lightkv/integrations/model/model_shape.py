@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from lightkv.attention import AttentionBackend, AttentionOptions, LayerShape
 from lightkv.errors import LightKVError, UnsupportedModel
+from lightkv.integrations.model.mixers.mixer import Mixer, bind_mixers
 from lightkv.layer_groups import FULL, Lifetime
 from lightkv.memory.kv_spec import KVHeads, KVSpec
 from lightkv.triton_kernels.attention.variants import Alibi, Chunk, SinkLogits, Softcap, Window
@@ -21,7 +22,6 @@ from lightkv.triton_kernels.attention.variants import Alibi, Chunk, SinkLogits, 
 from .attention_call import AttentionCall, switch_attention
 from .context import cache_name, num_layers
 from .hf_model import fix_rotary, undo_binding
-from .mixers.mixer import Mixer, bind_mixers
 from .token_positions import fix_positions
 
 # The name under which lightkv's attention function gets a mask, which holds the model's own rule (_MaskRule).

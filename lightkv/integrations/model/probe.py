@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 from lightkv.errors import UnsupportedModel
 from lightkv.integrations.model.adapters.proof import require_own_attention
 from lightkv.integrations.model.adapters.selected_logits import selects_logits
+from lightkv.integrations.model.mixers.mixer import Mixer, require_own_mixers
 
 from .attention_call import AttentionCall, KeptHandler, compute, kept_handler
 from .context import cache_name, context_length, num_layers
-from .mixers.mixer import Mixer, require_own_mixers
 from .model_shape import ModelShape, NeedsNumbers, Past, RecordingLayer, find_shape, probed
 from .token_positions import counting_embeddings, counts_itself
 
-__all__ = ["ModelShape", "NeedsNumbers", "find_shape", "probe", "require_plain_cache"]
+__all__ = ["ModelShape", "NeedsNumbers", "find_shape", "probe", "require_no_states", "require_plain_cache"]
 
 _FORWARD_ARGUMENTS = frozenset({"position_ids", "logits_to_keep"})  # of a model, beside input_ids
 _NUM_TOKENS = 8  # in each of the passes that are compared
@@ -76,6 +76,13 @@ class _Projections:
 
     def mix(self, mixer: Mixer, x: torch.Tensor) -> torch.Tensor:
         return x
+
+
+def require_no_states(model: PreTrainedModel, shape: ModelShape) -> None:
+    """Raises UnsupportedModel if layers of the model keep states, of which only K/V has a place."""
+    if shape.spec.states:
+        reason = "its layers keep states beside K/V, which LLM and the service have room for"
+        raise UnsupportedModel(type(model).__name__, reason)
 
 
 def require_plain_cache(model: PreTrainedModel, shape: ModelShape) -> None:

@@ -14,8 +14,8 @@ def convolve(
     x `[T, D]`, and the last inputs of each piece to `state`, `[num_slots, width - 1, D]`. `activation`: "silu"
     or None."""
     function = causal_conv if x.is_cuda else causal_conv_reference
-    places = one.tokens
-    if isinstance(places, slice):
-        x, out, places = x[places], out[places], None
+    places = None if isinstance(one.tokens, slice) else one.tokens
+    if isinstance(one.tokens, slice):
+        x, out = x[one.tokens], out[one.tokens]
     weight = conv.weight[:, 0]
     function(x, weight, conv.bias, state, *one.slots, one.starts, activation, places, out)

@@ -101,8 +101,8 @@ class GatedDelta:
             places = None if isinstance(tokens, slice) else tokens
             if isinstance(tokens, slice):
                 qkv, a, b, out = qkv[tokens], a[tokens], b[tokens], out[tokens]
-            gates, packing = (a, b, module.A_log, module.dt_bias), (one.starts, places, out)
-            function(qkv, *gates, state, *one.slots, module.num_k_heads, beta_scale, *packing)
+            by_head, packing = (a, b, module.A_log, module.dt_bias), (one.starts, places, out)
+            function(qkv, *by_head, state, *one.slots, module.num_k_heads, beta_scale, *packing)
             return
         q, k, v = qkv[tokens].split((module.key_dim, module.key_dim, module.value_dim), -1)
         q, k = (part.unflatten(-1, (-1, module.head_k_dim)) for part in (q, k))

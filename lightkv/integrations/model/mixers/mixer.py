@@ -5,9 +5,11 @@ input to the handler of the call. `require_own_mixers` compares each with its ow
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from inspect import isfunction, unwrap
 from typing import Any, Protocol, cast
 
 import torch
@@ -156,13 +158,27 @@ def require_own_mixers(model: PreTrainedModel) -> None:
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(_NUM_TOKENS, model.config.get_text_config().hidden_size, generator=generator)
         x = x.to(weight.device, model.dtype)
-        own = type(module).forward(module, x[None], None, None)  # no cache, or no positions, and no mask
+        with _plain_functions(module):
+            own = type(module).forward(module, x[None], None, None)  # no cache, or no positions, and no mask
         own = (own[0] if isinstance(own, tuple) else own)[0].float()
         for cuts in ((_NUM_TOKENS,), _CUTS):
             error = float((_in_pieces(mixer, x, cuts).float() - own).abs().max() / own.abs().max())
             if not error <= max(16 * torch.finfo(x.dtype).eps, _MIN_TOLERANCE):
                 what = f"its {type(module).__name__} differs from its own code by {error:.2g} of the largest"
                 raise UnsupportedModel(type(model).__name__, f"{what} (a text in pieces of {cuts})")
+
+
+@contextmanager
+def _plain_functions(module: Any) -> Iterator[None]:
+    """Has the code of a module call transformers' functions in torch while the block runs, where it would call
+    those of packages that are installed beside it."""
+    names = vars(sys.modules[type(module).__module__])
+    before = {name: one for name, one in names.items() if isfunction(one) and hasattr(one, "__wrapped__")}
+    names.update({name: unwrap(one) for name, one in before.items()})
+    try:
+        yield
+    finally:
+        names.update(before)
 
 
 def _in_pieces(mixer: Mixer, x: Tensor, cuts: Iterable[int]) -> Tensor:
