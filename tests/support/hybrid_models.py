@@ -32,6 +32,13 @@ _EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_expand": 2,
+}
 _CONVOLUTIONS: dict[str, Any] = {"layer_types": ["conv", "full_attention"] * 2}
 
 # By the name of the class of the model: its configuration, and what is given to it beside the sizes.
@@ -52,6 +59,26 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "Lfm3ForCausalLM": ("Lfm3Config", _CONVOLUTIONS),
+    "FalconH1ForCausalLM": ("FalconH1Config", _MAMBA | {"mamba_d_ssm": 64}),
+    "MiniMaxForCausalLM": (
+        "MiniMaxConfig",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+    ),
+    "NemotronHForCausalLM": (
+        "NemotronHConfig",
+        {
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "num_hidden_layers": 5,
+            "layers_block_type": ["mamba", "attention", "mlp", "mamba", "attention"],
+        },
+    ),
 }
 
 

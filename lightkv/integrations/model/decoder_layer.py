@@ -64,9 +64,9 @@ class Attention:
         if layout is None:
             out = self.module(x, lightkv=step, **{name: given[name] for name in self.arguments})
             return Output(_first(out))
-        call = layout.call(self.module, x, given["position_embeddings"])  # q, k and v, without positions
-        heads = step.attend(call)  # writes K/V and applies positions on the way, then attends
-        return Output.of(getattr(self.module, layout.plan.output), heads.flatten(2), turn)
+        # The handler writes K/V and applies positions on the way, then attends.
+        heads = layout.attend(self.module, x, given["position_embeddings"], step)
+        return Output.of(getattr(self.module, layout.plan.output), heads, turn)
 
 
 class Output(NamedTuple):

@@ -58,15 +58,21 @@ class AttentionLayout:
     norms: HeadNorms | None = None
     joined: PlainWeight | None = None
 
-    def project(self, module: Any, x: Tensor, left: HeadNorms | None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, module: Any, x: Tensor, left: HeadNorms | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Returns q, k and v of x `[1, T, C]`, each `[1, heads, T, dim]`, without positions, and without norms
-        where these are `left` to the write."""
-        plan, dims = self.plan, (self.head_dim, self.head_dim, self.v_dim)
+        where these are `left` to the write; and the gate of the output, `[1, T, heads · v_dim]`, or None."""
+        plan, dims, gate = self.plan, (self.head_dim, self.head_dim, self.v_dim), None
         if self.joined is not None:
             products = [self.joined.matmul(x)]
         else:
             products = [getattr(module, name)(x) for name in plan.qkv]
-        if len(products) == 3:
+        if plan.is_gated:
+            heads = torch.cat(products, -1).unflatten(-1, (-1, self.head_dim))
+            q, k, v = heads.split((2 * self.num_heads, self.num_kv_heads, self.num_kv_heads), -2)
+            gate, q = q[..., 1::2, :].flatten(2), q[..., ::2, :]
+        elif len(products) == 3:
             q, k, v = (part.unflatten(-1, (-1, dim)) for part, dim in zip(products, dims, strict=True))
         elif plan.is_by_head:
             qkv = products[0].unflatten(-1, (self.num_heads, sum(dims)))
@@ -76,7 +82,7 @@ class AttentionLayout:
         # Each is [1, T, heads, dim] now.
         if left is None and (norms := plan.head_norms_of(module)):
             q, k = (self._normalise(norm, heads) for norm, heads in zip(norms, (q, k), strict=True))
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), gate
 
     def _normalise(self, norm: Any, heads: Tensor) -> Tensor:
         """Returns heads `[1, T, heads, dim]` as the module `norm` normalises them."""
@@ -84,10 +90,16 @@ class AttentionLayout:
             return cast(Tensor, norm(heads))
         return cast(Tensor, norm(heads.flatten(2)).view(heads.shape))
 
-    def call(self, module: Any, x: Tensor, tables: tuple[Tensor, Tensor]) -> AttentionCall:
-        """Returns the attention call of x `[1, T, C]`, whose q and k are still to get their positions."""
+    def attend(
+        self, module: Any, x: Tensor, tables: tuple[Tensor, Tensor], handler: AttentionHandler
+    ) -> Tensor:
+        """Returns what `handler` computes as the attention of x `[1, T, C]`, `[1, T, heads · v_dim]`. It gets q
+        and k without positions."""
         left = self._norms_to_leave(module)
-        return AttentionCall(module, *self.project(module, x, left), None, {}, self.rotary(tables, left))
+        q, k, v, gate = self.project(module, x, left)
+        call = AttentionCall(module, q, k, v, None, {}, self.rotary(tables, left))
+        out = handler.attend(call).flatten(2)
+        return out if gate is None else out * gate.sigmoid()
 
     def _norms_to_leave(self, module: Any) -> HeadNorms | None:
         """Returns the norms that are left to the write, with the weights that the modules have now; None where
@@ -102,10 +114,6 @@ class AttentionLayout:
             for part, norm in zip(parts, self.norms[:2], strict=True)
         )
         return HeadNorms(q, k, self.norms.over_all)
-
-    def project_out(self, module: Any, heads: Tensor) -> Tensor:
-        """Returns the output projection of `heads` `[1, T, heads, v_dim]`, `[1, T, C]`."""
-        return cast(Tensor, getattr(module, self.plan.output)(heads.flatten(2)))
 
     def rotary(self, tables: tuple[Tensor, Tensor], norms: HeadNorms | None) -> RotaryEmbedding:
         """Returns the rotary embedding of a model's cosines and sines, each `[1, T, 2n]`, or `[1, T, n]` if
@@ -128,7 +136,7 @@ def _fused_forward(module: Any, layout: AttentionLayout, *args: Any, **kwargs: A
     if handler is None or not is_bound or not is_plain:
         return type(module).forward(module, *args, **kwargs)
     x = args[0] if args else kwargs["hidden_states"]
-    return layout.project_out(module, handler.attend(layout.call(module, x, tables))), None
+    return getattr(module, layout.plan.output)(layout.attend(module, x, tables, handler)), None
 
 
 @torch.no_grad()

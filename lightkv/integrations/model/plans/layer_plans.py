@@ -38,7 +38,8 @@ class LayerPlan:
 
     `mixers`: the slots that may hold what mixes tokens; the first that a layer has is its attention.
     `qkv`: the projections of q, k and v, or the one of all: of all heads of q, then of k, then of v, or
-    `is_by_head` of q, k and v of the first head, then of the second.
+    `is_by_head` of q, k and v of the first head, then of the second. `is_gated`: whether the projection of q
+    has a gate behind each head, with whose sigmoid its output is multiplied.
     `head_norms`: those of q and k, if it has them, of each head, or of all heads together (`norms_over_all`).
     `angles`: where an angle stands in the cosines and sines: in both "halves", twice in a row ("pairs") or
     "once"; None for attention that runs transformers' code. `is_interleaved`: as in RotaryEmbedding.
@@ -52,6 +53,7 @@ class LayerPlan:
     mixers: tuple[str, ...] = ("self_attn",)
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     is_by_head: bool = False
+    is_gated: bool = False
     output: str = "o_proj"
     head_norms: tuple[str, ...] = ()
     norms_over_all: bool = False
@@ -84,6 +86,7 @@ _SIGMOID = RouterPlan("sigmoid", is_wide=True)
 
 _LLAMA = LayerPlan()
 _QWEN3 = LayerPlan(head_norms=("q_norm", "k_norm"))
+_QWEN3_5 = replace(_QWEN3, mixers=("self_attn", "linear_attn"), is_gated=True)
 _GRANITE = LayerPlan(residual_factor="residual_multiplier")
 _GRANITE_MOE = replace(_GRANITE, mlp=("block_sparse_moe",), router=RouterPlan(name="router"))
 _ERNIE = LayerPlan(is_interleaved=True)
@@ -204,13 +207,11 @@ _LAYERS: tuple[tuple[LayerPlan, str], ...] = (
     (replace(_LLAMA, output="dense", adds_in_order=False), "PhiDecoderLayer"),
     (replace(_NEOX, mixers=("attention",), adds_in_order=False), "GPTNeoXLayer"),
     (replace(_NEOX, head_norms=("q_layernorm", "k_layernorm")), "PersimmonDecoderLayer"),
-    # Layers with states beside attention with a gate.
+    # Layers with states beside attention.
+    (replace(_OWN_ATTENTION, mixers=("linear_attn",)), "OlmoHybridLinearAttentionDecoderLayer"),
+    (_QWEN3_5, "Qwen3_5DecoderLayer"),
     (
-        replace(_OWN_ATTENTION, mixers=("self_attn", "linear_attn")),
-        "Qwen3_5DecoderLayer OlmoHybridLinearAttentionDecoderLayer",
-    ),
-    (
-        replace(_OWN_ATTENTION, mixers=("self_attn", "linear_attn"), router=_SOFTMAX),
+        replace(_QWEN3_5, router=_SOFTMAX),
         "Qwen3_5MoeDecoderLayer Qwen3NextDecoderLayer",
     ),
     # Granite's with a mixture adds two MLPs. Bamba's, Falcon-H1's and MiniMax's compute more than a sum.
