@@ -28,8 +28,9 @@ _MOST_SHORT = 256  # tokens of all such pieces in a CUDA graph
 
 class ChunkIndex(NamedTuple):
     """The chunks of a pass: `bounds`, int64 `[n + 1]`, where its sequences begin, and where the last one ends;
-    `places`, int64 `[m, 2]`, the sequence of each chunk, and which of its chunks it is. The last one may stand
-    there several times."""
+    `places`, int64 `[m, 2]`, the sequence of each chunk, and which of its chunks it is. Places that are left
+    have chunks of the last sequence that are behind its end, of which kernels compute nothing. No chunk stands
+    there twice: fla's kernels find the state before a chunk by its place."""
 
     bounds: Tensor
     places: Tensor
@@ -56,8 +57,8 @@ class StatePass:
         bounds = self.starts.long()
         counts = (bounds.diff() + (CHUNK - 1)).div(CHUNK, rounding_mode="floor")
         ends = counts.cumsum(0)
-        number = torch.arange(self.most_chunks, device=bounds.device).minimum(ends[-1] - 1)
-        piece = torch.searchsorted(ends, number, right=True)
+        number = torch.arange(self.most_chunks, device=bounds.device)
+        piece = torch.searchsorted(ends, number, right=True).clamp(max=len(ends) - 1)
         return ChunkIndex(bounds, torch.stack((piece, number - (ends - counts)[piece]), 1))
 
 

@@ -88,9 +88,11 @@ def test_pieces_that_static_tensors_have_no_room_for() -> None:
 
 
 @pytest.mark.parametrize("counts", [[1], [64], [65, 0, 200], [0, 3, 128]])
-def test_chunks_stand_in_order_and_the_last_one_repeats(counts: list[int]) -> None:
+def test_chunks_stand_in_order_and_behind_them_none_that_has_tokens(counts: list[int]) -> None:
     starts = torch.tensor([5, *(5 + np.cumsum(counts))], dtype=torch.int32)
     wanted = [(i, j) for i, count in enumerate(counts) for j in range(-(-count // CHUNK))]
     one = StatePass(slice(0, 400), starts, StateSlots(torch.zeros(1), torch.zeros(1)), len(wanted) + 3)
-    assert one.chunks.places.tolist() == [list(pair) for pair in [*wanted, *[wanted[-1]] * 3]]
+    last, num = len(counts) - 1, -(-counts[-1] // CHUNK)
+    behind = [(last, num + more) for more in range(3)]
+    assert one.chunks.places.tolist() == [list(pair) for pair in [*wanted, *behind]]
     assert one.chunks.bounds.tolist() == starts.tolist()
