@@ -34,8 +34,8 @@ from .term_room import TermPlace
 
 
 def _halves(block: str, colwise: tuple[str, ...], rowwise: str) -> dict[str, str]:
-    """Returns the plan of a block of layers: linear layers that are divided by their outputs, and one behind them
-    that is divided by its inputs."""
+    """Returns the plan of a block of a layer: linear layers of which a rank has some outputs, and one behind
+    them of which it has some inputs."""
     plan = {f"layers.*.{block}.{name}": "colwise" for name in colwise}
     return plan | {f"layers.*.{block}.{rowwise}": "rowwise"}
 
@@ -296,7 +296,7 @@ def _divide(model: PreTrainedModel, ranks: RankGroup, plan: Mapping[str, str]) -
 
 
 def _divisible_mixers(model: PreTrainedModel, ranks: RankGroup) -> list[tuple[Mixer, Heads]]:
-    """Returns the mixers of which each rank computes a part; those of other numbers of heads stay whole on all."""
+    """Returns the mixers of which each rank computes some heads. Every rank computes the others as a whole."""
     mixers = [(mixer, mixer.heads) for mixer in mixers_of(model)]
     return [(mixer, heads) for mixer, heads in mixers if heads is not None and heads.num % ranks.size == 0]
 
@@ -310,7 +310,7 @@ def _divide_mixers(model: PreTrainedModel, ranks: RankGroup) -> None:
             if isinstance(part, Tensor):
                 _keep_part(module, name, sections, -1, ranks)
                 continue
-            for own in [own for own, tensor in part.named_parameters(recurse=False)]:
+            for own, _ in list(part.named_parameters(recurse=False)):
                 _keep_part(part, own, sections, 0, ranks)
             _divide_sizes(part, ("out_features", "in_channels", "out_channels", "groups", "n_groups"), ranks)
         _divide_sizes(module, heads.sizes, ranks)

@@ -68,9 +68,8 @@ class GatedDelta:
             projections = {name: (getattr(module, name).out_features,) for name in self.one_input}
         else:
             *before, gate = plan.qkvz
-            projections = dict(
-                zip(before, (qkv,) if len(before) == 1 else ((size,) for size in qkv), strict=True)
-            )
+            of_each = [qkv] if len(before) == 1 else [(size,) for size in qkv]
+            projections = dict(zip(before, of_each, strict=True))
             projections |= {gate: (module.value_dim,), **dict.fromkeys(plan.ba, of_heads)}
         sections = projections | {"conv1d": qkv, "A_log": of_heads, "dt_bias": of_heads}
         sizes = "num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim"

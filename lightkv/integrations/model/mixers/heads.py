@@ -7,9 +7,9 @@ from typing import NamedTuple
 class Heads(NamedTuple):
     """What of a mixer belongs to its heads. It can be divided into as many parts as `num` can.
 
-    `sections`: by the name of a module or a tensor of the mixer, the sizes of its sections, one below the other,
-    in each of which the heads stand in turn. `sizes`: its attributes that count all heads. `output`: the linear
-    layer that maps what the heads computed to the output.
+    `sections`: by the name of a module or a tensor of the mixer, the sizes of its sections, one below the
+    other, each of which has rows of all heads in order. `sizes`: the attributes of the mixer that grow with the
+    number of its heads. `output`: the linear layer whose inputs are what the heads computed.
     """
 
     num: int
