@@ -141,7 +141,11 @@ def _shape(model: PreTrainedModel) -> ModelShape:
         module.to(torch.bfloat16)
         adapt(model)
         shape = probe(model)
-        return replace(shape, spec=replace(shape.spec, dtype=dtype))
+        states = tuple(
+            tuple(one._replace(dtype=dtype) if one.dtype == torch.bfloat16 else one for one in tensors)
+            for tensors in shape.spec.states
+        )
+        return replace(shape, spec=replace(shape.spec, dtype=dtype, states=states))
     except NeedsNumbers:
         # Untouched memory is only reserved, not used, and the values in it do not matter here.
         module.to(dtype).to_empty(device="cpu")
