@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Lines of Python files, with docstrings, comments and blank lines.
-CEILINGS = {"lightkv": 19324, "router": 28666, "triton_kernels": 13586}
+CEILINGS = {"lightkv": 19325, "router": 28662, "triton_kernels": 13586}
 
 
 def lines(room: str) -> Counter[str]:

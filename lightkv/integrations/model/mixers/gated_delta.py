@@ -64,11 +64,12 @@ class GatedDelta:
     def heads(self) -> Heads:
         module, plan = self.module, self.plan
         qkv, of_heads = (module.key_dim, module.key_dim, module.value_dim), (module.num_v_heads,)
+        projections: dict[str, tuple[int, ...]]
         if plan.is_by_head:
             projections = {name: (getattr(module, name).out_features,) for name in self.one_input}
         else:
             *before, gate = plan.qkvz
-            of_each: list[tuple[int, ...]] = [qkv] if len(before) == 1 else [(size,) for size in qkv]
+            of_each = [qkv] if len(before) == 1 else [(size,) for size in qkv]
             projections = dict(zip(before, of_each, strict=True))
             projections |= {gate: (module.value_dim,), **dict.fromkeys(plan.ba, of_heads)}
         sections = projections | {"conv1d": qkv, "A_log": of_heads, "dt_bias": of_heads}
