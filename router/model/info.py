@@ -143,7 +143,7 @@ def _shape(model: PreTrainedModel) -> ModelShape:
         adapt(model)
         shape = probe(model)
         module.to(dtype)
-        states = [mixer.tensors for mixer in mixers_of(model)]
+        states = tuple([mixer.tensors for mixer in mixers_of(model)])
         return replace(shape, spec=replace(shape.spec, dtype=dtype, states=states))
     except NeedsNumbers:
         # Untouched memory is only reserved, not used, and the values in it do not matter here.
