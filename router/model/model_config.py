@@ -29,6 +29,7 @@ from lightkv.router.model_files import (
     one_line,
     read_json,
     require_whole,
+    stored_tensors,
     weight_files,
 )
 
@@ -211,7 +212,8 @@ def load_supported_config(directory: Path) -> PreTrainedConfig:
 def _require_bits(directory: Path, model: PreTrainedModel) -> None:
     """Raises UnreadableWeights if the files in `directory` have too few bytes for the parameters of `model`:
     transformers would make those that are missing, of the sizes that config.json says."""
-    stored = sum((directory / name).stat().st_size for name in weight_files(directory))
+    files = [stored_tensors(directory / name) for name in weight_files(directory)]
+    stored = sum(num_bytes for tensors in files for _, num_bytes in tensors.values())
     needed = model.num_parameters() // _MOST_IN_A_BYTE
     if 0 < stored < needed:  # an empty file is refused where it is read
         what = (
