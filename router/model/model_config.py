@@ -212,10 +212,12 @@ def load_supported_config(directory: Path) -> PreTrainedConfig:
 def _require_bits(directory: Path, model: PreTrainedModel) -> None:
     """Raises UnreadableWeights if the files in `directory` have too few bytes for the parameters of `model`:
     transformers would make those that are missing, of the sizes that config.json says."""
-    files = [stored_tensors(directory / name) for name in weight_files(directory)]
-    stored = sum(num_bytes for tensors in files for _, num_bytes in tensors.values())
+    files = [directory / name for name in weight_files(directory)]
+    stored = sum(file.stat().st_size for file in files)
     needed = model.num_parameters() // _MOST_IN_A_BYTE
     if 0 < stored < needed:  # an empty file is refused where it is read
+        for file in files:
+            stored_tensors(file)  # a damaged one says what it is
         what = (
             f"describes {model.num_parameters():,} parameters, and the files of weights have {stored:,} bytes"
         )
