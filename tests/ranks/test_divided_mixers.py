@@ -58,9 +58,9 @@ def saved(family: str, fields: dict[str, Any], directory: Path) -> list[list[int
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
-        ("qwen3_5_text", {}),
         ("nemotron_h", {}),
         *slow_cases(
+            ("qwen3_5_text", {}),
             ("bamba", {}),
             ("falcon_h1", {"mamba_rms_norm": True, "ssm_multipliers": [0.5, 2.0, 0.7, 1.3, 0.9]}),
             ("falcon_h1", {}),
