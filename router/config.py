@@ -173,7 +173,8 @@ class EngineConfig:
         None,
         "For a model with recurrent layers: the bytes of their states, of which each running request takes one "
         "and the prefix cache the others, over the bytes of K/V. Default: as much as one state for each 8,192 "
-        "tokens takes, or for each of --max-num-seqs if that is more, but at most 1/3.",
+        "tokens takes, or for each of --max-num-seqs if that is more, but at most 1/3, unless these are fewer "
+        "than four, and half of the memory has room for more.",
     )
     mem_fraction: Annotated[float, Meta(gt=0, le=1, title="a share")] = setting(
         0.9, "Share of the GPU's memory that the weights and the K/V pool may use together."

@@ -46,6 +46,7 @@ ROOMS = (
     "lightkv.caller",
     "lightkv.kv_cache",
     "lightkv.integrations.weights",
+    "lightkv.integrations.model.mixers",
     "lightkv.integrations.ranks",
     "lightkv.integrations.model",
     "lightkv.integrations.guess_tree",

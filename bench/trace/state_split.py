@@ -34,6 +34,7 @@ from bench.common.report import parser, print_json, print_machine, print_table, 
 from lightkv.edits import Alloc
 from lightkv.layer_groups import LayerGroups
 from lightkv.ledger import Sequence, TokenLedger
+from lightkv.ledger.prefix_tree import MAX_HITS
 from lightkv.ledger.segments import Idle, Tail
 from lightkv.ledger.snapshots import StateClass, StateCounts
 from lightkv.router.engine.step_time import StepTime
@@ -52,6 +53,7 @@ SMALL = 64  # tokens, whose bytes a small state has at most
 SPARE = 2  # states that the one budget keeps for snapshots, where it can
 SAMPLE = 4  # one of so many of Mooncake's conversations
 TURNS, SHARED, FIRST, TURN, ANSWER, GAP = 43, 4096, 6000, 3238, 300, 60.0  # of an agent's session
+OPENING = 8  # tokens at the end of an agent's prompt, which open the answer and are not in the next prompt
 BLOCK = 16
 DEFAULT, ONE, TWICE = "default", "one budget", "all bytes twice"
 CHUNK, ROWS, LONGEST, HELD_BACK = 4096, 256, 200_000, 8192
@@ -98,24 +100,17 @@ MODELS = {
 
 
 class _Ordered(StateClass):
-    """States that are evicted in one order with tokens: by the tree's clock, at their last use and what they
-    save. `ratio`: the tokens whose bytes a state has."""
+    """States that are evicted in one order with tokens. `ratio`: the tokens whose bytes a state has."""
 
     ratio = 1
 
-    @property
-    def clock(self) -> int:  # type: ignore[override]
-        """The tree's."""
-        return self.state.tree._clock  # type: ignore[attr-defined]
-
-    @clock.setter
-    def clock(self, value: int) -> None:
-        """Does nothing."""
-
     def due(self, tail: Tail) -> int:
-        """Returns the last use, and a hit's worth for each token's bytes that are computed again."""
-        saved = super().due(tail) - tail.used
-        return max(tail.used, tail.segment.due) + min(saved // self.ratio, 8) * self.state.tree._hit_worth  # type: ignore[attr-defined]
+        """Returns the place of the snapshot's segment, and a hit's worth for each token that is computed again
+        for a token's bytes of the snapshot, up to as many hits as count."""
+        place = tail.segment.due
+        saved = super().due(tail) - place
+        worth = self.state.tree._hit_worth  # type: ignore[attr-defined]
+        return place + min(saved // self.ratio, MAX_HITS) * int(worth)
 
 
 class _Idle(Idle):
@@ -215,7 +210,7 @@ class Sampled:
 
 class Agents:
     """Sessions of `TURNS` turns, `num` at once, one after the other; the first ones are under way. All lasts as
-    long as one session."""
+    long as one session. As in a chat, the next turn goes on from the place before a prompt's last tokens."""
 
     def __init__(self, num: int, seed: int) -> None:
         self.name = f"{num} agents"
@@ -232,7 +227,7 @@ class Agents:
                 length = length // BLOCK * BLOCK
                 blocks += [next(numbers) for _ in range(length // BLOCK - len(blocks))]
                 answer = max(round(rng.expovariate(1 / ANSWER)), 1)
-                found.append(TraceRequest(at, length, answer, tuple(blocks), BLOCK))
+                found.append(TraceRequest(at, length + OPENING, answer, tuple(blocks), BLOCK))
                 at += GAP / 2 + rng.expovariate(2 / GAP)
                 turn += 1
                 length += answer + round(rng.uniform(0.5, 1.5) * (TURN - ANSWER))

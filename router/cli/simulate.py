@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -55,18 +56,11 @@ def simulate(
     ] = "azure-conv",
     *,
     out: Annotated[
-        typer.FileBinaryWrite | None,
-        typer.Option(
-            metavar="FILE", lazy=False, help="Write the whole result to this file: figures, series, curves."
-        ),
+        Path | None, typer.Option(help="Write the whole result to this file: figures, series, curves.")
     ] = None,
     report: Annotated[
-        typer.FileBinaryWrite | None,
-        typer.Option(
-            metavar="FILE",
-            lazy=False,  # it is opened now, so that a path where no file can be is refused before the work
-            help="Write a report to this file: one self-contained HTML page with charts.",
-        ),
+        Path | None,
+        typer.Option(help="Write a report to this file: one self-contained HTML page with charts."),
     ] = None,
     seeds: Annotated[
         int, typer.Option(help="Simulate with so many seeds, from --seed on, and show the spread.", min=1)
@@ -89,17 +83,18 @@ def simulate(
         require_packages("--report", "report", "matplotlib")
     begun = time.perf_counter()
     try:
+        for path in (out, report):
+            if path is not None and not path.is_fifo():
+                path.open("ab").close()  # a path where no file can be is refused before the work
         with _bar(notes, num_requests(trace, configs[0])) as progress:
             groups = sweep(trace, configs, seeds, progress)
         results = [result for group in groups for result in group.results]
         if out is not None:
-            with out:
-                out.write(encode_all(results))
+            out.write_bytes(encode_all(results))
         if report is not None:
             from lightkv.router.simulate.report.page import render
 
-            with report:
-                report.write(render(groups).encode())
+            report.write_bytes(render(groups).encode())
     except OSError as error:
         say(notes, f"lightkv: {error.filename}: {error.strerror}")
         raise typer.Exit(2) from None

@@ -28,6 +28,7 @@ from lightkv.integrations.model.kv_scales import (
     set_kv_scales,
 )
 from lightkv.integrations.model.linears import prepare_linears
+from lightkv.integrations.model.mixers.mixer import has_mixers
 from lightkv.integrations.model.probe import ModelShape, probe
 from lightkv.integrations.ranks.group import RankGroup
 from lightkv.integrations.ranks.sharded import part_of_heads
@@ -99,6 +100,11 @@ def kv_scales(config: EngineConfig, directory: Path, model: PreTrainedConfig) ->
     chosen = KVFormat.parse(config.kv_dtype, config.skipped_layers)
     if not chosen.is_static:
         return {}
+    if has_mixers(model.get_text_config()):
+        raise InvalidConfig(
+            f"--kv-dtype {config.kv_dtype}: layers of the model keep states, and no checkpoint of such a model "
+            "with scales of K/V was tried; choose int8, which computes its scales"
+        )
     scheme = kv_scheme(model) or {}
     kind, bits = scheme.get("type", "float"), scheme.get("num_bits", 8)
     if (kind, bits) != ("float", 8):

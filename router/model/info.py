@@ -20,6 +20,7 @@ import lightkv
 from lightkv.attention.select import make_backends, pick_backend
 from lightkv.integrations.model.adapters.adapt import adapt
 from lightkv.integrations.model.fused_layers import unplanned_layers
+from lightkv.integrations.model.mixers.mixer import mixers_of
 from lightkv.integrations.model.probe import ModelShape, NeedsNumbers, find_shape, probe
 from lightkv.integrations.ranks.group import RankGroup
 from lightkv.integrations.ranks.sharded import divide_shapes
@@ -141,7 +142,9 @@ def _shape(model: PreTrainedModel) -> ModelShape:
         module.to(torch.bfloat16)
         adapt(model)
         shape = probe(model)
-        return replace(shape, spec=replace(shape.spec, dtype=dtype))
+        module.to(dtype)
+        states = tuple(mixer.tensors for mixer in mixers_of(model))
+        return replace(shape, spec=replace(shape.spec, dtype=dtype, states=states))
     except NeedsNumbers:
         # Untouched memory is only reserved, not used, and the values in it do not matter here.
         module.to(dtype).to_empty(device="cpu")

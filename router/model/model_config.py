@@ -13,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
+    PreTrainedModel,
     __version__,
 )
 from transformers.utils import logging
@@ -22,13 +23,22 @@ from lightkv.integrations.model.adapters.adapt import FAMILIES, adapt
 from lightkv.integrations.model.context import first_position
 from lightkv.integrations.model.mixers.mixer import UNKNOWN, has_mixers
 from lightkv.integrations.model.probe import NeedsNumbers, probe
-from lightkv.router.model_files import UnreadableWeights, in_line, one_line, read_json, require_whole
+from lightkv.router.model_files import (
+    UnreadableWeights,
+    in_line,
+    one_line,
+    read_json,
+    require_whole,
+    stored_tensors,
+    weight_files,
+)
 
 from .text_half import is_wrapper, text_half, wrapper_class
 
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # names used by configurations
 _TOWER_COUNTS = ("decoder_layers", "encoder_layers", "depth")  # of which a model may also have none
 _MAX_LAYERS = 10_000
+_MOST_IN_A_BYTE = 4  # parameters: no format that loads has weights of fewer than two bits
 _PREFIX_MODELS = {"paligemma"}  # wrappers whose processor has a prompt read in both directions
 _ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers
 _OTHER_TYPES = {"conv", "hybrid", "linear_attention", "mlp", "moe"}  # of layers of models that keep states
@@ -195,7 +205,23 @@ def load_supported_config(directory: Path) -> PreTrainedConfig:
         adapt(model)
         probe(model)
     require_whole(directory)
+    _require_bits(directory, model)
     return config
+
+
+def _require_bits(directory: Path, model: PreTrainedModel) -> None:
+    """Raises UnreadableWeights if the files in `directory` have too few bytes for the parameters of `model`:
+    transformers would make those that are missing, of the sizes that config.json says."""
+    files = [directory / name for name in weight_files(directory)]
+    stored = sum(file.stat().st_size for file in files)
+    needed = model.num_parameters() // _MOST_IN_A_BYTE
+    if 0 < stored < needed:  # an empty file is refused where it is read
+        for file in files:
+            stored_tensors(file)  # a damaged one says what it is
+        what = (
+            f"describes {model.num_parameters():,} parameters, and the files of weights have {stored:,} bytes"
+        )
+        raise UnreadableWeights(directory / "config.json", what)
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:

@@ -28,6 +28,7 @@ from .step_graphs import graphs_bytes
 # each request that may run, in at most this many bytes for each of K/V (docs/simulator.md, "K/V and states").
 _TOKENS_A_STATE = 8192
 _MOST_RATIO = 1 / 3
+_LEAST_SLOTS = 5  # of states: so many requests less one run at once, unless they take half of the memory
 # The memory of a step's activations, in copies of its widest tensors; measured models differ little.
 _LOGITS_COPIES = 8
 _HIDDEN_COPIES = 6
@@ -154,7 +155,13 @@ class EngineSizes:
         config = self.config
         backends = make_backends(config.attention_backend, self.device, shape.layers)
         try:
-            chosen = KVFormat.parse(config.kv_dtype, config.skipped_layers)
+            skips = config.skipped_layers
+            if shape.numbers is not None:
+                if others := sorted(set(skips) - set(shape.numbers)):
+                    held = ", ".join(map(str, shape.numbers))
+                    raise ValueError(f"layers {others} have no K/V; give some of {held}, which have")
+                skips = tuple(map(shape.numbers.index, skips))
+            chosen = KVFormat.parse(config.kv_dtype, skips)
             spec = dataclasses.replace(shape.spec, format=chosen, lifetimes=shape.lifetimes)
             for layer in backends:
                 layer.check_format(spec.format_of(layer.layer_idx))
@@ -177,11 +184,14 @@ class EngineSizes:
         if not spec.states:
             return MemoryPlan(pool)
         size, bytes_per_token = spec.bytes_per_state, spec.groups.num_groups * spec.bytes_per_slot
-        ratio = config.mamba_full_memory_ratio
+        ratio, least = config.mamba_full_memory_ratio, 2
+        is_given = config.max_total_tokens is not None  # else K/V and states are of one budget
         if ratio is None:
             ratio = state_ratio(pool.num_bytes, bytes_per_token, size, self.limits.max_num_seqs)
-        is_given = config.max_total_tokens is not None  # else K/V and states are of one budget
-        num_slots = max(int(pool.num_bytes * ratio / (1 if is_given else 1 + ratio)) // size, 2)
+            is_whole = self.device.type == "cuda" and not is_given
+            room = pool.num_bytes if is_whole else free_bytes(self.device) // 4 - reserve
+            least = max(least, min(_LEAST_SLOTS, room // 2 // size))
+        num_slots = max(int(pool.num_bytes * ratio / (1 if is_given else 1 + ratio)) // size, least)
         pool = plan(reserve=reserve + num_slots * size)
         if is_given and pool.num_bytes + num_slots * size > (free := free_bytes(self.device)):
             raise OutOfMemory(free - pool.num_bytes, size, num_slots, "states")

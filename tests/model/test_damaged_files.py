@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightkv.errors import LightKVError
+from lightkv.errors import LightKVError, UnsupportedModel
 from lightkv.router import LLM, EngineConfig
 from lightkv.router.model.loader import load_model
 from lightkv.router.model.model_config import load_supported_config
@@ -16,6 +16,7 @@ from lightkv.router.model.sizes import EngineSizes
 from lightkv.router.model_files import UnreadableWeights, resolve
 from lightkv.router.text.tokenizer import Tokenizer, UnreadableTokenizer
 from tests.support.combinations import slow
+from tests.support.hybrid_models import save_hybrid
 from tests.support.tiny_files import save_tiny
 
 META = torch.device("meta")
@@ -186,6 +187,50 @@ def test_number_of_layers(directory: Path, count: str) -> None:
     path.write_text(path.read_text().replace('"num_hidden_layers": 2', f'"num_hidden_layers": {count}'))
     with pytest.raises(UnreadableWeights, match=r"num_hidden_layers is .*, and can be 1 to"):
         load_supported_config(directory)
+
+
+@pytest.mark.parametrize("field", ["linear_num_value_heads", "linear_key_head_dim", "intermediate_size"])
+def test_sizes_far_above_what_the_files_hold(hybrid_directory: Path, field: str) -> None:
+    """transformers would make tensors of these sizes before it finds that those in the files are smaller."""
+    for size in (10**6, 10**9):
+        changed(hybrid_directory, {field: size})
+        with pytest.raises(
+            UnreadableWeights, match=r"config\.json: describes [\d,]+ parameters, and the files"
+        ):
+            load_supported_config(hybrid_directory)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"linear_num_value_heads": 0}, "a size of a state's tensor is 0"),
+        ({"linear_conv_kernel_dim": 0}, "a size of a state's tensor is -1"),
+        ({"linear_conv_kernel_dim": -3}, "describes no model that can be made"),
+        ({"layer_types": ["linear_attention"]}, "is refused by transformers"),
+        ({"layer_types": ["linear_attention"] * 4}, "0 call the attention interface, and 4 keep a state"),
+    ],
+)
+def test_sizes_that_no_states_can_have(hybrid_directory: Path, fields: dict[str, Any], said: str) -> None:
+    changed(hybrid_directory, fields)
+    with pytest.raises((UnreadableWeights, UnsupportedModel), match=said):
+        load_supported_config(hybrid_directory)
+
+
+@pytest.fixture(scope="module")
+def saved_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_hybrid(tmp_path_factory.mktemp("models") / "hybrid")
+
+
+@pytest.fixture
+def hybrid_directory(saved_hybrid: Path) -> Iterator[Path]:
+    before = (saved_hybrid / "config.json").read_bytes()
+    yield saved_hybrid
+    (saved_hybrid / "config.json").write_bytes(before)
+
+
+def changed(directory: Path, fields: dict[str, Any]) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
 TEMPLATES = {

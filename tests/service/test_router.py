@@ -4,6 +4,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from lightkv.router.service.messages import (
     NewAnswer,
     NewPrompt,
     Refused,
+    ResetCache,
     Submit,
     ToApi,
     WorkerError,
@@ -319,6 +321,37 @@ def test_counts_that_differ_end_the_service(tmp_path: Path) -> None:
         ends = await client.until_ended("a")
         assert "the device counts" in (ends["a"].error or "")
         assert await asyncio.wait_for(made.exit_code, 60) == 1
+
+    asyncio.run(scenario())
+
+
+def test_the_end_of_every_request_ends_its_steps(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with service(tmp_path, pause=0.01) as made:
+            client = await made.connect()
+            assert await client.submit("1", [7, 8, 9], max_tokens=90) == Accepted("1")
+            while not client.events:  # its first token
+                await client.take()
+            made.router.drain()
+            before = made.router.load().num_steps
+            made.router.abort_all()
+            assert (await client.until_ended("1"))["1"].finish_reason == "abort"
+            assert await made.exit_code == 0
+            assert made.router.load().num_steps <= before + 1  # the one in flight
+
+    asyncio.run(scenario())
+
+
+def test_work_that_begins_after_an_idle_time_has_not_waited_for_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with service(tmp_path) as made:
+            client = await made.connect()
+            made.router._worked -= 1000  # as after an idle time of so many seconds
+            prompts = [NewPrompt(array("i", [7, 8, 9]).tobytes(), [NewAnswer("1", 1)])]
+            client.stream.send(Submit(prompts, SamplingParams(max_tokens=5), []))
+            client.stream.send(ResetCache())  # which sends the status at once
+            status = await client.until(lambda status: status.load.num_waiting == 1)
+            assert status.load.step_age < 500
 
     asyncio.run(scenario())
 

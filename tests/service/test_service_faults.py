@@ -13,9 +13,9 @@ from tests.support.served import COMPLETIONS, Served, save_tiny_model, starting,
 STEP_TIMEOUT = 5
 
 
-@pytest.fixture(scope="module", params=["", *slow("gemma3", "gpt-oss")])
+@pytest.fixture(scope="module", params=["", *slow("gemma3", "gpt-oss", "Qwen3_5ForCausalLM")])
 def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Also with models of which most layers have windows."""
+    """Also with models of which most layers have windows or states."""
     directory = tmp_path_factory.mktemp("service")
     model = save_tiny_model(directory / "model", family=request.param)
     with starting(model, directory / "log", directory) as begin:

@@ -36,9 +36,9 @@ STORY = "the old keeper climbs up to the lamp at dusk and counts every step on t
 WORDS = STORY.split()
 
 
-@pytest.fixture(scope="module", params=["", "gemma3", "gpt-oss"])
+@pytest.fixture(scope="module", params=["", "gemma3", "gpt-oss", "Qwen3_5ForCausalLM"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model; two have layers with windows."""
+    """A tiny model; two have layers with windows, and one layers with states."""
     return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny", family=request.param)
 
 

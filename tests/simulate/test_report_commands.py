@@ -61,9 +61,16 @@ def test_an_unwritable_path_is_refused_before_the_simulation(
     (tmp_path / "file").touch()
     code, printed, notes = run(*SHORT, option, tmp_path / place)
     assert (code, printed) == (2, "")
-    assert f"Invalid value for '{option}'" in notes
-    assert words in notes.replace("│ ", "")  # which are in a box
+    assert f"lightkv: {tmp_path / place}: {words}" in notes
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_earlier_result_stays_where_the_simulation_fails(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    out.write_text("earlier")
+    for wrong in (("simulate", "chat", "--requests", "none"), ("simulate", tmp_path / "none.csv")):
+        code, _, _ = run(*wrong, "--out", out)
+        assert (code, out.read_text()) == (2, "earlier")
 
 
 PROGRAM = """
@@ -83,4 +90,4 @@ def test_only_a_report_needs_the_plotting_library(options: list[str], code: int,
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == code, done.stdout + done.stderr
     assert ("--report needs the package matplotlib" in " ".join(done.stderr.split())) == bool(code)
-    assert [path.name for path in tmp_path.iterdir()] == options[1:]
+    assert not list(tmp_path.iterdir())

@@ -1,11 +1,17 @@
 """Tiny random models of families whose layers keep states."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from .byte_model import VOCABULARY as BYTES
+from .byte_model import save_model_of_family
+from .chat_templates import THINKING
 
 VOCABULARY = 64
 _SIZES: dict[str, Any] = {
@@ -99,6 +105,15 @@ def hybrid(name: str, **fields: Any) -> PreTrainedModel:
             if parameter.dim() > 1:
                 parameter.mul_(3)
     return model
+
+
+def save_hybrid(directory: Path, name: str = "Qwen3_5ForCausalLM", context: int = 8192) -> Path:
+    """Saves a family's tiny model with single bytes as tokens, and a chat template as Qwen3.5's."""
+    save_model_of_family(directory, THINKING, context)
+    end = Tokenizer.from_file(str(directory / "tokenizer.json")).token_to_id(THINKING.end)
+    model = hybrid(name, vocab_size=BYTES, eos_token_id=end, max_position_embeddings=context)
+    model.save_pretrained(directory)
+    return directory
 
 
 def greedy(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:

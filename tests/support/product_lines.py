@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Lines of Python files, with docstrings, comments and blank lines.
-CEILINGS = {"lightkv": 19176, "router": 28620, "triton_kernels": 13586}
+CEILINGS = {"lightkv": 19325, "router": 28661, "triton_kernels": 13586}
 
 
 def lines(room: str) -> Counter[str]:
@@ -41,7 +41,7 @@ def main() -> None:
     if above:
         sys.exit(
             "; ".join(above)
-            + ". Let something leave, or name the issue that grants the lines (tests/product_lines.py)."
+            + ". Let something leave, or name the issue that grants the lines (tests/support/product_lines.py)."
         )
 
 

@@ -24,6 +24,7 @@ from bench.common.random_model import random_model
 from lightkv.router.cli.http_client import UnixConnection
 from lightkv.router.config import EngineConfig
 from lightkv.router.model_files import resolve
+from tests.support.hybrid_models import HYBRIDS, hybrid
 from tests.support.tiny_architectures import random_weights, tiny
 from tests.support.windowed_models import FAMILIES, own_answers
 
@@ -42,7 +43,8 @@ LONG_PROMPT = [(7 * i) % 9000 + 20 for i in range(8000)]
 
 def save_tiny_model(directory: Path, hidden_size: int = 32, family: str = "") -> Path:
     """Saves a model of two random layers with the default model's tokenizer and a context of 8,192 tokens. Its
-    heads have a quarter of `hidden_size` dims. `family`: of `windowed_models`, whose layers it has instead."""
+    heads have a quarter of `hidden_size` dims. `family`: of `windowed_models` or
+    `hybrid_models`, whose layers it has instead."""
     source = resolve(EngineConfig.model, lambda line: None)
     directory.mkdir()
     torch.manual_seed(0)
@@ -50,7 +52,9 @@ def save_tiny_model(directory: Path, hidden_size: int = 32, family: str = "") ->
         "vocab_size": json.loads((source / "config.json").read_text())["vocab_size"],
         "max_position_embeddings": 8192,
     }
-    if family:
+    if family in HYBRIDS:
+        model = hybrid(family, **sizes)
+    elif family:
         chosen = FAMILIES[family]
         model = random_weights(tiny(chosen.model_type, fields={**chosen.fields, **sizes}))
     else:

@@ -255,14 +255,17 @@ def find_shape(model: PreTrainedModel) -> ModelShape:
     (dtype,) = recorder.dtypes
     heads = [KVHeads(layer.num_kv_heads, layer.head_dim, cast(int, layer.v_dim)) for layer in layers]
     holders = [numbers.index(recorder.holders[idx]) for idx in numbers]
-    spec = KVSpec(
-        len(layers),
-        *heads[0],
-        dtype,
-        layer_heads=None if len(set(heads)) == 1 else heads,
-        holders=None if holders == list(range(len(layers))) else holders,
-        states=[recorder.mixers[idx].tensors for idx in sorted(recorder.mixers)],
-    )
+    try:
+        spec = KVSpec(
+            len(layers),
+            *heads[0],
+            dtype,
+            layer_heads=None if len(set(heads)) == 1 else heads,
+            holders=None if holders == list(range(len(layers))) else holders,
+            states=[recorder.mixers[idx].tensors for idx in sorted(recorder.mixers)],
+        )
+    except ValueError as error:  # of a size that is 0, such as that of a convolution of one token
+        raise UnsupportedModel(architecture, str(error)) from error
     shape = ModelShape(spec, layers, numbers if recorder.mixers else None)
     for layer, holder in enumerate(holders):
         if layer != holder and shape.lifetimes[layer] != shape.lifetimes[holder]:

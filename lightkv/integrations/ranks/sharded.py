@@ -15,7 +15,7 @@ A decoder layer so has two sums: behind the attention's output projection, and b
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -25,10 +25,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightkv.errors import UnsupportedModel
+from lightkv.integrations.model.mixers.heads import Heads
+from lightkv.integrations.model.mixers.mixer import Mixer, mixers_of
 from lightkv.integrations.weights.plain import PlainWeight
 
 from .group import RankGroup
 from .term_room import TermPlace
+
+
+def _halves(block: str, colwise: tuple[str, ...], rowwise: str) -> dict[str, str]:
+    """Returns the plan of a block of a layer: linear layers of which a rank has some outputs, and one behind
+    them of which it has some inputs."""
+    plan = {f"layers.*.{block}.{name}": "colwise" for name in colwise}
+    return plan | {f"layers.*.{block}.{rowwise}": "rowwise"}
+
 
 # What has to follow the forward pass of a module's class, by the style of its plan.
 _NOTHING = {"colwise", "packed_colwise", "packed_rowwise", "replicate", "local_params"}
@@ -38,22 +48,41 @@ _GATHER = {"colwise_gather_output", "colwise_rep"}
 _EMBEDDING = {"embedding_rowwise"}
 _SPLIT_INPUT = {"rowwise_split_input", "rowwise_rep"}
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
-# What is added to transformers' plans, by the type of the model. For gpt-oss it has one of whole experts alone,
-# which is how weights in MXFP4 can be divided.
+_QKV = ("q_proj", "k_proj", "v_proj")
+_ATTENTION = _halves("self_attn", _QKV, "o_proj")
+_GATED = _halves("feed_forward", ("gate_proj", "up_proj"), "down_proj")
+_LFM = _halves("feed_forward", ("w1", "w3"), "w2")
+# What is added to transformers' plans, by the type of the (text) model and names in its decoder. For gpt-oss it
+# has one of whole experts alone, which is how weights in MXFP4 can be divided.
 _MORE = {
+    "bamba": _ATTENTION | _GATED,
+    "falcon_h1": _ATTENTION | _GATED,
     "gpt_oss": {
-        "model.embed_tokens": "embedding_rowwise",
-        "model.layers.*.self_attn.q_proj": "colwise",
-        "model.layers.*.self_attn.k_proj": "colwise",
-        "model.layers.*.self_attn.v_proj": "colwise",
-        "model.layers.*.self_attn.sinks": "colwise",
-        "model.layers.*.self_attn.o_proj": "rowwise",
-        "model.layers.*.mlp.experts.gate_up_proj": "grouped_gemm",
-        "model.layers.*.mlp.experts.gate_up_proj_bias": "grouped_gemm",
-        "model.layers.*.mlp.experts.down_proj": "grouped_gemm",
-        "model.layers.*.mlp.experts.down_proj_bias": "grouped_gemm",
-        "model.layers.*.mlp.experts": "moe_tp_experts",
-    }
+        **_ATTENTION,
+        "layers.*.self_attn.sinks": "colwise",
+        "layers.*.mlp.experts.gate_up_proj": "grouped_gemm",
+        "layers.*.mlp.experts.gate_up_proj_bias": "grouped_gemm",
+        "layers.*.mlp.experts.down_proj": "grouped_gemm",
+        "layers.*.mlp.experts.down_proj_bias": "grouped_gemm",
+        "layers.*.mlp.experts": "moe_tp_experts",
+    },
+    "granitemoehybrid": {
+        **_ATTENTION,
+        "layers.*.shared_mlp.input_linear": "packed_colwise",
+        "layers.*.shared_mlp.output_linear": "rowwise",
+    },
+    "lfm2": _halves("self_attn", _QKV, "out_proj") | _LFM,
+    "lfm2_moe": _halves("self_attn", _QKV, "out_proj") | _LFM,
+    "lfm3": _halves("self_attn", (*_QKV, "g_proj"), "o_proj") | _LFM,
+    "nemotron_h": {
+        **_halves("mixer", _QKV, "o_proj"),
+        **_halves("mixer", ("up_proj",), "down_proj"),
+        **_halves("mixer.shared_experts", ("up_proj",), "down_proj"),
+    },
+    "zamba2": {  # its adapters, and so what they are added to, are whole
+        "layers.*.shared_transformer.self_attn.o_proj": "rowwise_split_input",
+        "layers.*.shared_transformer.feed_forward.down_proj": "rowwise_split_input",
+    },
 }
 
 
@@ -174,8 +203,19 @@ def divide_shapes(model: PreTrainedModel, ranks: RankGroup) -> None:
 def _plan(model: Any, ranks: RankGroup) -> dict[str, str]:
     """Returns the model's plan, by names with * for numbers, with what this many ranks change of it."""
     config = model.config
-    plan = dict(model.tp_plan or {}) | _MORE.get(config.model_type, {})
     name, text = type(model).__name__, config.get_text_config()
+    plan, more = dict(model.tp_plan or {}), _MORE.get(text.model_type, {})
+    if more:
+        decoder = next(key for key, module in model.named_modules() if module is model.get_decoder())
+        plan |= {f"{decoder}.{key}": style for key, style in more.items()}
+        if "lm_head" in plan:  # to which the embedding may be tied
+            plan[f"{decoder}.embed_tokens"] = "embedding_rowwise"
+    names = {module: key for key, module in model.named_modules()}
+    mixers = {names[mixer.module] for mixer in mixers_of(model)}
+    for mixer, heads in _divisible_mixers(model, ranks):
+        for part in (*heads.sections, heads.output):
+            if (key := _generic(f"{names[mixer.module]}.{part}")) in plan:
+                plan[key] = "replicate"  # `_divide_mixers` divides it
     if not any("layers" in key for key in plan):
         raise UnsupportedModel(
             name, "transformers has no plan of how to divide its layers among ranks (tp_plan)"
@@ -186,7 +226,7 @@ def _plan(model: Any, ranks: RankGroup) -> dict[str, str]:
     keys = {
         module.out_features
         for key, module in model.named_modules()
-        if _last(key) == "k_proj" and isinstance(module, nn.Linear)
+        if _last(key) == "k_proj" and key.rpartition(".")[0] not in mixers and isinstance(module, nn.Linear)
     }
     if len(keys) > 1:
         raise UnsupportedModel(name, "its layers' K/V heads differ, which are not divided among ranks")
@@ -252,14 +292,58 @@ def _divide(model: PreTrainedModel, ranks: RankGroup, plan: Mapping[str, str]) -
         elif style in _SUM:
             has_some = getattr(module, "_is_expert_parallel", False)
             module.forward = partial(_of_own_experts if has_some else _summed, module, ranks)
+    _divide_mixers(model, ranks)
+
+
+def _divisible_mixers(model: PreTrainedModel, ranks: RankGroup) -> list[tuple[Mixer, Heads]]:
+    """Returns the mixers of which each rank computes some heads. Every rank computes the others as a whole."""
+    mixers = [(mixer, mixer.heads) for mixer in mixers_of(model)]
+    return [(mixer, heads) for mixer, heads in mixers if heads is not None and heads.num % ranks.size == 0]
+
+
+def _divide_mixers(model: PreTrainedModel, ranks: RankGroup) -> None:
+    """Keeps this rank's heads of mixers that were loaded whole: a plan cannot name the sections of a weight."""
+    for mixer, heads in _divisible_mixers(model, ranks):
+        module = mixer.module
+        for name, sections in heads.sections.items():
+            part = getattr(module, name)
+            if isinstance(part, Tensor):
+                _keep_part(module, name, sections, -1, ranks)
+                continue
+            for own, _ in list(part.named_parameters(recurse=False)):
+                _keep_part(part, own, sections, 0, ranks)
+            _divide_sizes(part, ("out_features", "in_channels", "out_channels", "groups", "n_groups"), ranks)
+        _divide_sizes(module, heads.sizes, ranks)
+        output = getattr(module, heads.output)
+        _keep_part(output, "weight", (output.in_features,), 1, ranks)
+        _divide_sizes(output, ("in_features",), ranks)
+        setattr(module, heads.output, SummedLinear(output, ranks))
+
+
+def _keep_part(owner: Any, name: str, sections: Sequence[int], dim: int, ranks: RankGroup) -> None:
+    """Makes a tensor of `owner` this rank's part of each of its sections along `dim`."""
+    whole = getattr(owner, name)
+    parts = [one.chunk(ranks.size, dim)[ranks.rank] for one in whole.detach().split(list(sections), dim)]
+    kept = torch.cat(parts, dim)
+    setattr(owner, name, nn.Parameter(kept, requires_grad=False) if isinstance(whole, nn.Parameter) else kept)
+
+
+def _divide_sizes(owner: Any, names: Iterable[str], ranks: RankGroup) -> None:
+    """Divides the attributes of `owner` that have these names, if it has them, by the number of ranks."""
+    for name in names:
+        if hasattr(owner, name):
+            setattr(owner, name, getattr(owner, name) // ranks.size)
 
 
 def _styled(root: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, nn.Module, str]]:
     """Yields the modules that the plan names, with their names and styles."""
     for name, module in root.named_modules():
-        generic = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        if generic in plan:
-            yield name, module, plan[generic]
+        if (key := _generic(name)) in plan:
+            yield name, module, plan[key]
+
+
+def _generic(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _put(root: nn.Module, name: str, module: nn.Module) -> None:

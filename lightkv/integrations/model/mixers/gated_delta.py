@@ -22,6 +22,7 @@ from lightkv.triton_kernels.states.gated_norm import gated_norm, gated_norm_refe
 
 from .convolution import convolve
 from .delta_chunks import DeltaGates, delta_chunks
+from .heads import Heads
 
 
 class DeltaPlan(NamedTuple):
@@ -58,6 +59,22 @@ class GatedDelta:
             StateTensor("recurrent", matrix, torch.float32),
             StateTensor("convolution", (weight.shape[-1] - 1, weight.shape[0]), weight.dtype),
         )
+
+    @property
+    def heads(self) -> Heads:
+        module, plan = self.module, self.plan
+        qkv, of_heads = (module.key_dim, module.key_dim, module.value_dim), (module.num_v_heads,)
+        projections: dict[str, tuple[int, ...]]
+        if plan.is_by_head:
+            projections = {name: (getattr(module, name).out_features,) for name in self.one_input}
+        else:
+            *before, gate = plan.qkvz
+            of_each = [qkv] if len(before) == 1 else [(size,) for size in qkv]
+            projections = dict(zip(before, of_each, strict=True))
+            projections |= {gate: (module.value_dim,), **dict.fromkeys(plan.ba, of_heads)}
+        sections = projections | {"conv1d": qkv, "A_log": of_heads, "dt_bias": of_heads}
+        sizes = "num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim"
+        return Heads(module.num_k_heads, sections, sizes, plan.output)
 
     def forward(self, x: Tensor, passes: Sequence[StatePass], state: Mapping[str, Tensor]) -> Tensor:
         module = self.module

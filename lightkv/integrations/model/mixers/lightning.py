@@ -20,6 +20,7 @@ class Lightning:
     module: Any
     index: int
     one_input: tuple[str, ...] = ()
+    heads: None = None  # its norm is of all heads together
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:

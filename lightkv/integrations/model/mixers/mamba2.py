@@ -17,6 +17,7 @@ from lightkv.memory.state_passes import StatePass
 
 from .convolution import convolve
 from .decayed_attention import decayed_attention
+from .heads import Heads
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,19 @@ class Mamba2:
             StateTensor("recurrent", matrix, torch.float32),
             StateTensor("convolution", (weight.shape[-1] - 1, weight.shape[0]), weight.dtype),
         )
+
+    @property
+    def heads(self) -> Heads:
+        """Heads of one group share B, C and, as a rule, the norm of their outputs, so they stay together."""
+        module = self.module
+        inner, of_heads = module.intermediate_size, (module.num_heads,)
+        convolved = (inner, *2 * (module.n_groups * module.ssm_state_size,))
+        projected = (inner, *convolved, *of_heads)
+        sections = {"in_proj": projected, "conv1d": convolved, "norm": (inner,)}
+        sections |= dict.fromkeys(("A_log", "dt_bias", "D"), of_heads)
+        if hasattr(module, "mup_vector"):
+            sections["mup_vector"] = projected
+        return Heads(module.n_groups, sections, ("num_heads", "n_groups", "intermediate_size", "conv_dim"))
 
     def forward(self, x: Tensor, passes: Sequence[StatePass], state: Mapping[str, Tensor]) -> Tensor:
         module, num_heads, head_dim = self.module, len(self.module.A_log), self.module.head_dim

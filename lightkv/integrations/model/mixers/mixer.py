@@ -23,6 +23,7 @@ from lightkv.memory.state_memory import StateSlots
 from lightkv.memory.state_passes import CHUNK, StatePass
 
 from . import gated_delta, lightning, mamba2, short_conv
+from .heads import Heads
 
 _NUM_TOKENS = 96  # of the text on which a mixer is compared with its own code: past a chunk of its kernels
 _MIN_TOLERANCE = 2.0**-9  # a GPU's products of chunks are of ten bits (TF32) in float32, too
@@ -44,6 +45,10 @@ class Mixer(Protocol):
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
         """The tensors of its state."""
+
+    @property
+    def heads(self) -> Heads | None:
+        """How it is divided by heads; None if each rank has to compute all of it."""
 
     def forward(self, x: Tensor, passes: Sequence[StatePass], state: Mapping[str, Tensor]) -> Tensor:
         """Computes the tokens x `[T, C]` of a step, and returns as many vectors. `state`: its tensors by their

@@ -11,6 +11,7 @@ from lightkv.memory.kv_spec import StateTensor
 from lightkv.memory.state_passes import StatePass
 
 from .convolution import convolve
+from .heads import Heads
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,11 @@ class ShortConv:
     def tensors(self) -> tuple[StateTensor, ...]:
         weight = self.module.conv.weight
         return (StateTensor("convolution", (weight.shape[-1] - 1, weight.shape[0]), weight.dtype),)
+
+    @property
+    def heads(self) -> Heads:
+        num_channels = len(self.module.conv.weight)
+        return Heads(num_channels, {"in_proj": (num_channels,) * 3, "conv": (num_channels,)})
 
     def forward(self, x: Tensor, passes: Sequence[StatePass], state: Mapping[str, Tensor]) -> Tensor:
         before, behind, values = self.module.in_proj(x).chunk(3, dim=-1)

@@ -17,13 +17,15 @@ from lightkv.memory.kv_spec import StateTensor
 from lightkv.router import EngineConfig
 from lightkv.router.cli.app import app
 from lightkv.router.cli.monitor import drawing
+from lightkv.router.config import InvalidConfig
 from lightkv.router.engine.step import StateMap
 from lightkv.router.model import build, info
 from lightkv.router.model import sizes as sizes_module
-from lightkv.router.model.build import assemble
+from lightkv.router.model.build import assemble, build_runner
 from lightkv.router.model.info import model_info
 from lightkv.router.model.sizes import EngineSizes, state_ratio
 from lightkv.token_ids import int32_bytes
+from tests.support.hybrid_models import save_hybrid
 from tests.support.served import save_tiny_model
 from tests.support.tiny_models import tiny_llama
 
@@ -78,6 +80,42 @@ def test_the_states_of_given_tokens_are_beside_them(monkeypatch: pytest.MonkeyPa
             continue
         with pytest.raises(OutOfMemory, match=f"{plan.num_states + 1} states .* raise the memory fraction"):
             sizes.memory(shape)
+
+
+def test_four_requests_have_states_where_half_of_the_memory_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in (None, 2):
+        sizes, shape = sizes_of(max_total_tokens=given)
+        assert sizes.memory(shape).num_states >= 4
+        for num in (2, 3, 4, 5, 6):
+            free = 4 * (2 * num * STATE_BYTES + sizes.step_bytes(shape))
+            for module in (kv_pool, sizes_module):
+                monkeypatch.setattr(module, "free_bytes", lambda device, free=free: free)
+            assert sizes.memory(shape).num_states == max(min(num, 5) - 1, 1)
+    sizes, shape = sizes_of(max_total_tokens=2, mamba_full_memory_ratio=0.001)
+    assert sizes.memory(shape).num_states == 1
+
+
+def test_layers_whose_keys_stay_are_those_of_the_model() -> None:
+    for skipped, is_quantised in (("", True), ("5", True), ("3,5", False)):
+        sizes, shape = sizes_of(kv_dtype="int8", kv_skip_layers=skipped)
+        numbered = replace(shape, numbers=(3, 5))
+        assert sizes.with_format(numbered).spec.format_of(0).is_quantised is is_quantised
+    with pytest.raises(InvalidConfig, match=r"layers \[0, 4\] have no K/V; give some of 3, 5, which have"):
+        sizes_of(kv_dtype="int8", kv_skip_layers="0,4,5")[0].with_format(numbered)
+
+
+def test_info_of_a_hybrid_is_that_of_its_runner(tmp_path: Path) -> None:
+    saved = save_hybrid(tmp_path / "model")
+    for settings in ({}, {"kv_dtype": "int8"}, {"kv_dtype": "int8", "kv_skip_layers": "3"}):
+        config = EngineConfig(str(saved), device="cpu", **settings)  # type: ignore[arg-type]
+        told = model_info(config, saved)
+        _, found = build_runner(config, lambda line: None)
+        for name in ("bytes_per_state", "num_states", "bytes_per_token", "pool_bytes"):
+            assert told[name] == getattr(found, name)
+    with pytest.raises(
+        InvalidConfig, match=r"--kv-dtype fp8-static: layers of the model keep states, .* int8"
+    ):
+        build_runner(replace(config, kv_dtype="fp8-static", kv_skip_layers=""), lambda line: None)
 
 
 def test_a_pool_without_room_for_a_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
