@@ -150,14 +150,9 @@ class EngineSizes:
     def with_format(self, shape: ModelShape) -> ModelShape:
         """Returns the shape that `probe` found, with K and V stored as the configuration says.
 
-        Raises InvalidConfig for a format that does not fit the heads, the layers or the attention backend, and
-        for layers with states on a GPU, where one shape still computes numbers that are wrong.
+        Raises InvalidConfig for a format that does not fit the heads, the layers or the attention backend.
         """
         config = self.config
-        if shape.spec.states and self.device.type == "cuda":
-            raise InvalidConfig(
-                f"--device {self.device}: the model's recurrent layers run on a CPU so far; give --device cpu"
-            )
         backends = make_backends(config.attention_backend, self.device, shape.layers)
         try:
             skips = config.skipped_layers
