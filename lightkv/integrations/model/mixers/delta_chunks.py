@@ -42,17 +42,20 @@ def _by_fla(
 ) -> tuple[Tensor, Tensor]:
     """Computes the chunks of a pass by fla's kernels, from the states `before`, float32 `[n, v heads, k dim, v
     dim]`. Returns the output and the states after it."""
-    from fla.modules.l2norm import l2norm_fwd
     from fla.ops.common.gate import fused_beta_sigmoid_fwd
     from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd
 
+    # A vector over its length is one over its root mean square, and that over the root of its dims. fla's own
+    # norm is tuned anew for each number of tokens, also where launches are only rehearsed (`compile_ahead`).
+    dim = q.shape[-1]
+    root = q.new_full((dim,), dim**-0.5)
     _, out, _, after, _, _ = chunk_gated_delta_rule_fwd(
-        q=l2norm_fwd(q[None].contiguous())[0],
-        k=l2norm_fwd(k[None].contiguous())[0],
+        q=functional.rms_norm(q[None], (dim,), root, _EPS / dim),
+        k=functional.rms_norm(k[None], (dim,), root, _EPS / dim),
         v=v[None].contiguous(),
         g=a[None].contiguous(),
         beta=fused_beta_sigmoid_fwd(b[None].contiguous(), gates.beta_scale),
-        scale=q.shape[-1] ** -0.5,
+        scale=dim**-0.5,
         initial_state=before,
         output_final_state=True,
         cu_seqlens=one.chunks.bounds,
