@@ -2,7 +2,14 @@
 
 import copy
 
-from transformers import LlamaConfig, Olmo2Config, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    LlamaConfig,
+    Olmo2Config,
+    PretrainedConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 LLAMA_3_8B = LlamaConfig(
     vocab_size=128256,
@@ -79,6 +86,22 @@ QWEN3_30B_A3B = Qwen3MoeConfig(
     rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
     tie_word_embeddings=False,
 )
+QWEN3_5_9B = Qwen3_5TextConfig(
+    vocab_size=248320,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_hidden_layers=32,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    head_dim=256,
+    linear_num_key_heads=16,
+    linear_num_value_heads=32,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    mamba_ssm_dtype="float32",
+    max_position_embeddings=262144,
+    tie_word_embeddings=False,
+)
 SHAPES: dict[str, PretrainedConfig] = {
     "llama-3-8b": LLAMA_3_8B,
     "llama-3.2-3b": LLAMA_3_2_3B,
@@ -86,6 +109,7 @@ SHAPES: dict[str, PretrainedConfig] = {
     "qwen3-8b": QWEN3_8B,
     "olmo-2-7b": OLMO_2_7B,
     "qwen3-moe": QWEN3_30B_A3B,
+    "qwen3.5-9b": QWEN3_5_9B,
 }
 
 

@@ -87,7 +87,8 @@ def _gated_delta_decode_kernel(
     first, end = row, row + 1
     if starts is not None:
         first, end = tl.load(starts + row).to(tl.int64), tl.load(starts + row + 1).to(tl.int64)
-    for token in range(first, end):
+    # The tokens of a piece are loaded ahead.
+    for token in tl.range(first, end, num_stages=1 if starts is None else 3):
         place = token
         if places is not None:
             place = tl.load(places + token)
@@ -175,8 +176,10 @@ def gated_delta_decode(
 def _tile(device: tuning.DeviceClass, num_heads: int, value_dim: int) -> tuple[int, int]:
     """Returns the values of a program, and its warps: few for a small batch, whose programs would not fill the
     device otherwise. `num_heads`: those of all rows together."""
-    if num_heads * triton.cdiv(value_dim, 32) >= 4 * device.num_multiprocessors:
-        return 32, 4
+    if num_heads * triton.cdiv(value_dim, 64) >= 30 * device.num_multiprocessors:
+        return 64, 4
+    if num_heads * triton.cdiv(value_dim, 32) >= 7 * device.num_multiprocessors:
+        return 32, 2
     return 8, 1
 
 

@@ -13,7 +13,7 @@ from lightkv.triton_kernels.norms import Norm, norm_reference
 
 _BLOCK = 2048  # numbers of a program
 _TAKEN = Tensors(
-    x="contiguous floats [T, H, D]",
+    x="floats [T, H, D] with a last stride of 1",
     gate="floats [T, H, D] with a last stride of 1",
     weight="contiguous floats [D]",
 )
@@ -22,12 +22,14 @@ _TAKEN = Tensors(
 @triton.jit(do_not_specialize=["num_rows"])
 def _gated_norm_kernel(
     x,  # [T, H, D]
-    gate,  # [T, H, D]
+    gate,  # [T, H, D] or None
     weight,  # [D]
     out,  # [T, H, D], written
     num_rows,  # T * H
-    stride_t,  # of gate
-    stride_h,
+    stride_x,
+    stride_x_head,
+    stride_gate,
+    stride_gate_head,
     eps,
     H: tl.constexpr,
     D: tl.constexpr,
@@ -42,24 +44,28 @@ def _gated_norm_kernel(
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    value = tl.load(x + row[:, None] * D + dims[None, :], mask=within, other=0.0).to(tl.float32)
+    token, head = (row // H)[:, None], (row % H)[:, None]
+    value = tl.load(x + token * stride_x + head * stride_x_head + dims[None, :], mask=within, other=0.0).to(
+        tl.float32
+    )
     value = value * tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
     factor = tl.load(weight + dims, mask=dims < D, other=0.0).to(tl.float32)
     value = (value.to(DTYPE).to(tl.float32) * factor[None, :]).to(DTYPE).to(tl.float32)
-    place = gate + (row // H)[:, None] * stride_t + (row % H)[:, None] * stride_h + dims[None, :]
-    value *= activate(tl.load(place, mask=within, other=0.0).to(tl.float32), "silu")
+    if gate is not None:
+        place = gate + token * stride_gate + head * stride_gate_head + dims[None, :]
+        value *= activate(tl.load(place, mask=within, other=0.0).to(tl.float32), "silu")
     tl.store(out + row[:, None] * D + dims[None, :], value.to(DTYPE), mask=within)
 
 
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """Returns x / sqrt(mean(x²) + eps) · weight · silu(gate), `[T, H, D]`, with means over the last dim.
 
     The normalised head and its product with the weight are rounded to the dtype of x, and silu(gate) is not, as
     in the modules of a model.
 
     Args:
-        x: `[T, H, D]`, contiguous, of any floating type.
-        gate: `[T, H, D]` of any floating type. Only the last dim need be contiguous.
+        x: `[T, H, D]` of any floating type. Only the last dim need be contiguous.
+        gate: the same, or None for no gate.
         weight: `[D]` in the dtype of x.
 
     Nothing synchronises, so a CUDA graph can capture it. A model on a CPU calls the reference.
@@ -68,10 +74,10 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         ValueError: a tensor is none of these.
     """
     num_heads, dim = _TAKEN.check({}, x=x, gate=gate, weight=weight)["H"], x.shape[2]
-    out = torch.empty_like(x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     num_rows, block_d = len(x) * num_heads, triton.next_power_of_2(dim)
     block_r = max(1, _BLOCK // block_d)
-    strides = gate.stride()[:2]
+    strides = *x.stride()[:2], *(x if gate is None else gate).stride()[:2]
     constants = {"H": num_heads, "D": dim, "BLOCK_R": block_r, "BLOCK_D": block_d}
     # Without fusion a product is rounded before it is added, as in torch.
     options = {"num_warps": 4, "enable_fp_fusion": False, **tuning.early_options(x.device)}
@@ -81,6 +87,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def gated_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_norm_reference(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """Computes `gated_norm` in plain torch."""
-    return (norm_reference(x, Norm(weight, None, eps), x.dtype) * functional.silu(gate.float())).to(x.dtype)
+    normed = norm_reference(x, Norm(weight, None, eps), x.dtype)
+    return normed if gate is None else (normed * functional.silu(gate.float())).to(x.dtype)

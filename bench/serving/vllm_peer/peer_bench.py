@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+SHARED_LENGTH = 370  # tokens of the prompts of --shared, the load of vLLM's issue 36010
 FIRST_ID = 100  # many vocabularies keep special tokens below it
 OUTPUTS = (128, 256)  # new tokens of the two runs from which the time of a step follows
 FIRST_TOKEN_RUNS = 7  # for each length of prompt, of which the first two warm up
@@ -132,6 +133,18 @@ def measure_first_token(engine: Engine, load: Load, length: int) -> list[float]:
     return times[WARM_UP_RUNS:]
 
 
+def measure_shared(engine: Engine, load: Load, count: int) -> dict[str, float]:
+    """Measures the seconds of the first tokens of `count` prompts at once: of prompts that share all but their
+    last token, and of prompts that share nothing, so that a prefix cache has nothing to hit."""
+    (shared,) = load.prompts(1, SHARED_LENGTH - 1)
+    alike = [[*shared, FIRST_ID + number] for number in range(count)]
+    engine.generate([[*shared, FIRST_ID + count]], 1)
+    return {
+        "shared": engine.generate(alike, 1)[0],
+        "unlike": engine.generate(load.prompts(count, SHARED_LENGTH), 1)[0],
+    }
+
+
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
     """Parses NAME=VALUE pairs. A value that is no Python literal is a string."""
     settings: dict[str, Any] = {}
@@ -154,6 +167,8 @@ def main() -> None:
     made.add_argument("--prompt", type=int, default=512, help="tokens of each prompt of a batch")
     made.add_argument("--first-token", type=int, nargs="*", default=[512, 2048, 8192], metavar="PROMPT",
                       help="lengths of the prompts whose time to the first token is measured")  # fmt: skip
+    made.add_argument("--shared", type=int, default=0, metavar="PROMPTS",
+                      help="also so many prompts at once that share all but their last token")  # fmt: skip
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--vocab-size", type=int, default=128256)
     options = made.parse_args()
@@ -191,6 +206,10 @@ def main() -> None:
         times = results["first_token_ms"][length] = measure_first_token(engine, load, length)
         print(f"prompt {length:5d}: first token in {statistics.median(times):.2f} ms "
               f"{[round(milliseconds, 2) for milliseconds in times]}", flush=True)  # fmt: skip
+        save()
+    if options.shared:
+        results["shared_s"] = measure_shared(engine, load, options.shared)
+        print(f"{options.shared} prompts of {SHARED_LENGTH} tokens: {results['shared_s']}", flush=True)
         save()
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightkv.memory.state_passes import CHUNK, StatePass
+from lightkv.triton_kernels.states.gated_norm import gated_norm
 
 from .chunks import compute_chunks
 
@@ -45,13 +46,11 @@ def _by_fla(
     from fla.ops.common.gate import fused_beta_sigmoid_fwd
     from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd
 
-    # A vector over its length is one over its root mean square, and that over the root of its dims. fla's own
-    # norm is tuned anew for each number of tokens, also where launches are only rehearsed (`compile_ahead`).
     dim = q.shape[-1]
-    root = q.new_full((dim,), dim**-0.5)
+    root = q.new_full((dim,), dim**-0.5)  # a vector by its length is one by its root mean square, by this
     _, out, _, after, _, _ = chunk_gated_delta_rule_fwd(
-        q=functional.rms_norm(q[None], (dim,), root, _EPS / dim),
-        k=functional.rms_norm(k[None], (dim,), root, _EPS / dim),
+        q=gated_norm(q, None, root, _EPS / dim)[None],
+        k=gated_norm(k, None, root, _EPS / dim)[None],
         v=v[None].contiguous(),
         g=a[None].contiguous(),
         beta=fused_beta_sigmoid_fwd(b[None].contiguous(), gates.beta_scale),
