@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightkv.triton_kernels.states.rows import StateRows
+
 from .staging import packed_size, upload
 from .state_memory import StateMemory, StateSlots
 
@@ -50,6 +52,18 @@ class StatePass:
     starts: Tensor
     slots: StateSlots
     most_chunks: int = 0
+
+    @property
+    def rows(self) -> StateRows:
+        """The pieces as the kernels that compute them token by token take them, with the tensors of `own`."""
+        places = None if isinstance(self.tokens, slice) else self.tokens
+        return StateRows(*self.slots, self.starts, places)
+
+    def own(self, *tensors: Tensor) -> list[Tensor]:
+        """Returns what `rows` finds its tokens in: views of a slice of the step, or else the tensors."""
+        if isinstance(self.tokens, slice):
+            return [tensor[self.tokens] for tensor in tensors]
+        return list(tensors)
 
     @cached_property
     def chunks(self) -> ChunkIndex:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.records import heads_record
 from lightkv.triton_kernels.checks import Tensors
 from lightkv.triton_kernels.layers.gated_activation import activate
 from lightkv.triton_kernels.norms import Norm, norm_reference
@@ -22,12 +23,10 @@ _TAKEN = Tensors(
 @triton.jit(do_not_specialize=["num_rows"])
 def _gated_norm_kernel(
     x,  # [T, H, D]
-    gate,  # [T, H, D]
+    gate,  # `Heads`
     weight,  # [D]
     out,  # [T, H, D], written
     num_rows,  # T * H
-    stride_t,  # of gate
-    stride_h,
     eps,
     H: tl.constexpr,
     D: tl.constexpr,
@@ -39,15 +38,13 @@ def _gated_norm_kernel(
     dims = tl.arange(0, BLOCK_D)
     within = (row < num_rows)[:, None] & (dims < D)[None, :]
     DTYPE: tl.constexpr = x.dtype.element_ty
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    tuning.wait_early(EARLY)
     value = tl.load(x + row[:, None] * D + dims[None, :], mask=within, other=0.0).to(tl.float32)
     value = value * tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
     factor = tl.load(weight + dims, mask=dims < D, other=0.0).to(tl.float32)
     value = (value.to(DTYPE).to(tl.float32) * factor[None, :]).to(DTYPE).to(tl.float32)
-    place = gate + (row // H)[:, None] * stride_t + (row % H)[:, None] * stride_h + dims[None, :]
-    value *= activate(tl.load(place, mask=within, other=0.0).to(tl.float32), "silu")
+    gates = gate.data + (row // H)[:, None] * gate.stride_token + (row % H)[:, None] * gate.stride_head
+    value *= activate(tl.load(gates + dims[None, :], mask=within, other=0.0).to(tl.float32), "silu")
     tl.store(out + row[:, None] * D + dims[None, :], value.to(DTYPE), mask=within)
 
 
@@ -71,13 +68,12 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     num_rows, block_d = len(x) * num_heads, triton.next_power_of_2(dim)
     block_r = max(1, _BLOCK // block_d)
-    strides = gate.stride()[:2]
     constants = {"H": num_heads, "D": dim, "BLOCK_R": block_r, "BLOCK_D": block_d}
     # Without fusion a product is rounded before it is added, as in torch.
     options = {"num_warps": 4, "enable_fp_fusion": False, **tuning.early_options(x.device)}
     if num_rows:
         grid = (triton.cdiv(num_rows, block_r),)
-        _gated_norm_kernel[grid](x, gate, weight, out, num_rows, *strides, eps, **constants, **options)
+        _gated_norm_kernel[grid](x, heads_record(gate), weight, out, num_rows, eps, **constants, **options)
     return out
 
 
