@@ -30,6 +30,7 @@ CACHE_NAMESPACES = ("key", "header")
 NAMESPACE_HEADER = "X-Cache-Namespace"
 SESSION_HEADER = "X-Session-Id"
 MAX_SECONDS = 86_400.0
+SECONDS = Meta(gt=0, le=MAX_SECONDS, title="seconds")
 # Environment variables, since the users of a machine can see one another's command lines.
 API_KEY_VARIABLE = "LIGHTKV_API_KEY"
 METRICS_KEY_VARIABLE = "LIGHTKV_METRICS_KEY"
@@ -367,12 +368,12 @@ class ServiceConfig:
     shutdown_timeout: Annotated[float, Meta(ge=0, le=MAX_SECONDS, title="seconds")] = setting(
         30.0, "Seconds that running requests may still take after the service is told to stop."
     )
-    step_timeout: Annotated[float, Meta(gt=0, le=MAX_SECONDS, title="seconds")] | None = setting(
+    step_timeout: Annotated[float, SECONDS] | None = setting(
         None,
         "Seconds after which a worker that has not finished a step is killed and replaced. Default: 60 on a "
         "GPU, 600 on a CPU.",
     )
-    session_ttl: Annotated[float, Meta(gt=0, le=MAX_SECONDS, title="seconds")] = setting(
+    session_ttl: Annotated[float, SECONDS] = setting(
         600.0,
         "Seconds after the end of its last answer for which a session protects its tokens, unless its last "
         "request gave a session_ttl of its own.",

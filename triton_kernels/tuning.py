@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 
 
 class DeviceClass(NamedTuple):
@@ -70,3 +71,11 @@ def early_options(device: torch.device) -> dict[str, Any]:
     """Returns the options that launch a kernel with a constant EARLY while the one before it still runs, where
     the device can do that."""
     return {"EARLY": True, "launch_pdl": True} if has_early_launch(device_class(device)) else {"EARLY": False}
+
+
+@triton.jit
+def wait_early(EARLY: tl.constexpr):
+    """Lets the next kernel begin, and waits for what the ones before write, in a kernel that begins early."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()

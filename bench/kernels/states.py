@@ -23,6 +23,7 @@ from bench.common.report import parser, print_json, print_machine, print_table, 
 from lightkv.triton_kernels.states import causal_conv as conv
 from lightkv.triton_kernels.states import gated_delta_decode as decode
 from lightkv.triton_kernels.states.gated_norm import gated_norm, gated_norm_reference
+from lightkv.triton_kernels.states.rows import StateRows
 
 TOLERANCE = 0.02  # of the norm of the output, in bfloat16
 CHECKED = 128  # tokens of a prompt that are compared with the recurrence
@@ -63,17 +64,27 @@ class Inputs:
     def __init__(self, shape: Shape, num_tokens: int, num_sequences: int) -> None:
         torch.manual_seed(num_tokens)
         self.shape, heads = shape, shape.num_v_heads
-        self.qkv, self.weight = normal(num_tokens, sum(shape.parts)), normal(sum(shape.parts), shape.width)
+        self.qkv, self.weight = normal(num_tokens, sum(shape.parts)), normal(shape.width, sum(shape.parts)).T
         self.a, self.b = normal(num_tokens, heads), normal(num_tokens, heads)
-        self.a_log, self.dt_bias = torch.rand(heads, device=DEVICE), torch.rand(heads, device=DEVICE)
-        self.slots = torch.randperm(num_sequences, device=DEVICE) + 1
+        self.gates = decode.DeltaGates(
+            torch.rand(heads, device=DEVICE), torch.rand(heads, device=DEVICE), 1.0
+        )
+        slots = torch.randperm(num_sequences, device=DEVICE) + 1
+        starts = torch.arange(num_sequences + 1, dtype=torch.int32, device=DEVICE)
+        self.rows = StateRows(slots, slots, starts * (num_tokens // num_sequences))
         dims = heads, shape.key_dim, shape.value_dim
         self.states = torch.randn(num_sequences + 1, *dims, device=DEVICE)
         self.windows = normal(num_sequences + 1, shape.width - 1, sum(shape.parts))
 
     def decode(self, function: Any, states: Tensor) -> Tensor:
-        gates = self.a, self.b, self.a_log, self.dt_bias
-        return function(self.qkv, *gates, states, self.slots, self.slots, self.shape.num_k_heads)
+        out = self.qkv.new_empty(len(self.qkv), *self.states.shape[1::2])
+        function(self.qkv, self.a, self.b, self.gates, states, self.rows, out)
+        return out
+
+    def convolve(self, function: Any, windows: Tensor) -> Tensor:
+        out = torch.empty_like(self.qkv)
+        function(self.qkv, conv.Convolution(self.weight, None, "silu"), windows, self.rows, out)
+        return out
 
     def split(self) -> list[Tensor]:
         """Returns q, k and v `[1, T, heads, dim]`, contiguous."""
@@ -128,7 +139,7 @@ def pooled_side(inputs: Inputs) -> Side:
     from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
 
     q, k, v = inputs.split()
-    g = -inputs.a_log.exp() * functional.softplus(inputs.a.float() + inputs.dt_bias)
+    g = -inputs.gates.a_log.exp() * functional.softplus(inputs.a.float() + inputs.gates.dt_bias)
     starts = torch.arange(len(inputs.qkv) + 1, device=DEVICE)
     run = partial(
         fused_recurrent_kda_fwd,
@@ -140,7 +151,7 @@ def pooled_side(inputs: Inputs) -> Side:
         initial_state=inputs.states,
         inplace_final_state=True,
         cu_seqlens=starts,
-        ssm_state_indices=inputs.slots,
+        ssm_state_indices=inputs.rows.reads,
         use_qk_l2norm_in_kernel=True,
         out=torch.empty_like(v),
     )
@@ -149,11 +160,8 @@ def pooled_side(inputs: Inputs) -> Side:
 
 def conv_row(shape: Shape, batch: int, num_tokens: int) -> Row:
     inputs = Inputs(shape, batch * num_tokens, batch)
-    starts = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * num_tokens
-    weight = inputs.weight.T.contiguous().T
-    rest = inputs.slots, inputs.slots, starts, "silu"
-    wanted = conv.causal_conv_reference(inputs.qkv, weight, None, inputs.windows.clone(), *rest)
-    side = partial(conv.causal_conv, inputs.qkv, weight, None, inputs.windows, *rest)
+    wanted = inputs.convolve(conv.causal_conv_reference, inputs.windows.clone())
+    side = partial(inputs.convolve, conv.causal_conv, inputs.windows)
     check(f"the convolution of {batch} x {num_tokens}", side(), wanted)
     num_bytes = 2 * nbytes(inputs.qkv, inputs.windows[1:])
     tiles = {f"{t} tokens, {d} channels": {"_BLOCK_T": t, "_BLOCK_D": d} for t, d in BLOCKS}
@@ -190,23 +198,14 @@ def chunk_row(shape: Shape, num_tokens: int) -> Row:
         cu_seqlens=torch.tensor([0, num_tokens], device=DEVICE),
         chunk_indices=torch.stack([torch.zeros_like(numbers), numbers], 1),
         use_gate_in_kernel=True,
-        A_log=inputs.a_log,
-        dt_bias=inputs.dt_bias,
+        A_log=inputs.gates.a_log,
+        dt_bias=inputs.gates.dt_bias,
     )
-    states, slot = inputs.states.clone(), inputs.slots[:1]
-    wanted = [
-        decode.gated_delta_decode_reference(
-            *(one[token : token + 1] for one in (inputs.qkv, inputs.a, inputs.b)),
-            inputs.a_log,
-            inputs.dt_bias,
-            states,
-            slot,
-            slot,
-            shape.num_k_heads,
-        )
-        for token in range(min(CHECKED, num_tokens))
-    ]
-    check(f"chunks of {num_tokens}", run()[0][0, : len(wanted)], torch.cat(wanted))
+    first = [one[:CHECKED] for one in (inputs.qkv, inputs.a, inputs.b)]
+    wanted = inputs.qkv.new_empty(len(first[0]), *inputs.states.shape[1::2])
+    rows = inputs.rows._replace(starts=inputs.rows.starts.clamp(max=CHECKED))
+    decode.gated_delta_decode_reference(*first, inputs.gates, inputs.states.clone(), rows, wanted)
+    check(f"chunks of {num_tokens}", run()[0][0, : len(wanted)], wanted)
     num_bytes = nbytes(inputs.qkv, v) + 2 * nbytes(inputs.states[1:])
     return Row(f"chunks, 1 x {num_tokens}", num_bytes, {"fla-core": lambda: run()[0]})
 

@@ -26,6 +26,7 @@ from bench.common.report import engine_help, parser, print_json, print_machine, 
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig
 from lightkv.router.model_files import resolve
+from lightkv.router.simulate.config import SimulationConfig
 from lightkv.router.simulate.paged_ledger import make_ledger
 from lightkv.router.text.tokenizer import Tokenizer
 
@@ -197,7 +198,9 @@ def main() -> None:
     for name, capacity in (("ample", ample), ("tight", tight)):
         by = {
             allocation: replay(
-                make_ledger(allocation, capacity, options.running, longest, 0), turns, options.running
+                make_ledger(SimulationConfig(allocation, max_num_seqs=options.running), capacity, longest),
+                turns,
+                options.running,
             )
             for allocation in ALLOCATIONS
         }

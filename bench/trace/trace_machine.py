@@ -25,7 +25,7 @@ from lightkv.router.engine.step import Captured, ExpectedMemory, RunnerInfo, Ste
 from lightkv.router.engine.step_time import Work
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.simulate.admissions import make_simulated
-from lightkv.router.simulate.config import page_of
+from lightkv.router.simulate.config import SimulationConfig, page_of
 from lightkv.router.simulate.paged_ledger import PaddedLedger, make_ledger
 from lightkv.router.simulate.record import Distribution, Means
 
@@ -109,7 +109,8 @@ class Machine:
     def replay(self, trace: Replayed, allocation: str, admission: str, seed: int) -> Results:
         """Runs every request from its arrival to its end. Raises ReplayFailed, LedgerMismatch, CheckFailed."""
         limits, capacity = self.info.limits, self.info.capacity
-        ledger = make_ledger(allocation, capacity, limits.max_num_seqs, limits.max_model_len, self._max_new)
+        config = SimulationConfig(allocation, max_num_seqs=limits.max_num_seqs, max_new=self._max_new)
+        ledger = make_ledger(config, capacity, limits.max_model_len)
         ledger.step = self._step
         slack = max(page_of(allocation) - 1, 0)
         counted = make_simulated(admission, seed, slack, self._targets.ttft)

@@ -2,7 +2,7 @@
 
 A step may have several pieces of one row, where a snapshot is kept between them. Each goes on from the state
 that the one before it leaves, so it is computed in a later pass. What is short by then is computed token by
-token, as decodes are:
+token, as decodes are; so is the only piece of a row if it has few tokens:
 
     tokens    ├──── row 1, piece 0 ────┼─ row 1, piece 1 ─┼──── row 2 ────┼ row 3 ┼ row 4 ┤
     pass        0: in chunks             1: by token        0               1       1
@@ -18,12 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightkv.triton_kernels.states.rows import StateRows
+
 from .staging import packed_size, upload
 from .state_memory import StateMemory, StateSlots
 
 CHUNK = 64  # tokens that the kernels of prompts compute at once
 SHORT = 64  # tokens: a later piece of so many is computed token by token
-_MOST_SHORT = 256  # tokens of all such pieces in a CUDA graph
+_ALONE = 16  # tokens: so is the only piece of a row
+_MOST_SHORT = 256  # tokens of all later pieces by token in a CUDA graph
 
 
 class ChunkIndex(NamedTuple):
@@ -50,6 +53,18 @@ class StatePass:
     starts: Tensor
     slots: StateSlots
     most_chunks: int = 0
+
+    @property
+    def rows(self) -> StateRows:
+        """The pieces as the kernels that compute them token by token take them, with the tensors of `own`."""
+        places = None if isinstance(self.tokens, slice) else self.tokens
+        return StateRows(*self.slots, self.starts, places)
+
+    def own(self, *tensors: Tensor) -> list[Tensor]:
+        """Returns what `rows` finds its tokens in: views of a slice of the step, or else the tensors."""
+        if isinstance(self.tokens, slice):
+            return [tensor[self.tokens] for tensor in tensors]
+        return list(tensors)
 
     @cached_property
     def chunks(self) -> ChunkIndex:
@@ -80,14 +95,14 @@ class _Parts(NamedTuple):
     @classmethod
     def of(cls, rows: Sequence[int], counts: Sequence[int], num_prefills: int) -> "_Parts":
         first, by_token = list[int](), list(range(num_prefills, len(rows)))
-        before, further = Counter[int](), list[list[int]]()
+        pieces, before, further = Counter(rows[:num_prefills]), Counter[int](), list[list[int]]()
         for part, row in enumerate(rows[:num_prefills]):
             rank = before[row]
             before[row] += row > 0  # rows of padding have no state
-            if not rank:
-                first.append(part)
-            elif rank == 1 and counts[part] <= SHORT:
+            if counts[part] <= (SHORT if rank == 1 else _ALONE if pieces[row] == 1 else 0):
                 by_token.append(part)
+            elif not rank:
+                first.append(part)
             else:
                 further += [[] for _ in range(rank - len(further))]
                 further[rank - 1].append(part)
@@ -142,8 +157,8 @@ def _slots(
 
 class StaticPasses:
     """The passes of steps with prompts in tensors that never move, for a CUDA graph: one of all prefills in
-    chunks, where pieces that follow another are computed as padding, and one by token of these and of decodes,
-    whose tokens are gathered.
+    chunks, where pieces that are computed by token are padding, and one by token of these and of decodes, whose
+    tokens are gathered.
 
     `num_tokens`, `num_prefills`, `num_decodes`: those of the `BatchShape`.
     """
@@ -151,8 +166,8 @@ class StaticPasses:
     def __init__(self, states: StateMemory, num_tokens: int, num_prefills: int, num_decodes: int) -> None:
         self._states = states
         self._num_tokens, self._num_prefills = num_tokens, num_prefills
-        self._num_by_token = num_decodes + num_prefills - 1
-        self._num_gathered = num_decodes + min(_MOST_SHORT, num_tokens)
+        self._num_by_token = num_decodes + num_prefills
+        self._num_gathered = num_decodes + min(_MOST_SHORT + _ALONE * num_prefills, num_tokens)
         device, num = states.table.device, num_prefills + self._num_by_token
         self._packed: Tensor | None = None
         self._slots = StateSlots(*torch.zeros(2, num, dtype=torch.int64, device=device))

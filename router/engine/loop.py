@@ -132,11 +132,6 @@ class Engine:
         return self.scheduler.has_work
 
     @property
-    def num_in_flight(self) -> int:
-        """The number of steps that are planned and not completed."""
-        return self.scheduler.num_in_flight
-
-    @property
     def can_plan(self) -> bool:
         """Whether another step may be planned before the oldest one completes."""
         return self.scheduler.num_in_flight < self.scheduler.depth
@@ -298,7 +293,7 @@ class LocalEngine(Engine):
                 self.executor.launch(plan)
             except BaseException as error:
                 refused = error
-        if self.num_in_flight > (refused is not None):  # a step that was refused is the newest
+        if self.scheduler.num_in_flight > (refused is not None):  # a step that was refused is the newest
             events += self._collect()
         if refused is not None:
             events += self._fail(refused)
@@ -313,7 +308,7 @@ class LocalEngine(Engine):
     def settle(self) -> list[TokenEvent]:
         """Completes every step in flight without planning another. Returns what each request got."""
         events = self._take_undelivered()
-        while self.num_in_flight and self._dead is None:
+        while self.scheduler.num_in_flight and self._dead is None:
             events += self._collect()
         return self._deliver(events)
 

@@ -311,14 +311,8 @@ class PoolMap(msgspec.Struct, frozen=True):
     @property
     def counts(self) -> Counts:
         """How many slots are used for what."""
-        return Counts(
-            capacity=self.capacity,
-            num_free=self.num_free,
-            num_cached=self.num_cached,
-            num_shared=self.num_shared,
-            num_own=self.num_own,
-            longest_free_run=self.longest_free_run,
-        )
+        used = self.num_cached, self.num_shared, self.num_own
+        return Counts(self.capacity, self.num_free, *used, self.longest_free_run)
 
 
 class RunnerInfo(msgspec.Struct, frozen=True):

@@ -173,7 +173,7 @@ class Router:
                         if engine.can_plan:
                             continue
                         result = await worker.flush()
-                elif engine.num_in_flight:
+                elif engine.scheduler.num_in_flight:
                     result = await worker.flush()
                 elif self._state == "draining" and not engine.has_work and not self._held:
                     await self._recount(worker, engine)

@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from lightkv.errors import LightKVError
 from lightkv.layer_groups import FULL, ONE_GROUP, LayerGroups, Lifetime
-from lightkv.router.config import ADMISSIONS, MAX_SECONDS, require_allowed, setting
+from lightkv.router.config import ADMISSIONS, MAX_SECONDS, SECONDS, require_allowed, setting
 
 from .routing import BLOCK_TOKENS, BUSY_FACTOR, ROUTINGS
 from .trace_files import BLOCK, TIME_UNITS, Reading
@@ -104,7 +104,7 @@ class SimulationConfig:
     saturation: Annotated[float, Meta(gt=0, le=MAX_RATE)] | None = setting(
         None, "For --load: the requests per second that an oracle serves, if this is known already."
     )
-    ttft_target: Annotated[float, Meta(gt=0, le=MAX_SECONDS, title="seconds")] = setting(
+    ttft_target: Annotated[float, SECONDS] = setting(
         10.0, "For goodput: the most seconds to the first token."
     )
     itl_target: Annotated[float, Meta(ge=0, le=MAX_SECONDS, title="seconds")] | None = setting(
@@ -112,10 +112,10 @@ class SimulationConfig:
         "The most seconds of a step with prompts beside decodes, which then has fewer prompt tokens, as in the "
         "service; 0: no target. Default: that of a service on a GPU, which depends on the prompts that wait.",
     )
-    tpot_target: Annotated[float, Meta(gt=0, le=MAX_SECONDS, title="seconds")] = setting(
+    tpot_target: Annotated[float, SECONDS] = setting(
         0.1, "For goodput: the most seconds between tokens, a request's mean."
     )
-    patience: Annotated[float, Meta(gt=0, le=MAX_SECONDS, title="seconds")] | None = setting(
+    patience: Annotated[float, SECONDS] | None = setting(
         None,
         "Seconds of waiting after which a request goes behind requests that have waited less. Default: first "
         "come, first served; for timely, 0.8 of --ttft-target.",

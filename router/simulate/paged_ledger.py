@@ -16,7 +16,7 @@ from lightkv.layer_groups import ONE_GROUP, LayerGroups
 from lightkv.ledger import Match, Sequence, Session, TokenLedger
 from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace
 
-from .config import InvalidSimulation, page_of
+from .config import InvalidSimulation, SimulationConfig, page_of
 
 
 class PaddedLedger(TokenLedger):
@@ -272,20 +272,13 @@ class ContiguousLedger(PaddedLedger):
 
 
 def make_ledger(
-    allocation: str,
-    capacity: int,
-    max_sequences: int,
-    max_entries: int,
-    max_new: int,
-    groups: LayerGroups = ONE_GROUP,
-    num_states: int = 0,
+    config: SimulationConfig, capacity: int, longest: int, groups: LayerGroups = ONE_GROUP
 ) -> TokenLedger:
-    """Returns the ledger for the name of an allocation. `max_new`: tokens that a contiguous one reserves after
-    each prompt. "token" alone knows `groups`, of layers that do not all see everything, and `num_states`, the
-    slots of states."""
-    page = page_of(allocation)
+    """Returns the ledger of the setting's allocation, of `capacity` slots, for requests of up to `longest`
+    tokens. "token" alone knows `groups`, of layers that do not all see everything, and states."""
+    page, rows = page_of(config.allocation), config.max_num_seqs
     if page == 1:
-        return TokenLedger(capacity, max_sequences, max_entries, groups=groups, num_states=num_states)
+        return TokenLedger(capacity, rows, longest, groups=groups, num_states=config.states)
     if not page:
-        return ContiguousLedger(capacity, max_sequences, max_entries, max_new)
-    return PagedLedger(capacity, max_sequences, max_entries, page)
+        return ContiguousLedger(capacity, rows, longest, config.max_new)
+    return PagedLedger(capacity, rows, longest, page)

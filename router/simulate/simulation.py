@@ -125,9 +125,7 @@ class Simulation:
 
     def make_ledger(self, num_slots: int, longest: int, groups: LayerGroups) -> TokenLedger:
         """Returns the ledger, of requests of up to `longest` tokens."""
-        config = self.config
-        rows, most = config.max_num_seqs, config.max_new
-        return make_ledger(config.allocation, num_slots, rows, longest, most, groups, config.states)
+        return make_ledger(self.config, num_slots, longest, groups)
 
     def put(self, number: int, asked: TraceRequest) -> None:
         """Takes a request that arrives now. `move_to` sends it to the scheduler."""

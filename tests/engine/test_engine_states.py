@@ -95,7 +95,7 @@ def test_a_state_stands_for_what_a_step_has_read_after_the_end(reason: str) -> N
     plan = engine.plan()
     assert plan is not None
     worker.launch(plan)
-    assert engine.num_in_flight == 2
+    assert engine.scheduler.num_in_flight == 2
     assert engine.abort("one", reason)
     length = plan.starts[0] + 1
     assert computed(engine) == {}

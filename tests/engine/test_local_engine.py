@@ -60,9 +60,9 @@ def test_settle_completes_what_is_in_flight_and_plans_nothing() -> None:
     engine.add(request("a", [20] * 5, 40))
     first = engine.step()
     num_planned = len(worker.plans)
-    assert engine.num_in_flight == 1
+    assert engine.scheduler.num_in_flight == 1
     assert [event.request_id for event in first + engine.settle()] == ["a", "a"]
-    assert (engine.num_in_flight, len(worker.plans)) == (0, num_planned)
+    assert (engine.scheduler.num_in_flight, len(worker.plans)) == (0, num_planned)
     engine.check()
 
 
@@ -152,7 +152,7 @@ def test_every_request_ends_once_in_a_random_life(seed: int, depth: int) -> None
             take(engine.settle() if rng.random() < 0.02 else engine.step())
         except KeyboardInterrupt:
             continue
-        if not engine.num_in_flight:
+        if not engine.scheduler.num_in_flight:
             engine.check()
     worker.error = worker.collect_error = None
     take(run(engine))

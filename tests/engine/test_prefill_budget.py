@@ -306,7 +306,7 @@ def test_a_plan_waits_for_requests_only_while_a_step_is_in_flight_and_no_prompt_
     worker.launch(second)
     assert engine.scheduler.num_prefilling == 1
     assert engine.spare_seconds < 0  # the rest of it is computed next
-    while engine.num_in_flight:
+    while engine.scheduler.num_in_flight:
         engine.complete(worker.collect())
     run(engine)
     assert_idle(engine)

@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers.models.bamba import modeling_bamba as bamba
 
 from lightkv.triton_kernels.states.decay_decode import decay_decode, decay_decode_reference
+from lightkv.triton_kernels.states.rows import StateRows
 from tests.support.combinations import each_value
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -39,10 +40,17 @@ class Case:
         rows = torch.arange(1, num_rows + 1, device=like.device)
         self.reads = rows * (rows > 1)
         self.writes = torch.where(rows % 2 == 0, rows, rows + num_rows) * (rows > 1)
+        self.starts = torch.arange(num_rows + 1, dtype=torch.int32, device=like.device)
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
         return self.q, self.k, self.v, self.log_decay
+
+    def run(self, function, states: Tensor, *parts: Tensor) -> Tensor:
+        """Computes a token of each row."""
+        out = torch.full_like(self.v, 7.0)
+        function(*(parts or self.parts), states, StateRows(self.reads, self.writes, self.starts), out)
+        return out
 
 
 @each_value(num_rows=[1, 2, 5], heads=[(2, 4), (3, 3), (1, 2)], dims=[(16, 16), (24, 40), (8, 72)])
@@ -52,9 +60,8 @@ def test_the_kernel_computes_what_the_reference_does(
     for dtype in dtypes(device):
         case = Case(num_rows, heads, dims, torch.empty(0, dtype=dtype, device=device))
         states, wanted_states = case.states.clone(), case.states.clone()
-        out = decay_decode(*case.parts, states, case.reads, case.writes)
-        wanted = decay_decode_reference(*case.parts, wanted_states, case.reads, case.writes)
-        assert out.dtype == dtype
+        out = case.run(decay_decode, states)
+        wanted = case.run(decay_decode_reference, wanted_states)
         assert not out[0].any()
         close(out, wanted)
         close(states, wanted_states)
@@ -76,15 +83,16 @@ def test_sequences_of_several_tokens_are_computed_one_after_the_other(
     order = torch.randperm(num_tokens, device=device) if places else torch.arange(num_tokens, device=device)
     slots = torch.arange(1, num_rows + 1, device=device)
     states, wanted_states = case.states.clone(), case.states.clone()
-    wanted, packing = torch.zeros_like(case.v), (starts, order if places else None)
+    wanted, places_of = torch.zeros_like(case.v), order if places else None
     for row in range(num_rows):
         for token in order[int(starts[row]) : int(starts[row + 1])].tolist():
             one = (part[token : token + 1] for part in case.parts)
             here = slots[row : row + 1]
-            wanted[token] = decay_decode_reference(*one, wanted_states, here, here)[0]
+            rows = StateRows(here, here, case.starts[:2])
+            decay_decode_reference(*one, wanted_states, rows, wanted[token : token + 1])
     for function in (decay_decode, decay_decode_reference):
         found, out = states.clone(), torch.full_like(case.v, 7.0)
-        function(*case.parts, found, slots, slots, *packing, out)
+        function(*case.parts, found, StateRows(slots, slots, starts, places_of), out)
         close(out, wanted)
         close(found, wanted_states)
 
@@ -92,9 +100,8 @@ def test_sequences_of_several_tokens_are_computed_one_after_the_other(
 def test_a_decay_that_all_tokens_share_is_not_copied(device: torch.device) -> None:
     case = Case(4, (2, 2), (8, 8), torch.empty(0, device=device))
     decays, states, wanted_states = case.log_decay[:1].expand(4, -1), case.states.clone(), case.states.clone()
-    out = decay_decode(*case.parts[:3], decays, states, case.reads, case.writes)
-    copied = decays.contiguous()
-    close(out, decay_decode_reference(*case.parts[:3], copied, wanted_states, case.reads, case.writes))
+    out = case.run(decay_decode, states, *case.parts[:3], decays)
+    close(out, case.run(decay_decode_reference, wanted_states, *case.parts[:3], decays.contiguous()))
 
 
 def test_a_token_of_mamba2(device: torch.device) -> None:
@@ -107,17 +114,15 @@ def test_a_token_of_mamba2(device: torch.device) -> None:
     wanted = bamba.mamba2_selective_state_update(
         own, case.v, dt[..., None].expand(wide), a[:, None, None].expand(*wide[1:], state_dim), case.k, case.q
     )
-    out = decay_decode(case.q, case.k, case.v * dt[..., None], dt * a, case.states, case.reads, case.writes)
+    out = case.run(decay_decode, case.states, case.q, case.k, case.v * dt[..., None], dt * a)
     close(out[1:], wanted[1:])
     close(case.states[case.writes[1:]].mT, own[1:])
 
 
 def test_other_tensors_are_refused(device: torch.device) -> None:
     case = Case(2, (2, 4), (8, 8), torch.empty(0, device=device))
-    slots = case.reads, case.writes
-    with pytest.raises(ValueError, match="2 heads, v of 3"):
-        decay_decode(
-            case.q, case.k, case.v[:, :3].contiguous(), case.log_decay[:, :3], case.states[:, :3], *slots
-        )
+    rows, v = StateRows(case.reads, case.writes, case.starts), case.v[:, :3].contiguous()
+    with pytest.raises(ValueError, match="and 3 heads"):
+        decay_decode(case.q, case.k, v, case.log_decay[:, :3], case.states[:, :3], rows, v)
     with pytest.raises(ValueError, match="states"):
-        decay_decode(*case.parts, case.states.double(), *slots)
+        case.run(decay_decode, case.states.double())

@@ -8,10 +8,12 @@ from torch.nn import functional
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
 from lightkv.triton_kernels.states.gated_delta_decode import (
+    DeltaGates,
     gated_delta_decode,
     gated_delta_decode_reference,
 )
 from lightkv.triton_kernels.states.gated_norm import gated_norm, gated_norm_reference
+from lightkv.triton_kernels.states.rows import StateRows
 from tests.support.combinations import each_value
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -46,8 +48,12 @@ class Case:
         self.writes = torch.where(rows % 2 == 0, rows, rows + num_rows) * (rows > 1)
 
     def run(self, function, states: Tensor, beta_scale: float = 1.0) -> Tensor:
-        gates = self.a, self.b, self.a_log, self.dt_bias
-        return function(self.qkv, *gates, states, self.reads, self.writes, self.heads[0], beta_scale)
+        out = self.qkv.new_full((len(self.qkv), self.heads[1], self.dims[1]), 7.0)
+        starts = torch.arange(len(self.qkv) + 1, dtype=torch.int32, device=out.device)
+        rows = StateRows(self.reads, self.writes, starts)
+        gates = DeltaGates(self.a_log, self.dt_bias, beta_scale)
+        function(self.qkv, self.a, self.b, gates, states, rows, out)
+        return out
 
     def transformers(self, beta_scale: float) -> tuple[Tensor, Tensor]:
         """Returns outputs and last state of the rows as tokens of one sequence that begins at state 1."""
@@ -83,7 +89,6 @@ def test_the_kernel_computes_what_the_reference_does(
         states, wanted_states = case.states.clone(), case.states.clone()
         out = case.run(gated_delta_decode, states, beta_scale)
         wanted = case.run(gated_delta_decode_reference, wanted_states, beta_scale)
-        assert out.dtype == dtype
         assert not out[0].any()
         close(out, wanted)
         close(states, wanted_states)
@@ -106,9 +111,11 @@ def test_rows_one_after_another_compute_what_transformers_does(
         states = case.states.clone()
         slots = torch.tensor([1, 1, 3, 3, 2, 5, 1], device=device)
         for row in range(num_rows):
-            gates = case.a[row : row + 1], case.b[row : row + 1], case.a_log, case.dt_bias
             here, there = slots[row : row + 1].clone(), slots[row + 1 : row + 2].clone()
-            out = function(case.qkv[row : row + 1], *gates, states, here, there, 2, beta_scale)
+            rows = StateRows(here, there, torch.tensor([0, 1], dtype=torch.int32, device=device))
+            one = (part[row : row + 1] for part in (case.qkv, case.a, case.b))
+            out = torch.empty_like(wanted[row : row + 1])
+            function(*one, DeltaGates(case.a_log, case.dt_bias, beta_scale), states, rows, out)
             close(out[0], wanted[row])
         close(states[1], last)
 
@@ -136,8 +143,10 @@ def test_decode_refuses_what_does_not_fit(device: torch.device) -> None:
         case.run(gated_delta_decode, case.states[:, :, ::2])
     with pytest.raises(ValueError, match="states must be float32"):
         case.run(gated_delta_decode, case.states.half())
-    case.heads = 3, 4
-    with pytest.raises(ValueError, match="need 80 columns of qkv"):
+    case.qkv = case.qkv[:, :-8]
+    with pytest.raises(
+        ValueError, match="need 32 columns of qkv and 16 more for each head of q and k; got 56"
+    ):
         case.run(gated_delta_decode, case.states)
 
 
@@ -154,6 +163,11 @@ def test_gated_norm(device: torch.device, num_tokens: int, num_heads: int, dim: 
         out = gated_norm(x, gate, module.weight.data, 1e-5)
         assert torch.equal(gated_norm_reference(x, gate, module.weight.data, 1e-5), module(x, gate))
         close(out, module(x, gate))
+        heads = gate[:, ::2]  # of other strides than packed heads
+        root = torch.full((dim,), dim**-0.5, device=device, dtype=dtype)
+        by_length = functional.normalize(heads.float(), dim=-1).to(dtype)
+        close(gated_norm(heads, None, root, 1e-5 / dim), by_length)
+        close(gated_norm_reference(heads, None, root, 1e-5 / dim), by_length)
 
 
 def test_gated_norm_refuses_what_does_not_fit(device: torch.device) -> None:

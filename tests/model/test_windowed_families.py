@@ -226,7 +226,7 @@ def test_a_random_life_changes_no_answer(name: str, seed: int) -> None:
             aborted = rng.choice(list(asked))
             if engine.abort(aborted):
                 del asked[aborted]
-        if not engine.num_in_flight:
+        if not engine.scheduler.num_in_flight:
             engine.check()
     run(engine)
     prompts = [prompt for prompt, _ in asked.values()]

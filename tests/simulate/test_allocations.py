@@ -7,7 +7,7 @@ import pytest
 
 from lightkv.errors import OutOfTokens
 from lightkv.ledger import Sequence
-from lightkv.router.simulate.config import ALLOCATIONS, InvalidSimulation, page_of
+from lightkv.router.simulate.config import ALLOCATIONS, InvalidSimulation, SimulationConfig, page_of
 from lightkv.router.simulate.paged_ledger import ContiguousLedger, PagedLedger, make_ledger
 
 
@@ -181,7 +181,7 @@ def test_a_run_is_held_from_open_to_close() -> None:
 
 @pytest.mark.parametrize("allocation", ALLOCATIONS)
 def test_each_allocation_has_its_ledger(allocation: str) -> None:
-    ledger = make_ledger(allocation, 1024, 4, 1024, 10)
+    ledger = make_ledger(SimulationConfig(allocation, max_num_seqs=4, max_new=10), 1024, 1024)
     sequence = ledger.open(tokens(list(range(100))))
     ledger.extend([sequence], [100])
     page = page_of(allocation)

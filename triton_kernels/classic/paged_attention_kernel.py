@@ -236,9 +236,7 @@ def _combine_kernel(
     """Adds up the partitions of a query head, with weights. The grid is (H, sequences)."""
     head = tl.program_id(0).to(tl.int64)
     seq = tl.program_id(1).to(tl.int64)
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    tuning.wait_early(EARLY)
     num_used = tl.cdiv(tl.load(seq_lens + seq), partition_size)
     of_head = (seq * tl.num_programs(0) + head) * num_partitions
     dims = tl.arange(0, BLOCK_D)

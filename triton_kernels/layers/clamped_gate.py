@@ -12,7 +12,7 @@ _BLOCK = 1024  # columns of a program
 
 
 class ClampedGate(NamedTuple):
-    """(up + offset) · gate · sigmoid(alpha · gate), with the gate at most `limit`, and up within ± limit.
+    """(up + by.offset) · gate · sigmoid(alpha · gate), with the gate at most `limit`, and up within ± limit.
 
     `interleaved`: gate and up take turns in a row; otherwise the gate is its first half.
     """
@@ -30,10 +30,7 @@ def _clamped_gate_kernel(
     bias,  # [E, 2n] or None
     out,  # [R, n]
     n,
-    alpha,
-    limit,
-    offset,
-    INTERLEAVED: tl.constexpr,
+    by,  # `ClampedGate`
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -41,15 +38,13 @@ def _clamped_gate_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = columns < n
     DTYPE: tl.constexpr = gate_up.dtype.element_ty
-    if INTERLEAVED:
+    if by.interleaved:
         gates = 2 * columns
         ups = gates + 1
     else:
         gates = columns
         ups = n + columns
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    tuning.wait_early(EARLY)
     gate = tl.load(gate_up + row * 2 * n + gates, mask=within, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * n + ups, mask=within, other=0.0).to(tl.float32)
     if bias is not None:
@@ -58,12 +53,12 @@ def _clamped_gate_kernel(
         up += tl.load(biases + ups, mask=within, other=0.0).to(tl.float32)
         gate = gate.to(DTYPE).to(tl.float32)
         up = up.to(DTYPE).to(tl.float32)
-    gate = tl.where(gate > limit, limit, gate)  # what is no number stays none
-    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    steep = (gate * alpha).to(DTYPE).to(tl.float32)
+    gate = tl.where(gate > by.limit, by.limit, gate)  # what is no number stays none
+    up = tl.where(up > by.limit, by.limit, tl.where(up < -by.limit, -by.limit, up))
+    steep = (gate * by.alpha).to(DTYPE).to(tl.float32)
     share = (1.0 / (1.0 + tl.exp(-steep))).to(DTYPE).to(tl.float32)
     active = (gate * share).to(DTYPE).to(tl.float32)
-    up = (up + offset).to(DTYPE).to(tl.float32)
+    up = (up + by.offset).to(DTYPE).to(tl.float32)
     tl.store(out + row * n + columns, (up * active).to(DTYPE), mask=within)
 
 
@@ -91,10 +86,7 @@ def clamped_gate(gate_up: Tensor, gate: ClampedGate, experts: Tensor, bias: Tens
             bias,
             out,
             n,
-            gate.alpha,
-            gate.limit,
-            gate.offset,
-            INTERLEAVED=gate.interleaved,
+            gate._replace(interleaved=tl.constexpr(gate.interleaved)),
             BLOCK=_BLOCK,
             num_warps=4,
             **tuning.early_options(gate_up.device),

@@ -50,9 +50,7 @@ def _choice_kernel(
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK)
     within = experts < E
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    tuning.wait_early(EARLY)
     x = tl.load(logits + token * stride_t + experts, mask=within, other=float("-inf")).to(tl.float32)
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-x))

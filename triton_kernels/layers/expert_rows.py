@@ -54,9 +54,7 @@ def _rows_kernel(
 ):
     token = tl.program_id(0)
     num_tokens = num_rows // K
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    tuning.wait_early(EARLY)
     if token < num_tokens:
         slots = tl.arange(0, K_BLOCK)
         within = slots < K
@@ -177,9 +175,7 @@ def _weighted_sum_kernel(
     slots = tl.arange(0, K_BLOCK)
     within = slots < K
     DTYPE: tl.constexpr = y.dtype.element_ty
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    tuning.wait_early(EARLY)
     places = tl.load(rows.places + token * K + slots, mask=within, other=-1)
     weight = tl.load(weights + token * K + slots, mask=within, other=0.0).to(tl.float32)
     is_ours = places >= 0

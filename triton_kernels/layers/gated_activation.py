@@ -36,9 +36,7 @@ def _gated_activation_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = columns < n
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    tuning.wait_early(EARLY)
     gate = tl.load(gate_up + row * stride_t + columns, mask=within, other=0.0)
     up = tl.load(gate_up + row * stride_t + n + columns, mask=within, other=0.0)
     active = activate(gate.to(tl.float32), ACTIVATION).to(gate.dtype)

@@ -146,9 +146,7 @@ def _few_tokens_kernel(
     end = tl.minimum(first + chunk, K)
     source = weight + rows.to(tl.int64)[:, None] * stride_n + columns[None, :]
     vectors = x + tokens[None, :] * stride_x + columns[:, None]
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    tuning.wait_early(EARLY)
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for k in tl.range(first, end, BLOCK_K, num_stages=STAGES):
         w = tl.load(source + k, eviction_policy="evict_first")

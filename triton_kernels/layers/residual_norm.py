@@ -61,26 +61,22 @@ def _residual_norm_kernel(
     normed,  # [T, C], written; None without a norm
     norm,  # a `_Bound`, or None
     post,  # likewise
-    scale,
+    scale,  # None for 1
     stride_x,
     stride_residual,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_POST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK)
     in_row = dims < C
     DTYPE: tl.constexpr = x.dtype.element_ty
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    tuning.wait_early(EARLY)
     value = tl.load(x + row * stride_x + dims, mask=in_row, other=0.0).to(tl.float32)
-    if HAS_POST:
+    if post is not None:
         value = _normalise(value, post, dims, in_row, C, DTYPE).to(tl.float32)
-    if HAS_SCALE:
+    if scale is not None:
         value = (value * scale).to(DTYPE).to(tl.float32)
     if residual is not None:
         before = tl.load(residual + row * stride_residual + dims, mask=in_row, other=0.0).to(tl.float32)
@@ -103,12 +99,7 @@ def _bound(norm: Norm | None) -> _Bound | None:
 
 
 def residual_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    norm: Norm | None,
-    *,
-    post: Norm | None = None,
-    scale: float = 1.0,
+    x: Tensor, residual: Tensor | None, norm: Norm | None, *, post: Norm | None = None, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Returns hidden = residual + scale · post(x) and norm(hidden), both of the shape and dtype of x.
 
@@ -131,7 +122,7 @@ def residual_norm(
             f"{other.dtype} {tuple(other.shape)} with strides {x.stride()} and {other.stride()}"
         )
     dim = x.shape[-1]
-    launch = launch_of(dim, scale, post)
+    launch = launch_of(dim)
     rows = x.reshape(-1, dim)
     others = None if residual is None else residual.reshape(-1, dim)
     changes = others is not None or post is not None or scale != 1.0
@@ -145,7 +136,7 @@ def residual_norm(
             normed if norm is not None else None,
             _bound(norm),
             _bound(post),
-            scale,
+            None if scale == 1.0 else scale,
             rows.stride(0),
             0 if others is None else others.stride(0),
             **launch,
@@ -154,28 +145,21 @@ def residual_norm(
     return hidden, normed
 
 
-def launch_of(dim: int, scale: float, post: Norm | None) -> dict[str, Any]:
-    """Returns the constants and options of a launch for rows of `dim`, a factor and a norm before it. Raises
-    ValueError for rows that are too long."""
+def launch_of(dim: int) -> dict[str, Any]:
+    """Returns the constants and options of a launch for rows of `dim`. Raises ValueError where these are too
+    long."""
     if dim > MAX_DIM:
         raise ValueError(f"rows of {dim} dims; at most {MAX_DIM} fit in a program")
     return {
         "C": dim,
         "BLOCK": triton.next_power_of_2(dim),
-        "HAS_SCALE": scale != 1.0,
-        "HAS_POST": post is not None,
         "num_warps": 4 if dim <= 2048 else 8 if dim <= 8192 else 16,
         "enable_fp_fusion": False,  # a product is rounded before it is added, as in torch
     }
 
 
 def residual_norm_reference(
-    x: Tensor,
-    residual: Tensor | None,
-    norm: Norm | None,
-    *,
-    post: Norm | None = None,
-    scale: float = 1.0,
+    x: Tensor, residual: Tensor | None, norm: Norm | None, *, post: Norm | None = None, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Computes `residual_norm` in plain torch."""
     hidden = x if post is None else norm_reference(x, post, x.dtype)

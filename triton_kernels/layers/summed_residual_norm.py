@@ -80,12 +80,10 @@ def _summed_residual_norm_kernel(
     normed,  # [T, C], written; None without a norm
     norm,  # a `_Bound`, or None
     post,  # likewise
-    scale,
+    scale,  # None for 1
     num_rows,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_POST: tl.constexpr,
 ):
     program = tl.program_id(0)
     dims = tl.arange(0, BLOCK)
@@ -101,9 +99,9 @@ def _summed_residual_norm_kernel(
             term = tl.multiple_of(term, 16)  # not known of an address in memory; so whole vectors are read
             total += tl.load(term + at, mask=in_row, other=0.0, cache_modifier=".cg").to(tl.float32)
         value = total.to(DTYPE).to(tl.float32)
-        if HAS_POST:
+        if post is not None:
             value = _normalise(value, post, dims, in_row, C, DTYPE).to(tl.float32)
-        if HAS_SCALE:
+        if scale is not None:
             value = (value * scale).to(DTYPE).to(tl.float32)
         before = tl.load(residual + at, mask=in_row, other=0.0).to(tl.float32)
         value = (before + value).to(DTYPE).to(tl.float32)
@@ -137,7 +135,7 @@ def summed_residual_norm(
             f"a term of {terms.own.dtype} {tuple(terms.own.shape)} for a residual of {rows.dtype} "
             f"{tuple(rows.shape)}; give contiguous ones that are alike"
         )
-    launch = launch_of(dim, scale, post)
+    launch = launch_of(dim)
     hidden = torch.empty_like(residual)
     normed = hidden if norm is None else torch.empty_like(residual)
     if len(rows):
@@ -151,7 +149,7 @@ def summed_residual_norm(
             None if norm is None else normed,
             _bound(norm),
             _bound(post),
-            scale,
+            None if scale == 1.0 else scale,
             len(rows),
             **launch,
         )

@@ -1,4 +1,4 @@
-"""Normalises heads and multiplies them with the activation of their gates, in one pass over each head."""
+"""Normalises heads, and multiplies them with the activation of their gates if there are any, in one pass."""
 
 import torch
 import triton
@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.records import heads_record
 from lightkv.triton_kernels.checks import Tensors
 from lightkv.triton_kernels.layers.gated_activation import activate
 from lightkv.triton_kernels.norms import Norm, norm_reference
@@ -21,15 +22,11 @@ _TAKEN = Tensors(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gated_norm_kernel(
-    x,  # [T, H, D]
-    gate,  # [T, H, D] or None
+    x,  # `Heads`
+    gate,  # `Heads`, or None
     weight,  # [D]
     out,  # [T, H, D], written
     num_rows,  # T * H
-    stride_x,
-    stride_x_head,
-    stride_gate,
-    stride_gate_head,
     eps,
     H: tl.constexpr,
     D: tl.constexpr,
@@ -40,20 +37,17 @@ def _gated_norm_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     dims = tl.arange(0, BLOCK_D)
     within = (row < num_rows)[:, None] & (dims < D)[None, :]
-    DTYPE: tl.constexpr = x.dtype.element_ty
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    tuning.wait_early(EARLY)
     token, head = (row // H)[:, None], (row % H)[:, None]
-    value = tl.load(x + token * stride_x + head * stride_x_head + dims[None, :], mask=within, other=0.0).to(
-        tl.float32
-    )
+    heads = x.data + token * x.stride_token + head * x.stride_head
+    value = tl.load(heads + dims[None, :], mask=within, other=0.0).to(tl.float32)
     value = value * tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
     factor = tl.load(weight + dims, mask=dims < D, other=0.0).to(tl.float32)
     value = (value.to(DTYPE).to(tl.float32) * factor[None, :]).to(DTYPE).to(tl.float32)
     if gate is not None:
-        place = gate + token * stride_gate + head * stride_gate_head + dims[None, :]
-        value *= activate(tl.load(place, mask=within, other=0.0).to(tl.float32), "silu")
+        gates = gate.data + token * gate.stride_token + head * gate.stride_head
+        value *= activate(tl.load(gates + dims[None, :], mask=within, other=0.0).to(tl.float32), "silu")
     tl.store(out + row[:, None] * D + dims[None, :], value.to(DTYPE), mask=within)
 
 
@@ -77,13 +71,13 @@ def gated_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> Te
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     num_rows, block_d = len(x) * num_heads, triton.next_power_of_2(dim)
     block_r = max(1, _BLOCK // block_d)
-    strides = *x.stride()[:2], *(x if gate is None else gate).stride()[:2]
     constants = {"H": num_heads, "D": dim, "BLOCK_R": block_r, "BLOCK_D": block_d}
     # Without fusion a product is rounded before it is added, as in torch.
     options = {"num_warps": 4, "enable_fp_fusion": False, **tuning.early_options(x.device)}
     if num_rows:
         grid = (triton.cdiv(num_rows, block_r),)
-        _gated_norm_kernel[grid](x, gate, weight, out, num_rows, *strides, eps, **constants, **options)
+        heads = heads_record(x), None if gate is None else heads_record(gate)
+        _gated_norm_kernel[grid](*heads, weight, out, num_rows, eps, **constants, **options)
     return out
 
 

@@ -4,7 +4,7 @@ state."""
 from torch import Tensor, nn
 
 from lightkv.memory.state_passes import StatePass
-from lightkv.triton_kernels.states.causal_conv import causal_conv, causal_conv_reference
+from lightkv.triton_kernels.states.causal_conv import Convolution, causal_conv, causal_conv_reference
 
 
 def convolve(
@@ -14,8 +14,5 @@ def convolve(
     x `[T, D]`, and the last inputs of each piece to `state`, `[num_slots, width - 1, D]`. `activation`: "silu"
     or None."""
     function = causal_conv if x.is_cuda else causal_conv_reference
-    places = None if isinstance(one.tokens, slice) else one.tokens
-    if isinstance(one.tokens, slice):
-        x, out = x[one.tokens], out[one.tokens]
-    weight = conv.weight[:, 0]
-    function(x, weight, conv.bias, state, *one.slots, one.starts, activation, places, out)
+    x, out = one.own(x, out)
+    function(x, Convolution(conv.weight[:, 0], conv.bias, activation), state, one.rows, out)

@@ -27,12 +27,9 @@ def decayed_attention(
         of_pass = tuple(part[tokens] for part in parts)
         out[tokens] = compute_chunks(_by_fla, decayed_chunks_reference, of_pass, one, state)
         return
-    function, places = decay_decode if q.is_cuda else decay_decode_reference, None
-    if isinstance(tokens, slice):
-        q, k, v, log_decay, out = (part[tokens] for part in (*parts, out))
-    else:
-        places = tokens
-    function(q, k, v, log_decay, state, *one.slots, one.starts, places, out)
+    function = decay_decode if q.is_cuda else decay_decode_reference
+    q, k, v, log_decay, out = one.own(*parts, out)
+    function(q, k, v, log_decay, state, one.rows, out)
 
 
 def _by_fla(

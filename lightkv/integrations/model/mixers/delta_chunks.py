@@ -1,29 +1,18 @@
 """The gated delta rule over prompts, in chunks of 64 tokens: fla's kernels on a GPU, plain torch on a CPU."""
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from lightkv.memory.state_passes import CHUNK, StatePass
+from lightkv.triton_kernels.states.gated_delta_decode import DeltaGates
 from lightkv.triton_kernels.states.gated_norm import gated_norm
 
 from .chunks import compute_chunks
 
 _EPS = 1e-6  # of the norm of q and k
-
-
-class DeltaGates(NamedTuple):
-    """What makes a token's decay and rate of correction of its a and b: `a_log` and `dt_bias`, `[v heads]`.
-
-    log_decay = −exp(a_log)·softplus(a + dt_bias);   beta = beta_scale·sigmoid(b)
-    """
-
-    a_log: Tensor
-    dt_bias: Tensor
-    beta_scale: float
 
 
 def delta_chunks(

@@ -17,11 +17,15 @@ from torch import Tensor
 from lightkv.integrations.weights.plain import PlainWeight
 from lightkv.memory.kv_spec import StateTensor
 from lightkv.memory.state_passes import StatePass
-from lightkv.triton_kernels.states.gated_delta_decode import gated_delta_decode, gated_delta_decode_reference
+from lightkv.triton_kernels.states.gated_delta_decode import (
+    DeltaGates,
+    gated_delta_decode,
+    gated_delta_decode_reference,
+)
 from lightkv.triton_kernels.states.gated_norm import gated_norm, gated_norm_reference
 
 from .convolution import convolve
-from .delta_chunks import DeltaGates, delta_chunks
+from .delta_chunks import delta_chunks
 from .heads import Heads
 
 
@@ -113,18 +117,15 @@ class GatedDelta:
         convolution."""
         module, tokens = self.module, one.tokens
         beta_scale = 2.0 if getattr(module, "allow_neg_eigval", False) else 1.0
+        gates = DeltaGates(module.A_log, module.dt_bias, beta_scale)
         if not one.most_chunks:
             function = gated_delta_decode if qkv.is_cuda else gated_delta_decode_reference
-            places = None if isinstance(tokens, slice) else tokens
-            if isinstance(tokens, slice):
-                qkv, a, b, out = qkv[tokens], a[tokens], b[tokens], out[tokens]
-            by_head, packing = (a, b, module.A_log, module.dt_bias), (one.starts, places, out)
-            function(qkv, *by_head, state, *one.slots, module.num_k_heads, beta_scale, *packing)
+            qkv, a, b, out = one.own(qkv, a, b, out)
+            function(qkv, a, b, gates, state, one.rows, out)
             return
         q, k, v = qkv[tokens].split((module.key_dim, module.key_dim, module.value_dim), -1)
         q, k = (part.unflatten(-1, (-1, module.head_k_dim)) for part in (q, k))
         v = v.unflatten(-1, (-1, module.head_v_dim))
-        gates = DeltaGates(module.A_log, module.dt_bias, beta_scale)
         out[tokens] = delta_chunks(q, k, v, a[tokens], b[tokens], gates, one, state)
 
 
