@@ -2,13 +2,15 @@
 
     python -m bench.serving.soak --minutes 30 --out bench/results/soak-cpu.json
     python -m bench.serving.soak --minutes 3 -- --max-num-seqs 8
+    python -m bench.serving.soak --model MODEL --kill-every 40
 
 It starts `lightkv serve` (options after `--` go to that command) with its default admission and a pool so small
 that requests are preempted and cached prefixes evicted. First it sends a number of greedy requests one after
-the other; their answers are the expected ones. Then --clients clients send, at random: these requests again,
-as one answer or as a stream, some with log-probabilities; the same with the connection closed in the middle;
-sampled requests of new random ids; and invalid requests (see `soak_requests.py`). Every few minutes the
-clients stop until no request is running.
+the other, none of which hits what the others have cached; their answers are the expected ones. Then --clients
+clients send, at random: these requests again, as one answer or as a stream, some with log-probabilities; the
+same with the connection closed in the middle; sampled requests of new random ids; and invalid requests (see
+`soak_requests.py`). Every few minutes the clients stop until no request is running. With --kill-every the
+worker is killed at these intervals. A request that fails for that is counted and not judged.
 
 It exits without figures, and with the reason, unless
 
@@ -18,7 +20,7 @@ It exits without figures, and with the reason, unless
   tie may change;
 - every sampled answer is complete, and every invalid request is refused with the right status;
 - whenever no request is running, no token is held, free and cached tokens make up the pool, the device's
-  count has been compared with the ledger's, and the worker has not been restarted;
+  count has been compared with the ledger's, and the worker was started again only after it was killed;
 - requests were preempted, and more tokens were computed than the pool holds;
 - over the second half of the time the memory of every process is flat: the median of that half's last quarter
   is at most 2 % or 10 MiB above the median of its first quarter. This is not checked in a run of less than 20
@@ -27,6 +29,8 @@ It exits without figures, and with the reason, unless
 
 import argparse
 import asyncio
+import math
+import os
 import random
 import signal
 import statistics
@@ -63,6 +67,8 @@ ANSWER_SECONDS = 600.0
 REST_SECONDS = 60.0
 SETTLE_SECONDS = 0.7  # the API process gets the router's counts four times a second
 SAMPLE_SECONDS = 5.0
+POLL_SECONDS = 0.1  # while there is no worker
+LEAST_KILL_SECONDS = 31.0  # the service gives up after three losses of its worker within a minute
 MAX_FAILURES = 20  # the run stops after this many
 JUDGED_MINUTES = 20.0  # of a run whose memory has to be flat: earlier, steps of new sizes still occur
 FLAT_SHARE = 0.02
@@ -178,9 +184,9 @@ def growth(samples: Sequence[Sample]) -> dict[str, Growth]:
 async def expect(service: Service, model: str, num: int, rng: random.Random) -> list[Expected]:
     """Draws `num` greedy requests and gets their answers from the idle service. Raises RequestFailed."""
     found: list[Expected] = []
-    for _ in range(TRIES * num):
+    for number in range(TRIES * num):
         call = greedy_call(rng, model)
-        more = {} if call.is_penalised else call.logprobs
+        more = {"cache_salt": str(number)} | ({} if call.is_penalised else call.logprobs)
         answer = read_answer(await service.request("POST", call.path, call.encode(**more)))
         if min(answer.margins, default=LEAST_MARGIN) >= LEAST_MARGIN:
             found.append(Expected(call, answer))
@@ -193,6 +199,7 @@ class Clients:
     """Clients that each send one request after the other.
 
     `counts`: the number of requests by kind. `failures`: the first MAX_FAILURES failures.
+    `num_kills`: how often `kill` has killed the worker. `is_down`: whether no other one has begun since.
     """
 
     def __init__(
@@ -200,6 +207,8 @@ class Clients:
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
+        self.num_kills = 0
+        self.is_down = False
         self._service = service
         self._model = model
         self._vocab_size = vocab_size
@@ -220,9 +229,26 @@ class Clients:
         end = time.monotonic() + seconds
         await asyncio.gather(*(self._client(random.Random(f"{seed} {idx}"), end) for idx in range(num)))
 
+    async def kill(self, server: Server, every: float, end: float) -> None:
+        """Kills the worker `every` seconds after the one before it was replaced, until `end`."""
+        while time.monotonic() + every < end and not self.failures:
+            await asyncio.sleep(every)
+            before = load = await self._service.get("/load")
+            self.num_kills += 1
+            self.is_down = True
+            os.kill(server.pids()["worker"], signal.SIGKILL)
+            failed_at = time.monotonic() + ANSWER_SECONDS
+            while load["num_worker_starts"] == before["num_worker_starts"] or load["state"] != "ready":
+                if time.monotonic() > failed_at:
+                    return self._fail(f"no worker within {ANSWER_SECONDS:g} s after one was killed: {load}")
+                await asyncio.sleep(POLL_SECONDS)
+                load = await self._service.get("/load")
+            self.is_down = False
+
     async def _client(self, rng: random.Random, end: float) -> None:
         while time.monotonic() < end and len(self.failures) < MAX_FAILURES:
             (send,) = rng.choices(list(self._kinds), list(self._kinds.values()))
+            was_down, num_kills = self.is_down, self.num_kills
             try:
                 await send(rng)
             except (
@@ -230,6 +256,11 @@ class Clients:
                 ValueError,
                 KeyError,
             ) as error:  # the last two: the answer has another form
+                if was_down or num_kills < self.num_kills:
+                    self.counts["ended by a kill"] += 1
+                    while self.is_down and time.monotonic() < end:
+                        await asyncio.sleep(POLL_SECONDS)
+                    continue
                 self._fail(f"{send.__name__[1:]}: {type(error).__name__}: {error}")
 
     async def _whole(self, rng: random.Random) -> None:
@@ -271,7 +302,7 @@ class Clients:
         reply = await self._service.request("POST", request.path, request.body)
         self.counts["invalid"] += 1
         if reply.status != request.status:
-            self._fail(f"invalid ({request.name}): status {reply.status} where {request.status} is expected")
+            raise RequestFailed(f"{request.name}: status {reply.status} where {request.status} is expected")
 
     def _draw(self, rng: random.Random) -> tuple[Expected, dict[str, Any]]:
         expected = rng.choice(self._expected)
@@ -313,13 +344,12 @@ class Outcome(NamedTuple):
     counts: Counter[str]
     ended: Load
     num_rests: int
+    num_kills: int
     samples: list[Sample]
     failures: list[str]
 
 
-async def soak(
-    service: Service, options: argparse.Namespace, vocab_size: int, memory: Callable[[], dict[str, Memory]]
-) -> Outcome:
+async def soak(service: Service, options: argparse.Namespace, vocab_size: int, server: Server) -> Outcome:
     """Runs the clients for `options.minutes`, with rests in between. Raises RequestFailed."""
     served = (await service.get("/v1/models"))["data"][0]
     rng = random.Random(options.seed)
@@ -329,24 +359,31 @@ async def soak(
     clients = Clients(service, served["id"], vocab_size, expected, invalid)
     begun = earlier = await at_rest(service)
     start = time.monotonic()
-    samples = [Sample(0.0, memory())]
+    samples = [Sample(0.0, server.memory())]
 
     async def watch() -> None:
         while True:
             await asyncio.sleep(SAMPLE_SECONDS)
-            samples.append(Sample(time.monotonic() - start, memory()))
+            if not clients.is_down:
+                samples.append(Sample(time.monotonic() - start, server.memory()))
 
     watching = asyncio.create_task(watch())
     num_rests = 0
     failures = clients.failures
     try:
         while (left := start + options.minutes * 60 - time.monotonic()) > 0 and not failures:
-            await clients.run(options.clients, min(left, options.rest_every * 60), rng.randrange(2**32))
+            seconds, num_kills = min(left, options.rest_every * 60), clients.num_kills
+            end = time.monotonic() + seconds
+            await asyncio.gather(
+                clients.run(options.clients, seconds, rng.randrange(2**32)),
+                clients.kill(server, options.kill_every or math.inf, end),
+            )
             rested = await at_rest(service)
-            failures += lost_tokens(earlier, rested)
+            num_starts = earlier["num_worker_starts"] + clients.num_kills - num_kills
+            failures += lost_tokens({**earlier, "num_worker_starts": num_starts}, rested)
             earlier = rested
             num_rests += 1
-            held = ", ".join(f"{role} {own.resident / MIB:.0f}" for role, own in memory().items())
+            held = ", ".join(f"{role} {own.resident / MIB:.0f}" for role, own in server.memory().items())
             print(
                 f"{(time.monotonic() - start) / 60:5.1f} min: {clients.counts.total()} requests, "
                 f"{rested['num_preemptions']} preemptions, {len(failures)} failures; MiB: {held}",
@@ -354,7 +391,7 @@ async def soak(
             )
     finally:
         watching.cancel()
-    samples.append(Sample(time.monotonic() - start, memory()))
+    samples.append(Sample(time.monotonic() - start, server.memory()))
     if not failures:
         failures += idle_pool(begun, earlier)
     if options.minutes >= JUDGED_MINUTES:
@@ -363,7 +400,7 @@ async def soak(
             for role, own in growth(samples).items()
             if not own.is_flat
         ]
-    return Outcome(clients.counts, earlier, num_rests, samples, failures)
+    return Outcome(clients.counts, earlier, num_rests, clients.num_kills, samples, failures)
 
 
 # --------------------------------------------------------------------------------
@@ -400,6 +437,7 @@ def results_of(outcome: Outcome, options: argparse.Namespace) -> dict[str, Any]:
         "seconds": outcome.samples[-1].seconds,
         "requests": dict(outcome.counts),
         "rests": outcome.num_rests,
+        "kills": outcome.num_kills,
         "load": dict(outcome.ended),
         "memory_is_judged": options.minutes >= JUDGED_MINUTES,
         "memory_mib": memory_results(outcome.samples),
@@ -434,6 +472,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     made.add_argument("--clients", type=int, default=16)
     made.add_argument("--prompts", type=int, default=40, help="greedy requests whose answers are compared")
     made.add_argument("--rest-every", type=float, default=3.0, help="minutes")
+    made.add_argument("--kill-every", type=float, default=0.0, help="seconds; at least 31, or 0 for no kills")
     made.add_argument(
         "--max-total-tokens", type=int, default=1536, help="tokens of the pool; small, so that it gets full"
     )
@@ -444,6 +483,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
+    if 0 < options.kill_every < LEAST_KILL_SECONDS:
+        refuse(f"--kill-every is {options.kill_every:g}; give 0, or at least {LEAST_KILL_SECONDS:g} seconds")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is stopped too
     print_machine()
     from lightkv.router.model.model_config import load_config
@@ -456,7 +497,7 @@ def main() -> None:
             held = ", ".join(f"{role} {own.resident / MIB:.0f}" for role, own in server.memory().items())
             print(f"before the first request, MiB: {held}", flush=True)
             endpoint = Endpoint(server.url, None, ANSWER_SECONDS)
-            outcome = uvloop.run(soak(endpoint, options, text.vocab_size, server.memory))
+            outcome = uvloop.run(soak(endpoint, options, text.vocab_size, server))
     except (RequestFailed, ServerFailed) as error:
         refuse(str(error))
     results = results_of(outcome, options)

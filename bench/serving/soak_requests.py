@@ -39,13 +39,15 @@ QUESTIONS = (
     "Summarise the story in a few words.",
     "What happened in the spring?",
 )
-# Further fields of a greedy request, all equally likely.
+# Further fields of a greedy request, all equally likely. Letters as stop strings end some answers early, with
+# random weights, too: else all would be expected to reach their limits, and none would be preempted.
 EXTRAS: tuple[dict[str, Any], ...] = (
     {},
     {"n": 3},
     {"stop": [" the", "\n"]},
-    {"stop": "."},
-    {"repetition_penalty": 1.2},
+    {"stop": ["b", "v"]},
+    {"n": 3, "stop": "p"},
+    {"repetition_penalty": 1.2, "stop": ["k", "."]},
     {"presence_penalty": 0.6, "frequency_penalty": 0.3},
     {"n": 2, "repetition_penalty": 1.1},
 )
@@ -148,7 +150,7 @@ def invalid_calls(model: str, vocab_size: int, max_model_len: int) -> list[Inval
         completion("id outside the vocabulary", prompt=[vocab_size]),
         completion("prompt too long", prompt=[1] * (max_model_len + 1)),
         completion("answer too long", max_tokens=max_model_len + 1),
-        completion("more than the pool", max_tokens=max_model_len - 8),
+        completion("prompt of more than the pool", prompt=[1] * (max_model_len - 8), max_tokens=1),
         completion("bias of no token", logit_bias={"x": 1}),
         chat("no messages", messages=[]),
         chat("message without a role", messages=[{"content": "Hi"}]),

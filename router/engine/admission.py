@@ -239,21 +239,23 @@ def _has_state(ledger: TokenLedger, request: Request, num_before: int) -> bool:
     """Returns whether a state is there for a waiting request, beside those that running requests take and the
     `num_before` that it passes. Each holds one from then on, so that none is ever short of one; a snapshot that
     running requests read takes its own, once, for as long as they do."""
-    states = ledger.states
-    num_owed = states.num_owed + num_before
-    spare = states.num_available - num_owed
-    if spare != 1 or not num_owed:
-        return spare > 0  # the last one may be the snapshot that the request hits, and is its own then
-    path = ledger.match(request.prefill_ids, request.namespace).path
-    return not path or bool(path[0].tails[len(ledger.groups.classes)].holders)
+    num_owed = ledger.states.num_owed + num_before
+    spare = ledger.states.num_available - num_owed
+    if spare != 1:
+        return spare > 0
+    match = ledger.match(request.prefill_ids, request.namespace)
+    if not match.path or match.path[0].tails[len(ledger.groups.classes)].holders:
+        return True
+    # It is the snapshot that the request hits, and would be its own then; it spares others as much.
+    is_shared = match.path[0].is_branching and 2 * match.num_tokens >= request.num_prefill_tokens
+    return not num_owed and not (is_shared and ledger.num_open)
 
 
 def _finds_more_later(ledger: TokenLedger, request: Request) -> bool:
     """Returns whether the step that is being planned makes a snapshot with which a request would compute no
     more than half as much if it began in the next one."""
     in_tree = ledger.tree.match(request.namespace, request.prefill_ids)
-    hit = ledger.match(request.prefill_ids, request.namespace).num_tokens
-    end = in_tree.num_tokens
+    hit, end = ledger.match(request.prefill_ids, request.namespace).num_tokens, in_tree.num_tokens
     for i, segment in enumerate(in_tree.path):
         tail = segment.tails.get(len(ledger.groups.classes))
         if tail is not None and tail.published == ledger.step and (i or in_tree.tip == segment.length):
@@ -270,9 +272,7 @@ def _points(ledger: TokenLedger, request: Request, match: Match) -> tuple[int, .
         places.add(request.num_prefill_tokens)
     elif not request.keep_at:
         places.add(request.num_prefill_tokens - 1)
-    return tuple(
-        sorted([point for point in places if match.num_tokens < point <= request.num_prefill_tokens])
-    )
+    return tuple(sorted([one for one in places if match.num_tokens < one <= request.num_prefill_tokens]))
 
 
 _PATIENT_SHARE = 0.8  # of the target; the rest is for computing the prompt, and the prompts before it

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from bench.serving.vllm_peer import compare, rows
+from bench.serving.vllm_peer import compare, peer_bench, rows
 
 
 def offline(engine: str, factor: float = 1.0, **changed: Any) -> dict[str, Any]:
@@ -17,6 +17,21 @@ def offline(engine: str, factor: float = 1.0, **changed: Any) -> dict[str, Any]:
         "page_cache": "warm", "compile_cache": "empty", "start_seconds": 90.0 * factor,
         "batches": {"1": batch}, "first_token_ms": {"512": [16.0 * factor]}, **changed,
     }  # fmt: skip
+
+
+class Answering:
+    """An engine that takes a second longer with each call. `asked`: the prompts of each."""
+
+    version = "1"
+
+    def __init__(self) -> None:
+        self.asked: list[peer_bench.Prompts] = []
+
+    def settle(self) -> None: ...
+
+    def generate(self, prompts: peer_bench.Prompts, num_output: int) -> tuple[float, list[list[int]]]:
+        self.asked.append(prompts)
+        return float(len(self.asked)), [[7] * num_output] * len(prompts)
 
 
 def http(engine: str, factor: float = 1.0) -> dict[str, Any]:
@@ -84,12 +99,23 @@ def test_every_row_of_a_whole_run_has_a_value() -> None:
         "vllm",
         batches={str(batch): offline("vllm")["batches"]["1"] for batch in rows.BATCHES},
         first_token_ms={str(prompt): [1.0] for prompt in rows.PROMPTS},
+        **peer_bench.measure_shared(Answering(), peer_bench.Load(1000), 8, 2),
     )
     loads = {f"{clients} clients": http("vllm")["loads"]["256 clients"] for clients in rows.CLIENTS}
     service = http("vllm") | {"loads": loads}
     names = [row["name"] for row in rows.compare([whole, service])]
-    assert len(names) == 3 + 3 + 3 + 1 + 3 * 7 + 1
+    assert len(names) == 3 + 3 + 3 + 2 + 1 + 3 * 7 + 1
     assert len(set(names)) == len(names)
+
+
+def test_prompts_that_begin_alike_are_as_long_as_those_that_share_nothing() -> None:
+    engine = Answering()
+    found = peer_bench.measure_shared(engine, peer_bench.Load(1000), 8, 2)
+    assert found == {"shared_s": [3.0, 5.0], "unshared_s": [4.0, 6.0]}  # without the run that warms up
+    for alike, others in (engine.asked[:2], engine.asked[2:4], engine.asked[4:]):
+        assert list(map(len, alike)) == list(map(len, others)) == [370, 371, 372, 373] * 2
+        assert len({tuple(ids[:369]) for ids in alike}) == 1
+        assert len({tuple(ids[:369]) for ids in others}) == 8
 
 
 def test_loads_like_life_have_rows_of_their_own() -> None:

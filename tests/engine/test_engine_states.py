@@ -53,6 +53,15 @@ def test_prompts_that_share_all_but_their_last_token_compute_one(depth: int, num
     assert sorted(found)[-2] <= 2
 
 
+def test_a_beginning_that_all_share_stays_where_states_are_short() -> None:
+    """More requests than states run; the last state is not taken from the snapshot that the others will hit."""
+    engine, _ = make(20_000, 12, Limits(32, 400, 2048, 3000, itl_target=0.0))
+    for number in range(200):
+        params = SamplingParams(temperature=0.0, max_tokens=2 + 7 * number % 13)
+        engine.add(request(str(number), [5] * 369 + [number + 6] * (1 + number % 3), params=params))
+    assert sorted(computed(engine).values())[-2] <= 3
+
+
 def test_a_request_takes_its_tokens_and_one_state() -> None:
     engine, worker = make(1000, 10, Limits(8, 100, 64, 1000, itl_target=0.0))
     engine.add(request("one", list(range(12))))

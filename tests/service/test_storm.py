@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from bench.serving.load_client import EventParser, ResponseParser
 from lightkv.router.service.router import RECOUNT_SECONDS
 from tests.support.served import COMPLETIONS, Served, own_text, save_tiny_model, wait_until
 
@@ -127,21 +128,17 @@ async def send(url: str, data: bytes, num_events: int | None = None, *, is_rude:
 
 
 async def _read(reader: asyncio.StreamReader, reply: Reply, num_events: int | None) -> None:
-    head = b""
-    while (line := await reader.readline()).strip():
-        head += line.lower()
-    if not head:
-        return
-    reply.status = int(head.split()[1])
-    if b"text/event-stream" not in head:
-        reply.body = await reader.read()
-        return
-    while num_events is None or len(reply.events) < num_events:
-        line = await reader.readline()
-        if not line:
+    response, events = ResponseParser(), EventParser()
+    while not response.done and (num_events is None or len(reply.events) < num_events):
+        data = await reader.read(2**16)
+        if not data:
             return
-        if line.startswith(b"data: "):
-            reply.events.append(line.removeprefix(b"data: ").strip().decode())
+        body = response.feed(data)
+        reply.status = response.status
+        if response.headers.get("content-type", "").startswith("text/event-stream"):
+            reply.events += [event.decode() for event in events.feed(body)]
+        else:
+            reply.body += body
 
 
 async def crowd(url: str, num_streams: int) -> list[Reply]:

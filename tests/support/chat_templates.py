@@ -41,17 +41,19 @@ QWEN3 = f"""{_CHATML_TOOLS}
 {{%- if add_generation_prompt and enable_thinking is defined and not enable_thinking %}}
 {{{{- "<think>\\n\\n</think>\\n\\n" }}}}{{%- endif %}}"""
 
+_CODER_CALL = """
+{{- "<tool_call>\\n<function=" + call.function.name + ">\\n" }}
+{%- for name, value in call.function.arguments | items %}
+{%- set is_dumped = value is mapping or (value is sequence and value is not string) %}
+{{- "<parameter=" + name + ">\\n" + (value | tojson if is_dumped else value | string) }}
+{{- "\\n</parameter>\\n" }}
+{%- endfor %}{{- "</function>\\n</tool_call>" }}"""
 QWEN3_CODER = f"""{_CHATML_TOOLS}
 {{%- for message in messages %}}
 {{%- if message.role == "assistant" and message.tool_calls %}}
 {{{{- "<|im_start|>assistant" }}}}{{%- if message.content %}}{{{{- "\\n" + message.content }}}}{{%- endif %}}
 {{%- for call in message.tool_calls %}}
-{{{{- "\\n<tool_call>\\n<function=" + call.function.name + ">\\n" }}}}
-{{%- for name, value in call.function.arguments | items %}}
-{{%- set is_dumped = value is mapping or (value is sequence and value is not string) %}}
-{{{{- "<parameter=" + name + ">\\n" + (value | tojson if is_dumped else value | string) }}}}
-{{{{- "\\n</parameter>\\n" }}}}
-{{%- endfor %}}{{{{- "</function>\\n</tool_call>" }}}}{{%- endfor %}}{{{{- "<|im_end|>\\n" }}}}
+{{{{- "\\n" }}}}{_CODER_CALL}{{%- endfor %}}{{{{- "<|im_end|>\\n" }}}}
 {_CHATML_RESULTS}"""
 
 # As Hermes 2 Pro's: arguments before the name, which no form of ours writes.
@@ -172,13 +174,20 @@ TEMPLATES = {
 }
 
 # As Qwen3.5's: thinking is begun for the answer, or written as none, and left out before the last question.
-_THINKS = """{%- set ns = namespace(last=0) %}
-{%- for m in messages %}{%- if m.role == "user" %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
-{%- for m in messages %}
-{{- "<|im_start|>" + m.role + "\\n" }}
-{%- if m.role == "assistant" and loop.index0 > ns.last %}
-{{- "<think>\\n" + (m.reasoning_content or "") + "\\n</think>\\n\\n" }}{%- endif %}
-{{- m.content + "<|im_end|>\\n" }}{%- endfor %}
-{%- if add_generation_prompt %}{{- "<|im_start|>assistant\\n<think>\\n" }}
-{%- if enable_thinking is false %}{{- "\\n</think>\\n\\n" }}{%- endif %}{%- endif %}"""
-THINKING = FamilyTemplate(_THINKS, "<|im_end|>", ("<|im_start|>",), ("<think>", "</think>"))
+_THINKS = f"""{_CHATML_TOOLS}
+{{%- set ns = namespace(last=0) %}}
+{{%- for m in messages %}}{{%- if m.role == "user" %}}{{%- set ns.last = loop.index0 %}}{{%- endif %}}
+{{%- endfor %}}
+{{%- for message in messages %}}
+{{%- if message.role == "assistant" %}}
+{{{{- "<|im_start|>assistant\\n" }}}}
+{{%- if loop.index0 > ns.last %}}
+{{{{- "<think>\\n" + (message.reasoning_content or "") + "\\n</think>\\n\\n" }}}}{{%- endif %}}
+{{{{- message.content or "" }}}}
+{{%- for call in message.tool_calls or [] %}}
+{{{{- "\\n" if not loop.first else "\\n\\n" if message.content }}}}{_CODER_CALL}{{%- endfor %}}
+{{{{- "<|im_end|>\\n" }}}}
+{_CHATML_RESULTS}
+{{%- if add_generation_prompt %}}{{{{- "<think>\\n" }}}}
+{{%- if enable_thinking is false %}}{{{{- "\\n</think>\\n\\n" }}}}{{%- endif %}}{{%- endif %}}"""
+THINKING = _chatml(_THINKS)

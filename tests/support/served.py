@@ -186,14 +186,19 @@ class Served:
     @contextmanager
     def stream(self, max_tokens: int) -> Iterator[Iterator[Any]]:
         """Starts an answer and yields its events, after the first of them has arrived."""
-        body = {"prompt": "Once upon a time", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        body = {"prompt": "Once upon a time", "max_tokens": max_tokens, "ignore_eos": True}
+        with self.events(COMPLETIONS, body) as events:
+            assert "choices" in next(events)
+            yield events
+
+    @contextmanager
+    def events(self, path: str, body: dict[str, Any]) -> Iterator[Iterator[Any]]:
+        """Sends a request for a stream and yields its events. The connection closes with the block."""
         connection = self.connect()
-        connection.request("POST", COMPLETIONS, json.dumps(body), self._headers)
+        connection.request("POST", path, json.dumps({**body, "stream": True}), self._headers)
         response = connection.getresponse()
         assert response.status == 200, response.read()
-        events = _events(response)
-        assert "choices" in next(events)
-        yield events
+        yield _events(response)
         connection.close()
 
     def signal(self, number: int) -> None:

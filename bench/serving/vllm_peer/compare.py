@@ -74,10 +74,12 @@ LIFELIKE_DRAIN_SECONDS = 45.0  # that a cell may take beyond --seconds
 
 
 class Amount(NamedTuple):
-    """How much is measured. `rounds`: in process, of each batch size. `requests`: of the loads of CLIENTS."""
+    """How much is measured. `rounds`: in process, of each batch size. `requests`: of the loads of CLIENTS.
+    `num_shared`: prompts that begin alike."""
 
     rounds: int
     requests: tuple[int, ...]
+    num_shared: int = 0
 
 
 FULL = Amount(3, (24, 128, 1024))  # four waves and more of each number of clients
@@ -118,6 +120,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     made.add_argument("--saturation", type=positive,
                       help="requests/s, of which loads are shares; default: vLLM's, measured")  # fmt: skip
     made.add_argument("--quick", action="store_true", help="one round in process, and half as many requests")
+    made.add_argument("--shared", type=int, default=0, metavar="N",
+                      help="measure N prompts that begin alike in process, too")  # fmt: skip
     made.add_argument("--http-rounds", type=int, default=1, help="of the load on each service")
     made.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", action="extend",
                       help="settings of lightkv's EngineConfig, for both parts")  # fmt: skip
@@ -193,6 +197,7 @@ def measure_offline(engine: Engine, place: Workplace, amount: Amount, settings: 
     command = [str(script), engine.name, str(place.model), "--out", str(out), "--rounds", str(amount.rounds),
                "--vocab-size", str(place.vocab_size), "--prompt", str(PROMPT),
                "--batches", *map(str, BATCHES), "--first-token", *map(str, PROMPTS),
+               "--shared", str(amount.num_shared),
                "--set", *(f"{name}={value!r}" for name, value in settings.items())]  # fmt: skip
     log = place.logs / f"{engine.name}-offline.log"
     log.unlink(missing_ok=True)
@@ -203,7 +208,8 @@ def measure_offline(engine: Engine, place: Workplace, amount: Amount, settings: 
         failure = error
     if out.exists():
         found = json.loads(out.read_text())
-        yield {name: found[name] for name in ("start_seconds", "batches", "first_token_ms")}
+        names = ("start_seconds", "batches", "first_token_ms", "shared_s", "unshared_s")
+        yield {name: found[name] for name in names if name in found}
     if failure is not None:
         raise failure
 
@@ -314,7 +320,7 @@ def measure(
 ) -> None:
     """Measures an engine in process and as a service. If a part fails, the others still run."""
     settings = parse_settings(options.set) if engine is lightkv else {}
-    amount = QUICK if options.quick else FULL
+    amount = (QUICK if options.quick else FULL)._replace(num_shared=options.shared)
     parts: dict[str, Iterator[Results]] = {}
     if not options.skip_offline:
         parts[OFFLINE] = measure_offline(engine, place, amount, settings)

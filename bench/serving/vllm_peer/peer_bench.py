@@ -2,10 +2,15 @@
 
     python peer_bench.py vllm MODEL --out FILE
     python peer_bench.py lightkv MODEL --out FILE --set prefill_chunk=16384
+    python peer_bench.py lightkv MODEL --batches --first-token --shared 2000 --set max_num_seqs=128
 
 It measures tokens per second, the time of a decode step and the time to the first token. The time of a step is
 the difference between two runs, of 256 and of 128 new tokens, divided by 128. Both engines get the same random
 prompts and decode greedily to the full length.
+
+--shared N is the load of vLLM's issue #36010: N prompts at once of 370 to 373 tokens, of which the first 369
+are the same, and answers of 10 tokens. It is measured beside as many prompts of these lengths that share
+nothing, so that a cache finds nothing. Each run has another beginning, which is computed in it.
 
 This script is run by itself and imports nothing of `bench`: vLLM must not see the top folder of the project,
 because it would take lightkv's `triton_kernels` for the package of that name that it looks for.
@@ -21,9 +26,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-SHARED_LENGTH = 370  # tokens of the prompts of --shared, the load of vLLM's issue 36010
 FIRST_ID = 100  # many vocabularies keep special tokens below it
 OUTPUTS = (128, 256)  # new tokens of the two runs from which the time of a step follows
+SHARED, SHARED_OUTPUT = 369, 10  # tokens that prompts begin with, and new tokens
 FIRST_TOKEN_RUNS = 7  # for each length of prompt, of which the first two warm up
 WARM_UP_RUNS = 2
 
@@ -105,6 +110,12 @@ class Load:
         rng = random.Random(self._seed)
         return [[rng.randrange(FIRST_ID, self._vocab_size) for _ in range(length)] for _ in range(batch)]
 
+    def nearly_alike(self, batch: int, num_shared: int) -> Prompts:
+        """Returns `batch` new prompts of SHARED and 1 to 4 more tokens, of which the first `num_shared` are the
+        same."""
+        made = self.prompts(batch, SHARED + 4)
+        return [made[0][:num_shared] + ids[num_shared : SHARED + 1 + i % 4] for i, ids in enumerate(made)]
+
 
 def measure_batch(engine: Engine, load: Load, batch: int, length: int, rounds: int) -> dict[str, Any]:
     """Measures milliseconds of a step and tokens per second. Exits if an answer has a wrong length."""
@@ -133,16 +144,17 @@ def measure_first_token(engine: Engine, load: Load, length: int) -> list[float]:
     return times[WARM_UP_RUNS:]
 
 
-def measure_shared(engine: Engine, load: Load, count: int) -> dict[str, float]:
-    """Measures the seconds of the first tokens of `count` prompts at once: of prompts that share all but their
-    last token, and of prompts that share nothing, so that a prefix cache has nothing to hit."""
-    (shared,) = load.prompts(1, SHARED_LENGTH - 1)
-    alike = [[*shared, FIRST_ID + number] for number in range(count)]
-    engine.generate([[*shared, FIRST_ID + count]], 1)
-    return {
-        "shared": engine.generate(alike, 1)[0],
-        "unlike": engine.generate(load.prompts(count, SHARED_LENGTH), 1)[0],
-    }
+def measure_shared(engine: Engine, load: Load, batch: int, rounds: int) -> dict[str, list[float]]:
+    """Measures the seconds of `batch` prompts that begin alike, and of as many that share nothing, in turn."""
+    found: dict[str, list[float]] = {"shared_s": [], "unshared_s": []}
+    for run in range(1 + rounds):  # the first one warms up
+        for name, num_shared in (("shared_s", SHARED), ("unshared_s", 0)):
+            took, tokens = engine.generate(load.nearly_alike(batch, num_shared), SHARED_OUTPUT)
+            if [len(ids) for ids in tokens] != [SHARED_OUTPUT] * batch:
+                raise SystemExit(f"no figures: an answer does not have {SHARED_OUTPUT} tokens")
+            if run:
+                found[name].append(took)
+    return found
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
@@ -167,8 +179,7 @@ def main() -> None:
     made.add_argument("--prompt", type=int, default=512, help="tokens of each prompt of a batch")
     made.add_argument("--first-token", type=int, nargs="*", default=[512, 2048, 8192], metavar="PROMPT",
                       help="lengths of the prompts whose time to the first token is measured")  # fmt: skip
-    made.add_argument("--shared", type=int, default=0, metavar="PROMPTS",
-                      help="also so many prompts at once that share all but their last token")  # fmt: skip
+    made.add_argument("--shared", type=int, default=0, metavar="N", help="prompts that begin alike; 0: none")
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--vocab-size", type=int, default=128256)
     options = made.parse_args()
@@ -208,8 +219,10 @@ def main() -> None:
               f"{[round(milliseconds, 2) for milliseconds in times]}", flush=True)  # fmt: skip
         save()
     if options.shared:
-        results["shared_s"] = measure_shared(engine, load, options.shared)
-        print(f"{options.shared} prompts of {SHARED_LENGTH} tokens: {results['shared_s']}", flush=True)
+        results |= measure_shared(engine, load, options.shared, options.rounds)
+        shared, unshared = (statistics.median(results[name]) for name in ("shared_s", "unshared_s"))
+        print(f"{options.shared} prompts: {shared:.2f} s where they begin alike, {unshared:.2f} s where not, "
+              f"{unshared / shared:.2f} times as long", flush=True)  # fmt: skip
         save()
 
 

@@ -58,6 +58,8 @@ def _offline_rows() -> Iterator[Row]:
         yield row(f"in process, batch {batch}: tokens/s", "tokens/s", "batches", str(batch), "tokens_per_s")
     for prompt in PROMPTS:
         yield row(f"first token, prompt {prompt:,}", "ms", "first_token_ms", str(prompt))
+    yield row("prompts that begin alike", "s", "shared_s")
+    yield row("as many prompts that share nothing", "s", "unshared_s")
 
 
 def _http_rows() -> Iterator[Row]:
