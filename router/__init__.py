@@ -27,24 +27,16 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from .sampling_params import InvalidParams as InvalidParams
     from .sampling_params import SamplingParams as SamplingParams
 
-_EXPORTS = {
-    "LLM": ".llm",
-    "BeamParams": ".text.beam_search",
-    "CompletionOutput": ".llm",
-    "Engine": ".engine.loop",
-    "EngineConfig": ".config",
-    "Grammar": ".sampling_params",
-    "InvalidConfig": ".config",
-    "InvalidParams": ".sampling_params",
-    "InvalidPrompt": ".engine.request",
-    "LocalEngine": ".engine.loop",
-    "NeverFits": ".engine.request",
-    "Request": ".engine.request",
-    "RequestOutput": ".llm",
-    "SamplingParams": ".sampling_params",
-    "Scheduler": ".engine.scheduler",
-    "StreamChunk": ".llm",
+_NAMES = {
+    ".config": ("EngineConfig", "InvalidConfig"),
+    ".engine.loop": ("Engine", "LocalEngine"),
+    ".engine.request": ("InvalidPrompt", "NeverFits", "Request"),
+    ".engine.scheduler": ("Scheduler",),
+    ".llm": ("CompletionOutput", "LLM", "RequestOutput", "StreamChunk"),
+    ".sampling_params": ("Grammar", "InvalidParams", "SamplingParams"),
+    ".text.beam_search": ("BeamParams",),
 }
+_EXPORTS = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_EXPORTS)
 
