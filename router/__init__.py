@@ -44,15 +44,15 @@ __all__ = sorted(_EXPORTS)
 if not TYPE_CHECKING:  # with it, type checkers would let every name pass
 
     def __getattr__(name: str) -> object:
-        if name in _EXPORTS:
-            try:
-                module = import_module(_EXPORTS[name], __name__)
-            except ModuleNotFoundError as error:
-                if isinstance(error, MissingExtra) or not error.name or error.name.startswith("lightkv"):
-                    raise
-                raise MissingExtra(error.name) from error
-            return getattr(module, name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name not in _EXPORTS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            module = import_module(_EXPORTS[name], __name__)
+        except ModuleNotFoundError as error:
+            if isinstance(error, MissingExtra) or not error.name or error.name.startswith("lightkv"):
+                raise
+            raise MissingExtra(error.name) from error
+        return getattr(module, name)
 
 
 def __dir__() -> list[str]:
