@@ -9,6 +9,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def _public(module: Any) -> list[str]:
     """Returns the names that a package offers: those that it lists, or those of its lazy exports."""
     if module.exports:
         return sorted(map(str, module.exports))
-    return sorted(ast.literal_eval(str(module["_EXPORTS"].value)))
+    return sorted(chain.from_iterable(ast.literal_eval(str(module["_NAMES"].value)).values()))
 
 
 def _file(item: Any) -> Path:

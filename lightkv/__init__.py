@@ -37,33 +37,33 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
 
 __version__ = "0.1.0"
 
-_EXPORTS = {
-    "Batch": ".attention",
-    "CheckFailed": ".errors",
-    "InvalidDevice": ".errors",
-    "InvalidFree": ".errors",
-    "KVCache": ".kv_cache",
-    "KVFormat": ".triton_kernels.quantised.kv_format",
-    "KVPool": ".memory.kv_pool",
-    "KVSpec": ".memory.kv_spec",
-    "LedgerMismatch": ".errors",
-    "LightKVError": ".errors",
-    "MemoryFailed": ".errors",
-    "MemoryMap": ".memory_map",
-    "OutOfMemory": ".errors",
-    "OutOfRows": ".errors",
-    "OutOfStates": ".errors",
-    "OutOfTokens": ".errors",
-    "Ring": ".triton_kernels.layout.ring",
-    "SequenceTooLong": ".errors",
-    "StateTensor": ".memory.kv_spec",
-    "StaticStep": ".attention",
-    "Step": ".attention",
-    "TokenAllocator": ".memory.allocator",
-    "TokenLedger": ".ledger",
-    "TokenTable": ".memory.token_table",
-    "WrongThread": ".errors",
+_NAMES = {
+    ".attention": ("Batch", "StaticStep", "Step"),
+    ".errors": (
+        "CheckFailed",
+        "InvalidDevice",
+        "InvalidFree",
+        "LedgerMismatch",
+        "LightKVError",
+        "MemoryFailed",
+        "OutOfMemory",
+        "OutOfRows",
+        "OutOfStates",
+        "OutOfTokens",
+        "SequenceTooLong",
+        "WrongThread",
+    ),
+    ".kv_cache": ("KVCache",),
+    ".ledger": ("TokenLedger",),
+    ".memory.allocator": ("TokenAllocator",),
+    ".memory.kv_pool": ("KVPool",),
+    ".memory.kv_spec": ("KVSpec", "StateTensor"),
+    ".memory.token_table": ("TokenTable",),
+    ".memory_map": ("MemoryMap",),
+    ".triton_kernels.layout.ring": ("Ring",),
+    ".triton_kernels.quantised.kv_format": ("KVFormat",),
 }
+_EXPORTS = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_EXPORTS)
 

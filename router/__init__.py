@@ -27,24 +27,16 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from .sampling_params import InvalidParams as InvalidParams
     from .sampling_params import SamplingParams as SamplingParams
 
-_EXPORTS = {
-    "LLM": ".llm",
-    "BeamParams": ".text.beam_search",
-    "CompletionOutput": ".llm",
-    "Engine": ".engine.loop",
-    "EngineConfig": ".config",
-    "Grammar": ".sampling_params",
-    "InvalidConfig": ".config",
-    "InvalidParams": ".sampling_params",
-    "InvalidPrompt": ".engine.request",
-    "LocalEngine": ".engine.loop",
-    "NeverFits": ".engine.request",
-    "Request": ".engine.request",
-    "RequestOutput": ".llm",
-    "SamplingParams": ".sampling_params",
-    "Scheduler": ".engine.scheduler",
-    "StreamChunk": ".llm",
+_NAMES = {
+    ".config": ("EngineConfig", "InvalidConfig"),
+    ".engine.loop": ("Engine", "LocalEngine"),
+    ".engine.request": ("InvalidPrompt", "NeverFits", "Request"),
+    ".engine.scheduler": ("Scheduler",),
+    ".llm": ("CompletionOutput", "LLM", "RequestOutput", "StreamChunk"),
+    ".sampling_params": ("Grammar", "InvalidParams", "SamplingParams"),
+    ".text.beam_search": ("BeamParams",),
 }
+_EXPORTS = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_EXPORTS)
 
@@ -52,15 +44,15 @@ __all__ = sorted(_EXPORTS)
 if not TYPE_CHECKING:  # with it, type checkers would let every name pass
 
     def __getattr__(name: str) -> object:
-        if name in _EXPORTS:
-            try:
-                module = import_module(_EXPORTS[name], __name__)
-            except ModuleNotFoundError as error:
-                if isinstance(error, MissingExtra) or not error.name or error.name.startswith("lightkv"):
-                    raise
-                raise MissingExtra(error.name) from error
-            return getattr(module, name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name not in _EXPORTS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            module = import_module(_EXPORTS[name], __name__)
+        except ModuleNotFoundError as error:
+            if isinstance(error, MissingExtra) or not error.name or error.name.startswith("lightkv"):
+                raise
+            raise MissingExtra(error.name) from error
+        return getattr(module, name)
 
 
 def __dir__() -> list[str]:

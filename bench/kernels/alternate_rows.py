@@ -177,6 +177,8 @@ def _write(
     if "stored" in inspect.signature(writing.write_kv).parameters:
         target = writing.StoredKV(*stored, scales, layer_format)
         rotation = None if tables is None else writing.Rotation(*tables)
+        if "by" in inspect.signature(writing.write_kv).parameters:
+            return lambda: writing.write_kv(k, v, target, slots, q, writing.Changes(rotation))
         return lambda: writing.write_kv(k, v, target, slots, q=q, rotation=rotation)
     named = {} if tables is None else {"q": q, "cos": tables[0], "sin": tables[1]}
     if scales is None:

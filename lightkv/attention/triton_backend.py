@@ -22,7 +22,7 @@ from lightkv.triton_kernels.attention.variants.sink_logits import SinkLogits
 from lightkv.triton_kernels.attention.variants.variant import Variant, limits
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from lightkv.triton_kernels.write.head_tiles import constants_of
-from lightkv.triton_kernels.write.inputs import Rotation, StoredKV
+from lightkv.triton_kernels.write.inputs import Changes, Rotation, StoredKV
 from lightkv.triton_kernels.write.write_kv import write_kv
 
 from .backend import AttentionBackend, LayerShape, NewHeads
@@ -84,7 +84,7 @@ class TritonAttention(AttentionBackend):
             write_kv(new.k, new.v, stored, slots)
         else:
             rotation = Rotation(rotary.cos, rotary.sin, rotary.interleaved)
-            write_kv(new.k, new.v, stored, slots, q=new.q, rotation=rotation, norms=rotary.norms)
+            write_kv(new.k, new.v, stored, slots, new.q, Changes(rotation, norms=rotary.norms))
 
     def _attend(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
         if step.form.num_sinks and step.lookup.is_plain:

@@ -210,6 +210,7 @@ class TokenLedger:
         return sequence
 
     def _open(self, sequence: S, num_entries: int, namespace: Namespace, within: Namespace = ()) -> S:
+        """Opens a new sequence in a free row. The simulator's ledgers count here what they allocate besides."""
         if not isinstance(namespace, tuple):
             raise TypeError(f"namespace is {namespace!r} ({type(namespace).__name__}); give a tuple")
         self._require_row(num_entries)

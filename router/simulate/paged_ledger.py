@@ -13,7 +13,8 @@ import numpy as np
 from lightkv.edits import Alloc
 from lightkv.errors import CheckFailed, OutOfTokens, SequenceTooLong
 from lightkv.layer_groups import ONE_GROUP, LayerGroups
-from lightkv.ledger import Match, Sequence, Session, TokenLedger
+from lightkv.ledger import Match, Sequence, TokenLedger
+from lightkv.ledger.ledger import S
 from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace
 
 from .config import InvalidSimulation, SimulationConfig, page_of
@@ -41,6 +42,10 @@ class PaddedLedger(TokenLedger):
     def num_available(self) -> int:
         """Slots that are free or can be evicted."""
         return super().num_available - self.padding
+
+    def _open(self, sequence: S, num_entries: int, namespace: Namespace, within: Namespace = ()) -> S:
+        sequence.session = None
+        return super()._open(sequence, num_entries, namespace, within)
 
 
 class PagedLedger(PaddedLedger):
@@ -90,19 +95,13 @@ class PagedLedger(PaddedLedger):
         assert found.num_tokens % self.page == 0
         return found
 
-    def open(
-        self,
-        token_ids: bytes,
-        namespace: Namespace = (),
-        session: Session | None = None,
-        keep_at: Seq[int] = (),
-    ) -> Sequence:
+    def _open(self, sequence: S, num_entries: int, namespace: Namespace, within: Namespace = ()) -> S:
         """Opens a sequence that holds the longest run of cached pages of its prompt."""
-        if len(token_ids) > self.max_entries * TOKEN_BYTES:
-            raise SequenceTooLong(len(token_ids) // TOKEN_BYTES, self.max_entries)
-        coded = self._code_prompt(token_ids)
-        sequence = super().open(self._findable(coded, token_ids), namespace)
-        self._prompts[sequence.row] = token_ids
+        prompt = sequence.prompt
+        coded = self._code_prompt(prompt)
+        sequence.prompt = self._findable(coded, prompt)
+        super()._open(sequence, num_entries, namespace, within)
+        self._prompts[sequence.row] = prompt
         self._coded[sequence.row] = coded
         return sequence
 
@@ -229,16 +228,10 @@ class ContiguousLedger(PaddedLedger):
         """Returns an empty match."""
         return Match((), 0, 0)
 
-    def open(
-        self,
-        token_ids: bytes,
-        namespace: Namespace = (),
-        session: Session | None = None,
-        keep_at: Seq[int] = (),
-    ) -> Sequence:
+    def _open(self, sequence: S, num_entries: int, namespace: Namespace, within: Namespace = ()) -> S:
         """Opens a sequence with a run of its own."""
-        sequence = super().open(token_ids, namespace)
-        run = len(token_ids) // TOKEN_BYTES + self._max_new - 1  # the last token's K/V is never written
+        super()._open(sequence, num_entries, namespace, within)
+        run = num_entries + self._max_new - 1  # the last token's K/V is never written
         self._runs[sequence.row] = run
         self.padding += run
         if self.num_free < 0:

@@ -9,6 +9,7 @@ import math
 import random
 from bisect import bisect_right
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -25,25 +26,25 @@ class Trace(Protocol):
     def __iter__(self) -> Iterator[TraceRequest]: ...
 
 
+@dataclass(frozen=True)
 class Repeated:
     """The first `num` requests of a trace. A trace with fewer is repeated right after its end."""
 
-    def __init__(self, trace: Trace, num: int) -> None:
-        self._trace = trace
-        self._num = num
+    trace: Trace
+    num: int
 
     @property
     def name(self) -> str:
-        return self._trace.name
+        return self.trace.name
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        return itertools.islice(self._again(), self._num)
+        return itertools.islice(self._again(), self.num)
 
     def _again(self) -> Iterator[TraceRequest]:
         start = 0.0
         while True:
             last, count = 0.0, 0
-            for request in self._trace:
+            for request in self.trace:
                 count += 1
                 if request.arrival is not None:
                     last = request.arrival

@@ -7,7 +7,7 @@ import torch
 
 from lightkv.triton_kernels.norms import Norm, norm_reference
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
-from lightkv.triton_kernels.write.inputs import NO_BIASES, Biases, HeadNorms, Rotation, StoredKV
+from lightkv.triton_kernels.write.inputs import NO_BIASES, Biases, Changes, HeadNorms, Rotation, StoredKV
 from lightkv.triton_kernels.write.write_kv import write_kv, write_kv_reference
 from tests.support.combinations import each_value
 
@@ -88,7 +88,7 @@ def check(case: Case, dtype: torch.dtype, device: torch.device) -> None:
     found = []
     for write in (write_kv, write_kv_reference):
         stored, own_q, before = make_store(case, dtype, device), q.clone(), k.clone()
-        write(k, v, stored, slots, q=own_q, rotation=rotation, biases=biases, norms=norms)
+        write(k, v, stored, slots, q=own_q, by=Changes(rotation, biases, norms))
         assert torch.equal(k, before)
         found.append((own_q, stored))
     (ours_q, ours), (expected_q, expected) = found
@@ -141,12 +141,12 @@ def test_norms_that_do_not_fit_are_refused(device: torch.device) -> None:
     slots = torch.tensor([1, 2], device=device)
     plain = Norm(None, None, 1e-5)
     with pytest.raises(ValueError, match="no q; pass q"):
-        write_kv(k, k, stored, slots, norms=HeadNorms(plain, plain))
+        write_kv(k, k, stored, slots, by=Changes(norms=HeadNorms(plain, plain)))
     biased = plain._replace(bias=torch.ones(8, device=device))
     with pytest.raises(ValueError, match="norm of k has a bias"):
-        write_kv(k, k, stored, slots, q=q, norms=HeadNorms(plain, biased))
+        write_kv(k, k, stored, slots, q=q, by=Changes(norms=HeadNorms(plain, biased)))
     wrong = Norm(torch.ones(4, device=device), None, 1e-5)
     with pytest.raises(ValueError, match=r"norm of k must be \[dim\] \(8,\) or \[heads, dim\] \(2, 8\)"):
-        write_kv(k, k, stored, slots, q=q, norms=HeadNorms(plain, wrong))
+        write_kv(k, k, stored, slots, q=q, by=Changes(norms=HeadNorms(plain, wrong)))
     assert not stored.k.any()
     assert torch.equal(q, torch.ones_like(q))

@@ -4,7 +4,7 @@ padding."""
 import pytest
 import torch
 
-from lightkv.triton_kernels.write.inputs import NO_BIASES, StoredKV
+from lightkv.triton_kernels.write.inputs import UNCHANGED, StoredKV
 from lightkv.triton_kernels.write.write_kv import _write_kv, write_kv, write_kv_reference
 
 NUM_SLOTS = 64
@@ -94,7 +94,7 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     buffer = torch.zeros(10, 2, 16, device=device)
     expected = buffer.clone()
     stored = StoredKV(buffer[:, :1], buffer[:, 1:])
-    arguments = _write_kv.flat(k, v, stored, slots, None, None, NO_BIASES, None)
+    arguments = _write_kv.flat(k, v, stored, slots, None, UNCHANGED)
     torch.library.opcheck(torch.ops.lightkv.write_kv.default, arguments)
 
     def step(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

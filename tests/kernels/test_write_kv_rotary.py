@@ -13,7 +13,7 @@ from transformers.models.gptj import modeling_gptj
 from transformers.models.llama import modeling_llama
 
 from lightkv.triton_kernels.norms import Norm
-from lightkv.triton_kernels.write.inputs import Biases, HeadNorms, Rotation, StoredKV
+from lightkv.triton_kernels.write.inputs import Biases, Changes, HeadNorms, Rotation, StoredKV
 from lightkv.triton_kernels.write.write_kv import (
     _write_kv,
     rotate_reference,
@@ -85,7 +85,7 @@ def check_rotary(
         shape = (NUM_SLOTS, num_kv_heads)
         k_cache = torch.full((*shape, key_dim), torch.nan, dtype=cache_dtype or dtype, device=device)
         v_cache = torch.full((*shape, value_dim), torch.nan, dtype=cache_dtype or dtype, device=device)
-        write(k, v, StoredKV(k_cache, v_cache), slots, q=q if with_q else None, **settings)
+        write(k, v, StoredKV(k_cache, v_cache), slots, q if with_q else None, Changes(**settings))
         results.append((q, k, v, k_cache, v_cache))
     for ours, reference in zip(*results, strict=True):
         torch.testing.assert_close(ours, reference, rtol=0.0, atol=0.0, equal_nan=True)
@@ -214,7 +214,7 @@ def test_every_scaling_of_transformers_is_a_table(device: torch.device, scaling:
     cache = torch.full((NUM_SLOTS, 4, 64), torch.nan, device=device)
     slots = torch.randperm(NUM_SLOTS - 1, device=device)[:20] + 1
     q, k = q.to(device), k.to(device)
-    write_kv(k, k, StoredKV(cache[:, :2], cache[:, 2:]), slots, q=q, rotation=by)
+    write_kv(k, k, StoredKV(cache[:, :2], cache[:, 2:]), slots, q=q, by=Changes(by))
     torch.testing.assert_close(q.cpu(), wanted_q, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(cache[slots, :2].cpu(), wanted_k, rtol=1e-6, atol=1e-6)
     assert torch.equal(cache[slots, 2:], k)
@@ -239,7 +239,7 @@ def test_interleaved_pairs_are_those_of_gptj_and_glm(device: torch.device) -> No
     slots = torch.randperm(NUM_SLOTS - 1, device=device)[:10] + 1
     q, k, cos, sin = (x.to(device) for x in (q, k, *per_token))
     by = Rotation(cos, sin, interleaved=True)
-    write_kv(k, k, StoredKV(cache[:, :2], cache[:, 2:]), slots, q=q, rotation=by)
+    write_kv(k, k, StoredKV(cache[:, :2], cache[:, 2:]), slots, q=q, by=Changes(by))
     torch.testing.assert_close(q.cpu(), glm[0], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(cache[slots, :2].cpu(), glm[1], rtol=1e-6, atol=1e-6)
 
@@ -251,8 +251,8 @@ def test_padding_tokens_write_slot_0_alone(device: torch.device) -> None:
     slots = torch.tensor([7, 3, 0, 0, 0, 0, 0, 0], device=device)
     expected = cache.clone()
     by = rotation(8, 8, device)
-    write_kv(k, v, StoredKV(cache[:, :2], cache[:, 2:]), slots, q=q.clone(), rotation=by)
-    write_kv_reference(k, v, StoredKV(expected[:, :2], expected[:, 2:]), slots, q=q.clone(), rotation=by)
+    write_kv(k, v, StoredKV(cache[:, :2], cache[:, 2:]), slots, q=q.clone(), by=Changes(by))
+    write_kv_reference(k, v, StoredKV(expected[:, :2], expected[:, 2:]), slots, q=q.clone(), by=Changes(by))
     assert torch.equal(cache[1:], expected[1:])
 
 
@@ -285,7 +285,7 @@ def test_a_fused_projection_with_its_fused_bias(
     if num_pairs:
         by = rotation(num_tokens, num_pairs, device, interleaved)
         turn = torch.complex(by.cos.double(), by.sin.double())[:, None]
-    write_kv(k, v, StoredKV(k_cache, v_cache), slots, q=q, rotation=by, biases=biases)
+    write_kv(k, v, StoredKV(k_cache, v_cache), slots, q=q, by=Changes(by, biases))
 
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     for written, raw, added in ((q, q_before, biases.q), (k_cache[slots], k, biases.k)):
@@ -333,9 +333,11 @@ def test_refuses_a_rotation_that_does_not_fit(device: torch.device) -> None:
         ("bias_q must be floats", {"biases": Biases(q=q[0].int())}),
         ("a bias of q is given, and no q", {"q": None, "biases": Biases(q=q[0])}),
     ]:
+        others = good | change
+        queries = others.pop("q")
         for write in (write_kv, write_kv_reference):
             with pytest.raises(ValueError, match=match):
-                write(k, k, StoredKV(cache[:, :2], cache[:, 2:]), slots, **good | change)
+                write(k, k, StoredKV(cache[:, :2], cache[:, 2:]), slots, queries, Changes(**others))
     assert not cache.any()
     assert torch.equal(q, before)
 
@@ -351,12 +353,12 @@ def test_rotation_stays_one_operator_under_torch_compile(device: torch.device) -
     k_cache, v_cache = buffer.clone()[:, :2], buffer.clone()[:, 2:]
     norms = HeadNorms(Norm(k[0, 0], None, 1e-6), Norm(None, None, 1e-6))
     stored = StoredKV(k_cache, v_cache)
-    arguments = _write_kv.flat(k, v, stored, slots, q.clone(), by, Biases(k=k[0]), norms)
+    arguments = _write_kv.flat(k, v, stored, slots, q.clone(), Changes(by, Biases(k=k[0]), norms))
     torch.library.opcheck(torch.ops.lightkv.write_kv.default, arguments)
 
     def step(qkv: Tensor, buffer: Tensor) -> Tensor:
         q, k, v = split_qkv(qkv * 2, 4, 2, 16)
-        write_kv(k, v, StoredKV(buffer[:, :2], buffer[:, 2:]), slots, q=q, rotation=by)
+        write_kv(k, v, StoredKV(buffer[:, :2], buffer[:, 2:]), slots, q=q, by=Changes(by))
         return q + buffer.sum()
 
     result = torch.compile(step, fullgraph=True, backend="aot_eager")(qkv, buffer)
@@ -394,17 +396,17 @@ def test_captured_rotation_follows_its_tables() -> None:
     slots = torch.arange(1, 9, device="cuda")
     q, by = before.clone(), rotation(8, 32, "cuda")
     stored = StoredKV(cache[:, :2], cache[:, 2:])
-    write_kv(k, v, stored, slots, q=q, rotation=by)  # compiles outside the capture
+    write_kv(k, v, stored, slots, q=q, by=Changes(by))  # compiles outside the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        write_kv(k, v, stored, slots, q=q, rotation=by)
+        write_kv(k, v, stored, slots, q=q, by=Changes(by))
     for table, other in zip(by[:2], rotation(8, 32, "cuda")[:2], strict=True):
         table.copy_(other)
     cache.zero_()
     q.copy_(before)
     graph.replay()
     expected = torch.zeros_like(cache)
-    write_kv_reference(k, v, StoredKV(expected[:, :2], expected[:, 2:]), slots, q=before, rotation=by)
+    write_kv_reference(k, v, StoredKV(expected[:, :2], expected[:, 2:]), slots, q=before, by=Changes(by))
     assert torch.equal(cache[1:], expected[1:])
     assert torch.equal(q, before)
 
@@ -425,7 +427,7 @@ def test_a_single_pair_whose_tables_have_any_stride(
     for write in (write_kv, write_kv_reference):
         k_cache, v_cache = torch.zeros(2, 8, 1, 2, device=device)
         queries = q.clone()
-        write(k, v, StoredKV(k_cache, v_cache), slots, q=queries, rotation=by)
+        write(k, v, StoredKV(k_cache, v_cache), slots, q=queries, by=Changes(by))
         results.append((k_cache, v_cache, queries))
     for ours, reference in zip(*results, strict=True):
         assert torch.equal(ours, reference)

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightkv import KVPool, KVSpec
 from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
 from lightkv.triton_kernels.quantised.quantise_reference import hadamard, split_scales, unpack
-from lightkv.triton_kernels.write.inputs import NO_BIASES, Biases, Rotation, StoredKV
+from lightkv.triton_kernels.write.inputs import UNCHANGED, Biases, Changes, Rotation, StoredKV
 from lightkv.triton_kernels.write.write_kv import _write_kv, split_qkv, write_kv, write_kv_reference
 from tests.support.combinations import each_value, slow
 
@@ -93,7 +93,7 @@ def check(
     for write in (write_kv, write_kv_reference):
         pool = make_pool(name, num_kv_heads, dims, dtype, device)
         q, k, v = split_qkv(qkv.clone(), *sizes)
-        write(k, v, stored_in(pool), slots, q=q if with_q else None, **settings)
+        write(k, v, stored_in(pool), slots, q if with_q else None, Changes(**settings))
         pools.append(pool)
         queries.append((q, k, v))
     for ours, theirs in zip(*queries, strict=True):
@@ -220,7 +220,7 @@ def test_tokens_after_the_last_one_are_left_alone(name: str, device: torch.devic
     pool = make_pool(name, 1, (16, 16), torch.float32, device)
     q, k, v = split_qkv(qkv[:5].flatten(1), 1, 1, 16)
     by = Rotation(*torch.randn(2, 5, 8, device=device))
-    write_kv(k, v, stored_in(pool), slots[:5], q=q, rotation=by)
+    write_kv(k, v, stored_in(pool), slots[:5], q=q, by=Changes(by))
     assert torch.equal(qkv[5:], before[5:])
     assert not torch.equal(qkv[4, 0], before[4, 0])
     for buffer in pool.buffers:
@@ -244,7 +244,7 @@ def test_static_scales_are_read_and_stay(device: torch.device) -> None:
     assert torch.equal(scales, before)
     # Compiled, the operator may get the scales with another stride of slots.
     stored = StoredKV(*others, before[None], KVFormat(elements))
-    torch.ops.lightkv.write_kv(*_write_kv.flat(k, v, stored, slots, None, None, NO_BIASES, None))
+    torch.ops.lightkv.write_kv(*_write_kv.flat(k, v, stored, slots, None, UNCHANGED))
     assert torch.equal(caches, others)
 
 
@@ -279,8 +279,8 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
         ({"slots": slots[:3]}, "slots must be"),
         ({"slots": slots.float()}, "int32 or int64"),
         ({"q": k}, "nothing is to be done to q"),
-        ({"rotation": Rotation(k[:, 0, :41], k[:, 0, :41])}, "41 columns, and 80 dims"),
-        ({"biases": Biases(k=k[0, :1])}, "bias_k must be"),
+        ({"by": Changes(Rotation(k[:, 0, :41], k[:, 0, :41]))}, "41 columns, and 80 dims"),
+        ({"by": Changes(biases=Biases(k=k[0, :1]))}, "bias_k must be"),
     ):
         for write in (write_kv, write_kv_reference):
             with pytest.raises(ValueError, match=told):
@@ -296,7 +296,7 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     layer_format = ours.format(0)
     caches = [cache.clone() for cache in stored_in(ours)[:3]]  # compiled, views of two types may not share
     copies = [cache.clone() for cache in caches]
-    arguments = _write_kv.flat(k, v, StoredKV(*copies, layer_format), slots, None, None, NO_BIASES, None)
+    arguments = _write_kv.flat(k, v, StoredKV(*copies, layer_format), slots, None, UNCHANGED)
     torch.library.opcheck(torch.ops.lightkv.write_kv.default, arguments)
 
     def step(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, scales: Tensor) -> Tensor:

@@ -87,7 +87,8 @@ def _dot(a, b, acc):
 @triton.jit
 def load_query(heads, in_tile, shape):
     """Loads the tile of the query heads that the pointers `heads`, [BLOCK_M, 1], begin at: a tuple of one tile
-    for each field of a word of K, [BLOCK_M, BLOCK_DK / fields], or of the whole heads if K is not quantised."""
+    for each field of a word of K, [BLOCK_M, BLOCK_DK / fields], or of the whole heads if K is not quantised;
+    and the sums of `sum_query`."""
     FORMAT: tl.constexpr = shape.FORMAT
     PACKED: tl.constexpr = shape.PACKED
     KIND: tl.constexpr = kind_of(FORMAT)
@@ -97,7 +98,7 @@ def load_query(heads, in_tile, shape):
     for field in tl.static_range(fields_of(KIND)):
         dims = words * fields_of(KIND) + field
         tiles += (query_for(tl.load(heads + dims[None, :], mask=mask, other=0.0), KIND, PACKED),)
-    return tiles
+    return tiles, sum_query(tiles, FORMAT, PACKED)
 
 
 @triton.jit
@@ -118,39 +119,23 @@ def sum_query(q, FORMAT: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def start_output(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, FORMAT: tl.constexpr):
-    """Returns the un-normalised output that `attend_keys` begins with: a tuple of zeros, one tile for each
-    field of a word of V, [BLOCK_M, BLOCK_DV / fields], or transposed where `_dot` wants that."""
+def finish_output(sums, in_tile, FIELD: tl.constexpr, shape):
+    """Returns a part of the output of `Sums`, divided by the sum of the weights, its dims, and which of it
+    exists."""
+    FORMAT: tl.constexpr = shape.FORMAT
+    PACKED: tl.constexpr = shape.PACKED
     KIND: tl.constexpr = kind_of(FORMAT)
-    WIDTH: tl.constexpr = word_block(BLOCK_DV, KIND)
-    shape: tl.constexpr = (WIDTH, BLOCK_M) if BLOCK_M < 16 else (BLOCK_M, WIDTH)
-    tiles = ()  # type: tuple
-    for _ in tl.static_range(fields_of(KIND)):
-        tiles += (tl.zeros(shape, tl.float32),)
-    return tiles
-
-
-@triton.jit
-def finish_output(acc, total, FIELD: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr):
-    """Returns a part of the output, divided by the sum of the weights."""
-    divisor = tl.where(total > 0.0, total, 1.0)
-    KIND: tl.constexpr = kind_of(FORMAT)
+    words = tl.arange(0, word_block(shape.BLOCK_DV, KIND))
+    mask = in_tile[:, None] & (words < words_of(shape.DV, KIND))[None, :]
+    divisor = tl.where(sums.total > 0.0, sums.total, 1.0)
     if v_groups(FORMAT) == 1:
         divisor = divisor * weight_factor(KIND, PACKED)
     if is_biased(KIND, v_groups(FORMAT), PACKED) and field_factor(KIND, FIELD, PACKED) != 1.0:
         divisor = divisor * field_factor(KIND, FIELD, PACKED)
-    part = acc[FIELD]
+    part = sums.acc[FIELD]
     if part.shape[1] < 16:
         part = tl.trans(part)
-    return part / divisor[:, None]
-
-
-@triton.jit
-def output_dims(BLOCK_DV: tl.constexpr, DV: tl.constexpr, FIELD: tl.constexpr, FORMAT: tl.constexpr):
-    """Returns the dims of a part of the output, and which of them a head has."""
-    KIND: tl.constexpr = kind_of(FORMAT)
-    words = tl.arange(0, word_block(BLOCK_DV, KIND))
-    return words * fields_of(KIND) + FIELD, words < words_of(DV, KIND)
+    return part / divisor[:, None], words * fields_of(KIND) + FIELD, mask
 
 
 @triton.jit

@@ -3,11 +3,12 @@ are constants of a compilation."""
 
 from typing import Any, NamedTuple
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.quantised.unpack import is_packed
+from lightkv.triton_kernels.quantised.unpack import fields_of, is_packed, kind_of, word_block
 
 
 class Heads(NamedTuple):
@@ -60,7 +61,7 @@ class Index(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What the running softmax of a tile of queries has so far: the un-normalised output of `start_output`, the
+    """What the running softmax of a tile of queries has so far: the un-normalised output of `start_sums`, the
     sum of the weights and the largest score in base 2, each float32 `[BLOCK_M]`; and the slots, int64
     `[BLOCK_N]`, of the next tile of keys."""
 
@@ -68,6 +69,19 @@ class Sums(NamedTuple):
     total: Any
     peak: Any
     slots: Any
+
+
+@triton.jit
+def start_sums(total, peak, slots, shape):
+    """Returns `Sums` of no keys yet, whose output is a tuple of zeros: one tile for each field of a word of V,
+    [BLOCK_M, BLOCK_DV / fields], or transposed where BLOCK_M is below 16, as a product wants that."""
+    KIND: tl.constexpr = kind_of(shape.FORMAT)
+    WIDTH: tl.constexpr = word_block(shape.BLOCK_DV, KIND)
+    TILE: tl.constexpr = (WIDTH, shape.BLOCK_M) if shape.BLOCK_M < 16 else (shape.BLOCK_M, WIDTH)
+    tiles = ()  # type: tuple
+    for _ in tl.static_range(fields_of(KIND)):
+        tiles += (tl.zeros(TILE, tl.float32),)
+    return Sums(tiles, total, peak, slots)
 
 
 class Shape(NamedTuple):

@@ -135,17 +135,23 @@ class HeadNorms(NamedTuple):
         return (1, 2) if self.over_all else (2,)
 
 
+class Changes(NamedTuple):
+    """What is done to new heads before they are written: `biases` are added to q, k and v, q and k are
+    normalised by `norms`, and rotated by `rotation`; None for no norms and no rotation."""
+
+    rotation: Rotation | None = None
+    biases: Biases = NO_BIASES
+    norms: HeadNorms | None = None
+
+
+UNCHANGED = Changes()
+
+
 def check_inputs(
-    k: Tensor,
-    v: Tensor,
-    stored: StoredKV,
-    slots: Tensor,
-    q: Tensor | None,
-    rotation: Rotation | None,
-    biases: Biases,
-    norms: HeadNorms | None,
+    k: Tensor, v: Tensor, stored: StoredKV, slots: Tensor, q: Tensor | None, by: Changes
 ) -> None:
     """Raises ValueError where the arguments of `write_kv` do not fit each other."""
+    rotation, biases, norms = by
     stored.check(k, v)
     sizes = _HEADS.check({}, k=k, v=v, slots=slots, q=q)
     if q is None and biases.q is not None:

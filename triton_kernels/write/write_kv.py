@@ -19,7 +19,7 @@ from lightkv.triton_kernels.quantised.quantise_reference import quantise, split_
 
 from .computed_heads import AS_COMPUTED
 from .head_tiles import constants_of
-from .inputs import NO_BIASES, Biases, HeadNorms, Rotation, StoredKV, check_inputs
+from .inputs import UNCHANGED, Biases, Changes, HeadNorms, Rotation, StoredKV, check_inputs
 from .launch import computed_launch, quantised_launch, token_launch
 from .load_heads import OVER_ALL, PER_HEAD
 from .quantised_heads import QUANTISED
@@ -120,18 +120,10 @@ def _write_kv_kernel(
 @operator(
     "write_kv",
     writes=("stored", "q"),
-    records=(StoredKV, KVFormat, Elements, Rotation, Biases, HeadNorms, Norm),
+    records=(StoredKV, KVFormat, Elements, Changes, Rotation, Biases, HeadNorms, Norm),
 )
-def _write_kv(
-    k: Tensor,
-    v: Tensor,
-    stored: StoredKV,
-    slots: Tensor,
-    q: Tensor | None,
-    rotation: Rotation | None,
-    biases: Biases,
-    norms: HeadNorms | None,
-) -> None:
+def _write_kv(k: Tensor, v: Tensor, stored: StoredKV, slots: Tensor, q: Tensor | None, by: Changes) -> None:
+    rotation, biases, norms = by
     num_tokens, num_kv_heads, key_dim = k.shape
     if num_tokens == 0:
         return
@@ -243,19 +235,10 @@ def _stored_heads(data: Tensor, scales: Tensor | None, is_static: bool, first_sc
 
 
 def write_kv(
-    k: Tensor,
-    v: Tensor,
-    stored: StoredKV,
-    slots: Tensor,
-    *,
-    q: Tensor | None = None,
-    rotation: Rotation | None = None,
-    biases: Biases = NO_BIASES,
-    norms: HeadNorms | None = None,
+    k: Tensor, v: Tensor, stored: StoredKV, slots: Tensor, q: Tensor | None = None, by: Changes = UNCHANGED
 ) -> None:
-    """Writes each token's K and V to its slot, as the layer's format stores them, with their scales. Before,
-    and where these are given, biases are added to q, k and v, q and k are normalised, and rotated by their
-    positions. q is written in place; k and v themselves stay unchanged.
+    """Writes each token's K and V to its slot, as the layer's format stores them, with their scales, after
+    the changes `by` of q, k and v. q is written in place; k and v themselves stay unchanged.
 
     Everything that varies from step to step is read on the device: nothing synchronises, nothing is allocated,
     and a captured launch may be replayed. Sums and products are float32, rounded once at the end; what is
@@ -271,35 +254,26 @@ def write_kv(
         stored: the layer's K and V, and their format; written in place.
         slots: int32 or int64 `[T]`, distinct, except that slot 0, the padding, may occur any number of times:
             its elements and scales need not be of the same token afterwards.
-        q: `[T, H, Dk]`, likewise; rotated, normalised and with its bias added. None if q needs none of these.
-        rotation: by which q and k are rotated; None for no rotation.
-        biases: of q, k and v.
-        norms: of q and k.
+        q: `[T, H, Dk]`, likewise; None if it is not to be changed.
+        by: biases, norms and a rotation.
 
     Raises:
         ValueError: shapes, strides or dtypes do not fit, groups are not a power of 2 of elements, q is given
             and nothing to be done to it, or norms are given without q. Nothing is written then.
     """
-    check_inputs(k, v, stored, slots, q, rotation, biases, norms)
+    check_inputs(k, v, stored, slots, q, by)
     if stored.format.is_static and stored.scales is not None:
         # All slots share one row of scales, and an operator must not write to a tensor that overlaps itself.
         stored = stored._replace(scales=stored.scales[:1])
-    _write_kv(k, v, stored, slots, q, rotation, biases, norms)
+    _write_kv(k, v, stored, slots, q, by)
 
 
 def write_kv_reference(
-    k: Tensor,
-    v: Tensor,
-    stored: StoredKV,
-    slots: Tensor,
-    *,
-    q: Tensor | None = None,
-    rotation: Rotation | None = None,
-    biases: Biases = NO_BIASES,
-    norms: HeadNorms | None = None,
+    k: Tensor, v: Tensor, stored: StoredKV, slots: Tensor, q: Tensor | None = None, by: Changes = UNCHANGED
 ) -> None:
     """Computes `write_kv` in plain torch."""
-    check_inputs(k, v, stored, slots, q, rotation, biases, norms)
+    check_inputs(k, v, stored, slots, q, by)
+    rotation, biases, norms = by
 
     def prepared(x: Tensor, bias: Tensor | None, norm: Norm | None, by: Rotation | None) -> Tensor:
         dtype = x.dtype

@@ -16,7 +16,7 @@ from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShap
 from lightkv.triton_kernels.attention.variants import Chunk, SinkLogits, Window
 from lightkv.triton_kernels.attention.variants.variant import limits
 from lightkv.triton_kernels.checks import Tensors
-from lightkv.triton_kernels.write.inputs import NO_BIASES, Biases, StoredKV
+from lightkv.triton_kernels.write.inputs import NO_BIASES, Biases, Changes, StoredKV
 from lightkv.triton_kernels.write.write_kv import split_qkv, write_kv, write_kv_reference
 
 from .arguments import AttentionInputType, PredefinedAttentionMask, merge_attention_forward_args
@@ -353,13 +353,8 @@ class AttentionBackend:
             sources, slots = step.sources[: len(k)], slots[: len(k)]
             k, v = k.index_select(0, sources), v.index_select(0, sources)
         write = write_kv if self._runs_kernels(k) else write_kv_reference
-        write(
-            k,
-            v,
-            StoredKV(views.k, views.v, scales, views.format),
-            slots,
-            biases=self._biases._replace(q=None),
-        )
+        stored = StoredKV(views.k, views.v, scales, views.format)
+        write(k, v, stored, slots, by=Changes(biases=self._biases._replace(q=None)))
 
     def _scales(
         self, views: PageViews, metadata: AttentionMetadata, args: Any

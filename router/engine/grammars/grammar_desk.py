@@ -16,6 +16,7 @@ import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -57,20 +58,18 @@ class Compiled(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
 
 
+@dataclass(eq=False)
 class _Entry:
     """One grammar. `names`: the requests that hold it. `owner`: of these the one in whose line it waits.
     `grammar`: its text, until it is compiled."""
 
-    def __init__(
-        self, grammar_id: int, digest: bytes, owner: bytes, grammar: Grammar, num_bytes: int
-    ) -> None:
-        self.id = grammar_id
-        self.digest = digest
-        self.owner = owner
-        self.grammar: Grammar | None = grammar
-        self.num_bytes = num_bytes
-        self.names: set[str] = set()
-        self.is_ready = False
+    id: int
+    digest: bytes
+    owner: bytes
+    grammar: Grammar | None
+    num_bytes: int
+    names: set[str] = field(default_factory=set)
+    is_ready: bool = False
 
 
 class GrammarDesk:

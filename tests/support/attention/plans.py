@@ -57,7 +57,7 @@ def decode_plan_reference(
     cuts = [min(worker * share, ends[-1]) for worker in range(num_workers + 1)]
 
     items: list[list[int]] = []
-    shares = [[0] * SHARE_FIELDS for _ in cuts]
+    shares = [[0] * SHARE_FIELDS.value for _ in cuts]
     found: list[tuple[int, int]] = []  # first item of each run, and how many
     for (owner, row, first, last), size, run_end in zip(runs, units, ends, strict=True):
         run_begin, first_item = run_end - size, len(items)
@@ -175,7 +175,7 @@ def prefill_plan_reference(
     units = [_units_reference(tile, group, block_m, limits, causal, unit) for tile in tiles]
     total = sum(size for _, size in units)
     share, aligned = share_reference([size for _, size in units], num_kv_heads, shares)
-    items = [[-1] * ITEM_FIELDS for _ in range(len(plan.items))]
+    items = [[-1] * ITEM_FIELDS.value for _ in range(len(plan.items))]
     if not share:
         items[: len(tiles)] = tiles
     begin = 0  # of a tile, in units of all tiles
@@ -201,4 +201,4 @@ def prefill_plan_reference(
     section_heads = min(max(prefill_tuning.SECTION_BYTES // key_bytes // num_keys, 1), num_kv_heads)
     num_entries = sum(item[0] >= 0 for item in items[: plan.num_shares])
     counters = [0, 0, num_entries, section_heads if len(rows) else 0]
-    return torch.tensor(items, dtype=torch.int32, device=rows.device).view(-1, ITEM_FIELDS), counters
+    return torch.tensor(items, dtype=torch.int32, device=rows.device).view(-1, ITEM_FIELDS.value), counters

@@ -19,8 +19,6 @@ from lightkv.triton_kernels.attention.merge_states import merge_states
 from . import decode_tuning
 from .decode_plan import PART_FIELDS, DecodePlan
 
-_PART_FIELDS = tl.constexpr(PART_FIELDS)
-
 
 @triton.jit(do_not_specialize_on_alignment=["parts", "split"])
 def _combine_kernel(
@@ -47,7 +45,7 @@ def _combine_kernel(
     num_heads = tl.num_programs(0)
     # The plan was complete before attention began, so only the parts have to be waited for.
     request = tl.load(split + tl.program_id(2)).to(tl.int64)
-    of_request = parts + request * _PART_FIELDS
+    of_request = parts + request * PART_FIELDS
     first = tl.load(of_request, mask=request >= 0, other=0)
     num_own = tl.load(of_request + 1, mask=request >= 0, other=0)
     num_parts = num_own

@@ -4,25 +4,13 @@
 import triton
 import triton.language as tl
 
-from lightkv.triton_kernels.attention.attend_keys import (
-    attend_keys,
-    find_slots,
-    finish_output,
-    load_query,
-    output_dims,
-    start_output,
-    sum_query,
-)
+from lightkv.triton_kernels.attention.attend_keys import attend_keys, find_slots, finish_output, load_query
 from lightkv.triton_kernels.attention.lookups.lookup import KeptQuery
-from lightkv.triton_kernels.attention.records import Sums
+from lightkv.triton_kernels.attention.records import start_sums
 from lightkv.triton_kernels.attention.variants import hooks
 from lightkv.triton_kernels.quantised.unpack import fields_of, kind_of
 
 from .decode_plan import ITEM_FIELDS, PART_FIELDS, SHARE_FIELDS
-
-_ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
-_SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
-_PART_FIELDS = tl.constexpr(PART_FIELDS)
 
 
 @triton.jit
@@ -110,18 +98,18 @@ def decode_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    share = shares + worker * _SHARE_FIELDS
+    share = shares + worker * SHARE_FIELDS
     first_item = tl.load(share)
-    end_item = tl.load(share + _SHARE_FIELDS)
+    end_item = tl.load(share + SHARE_FIELDS)
     next_request, next_row, next_begin, next_end = _load_item(share + 1, True)
     for item in range(first_item, end_item):
         request, begin, end = next_request.to(tl.int64), next_begin, next_end
         row = next_row.to(tl.int64)
-        following = items + (item + 1) * _ITEM_FIELDS
+        following = items + (item + 1) * ITEM_FIELDS
         next_request, next_row, next_begin, next_end = _load_item(following, item + 1 < end_item)
         positions = begin + tl.arange(0, BLOCK_N)
         slots = find_slots(index, row, positions, positions < end)  # [BLOCK_N]
-        of_request = parts + tl.maximum(request, 0) * _PART_FIELDS
+        of_request = parts + tl.maximum(request, 0) * PART_FIELDS
         num_parts = tl.load(of_request + 1)
         part = own_parts + item  # the number of the partial output
         if MEMBERS > 1:
@@ -131,8 +119,7 @@ def decode_kernel(
             request, end, member, members, lengths, heads, queries, variants, together, shape.CAUSAL
         )
         q_heads = q.data + rows.tokens[:, None] * q.stride_token + heads[:, None] * q.stride_head
-        q_tiles = load_query(q_heads, rows.in_tile, shape)
-        q_sums = sum_query(q_tiles, shape.FORMAT, shape.PACKED)
+        q_tiles, q_sums = load_query(q_heads, rows.in_tile, shape)
         if variants.flags.is_short:
             seen_by_all = begin
         elif variants.flags.has_first_key:
@@ -149,7 +136,7 @@ def decode_kernel(
         if variants.flags.has_load and together.ALIGNED:  # so what variants load is loaded in whole vectors
             begin = begin // 16 * 16
             full_end = full_end // 16 * 16
-        sums = Sums(start_output(BLOCK_M, shape.BLOCK_DV, shape.FORMAT), total, peak, slots)
+        sums = start_sums(total, peak, slots, shape)
         query = KeptQuery(q_heads, rows.in_tile, request, kv_head, is_first, lengths)
         sums = index.hooks.attend_kept(query, sums, cache, index, row, variants, states, score_scale, shape)
         sums = attend_keys(
@@ -162,13 +149,10 @@ def decode_kernel(
 @triton.jit
 def _store(outputs, sums, rows, part, queries, num_parts, num_heads, NUM_QUERIES: tl.constexpr, shape):
     """Writes the output of an item, or its part of the output if the request has several."""
-    acc, total, peak, _ = sums
     out = outputs.out
     partials = (part * NUM_QUERIES + queries).to(tl.int64) * num_heads + rows.heads  # [BLOCK_M]
     for FIELD in tl.static_range(0, fields_of(kind_of(shape.FORMAT))):
-        dims, in_head = output_dims(shape.BLOCK_DV, shape.DV, FIELD, shape.FORMAT)
-        finished = finish_output(acc, total, FIELD, shape.FORMAT, shape.PACKED)
-        out_mask = rows.in_tile[:, None] & in_head[None, :]
+        finished, dims, out_mask = finish_output(sums, rows.in_tile, FIELD, shape)
         if num_parts == 1:
             heads_out = (
                 out + rows.tokens[:, None] * outputs.stride_token + rows.heads[:, None] * outputs.stride_head
@@ -179,6 +163,10 @@ def _store(outputs, sums, rows, part, queries, num_parts, num_heads, NUM_QUERIES
                 outputs.partial_out + partials[:, None] * shape.DV + dims[None, :], finished, mask=out_mask
             )
     if num_parts > 1:
-        tl.store(outputs.partial_lse + partials, peak + tl.log2(total), mask=rows.in_tile)
+        tl.store(outputs.partial_lse + partials, sums.peak + tl.log2(sums.total), mask=rows.in_tile)
     elif outputs.lse is not None:
-        tl.store(outputs.lse + rows.tokens * num_heads + rows.heads, peak + tl.log2(total), mask=rows.in_tile)
+        tl.store(
+            outputs.lse + rows.tokens * num_heads + rows.heads,
+            sums.peak + tl.log2(sums.total),
+            mask=rows.in_tile,
+        )

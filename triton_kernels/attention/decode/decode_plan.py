@@ -42,12 +42,9 @@ from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
 from . import decode_tuning
 
-ITEM_FIELDS = 4  # request (or -1 - prefix), row, first key, end of the keys
-SHARE_FIELDS = 8  # first item, and its fields
-PART_FIELDS = 4  # first of the request's own parts, their number; the same of its shared prefix
-_ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
-_SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
-_PART_FIELDS = tl.constexpr(PART_FIELDS)
+ITEM_FIELDS = tl.constexpr(4)  # request (or -1 - prefix), row, first key, end of the keys
+SHARE_FIELDS = tl.constexpr(8)  # first item, and its fields
+PART_FIELDS = tl.constexpr(4)  # first of the request's own parts, their number; the same of its shared prefix
 
 
 class SharedPrefixGroups(NamedTuple):
@@ -191,7 +188,7 @@ def _plan_kernel(
         prefix_part = tl.where(own_place >= 0, prefix_item * MEMBERS + own_place % MEMBERS, 0)
         num_prefix_parts = tl.load(its_prefix + 1, mask=own_place >= 0, other=0)
         first_part += (num_prefixes + num_workers) * MEMBERS
-    fields = parts + request * _PART_FIELDS
+    fields = parts + request * PART_FIELDS
     tl.store(fields, first_part, mask=is_request)
     tl.store(fields + 1, num_parts, mask=is_request)
     tl.store(fields + 2, prefix_part, mask=is_request)
@@ -209,15 +206,15 @@ def _plan_kernel(
         cut = tl.maximum((worker + i) * share, begin)  # in units
         first = begin_key + (cut - begin) * UNIT
         last = tl.minimum(begin_key + ((worker + i + 1) * share - begin) * UNIT, end_key)
-        _store_item(items + (first_item + i) * _ITEM_FIELDS, owner, row, first, last, is_part)
+        _store_item(items + (first_item + i) * ITEM_FIELDS, owner, row, first, last, is_part)
         opens_share = is_part & (cut == (worker + i) * share)
-        opened = shares + (worker + i) * _SHARE_FIELDS
+        opened = shares + (worker + i) * SHARE_FIELDS
         tl.store(opened, first_item + i, mask=opens_share)
         _store_item(opened + 1, owner, row, first, last, opens_share)
     num_items = tl.sum(num_parts, 0)
     for start in range(tl.cdiv(total, share), num_workers + 1, BLOCK_W):
         idle = start + tl.arange(0, BLOCK_W)
-        tl.store(shares + idle * _SHARE_FIELDS, num_items, mask=idle <= num_workers)
+        tl.store(shares + idle * SHARE_FIELDS, num_items, mask=idle <= num_workers)
 
 
 @operator("decode_plan", writes=("plan", "prefix_parts"), records=(*RECORDS, SharedPrefixGroups, DecodePlan))
@@ -306,16 +303,16 @@ def decode_plan(
     # Without prefixes, only a request in which a worker's share ends has several parts.
     num_listed = min(num_requests, num_workers) if shared_prefixes is None else num_requests
     sizes = (
-        (num_prefixes + num_requests + num_workers) * ITEM_FIELDS,
-        (num_workers + 1) * SHARE_FIELDS,
-        num_requests * PART_FIELDS,
+        (num_prefixes + num_requests + num_workers) * ITEM_FIELDS.value,
+        (num_workers + 1) * SHARE_FIELDS.value,
+        num_requests * PART_FIELDS.value,
         num_listed,
         num_prefixes * 2,
     )
     numbers = torch.empty(sum(sizes), dtype=torch.int32, device=rows.device).split(sizes)
     items, shares, parts, split, prefix_parts = numbers
-    items, shares = items.view(-1, ITEM_FIELDS), shares.view(-1, SHARE_FIELDS)
-    plan = DecodePlan(items, shares, parts.view(-1, PART_FIELDS), split, None, limits, num_queries)
+    items, shares = items.view(-1, ITEM_FIELDS.value), shares.view(-1, SHARE_FIELDS.value)
+    plan = DecodePlan(items, shares, parts.view(-1, PART_FIELDS.value), split, None, limits, num_queries)
     _decode_plan(rows, lengths, shared_prefixes, plan, prefix_parts)
     return plan if shared_prefixes is None else plan._replace(members=shared_prefixes.members)
 

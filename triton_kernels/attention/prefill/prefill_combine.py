@@ -28,8 +28,6 @@ from lightkv.triton_kernels.attention.paged_kv import HeadShape
 from . import prefill_tuning
 from .prefill_plan import ITEM_FIELDS
 
-_ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
-
 
 @triton.jit(do_not_specialize_on_alignment=["items", "lse"])
 def _combine_kernel(
@@ -56,7 +54,7 @@ def _combine_kernel(
     place = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # [ROWS], in the tile
     number = tl.program_id(2) + 1
     # The plan was complete before attention began, so only the parts have to be waited for.
-    item = items + number * _ITEM_FIELDS
+    item = items + number * ITEM_FIELDS
     num_parts = tl.load(item + 10)
     first_part = tl.load(item + 11)
     first_row = tl.load(item + 2)

@@ -5,22 +5,12 @@ rows, over all keys or a share of them. The loop over keys is in `attend_keys.py
 import triton
 import triton.language as tl
 
-from lightkv.triton_kernels.attention.attend_keys import (
-    attend_keys,
-    find_slots,
-    finish_output,
-    load_query,
-    output_dims,
-    start_output,
-    sum_query,
-)
-from lightkv.triton_kernels.attention.records import Sums
+from lightkv.triton_kernels.attention.attend_keys import attend_keys, find_slots, finish_output, load_query
+from lightkv.triton_kernels.attention.records import start_sums
 from lightkv.triton_kernels.attention.variants import hooks
 from lightkv.triton_kernels.quantised.unpack import fields_of, kind_of
 
 from .prefill_plan import ITEM_FIELDS
-
-_ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 
 
 @triton.jit
@@ -100,8 +90,7 @@ def _attend_item(
     positions = begin + tl.arange(0, BLOCK_N)
     slots = find_slots(index, row, positions, positions < num_keys)  # [BLOCK_N]
     q_heads = q.data + tokens[:, None] * q.stride_token + heads[:, None] * q.stride_head
-    q_tiles = load_query(q_heads, rows.in_tile, shape)
-    q_sums = sum_query(q_tiles, shape.FORMAT, shape.PACKED)
+    q_tiles, q_sums = load_query(q_heads, rows.in_tile, shape)
     peak, total = hooks.start_softmax(variants, rows, joins, BLOCK_M)
     states = hooks.start_rows(variants, rows)
     full_end = hooks.whole_end(variants, states, begin, full_end, rows.in_tile, BLOCK_N)
@@ -109,7 +98,7 @@ def _attend_item(
         # A part begins at such a multiple: what is loaded by position is loaded in whole vectors.
         begin = begin // 16 * 16
         full_end = full_end // 16 * 16
-    sums = Sums(start_output(BLOCK_M, shape.BLOCK_DV, shape.FORMAT), total, peak, slots)
+    sums = start_sums(total, peak, slots, shape)
     sums = attend_keys(
         q_tiles, q_sums, sums, cache, kv_head, index, row, rows.positions, variants, states, begin, full_end,
         num_keys, score_scale, shape, 1 if variants.flags.is_short else 0,
@@ -124,7 +113,6 @@ def _attend_item(
 def _store(outputs, sums, rows, item, place, num_kv_heads, shape, SHARES: tl.constexpr):
     """Writes the output of an item, or its part of the output if it has one: to the rows `place` of all
     parts."""
-    acc, total, peak, _ = sums
     in_tile = rows.in_tile
     is_part = False
     if SHARES:
@@ -133,15 +121,13 @@ def _store(outputs, sums, rows, item, place, num_kv_heads, shape, SHARES: tl.con
     heads_out = outputs.out + rows.tokens[:, None] * outputs.stride_token
     heads_out += rows.heads[:, None] * outputs.stride_head
     for FIELD in tl.static_range(0, fields_of(kind_of(shape.FORMAT))):
-        dims, in_head = output_dims(shape.BLOCK_DV, shape.DV, FIELD, shape.FORMAT)
-        finished = finish_output(acc, total, FIELD, shape.FORMAT, shape.PACKED)
-        out_mask = in_tile[:, None] & in_head[None, :]
+        finished, dims, out_mask = finish_output(sums, in_tile, FIELD, shape)
         if SHARES:
             partials = outputs.partial_out + place[:, None] * shape.DV + dims[None, :]
             tl.store(partials, finished, mask=out_mask & is_part)
             out_mask = out_mask & (part < 0)
         tl.store(heads_out + dims[None, :], finished.to(outputs.out.dtype.element_ty), mask=out_mask)
-    lse = peak + tl.log2(total)
+    lse = sums.peak + tl.log2(sums.total)
     if SHARES:
         tl.store(outputs.partial_lse + place, lse, mask=in_tile & is_part)
         in_tile = in_tile & (part < 0)
@@ -168,12 +154,12 @@ def prefill_kernel(
     number = tl.program_id(0) // num_kv_heads // PROGRAMS
     rows_before = tl.program_id(0) // num_kv_heads % PROGRAMS * shape.BLOCK_M
     TILE_ROWS: tl.constexpr = PROGRAMS * shape.BLOCK_M
-    item = items + number * _ITEM_FIELDS
+    item = items + number * ITEM_FIELDS
     if tl.load(item) < 0:
         return
     if SHARES:
         while number >= 0:
-            item = items + number * _ITEM_FIELDS
+            item = items + number * ITEM_FIELDS
             _attend_item(
                 q, cache, index, item, kv_head, num_kv_heads, outputs, score_scale, variants, shape,
                 rows_before, TILE_ROWS, True,

@@ -55,8 +55,7 @@ from . import prefill_tuning
 # 0 to 5: request, row, first of its rows, rows of the request, first query, keys before it
 # 6 to 9: first key, end of the keys, part (-1: the whole tile), next item of the share (-1: none)
 # 10 and 11, of a tile's second piece: parts of the tile, the first of them; the others begin at the item
-ITEM_FIELDS = 12
-_ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
+ITEM_FIELDS = tl.constexpr(12)
 ALIGNED_COST = tl.constexpr(16)  # a share may be longer by a sixteenth, so that tiles begin shares
 ALL_KEYS = 2**31 - 1  # the end of the keys of an item that is a whole tile
 _ALL_KEYS = tl.constexpr(ALL_KEYS)
@@ -156,7 +155,7 @@ def _plan_kernel(
                 preceding = tl.where((other_prefix + other_len)[None, :] > least, other_tiles[None, :], 0)
             place += tl.sum(tl.where(is_other[None, :], preceding, 0), 1)
         is_tile = tile < num_tiles
-        fields = tiles + place * _ITEM_FIELDS
+        fields = tiles + place * ITEM_FIELDS
         tl.store(fields, request, mask=is_tile)
         tl.store(fields + 1, row, mask=is_tile)
         tl.store(fields + 2, tile * BLOCK_M, mask=is_tile)
@@ -180,7 +179,7 @@ def _load_units(
 ):
     """Returns the first unit of keys that each tile's queries see, and how many they see; 0 for no tile, and at
     least 1 for a tile, whose output has to be written."""
-    fields = tiles + tile * _ITEM_FIELDS
+    fields = tiles + tile * ITEM_FIELDS
     is_tile = tl.load(fields, mask=tile < capacity, other=-1) >= 0
     first_row = tl.load(fields + 2, mask=is_tile, other=0)
     num_rows = tl.load(fields + 3, mask=is_tile, other=0)
@@ -263,13 +262,13 @@ def _share_kernel(
         first_worker = begin // share
         begins_inside = begin % share != 0  # a share
         num_pieces = tl.where(units > 0, tl.where(is_cut, (end - 1) // share - first_worker + 1, 1), 0)
-        source = tiles + tile * _ITEM_FIELDS
+        source = tiles + tile * ITEM_FIELDS
         for piece in range(tl.max(num_pieces, 0)):
             is_piece = piece < num_pieces
             worker = first_worker + piece
             opens_share = (piece > 0) | ~begins_inside
             item = tl.where(is_cut, tl.where(opens_share, worker, num_shares + tile), tile)
-            fields = items + item * _ITEM_FIELDS
+            fields = items + item * ITEM_FIELDS
             for field in tl.static_range(6):
                 tl.store(fields + field, tl.load(source + field, mask=is_piece), mask=is_piece)
             is_part = is_piece & (num_pieces > 1)
@@ -436,7 +435,7 @@ def prefill_plan(
     num_shares = max(capacity, num_workers)
     # The items, then the tiles that they are made of. If no tile is ever cut, the tiles are the items.
     num_items = num_shares + capacity if num_workers else 0
-    numbers = torch.empty(num_items + capacity, ITEM_FIELDS, dtype=torch.int32, device=rows.device)
+    numbers = torch.empty(num_items + capacity, ITEM_FIELDS.value, dtype=torch.int32, device=rows.device)
     counters = torch.empty(4, dtype=torch.int32, device=rows.device)
     section_keys = prefill_tuning.SECTION_BYTES // heads.key_bytes(dtype)
     sizes = TileSizes(capacity, section_keys, heads.num_kv_heads, group, block_m)

@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 
 from lightkv.triton_kernels.attention.prefill import prefill_plan
 
-ITEM_FIELDS = gl.constexpr(prefill_plan.ITEM_FIELDS)
+ITEM_FIELDS = gl.constexpr(prefill_plan.ITEM_FIELDS.value)
 ROWS = gl.constexpr(64)  # of a tile, for each computing warpgroup: those of one wgmma
 
 
