@@ -25,6 +25,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Set
 from collections.abc import Sequence as Seq
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -296,8 +297,7 @@ class Forecast:
 
     def _last_end(self, segment: Segment) -> int:
         """Returns the last end of those holders of the segment that decode or rest."""
-        known = self._until.get(segment, NONE)
-        if known == NONE:  # not known, or the end of its only holder
+        if (known := self._until.get(segment, NONE)) == NONE:  # not known, or the end of its only holder
             holders = self._holders(segment)
             known = max([self._end.get(row, NONE) for row in holders], default=NONE)
             if len(holders) > 1:
@@ -341,8 +341,7 @@ class Forecast:
         num = len(ends)
         drops = [growth.end(step) for growth in growths]
         drops += [end for growth in growths for rise in growth.rises for end in rise.ends]
-        if not self._is_uniform:
-            drops += [run.until for run in runs]
+        drops += [run.until for run in runs if not self._is_uniform]
         points = np.concatenate([ends, np.array(drops, np.int64)])
         # The base and the slope of all that is held at least until each point.
         sums, rates = np.zeros((2, num + 1), np.int64)
@@ -427,7 +426,7 @@ class Forecast:
             window = self._with_waits(window, candidate.points)
             pace = Pace.latest(step, window, match.num_tokens, final)
             rising.append((window, match.num_tokens, pace, hit_by(classes, match), candidate.points))
-        growths, runs = list[_Growth](), list[_Run]()
+        growths, runs, repeated = list[_Growth](), list[_Run](), list[Entry]()
         for window, length, pace, held, points in rising:
             rises = prefilling(classes[1:], held[1:], points, window.most, pace)
             growths.append(_Growth(0, window, pace.remaining, length, rises))
@@ -437,13 +436,14 @@ class Forecast:
                     ends = [paces[row].passes(one.lifetime, run.end) for row in run.holders if row in paces]
                     slots = one.num_groups * (run.end - run.first)
                     runs.append(_Run(slots, max(ends, default=NONE), pace.passes(one.lifetime, run.end)))
-        repeated = []
+        depth = dict[Segment | None, int]()  # tokens up to the end of each segment and of those above it
         for segment in self._ledger.shared:
-            depth = sum([one.length for one in segment.up()])
+            for above in [*takewhile(lambda one: one not in depth, segment.up())][::-1]:
+                depth[above] = depth.get(above.parent, 0) + above.length
             tails = [(cls, tail.length, tail.holders) for cls, tail in segment.tails.items() if tail.length]
             for cls, length, holders in [(0, segment.length, segment.holders), *tails]:
-                one = classes[cls]
-                ends = [paces[row].passes(one.lifetime, depth) for row in holders if row in paces]
+                one, rows = classes[cls], holders & paces.keys()
+                ends = sorted([paces[row].passes(one.lifetime, depth[segment]) for row in rows])
                 slots = one.num_groups * length
-                repeated += [Entry(end, -slots, 0) for end in sorted(ends)[:-1] if end > step - self._lag]
+                repeated += [Entry(end, -slots, 0) for end in ends[:-1] if end > step - self._lag]
         return growths, runs, repeated
