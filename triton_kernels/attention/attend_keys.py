@@ -87,18 +87,16 @@ def _dot(a, b, acc):
 @triton.jit
 def load_query(heads, in_tile, shape):
     """Loads the tile of the query heads that the pointers `heads`, [BLOCK_M, 1], begin at: a tuple of one tile
-    for each field of a word of K, [BLOCK_M, BLOCK_DK / fields], or of the whole heads if K is not quantised;
-    and the sums of `sum_query`."""
-    FORMAT: tl.constexpr = shape.FORMAT
+    for each field of a word of K, [BLOCK_M, BLOCK_DK / fields], or of the whole heads if K is not quantised."""
     PACKED: tl.constexpr = shape.PACKED
-    KIND: tl.constexpr = kind_of(FORMAT)
+    KIND: tl.constexpr = kind_of(shape.FORMAT)
     words = tl.arange(0, word_block(shape.BLOCK_DK, KIND))
     mask = in_tile[:, None] & (words < words_of(shape.DK, KIND))[None, :]
     tiles = ()  # type: tuple
     for field in tl.static_range(fields_of(KIND)):
         dims = words * fields_of(KIND) + field
         tiles += (query_for(tl.load(heads + dims[None, :], mask=mask, other=0.0), KIND, PACKED),)
-    return tiles, sum_query(tiles, FORMAT, PACKED)
+    return tiles
 
 
 @triton.jit

@@ -84,6 +84,7 @@ def _summed_residual_norm_kernel(
     num_rows,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_POST: tl.constexpr,  # Triton 3.6 compares no tuple with None in a loop
 ):
     program = tl.program_id(0)
     dims = tl.arange(0, BLOCK)
@@ -99,7 +100,7 @@ def _summed_residual_norm_kernel(
             term = tl.multiple_of(term, 16)  # not known of an address in memory; so whole vectors are read
             total += tl.load(term + at, mask=in_row, other=0.0, cache_modifier=".cg").to(tl.float32)
         value = total.to(DTYPE).to(tl.float32)
-        if post is not None:
+        if HAS_POST:
             value = _normalise(value, post, dims, in_row, C, DTYPE).to(tl.float32)
         if scale is not None:
             value = (value * scale).to(DTYPE).to(tl.float32)
@@ -151,6 +152,7 @@ def summed_residual_norm(
             _bound(post),
             None if scale == 1.0 else scale,
             len(rows),
+            HAS_POST=post is not None,
             **launch,
         )
     return hidden, normed

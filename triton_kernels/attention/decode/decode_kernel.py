@@ -4,7 +4,13 @@
 import triton
 import triton.language as tl
 
-from lightkv.triton_kernels.attention.attend_keys import attend_keys, find_slots, finish_output, load_query
+from lightkv.triton_kernels.attention.attend_keys import (
+    attend_keys,
+    find_slots,
+    finish_output,
+    load_query,
+    sum_query,
+)
 from lightkv.triton_kernels.attention.lookups.lookup import KeptQuery
 from lightkv.triton_kernels.attention.records import start_sums
 from lightkv.triton_kernels.attention.variants import hooks
@@ -119,7 +125,8 @@ def decode_kernel(
             request, end, member, members, lengths, heads, queries, variants, together, shape.CAUSAL
         )
         q_heads = q.data + rows.tokens[:, None] * q.stride_token + heads[:, None] * q.stride_head
-        q_tiles, q_sums = load_query(q_heads, rows.in_tile, shape)
+        q_tiles = load_query(q_heads, rows.in_tile, shape)
+        q_sums = sum_query(q_tiles, shape.FORMAT, shape.PACKED)
         if variants.flags.is_short:
             seen_by_all = begin
         elif variants.flags.has_first_key:

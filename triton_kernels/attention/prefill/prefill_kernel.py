@@ -5,7 +5,13 @@ rows, over all keys or a share of them. The loop over keys is in `attend_keys.py
 import triton
 import triton.language as tl
 
-from lightkv.triton_kernels.attention.attend_keys import attend_keys, find_slots, finish_output, load_query
+from lightkv.triton_kernels.attention.attend_keys import (
+    attend_keys,
+    find_slots,
+    finish_output,
+    load_query,
+    sum_query,
+)
 from lightkv.triton_kernels.attention.records import start_sums
 from lightkv.triton_kernels.attention.variants import hooks
 from lightkv.triton_kernels.quantised.unpack import fields_of, kind_of
@@ -90,7 +96,8 @@ def _attend_item(
     positions = begin + tl.arange(0, BLOCK_N)
     slots = find_slots(index, row, positions, positions < num_keys)  # [BLOCK_N]
     q_heads = q.data + tokens[:, None] * q.stride_token + heads[:, None] * q.stride_head
-    q_tiles, q_sums = load_query(q_heads, rows.in_tile, shape)
+    q_tiles = load_query(q_heads, rows.in_tile, shape)
+    q_sums = sum_query(q_tiles, shape.FORMAT, shape.PACKED)
     peak, total = hooks.start_softmax(variants, rows, joins, BLOCK_M)
     states = hooks.start_rows(variants, rows)
     full_end = hooks.whole_end(variants, states, begin, full_end, rows.in_tile, BLOCK_N)
