@@ -3,6 +3,7 @@ processes run the tests and in which order, the `gpu` and `browser` markers, tes
 time budget, and the K/V format of engines."""
 
 import asyncio
+import gc
 import inspect
 import os
 import random
@@ -69,6 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("kv_dtype") != EngineConfig.kv_dtype:
         set_kv_dtype(config.getoption("kv_dtype"))
     config.pluginmanager.register(FileBudget())
+    gc.disable()  # what is collected now stays until the end, see `pytest_collection_finish`
     # Garbage is collected before a test captures a CUDA graph: to free an older graph while another is captured
     # breaks the capture. (The product's captures run without collections.)
     torch.compiler.config.force_cudagraph_gc = True
@@ -148,6 +150,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, skip in missing.items():
             if item.get_closest_marker(marker):
                 item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Leaves the modules and the thousands of tests out of the collections of garbage that follow."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
