@@ -70,7 +70,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("kv_dtype") != EngineConfig.kv_dtype:
         set_kv_dtype(config.getoption("kv_dtype"))
     config.pluginmanager.register(FileBudget())
-    gc.disable()  # what is collected now stays until the end, see `pytest_collection_finish`
     # Garbage is collected before a test captures a CUDA graph: to free an older graph while another is captured
     # breaks the capture. (The product's captures run without collections.)
     torch.compiler.config.force_cudagraph_gc = True
@@ -152,11 +151,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(skip)
 
 
-def pytest_collection_finish() -> None:
-    """Leaves the modules and the thousands of tests out of the collections of garbage that follow."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collects no garbage while modules and thousands of tests are made, nor among them later: all of them stay
+    until the end."""
+    gc.disable()
+    result = yield
     gc.collect()
     gc.freeze()
     gc.enable()
+    return result
 
 
 @pytest.hookimpl(tryfirst=True)
