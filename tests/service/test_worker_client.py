@@ -21,17 +21,7 @@ from lightkv.router import EngineConfig
 from lightkv.router.engine.step import ExpectedMemory, StepPlan
 from lightkv.router.service.messages import WorkerError
 from lightkv.router.service.worker_client import WorkerClient, WorkerDied, WorkerFailed
-from tests.support.recorded_steps import Recording, assert_same, saved, with_unknown_token
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    return saved(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def recording(config: EngineConfig) -> Recording:
-    return Recording(config)
+from tests.support.recorded_steps import Recording, assert_same, with_unknown_token
 
 
 @pytest.fixture(autouse=True)
