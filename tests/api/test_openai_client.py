@@ -222,18 +222,15 @@ def test_logprobs_of_a_chat(client: openai.OpenAI) -> None:
         assert token.logprob <= 0
 
 
-def test_the_asynchronous_client(served: Served) -> None:
+async def test_the_asynchronous_client(served: Served) -> None:
     async def ask(client: openai.AsyncOpenAI, i: int) -> int:
         stream = await client.chat.completions.create(
             model=MODEL, messages=HELLO, max_tokens=5 + i, stream=True, extra_body=ALL
         )
         return len([chunk async for chunk in stream if chunk.choices[0].delta.content])
 
-    async def ask_all() -> list[int]:
-        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=API_KEY, max_retries=0) as client:
-            return await asyncio.gather(*(ask(client, i) for i in range(NUM_RUNNING)))
-
-    assert all(asyncio.run(ask_all()))
+    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=API_KEY, max_retries=0) as client:
+        assert all(await asyncio.gather(*(ask(client, i) for i in range(NUM_RUNNING))))
 
 
 # --------------------------------------------------------------------------------

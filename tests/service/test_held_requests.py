@@ -128,25 +128,21 @@ async def test_a_worker_that_dies_of_something_else_while_it_compiles_counts(
         assert made.router.status().state == "dead"
 
 
-def test_a_worker_whose_answer_cannot_be_taken_is_killed(
+async def test_a_worker_whose_answer_cannot_be_taken_is_killed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without an end, every later grammar would wait for ever."""
-
-    async def scenario() -> None:
-        async with service(tmp_path) as made:
-            client, worker = await connect(made)
-            await client.submit("a", [1], grammar=DIGITS)
-            worker.answers.put_nowait(Compiled(99))
-            end = (await client.until_ended("a"))["a"]
-            assert end.finish_reason == "lost"
-            assert "grammar 99 is not being compiled" in str(end.error)
-            await until(lambda: len(made.workers) == 2 and made.router.status().state == "ready")
-            assert await client.submit("b", [1], grammar=DIGITS) == Accepted("b")  # it was not to blame
-            await client.until_ended("b")
-
-    with caplog.at_level(logging.ERROR, "lightkv.router"):
-        asyncio.run(scenario())
+    caplog.set_level(logging.ERROR, "lightkv.router")
+    async with service(tmp_path) as made:
+        client, worker = await connect(made)
+        await client.submit("a", [1], grammar=DIGITS)
+        worker.answers.put_nowait(Compiled(99))
+        end = (await client.until_ended("a"))["a"]
+        assert end.finish_reason == "lost"
+        assert "grammar 99 is not being compiled" in str(end.error)
+        await until(lambda: len(made.workers) == 2 and made.router.status().state == "ready")
+        assert await client.submit("b", [1], grammar=DIGITS) == Accepted("b")  # it was not to blame
+        await client.until_ended("b")
     assert "cannot be taken any more" in caplog.text
 
 
