@@ -1,7 +1,9 @@
 """Settings of all tests: the interpreter on machines without a GPU, without work that it need not do, how many
-processes run the tests and in which order, the `gpu` and `browser` markers, a file's time budget, and the K/V
-format of engines."""
+processes run the tests and in which order, the `gpu` and `browser` markers, tests that are coroutines, a file's
+time budget, and the K/V format of engines."""
 
+import asyncio
+import gc
 import inspect
 import os
 import random
@@ -147,6 +149,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, skip in missing.items():
             if item.get_closest_marker(marker):
                 item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collects no garbage while modules and thousands of tests are made, nor among them later: all of them stay
+    until the end."""
+    gc.disable()
+    result = yield
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    return result
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine: in the event loop of its fixture `runner`, or in one of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.function):
+        return None
+    names = inspect.signature(pyfuncitem.function).parameters
+    test = pyfuncitem.function(**{name: pyfuncitem.funcargs[name] for name in names})
+    asyncio.run(test) if "runner" not in pyfuncitem.funcargs else pyfuncitem.funcargs["runner"].run(test)
+    return True
 
 
 @pytest.fixture

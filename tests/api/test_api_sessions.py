@@ -174,38 +174,34 @@ def test_the_default_time_to_live_has_bounds(seconds: float) -> None:
         ServiceConfig(session_ttl=seconds)
 
 
-def test_open_sessions_count_their_requests_and_are_bounded() -> None:
+async def test_open_sessions_count_their_requests_and_are_bounded() -> None:
     ended: list[str] = []
+    sessions = OpenSessions(ended.append, max_sessions=2)
 
-    async def run() -> None:
-        sessions = OpenSessions(ended.append, max_sessions=2)
+    def begin(name: str, ttl: float) -> OpenSession:
+        session = sessions.begin(SessionUse(name, ttl))
+        sessions.accept(session)
+        return session
 
-        def begin(name: str, ttl: float) -> OpenSession:
-            session = sessions.begin(SessionUse(name, ttl))
-            sessions.accept(session)
-            return session
-
-        first, again = begin("a", 1000.0), begin("a", 0.01)
-        assert first is again
-        sessions.end(first)
-        await asyncio.sleep(0.05)
-        assert ended == []  # the other request still runs
-        sessions.end(again)
-        await asyncio.sleep(0.05)
-        assert ended == ["a"]  # by the latest request's time to live
-        # A session that was released and opened again is another one.
-        old = begin("a", 0.01)
-        assert sessions.release("a")
-        new = begin("a", 0.01)
-        sessions.end(old)
-        await asyncio.sleep(0.05)
-        assert ended == ["a", "a"]
-        sessions.end(new)
-        sessions.end(begin("b", 1000.0))
-        sessions.end(sessions.begin(SessionUse("refused", 1000.0)))
-        assert ended == ["a", "a", "refused"]
-        sessions.end(begin("c", 1000.0))  # a third: "a" was used the longest ago
-        assert ended == ["a", "a", "refused", "a"]
-        assert [sessions.release(name) for name in "abc"] == [False, True, True]
-
-    asyncio.run(run())
+    first, again = begin("a", 1000.0), begin("a", 0.01)
+    assert first is again
+    sessions.end(first)
+    await asyncio.sleep(0.05)
+    assert ended == []  # the other request still runs
+    sessions.end(again)
+    await asyncio.sleep(0.05)
+    assert ended == ["a"]  # by the latest request's time to live
+    # A session that was released and opened again is another one.
+    old = begin("a", 0.01)
+    assert sessions.release("a")
+    new = begin("a", 0.01)
+    sessions.end(old)
+    await asyncio.sleep(0.05)
+    assert ended == ["a", "a"]
+    sessions.end(new)
+    sessions.end(begin("b", 1000.0))
+    sessions.end(sessions.begin(SessionUse("refused", 1000.0)))
+    assert ended == ["a", "a", "refused"]
+    sessions.end(begin("c", 1000.0))  # a third: "a" was used the longest ago
+    assert ended == ["a", "a", "refused", "a"]
+    assert [sessions.release(name) for name in "abc"] == [False, True, True]

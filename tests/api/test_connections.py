@@ -244,59 +244,48 @@ class Clock:
             await asyncio.sleep(0)
 
 
-def test_connections_share_the_time_to_parse_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_share_the_time_to_parse_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has parts for three times."""
     clock = Clock(monkeypatch)
+    parsing = Turns(seconds=PARSING_SECONDS)
 
-    async def body() -> None:
-        parsing = Turns(seconds=PARSING_SECONDS)
+    def go_on(number: int, num_left: int) -> None:
+        clock.work(number)
+        if num_left:
+            parsing.add("", lambda: go_on(number, num_left - 1))
+        if number == 7:
+            raise RuntimeError("a connection that fails holds up no other")
 
-        def go_on(number: int, num_left: int) -> None:
-            clock.work(number)
-            if num_left:
-                parsing.add("", lambda: go_on(number, num_left - 1))
-            if number == 7:
-                raise RuntimeError("a connection that fails holds up no other")
-
-        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-        for number in range(50):
-            parsing.add("", lambda number=number: go_on(number, 2))  # type: ignore[misc]
-        await clock.until(150)
-
-    asyncio.run(body())
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    for number in range(50):
+        parsing.add("", lambda number=number: go_on(number, 2))  # type: ignore[misc]
+    await clock.until(150)
     assert max(map(len, clock.turns)) == PARSING_SECONDS // 0.0006 + 1
     assert [number for turn in clock.turns for number in turn] == list(range(50)) * 3
 
 
-def test_networks_take_turns_however_much_one_of_them_has(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_networks_take_turns_however_much_one_of_them_has(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-
-    async def body() -> None:
-        turns = Turns(seconds=PARSING_SECONDS)
-        for number in range(100):
-            turns.add("many", lambda number=number: clock.work(number))  # type: ignore[misc]
-        clock.turns.append([])
-        await asyncio.sleep(0)
-        for number, network in ((1000, "one"), (1001, "one"), (1002, "other")):
-            turns.add(network, lambda number=number: clock.work(number))  # type: ignore[misc]
-        await clock.until(103)
-
-    asyncio.run(body())
+    turns = Turns(seconds=PARSING_SECONDS)
+    for number in range(100):
+        turns.add("many", lambda number=number: clock.work(number))  # type: ignore[misc]
+    clock.turns.append([])
+    await asyncio.sleep(0)
+    for number, network in ((1000, "one"), (1001, "one"), (1002, "other")):
+        turns.add(network, lambda number=number: clock.work(number))  # type: ignore[misc]
+    await clock.until(103)
     done = [number for turn in clock.turns for number in turn]
     assert done[:10] == [0, 1, 2, 3, 4, 1000, 1002, 5, 1001, 6]
     assert [number for number in done if number < 1000] == list(range(100))
 
 
-def test_the_first_arrivals_of_each_network_in_a_turn_need_not_wait() -> None:
-    async def body() -> None:
-        turns = Turns()
-        for _ in range(3):
-            arrivals = [turns.may_go_first("many") for _ in range(FIRST_ARRIVALS + 50)]
-            assert arrivals == [True] * FIRST_ARRIVALS + [False] * 50
-            assert turns.may_go_first("one")
-            await asyncio.sleep(0)
-
-    asyncio.run(body())
+async def test_the_first_arrivals_of_each_network_in_a_turn_need_not_wait() -> None:
+    turns = Turns()
+    for _ in range(3):
+        arrivals = [turns.may_go_first("many") for _ in range(FIRST_ARRIVALS + 50)]
+        assert arrivals == [True] * FIRST_ARRIVALS + [False] * 50
+        assert turns.may_go_first("one")
+        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
@@ -411,17 +400,13 @@ def test_many_handshakes_of_one_network_end_none_of_another() -> None:
         wait_until(lambda: service.num_open == 0)
 
 
-def test_a_few_handshakes_begin_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_few_handshakes_begin_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-
-    async def body() -> None:
-        turns = Turns(2, newest_first=True)
-        for number in range(7):
-            turns.add("many", lambda number=number: clock.work(number))  # type: ignore[misc]
-        turns.add("one", lambda: clock.work(100))
-        await clock.until(8)
-
-    asyncio.run(body())
+    turns = Turns(2, newest_first=True)
+    for number in range(7):
+        turns.add("many", lambda number=number: clock.work(number))  # type: ignore[misc]
+    turns.add("one", lambda: clock.work(100))
+    await clock.until(8)
     assert [turn for turn in clock.turns if turn] == [[6, 100], [5, 4], [3, 2], [1, 0]]
 
 

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -31,7 +31,6 @@ from tests.support.hard_grammars import SLOW, chain
 VOCAB_SIZE = 49_152
 DIGITS, LETTERS = Grammar("regex", "[0-9]+"), Grammar("regex", "[a-z]+")
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "cats"]
-WithChecker = Callable[[Callable[[GrammarChecker], Awaitable[None]]], None]
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +51,7 @@ async def running() -> AsyncIterator[GrammarChecker]:
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[asyncio.Runner]:
+    """The event loop of all tests that use the common checker."""
     with asyncio.Runner() as runner:
         yield runner
 
@@ -64,19 +64,16 @@ def shared(runner: asyncio.Runner) -> Iterator[GrammarChecker]:
 
 
 @pytest.fixture
-def with_checker(runner: asyncio.Runner, shared: GrammarChecker) -> WithChecker:
-    """A function that runs a scenario on the tests' common checker, which knows no grammar yet."""
+def checker(runner: asyncio.Runner, shared: GrammarChecker) -> GrammarChecker:
+    """The tests' common checker, which checks nothing and knows no grammar yet."""
 
     async def idle() -> None:
         while shared._waiting:
             await asyncio.sleep(0.01)
 
-    def run(scenario: Callable[[GrammarChecker], Awaitable[None]]) -> None:
-        runner.run(idle())
-        shared._known.clear()
-        runner.run(scenario(shared))  # type: ignore[arg-type]
-
-    return run
+    runner.run(idle())
+    shared._known.clear()
+    return shared
 
 
 def num_waiting(checker: GrammarChecker) -> int:
@@ -102,38 +99,34 @@ def tag(form: object) -> Grammar:
 
 
 @pytest.mark.parametrize("deep", [chain, rules])
-def test_what_fits_in_the_checkers_stack_fits_in_the_workers(
-    model: ModelTokens, deep: Callable[[int], Grammar], with_checker: WithChecker
+async def test_what_fits_in_the_checkers_stack_fits_in_the_workers(
+    model: ModelTokens, deep: Callable[[int], Grammar], checker: GrammarChecker
 ) -> None:
     """The deepest grammar that passes compiles as the worker compiles it, and so does the one that is deeper by
     one, which is refused; the longest that a request may have is refused, too. The process lives on."""
     assert COMPILE_STACK_BYTES >= 4 * STACK_BYTES
+    assert checker._process._process is not None
+    pid = checker._process._process.pid
 
-    async def scenario(checker: GrammarChecker) -> None:
-        assert checker._process._process is not None
-        pid = checker._process._process.pid
+    async def passes(levels: int) -> bool:
+        with suppress(InvalidGrammar):
+            return await checker.check(deep(levels), "field") > 0
+        with pytest.raises(InvalidGrammar, match="it nests too deeply"):
+            await checker.check(deep(levels), "field")
+        return False
 
-        async def passes(levels: int) -> bool:
-            with suppress(InvalidGrammar):
-                return await checker.check(deep(levels), "field") > 0
-            with pytest.raises(InvalidGrammar, match="it nests too deeply"):
-                await checker.check(deep(levels), "field")
-            return False
-
-        low, high = 50, 14_000 if deep is rules else 2_600
-        assert len(deep(high).text) > 0.85 * MAX_GRAMMAR_BYTES
-        assert await passes(low)
-        assert not await passes(high)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if await passes(middle) else (low, middle)
-        for levels in (low - 1, low, high):
-            assert await passes(levels) is (levels <= low)
-            assert not model.compile(deep(levels)).is_error()
-        assert await checker.check(LETTERS, "field") > 0
-        assert checker._process._process.pid == pid
-
-    with_checker(scenario)
+    low, high = 50, 14_000 if deep is rules else 2_600
+    assert len(deep(high).text) > 0.85 * MAX_GRAMMAR_BYTES
+    assert await passes(low)
+    assert not await passes(high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if await passes(middle) else (low, middle)
+    for levels in (low - 1, low, high):
+        assert await passes(levels) is (levels <= low)
+        assert not model.compile(deep(levels)).is_error()
+    assert await checker.check(LETTERS, "field") > 0
+    assert checker._process._process.pid == pid
 
 
 def test_the_worker_compiles_the_deepest_grammar_that_a_request_may_have(model: ModelTokens) -> None:
@@ -160,170 +153,137 @@ def test_the_checker_agrees_with_the_worker_on_excluded_texts(
     assert bool(wrong) is (num > 1 and not special)
 
 
-def test_the_checker_knows_the_models_special_tokens(model: ModelTokens, with_checker: WithChecker) -> None:
+async def test_the_checker_knows_the_models_special_tokens(
+    model: ModelTokens, checker: GrammarChecker
+) -> None:
     """A text that has one within it cannot be a trigger; a text of the same characters could."""
     tags = [{"type": "tag", "begin": "a<|im_end|>b", "content": {"type": "any_text"}, "end": "c"}]
     grammar = tag({"type": "triggered_tags", "triggers": ["a<|im_end|>"], "tags": tags})
-
-    async def scenario(checker: GrammarChecker) -> None:
-        with pytest.raises(InvalidGrammar, match="special token within it"):
-            await checker.check(grammar, "field")
-
-    with_checker(scenario)
+    with pytest.raises(InvalidGrammar, match="special token within it"):
+        await checker.check(grammar, "field")
 
 
-def test_the_checker_goes_on_after_a_grammar_that_takes_too_long(
-    monkeypatch: pytest.MonkeyPatch, with_checker: WithChecker
+async def test_the_checker_goes_on_after_a_grammar_that_takes_too_long(
+    monkeypatch: pytest.MonkeyPatch, checker: GrammarChecker
 ) -> None:
-    async def scenario(checker: GrammarChecker) -> None:
-        for title in "ab":
-            with pytest.raises(InvalidGrammar, match="s to compile, and at most") as refused:
-                await checker.check(slow(title), "field")
-            taken = re.search(r"it takes ([0-9.]+) s", refused.value.reason)  # of the processor
-            assert taken is not None
-            assert MAX_WORK_SECONDS < float(taken[1]) < 1.2 * KILL_SECONDS
-        num_bytes = await checker.check(LETTERS, "field")
-        monkeypatch.setattr(checker._process, "ask", None)
-        assert await checker.check(LETTERS, "field") == num_bytes  # it is known, and the process is not asked
-
-    with_checker(scenario)
+    for title in "ab":
+        with pytest.raises(InvalidGrammar, match="s to compile, and at most") as refused:
+            await checker.check(slow(title), "field")
+        taken = re.search(r"it takes ([0-9.]+) s", refused.value.reason)  # of the processor
+        assert taken is not None
+        assert MAX_WORK_SECONDS < float(taken[1]) < 1.2 * KILL_SECONDS
+    num_bytes = await checker.check(LETTERS, "field")
+    monkeypatch.setattr(checker._process, "ask", None)
+    assert await checker.check(LETTERS, "field") == num_bytes  # it is known, and the process is not asked
 
 
-def test_what_a_grammar_takes_is_measured(with_checker: WithChecker) -> None:
+async def test_what_a_grammar_takes_is_measured(checker: GrammarChecker) -> None:
     small, large = chain(2), Grammar("choice", json.dumps([f"number {i * 7919}" for i in range(2000)]))
-
-    async def scenario(checker: GrammarChecker) -> None:
-        least, most = await checker.check(small, "field"), await checker.check(large, "field")
-        assert 10_000 < least < 1_500_000
-        assert 2_000_000 < most < 20_000_000
-        assert await checker.check(large, "field") == most  # it is known
-
-    with_checker(scenario)
+    least, most = await checker.check(small, "field"), await checker.check(large, "field")
+    assert 10_000 < least < 1_500_000
+    assert 2_000_000 < most < 20_000_000
+    assert await checker.check(large, "field") == most  # it is known
 
 
-def test_a_model_without_a_usable_tokenizer_is_told(tmp_path: Path) -> None:
-    async def run() -> None:
-        checker = GrammarChecker(tmp_path, lambda: VOCAB_SIZE)
-        with pytest.raises(InvalidGrammar, match="not with this model"):
-            await checker.check(LETTERS, "field")
-        await checker.close()
-
-    asyncio.run(run())
+async def test_a_model_without_a_usable_tokenizer_is_told(tmp_path: Path) -> None:
+    checker = GrammarChecker(tmp_path, lambda: VOCAB_SIZE)
+    with pytest.raises(InvalidGrammar, match="not with this model"):
+        await checker.check(LETTERS, "field")
+    await checker.close()
 
 
 # The process
 
 
-def test_a_check_whose_process_was_killed_is_made_again(with_checker: WithChecker) -> None:
-    async def scenario(checker: GrammarChecker) -> None:
-        for grammar in (DIGITS, LETTERS):
-            checking = asyncio.create_task(checker.check(grammar, "field"))
-            while num_waiting(checker) or not checker._waiting:  # until it is taken from the queue
-                await asyncio.sleep(0)
-            while checker._process._process is None:  # until the first check has started it
-                await asyncio.sleep(0.001)
-            os.kill(checker._process._process.pid, signal.SIGKILL)
-            assert await checking > 0
-
-    with_checker(scenario)
-
-
-def test_an_honest_grammar_whose_checks_fail_is_not_refused_for_good(
-    monkeypatch: pytest.MonkeyPatch, with_checker: WithChecker
-) -> None:
-    async def scenario(checker: GrammarChecker) -> None:
-        with monkeypatch.context() as busy:
-            busy.setattr(checker_module, "ANSWER_SECONDS", 0.0)
-            with pytest.raises(RequestRefused, match="try again in a moment") as refused:
-                await checker.check(DIGITS, "field")
-        assert refused.value.kind == "unavailable"  # 503
-        assert await checker.check(DIGITS, "field") > 0
-
-    with_checker(scenario)
-
-
-def test_a_child_that_is_killed_is_not_the_grammars_fault(
-    monkeypatch: pytest.MonkeyPatch, with_checker: WithChecker
-) -> None:
-    async def scenario(checker: GrammarChecker) -> None:
-        process = checker._process._process
-        assert process is not None
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        while children.read_text():  # of the check that has been made
+async def test_a_check_whose_process_was_killed_is_made_again(checker: GrammarChecker) -> None:
+    for grammar in (DIGITS, LETTERS):
+        checking = asyncio.create_task(checker.check(grammar, "field"))
+        while num_waiting(checker) or not checker._waiting:  # until it is taken from the queue
+            await asyncio.sleep(0)
+        while checker._process._process is None:  # until the first check has started it
             await asyncio.sleep(0.001)
-        checking = asyncio.create_task(checker.check(slow("a"), "field"))
-        killed: set[str] = set()
-        while len(killed) < 2:  # as many as there are attempts
-            await asyncio.sleep(0.001)
-            for pid in set(children.read_text().split()) - killed:
-                os.kill(int(pid), signal.SIGKILL)
-                killed.add(pid)
-        with pytest.raises(RequestRefused, match="was ended by SIGKILL"):
-            await checking
+        os.kill(checker._process._process.pid, signal.SIGKILL)
+        assert await checking > 0
 
-    with_checker(scenario)
+
+async def test_an_honest_grammar_whose_checks_fail_is_not_refused_for_good(
+    monkeypatch: pytest.MonkeyPatch, checker: GrammarChecker
+) -> None:
+    with monkeypatch.context() as busy:
+        busy.setattr(checker_module, "ANSWER_SECONDS", 0.0)
+        with pytest.raises(RequestRefused, match="try again in a moment") as refused:
+            await checker.check(DIGITS, "field")
+    assert refused.value.kind == "unavailable"  # 503
+    assert await checker.check(DIGITS, "field") > 0
+
+
+async def test_a_child_that_is_killed_is_not_the_grammars_fault(
+    monkeypatch: pytest.MonkeyPatch, checker: GrammarChecker
+) -> None:
+    process = checker._process._process
+    assert process is not None
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while children.read_text():  # of the check that has been made
+        await asyncio.sleep(0.001)
+    checking = asyncio.create_task(checker.check(slow("a"), "field"))
+    killed: set[str] = set()
+    while len(killed) < 2:  # as many as there are attempts
+        await asyncio.sleep(0.001)
+        for pid in set(children.read_text().split()) - killed:
+            os.kill(int(pid), signal.SIGKILL)
+            killed.add(pid)
+    with pytest.raises(RequestRefused, match="was ended by SIGKILL"):
+        await checking
 
 
 # The queue
 
 
-def test_grammars_whose_clients_hung_up_leave_the_queue(with_checker: WithChecker) -> None:
-    async def scenario(checker: GrammarChecker) -> None:
-        many = [Grammar("regex", f"[a-z]{{{i}}}") for i in range(1, MAX_WAITING + 1)]
-        tasks = [asyncio.create_task(checker.check(one, "field")) for one in many]
-        await asyncio.sleep(0)
-        assert num_waiting(checker) > MAX_WAITING // 2
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert num_waiting(checker) == 0
-        await checker.check(DIGITS, "field")
-        assert len(checker._waiting) == 0
-
-    with_checker(scenario)
+async def test_grammars_whose_clients_hung_up_leave_the_queue(checker: GrammarChecker) -> None:
+    many = [Grammar("regex", f"[a-z]{{{i}}}") for i in range(1, MAX_WAITING + 1)]
+    tasks = [asyncio.create_task(checker.check(one, "field")) for one in many]
+    await asyncio.sleep(0)
+    assert num_waiting(checker) > MAX_WAITING // 2
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert num_waiting(checker) == 0
+    await checker.check(DIGITS, "field")
+    assert len(checker._waiting) == 0
 
 
-def test_one_check_serves_all_that_ask_for_the_same_grammar(with_checker: WithChecker) -> None:
-    async def scenario(checker: GrammarChecker) -> None:
-        first = asyncio.create_task(checker.check(LETTERS, "field"))
-        others = [asyncio.create_task(checker.check(LETTERS, "field")) for _ in range(4 * MAX_WAITING)]
-        await asyncio.sleep(0)
-        first.cancel()  # the others still wait for it
-        assert len(set(await asyncio.gather(*others))) == 1
-
-    with_checker(scenario)
+async def test_one_check_serves_all_that_ask_for_the_same_grammar(checker: GrammarChecker) -> None:
+    first = asyncio.create_task(checker.check(LETTERS, "field"))
+    others = [asyncio.create_task(checker.check(LETTERS, "field")) for _ in range(4 * MAX_WAITING)]
+    await asyncio.sleep(0)
+    first.cancel()  # the others still wait for it
+    assert len(set(await asyncio.gather(*others))) == 1
 
 
-def test_a_grammar_that_waits_behind_another_clients_does_not_hold_up_a_second_client(
-    with_checker: WithChecker,
+async def test_a_grammar_that_waits_behind_another_clients_does_not_hold_up_a_second_client(
+    checker: GrammarChecker,
 ) -> None:
-    async def scenario(checker: GrammarChecker) -> None:
-        many = [Grammar("regex", f"[b-x]{{{i}}}") for i in range(1, 17)]
-        tasks = [asyncio.create_task(checker.check(one, "field", b"greedy")) for one in many]
-        await asyncio.sleep(0)
-        await checker.check(many[-1], "field", b"honest")
-        assert sum(task.done() for task in tasks) < 8
-        await asyncio.gather(*tasks)
-
-    with_checker(scenario)
+    many = [Grammar("regex", f"[b-x]{{{i}}}") for i in range(1, 17)]
+    tasks = [asyncio.create_task(checker.check(one, "field", b"greedy")) for one in many]
+    await asyncio.sleep(0)
+    await checker.check(many[-1], "field", b"honest")
+    assert sum(task.done() for task in tasks) < 8
+    await asyncio.gather(*tasks)
 
 
-def test_beyond_its_bound_the_queue_refuses(with_checker: WithChecker) -> None:
-    async def scenario(checker: GrammarChecker) -> None:
-        many = [Grammar("regex", f"[a-z]{{{i}}}") for i in range(1, MAX_WAITING + 10)]
-        tasks = [asyncio.create_task(checker.check(one, "field", b"greedy")) for one in many]
-        await asyncio.sleep(0)
-        honest = asyncio.create_task(checker.check(DIGITS, "field", b"honest"))
-        found = await asyncio.gather(*tasks, return_exceptions=True)
-        refused = [one for one in found if isinstance(one, RequestRefused)]
-        assert {one.kind for one in refused} == {"queue_full"}  # 429
-        assert len(refused) >= 9
-        assert await honest > 0
-
-    with_checker(scenario)
+async def test_beyond_its_bound_the_queue_refuses(checker: GrammarChecker) -> None:
+    many = [Grammar("regex", f"[a-z]{{{i}}}") for i in range(1, MAX_WAITING + 10)]
+    tasks = [asyncio.create_task(checker.check(one, "field", b"greedy")) for one in many]
+    await asyncio.sleep(0)
+    honest = asyncio.create_task(checker.check(DIGITS, "field", b"honest"))
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    refused = [one for one in found if isinstance(one, RequestRefused)]
+    assert {one.kind for one in refused} == {"queue_full"}  # 429
+    assert len(refused) >= 9
+    assert await honest > 0
 
 
-def test_checks_before_the_service_is_ready_are_refused_and_later_ones_made() -> None:
+async def test_checks_before_the_service_is_ready_are_refused_and_later_ones_made() -> None:
     is_ready = False
 
     def vocab_size() -> int:
@@ -331,65 +291,51 @@ def test_checks_before_the_service_is_ready_are_refused_and_later_ones_made() ->
             raise RequestRefused("unavailable", "starting: loading the model")
         return VOCAB_SIZE
 
-    async def run() -> None:
-        nonlocal is_ready
-        checker = GrammarChecker(resolve(DEFAULT_MODEL, lambda line: None), vocab_size)
-        many = [Grammar("regex", f"[a-z]{{{i}}}") for i in range(1, 5)]
-        tasks = [checker.check(one, "field") for one in many]
-        found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
-        assert {str(one) for one in found} == {"starting: loading the model"}
-        assert all(isinstance(one, RequestRefused) for one in found)
-        is_ready = True
-        assert await checker.check(many[0], "field") > 0
-        await checker.close()
-
-    asyncio.run(run())
+    checker = GrammarChecker(resolve(DEFAULT_MODEL, lambda line: None), vocab_size)
+    many = [Grammar("regex", f"[a-z]{{{i}}}") for i in range(1, 5)]
+    tasks = [checker.check(one, "field") for one in many]
+    found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+    assert {str(one) for one in found} == {"starting: loading the model"}
+    assert all(isinstance(one, RequestRefused) for one in found)
+    is_ready = True
+    assert await checker.check(many[0], "field") > 0
+    await checker.close()
 
 
-def test_an_unforeseen_error_refuses_one_check_and_not_those_behind_it(
-    monkeypatch: pytest.MonkeyPatch, with_checker: WithChecker
+async def test_an_unforeseen_error_refuses_one_check_and_not_those_behind_it(
+    monkeypatch: pytest.MonkeyPatch, checker: GrammarChecker
 ) -> None:
-    async def scenario(checker: GrammarChecker) -> None:
-        ask = checker._process.ask
+    ask = checker._process.ask
 
-        async def fail(grammar: Grammar) -> Checked:
-            if grammar == DIGITS:
-                raise RuntimeError("for the test")
-            return await ask(grammar)
+    async def fail(grammar: Grammar) -> Checked:
+        if grammar == DIGITS:
+            raise RuntimeError("for the test")
+        return await ask(grammar)
 
-        monkeypatch.setattr(checker._process, "ask", fail)
-        tasks = [checker.check(one, "field") for one in (DIGITS, LETTERS)]
-        failed, num_bytes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
-        assert isinstance(failed, RequestRefused)
-        assert failed.kind == "unavailable"
-        assert isinstance(num_bytes, int)
-
-    with_checker(scenario)
+    monkeypatch.setattr(checker._process, "ask", fail)
+    tasks = [checker.check(one, "field") for one in (DIGITS, LETTERS)]
+    failed, num_bytes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+    assert isinstance(failed, RequestRefused)
+    assert failed.kind == "unavailable"
+    assert isinstance(num_bytes, int)
 
 
-def test_what_waits_is_refused_when_the_checker_closes() -> None:
-    async def run() -> None:
-        async with running() as checker:
-            many = [Grammar("regex", f"[a-z]{{{i}}}") for i in range(1, 9)]
-            tasks = [asyncio.create_task(checker.check(one, "field")) for one in many]
-            await asyncio.sleep(0)
-            await checker.close()
-            found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
-            assert {str(one) for one in found} == {"the service is shutting down"}
-            assert num_waiting(checker) == len(checker._waiting) == 0
-            assert await asyncio.wait_for(checker.check(DIGITS, "field"), 60) > 0  # in another process
-
-    asyncio.run(run())
+async def test_what_waits_is_refused_when_the_checker_closes() -> None:
+    async with running() as checker:
+        many = [Grammar("regex", f"[a-z]{{{i}}}") for i in range(1, 9)]
+        tasks = [asyncio.create_task(checker.check(one, "field")) for one in many]
+        await asyncio.sleep(0)
+        await checker.close()
+        found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        assert {str(one) for one in found} == {"the service is shutting down"}
+        assert num_waiting(checker) == len(checker._waiting) == 0
+        assert await asyncio.wait_for(checker.check(DIGITS, "field"), 60) > 0  # in another process
 
 
-def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch, with_checker: WithChecker) -> None:
+async def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch, checker: GrammarChecker) -> None:
     assert MAX_KNOWN < 10_000
-
-    async def scenario(checker: GrammarChecker) -> None:
-        for i in range(3):
-            await checker.check(Grammar("regex", f"[a-z]{{{i}}}"), "field")
-        assert len(checker._known) == 2
-        assert all(len(one) == 32 for one in checker._known)  # hashes
-
     monkeypatch.setattr(checker_module, "MAX_KNOWN", 2)
-    with_checker(scenario)
+    for i in range(3):
+        await checker.check(Grammar("regex", f"[a-z]{{{i}}}"), "field")
+    assert len(checker._known) == 2
+    assert all(len(one) == 32 for one in checker._known)  # hashes

@@ -164,25 +164,21 @@ def test_the_api_answers_while_huge_input_arrives(process: Process) -> None:
         assert len(content["error"]["message"]) < 400
 
 
-def test_other_tasks_run_between_short_texts() -> None:
+async def test_other_tasks_run_between_short_texts() -> None:
     """A request may have hundreds of texts that are too short for a thread."""
+    num_turns = 0
 
-    async def work() -> None:
-        num_turns = 0
+    async def count() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
 
-        async def count() -> None:
-            nonlocal num_turns
-            while True:
-                num_turns += 1
-                await asyncio.sleep(0)
-
-        counting = asyncio.create_task(count())
-        for _ in range(50):
-            await convert(10, lambda: None)
-        counting.cancel()
-        assert num_turns >= 50
-
-    asyncio.run(work())
+    counting = asyncio.create_task(count())
+    for _ in range(50):
+        await convert(10, lambda: None)
+    counting.cancel()
+    assert num_turns >= 50
 
 
 def test_unfinished_bodies_share_one_limit(process: Process) -> None:

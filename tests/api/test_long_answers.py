@@ -159,69 +159,58 @@ def pieces_of(num: int, made: list[int]) -> Iterator[bytes]:
         yield b"%2048d" % idx
 
 
-def test_long_answers_take_turns_and_leave_time_to_others() -> None:
-    async def body() -> None:
-        pacer, one, two = Pacer(), Client(), Client()
-        turns, num_others = [], 0
+async def test_long_answers_take_turns_and_leave_time_to_others() -> None:
+    pacer, one, two = Pacer(), Client(), Client()
+    turns, num_others = [], 0
 
-        async def other() -> None:
-            nonlocal num_others
-            while True:
-                num_others += 1
-                await asyncio.sleep(0)
+    async def other() -> None:
+        nonlocal num_others
+        while True:
+            num_others += 1
+            await asyncio.sleep(0)
 
-        async def sent(client: Client, name: str) -> None:
-            async def send(message: Any) -> None:
-                turns.append(name)
-                await client.send(message)
+    async def sent(client: Client, name: str) -> None:
+        async def send(message: Any) -> None:
+            turns.append(name)
+            await client.send(message)
 
-            await pacer.send(pieces_of(1024, []), send, lambda: True)
+        await pacer.send(pieces_of(1024, []), send, lambda: True)
 
-        others = asyncio.create_task(other())
-        await asyncio.gather(sent(one, "one"), sent(two, "two"))
-        others.cancel()
-        whole = b"".join(pieces_of(1024, []))
-        assert b"".join(one.parts) == b"".join(two.parts) == whole
-        assert max(map(len, one.parts)) <= SENT_BYTES
-        assert len(turns) >= 2 * len(whole) // SENT_BYTES
-        longest = max(len(run) for run in "".join(name[0] for name in turns).replace("ot", "o t").split())
-        assert longest <= len(turns) // 4  # neither is done before the other begins
-        assert num_others >= len(turns) - 2
-
-    asyncio.run(body())
+    others = asyncio.create_task(other())
+    await asyncio.gather(sent(one, "one"), sent(two, "two"))
+    others.cancel()
+    whole = b"".join(pieces_of(1024, []))
+    assert b"".join(one.parts) == b"".join(two.parts) == whole
+    assert max(map(len, one.parts)) <= SENT_BYTES
+    assert len(turns) >= 2 * len(whole) // SENT_BYTES
+    longest = max(len(run) for run in "".join(name[0] for name in turns).replace("ot", "o t").split())
+    assert longest <= len(turns) // 4  # neither is done before the other begins
+    assert num_others >= len(turns) - 2
 
 
-def test_no_more_is_made_than_a_client_takes() -> None:
-    async def body() -> None:
-        client, made = Client(), list[int]()
-        client.may_take.clear()
-        sending = asyncio.create_task(
-            Pacer().send(pieces_of(1024, made), client.send, lambda: client.is_there)
-        )
-        await asyncio.sleep(0.01)
-        assert len(made) <= SENT_BYTES // 2048
-        client.may_take.set()
-        await asyncio.sleep(0)
-        client.is_there = False  # it has gone
-        await sending
-        assert len(made) < 1024
-
-    asyncio.run(body())
+async def test_no_more_is_made_than_a_client_takes() -> None:
+    client, made = Client(), list[int]()
+    client.may_take.clear()
+    sending = asyncio.create_task(Pacer().send(pieces_of(1024, made), client.send, lambda: client.is_there))
+    await asyncio.sleep(0.01)
+    assert len(made) <= SENT_BYTES // 2048
+    client.may_take.set()
+    await asyncio.sleep(0)
+    client.is_there = False  # it has gone
+    await sending
+    assert len(made) < 1024
 
 
 @pytest.mark.parametrize(
     "num_bytes", [0, 100, SENT_BYTES - 1, SENT_BYTES, 3 * SENT_BYTES, 2 * MAX_SENT_BYTES]
 )
 @pytest.mark.parametrize("piece", [1000, 3 * MAX_SENT_BYTES])
-def test_a_response_is_whole_whatever_its_pieces_are(num_bytes: int, piece: int) -> None:
-    async def body() -> None:
-        client, content = Client(), random.Random(1).randbytes(num_bytes)
-        pieces = (content[start : start + piece] for start in range(0, num_bytes, piece))
-        await LongResponse(pieces, Pacer())({"type": "http"}, client.receive, client.send)
-        assert b"".join(client.parts) == content
-        assert max(map(len, client.parts)) <= MAX_SENT_BYTES
-        assert client.headers[b"content-type"] == b"application/json"
-        if num_bytes < SENT_BYTES // 2:
-            assert client.headers[b"content-length"] == str(num_bytes).encode()
-
-    asyncio.run(body())
+async def test_a_response_is_whole_whatever_its_pieces_are(num_bytes: int, piece: int) -> None:
+    client, content = Client(), random.Random(1).randbytes(num_bytes)
+    pieces = (content[start : start + piece] for start in range(0, num_bytes, piece))
+    await LongResponse(pieces, Pacer())({"type": "http"}, client.receive, client.send)
+    assert b"".join(client.parts) == content
+    assert max(map(len, client.parts)) <= MAX_SENT_BYTES
+    assert client.headers[b"content-type"] == b"application/json"
+    if num_bytes < SENT_BYTES // 2:
+        assert client.headers[b"content-length"] == str(num_bytes).encode()

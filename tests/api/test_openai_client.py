@@ -7,14 +7,14 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from tests.support.served import API_KEY, Served, save_tiny_model, wait_until
+from tests.support.served import API_KEY, Served, SharedService, save_tiny_model, wait_until
 
 MODEL = "tiny"
 NUM_RUNNING, NUM_QUEUED = 4, 4
@@ -26,18 +26,24 @@ ALL: dict[str, Any] = {"ignore_eos": True}  # a random model may end anywhere
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    directory = tmp_path_factory.mktemp("openai")
-    bounds = ["--max-num-seqs", str(NUM_RUNNING), "--max-queued-requests", str(NUM_QUEUED)]
-    names = ["--served-model-name", MODEL, "--report-cached-tokens"]
-    model = save_tiny_model(directory / "tiny")
-    served = Served(model, directory / "log", *bounds, *names, api_key=API_KEY)
-    try:
-        yield served.wait_ready()
-        served.process.terminate()
-        assert served.wait() == 0, served.log.read_text()
-    finally:
-        served.close()
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedService]:
+    model = save_tiny_model(tmp_path_factory.mktemp("openai") / "tiny")
+
+    def begin() -> Served:
+        directory = tmp_path_factory.mktemp("service")
+        (directory / "s").mkdir()
+        bounds = ["--max-num-seqs", str(NUM_RUNNING), "--max-queued-requests", str(NUM_QUEUED)]
+        names = ["--served-model-name", MODEL, "--report-cached-tokens"]
+        env = {"TMPDIR": str(directory / "s")}
+        return Served(model, directory / "log", *bounds, *names, api_key=API_KEY, env=env)
+
+    with closing(SharedService(begin)) as service:
+        yield service
+
+
+@pytest.fixture
+def served(service: SharedService) -> Served:
+    return service.running()
 
 
 def connect(served: Served, **options: Any) -> openai.OpenAI:
@@ -46,7 +52,7 @@ def connect(served: Served, **options: Any) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{served.url}/v1", **(fixed | options))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client(served: Served) -> Iterator[openai.OpenAI]:
     with connect(served) as client:
         yield client
@@ -216,18 +222,15 @@ def test_logprobs_of_a_chat(client: openai.OpenAI) -> None:
         assert token.logprob <= 0
 
 
-def test_the_asynchronous_client(served: Served) -> None:
+async def test_the_asynchronous_client(served: Served) -> None:
     async def ask(client: openai.AsyncOpenAI, i: int) -> int:
         stream = await client.chat.completions.create(
             model=MODEL, messages=HELLO, max_tokens=5 + i, stream=True, extra_body=ALL
         )
         return len([chunk async for chunk in stream if chunk.choices[0].delta.content])
 
-    async def ask_all() -> list[int]:
-        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=API_KEY, max_retries=0) as client:
-            return await asyncio.gather(*(ask(client, i) for i in range(NUM_RUNNING)))
-
-    assert all(asyncio.run(ask_all()))
+    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=API_KEY, max_retries=0) as client:
+        assert all(await asyncio.gather(*(ask(client, i) for i in range(NUM_RUNNING))))
 
 
 # --------------------------------------------------------------------------------
@@ -324,3 +327,18 @@ def test_a_stream_that_breaks_off_is_an_error_with_its_code(served: Served, clie
     assert error_of(refused.value) == (503, "service_unavailable_error", None)
     assert int(refused.value.response.headers["retry-after"]) > 0
     wait_until(lambda: served.request("/ready")[0] == 200)
+
+
+def test_a_service_whose_router_is_killed_ends_its_streams_and_itself(
+    served: Served, client: openai.OpenAI
+) -> None:
+    """`test_launch_end.py` kills the API process in the same way."""
+    stream = client.completions.create(model=MODEL, prompt="A", max_tokens=7000, stream=True, extra_body=ALL)
+    assert next(stream).choices
+    os.kill(served.processes()["router_process"], signal.SIGKILL)
+    with pytest.raises(openai.APIError) as raised:
+        list(stream)
+    assert str(raised.value.code) == "503"
+    assert served.wait() == 1
+    assert "was ended by SIGKILL" in served.log.read_text().splitlines()[-1]
+    assert list((served.log.parent / "s").iterdir()) == []

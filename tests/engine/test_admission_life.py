@@ -3,36 +3,25 @@ a token, whatever ends, is aborted, comes first or fails, and however many promp
 
 import random
 from array import array
+from typing import TypeVar
 
 import pytest
 
 from lightkv.ledger import TokenLedger
 from lightkv.router.engine.admission import Running
 from lightkv.router.engine.loop import LocalEngine
-from lightkv.router.engine.prefill_budget import PrefillBudget, StepBudget
+from lightkv.router.engine.prefill_budget import StepBudget
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits
-from lightkv.router.engine.step_time import StepTime
 from lightkv.router.sampling_params import SamplingParams
 from tests.support.combinations import each_pair
 from tests.support.model_worker import STOP, ModelWorker, assert_idle
 from tests.support.peaks import check_peaks
+from tests.support.scheduled import random_budget
 
 MAX_MODEL_LEN = 90
-
-
-def budget(rng: random.Random, limits: Limits) -> PrefillBudget:
-    """Returns a budget under which the chunks depend on the decodes."""
-    model = StepTime(
-        base=1e-3,
-        per_decode=rng.choice((0.0, 1e-4, 1e-3)),
-        per_kv=1e-6,
-        prefill=0.0,
-        per_prompt=rng.choice((1e-5, 1e-4, 5e-4)),
-        per_pair=2e-7,
-    )
-    return PrefillBudget(limits, model)
+S = TypeVar("S", bound=Scheduler)
 
 
 def random_request(rng: random.Random, number: int, families: list[list[int]]) -> Request:
@@ -43,16 +32,24 @@ def random_request(rng: random.Random, number: int, families: list[list[int]]) -
     return Request(str(number), ids, params, 1, frozenset({STOP}), priority=rng.randrange(3))
 
 
-def live(seed: int, steps: int, depth: int, chunk: int, timed: bool) -> None:
+def begin(
+    kind: type[S], seed: int, depth: int, chunk: int, timed: bool
+) -> tuple[random.Random, S, ModelWorker, list[list[int]]]:
+    """Returns random numbers, a scheduler and a worker of a random size, and families of prompts."""
     rng = random.Random(seed)
     capacity = rng.choice((100, 150, 300))
     target = rng.choice((None, 0.002, 0.005)) if timed else 0.0
     limits = Limits(12, MAX_MODEL_LEN, chunk, 300, itl_target=target)
     worker = ModelWorker(capacity, rng, stop_chance=0.02)
-    made = budget(rng, limits) if timed else None
-    scheduler = Scheduler(TokenLedger(capacity, 12, MAX_MODEL_LEN), limits, depth, budget=made)
-    engine = LocalEngine(scheduler, worker)
+    made = random_budget(rng, limits) if timed else None
+    scheduler = kind(TokenLedger(capacity, 12, MAX_MODEL_LEN), limits, depth, budget=made)
     families = [[rng.randrange(100, 103) for _ in range(60)] for _ in range(4)]
+    return rng, scheduler, worker, families
+
+
+def live(seed: int, steps: int, depth: int, chunk: int, timed: bool) -> None:
+    rng, scheduler, worker, families = begin(Scheduler, seed, depth, chunk, timed)
+    engine = LocalEngine(scheduler, worker)
     alive: set[str] = set()
     added = 0
 
@@ -85,7 +82,7 @@ def live(seed: int, steps: int, depth: int, chunk: int, timed: bool) -> None:
     assert not alive
     assert scheduler.num_preemptions == 0
     assert scheduler.num_hit_tokens > steps // 4
-    assert scheduler.peak_held > 0.8 * capacity
+    assert scheduler.peak_held > 0.8 * scheduler.ledger.capacity
 
 
 @each_pair(timed=[False, True], chunk=[5, 32], depth=[1, 2])
@@ -129,15 +126,8 @@ class Asking(Scheduler):
 
 
 def ask(seed: int, steps: int, depth: int, chunk: int, timed: bool) -> Asking:
-    rng = random.Random(seed)
-    capacity = rng.choice((100, 150, 300))
-    target = rng.choice((None, 0.002, 0.005)) if timed else 0.0
-    limits = Limits(12, MAX_MODEL_LEN, chunk, 300, itl_target=target)
-    worker = ModelWorker(capacity, rng, stop_chance=0.02)
-    made = budget(rng, limits) if timed else None
-    scheduler = Asking(TokenLedger(capacity, 12, MAX_MODEL_LEN), limits, depth, budget=made)
+    rng, scheduler, worker, families = begin(Asking, seed, depth, chunk, timed)
     engine = LocalEngine(scheduler, worker)
-    families = [[rng.randrange(100, 103) for _ in range(60)] for _ in range(4)]
     added = 0
     while scheduler.step < steps or engine.has_work:
         if rng.random() < 0.3 and scheduler.num_waiting < 6 and scheduler.step < steps:

@@ -1,6 +1,5 @@
 """Graphs are captured between steps for a small share of the time, and until none is missing."""
 
-import asyncio
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -71,19 +70,16 @@ def test_an_engine_captures_what_its_steps_lack() -> None:
     assert_idle(engine)
 
 
-def test_a_service_at_rest_captures_what_is_missing(tmp_path: Path) -> None:
+async def test_a_service_at_rest_captures_what_is_missing(tmp_path: Path) -> None:
     class MissingWorker(FakeWorker):
         async def start(self, config: EngineConfig, report: Callable[[str], None]) -> RunnerInfo:
             self.model.num_missing = 7
             return replace(await super().start(config, report), num_missing_graphs=7)
 
-    async def scenario() -> None:
-        async with service(tmp_path, depth=2, make=MissingWorker) as made:
-            client = await made.connect()
-            await client.submit("a", [7, 8, 9], 4)
-            await client.until_ended("a")
-            status = await client.until(lambda status: not status.load.num_missing_graphs)
-            assert (status.state, made.workers[0].model.num_captured) == ("ready", 7)
-            assert status.detail.startswith("all CUDA graphs are captured")
-
-    asyncio.run(scenario())
+    async with service(tmp_path, depth=2, make=MissingWorker) as made:
+        client = await made.connect()
+        await client.submit("a", [7, 8, 9], 4)
+        await client.until_ended("a")
+        status = await client.until(lambda status: not status.load.num_missing_graphs)
+        assert (status.state, made.workers[0].model.num_captured) == ("ready", 7)
+        assert status.detail.startswith("all CUDA graphs are captured")

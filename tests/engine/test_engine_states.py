@@ -121,7 +121,7 @@ MOST_MORE = 16 + 8
 @pytest.mark.parametrize("calls", [*slow(False), True])
 @pytest.mark.parametrize("thinks", [False, True], ids=["no thinking", "thinking"])
 def test_a_turn_computes_its_new_messages(tmp_path: Path, thinks: bool, calls: bool, depth: int) -> None:
-    """Ten turns. After a tool's call the thinking of the same turn stays, and is left out in the next one."""
+    """Six turns. After a tool's call the thinking of the same turn stays, and is left out in the next one."""
     tokenizer = Tokenizer(save_model_of_family(tmp_path, THINKING))
     engine, worker = make(40_000, 40, Limits(8, 20_000, 256, 1000, itl_target=0.0), depth)
     chat: list[dict[str, Any]] = []
@@ -149,7 +149,7 @@ def test_a_turn_computes_its_new_messages(tmp_path: Path, thinks: bool, calls: b
 
     thought = "I think. " * 6
     previous = 0
-    for turn in range(10):
+    for turn in range(6):
         since = len(chat)
         num = ask({"role": "user", "content": f"{turn} question " * 4}, thought, f"{turn} answer " * 3)
         # The messages of the turn before are written without their thinking, which comes before them.

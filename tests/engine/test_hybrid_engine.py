@@ -9,14 +9,13 @@ from lightkv.router.config import EngineConfig
 from lightkv.router.engine.admission import Admission
 from lightkv.router.engine.loop import LocalEngine, make_scheduler
 from lightkv.router.engine.request import Request
-from lightkv.router.engine.step import TokenEvent
 from lightkv.router.model.build import assemble
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import SamplingParams
 from tests.support.combinations import slow
 from tests.support.hybrid_models import HYBRIDS, VOCABULARY, greedy, hybrid
-from tests.support.model_worker import assert_idle
 from tests.support.preempting import counted_by, expecting
+from tests.support.scheduled import run, tokens_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FIRST, *OTHERS = HYBRIDS
@@ -40,18 +39,6 @@ def build(
     }
     runner, info = assemble(hybrid(name), EngineConfig(**(fields | settings)), lambda line: None)  # type: ignore[arg-type]
     return LocalEngine(make_scheduler(info, admission), runner), runner
-
-
-def run(engine: LocalEngine) -> list[TokenEvent]:
-    events: list[TokenEvent] = []
-    while engine.has_work:
-        events += engine.step()
-    assert_idle(engine)
-    return events
-
-
-def tokens_of(events: list[TokenEvent], name: str) -> list[int]:
-    return [event.token for event in events if event.request_id == name and event.token is not None]
 
 
 def prompts(num: int, seed: int = 0) -> list[list[int]]:

@@ -30,6 +30,7 @@ from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from lightkv.triton_kernels.quantised.quantise_reference import apply_hadamard, dequantise, quantise
 from tests.support.combinations import slow
 from tests.support.model_worker import assert_idle
+from tests.support.scheduled import run, tokens_of
 from tests.support.tiny_models import VOCABULARY, tiny_llama
 
 CPU = torch.device("cpu")
@@ -94,18 +95,6 @@ def build(
 def prompts(num: int, seed: int = 0) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(3, VOCABULARY) for _ in range(rng.randint(3, 40))] for _ in range(num)]
-
-
-def tokens_of(events: list[TokenEvent], name: str) -> list[int]:
-    return [event.token for event in events if event.request_id == name and event.token is not None]
-
-
-def run(engine: LocalEngine) -> list[TokenEvent]:
-    events: list[TokenEvent] = []
-    while engine.has_work:
-        events += engine.step()
-    assert_idle(engine)
-    return events
 
 
 @pytest.mark.parametrize(("name", "skipped"), [("int8", ""), ("int4", "0"), ("int8-g8", "")])

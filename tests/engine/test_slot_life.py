@@ -9,13 +9,13 @@ from lightkv.layer_groups import FULL, LayerClass, LayerGroups, Lifetime
 from lightkv.ledger import Sequence, TokenLedger
 from lightkv.router.engine.admission import Admission, Running
 from lightkv.router.engine.estimates import OutputLengths
-from lightkv.router.engine.prefill_budget import PrefillBudget, StepBudget
+from lightkv.router.engine.prefill_budget import StepBudget
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits, StepPlan, StepResult
-from lightkv.router.engine.step_time import StepTime
 from lightkv.router.sampling_params import SamplingParams
 from tests.support.combinations import each_value, slow
+from tests.support.scheduled import random_budget
 
 MAX_MODEL_LEN = 120
 STOP = 7
@@ -36,18 +36,6 @@ GROUPS = {
     "chunk": layers((FULL, 1), (Lifetime("chunk", 8), 3)),
     "window and chunk": layers((FULL, 1), (Lifetime("window", 5), 1), (Lifetime("chunk", 7), 1)),
 }
-
-
-def budget(rng: random.Random, limits: Limits) -> PrefillBudget:
-    model = StepTime(
-        base=1e-3,
-        per_decode=rng.choice((0.0, 1e-4, 1e-3)),
-        per_kv=1e-6,
-        prefill=0.0,
-        per_prompt=rng.choice((1e-5, 1e-4, 5e-4)),
-        per_pair=2e-7,
-    )
-    return PrefillBudget(limits, model)
 
 
 def random_request(rng: random.Random, number: int, families: list[list[int]], share: float) -> Request:
@@ -109,7 +97,7 @@ def live(
     target = rng.choice((None, 0.002, 0.005)) if timed else 0.0
     limits = Limits(12, MAX_MODEL_LEN, chunk, 300, itl_target=target)
     ledger = TokenLedger(capacity, 12, MAX_MODEL_LEN, 0, groups)
-    made = budget(rng, limits) if timed else None
+    made = random_budget(rng, limits) if timed else None
     admission = None if share == 1.0 else Admission(OutputLengths(assumed=4))
     scheduler = Watched(ledger, limits, depth, admission, budget=made)
     scheduler.watch_kept()

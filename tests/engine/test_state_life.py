@@ -5,14 +5,13 @@ import random
 from array import array
 from typing import Any
 
-import pytest
-
 from lightkv.router.engine.admission import Admission
 from lightkv.router.engine.estimates import LimitShares, OutputLengths
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits
 from lightkv.router.sampling_params import SamplingParams
+from tests.support.combinations import each_pair
 from tests.support.model_worker import assert_idle
 from tests.support.state_life import GROUPS
 from tests.support.state_worker import STOP, make
@@ -108,11 +107,12 @@ def live(name: str, seed: int, steps: int, depth: int, chunk: int, estimated: bo
     return scheduler
 
 
-@pytest.mark.parametrize("estimated", [False, True])
-@pytest.mark.parametrize(("name", "chunk"), [("all", 5), ("all", 32), ("window", 16), ("chunk", 9)])
-@pytest.mark.parametrize("depth", [1, 2])
+@each_pair(
+    depth=[1, 2], layers=[("all", 5), ("all", 32), ("window", 16), ("chunk", 9)], estimated=[False, True]
+)
 def test_every_piece_reads_the_state_of_its_tokens(
-    name: str, chunk: int, depth: int, estimated: bool
+    depth: int, layers: tuple[str, int], estimated: bool
 ) -> None:
+    name, chunk = layers
     scheduler = live(name, depth + chunk, 300, depth, chunk, estimated)
     assert estimated or scheduler.num_preemptions == 0

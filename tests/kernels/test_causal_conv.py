@@ -10,20 +10,10 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 from lightkv.triton_kernels.states.causal_conv import Convolution, causal_conv, causal_conv_reference
 from lightkv.triton_kernels.states.rows import StateRows
 from tests.support.combinations import each_value
+from tests.support.rounding import close, dtypes
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 # Tokens of each sequence, and of padding.
 LENGTHS = [([0, 1, 2, 3, 12, 0, 7], 9), ([1, 1, 1], 0), ([18], 3), ([0, 0], 0)]
-
-
-def dtypes(device: torch.device) -> list[torch.dtype]:
-    """Returns the dtypes that are right on this device: the interpreter's bfloat16 is not."""
-    return [torch.float32, torch.float16] + ([torch.bfloat16] if device.type == "cuda" else [])
-
-
-def close(actual: Tensor, wanted: Tensor) -> None:
-    tolerance = TOLERANCE[actual.dtype]
-    torch.testing.assert_close(actual.double(), wanted.double(), rtol=tolerance, atol=tolerance)
 
 
 class Case:

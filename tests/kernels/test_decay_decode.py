@@ -8,18 +8,7 @@ from transformers.models.bamba import modeling_bamba as bamba
 from lightkv.triton_kernels.states.decay_decode import decay_decode, decay_decode_reference
 from lightkv.triton_kernels.states.rows import StateRows
 from tests.support.combinations import each_value
-
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-
-
-def dtypes(device: torch.device) -> list[torch.dtype]:
-    """Returns the dtypes that are right on this device: the interpreter's bfloat16 is not."""
-    return [torch.float32, torch.float16] + ([torch.bfloat16] if device.type == "cuda" else [])
-
-
-def close(actual: Tensor, wanted: Tensor) -> None:
-    tolerance = TOLERANCE[actual.dtype]
-    torch.testing.assert_close(actual.double(), wanted.double(), rtol=tolerance, atol=tolerance)
+from tests.support.rounding import close, dtypes
 
 
 class Case:

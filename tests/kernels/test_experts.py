@@ -22,13 +22,7 @@ from lightkv.triton_kernels.layers.expert_rows import (
     weighted_sum,
     weighted_sum_reference,
 )
-
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-
-
-def dtypes(device: torch.device) -> list[torch.dtype]:
-    """Returns the dtypes that are right on this device: the interpreter's bfloat16 is not."""
-    return [torch.float32, torch.float16] + ([torch.bfloat16] if device.type == "cuda" else [])
+from tests.support.rounding import TOLERANCE, dtypes
 
 
 def close(actual: Tensor, wanted: Tensor) -> None:

@@ -16,18 +16,7 @@ from lightkv.triton_kernels.layers.linear import linear, linear_launch, tickets_
 from lightkv.triton_kernels.layers.residual_norm import residual_norm, residual_norm_reference
 from lightkv.triton_kernels.norms import Norm
 from tests.support.combinations import each_value, slow
-
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-
-
-def dtypes(device: torch.device) -> list[torch.dtype]:
-    """Returns the dtypes that are right on this device: the interpreter's bfloat16 is not."""
-    return [torch.float32, torch.float16] + ([torch.bfloat16] if device.type == "cuda" else [])
-
-
-def close(actual: Tensor, wanted: Tensor) -> None:
-    tolerance = TOLERANCE[actual.dtype]
-    torch.testing.assert_close(actual.double(), wanted.double(), rtol=tolerance, atol=tolerance)
+from tests.support.rounding import TOLERANCE, close, dtypes
 
 
 def norms(dim: int, device: torch.device, dtype: torch.dtype) -> list[Norm | None]:

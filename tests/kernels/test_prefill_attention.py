@@ -3,6 +3,8 @@
 The caches are those of `test_decode_attention`: shuffled slots, NaN in all free slots.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from lightkv.triton_kernels.write.inputs import StoredKV
 from lightkv.triton_kernels.write.write_kv import write_kv
 from tests.support.attention.caches import Cache, assert_close, poisoned_cache, starts
 from tests.support.attention.log_sum_exps import lse_reference
+from tests.support.attention.mixed_steps import make_step
 from tests.support.combinations import each_value, slow
 
 # (queries, tokens before them) of each request
@@ -36,36 +39,21 @@ CHUNKS = [(1, 63), (0, 40), (33, 64), (16, 1), (0, 0)]
 def check(
     sequences: list[tuple[int, int]],
     *,
-    device: torch.device | str,
-    dtype: torch.dtype = torch.float32,
-    group: int = 4,
-    num_kv_heads: int = 1,
-    key_dim: int = 64,
-    value_dim: int = 64,
-    shift: int = 0,
     window: int = 0,
     softcap: float = 0.0,
     spread: float = 1.0,
+    **shape: Any,
 ) -> None:
-    """Compares random queries with the reference; a few queries after the last request belong to none."""
-    cache = poisoned_cache(
-        [q_len + prefix for q_len, prefix in sequences],
-        device=device,
-        dtype=dtype,
-        num_kv_heads=num_kv_heads,
-        key_dim=key_dim,
-        value_dim=value_dim,
-        shift=shift,
-    )
-    q_lens = [q_len for q_len, _ in sequences]
-    num_queries = sum(q_lens)
-    q = (torch.randn(num_queries + 3, group * num_kv_heads, key_dim) * spread).to(device, dtype)
-    out = torch.full((*q.shape[:2], value_dim), torch.nan, dtype=dtype, device=device)
+    """Compares random queries with the reference; a few queries after the last request belong to none. `shape`:
+    of `make_step`."""
+    step = make_step(sequences, [], surplus=3, **{"group": 4, "num_kv_heads": 1, **shape})
+    q, num_queries = step.q * spread, len(step.q) - 3
+    out = q.new_full((*q.shape[:2], step.kv.v.shape[-1]), torch.nan)
     options = AttentionOptions().plus(
         Window(window) if window else None, Softcap(softcap) if softcap else None
     )
-    args = (q, cache.kv, cache.rows, starts(q_lens, device), cache.lengths, options)
-    lse = torch.full(q.shape[:2], torch.nan, device=device)
+    args = (*step._replace(q=q), options)
+    lse = torch.full(q.shape[:2], torch.nan, device=q.device)
     result = prefill_attention(*args, out=out, lse=lse)
     assert result is out
     assert_close(out[:num_queries], prefill_attention_reference(*args)[:num_queries])

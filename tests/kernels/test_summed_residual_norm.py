@@ -3,7 +3,6 @@ process's, and they have signalled before, as ranks do that came first."""
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightkv.triton_kernels.layers.summed_residual_norm import (
     MAX_PROGRAMS,
@@ -12,13 +11,7 @@ from lightkv.triton_kernels.layers.summed_residual_norm import (
     summed_residual_norm_reference,
 )
 from lightkv.triton_kernels.norms import Norm
-
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-
-
-def close(actual: Tensor, wanted: Tensor) -> None:
-    tolerance = TOLERANCE[actual.dtype]
-    torch.testing.assert_close(actual.double(), wanted.double(), rtol=tolerance, atol=tolerance)
+from tests.support.rounding import close
 
 
 @pytest.mark.parametrize(

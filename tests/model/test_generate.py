@@ -146,10 +146,14 @@ def llm() -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """A model of two random layers with the default model's tokenizer."""
-    directory = save_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-    tiny = LLM(EngineConfig(str(directory), device="cpu", max_total_tokens=4096, prefill_chunk=32))
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The directory of a model of two random layers with the default model's tokenizer."""
+    return str(save_tiny_model(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model: str) -> Iterator[LLM]:
+    tiny = LLM(EngineConfig(tiny_model, device="cpu", max_total_tokens=4096, prefill_chunk=32))
     yield tiny
     assert_idle(tiny)
 
@@ -213,10 +217,13 @@ def test_a_chat_says_where_its_next_turn_goes_on(tmp_path: Path) -> None:
     assert llm._answers(["Hello"], None)[0].request.boundary == 0
 
 
-def test_a_pool_too_small_for_all_runs_them_in_turn() -> None:
-    small = LLM(EngineConfig(device="cpu", max_total_tokens=100, max_num_seqs=4))
-    outputs = small.generate([prompts()[place] for place in FEW], SHORT)
-    assert [output.outputs[0].token_ids for output in outputs] == expected(FEW, SHORT_TOKENS)
+def test_a_pool_too_small_for_all_runs_them_in_turn(tiny: LLM, tiny_model: str) -> None:
+    small = LLM(EngineConfig(tiny_model, device="cpu", max_total_tokens=100, max_num_seqs=4))
+    asked = [prompts()[place] for place in FEW]
+    wanted, found = (
+        [one.outputs[0].token_ids for one in llm.generate(asked, SHORT)] for llm in (tiny, small)
+    )
+    assert found == wanted
     assert small.stats().reached_peak <= 100
     assert_idle(small)
 

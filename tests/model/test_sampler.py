@@ -2,8 +2,6 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from lightkv.router.engine.step import NewRow
 from lightkv.router.model.sampler import Sampler
 from lightkv.router.sampling_params import MAX_END_IDS, InvalidParams, SamplerKind, SamplingParams
 from tests.support.combinations import slow
+from tests.support.gpu_engine import no_waits
 from tests.support.sampler_rows import (
     EDITED,
     FULL,
@@ -392,15 +391,6 @@ def test_a_sampler_made_in_inference_mode_works_outside_it(device: torch.device)
 # ---- On the GPU
 
 
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def mixed_settings(seed: int) -> tuple[list[NewRow], list[bytes]]:
     """Returns rows, and the prompt that they share."""
     output = int32_bytes(range(seed, seed + 10))
@@ -459,7 +449,7 @@ def test_nothing_synchronises(kind: SamplerKind, device: torch.device) -> None:
     sampler = Sampler(len(MIXED) + 1, 32_000, device)
     logits = make_logits(len(MIXED), 1, 32_000).to(device, torch.bfloat16)
     rows = torch.arange(1, len(MIXED) + 1, device=device)
-    with no_synchronisation():
+    with no_waits():
         sampler.set_rows(*mixed_settings(3))
         sampler.sample(logits, rows, rows, kind)
     sampler.check()

@@ -296,7 +296,7 @@ def assert_free(endpoint: str) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_router_publishes_its_ledger(tmp_path: Path, depth: int) -> None:
+async def test_a_router_publishes_its_ledger(tmp_path: Path, depth: int) -> None:
     address = free_address()
     host, _, port = address.rpartition(":")
     consumer = Consumer(address, f"{host}:{int(port) + 1}")
@@ -313,45 +313,39 @@ def test_a_router_publishes_its_ledger(tmp_path: Path, depth: int) -> None:
                 return
         raise AssertionError(f"{len(consumer.blocks.known)} blocks are known")
 
-    async def scenario() -> None:
-        async with service(tmp_path, depth, kv_events=address) as made:
-            client = await made.connect()
-            await answered(client, a=list(range(80)))
-            engine = made.router._engine
-            assert engine is not None
-            ledger = engine.scheduler.ledger
-            assert isinstance(ledger, TokenLedger)
-            await replayed(lambda: len(consumer.blocks.known) == 1)
-            assert consumer.blocks.prefixes() == blocks_of(ledger)
-            # These evict, since the pool has 200 tokens.
-            prompts = {name: [*range(40), *range(50 * i + 40, 50 * i + 80)] for i, name in enumerate("bcde")}
-            await answered(client, **prompts)
-            await replayed(lambda: consumer.blocks.prefixes() == blocks_of(ledger))
-            made.router._reset_cache()
-            await replayed(lambda: not consumer.blocks.known)
-            await answered(client, f=list(range(80)))
-            await replayed(lambda: len(consumer.blocks.known) == 1)
-            made.workers[0].crash(signal.SIGKILL)
-            await client.until(lambda status: status.state == "starting")
-            await replayed(lambda: not consumer.blocks.known)
-
-    asyncio.run(scenario())
+    async with service(tmp_path, depth, kv_events=address) as made:
+        client = await made.connect()
+        await answered(client, a=list(range(80)))
+        engine = made.router._engine
+        assert engine is not None
+        ledger = engine.scheduler.ledger
+        assert isinstance(ledger, TokenLedger)
+        await replayed(lambda: len(consumer.blocks.known) == 1)
+        assert consumer.blocks.prefixes() == blocks_of(ledger)
+        # These evict, since the pool has 200 tokens.
+        prompts = {name: [*range(40), *range(50 * i + 40, 50 * i + 80)] for i, name in enumerate("bcde")}
+        await answered(client, **prompts)
+        await replayed(lambda: consumer.blocks.prefixes() == blocks_of(ledger))
+        made.router._reset_cache()
+        await replayed(lambda: not consumer.blocks.known)
+        await answered(client, f=list(range(80)))
+        await replayed(lambda: len(consumer.blocks.known) == 1)
+        made.workers[0].crash(signal.SIGKILL)
+        await client.until(lambda status: status.state == "starting")
+        await replayed(lambda: not consumer.blocks.known)
     consumer.close()
     assert_free(address)
 
 
-def test_without_the_option_nothing_is_noted(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with service(tmp_path) as made:
-            client = await made.connect()
-            await client.submit("a", list(range(80)))
-            ends: dict[str, TokenEvent] = await client.until_ended("a")
-            assert ends["a"].finish_reason == "length"
-            engine = made.router._engine
-            assert engine is not None
-            assert engine.scheduler.ledger._state.tree.changes is None  # type: ignore[attr-defined]
-
-    asyncio.run(scenario())
+async def test_without_the_option_nothing_is_noted(tmp_path: Path) -> None:
+    async with service(tmp_path) as made:
+        client = await made.connect()
+        await client.submit("a", list(range(80)))
+        ends: dict[str, TokenEvent] = await client.until_ended("a")
+        assert ends["a"].finish_reason == "length"
+        engine = made.router._engine
+        assert engine is not None
+        assert engine.scheduler.ledger._state.tree.changes is None  # type: ignore[attr-defined]
 
 
 # What is refused

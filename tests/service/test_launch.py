@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +21,28 @@ from lightkv.router.config import EngineConfig, InvalidConfig, ServiceConfig
 from lightkv.router.model_files import ModelNotFound
 from lightkv.router.service.child_process import command
 from lightkv.router.service.launch import CannotServe, serve
-from tests.support.served import API_KEY, COMPLETIONS, Served, wait_until
+from tests.support.served import API_KEY, COMPLETIONS, Served, SharedService, wait_until
 
 
 @pytest.fixture(scope="module")
-def services() -> Iterator[list[Served]]:
-    """The services that tests of this file share, the newest last."""
-    started: list[Served] = []
-    yield started
-    for served in started:
-        served.close()
+def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedService]:
+    """A service with an API key and K/V in 8 bits."""
 
-
-@pytest.fixture
-def shared(services: list[Served], model: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """A service with an API key and K/V in 8 bits: that of the test before, unless it has ended."""
-    if not services or services[-1].process.poll() is not None:
+    def begin() -> Served:
         directory = tmp_path_factory.mktemp("shared")
         settings = ["--served-model-name", "tiny", "--kv-dtype", "int8", "--kv-skip-layers", "1"]
         settings += ["--shutdown-timeout", "60"]
         (directory / "s").mkdir()
         env = {"TMPDIR": str(directory / "s")}
-        services.append(Served(model, directory / "log", *settings, api_key=API_KEY, env=env))
-        services[-1].wait_ready()
-    return services[-1]
+        return Served(model, directory / "log", *settings, api_key=API_KEY, env=env)
+
+    with closing(SharedService(begin)) as service:
+        yield service
+
+
+@pytest.fixture
+def shared(service: SharedService) -> Served:
+    return service.running()
 
 
 # --------------------------------------------------------------------------------

@@ -122,104 +122,82 @@ async def running(
 
 @pytest.mark.parametrize("num_steps", [9, *slow(1, 4, 14)])
 @cases("gpt-oss", 2)
-def test_a_step_that_fails(family: str, depth: int, num_steps: int, tmp_path: Path) -> None:
+async def test_a_step_that_fails(family: str, depth: int, num_steps: int, tmp_path: Path) -> None:
     """In chunks of prompts, and while all decode."""
-
-    async def scenario() -> None:
-        async with running(tmp_path, family, depth) as one:
-            await one.check_answers(await one.submit("before"))
-            names = await one.submit("fails", 30)
-            await one.until_step(num_steps)
-            fail_next_step(one.worker.runner)
-            ends = await one.client.until_ended(*names)
-            assert "error" in {ends[name].finish_reason for name in names}
-            await one.check_rest()
-            await one.check_answers(await one.submit("after"))
-            await one.check_rest()
-            assert len(one.made.workers) == 1
-
-    asyncio.run(scenario())
+    async with running(tmp_path, family, depth) as one:
+        await one.check_answers(await one.submit("before"))
+        names = await one.submit("fails", 30)
+        await one.until_step(num_steps)
+        fail_next_step(one.worker.runner)
+        ends = await one.client.until_ended(*names)
+        assert "error" in {ends[name].finish_reason for name in names}
+        await one.check_rest()
+        await one.check_answers(await one.submit("after"))
+        await one.check_rest()
+        assert len(one.made.workers) == 1
 
 
 @cases("gemma3", 1)
-def test_a_worker_that_dies(family: str, depth: int, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with running(tmp_path, family, depth) as one:
-            names = await one.submit("first", 30)
-            await one.until_step(9)
-            one.worker.kill()
-            ends = await one.client.until_ended(*names)
-            assert {ends[name].finish_reason for name in names} == {"lost"}
-            await one.client.until(lambda s: s.state == "ready" and s.load.num_worker_starts == 2)
-            await one.check_answers(await one.submit("second"))
-            await one.check_rest()
-
-    asyncio.run(scenario())
+async def test_a_worker_that_dies(family: str, depth: int, tmp_path: Path) -> None:
+    async with running(tmp_path, family, depth) as one:
+        names = await one.submit("first", 30)
+        await one.until_step(9)
+        one.worker.kill()
+        ends = await one.client.until_ended(*names)
+        assert {ends[name].finish_reason for name in names} == {"lost"}
+        await one.client.until(lambda s: s.state == "ready" and s.load.num_worker_starts == 2)
+        await one.check_answers(await one.submit("second"))
+        await one.check_rest()
 
 
 @cases()
-def test_clients_that_disconnect_and_abort(family: str, depth: int, tmp_path: Path) -> None:
+async def test_clients_that_disconnect_and_abort(family: str, depth: int, tmp_path: Path) -> None:
     """Others go on, which share their tokens."""
-
-    async def scenario() -> None:
-        async with running(tmp_path, family, depth, slots=2 * SLOTS) as one:
-            for num_steps in (2, 7, 15):
-                other = await one.made.connect()
-                await one.submit(f"vanished {num_steps}", 30, other)
-                names = await one.submit(f"own {num_steps}")
-                aborted = await one.submit(f"aborted {num_steps}", 30)
-                await one.until_step(num_steps)
-                other.stream.close()
-                for name in aborted:
-                    one.client.stream.send(Abort(name))
-                await one.check_answers(names)
-                await one.check_rest()
-
-    asyncio.run(scenario())
+    async with running(tmp_path, family, depth, slots=2 * SLOTS) as one:
+        for num_steps in (2, 7, 15):
+            other = await one.made.connect()
+            await one.submit(f"vanished {num_steps}", 30, other)
+            names = await one.submit(f"own {num_steps}")
+            aborted = await one.submit(f"aborted {num_steps}", 30)
+            await one.until_step(num_steps)
+            other.stream.close()
+            for name in aborted:
+                one.client.stream.send(Abort(name))
+            await one.check_answers(names)
+            await one.check_rest()
 
 
 @cases()
-def test_requests_that_are_preempted(family: str, depth: int, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        admission = SimulatedAdmission(OutputLengths(assumed=2), guarantees=False)
-        async with running(tmp_path, family, depth, 400, admission) as one:
-            names = await one.submit("a", 24) + await one.submit("b", 24)
-            await one.check_answers(names[:5], 24)
-            await one.check_answers(names[5:], 24)
-            assert one.made.router.load().num_preemptions > 0
-            await one.check_rest()
-
-    asyncio.run(scenario())
+async def test_requests_that_are_preempted(family: str, depth: int, tmp_path: Path) -> None:
+    admission = SimulatedAdmission(OutputLengths(assumed=2), guarantees=False)
+    async with running(tmp_path, family, depth, 400, admission) as one:
+        names = await one.submit("a", 24) + await one.submit("b", 24)
+        await one.check_answers(names[:5], 24)
+        await one.check_answers(names[5:], 24)
+        assert one.made.router.load().num_preemptions > 0
+        await one.check_rest()
 
 
 @cases()
-def test_more_requests_than_the_pool_holds(family: str, depth: int, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with running(tmp_path, family, depth, slots=380) as one:
-            turns = [await one.submit(turn) for turn in "abcd"]
-            for names in turns:
-                await one.check_answers(names)
-            assert one.made.router.load().num_preemptions == 0
-            await one.check_rest()
-
-    asyncio.run(scenario())
+async def test_more_requests_than_the_pool_holds(family: str, depth: int, tmp_path: Path) -> None:
+    async with running(tmp_path, family, depth, slots=380) as one:
+        turns = [await one.submit(turn) for turn in "abcd"]
+        for names in turns:
+            await one.check_answers(names)
+        assert one.made.router.load().num_preemptions == 0
+        await one.check_rest()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(3))
 @cases()
-def test_a_life_with_all_faults(family: str, depth: int, seed: int, tmp_path: Path) -> None:
+async def test_a_life_with_all_faults(family: str, depth: int, seed: int, tmp_path: Path) -> None:
     """Clients come and go, steps fail and workers die at random, in a pool too small for the load."""
     rng = random.Random(f"{family} {depth} {seed}")
     most = 24
     prompts = [LONG[: rng.randint(1, 80)] + text(rng.randint(1, 9), 100 * seed + i) for i in range(20)]
     own = expected(family, prompts, most)
-
-    async def scenario() -> None:
-        admission = Admission(OutputLengths(assumed=4)) if seed % 2 else None
-        async with running(tmp_path, family, depth, 420, admission) as one:
-            await life(one)
 
     async def life(one: Running) -> None:
         clients, asked, num_right = [one.client], dict[str, tuple[Client, int]](), 0
@@ -266,4 +244,6 @@ def test_a_life_with_all_faults(family: str, depth: int, seed: int, tmp_path: Pa
         await one.check_rest()
         return num_right
 
-    asyncio.run(scenario())
+    admission = Admission(OutputLengths(assumed=4)) if seed % 2 else None
+    async with running(tmp_path, family, depth, 420, admission) as one:
+        await life(one)

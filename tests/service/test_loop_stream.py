@@ -5,7 +5,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -15,10 +15,15 @@ import uvloop
 from lightkv.router.service.loop_stream import LoopStream
 from lightkv.router.service.worker import RPYC_CONFIG, connect
 
-LOOPS = pytest.mark.parametrize(
-    "loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
-)
 MESSAGE = bytes(range(256)) * 20_000  # 5 MB, far more than a socket's buffer
+
+
+@pytest.fixture(
+    autouse=True, params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+)
+def runner(request: pytest.FixtureRequest) -> Iterator[asyncio.Runner]:
+    with asyncio.Runner(loop_factory=request.param) as runner:
+        yield runner
 
 
 class Echo(rpyc.Service):
@@ -82,66 +87,45 @@ async def longest_block(until: "asyncio.Future[object]") -> float:
     return longest
 
 
-@LOOPS
-def test_a_large_message_waits_for_its_peer_without_blocking_the_loop(
-    loop_factory: Callable[[], asyncio.AbstractEventLoop],
-) -> None:
-    async def work() -> None:
-        async with echoing() as (end, echo, _):
-            send = rpyc.async_(end.connection.root.echo)
-            answers = []
-            # The peer answers the first message before it reads the second.
-            for data in (MESSAGE, b"", MESSAGE[::-1]):
-                answers.append(asyncio.get_running_loop().create_future())
-                send(data).add_callback(lambda result, to=answers[-1]: to.set_result(result.value))
-            assert len(end.stream._unsent) > len(MESSAGE)
-            blocked = asyncio.create_task(longest_block(answers[-1]))
-            await asyncio.sleep(0.1)
-            assert not answers[0].done()
-            echo.may_answer.set()
-            assert await asyncio.wait_for(asyncio.gather(*answers), 60) == [MESSAGE, b"", MESSAGE[::-1]]
-            assert await blocked < 9  # the peer would wait ten seconds for leave to answer
-            assert len(end.stream._unsent) == 0
-
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.run(work())
+async def test_a_large_message_waits_for_its_peer_without_blocking_the_loop() -> None:
+    async with echoing() as (end, echo, _):
+        send = rpyc.async_(end.connection.root.echo)
+        answers = []
+        # The peer answers the first message before it reads the second.
+        for data in (MESSAGE, b"", MESSAGE[::-1]):
+            answers.append(asyncio.get_running_loop().create_future())
+            send(data).add_callback(lambda result, to=answers[-1]: to.set_result(result.value))
+        assert len(end.stream._unsent) > len(MESSAGE)
+        blocked = asyncio.create_task(longest_block(answers[-1]))
+        await asyncio.sleep(0.1)
+        assert not answers[0].done()
+        echo.may_answer.set()
+        assert await asyncio.wait_for(asyncio.gather(*answers), 60) == [MESSAGE, b"", MESSAGE[::-1]]
+        assert await blocked < 9  # the peer would wait ten seconds for leave to answer
+        assert len(end.stream._unsent) == 0
 
 
-@LOOPS
 @pytest.mark.parametrize("num_bytes", [0, 3, 100])
-def test_a_peer_that_ends_within_a_message_ends_the_stream_once(
-    loop_factory: Callable[[], asyncio.AbstractEventLoop], num_bytes: int
-) -> None:
-    async def work() -> None:
-        theirs, ours = socket.socketpair()
-        end = End(ours)
-        theirs.sendall((b"\0\0\x10\0\0" + bytes(200))[:num_bytes])
-        theirs.close()
-        await asyncio.wait_for(end.has_ended(), 60)
-        with pytest.raises(EOFError):
-            end.connection.async_request(1, b"")
-        await asyncio.sleep(0.01)
-        assert end.num_ends == 1
-        end.close()
-        end.close()
-        assert end.stream.closed
-
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.run(work())
+async def test_a_peer_that_ends_within_a_message_ends_the_stream_once(num_bytes: int) -> None:
+    theirs, ours = socket.socketpair()
+    end = End(ours)
+    theirs.sendall((b"\0\0\x10\0\0" + bytes(200))[:num_bytes])
+    theirs.close()
+    await asyncio.wait_for(end.has_ended(), 60)
+    with pytest.raises(EOFError):
+        end.connection.async_request(1, b"")
+    await asyncio.sleep(0.01)
+    assert end.num_ends == 1
+    end.close()
+    end.close()
+    assert end.stream.closed
 
 
-@LOOPS
-def test_a_send_to_a_closed_peer_raises_and_reports_the_end(
-    loop_factory: Callable[[], asyncio.AbstractEventLoop],
-) -> None:
-    async def work() -> None:
-        theirs, ours = socket.socketpair()
-        end = End(ours)
-        theirs.close()
-        with pytest.raises(EOFError):  # the event loop had no turn in which to notice the end
-            end.connection.async_request(1, b"")
-        await asyncio.wait_for(end.has_ended(), 60)
-        end.close()
-
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.run(work())
+async def test_a_send_to_a_closed_peer_raises_and_reports_the_end() -> None:
+    theirs, ours = socket.socketpair()
+    end = End(ours)
+    theirs.close()
+    with pytest.raises(EOFError):  # the event loop had no turn in which to notice the end
+        end.connection.async_request(1, b"")
+    await asyncio.wait_for(end.has_ended(), 60)
+    end.close()

@@ -148,40 +148,35 @@ async def maps_of(client: Any, count: int) -> list[Mapped]:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_maps_are_made_between_steps_while_requests_run(tmp_path: Path, depth: int) -> None:
-    async def scenario() -> None:
-        served = MappingService(tmp_path / "router", depth, pause=0.001)
-        client, other = await served.connect(), await served.connect()
+async def test_maps_are_made_between_steps_while_requests_run(tmp_path: Path, depth: int) -> None:
+    served = MappingService(tmp_path / "router", depth, pause=0.001)
+    client, other = await served.connect(), await served.connect()
+    client.stream.send(AskMap())
+    (empty,) = await maps_of(client, 1)  # while the router is idle
+    assert empty.pool is not None
+    assert (empty.pool.num_free, empty.pool.longest_free_run) == (200, 200)
+    for name in ("a", "b", "c"):
+        await client.submit(name, [1, 2, 3, 4, 5, 6, 7, 8], max_tokens=40)
+    pools = []
+    for _ in range(12):
         client.stream.send(AskMap())
-        (empty,) = await maps_of(client, 1)  # while the router is idle
-        assert empty.pool is not None
-        assert (empty.pool.num_free, empty.pool.longest_free_run) == (200, 200)
-        for name in ("a", "b", "c"):
-            await client.submit(name, [1, 2, 3, 4, 5, 6, 7, 8], max_tokens=40)
-        pools = []
-        for _ in range(12):
-            client.stream.send(AskMap())
-            other.stream.send(AskMap())
-            mine, theirs = await maps_of(client, 1), await maps_of(other, 1)
-            pools += [answer.pool for answer in (*mine, *theirs) if answer.pool is not None]
-            await asyncio.sleep(0.002)
-        ended = await client.until_ended("a", "b", "c")
-        assert {event.finish_reason for event in ended.values()} == {"length"}
-        assert len(pools) == 24
-        for pool in pools:
-            assert pool.num_free + pool.num_cached + pool.num_shared + pool.num_own == 200
-        assert (
-            max(pool.num_shared for pool in pools) == 7
-        )  # the prompt, less the token that each one computes
-        assert max(len({cell for cell in pool.cells if cell >= OWN}) for pool in pools) == 3
-        served.router.drain()
-        assert await served.exit_code == 0
-        assert served.workers[0].num_checks == 1  # the memory was recounted at the end
-
-    asyncio.run(scenario())
+        other.stream.send(AskMap())
+        mine, theirs = await maps_of(client, 1), await maps_of(other, 1)
+        pools += [answer.pool for answer in (*mine, *theirs) if answer.pool is not None]
+        await asyncio.sleep(0.002)
+    ended = await client.until_ended("a", "b", "c")
+    assert {event.finish_reason for event in ended.values()} == {"length"}
+    assert len(pools) == 24
+    for pool in pools:
+        assert pool.num_free + pool.num_cached + pool.num_shared + pool.num_own == 200
+    assert max(pool.num_shared for pool in pools) == 7  # the prompt, less the token that each one computes
+    assert max(len({cell for cell in pool.cells if cell >= OWN}) for pool in pools) == 3
+    served.router.drain()
+    assert await served.exit_code == 0
+    assert served.workers[0].num_checks == 1  # the memory was recounted at the end
 
 
-def test_a_map_names_the_requests_that_hold_slots(tmp_path: Path) -> None:
+async def test_a_map_names_the_requests_that_hold_slots(tmp_path: Path) -> None:
     async def scenario() -> None:
         served = MappingService(tmp_path / "router", 1, pause=0.001)
         client = await served.connect()
@@ -216,14 +211,11 @@ def test_a_map_names_the_requests_that_hold_slots(tmp_path: Path) -> None:
         served.router.drain()
         assert await served.exit_code == 0
 
-    async def bounded() -> None:
-        await asyncio.wait_for(scenario(), 20)
-
-    asyncio.run(bounded())
+    await asyncio.wait_for(scenario(), 20)
 
 
 @pytest.mark.parametrize("fatal", [False, True])
-def test_a_failed_map_is_answered_with_the_error(tmp_path: Path, fatal: bool) -> None:
+async def test_a_failed_map_is_answered_with_the_error(tmp_path: Path, fatal: bool) -> None:
     async def scenario() -> None:
         served = MappingService(tmp_path / "router", 1)
         client = await served.connect()
@@ -242,7 +234,4 @@ def test_a_failed_map_is_answered_with_the_error(tmp_path: Path, fatal: bool) ->
         served.router.drain()
         assert await served.exit_code == 0
 
-    async def bounded() -> None:
-        await asyncio.wait_for(scenario(), 20)
-
-    asyncio.run(bounded())
+    await asyncio.wait_for(scenario(), 20)

@@ -5,43 +5,43 @@ import signal
 import stat
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightkv.router.service.router_client import MAP_SECONDS
-from tests.support.served import API_KEY, Served, wait_until
+from tests.support.served import API_KEY, Served, SharedService, wait_until
 
 RESPONSES = "/v1/responses"
 
 
 @pytest.fixture(scope="module")
-def services() -> Iterator[list[Served]]:
-    """The services that tests of this file share, the newest last."""
-    started: list[Served] = []
-    yield started
-    for served in started:
-        served.close()
+def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedService]:
+    """A service on a Unix socket."""
+
+    def begin() -> Served:
+        directory = tmp_path_factory.mktemp("operators")
+        (directory / "t").mkdir()
+        (directory / "keys").write_text(f"alice {API_KEY}\n")
+        template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+        (directory / "chat.jinja").write_text(template)
+        (directory / "service.toml").write_text(
+            f'log-requests = true\ndefault-max-tokens = 5\napi-key-file = "{directory / "keys"}"\n'
+            f'chat-template = "{directory / "chat.jinja"}"\n'
+        )
+        options = ["--config", str(directory / "service.toml"), "--uds", str(directory / "public.sock")]
+        env = {"TMPDIR": str(directory / "t")}
+        return Served(model, directory / "log", *options, api_key=API_KEY, env=env)
+
+    with closing(SharedService(begin)) as service:
+        yield service
 
 
 @pytest.fixture
-def served(services: list[Served], model: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """A service on a Unix socket: that of the test before, unless it has ended."""
-    if services and services[-1].process.poll() is None:
-        return services[-1]
-    directory = tmp_path_factory.mktemp("operators")
-    (directory / "t").mkdir()
-    (directory / "keys").write_text(f"alice {API_KEY}\n")
-    (directory / "chat.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    (directory / "service.toml").write_text(
-        f'log-requests = true\ndefault-max-tokens = 5\napi-key-file = "{directory / "keys"}"\n'
-        f'chat-template = "{directory / "chat.jinja"}"\n'
-    )
-    options = ["--config", str(directory / "service.toml"), "--uds", str(directory / "public.sock")]
-    env = {"TMPDIR": str(directory / "t")}
-    services.append(Served(model, directory / "log", *options, api_key=API_KEY, env=env))
-    return services[-1].wait_ready()
+def served(service: SharedService) -> Served:
+    return service.running()
 
 
 def log_of(served: Served) -> list[dict[str, Any]]:

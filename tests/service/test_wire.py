@@ -2,7 +2,8 @@
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -135,160 +136,133 @@ def test_a_request_is_counted_with_all_that_it_brings() -> None:
     assert request_bytes(submit_of(1, allowed_token_ids=[8 * 1000 - 1])) - plain == 1000
 
 
-def test_requests_beyond_the_routers_memory_are_refused(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with service(tmp_path, pause=0.01) as made:
-            client = await made.connect()
-            room = made.router._submitted
-            room.max_bytes = 2 * request_bytes(submit_of(2))
-            for name in "ab":
-                client.stream.send(submit_of(2, name=name, max_tokens=50))
-            client.stream.send(submit_of(2, name="c"))
-            answers: list[Any] = []
-            while len(answers) < 3:
-                if (message := await client.take()) is not None:
-                    answers.append(message)
-            assert answers[:2] == [Accepted("a0.0"), Accepted("b0.0")]
-            assert (answers[2].request_id, answers[2].kind) == ("c0.0", "queue_full")
-            await client.until_ended("a0.0", "a0.1", "b0.0", "b0.1")
-            assert room.num_bytes == 0
-            assert isinstance(await client.submit("next", [1]), Accepted)
-            room.max_bytes = 10
-            refused = await client.submit("never", [1])
-            assert isinstance(refused, Refused)
-            assert refused.kind == "never_fits"
-
-    asyncio.run(scenario())
+async def test_requests_beyond_the_routers_memory_are_refused(tmp_path: Path) -> None:
+    async with service(tmp_path, pause=0.01) as made:
+        client = await made.connect()
+        room = made.router._submitted
+        room.max_bytes = 2 * request_bytes(submit_of(2))
+        for name in "ab":
+            client.stream.send(submit_of(2, name=name, max_tokens=50))
+        client.stream.send(submit_of(2, name="c"))
+        answers: list[Any] = []
+        while len(answers) < 3:
+            if (message := await client.take()) is not None:
+                answers.append(message)
+        assert answers[:2] == [Accepted("a0.0"), Accepted("b0.0")]
+        assert (answers[2].request_id, answers[2].kind) == ("c0.0", "queue_full")
+        await client.until_ended("a0.0", "a0.1", "b0.0", "b0.1")
+        assert room.num_bytes == 0
+        assert isinstance(await client.submit("next", [1]), Accepted)
+        room.max_bytes = 10
+        refused = await client.submit("never", [1])
+        assert isinstance(refused, Refused)
+        assert refused.kind == "never_fits"
 
 
-def test_answers_are_queued_together_or_not_at_all(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with service(tmp_path, max_queued=3) as made:
-            client = await made.connect()
-            same = submit_of(2)
-            same.prompts[0].answers[1] = same.prompts[0].answers[0]
-            for submit, kind in (
-                (submit_of(4), "queue_full"),
-                (same, "invalid"),
-                (submit_of(2, max_tokens=10**6), "never_fits"),
-                (submit_of(2, logit_bias={10**6: 1.0}), "invalid"),
-            ):
-                client.stream.send(submit)
-                while (answer := await client.take()) is None:
-                    pass
-                assert isinstance(answer, Refused)
-                assert (answer.request_id, answer.kind) == ("a0.0", kind)
-                assert made.router._submitted.ids() == []
-                assert made.router._submitted.num_bytes == 0
-            client.stream.send(submit_of(3))
-            await client.until_ended("a0.0", "a0.1", "a0.2")
-            assert_idle(await client.until(lambda status: not status.load.held))
-
-    asyncio.run(scenario())
+async def test_answers_are_queued_together_or_not_at_all(tmp_path: Path) -> None:
+    async with service(tmp_path, max_queued=3) as made:
+        client = await made.connect()
+        same = submit_of(2)
+        same.prompts[0].answers[1] = same.prompts[0].answers[0]
+        for submit, kind in (
+            (submit_of(4), "queue_full"),
+            (same, "invalid"),
+            (submit_of(2, max_tokens=10**6), "never_fits"),
+            (submit_of(2, logit_bias={10**6: 1.0}), "invalid"),
+        ):
+            client.stream.send(submit)
+            while (answer := await client.take()) is None:
+                pass
+            assert isinstance(answer, Refused)
+            assert (answer.request_id, answer.kind) == ("a0.0", kind)
+            assert made.router._submitted.ids() == []
+            assert made.router._submitted.num_bytes == 0
+        client.stream.send(submit_of(3))
+        await client.until_ended("a0.0", "a0.1", "a0.2")
+        assert_idle(await client.until(lambda status: not status.load.held))
 
 
 # A slow API process
 
 
-def test_an_api_process_that_does_not_read_is_refused_work_and_stays_connected(
+async def test_an_api_process_that_does_not_read_is_refused_work_and_stays_connected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightkv.router.service.router.MAX_UNREAD_BYTES", 2**18)
     monkeypatch.setattr(submitted, "MAX_KEPT_BYTES", 2**21)
-
-    async def scenario() -> None:
-        async with service(tmp_path, pause=0.01) as made:
-            client = await made.connect()
-            assert isinstance(await client.submit("long", [1, 2], 80), Accepted)
-            (ours,) = made.router._clients
-            ours.send(Mapped(None, "x" * 2**20))  # is not read yet
-            client.stream.send(submit_of(1, name="late"))
-            while ours.num_unread < 2**18 or "long" not in made.router._submitted:
-                await asyncio.sleep(0.001)
-            await asyncio.sleep(0.05)
-            assert made.router._submitted.ids() == ["long"]
-            ours.send(Mapped(None, "x" * 2**21))
-            for _ in range(1000):
-                if not made.router._submitted.ids():
-                    break
-                await asyncio.sleep(0.005)
-            answers = []
-            while len(answers) < 3:
-                if (message := await client.take()) is not None:
-                    answers.append(message)
-            (refused,) = [one for one in answers if isinstance(one, Refused)]
-            assert (refused.request_id, refused.kind) == ("late0.0", "unavailable")
-            end = (await client.until_ended("long"))["long"]
-            assert end.finish_reason == "lost"
-            assert "bytes unread" in str(end.error)
-            assert isinstance(await client.submit("next", [1]), Accepted)  # over the same connection
-            await client.until_ended("next")
-            assert_idle(await client.until(lambda status: not status.load.held))
-
-    asyncio.run(scenario())
+    async with service(tmp_path, pause=0.01) as made:
+        client = await made.connect()
+        assert isinstance(await client.submit("long", [1, 2], 80), Accepted)
+        (ours,) = made.router._clients
+        ours.send(Mapped(None, "x" * 2**20))  # is not read yet
+        client.stream.send(submit_of(1, name="late"))
+        while ours.num_unread < 2**18 or "long" not in made.router._submitted:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        assert made.router._submitted.ids() == ["long"]
+        ours.send(Mapped(None, "x" * 2**21))
+        for _ in range(1000):
+            if not made.router._submitted.ids():
+                break
+            await asyncio.sleep(0.005)
+        answers = []
+        while len(answers) < 3:
+            if (message := await client.take()) is not None:
+                answers.append(message)
+        (refused,) = [one for one in answers if isinstance(one, Refused)]
+        assert (refused.request_id, refused.kind) == ("late0.0", "unavailable")
+        end = (await client.until_ended("long"))["long"]
+        assert end.finish_reason == "lost"
+        assert "bytes unread" in str(end.error)
+        assert isinstance(await client.submit("next", [1]), Accepted)  # over the same connection
+        await client.until_ended("next")
+        assert_idle(await client.until(lambda status: not status.load.held))
 
 
-def with_streams(
-    body: Callable[[FrameStream[ToRouter], FrameStream[ToApi]], Awaitable[None]],
-) -> None:
-    async def ends() -> None:
-        one, other = socket.socketpair()
-        ours = FrameStream[ToRouter](*await asyncio.open_unix_connection(sock=one), ToRouter)
-        theirs = FrameStream[ToApi](*await asyncio.open_unix_connection(sock=other), ToApi)
-        try:
-            await asyncio.wait_for(body(ours, theirs), 20)
-        finally:
-            ours.close()
-            theirs.close()
-
-    asyncio.run(ends())
-
-
-def test_log_probabilities_of_several_prompts_come_in_messages_of_their_own() -> None:
+async def test_log_probabilities_of_several_prompts_come_in_messages_of_their_own() -> None:
     """Two prompts of four million scores in one message would have been beyond the limit of a message."""
     scores = PromptLogprobs(b"\0" * 2**19, b"", b"", b"")
-
-    async def body(ours: FrameStream[ToRouter], theirs: FrameStream[ToApi]) -> None:
-        requests = SubmittedRequests()
-        submit = submit_of(2)
-        requests.add(ours, requests_of(submit), requests.require_room(submit))
-        events = [TokenEvent(name, 1, "stop", None, None, 0, scores) for name in submit.request_ids]
-        requests.send(events)
-        for _ in range(2):
-            message: Any = await theirs.receive()
-            assert len(message.events) == 1
-        assert requests.ids() == []
-        assert requests.num_bytes == 0
-
-    with_streams(body)
+    one, other = socket.socketpair()
+    ours = FrameStream[ToRouter](*await asyncio.open_unix_connection(sock=one), ToRouter)
+    theirs = FrameStream[ToApi](*await asyncio.open_unix_connection(sock=other), ToApi)
+    requests = SubmittedRequests()
+    submit = submit_of(2)
+    requests.add(ours, requests_of(submit), requests.require_room(submit))
+    events = [TokenEvent(name, 1, "stop", None, None, 0, scores) for name in submit.request_ids]
+    requests.send(events)
+    for _ in range(2):
+        message: Any = await theirs.receive()
+        assert len(message.events) == 1
+    assert requests.ids() == []
+    assert requests.num_bytes == 0
+    ours.close()
+    theirs.close()
 
 
 # The API's end
 
 
-def over_fake_router(tmp_path: Path, body: Callable[[FakeRouter, RouterClient], Awaitable[None]]) -> None:
-    async def scenario() -> None:
-        router = FakeRouter()
-        listener = await asyncio.start_unix_server(router.serve, tmp_path / "router")
-        client = await RouterClient.connect(tmp_path / "router")
-        await client.became_ready.wait()
-        try:
-            await asyncio.wait_for(body(router, client), 20)
-            assert client.status.state == "ready"  # the connection has survived
-        finally:
-            await client.close()
-            listener.close()
-
-    asyncio.run(scenario())
+@asynccontextmanager
+async def over_fake_router(tmp_path: Path) -> AsyncIterator[tuple[FakeRouter, RouterClient]]:
+    router = FakeRouter()
+    listener = await asyncio.start_unix_server(router.serve, tmp_path / "router")
+    client = await RouterClient.connect(tmp_path / "router")
+    await client.became_ready.wait()
+    try:
+        yield router, client
+        assert client.status.state == "ready"  # the connection has survived
+    finally:
+        await client.close()
+        listener.close()
 
 
-def test_requests_that_the_router_does_not_read_have_a_bound(
+async def test_requests_that_the_router_does_not_read_have_a_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = len(FrameStream.frame(FakeStream(), submit_of(1, name="1")))
     monkeypatch.setattr(router_client, "MAX_UNANSWERED_BYTES", 2 * size)
 
-    async def body(router: FakeRouter, client: RouterClient) -> None:
+    async with over_fake_router(tmp_path) as (router, client):
         router.mute = True
         waiting = [asyncio.create_task(client.submit(submit_of(1, name=name))) for name in "12"]
         await asyncio.sleep(0.01)
@@ -308,8 +282,6 @@ def test_requests_that_the_router_does_not_read_have_a_bound(
         (await client.submit(submit_of(1, name="4"))).close()
         assert client.num_open == 0
 
-    over_fake_router(tmp_path, body)
-
 
 class FakeStream(FrameStream[ToRouter]):
     """A stream that only makes frames."""
@@ -318,10 +290,12 @@ class FakeStream(FrameStream[ToRouter]):
         self._encoder = msgspec.msgpack.Encoder()
 
 
-def test_events_that_no_consumer_takes_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_events_that_no_consumer_takes_have_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(router_client, "MAX_EVENT_BYTES", 200 * 256)
 
-    async def body(router: FakeRouter, client: RouterClient) -> None:
+    async with over_fake_router(tmp_path) as (router, client):
         slow = await client.submit(submit_of(2, name="slow", max_tokens=1000, temperature=1.0))
         other = await client.submit(submit_of(1, name="other", max_tokens=300))
         taken = [event async for events in other for event in events]  # this one reads
@@ -338,10 +312,8 @@ def test_events_that_no_consumer_takes_have_a_bound(tmp_path: Path, monkeypatch:
         assert client.num_event_bytes == 0
         assert client.num_open == 0
 
-    over_fake_router(tmp_path, body)
 
-
-def test_a_consumer_that_was_slow_gets_its_events_in_parts() -> None:
+async def test_a_consumer_that_was_slow_gets_its_events_in_parts() -> None:
     """So their text does not hold up the event loop."""
     client: Any = type("Client", (), {"num_event_bytes": 0})()
     answers = AnswerStream(client, submit_of(1))
@@ -353,18 +325,15 @@ def test_a_consumer_that_was_slow_gets_its_events_in_parts() -> None:
             num_turns += 1
             await asyncio.sleep(0)
 
-    async def body() -> None:
-        turning = asyncio.create_task(others())
-        for idx in range(2 * MAX_TAKEN + 5):
-            top = TokenLogprobs(-1.0, [idx], [-1.0]) if idx % 2 else None
-            answers.push(TokenEvent("a0.0", idx, "length" if idx == 2 * MAX_TAKEN + 4 else None, top))
-        parts = [[event.token for event in events] async for events in answers]
-        assert [len(part) for part in parts] == [MAX_TAKEN, MAX_TAKEN, 5]
-        assert [token for part in parts for token in part] == list(range(2 * MAX_TAKEN + 5))
-        assert num_turns >= 2
-        turning.cancel()
-
-    asyncio.run(body())
+    turning = asyncio.create_task(others())
+    for idx in range(2 * MAX_TAKEN + 5):
+        top = TokenLogprobs(-1.0, [idx], [-1.0]) if idx % 2 else None
+        answers.push(TokenEvent("a0.0", idx, "length" if idx == 2 * MAX_TAKEN + 4 else None, top))
+    parts = [[event.token for event in events] async for events in answers]
+    assert [len(part) for part in parts] == [MAX_TAKEN, MAX_TAKEN, 5]
+    assert [token for part in parts for token in part] == list(range(2 * MAX_TAKEN + 5))
+    assert num_turns >= 2
+    turning.cancel()
     assert answers.num_bytes == client.num_event_bytes == 0
 
 
@@ -399,8 +368,8 @@ def test_large_events_count_with_what_they_hold() -> None:
     assert client.num_event_bytes == answers.num_bytes
 
 
-def test_calls_that_wait_for_a_reset_share_its_answer(tmp_path: Path) -> None:
-    async def body(router: FakeRouter, client: RouterClient) -> None:
+async def test_calls_that_wait_for_a_reset_share_its_answer(tmp_path: Path) -> None:
+    async with over_fake_router(tmp_path) as (_, client):
         calls = [asyncio.create_task(client.reset_cache()) for _ in range(100)]
         await asyncio.sleep(0)
         assert len(client._asked) == 1
@@ -409,27 +378,21 @@ def test_calls_that_wait_for_a_reset_share_its_answer(tmp_path: Path) -> None:
         assert not client._asked
         assert await client.reset_cache() == 500
 
-    over_fake_router(tmp_path, body)
-
 
 # The worker's end
 
 
-def test_a_message_of_the_worker_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_message_of_the_worker_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_stream, "MAX_MESSAGE_BYTES", 2**17)
-
-    async def scenario() -> None:
-        theirs, ours = socket.socketpair()
-        ended = asyncio.Event()
-        stream = LoopStream(asyncio.get_running_loop(), ours, lambda: None, ended.set)
-        theirs.setblocking(False)
-        await asyncio.get_running_loop().sock_sendall(theirs, b"\xff\xff\xff\x00\x00" + b"x" * 2**18)
-        await asyncio.wait_for(ended.wait(), 60)
-        assert len(stream._received) <= 2**17
-        stream.close()
-        theirs.close()
-
-    asyncio.run(scenario())
+    theirs, ours = socket.socketpair()
+    ended = asyncio.Event()
+    stream = LoopStream(asyncio.get_running_loop(), ours, lambda: None, ended.set)
+    theirs.setblocking(False)
+    await asyncio.get_running_loop().sock_sendall(theirs, b"\xff\xff\xff\x00\x00" + b"x" * 2**18)
+    await asyncio.wait_for(ended.wait(), 60)
+    assert len(stream._received) <= 2**17
+    stream.close()
+    theirs.close()
 
 
 # What the ledger keeps of names
@@ -449,16 +412,13 @@ def test_namespaces_without_tokens_are_forgotten() -> None:
     assert len(ledger._state.tree.roots) <= 64
 
 
-def test_an_abort_of_an_unknown_request_is_ignored(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with service(tmp_path) as made:
-            client = await made.connect()
-            for i in range(100):
-                client.stream.send(Abort(str(i)))
-            assert isinstance(await client.submit("a", [1]), Accepted)
-            await client.until_ended("a")
-
-    asyncio.run(scenario())
+async def test_an_abort_of_an_unknown_request_is_ignored(tmp_path: Path) -> None:
+    async with service(tmp_path) as made:
+        client = await made.connect()
+        for i in range(100):
+            client.stream.send(Abort(str(i)))
+        assert isinstance(await client.submit("a", [1]), Accepted)
+        await client.until_ended("a")
 
 
 def test_a_submission_without_answers_is_no_message() -> None:

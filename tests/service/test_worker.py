@@ -20,19 +20,8 @@ from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import SamplerKind
 from lightkv.router.service.messages import Done, WorkerError, WorkerStart
 from lightkv.router.service.worker import RPYC_CONFIG, StepPipeline, Worker, connect
-from tests.support.recorded_steps import Recording, assert_same, saved, with_unknown_token
+from tests.support.recorded_steps import Recording, assert_same, with_unknown_token
 from tests.support.run_step import run_step
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    return saved(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def recording(config: EngineConfig) -> Recording:
-    return Recording(config)
-
 
 # The model runner: launched ahead
 

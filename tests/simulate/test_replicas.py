@@ -119,8 +119,8 @@ def test_a_seed_gives_the_same_bytes(trace: str, routing: str) -> None:
 def test_prefix_routing_computes_hardly_more_than_one_cache_of_all_pools(trace: str) -> None:
     times = dict(part.split("=") for part in STEP_TIME.split(","))
     model = ",".join(f"{name}={float(seconds) / 4}" for name, seconds in times.items())  # four times as fast
-    config = replace(SMALL, capacity=40_000)
-    large = computed(simulate(trace, replace(config, capacity=4 * 40_000, step_time=model)))
+    config = replace(SMALL, requests=160, capacity=20_000)
+    large = computed(simulate(trace, replace(config, capacity=4 * 20_000, step_time=model)))
     found = {name: computed(simulate(trace, replace(config, replicas=4, routing=name))) for name in ROUTINGS}
     assert found["prefix"] <= 1.1 * large
     assert found["round-robin"] > 1.5 * large

@@ -227,6 +227,25 @@ class Served:
         self.process.stdout.close()
 
 
+class SharedService:
+    """A service that tests share, one after the other. `begin` starts it."""
+
+    def __init__(self, begin: Callable[[], Served]) -> None:
+        self._begin = begin
+        self._started: list[Served] = []
+
+    def running(self) -> Served:
+        """Returns the service of the test before, or another one if that has ended."""
+        if not self._started or self._started[-1].process.poll() is not None:
+            self._started.append(self._begin())
+            self._started[-1].wait_ready()
+        return self._started[-1]
+
+    def close(self) -> None:
+        for served in self._started:
+            served.close()
+
+
 def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
     while line := response.readline():
         if data := line.decode().removeprefix("data: ").strip():
