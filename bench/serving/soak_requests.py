@@ -46,7 +46,7 @@ EXTRAS: tuple[dict[str, Any], ...] = (
     {"n": 3},
     {"stop": [" the", "\n"]},
     {"stop": ["b", "v"]},
-    {"n": 3, "stop": "p"},
+    {"n": 3, "stop": ["a", "e"]},
     {"repetition_penalty": 1.2, "stop": ["k", "."]},
     {"presence_penalty": 0.6, "frequency_penalty": 0.3},
     {"n": 2, "repetition_penalty": 1.1},

@@ -274,12 +274,13 @@ def test_load(bench: Bench) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("family", ["", "gemma3", "gpt-oss", "Qwen3_5ForCausalLM"])
 def test_soak(bench: Bench, family: str) -> None:
     model = save_tiny_model(bench.folder / "tiny", family=family)
     bench.patch.setenv("OMP_NUM_THREADS", "1")  # more wait for one another where the machine is busy
-    sizes = ("--minutes", 0.4, "--rest-every", 0.2, "--prompts", 8, "--max-total-tokens", 320)
-    results = bench.run("bench.serving.soak", "--model", model, *sizes)
+    lengths = ("--minutes", 0.4, "--rest-every", 0.2, "--prompts", 8)
+    sizes = ("--clients", 32, "--max-total-tokens", 320)
+    results = bench.run("bench.serving.soak", "--model", model, *lengths, *sizes)
     assert results["load"]["num_preemptions"] > 0
     assert sum(results["requests"].values()) > 20
 
