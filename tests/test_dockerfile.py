@@ -56,8 +56,8 @@ def test_there_is_a_target_for_cpus_and_one_for_cuda() -> None:
     assert [line.split(" AS ")[1] for line in instructions("FROM")] == ["base", "cpu", "cuda"]
     installs = [line for line in instructions("RUN") if "pip install" in line]
     assert len(installs) == 2
-    for line in installs:
-        assert '".[router]" -c constraints.txt' in line
+    for line, extras in zip(installs, ("router", "router,hybrid"), strict=True):
+        assert f'".[{extras}]" -c constraints.txt' in line
     assert ["whl/cpu" in line for line in installs] == [True, False]
     assert instructions("USER") == ["1000", "1000"]  # neither runs as root
 

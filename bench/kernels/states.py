@@ -2,11 +2,10 @@
 
     python -m bench.kernels.states --out bench/results/states-h100.json
 
-The rows are a token of the gated delta rule for a batch, by lightkv and by fla-core's pooled kernel,
-which is given q, k, v and a decay of each key dim ready made, and a copy of as many states, which reads and
-writes as much; the convolution of single tokens and of a prompt;
-the norm after them; and a prompt's chunks by fla-core. A row's floor is the time to read and write its states,
-inputs and outputs once. fla-core's sides are left out where it is not installed.
+The rows are a token of the gated delta rule for a batch, by lightkv and by fla-core's pooled kernel, which is
+given q, k, v and a decay of each key dim ready made, and a copy of as many states; the convolution of single
+tokens and of a prompt; the norm after them; and a prompt's chunks by fla-core. A row's floor is the time to
+read and write its states, inputs and outputs once. fla-core's sides are left out where it is not installed.
 """
 
 from collections.abc import Callable, Mapping
@@ -79,7 +78,8 @@ class Inputs:
 
     def decode(self, function: Any, states: Tensor) -> Tensor:
         out = self.qkv.new_empty(len(self.qkv), *self.states.shape[1::2])
-        function(self.qkv, self.a, self.b, self.gates, states, self.rows, out)
+        rows = self.rows._replace(starts=None)  # one token each
+        function(self.qkv, self.a, self.b, self.gates, states, rows, out)
         return out
 
     def convolve(self, function: Any, windows: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ def chunk_row(shape: Shape, num_tokens: int) -> Row:
     )
     first = [one[:CHECKED] for one in (inputs.qkv, inputs.a, inputs.b)]
     wanted = inputs.qkv.new_empty(len(first[0]), *inputs.states.shape[1::2])
-    rows = inputs.rows._replace(starts=inputs.rows.starts.clamp(max=CHECKED))
+    rows = inputs.rows._replace(starts=inputs.rows.bounds().clamp(max=CHECKED))
     decode.gated_delta_decode_reference(*first, inputs.gates, inputs.states.clone(), rows, wanted)
     check(f"chunks of {num_tokens}", run()[0][0, : len(wanted)], wanted)
     num_bytes = nbytes(inputs.qkv, v) + 2 * nbytes(inputs.states[1:])

@@ -46,19 +46,25 @@ class StatePass:
 
     `tokens`: where the tokens of all pieces stand in the step: a slice, or int64 `[T]` on the device. `starts`:
     int32 `[n + 1]`, where the pieces begin among `tokens`, and where the last one ends. `most_chunks`: at least
-    as many as the pieces have; 0 where they are computed token by token.
+    as many as the pieces have; 0 where they are computed token by token. `is_single`: each has one token.
     """
 
     tokens: slice | Tensor
     starts: Tensor
     slots: StateSlots
     most_chunks: int = 0
+    is_single: bool = False
 
     @property
     def rows(self) -> StateRows:
         """The pieces as the kernels that compute them token by token take them, with the tensors of `own`."""
         places = None if isinstance(self.tokens, slice) else self.tokens
         return StateRows(*self.slots, self.starts, places)
+
+    @property
+    def recurrent_rows(self) -> StateRows:
+        """The same, in which no loop over tokens is compiled where each piece has one."""
+        return self.rows._replace(starts=None) if self.is_single else self.rows
 
     def own(self, *tensors: Tensor) -> list[Tensor]:
         """Returns what `rows` finds its tokens in: views of a slice of the step, or else the tensors."""
@@ -81,7 +87,7 @@ def decode_pass(states: StateMemory, rows: Tensor) -> StatePass:
     """Returns the pass of one token of each of `rows`, int64 `[n]` on the device, with the states that their
     rows say when this runs. A CUDA graph can capture it."""
     starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
-    return StatePass(slice(0, len(rows)), starts, states.slots_of(rows))
+    return StatePass(slice(0, len(rows)), starts, states.slots_of(rows), is_single=True)
 
 
 class _Parts(NamedTuple):

@@ -215,7 +215,7 @@ def causal_conv(x: Tensor, conv: Convolution, states: Tensor, rows: StateRows, o
             heads_record(x),
             taps,
             windows,
-            *rows,
+            *rows._replace(starts=rows.bounds()),
             heads_record(out),
             num_tokens,
             num_sequences,
@@ -226,7 +226,8 @@ def causal_conv(x: Tensor, conv: Convolution, states: Tensor, rows: StateRows, o
 
 def causal_conv_reference(x: Tensor, conv: Convolution, states: Tensor, rows: StateRows, out: Tensor) -> None:
     """Computes `causal_conv` in plain torch, of all sequences at once."""
-    (weight, bias, activation), (reads, writes, starts, places) = conv, rows
+    (weight, bias, activation), (reads, writes, _, places) = conv, rows
+    starts = rows.bounds()
     if places is not None:
         packed = places[: int(starts[-1])]
         found = torch.empty_like(x[packed])

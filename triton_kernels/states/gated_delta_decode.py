@@ -66,7 +66,7 @@ def _gated_delta_decode_kernel(
     bias = tl.load(gates.dt_bias + head).to(tl.float32)
     first, end = tokens_of(starts)
     # Where few programs run, the tokens of a piece are loaded ahead.
-    for token in tl.range(first, end, num_stages=3 if states.BLOCK_V <= 8 else 1):
+    for token in tl.range(first, end, num_stages=3 if starts is not None and states.BLOCK_V <= 8 else 1):
         place = place_of(places, token, token < end)
         q = qkv.data + place * qkv.stride_token + group * states.DK + keys
         query = _unit(tl.load(q, mask=keys < states.DK, other=0.0).to(tl.float32)) * (states.DK**-0.5)

@@ -29,7 +29,7 @@ def decayed_attention(
         return
     function = decay_decode if q.is_cuda else decay_decode_reference
     q, k, v, log_decay, out = one.own(*parts, out)
-    function(q, k, v, log_decay, state, one.rows, out)
+    function(q, k, v, log_decay, state, one.recurrent_rows, out)
 
 
 def _by_fla(

@@ -121,7 +121,7 @@ class GatedDelta:
         if not one.most_chunks:
             function = gated_delta_decode if qkv.is_cuda else gated_delta_decode_reference
             qkv, a, b, out = one.own(qkv, a, b, out)
-            function(qkv, a, b, gates, state, one.rows, out)
+            function(qkv, a, b, gates, state, one.recurrent_rows, out)
             return
         q, k, v = qkv[tokens].split((module.key_dim, module.key_dim, module.value_dim), -1)
         q, k = (part.unflatten(-1, (-1, module.head_k_dim)) for part in (q, k))
