@@ -172,8 +172,6 @@ class KVMemory:
                 self._free(freed)
                 self._change(edit, freed, entries)
         self._free(freed)
-        if self.states is not None:
-            self.states.settle()
         return self._grow(allocs, reuses, allocated)
 
     def _frees(self, edit: Edit, freed: list[torch.Tensor]) -> bool:

@@ -53,8 +53,6 @@ class StateMemory:
         self.table = torch.zeros((max_sequences + 1, 2), dtype=torch.int32, device=device)
         self.cls = cls
         self._segments: dict[int, torch.Tensor] = {}  # the slot of each snapshot, int32 `[1]`
-        # What `settle` does, for which rows.
-        self._waiting: tuple[type[AllocStates] | type[ReadStates], dict[int, None]] = AllocStates, {}
         self.layers: list[dict[str, torch.Tensor]] = []
         try:
             for tensors in spec.states:
@@ -89,22 +87,15 @@ class StateMemory:
         return torch.where(writes > 0, writes, reads)
 
     def apply(self, edit: Edit) -> bool:
-        """Applies an edit of states; `settle` has to follow on the last one. Returns whether it is of nothing
-        else."""
-        kind, waiting = self._waiting
+        """Applies an edit of states. Returns whether it is of nothing else."""
         match edit:
-            case AllocStates(rows) | ReadStates(rows):
-                if kind is not type(edit) or not waiting.keys().isdisjoint(rows):
-                    self.settle()
-                    self._waiting = type(edit), {}
-                self._waiting[1].update(dict.fromkeys(rows))
-                return True
-            case MapSegments(row, _, _, self.cls) | StoreSegment(row, _, _, _, self.cls):
-                if row in waiting:
-                    self.settle()
-            case FreeRange(_, _, _, self.cls) | CopyRow():
-                self.settle()
-        match edit:
+            case AllocStates(rows):
+                to = np.ones(len(rows), dtype=np.int64)
+                chosen, entries = upload([np.array(rows, dtype=np.int64), to], self.table.device)
+                self.allocator.alloc(len(rows), entries=TableEntries(self.table, entries, chosen))
+            case ReadStates(rows):
+                (chosen,) = upload([np.array(rows, dtype=np.int64)], self.table.device)
+                self.table[:, 0].index_copy_(0, chosen, self.table[:, 1].index_select(0, chosen))
             case MapSegments(row, _, segments, self.cls):
                 self.table[row].zero_()
                 if segments:
@@ -122,19 +113,6 @@ class StateMemory:
             case _:
                 return False
         return True
-
-    def settle(self) -> None:
-        """Allocates or reads the states of the rows that wait, of all at once. What the edits after theirs have
-        freed may be allocated to them."""
-        (kind, rows), self._waiting = self._waiting, (AllocStates, {})
-        if not rows:
-            return
-        of_rows, ones = np.array(list(rows), dtype=np.int64), np.ones(len(rows), dtype=np.int64)
-        chosen, entries = upload([of_rows, ones], self.table.device)
-        if kind is AllocStates:
-            self.allocator.alloc(len(rows), entries=TableEntries(self.table, entries, chosen))
-        else:
-            self.table[:, 0].index_copy_(0, chosen, self.table[:, 1].index_select(0, chosen))
 
     def labels(self, holdings: Holdings) -> np.ndarray:
         """Returns the label of each state slot from 1 on (`MemoryMap`), int32 `[num_states]`: one that a row
