@@ -9,6 +9,7 @@ from lightkv.router.config import EngineConfig
 from lightkv.router.engine.admission import Admission
 from lightkv.router.engine.loop import LocalEngine, make_scheduler
 from lightkv.router.engine.request import Request
+from lightkv.router.engine.step import TokenEvent
 from lightkv.router.model.build import assemble
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import SamplingParams
@@ -81,6 +82,32 @@ def test_a_small_pool_preempts_and_aborts_without_a_wrong_token(name: str) -> No
         found = tokens_of(events, str(number))
         assert found == greedy(model, prompt, found)
         assert len(found) == 30 or number == 1
+
+
+@pytest.mark.parametrize("seed", [3, 9, *slow(*range(100, 130))])
+def test_random_loads_with_few_states(seed: int) -> None:
+    """Prompts that begin alike come at random, where a state is evicted, taken over and kept in one step."""
+    rng, model, asked, events = random.Random(seed), hybrid(FIRST), list[list[int]](), list[TokenEvent]()
+    engine, _ = build(
+        FIRST,
+        max_total_tokens=rng.choice([160, 240, 400]),
+        prefill_chunk=rng.choice([16, 64]),
+        max_num_seqs=rng.choice([4, 8]),
+        mamba_full_memory_ratio=rng.choice([0.5, 1.0, 2.0, 3.0]),
+    )
+    for number in range(40):
+        begin = rng.choice(asked) if asked and rng.random() < 0.7 else []
+        begin = begin[: rng.randrange(len(begin) + 1)] if rng.random() < 0.6 else begin
+        own = [rng.randrange(3, VOCABULARY) for _ in range(rng.choice([1, 2, 5, 12, 30]))]
+        asked.append([*begin, *own][:90])
+        boundary = max(len(asked[-1]) - rng.choice([1, 3, 12]), 0) if rng.random() < 0.5 else 0
+        engine.add(request(str(number), asked[-1], rng.choice([1, 3, 12]), boundary))
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            events += engine.step()
+    events += run(engine)
+    for number, prompt in enumerate(asked):
+        answer = tokens_of(events, str(number))
+        assert answer == greedy(model, prompt, answer)
 
 
 def test_turns_of_a_chat_are_the_same_with_and_without_the_cache() -> None:

@@ -50,8 +50,8 @@ and be refused with another: layer types, windows and shared layers are read fro
 Beside layers that see everything, layers with a window or a chunk hold what their next tokens see and 64
 tokens more ([layer groups](memory.md#layer-groups)). Where no layer sees everything, all layers hold all
 tokens. Layers that read the K/V of another layer (Gemma-3n, Gemma-4) hold none. Models with recurrent layers
-(Qwen3.5, LFM2, Nemotron-H and others) need the extra `hybrid` on a GPU. The models here are tiny and random. The
-released checkpoints of two families need more than that:
+(Qwen3.5, LFM2, Nemotron-H and others) need the extra `hybrid` on a GPU. The models here are tiny and random.
+The released checkpoints of two families need more than that:
 
 - **gpt-oss** stores its experts in MXFP4. transformers turns them into bfloat16 while it loads them (42 GB for
   20b, 234 GB for 120b), unless the package `kernels` is installed. lightkv has not been run on them, and its
