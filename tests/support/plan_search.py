@@ -135,7 +135,7 @@ def _router(layer: nn.Module, like: torch.Tensor) -> dict[str, Any]:
 def _order(parts: FoundParts, layer: nn.Module) -> dict[str, Any]:
     for values in _values(*_LAYER):
         parts.plans[layer] = LayerPlan(**values)
-        with suppress(NotFusable, AttributeError, KeyError):
+        with suppress(NotFusable, AttributeError, IndexError, KeyError):
             decoder_layer = parts.decoder_layer(layer)
             parts.own[layer].require_same(partial(layer_forward, layer, decoder_layer, Carry()))
             return values

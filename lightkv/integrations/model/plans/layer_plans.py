@@ -88,7 +88,13 @@ _LLAMA = LayerPlan()
 _QWEN3 = LayerPlan(head_norms=("q_norm", "k_norm"))
 _QWEN3_5 = replace(_QWEN3, mixers=("self_attn", "linear_attn"), is_gated=True)
 _GRANITE = LayerPlan(residual_factor="residual_multiplier")
-_GRANITE_MOE = replace(_GRANITE, mlp=("block_sparse_moe",), router=RouterPlan(name="router"))
+_GRANITE_MOE = replace(
+    _GRANITE,
+    mlp=("block_sparse_moe",),
+    gate_up=("input_linear",),  # of the MLP beside the experts, where there is one
+    down="output_linear",
+    router=RouterPlan(name="router"),
+)
 _ERNIE = LayerPlan(is_interleaved=True)
 _GLM = LayerPlan(is_interleaved=True, gate_up=("gate_up_proj",))
 _GLM4 = replace(_GLM, after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
@@ -126,7 +132,8 @@ _LAYERS: tuple[tuple[LayerPlan, str], ...] = (
         """LlamaDecoderLayer ArceeDecoderLayer Cosmos3EdgeTextDecoderLayer CwmDecoderLayer Emu3DecoderLayer
         GemmaDecoderLayer Jais2DecoderLayer Ministral3DecoderLayer MinistralDecoderLayer MistralDecoderLayer
         OlmoDecoderLayer PaddleOCRDecoderLayer PhimoeDecoderLayer Qwen2DecoderLayer Qwen2VLDecoderLayer
-        Qwen2_5_VLDecoderLayer SeedOssDecoderLayer SmolLM3DecoderLayer Starcoder2DecoderLayer""",
+        Qwen2_5OmniDecoderLayer Qwen2_5_VLDecoderLayer SeedOssDecoderLayer SmolLM3DecoderLayer
+        Starcoder2DecoderLayer""",
     ),
     (replace(_LLAMA, router=_SOFTMAX), "MixtralDecoderLayer Qwen2MoeDecoderLayer"),
     (replace(_LLAMA, router=RouterPlan(name="router")), "AriaTextDecoderLayer"),
@@ -152,14 +159,15 @@ _LAYERS: tuple[tuple[LayerPlan, str], ...] = (
     ),
     (
         replace(_QWEN3, router=_SOFTMAX),
-        "MellumDecoderLayer Qwen3MoeDecoderLayer Qwen3VLMoeTextDecoderLayer",
+        """MellumDecoderLayer Qwen3MoeDecoderLayer Qwen3OmniMoeThinkerTextDecoderLayer
+        Qwen3VLMoeTextDecoderLayer""",
     ),
     (replace(_QWEN3, router=_SIGMOID), "Dots1DecoderLayer ExaoneMoeDecoderLayer FlintDecoderLayer"),
     (replace(_QWEN3, norms_over_all=True), "MiniMaxM2DecoderLayer"),
     (replace(_QWEN3, norms_over_all=True, router=_SOFTMAX), "OlmoeDecoderLayer"),
     (
         replace(_QWEN3, input_norm="attention_layernorm", before_mlp="feedforward_layernorm"),
-        "ApertusDecoderLayer",
+        "ApertusDecoderLayer Apertus1p5TextDecoderLayer",
     ),
     (_LFM2, "Lfm2DecoderLayer"),
     (replace(_LFM2, router=_SIGMOID), "Lfm2MoeDecoderLayer"),
@@ -253,8 +261,9 @@ _LAYERS: tuple[tuple[LayerPlan, str], ...] = (
     ),
     (
         replace(_OWN_ATTENTION, adds_in_order=False),
-        """DiffLlamaDecoderLayer Gemma3nTextDecoderLayer Gemma4TextDecoderLayer Llama4TextDecoderLayer""",
+        "DiffLlamaDecoderLayer Gemma3nTextDecoderLayer Gemma4TextDecoderLayer",
     ),
+    (replace(_OWN_ATTENTION, mlp=("feed_forward",)), "Llama4TextDecoderLayer"),
     (replace(_OWN_ATTENTION, adds_in_order=False, router=_SIGMOID), "BeamDecoderLayer"),
 )
 PLANS = {name: plan for plan, names in _LAYERS for name in names.split()}
@@ -267,7 +276,7 @@ _NORMS: tuple[tuple[NormForm, str], ...] = (
         NormForm(rounded_before=False),
         """RMSNorm AfmoeRMSNorm BeamRMSNorm FlexOlmoRMSNorm FlintRMSNorm Gemma3nRMSNorm Gemma4RMSNorm
         Gemma4UnifiedRMSNorm GptOssRMSNorm HeliumRMSNorm MoshiRMSNorm MuseGlimmerRMSNorm MuseSparkRMSNorm
-        Olmo2RMSNorm Olmo3RMSNorm""",
+        NemotronHRMSNorm Olmo2RMSNorm Olmo3RMSNorm OlmoHybridRMSNorm""",
     ),
     (
         NormForm(plus_one=True, rounded_before=False),
