@@ -143,7 +143,7 @@ _LAYERS: tuple[tuple[LayerPlan, str], ...] = (
     ),
     (
         replace(_LLAMA, router=_SIGMOID),
-        "Glm4MoeDecoderLayer Glm4vMoeTextDecoderLayer SolarOpenDecoderLayer",
+        "Glm4vMoeTextDecoderLayer SolarOpenDecoderLayer",
     ),
     (replace(_LLAMA, angles="once", router=RouterPlan(name="router")), "GptOssDecoderLayer"),
     (
@@ -162,7 +162,10 @@ _LAYERS: tuple[tuple[LayerPlan, str], ...] = (
         """MellumDecoderLayer Qwen3MoeDecoderLayer Qwen3OmniMoeThinkerTextDecoderLayer
         Qwen3VLMoeTextDecoderLayer""",
     ),
-    (replace(_QWEN3, router=_SIGMOID), "Dots1DecoderLayer ExaoneMoeDecoderLayer FlintDecoderLayer"),
+    (
+        replace(_QWEN3, router=_SIGMOID),
+        "Dots1DecoderLayer ExaoneMoeDecoderLayer FlintDecoderLayer Glm4MoeDecoderLayer",
+    ),
     (replace(_QWEN3, norms_over_all=True), "MiniMaxM2DecoderLayer"),
     (replace(_QWEN3, norms_over_all=True, router=_SOFTMAX), "OlmoeDecoderLayer"),
     (
