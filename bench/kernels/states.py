@@ -3,9 +3,9 @@
     python -m bench.kernels.states --out bench/results/states-h100.json
 
 The rows are a token of the gated delta rule for a batch, by lightkv and by fla-core's pooled kernel, which is
-given q, k, v and a decay of each key dim ready made, and a copy of as many states; the convolution of single
-tokens and of a prompt; the norm after them; and a prompt's chunks by fla-core. A row's floor is the time to
-read and write its states, inputs and outputs once. fla-core's sides are left out where it is not installed.
+given q, k, v and a decay of each key dim ready made; the convolution of single tokens and of a prompt; the norm
+after them; and a prompt's chunks by fla-core. A row's floor is the time to read and write its states, inputs
+and outputs once. fla-core's sides are left out where it is not installed.
 """
 
 from collections.abc import Callable, Mapping
@@ -124,8 +124,6 @@ def decode_row(shape: Shape, batch: int, peers: bool) -> Row:
     for name, side in sides.items():
         wanted = inputs.decode(decode.gated_delta_decode_reference, inputs.states.clone())
         check(f"{name}'s decode at {batch}", side().view_as(wanted), wanted)
-    spare = inputs.states[1:].clone()
-    sides["torch's copy of the states"] = lambda: spare.copy_(inputs.states[1:])
     num_bytes = 2 * nbytes(inputs.states[1:]) + nbytes(inputs.qkv) + batch * shape.parts[2] * 2
     tiles = {
         f"{values} values, {warps} warps": {"_tile": constant((values, warps))} for values, warps in TILES
