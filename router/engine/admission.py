@@ -246,7 +246,7 @@ def _has_state(ledger: TokenLedger, request: Request, num_before: int) -> bool:
     match = ledger.match(request.prefill_ids, request.namespace)
     if not match.path or match.path[0].tails[len(ledger.groups.classes)].holders:
         return True
-    # It is the snapshot that the request hits, and would be its own then; it spares others as much.
+    # The last slot has the snapshot that the request hits. It may take that over, unless others will hit it.
     is_shared = match.path[0].is_branching and 2 * match.num_tokens >= request.num_prefill_tokens
     return not num_owed and not (is_shared and ledger.num_open)
 

@@ -12,7 +12,7 @@ _BLOCK = 1024  # columns of a program
 
 
 class ClampedGate(NamedTuple):
-    """(up + by.offset) · gate · sigmoid(alpha · gate), with the gate at most `limit`, and up within ± limit.
+    """(up + offset) · gate · sigmoid(alpha · gate), with the gate at most `limit`, and up within ± limit.
 
     `interleaved`: gate and up take turns in a row; otherwise the gate is its first half.
     """

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from lightkv.errors import LightKVError
+from lightkv.errors import MissingExtra
 from lightkv.memory.state_passes import StatePass
 
 # Takes the parts of the tokens, and states before pieces. Returns the output, and the states after the pieces.
@@ -42,9 +42,6 @@ def compute_chunks(
 
 @cache
 def _require_fla() -> None:
-    """Raises LightKVError where fla-core is not installed."""
+    """Raises MissingExtra where fla-core is not installed."""
     if find_spec("fla") is None:
-        raise LightKVError(
-            "its recurrent layers need fla-core on a GPU, which is not installed; install it with pip install "
-            "'lightkv[hybrid]'"
-        )
+        raise MissingExtra("fla-core", "hybrid", "a model with recurrent layers on a GPU")
