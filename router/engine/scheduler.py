@@ -444,7 +444,7 @@ class Scheduler:
 
     def _step_budget(self, decodes: list[Sequence]) -> StepBudget:
         """Returns the budget of a step with these decodes. A long prompt, which delays itself, counts twice."""
-        kv = sum([sequence.length + 1 for sequence in decodes]) if self._budget.step_time else 0
+        kv = sum([sequence.length for sequence in decodes]) + len(decodes) if self._budget.step_time else 0
         may_admit = self.ledger.num_open < self.limits.max_num_seqs and self.waiting.head is not self._refused
         waiting = self.waiting.num_tokens if may_admit else 0
         waiting += sum([request.num_prefill_left for request in self._prefilling])
