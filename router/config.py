@@ -231,6 +231,11 @@ class EngineConfig:
         "Compute q, k and v as one product, gate and up as one product, norms together with the additions "
         "before them, and the routing of experts in few kernels, in layers where that is found to be the same.",
     )
+    dequantise: bool = setting(
+        False,
+        "Make quantised weights of linear layers dense while they are loaded, in the type of the others: they "
+        "take more memory, and products are those of a model that was never quantised.",
+    )
     kv_events: str | None = setting(
         None,
         "Publish what the cache holds, for gateways that route by prefixes, at tcp://HOST:PORT (HOST *: every "

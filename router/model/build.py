@@ -39,6 +39,7 @@ from lightkv.memory.kv_spec import KVSpec
 from lightkv.router.config import EngineConfig, InvalidConfig
 from lightkv.router.engine.step import Limits, RunnerInfo, StepPlan
 from lightkv.router.engine.step_time import StepTime
+from lightkv.router.model.loading.text_half import left_out_of
 from lightkv.router.model_files import resolve, weight_files
 from lightkv.router.sampling_params import SamplerKind
 from lightkv.router.text.grammars import Grammars
@@ -53,7 +54,6 @@ from .sampler import Sampler
 from .sizes import EngineSizes, MemoryPlan, kv_text, pick_device, pick_dtype, pick_rank_device, use_graphs
 from .step_graphs import CannotCapture, StepGraphs
 from .step_timing import StepTimer, measured_once, shapes
-from .text_half import left_out_of
 from .token_buckets import token_buckets
 
 Report = Callable[[str], None]
@@ -135,7 +135,7 @@ def build_runner(
     directory = directory or find_model(config, report)
     for line in () if ranks is None else ranks.lines:
         report(line)
-    model = load_model(directory, device, pick_dtype(config.dtype), report, ranks)
+    model = load_model(directory, device, pick_dtype(config.dtype), report, ranks, config.dequantise)
     return assemble(model, config, report, kv_scales(config, directory, model.config), directory, ranks)
 
 

@@ -20,18 +20,19 @@ import lightkv
 from lightkv.attention.select import make_backends, pick_backend
 from lightkv.integrations.model.adapters.adapt import adapt
 from lightkv.integrations.model.fused_layers import unplanned_layers
+from lightkv.integrations.model.linears import weight_bytes
 from lightkv.integrations.model.mixers.mixer import mixers_of
 from lightkv.integrations.model.probe import ModelShape, NeedsNumbers, find_shape, probe
 from lightkv.integrations.ranks.group import RankGroup
 from lightkv.integrations.ranks.sharded import divide_shapes
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.router.config import EngineConfig
+from lightkv.router.model.loading.text_half import left_out_of
 
 from .build import kv_scales, use_fp8_prefill
 from .loader import load_model
 from .model_config import load_supported_config
 from .sizes import EngineSizes, kv_text, pick_dtype, pick_rank_device
-from .text_half import left_out_of
 
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "numpy")
 
@@ -73,20 +74,21 @@ def model_info(config: EngineConfig, directory: Path) -> dict[str, Any]:
     if dtype == "auto" and device.type == "cpu":
         dtype = torch.float32  # on the meta device, "auto" is a GPU's type
     scales = kv_scales(config, directory, load_supported_config(directory))
-    model = load_model(directory, torch.device("meta"), dtype, lambda line: None)
+    meta = torch.device("meta")
+    model = load_model(directory, meta, dtype, lambda line: None, dequantise=config.dequantise)
     with (
         RankGroup.of_shapes(config.tensor_parallel) if config.tensor_parallel > 1 else nullcontext() as ranks
     ):
         if ranks is not None:
             divide_shapes(model, ranks)
         parameters = list(model.parameters())
-        weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+        num_bytes = weight_bytes(cast(torch.nn.Module, model))
         shape = _shape(model)  # may change the type of the parameters
     sizes = EngineSizes(config, device, model.config.get_text_config())
     limits = sizes.limits
     shape = sizes.with_format(shape)
     # On the meta device the weights are not on the GPU yet.
-    plan = sizes.memory(shape, weight_bytes if device.type == "cuda" else 0)
+    plan = sizes.memory(shape, num_bytes if device.type == "cuda" else 0)
     spec, pool = shape.spec, plan.pool
     backends = make_backends(config.attention_backend, device, shape.layers)
     use_fp8_prefill(backends, spec, device, scales, config.prefill_dtype, lambda line: None)
@@ -97,7 +99,7 @@ def model_info(config: EngineConfig, directory: Path) -> dict[str, Any]:
         "num_ranks": config.tensor_parallel,
         "dtype": str(spec.dtype).removeprefix("torch."),
         "num_parameters": sum(parameter.numel() for parameter in parameters),
-        "weight_bytes": weight_bytes,
+        "weight_bytes": num_bytes,
         "left_out": left_out_of(model),
         "unfused": unplanned_layers(model) if config.fuse else {"--no-fuse": spec.num_layers},
         "num_layers": spec.num_layers,

@@ -9,22 +9,30 @@ import os
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from lightkv.errors import LightKVError, UnsupportedModel
-from lightkv.integrations.model.kv_scales import without_kv_scheme
 from lightkv.integrations.ranks.group import RankGroup
 from lightkv.integrations.ranks.sharded import load_rank_part
+from lightkv.integrations.weights.config import quantization_config, without_quantization
 from lightkv.memory.kv_pool import free_bytes
+from lightkv.router.model.loading.quantised_layers import quantised_layers
+from lightkv.router.model.loading.text_half import TextHalf, is_wrapper, note_left_out, text_half
 from lightkv.router.model_files import (
     INDEX,
+    StoredTensor,
     UnreadableWeights,
     one_line,
     read_json,
@@ -33,7 +41,6 @@ from lightkv.router.model_files import (
 )
 
 from .model_config import load_checked_config, quiet_transformers, refusing
-from .text_half import TextHalf, is_wrapper, note_left_out, text_half
 
 Report = Callable[[str], None]
 
@@ -57,6 +64,7 @@ def load_model(
     dtype: torch.dtype | Literal["auto"],
     report: Report,
     ranks: RankGroup | None = None,
+    dequantise: bool = False,
 ) -> PreTrainedModel:
     """Loads the model in `directory` onto `device`, in evaluation mode and without gradients.
 
@@ -67,6 +75,7 @@ def load_model(
             and bfloat16 for any other type.
         report: is called with each line of progress.
         ranks: the group of this process, which then reads its own part of the weights; None reads all.
+        dequantise: whether quantised weights become plain ones of `dtype`.
 
     Raises:
         UnsupportedModel: see `check_supported` and, with ranks, `load_rank_part`.
@@ -74,18 +83,31 @@ def load_model(
         ModelTooLarge: the weights do not fit the device. This is checked before any weight is read, since Linux
             grants more CPU memory than it has and kills the process that uses it.
     """
-    config = without_kv_scheme(load_checked_config(directory))
+    config = load_checked_config(directory)
     half = _text_half(directory, config)
-    stored = _StoredBytes.of(directory, half)
+    tensors: dict[str, StoredTensor] = {}
+    for name in weight_files(directory):
+        tensors |= stored_tensors(directory / name)
+    stored = _StoredBytes.of(tensors, half)
+    with refusing(directory, "cannot be loaded"), quiet_transformers():
+        layers = quantised_layers(directory, config, tensors, half)
+    if quantization_config(config).get("quant_method") != "mxfp4":  # which transformers makes dense
+        config = without_quantization(config)
     if dtype == "auto":
         dtype = _auto_dtype(device, getattr(config, "dtype", None), set(stored.read))
-    num_bytes = _loaded_bytes(stored.read, dtype.itemsize) // (1 if ranks is None else ranks.size)
+    num_bytes = _loaded_bytes(stored.read, dtype.itemsize)
+    if layers is not None and dequantise:
+        num_bytes += layers.num_bytes(dtype.itemsize)  # those that are read stay a moment beside them
+    num_bytes //= 1 if ranks is None else ranks.size
     left_out = {name: _loaded_bytes(one, dtype.itemsize) for name, one in stored.left_out.items()}
     free, total = _memory(device)
     if num_bytes > free and device.type != "meta":  # the meta device stores nothing
         raise ModelTooLarge(directory, num_bytes, free, total)
 
     report(f"loading {num_bytes / 1e9:.2f} GB from {directory} onto {device} as {dtype}")
+    if layers is not None:
+        kept = "made dense" if dequantise else "kept so"
+        report(f"of them, {len(layers.weights)} linear layers are in {layers.format.name}, {kept}")
     if half is not None:
         parts = ", ".join(f"{name} ({one / 1e9:.2f} GB)" for name, one in left_out.items())
         report(f"of {half.model_class.__name__}, only texts run here; left out: {parts or 'nothing'}")
@@ -101,11 +123,16 @@ def load_model(
                 "output_loading_info": True,
             }
             model_class: Any = AutoModelForCausalLM if half is None else half.model_class
+            if layers is not None:
+                own = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if half is None else model_class
+                model_class = layers.model_class(own)
             if ranks is None:
                 load = model_class.from_pretrained
                 model, info = load(readable, config=config, device_map={"": device}, **settings)
             else:
                 model, info = load_rank_part(readable, ranks, config, model_class, **settings)
+            if layers is not None:
+                layers.read(model, device, dtype, dequantise)
     except torch.OutOfMemoryError as error:
         raise ModelTooLarge(directory, num_bytes, free, total) from error
     except UnsupportedModel:
@@ -130,7 +157,8 @@ def load_model(
         where = "" if ranks is None else " or than a rank's part has (without --tensor-parallel it may load)"
         raise UnreadableWeights(directory, f"{count}, have another shape than config.json says{where}")
     known = {} if half is None else half.places(info["unexpected_keys"])
-    if unexpected := sorted(set(info["unexpected_keys"]) - known.keys()):
+    names = frozenset[str]() if layers is None else layers.names
+    if unexpected := sorted(set(info["unexpected_keys"]) - known.keys() - names):
         report(f"left out {len(unexpected)} tensors unknown to {type(model).__name__}, {unexpected[0]} first")
     note_left_out(model, left_out)
     report(f"loaded {type(model).__name__} in {time.perf_counter() - started:.1f} s")
@@ -171,16 +199,13 @@ class _StoredBytes:
     left_out: dict[str, Counter[str]]
 
     @classmethod
-    def of(cls, directory: Path, half: TextHalf | None) -> "_StoredBytes":
-        """Reads the headers of the files in `directory`. Raises UnreadableWeights."""
-        tensors: dict[str, tuple[str, int]] = {}
-        for name in weight_files(directory):
-            tensors |= stored_tensors(directory / name)
+    def of(cls, tensors: Mapping[str, StoredTensor], half: TextHalf | None) -> "_StoredBytes":
+        """Counts `tensors`."""
         found = cls(Counter(), defaultdict(Counter))
         places = {} if half is None else half.places(tensors)
-        for name, (dtype, num_bytes) in tensors.items():
+        for name, one in tensors.items():
             counter = found.left_out[places[name]] if name in places else found.read
-            counter[dtype] += num_bytes
+            counter[one.dtype] += one.num_bytes
         return found
 
 

@@ -23,6 +23,7 @@ from lightkv.integrations.model.adapters.adapt import FAMILIES, adapt
 from lightkv.integrations.model.context import first_position
 from lightkv.integrations.model.mixers.mixer import UNKNOWN, has_mixers
 from lightkv.integrations.model.probe import NeedsNumbers, probe
+from lightkv.router.model.loading.text_half import is_wrapper, text_half, wrapper_class
 from lightkv.router.model_files import (
     UnreadableWeights,
     in_line,
@@ -32,8 +33,6 @@ from lightkv.router.model_files import (
     stored_tensors,
     weight_files,
 )
-
-from .text_half import is_wrapper, text_half, wrapper_class
 
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # names used by configurations
 _TOWER_COUNTS = ("decoder_layers", "encoder_layers", "depth")  # of which a model may also have none

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -100,8 +100,18 @@ def weight_files(directory: Path) -> list[str]:
     return sorted(set(names.values()))
 
 
-def stored_tensors(path: Path) -> dict[str, tuple[str, int]]:
-    """Returns the element type ("F32", "BF16", …) and the bytes of each tensor in a safetensors file, by name.
+class StoredTensor(NamedTuple):
+    """A tensor in a safetensors file. `dtype`: as the file names it ("F32", "BF16", …)."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors in a safetensors file, by name.
 
     Raises UnreadableWeights for a damaged file, or one whose size differs from what its header says.
     """
@@ -114,9 +124,11 @@ def stored_tensors(path: Path) -> dict[str, tuple[str, int]]:
     except (OSError, ValueError, SafetensorError) as error:
         raise UnreadableWeights(path, f"is not a whole safetensors file ({one_line(error)})") from error
     header.pop("__metadata__", None)
-    return {
-        name: (one["dtype"], one["data_offsets"][1] - one["data_offsets"][0]) for name, one in header.items()
-    }
+    found = {}
+    for name, one in header.items():
+        begin, end = one["data_offsets"]
+        found[name] = StoredTensor(path, name, one["dtype"], tuple(one["shape"]), end - begin)
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any]:

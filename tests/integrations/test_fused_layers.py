@@ -36,10 +36,10 @@ from lightkv.integrations.model.fused_layers import FusedLayers, find_mlp, fuse_
 from lightkv.integrations.model.fused_norm import Carry, find_norm
 from lightkv.integrations.model.fused_rotary import layout_of
 from lightkv.integrations.model.hf_model import PackedStep, bind, bound
-from lightkv.integrations.model.linears import WeightPart
 from lightkv.integrations.model.plans.layer_plans import LayerPlan
 from lightkv.integrations.model.plans.own_pass import NotFusable
 from lightkv.integrations.weights import onednn
+from lightkv.integrations.weights.weight_part import WeightPart
 from lightkv.triton_kernels.layers.gated_activation import ACTIVATIONS
 from lightkv.triton_kernels.norms import Norm
 from tests.support.eager_models import SMALL, fused_layers, make_model

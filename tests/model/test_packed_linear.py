@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightkv.integrations.model.linears import Linears, WeightPart, linear_forward, prepare_linears
+from lightkv.integrations.model.linears import Linears, linear_forward, prepare_linears
 from lightkv.integrations.weights import onednn
 from lightkv.integrations.weights.onednn import LONG_PIECES, MAX_TOKENS, padded_size, piece_sizes
 from lightkv.integrations.weights.plain import PlainWeight
+from lightkv.integrations.weights.weight_part import WeightPart
 
 torch.manual_seed(0)
 

@@ -1,5 +1,6 @@
-"""Tests of the text half of wrappers (router/model/text_half.py): whole tiny wrappers are saved, and their text
-runs on lightkv, without their towers. test_models.py runs the text half of every wrapper in transformers."""
+"""Tests of the text half of wrappers (router/model/loading/text_half.py): whole tiny wrappers are saved, and
+their text runs on lightkv, without their towers. test_models.py runs the text half of every wrapper in
+transformers."""
 
 import json
 import shutil
@@ -19,8 +20,8 @@ from lightkv.router.cli.app import app
 from lightkv.router.model import loader
 from lightkv.router.model.info import model_info
 from lightkv.router.model.loader import ModelTooLarge, load_model
+from lightkv.router.model.loading.text_half import left_out_of
 from lightkv.router.model.model_config import load_supported_config
-from lightkv.router.model.text_half import left_out_of
 from lightkv.router.model_files import UnreadableWeights
 from tests.support.byte_model import save_byte_model
 from tests.support.combinations import slow

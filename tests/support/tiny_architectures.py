@@ -22,8 +22,8 @@ from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.loop import LocalEngine, make_scheduler
 from lightkv.router.engine.request import Request
 from lightkv.router.model.build import assemble
+from lightkv.router.model.loading.text_half import is_wrapper
 from lightkv.router.model.model_config import load_supported_config
-from lightkv.router.model.text_half import is_wrapper
 
 VOCABULARY = 96
 

@@ -21,8 +21,8 @@ from transformers import (
 
 from lightkv.errors import UnsupportedModel
 from lightkv.router.model.loader import load_model
+from lightkv.router.model.loading.text_half import is_wrapper, text_half
 from lightkv.router.model.model_config import load_supported_config
-from lightkv.router.model.text_half import is_wrapper, text_half
 from tests.support.tiny_architectures import MORE, SIZES, VOCABULARY, answers, own_answers, prompts
 
 CPU = torch.device("cpu")

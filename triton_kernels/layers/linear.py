@@ -114,6 +114,40 @@ def _store_rows(out, bias, total, rows, tokens, in_tokens, stride_out):
     )
 
 
+@triton.jit
+def store_total(
+    total,  # [BLOCK_N, BLOCK_T] float32, what a split adds up
+    out,
+    bias,
+    parts,
+    tickets,
+    block,
+    split,
+    rows,
+    tokens,
+    in_tokens,
+    stride_out,
+    SPLITS: tl.constexpr,
+):
+    """Stores the total of a program; with several splits, the last one of a block stores the sum of all."""
+    BLOCK_N: tl.constexpr = total.shape[0]
+    BLOCK_T: tl.constexpr = total.shape[1]
+    if SPLITS == 1:
+        _store_rows(out, bias, total, rows, tokens, in_tokens, stride_out)
+    else:
+        PART: tl.constexpr = BLOCK_N * BLOCK_T
+        within = tl.arange(0, BLOCK_N)[:, None] * BLOCK_T + tokens[None, :]
+        of_block = parts + block * (SPLITS * PART) + within
+        tl.store(of_block + split * PART, total)
+        tl.debug_barrier()  # the part of every thread is stored before the ticket is taken
+        if tl.atomic_add(tickets + block, 1, sem="acq_rel") == SPLITS - 1:
+            total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+            for other in tl.static_range(SPLITS):
+                total += tl.load(of_block + other * PART, volatile=True)
+            _store_rows(out, bias, total, rows, tokens, in_tokens, stride_out)
+            tl.store(tickets + block, 0)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "K"])
 def _few_tokens_kernel(
     x,  # [T, K]
@@ -151,20 +185,7 @@ def _few_tokens_kernel(
     for k in tl.range(first, end, BLOCK_K, num_stages=STAGES):
         w = tl.load(source + k, eviction_policy="evict_first")
         total = tl.dot(w, tl.load(vectors + k, mask=in_tokens[None, :], other=0.0), total)
-    if SPLITS == 1:
-        _store_rows(out, bias, total, rows, tokens, in_tokens, stride_out)
-    else:
-        PART: tl.constexpr = BLOCK_N * BLOCK_T
-        within = tl.arange(0, BLOCK_N)[:, None] * BLOCK_T + tokens[None, :]
-        of_block = parts + block * (SPLITS * PART) + within
-        tl.store(of_block + split * PART, total)
-        tl.debug_barrier()  # the part of every thread is stored before the ticket is taken
-        if tl.atomic_add(tickets + block, 1, sem="acq_rel") == SPLITS - 1:
-            total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-            for other in tl.static_range(SPLITS):
-                total += tl.load(of_block + other * PART, volatile=True)
-            _store_rows(out, bias, total, rows, tokens, in_tokens, stride_out)
-            tl.store(tickets + block, 0)
+    store_total(total, out, bias, parts, tickets, block, split, rows, tokens, in_tokens, stride_out, SPLITS)
 
 
 def tickets_for(weight: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ from lightkv.integrations.model.plans.own_pass import (
     recorded_calls,
 )
 from lightkv.integrations.ranks.sharded import SummedLinear
+from lightkv.integrations.weights.weight_part import WeightPart
 from lightkv.triton_kernels.norms import Norm
 
 from .context import num_layers
@@ -173,7 +174,8 @@ def few_layers(model: PreTrainedModel, kind: Callable[[int], Hashable]) -> Itera
     for module in _module(model).modules():
         if _runs(module, layer_forward):
             layer = cast(DecoderLayer, cast(Any, module).forward.args[1])
-            weights = tuple((weight.shape, weight.dtype) for weight in module.parameters())
+            weights: tuple[Any, ...] = tuple((weight.shape, weight.dtype) for weight in module.parameters())
+            weights += tuple(type(part.of) for part in module.modules() if isinstance(part, WeightPart))
             key = type(module), weights, kind(cast(Any, layer.attention.module).layer_idx), layer.is_last
             seen[key] += 1
             if seen[key] > 2:

@@ -31,7 +31,7 @@ from lightkv.integrations.model.plans.own_pass import (
     run_fused,
     run_own,
 )
-from lightkv.integrations.weights.plain import PlainWeight
+from lightkv.integrations.weights.weight import Weight
 from lightkv.triton_kernels.norms import Norm
 from lightkv.triton_kernels.write.inputs import HeadNorms
 from lightkv.triton_kernels.write.write_kv import split_qkv
@@ -56,7 +56,7 @@ class AttentionLayout:
     head_dim: int
     v_dim: int
     norms: HeadNorms | None = None
-    joined: PlainWeight | None = None
+    joined: Weight | None = None
 
     def project(
         self, module: Any, x: Tensor, left: HeadNorms | None
@@ -198,7 +198,7 @@ def layout_of(module: Any) -> AttentionLayout | None:
     return cast(AttentionLayout, module.forward.args[1]) if _is_fused(module) else None
 
 
-def use_joined(module: Any, joined: PlainWeight) -> None:
+def use_joined(module: Any, joined: Weight) -> None:
     """Makes the fused forward pass of `module` compute q, k and v by `joined`."""
     layout = cast(AttentionLayout, layout_of(module))
     module.forward = partial(_fused_forward, module, replace(layout, joined=joined))

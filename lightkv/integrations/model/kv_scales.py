@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 
 from lightkv.errors import LightKVError
+from lightkv.integrations.weights.config import quantization_config
 from lightkv.memory.kv_pool import KVPool
 
 # The parts of a layer's name that a scale is stored under, and which of q, K and V it is for.
@@ -59,17 +60,8 @@ class LayerScales(NamedTuple):
 def kv_scheme(config: PreTrainedConfig) -> Mapping[str, object] | None:
     """Returns what a checkpoint's configuration says of quantised K/V (compressed-tensors' `kv_cache_scheme`),
     None if it says nothing."""
-    quantised = getattr(config, "quantization_config", None)
-    scheme = quantised.get("kv_cache_scheme") if isinstance(quantised, Mapping) else None
+    scheme = quantization_config(config).get("kv_cache_scheme")
     return scheme if isinstance(scheme, Mapping) else None
-
-
-def without_kv_scheme(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns a configuration without its `quantization_config` if that is about K/V alone, and changes nothing
-    else: transformers would need the library that wrote it, although no weight is quantised."""
-    if kv_scheme(config) is not None and not config.quantization_config.get("config_groups"):
-        del config.quantization_config
-    return config
 
 
 def read_kv_scales(

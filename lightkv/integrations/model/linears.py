@@ -20,6 +20,9 @@ from torch import Tensor, nn
 
 from lightkv.integrations.weights import onednn
 from lightkv.integrations.weights.plain import PlainWeight
+from lightkv.integrations.weights.quantised import QuantisedWeight
+from lightkv.integrations.weights.weight import Weight
+from lightkv.integrations.weights.weight_part import WeightPart
 
 
 @dataclass
@@ -30,7 +33,7 @@ class Linears:
     `num_placed`: the weights that were packed. `lines`: what to report.
     """
 
-    joined: dict[nn.Module, PlainWeight] = field(default_factory=dict)
+    joined: dict[nn.Module, Weight] = field(default_factory=dict)
     names: dict[nn.Module, Sequence[str]] = field(default_factory=dict)
     num_placed: int = 0
     lines: list[str] = field(default_factory=list)
@@ -112,7 +115,7 @@ def shared_parameters(model: nn.Module) -> set[nn.Parameter]:
 # Join
 
 
-def join(parent: nn.Module, names: Sequence[str], shared: Container[nn.Parameter]) -> PlainWeight | None:
+def join(parent: nn.Module, names: Sequence[str], shared: Container[nn.Parameter]) -> Weight | None:
     """Joins the linear layers of `parent` called `names`, which are given the same input.
 
     Returns None, with nothing changed, unless all are plain and hold their weights alone: a parameter in
@@ -121,7 +124,9 @@ def join(parent: nn.Module, names: Sequence[str], shared: Container[nn.Parameter
     parts = [getattr(parent, name) for name in names]
     if all(isinstance(part, WeightPart) for part in parts):
         (joined, *others) = [part.of for part in parts]
-        return joined if all(other is joined for other in others) else None
+        if all(other is joined for other in others):
+            return cast(Weight, joined)
+        return _join_quantised(parts)
     if not all(is_plain(part) for part in parts):
         return None
     kinds = {(part.weight.dtype, part.weight.device, part.weight.shape[1]) for part in parts}
@@ -131,9 +136,22 @@ def join(parent: nn.Module, names: Sequence[str], shared: Container[nn.Parameter
     return PlainWeight.join(parts)
 
 
+def _join_quantised(parts: Sequence["WeightPart"]) -> Weight | None:
+    """Joins the weights of layers that are quantised in one way, each with a weight of its own."""
+    weights = [part.of for part in parts]
+    if not all(isinstance(weight, QuantisedWeight) for weight in weights):
+        return None
+    if (joined := QuantisedWeight.join(weights)) is not None:
+        begin = 0
+        for part in parts:
+            part.of, part.begin = joined, begin
+            begin += part.out_features
+    return joined
+
+
 def _join_in(
     layer: nn.Module, groups: Mapping[nn.Module, Sequence[str]], shared: set[nn.Parameter]
-) -> dict[nn.Module, PlainWeight]:
+) -> dict[nn.Module, Weight]:
     """Joins each of `groups` in a decoder layer; returns the weights by the module that they are in."""
     on_gpu = any(parameter.is_cuda for parameter in layer.parameters())
     before = [parameter.data for parameter in layer.parameters()] if on_gpu else []
@@ -162,33 +180,15 @@ def _move(weight: Any, shared: set[nn.Parameter]) -> None:
 # Compute
 
 
-def linear_forward(weight: PlainWeight, x: Tensor) -> Tensor:
+def linear_forward(weight: Weight, x: Tensor) -> Tensor:
     """The forward pass of a linear layer."""
     return weight.matmul(x)
 
 
-class WeightPart(nn.Module):
-    """Stands in a model for a linear layer whose weight is packed: the outputs of `of` from `begin` on."""
-
-    def __init__(self, of: PlainWeight, begin: int, size: int) -> None:
-        super().__init__()
-        self.of = of
-        self.in_features, self.out_features = of.shape[1], size
-        self._begin = begin
-        self.eval()
-
-    @property
-    def weight(self) -> Tensor:
-        """A plain copy of the weight, `[out_features, in_features]`, for models that read it directly."""
-        return self.of.dense().narrow(0, self._begin, self.out_features)
-
-    @property
-    def bias(self) -> Tensor | None:
-        return None if self.of.bias is None else self.of.bias.narrow(0, self._begin, self.out_features)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Computes the whole product, and returns the outputs of the part."""
-        return self.of.matmul(x).narrow(-1, self._begin, self.out_features)
+def weight_bytes(model: nn.Module) -> int:
+    """Returns the bytes of the parameters of `model`, and of its weights that are no parameters."""
+    held = {part.of: part.of.nbytes for part in model.modules() if isinstance(part, WeightPart)}
+    return sum(parameter.nbytes for parameter in model.parameters()) + sum(held.values())
 
 
 def _set_forward(layer: nn.Linear) -> None:
@@ -211,6 +211,8 @@ def _pack(model: nn.Module, linears: Linears) -> None:
         return
     began, num_bytes = time.perf_counter(), 0
     for module, weight in linears.joined.items():
+        if not isinstance(weight, PlainWeight):
+            continue
         parts = [(name, getattr(module, name)) for name in linears.names[module]]
         if weight.shape.numel() >= onednn.LEAST_NUMBERS and all(part in places for _, part in parts):
             begin = 0

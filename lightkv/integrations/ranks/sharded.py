@@ -17,6 +17,7 @@ A decoder layer so has two sums: behind the attention's output projection, and b
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -28,6 +29,8 @@ from lightkv.errors import UnsupportedModel
 from lightkv.integrations.model.mixers.heads import Heads
 from lightkv.integrations.model.mixers.mixer import Mixer, mixers_of
 from lightkv.integrations.weights.plain import PlainWeight
+from lightkv.integrations.weights.weight import Weight
+from lightkv.integrations.weights.weight_part import WeightPart, weight_of
 
 from .group import RankGroup
 from .term_room import TermPlace
@@ -90,16 +93,19 @@ class SummedLinear(nn.Module):
     """A linear layer of which each rank has some of the inputs: maps a rank's `[..., in_features]` to the whole
     `[..., out_features]`. `begin`: the ranks are given the inputs of all, and this one's begin there."""
 
-    def __init__(self, linear: nn.Linear, ranks: RankGroup, begin: int | None = None) -> None:
+    def __init__(self, linear: nn.Linear | WeightPart, ranks: RankGroup, begin: int | None = None) -> None:
         super().__init__()
         self.linear = linear
-        self.bias = linear.bias  # added once, to the sum
-        linear.register_parameter("bias", None)
+        if isinstance(linear, WeightPart):
+            self.bias = None  # rank 0 alone keeps it, and adds it to its term
+        else:
+            self.bias = linear.bias  # added once, to the sum
+            linear.register_parameter("bias", None)
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self._ranks = ranks
         self._begin = begin
-        self._weight: PlainWeight | None = None
+        self._weight: Weight | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self._begin is not None:
@@ -118,7 +124,7 @@ class SummedLinear(nn.Module):
     def term(self, x: Tensor, place: TermPlace) -> Tensor:
         """Returns this rank's term of x, `[T, out_features]` in its place."""
         if self._weight is None:
-            self._weight = PlainWeight.load(self.linear)
+            self._weight = weight_of(self.linear)
         rows = x.reshape(-1, x.shape[-1])
         return self._weight.matmul(rows, place.rows(len(rows), self.out_features, x.dtype))
 
@@ -126,7 +132,7 @@ class SummedLinear(nn.Module):
 class GatheredLinear(nn.Module):
     """A linear layer of which each rank computes some of the outputs, and returns all of them."""
 
-    def __init__(self, linear: nn.Linear, ranks: RankGroup, out_features: int) -> None:
+    def __init__(self, linear: nn.Linear | WeightPart, ranks: RankGroup, out_features: int) -> None:
         super().__init__()
         self.linear = linear
         self.in_features = linear.in_features
@@ -276,9 +282,12 @@ def _divide(model: PreTrainedModel, ranks: RankGroup, plan: Mapping[str, str]) -
                 module._parameters[name] = local[parameter]
         vars(module).pop("forward", None)
     for name, module, style in list(_styled(root, plan)):
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear | WeightPart):
             whole_in, whole_out = module.in_features, module.out_features
-            module.out_features, module.in_features = module.weight.shape
+            if isinstance(module, WeightPart):
+                _keep_quantised(module, style, ranks)
+            else:
+                module.out_features, module.in_features = module.weight.shape
             if style == "replicate" and _last(name) in _KEYS_AND_VALUES:
                 _keep_head(module, model.config.get_text_config(), ranks)
             if style in _SUM:
@@ -310,13 +319,20 @@ def _divide_mixers(model: PreTrainedModel, ranks: RankGroup) -> None:
             if isinstance(part, Tensor):
                 _keep_part(module, name, sections, -1, ranks)
                 continue
+            if isinstance(part, WeightPart):
+                ends = accumulate(sections, initial=0)
+                part.keep(0, [_span(begin, size, ranks) for begin, size in zip(ends, sections, strict=False)])
+                continue
             for own, _ in list(part.named_parameters(recurse=False)):
                 _keep_part(part, own, sections, 0, ranks)
             _divide_sizes(part, ("out_features", "in_channels", "out_channels", "groups", "n_groups"), ranks)
         _divide_sizes(module, heads.sizes, ranks)
         output = getattr(module, heads.output)
-        _keep_part(output, "weight", (output.in_features,), 1, ranks)
-        _divide_sizes(output, ("in_features",), ranks)
+        if isinstance(output, WeightPart):
+            _keep_quantised(output, "rowwise", ranks)
+        else:
+            _keep_part(output, "weight", (output.in_features,), 1, ranks)
+            _divide_sizes(output, ("in_features",), ranks)
         setattr(module, heads.output, SummedLinear(output, ranks))
 
 
@@ -351,10 +367,32 @@ def _put(root: nn.Module, name: str, module: nn.Module) -> None:
     setattr(root.get_submodule(parent), own, module)
 
 
-def _keep_head(module: nn.Linear, text: PreTrainedConfig, ranks: RankGroup) -> None:
+def _keep_quantised(module: WeightPart, style: str, ranks: RankGroup) -> None:
+    """Keeps this rank's part of a quantised weight, which transformers' loader does not see."""
+    if "colwise" in style:
+        size, sections = module.out_features, 2 if style.startswith("packed") else 1
+        each = size // sections
+        spans = [(one * each, each) for one in range(sections)]
+        module.keep(0, [_span(begin, count, ranks) for begin, count in spans])
+    elif "rowwise" in style:
+        module.keep(1, [_span(0, module.in_features, ranks)])
+        if ranks.rank > 0:
+            module.of = module.of.without_bias()
+
+
+def _span(begin: int, count: int, ranks: RankGroup) -> tuple[int, int]:
+    """Returns where this rank's part of a section begins, and its size."""
+    size = rank_part_size(count, ranks)
+    own = min(ranks.rank * size, count)
+    return begin + own, min(size, count - own)
+
+
+def _keep_head(module: nn.Linear | WeightPart, text: PreTrainedConfig, ranks: RankGroup) -> None:
     """Keeps the outputs of the one K/V head that the query heads of this rank read."""
     size = module.out_features // text.num_key_value_heads
     begin = ranks.rank * text.num_key_value_heads // ranks.size * size
+    if isinstance(module, WeightPart):
+        return module.keep(0, [(begin, size)])
     part = PlainWeight.load(module).shard(begin, size)
     module.weight = nn.Parameter(part.dense(), requires_grad=False)
     if part.bias is not None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from lightkv.integrations.weights.plain import PlainWeight
+from lightkv.integrations.weights.weight import Weight
 from lightkv.memory.kv_spec import StateTensor
 from lightkv.memory.state_passes import StatePass
 from lightkv.triton_kernels.states.gated_delta_decode import (
@@ -49,7 +49,7 @@ class GatedDelta:
     plan: DeltaPlan
     module: Any
     index: int
-    joined: PlainWeight | None = None
+    joined: Weight | None = None
 
     @property
     def one_input(self) -> tuple[str, ...]:

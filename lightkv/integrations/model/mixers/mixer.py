@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from lightkv.errors import LightKVError, UnsupportedModel
-from lightkv.integrations.weights.plain import PlainWeight
+from lightkv.integrations.weights.weight import Weight
 from lightkv.memory.kv_spec import StateTensor
 from lightkv.memory.state_memory import StateSlots
 from lightkv.memory.state_passes import CHUNK, StatePass
@@ -146,7 +146,7 @@ def bound_mixer(module: Any) -> Any:
     return module.forward.args[0]
 
 
-def join_projections(module: Any, joined: PlainWeight) -> None:
+def join_projections(module: Any, joined: Weight) -> None:
     """Makes a bound mixer compute the linear layers of its input as the one product `joined`."""
     module.forward = partial(_forward, replace(bound_mixer(module), joined=joined))
 

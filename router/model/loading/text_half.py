@@ -55,17 +55,22 @@ class TextHalf:
 
     def places(self, stored: Iterable[str]) -> dict[str, str]:
         """Returns, for each name of a stored tensor that belongs to a module left out, the module's name."""
-        conversions = get_model_conversion_mapping(self._whole)
-        renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
-        converters = [one for one in conversions if isinstance(one, WeightConverter)]
-        base, state = self._whole.base_model_prefix, cast(nn.Module, self._whole).state_dict()
         found = {}
-        for name in sorted(stored):
-            renamed, _ = rename_source_key(name, renamings, converters, base, state)
+        base = self._whole.base_model_prefix
+        for name, renamed in sorted(stored_names(self._whole, stored).items()):
             for module in self.left_out:
                 if renamed.startswith((f"{module}.", f"{module.removeprefix(f'{base}.')}.")):
                     found[name] = module
         return found
+
+
+def stored_names(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
+    """Returns the names in a `model` that transformers finds for those of stored tensors."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    base, state = model.base_model_prefix, cast(nn.Module, model).state_dict()
+    return {name: rename_source_key(name, renamings, converters, base, state)[0] for name in stored}
 
 
 def is_wrapper(config: PreTrainedConfig) -> bool:

@@ -1,0 +1,101 @@
+"""Reads what a checkpoint's configuration says of quantised weights and K/V (`quantization_config`).
+
+transformers' quantisers are not used: they want packages or the hub, or make all weights dense. Which layers
+are quantised is seen from the names of the stored tensors (`router/model/quantised_layers.py`).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from .fp8 import Fp8Format
+from .quantised import Format
+
+_KNOWN = (
+    "lightkv reads fp8 with scales of 128 x 128 blocks (quant_method fp8) and compressed-tensors' "
+    "float-quantized with 8 bits"
+)
+
+
+class UnknownQuantisation(ValueError):
+    """A configuration names a format of weights that is not read here; the message says which are."""
+
+
+def quantization_config(config: PreTrainedConfig) -> Mapping[str, Any]:
+    """Returns a configuration's `quantization_config`, that of its text model if it has none itself; an empty
+    one if neither has one."""
+    for one in (config, config.get_text_config()):
+        found = getattr(one, "quantization_config", None)
+        if isinstance(found, Mapping):
+            return found
+        if found is not None and hasattr(found, "to_dict"):
+            return dict(found.to_dict())
+    return {}
+
+
+def without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns a configuration without its `quantization_config`, by which transformers would choose a
+    quantiser."""
+    for one in (config, config.get_text_config()):
+        if hasattr(one, "quantization_config"):
+            del one.quantization_config
+    return config
+
+
+def weight_format(config: PreTrainedConfig) -> Format | None:
+    """Returns the format of the quantised weights; None if there are none, or of a kind that transformers alone
+    reads (MXFP4). Raises UnknownQuantisation."""
+    fields = quantization_config(config)
+    method = fields.get("quant_method")
+    if not fields or method == "mxfp4" or (_is_compressed(fields) and not fields.get("config_groups")):
+        return None
+    try:
+        if method == "fp8":
+            return _fp8(fields)
+        if _is_compressed(fields):
+            return _compressed_tensors(fields)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UnknownQuantisation(f"its quantization_config has no usable {error}; {_KNOWN}") from error
+    raise UnknownQuantisation(f"its weights are quantised as {method!r}; {_KNOWN}")
+
+
+def _is_compressed(fields: Mapping[str, Any]) -> bool:
+    """Returns whether compressed-tensors wrote the fields; some of its files of K/V alone name no method."""
+    return fields.get("quant_method") == "compressed-tensors" or "kv_cache_scheme" in fields
+
+
+def _fp8(fields: Mapping[str, Any]) -> Format:
+    block, scheme = fields.get("weight_block_size"), fields.get("activation_scheme", "dynamic")
+    if fields.get("fmt", "e4m3") != "e4m3" or (block is not None and list(block) != [128, 128]):
+        raise UnknownQuantisation(
+            f"its weights are fp8 of kind {fields.get('fmt')} in blocks of {block}, and have to be e4m3 in "
+            "128 x 128"
+        )
+    if block is None:
+        raise UnknownQuantisation("its fp8 weights name no weight_block_size, which has to be [128, 128]")
+    return Fp8Format("weight_scale_inv", (128, 128), rounds_input=scheme == "dynamic")
+
+
+def _compressed_tensors(fields: Mapping[str, Any]) -> Format:
+    groups = list(fields["config_groups"].values())
+    formats = {_group_format(fields, group) for group in groups}
+    if len(formats) != 1:
+        raise UnknownQuantisation(f"its weights are in {len(formats)} formats at once; {_KNOWN}")
+    return formats.pop()
+
+
+def _group_format(fields: Mapping[str, Any], group: Mapping[str, Any]) -> Format:
+    """Returns the format of a group of layers, as compressed-tensors describes it."""
+    weights, inputs = group["weights"], group.get("input_activations")
+    name = group.get("format") or fields.get("format")
+    kind, bits, strategy = weights["type"], weights["num_bits"], weights.get("strategy")
+    if name == "float-quantized" and (kind, bits) == ("float", 8):
+        blocks = {"tensor": (0, 0), "channel": (1, 0)}
+        if strategy == "block" and weights.get("block_structure") == [128, 128]:
+            blocks["block"] = (128, 128)
+        if strategy in blocks:
+            return Fp8Format("weight_scale", blocks[strategy], bool((inputs or {}).get("dynamic")))
+    raise UnknownQuantisation(
+        f"its weights are {name} of type {kind} with {bits} bits and scales by {strategy}; {_KNOWN}"
+    )

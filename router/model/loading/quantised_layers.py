@@ -1,0 +1,220 @@
+"""Finds the quantised layers of a checkpoint from the headers of its files, and reads their weights.
+
+transformers loads the model without them: a `WeightPart` stands in the place of each, and its weight is read
+once all else is loaded, and divided among ranks. Layers that the checkpoint leaves out are plain, and stay so.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from lightkv.errors import UnsupportedModel
+from lightkv.integrations.weights.config import UnknownQuantisation, weight_format
+from lightkv.integrations.weights.quantised import Format, QuantisedWeight
+from lightkv.integrations.weights.weight_part import WeightPart
+from lightkv.router.model_files import StoredTensor, UnreadableWeights, list_some
+
+from .text_half import TextHalf, stored_names
+
+_TYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+}
+_FEW_BITS = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")  # of which a plain tensor cannot be made without scales
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A quantised weight in the files. `found`: what is read, without its numbers (on the meta device). `cuts`:
+    the parts of it that are read."""
+
+    format: Format
+    tensors: Mapping[str, StoredTensor]
+    bias_of: StoredTensor | None
+    found: QuantisedWeight
+    cuts: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
+
+    @classmethod
+    def of(
+        cls, format: Format, tensors: Mapping[str, StoredTensor], bias: StoredTensor | None
+    ) -> "StoredWeight":
+        """Returns the weight of the checked `tensors` of a layer."""
+        empty = {name: _empty(one) for name, one in tensors.items()}
+        of_bias = None if bias is None else _empty(bias)
+        return cls(format, tensors, bias, format.weight(empty, of_bias, torch.bfloat16))
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.found.shape
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.found.bias
+
+    def part(self, dim: int, spans: Any) -> "StoredWeight":
+        """Returns what `QuantisedWeight.part` does, of which nothing is read yet."""
+        return replace(self, found=self.found.part(dim, spans), cuts=(*self.cuts, (dim, tuple(spans))))
+
+    def without_bias(self) -> "StoredWeight":
+        """Returns the weight without its bias."""
+        return replace(self, found=self.found.without_bias(), bias_of=None)
+
+    def read(self, device: torch.device, dtype: torch.dtype) -> QuantisedWeight:
+        """Reads the weight onto `device`, to be multiplied in `dtype`."""
+        if device.type == "meta":
+            return self.found
+        bias = None if self.bias_of is None else _read(self.bias_of, device).to(dtype)
+        tensors = {name: _read(one, device) for name, one in self.tensors.items()}
+        weight = self.format.weight(tensors, bias, dtype)
+        for dim, spans in self.cuts:
+            weight = weight.part(dim, spans)
+        return weight
+
+
+@dataclass(frozen=True)
+class QuantisedLayers:
+    """The quantised layers of a checkpoint. `weights`: by the layer's name in the model. `names`: of their
+    tensors in the files."""
+
+    format: Format
+    weights: Mapping[str, StoredWeight]
+    names: frozenset[str]
+
+    def model_class(self, base: Any) -> Any:
+        """Returns a subclass of a class of models, in whose models a WeightPart without numbers stands in the
+        place of each layer. Name and module are those of `base`: by them transformers finds what to do with
+        names."""
+        weights = self.weights
+
+        def init(model: Any, config: PreTrainedConfig) -> None:
+            base.__init__(model, config)
+            for name, weight in weights.items():
+                parent, _, own = name.rpartition(".")
+                setattr(model.get_submodule(parent), own, WeightPart(weight, 0, weight.shape[0]))
+
+        def from_config(cls: Any, config: PreTrainedConfig, **arguments: Any) -> Any:
+            return cls._from_config(copy.deepcopy(config), **arguments)  # which writes into it
+
+        body = {"__init__": init, "__module__": base.__module__, "from_config": classmethod(from_config)}
+        return type(base.__name__, (base,), body)
+
+    def read(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype, dense: bool) -> None:
+        """Reads the weights of the layers of a loaded `model` onto `device`. `dense`: as plain linear
+        layers."""
+        for parent in list(cast(nn.Module, model).modules()):
+            for name, part in list(parent.named_children()):
+                if isinstance(part, WeightPart) and isinstance(part.of, StoredWeight):
+                    part.of = part.of.read(device, dtype)
+                    if dense:
+                        setattr(parent, name, _dense(part))
+
+    def num_bytes(self, itemsize: int) -> int:
+        """Returns the bytes of the weights as plain ones of `itemsize` bytes."""
+        return sum(weight.shape.numel() for weight in self.weights.values()) * itemsize
+
+
+def quantised_layers(
+    directory: Path, config: PreTrainedConfig, stored: Mapping[str, StoredTensor], half: TextHalf | None
+) -> QuantisedLayers | None:
+    """Returns the quantised layers of the checkpoint in `directory`, whose tensors are `stored`; None if it has
+    none.
+
+    Raises:
+        UnsupportedModel: the format is unknown, or a layer of the model has none that is read here.
+        UnreadableWeights: the tensors do not fit the format that the configuration names.
+    """
+    try:
+        format = weight_format(config)
+    except UnknownQuantisation as error:
+        raise UnsupportedModel(_architecture(config), str(error)) from error
+    if format is None:
+        if strange := sorted(name for name, one in stored.items() if one.dtype in _FEW_BITS):
+            reason = f"stores {list_some(strange)} in fp8, and config.json has no quantization_config for it"
+            raise UnreadableWeights(directory, reason)
+        return None
+    with torch.device("meta"):
+        auto: Any = AutoModelForCausalLM if half is None else half.model_class
+        model = auto.from_config(config, dtype=torch.bfloat16)
+    left_out = {} if half is None else half.places(stored)
+    known = {name: one for name, one in stored.items() if name not in left_out}
+    ends = {name.rpartition(".")[0] for name in known if name.endswith(f".{format.marker}")}
+    if not ends:
+        reason = f"has no tensor …{format.marker}, though config.json says that its weights are {format.name}"
+        raise UnreadableWeights(directory, reason)
+    weights, names = {}, set[str]()
+    modules = dict(cast(nn.Module, model).named_modules())
+    places = stored_names(model, [f"{stem}.weight" for stem in ends])
+    for stem in sorted(ends):
+        own = places[f"{stem}.weight"].removesuffix(".weight")
+        module = modules.get(own)
+        if type(module) is not nn.Linear:
+            what = f"{stem} is stored in {format.name}, and is no linear layer of the model"
+            raise UnsupportedModel(_architecture(config), f"{what}; --dequantise does not change this")
+        tensors = _checked(directory, known, stem, module, format)
+        bias = known.get(f"{stem}.bias")
+        if (bias is None) == (module.bias is not None):
+            reason = f"has {'no' if bias is None else 'a'} {stem}.bias, unlike the model of config.json"
+            raise UnreadableWeights(directory, reason)
+        weights[own] = StoredWeight.of(format, tensors, bias)
+        names |= {f"{stem}.{name}" for name in (*tensors, "bias")}
+    if strange := sorted(name for name, one in known.items() if one.dtype in _FEW_BITS and name not in names):
+        raise UnreadableWeights(directory, f"has no {format.marker} for {list_some(strange)}")
+    return QuantisedLayers(format, weights, frozenset(names))
+
+
+def _checked(
+    directory: Path, stored: Mapping[str, StoredTensor], stem: str, module: nn.Linear, format: Format
+) -> dict[str, StoredTensor]:
+    """Returns the tensors of a layer. Raises UnreadableWeights for one that is missing or of another shape."""
+    try:
+        wanted = format.wanted(module.out_features, module.in_features)
+    except ValueError as error:
+        raise UnreadableWeights(directory, f"{stem}: {error}") from error
+    found = {}
+    for name, (types, shapes) in wanted.items():
+        one = stored.get(f"{stem}.{name}")
+        if one is None or one.dtype not in types or one.shape not in shapes:
+            is_now = "is missing" if one is None else f"is {one.dtype} {list(one.shape)}"
+            wants = f"{' or '.join(types)} {' or '.join(str(list(shape)) for shape in shapes)}"
+            reason = f"{stem}.{name} {is_now}, and has to be {wants} in {format.name}"
+            raise UnreadableWeights(directory, reason)
+        found[name] = one
+    return found
+
+
+def _dense(part: WeightPart) -> nn.Linear:
+    """Returns a plain linear layer with the weight of `part`."""
+    bias = part.bias
+    with torch.device("meta"):
+        linear = nn.Linear(part.in_features, part.out_features, bias=bias is not None)
+    linear.weight = nn.Parameter(part.weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
+def _architecture(config: PreTrainedConfig) -> str:
+    return (getattr(config, "architectures", None) or [config.model_type])[0]
+
+
+def _empty(stored: StoredTensor) -> Tensor:
+    return torch.empty(stored.shape, dtype=_TYPES.get(stored.dtype, torch.bfloat16), device="meta")
+
+
+def _read(stored: StoredTensor, device: torch.device) -> Tensor:
+    """Returns a tensor in memory of its own: one that is read onto a CPU would be a view of the file."""
+    with safe_open(stored.path, framework="pt", device=str(device)) as file:
+        tensor: Tensor = file.get_tensor(stored.name)
+    return tensor.clone() if device.type == "cpu" else tensor

@@ -1,0 +1,232 @@
+"""Tests of models whose weights are stored in 8 or 4 bits (router/model/loading/quantised_layers.py,
+lightkv/integrations/weights/). The checkpoints are written by the published layouts of their formats."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightkv.errors import UnsupportedModel
+from lightkv.integrations.model.linears import weight_bytes
+from lightkv.integrations.ranks.group import RankGroup
+from lightkv.integrations.weights.config import weight_format
+from lightkv.integrations.weights.quantised import CannotDivide, QuantisedWeight
+from lightkv.integrations.weights.weight_part import WeightPart
+from lightkv.router import EngineConfig, SamplingParams
+from lightkv.router.engine.loop import LocalEngine, make_scheduler
+from lightkv.router.engine.request import Request
+from lightkv.router.model.build import build_runner
+from lightkv.router.model.info import model_info
+from lightkv.router.model.loader import load_model
+from lightkv.router.model_files import UnreadableWeights
+from tests.support.quantised_checkpoints import FORMATS, save_quantised
+from tests.support.ranks import run_ranks
+from tests.support.tiny_architectures import answers, own_answers, prompts, random_weights, tiny
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+# Sizes of which each format has whole blocks, also of the parts of two ranks.
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "num_hidden_layers": 2}
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True},
+    "qwen3": {},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+}
+
+
+def saved(directory: Path, form: str, family: str = "llama", **fields: Any) -> PreTrainedModel:
+    """Saves a tiny model in a format, and returns the model of the weights that are stored, made dense."""
+    model = random_weights(tiny(family, fields=SIZES | OF_FAMILY[family] | fields))
+    save_quantised(model, directory, form)
+    return model
+
+
+def loaded(directory: Path, **arguments: Any) -> PreTrainedModel:
+    return load_model(directory, CPU, torch.float32, lambda line: None, **arguments)
+
+
+def parts(model: PreTrainedModel) -> list[WeightPart]:
+    return [module for module in model.modules() if isinstance(module, WeightPart)]
+
+
+def greedy(ranks: RankGroup | None, directory: str, dequantise: bool = False) -> list[list[int]]:
+    """Returns the answers of an engine, with ranks if there are some."""
+    settings = {"device": "cpu", "dtype": "float32", "max_total_tokens": 400, "max_model_len": 100}
+    config = EngineConfig(directory, **settings, prefill_chunk=16, dequantise=dequantise)
+    runner, info = build_runner(config, lambda line: None, ranks=ranks)
+    engine = LocalEngine(make_scheduler(info), runner)
+    params, found = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), []
+    for idx, prompt in enumerate(prompts()):
+        request = Request(str(idx), torch.tensor(prompt, dtype=torch.int32).numpy().tobytes(), params, seed=0)
+        engine.add(request)
+        while engine.has_work:
+            engine.step()
+        found.append(list(request.output))
+    engine.check()
+    return found
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("family", OF_FAMILY)
+def test_answers_are_those_of_the_dense_model(tmp_path: Path, family: str, form: str) -> None:
+    dense = saved(tmp_path, form, family)
+    own, model = own_answers(dense, prompts()), loaded(tmp_path)
+    assert len(parts(model)) == sum(type(one) is nn.Linear for one in dense.modules()) - 1  # but the head
+    assert answers(model, prompts(), prefill_chunk=16) == own
+    assert any(part.of.shape[0] > part.out_features for part in parts(model))  # q, k and v as one product
+    unfused = answers(loaded(tmp_path), prompts(), prefill_chunk=16, fuse=False)
+    assert unfused == own
+    plain = loaded(tmp_path, dequantise=True)
+    assert not parts(plain)
+    for name, parameter in dense.named_parameters():
+        torch.testing.assert_close(plain.get_parameter(name), parameter, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_weight_is_what_its_numbers_stand_for(form: str) -> None:
+    written = FORMATS[form]
+    found = []
+    for n in (256, 384):
+        stored = written.quantise(torch.randn(n, 512) * 0.1)
+        weight = format_of(form).weight(stored.tensors, torch.randn(n), torch.float32)
+        torch.testing.assert_close(weight.dense().double(), stored.dense, rtol=1e-6, atol=0)
+        assert weight.nbytes < stored.dense.numel() * 1.3
+        found.append(weight)
+    joined = QuantisedWeight.join(found)
+    assert joined is not None
+    x = torch.randn(2, 3, 512)
+    each = torch.cat([one.matmul(x) for one in found], -1)
+    torch.testing.assert_close(joined.matmul(x), each)
+    assert torch.equal(joined.dense(), torch.cat([one.dense() for one in found]))
+    rows = joined.part(0, [(128, 128), (384, 128)])
+    assert torch.equal(rows.dense(), torch.cat([joined.dense()[128:256], joined.dense()[384:512]]))
+    columns = joined.part(1, [(128, 256)])
+    assert torch.equal(columns.dense(), joined.dense()[:, 128:384])
+    assert columns.bias is joined.bias
+    assert torch.equal(rows.bias[128:], joined.bias[384:512])
+
+
+def format_of(form: str) -> Any:
+    config = tiny("llama")
+    config.quantization_config = FORMATS[form].config
+    return weight_format(config)
+
+
+def test_parts_of_blocks_are_refused() -> None:
+    tensors = FORMATS["fp8"].quantise(torch.randn(256, 320)).tensors
+    weight = format_of("fp8").weight(tensors, None, torch.float32)
+    assert weight.part(1, [(256, 64)]).shape == (256, 64)  # the last block is a smaller one
+    for dim, span in ((0, (64, 128)), (1, (0, 160))):
+        with pytest.raises(CannotDivide, match="for each 128 cannot be held by themselves; choose"):
+            weight.part(dim, [span])
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_bytes_are_those_that_are_held(tmp_path: Path, form: str) -> None:
+    saved(tmp_path, form)
+    model, lines = loaded(tmp_path), list[str]()
+    num_bytes = weight_bytes(model)
+    config = EngineConfig(str(tmp_path), device="cpu", dtype="float32", max_total_tokens=40)
+    assert model_info(config, tmp_path)["weight_bytes"] == num_bytes
+    load_model(tmp_path, CPU, torch.float32, lines.append)
+    assert any("14 linear layers are in " in line and line.endswith("kept so") for line in lines)
+    dense = sum(parameter.nbytes for parameter in loaded(tmp_path, dequantise=True).parameters())
+    assert num_bytes < 0.55 * dense
+
+
+@pytest.mark.parametrize(("form", "family"), [("fp8", "llama"), ("fp8-channel", "olmo_hybrid")])
+def test_two_ranks_answer_as_one(tmp_path: Path, form: str, family: str) -> None:
+    own = own_answers(saved(tmp_path, form, family), prompts())
+    assert greedy(None, str(tmp_path)) == own
+    assert run_ranks(2, greedy, str(tmp_path)) == [own, own]
+
+
+# Refused before a weight is read
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+Q = "model.layers.1.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda one: one.pop(f"{Q}.weight_scale_inv"), f"has no weight_scale_inv for {Q}.weight"),
+        (lambda one: one.pop(f"{Q}.weight"), f"{Q}.weight is missing, and has to be F8_E4M3"),
+        (
+            lambda one: one.update({f"{Q}.weight_scale_inv": torch.ones(3, 2)}),
+            rf"{Q}.weight_scale_inv is F32 \[3, 2\], and has to be F32 or BF16 or F16 \[4, 2\] in fp8, a scale",
+        ),
+        (
+            lambda one: one.update({f"{Q}.weight": torch.ones(512, 256)}),
+            rf"{Q}.weight is F32 \[512, 256\], and has to be F8_E4M3 \[512, 256\]",
+        ),
+        (lambda one: one.update({f"{Q}.bias": torch.ones(512)}), f"has a {Q}.bias, unlike the model"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, Tensor]], None], message: str
+) -> None:
+    saved(tmp_path, "fp8", attention_bias=False)
+    rewrite(tmp_path, change)
+    for device in (CPU, META):
+        with pytest.raises(UnreadableWeights, match=message):
+            load_model(tmp_path, device, torch.float32, lambda line: None)
+
+
+NAMES_KNOWN = ".*lightkv reads fp8"
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"quant_method": "hqq"}, UnsupportedModel, f"quantised as 'hqq'{NAMES_KNOWN}"),
+        ({"weight_block_size": [64, 64]}, UnsupportedModel, r"in blocks of \[64, 64\].* 128 x 128"),
+        ({"weight_block_size": None}, UnsupportedModel, "no weight_block_size, which has"),
+        ({"fmt": "e5m2"}, UnsupportedModel, "kind e5m2"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {}}},
+            UnsupportedModel,
+            f"no usable 'weights'{NAMES_KNOWN}",
+        ),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": 3}}, UnsupportedModel, "no usable"),
+        (
+            None,
+            UnreadableWeights,
+            r"stores model.layers.* in fp8, and config.json has no quantization_config",
+        ),
+    ],
+)
+def test_configurations_that_are_not_known_are_refused(
+    tmp_path: Path, fields: dict[str, Any] | None, error: type[Exception], message: str
+) -> None:
+    saved(tmp_path, "fp8")
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    if fields is None:
+        del config["quantization_config"]
+    else:
+        config["quantization_config"] |= fields
+    path.write_text(json.dumps(config))
+    with pytest.raises(error, match=message):
+        load_model(tmp_path, META, torch.float32, lambda line: None)
+
+
+def test_a_configuration_for_plain_weights_is_refused(tmp_path: Path) -> None:
+    random_weights(tiny("llama")).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = FORMATS["fp8"].config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnreadableWeights, match="has no tensor …weight_scale_inv, though"):
+        load_model(tmp_path, META, torch.float32, lambda line: None)
