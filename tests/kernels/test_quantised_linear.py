@@ -1,0 +1,114 @@
+"""Tests of triton_kernels/layers/quantised_linear.py: products with weights in 8 and 4 bits."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightkv.triton_kernels.layers.linear import tickets_for
+from lightkv.triton_kernels.layers.quantised_linear import (
+    MAX_TOKENS,
+    QuantisedTensors,
+    dequantised,
+    fp8_rows,
+    quantised_linear,
+)
+
+KINDS = ("blocks", "rows", "int4", "int4 with zeros")
+
+
+def tensors_of(kind: str, n: int, k: int, device: torch.device, group: int = 128) -> QuantisedTensors:
+    """Returns random numbers with scales of which each is another one."""
+    numbers = torch.randn(n, k, device=device).to(torch.float8_e4m3fn)
+    if kind == "blocks":
+        scales = torch.rand(-(-n // group), k // group, device=device) + 0.5
+        return QuantisedTensors(numbers, scales, None, (group, group))
+    if kind == "rows":
+        return QuantisedTensors(numbers, torch.rand(n, 1, device=device) + 0.5, None, (1, 0))
+    data = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
+    zeros = (
+        torch.randint(0, 16, (n, k // group), dtype=torch.uint8, device=device) if "zeros" in kind else None
+    )
+    return QuantisedTensors(data, torch.rand(n, k // group, device=device) + 0.5, zeros, (1, group))
+
+
+def dense(tensors: QuantisedTensors) -> Tensor:
+    """Returns the weight in float64."""
+    (rows, group), n, k = tensors.block, len(tensors.data), tensors.num_columns
+
+    def spread(one: Tensor) -> Tensor:
+        return one.double().repeat_interleave(rows, 0)[:n].repeat_interleave(group or k, 1)
+
+    if tensors.data.dtype != torch.uint8:
+        return tensors.data.double() * spread(tensors.scales)
+    halves = tensors.data.view(n, -1, group // 2)
+    numbers = torch.cat([halves & 15, halves >> 4], -1).view(n, k).double()
+    zeros = 8.0 if tensors.zeros is None else spread(tensors.zeros)
+    return (numbers - zeros) * spread(tensors.scales)
+
+
+def close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
+    assert float((found.double() - wanted).abs().max() / wanted.abs().max()) <= tolerance
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_those_of_the_dense_weight(device: torch.device, kind: str) -> None:
+    torch.manual_seed(0)
+    group, (n, k) = (128, (1024, 1536)) if device.type == "cuda" else (32, (48, 160))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    tolerance = 1e-2 if device.type == "cuda" else 1e-6
+    tensors = tensors_of(kind, n, k, device, group)
+    weight, tickets = dense(tensors), tickets_for(tensors.data)
+    close(dequantised(tensors, dtype), weight, tolerance)
+    for num_tokens in (1, 3, 16) if device.type == "cpu" else (1, 2, 16, 33, 64):
+        for bias in (None, torch.randn(n, device=device, dtype=dtype)):
+            x = torch.randn(1, num_tokens, k, device=device).to(dtype)
+            wanted = x.double() @ weight.t() + (0.0 if bias is None else bias.double())
+            found = quantised_linear(x, tensors, bias, tickets)
+            assert found is not None
+            close(found, wanted, tolerance)
+            out = torch.empty_like(found)
+            assert quantised_linear(x, tensors, bias, tickets, out) is out
+            assert torch.equal(out, found)
+    assert not tickets.any()
+
+
+def test_more_tokens_and_odd_sizes_have_no_kernel(device: torch.device) -> None:
+    tensors = tensors_of("rows", 64, 128, device)
+    x = torch.randn(MAX_TOKENS + 1, 128, device=device)
+    assert quantised_linear(x, tensors, None, tickets_for(tensors.data)) is None
+    odd = tensors_of("rows", 50, 128, device)
+    assert quantised_linear(x[:2], odd, None, tickets_for(odd.data)) is None
+
+
+@pytest.mark.parametrize("group", [128, 384])
+def test_tokens_in_fp8_are_near_the_tokens(device: torch.device, group: int) -> None:
+    x = torch.randn(5, 384, device=device)
+    x[2] *= 1000
+    rows, scales = fp8_rows(x, group)
+    assert rows.shape == (16, 384)
+    assert scales.shape == (16, 384 // group)
+    assert scales.stride(0) == 1
+    assert not rows[5:].float().any()
+    found = rows[:5].double() * scales[:5].double().repeat_interleave(group, 1)
+    share = 0.07 if device.type == "cuda" else 0.13  # the interpreter cuts off what a GPU rounds
+    assert bool(((found - x.double()).abs() <= x.abs() * share + x.abs().amax(1, keepdim=True) * 2e-3).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["blocks", "rows"])
+def test_many_tokens_in_fp8(kind: str) -> None:
+    from lightkv.integrations.weights.fp8 import Fp8Weight
+
+    tensors = tensors_of(kind, 1024, 1536, torch.device("cuda"))
+    bias = torch.randn(1024, device="cuda", dtype=torch.bfloat16)
+    weight = Fp8Weight(tensors, bias, torch.bfloat16)
+    for num_tokens in (65, 100, 1000):
+        x = torch.randn(num_tokens, 1536, device="cuda", dtype=torch.bfloat16)
+        wanted = x.double() @ dense(tensors).t() + bias.double()
+        found = weight.matmul(x)
+        assert found.shape == wanted.shape
+        error = float((found.double() - wanted).norm() / wanted.norm())
+        assert error < 0.05
+        exact = Fp8Weight(tensors, bias, torch.bfloat16)
+        exact.rounds_input = False
+        close(exact.matmul(x), wanted, 1e-2)
