@@ -3,6 +3,7 @@ tools that make such checkpoints are no dependency of the tests."""
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,11 +67,77 @@ def _fp8_config(strategy: str) -> dict[str, Any]:
     return compressed("float-quantized", {**numbers, "strategy": strategy}, inputs)
 
 
+def _groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns numbers from 0 to 15 `[N, K]`, and scales, float16, and zeros, each `[N, K / group]`."""
+    grouped = weight.unflatten(1, (-1, group))
+    low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+    scales = ((high - low) / 15).clamp(min=1e-4).half()
+    zeros = (-low / scales.float()).round().clamp(1, 15)  # the first version of GPTQ cannot store 0
+    numbers = (grouped / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15)
+    return numbers.flatten(1).int(), scales, zeros.int()
+
+
+def _dense(numbers: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    group = numbers.shape[1] // scales.shape[1]
+    spread = [one.double().repeat_interleave(group, 1) for one in (scales, zeros)]
+    return (numbers.double() - spread[1]) * spread[0]
+
+
+def _packed(numbers: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """Packs eight numbers along `dim` into a word: the number at `order[i]` into bits 4 i to 4 i + 3."""
+    eights = pad(numbers, (0, 0, 0, -len(numbers) % 8) if dim == 0 else (0, 0)).long().unflatten(dim, (-1, 8))
+    words = sum(eights.select(dim + 1, own) << 4 * place for place, own in enumerate(order))
+    return (words & 0xFFFFFFFF).to(torch.uint32).view(torch.int32).contiguous()
+
+
+def packed_groups(weight: Tensor, group: int = 128, symmetric: bool = True) -> Quantised:
+    """Numbers along inputs, zeros along outputs (compressed-tensors, pack-quantized)."""
+    if symmetric:
+        scales = (weight.unflatten(1, (-1, group)).abs().amax(-1) / 7).clamp(min=1e-4).bfloat16()
+        grouped = weight.unflatten(1, (-1, group)) / scales.float()[..., None]
+        numbers, zeros = (grouped.round().clamp(-8, 7) + 8).flatten(1).int(), torch.full(scales.shape, 8)
+    else:
+        numbers, scales, zeros = _groups(weight, group)
+    tensors = {
+        "weight_packed": _packed(numbers, 1),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    if not symmetric:
+        tensors["weight_zero_point"] = _packed(zeros, 0)
+    return Quantised(tensors, _dense(numbers, scales, zeros))
+
+
+def awq_groups(weight: Tensor) -> Quantised:
+    """Numbers and zeros along outputs, in AWQ's order."""
+    numbers, scales, zeros = _groups(weight, 128)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    words = {"qweight": _packed(numbers.t(), 1, order), "qzeros": _packed(zeros.t(), 1, order)}
+    return Quantised({**words, "scales": scales.t().contiguous()}, _dense(numbers, scales, zeros))
+
+
+def gptq_groups(weight: Tensor, subtracted: int) -> Quantised:
+    """Numbers along inputs; of zeros the first version stores one less."""
+    numbers, scales, zeros = _groups(weight, 64)
+    tensors = {
+        "qweight": _packed(numbers.t(), 0),
+        "qzeros": _packed(zeros.t() - subtracted, 1),
+        "scales": scales.t().contiguous(),
+        "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // 64,
+    }
+    return Quantised(tensors, _dense(numbers, scales, zeros))
+
+
 class Written(NamedTuple):
     """How a format is written: a layer's tensors, and the configuration."""
 
     quantise: Callable[[Tensor], Quantised]
     config: dict[str, Any]
+
+
+def _packed_config(group: int, symmetric: bool) -> dict[str, Any]:
+    numbers = {"num_bits": 4, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": group}
+    return compressed("pack-quantized", numbers, None)
 
 
 FORMATS: dict[str, Written] = {
@@ -85,12 +152,30 @@ FORMATS: dict[str, Written] = {
     ),
     "fp8-channel": Written(fp8_channels, _fp8_config("channel")),
     "fp8-tensor": Written(fp8_tensor, _fp8_config("tensor")),
+    "w4a16": Written(packed_groups, _packed_config(128, True)),
+    "w4a16-zeros": Written(partial(packed_groups, group=32, symmetric=False), _packed_config(32, False)),
+    "awq": Written(
+        awq_groups,
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+    ),
+    "gptq": Written(
+        partial(gptq_groups, subtracted=1),
+        {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": False},
+    ),
+    "gptq-v2": Written(
+        partial(gptq_groups, subtracted=0),
+        {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": 64,
+            "desc_act": False,
+            "checkpoint_format": "gptq_v2",
+        },
+    ),
 }
 
 
-def save_quantised(
-    model: PreTrainedModel, directory: Path, form: str, left_out: tuple[str, ...] = ("lm_head", "gate")
-) -> None:
+def save_quantised(model: PreTrainedModel, directory: Path, form: str, left_out: tuple[str, ...]) -> None:
     """Saves `model` in `directory` with its linear layers in the format `form`, but for those whose name ends
     with one of `left_out`. The model's own weights become what the stored ones stand for."""
     written = FORMATS[form]

@@ -49,10 +49,10 @@ def _number(bits, dtype: tl.constexpr):
     """Returns integers from 0 to 15, uint8, as floating numbers."""
     if dtype == tl.bfloat16:  # its last bits are the integer where the number is 128 and the integer
         return (bits.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - 128.0
-    elif dtype == tl.float32:  # likewise, from 2 ** 23 on
+    elif dtype == tl.float16:  # likewise, where it is 1,024 and the integer
+        return (bits.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0
+    elif dtype == tl.float32:  # 2 ** 23 and the integer
         return (bits.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-    else:
-        return bits.to(dtype)
 
 
 @triton.jit

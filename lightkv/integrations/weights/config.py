@@ -10,12 +10,14 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from .fp8 import Fp8Format
+from .int4 import GROUPS, AwqFormat, GptqFormat, PackedFormat
 from .quantised import Format
 
 _KNOWN = (
-    "lightkv reads fp8 with scales of 128 x 128 blocks (quant_method fp8) and compressed-tensors' "
-    "float-quantized with 8 bits"
+    "lightkv reads fp8 with scales of 128 x 128 blocks (quant_method fp8), AWQ, GPTQ without act order, and "
+    "compressed-tensors' float-quantized with 8 bits and pack-quantized with 4"
 )
+_GROUPED = f"lightkv reads 4 bits in groups of {GROUPS} inputs in their order"
 
 
 class UnknownQuantisation(ValueError):
@@ -53,6 +55,8 @@ def weight_format(config: PreTrainedConfig) -> Format | None:
     try:
         if method == "fp8":
             return _fp8(fields)
+        if method in ("awq", "gptq"):
+            return _awq_or_gptq(fields)
         if _is_compressed(fields):
             return _compressed_tensors(fields)
     except (KeyError, TypeError, AttributeError) as error:
@@ -77,6 +81,24 @@ def _fp8(fields: Mapping[str, Any]) -> Format:
     return Fp8Format("weight_scale_inv", (128, 128), rounds_input=scheme == "dynamic")
 
 
+def _awq_or_gptq(fields: Mapping[str, Any]) -> Format:
+    method, group = fields["quant_method"], fields["group_size"]
+    bits = fields.get("bits", fields.get("w_bit"))
+    if bits != 4 or group not in GROUPS:
+        raise UnknownQuantisation(f"its {method} weights have {bits} bits in groups of {group}; {_GROUPED}")
+    if method == "awq":
+        version = str(fields.get("version", "gemm")).lower()
+        if version != "gemm" or not fields.get("zero_point", True):
+            raise UnknownQuantisation(f"its AWQ weights are of version {version}, or without zeros; {_KNOWN}")
+        return AwqFormat(group)
+    if fields.get("desc_act") or fields.get("dynamic"):
+        raise UnknownQuantisation(f"its GPTQ weights have act order (desc_act) or rules by layer; {_KNOWN}")
+    version = fields.get("checkpoint_format", "gptq")
+    if version not in ("gptq", "gptq_v2"):
+        raise UnknownQuantisation(f"its GPTQ weights are stored as {version!r}; {_KNOWN}")
+    return GptqFormat(group, added=1 if version == "gptq" else 0)
+
+
 def _compressed_tensors(fields: Mapping[str, Any]) -> Format:
     groups = list(fields["config_groups"].values())
     formats = {_group_format(fields, group) for group in groups}
@@ -96,6 +118,13 @@ def _group_format(fields: Mapping[str, Any], group: Mapping[str, Any]) -> Format
             blocks["block"] = (128, 128)
         if strategy in blocks:
             return Fp8Format("weight_scale", blocks[strategy], bool((inputs or {}).get("dynamic")))
+    if name == "pack-quantized" and (kind, bits, strategy) == ("int", 4, "group"):
+        group_size, order = weights["group_size"], weights.get("actorder")
+        if group_size not in GROUPS or order not in (None, False, "weight", "static"):
+            raise UnknownQuantisation(
+                f"its weights of 4 bits have groups of {group_size} and actorder {order!r}; {_GROUPED}"
+            )
+        return PackedFormat(group_size, has_zeros=not weights.get("symmetric", True))
     raise UnknownQuantisation(
         f"its weights are {name} of type {kind} with {bits} bits and scales by {strategy}; {_KNOWN}"
     )

@@ -63,7 +63,6 @@ class Fp8Format:
     marker: str
     block: tuple[int, int]
     rounds_input: bool
-    numbers: str = "weight"
 
     @property
     def name(self) -> str:
@@ -79,10 +78,10 @@ class Fp8Format:
         elif rows:
             shapes = ((n, 1), (n,))
         floats = ("F32", "BF16", "F16")
-        return {self.numbers: (("F8_E4M3",), ((n, k),)), self.marker: (floats, shapes)}
+        return {"weight": (("F8_E4M3",), ((n, k),)), self.marker: (floats, shapes)}
 
     def weight(self, stored: dict[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> Fp8Weight:
-        data, scales = stored[self.numbers], stored[self.marker].float()
+        data, scales = stored["weight"], stored[self.marker].float()
         block = self.block
         if not block[1]:  # one scale for all is one for each output, too
             scales, block = scales.reshape(-1, 1).expand(len(data), 1).contiguous(), (1, 0)

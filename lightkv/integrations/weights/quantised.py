@@ -29,15 +29,13 @@ class CannotDivide(LightKVError):
 
 
 class Format(Protocol):
-    """How a checkpoint stores quantised weights. `name`: for reports. `marker`: the tensor, beside the numbers,
-    that shows that a layer is quantised. `numbers`: the tensor of the numbers."""
+    """How a checkpoint stores quantised weights. `name`: for reports. `marker`: the tensor that shows that a
+    layer is quantised."""
 
     @property
     def name(self) -> str: ...
     @property
     def marker(self) -> str: ...
-    @property
-    def numbers(self) -> str: ...
 
     def wanted(self, n: int, k: int) -> Wanted:
         """Returns the tensors of a layer of `n` outputs and `k` inputs. Raises ValueError if the format cannot

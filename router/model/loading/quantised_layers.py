@@ -168,7 +168,7 @@ def quantised_layers(
             reason = f"has {'no' if bias is None else 'a'} {stem}.bias, unlike the model of config.json"
             raise UnreadableWeights(directory, reason)
         weights[own] = StoredWeight.of(format, tensors, bias)
-        names |= {f"{stem}.{name}" for name in (*tensors, "bias")}
+        names |= {name for name in known if name.rpartition(".")[0] == stem}
     if strange := sorted(name for name, one in known.items() if one.dtype in _FEW_BITS and name not in names):
         raise UnreadableWeights(directory, f"has no {format.marker} for {list_some(strange)}")
     return QuantisedLayers(format, weights, frozenset(names))

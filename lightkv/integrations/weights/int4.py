@@ -1,0 +1,140 @@
+"""Weights of 4 bits with a scale for each group of 32, 64 or 128 inputs, as compressed-tensors, AWQ and GPTQ
+publish them, two numbers a byte. Inputs stay in 16 bits.
+
+A GPU multiplies more than a few tokens with the dense weight, which it makes for each product.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightkv.triton_kernels.layers.quantised_linear import QuantisedTensors
+
+from .quantised import QuantisedWeight, Wanted
+
+GROUPS = (32, 64, 128)
+_FLOATS = ("F16", "BF16", "F32")
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs each number of a word is of
+
+
+class Int4Weight(QuantisedWeight):
+    """A weight of numbers of 4 bits."""
+
+    def values(self) -> Tensor:
+        data, zeros, group = self.tensors.data, self.tensors.zeros, self.tensors.block[1]
+        halves = data.unflatten(1, (-1, group // 2))
+        numbers = torch.cat([halves & 15, halves >> 4], -1).flatten(1).float()
+        return numbers - (8.0 if zeros is None else zeros.float().repeat_interleave(group, 1))
+
+
+def _words(packed: Tensor, dim: int) -> Tensor:
+    """Returns the numbers of int32 words, each of eight along `dim`, the lowest bits first, as uint8."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
+    numbers = packed.unsqueeze(dim + 1) >> (shifts[:, None] if dim == 0 else shifts) & 15
+    return numbers.to(torch.uint8).flatten(dim, dim + 1)
+
+
+def _weight(
+    numbers: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Int4Weight:
+    """Returns the weight of numbers `[N, K]`, scales and zeros `[N, K / group]`."""
+    group = numbers.shape[1] // scales.shape[1]
+    low, high = numbers.unflatten(1, (-1, 2, group // 2)).unbind(2)
+    data = (low | high << 4).flatten(1)
+    zeros = None if zeros is None else zeros.contiguous()
+    return Int4Weight(QuantisedTensors(data, scales.float().contiguous(), zeros, (1, group)), bias, dtype)
+
+
+def _require_groups(k: int, group: int) -> None:
+    if group not in GROUPS or k % group:
+        raise ValueError(f"{k} inputs in groups of {group}; groups can be {GROUPS}, and have to be whole")
+
+
+@dataclass(frozen=True)
+class PackedFormat:
+    """compressed-tensors' pack-quantized: numbers are stored along inputs, zeros along outputs."""
+
+    group: int
+    has_zeros: bool
+    marker: str = "weight_packed"
+
+    @property
+    def name(self) -> str:
+        """What is said of the format in reports."""
+        return f"4 bits in groups of {self.group} (compressed-tensors)"
+
+    def wanted(self, n: int, k: int) -> Wanted:
+        _require_groups(k, self.group)
+        groups = k // self.group
+        found: Wanted = {
+            "weight_packed": (("I32",), ((n, k // 8),)),
+            "weight_scale": (_FLOATS, ((n, groups),)),
+        }
+        if self.has_zeros:
+            found["weight_zero_point"] = (("I32",), ((-(-n // 8), groups),))
+        return found
+
+    def weight(self, stored: dict[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> Int4Weight:
+        scales = stored["weight_scale"]
+        zeros = _words(stored["weight_zero_point"], 0)[: len(scales)] if self.has_zeros else None
+        return _weight(_words(stored["weight_packed"], 1), scales, zeros, bias, dtype)
+
+
+@dataclass(frozen=True)
+class AwqFormat:
+    """AWQ's: numbers and zeros are stored along outputs, in an order of their own."""
+
+    group: int
+    marker: str = "qweight"
+
+    @property
+    def name(self) -> str:
+        """What is said of the format in reports."""
+        return f"4 bits in groups of {self.group} (AWQ)"
+
+    def wanted(self, n: int, k: int) -> Wanted:
+        _require_groups(k, self.group)
+        groups = k // self.group
+        return {
+            "qweight": (("I32",), ((k, n // 8),)),
+            "qzeros": (("I32",), ((groups, n // 8),)),
+            "scales": (_FLOATS, ((groups, n),)),
+        }
+
+    def weight(self, stored: dict[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> Int4Weight:
+        # Output o of eight is the number at the place at which the order names o.
+        order = torch.tensor([_AWQ_ORDER.index(one) for one in range(8)], device=stored["scales"].device)
+        numbers, zeros = (
+            _words(stored[name], 1).unflatten(1, (-1, 8)).index_select(2, order).flatten(1).t()
+            for name in ("qweight", "qzeros")
+        )
+        return _weight(numbers, stored["scales"].t(), zeros, bias, dtype)
+
+
+@dataclass(frozen=True)
+class GptqFormat:
+    """GPTQ's, whose groups are of inputs in their order. `added`: what is added to stored zeros, of which the
+    first version of the format stores one less."""
+
+    group: int
+    added: int
+    marker: str = "qweight"
+
+    @property
+    def name(self) -> str:
+        """What is said of the format in reports."""
+        return f"4 bits in groups of {self.group} (GPTQ)"
+
+    def wanted(self, n: int, k: int) -> Wanted:
+        _require_groups(k, self.group)
+        groups = k // self.group
+        return {
+            "qweight": (("I32",), ((k // 8, n),)),
+            "qzeros": (("I32",), ((groups, n // 8),)),
+            "scales": (_FLOATS, ((groups, n),)),
+        }
+
+    def weight(self, stored: dict[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> Int4Weight:
+        numbers, zeros = _words(stored["qweight"], 0).t(), _words(stored["qzeros"], 1).t() + self.added
+        return _weight(numbers, stored["scales"].t(), zeros, bias, dtype)
