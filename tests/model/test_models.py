@@ -60,6 +60,22 @@ The released checkpoints of two families need more than that:
 - **Llama-4** is released as a model of text and images (`model_type` llama4), whose text runs (see below).
   transformers computes every expert for every token, and Scout's 218 GB in bfloat16 take several GPUs.
 
+**Weights in 8 and 4 bits.** Linear layers run as a checkpoint stores them in these formats of `quantization_config`:
+
+| format | stored | a GPU multiplies |
+|---|---|---|
+| fp8 in blocks of 128 x 128 (`fp8`: DeepSeek, Qwen, GLM; compressed-tensors `float-quantized`, `block`) | `weight`, `weight_scale_inv` or `weight_scale` | up to 64 tokens by kernels of lightkv; more on Hopper by torch's `_scaled_mm`, with tokens in fp8, too, where the checkpoint says that inputs are |
+| fp8 with a scale for each output or layer (compressed-tensors `float-quantized`, `channel`, `tensor`) | `weight`, `weight_scale` | likewise |
+| 4 bits in groups of 32, 64 or 128 (compressed-tensors `pack-quantized`; AWQ `gemm`; GPTQ without act order) | `weight_packed`, or `qweight` | up to 64 tokens by kernels of lightkv; more with the dense weight, which is made for each product |
+
+Layers without scales in the files are plain. A CPU multiplies with the dense weight, which it makes for each product:
+`--dequantise` makes it once, while the model is loaded. Several ranks divide these weights in whole blocks and groups.
+
+Refused before weights are read: act order, groups of other sizes, weights of other bits (nvfp4, 8-bit integers, GGUF
+types), several formats in one checkpoint, experts stored in these formats, and tensors that are missing or have another
+shape or type than their format says. Embeddings and experts have to be plain, or in MXFP4 (gpt-oss), which transformers
+makes dense.
+
 **Adapted models.** The engine changes models that it has loaded whose attention modules compute scores
 themselves, attend twice a layer, or are not handed keyword arguments: BigBird, Bloom, CodeGen, DiffLlama,
 Falcon, GPT (the first), GPT-J, GPT-Neo, GPT-NeoX-Japanese, Megatron-BERT, MPT, MVP, Nemotron, RemBERT,
