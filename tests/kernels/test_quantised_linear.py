@@ -94,6 +94,25 @@ def test_tokens_in_fp8_are_near_the_tokens(device: torch.device, group: int) -> 
     assert bool(((found - x.double()).abs() <= x.abs() * share + x.abs().amax(1, keepdim=True) * 2e-3).all())
 
 
+@pytest.mark.parametrize("kind", ["blocks", "rows"])
+def test_a_few_tokens_in_fp8_give_the_product_of_the_rounded_ones(device: torch.device, kind: str) -> None:
+    torch.manual_seed(0)
+    group, (n, k) = (128, (1024, 1536)) if device.type == "cuda" else (32, (48, 160))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    tensors = tensors_of(kind, n, k, device, group)
+    bias, tickets = torch.randn(n, device=device, dtype=dtype), tickets_for(tensors.data)
+    for num_tokens in (2, 16) if device.type == "cpu" else (2, 16, 33, 64):
+        x = torch.randn(num_tokens, k, device=device).to(dtype)
+        rows, scales = rounded = fp8_rows(x, group if kind == "blocks" else k)
+        of_x = rows.double() * scales.double().repeat_interleave(k // scales.shape[1], 1)
+        wanted = of_x[:num_tokens] @ dense(tensors).t() + bias.double()
+        found = quantised_linear(x, tensors, bias, tickets, rounded=rounded)
+        assert found is not None
+        assert found.dtype == dtype
+        close(found, wanted, 1e-2 if device.type == "cuda" else 1e-5)
+    assert not tickets.any()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["blocks", "rows"])
 def test_many_tokens_in_fp8(kind: str) -> None:
@@ -102,7 +121,7 @@ def test_many_tokens_in_fp8(kind: str) -> None:
     tensors = tensors_of(kind, 1024, 1536, torch.device("cuda"))
     bias = torch.randn(1024, device="cuda", dtype=torch.bfloat16)
     weight = Fp8Weight(tensors, bias, torch.bfloat16)
-    for num_tokens in (65, 100, 1000):
+    for num_tokens in (2, 64, 65, 100, 1000):
         x = torch.randn(num_tokens, 1536, device="cuda", dtype=torch.bfloat16)
         wanted = x.double() @ dense(tensors).t() + bias.double()
         found = weight.matmul(x)

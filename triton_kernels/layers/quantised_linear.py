@@ -3,7 +3,8 @@
     weight[n, k]  =  (number[n, k] - zero) · scale[n // block[0], k // block[1]]
 
 The kernels are those of `linear.py`. They read a block of numbers, and multiply what it adds to the product by
-its scale. `dequantised` writes the whole weight, for more tokens.
+its scale. Several tokens in fp8, which `fp8_rows` rounds, are multiplied with numbers in fp8 as they are: to
+turn these into 16 bits takes longer than to read them. `dequantised` writes the whole weight, for more tokens.
 
 Two numbers of 4 bits are in a byte: inputs i and i + g / 2 of a group of g inputs, the first one in the lower
 half. So both halves of a tile of bytes are multiplied with inputs that follow each other.
@@ -120,7 +121,8 @@ def _vector_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "K"])
 def _few_tokens_kernel(
-    x,  # [T, K]
+    x,  # [T, K], in 16 bits, or in fp8 as the numbers are
+    x_scales,  # [T, K / GROUP] or [T, 1] of x in fp8, whose columns are contiguous; else None
     data,  # [N, K], or [N, K // 2] of two numbers a byte
     scales,
     zeros,  # None for 8
@@ -130,6 +132,7 @@ def _few_tokens_kernel(
     tickets,
     num_tokens,
     stride_x,
+    stride_group,  # of x_scales
     stride_n,
     stride_scale,
     stride_out,
@@ -166,6 +169,8 @@ def _few_tokens_kernel(
         scale = tl.load(scales + of_rows + at)
         if zeros is not None:
             zero = tl.load(zeros + of_rows + at)
+        if x_scales is not None:
+            x_scale = tl.load(x_scales + at * stride_group + tokens, mask=in_tokens, other=0.0)
     for k in tl.range(first, end, BLOCK_K, num_stages=STAGES):
         w = tl.load(source + k // PER, eviction_policy="evict_first")
         low = tl.load(vectors + k, mask=in_tokens[None, :], other=0.0)
@@ -183,12 +188,19 @@ def _few_tokens_kernel(
                 part = tl.dot((_number(w >> 4, dtype) - subtracted).to(dtype), high, part)
             else:
                 part = tl.dot(w.to(dtype), low)
+            if x_scales is not None:
+                part *= x_scale[None, :]
+                x_scale = tl.load(x_scales + at * stride_group + tokens, mask=in_tokens, other=0.0)
             total += part * scale[:, None]
             scale = next_scale
+        elif x_scales is not None:
+            total += tl.dot(w, low)  # of fp8, the units sum few products precisely
         else:
             total = tl.dot(w.to(dtype), low, total)
     if GROUP == 0:
         total *= tl.load(scales + of_rows)[:, None]
+        if x_scales is not None:
+            total *= tl.load(x_scales + tokens, mask=in_tokens, other=0.0)[None, :]
     store_total(total, out, bias, parts, tickets, block, split, rows, tokens, in_tokens, stride_out, SPLITS)
 
 
@@ -264,10 +276,11 @@ def _fp8_rows_kernel(
 def quantised_launch(
     device: tuning.DeviceClass, num_tokens: int, tensors: QuantisedTensors, element_size: int
 ) -> LinearLaunch | None:
-    """Returns the launch of `quantised_linear`; None where its kernels cannot run."""
+    """Returns the launch of `quantised_linear`; None where its kernels cannot run. `element_size`: of the
+    tokens, 1 in fp8."""
     interpreted, is_packed = device is tuning.INTERPRETER, tensors.data.dtype == torch.uint8
     (num_rows, num_bytes), group, num_columns = tensors.data.shape, tensors.block[1], tensors.num_columns
-    if not interpreted and (device.major < (8 if is_packed else 9) or element_size != 2):
+    if not interpreted and (device.major < (8 if is_packed else 9) or element_size > 2):
         return None
     if (group and num_columns % group) or num_tokens > MAX_TOKENS or (is_packed and not group):
         return None
@@ -289,7 +302,12 @@ def quantised_launch(
 
 
 def quantised_linear(
-    x: Tensor, tensors: QuantisedTensors, bias: Tensor | None, tickets: Tensor, out: Tensor | None = None
+    x: Tensor,
+    tensors: QuantisedTensors,
+    bias: Tensor | None,
+    tickets: Tensor,
+    out: Tensor | None = None,
+    rounded: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | None:
     """Returns x · weight^T + bias for 1 to `MAX_TOKENS` tokens; None for more, and where no kernel can run.
 
@@ -299,6 +317,8 @@ def quantised_linear(
         bias: `[N]`, or None.
         tickets: of `tickets_for`; may serve any number of products with as many rows, one after the other.
         out: `[..., N]`, contiguous, written and returned; None for new memory.
+        rounded: what `fp8_rows` returns of x, for the groups of a weight in fp8 (or for rows, where each row of
+            the weight has one scale): these are multiplied in the place of several tokens x.
 
     Sums are float32, rounded once at the end. Nothing synchronises, so a CUDA graph can capture it.
     """
@@ -308,10 +328,10 @@ def quantised_linear(
     is_compiled = isinstance(_vector_kernel, triton.JITFunction)
     if not num_tokens or (is_compiled and not x.is_cuda) or x.stride(-1) != 1:
         return None
-    launch = quantised_launch(tuning.device_class(x.device), num_tokens, tensors, x.element_size())
+    tokens, token_scales = (x.reshape(num_tokens, dim), None) if rounded is None else rounded
+    launch = quantised_launch(tuning.device_class(x.device), num_tokens, tensors, tokens.element_size())
     if launch is None:
         return None
-    tokens = x.reshape(num_tokens, dim)
     if out is None:
         out = x.new_empty((*x.shape[:-1], num_rows))
     options = {"num_warps": launch.num_warps, **tuning.early_options(x.device)}
@@ -339,6 +359,7 @@ def quantised_linear(
     parts = torch.empty(size, dtype=torch.float32, device=x.device) if launch.splits > 1 else None
     _few_tokens_kernel[(blocks, launch.splits)](
         tokens,
+        token_scales,
         data,
         scales,
         zeros,
@@ -348,6 +369,7 @@ def quantised_linear(
         tickets if launch.splits > 1 else None,
         num_tokens,
         tokens.stride(0),
+        0 if token_scales is None else token_scales.stride(1),
         data.stride(0),
         scales.stride(0),
         num_rows,

@@ -1,9 +1,9 @@
 """Weights in fp8 (e4m3), as DeepSeek, Qwen and GLM publish them in blocks of 128 × 128, and compressed-tensors
 with a scale for each output or for all.
 
-On Hopper, many tokens are rounded to fp8 too, with a scale for each 128 inputs of a token (or for each token),
-as these models are made for, and torch's `_scaled_mm` multiplies. Elsewhere, and where the checkpoint says that
-inputs stay as they are, the weight is made dense for the product.
+On Hopper, several tokens are rounded to fp8 too, with a scale for each 128 inputs of a token (or for each
+token), as these models are made for; torch's `_scaled_mm` multiplies more than a few. Elsewhere, and where the
+checkpoint says that inputs stay as they are, the weight is made dense for the product of many.
 """
 
 from dataclasses import dataclass
@@ -31,20 +31,25 @@ class Fp8Weight(QuantisedWeight):
     def values(self) -> Tensor:
         return self.tensors.data.float()
 
-    def many(self, x: Tensor) -> Tensor:
-        data, scales, _, block = self.tensors
+    def rounded(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        block = self.tensors.block
         by_block = block == (128, 128) and not any(size % 128 for size in self.shape)
         fits = by_block or (block == (1, 0) and not any(size % 16 for size in self.shape))
         if not fits or not self.rounds_input or not _has_scaled_mm(x) or not len(x):
+            return None
+        return fp8_rows(x, 128 if by_block else self.shape[1])
+
+    def many(self, x: Tensor) -> Tensor:
+        if (found := self.rounded(x)) is None:
             return super().many(x)
-        rows, row_scales = fp8_rows(x, 128 if by_block else self.shape[1])
+        (rows, row_scales), (data, scales, *_) = found, self.tensors
         y = torch._scaled_mm(
             rows,
             data.t(),
             scale_a=row_scales,
             scale_b=scales.t(),
             out_dtype=self.dtype,
-            use_fast_accum=not by_block,
+            use_fast_accum=self.tensors.block == (1, 0),
         )
         y = y[: len(x)]
         return y if self.bias is None else y.add_(self.bias)

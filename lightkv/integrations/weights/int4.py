@@ -1,7 +1,8 @@
 """Weights of 4 bits with a scale for each group of 32, 64 or 128 inputs, as compressed-tensors, AWQ and GPTQ
 publish them, two numbers a byte. Inputs stay in 16 bits.
 
-A GPU multiplies more than a few tokens with the dense weight, which it makes for each product.
+On a GPU humming-kernels multiplies. Without it, kernels of ours multiply a few tokens, and more are multiplied
+with the dense weight, which is made for each product.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels.layers.quantised_linear import QuantisedTensors
 
+from .humming import HummingProduct, can_multiply
 from .quantised import QuantisedWeight, Wanted
 
 GROUPS = (32, 64, 128)
@@ -21,11 +23,39 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs each number of a
 class Int4Weight(QuantisedWeight):
     """A weight of numbers of 4 bits."""
 
+    _product: HummingProduct | None = None
+
+    def numbers(self) -> Tensor:
+        """Returns the numbers from 0 to 15, uint8 `[N, K]`."""
+        halves = self.tensors.data.unflatten(1, (-1, self.tensors.block[1] // 2))
+        return torch.cat([halves & 15, halves >> 4], -1).flatten(1)
+
     def values(self) -> Tensor:
-        data, zeros, group = self.tensors.data, self.tensors.zeros, self.tensors.block[1]
-        halves = data.unflatten(1, (-1, group // 2))
-        numbers = torch.cat([halves & 15, halves >> 4], -1).flatten(1).float()
-        return numbers - (8.0 if zeros is None else zeros.float().repeat_interleave(group, 1))
+        zeros, group = self.tensors.zeros, self.tensors.block[1]
+        return self.numbers().float() - (8.0 if zeros is None else zeros.float().repeat_interleave(group, 1))
+
+    def place(self) -> bool:
+        tensors = self.tensors
+        if self._product is not None or not can_multiply(self.shape[1], tensors.data, self.dtype):
+            return False
+        self._product = HummingProduct(self.numbers(), tensors.scales, tensors.zeros, self.bias, self.dtype)
+        nothing = tensors.data.new_empty((0, tensors.data.shape[1]))
+        self.tensors = tensors._replace(data=nothing, scales=tensors.scales[:0], zeros=None)
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes if self._product is None else self._product.nbytes
+
+    def dense(self) -> Tensor:
+        if self._product is None:
+            return super().dense()
+        ones = torch.eye(self.shape[1], dtype=self.dtype, device=self.tensors.data.device)
+        weight = self._product.matmul(ones)
+        return (weight if self.bias is None else weight - self.bias).t().contiguous()
+
+    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return super().matmul(x, out) if self._product is None else self._product.matmul(x, out)
 
 
 def _words(packed: Tensor, dim: int) -> Tensor:

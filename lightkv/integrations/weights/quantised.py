@@ -134,12 +134,22 @@ class QuantisedWeight:
         if self.tensors.data.is_meta:
             return x.new_empty((*x.shape[:-1], self.shape[0]))
         if self._tickets is not None:
-            found = quantised_linear(x, self.tensors, self.bias, self._tickets, out)
+            rounded = self.rounded(x.reshape(-1, self.shape[1])) if x.numel() > self.shape[1] else None
+            found = quantised_linear(x, self.tensors, self.bias, self._tickets, out, rounded)
             if found is not None:
                 return found
         rows = self.many(x.reshape(-1, self.shape[1]))
         y = rows.view(*x.shape[:-1], self.shape[0])
         return y if out is None else out.copy_(y)
+
+    def place(self) -> bool:
+        """Gives the weight the form in which a library multiplies it, where there is one, and lets go of the
+        other. Returns whether it did. A weight is not joined or divided after that."""
+        return False
+
+    def rounded(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Returns several tokens x `[T, K]` in fp8, and their scales, if they are multiplied so."""
+        return None
 
     def many(self, x: Tensor) -> Tensor:
         """Returns the product of many tokens x `[T, K]`, with the bias."""
