@@ -95,6 +95,9 @@ def load_model(
         config = without_quantization(config)
     if dtype == "auto":
         dtype = _auto_dtype(device, getattr(config, "dtype", None), set(stored.read))
+    if layers is not None and layers.experts and ranks is not None:
+        reason = f"its experts are stored in {layers.format.name}, which is not divided among ranks"
+        raise UnsupportedModel(type(config).__name__, reason)
     num_bytes = _loaded_bytes(stored.read, dtype.itemsize)
     if layers is not None and dequantise:
         num_bytes += layers.num_bytes(dtype.itemsize)  # those that are read stay a moment beside them
@@ -107,7 +110,8 @@ def load_model(
     report(f"loading {num_bytes / 1e9:.2f} GB from {directory} onto {device} as {dtype}")
     if layers is not None:
         kept = "made dense" if dequantise else "kept so"
-        report(f"of them, {len(layers.weights)} linear layers are in {layers.format.name}, {kept}")
+        experts = f" and the experts of {len(layers.experts)} products" if layers.experts else ""
+        report(f"of them, {len(layers.weights)} linear layers{experts} are in {layers.format.name}, {kept}")
     if half is not None:
         parts = ", ".join(f"{name} ({one / 1e9:.2f} GB)" for name, one in left_out.items())
         report(f"of {half.model_class.__name__}, only texts run here; left out: {parts or 'nothing'}")

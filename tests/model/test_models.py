@@ -60,21 +60,24 @@ The released checkpoints of two families need more than that:
 - **Llama-4** is released as a model of text and images (`model_type` llama4), whose text runs (see below).
   transformers computes every expert for every token, and Scout's 218 GB in bfloat16 take several GPUs.
 
-**Weights in 8 and 4 bits.** Linear layers run as a checkpoint stores them in these formats of `quantization_config`:
+**Weights in 8 and 4 bits.** Linear layers and experts run as a checkpoint stores them in these formats of its
+`quantization_config`:
 
-| format | stored | a GPU multiplies |
-|---|---|---|
-| fp8 in blocks of 128 x 128 (`fp8`: DeepSeek, Qwen, GLM; compressed-tensors `float-quantized`, `block`) | `weight`, `weight_scale_inv` or `weight_scale` | up to 64 tokens by kernels of lightkv; more on Hopper by torch's `_scaled_mm`, with tokens in fp8, too, where the checkpoint says that inputs are |
-| fp8 with a scale for each output or layer (compressed-tensors `float-quantized`, `channel`, `tensor`) | `weight`, `weight_scale` | likewise |
-| 4 bits in groups of 32, 64 or 128 (compressed-tensors `pack-quantized`; AWQ `gemm`; GPTQ without act order) | `weight_packed`, or `qweight` | up to 64 tokens by kernels of lightkv; more with the dense weight, which is made for each product |
+- **fp8 in blocks of 128 x 128** (`fp8`: DeepSeek, Qwen, GLM; compressed-tensors `float-quantized` by
+  `block`), and **fp8 with a scale for each output or each layer** (`float-quantized` by `channel` or
+  `tensor`). A GPU multiplies up to 64 tokens by kernels of lightkv, and more by torch's `_scaled_mm` on
+  Hopper; there several tokens are in fp8, too, where the checkpoint says that its inputs are.
+- **4 bits in groups of 32, 64 or 128 inputs** (compressed-tensors `pack-quantized`, AWQ `gemm`, GPTQ without
+  act order). With the extra `quantised` humming-kernels multiplies on a GPU. Without it, up to 64 tokens are
+  multiplied by kernels of lightkv, and more with the dense weight, which is made for each product.
 
-Layers without scales in the files are plain. A CPU multiplies with the dense weight, which it makes for each product:
-`--dequantise` makes it once, while the model is loaded. Several ranks divide these weights in whole blocks and groups.
+Layers without scales in the files are plain. A CPU makes the dense weight for each product; `--dequantise`
+makes it once, while the model is loaded. Several ranks divide linear layers in whole blocks and groups, and
+no experts.
 
-Refused before weights are read: act order, groups of other sizes, weights of other bits (nvfp4, 8-bit integers, GGUF
-types), several formats in one checkpoint, experts stored in these formats, and tensors that are missing or have another
-shape or type than their format says. Embeddings and experts have to be plain, or in MXFP4 (gpt-oss), which transformers
-makes dense.
+Refused before weights are read: act order, groups of other sizes, other bits (nvfp4, integers of 8 bits),
+several formats in one checkpoint, and tensors that are missing or have another shape or type than their
+format says. MXFP4 (gpt-oss) is made dense by transformers, and embeddings have to be plain.
 
 **Adapted models.** The engine changes models that it has loaded whose attention modules compute scores
 themselves, attend twice a layer, or are not handed keyword arguments: BigBird, Bloom, CodeGen, DiffLlama,

@@ -16,6 +16,7 @@ from lightkv.errors import UnsupportedModel
 from lightkv.integrations.model.linears import weight_bytes
 from lightkv.integrations.ranks.group import RankGroup
 from lightkv.integrations.weights.config import weight_format
+from lightkv.integrations.weights.experts import QuantisedExperts
 from lightkv.integrations.weights.quantised import CannotDivide, QuantisedWeight
 from lightkv.integrations.weights.weight_part import WeightPart
 from lightkv.router import EngineConfig, SamplingParams
@@ -42,6 +43,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 128,
     },
 }
+OF_FAMILY["qwen3_moe"] = {"moe_intermediate_size": 128, "mlp_only_layers": [0]}
 CASES = [("llama", form) for form in FORMATS]
 CASES += [(family, form) for family in OF_FAMILY for form in ("fp8", "awq") if family != "llama"]
 LEFT_OUT = ("lm_head", "gate", "a_proj", "b_proj")  # as small layers are in published checkpoints
@@ -85,6 +87,10 @@ def test_answers_are_those_of_the_dense_model(tmp_path: Path, family: str, form:
     own, model = own_answers(dense, prompts()), loaded(tmp_path)
     linears = [name for name, one in dense.named_modules() if type(one) is nn.Linear]
     assert len(parts(model)) == sum(not name.endswith(LEFT_OUT) for name in linears)
+    experts = [
+        one for module in model.modules() for one in vars(module).values() if type(one) is QuantisedExperts
+    ]
+    assert len(experts) == (2 if family == "qwen3_moe" else 0)
     assert answers(model, prompts(), prefill_chunk=16) == own
     assert any(part.of.shape[0] > part.out_features for part in parts(model))  # q, k and v as one product
     unfused = answers(loaded(tmp_path), prompts(), prefill_chunk=16, fuse=False)

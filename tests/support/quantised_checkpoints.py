@@ -186,6 +186,17 @@ def save_quantised(model: PreTrainedModel, directory: Path, form: str, left_out:
             stored |= {f"{name}.{own}": tensor for own, tensor in quantised.tensors.items()}
             replaced.append(f"{name}.weight")
             module.weight.data = quantised.dense.to(module.weight)
+        for own in ("gate_up_proj", "down_proj"):
+            experts = getattr(module, own, None)
+            if isinstance(experts, nn.Parameter) and experts.dim() == 3:
+                parts = ("gate_proj", "up_proj") if own == "gate_up_proj" else ("down_proj",)
+                for number, expert in enumerate(experts.data):
+                    for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
+                        quantised = written.quantise(weight.float())
+                        stem = f"{name}.{number}.{part}"
+                        stored |= {f"{stem}.{one}": tensor for one, tensor in quantised.tensors.items()}
+                        replaced.append(f"{stem}.weight")
+                        weight.copy_(quantised.dense)
     model.save_pretrained(directory)
     path = directory / "model.safetensors"
     tensors = load_file(path)

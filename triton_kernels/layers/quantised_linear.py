@@ -119,49 +119,38 @@ def _vector_kernel(
     tl.store(out + rows, total.to(out.dtype.element_ty), mask=in_rows)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "K"])
-def _few_tokens_kernel(
+@triton.jit
+def total_of_tile(
     x,  # [T, K], in 16 bits, or in fp8 as the numbers are
     x_scales,  # [T, K / GROUP] or [T, 1] of x in fp8, whose columns are contiguous; else None
-    data,  # [N, K], or [N, K // 2] of two numbers a byte
+    data,
     scales,
-    zeros,  # None for 8
-    bias,  # [N] or None
-    out,  # [T, N]
-    parts,  # as in `linear.py`
-    tickets,
-    num_tokens,
+    zeros,
+    rows,  # [BLOCK_N] of the weight
+    tokens,  # [BLOCK_T]
+    in_tokens,
     stride_x,
     stride_group,  # of x_scales
     stride_n,
     stride_scale,
-    stride_out,
+    first,  # of the inputs that are multiplied
+    end,
     K,
-    ROWS: tl.constexpr,  # the block of a scale
+    ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
+    """Returns weight · x^T of rows of the weight and of tokens, float32 [BLOCK_N, BLOCK_T]."""
     PACKED: tl.constexpr = data.dtype.element_ty == tl.uint8
     PER: tl.constexpr = 2 if PACKED else 1
     dtype: tl.constexpr = x.dtype.element_ty
-    block = tl.program_id(0)
-    split = tl.program_id(1)
-    rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    tokens = tl.arange(0, BLOCK_T)
     columns = tl.arange(0, BLOCK_K // PER)
-    in_tokens = tokens < num_tokens
-    chunk = tl.cdiv(K, SPLITS * BLOCK_K) * BLOCK_K
-    first = split * chunk
-    end = tl.minimum(first + chunk, K)
     source = data + rows.to(tl.int64)[:, None] * stride_n + columns[None, :]
-    vectors = x + tokens[None, :] * stride_x + columns[:, None]
+    vectors = x + tokens.to(tl.int64)[None, :] * stride_x + columns[:, None]
     of_rows = rows // ROWS * stride_scale
-    tuning.wait_early(EARLY)
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     if GROUP:
         # Scales are read one block ahead: no product waits for them.
@@ -201,6 +190,68 @@ def _few_tokens_kernel(
         total *= tl.load(scales + of_rows)[:, None]
         if x_scales is not None:
             total *= tl.load(x_scales + tokens, mask=in_tokens, other=0.0)[None, :]
+    return total
+
+
+@triton.jit(do_not_specialize=["num_tokens", "K"])
+def _few_tokens_kernel(
+    x,
+    x_scales,
+    data,  # [N, K], or [N, K // 2] of two numbers a byte
+    scales,
+    zeros,  # None for 8
+    bias,  # [N] or None
+    out,  # [T, N]
+    parts,  # as in `linear.py`
+    tickets,
+    num_tokens,
+    stride_x,
+    stride_group,
+    stride_n,
+    stride_scale,
+    stride_out,
+    K,
+    ROWS: tl.constexpr,  # the block of a scale
+    GROUP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    block = tl.program_id(0)
+    split = tl.program_id(1)
+    rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = tl.arange(0, BLOCK_T)
+    in_tokens = tokens < num_tokens
+    chunk = tl.cdiv(K, SPLITS * BLOCK_K) * BLOCK_K
+    first = split * chunk
+    end = tl.minimum(first + chunk, K)
+    tuning.wait_early(EARLY)
+    total = total_of_tile(
+        x,
+        x_scales,
+        data,
+        scales,
+        zeros,
+        rows,
+        tokens,
+        in_tokens,
+        stride_x,
+        stride_group,
+        stride_n,
+        stride_scale,
+        first,
+        end,
+        K,
+        ROWS,
+        GROUP,
+        BLOCK_T,
+        BLOCK_N,
+        BLOCK_K,
+        STAGES,
+    )
     store_total(total, out, bias, parts, tickets, block, split, rows, tokens, in_tokens, stride_out, SPLITS)
 
 

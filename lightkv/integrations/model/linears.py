@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightkv.integrations.weights import onednn
+from lightkv.integrations.weights.experts import QuantisedExperts
 from lightkv.integrations.weights.plain import PlainWeight
 from lightkv.integrations.weights.quantised import QuantisedWeight
 from lightkv.integrations.weights.weight import Weight
@@ -189,7 +190,10 @@ def linear_forward(weight: Weight, x: Tensor) -> Tensor:
 
 def weight_bytes(model: nn.Module) -> int:
     """Returns the bytes of the parameters of `model`, and of its weights that are no parameters."""
-    held = {part.of: part.of.nbytes for part in model.modules() if isinstance(part, WeightPart)}
+    held: dict[Any, int] = {}
+    for module in model.modules():
+        own = (module.of,) if isinstance(module, WeightPart) else vars(module).values()
+        held |= {one: one.nbytes for one in own if isinstance(one, QuantisedWeight | QuantisedExperts)}
     return sum(parameter.nbytes for parameter in model.parameters()) + sum(held.values())
 
 

@@ -5,7 +5,9 @@ once all else is loaded, and divided among ranks. Layers that the checkpoint lea
 """
 
 import copy
-from collections.abc import Mapping
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,8 +17,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from lightkv.errors import UnsupportedModel
+from lightkv.errors import LightKVError, UnsupportedModel
+from lightkv.integrations.model.experts.mixture import run_quantised_experts
 from lightkv.integrations.weights.config import UnknownQuantisation, weight_format
+from lightkv.integrations.weights.experts import QuantisedExperts
 from lightkv.integrations.weights.quantised import Format, QuantisedWeight
 from lightkv.integrations.weights.weight_part import WeightPart
 from lightkv.router.model_files import StoredTensor, UnreadableWeights, list_some
@@ -32,6 +36,9 @@ _TYPES = {
     "I64": torch.int64,
     "U8": torch.uint8,
 }
+# A layer of an expert, and in which order those of one input are joined.
+_ORDER = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 0, "w2": 0}
+_EXPERT = re.compile(rf"\.(\d{{1,5}})\.({'|'.join(_ORDER)})$")
 _FEW_BITS = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")  # of which a plain tensor cannot be made without scales
 
 
@@ -84,25 +91,49 @@ class StoredWeight:
 
 
 @dataclass(frozen=True)
+class StoredExperts:
+    """The quantised weights of `num` experts in the files: those of an expert follow each other in `parts`."""
+
+    parts: Sequence[StoredWeight]
+    num: int
+
+    def read(self, device: torch.device, dtype: torch.dtype) -> QuantisedExperts:
+        """Reads the weights onto `device`, to be multiplied in `dtype`."""
+        joined = QuantisedWeight.join([part.read(device, dtype) for part in self.parts])
+        if joined is None:
+            raise LightKVError(
+                "experts whose outputs are no whole blocks of scales are not held in one piece"
+            )
+        return QuantisedExperts(joined, self.num)
+
+
+@dataclass(frozen=True)
 class QuantisedLayers:
-    """The quantised layers of a checkpoint. `weights`: by the layer's name in the model. `names`: of their
-    tensors in the files."""
+    """The quantised layers of a checkpoint. `weights` and `experts`: by the name in the model of a layer, or of
+    the parameter of experts. `names`: of their tensors in the files."""
 
     format: Format
     weights: Mapping[str, StoredWeight]
+    experts: Mapping[str, StoredExperts]
     names: frozenset[str]
 
     def model_class(self, base: Any) -> Any:
         """Returns a subclass of a class of models, in whose models a WeightPart without numbers stands in the
         place of each layer. Name and module are those of `base`: by them transformers finds what to do with
         names."""
-        weights = self.weights
+        weights, experts = self.weights, self.experts
 
         def init(model: Any, config: PreTrainedConfig) -> None:
             base.__init__(model, config)
             for name, weight in weights.items():
                 parent, _, own = name.rpartition(".")
                 setattr(model.get_submodule(parent), own, WeightPart(weight, 0, weight.shape[0]))
+            for name, stored in experts.items():
+                parent, _, own = name.rpartition(".")
+                module = model.get_submodule(parent)
+                delattr(module, own)
+                setattr(module, own, stored)
+                module._is_hf_initialized = True  # it has nothing that transformers could fill with noise
 
         def from_config(cls: Any, config: PreTrainedConfig, **arguments: Any) -> Any:
             return cls._from_config(copy.deepcopy(config), **arguments)  # which writes into it
@@ -119,10 +150,18 @@ class QuantisedLayers:
                     part.of = part.of.read(device, dtype)
                     if dense:
                         setattr(parent, name, _dense(part))
+        for module in cast(nn.Module, model).modules():
+            for name, one in list(vars(module).items()):
+                if isinstance(one, StoredExperts):
+                    delattr(module, name)
+                    read = one.read(device, dtype)
+                    setattr(module, name, nn.Parameter(read.dense(), requires_grad=False) if dense else read)
+        run_quantised_experts(model)
 
     def num_bytes(self, itemsize: int) -> int:
         """Returns the bytes of the weights as plain ones of `itemsize` bytes."""
-        return sum(weight.shape.numel() for weight in self.weights.values()) * itemsize
+        parts = [*self.weights.values(), *(part for one in self.experts.values() for part in one.parts)]
+        return sum(weight.shape.numel() for weight in parts) * itemsize
 
 
 def quantised_layers(
@@ -153,33 +192,55 @@ def quantised_layers(
     if not ends:
         reason = f"has no tensor …{format.marker}, though config.json says that its weights are {format.name}"
         raise UnreadableWeights(directory, reason)
-    weights, names = {}, set[str]()
+    weights, names, parts = {}, set[str](), defaultdict[str, list[tuple[int, int, str]]](list)
     modules = dict(cast(nn.Module, model).named_modules())
     places = stored_names(model, [f"{stem}.weight" for stem in ends])
     for stem in sorted(ends):
         own = places[f"{stem}.weight"].removesuffix(".weight")
-        module = modules.get(own)
+        names |= {name for name in known if name.rpartition(".")[0] == stem}
+        module, expert = modules.get(own), _EXPERT.search(stem)
+        if expert is not None and own != stem:
+            names.add(own)
+            parts[own].append((int(expert[1]), _ORDER[expert[2]], stem))
+            continue
         if type(module) is not nn.Linear:
             what = f"{stem} is stored in {format.name}, and is no linear layer of the model"
-            raise UnsupportedModel(_architecture(config), f"{what}; --dequantise does not change this")
-        tensors = _checked(directory, known, stem, module, format)
+            raise UnsupportedModel(_architecture(config), what)
+        tensors = _checked(directory, known, stem, (module.out_features, module.in_features), format)
         bias = known.get(f"{stem}.bias")
         if (bias is None) == (module.bias is not None):
             reason = f"has {'no' if bias is None else 'a'} {stem}.bias, unlike the model of config.json"
             raise UnreadableWeights(directory, reason)
         weights[own] = StoredWeight.of(format, tensors, bias)
-        names |= {name for name in known if name.rpartition(".")[0] == stem}
+    experts = {}
+    for own, stems in parts.items():
+        module = modules.get(own.rpartition(".")[0])
+        shape = tuple(getattr(module, own.rpartition(".")[2], torch.empty(0)).shape)
+        each = 2 if own.endswith("gate_up_proj") else 1
+        is_known = len(shape) == 3 and not getattr(module, "is_transposed", True) and not module.has_bias
+        if not is_known or [one[:2] for one in sorted(stems)] != [
+            (expert, part) for expert in range(shape[0]) for part in range(each)
+        ]:
+            what = (
+                f"{own} of shape {list(shape)} is not made of the {len(stems)} experts' layers in the files"
+            )
+            raise UnsupportedModel(_architecture(config), what)
+        found = [
+            _checked(directory, known, stem, (shape[1] // each, shape[2]), format)
+            for *_, stem in sorted(stems)
+        ]
+        experts[own] = StoredExperts([StoredWeight.of(format, one, None) for one in found], shape[0])
     if strange := sorted(name for name, one in known.items() if one.dtype in _FEW_BITS and name not in names):
         raise UnreadableWeights(directory, f"has no {format.marker} for {list_some(strange)}")
-    return QuantisedLayers(format, weights, frozenset(names))
+    return QuantisedLayers(format, weights, experts, frozenset(names))
 
 
 def _checked(
-    directory: Path, stored: Mapping[str, StoredTensor], stem: str, module: nn.Linear, format: Format
+    directory: Path, stored: Mapping[str, StoredTensor], stem: str, shape: tuple[int, int], format: Format
 ) -> dict[str, StoredTensor]:
     """Returns the tensors of a layer. Raises UnreadableWeights for one that is missing or of another shape."""
     try:
-        wanted = format.wanted(module.out_features, module.in_features)
+        wanted = format.wanted(*shape)
     except ValueError as error:
         raise UnreadableWeights(directory, f"{stem}: {error}") from error
     found = {}

@@ -9,6 +9,8 @@ transformers' experts look their function up by name (`ExpertsInterface`), as at
 registered there. It has their arguments and their attributes: no class is known here.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -27,6 +29,7 @@ from lightkv.integrations.model.plans.own_pass import (
     relative_error,
     run_own,
 )
+from lightkv.integrations.weights.experts import QuantisedExperts
 from lightkv.triton_kernels.layers.clamped_gate import ClampedGate, clamped_gate, clamped_gate_reference
 from lightkv.triton_kernels.layers.expert_rows import (
     ExpertRows,
@@ -63,6 +66,8 @@ def _forward(module: Any, gate: Gate, x: Tensor, ids: Tensor, weights: Tensor) -
 
 def _product(module: Any, name: str, x: Tensor, rows: ExpertRows) -> Tensor:
     weight = getattr(module, name)
+    if isinstance(weight, QuantisedExperts):
+        return weight.matmul(x, rows.offsets)
     weight = weight if module.is_transposed else weight.transpose(1, 2)
     return functional.grouped_mm(x.to(weight.dtype), weight, offs=rows.offsets)
 
@@ -85,7 +90,27 @@ def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     given = hidden_states, top_k_index, top_k_weights
     if _GATE in vars(module):
         return _forward(module, vars(module)[_GATE], *given)
-    return cast(Tensor, ALL_EXPERTS_FUNCTIONS[_OWN](module, *given))
+    with _dense_weights(module):
+        return cast(Tensor, ALL_EXPERTS_FUNCTIONS[_OWN](module, *given))
+
+
+@contextmanager
+def _dense_weights(module: Any) -> Iterator[None]:
+    """Gives a module of quantised experts dense weights while the block runs, for code of transformers."""
+    quantised = {name: one for name, one in vars(module).items() if isinstance(one, QuantisedExperts)}
+    vars(module).update({name: one.dense() for name, one in quantised.items()})
+    try:
+        yield
+    finally:
+        vars(module).update(quantised)
+
+
+def run_quantised_experts(model: nn.Module) -> None:
+    """Makes the modules of `model` whose experts are quantised compute by the function of experts here."""
+    for module in model.modules():
+        if any(isinstance(one, QuantisedExperts) for one in vars(module).values()):
+            ExpertsInterface.register(_NAME, _experts)
+            cast(Any, module).config._experts_implementation = _NAME
 
 
 def fuse_experts(block: nn.Module, plan: RouterPlan | None, like: Tensor) -> str | None:
@@ -138,7 +163,8 @@ def _find_gate_of(module: Any, like: Tensor) -> Gate:
     x = noise((_NUM_TOKENS, module.down_proj.shape[2 if module.is_transposed else 1]), like)
     num_experts = module.num_experts
     weights, ids = noise((_NUM_TOKENS, num_experts), like).softmax(-1).topk(min(3, num_experts))
-    own = run_own(own_forward(module), x, ids, weights)
+    with _dense_weights(module):
+        own = run_own(own_forward(module), x, ids, weights)
     largest = own.abs().amax(-1, keepdim=True)
     if relative_error(_forward(module, gate, x, ids, weights), own, largest, 8) > 1.0:
         raise NotFusable("its experts compute something else than gate, up and down")
