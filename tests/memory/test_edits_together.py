@@ -84,12 +84,22 @@ def test_an_edit_that_changes_what_another_reads_comes_after_it(
     assert memories[0].digest() == memories[1].digest()
 
 
-def test_the_requests_of_a_step_share_their_launches(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def memory_and_step(device: torch.device | str) -> tuple[KVMemory, list[Edit]]:
+    """Returns a memory with a segment of six tokens, and the edits of 30 requests that hit it in one step."""
     memory = KVMemory(SPEC, 100, 40, 20, device, num_states=50)
     memory.apply([MapSegments(40, 0, (), 1), AllocStates((40,)), StoreSegment(40, 1, 2, 1, 1)])
     memory.apply([Alloc((40,), (0,), (6,)), StoreSegment(40, 0, 6, 1)])
+    step: list[Edit] = []
+    for row in range(1, 31):
+        step += [MapSegments(row, 0, (1,)), MapSegments(row, 0, (1,), 1), AllocStates((row,))]
+        step += [Alloc((row,), (6,), (1,)), StoreSegment(row, 6, 7, 10 + row)]
+    return memory, step
+
+
+def test_the_requests_of_a_step_share_their_launches(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, step = memory_and_step(device)
     counts = Counter[str]()
 
     def count(owner: object, name: str) -> None:
@@ -106,10 +116,6 @@ def test_the_requests_of_a_step_share_their_launches(
     for name in ("alloc", "free"):
         count(memory.allocator, name)
     count(torch, "_foreach_copy_")
-    step: list[Edit] = []
-    for row in range(1, 31):
-        step += [MapSegments(row, 0, (1,)), MapSegments(row, 0, (1,), 1), AllocStates((row,))]
-        step += [Alloc((row,), (6,), (1,)), StoreSegment(row, 6, 7, 10 + row)]
     memory.apply(step)
     # Slots to rows, an allocation and its entries, slots to segments, and the rows of the table of states.
     assert counts == {"upload": 2, "alloc": 1, "_foreach_copy_": 2}
@@ -117,3 +123,18 @@ def test_the_requests_of_a_step_share_their_launches(
     assert segments(memory)[0][12] == [8]
     assert memory.states is not None
     assert memory.states.table[1:31].tolist() == [[1, 1 + row] for row in range(1, 31)]
+
+
+@pytest.mark.gpu
+def test_a_step_with_states_never_waits_for_the_gpu() -> None:
+    ends: list[Edit] = [FreeRange(row, 6, 7) for row in range(1, 31)]
+    ends += [FreeRange(row, 1, 2, 1) for row in range(1, 31)]
+    memory, step = memory_and_step("cuda")
+    memory.apply_step([*step, *ends], {})  # compiles the kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert memory.apply_step([*step, *ends], {0: (10, 2)}) == {0: (1, 3)}
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert memory.num_free == memory.capacity - 6
