@@ -421,8 +421,8 @@ class TokenLedger:
         sequence.require_branching()
 
     def evict(self, count: int) -> None:
-        """Frees exactly `count` cached tokens: first those that were used the longest ago and were hardly hit,
-        last those that sessions protect. Raises OutOfTokens, ValueError."""
+        """Frees `count` cached tokens, more where a tail is larger: first those that were used the longest ago
+        and were hardly hit, last those that sessions protect. Raises OutOfTokens, ValueError."""
         if count < 0:
             raise ValueError(f"asked to evict {count} tokens")
         if count > self.num_cached:

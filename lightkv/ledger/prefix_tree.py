@@ -75,7 +75,7 @@ class PrefixTree:
 
     The order is that of the last use, but each of up to `MAX_HITS` hits counts like a use `hit_worth` later.
     The clock is no time: it counts the tokens that were allocated (`pass_tokens`) and the uses, so that a
-    replay evicts the same segments. What a session protects is not in the heap.
+    replay evicts the same segments. Segments that a session protects are not in the heap.
 
     `shared`: the segments that two or more sequences hold. `changes`: what has become of the indexed segments,
     in order; None while they are not noted.

@@ -35,7 +35,7 @@ class Segment:
     hits since it was stored; 0: there was none. due: its place in the order of eviction, the last use plus the
     credit (`PrefixTree`). protected: how many sessions end here, and how many children are protected
     (`sessions.py`); if not 0, it is evicted last. tails: by class, what it has in those that do not see
-    everything (`segments.py`).
+    everything (`Tail`).
     """
 
     __slots__ = (
@@ -223,9 +223,9 @@ class Class(Protocol):
 class Tail:
     """The last `length` tokens of `segment` in the class `of`.
 
-    holders: the rows that hold it. superseded: whether a later tail of the same path serves what this one
-    could, so that it is evicted before all others. confirmed: `length`, once no step that may fail computes any
-    of it (`published` is the last such step). queued: whether it is among the idle ones.
+    holders: the rows that hold it. superseded: whether what this one could serve is expected of a later
+    tail of its path, so that it is evicted before all others. confirmed: `length`, once no step that may fail
+    computes any of it (`published` is the last such step). queued: whether it is among the idle ones.
     """
 
     __slots__ = (

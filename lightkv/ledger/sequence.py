@@ -83,7 +83,7 @@ class Sequence:
     """A row whose first `length` entries have slots: shared entries first, then private ones.
 
         entry      0                    shared               length          len(prompt) + outputs
-                   ├──── shared path ────┼──── private tail ───┼─── no slots yet ───┤
+                   ├──── shared path ────┼── private entries ──┼─── no slots yet ───┤
         held as    segments of the tree   its own
 
     An entry is a position less the positions that were dropped before it (`release`, `keep`). Entries and

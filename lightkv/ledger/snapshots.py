@@ -381,7 +381,7 @@ class StateHold:
         return self.is_own and self.sequence.length == self.computed == point and self.of.has_spare(True)
 
     def supersede(self, node: Segment, end: int) -> None:
-        """Does nothing: a snapshot supersedes others once it is hit (`enter`)."""
+        """Does nothing: a snapshot supersedes others when it is kept or hit (`keep`, `enter`)."""
 
     # Going back
 

@@ -244,7 +244,7 @@ class LedgerState:
         return path
 
     def cache_tail(self, sequence: Sequence, tokens: bytes) -> None:
-        """Puts the private tail of a sequence that is about to close into the tree, as far as its ids are
+        """Puts the private entries of a sequence that is about to close into the tree, as far as its ids are
         known; its session protects the whole path. `tokens`: all these ids."""
         end = min(sequence.length, len(tokens) // TOKEN_BYTES)
         if not sequence.node.indexed:
@@ -378,8 +378,8 @@ class LedgerState:
         return head
 
     def evict(self, count: int) -> None:
-        """Frees `count` of the cached slots, in the tree's order, and those that sessions protect last; a few
-        more, where a token has several."""
+        """Frees `count` of the cached slots, in the tree's order, and those that sessions protect last; more
+        where a token has several, or a tail is larger."""
         while count > 0:
             oldest = self.idle.oldest()
             if isinstance(oldest, Tail):

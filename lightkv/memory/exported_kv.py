@@ -72,8 +72,8 @@ def read_row(memory: KVMemory, row: int, firsts: Seq[int], length: int) -> Expor
         return host.copy_(found, non_blocking=True)
 
     if memory.states is not None:
-        slot = memory.states.newest(row)
-        states += [copied(tensor.index_select(0, slot)) for tensor in memory.states.tensors]
+        place = memory.states.newest(row)
+        states += [copied(tensor[place]) for tensor in memory.states.tensors]
     for cls, first in enumerate(firsts):
         slots = memory.entries(cls, row, first, length).long()
         for rows in memory.pool.buffers:
@@ -95,6 +95,6 @@ def write_row(memory: KVMemory, row: int, start: int, exported: ExportedKV) -> N
             part = layer[..., first - exported.length + kept :, :].to(memory.device, non_blocking=True)
             rows.index_copy_(0, slots, part.flatten(0, -2))
     if memory.states is not None:
-        slot = memory.states.newest(row)
+        place = memory.states.newest(row)
         for tensor, state in zip(memory.states.tensors, exported.states, strict=True):
-            tensor.index_copy_(0, slot, state.to(memory.device, non_blocking=True))
+            tensor[place].copy_(state, non_blocking=True)

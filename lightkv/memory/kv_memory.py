@@ -5,10 +5,11 @@ the same edits in the same order. Where layers have groups, both memories also n
 a step's plan are one call of `apply`, because its last Alloc is carried out together with the ones before it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import compress
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -55,6 +56,67 @@ class _Taken(NamedTuple):
     rows: tuple[int, ...]
     starts: tuple[int, ...]
     counts: tuple[int, ...]
+
+
+@dataclass
+class _Pending:
+    """Edits that are not done yet. `KVMemory._flush` does them kind by kind, in the order of these fields, in a
+    few launches however many they are. What they leave is the same as if each was done in its turn.
+
+    Attributes:
+        is_single: whether there is one layer group.
+        freed: the slots to free: views of the table or of segments.
+        mapped, mapped_rows: the entries of rows to copy slots to, and these slots; the rows.
+        allocs: what is allocated at once, one such list after the other. In each, class 0 occurs at most once,
+            and first. In a plan, the Alloc of decodes follows on their AllocPart.
+        num_last: the tokens of the last Alloc.
+        reuses: done after these, of which some may allocate what is reused.
+        stored, segments: the tensors of segments to copy slots to, and these slots: views of the table. The
+            segments, which cannot be read until then.
+        ends: by row, how many of its first entries cannot be written until then.
+    """
+
+    is_single: bool
+    freed: list[torch.Tensor] = field(default_factory=list)
+    mapped: tuple[list[torch.Tensor], list[torch.Tensor]] = field(default_factory=lambda: ([], []))
+    mapped_rows: set[int] = field(default_factory=set)
+    allocs: list[list[_Taken]] = field(default_factory=lambda: [[]])
+    num_last: int = 0
+    reuses: list[_Taken] = field(default_factory=list)
+    stored: tuple[list[torch.Tensor], list[torch.Tensor]] = field(default_factory=lambda: ([], []))
+    segments: set[int] = field(default_factory=set)
+    ends: dict[int, int] = field(default_factory=dict)
+
+    def must_precede(self, edit: Edit) -> bool:
+        """Returns whether these have to be done before `edit` is added."""
+        allocates = bool(self.allocs[0] or self.reuses)
+        match edit:
+            case Alloc(rows, starts) | AllocPart(_, rows, starts):
+                ends = self.ends
+                return bool(ends) and any(starts[i] < ends.get(row, 0) for i, row in enumerate(rows))
+            case _ if allocates and not self.is_single:
+                return True
+            case StoreSegment() | SplitSegment() | ForgetSegment():
+                return False
+            case MapSegments(row, _, segments):
+                return row in self.ends or not self.segments.isdisjoint(segments)
+            case FreeRange(row):
+                return allocates or row in self.mapped_rows
+            case FreeSegment(segment) | FreePart(_, segment):
+                return allocates or segment in self.segments
+        return True
+
+    def allocate(self, edit: Alloc) -> None:
+        """Adds an Alloc."""
+        taken, together = _Taken(0, *edit), self.allocs[-1]
+        if not together or together[0].cls:
+            together.insert(0, taken)
+        elif self.is_single and {1}.issuperset(edit.counts + together[0].counts):
+            # One token a row takes the lowest free slot, so all of them take the same ones at once.
+            together[0] = _Taken(0, *map(add, together[0][1:], edit))
+        else:
+            self.allocs.append([taken])
+        self.num_last = sum(edit.counts)
 
 
 @dataclass
@@ -139,64 +201,90 @@ class KVMemory:
         with nothing done, if there are more or fewer `kept` than KeepEntries edits.
 
         Edits that a ledger emitted for this memory cannot fail. If one does (OutOfTokens, KeyError for a
-        segment that was not stored), the edits before it are done and those after it are not: ledger and memory
-        differ for good, and neither may be used again.
+        segment that was not stored), some of the others are done: ledger and memory differ for good, and
+        neither may be used again.
         """
         num_keeps = sum(isinstance(edit, KeepEntries) for edit in edits)
         if num_keeps != len(kept):
             raise ValueError(
                 f"{num_keeps} KeepEntries edits and entries for {len(kept)}; give a tensor for each"
             )
-        entries = iter(kept)
-        allocated: torch.Tensor | None = None
-        # What class 0 allocates, at most once and first, and the other classes, done together. In a plan, the
-        # Alloc of decodes follows on their AllocPart.
-        allocs: list[_Taken] = []
-        reuses: list[_Taken] = []  # done after these, of which some may allocate what is reused
-        freed: list[torch.Tensor] = []  # freed together; views of the table, so before anything writes it
-        for edit in edits:
-            if self.states is not None and self.states.apply(edit):
-                continue
-            if isinstance(edit, Alloc):
-                self._free(freed)
-                if allocs and not allocs[0].cls:
-                    allocated = self._grow(allocs, reuses, allocated)
-                allocs.insert(0, _Taken(0, *edit))
-                continue
-            if isinstance(edit, AllocPart):
-                self._free(freed)
-                self._divide(edit, allocs, reuses)
-                continue
-            allocated = self._grow(allocs, reuses, allocated)
-            if not self._frees(edit, freed):
-                self._free(freed)
-                self._change(edit, freed, entries)
-        self._free(freed)
-        return self._grow(allocs, reuses, allocated)
+        if self.states is not None:
+            edits, _ = self.states.apply(edits, {})
+        return self._apply(edits, iter(kept))
 
-    def _frees(self, edit: Edit, freed: list[torch.Tensor]) -> bool:
-        """Adds to `freed` what an edit frees, if it does nothing else. Returns whether it is such an edit."""
-        match edit:
-            case FreeRange(row, start, end, cls):
-                freed.append(self.entries(cls, row, start, end))
-            case FreeSegment():
-                freed += self.segments.cut(*edit)
-            case FreePart(cls, segment):
-                freed.append(self.segments.of_class[cls].pop(segment))
-            case _:
-                return False
-        return True
+    def apply_step(
+        self, edits: Sequence[Edit], pieces: Mapping[int, tuple[int, int]]
+    ) -> dict[int, tuple[int, int]]:
+        """Applies the edits of a step, which has no KeepEntries. Returns the states of its `pieces`, as
+        `StateMemory.apply` does."""
+        found = dict[int, tuple[int, int]]()
+        if self.states is not None:
+            edits, found = self.states.apply(edits, pieces)
+        self._apply(edits, iter(()))
+        return found
+
+    def _apply(self, edits: Iterable[Edit], kept: Iterator[torch.Tensor]) -> torch.Tensor | None:
+        """Applies edits of tokens. Returns the slots of the last Alloc."""
+        pending, allocated = _Pending(len(self.table.groups) == 1), None
+        for edit in edits:
+            if pending.must_precede(edit):
+                allocated = self._flush(pending, allocated)
+                pending = _Pending(pending.is_single)
+            match edit:
+                case Alloc():
+                    pending.allocate(edit)
+                case AllocPart():
+                    self._divide(edit, pending.allocs[-1], pending.reuses)
+                case MapSegments(row, start, segments, cls):
+                    pending.mapped_rows.add(row)
+                    for segment in segments:
+                        slots = self.segments.of_class[cls][segment]
+                        end = start + slots.shape[-1]
+                        pending.mapped[0].append(self.entries(cls, row, start, end))
+                        pending.mapped[1].append(slots)
+                        start = end
+                case StoreSegment(row, start, end, segment, cls):
+                    of_row = self.entries(cls, row, start, end)
+                    self.segments.of_class[cls][segment] = torch.empty_like(of_row)
+                    pending.stored[0].append(self.segments.of_class[cls][segment])
+                    pending.stored[1].append(of_row)
+                    pending.segments.add(segment)
+                    pending.ends[row] = max(end, pending.ends.get(row, 0))
+                case FreeRange(row, start, end, cls):
+                    pending.freed.append(self.entries(cls, row, start, end))
+                case FreeSegment():
+                    pending.freed += self.segments.cut(*edit)
+                case FreePart(cls, segment):
+                    pending.freed.append(self.segments.of_class[cls].pop(segment))
+                case SplitSegment(segment, _, head):
+                    self.segments.split(*edit)
+                    if segment in pending.segments:
+                        pending.segments.add(head)
+                case _:
+                    self._change(edit, pending.freed, kept)
+        return self._flush(pending, allocated)
+
+    def _flush(self, pending: _Pending, allocated: torch.Tensor | None) -> torch.Tensor | None:
+        """Does what is pending. Returns the slots of the last Alloc, which are `allocated` if there is none."""
+        if freed := [slots.flatten() for slots in pending.freed]:
+            self.allocator.free(freed[0] if len(freed) == 1 else torch.cat(freed))
+        if pending.mapped[0]:
+            torch._foreach_copy_(*pending.mapped)
+        if pending.allocs[0]:
+            slots, first = self._grow(pending.allocs), pending.allocs[-1][0]
+            if not first.cls:
+                end = sum(first.counts)
+                allocated = slots[end - pending.num_last : end]
+        for taken in pending.reuses:
+            self._reuse(taken)
+        if pending.stored[0]:
+            torch._foreach_copy_(*pending.stored)
+        return allocated
 
     def _change(self, edit: Edit, freed: list[torch.Tensor], kept: Iterator[torch.Tensor]) -> None:
-        """Applies an edit that changes rows or segments. What it frees is added to `freed`."""
+        """Applies an edit that changes rows or segments at once. What it frees is added to `freed`."""
         match edit:
-            case MapSegments(row, start, segments, cls):
-                slots = self.segments.slots(cls, segments)
-                self.entries(cls, row, start, start + slots.shape[-1]).copy_(slots)
-            case StoreSegment(row, start, end, segment, cls):
-                self.segments.of_class[cls][segment] = self.entries(cls, row, start, end).clone()
-            case SplitSegment():
-                self.segments.split(*edit)
             case MergeSegments():
                 self.segments.merge(*edit)
             case ForgetSegment(segment):
@@ -226,7 +314,7 @@ class KVMemory:
         digest = blake2b(digest_size=16)
         tensors = [self.allocator.mem_state, self.table.groups[:, 1:].contiguous()]  # row 0 is padding
         if self.states is not None:
-            tensors += [self.states.allocator.mem_state, self.states.table]
+            tensors += [self.states.table, torch.tensor(sorted(self.states.free))]
         for tensor in tensors:
             digest.update(tensor.cpu().numpy().data)
         return digest.digest()
@@ -332,35 +420,27 @@ class KVMemory:
                     rows, starts, counts = (tuple(compress(column, chosen)) for column in columns)
                     taken.append(_Taken(cls, rows, starts, counts))
 
-    def _grow(
-        self, allocs: list[_Taken], reuses: list[_Taken], before: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Allocates the slots of these edits at once, then reuses those of the others, and forgets the edits.
-        Returns the slots of the first group if the first edit is of class 0, otherwise `before`."""
-        if allocs:
-            first = allocs[0]
-            is_step = all(edit.counts.count(1) == len(edit.rows) for edit in allocs)
-            where = self._step_entries(allocs) if is_step else self._prompt_entries(allocs)
+    def _grow(self, allocs: Sequence[Sequence[_Taken]]) -> torch.Tensor:
+        """Allocates the slots of each of these lists. Returns those of the last."""
+        steps = [all(edit.counts.count(1) == len(edit.rows) for edit in together) for together in allocs]
+        places = [self._step_entries(allocs[0])] if steps == [True] else self._prompt_entries(allocs)
+        for is_step, where in zip(steps, places, strict=True):
             # More than one token each means prompts, which are read fastest from adjacent slots.
             slots = self.allocator.alloc(len(where.positions), contiguous=not is_step, entries=where)
-            allocs.clear()
-            if not first.cls:
-                before = slots[: sum(first.counts)]
-        for taken in reuses:
-            self._reuse(taken)
-        reuses.clear()
-        return before
+        return slots
 
-    def _prompt_entries(self, allocs: Sequence[_Taken]) -> TableEntries:
-        """Returns where the slots of these edits go, group by group."""
-        table, places = self.table, []
-        for cls, *where in allocs:
-            of_row, groups = table.entries(*where), self._groups[cls]
-            places += [
-                of_row + group * table.req_to_token.numel() for group in range(groups.start, groups.stop)
-            ]
-        (entries,) = upload([np.concatenate(places)], self.device)
-        return TableEntries(table.all_rows, entries)
+    def _prompt_entries(self, allocs: Sequence[Sequence[_Taken]]) -> list[TableEntries]:
+        """Returns where the slots of each of these lists go, group by group, in one upload."""
+        table, arrays = self.table, []
+        for together in allocs:
+            places = []
+            for cls, *where in together:
+                of_row, groups = table.entries(*where), self._groups[cls]
+                places += [
+                    of_row + group * table.req_to_token.numel() for group in range(groups.start, groups.stop)
+                ]
+            arrays.append(np.concatenate(places))
+        return [TableEntries(table.all_rows, entries) for entries in upload(arrays, self.device)]
 
     def _step_entries(self, allocs: Sequence[_Taken]) -> TableEntries:
         """Returns where a decode step's slots go. Uploads nothing if the step follows the one before."""
@@ -417,9 +497,3 @@ class KVMemory:
             dropped += self._dropped[row][1]
         self._dropped[row] = torch.cat((positions[:to], positions[entries])), dropped
         self.table.slots(row, to, to + len(entries)).copy_(self.table.slots(row, 0, length)[entries])
-
-    def _free(self, freed: list[torch.Tensor]) -> None:
-        if freed:
-            flat = [slots.flatten() for slots in freed]
-            self.allocator.free(flat[0] if len(flat) == 1 else torch.cat(flat))
-            freed.clear()

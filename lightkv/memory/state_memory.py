@@ -1,7 +1,12 @@
 """The states of recurrent and convolutional layers: a pool of state slots, and which of them each row reads and
-writes. Only edits change the second (`lightkv/ledger/snapshots.py` says when)."""
+writes. Only edits change the second (`lightkv/ledger/snapshots.py` says when).
 
-from collections.abc import Sequence
+The host chooses the state slots, unlike the slots of tokens: there are few of them, and the order of the edits
+alone says which they are. So the device gets one upload for all edits of a step, the rows that they change.
+"""
+
+from collections.abc import Mapping, Sequence
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -17,12 +22,10 @@ from lightkv.edits import (
     ReadStates,
     StoreSegment,
 )
-from lightkv.errors import CheckFailed, OutOfMemory
+from lightkv.errors import CheckFailed, OutOfMemory, OutOfStates
 from lightkv.holdings import Holdings
 from lightkv.memory_map import CACHED, FREE, OWN
-from lightkv.triton_kernels.slots.allocate import TableEntries
 
-from .allocator import TokenAllocator
 from .kv_pool import free_bytes
 from .kv_spec import KVSpec
 from .staging import upload
@@ -41,18 +44,21 @@ class StateMemory:
     edits.
 
     `layers` has by layer with states, in the spec's order, the tensors by their names, `[num_slots, *shape]`.
-    `table`: int32 `[max_sequences + 1, 2]`, the slots that rows read, and those that they write: 0 where there
-    is none. Slot 0 is the state before any token. It stays zero: what computes padding rows must not write it.
-    Raises OutOfMemory, with nothing allocated, if the device has no room.
+    `of_rows`: by row, the slot that it reads, and the one that it writes: 0 where there is none. `table`: the
+    same on the device, int32 `[max_sequences + 1, 2]`. Slot 0 is the state before any token. It stays zero:
+    what computes padding rows must not write it. Raises OutOfMemory, with nothing allocated, if there is no
+    room.
     """
 
     def __init__(
         self, spec: KVSpec, num_slots: int, max_sequences: int, cls: int, device: torch.device
     ) -> None:
-        self.allocator = TokenAllocator(num_slots, device)
+        self.of_rows = [(0, 0)] * (max_sequences + 1)
+        self.free = list(range(1, num_slots))  # a heap: the lowest free slot is allocated first
         self.table = torch.zeros((max_sequences + 1, 2), dtype=torch.int32, device=device)
         self.cls = cls
-        self._segments: dict[int, torch.Tensor] = {}  # the slot of each snapshot, int32 `[1]`
+        self._segments: dict[int, int] = {}  # the slot of each snapshot
+        self._changed: set[int] = set()  # rows in which the table on the device is behind
         self.layers: list[dict[str, torch.Tensor]] = []
         try:
             for tensors in spec.states:
@@ -68,51 +74,80 @@ class StateMemory:
             tensor[:1].zero_()
 
     @property
+    def capacity(self) -> int:
+        """The state slots that can be allocated: all but slot 0."""
+        return len(self.tensors[0]) - 1
+
+    @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors of all layers: to copy a state is to copy its row of each."""
         return [tensor for layer in self.layers for tensor in layer.values()]
 
     def slots(self, rows: Sequence[int]) -> StateSlots:
         """Returns the slots of these rows, without synchronising."""
-        return self.slots_of(*upload([np.array(rows, dtype=np.int64)], self.table.device))
+        slots = np.array([self.of_rows[row] for row in rows], dtype=np.int64).reshape(-1, 2)
+        return StateSlots(*upload(list(slots.T), self.table.device))
 
     def slots_of(self, rows: torch.Tensor) -> StateSlots:
-        """Returns the slots of `rows`, int64 `[n]` on the device."""
+        """Returns the slots of `rows`, int64 `[n]` on the device, as of when this runs."""
         reads, writes = self.table.index_select(0, rows).long().unbind(1)
         return StateSlots(reads.contiguous(), writes.contiguous())
 
-    def newest(self, row: int) -> torch.Tensor:
-        """Returns the slot of a row's state: int64 `[1]`, that which it writes, or else that which it reads."""
-        reads, writes = self.table[row].long().split(1)
-        return torch.where(writes > 0, writes, reads)
+    def newest(self, row: int) -> slice:
+        """Returns where a row's state is: in the slot that it writes, or else in the one that it reads."""
+        reads, writes = self.of_rows[row]
+        return slice(slot := writes or reads, slot + 1)
 
-    def apply(self, edit: Edit) -> bool:
-        """Applies an edit of states. Returns whether it is of nothing else."""
+    def apply(
+        self, edits: Sequence[Edit], pieces: Mapping[int, tuple[int, int]]
+    ) -> tuple[list[Edit], dict[int, tuple[int, int]]]:
+        """Applies the edits of states in order, without synchronising. `pieces`: numbers of edits, each with a
+        row. Returns the other edits, and of each piece the slots that its row reads and writes after so many
+        edits."""
+        others, found, done = list[Edit](), dict[int, tuple[int, int]](), 0
+        for name, (end, row) in sorted(pieces.items(), key=lambda piece: piece[1]):
+            others += [edit for edit in edits[done:end] if not self._apply(edit)]
+            found[name], done = self.of_rows[row], end
+        others += [edit for edit in edits[done:] if not self._apply(edit)]
+        if self._changed:
+            rows = np.array([*self._changed], dtype=np.int64)
+            slots = np.array([self.of_rows[row] for row in self._changed], dtype=np.int32)
+            at, there = upload([rows, slots.ravel()], self.table.device)
+            self.table.index_copy_(0, at, there.view(-1, 2))
+            self._changed.clear()
+        return others, found
+
+    def _apply(self, edit: Edit) -> bool:
+        """Applies an edit of states on the host. Returns whether it is of nothing else."""
+        of_rows = self.of_rows
         match edit:
             case AllocStates(rows):
-                to = np.ones(len(rows), dtype=np.int64)
-                chosen, entries = upload([np.array(rows, dtype=np.int64), to], self.table.device)
-                self.allocator.alloc(len(rows), entries=TableEntries(self.table, entries, chosen))
+                if len(rows) > len(self.free):
+                    raise OutOfStates(len(rows), len(self.free), self.capacity)
+                for row in rows:
+                    self._set(row, of_rows[row][0], heappop(self.free))
             case ReadStates(rows):
-                (chosen,) = upload([np.array(rows, dtype=np.int64)], self.table.device)
-                self.table[:, 0].index_copy_(0, chosen, self.table[:, 1].index_select(0, chosen))
+                for row in rows:
+                    self._set(row, of_rows[row][1], of_rows[row][1])
             case MapSegments(row, _, segments, self.cls):
-                self.table[row].zero_()
-                if segments:
-                    self.table[row, :1].copy_(self._segments[segments[0]])
+                self._set(row, self._segments[segments[0]] if segments else 0, 0)
             case StoreSegment(row, _, _, segment, self.cls):
-                self._segments[segment] = self.table[row, 1:].clone()
+                self._segments[segment] = of_rows[row][1]
             case FreeRange(row, _, _, self.cls):
-                self.allocator.free(self.table[row, 1:])
-                self.table[row, 1:].zero_()
+                heappush(self.free, of_rows[row][1])
+                self._set(row, of_rows[row][0], 0)
             case FreePart(self.cls, segment):
-                self.allocator.free(self._segments.pop(segment))
+                heappush(self.free, self._segments.pop(segment))
             case CopyRow(row, source, _):
-                self.table[row].copy_(self.table[source])
+                self._set(row, *of_rows[source])
                 return False
             case _:
                 return False
         return True
+
+    def _set(self, row: int, reads: int, writes: int) -> None:
+        self.of_rows[row] = reads, writes
+        self._changed.add(row)
 
     def labels(self, holdings: Holdings) -> np.ndarray:
         """Returns the label of each state slot from 1 on (`MemoryMap`), int32 `[num_states]`: one that a row
@@ -122,32 +157,35 @@ class StateMemory:
 
     def owners(self, holdings: Holdings) -> np.ndarray:
         """Returns what each slot has: int32 `[num_slots]`, -1 where it is free or slot 0, 0 in a snapshot, and
-        the row whose own it is. Synchronises, and recounts: raises CheckFailed, InvalidFree."""
-        self.allocator.check()
+        the row whose own it is. Synchronises, and recounts: raises CheckFailed."""
         table = self.table.cpu().numpy()
-        snapshots = {segment: int(slot) for segment, slot in self._segments.items()}
-        if snapshots.keys() != holdings.lengths(self.cls).keys():
+        if (wrong := (table != self.of_rows).any(1)).any():
+            row = int(wrong.argmax())
             raise CheckFailed(
-                f"segments {sorted(snapshots)} have states, and by the ledger's count "
-                f"{sorted(holdings.lengths(self.cls))}"
+                f"row {row} has states {table[row].tolist()} on the device, {self.of_rows[row]} on the host"
             )
-        held = [(slot, 0) for slot in snapshots.values()]
+        lengths = holdings.lengths(self.cls)
+        if self._segments.keys() != lengths.keys():
+            raise CheckFailed(
+                f"segments {sorted(self._segments)} have states, and by the ledger's count {sorted(lengths)}"
+            )
+        held = [(slot, 0) for slot in self._segments.values()]
         for row, windows in [(one.row, one.windows[-1]) for one in holdings.rows]:
             segments, start, own, end = windows
-            reads, writes = table[row].tolist()
-            if start < own and reads != snapshots[segments[-1]]:
+            reads, writes = self.of_rows[row]
+            if start < own and reads != self._segments[segments[-1]]:
                 raise CheckFailed(f"row {row} reads state {reads}, not that of segment {segments[-1]}")
             if (end > own) != (writes > 0):
                 raise CheckFailed(f"row {row} writes state {writes}, and the ledger counts {end - own}")
             held += [(writes, row)] * (end > own)
-        found = np.full(len(self.allocator.mem_state), -1, dtype=np.int32)
-        is_free = self.allocator.mem_state.cpu().numpy() == 1
-        for slot, owner in held:
-            if is_free[slot] or found[slot] >= 0 or not slot:
-                raise CheckFailed(f"state {slot} has two owners, free counted as one")
-            found[slot] = owner
-        if (lost := (found < 0) & ~is_free)[1:].any():
-            raise CheckFailed(f"states {np.flatnonzero(lost)[1:].tolist()} are lost: free, and held by none")
+        num_owners = np.bincount([0, *self.free, *(slot for slot, _ in held)], minlength=self.capacity + 1)
+        if num_owners.max() > 1:
+            raise CheckFailed(f"state {num_owners.argmax()} has two owners, free counted as one")
+        if not num_owners.all():
+            raise CheckFailed(f"states {np.flatnonzero(num_owners == 0).tolist()} are neither free nor held")
         if any(bool(tensor[0].any()) for tensor in self.tensors):
             raise CheckFailed("state 0, which stands for no token, was written; leave padding rows out")
+        found = np.full(self.capacity + 1, -1, dtype=np.int32)
+        for slot, owner in held:
+            found[slot] = owner
         return found

@@ -28,6 +28,8 @@ SHORT = 64  # tokens: a later piece of so many is computed token by token
 _ALONE = 16  # tokens: so is the only piece of a row
 _MOST_SHORT = 256  # tokens of all later pieces by token in a CUDA graph
 
+Earlier = Mapping[int, tuple[int, int]]  # by part: the slots that it reads and writes
+
 
 class ChunkIndex(NamedTuple):
     """The chunks of a pass: `bounds`, int64 `[n + 1]`, where its sequences begin, and where the last one ends;
@@ -120,7 +122,7 @@ def state_passes(
     rows: Sequence[int],
     counts: Sequence[int],
     num_prefills: int,
-    earlier: Mapping[int, StateSlots],
+    earlier: Earlier,
 ) -> list[StatePass]:
     """Returns the passes of a step, in their order, in one upload and without synchronising.
 
@@ -131,34 +133,29 @@ def state_passes(
     begins = ends - counts
     first, by_token, further = _Parts.of(rows, counts, num_prefills)
     passes = [parts for parts in (first, by_token, *further) if parts]
+    slots = _slots(states, rows, earlier)
     arrays, spans = list[np.ndarray](), list[slice | None]()
     for parts in passes:
         is_whole = parts[-1] - parts[0] + 1 == len(parts)
         spans.append(slice(int(begins[parts[0]]), int(ends[parts[-1]])) if is_whole else None)
         places = [] if is_whole else [np.arange(begins[part], ends[part]) for part in parts]
         arrays += [
-            np.array([rows[part] for part in parts]),
+            *slots[parts].T,
             np.cumsum([0, *(counts[part] for part in parts)], dtype=np.int32),
             np.concatenate([np.zeros(0, dtype=np.int64), *places]),
         ]
     uploaded, found = iter(upload(arrays, states.table.device)), list[StatePass]()
-    for parts, span, part_rows, starts, places in zip(passes, spans, *[uploaded] * 3, strict=True):
+    for parts, span, reads, writes, starts, places in zip(passes, spans, *[uploaded] * 4, strict=True):
         chunks = 0 if parts is by_token else sum(-(-counts[part] // CHUNK) for part in parts)
-        slots = _slots(states, parts, part_rows, earlier)
-        found.append(StatePass(places if span is None else span, starts, slots, chunks))
+        tokens = places if span is None else span
+        found.append(StatePass(tokens, starts, StateSlots(reads, writes), chunks))
     return found
 
 
-def _slots(
-    states: StateMemory, parts: Sequence[int], rows: Tensor, earlier: Mapping[int, StateSlots]
-) -> StateSlots:
-    """Returns the slots of `rows`, which are those of `parts` in this order, and then of padding."""
-    slots = states.slots_of(rows)
-    for i, part in enumerate(parts):
-        if part in earlier:
-            for target, known in zip(slots, earlier[part], strict=True):
-                target[i : i + 1].copy_(known)
-    return slots
+def _slots(states: StateMemory, rows: Sequence[int], earlier: Earlier) -> np.ndarray:
+    """Returns the slots that the parts of `rows` read and write: int64 `[n, 2]`."""
+    known = [earlier.get(part) or states.of_rows[row] for part, row in enumerate(rows)]
+    return np.array(known, dtype=np.int64).reshape(-1, 2)
 
 
 class StaticPasses:
@@ -174,9 +171,7 @@ class StaticPasses:
         self._num_tokens, self._num_prefills = num_tokens, num_prefills
         self._num_by_token = num_decodes + num_prefills
         self._num_gathered = num_decodes + min(_MOST_SHORT + _ALONE * num_prefills, num_tokens)
-        device, num = states.table.device, num_prefills + self._num_by_token
         self._packed: Tensor | None = None
-        self._slots = StateSlots(*torch.zeros(2, num, dtype=torch.int64, device=device))
 
     def fits(self, rows: Sequence[int], counts: Sequence[int], num_prefills: int) -> bool:
         """Returns whether the pieces of a step have room."""
@@ -188,7 +183,7 @@ class StaticPasses:
         rows: Sequence[int],
         counts: Sequence[int],
         num_prefills: int,
-        earlier: Mapping[int, StateSlots],
+        earlier: Earlier,
         q_starts: Tensor,
     ) -> list[StatePass]:
         """Loads the parts of a step that fits, with one upload, and returns the passes. `q_starts`: where the
@@ -198,30 +193,22 @@ class StaticPasses:
         begins = np.cumsum([num_decodes, *counts[:num_prefills]])[:-1].tolist()
         begins += range(num_decodes)
         places = [begins[part] + i for part in by_token for i in range(counts[part])]
-        of_part = np.zeros(self._num_prefills + self._num_by_token, dtype=np.int64)
+        known = _slots(self._states, rows, earlier)
+        slots = np.zeros((self._num_prefills + self._num_by_token, 2), dtype=np.int64)
         starts = np.full(self._num_by_token + 1, len(places), dtype=np.int32)
         tokens = np.zeros(self._num_gathered, dtype=np.int64)
-        of_part[:num_prefills] = rows[:num_prefills]
-        of_part[[part for part in by_token if part < num_prefills]] = 0
-        end = self._num_prefills + len(by_token)
-        of_part[self._num_prefills : end] = [rows[part] for part in by_token]
+        slots[:num_prefills] = known[:num_prefills]
+        slots[[part for part in by_token if part < num_prefills]] = 0
+        slots[self._num_prefills : self._num_prefills + len(by_token)] = known[by_token]
         starts[: len(by_token) + 1] = np.cumsum([0, *(counts[part] for part in by_token)])
         tokens[: len(places)] = places
-        arrays: list[np.ndarray] = [of_part, starts, tokens]
+        arrays: list[np.ndarray] = [*slots.T, starts, tokens]
         if self._packed is None:
             device = self._states.table.device
             self._packed = torch.empty(packed_size(arrays), dtype=torch.uint8, device=device)
-        row_of, starts_there, tokens_there = upload(arrays, self._states.table.device, out=self._packed)
-        found = self._states.slots_of(row_of)
-        slot_of = {part: part for part in range(num_prefills)}
-        slot_of |= {part: self._num_prefills + i for i, part in enumerate(by_token)}
-        for part, known in earlier.items():
-            for target, one in zip(found, known, strict=True):
-                target[slot_of[part] : slot_of[part] + 1].copy_(one)
-        for target, one in zip(self._slots, found, strict=True):
-            target.copy_(one)
+        *both, starts_there, tokens_there = upload(arrays, self._states.table.device, out=self._packed)
         num, most = self._num_prefills, self._num_tokens // CHUNK + self._num_prefills
-        reads, writes = (one.split((num, self._num_by_token)) for one in self._slots)
+        reads, writes = (one.split((num, self._num_by_token)) for one in both)
         chunked, gathered = StateSlots(reads[0], writes[0]), StateSlots(reads[1], writes[1])
         return [
             StatePass(slice(0, self._num_tokens), q_starts, chunked, most),

@@ -1,7 +1,7 @@
 """The objects that the runner and its CUDA graphs share, and what a step reads and returns: every step, eager
 or captured, is `StepInputs.of` or `load`, `StepInputs.logits`, `StepInputs.sample`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,8 +13,7 @@ from lightkv.attention import Batch, StaticStep, Step
 from lightkv.integrations.model.hf_model import Backends, forward, forward_slices
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import packed_size, upload
-from lightkv.memory.state_memory import StateSlots
-from lightkv.memory.state_passes import state_passes
+from lightkv.memory.state_passes import Earlier, state_passes
 from lightkv.router.engine.step import StepPlan
 from lightkv.router.sampling_params import SamplerKind
 
@@ -62,7 +61,7 @@ class AppliedPlan(NamedTuple):
     their index into the batch."""
 
     plan: StepPlan
-    earlier: Mapping[int, StateSlots]
+    earlier: Earlier
 
 
 class StepInputs(NamedTuple):

@@ -18,15 +18,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
 
 import torch
 from msgspec.structs import replace
 
-from lightkv.edits import Edit, decode
+from lightkv.edits import decode
 from lightkv.errors import CheckFailed
 from lightkv.holdings import Holdings
-from lightkv.memory.state_memory import StateSlots
 from lightkv.memory_map import MemoryMap
 from lightkv.router.engine.step import (
     Captured,
@@ -126,7 +124,9 @@ class ModelRunner:
                 graph = self._graphs.get(plan, has_masks=bool(grammars))
             allocates = graph is not None and graph.allocates
             self._parts.sampler.set_rows(plan.new_rows, plan.prompts)
-            applied = self._apply(plan, decode(plan.edits) if allocates else plan.all_edits())
+            edits = decode(plan.edits) if allocates else plan.all_edits()
+            pieces = {part: (num_edits, plan.rows[part]) for part, num_edits in plan.pieces.items()}
+            applied = AppliedPlan(plan, self._parts.memory.apply_step(edits, pieces))
         step = _StepInFlight(plan, grammars)
         with self._fatal_errors(always=allocates):  # slots that are allocated by half are lost
             if grammars:
@@ -136,17 +136,6 @@ class ModelRunner:
         self._in_flight.append(step)
         if len(self._in_flight) == 1:
             self._sample_waiting()
-
-    def _apply(self, plan: StepPlan, edits: list[Edit]) -> AppliedPlan:
-        """Applies a step's edits."""
-        memory, earlier, done = self._parts.memory, dict[int, StateSlots](), 0
-        for part, num_edits in sorted(plan.pieces.items(), key=itemgetter(1)):
-            assert memory.states is not None
-            memory.apply(edits[done:num_edits])
-            earlier[part] = memory.states.slots([plan.rows[part]])
-            done = num_edits
-        memory.apply(edits[done:])
-        return AppliedPlan(plan, earlier)
 
     @torch.inference_mode()
     def collect(self) -> StepResult:

@@ -21,7 +21,6 @@ from lightkv.integrations.model.hf_model import bind, forward
 from lightkv.integrations.model.mixers.mixer import mixers_of, require_own_mixers
 from lightkv.integrations.model.probe import probe
 from lightkv.ledger.sequence import Sequence
-from lightkv.memory.state_memory import StateSlots
 from lightkv.memory.state_passes import state_passes
 from tests.support.combinations import slow
 from tests.support.tiny_architectures import random_weights, tiny
@@ -77,7 +76,7 @@ class Bound:
         prefills = [one for one in wanted if len(one[1]) > 1]
         decodes = [one for one in wanted if len(one[1]) == 1]
         rows, starts, counts, tokens, last = list[int](), list[int](), list[int](), list[int](), list[int]()
-        earlier = dict[int, StateSlots]()
+        earlier = dict[int, tuple[int, int]]()
         for sequence, ids in (*prefills, *decodes):
             start = sequence.length
             while left := start + len(ids) - sequence.length:
@@ -87,7 +86,7 @@ class Bound:
                 starts.append(sequence.length)
                 counts.append(count)
                 self.cache.extend([sequence], [count])
-                earlier[len(rows) - 1] = states.slots([sequence.row])
+                earlier[len(rows) - 1] = states.of_rows[sequence.row]
                 self.cache.publish(sequence)
             tokens += ids[: sequence.length - start]
             last.append(len(tokens) - 1)

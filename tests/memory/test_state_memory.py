@@ -61,7 +61,7 @@ def test_random_lives_of_the_memory(seed: int, device: torch.device, monkeypatch
 
     monkeypatch.setattr(Life, "apply", apply)
     live(life, rng, 150)
-    assert memory.states.allocator.num_free == ledger.states.capacity
+    assert len(memory.states.free) == ledger.states.capacity
 
 
 def test_a_hit_reads_what_was_handed_over_and_leaves_it_as_it_is(device: torch.device) -> None:
@@ -166,9 +166,9 @@ def test_a_planted_fault_is_found(fault: str, device: torch.device) -> None:
         case "writes":
             states.table[second.row, 1] = 3
         case "lost":
-            states.allocator.alloc(1)
+            states.free.pop()
         case "twice":
-            states._segments[segment].fill_(4)
+            states._segments[segment] = 4
         case "zero":
             states.tensors[1][0, 0] = 1
         case "segment":

@@ -26,7 +26,7 @@ def memory(seed: int) -> StateMemory:
     generator = torch.Generator().manual_seed(seed)
     for tensor in states.tensors:
         tensor[1:] = torch.randn(tensor[1:].shape, generator=generator)
-    states.table[1:] = torch.arange(1, 25).view(12, 2)
+    states.of_rows[1:] = [(row, row + 1) for row in range(1, 25, 2)]
     return states
 
 
@@ -41,11 +41,11 @@ def test_static_passes_compute_what_eager_ones_do(seed: int) -> None:
     """Prompts in one piece and in two, beside decodes. In static tensors decodes come first, then prompts, then
     padding."""
     rng = random.Random(seed)
-    rows, counts, earlier = list[int](), list[int](), dict[int, StateSlots]()
+    rows, counts, earlier = list[int](), list[int](), dict[int, tuple[int, int]]()
     for row in range(1, rng.randint(2, 5)):
         pieces = [rng.randint(1, 90)] + [rng.randint(1, SHORT)] * (rng.random() < 0.6)
         if len(pieces) > 1:  # it writes a snapshot, from which the second goes on
-            earlier[len(rows)] = StateSlots(torch.tensor([2 * row - 1]), torch.tensor([30 + row]))
+            earlier[len(rows)] = 2 * row - 1, 30 + row
         rows += [row] * len(pieces)
         counts += pieces
     num_prefills = len(rows)
@@ -54,7 +54,7 @@ def test_static_passes_compute_what_eager_ones_do(seed: int) -> None:
     eager, static = memory(seed), memory(seed)
     for states in (eager, static):
         for part, known in earlier.items():
-            states.table[rows[part], 0] = known.writes
+            states.of_rows[rows[part]] = known[1], states.of_rows[rows[part]][1]
     x = torch.randn(sum(counts), 32, generator=torch.Generator().manual_seed(seed))
     wanted = computed(eager, x, state_passes(eager, rows, counts, num_prefills, earlier))
 

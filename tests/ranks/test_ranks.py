@@ -68,14 +68,14 @@ def life(ranks: RankGroup | None, directory: str, num_edits: int) -> tuple[list[
     runner, info = build_runner(config, lambda line: None, ranks=ranks)
     engine = LocalEngine(make_scheduler(info, make_simulated("quantile", 0, 0)), runner)
     memory, edits = runner._parts.memory, 0
-    apply = memory.apply
+    apply = memory.apply_step
 
     def counted(given: Any, *kept: Any) -> Any:
         nonlocal edits
         edits += len(given)
         return apply(given, *kept)
 
-    memory.apply = counted  # type: ignore[method-assign]
+    memory.apply_step = counted  # type: ignore[method-assign]
     rng, number, tokens, digests = random.Random(8), 0, list[int](), list[bytes]()
     shared = [rng.randrange(3, VOCABULARY) for _ in range(20)]
     while edits < num_edits:

@@ -118,7 +118,7 @@ main(Failing)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["_logits", "_parts.memory.apply", "_take_tokens"])
+@pytest.mark.parametrize("place", ["_logits", "_parts.memory.apply_step", "_take_tokens"])
 async def test_a_rank_that_raises_in_a_step_ends_the_group_at_once(
     place: str, config: EngineConfig, recording: Recording, tmp_path: Path
 ) -> None:
