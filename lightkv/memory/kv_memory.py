@@ -66,7 +66,7 @@ class _Pending:
     Attributes:
         is_single: whether there is one layer group.
         freed: the slots to free: views of the table or of segments.
-        mapped, mapped_rows: the entries of rows to copy slots to, and these slots; the rows.
+        mapped, mapped_rows: the entries of rows to copy slots to, and these slots; the rows and classes.
         allocs: what is allocated at once, one such list after the other. In each, class 0 occurs at most once,
             and first. In a plan, the Alloc of decodes follows on their AllocPart.
         num_last: the tokens of the last Alloc.
@@ -79,7 +79,7 @@ class _Pending:
     is_single: bool
     freed: list[torch.Tensor] = field(default_factory=list)
     mapped: tuple[list[torch.Tensor], list[torch.Tensor]] = field(default_factory=lambda: ([], []))
-    mapped_rows: set[int] = field(default_factory=set)
+    mapped_rows: set[tuple[int, int]] = field(default_factory=set)
     allocs: list[list[_Taken]] = field(default_factory=lambda: [[]])
     num_last: int = 0
     reuses: list[_Taken] = field(default_factory=list)
@@ -98,10 +98,12 @@ class _Pending:
                 return True
             case StoreSegment() | SplitSegment() | ForgetSegment():
                 return False
-            case MapSegments(row, _, segments):
-                return row in self.ends or not self.segments.isdisjoint(segments)
-            case FreeRange(row):
-                return allocates or row in self.mapped_rows
+            case MapSegments(row, _, segments, cls):
+                # The copies of one launch come in no order.
+                is_mapped = (row, cls) in self.mapped_rows
+                return is_mapped or row in self.ends or not self.segments.isdisjoint(segments)
+            case FreeRange(row, _, _, cls):
+                return allocates or (row, cls) in self.mapped_rows
             case FreeSegment(segment) | FreePart(_, segment):
                 return allocates or segment in self.segments
         return True
@@ -237,7 +239,7 @@ class KVMemory:
                 case AllocPart():
                     self._divide(edit, pending.allocs[-1], pending.reuses)
                 case MapSegments(row, start, segments, cls):
-                    pending.mapped_rows.add(row)
+                    pending.mapped_rows.add((row, cls))
                     for segment in segments:
                         slots = self.segments.of_class[cls][segment]
                         end = start + slots.shape[-1]

@@ -84,6 +84,22 @@ def test_an_edit_that_changes_what_another_reads_comes_after_it(
     assert memories[0].digest() == memories[1].digest()
 
 
+def test_a_row_that_is_mapped_twice_has_the_slots_of_the_second_time(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = KVMemory(SPEC, 60, 4, 20, device, num_states=3)
+    for row, segment in ((1, 8), (2, 9)):
+        memory.apply([Alloc((row,), (0,), (4,)), StoreSegment(row, 0, 4, segment)])
+
+    def in_any_order(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        for target, source in list(zip(targets, sources, strict=True))[::-1]:
+            target.copy_(source)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", in_any_order)
+    memory.apply([MapSegments(3, 0, (8,)), MapSegments(3, 0, (9,))])
+    assert torch.equal(memory.table.slots(3, 0, 4), memory.segments.of_class[0][9])
+
+
 def memory_and_step(device: torch.device | str) -> tuple[KVMemory, list[Edit]]:
     """Returns a memory with a segment of six tokens, and the edits of 30 requests that hit it in one step."""
     memory = KVMemory(SPEC, 100, 40, 20, device, num_states=50)
