@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightkv.errors import UnsupportedModel
-from lightkv.integrations.model.linears import weight_bytes
+from lightkv.integrations.model.linears import size_of
 from lightkv.integrations.ranks.group import RankGroup
 from lightkv.integrations.weights.config import weight_format
 from lightkv.integrations.weights.experts import QuantisedExperts
@@ -29,6 +29,7 @@ from lightkv.router.model_files import UnreadableWeights
 from tests.support.quantised_checkpoints import FORMATS, save_quantised
 from tests.support.ranks import run_ranks
 from tests.support.tiny_architectures import answers, own_answers, prompts, random_weights, tiny
+from tests.support.tiny_wrappers import whole_wrapper
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -146,9 +147,11 @@ def test_parts_of_blocks_are_refused() -> None:
 def test_bytes_are_those_that_are_held(tmp_path: Path, form: str) -> None:
     saved(tmp_path, form)
     model, lines = loaded(tmp_path), list[str]()
-    num_bytes = weight_bytes(model)
+    num_parameters, num_bytes = size_of(model)
     config = EngineConfig(str(tmp_path), device="cpu", dtype="float32", max_total_tokens=40)
-    assert model_info(config, tmp_path)["weight_bytes"] == num_bytes
+    info = model_info(config, tmp_path)
+    assert (info["num_parameters"], info["weight_bytes"]) == (num_parameters, num_bytes)
+    assert num_parameters == sum(one.numel() for one in loaded(tmp_path, dequantise=True).parameters())
     load_model(tmp_path, CPU, torch.float32, lines.append)
     assert any("14 linear layers are in " in line and line.endswith("kept so") for line in lines)
     dense = sum(parameter.nbytes for parameter in loaded(tmp_path, dequantise=True).parameters())
@@ -160,6 +163,14 @@ def test_two_ranks_answer_as_one(tmp_path: Path, form: str, family: str) -> None
     own = own_answers(saved(tmp_path, form, family, attention_bias=False), prompts())
     assert greedy(None, str(tmp_path)) == own
     assert run_ranks(2, greedy, str(tmp_path)) == [own, own]
+
+
+def test_the_text_half_of_a_wrapper_runs_quantised(tmp_path: Path) -> None:
+    whole = whole_wrapper("llava", **SIZES)
+    save_quantised(whole, tmp_path, "fp8", (*LEFT_OUT, "fc1", "fc2", "linear_1", "linear_2"))
+    model = loaded(tmp_path)
+    assert len(parts(model)) >= 2 * 7
+    assert answers(model, prompts(), prefill_chunk=16) == own_answers(whole, prompts())
 
 
 def test_experts_are_not_divided_among_ranks(tmp_path: Path) -> None:

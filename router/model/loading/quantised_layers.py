@@ -217,10 +217,13 @@ def quantised_layers(
         module = modules.get(own.rpartition(".")[0])
         shape = tuple(getattr(module, own.rpartition(".")[2], torch.empty(0)).shape)
         each = 2 if own.endswith("gate_up_proj") else 1
-        is_known = len(shape) == 3 and not getattr(module, "is_transposed", True) and not module.has_bias
-        if not is_known or [one[:2] for one in sorted(stems)] != [
-            (expert, part) for expert in range(shape[0]) for part in range(each)
-        ]:
+        is_plain = not getattr(module, "is_transposed", True) and not getattr(module, "has_bias", True)
+        if (
+            len(shape) != 3
+            or not is_plain
+            or [one[:2] for one in sorted(stems)]
+            != [(expert, part) for expert in range(shape[0]) for part in range(each)]
+        ):
             what = (
                 f"{own} of shape {list(shape)} is not made of the {len(stems)} experts' layers in the files"
             )
