@@ -166,10 +166,10 @@ def test_two_ranks_answer_as_one(tmp_path: Path, form: str, family: str) -> None
 
 
 def test_the_text_half_of_a_wrapper_runs_quantised(tmp_path: Path) -> None:
-    whole = whole_wrapper("llava", **SIZES)
-    save_quantised(whole, tmp_path, "fp8", (*LEFT_OUT, "fc1", "fc2", "linear_1", "linear_2"))
+    whole = whole_wrapper("qwen3_vl", **SIZES)
+    save_quantised(whole, tmp_path, "fp8", LEFT_OUT)  # its tower, too, of which nothing is read
     model = loaded(tmp_path)
-    assert len(parts(model)) >= 2 * 7
+    assert len(parts(model)) == 2 * 7
     assert answers(model, prompts(), prefill_chunk=16) == own_answers(whole, prompts())
 
 
