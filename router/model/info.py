@@ -20,7 +20,7 @@ import lightkv
 from lightkv.attention.select import make_backends, pick_backend
 from lightkv.integrations.model.adapters.adapt import adapt
 from lightkv.integrations.model.fused_layers import unplanned_layers
-from lightkv.integrations.model.linears import weight_bytes
+from lightkv.integrations.model.linears import size_of
 from lightkv.integrations.model.mixers.mixer import mixers_of
 from lightkv.integrations.model.probe import ModelShape, NeedsNumbers, find_shape, probe
 from lightkv.integrations.ranks.group import RankGroup
@@ -81,8 +81,7 @@ def model_info(config: EngineConfig, directory: Path) -> dict[str, Any]:
     ):
         if ranks is not None:
             divide_shapes(model, ranks)
-        parameters = list(model.parameters())
-        num_bytes = weight_bytes(cast(torch.nn.Module, model))
+        num_parameters, num_bytes = size_of(cast(torch.nn.Module, model))
         shape = _shape(model)  # may change the type of the parameters
     sizes = EngineSizes(config, device, model.config.get_text_config())
     limits = sizes.limits
@@ -98,7 +97,7 @@ def model_info(config: EngineConfig, directory: Path) -> dict[str, Any]:
         "architecture": type(model).__name__,
         "num_ranks": config.tensor_parallel,
         "dtype": str(spec.dtype).removeprefix("torch."),
-        "num_parameters": sum(parameter.numel() for parameter in parameters),
+        "num_parameters": num_parameters,
         "weight_bytes": num_bytes,
         "left_out": left_out_of(model),
         "unfused": unplanned_layers(model) if config.fuse else {"--no-fuse": spec.num_layers},

@@ -65,15 +65,16 @@ The released checkpoints of two families need more than that:
 
 - **fp8 in blocks of 128 x 128** (`fp8`: DeepSeek, Qwen, GLM; compressed-tensors `float-quantized` by
   `block`), and **fp8 with a scale for each output or each layer** (`float-quantized` by `channel` or
-  `tensor`). A GPU multiplies up to 64 tokens by kernels of lightkv, and more by torch's `_scaled_mm` on
-  Hopper; there several tokens are in fp8, too, where the checkpoint says that its inputs are.
+  `tensor`). Hopper GPUs multiply up to 64 tokens by kernels of lightkv, and more by torch's `_scaled_mm`;
+  several tokens are in fp8, too, where the checkpoint says that its inputs are.
 - **4 bits in groups of 32, 64 or 128 inputs** (compressed-tensors `pack-quantized`, AWQ `gemm`, GPTQ without
-  act order). With the extra `quantised` humming-kernels multiplies on a GPU. Without it, up to 64 tokens are
-  multiplied by kernels of lightkv, and more with the dense weight, which is made for each product.
+  act order). humming-kernels multiplies them on a GPU (`pip install "lightkv[quantised]"`); without it kernels
+  of lightkv multiply up to 64 tokens on Ampere GPUs and newer ones, which takes longer. Experts are multiplied
+  by kernels of lightkv.
 
-Layers without scales in the files are plain. A CPU makes the dense weight for each product; `--dequantise`
-makes it once, while the model is loaded. Several ranks divide linear layers in whole blocks and groups, and
-no experts.
+Everything else is multiplied with the dense weight, which is made for each product: on a CPU, on other GPUs,
+and for more tokens with 4 bits without humming-kernels. `--dequantise` makes it once, while the model is loaded. Layers without
+scales in the files are plain. Several ranks divide linear layers in whole blocks and groups, and no experts.
 
 Refused before weights are read: act order, groups of other sizes, other bits (nvfp4, integers of 8 bits),
 several formats in one checkpoint, and tensors that are missing or have another shape or type than their

@@ -188,13 +188,14 @@ def linear_forward(weight: Weight, x: Tensor) -> Tensor:
     return weight.matmul(x)
 
 
-def weight_bytes(model: nn.Module) -> int:
-    """Returns the bytes of the parameters of `model`, and of its weights that are no parameters."""
-    held: dict[Any, int] = {}
+def size_of(model: nn.Module) -> tuple[int, int]:
+    """Returns how many weights `model` has, and their bytes, with those that are no parameters."""
+    held: set[Any] = set(model.parameters())
     for module in model.modules():
         own = (module.of,) if isinstance(module, WeightPart) else vars(module).values()
-        held |= {one: one.nbytes for one in own if isinstance(one, QuantisedWeight | QuantisedExperts)}
-    return sum(parameter.nbytes for parameter in model.parameters()) + sum(held.values())
+        held |= {one for one in own if isinstance(one, QuantisedWeight | QuantisedExperts)}
+    biases = [one.bias for one in held if isinstance(one, QuantisedWeight) and one.bias is not None]
+    return sum(one.shape.numel() for one in [*held, *biases]), sum(one.nbytes for one in held)
 
 
 def _set_forward(layer: nn.Linear) -> None:

@@ -5,6 +5,7 @@
 Joining and dividing keep the numbers as they are, so they are exact. They cut at whole blocks only.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol, Self
 
@@ -45,7 +46,7 @@ class Format(Protocol):
         """Returns the weight of the stored tensors of a layer, on the device that they are on."""
 
 
-class QuantisedWeight:
+class QuantisedWeight(ABC):
     """A weight `[N, K]` that is held as `tensors`, on one device, and multiplied in `dtype`. A subclass says
     what the numbers are, and may multiply many tokens in its own way."""
 
@@ -114,9 +115,9 @@ class QuantisedWeight:
         """The bytes of the numbers, the scales and the biases."""
         return sum(one.nbytes for one in (*self.tensors[:3], self.bias) if one is not None)
 
+    @abstractmethod
     def values(self) -> Tensor:
         """Returns the numbers, less their zeros, float32 `[N, K]`."""
-        raise NotImplementedError
 
     def dense(self) -> Tensor:
         """Returns the weight, `[N, K]` of its dtype: the reference of every product."""

@@ -42,6 +42,21 @@ _EXPERT = re.compile(rf"\.(\d{{1,5}})\.({'|'.join(_ORDER)})$")
 _FEW_BITS = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")  # of which a plain tensor cannot be made without scales
 
 
+class OpenFiles:
+    """The files of a checkpoint, each opened once, and the device that their tensors are read onto."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._files: dict[Path, Any] = {}
+
+    def read(self, stored: StoredTensor) -> Tensor:
+        """Returns a tensor in memory of its own: one that is read onto a CPU would be a view of the file."""
+        if stored.path not in self._files:
+            self._files[stored.path] = safe_open(stored.path, framework="pt", device=str(self.device))
+        tensor: Tensor = self._files[stored.path].get_tensor(stored.name)
+        return tensor.clone() if self.device.type == "cpu" else tensor
+
+
 @dataclass(frozen=True)
 class StoredWeight:
     """A quantised weight in the files. `found`: what is read, without its numbers (on the meta device). `cuts`:
@@ -78,12 +93,12 @@ class StoredWeight:
         """Returns the weight without its bias."""
         return replace(self, found=self.found.without_bias(), bias_of=None)
 
-    def read(self, device: torch.device, dtype: torch.dtype) -> QuantisedWeight:
-        """Reads the weight onto `device`, to be multiplied in `dtype`."""
-        if device.type == "meta":
+    def read(self, files: OpenFiles, dtype: torch.dtype) -> QuantisedWeight:
+        """Reads the weight, to be multiplied in `dtype`."""
+        if files.device.type == "meta":
             return self.found
-        bias = None if self.bias_of is None else _read(self.bias_of, device).to(dtype)
-        tensors = {name: _read(one, device) for name, one in self.tensors.items()}
+        bias = None if self.bias_of is None else files.read(self.bias_of).to(dtype)
+        tensors = {name: files.read(one) for name, one in self.tensors.items()}
         weight = self.format.weight(tensors, bias, dtype)
         for dim, spans in self.cuts:
             weight = weight.part(dim, spans)
@@ -97,9 +112,9 @@ class StoredExperts:
     parts: Sequence[StoredWeight]
     num: int
 
-    def read(self, device: torch.device, dtype: torch.dtype) -> QuantisedExperts:
-        """Reads the weights onto `device`, to be multiplied in `dtype`."""
-        joined = QuantisedWeight.join([part.read(device, dtype) for part in self.parts])
+    def read(self, files: OpenFiles, dtype: torch.dtype) -> QuantisedExperts:
+        """Reads the weights, to be multiplied in `dtype`."""
+        joined = QuantisedWeight.join([part.read(files, dtype) for part in self.parts])
         if joined is None:
             raise LightKVError(
                 "experts whose outputs are no whole blocks of scales are not held in one piece"
@@ -144,17 +159,18 @@ class QuantisedLayers:
     def read(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype, dense: bool) -> None:
         """Reads the weights of the layers of a loaded `model` onto `device`. `dense`: as plain linear
         layers."""
+        files = OpenFiles(device)
         for parent in list(cast(nn.Module, model).modules()):
             for name, part in list(parent.named_children()):
                 if isinstance(part, WeightPart) and isinstance(part.of, StoredWeight):
-                    part.of = part.of.read(device, dtype)
+                    part.of = part.of.read(files, dtype)
                     if dense:
                         setattr(parent, name, _dense(part))
         for module in cast(nn.Module, model).modules():
             for name, one in list(vars(module).items()):
                 if isinstance(one, StoredExperts):
                     delattr(module, name)
-                    read = one.read(device, dtype)
+                    read = one.read(files, dtype)
                     setattr(module, name, nn.Parameter(read.dense(), requires_grad=False) if dense else read)
         run_quantised_experts(model)
 
@@ -217,10 +233,13 @@ def quantised_layers(
         module = modules.get(own.rpartition(".")[0])
         shape = tuple(getattr(module, own.rpartition(".")[2], torch.empty(0)).shape)
         each = 2 if own.endswith("gate_up_proj") else 1
-        is_known = len(shape) == 3 and not getattr(module, "is_transposed", True) and not module.has_bias
-        if not is_known or [one[:2] for one in sorted(stems)] != [
-            (expert, part) for expert in range(shape[0]) for part in range(each)
-        ]:
+        is_plain = not getattr(module, "is_transposed", True) and not getattr(module, "has_bias", True)
+        if (
+            len(shape) != 3
+            or not is_plain
+            or [one[:2] for one in sorted(stems)]
+            != [(expert, part) for expert in range(shape[0]) for part in range(each)]
+        ):
             what = (
                 f"{own} of shape {list(shape)} is not made of the {len(stems)} experts' layers in the files"
             )
@@ -272,10 +291,3 @@ def _architecture(config: PreTrainedConfig) -> str:
 
 def _empty(stored: StoredTensor) -> Tensor:
     return torch.empty(stored.shape, dtype=_TYPES.get(stored.dtype, torch.bfloat16), device="meta")
-
-
-def _read(stored: StoredTensor, device: torch.device) -> Tensor:
-    """Returns a tensor in memory of its own: one that is read onto a CPU would be a view of the file."""
-    with safe_open(stored.path, framework="pt", device=str(device)) as file:
-        tensor: Tensor = file.get_tensor(stored.name)
-    return tensor.clone() if device.type == "cpu" else tensor
