@@ -104,7 +104,7 @@ def create_app(
             methods=[route.method],
             response_model=None,
             response_class=Response,  # the document says nothing of the bodies of answers
-            responses=document.responses([*route.errors, *guarded], route.special),
+            responses=document.responses(route.path, [*route.errors, *guarded], route.special),
             dependencies=[document.needs_bearer()] if needs_key else [],
             openapi_extra=route.described,
         )

@@ -368,7 +368,6 @@ def test_the_docs_are_a_page_over_the_document(api: ApiUnderTest) -> None:
         ("POST", "/v1/batches", "/v1/chat/completions"),
         ("POST", "/v1/assistants", "/v1/chat/completions"),
         ("POST", "/v1/fine_tuning/jobs", "neither trains"),
-        ("POST", "/v1/messages", "/v1/chat/completions"),
         ("POST", "/api/chat", "/v1/chat/completions"),
         ("POST", "/api/generate", "/v1/completions"),
         ("GET", "/api/tags", "/v1/models"),

@@ -25,6 +25,7 @@ from lightkv.router.api.answers.generation import (
     closed_with_client,
     unless_disconnected,
 )
+from lightkv.router.api.answers.message_writer import MessageWriter
 from lightkv.router.api.answers.response_writer import ResponseWriter
 from lightkv.router.api.grammars.checker import GrammarChecker
 from lightkv.router.api.http.body import BodyRequest
@@ -324,7 +325,7 @@ class Desk:
     async def answer(
         self,
         asked: Accepted,
-        writer: CompletionWriter | ChatWriter | ResponseWriter,
+        writer: CompletionWriter | ChatWriter | ResponseWriter | MessageWriter,
         body: GenerationRequest,
         request: Request,
     ) -> Response:
