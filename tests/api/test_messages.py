@@ -321,7 +321,7 @@ def test_errors_have_anthropics_form(api: ApiUnderTest, kind: Any, status: int, 
     assert found == status
     assert json.loads(content) == {
         "type": "error",
-        "error": {"type": error, "message": "no"},
+        "error": {"type": error, "message": "prompt is too long: no" if kind == "never_fits" else "no"},
         "request_id": headers["request-id"],
     }
     assert headers["content-length"] == str(len(content))

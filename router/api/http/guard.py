@@ -194,7 +194,9 @@ class ErrorResponse(Response):
     def __init__(self, status: int, message: str, body: ErrorBody, headers: Mapping[str, str]) -> None:
         # json rather than msgspec: a message may quote half a surrogate pair, which json writes as an escape.
         super().__init__(json.dumps(body), status, headers, "application/json")
-        self._message = message
+        # By these words agents recognise that they have to shorten their conversation.
+        is_over = body["error"]["code"] == CONTEXT_EXCEEDED
+        self._message = f"prompt is too long: {message}" if is_over else message
         # A full queue, and not a limit of the key.
         is_overload = status == 503 or (status == 429 and body["error"]["code"] == 429)
         self._status = OVERLOADED if is_overload else status
