@@ -292,8 +292,9 @@ class ServiceConfig:
     )
     api_key_file: str | None = setting(
         None,
-        "File of further keys, one per line, each alone or after a name for the log (NAME KEY). Lines that "
-        "begin with # are skipped. The file is read again when it changes.",
+        "File of further keys, one per line, each alone or after a name for logs and metrics (NAME KEY). "
+        "Its limits may follow: rpm=N and tpm=N (requests and tokens a minute), max_parallel_requests=N. Lines "
+        "that begin with # are skipped. The file is read again when it changes.",
     )
     metrics_key: tuple[str, ...] = setting(
         (),

@@ -32,7 +32,7 @@ _ERRORS: Answers = {
     403: {"description": "The Host is not a name of this service."},
     404: {"description": "The model does not exist."},
     413: {"description": "The body is too large."},
-    429: {"description": "The queue is full; try again.", "headers": _WAIT},
+    429: {"description": "The queue is full, or a limit of the key is reached; try again.", "headers": _WAIT},
     500: {"description": "The model or the service failed on this request."},
     OVERLOADED: {
         "description": "Anthropic's for a full queue, and for what is a 503 on other routes.",

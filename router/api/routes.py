@@ -15,6 +15,7 @@ from lightkv.router.api.requests.prompts import PromptReader
 from lightkv.router.api.requests.responses import Responses
 from lightkv.router.api.requests.service import ServiceRoutes
 from lightkv.router.api.requests.tokens import Tokens
+from lightkv.router.service.access.key_limits import KeyLimiter
 from lightkv.router.service.api_settings import ApiSettings
 
 from . import document
@@ -32,9 +33,11 @@ class Route(NamedTuple):
     special: document.Answers = {}  # noqa: RUF012
 
 
-def routes_of(backend: Backend, settings: ApiSettings, grammars: GrammarChecker) -> list[Route]:
+def routes_of(
+    backend: Backend, settings: ApiSettings, grammars: GrammarChecker, limiter: KeyLimiter
+) -> list[Route]:
     """Returns all routes of a service, but for the document's own."""
-    desk = Desk(backend, settings, grammars)
+    desk = Desk(backend, settings, grammars, limiter)
     prompts = PromptReader(backend.tokenizer)
     dialect = ChatDialect(backend.tokenizer, settings)
     chats = Chats(desk, prompts, dialect)

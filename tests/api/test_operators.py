@@ -280,7 +280,15 @@ def test_the_keys_of_a_file_have_names_and_are_read_again(
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a b c", "3 words in line 1"), ("k\nname k", "line 2"), ("# only\n", "holds no key")],
+    [
+        ("a b c", "3 words in line 1"),
+        ("k\nname k", "line 2"),
+        ("# only\n", "holds no key"),
+        ("k\nn k2 rpm=0", "rpm .* in line 2; write rpm=100"),
+        ("k rpm=1 rpm=2", "rpm twice"),
+        ("n k tpm=x", "tpm"),
+        ("n k rps=1", "3 words in line 1"),
+    ],
 )
 def test_a_file_without_usable_keys_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "keys").write_text(text)

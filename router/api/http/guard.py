@@ -4,7 +4,6 @@ server takes requests of HTTP alone (`server.py`)."""
 
 import json
 import re
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 
@@ -27,6 +26,7 @@ WARM_UP = "lightkv.warm_up"  # the ASGI extension of requests that the service s
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._~:/+=@-]{1,128}")
 RETRY_AFTER = {429: "1", 503: "5"}  # seconds
 
+LIMIT_REACHED = "rate_limit_exceeded"  # OpenAI's code for a limit of the key
 CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's code for a request that is longer than the context
 RequestTaker = Callable[[RequestRecord], None]
 
@@ -71,7 +71,7 @@ class RequestObserver:
                 self._end(record, scope)
 
     def _end(self, record: RequestRecord, scope: Scope) -> None:
-        record.ended = time.monotonic()
+        record.end()
         record.route = getattr(scope.get("route"), "path", None)
         key = scope["state"].get("api_key")
         record.key = None if key is None else self._keys.name(key)
@@ -167,8 +167,8 @@ def _other_host(host: str) -> str:
 
 
 class ErrorDetails(TypedDict):
-    """An error. `param`: the request field that caused it, if one did. `code`: the HTTP status, or
-    "context_length_exceeded"."""
+    """An error. `param`: the request field that caused it, if one did. `code`: the HTTP status,
+    "context_length_exceeded" or "rate_limit_exceeded", whose `param` is the limit."""
 
     message: str
     type: str
@@ -234,7 +234,7 @@ def error_response(
     """Returns a response with OpenAI's error body, and with Retry-After if trying again may help."""
     headers = dict(headers or {})
     if status in RETRY_AFTER:
-        headers["Retry-After"] = RETRY_AFTER[status]
+        headers.setdefault("Retry-After", RETRY_AFTER[status])
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return ErrorResponse(status, message, error_body(status, message, param, code), headers)

@@ -35,6 +35,7 @@ from lightkv.router.api.http.stream import EventStream
 from lightkv.router.config import MAX_SECONDS
 from lightkv.router.engine.request import NeverFits
 from lightkv.router.sampling_params import MAX_COUNT, Grammar, InvalidParams, SamplingParams
+from lightkv.router.service.access.key_limits import KeyLimiter
 from lightkv.router.service.api_settings import ApiSettings
 from lightkv.token_set import TokenSet
 
@@ -259,7 +260,10 @@ class Accepted:
 class Desk:
     """Takes requests for answers: checks them, plans their answers, and writes these whole or as a stream."""
 
-    def __init__(self, backend: Backend, settings: ApiSettings, grammars: GrammarChecker) -> None:
+    def __init__(
+        self, backend: Backend, settings: ApiSettings, grammars: GrammarChecker, limiter: KeyLimiter
+    ) -> None:
+        self._limiter = limiter
         self.backend = backend
         self.settings = settings
         self.pacer = Pacer()
@@ -268,8 +272,9 @@ class Desk:
     def accept(
         self, body: GenerationRequest, request: Request, logprobs: int | None, num_prompts: int | None = None
     ) -> Accepted:
-        """Returns what is known before the prompts are made. `num_prompts`: None for the one of a chat. Raises
-        InvalidParams, UnknownModel, InvalidHeader, and RequestRefused unless the service is ready."""
+        """Returns what is known before the prompts are made, and takes the answers of the key's limits.
+        `num_prompts`: None for the one of a chat. Raises InvalidParams, UnknownModel, InvalidHeader,
+        LimitReached, and RequestRefused unless the service is ready."""
         settings = self.settings
         model = self.model(body.model)
         stated, own, shows_answer = body.stated_max_tokens, body.own_max_tokens, not body.answers_nothing
@@ -297,7 +302,7 @@ class Desk:
         if priority < 0 and not settings.allow_priority:
             allowed = "0, or more for less urgency; less than 0 needs a service started with --allow-priority"
             raise InvalidParams("priority", priority, allowed)
-        return Accepted(
+        accepted = Accepted(
             model=model,
             spec=GenerationSpec(
                 prompts=[],
@@ -321,6 +326,10 @@ class Desk:
                 prompt_logprobs=body.prompt_logprobs is not None,
             ),
         )
+        num_answers = (num_prompts or 1) * params.n
+        key = request.state.api_key
+        request.state.record.reservation = self._limiter.reserve(key, num_answers, params.max_tokens)
+        return accepted
 
     async def answer(
         self,
@@ -334,6 +343,8 @@ class Desk:
         spec, params = asked.spec, asked.spec.params
         num_prompt = max(map(len, spec.prompts)) // TOKEN_BYTES
         asked.check_fits(num_prompt)
+        if (reservation := request.state.record.reservation) is not None:
+            reservation.add_prompt(sum(map(len, spec.prompts)) // TOKEN_BYTES)
         most = most_tokens(spec, asked.extras, 1 if asked.is_cut else params.max_tokens)
         if asked.is_cut:
             left = max(min(params.max_tokens, asked.longest - num_prompt, most), 1)
