@@ -38,9 +38,8 @@ class RequestObserver:
     replaced by a new one. Each function of `take` is given the record of each request that has ended.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, take: Sequence[RequestTaker] = ()) -> None:
+    def __init__(self, app: ASGIApp, take: Sequence[RequestTaker] = ()) -> None:
         self._app = app
-        self._keys = keys
         self._take = take
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,14 +72,13 @@ class RequestObserver:
     def _end(self, record: RequestRecord, scope: Scope) -> None:
         record.end()
         record.route = getattr(scope.get("route"), "path", None)
-        key = scope["state"].get("api_key")
-        record.key = None if key is None else self._keys.name(key)
+        record.key = scope["state"].get("key_name")
         for take in self._take:
             take(record)
 
 
 class Guard:
-    """Passes requests on to `app`, with the API key in the request's state.
+    """Passes requests on to `app`, with the API key and its name in the request's state.
 
     `metrics_keys` open METRICS_PATH alone. Answers 403 to a request under a name that is not the service's, 401
     to one without one of `keys` (if there are any), 400 to a POST that a form of any web page could send, and
@@ -100,7 +98,7 @@ class Guard:
         length = headers.get("content-length", "0")
         sent = _keys_in(headers)
         key = next((found for given in sent if (found := self._keys.find(given)) is not None), None)
-        scope.setdefault("state", {})["api_key"] = key
+        scope.setdefault("state", {}).update(api_key=key, key_name=self._keys.name(key))
         host = headers.get("host", "")
         is_open = scope["path"] in OPEN_PATHS
         is_known = key is not None or (

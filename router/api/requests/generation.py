@@ -313,6 +313,7 @@ class Desk:
                 session=session_of(settings, request, body.session_id, body.session_ttl),
                 states_length=stated is not None or own is not None,
                 grammar_field=field,
+                key=request.state.key_name,
             ),
             grammar=grammar,
             is_cut=is_cut,
