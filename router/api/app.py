@@ -90,7 +90,7 @@ def create_app(
             expose_headers=exposed,
         )
     logs = [write_line] if settings.log_requests else []
-    app.add_middleware(RequestObserver, take=[*logs, *take])
+    app.add_middleware(RequestObserver, take=[*logs, *take], root_path=settings.root_path)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(LightKVError, _on_refusal)

@@ -18,7 +18,7 @@ from .files import (
     stored_tensors,
     weight_files,
 )
-from .search import resolve
+from .search import local_models, resolve
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -26,6 +26,7 @@ __all__ = [
     "ModelNotFound",
     "UnreadableWeights",
     "in_line",
+    "local_models",
     "missing_files",
     "one_line",
     "read_json",

@@ -471,3 +471,19 @@ def test_a_service_gives_its_records_to_the_tracer(tmp_path: Path) -> None:
     assert names == ["queue", "prefill", "decode", f"POST {COMPLETIONS}"]
     now = time.time_ns()
     assert all(now - 60e9 < span.start_time <= span.end_time <= now for span in exporter.get_finished_spans())
+
+
+def test_a_path_of_a_proxy_is_taken_away_wherever_it_stands(tmp_path: Path) -> None:
+    with service(tmp_path, api_keys=["k"], metrics_keys=["m"], root_path="/llm").running() as api:
+        for prefix in ("", "/llm"):
+            assert api.send("GET", f"{prefix}/health")[0] == 200
+            assert api.send("GET", f"{prefix}/v1/models")[0] == 401
+            assert api.send("GET", f"{prefix}/v1/models", headers=KEY)[0] == 200
+            assert api.send("GET", f"{prefix}/metrics", headers={"Authorization": "Bearer m"})[0] == 200
+            status, _, content = api.send("POST", f"{prefix}/v1/messages", {}, KEY)
+            assert (status, json.loads(content)["type"]) == (400, "error")
+        for path in ("/llmhealth", "/llm/llm/health", "/other/health"):
+            assert api.send("GET", path)[0] == 401
+            assert api.send("GET", path, headers=KEY)[0] == 404
+        document = json.loads(api.send("GET", "/openapi.json", headers=KEY)[2])
+        assert document["servers"] == [{"url": "/llm"}]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Lines of Python files, with docstrings, comments and blank lines.
-CEILINGS = {"lightkv": 19337, "router": 29495, "triton_kernels": 13489}
+CEILINGS = {"lightkv": 19337, "router": 29584, "triton_kernels": 13489}
 
 
 def lines(room: str) -> Counter[str]:

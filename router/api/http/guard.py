@@ -36,13 +36,16 @@ class RequestObserver:
 
     An id that the client sent is kept if it has 1 to 128 letters, digits or characters of ._~:/+=@- and else
     replaced by a new one. Each function of `take` is given the record of each request that has ended.
+    `root_path`: the path under which a proxy passes requests on; it may stand before theirs.
     """
 
-    def __init__(self, app: ASGIApp, take: Sequence[RequestTaker] = ()) -> None:
+    def __init__(self, app: ASGIApp, take: Sequence[RequestTaker] = (), root_path: str = "") -> None:
         self._app = app
+        self._root_path = root_path
         self._take = take
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["root_path"] = self._root_path
         headers = Headers(scope=scope)
         given = headers.get(REQUEST_ID_HEADER, "")
         record = RequestRecord(
@@ -100,10 +103,9 @@ class Guard:
         key = next((found for given in sent if (found := self._keys.find(given)) is not None), None)
         scope.setdefault("state", {}).update(api_key=key, key_name=self._keys.name(key))
         host = headers.get("host", "")
-        is_open = scope["path"] in OPEN_PATHS
+        is_open = _path(scope) in OPEN_PATHS
         is_known = key is not None or (
-            scope["path"] == METRICS_PATH
-            and any(self._metrics_keys.find(given) is not None for given in sent)
+            _path(scope) == METRICS_PATH and any(self._metrics_keys.find(given) is not None for given in sent)
         )
         if self._hosts is not None and not is_open and not self._hosts.allows(host):
             await error_response(403, _other_host(host))(scope, receive, send)
@@ -131,7 +133,13 @@ def _keys_in(headers: Headers) -> list[bytes]:
 
 
 def _is_of_messages(scope: Scope) -> bool:
-    return f"{scope['path']}/".startswith(f"{MESSAGES_PATH}/")
+    return f"{_path(scope)}/".startswith(f"{MESSAGES_PATH}/")
+
+
+def _path(scope: Scope) -> str:
+    """Returns a request's path without the one under which a proxy passes it on."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def too_large(max_bytes: int) -> str:

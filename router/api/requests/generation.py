@@ -130,6 +130,9 @@ class GenerationRequest(RequestBody):
         max_length=1024,
         description="Requests share cached prefixes only with requests of the same salt.",
     )
+    skip_reading_prefix_cache: bool | None = Field(
+        None, description="Compute the whole prompt, and leave nothing of prompt and answer in the cache."
+    )
     session_id: str | None = Field(
         None,
         max_length=MAX_SESSION_ID,
