@@ -283,6 +283,8 @@ IMAGE = {"type": "image", "source": {}}
         ({"logprobs": True}, "logprobs", "no place"),
         ({"stop_sequences": [""]}, "stop_sequences", "stop"),
         ({"best_of": 2}, "best_of", "n answers"),
+        ({"stop_sequences": ["a"], "stop": ["b"]}, "stop_sequences", "leave out"),
+        ({"max_new_tokens": 9}, "max_new_tokens", "leave out"),
     ],
 )
 def test_what_cannot_be_carried_out_is_refused_by_name(
@@ -329,7 +331,8 @@ def test_errors_have_anthropics_form(api: ApiUnderTest, kind: Any, status: int, 
 
 
 def test_other_errors_have_anthropics_form(api: ApiUnderTest) -> None:
-    body = api.post(MESSAGES, HELLO | {"model": "none"}, 404)
+    body = api.post(MESSAGES, HELLO | {"model": "x" * 100_000}, 404)
+    assert len(body["error"]["message"]) < 1000
     assert body["error"]["type"] == "not_found_error"
     assert api.post(f"{MESSAGES}/batches", {}, 404)["error"]["type"] == "not_found_error"
     assert "max_tokens" in api.post(MESSAGES, {"messages": HELLO["messages"]}, 400)["error"]["message"]

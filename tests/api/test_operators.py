@@ -254,7 +254,7 @@ def test_the_keys_of_a_file_have_names_and_are_read_again(
     keys = ApiKeys(["given"], file, lambda: now)
     assert keys.any
     assert keys.find(b"key-a") == b"key-a"
-    assert [keys.name(key) for key in (b"key-a", b"key-b", b"given", None)] == [
+    assert [keys.name(key) for key in (b"key-a", b"key-b", b"given", b"none")] == [
         "alice",
         name_of_key("key-b"),
         name_of_key("given"),

@@ -108,7 +108,6 @@ def test_changed_limits_begin_anew_and_the_open_requests_still_count() -> None:
     keys.take()
     keys.limits[b"a"] = KeyLimits()
     assert keys.limiter.reserve(b"a", 100, 1) is None
-    assert keys.limiter.reserve(None, 100, 1) is None
 
 
 def test_what_is_known_of_keys_that_are_gone_is_forgotten() -> None:

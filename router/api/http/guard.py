@@ -4,6 +4,7 @@ server takes requests of HTTP alone (`server.py`)."""
 
 import json
 import re
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 
@@ -73,7 +74,9 @@ class RequestObserver:
                 self._end(record, scope)
 
     def _end(self, record: RequestRecord, scope: Scope) -> None:
-        record.end()
+        record.ended = time.monotonic()
+        if record.reservation is not None:
+            record.give_back(record.reservation)
         record.route = getattr(scope.get("route"), "path", None)
         record.key = scope["state"].get("key_name")
         for take in self._take:
@@ -101,7 +104,8 @@ class Guard:
         length = headers.get("content-length", "0")
         sent = _keys_in(headers)
         key = next((found for given in sent if (found := self._keys.find(given)) is not None), None)
-        scope.setdefault("state", {}).update(api_key=key, key_name=self._keys.name(key))
+        name = None if key is None else self._keys.name(key)
+        scope.setdefault("state", {}).update(api_key=key, key_name=name)
         host = headers.get("host", "")
         is_open = _path(scope) in OPEN_PATHS
         is_known = key is not None or (

@@ -37,13 +37,11 @@ class RequestRecord:
     ignored_fields: list[str] = field(default_factory=list)
     reservation: Reservation | None = None
 
-    def end(self) -> None:
-        """Notes that the request has ended, and gives back what it did not use of its key's limits."""
-        self.ended = time.monotonic()
-        if self.reservation is not None:
-            answers = [] if self.generation is None else self.generation.answers
-            num_prompt = 0 if self.generation is None else self.generation.num_prompt_tokens
-            self.reservation.end(num_prompt, [len(one.completion.token_ids) for one in answers])
+    def give_back(self, reservation: Reservation) -> None:
+        """Gives back what the request, which has ended, did not use of its key's limits."""
+        answers = [] if self.generation is None else self.generation.answers
+        num_prompt = 0 if self.generation is None else self.generation.num_prompt_tokens
+        reservation.end(num_prompt, [len(one.completion.token_ids) for one in answers])
 
     def line(self) -> dict[str, Any]:
         """Returns the record's line in the log, which has nothing of the texts of prompt or answer."""

@@ -55,7 +55,7 @@ class UnknownModel(LightKVError):
     """The request names a model that this service does not serve."""
 
     def __init__(self, model: str, known: Sequence[str]) -> None:
-        super().__init__(f"the model {model!r} does not exist here; give one of {', '.join(known)}")
+        super().__init__(f"the model {model[:200]!r} does not exist here; give one of {', '.join(known)}")
 
 
 class RequestBody(BaseModel):
@@ -330,9 +330,9 @@ class Desk:
                 prompt_logprobs=body.prompt_logprobs is not None,
             ),
         )
-        num_answers = (num_prompts or 1) * params.n
-        key = request.state.api_key
-        request.state.record.reservation = self._limiter.reserve(key, num_answers, params.max_tokens)
+        if (key := request.state.api_key) is not None:
+            num_answers = (num_prompts or 1) * params.n
+            request.state.record.reservation = self._limiter.reserve(key, num_answers, params.max_tokens)
         return accepted
 
     async def answer(

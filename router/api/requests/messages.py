@@ -24,7 +24,6 @@ _NO_TEXT = {"type": "text", "text": ""}
 # This line differs in each call of an agent, and everything behind it would be another prefix.
 _BILLING = "x-anthropic-billing-header"
 _NAMES = {  # of the chat's fields
-    "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "reasoning_effort": "thinking",
@@ -133,9 +132,8 @@ class MessageRequest(MessagesInput):
     top_k: int | None = None
 
     def _options(self) -> Object:
-        same = ("stream", "temperature", "top_p", "top_k")
-        options = {name: getattr(self, name) for name in same}
-        return options | {"max_completion_tokens": self.max_tokens, "stop": self.stop_sequences}
+        same = ("max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k")
+        return {name: getattr(self, name) for name in same}
 
 
 class Messages:

@@ -123,9 +123,9 @@ class ApiKeys:
         key = self._by_hash.get(hashlib.sha256(given).digest())
         return key if key is not None and hmac.compare_digest(given, key) else None
 
-    def name(self, key: bytes | None) -> str | None:
-        """Returns the name of a key for logs and metrics; None for no key."""
-        found = None if key is None else self._by_key.get(key)
+    def name(self, key: bytes) -> str | None:
+        """Returns the name of a key for logs and metrics; None for one that is not known (any more)."""
+        found = self._by_key.get(key)
         return None if found is None else found.name
 
     def limits(self, key: bytes) -> KeyLimits | None:

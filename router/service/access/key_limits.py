@@ -114,11 +114,11 @@ class KeyLimiter:
         self._used: dict[bytes, _Used] = {}  # by key, of those that have limits and were used
         self._most_kept = _MOST_KEPT
 
-    def reserve(self, key: bytes | None, num_answers: int, max_tokens: int) -> Reservation | None:
+    def reserve(self, key: bytes, num_answers: int, max_tokens: int) -> Reservation | None:
         """Takes a request of so many answers, and for each the smaller of `max_tokens` and the mean length of
         the key's answers. Returns None for a key without limits. Raises LimitReached, and nothing is taken."""
-        limits = None if key is None else self._limits_of(key)
-        if key is None or limits is None or limits == KeyLimits():
+        limits = self._limits_of(key)
+        if limits is None or limits == KeyLimits():
             return None
         used, now = self._of(key, limits), self._clock()
         at_once = limits.max_parallel_requests
