@@ -26,6 +26,7 @@ TOOL_PARSERS = ("none", "hermes", "qwen3_coder", "llama3", "mistral", "deepseek"
 REASONING_PARSERS = ("none", "qwen3", "deepseek_r1", "gpt_oss")
 TTFT_TARGET = 10.0  # seconds
 SAMPLING_DEFAULTS = ("model", "openai")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 CACHE_NAMESPACES = ("key", "header")
 NAMESPACE_HEADER = "X-Cache-Namespace"
 SESSION_HEADER = "X-Session-Id"
@@ -133,6 +134,9 @@ class EngineConfig:
     model: str = setting(
         "HuggingFaceTB/SmolLM2-135M-Instruct",
         "A directory with safetensors, or an id on the Hugging Face hub.",
+    )
+    revision: str | None = setting(
+        None, "Branch, tag or commit of the model on the Hugging Face hub. Default: its main branch."
     )
     device: str = setting("auto", "Where the model runs: auto (a GPU if there is one), cpu, cuda, cuda:1 …")
     tensor_parallel: Annotated[int, Meta(ge=1, le=64)] = setting(
@@ -297,8 +301,9 @@ class ServiceConfig:
     )
     api_key_file: str | None = setting(
         None,
-        "File of further keys, one per line, each alone or after a name for the log (NAME KEY). Lines that "
-        "begin with # are skipped. The file is read again when it changes.",
+        "File of further keys, one per line, each alone or after a name for logs and metrics (NAME KEY). "
+        "Its limits may follow: rpm=N and tpm=N (requests and tokens a minute), max_parallel_requests=N. Lines "
+        "that begin with # are skipped. The file is read again when it changes.",
     )
     metrics_key: tuple[str, ...] = setting(
         (),
@@ -394,6 +399,18 @@ class ServiceConfig:
         "shows.",
         choices=REASONING_PARSERS,
     )
+    root_path: str = setting(
+        "",
+        "Path under which a proxy passes requests on, such as /llm, whether it takes the path away or not.",
+    )
+    timeout_keep_alive: Annotated[int, Meta(ge=1, le=3600, title="seconds")] = setting(
+        5, "Seconds after which a connection is closed that is kept open without a request."
+    )
+    log_level: str = setting(
+        "warning",
+        f"The least important lines of the HTTP server's log: {', '.join(LOG_LEVELS)}.",
+        choices=LOG_LEVELS,
+    )
     allow_priority: bool = setting(
         False,
         "Let requests set a priority below 0, and so go ahead of others. A priority above 0, which lets others "
@@ -430,6 +447,10 @@ class ServiceConfig:
             raise InvalidConfig(
                 f"--otlp-endpoint is {self.otlp_endpoint!r}; give a URL such as "
                 "http://localhost:4318/v1/traces"
+            )
+        if self.root_path and not re.fullmatch("(/[A-Za-z0-9._~-]+)+", self.root_path):
+            raise InvalidConfig(
+                f"--root-path is {self.root_path!r}; give a path such as /llm, without a / at its end"
             )
         if "" in self.served_model_name:
             raise InvalidConfig("--served-model-name is empty; give one, or leave it out")

@@ -27,8 +27,8 @@ _REPLICAS = "a service runs one replica; start several behind a router (docs/usi
 # Of engines and services alike.
 _REMEDIES = {
     "enable_prefix_caching": f"prefixes are cached to the token, and {_ALWAYS}",
-    "no_enable_prefix_caching": "prefixes are always cached; a request's cache_salt keeps its own apart",
-    "disable_radix_cache": "prefixes are always cached; a request's cache_salt keeps its own apart",
+    "no_enable_prefix_caching": "prefixes are always cached, but for requests with skip_reading_prefix_cache",
+    "disable_radix_cache": "prefixes are always cached, but for requests with skip_reading_prefix_cache",
     "enable_chunked_prefill": f"prompts are computed in chunks (prefill_chunk), and {_ALWAYS}",
     "block_size": "a page is one token; leave it out",
     "page_size": "a page is one token; leave it out",
@@ -60,6 +60,7 @@ _RENAMED_OPTIONS = {
     "enable_log_requests": "log_requests",
     "otlp_traces_endpoint": "otlp_endpoint",
     "kv_events_config": "kv_events",
+    "uvicorn_log_level": "log_level",
     "enable_cache_report": "report_cached_tokens",
     "enable_prompt_tokens_details": "report_cached_tokens",
 }

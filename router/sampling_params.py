@@ -129,6 +129,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         The token's own log-probability is returned with them, also at 0. None returns neither.
     prompt_logprobs: as logprobs, for the tokens of the prompt but its first. The request computes its whole
         prompt then: it takes nothing from the cache, and leaves nothing there.
+    skip_reading_prefix_cache: the request takes nothing from the cache, and leaves nothing there.
     seed: makes the random numbers, and so the tokens, repeatable; None draws a seed.
     n: the number of answers.
     stop: one string, or several, that end the text (see `stops`).
@@ -155,6 +156,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     banned_token_ids: TokenSet | Sequence[int] = _NO_TOKENS
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    skip_reading_prefix_cache: Flag = False
     seed: Annotated[int, Meta(ge=_MIN_INT64, le=_MAX_INT64)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] = 1
     stop: Stops = ()

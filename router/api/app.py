@@ -17,6 +17,7 @@ from lightkv.router.api.grammars.checker import GrammarChecker
 from lightkv.router.api.http.body import BodyRoom, body_route
 from lightkv.router.api.http.guard import (
     CONTEXT_EXCEEDED,
+    LIMIT_REACHED,
     OPEN_PATHS,
     REQUEST_ID_HEADER,
     Guard,
@@ -34,6 +35,7 @@ from lightkv.router.api.requests.sharing import InvalidHeader
 from lightkv.router.engine.request import InvalidPrompt, NeverFits
 from lightkv.router.sampling_params import InvalidParams
 from lightkv.router.service.access.key_file import ApiKeys
+from lightkv.router.service.access.key_limits import KeyLimiter, LimitReached
 from lightkv.router.service.api_settings import ApiSettings
 from lightkv.router.service.router_client import RequestRefused, RouterClient
 from lightkv.router.text.tokenizer import ChatTemplateError, Tokenizer
@@ -88,13 +90,13 @@ def create_app(
             expose_headers=exposed,
         )
     logs = [write_line] if settings.log_requests else []
-    app.add_middleware(RequestObserver, keys=keys, take=[*logs, *take])
+    app.add_middleware(RequestObserver, take=[*logs, *take], root_path=settings.root_path)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(LightKVError, _on_refusal)
     app.add_exception_handler(Exception, _on_defect)
 
-    for route in routes_of(backend, settings, grammars):
+    for route in routes_of(backend, settings, grammars, KeyLimiter(keys.limits)):
         is_open = route.path in OPEN_PATHS
         needs_key = keys.any and not is_open
         guarded = [401] * needs_key + [403] * (settings.hosts is not None and not is_open)
@@ -104,7 +106,7 @@ def create_app(
             methods=[route.method],
             response_model=None,
             response_class=Response,  # the document says nothing of the bodies of answers
-            responses=document.responses([*route.errors, *guarded], route.special),
+            responses=document.responses(route.path, [*route.errors, *guarded], route.special),
             dependencies=[document.needs_bearer()] if needs_key else [],
             openapi_extra=route.described,
         )
@@ -144,7 +146,7 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
 
 
 async def _on_refusal(request: Request, error: Exception) -> Response:
-    param = code = None
+    param = code = headers = None
     match error:
         case RequestRefused():
             status = _STATUS_OF_REFUSAL[error.kind]
@@ -155,6 +157,11 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
             status, code = 400, CONTEXT_EXCEEDED
         case InvalidPrompt() | ChatTemplateError() | InvalidHeader():
             status = 400
+        case LimitReached():
+            status, param, code = 429, error.name, LIMIT_REACHED
+            if error.seconds is None:  # trying again cannot help
+                status = 400
+            headers = {"Retry-After": str(error.seconds)} if status == 429 else None
         case UnknownModel():
             status, param = 404, "model"
         case UnknownSession():
@@ -163,7 +170,7 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
             status = failure_status(error)
         case _:  # a bug of this process, which the log has to show
             raise error
-    return error_response(status, str(error), param, code=code)
+    return error_response(status, str(error), param, headers, code)
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:

@@ -8,7 +8,8 @@ from fastapi import FastAPI, Security
 from fastapi.params import Depends
 from fastapi.security import HTTPBearer
 
-from lightkv.router.api.http.guard import ErrorBody
+from lightkv.router.api.answers.message_writer import OVERLOADED
+from lightkv.router.api.http.guard import MESSAGES_PATH, ErrorBody, MessageErrorBody
 from lightkv.router.api.requests.sharing import MAX_SESSION_ID
 from lightkv.router.config import NAMESPACE_HEADER, SESSION_HEADER
 
@@ -31,8 +32,12 @@ _ERRORS: Answers = {
     403: {"description": "The Host is not a name of this service."},
     404: {"description": "The model does not exist."},
     413: {"description": "The body is too large."},
-    429: {"description": "The queue is full; try again.", "headers": _WAIT},
+    429: {"description": "The queue is full, or a limit of the key is reached; try again.", "headers": _WAIT},
     500: {"description": "The model or the service failed on this request."},
+    OVERLOADED: {
+        "description": "Anthropic's for a full queue, and for what is a 503 on other routes.",
+        "headers": _WAIT,
+    },
     503: {
         "description": "The service is starting, shutting down or overloaded, or lost the answer; try again.",
         "headers": _WAIT,
@@ -43,6 +48,7 @@ NAMES_MODEL = (404,)
 WITHOUT_BODY = (400,)  # of a POST, which a form could send
 CONVERTS_TEXT = (400, 404)
 GENERATES = (400, 404, 429, 503)
+OF_MESSAGES = (400, 404, 429, OVERLOADED)
 ASKS_WORKER = (503,)
 UNREADY: Answers = {503: {"description": "The same, of a service that is not healthy or not ready."}}
 UNKNOWN: Answers = {404: {"model": ErrorBody, "description": "The client has no open session of this id."}}
@@ -61,12 +67,13 @@ class DocumentedApp(FastAPI):
         return document
 
 
-def responses(errors: Iterable[int], special: Answers) -> Answers:
+def responses(path: str, errors: Iterable[int], special: Answers) -> Answers:
     """Returns the documented responses of a route whose errors have these statuses. `special`: those that are
     no error, or another one than usual."""
     statuses = sorted({*errors, *ALWAYS})
+    model = MessageErrorBody if path.startswith(MESSAGES_PATH) else ErrorBody
     usual: Answers = {200: {"description": "The answer."}}
-    return usual | {status: {"model": ErrorBody, **_ERRORS[status]} for status in statuses} | special
+    return usual | {status: {"model": model, **_ERRORS[status]} for status in statuses} | special
 
 
 def needs_bearer() -> Depends:

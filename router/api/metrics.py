@@ -106,6 +106,14 @@ _COUNTERS = (
     ("lightkv:worker_starts", "Starts of the worker process.", "num_worker_starts"),
     ("lightkv:router_seconds", "Time that the router itself spent in steps.", "router_seconds"),
 )
+# Of each API key, by its name: the series, its description and the field of `KeyUsage`.
+_BY_KEY = (
+    ("requests", "Answers that were queued.", "num_requests"),
+    ("prompt_tokens", "Prompt tokens of admitted requests.", "prompt_tokens"),
+    ("cached_tokens", "Prompt tokens found in the cache.", "cached_tokens"),
+    ("generation_tokens", "Tokens generated.", "generated_tokens"),
+    ("preemptions", "Preemptions of running requests.", "interruptions"),
+)
 
 
 class ServiceMetrics:
@@ -186,6 +194,17 @@ class _RouterCollector:
             counter = CounterMetricFamily(name, text, labels=["model_name"])
             counter.add_metric([self._model], getattr(load, count))
             yield counter
+        for name, text, count in _BY_KEY if load.by_key else ():
+            used = CounterMetricFamily(f"lightkv:key_{name}", text, labels=["model_name", "key"])
+            for key, usage in load.by_key.items():
+                used.add_metric([self._model, key], getattr(usage, count))
+            yield used
+        if load.by_key and not latest.is_silent:
+            text = "Tokens that running requests hold; a shared one counts in each."
+            held = GaugeMetricFamily("lightkv:key_held_tokens", text, labels=["model_name", "key"])
+            for key, usage in load.by_key.items():
+                held.add_metric([self._model, key], usage.held)
+            yield held
         yield self._gauge("lightkv:ready", "Whether requests are accepted.", float(latest.takes_requests))
         yield self._gauge(
             "lightkv:router_silence_seconds", "Seconds since the router last reported.", latest.age

@@ -38,6 +38,8 @@ async def serve(settings: ServeSettings) -> None:
     """
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_TEXT_THREADS, "text"))
     keys = keys_of(settings.api)
+    if keys.any_limits:
+        print("lightkv api: the limits of API keys count from this start on", file=sys.stderr, flush=True)
     client = await RouterClient.connect(Path(settings.router_socket))
     router_ended = asyncio.create_task(client.closed())
     try:

@@ -142,7 +142,7 @@ def generate(
         from lightkv.router.model_files import resolve
         from lightkv.router.text.tokenizer import Tokenizer, UnreadableTokenizer
 
-        directory = resolve(config.model, report)
+        directory = resolve(config.model, report, config.revision)
         try:
             tokenizer = Tokenizer(directory)
         except UnreadableTokenizer:
@@ -207,7 +207,7 @@ def info(
     with progress(notes, f"looking for {config.model}") as report:
         from lightkv.router.model_files import resolve
 
-        directory = resolve(config.model, report)
+        directory = resolve(config.model, report, config.revision)
         report("importing torch")
         from lightkv.router.model.info import machine_info, model_info
 
@@ -258,6 +258,30 @@ def info(
     for name, value in rows.items():
         if value:
             typer.echo(f"{name:<14}{value}")
+
+
+@app.command("list")
+def _list() -> None:
+    """List the models in lightkv's and the Hugging Face cache, with the bytes of their files, and whether they
+    run.
+
+    The weights are not loaded: a model runs if it passes every check that needs none.
+    """
+    from lightkv.router.model_files import UnreadableWeights, in_line, local_models
+
+    if not (models := local_models()):
+        typer.echo("no model is in lightkv's or in the Hugging Face cache")
+        return
+    with progress(Console(stderr=True), "importing torch"):
+        from lightkv.router.model.model_config import load_supported_config
+    for model, directory in models.items():
+        num_bytes = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+        runs = "runs"
+        try:
+            load_supported_config(directory)
+        except (UnreadableWeights, UnsupportedModel) as error:
+            runs = f"does not run: {in_line(str(error))}"
+        typer.echo(f"{model:<48} {_gib(num_bytes):>12}  {runs}")
 
 
 add_serve_command(app)

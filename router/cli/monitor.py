@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightkv.router.engine.step import PoolMap
+from lightkv.router.service.access.key_usage import KeyUsage
 from lightkv.router.service.messages import WAITS_FOR, Load
 
 from . import latencies
@@ -32,7 +33,7 @@ _TOP_EXAMPLES = ("lightkv top", "lightkv top --once --url unix:/run/lightkv.sock
 _ASCII_MARKS = str.maketrans({"·": ".", "░": "=", "█": "#", "…": "..."})
 _MAP_LINES = 16  # lines of marks if the output is not a terminal
 _LEGEND_LINES = 3
-_MAX_OWNERS = 10
+_MAX_OWNERS = _MAX_KEYS = 10
 
 
 def add_monitor_commands(app: typer.Typer) -> None:
@@ -194,8 +195,26 @@ def frame(
         "preempted": f"{report.num_preemptions:,} times, {report.recomputed_tokens:,} tokens computed again",
         "worker": f"{report.num_worker_starts:,} worker starts",
     }
+    rows |= {f"key {name}": _used(usage) for name, usage in _first_keys(report)}
     legend = f"{glyphs[0]} held  {glyphs[1]} cached  {glyphs[2]} free  | forecast peak"
     return Group(Text(f"lightkv at {url}", style="bold"), bar(report, glyphs), Text(legend), _table(rows))
+
+
+def _first_keys(report: LoadReport) -> list[tuple[str, KeyUsage]]:
+    """Returns the keys that hold or have used the most tokens."""
+    return sorted(
+        report.by_key.items(),
+        key=lambda one: (one[1].held, one[1].prompt_tokens + one[1].generated_tokens),
+        reverse=True,
+    )[:_MAX_KEYS]
+
+
+def _used(usage: KeyUsage) -> str:
+    return (
+        f"{usage.held:,} tokens held; {usage.num_requests:,} requests, {usage.prompt_tokens:,} prompt tokens "
+        f"({usage.cached_tokens:,} cached), {usage.generated_tokens:,} generated, "
+        f"{usage.interruptions:,} interruptions"
+    )
 
 
 def _table(rows: Mapping[str, str]) -> Table:

@@ -96,5 +96,5 @@ class LimitShares:
     def _keys(request: Request) -> list[tuple[Namespace, int]]:
         """Returns where the request's share counts: in its namespace, and in all together."""
         bits = request.max_tokens.bit_length()
-        own = [(request.namespace, bits)] if request.namespace and not request.is_scored else []
+        own = [(request.namespace, bits)] if request.namespace and not request.is_apart else []
         return [*own, ((), bits)]

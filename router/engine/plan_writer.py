@@ -154,7 +154,8 @@ class PlanWriter:
             if chunks:
                 chunks[-1] = chunks[-1]._replace(edits=self._drain())
             self._ledger.extend([sequence], [part])
-            self._ledger.publish(sequence)
+            if not request.is_apart:
+                self._ledger.publish(sequence)
             chunks.append(Chunk(request, start, part))
             start += part
         return chunks

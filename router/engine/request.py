@@ -87,6 +87,7 @@ class Request:
         "finish_reason",
         "grammar",
         "id",
+        "is_apart",
         "is_guaranteed",
         "is_late",
         "is_repeated",
@@ -153,9 +154,10 @@ class Request:
         self.is_repeated = False  # does another answer to the same prompt begin with this one?
         # A prompt whose log-probabilities are asked for is computed in full, so it shares nothing.
         self.is_scored = params.prompt_logprobs is not None
-        self.namespace = (*namespace, object()) if self.is_scored else namespace
+        self.is_apart = self.is_scored or params.skip_reading_prefix_cache
+        self.namespace = (*namespace, object()) if self.is_apart else namespace
         self.priority = priority
-        self.session = None if self.is_scored else session
+        self.session = None if self.is_apart else session
         self.states_length = states_length
         self.shows_answer = shows_answer
         self.boundary = boundary
@@ -180,7 +182,7 @@ class Request:
             1  # tokens of the prompt with log-probabilities in planned steps; the first has none
         )
         self.prompt_logprobs: list[PromptLogprobs] = []  # in the order of the prompt
-        self.cached = not self.is_scored  # do the request's tokens stay in the cache once it has ended?
+        self.cached = not self.is_apart  # do the request's tokens stay in the cache once it has ended?
         self.chunk_step = -1
         # Where short prompts pass long ones, the queue sets these:
         self.num_new = 0  # the tokens of the prefill that were not cached when the request was queued

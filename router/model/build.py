@@ -76,7 +76,7 @@ def find_model(config: EngineConfig, report: Report) -> Path:
     Raises InvalidConfig, ModelNotFound, UnreadableWeights, UnsupportedModel.
     """
     device = pick_device(config.device)
-    directory = resolve(config.model, report)
+    directory = resolve(config.model, report, config.revision)
     loaded = load_supported_config(directory)
     text = loaded.get_text_config()
     _ = EngineSizes(config, device, text).limits  # raises InvalidConfig

@@ -20,7 +20,7 @@ from .files import (
     stored_tensors,
     weight_files,
 )
-from .search import resolve
+from .search import local_models, resolve
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -30,6 +30,7 @@ __all__ = [
     "UnreadableWeights",
     "in_line",
     "list_some",
+    "local_models",
     "missing_files",
     "one_line",
     "read_json",

@@ -5,6 +5,8 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,7 +32,7 @@ HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]  # *.bin and *.pt are pickle
 HUB_IGNORED = ["*/*.safetensors", "*/*.json", "consolidated*"]  # other formats of the same weights
 
 
-def resolve(model: str, report: Report) -> Path:
+def resolve(model: str, report: Report, revision: str | None = None) -> Path:
     """Returns the directory that holds `model`.
 
     A local directory has its config.json, but may lack other files: `require_whole` raises for those later,
@@ -42,6 +44,7 @@ def resolve(model: str, report: Report) -> Path:
     Args:
         model: a directory, or an id of the Hugging Face hub such as "org/name".
         report: is called with each line of progress.
+        revision: of a model of the hub, which no converted copy has; a directory has none.
 
     Raises:
         UnreadableWeights: the local directory has no config.json, `model` is a file, or the conversion failed.
@@ -62,18 +65,34 @@ def resolve(model: str, report: Report) -> Path:
     tried = [f"{directory}: no such directory"]
 
     converted = _converted_dir(model)
-    if converted.is_dir() and not missing_files(converted):
+    if revision is None and converted.is_dir() and not missing_files(converted):
         return converted
     tried.append(f"{converted}: no converted copy")
 
-    if model == DEFAULT_MODEL:
+    if model == DEFAULT_MODEL and revision is None:
         source = convert.packaged_gguf()
         if source is not None:
             return convert.convert(source, converted, report)
         tried.append(f"package {convert.DEFAULT_MODEL_PACKAGE}: not installed")
 
-    cached = _from_hub_cache(model, tried)
-    return cached if cached is not None else _from_hub(model, tried, report)
+    cached = _from_hub_cache(model, tried, revision)
+    return cached if cached is not None else _from_hub(model, tried, report, revision)
+
+
+def local_models() -> dict[str, Path]:
+    """Returns the directories of the models that this machine has, by their ids: lightkv's converted copies,
+    and of each model in the Hugging Face cache its main branch or, without one, its newest revision."""
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    found: dict[str, Path] = {}
+    with suppress(CacheNotFound):
+        for repo in scan_cache_dir().repos:
+            revisions = sorted(repo.revisions, key=lambda one: ("main" in one.refs, one.last_modified))
+            if repo.repo_type == "model" and revisions:
+                found[repo.repo_id] = revisions[-1].snapshot_path
+    converted = _converted_dir("any").parent
+    found |= {one.name.replace("--", "/"): one for one in converted.glob("*") if one.is_dir()}
+    return dict(sorted(found.items()))
 
 
 def _converted_dir(model: str) -> Path:
@@ -81,12 +100,12 @@ def _converted_dir(model: str) -> Path:
     return Path(cache) / "lightkv" / "models" / model.replace("/", "--")
 
 
-def _from_hub_cache(model: str, tried: list[str]) -> Path | None:
+def _from_hub_cache(model: str, tried: list[str], revision: str | None) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        directory = Path(snapshot_download(model, local_files_only=True))
+        directory = Path(snapshot_download(model, revision=revision, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
         tried.append("Hugging Face cache: not present")
         return None
@@ -96,7 +115,7 @@ def _from_hub_cache(model: str, tried: list[str]) -> Path | None:
     return directory
 
 
-def _from_hub(model: str, tried: list[str], report: Report) -> Path:
+def _from_hub(model: str, tried: list[str], report: Report, revision: str | None) -> Path:
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "TRUE", "YES", "ON"}:
         raise ModelNotFound(model, [*tried, "Hugging Face hub: not asked, since HF_HUB_OFFLINE is set"])
     from huggingface_hub import HfApi, snapshot_download
@@ -105,7 +124,8 @@ def _from_hub(model: str, tried: list[str], report: Report) -> Path:
     api = HfApi()
     # The client raises the errors of its HTTP library, which differs by the client's version.
     try:
-        info = _within(HUB_TIMEOUT, lambda: api.model_info(model, timeout=HUB_TIMEOUT, files_metadata=True))
+        asked = partial(api.model_info, model, revision=revision, timeout=HUB_TIMEOUT, files_metadata=True)
+        info = _within(HUB_TIMEOUT, asked)
     except Exception as error:
         raise ModelNotFound(model, [*tried, f"Hugging Face hub: {one_line(error)}"]) from error
     files = [file for file in info.siblings or [] if "/" not in file.rfilename]
@@ -116,7 +136,10 @@ def _from_hub(model: str, tried: list[str], report: Report) -> Path:
     num_bytes = sum(file.size or 0 for file in weights)
     report(f"downloading {model} from the Hugging Face hub ({num_bytes / 1e9:.2f} GB)")
     try:
-        directory = Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
+        taken = snapshot_download(
+            model, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED
+        )
+        directory = Path(taken)
     except Exception as error:
         answer = f"Hugging Face hub: the download failed ({one_line(error)}); start again to resume it"
         raise ModelNotFound(model, [*tried, answer]) from error

@@ -68,6 +68,9 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     default_max_tokens: int | None = None
     uses_recommended: bool = True
     configuration: dict[str, Any] = {}
+    root_path: str = ""
+    timeout_keep_alive: int = 5
+    log_level: str = "warning"
 
 
 class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):

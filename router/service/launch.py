@@ -93,7 +93,7 @@ def serve(engine: EngineConfig, service: ServiceConfig, notes: Console) -> int:
             require_packages("--otlp-endpoint", "otel", *packages)
         with _take_site(service) as site:
             with progress(notes, f"looking for {engine.model}") as report:
-                directory = resolve(engine.model, report)
+                directory = resolve(engine.model, report, engine.revision)
             service = replace(service, served_model_name=service.served_model_name or (engine.model,))
             engine = replace(engine, model=str(directory))
             running = _Service(engine, service, site, notes, template)

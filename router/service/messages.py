@@ -19,6 +19,7 @@ from lightkv.router.config import EngineConfig
 from lightkv.router.engine.loop import EngineStats
 from lightkv.router.engine.step import PoolMap, RunnerInfo, TokenEvent
 from lightkv.router.sampling_params import SamplingParams
+from lightkv.router.service.access.key_usage import KeyUsage
 
 Result = TypeVar("Result")
 Received = TypeVar("Received")
@@ -65,7 +66,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     the name of the session that protects the answers' tokens, until ReleaseSession. `shows_answer`: if not, the
     client gets none of the tokens, and a prompt may fill the context. `grammar_bytes`: what the grammar of
     `params` takes when it is compiled. `grammar_owner`: what stands for the client; the owners' grammars are
-    compiled in turns.
+    compiled in turns. `key`: the name of the client's API key, which has used what the answers take.
     """
 
     prompts: list[NewPrompt]
@@ -78,6 +79,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     shows_answer: bool = True
     grammar_bytes: int = 0
     grammar_owner: bytes = b""
+    key: str | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError where a prompt has no answers, or there is no prompt."""
@@ -169,6 +171,7 @@ class Load(EngineStats, frozen=True):
         step_age: seconds since the last step completed, or since work began to wait; 0 when idle.
         router_seconds: the router's own time in steps.
         num_dropped_log_lines: those of the router process's log.
+        by_key: what each API key has used, by its name; `KeyUsage.held` is of now.
     """
 
     num_ledger_checks: int = 0
@@ -176,6 +179,7 @@ class Load(EngineStats, frozen=True):
     step_age: float = 0.0
     router_seconds: float = 0.0
     num_dropped_log_lines: int = 0
+    by_key: dict[str, KeyUsage] = msgspec.field(default_factory=dict)
 
     @property
     def num_provisional(self) -> int:

@@ -315,7 +315,7 @@ class Router:
             self._clients[client].add(message.session)
             for request in requests:
                 request.session = session
-        self._submitted.add(client, requests, num_bytes)
+        self._submitted.add(client, requests, num_bytes, message.key)
         self._wake.set()
         return Accepted(name)
 
@@ -385,6 +385,7 @@ class Router:
             step_age=time.monotonic() - self._worked if engine is not None and engine.has_work else 0.0,
             router_seconds=self._router_seconds,
             num_dropped_log_lines=num_dropped_lines(),
+            by_key=self._submitted.usage(engine is not None),
         )
 
     async def _report_status(self) -> None:

@@ -11,6 +11,7 @@ from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.memory_map import Owner
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.step import TokenEvent
+from lightkv.router.service.access.key_usage import KeyUsage, UsageByName
 
 from .messages import Events, FrameStream, Submit, ToRouter
 
@@ -43,12 +44,13 @@ class NoRoom(LightKVError):
 
 @dataclass(eq=False)
 class _Submission:
-    """Requests that came together: the client that gets their events, and the bytes that they take until the
-    last of them has ended."""
+    """Requests that came together: the client that gets their events, the bytes that they take until the last
+    of them has ended, and the name that they are counted by, if they have a key."""
 
     client: Client
     num_bytes: int
     num_living: int
+    key: str | None
 
 
 class _One(NamedTuple):
@@ -62,6 +64,7 @@ class SubmittedRequests:
     def __init__(self, max_bytes: int = MAX_REQUEST_BYTES) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
+        self._usage = UsageByName()
         self._by_id: dict[str, _One] = {}
 
     def __contains__(self, request_id: str) -> bool:
@@ -74,9 +77,10 @@ class SubmittedRequests:
             raise NoRoom(num_bytes, self.num_bytes, self.max_bytes)
         return num_bytes
 
-    def add(self, client: Client, requests: list[Request], num_bytes: int) -> None:
-        """Adds the requests of one submission, which take `num_bytes` together."""
-        submission = _Submission(client, num_bytes, len(requests))
+    def add(self, client: Client, requests: list[Request], num_bytes: int, key: str | None = None) -> None:
+        """Adds the requests of one submission, which take `num_bytes` together. `key`: the name of theirs."""
+        name = None if key is None else self._usage.begin(key, len(requests))
+        submission = _Submission(client, num_bytes, len(requests), name)
         self.num_bytes += num_bytes
         for request in requests:
             self._by_id[request.id] = _One(request, submission)
@@ -86,10 +90,17 @@ class SubmittedRequests:
         one = self._by_id.pop(request_id, None)
         if one is None:
             return False
+        if one.submission.key is not None:
+            self._usage.end(one.submission.key, one.request)
         one.submission.num_living -= 1
         if not one.submission.num_living:
             self.num_bytes -= one.submission.num_bytes
         return True
+
+    def usage(self, has_memory: bool) -> dict[str, KeyUsage]:
+        """Returns what each key has used, by its name. `has_memory`: whether a worker has what they hold."""
+        living = [(one.submission.key, one.request) for one in self._by_id.values()]
+        return self._usage.with_living([(key, one) for key, one in living if key is not None], has_memory)
 
     def ids(self, client: Client | None = None) -> list[str]:
         """Returns the ids of all requests, or of one client's."""

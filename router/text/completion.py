@@ -115,6 +115,11 @@ class Completion:
         """The text so far."""
         return "".join(self._pieces)
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that the text has reached, if any."""
+        return self._checker.hit
+
     def push(self, event: TokenEvent) -> str:
         """Adds one event of the request. Returns the text that this adds to the answer."""
         if self.finish_reason is not None:

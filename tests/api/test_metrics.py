@@ -7,6 +7,7 @@ import pytest
 from lightkv.router.api.answers.generation import AnswerClock
 from lightkv.router.api.metrics import ServiceMetrics
 from lightkv.router.engine.step import Limits, RunnerInfo
+from lightkv.router.service.access.key_usage import KeyUsage
 from lightkv.router.service.messages import Load, Status
 from lightkv.router.service.router_client import LatestStatus
 
@@ -50,6 +51,7 @@ LOAD = Load(
     step_age=0.5,
     router_seconds=0.25,
     num_dropped_log_lines=6,
+    by_key={"alice": KeyUsage(2, 50, 40, 8, 1, held=30)},
 )
 
 
@@ -98,6 +100,12 @@ def values(metrics: ServiceMetrics) -> dict[str, float]:
         ('lightkv:log_dropped_lines_total{process="router"}', 6),
         ('lightkv:log_dropped_lines_total{process="api"}', 0),
         ("lightkv:ready", 1),
+        ('lightkv:key_requests_total{key="alice"}', 2),
+        ('lightkv:key_prompt_tokens_total{key="alice"}', 50),
+        ('lightkv:key_cached_tokens_total{key="alice"}', 40),
+        ('lightkv:key_generation_tokens_total{key="alice"}', 8),
+        ('lightkv:key_preemptions_total{key="alice"}', 1),
+        ('lightkv:key_held_tokens{key="alice"}', 30),
         ('lightkv:unfused_layers{why="GPT2Block: it has no plan"}', 12),
     ],
 )
@@ -131,6 +139,7 @@ def test_gauges_of_a_silent_router_are_not_reported() -> None:
     assert silent["lightkv:ready"] == 0
     assert silent["lightkv:router_silence_seconds"] == 6
     gauges = {"vllm:num_requests_running", "vllm:kv_cache_usage_perc", "lightkv:free_tokens"}
+    gauges.add('lightkv:key_held_tokens{key="alice"}')
     assert gauges <= quiet.keys()
     assert not gauges & silent.keys()
     assert silent["vllm:generation_tokens_total"] == quiet["vllm:generation_tokens_total"]

@@ -26,6 +26,8 @@ STATUSES = {
     "/v1/completions": {"400", "404", "429", "503"},
     "/v1/chat/completions": {"400", "404", "429", "503"},
     "/v1/responses": {"400", "404", "429", "503"},
+    "/v1/messages": {"400", "404", "429", "529"},
+    "/v1/messages/count_tokens": {"400", "404"},
     "/v1/sessions/{session_id}/release": {"400", "404"},
     "/v1/models": set(),
     "/v1/models/{model}": {"404"},
@@ -111,8 +113,9 @@ def test_errors_are_documented_as_they_are_sent(document: dict[str, Any]) -> Non
                 assert "content" not in response, (path, status)
                 continue
             schema = response["content"]["application/json"]["schema"]
-            assert schema == {"$ref": "#/components/schemas/ErrorBody"}, (path, status)
-            waits = status in ("429", "503")
+            name = "MessageErrorBody" if path.startswith("/v1/messages") else "ErrorBody"
+            assert schema == {"$ref": f"#/components/schemas/{name}"}, (path, status)
+            waits = status in ("429", "503", "529")
             assert ("Retry-After" in response.get("headers", {})) == waits, (path, status)
     assert "ValidationError" not in json.dumps(document)
 

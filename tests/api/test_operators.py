@@ -254,7 +254,7 @@ def test_the_keys_of_a_file_have_names_and_are_read_again(
     keys = ApiKeys(["given"], file, lambda: now)
     assert keys.any
     assert keys.find(b"key-a") == b"key-a"
-    assert [keys.name(key) for key in (b"key-a", b"key-b", b"given", None)] == [
+    assert [keys.name(key) for key in (b"key-a", b"key-b", b"given", b"none")] == [
         "alice",
         name_of_key("key-b"),
         name_of_key("given"),
@@ -280,7 +280,15 @@ def test_the_keys_of_a_file_have_names_and_are_read_again(
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a b c", "3 words in line 1"), ("k\nname k", "line 2"), ("# only\n", "holds no key")],
+    [
+        ("a b c", "3 words in line 1"),
+        ("k\nname k", "line 2"),
+        ("# only\n", "holds no key"),
+        ("k\nn k2 rpm=0", "rpm .* in line 2; write rpm=100"),
+        ("k rpm=1 rpm=2", "rpm twice"),
+        ("n k tpm=x", "tpm"),
+        ("n k rps=1", "3 words in line 1"),
+    ],
 )
 def test_a_file_without_usable_keys_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "keys").write_text(text)
@@ -368,7 +376,6 @@ def test_the_docs_are_a_page_over_the_document(api: ApiUnderTest) -> None:
         ("POST", "/v1/batches", "/v1/chat/completions"),
         ("POST", "/v1/assistants", "/v1/chat/completions"),
         ("POST", "/v1/fine_tuning/jobs", "neither trains"),
-        ("POST", "/v1/messages", "/v1/chat/completions"),
         ("POST", "/api/chat", "/v1/chat/completions"),
         ("POST", "/api/generate", "/v1/completions"),
         ("GET", "/api/tags", "/v1/models"),
@@ -464,3 +471,19 @@ def test_a_service_gives_its_records_to_the_tracer(tmp_path: Path) -> None:
     assert names == ["queue", "prefill", "decode", f"POST {COMPLETIONS}"]
     now = time.time_ns()
     assert all(now - 60e9 < span.start_time <= span.end_time <= now for span in exporter.get_finished_spans())
+
+
+def test_a_path_of_a_proxy_is_taken_away_wherever_it_stands(tmp_path: Path) -> None:
+    with service(tmp_path, api_keys=["k"], metrics_keys=["m"], root_path="/llm").running() as api:
+        for prefix in ("", "/llm"):
+            assert api.send("GET", f"{prefix}/health")[0] == 200
+            assert api.send("GET", f"{prefix}/v1/models")[0] == 401
+            assert api.send("GET", f"{prefix}/v1/models", headers=KEY)[0] == 200
+            assert api.send("GET", f"{prefix}/metrics", headers={"Authorization": "Bearer m"})[0] == 200
+            status, _, content = api.send("POST", f"{prefix}/v1/messages", {}, KEY)
+            assert (status, json.loads(content)["type"]) == (400, "error")
+        for path in ("/llmhealth", "/llm/llm/health", "/other/health"):
+            assert api.send("GET", path)[0] == 401
+            assert api.send("GET", path, headers=KEY)[0] == 404
+        document = json.loads(api.send("GET", "/openapi.json", headers=KEY)[2])
+        assert document["servers"] == [{"url": "/llm"}]

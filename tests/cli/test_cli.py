@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 import typer
@@ -419,3 +421,30 @@ def _write_hollow(config: LlamaConfig, directory: Path) -> None:
     with (directory / "model.safetensors").open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         file.truncate(8 + len(encoded) + end)
+
+
+def test_the_models_of_the_caches_are_listed(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "scan_cache_dir", partial(huggingface_hub.scan_cache_dir, hub))
+    assert run("list")[:2] == (0, "no model is in lightkv's or in the Hugging Face cache\n")
+    shutil.copytree(tiny, tmp_path / "lightkv" / "models" / "org--converted")
+    for name, commit in (("whole", "a" * 40), ("part", "b" * 40)):
+        repo = hub / f"models--org--{name}"
+        (repo / "refs").mkdir(parents=True)
+        (repo / "refs" / "main").write_text(commit)
+        shutil.copytree(tiny, repo / "snapshots" / commit)
+    (hub / "models--org--part" / "snapshots" / commit / "tokenizer.json").unlink()
+    (hub / "models--org--empty").mkdir()
+    code, out, _ = run("list")
+    converted, part, whole = out.splitlines()
+    assert code == 0
+    num_bytes = sum(file.stat().st_size for file in tiny.iterdir())
+    for name, line in (("converted", converted), ("whole", whole)):
+        assert line.split() == [f"org/{name}", f"{num_bytes / 2**30:.2f}", "GiB", "runs"]
+    assert part.startswith("org/part ")
+    assert "does not run" in part
+    assert "lacks tokenizer.json" in part

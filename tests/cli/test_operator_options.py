@@ -125,6 +125,9 @@ def test_every_option_can_stand_in_the_file(tmp_path: Path) -> None:
         ("default_max_tokens", 0, "at least 1"),
         ("otlp_endpoint", "localhost:4318", "give a URL"),
         ("chat_template", "", "is empty"),
+        ("root_path", "llm/", "give a path such as /llm"),
+        ("log_level", "loud", "one of debug, info"),
+        ("timeout_keep_alive", 0, "from 1 to 3600"),
     ],
 )
 def test_wrong_settings_are_refused(setting: str, value: Any, message: str) -> None:

@@ -25,6 +25,7 @@ from lightkv.router.cli.http_client import ServiceClient, ServiceRefused, Servic
 from lightkv.router.cli.monitor import LoadReport, bar, frame
 from lightkv.router.config import EngineConfig, ServiceConfig, bounds, declared
 from lightkv.router.service import launch
+from lightkv.router.service.access.key_usage import KeyUsage
 from lightkv.router.service.messages import Load, Mapped
 from lightkv.router.service.router_client import MAP_SECONDS
 from tests.support.fake_router import MODEL, POOL, TEXT, ApiUnderTest, idle, ids_of, service, wait_until
@@ -307,6 +308,7 @@ def test_a_frame_has_the_counts_and_the_rates() -> None:
         num_worker_starts=2, num_preemptions=1, recomputed_tokens=1037, num_sessions=4, session_tokens=150,
         session_evicted_tokens=6, session_over_share_tokens=1500,
         state="ready", detail="ready",
+        by_key={"alice": KeyUsage(3, 2000, 1000, 90, 1, 0)} | {f"k{i}": KeyUsage(held=i) for i in range(1, 11)},
     )  # fmt: skip
     text = shown(frame("http://host", report, before, 2.0))
     for words in (
@@ -322,9 +324,11 @@ def test_a_frame_has_the_counts_and_the_rates() -> None:
         "1 times, 1,037 tokens computed again",
         "4 protect 150 tokens; so far 6 evicted, 1,500 over their share",
         "2 worker starts",
+        "key k10      10 tokens held; 0 requests",
         "█ held  ▒ cached  ░ free  | forecast peak",
     ):
         assert words in text
+    assert "alice" not in text  # ten keys hold tokens
     assert "state        ready \n" in re.sub(" +\n", " \n", text)
 
 

@@ -35,14 +35,22 @@ CLIENTS = [
     ("litellm", "use_litellm.py"),
     ("smolagents", "use_smolagents.py"),
     ("dspy", "use_dspy.py"),
+    ("anthropic", "use_anthropic.py"),
+    ("anthropic", "use_anthropic.cjs"),
 ]
 # Those that also ask for any JSON object and for free texts, which a model of random weights never ends.
-OF_TEXTS = [
-    pair for pair in CLIENTS if pair[1] not in ("use_openai_agents.py", "use_smolagents.py", "use_dspy.py")
-]
+NO_TEXTS = (
+    "use_openai_agents.py",
+    "use_smolagents.py",
+    "use_dspy.py",
+    "use_anthropic.py",
+    "use_anthropic.cjs",
+)
+OF_TEXTS = [pair for pair in CLIENTS if pair[1] not in NO_TEXTS]
 # Those with a loop of calls, of which each turn hits what it repeats of the ones before, to the token. A random
 # model may write a text in other tokens than the tokenizer does, but for one whose tokens are bytes.
-OF_LOOPS = [pair for pair in CLIENTS if pair[1] in ("use_openai.py", "use_litellm.py", "use_smolagents.py")]
+LOOPS = ("use_openai.py", "use_litellm.py", "use_smolagents.py", "use_anthropic.py")
+OF_LOOPS = [pair for pair in CLIENTS if pair[1] in LOOPS]
 
 pytestmark = pytest.mark.slow
 
@@ -79,11 +87,13 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
 
 def run(environment: str, script: str, served: Served, model: str) -> str:
     """Returns what a script prints. Fails with it if one of the script's checks failed."""
-    python = ENVIRONMENTS / environment / "bin" / "python"
-    assert python.exists(), f"{python} is not there: run `make clients`, which installs it"
+    folder = ENVIRONMENTS / environment
+    program = folder / "bin" / ("python" if script.endswith(".py") else "node")
+    assert program.exists(), f"{program} is not there: run `make clients`, which installs it"
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables["NODE_PATH"] = str(folder / "node_modules")
     done = subprocess.run(
-        [python, HERE / "scripts" / script, "--url", f"{served.url}/v1", "--key", API_KEY, "--model", model],
+        [program, HERE / "scripts" / script, "--url", f"{served.url}/v1", "--key", API_KEY, "--model", model],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -115,4 +125,4 @@ def test_every_script_and_every_environment_is_used() -> None:
     environments, scripts = map(set, zip(*CLIENTS, strict=True))
     others = {"ray"}  # of test_ray_serve.py
     assert environments | others == {file.stem for file in (HERE / "requirements").iterdir()}
-    assert scripts == {file.name for file in (HERE / "scripts").glob("use_*.py")}
+    assert scripts == {file.name for file in (HERE / "scripts").glob("use_*")}

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -120,8 +121,24 @@ def test_a_scored_prompt_takes_nothing_from_the_cache(llm: LLM, reference: PreTr
         assert again.outputs[0].token_ids == free.outputs[0].token_ids
         check(reference, ids, again.prompt_logprobs)
         llm.check()
-        assert llm.stats().cached <= cached + len(ids)  # it leaves its prompt at most, until that is evicted
+        assert llm.stats().cached == cached
     assert llm.generate([ids], PLAIN)[0].num_cached_tokens == 119
+
+
+def test_a_request_apart_takes_nothing_from_the_cache_and_leaves_nothing(llm: LLM) -> None:
+    ids = prompt(90, 11)
+    apart = msgspec.structs.replace(PLAIN, skip_reading_prefix_cache=True, n=2)
+    before = llm.stats()
+    first = llm.generate([ids], apart)[0]
+    assert llm.stats().cached <= before.cached
+    known = llm.generate([ids], PLAIN)[0]
+    assert (first.num_cached_tokens, known.num_cached_tokens) == (0, 0)
+    cached, hits = llm.stats().cached, llm.stats().hit_tokens
+    again = llm.generate([ids], apart)[0]
+    assert llm.stats().hit_tokens == hits
+    assert llm.stats().cached == cached
+    assert [one.token_ids for one in again.outputs] == [known.outputs[0].token_ids] * 2
+    llm.check()
 
 
 def test_only_the_first_of_n_answers_computes_them(llm: LLM, reference: PreTrainedModel) -> None:

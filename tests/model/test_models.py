@@ -73,8 +73,9 @@ The released checkpoints of two families need more than that:
   by kernels of lightkv.
 
 Everything else is multiplied with the dense weight, which is made for each product: on a CPU, on other GPUs,
-and for more tokens with 4 bits without humming-kernels. `--dequantise` makes it once, while the model is loaded. Layers without
-scales in the files are plain. Several ranks divide linear layers in whole blocks and groups, and no experts.
+and for more tokens with 4 bits where humming-kernels is missing. `--dequantise` makes it once, while the model
+is loaded. Layers without scales in the files are plain. Several ranks divide linear layers in whole blocks and
+groups, and no experts.
 
 Refused before weights are read: act order, groups of other sizes, other bits (nvfp4, integers of 8 bits),
 several formats in one checkpoint, and tensors that are missing or have another shape or type than their

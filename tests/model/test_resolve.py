@@ -211,7 +211,15 @@ def test_default_model_without_its_package(lines: list[str], monkeypatch: pytest
 def test_hugging_face_cache(
     cache: Path, tiny_dir: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda model, local_files_only: str(tiny_dir))
+    asked: list[str | None] = []
+
+    def download(model: str, revision: str | None, local_files_only: bool) -> str:
+        asked.append(revision)
+        return str(tiny_dir)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve(DEFAULT_MODEL, lines.append, "v1") == tiny_dir  # of which the package has no revision
+    assert asked == ["v1"]
     assert resolve("some/model", lines.append) == tiny_dir
     (tiny_dir / "tokenizer.json").unlink()
     with pytest.raises(ModelNotFound, match=r"Hugging Face cache: .* lacks tokenizer\.json"):
@@ -231,11 +239,17 @@ class Hub:
         monkeypatch.setattr(huggingface_hub.HfApi, "model_info", self.model_info)
         monkeypatch.setattr(huggingface_hub, "snapshot_download", self.download)
 
-    def model_info(self, model: str, timeout: float, files_metadata: bool) -> SimpleNamespace:
+    def model_info(
+        self, model: str, revision: str | None, timeout: float, files_metadata: bool
+    ) -> SimpleNamespace:
+        assert revision in (None, "v1")
         files = self.answer()
         return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name, size=10**9) for name in files])
 
-    def download(self, model: str, local_files_only: bool = False, **patterns: Any) -> str:
+    def download(
+        self, model: str, revision: str | None, local_files_only: bool = False, **patterns: Any
+    ) -> str:
+        assert revision in (None, "v1")
         if local_files_only:
             raise huggingface_hub.errors.LocalEntryNotFoundError("not there")
         self.asked.append(patterns)
@@ -255,7 +269,7 @@ def test_hub(cache: Path, tiny_dir: Path, lines: list[str], monkeypatch: pytest.
     files.append(template)
     hub = Hub(lambda: files, tiny_dir)
     hub.install(monkeypatch)
-    assert resolve("some/model", lines.append) == tiny_dir
+    assert resolve("some/model", lines.append, "v1") == tiny_dir
     taken = list(huggingface_hub.utils.filter_repo_objects(files, **hub.asked[0]))
     assert taken == ["config.json", "model-1.safetensors", "model-2.safetensors", "tokenizer.json", template]
     assert "2.00 GB" in lines[-1]

@@ -100,6 +100,22 @@ def test_a_reset_leaves_no_cached_token_and_the_counts_stay_exact(served: Served
     assert served.request("/health")[0] == 200
 
 
+def test_all_that_a_service_with_one_key_has_done_is_that_keys(served: Served) -> None:
+    served.complete("A text for its key", max_tokens=7)
+    load = served.at_rest()
+    (name,) = load["by_key"]
+    used = load["by_key"][name]
+    assert name == "alice"
+    for of_key, total in (
+        ("prompt_tokens", "prompt_tokens"),
+        ("cached_tokens", "hit_tokens"),
+        ("generated_tokens", "generated_tokens"),
+    ):
+        assert used[of_key] == load[total]
+    assert used["generated_tokens"] >= 7
+    assert used["held"] == 0
+
+
 def test_no_process_or_file_outlives_a_killed_launcher(served: Served) -> None:
     """The public socket is removed, and the private one together with its temporary directory."""
     public, temporary = served.log.parent / "public.sock", served.log.parent / "t"

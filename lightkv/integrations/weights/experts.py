@@ -7,9 +7,7 @@ from lightkv.triton_kernels.layers.quantised_experts import quantised_experts
 
 from .quantised import QuantisedWeight
 
-_MOST_ROWS = (
-    64  # of an expert, on average, for which the packed weights are read; for more they are made dense
-)
+_MOST_ROWS = 64  # of an expert, on average, for which packed weights are read; for more they are made dense
 
 
 class QuantisedExperts:

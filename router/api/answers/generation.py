@@ -117,6 +117,7 @@ class GenerationSpec:
     dropped. `form`: how its tokens become an answer. `cut_to`: what `params.max_tokens` is cut to, if the pool
     cannot hold as many. `grammar_field`: the field that `params.grammar` came in. `grammar_bytes`: what it
     takes when it is compiled. `grammar_owner`: what stands for the client. `boundary`: as of `NewPrompt`.
+    `key`: the name of the client's API key.
     """
 
     prompts: list[bytes]
@@ -132,6 +133,7 @@ class GenerationSpec:
     grammar_bytes: int = 0
     grammar_owner: bytes = b""
     boundary: int = 0
+    key: str | None = None
 
 
 @dataclass
@@ -208,6 +210,7 @@ class Backend:
             shows_answer=spec.shows_answer,
             grammar_bytes=spec.grammar_bytes,
             grammar_owner=spec.grammar_owner,
+            key=spec.key,
         )
         with ExitStack() as stack:
             session = None

@@ -20,6 +20,7 @@ from lightkv.router.api.answers.generation import (
     closed_with_client,
     usage_of,
 )
+from lightkv.router.api.answers.message_writer import MessageEvents, MessageWriter
 from lightkv.router.api.answers.pieces import encode, in_pieces
 from lightkv.router.api.answers.response_writer import ResponseEvents, ResponseWriter
 
@@ -42,7 +43,7 @@ class EventStream(Response):
     def __init__(
         self,
         generation: Generation,
-        writer: CompletionWriter | ChatWriter | ResponseWriter,
+        writer: CompletionWriter | ChatWriter | ResponseWriter | MessageWriter,
         pacer: Pacer,
         includes_usage: bool,
         has_running_usage: bool,
@@ -52,8 +53,8 @@ class EventStream(Response):
         self.init_headers(_HEADERS)
         self._generation = generation
         self._pacer = pacer
-        self._events: EventWriter | ResponseEvents
-        if isinstance(writer, ResponseWriter):
+        self._events: EventWriter | ResponseEvents | MessageEvents
+        if isinstance(writer, ResponseWriter | MessageWriter):
             self._events = writer.events(generation)
         else:
             self._events = EventWriter(generation, writer, includes_usage, has_running_usage)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from lightkv.router.api.answers.generation import Generation
+from lightkv.router.service.access.key_limits import Reservation
 
 _NOT_LOGGED = frozenset({"/health", "/ready", "/metrics"})  # routes that machines ask for again and again
 
@@ -20,7 +21,8 @@ class RequestRecord:
     id: of its X-Request-Id. method, route: of its path, as a pattern without what a client put into it; None if
     there is no such path. status: of its answer; None if none was begun. key: the name of its API key. begun,
     ended: monotonic times. traceparent: the W3C header of its caller's span. generation: its answers, if any.
-    ignored_fields: names of the body's fields that were accepted without an effect.
+    ignored_fields: names of the body's fields that were accepted without an effect. reservation: what it has
+    taken of its key's limits.
     """
 
     id: str
@@ -33,6 +35,13 @@ class RequestRecord:
     traceparent: str | None = None
     generation: Generation | None = None
     ignored_fields: list[str] = field(default_factory=list)
+    reservation: Reservation | None = None
+
+    def give_back(self, reservation: Reservation) -> None:
+        """Gives back what the request, which has ended, did not use of its key's limits."""
+        answers = [] if self.generation is None else self.generation.answers
+        num_prompt = 0 if self.generation is None else self.generation.num_prompt_tokens
+        reservation.end(num_prompt, [len(one.completion.token_ids) for one in answers])
 
     def line(self) -> dict[str, Any]:
         """Returns the record's line in the log, which has nothing of the texts of prompt or answer."""

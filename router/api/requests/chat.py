@@ -1,18 +1,20 @@
 """POST /v1/chat/completions: the body of a chat, and how it is answered."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import Request
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
 from lightkv.router.api.answers.chat_writer import ChatWriter
+from lightkv.router.api.answers.message_writer import MessageWriter
 from lightkv.router.api.answers.response_writer import ResponseWriter
 from lightkv.router.sampling_params import MAX_LOGPROBS, InvalidParams
 from lightkv.router.text.completion import AnswerForm
+from lightkv.router.text.grammars import InvalidGrammar
 
 from .dialect import ChatDialect
 from .generation import Desk, GenerationRequest
@@ -156,7 +158,7 @@ class Chats:
         self,
         body: ChatRequest,
         request: Request,
-        wrap: Callable[[str, ChatWriter], ResponseWriter] | None = None,
+        wrap: Callable[[str, ChatWriter], ResponseWriter | MessageWriter] | None = None,
     ) -> Response:
         """Answers a chat. `wrap`: returns what writes the answer in another form, for the model's name."""
         if body.top_logprobs and not body.logprobs:
@@ -193,3 +195,37 @@ class Chats:
         asked = replace(accepted, spec=spec, grammar=grammar, extras=extras)
         written = writer if wrap is None else wrap(accepted.model, writer)
         return await self._desk.answer(asked, written, body, request)
+
+    async def count(self, body: ChatRequest) -> int:
+        """Returns how many tokens the prompt of a chat has."""
+        self._desk.model(body.model)
+        refuse_unsupported(body.model_extra or {}, body.refused)
+        prepared = self._dialect.prepared(body.chat(), body.tool_use(), body.structure()[1] is not None)
+        prompt_ids, _ = await self._prompts.prompt_of_chat(prepared, self._desk.max_model_len)
+        return int(prompt_ids.size)
+
+
+def chat_request(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatRequest:
+    """Returns a request of another API as a chat; None is a field that it leaves out. `names`: what that API
+    calls the chat's fields, where it differs. Raises InvalidParams."""
+    try:
+        return ChatRequest.model_validate(
+            {name: value for name, value in fields.items() if value is not None}
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        allowed = f"it as the API has it ({first['msg']})"
+        raise InvalidParams(names.get(name, name), "of the wrong form", allowed) from error
+
+
+def renamed(error: InvalidParams, names: Mapping[str, str]) -> InvalidParams:
+    """Returns an error of the chat with the name that the field has in the other API's request."""
+    field, dot, key = error.field.partition(".")
+    name = names.get(field)
+    if name is None:
+        return error
+    name += dot + key.removeprefix("json_schema.")  # whose keys stand in the format itself
+    if isinstance(error, InvalidGrammar):
+        return InvalidGrammar(name, error.reason)
+    return InvalidParams(name, error.value, error.allowed)

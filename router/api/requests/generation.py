@@ -25,6 +25,7 @@ from lightkv.router.api.answers.generation import (
     closed_with_client,
     unless_disconnected,
 )
+from lightkv.router.api.answers.message_writer import MessageWriter
 from lightkv.router.api.answers.response_writer import ResponseWriter
 from lightkv.router.api.grammars.checker import GrammarChecker
 from lightkv.router.api.http.body import BodyRequest
@@ -34,6 +35,7 @@ from lightkv.router.api.http.stream import EventStream
 from lightkv.router.config import MAX_SECONDS
 from lightkv.router.engine.request import NeverFits
 from lightkv.router.sampling_params import MAX_COUNT, Grammar, InvalidParams, SamplingParams
+from lightkv.router.service.access.key_limits import KeyLimiter
 from lightkv.router.service.api_settings import ApiSettings
 from lightkv.token_set import TokenSet
 
@@ -53,7 +55,7 @@ class UnknownModel(LightKVError):
     """The request names a model that this service does not serve."""
 
     def __init__(self, model: str, known: Sequence[str]) -> None:
-        super().__init__(f"the model {model!r} does not exist here; give one of {', '.join(known)}")
+        super().__init__(f"the model {model[:200]!r} does not exist here; give one of {', '.join(known)}")
 
 
 class RequestBody(BaseModel):
@@ -127,6 +129,9 @@ class GenerationRequest(RequestBody):
         None,
         max_length=1024,
         description="Requests share cached prefixes only with requests of the same salt.",
+    )
+    skip_reading_prefix_cache: bool | None = Field(
+        None, description="Compute the whole prompt, and leave nothing of prompt and answer in the cache."
     )
     session_id: str | None = Field(
         None,
@@ -258,7 +263,10 @@ class Accepted:
 class Desk:
     """Takes requests for answers: checks them, plans their answers, and writes these whole or as a stream."""
 
-    def __init__(self, backend: Backend, settings: ApiSettings, grammars: GrammarChecker) -> None:
+    def __init__(
+        self, backend: Backend, settings: ApiSettings, grammars: GrammarChecker, limiter: KeyLimiter
+    ) -> None:
+        self._limiter = limiter
         self.backend = backend
         self.settings = settings
         self.pacer = Pacer()
@@ -267,8 +275,9 @@ class Desk:
     def accept(
         self, body: GenerationRequest, request: Request, logprobs: int | None, num_prompts: int | None = None
     ) -> Accepted:
-        """Returns what is known before the prompts are made. `num_prompts`: None for the one of a chat. Raises
-        InvalidParams, UnknownModel, InvalidHeader, and RequestRefused unless the service is ready."""
+        """Returns what is known before the prompts are made, and takes the answers of the key's limits.
+        `num_prompts`: None for the one of a chat. Raises InvalidParams, UnknownModel, InvalidHeader,
+        LimitReached, and RequestRefused unless the service is ready."""
         settings = self.settings
         model = self.model(body.model)
         stated, own, shows_answer = body.stated_max_tokens, body.own_max_tokens, not body.answers_nothing
@@ -296,7 +305,7 @@ class Desk:
         if priority < 0 and not settings.allow_priority:
             allowed = "0, or more for less urgency; less than 0 needs a service started with --allow-priority"
             raise InvalidParams("priority", priority, allowed)
-        return Accepted(
+        accepted = Accepted(
             model=model,
             spec=GenerationSpec(
                 prompts=[],
@@ -307,6 +316,7 @@ class Desk:
                 session=session_of(settings, request, body.session_id, body.session_ttl),
                 states_length=stated is not None or own is not None,
                 grammar_field=field,
+                key=request.state.key_name,
             ),
             grammar=grammar,
             is_cut=is_cut,
@@ -320,11 +330,15 @@ class Desk:
                 prompt_logprobs=body.prompt_logprobs is not None,
             ),
         )
+        if (key := request.state.api_key) is not None:
+            num_answers = (num_prompts or 1) * params.n
+            request.state.record.reservation = self._limiter.reserve(key, num_answers, params.max_tokens)
+        return accepted
 
     async def answer(
         self,
         asked: Accepted,
-        writer: CompletionWriter | ChatWriter | ResponseWriter,
+        writer: CompletionWriter | ChatWriter | ResponseWriter | MessageWriter,
         body: GenerationRequest,
         request: Request,
     ) -> Response:
@@ -333,6 +347,8 @@ class Desk:
         spec, params = asked.spec, asked.spec.params
         num_prompt = max(map(len, spec.prompts)) // TOKEN_BYTES
         asked.check_fits(num_prompt)
+        if (reservation := request.state.record.reservation) is not None:
+            reservation.add_prompt(sum(map(len, spec.prompts)) // TOKEN_BYTES)
         most = most_tokens(spec, asked.extras, 1 if asked.is_cut else params.max_tokens)
         if asked.is_cut:
             left = max(min(params.max_tokens, asked.longest - num_prompt, most), 1)

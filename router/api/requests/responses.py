@@ -9,14 +9,13 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Request
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from lightkv.router.api.answers.response_writer import ResponseWriter
 from lightkv.router.sampling_params import InvalidParams
-from lightkv.router.text.grammars import InvalidGrammar
 
-from .chat import ChatRequest, Chats
+from .chat import ChatRequest, Chats, chat_request, renamed
 from .generation import RequestBody, StreamOptions
 from .refused import RENAMED
 
@@ -109,14 +108,7 @@ class ResponseRequest(RequestBody):
             fields["reasoning_effort"] = self.reasoning["effort"]
         if LOGPROBS in (self.include or ()) or self.top_logprobs:
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
-        given = {name: value for name, value in fields.items() if value is not None}
-        try:
-            return ChatRequest.model_validate(given)
-        except ValidationError as error:
-            first = error.errors()[0]
-            name = str(first["loc"][0])
-            field = _CHAT_NAMES.get(name, name)
-            raise InvalidParams(field, "of the wrong form", f"it as OpenAI does ({first['msg']})") from error
+        return chat_request(fields, _CHAT_NAMES)
 
     def repeated(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the fields that the response repeats. `defaults`: of sampling."""
@@ -188,19 +180,7 @@ class Responses:
         try:
             return await self._chats.answer(chat, request, partial(ResponseWriter, repeated))
         except InvalidParams as error:
-            raise _renamed(error) from error
-
-
-def _renamed(error: InvalidParams) -> InvalidParams:
-    """Returns an error of the chat with the name that the field has in a response's request."""
-    field, dot, key = error.field.partition(".")
-    name = _CHAT_NAMES.get(field)
-    if name is None:
-        return error
-    name += dot + key.removeprefix("json_schema.")  # whose keys stand in text.format itself
-    if isinstance(error, InvalidGrammar):
-        return InvalidGrammar(name, error.reason)
-    return InvalidParams(name, error.value, error.allowed)
+            raise renamed(error, _CHAT_NAMES) from error
 
 
 def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:

@@ -95,6 +95,34 @@ def by_responses(service: Service) -> None:
     Forecast.model_validate_json(message.content[0].text)
 
 
+def by_anthropics_route(service: Service) -> None:
+    fields = fields_of(service, "anthropic") | {
+        "api_base": service.url.removesuffix("/v1"),
+        "tools": [WEATHER],
+    }
+    chosen = {"type": "function", "function": {"name": "weather"}}
+    whole = litellm.completion(messages=ASK, tool_choice=chosen, **fields)
+    chunks = litellm.completion(messages=ASK, tool_choice=chosen, stream=True, **fields)
+    for done in (whole, litellm.stream_chunk_builder(list(chunks))):
+        message = done.choices[0].message
+        (call,) = message.tool_calls
+        City.model_validate_json(call.function.arguments)
+        assert done.choices[0].finish_reason == "tool_calls"
+        assert done.usage.prompt_tokens > done.usage.completion_tokens > 0
+    result = {"role": "tool", "tool_call_id": call.id, "content": RESULT}
+    turns = [*ASK, message, result]
+    second = litellm.completion(messages=turns, tool_choice="none", **fields | {"max_tokens": 5})
+    assert second.choices[0].message.content
+    assert second.usage.completion_tokens == 5
+    long = [{"role": "user", "content": "long " * 10_000}]
+    is_over = False
+    try:
+        litellm.completion(messages=long, **fields)
+    except litellm.ContextWindowExceededError:
+        is_over = True
+    assert is_over
+
+
 def over_the_context(service: Service) -> None:
     text = "long " * 10_000
     long = [{"role": "user", "content": text}]
@@ -214,6 +242,7 @@ main(
             by_responses,
             tools,
             tools_streamed,
+            by_anthropics_route,
             over_the_context,
             a_fallback_for_long_prompts,
         ],

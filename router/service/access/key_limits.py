@@ -1,0 +1,158 @@
+"""Limits of API keys: requests and tokens a minute, and requests at once. They begin anew with the process.
+
+A minute's limit is a bucket that holds as much as the limit and is refilled evenly, so that it is known when
+what it lacks is there. A key without limits has no bucket, and waits for no other key.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from lightkv.errors import LightKVError
+
+ASSUMED_LENGTH = 256  # of an answer, until a key has had one
+_MOST_KEPT = 1024  # keys, before those that the file has no more are looked for
+_WEIGHT = 1 / 16  # of the newest answer in the mean length of a key's answers
+
+
+class KeyLimits(NamedTuple):
+    """The limits of one key, under litellm's names; None is none. `rpm`, `tpm`: requests and tokens a minute.
+    `max_parallel_requests`: answers that are not complete."""
+
+    rpm: int | None = None
+    tpm: int | None = None
+    max_parallel_requests: int | None = None
+
+
+class LimitReached(LightKVError):
+    """A key has reached a limit. `name`: the limit's. `seconds`: until the request fits it; None: never."""
+
+    def __init__(self, name: str, limit: int, asked: int, seconds: float | None) -> None:
+        self.name = name
+        self.seconds = None if seconds is None else max(math.ceil(seconds), 1)
+        remedy = f"try again in {self.seconds} s"
+        if seconds is None:
+            remedy = f"the request asks for {asked}; send a smaller one"
+        super().__init__(f"this API key has a limit of {name}={limit}, which is reached; {remedy}")
+
+
+class _Bucket:
+    """What is left of a limit of `most` a minute."""
+
+    def __init__(self, most: int, now: float) -> None:
+        self.most = most
+        self._left = float(most)
+        self._at = now
+
+    def wait(self, count: int, now: float) -> float | None:
+        """Returns the seconds until `count` is there, 0 if it is; None if it never will be."""
+        self._refill(now)
+        return None if count > self.most else max(count - self._left, 0.0) * 60 / self.most
+
+    def take(self, count: int, now: float) -> None:
+        """Takes `count`, whether it is there or not; a negative one is given back."""
+        self._refill(now)
+        self._left = min(self._left - count, self.most)
+
+    def _refill(self, now: float) -> None:
+        self._left = min(self._left + (now - self._at) * self.most / 60, self.most)
+        self._at = now
+
+
+class _Used:
+    """What one key has used of its limits."""
+
+    def __init__(self, limits: KeyLimits, now: float) -> None:
+        self.num_open = 0
+        self.mean_length = float(ASSUMED_LENGTH)
+        self.begin(limits, now)
+
+    def begin(self, limits: KeyLimits, now: float) -> None:
+        """Takes the limits of a key that is new, or whose limits have changed: they begin full."""
+        self.limits = limits
+        self.requests = None if limits.rpm is None else _Bucket(limits.rpm, now)
+        self.tokens = None if limits.tpm is None else _Bucket(limits.tpm, now)
+
+
+class Reservation:
+    """What one request has taken of its key's limits, until `end`."""
+
+    def __init__(self, used: _Used, num_answers: int, num_tokens: int, clock: Callable[[], float]) -> None:
+        self._used = used
+        self._clock = clock
+        self._num_answers = num_answers
+        self._num_tokens = num_tokens
+
+    def add_prompt(self, num_tokens: int) -> None:
+        """Takes the tokens of the prompts, which are known by now. Raises LimitReached."""
+        if (tokens := self._used.tokens) is not None:
+            now = self._clock()
+            _require("tpm", tokens, num_tokens, now, self._num_tokens)
+            tokens.take(num_tokens, now)
+            self._num_tokens += num_tokens
+
+    def end(self, num_prompt: int, lengths: list[int]) -> None:
+        """Gives back what the request did not use. `lengths`: the tokens of its answers; none if it was
+        refused."""
+        used = self._used
+        used.num_open -= self._num_answers
+        if used.tokens is not None:
+            used.tokens.take(num_prompt + sum(lengths) - self._num_tokens, self._clock())
+        for length in lengths:
+            used.mean_length += (length - used.mean_length) * _WEIGHT
+
+
+class KeyLimiter:
+    """The limits of all keys. `limits_of` returns those of a key, which may change; None for an unknown key."""
+
+    def __init__(
+        self, limits_of: Callable[[bytes], KeyLimits | None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._limits_of = limits_of
+        self._clock = clock
+        self._used: dict[bytes, _Used] = {}  # by key, of those that have limits and were used
+        self._most_kept = _MOST_KEPT
+
+    def reserve(self, key: bytes, num_answers: int, max_tokens: int) -> Reservation | None:
+        """Takes a request of so many answers, and for each the smaller of `max_tokens` and the mean length of
+        the key's answers. Returns None for a key without limits. Raises LimitReached, and nothing is taken."""
+        limits = self._limits_of(key)
+        if limits is None or limits == KeyLimits():
+            return None
+        used, now = self._of(key, limits), self._clock()
+        at_once = limits.max_parallel_requests
+        if at_once is not None and used.num_open + num_answers > at_once:
+            seconds = None if num_answers > at_once else 1.0
+            raise LimitReached("max_parallel_requests", at_once, num_answers, seconds)
+        num_tokens = num_answers * min(max_tokens, math.ceil(used.mean_length) or 1)
+        if used.tokens is not None:
+            _require("tpm", used.tokens, num_tokens, now)
+        if used.requests is not None:
+            _require("rpm", used.requests, num_answers, now)
+            used.requests.take(num_answers, now)
+        if used.tokens is not None:
+            used.tokens.take(num_tokens, now)
+        used.num_open += num_answers
+        return Reservation(used, num_answers, num_tokens, self._clock)
+
+    def _of(self, key: bytes, limits: KeyLimits) -> _Used:
+        """Returns what a key has used."""
+        found = self._used.get(key)
+        if found is None:
+            if len(self._used) >= self._most_kept:
+                known = {one: used for one, used in self._used.items() if self._limits_of(one) is not None}
+                self._used, self._most_kept = known, 2 * len(known) + _MOST_KEPT
+            found = self._used[key] = _Used(limits, self._clock())
+        elif found.limits != limits:
+            found.begin(limits, self._clock())
+        return found
+
+
+def _require(name: str, bucket: _Bucket, count: int, now: float, taken: int = 0) -> None:
+    """Raises LimitReached unless `count` is there. `taken`: what the same request has taken before."""
+    seconds = bucket.wait(count, now)
+    if seconds is None or count + taken > bucket.most:
+        raise LimitReached(name, bucket.most, count + taken, None)
+    if seconds:
+        raise LimitReached(name, bucket.most, count, seconds)
