@@ -4,6 +4,7 @@ its own, and compiles kernels for its shape when a model starts. It keeps them i
 
 import json
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,7 +103,7 @@ def _words(numbers: Tensor, dim: int) -> Tensor:
     return words
 
 
-def _kernels(config, device: torch.device) -> Tensor:  # type: ignore[no-untyped-def]
+def _kernels(config: Any, device: torch.device) -> Tensor:
     """Returns the compiled kernels of a layer, by ranges of tokens. The library remembers them by the layer."""
     from humming.kernel.humming import HummingKernel
     from humming.tune import get_heuristics_config
