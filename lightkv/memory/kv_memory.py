@@ -99,8 +99,7 @@ class _Pending:
             case StoreSegment() | SplitSegment() | ForgetSegment():
                 return False
             case MapSegments(row, _, segments, cls):
-                # The copies of one launch come in no order.
-                is_mapped = (row, cls) in self.mapped_rows
+                is_mapped = (row, cls) in self.mapped_rows  # the copies of one launch come in no order
                 return is_mapped or row in self.ends or not self.segments.isdisjoint(segments)
             case FreeRange(row, _, _, cls):
                 return allocates or (row, cls) in self.mapped_rows

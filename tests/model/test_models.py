@@ -68,9 +68,9 @@ The released checkpoints of two families need more than that:
   `tensor`). Hopper GPUs multiply up to 64 tokens by kernels of lightkv, and more by torch's `_scaled_mm`;
   several tokens are in fp8, too, where the checkpoint says that its inputs are.
 - **4 bits in groups of 32, 64 or 128 inputs** (compressed-tensors `pack-quantized`, AWQ `gemm`, GPTQ without
-  act order). humming-kernels multiplies them on a GPU (`pip install "lightkv[quantised]"`); without it kernels
-  of lightkv multiply up to 64 tokens on Ampere GPUs and newer ones, which takes longer. Experts are multiplied
-  by kernels of lightkv.
+  act order). With the extra `quantised`, humming-kernels multiplies them on a GPU; without it kernels of
+  lightkv multiply up to 64 tokens on Ampere GPUs and newer ones, which takes longer. Experts are multiplied by
+  kernels of lightkv.
 
 Everything else is multiplied with the dense weight, which is made for each product: on a CPU, on other GPUs,
 and for more tokens with 4 bits where humming-kernels is missing. `--dequantise` makes it once, while the model

@@ -26,6 +26,7 @@ from lightkv.router.model.build import build_runner
 from lightkv.router.model.info import model_info
 from lightkv.router.model.loader import load_model
 from lightkv.router.model_files import UnreadableWeights
+from tests.support.combinations import slow_cases
 from tests.support.quantised_checkpoints import FORMATS, save_quantised
 from tests.support.ranks import run_ranks
 from tests.support.tiny_architectures import answers, own_answers, prompts, random_weights, tiny
@@ -158,7 +159,7 @@ def test_bytes_are_those_that_are_held(tmp_path: Path, form: str) -> None:
     assert num_bytes < 0.55 * dense
 
 
-@pytest.mark.parametrize(("form", "family"), [("awq", "llama"), ("fp8", "olmo_hybrid")])
+@pytest.mark.parametrize(("form", "family"), [("fp8", "olmo_hybrid"), *slow_cases(("awq", "llama"))])
 def test_two_ranks_answer_as_one(tmp_path: Path, form: str, family: str) -> None:
     own = own_answers(saved(tmp_path, form, family, attention_bias=False), prompts())
     assert greedy(None, str(tmp_path)) == own

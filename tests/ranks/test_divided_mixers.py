@@ -58,8 +58,8 @@ def saved(family: str, fields: dict[str, Any], directory: Path) -> list[list[int
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
-        ("nemotron_h", {}),
         *slow_cases(
+            ("nemotron_h", {}),
             ("qwen3_5_text", {}),
             ("bamba", {}),
             ("falcon_h1", {"mamba_rms_norm": True, "ssm_multipliers": [0.5, 2.0, 0.7, 1.3, 0.9]}),

@@ -78,6 +78,7 @@ def test_chats_think_call_tools_and_keep_to_a_schema(served: Served) -> None:
     assert json.loads(call["function"]["arguments"])["at"] in ("sea", "sky")
 
 
+@pytest.mark.slow
 def test_a_crowd_and_sessions_share_few_states(served: Served, saved: Path) -> None:
     """Prompts of one token and of many chunks, eight answers at once, and clients that leave while a prompt is
     computed; then three chats that begin alike."""
