@@ -392,7 +392,7 @@ class Scheduler:
         """Closes the sequence of a request that is in no step in flight, and queues the request again."""
         self._forget(request)
         self._forecasts.drop(request)
-        self.ledger.close(request.open_sequence, request.tail_ids())
+        self.ledger.close(request.open_sequence, request.tail_ids(), request.cached)
         request.preempt()
         self._forecasts.interrupt(request)
         self._queue(request)

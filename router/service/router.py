@@ -314,7 +314,7 @@ class Router:
             session = engine.scheduler.ledger.sessions.open(message.session)
             self._clients[client].add(message.session)
             for request in requests:
-                request.session = session
+                request.session = session if request.cached else None
         self._submitted.add(client, requests, num_bytes, message.key)
         self._wake.set()
         return Accepted(name)

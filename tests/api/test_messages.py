@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from lightkv.router.api.requests.messages import MessageRequest
 from lightkv.router.sampling_params import InvalidParams
@@ -280,6 +281,8 @@ IMAGE = {"type": "image", "source": {}}
         ({"mcp_servers": [{"url": "u"}]}, "mcp_servers", "calls no servers"),
         ({"container": "c"}, "container", "no code"),
         ({"n": 2}, "n", "one message"),
+        ({"num_return_sequences": 2}, "num_return_sequences", "one message"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice.type", "no tools"),
         ({"logprobs": True}, "logprobs", "no place"),
         ({"stop_sequences": [""]}, "stop_sequences", "stop"),
         ({"best_of": 2}, "best_of", "n answers"),
@@ -296,6 +299,13 @@ def test_what_cannot_be_carried_out_is_refused_by_name(
     assert field in body["error"]["message"]
     assert said in body["error"]["message"]
     assert not api.router.submits
+
+
+@pytest.mark.parametrize("field", ["tools", "stop_sequences"])
+def test_a_list_of_wrong_items_is_one_error(field: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        MessageRequest.model_validate(HELLO | {field: [1] * 1000})
+    assert caught.value.error_count() == 1
 
 
 def test_an_empty_message_is_an_empty_text() -> None:

@@ -119,6 +119,18 @@ def test_a_preempted_request_hits_its_own_tokens_when_it_resumes() -> None:
     assert_idle(engine)
 
 
+def test_a_preempted_request_apart_leaves_nothing_in_the_cache() -> None:
+    engine, _ = make(60, expecting(10))
+    apart = SamplingParams(max_tokens=40, temperature=0.0, skip_reading_prefix_cache=True)
+    ids = array("i", range(1, 11)).tobytes()
+    engine.add(*[Request(name, ids, apart, 1, frozenset({STOP})) for name in "abc"])
+    while not engine.scheduler.num_preemptions:
+        engine.step()
+    assert engine.stats().cached == 0
+    run(engine)
+    assert_idle(engine)
+
+
 def test_the_least_urgent_request_is_preempted_first_and_can_be_aborted_then() -> None:
     engine, _ = make(60, expecting(2))
     engine.add(request("least", [1] * 10, 30, priority=2))

@@ -23,14 +23,14 @@ class Keys:
         self.limits: dict[bytes, KeyLimits] = {b"a": KeyLimits(**limits), b"b": KeyLimits(**limits)}
         self.limiter = KeyLimiter(self.limits.get, lambda: self.now)
 
-    def take(self, count: int = 1, max_tokens: int = 1, key: bytes = b"a") -> Reservation:
-        taken = self.limiter.reserve(key, count, max_tokens)
+    def take(self, count: int = 1, max_tokens: int = 1, key: bytes = b"a", num_bytes: int = 0) -> Reservation:
+        taken = self.limiter.reserve(key, count, max_tokens, num_bytes)
         assert taken is not None
         return taken
 
-    def refused(self, count: int = 1, max_tokens: int = 1) -> LimitReached:
+    def refused(self, count: int = 1, max_tokens: int = 1, num_bytes: int = 0) -> LimitReached:
         with pytest.raises(LimitReached) as caught:
-            self.limiter.reserve(b"a", count, max_tokens)
+            self.limiter.reserve(b"a", count, max_tokens, num_bytes)
         return caught.value
 
 
@@ -79,9 +79,42 @@ def test_tokens_are_reserved_by_the_estimate_and_what_was_not_used_is_given_back
 def test_a_prompt_that_a_minute_never_has_is_refused_for_good() -> None:
     keys = Keys(tpm=1000)
     with pytest.raises(LimitReached) as caught:
-        keys.take(1, 100).add_prompt(901)
+        keys.take(1, 100).add_prompt(1001)
     assert caught.value.seconds is None
-    keys.take(1, 100).add_prompt(800)
+    keys.now += 60
+    keys.take(1, 100).add_prompt(1000)  # which has an answer, too, and owes it
+
+
+def test_an_estimate_refuses_nothing_for_good() -> None:
+    keys = Keys(tpm=100)
+    keys.take(1, 32_000).end(50, [20_000])  # the key's answers are long
+    assert keys.refused(1, 32_000).seconds == math.ceil(20_050 * 60 / 100)
+    keys.now += 20_050
+    keys.take(1, 32_000, num_bytes=10**6)
+
+
+def test_a_prompt_is_estimated_from_the_bytes_of_its_body_before_it_is_known() -> None:
+    keys = Keys(tpm=1000)
+    one = keys.take(num_bytes=4000)  # 500 tokens and the answer's one
+    assert keys.refused(num_bytes=4000).name == "tpm"
+    one.add_prompt(100)
+    keys.take(num_bytes=4000).end(0, [])
+
+
+def test_a_request_that_was_refused_elsewhere_is_given_back() -> None:
+    keys = Keys(rpm=2)
+    for _ in range(5):
+        keys.take(2).end(0, [])
+
+
+def test_short_answers_make_no_room_for_many_long_ones() -> None:
+    keys = Keys(tpm=1000)
+    for _ in range(500):
+        keys.take(1, 1).end(1, [1])
+        keys.now += 1
+    for _ in range(3):
+        keys.take(1, 32_000)
+    assert keys.refused(1, 32_000).name == "tpm"
 
 
 def test_the_estimate_follows_the_answers_of_the_key_and_more_is_a_debt() -> None:
@@ -91,7 +124,7 @@ def test_the_estimate_follows_the_answers_of_the_key_and_more_is_a_debt() -> Non
         keys.now += 60
     one = keys.take(1, 5000)
     keys.take(1, 5000).end(0, [20_000])
-    assert keys.refused().seconds == math.ceil((20_000 + 11 + 1 - 10_000) * 60 / 10_000)
+    assert keys.refused().seconds == math.ceil((20_000 + 256 + 1 - 10_000) * 60 / 10_000)
     one.end(0, [0])
     keys.now += 61
     keys.take()
@@ -139,12 +172,12 @@ def test_no_sequence_of_requests_takes_more_than_the_limits() -> None:
             one = keys.take(count, 200)
         except LimitReached:
             continue
-        taken.append((keys.now, count))
         try:
             one.add_prompt(prompt)
         except LimitReached:
             one.end(0, [])
             continue
+        taken.append((keys.now, count))
         opened.append((one, prompt, count))
         assert sum(count for _, _, count in opened) <= 8
     assert len(taken) > 200

@@ -332,7 +332,10 @@ class Desk:
         )
         if (key := request.state.api_key) is not None:
             num_answers = (num_prompts or 1) * params.n
-            request.state.record.reservation = self._limiter.reserve(key, num_answers, params.max_tokens)
+            length = request.headers.get("content-length", "")
+            num_bytes = int(length) if length.isdecimal() else 0
+            reserved = self._limiter.reserve(key, num_answers, params.max_tokens, num_bytes)
+            request.state.record.reservation = reserved
         return accepted
 
     async def answer(

@@ -16,23 +16,25 @@ from lightkv.router.api.answers.message_writer import MessageWriter
 from lightkv.router.sampling_params import InvalidParams
 
 from .chat import ChatRequest, Chats, chat_request, renamed
-from .generation import RequestBody, json_response
+from .generation import RequestBody, Texts, json_response
 
 Object = dict[str, Any]
 Content = str | Annotated[list[Object], Field(fail_fast=True)]
 _NO_TEXT = {"type": "text", "text": ""}
 # This line differs in each call of an agent, and everything behind it would be another prefix.
-_BILLING = "x-anthropic-billing-header"
+_BILLING = "x-anthropic-billing-header:"
 _NAMES = {  # of the chat's fields
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "reasoning_effort": "thinking",
 }
+_NUMBERS = ("n", "num_return_sequences")  # of answers
 _PLACELESS = "null: a message has no place for them; /v1/chat/completions has"
 _REFUSED = {
     "mcp_servers": "none: the service calls no servers; give their tools as tools",
     "container": "null: the service runs no code",
     "n": "1: the answer is one message",
+    "num_return_sequences": "1: the answer is one message",
     "max_completion_tokens": "null, and use max_tokens",
     "response_format": "null, and use output_config.format",
     "reasoning_effort": "null, and use thinking and output_config.effort",
@@ -54,7 +56,9 @@ class MessagesInput(RequestBody):
         "the types text, thinking, tool_use and tool_result. An answer continues a last one of the assistant."
     )
     system: Content | None = None
-    tools: list[Object] | None = Field(None, description="Tools of one's own, with an input_schema.")
+    tools: Annotated[list[Object], Field(fail_fast=True)] | None = Field(
+        None, description="Tools of one's own, with an input_schema."
+    )
     tool_choice: Object | None = None
     thinking: Object | None = Field(
         None, description="disabled switches the model's reasoning off where its chat template can."
@@ -66,7 +70,7 @@ class MessagesInput(RequestBody):
         extras = dict(self.model_extra or {})
         for name, allowed in _REFUSED.items():
             value = extras.pop(name, None)
-            if value is not None and value not in ((1,) if name == "n" else (False, [])):
+            if value is not None and value not in ((1,) if name in _NUMBERS else (False, [])):
                 raise InvalidParams(name, value, allowed)
         messages = self._chat_messages()
         own: Object = {
@@ -78,6 +82,8 @@ class MessagesInput(RequestBody):
         }
         if self.tools:
             own |= {"tools": list(map(_chat_tool, self.tools)), **_chat_choice(self.tool_choice or {})}
+        elif (choice := (self.tool_choice or {}).get("type", "auto")) not in ("auto", "none"):
+            raise InvalidParams("tool_choice.type", choice, "auto or none where there are no tools")
         form = (self.output_config or {}).get("format") or extras.pop("output_format", None)
         if isinstance(form, dict) and form.get("type") == "json_schema":
             described = {"name": "answer", "schema": form.get("schema")}
@@ -125,7 +131,7 @@ class MessageRequest(MessagesInput):
     """The body of POST /v1/messages. Further fields are those of a chat completion."""
 
     max_tokens: int
-    stop_sequences: list[str] | None = None
+    stop_sequences: Texts | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None

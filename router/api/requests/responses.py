@@ -68,12 +68,16 @@ class ResponseRequest(RequestBody):
     top_p: float | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    tools: list[Object] | None = Field(None, description='Tools of the type "function".')
+    tools: Annotated[list[Object], Field(fail_fast=True)] | None = Field(
+        None, description='Tools of the type "function".'
+    )
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
     text: Object | None = Field(None, description="format: the form of the text, such as a JSON schema.")
     reasoning: Object | None = None
-    include: list[str] | None = Field(None, description=f"{LOGPROBS} adds log-probabilities.")
+    include: Annotated[list[str], Field(fail_fast=True)] | None = Field(
+        None, description=f"{LOGPROBS} adds log-probabilities."
+    )
     top_logprobs: int | None = None
     store: bool | None = Field(None, description="Without an effect: responses are not kept.")
     previous_response_id: str | None = Field(None, description="null: responses are not kept.")

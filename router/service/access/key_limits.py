@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from lightkv.errors import LightKVError
 
-ASSUMED_LENGTH = 256  # of an answer, until a key has had one
+LEAST_LENGTH = 256  # of an answer, if its limit is larger: short ones must not make room for many long ones
+_BYTES_A_TOKEN = 8  # of a request's body, until its prompt is known
 _MOST_KEPT = 1024  # keys, before those that the file has no more are looked for
 _WEIGHT = 1 / 16  # of the newest answer in the mean length of a key's answers
 
@@ -65,7 +66,7 @@ class _Used:
 
     def __init__(self, limits: KeyLimits, now: float) -> None:
         self.num_open = 0
-        self.mean_length = float(ASSUMED_LENGTH)
+        self.mean_length = float(LEAST_LENGTH)
         self.begin(limits, now)
 
     def begin(self, limits: KeyLimits, now: float) -> None:
@@ -78,27 +79,35 @@ class _Used:
 class Reservation:
     """What one request has taken of its key's limits, until `end`."""
 
-    def __init__(self, used: _Used, num_answers: int, num_tokens: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, used: _Used, num_answers: int, answers: int, taken: int, clock: Callable[[], float]
+    ) -> None:
         self._used = used
         self._clock = clock
         self._num_answers = num_answers
-        self._num_tokens = num_tokens
+        self._answers = answers  # the tokens that they are expected to have
+        self._taken = taken  # of the minute's tokens
 
     def add_prompt(self, num_tokens: int) -> None:
         """Takes the tokens of the prompts, which are known by now. Raises LimitReached."""
         if (tokens := self._used.tokens) is not None:
             now = self._clock()
-            _require("tpm", tokens, num_tokens, now, self._num_tokens)
-            tokens.take(num_tokens, now)
-            self._num_tokens += num_tokens
+            if num_tokens > tokens.most:
+                raise LimitReached("tpm", tokens.most, num_tokens, None)
+            more = min(num_tokens + self._answers, tokens.most) - self._taken
+            _require("tpm", tokens, more, now)
+            tokens.take(more, now)
+            self._taken += more
 
     def end(self, num_prompt: int, lengths: list[int]) -> None:
         """Gives back what the request did not use. `lengths`: the tokens of its answers; none if it was
         refused."""
         used = self._used
         used.num_open -= self._num_answers
+        if used.requests is not None and not lengths:
+            used.requests.take(-self._num_answers, self._clock())
         if used.tokens is not None:
-            used.tokens.take(num_prompt + sum(lengths) - self._num_tokens, self._clock())
+            used.tokens.take(num_prompt + sum(lengths) - self._taken, self._clock())
         for length in lengths:
             used.mean_length += (length - used.mean_length) * _WEIGHT
 
@@ -114,9 +123,12 @@ class KeyLimiter:
         self._used: dict[bytes, _Used] = {}  # by key, of those that have limits and were used
         self._most_kept = _MOST_KEPT
 
-    def reserve(self, key: bytes, num_answers: int, max_tokens: int) -> Reservation | None:
+    def reserve(
+        self, key: bytes, num_answers: int, max_tokens: int, num_bytes: int = 0
+    ) -> Reservation | None:
         """Takes a request of so many answers, and for each the smaller of `max_tokens` and the mean length of
-        the key's answers. Returns None for a key without limits. Raises LimitReached, and nothing is taken."""
+        the key's answers; for the prompt an estimate from the bytes of the body, until `add_prompt`. Returns
+        None for a key without limits. Raises LimitReached, and nothing is taken."""
         limits = self._limits_of(key)
         if limits is None or limits == KeyLimits():
             return None
@@ -125,8 +137,10 @@ class KeyLimiter:
         if at_once is not None and used.num_open + num_answers > at_once:
             seconds = None if num_answers > at_once else 1.0
             raise LimitReached("max_parallel_requests", at_once, num_answers, seconds)
-        num_tokens = num_answers * min(max_tokens, math.ceil(used.mean_length) or 1)
+        answers = num_answers * min(max_tokens, max(math.ceil(used.mean_length), LEAST_LENGTH))
+        num_tokens = answers + num_bytes // _BYTES_A_TOKEN
         if used.tokens is not None:
+            num_tokens = min(num_tokens, used.tokens.most)  # an estimate refuses nothing for good
             _require("tpm", used.tokens, num_tokens, now)
         if used.requests is not None:
             _require("rpm", used.requests, num_answers, now)
@@ -134,7 +148,7 @@ class KeyLimiter:
         if used.tokens is not None:
             used.tokens.take(num_tokens, now)
         used.num_open += num_answers
-        return Reservation(used, num_answers, num_tokens, self._clock)
+        return Reservation(used, num_answers, answers, num_tokens, self._clock)
 
     def _of(self, key: bytes, limits: KeyLimits) -> _Used:
         """Returns what a key has used."""
@@ -149,10 +163,8 @@ class KeyLimiter:
         return found
 
 
-def _require(name: str, bucket: _Bucket, count: int, now: float, taken: int = 0) -> None:
-    """Raises LimitReached unless `count` is there. `taken`: what the same request has taken before."""
+def _require(name: str, bucket: _Bucket, count: int, now: float) -> None:
+    """Raises LimitReached unless `count` is there."""
     seconds = bucket.wait(count, now)
-    if seconds is None or count + taken > bucket.most:
-        raise LimitReached(name, bucket.most, count + taken, None)
-    if seconds:
+    if seconds != 0:
         raise LimitReached(name, bucket.most, count, seconds)
