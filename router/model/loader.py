@@ -23,10 +23,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lightkv.errors import LightKVError, UnsupportedModel
+from lightkv.errors import LightKVError, UnsupportedModel, require_packages
 from lightkv.integrations.ranks.group import RankGroup
 from lightkv.integrations.ranks.sharded import load_rank_part
-from lightkv.integrations.weights.config import quantization_config, without_quantization
+from lightkv.integrations.weights.config import without_quantization
 from lightkv.memory.kv_pool import free_bytes
 from lightkv.router.model.loading.quantised_layers import quantised_layers
 from lightkv.router.model.loading.text_half import TextHalf, is_wrapper, note_left_out, text_half
@@ -91,13 +91,12 @@ def load_model(
     stored = _StoredBytes.of(tensors, half)
     with refusing(directory, "cannot be loaded"), quiet_transformers():
         layers = quantised_layers(directory, config, tensors, half)
-    if quantization_config(config).get("quant_method") != "mxfp4":  # which transformers makes dense
-        config = without_quantization(config)
+    config = without_quantization(config)
     if dtype == "auto":
         dtype = _auto_dtype(device, getattr(config, "dtype", None), set(stored.read))
-    if layers is not None and layers.experts and ranks is not None:
-        reason = f"its experts are stored in {layers.format.name}, which is not divided among ranks"
-        raise UnsupportedModel(type(config).__name__, reason)
+    if layers is not None and layers.experts and device.type == "cuda" and not dequantise:
+        what = f"a model with experts in {layers.format.name} (unless it runs with --dequantise)"
+        require_packages(what, "quantised", "humming")
     num_bytes = _loaded_bytes(stored.read, dtype.itemsize)
     if layers is not None and dequantise:
         num_bytes += layers.num_bytes(dtype.itemsize)  # those that are read stay a moment beside them

@@ -1,12 +1,10 @@
-"""Tests of triton_kernels/layers/quantised_linear.py and quantised_experts.py: products with weights in 8 and 4
-bits."""
+"""Tests of triton_kernels/layers/quantised_linear.py: products with weights in 8 and 4 bits."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightkv.triton_kernels.layers.linear import tickets_for
-from lightkv.triton_kernels.layers.quantised_experts import quantised_experts
 from lightkv.triton_kernels.layers.quantised_linear import (
     MAX_TOKENS,
     QuantisedTensors,
@@ -72,24 +70,6 @@ def test_products_are_those_of_the_dense_weight(device: torch.device, kind: str)
             assert quantised_linear(x, tensors, bias, tickets, out) is out
             assert torch.equal(out, found)
     assert not tickets.any()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_multiplied_with_their_experts(device: torch.device, kind: str) -> None:
-    torch.manual_seed(0)
-    on_gpu = device.type == "cuda"
-    group, n, k = (128, 256, 512) if on_gpu else (32, 32, 64)
-    dtype, tolerance = (torch.bfloat16, 1e-2) if on_gpu else (torch.float32, 1e-6)
-    for counts in ((3, 0, 17, 1, 0), (40, 33, 0, 90, 20), (0, 0, 0, 0, 1)):
-        tensors = tensors_of(kind, 5 * n, k, device, group)
-        offsets = torch.tensor(counts, device=device).cumsum(0).int()
-        x = torch.randn(sum(counts) + 2, k, device=device).to(dtype)  # two rows belong to no expert
-        found = quantised_experts(x, tensors, offsets)
-        assert found is not None
-        weights = dense(tensors).view(5, n, k)
-        pieces = x[:-2].double().split(list(counts))
-        wanted = torch.cat([piece @ one.t() for piece, one in zip(pieces, weights, strict=True)])
-        close(found[:-2], wanted, tolerance)
 
 
 def test_more_tokens_and_odd_sizes_have_no_kernel(device: torch.device) -> None:

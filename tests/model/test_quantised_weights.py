@@ -27,7 +27,7 @@ from lightkv.router.model.info import model_info
 from lightkv.router.model.loader import load_model
 from lightkv.router.model_files import UnreadableWeights
 from tests.support.combinations import slow_cases
-from tests.support.quantised_checkpoints import FORMATS, save_quantised
+from tests.support.quantised_checkpoints import FORMATS, save_mxfp4, save_quantised
 from tests.support.ranks import run_ranks
 from tests.support.tiny_architectures import answers, own_answers, prompts, random_weights, tiny
 from tests.support.tiny_wrappers import whole_wrapper
@@ -159,9 +159,12 @@ def test_bytes_are_those_that_are_held(tmp_path: Path, form: str) -> None:
     assert num_bytes < 0.55 * dense
 
 
-@pytest.mark.parametrize(("form", "family"), [("fp8", "olmo_hybrid"), *slow_cases(("awq", "llama"))])
+@pytest.mark.parametrize(
+    ("form", "family"), [("fp8", "qwen3_moe"), *slow_cases(("fp8", "olmo_hybrid"), ("awq", "llama"))]
+)
 def test_two_ranks_answer_as_one(tmp_path: Path, form: str, family: str) -> None:
-    own = own_answers(saved(tmp_path, form, family, attention_bias=False), prompts())
+    sizes = {"moe_intermediate_size": 256} if family == "qwen3_moe" else {}
+    own = own_answers(saved(tmp_path, form, family, attention_bias=False, **sizes), prompts())
     assert greedy(None, str(tmp_path)) == own
     assert run_ranks(2, greedy, str(tmp_path)) == [own, own]
 
@@ -174,10 +177,25 @@ def test_the_text_half_of_a_wrapper_runs_quantised(tmp_path: Path) -> None:
     assert answers(model, prompts(), prefill_chunk=16) == own_answers(whole, prompts())
 
 
-def test_experts_are_not_divided_among_ranks(tmp_path: Path) -> None:
-    saved(tmp_path, "fp8", "qwen3_moe")
-    with pytest.raises(UnsupportedModel, match="experts are stored in fp8"):
-        load_model(tmp_path, META, torch.float32, lambda line: None, RankGroup.of_shapes(2))
+def test_experts_in_mxfp4_answer_as_the_dense_model(tmp_path: Path) -> None:
+    dense = random_weights(tiny("gpt_oss", fields={"intermediate_size": 64}))
+    save_mxfp4(dense, tmp_path)
+    own, model = own_answers(dense, prompts()), loaded(tmp_path)
+    names = [name for name, _ in dense.named_parameters() if name.endswith(("gate_up_proj", "down_proj"))]
+    assert len(names) == 4
+    for name in names:
+        of, _, own = name.rpartition(".")
+        one, parameter = getattr(model.get_submodule(of), own), dense.get_parameter(name)
+        assert (type(one), one.shape) == (QuantisedExperts, parameter.shape)
+        assert torch.equal(one.dense(), parameter)
+        assert one.nbytes == parameter.numel() * (16 + 1) // 32
+    assert answers(model, prompts(), prefill_chunk=16) == own
+    assert answers(loaded(tmp_path, dequantise=True), prompts(), prefill_chunk=16) == own
+    rewrite(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.experts.down_proj_scales"))
+    with pytest.raises(
+        UnreadableWeights, match=r"down_proj_scales is missing, and has to be U8 \[.* in MXFP4"
+    ):
+        loaded(tmp_path)
 
 
 def test_experts_of_parts_of_blocks_are_refused(tmp_path: Path) -> None:

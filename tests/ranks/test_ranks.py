@@ -1,6 +1,5 @@
 """A model on several ranks answers, token for token, as it does on one. Ranks listen on this machine alone."""
 
-import json
 import os
 import random
 from array import array
@@ -22,6 +21,7 @@ from lightkv.router.model.build import build_runner
 from lightkv.router.model.info import model_info
 from lightkv.router.model.loader import load_model
 from lightkv.router.simulate.admissions import SimulatedAdmission, make_simulated
+from tests.support.quantised_checkpoints import save_mxfp4
 from tests.support.ranks import run_ranks
 from tests.support.tiny_architectures import VOCABULARY, random_weights, tiny
 from tests.support.tiny_files import save_tiny
@@ -197,18 +197,7 @@ def test_layer_groups_on_several_ranks(family: str, pool: int, size: int, tmp_pa
 @pytest.mark.slow
 def test_experts_that_are_stored_in_mxfp4(tmp_path: Path) -> None:
     """As gpt-oss' own checkpoints store them: a rank reads and unpacks its own ones."""
-    random_weights(tiny("gpt_oss", fields={"intermediate_size": 64})).save_pretrained(tmp_path)
-    (tmp_path / "tokenizer.json").touch()
-    weights = load_file(tmp_path / "model.safetensors")
-    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
-        num_experts, num_in, num_out = weights.pop(name).shape
-        shape = num_experts, num_out, num_in // 32
-        weights[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
-        weights[f"{name}_scales"] = torch.randint(122, 126, shape, dtype=torch.uint8)
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_mxfp4(random_weights(tiny("gpt_oss", fields={"intermediate_size": 64})), tmp_path)
     expected = answers(None, str(tmp_path), {})
     assert all(found[0] == expected[0] for found in run_ranks(2, answers, str(tmp_path), {}))
 

@@ -128,6 +128,21 @@ def gptq_groups(weight: Tensor, subtracted: int) -> Quantised:
     return Quantised(tensors, _dense(numbers, scales, zeros))
 
 
+def mxfp4_experts(weights: Tensor) -> Quantised:
+    """Experts `[E, N, K]` in MXFP4: blocks of 16 bytes of two numbers each, and a power of two for each block
+    (gpt-oss)."""
+    grouped = weights.double().unflatten(2, (-1, 32))
+    exponents = grouped.abs().amax(-1).clamp(min=1e-6).log2().floor() - 2  # the largest number is 6
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+    scaled = grouped / exponents.exp2()[..., None]
+    numbers = (scaled.abs()[..., None] - values).abs().argmin(-1)
+    signs = (scaled < 0).int()
+    dense = (values[numbers] * (1 - 2 * signs) * exponents.exp2()[..., None]).flatten(2)
+    bits = (numbers + 8 * signs).to(torch.uint8).unflatten(3, (-1, 2))
+    blocks = bits[..., 0] | bits[..., 1] << 4
+    return Quantised({"_blocks": blocks, "_scales": (exponents + 127).to(torch.uint8)}, dense)
+
+
 class Written(NamedTuple):
     """How a format is written: a layer's tensors, and the configuration."""
 
@@ -197,6 +212,28 @@ def save_quantised(model: PreTrainedModel, directory: Path, form: str, left_out:
                         stored |= {f"{stem}.{one}": tensor for one, tensor in quantised.tensors.items()}
                         replaced.append(f"{stem}.weight")
                         weight.copy_(quantised.dense)
+    _save(model, directory, stored, replaced, written.config)
+
+
+def save_mxfp4(model: PreTrainedModel, directory: Path) -> None:
+    """Saves a gpt-oss `model` in `directory` with its experts in MXFP4, as `save_quantised` does."""
+    stored, replaced = dict[str, Tensor](), list[str]()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            quantised = mxfp4_experts(parameter.data.transpose(1, 2))
+            stored |= {f"{name}{end}": tensor.contiguous() for end, tensor in quantised.tensors.items()}
+            replaced.append(name)
+            parameter.data = quantised.dense.transpose(1, 2).to(parameter).contiguous()
+    _save(model, directory, stored, replaced, {"quant_method": "mxfp4"})
+
+
+def _save(
+    model: PreTrainedModel,
+    directory: Path,
+    stored: dict[str, Tensor],
+    replaced: list[str],
+    quantisation: dict[str, Any],
+) -> None:
     model.save_pretrained(directory)
     path = directory / "model.safetensors"
     tensors = load_file(path)
@@ -204,6 +241,6 @@ def save_quantised(model: PreTrainedModel, directory: Path, form: str, left_out:
         del tensors[name]
     save_file(tensors | stored, path, metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = written.config
+    config["quantization_config"] = quantisation
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "tokenizer.json").touch()

@@ -28,6 +28,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lightkv.errors import UnsupportedModel
 from lightkv.integrations.model.mixers.heads import Heads
 from lightkv.integrations.model.mixers.mixer import Mixer, mixers_of
+from lightkv.integrations.weights.experts import DivisibleExperts
 from lightkv.integrations.weights.plain import PlainWeight
 from lightkv.integrations.weights.weight import Weight
 from lightkv.integrations.weights.weight_part import WeightPart, weight_of
@@ -173,9 +174,10 @@ def load_rank_part(
     from transformers.distributed import DistributedConfig
 
     with torch.device("meta"):
-        plan = _plan(model_class.from_config(config), ranks)
+        empty = model_class.from_config(config)
+    plan = _plan(empty, ranks)
     os.environ["LOCAL_RANK"] = str(ranks.device.index or 0)  # by which transformers chooses the device
-    divided = DistributedConfig(tp_size=ranks.size, tp_plan=plan)
+    divided = DistributedConfig(tp_size=ranks.size, tp_plan=_for_loader(plan, empty))
     loaded = model_class.from_pretrained(directory, config=config, distributed_config=divided, **arguments)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     _divide(model, ranks, plan)
@@ -200,7 +202,7 @@ def divide_shapes(model: PreTrainedModel, ranks: RankGroup) -> None:
     dense = init_device_mesh(
         "meta", (1, 1, 1, ranks.size), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")
     )
-    divided = DistributedConfig(tp_size=ranks.size, tp_plan=plan)
+    divided = DistributedConfig(tp_size=ranks.size, tp_plan=_for_loader(plan, model))
     model.maybe_distribute_model(model, divided, TransformersDeviceMesh(dense, dense))
     model.tie_weights()
     _divide(model, ranks, plan)
@@ -257,6 +259,12 @@ def _plan(model: Any, ranks: RankGroup) -> dict[str, str]:
     return plan
 
 
+def _for_loader(plan: Mapping[str, str], model: nn.Module) -> dict[str, str]:
+    """Returns what transformers' loader divides by the plan: quantised experts are no parameters."""
+    names = {_generic(name) for named in (model.named_modules, model.named_parameters) for name, _ in named()}
+    return {key: style for key, style in plan.items() if key in names}
+
+
 def _fits(num_heads: int, num_kv_heads: int, size: int) -> bool:
     return num_heads % size == 0 and (num_kv_heads % size == 0 or size % num_kv_heads == 0)
 
@@ -281,6 +289,11 @@ def _divide(model: PreTrainedModel, ranks: RankGroup, plan: Mapping[str, str]) -
                     local[parameter] = nn.Parameter(parameter.to_local(), requires_grad=False)
                 module._parameters[name] = local[parameter]
         vars(module).pop("forward", None)
+    for name, module in root.named_modules():
+        for own, experts in list(vars(module).items()):
+            if isinstance(experts, DivisibleExperts):
+                style = plan.get(_generic(f"{name}.{own}"), "replicate")
+                setattr(module, own, _own_experts(experts, style, ranks))
     for name, module, style in list(_styled(root, plan)):
         if isinstance(module, nn.Linear | WeightPart):
             whole_in, whole_out = module.in_features, module.out_features
@@ -378,6 +391,16 @@ def _keep_quantised(module: WeightPart, style: str, ranks: RankGroup) -> None:
         module.keep(1, [_span(0, module.in_features, ranks)])
         if ranks.rank > 0:
             module.of = module.of.without_bias()
+
+
+def _own_experts(experts: DivisibleExperts, style: str, ranks: RankGroup) -> DivisibleExperts:
+    """Returns this rank's part of quantised experts: some of them, or a part of each one's layers."""
+    num_outputs, num_inputs = experts.layer_shape
+    if style == "grouped_gemm":
+        return experts.some(*_span(0, experts.num, ranks))
+    if "colwise" in style:  # gate and up are layers of their own
+        return experts.part(0, [_span(0, num_outputs, ranks)])
+    return experts.part(1, [_span(0, num_inputs, ranks)]) if "rowwise" in style else experts
 
 
 def _span(begin: int, count: int, ranks: RankGroup) -> tuple[int, int]:

@@ -11,11 +11,12 @@ from transformers import PreTrainedConfig
 
 from .fp8 import Fp8Format
 from .int4 import GROUPS, AwqFormat, GptqFormat, PackedFormat
+from .mxfp4 import Mxfp4Format
 from .quantised import Format
 
 _KNOWN = (
-    "lightkv reads fp8 with scales of 128 x 128 blocks (quant_method fp8), AWQ, GPTQ without act order, and "
-    "compressed-tensors' float-quantized with 8 bits and pack-quantized with 4"
+    "lightkv reads fp8 with scales of 128 x 128 blocks (quant_method fp8), AWQ, GPTQ without act order, "
+    "gpt-oss's mxfp4, and compressed-tensors' float-quantized with 8 bits and pack-quantized with 4"
 )
 _GROUPED = f"lightkv reads 4 bits in groups of {GROUPS} inputs in their order"
 
@@ -46,15 +47,16 @@ def without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def weight_format(config: PreTrainedConfig) -> Format | None:
-    """Returns the format of the quantised weights; None if there are none, or of a kind that transformers alone
-    reads (MXFP4). Raises UnknownQuantisation."""
+    """Returns the format of the quantised weights; None if there are none. Raises UnknownQuantisation."""
     fields = quantization_config(config)
     method = fields.get("quant_method")
-    if not fields or method == "mxfp4" or (_is_compressed(fields) and not fields.get("config_groups")):
+    if not fields or (_is_compressed(fields) and not fields.get("config_groups")):
         return None
     try:
         if method == "fp8":
             return _fp8(fields)
+        if method == "mxfp4":
+            return Mxfp4Format()
         if method in ("awq", "gptq"):
             return _awq_or_gptq(fields)
         if _is_compressed(fields):
@@ -78,7 +80,7 @@ def _fp8(fields: Mapping[str, Any]) -> Format:
         )
     if block is None:
         raise UnknownQuantisation("its fp8 weights name no weight_block_size, which has to be [128, 128]")
-    return Fp8Format("weight_scale_inv", (128, 128), rounds_input=scheme == "dynamic")
+    return Fp8Format(".weight_scale_inv", (128, 128), rounds_input=scheme == "dynamic")
 
 
 def _awq_or_gptq(fields: Mapping[str, Any]) -> Format:
@@ -117,7 +119,7 @@ def _group_format(fields: Mapping[str, Any], group: Mapping[str, Any]) -> Format
         if strategy == "block" and weights.get("block_structure") == [128, 128]:
             blocks["block"] = (128, 128)
         if strategy in blocks:
-            return Fp8Format("weight_scale", blocks[strategy], bool((inputs or {}).get("dynamic")))
+            return Fp8Format(".weight_scale", blocks[strategy], bool((inputs or {}).get("dynamic")))
     if name == "pack-quantized" and (kind, bits, strategy) == ("int", 4, "group"):
         group_size, order = weights["group_size"], weights.get("actorder")
         if group_size not in GROUPS or order not in (None, False, "weight", "static"):

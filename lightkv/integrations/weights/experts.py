@@ -1,36 +1,70 @@
 """Quantised weights of a mixture's experts: one weight, in which an expert's rows follow those of another."""
 
+from collections.abc import Sequence
+from typing import Protocol, Self, runtime_checkable
+
+import torch
 from torch import Size, Tensor
 from torch.nn import functional
 
-from lightkv.triton_kernels.layers.quantised_experts import quantised_experts
-
+from .humming import HummingProduct, can_multiply
 from .quantised import QuantisedWeight
 
-_MOST_ROWS = 64  # of an expert, on average, for which packed weights are read; for more they are made dense
+
+@runtime_checkable
+class DivisibleExperts(Protocol):
+    """Weights of experts that ranks divide before they are read. `num`: experts. `layer_shape`: outputs and
+    inputs of each layer of an expert that the files have."""
+
+    num: int
+
+    @property
+    def layer_shape(self) -> tuple[int, int]: ...
+
+    def some(self, begin: int, count: int) -> Self:
+        """Returns the experts from `begin` on."""
+
+    def part(self, dim: int, spans: Sequence[tuple[int, int]]) -> Self:
+        """Returns some outputs (`dim` 0) or inputs (1) of each layer of each expert."""
 
 
 class QuantisedExperts:
-    """The weights `[E, N, K]` of `num` experts; `of` has them as `[E · N, K]`."""
+    """The weights `[E, N, K]` of `num` experts; `of` has them as `[E · N, K]`. `is_transposed`: the model has
+    them as `[E, K, N]`, which is the shape that is told then.
 
-    def __init__(self, of: QuantisedWeight, num: int) -> None:
-        self.of = of
-        self.shape = Size((num, of.shape[0] // num, of.shape[1]))
+    Args:
+        of: is let go of where the library multiplies.
+    """
+
+    def __init__(self, of: QuantisedWeight, num: int, is_transposed: bool) -> None:
+        num_rows, num_columns = of.shape[0] // num, of.shape[1]
+        self.shape = Size((num, num_columns, num_rows) if is_transposed else (num, num_rows, num_columns))
+        self._is_transposed, self._dtype = is_transposed, of.dtype
+        self._of: QuantisedWeight | HummingProduct = of
+        if can_multiply(num_columns, of.tensors.data, of.dtype):
+            self._of = HummingProduct(of.library_tensors(), None, of.dtype, num)
 
     @property
     def nbytes(self) -> int:
         """The bytes of the numbers and the scales."""
-        return self.of.nbytes
+        return self._of.nbytes
 
     def dense(self) -> Tensor:
-        """Returns the weights, `[E, N, K]`."""
-        return self.of.dense().view(self.shape)
+        """Returns the weights in the shape that is told."""
+        num, num_columns = self.shape[0], self.shape[1 if self._is_transposed else 2]
+        if isinstance(self._of, QuantisedWeight):
+            found = self._of.dense().view(num, -1, num_columns)
+        else:
+            ones = torch.eye(num_columns, dtype=self._dtype, device=self._of.device)
+            experts = torch.arange(num, device=self._of.device)
+            ends = [(experts >= expert).int() * num_columns for expert in range(num)]
+            found = torch.stack([self._of.matmul(ones, None, end).t() for end in ends])
+        return found.transpose(1, 2) if self._is_transposed else found
 
     def matmul(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Returns the products `[R, N]` of rows x `[R, K]` with the weights of their experts. `offsets`: int32
         `[E]`, the end of each expert's rows. Rows behind the last one's are undefined."""
-        if x.is_cuda and len(x) <= _MOST_ROWS * self.shape[0]:
-            found = quantised_experts(x, self.of.tensors, offsets)
-            if found is not None:
-                return found
-        return functional.grouped_mm(x.to(self.of.dtype), self.dense().transpose(1, 2), offs=offsets)
+        if isinstance(self._of, HummingProduct):
+            return self._of.matmul(x.to(self._dtype), None, offsets)
+        weights = self.dense() if self._is_transposed else self.dense().transpose(1, 2)
+        return functional.grouped_mm(x.to(self._dtype), weights, offs=offsets)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels.layers.quantised_linear import QuantisedTensors, fp8_rows
 
+from .humming import LibraryTensors
 from .quantised import QuantisedWeight, Wanted
 
 _LARGEST = 448.0  # of e4m3
@@ -30,6 +31,11 @@ class Fp8Weight(QuantisedWeight):
 
     def values(self) -> Tensor:
         return self.tensors.data.float()
+
+    def library_tensors(self) -> LibraryTensors:
+        data, scales, _, block = self.tensors
+        scales = scales if block[1] else scales.to(self.dtype)
+        return LibraryTensors("float8e4m3", data.view(torch.int32), scales, block)
 
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
         block = self.tensors.block
@@ -83,10 +89,10 @@ class Fp8Format:
         elif rows:
             shapes = ((n, 1), (n,))
         floats = ("F32", "BF16", "F16")
-        return {"weight": (("F8_E4M3",), ((n, k),)), self.marker: (floats, shapes)}
+        return {"weight": (("F8_E4M3",), ((n, k),)), self.marker[1:]: (floats, shapes)}
 
     def weight(self, stored: dict[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> Fp8Weight:
-        data, scales = stored["weight"], stored[self.marker].float()
+        data, scales = stored["weight"], stored[self.marker[1:]].float()
         block = self.block
         if not block[1]:  # one scale for all is one for each output, too
             scales, block = scales.reshape(-1, 1).expand(len(data), 1).contiguous(), (1, 0)

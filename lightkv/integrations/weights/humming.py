@@ -1,19 +1,29 @@
-"""Products of weights of 4 bits by humming-kernels (`lightkv[quantised]`), which holds a weight in an order of
-its own, and compiles kernels for its shape when a model starts. It keeps them in a folder between starts.
+"""Products of weights of 4 bits, and of experts in 8 or 4, by humming-kernels (`lightkv[quantised]`).
+
+It holds a weight in an order of its own, and compiles kernels for its shape when a model starts. It keeps them
+in a folder between starts.
 """
 
 import json
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-# The most tokens for which each kernel is chosen; the last one computes all further ones, too.
+# The most rows for which each kernel is chosen; the last one computes all further ones, too.
 _RANGES = (8, 16, 32, 64, 128, 256, 1024, 8192)
+_RANGES_OF_EXPERTS = (16, 64, 256, 1024, 4096, 16384)  # of all experts together
 _ANY = 1 << 30
 _ROWS, _COLUMNS = 128, 64  # tiles: rows are padded, columns have to be whole
 _NUM_LOCKS = 2048
+_NAMES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float8_e8m0fnu: "float8e8m0",
+}  # of the types of scales
 
 
 def can_multiply(num_columns: int, tensor: Tensor, dtype: torch.dtype) -> bool:
@@ -22,49 +32,73 @@ def can_multiply(num_columns: int, tensor: Tensor, dtype: torch.dtype) -> bool:
     return fits and find_spec("humming") is not None
 
 
+class LibraryTensors(NamedTuple):
+    """A weight `[N, K]` as the library is given it. `kind`: its name of the numbers' type. `numbers`: int32
+    words `[N, K · bits / 32]`, the first number in the lowest bits. `scales`: of blocks of `block`. `zeros`:
+    what is subtracted from integers of 4 bits, int32 words of eight rows; None: 8."""
+
+    kind: str
+    numbers: Tensor
+    scales: Tensor
+    block: tuple[int, int]
+    zeros: Tensor | None = None
+
+
 class HummingProduct:
-    """A weight `[N, K]` of numbers from 0 to 15, on a GPU.
+    """A weight `[N, K]` on a GPU, or the weights of experts, the rows of one behind those of another.
 
     Args:
-        numbers: uint8 `[N, K]`.
-        scales: `[N, K / group]`.
-        zeros: what is subtracted from the numbers, uint8 of the shape of `scales`; None: 8.
+        weight: what is copied into the order of the library.
         bias: `[N]`, or None.
         dtype: of inputs and outputs, float16 or bfloat16.
+        num_experts: whose rows the weight has; 0: it is one weight.
     """
 
     def __init__(
-        self, numbers: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+        self, weight: LibraryTensors, bias: Tensor | None, dtype: torch.dtype, num_experts: int = 0
     ) -> None:
         from humming import ops
         from humming.schema import HummingWeightSchema
-        from humming.transform import prepare_layer_config, transform_humming_tensors
+        from humming.transform import (
+            prepare_fp16_e8m0_scale,
+            prepare_layer_config,
+            transform_humming_tensors,
+        )
 
-        (self._num_rows, num_columns), device = numbers.shape, numbers.device
-        tensors = {"weight": _words(numbers, 1), "weight_scale": scales.to(dtype)}
-        if zeros is not None:
-            tensors["zero_point"] = _words(zeros, 0)
+        self.device = weight.numbers.device
+        bits = 8 if weight.kind.startswith("float8") else 4
+        num_columns = weight.numbers.shape[1] * 32 // bits
+        self._num_rows = len(weight.numbers) // max(1, num_experts)
+        tensors = {"weight": weight.numbers, "weight_scale": weight.scales}
+        if weight.zeros is not None:
+            tensors["zero_point"] = weight.zeros
         if bias is not None:
             tensors["bias"] = bias.to(dtype)
+        if num_experts:
+            tensors = {name: one.view(num_experts, -1, one.shape[1]) for name, one in tensors.items()}
+        rows_of_scale, columns_of_scale = weight.block
         schema = HummingWeightSchema(
-            b_dtype="uint4",
-            bs_dtype=str(dtype).removeprefix("torch."),
-            weight_scale_group_size=num_columns // scales.shape[1],
-            has_zero_point=zeros is not None,
+            b_dtype=weight.kind,
+            bs_dtype=_NAMES[weight.scales.dtype],
+            weight_scale_group_size=columns_of_scale,
+            weight_scale_group_size_n=rows_of_scale if columns_of_scale and rows_of_scale > 1 else 0,
+            has_zero_point=weight.zeros is not None,
         )
         config = prepare_layer_config(
             self._num_rows,
             num_columns,
             schema,
+            num_experts=num_experts,
             pad_n_to_multiple=_ROWS,
             has_bias=bias is not None,
             torch_dtype=dtype,
-            device=device,
+            device=self.device,
             tensors=tensors,
         )
+        config, tensors = prepare_fp16_e8m0_scale(config, tensors)
         self._tensors: dict[str, Tensor] = transform_humming_tensors(config, tensors)
-        self._kernels = _kernels(config, device)
-        self._locks = torch.zeros(_NUM_LOCKS, dtype=torch.int32, device=device)
+        self._kernels = _kernels(config, self.device)
+        self._locks = torch.zeros(_NUM_LOCKS, dtype=torch.int32, device=self.device)
         ops.utils.init_humming_launcher()
         self._launch = ops.launch_kernel
 
@@ -73,9 +107,10 @@ class HummingProduct:
         """The bytes that the weight takes."""
         return sum(one.nbytes for one in self._tensors.values())
 
-    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Returns x · weight^T + bias of x `[..., K]`: `[..., N]`, in `out` if that is given. Sums over parts
-        of K come in any order, so the last bits vary."""
+    def matmul(self, x: Tensor, out: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
+        """Returns x · weight^T + bias of x `[..., K]`: `[..., N]`, in `out` if that is given. `offsets`: int32
+        `[E]`, the end of the rows of x that are multiplied with each expert's weight. Sums over parts of K come
+        in any order, so the last bits vary."""
         if out is None:
             out = x.new_empty((*x.shape[:-1], self._num_rows))
         if x.numel():
@@ -85,12 +120,13 @@ class HummingProduct:
                 inputs=rows,
                 outputs=out.view(-1, self._num_rows),
                 locks=self._locks,
+                expert_layout=None if offsets is None else functional.pad(offsets, (1, 0)),
                 **self._tensors,
             )
         return out
 
 
-def _words(numbers: Tensor, dim: int) -> Tensor:
+def words_of(numbers: Tensor, dim: int) -> Tensor:
     """Returns each eight numbers along `dim` as an int32 word, the first one in its lowest bits."""
     if rest := -numbers.shape[dim] % 8:
         fill = [*numbers.shape]
@@ -104,16 +140,17 @@ def _words(numbers: Tensor, dim: int) -> Tensor:
 
 
 def _kernels(config: Any, device: torch.device) -> Tensor:
-    """Returns the compiled kernels of a layer, by ranges of tokens. The library remembers them by the layer."""
+    """Returns the compiled kernels of a layer, by ranges of rows. The library remembers them by the layer."""
     from humming.kernel.humming import HummingKernel
     from humming.tune import get_heuristics_config
 
-    ends = [*_RANGES[:-1], _ANY]
+    kind, most = ("grouped_contiguous", _RANGES_OF_EXPERTS) if config.num_experts else ("dense", _RANGES)
+    ends = [*most[:-1], _ANY]
     ranges = [
-        [begin, end, get_heuristics_config(config, shape_m=most, gemm_type="dense", device=device)]
-        for begin, end, most in zip([0, *ends], ends, _RANGES, strict=False)
+        [begin, end, get_heuristics_config(config, shape_m=rows, gemm_type=kind, device=device)]
+        for begin, end, rows in zip([0, *ends], ends, most, strict=False)
     ]
     kernels: Tensor = HummingKernel.prepare_kernels(
-        config.to_str(), json.dumps({"gemm_type": "dense"}), json.dumps(ranges), device
+        config.to_str(), json.dumps({"gemm_type": kind}), json.dumps(ranges), device
     )
     return kernels

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels.layers.quantised_linear import QuantisedTensors
 
-from .humming import HummingProduct, can_multiply
+from .humming import HummingProduct, LibraryTensors, can_multiply, words_of
 from .quantised import QuantisedWeight, Wanted
 
 GROUPS = (32, 64, 128)
@@ -34,11 +34,16 @@ class Int4Weight(QuantisedWeight):
         zeros, group = self.tensors.zeros, self.tensors.block[1]
         return self.numbers().float() - (8.0 if zeros is None else zeros.float().repeat_interleave(group, 1))
 
+    def library_tensors(self) -> LibraryTensors:
+        (_, scales, zeros, block), numbers = self.tensors, words_of(self.numbers(), 1)
+        zeros = None if zeros is None else words_of(zeros, 0)
+        return LibraryTensors("uint4", numbers, scales.to(self.dtype), block, zeros)
+
     def place(self) -> bool:
         tensors = self.tensors
         if self._product is not None or not can_multiply(self.shape[1], tensors.data, self.dtype):
             return False
-        self._product = HummingProduct(self.numbers(), tensors.scales, tensors.zeros, self.bias, self.dtype)
+        self._product = HummingProduct(self.library_tensors(), self.bias, self.dtype)
         nothing = tensors.data.new_empty((0, tensors.data.shape[1]))
         self.tensors = tensors._replace(data=nothing, scales=tensors.scales[:0], zeros=None)
         return True
@@ -87,7 +92,7 @@ class PackedFormat:
 
     group: int
     has_zeros: bool
-    marker: str = "weight_packed"
+    marker: str = ".weight_packed"
 
     @property
     def name(self) -> str:
@@ -116,7 +121,7 @@ class AwqFormat:
     """AWQ's: numbers and zeros are stored along outputs, in an order of their own."""
 
     group: int
-    marker: str = "qweight"
+    marker: str = ".qweight"
 
     @property
     def name(self) -> str:
@@ -149,7 +154,7 @@ class GptqFormat:
 
     group: int
     added: int
-    marker: str = "qweight"
+    marker: str = ".qweight"
 
     @property
     def name(self) -> str:

@@ -21,6 +21,8 @@ from lightkv.triton_kernels.layers.quantised_linear import (
     quantised_linear,
 )
 
+from .humming import LibraryTensors
+
 # By the name of a tensor, behind that of its layer: the element types and the shapes that it may have.
 Wanted = dict[str, tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]]
 
@@ -30,8 +32,8 @@ class CannotDivide(LightKVError):
 
 
 class Format(Protocol):
-    """How a checkpoint stores quantised weights. `name`: for reports. `marker`: the tensor that shows that a
-    layer is quantised."""
+    """How a checkpoint stores quantised weights. `name`: for reports. `marker`: how the name of a tensor
+    ends that shows that a layer is quantised."""
 
     @property
     def name(self) -> str: ...
@@ -147,6 +149,10 @@ class QuantisedWeight(ABC):
         """Gives the weight the form in which a library multiplies it, where there is one, and lets go of the
         other. Returns whether it did. A weight is not joined or divided after that."""
         return False
+
+    def library_tensors(self) -> LibraryTensors:
+        """Returns the weight as the library is given it."""
+        raise NotImplementedError
 
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
         """Returns several tokens x `[T, K]` in fp8, and their scales, if they are multiplied so."""

@@ -5,121 +5,34 @@ once all else is loaded, and divided among ranks. Layers that the checkpoint lea
 """
 
 import copy
-import re
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from lightkv.errors import LightKVError, UnsupportedModel
+from lightkv.errors import UnsupportedModel
 from lightkv.integrations.model.experts.mixture import run_quantised_experts
 from lightkv.integrations.weights.config import UnknownQuantisation, weight_format
-from lightkv.integrations.weights.experts import QuantisedExperts
-from lightkv.integrations.weights.quantised import Format, QuantisedWeight
+from lightkv.integrations.weights.mxfp4 import Mxfp4Format
+from lightkv.integrations.weights.quantised import Format
 from lightkv.integrations.weights.weight_part import WeightPart
 from lightkv.router.model_files import StoredTensor, UnreadableWeights, list_some
 
+from .stored_experts import (
+    StoredExperts,
+    StrangeExperts,
+    experts_in_one,
+    experts_of_layers,
+    is_layer_of_expert,
+)
+from .stored_weight import OpenFiles, StoredLayers, StoredWeight
 from .text_half import TextHalf, stored_names
 
-_TYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "U8": torch.uint8,
-}
-# A layer of an expert, and in which order those of one input are joined.
-_ORDER = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 0, "w2": 0}
-_EXPERT = re.compile(rf"\.(\d{{1,5}})\.({'|'.join(_ORDER)})$")
 _FEW_BITS = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")  # of which a plain tensor cannot be made without scales
-
-
-class OpenFiles:
-    """The files of a checkpoint, each opened once, and the device that their tensors are read onto."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._files: dict[Path, Any] = {}
-
-    def read(self, stored: StoredTensor) -> Tensor:
-        """Returns a tensor in memory of its own: one that is read onto a CPU would be a view of the file."""
-        if stored.path not in self._files:
-            self._files[stored.path] = safe_open(stored.path, framework="pt", device=str(self.device))
-        tensor: Tensor = self._files[stored.path].get_tensor(stored.name)
-        return tensor.clone() if self.device.type == "cpu" else tensor
-
-
-@dataclass(frozen=True)
-class StoredWeight:
-    """A quantised weight in the files. `found`: what is read, without its numbers (on the meta device). `cuts`:
-    the parts of it that are read."""
-
-    format: Format
-    tensors: Mapping[str, StoredTensor]
-    bias_of: StoredTensor | None
-    found: QuantisedWeight
-    cuts: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
-
-    @classmethod
-    def of(
-        cls, format: Format, tensors: Mapping[str, StoredTensor], bias: StoredTensor | None
-    ) -> "StoredWeight":
-        """Returns the weight of the checked `tensors` of a layer."""
-        empty = {name: _empty(one) for name, one in tensors.items()}
-        of_bias = None if bias is None else _empty(bias)
-        return cls(format, tensors, bias, format.weight(empty, of_bias, torch.bfloat16))
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.found.shape
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.found.bias
-
-    def part(self, dim: int, spans: Any) -> "StoredWeight":
-        """Returns what `QuantisedWeight.part` does, of which nothing is read yet."""
-        return replace(self, found=self.found.part(dim, spans), cuts=(*self.cuts, (dim, tuple(spans))))
-
-    def without_bias(self) -> "StoredWeight":
-        """Returns the weight without its bias."""
-        return replace(self, found=self.found.without_bias(), bias_of=None)
-
-    def read(self, files: OpenFiles, dtype: torch.dtype) -> QuantisedWeight:
-        """Reads the weight, to be multiplied in `dtype`."""
-        if files.device.type == "meta":
-            return self.found
-        bias = None if self.bias_of is None else files.read(self.bias_of).to(dtype)
-        tensors = {name: files.read(one) for name, one in self.tensors.items()}
-        weight = self.format.weight(tensors, bias, dtype)
-        for dim, spans in self.cuts:
-            weight = weight.part(dim, spans)
-        return weight
-
-
-@dataclass(frozen=True)
-class StoredExperts:
-    """The quantised weights of `num` experts in the files: those of an expert follow each other in `parts`."""
-
-    parts: Sequence[StoredWeight]
-    num: int
-
-    def read(self, files: OpenFiles, dtype: torch.dtype) -> QuantisedExperts:
-        """Reads the weights, to be multiplied in `dtype`."""
-        joined = QuantisedWeight.join([part.read(files, dtype) for part in self.parts])
-        if joined is None:
-            raise LightKVError(
-                "experts whose outputs are no whole blocks of scales are not held in one piece"
-            )
-        return QuantisedExperts(joined, self.num)
 
 
 @dataclass(frozen=True)
@@ -203,75 +116,56 @@ def quantised_layers(
         auto: Any = AutoModelForCausalLM if half is None else half.model_class
         model = auto.from_config(config, dtype=torch.bfloat16)
     left_out = {} if half is None else half.places(stored)
-    known = {name: one for name, one in stored.items() if name not in left_out}
-    ends = {name.rpartition(".")[0] for name in known if name.endswith(f".{format.marker}")}
-    if not ends:
-        reason = f"has no tensor …{format.marker}, though config.json says that its weights are {format.name}"
+    known = StoredLayers(
+        directory, {name: one for name, one in stored.items() if name not in left_out}, format
+    )
+    stems = sorted(name.removesuffix(format.marker) for name in known.tensors if name.endswith(format.marker))
+    if not stems:
+        reason = (
+            f"has no tensor …{format.marker[1:]}, though config.json says that its weights are {format.name}"
+        )
         raise UnreadableWeights(directory, reason)
-    weights, names, parts = {}, set[str](), defaultdict[str, list[tuple[int, int, str]]](list)
     modules = dict(cast(nn.Module, model).named_modules())
-    places = stored_names(model, [f"{stem}.weight" for stem in ends])
-    for stem in sorted(ends):
-        own = places[f"{stem}.weight"].removesuffix(".weight")
-        names |= {name for name in known if name.rpartition(".")[0] == stem}
-        module, expert = modules.get(own), _EXPERT.search(stem)
-        if expert is not None and own != stem:
-            names.add(own)
-            parts[own].append((int(expert[1]), _ORDER[expert[2]], stem))
+    try:
+        if isinstance(format, Mxfp4Format):
+            places = stored_names(model, stems)
+            names = {stem + end for stem in stems for end in ("_blocks", "_scales")}
+            experts = experts_in_one(known, modules, {places[stem]: stem for stem in stems})
+            return QuantisedLayers(format, {}, experts, frozenset(names))
+        return _of_layers(known, model, modules, stems)
+    except StrangeExperts as error:
+        raise UnsupportedModel(_architecture(config), str(error)) from error
+
+
+def _of_layers(
+    known: StoredLayers, model: PreTrainedModel, modules: Mapping[str, nn.Module], stems: list[str]
+) -> QuantisedLayers:
+    """Returns the layers `stems` in the files, each of which has tensors of its own."""
+    directory, format, tensors = known.directory, known.format, known.tensors
+    places = stored_names(model, [f"{stem}.weight" for stem in stems])
+    owns = {stem: places[f"{stem}.weight"].removesuffix(".weight") for stem in stems}
+    names = {name for name in tensors if name.rpartition(".")[0] in owns}
+    of_experts = {stem: own for stem, own in owns.items() if is_layer_of_expert(stem) and own != stem}
+    weights = {}
+    for stem, own in owns.items():
+        if stem in of_experts:
             continue
+        module = modules.get(own)
         if type(module) is not nn.Linear:
             what = f"{stem} is stored in {format.name}, and is no linear layer of the model"
-            raise UnsupportedModel(_architecture(config), what)
-        tensors = _checked(directory, known, stem, (module.out_features, module.in_features), format)
-        bias = known.get(f"{stem}.bias")
+            raise UnsupportedModel(_architecture(model.config), what)
+        found = known.of_layer(stem, module.out_features, module.in_features)
+        bias = tensors.get(f"{stem}.bias")
         if (bias is None) == (module.bias is not None):
             reason = f"has {'no' if bias is None else 'a'} {stem}.bias, unlike the model of config.json"
             raise UnreadableWeights(directory, reason)
-        weights[own] = StoredWeight.of(format, tensors, bias)
-    experts = {}
-    for own, stems in parts.items():
-        module = modules.get(own.rpartition(".")[0])
-        shape = tuple(getattr(module, own.rpartition(".")[2], torch.empty(0)).shape)
-        each = 2 if own.endswith("gate_up_proj") else 1
-        is_plain = not getattr(module, "is_transposed", True) and not getattr(module, "has_bias", True)
-        if (
-            len(shape) != 3
-            or not is_plain
-            or [one[:2] for one in sorted(stems)]
-            != [(expert, part) for expert in range(shape[0]) for part in range(each)]
-        ):
-            what = (
-                f"{own} of shape {list(shape)} is not made of the {len(stems)} experts' layers in the files"
-            )
-            raise UnsupportedModel(_architecture(config), what)
-        found = [
-            _checked(directory, known, stem, (shape[1] // each, shape[2]), format)
-            for *_, stem in sorted(stems)
-        ]
-        experts[own] = StoredExperts([StoredWeight.of(format, one, None) for one in found], shape[0])
-    if strange := sorted(name for name, one in known.items() if one.dtype in _FEW_BITS and name not in names):
-        raise UnreadableWeights(directory, f"has no {format.marker} for {list_some(strange)}")
-    return QuantisedLayers(format, weights, experts, frozenset(names))
-
-
-def _checked(
-    directory: Path, stored: Mapping[str, StoredTensor], stem: str, shape: tuple[int, int], format: Format
-) -> dict[str, StoredTensor]:
-    """Returns the tensors of a layer. Raises UnreadableWeights for one that is missing or of another shape."""
-    try:
-        wanted = format.wanted(*shape)
-    except ValueError as error:
-        raise UnreadableWeights(directory, f"{stem}: {error}") from error
-    found = {}
-    for name, (types, shapes) in wanted.items():
-        one = stored.get(f"{stem}.{name}")
-        if one is None or one.dtype not in types or one.shape not in shapes:
-            is_now = "is missing" if one is None else f"is {one.dtype} {list(one.shape)}"
-            wants = f"{' or '.join(types)} {' or '.join(str(list(shape)) for shape in shapes)}"
-            reason = f"{stem}.{name} {is_now}, and has to be {wants} in {format.name}"
-            raise UnreadableWeights(directory, reason)
-        found[name] = one
-    return found
+        weights[own] = StoredWeight.of(format, found, bias)
+    experts = experts_of_layers(known, modules, [(own, stem) for stem, own in of_experts.items()])
+    if strange := sorted(
+        name for name, one in tensors.items() if one.dtype in _FEW_BITS and name not in names
+    ):
+        raise UnreadableWeights(directory, f"has no {format.marker[1:]} for {list_some(strange)}")
+    return QuantisedLayers(format, weights, experts, frozenset(names | set(of_experts.values())))
 
 
 def _dense(part: WeightPart) -> nn.Linear:
@@ -287,7 +181,3 @@ def _dense(part: WeightPart) -> nn.Linear:
 
 def _architecture(config: PreTrainedConfig) -> str:
     return (getattr(config, "architectures", None) or [config.model_type])[0]
-
-
-def _empty(stored: StoredTensor) -> Tensor:
-    return torch.empty(stored.shape, dtype=_TYPES.get(stored.dtype, torch.bfloat16), device="meta")
