@@ -131,3 +131,36 @@ def test_many_tokens_in_fp8(kind: str) -> None:
         exact = Fp8Weight(tensors, bias, torch.bfloat16)
         exact.rounds_input = False
         close(exact.matmul(x), wanted, 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["blocks", "rows", "int4", "int4 with zeros", "mxfp4"])
+def test_rows_are_multiplied_with_their_experts_by_the_library(kind: str) -> None:
+    from lightkv.integrations.weights.experts import QuantisedExperts
+    from lightkv.integrations.weights.fp8 import Fp8Weight
+    from lightkv.integrations.weights.int4 import Int4Weight
+    from lightkv.integrations.weights.mxfp4 import Mxfp4Weight
+
+    torch.manual_seed(0)
+    n, k, cuda = 192 if kind == "mxfp4" else 256, 384, torch.device("cuda")
+    if kind == "mxfp4":
+        data = torch.randint(0, 256, (5 * n, k // 2), dtype=torch.uint8, device=cuda)
+        scales = torch.randint(120, 126, (5 * n, k // 32), dtype=torch.uint8, device=cuda)
+        tensors = QuantisedTensors(data, scales.view(torch.float8_e8m0fnu), None, (1, 32))
+    else:
+        tensors = tensors_of(kind, 5 * n, k, cuda)
+    make = Fp8Weight if kind in ("blocks", "rows") else Mxfp4Weight if kind == "mxfp4" else Int4Weight
+    for dtype in (torch.bfloat16, torch.float16):
+        whole = make(tensors, None, dtype)
+        weights = (whole.dense() if kind == "mxfp4" else dense(tensors)).double().view(5, n, k)
+        experts = QuantisedExperts(whole, 5, kind == "mxfp4")
+        assert experts.nbytes < 1.4 * (whole.nbytes + 5 * 64 * k)  # rows are padded to 128
+        seen = experts.dense().transpose(1, 2) if kind == "mxfp4" else experts.dense()
+        close(seen, weights, 1e-2)
+        for counts in ((3, 0, 17, 1, 0), (40, 33, 0, 90, 20), (0, 0, 0, 0, 1), (900, 1, 0, 0, 300)):
+            offsets = torch.tensor(counts, device=cuda).cumsum(0).int()
+            x = torch.randn(sum(counts) + 2, k, device=cuda).to(dtype)  # two rows belong to no expert
+            found = experts.matmul(x, offsets)
+            pieces = x[:-2].double().split(list(counts))
+            wanted = torch.cat([piece @ one.t() for piece, one in zip(pieces, weights, strict=True)])
+            close(found[:-2], wanted, 1e-2)

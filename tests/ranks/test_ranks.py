@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench.common.quantised_checkpoint import save_mxfp4
 from lightkv.errors import UnsupportedModel
 from lightkv.integrations.ranks.group import RankGroup
 from lightkv.router import EngineConfig, SamplingParams
@@ -21,7 +22,6 @@ from lightkv.router.model.build import build_runner
 from lightkv.router.model.info import model_info
 from lightkv.router.model.loader import load_model
 from lightkv.router.simulate.admissions import SimulatedAdmission, make_simulated
-from tests.support.quantised_checkpoints import save_mxfp4
 from tests.support.ranks import run_ranks
 from tests.support.tiny_architectures import VOCABULARY, random_weights, tiny
 from tests.support.tiny_files import save_tiny

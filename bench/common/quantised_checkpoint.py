@@ -1,5 +1,5 @@
-"""Writes the weights of a model's linear layers in 8 or 4 bits, by the published layouts of the formats: the
-tools that make such checkpoints are no dependency of the tests."""
+"""Writes the weights of a model in 8 or 4 bits, by the published layouts of the formats: the tools that make such
+checkpoints are no dependency of benchmarks and tests."""
 
 import json
 from collections.abc import Callable
@@ -138,7 +138,7 @@ def mxfp4_experts(weights: Tensor) -> Quantised:
     numbers = (scaled.abs()[..., None] - values).abs().argmin(-1)
     signs = (scaled < 0).int()
     dense = (values[numbers] * (1 - 2 * signs) * exponents.exp2()[..., None]).flatten(2)
-    bits = (numbers + 8 * signs).to(torch.uint8).unflatten(3, (-1, 2))
+    bits = (numbers + 8 * signs).to(torch.uint8).unflatten(-1, (-1, 2))
     blocks = bits[..., 0] | bits[..., 1] << 4
     return Quantised({"_blocks": blocks, "_scales": (exponents + 127).to(torch.uint8)}, dense)
 
