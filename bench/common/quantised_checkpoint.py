@@ -1,5 +1,5 @@
-"""Writes the weights of a model in 8 or 4 bits, by the published layouts of the formats: the tools that make such
-checkpoints are no dependency of benchmarks and tests."""
+"""Writes the weights of a model in 8 or 4 bits, by the published layouts of the formats: the tools that make
+such checkpoints are no dependency of benchmarks and tests."""
 
 import json
 from collections.abc import Callable

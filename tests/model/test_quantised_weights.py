@@ -184,8 +184,8 @@ def test_experts_in_mxfp4_answer_as_the_dense_model(tmp_path: Path) -> None:
     names = [name for name, _ in dense.named_parameters() if name.endswith(("gate_up_proj", "down_proj"))]
     assert len(names) == 2 * dense.config.num_hidden_layers
     for name in names:
-        of, _, own = name.rpartition(".")
-        one, parameter = getattr(model.get_submodule(of), own), dense.get_parameter(name)
+        of, _, last = name.rpartition(".")
+        one, parameter = getattr(model.get_submodule(of), last), dense.get_parameter(name)
         assert (type(one), one.shape) == (QuantisedExperts, parameter.shape)
         assert torch.equal(one.dense(), parameter)
         assert one.nbytes == parameter.numel() * (16 + 1) // 32

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 
-from .linear import LinearLaunch, store_total
+from .linear import store_total
 
 MAX_TOKENS = 64  # of `quantised_linear`
 _LARGEST_FP8 = tl.constexpr(448.0)
@@ -56,6 +56,42 @@ def _number(bits, dtype: tl.constexpr):
         return (bits.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
 
 
+# What the numbers of `_halves` have too much on a GPU, all of them and those of the bytes 2 and 3 of four.
+_TOO_MUCH = tl.constexpr(128.0)
+_TOO_MUCH_ABOVE = tl.constexpr((0x4300 + 7.5) / 2**16)
+
+
+@triton.jit
+def _halves(w, ON_GPU: tl.constexpr):
+    """Returns the lower and the higher four bits of bytes as float32. On a GPU two numbers are made at once, as
+    bfloat16 of 128 and the number, side by side in a word. The upper one of them is taken as it is, with the
+    lower one as its last bits: this makes it 0.2618 too large, to within 2 ** -13."""
+    if ON_GPU:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 one, two, three;
+            shr.b32 one, $8, 4;
+            shr.b32 two, $8, 8;
+            shr.b32 three, $8, 12;
+            lop3.b32 $2, $8, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 $6, one, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 $3, two, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 $7, three, 0x000F000F, 0x43004300, 0xEA;
+            shl.b32 $0, $2, 16;
+            shl.b32 $4, $6, 16;
+            shl.b32 $1, $3, 16;
+            shl.b32 $5, $7, 16;
+            }""",
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
+            [w],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return _number(w & 15, tl.float32), _number(w >> 4, tl.float32)
+
+
 @triton.jit
 def _vector_kernel(
     x,  # [K]
@@ -73,45 +109,55 @@ def _vector_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
+    ON_GPU: tl.constexpr,
 ):
     PACKED: tl.constexpr = data.dtype.element_ty == tl.uint8
     PER: tl.constexpr = 2 if PACKED else 1
-    UNIT: tl.constexpr = GROUP if GROUP else BLOCK_K  # what has a scale of its own
+    UNIT: tl.constexpr = (GROUP if GROUP else BLOCK_K) // PER  # bytes that have a scale of their own
+    CHUNK: tl.constexpr = 16  # bytes that a thread loads at once; it adds up their products by itself
+    CHUNKS: tl.constexpr = BLOCK_K // PER // CHUNK
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_K // PER)
-    # The first of the inputs of a byte.
-    inputs = columns // (UNIT // PER) * UNIT + columns % (UNIT // PER)
-    units = tl.arange(0, BLOCK_K // UNIT)
+    inputs = columns // UNIT * (UNIT * PER) + columns % UNIT  # the first one of a byte
+    chunks = tl.arange(0, CHUNKS) * CHUNK
     in_rows = rows < N
     source = data + rows.to(tl.int64)[:, None] * stride_n + columns[None, :]
-    row_scales = (rows // ROWS)[:, None] * stride_scale + units[None, :]
+    row_scales = (rows // ROWS)[:, None] * stride_scale + (chunks // UNIT)[None, :]
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    total = tl.zeros([BLOCK_N], tl.float32)
+    totals = tl.zeros([BLOCK_N, CHUNKS], tl.float32)
     for k in tl.static_range(0, K, BLOCK_K):
-        inside = in_rows[:, None] & (columns < (K - k) // PER)[None, :]
-        w = tl.load(source + k // PER, mask=inside, other=0.0, eviction_policy="evict_first")
+        inside = columns < (K - k) // PER
+        w = tl.load(
+            source + k // PER,
+            mask=in_rows[:, None] & inside[None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        within = in_rows[:, None] & (chunks < (K - k) // PER)[None, :]
+        if GROUP:
+            scale = tl.load(scales + k // GROUP + row_scales, mask=within, other=0.0)
         if EARLY and k == 0:  # the first weights are read before x is there
             tl.extra.cuda.gdc_wait()
-        vector = tl.load(x + k + inputs, mask=inputs < K - k, other=0.0).to(tl.float32)
-        within = in_rows[:, None] & (units < (K - k) // UNIT)[None, :]
+        vector = tl.load(x + k + inputs, mask=inside, other=0.0).to(tl.float32)
         if PACKED:
-            other = tl.load(x + k + inputs + UNIT // 2, mask=inputs < K - k, other=0.0).to(tl.float32)
-            product = (
-                _number(w & 15, tl.float32) * vector[None, :] + _number(w >> 4, tl.float32) * other[None, :]
-            )
-            sums = tl.sum(tl.reshape(product, (BLOCK_N, BLOCK_K // UNIT, UNIT // 2)), 2)
+            other = tl.load(x + k + inputs + UNIT, mask=inside, other=0.0).to(tl.float32)
+            low, high = _halves(w, ON_GPU)
+            sums = tl.sum(tl.reshape(low * vector[None, :], (BLOCK_N, CHUNKS, CHUNK)), 2)
+            sums += tl.sum(tl.reshape(high * other[None, :], (BLOCK_N, CHUNKS, CHUNK)), 2)
+            both = vector + other
             zero = 8.0
             if zeros is not None:
-                zero = tl.load(zeros + k // UNIT + row_scales, mask=within, other=0).to(tl.float32)
-            sums -= zero * tl.sum(tl.reshape(vector + other, (BLOCK_K // UNIT, UNIT // 2)), 1)[None, :]
-            sums *= tl.load(scales + k // UNIT + row_scales, mask=within, other=0.0)
+                zero = tl.load(zeros + k // GROUP + row_scales, mask=within, other=0).to(tl.float32)
+            if ON_GPU:
+                zero += _TOO_MUCH
+                above = tl.where(columns % 4 >= 2, both, 0.0) * _TOO_MUCH_ABOVE
+                sums -= tl.sum(tl.reshape(above, (CHUNKS, CHUNK)), 1)[None, :]
+            sums -= zero * tl.sum(tl.reshape(both, (CHUNKS, CHUNK)), 1)[None, :]
         else:
-            product = w.to(tl.float32) * vector[None, :]
-            sums = tl.sum(tl.reshape(product, (BLOCK_N, BLOCK_K // UNIT, UNIT)), 2)
-            if GROUP:
-                sums *= tl.load(scales + k // UNIT + row_scales, mask=within, other=0.0)
-        total += tl.sum(sums, 1)
+            sums = tl.sum(tl.reshape(w.to(tl.float32) * vector[None, :], (BLOCK_N, CHUNKS, CHUNK)), 2)
+        totals += sums * scale if GROUP else sums
+    total = tl.sum(totals, 1)
     if GROUP == 0:
         total *= tl.load(scales + rows // ROWS * stride_scale, mask=in_rows, other=0.0)
     if bias is not None:
@@ -119,84 +165,10 @@ def _vector_kernel(
     tl.store(out + rows, total.to(out.dtype.element_ty), mask=in_rows)
 
 
-@triton.jit
-def total_of_tile(
-    x,  # [T, K], in 16 bits, or in fp8 as the numbers are
-    x_scales,  # [T, K / GROUP] or [T, 1] of x in fp8, whose columns are contiguous; else None
-    data,
-    scales,
-    zeros,
-    rows,  # [BLOCK_N] of the weight
-    tokens,  # [BLOCK_T]
-    in_tokens,
-    stride_x,
-    stride_group,  # of x_scales
-    stride_n,
-    stride_scale,
-    first,  # of the inputs that are multiplied
-    end,
-    K,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Returns weight · x^T of rows of the weight and of tokens, float32 [BLOCK_N, BLOCK_T]."""
-    PACKED: tl.constexpr = data.dtype.element_ty == tl.uint8
-    PER: tl.constexpr = 2 if PACKED else 1
-    dtype: tl.constexpr = x.dtype.element_ty
-    columns = tl.arange(0, BLOCK_K // PER)
-    source = data + rows.to(tl.int64)[:, None] * stride_n + columns[None, :]
-    vectors = x + tokens.to(tl.int64)[None, :] * stride_x + columns[:, None]
-    of_rows = rows // ROWS * stride_scale
-    total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    if GROUP:
-        # Scales are read one block ahead: no product waits for them.
-        at = tl.minimum(first, K - 1) // GROUP
-        scale = tl.load(scales + of_rows + at)
-        if zeros is not None:
-            zero = tl.load(zeros + of_rows + at)
-        if x_scales is not None:
-            x_scale = tl.load(x_scales + at * stride_group + tokens, mask=in_tokens, other=0.0)
-    for k in tl.range(first, end, BLOCK_K, num_stages=STAGES):
-        w = tl.load(source + k // PER, eviction_policy="evict_first")
-        low = tl.load(vectors + k, mask=in_tokens[None, :], other=0.0)
-        if GROUP:
-            at = tl.minimum(k + BLOCK_K, K - 1) // GROUP
-            next_scale = tl.load(scales + of_rows + at)
-            if PACKED:
-                high = tl.load(vectors + k + BLOCK_K // 2, mask=in_tokens[None, :], other=0.0)
-                if zeros is not None:
-                    subtracted = _number(zero, dtype)[:, None]
-                    zero = tl.load(zeros + of_rows + at)
-                else:
-                    subtracted = tl.full([BLOCK_N, 1], 8.0, dtype)
-                part = tl.dot((_number(w & 15, dtype) - subtracted).to(dtype), low)
-                part = tl.dot((_number(w >> 4, dtype) - subtracted).to(dtype), high, part)
-            else:
-                part = tl.dot(w.to(dtype), low)
-            if x_scales is not None:
-                part *= x_scale[None, :]
-                x_scale = tl.load(x_scales + at * stride_group + tokens, mask=in_tokens, other=0.0)
-            total += part * scale[:, None]
-            scale = next_scale
-        elif x_scales is not None:
-            total += tl.dot(w, low)  # of fp8, the units sum few products precisely
-        else:
-            total = tl.dot(w.to(dtype), low, total)
-    if GROUP == 0:
-        total *= tl.load(scales + of_rows)[:, None]
-        if x_scales is not None:
-            total *= tl.load(x_scales + tokens, mask=in_tokens, other=0.0)[None, :]
-    return total
-
-
 @triton.jit(do_not_specialize=["num_tokens", "K"])
 def _few_tokens_kernel(
-    x,
-    x_scales,
+    x,  # [T, K], in 16 bits, or in fp8 as the numbers are
+    x_scales,  # [T, K / GROUP] or [T, 1] of x in fp8, whose columns are contiguous; else None
     data,  # [N, K], or [N, K // 2] of two numbers a byte
     scales,
     zeros,  # None for 8
@@ -206,7 +178,7 @@ def _few_tokens_kernel(
     tickets,
     num_tokens,
     stride_x,
-    stride_group,
+    stride_group,  # of x_scales
     stride_n,
     stride_scale,
     stride_out,
@@ -216,42 +188,60 @@ def _few_tokens_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    UNROLL: tl.constexpr,  # blocks of K in a turn: their products do not wait for each other
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    PACKED: tl.constexpr = data.dtype.element_ty == tl.uint8
+    PER: tl.constexpr = 2 if PACKED else 1
+    STEP: tl.constexpr = BLOCK_K * UNROLL
+    dtype: tl.constexpr = x.dtype.element_ty
     block = tl.program_id(0)
     split = tl.program_id(1)
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tl.arange(0, BLOCK_T)
     in_tokens = tokens < num_tokens
-    chunk = tl.cdiv(K, SPLITS * BLOCK_K) * BLOCK_K
+    columns = tl.arange(0, BLOCK_K // PER)
+    source = data + rows.to(tl.int64)[:, None] * stride_n + columns[None, :]
+    vectors = x + tokens.to(tl.int64)[None, :] * stride_x + columns[:, None]
+    # Rows of a program that have the same scales read them once.
+    of_rows = block * BLOCK_N // ROWS * stride_scale
+    if ROWS % BLOCK_N:
+        of_rows = (rows // ROWS * stride_scale)[:, None]
+    chunk = tl.cdiv(K, SPLITS * STEP) * STEP
     first = split * chunk
-    end = tl.minimum(first + chunk, K)
     tuning.wait_early(EARLY)
-    total = total_of_tile(
-        x,
-        x_scales,
-        data,
-        scales,
-        zeros,
-        rows,
-        tokens,
-        in_tokens,
-        stride_x,
-        stride_group,
-        stride_n,
-        stride_scale,
-        first,
-        end,
-        K,
-        ROWS,
-        GROUP,
-        BLOCK_T,
-        BLOCK_N,
-        BLOCK_K,
-        STAGES,
-    )
+    total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for begin in tl.range(first, tl.minimum(first + chunk, K), STEP, num_stages=STAGES):
+        for turn in tl.static_range(UNROLL):
+            k = begin + turn * BLOCK_K
+            w = tl.load(source + k // PER, eviction_policy="evict_first")
+            low = tl.load(vectors + k, mask=in_tokens[None, :], other=0.0)
+            if GROUP:
+                group = k // GROUP
+                scale = tl.load(scales + of_rows + group)
+                if PACKED:
+                    high = tl.load(vectors + k + BLOCK_K // 2, mask=in_tokens[None, :], other=0.0)
+                    zero = tl.full([BLOCK_N, 1], 8.0, dtype)
+                    if zeros is not None:
+                        zero = _number(tl.load(zeros + of_rows + group), dtype)
+                    part = tl.dot((_number(w & 15, dtype) - zero).to(dtype), low)
+                    part = tl.dot((_number(w >> 4, dtype) - zero).to(dtype), high, part)
+                else:
+                    part = tl.dot(w.to(dtype), low)
+                if x_scales is not None:
+                    of_x = x_scales + group * stride_group + tokens
+                    scale = scale * tl.load(of_x, mask=in_tokens, other=0.0)[None, :]
+                total += part * scale
+            elif x_scales is not None:
+                total += tl.dot(w, low)  # of fp8, the units sum few products precisely
+            else:
+                total = tl.dot(w.to(dtype), low, total)
+    if GROUP == 0:
+        total *= tl.load(scales + rows // ROWS * stride_scale)[:, None]
+        if x_scales is not None:
+            total *= tl.load(x_scales + tokens, mask=in_tokens, other=0.0)[None, :]
     store_total(total, out, bias, parts, tickets, block, split, rows, tokens, in_tokens, stride_out, SPLITS)
 
 
@@ -324,9 +314,21 @@ def _fp8_rows_kernel(
     tl.store(scales + token * stride_token + groups * stride_group, scale, mask=groups < K // GROUP)
 
 
+class QuantisedLaunch(NamedTuple):
+    """Tiles (rows of the weight, columns), launch options, how many programs share the rows of a tile, and how
+    many blocks of columns are multiplied in a turn."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    splits: int
+    unroll: int
+
+
 def quantised_launch(
     device: tuning.DeviceClass, num_tokens: int, tensors: QuantisedTensors, element_size: int
-) -> LinearLaunch | None:
+) -> QuantisedLaunch | None:
     """Returns the launch of `quantised_linear`; None where its kernels cannot run. `element_size`: of the
     tokens, 1 in fp8."""
     interpreted, is_packed = device is tuning.INTERPRETER, tensors.data.dtype == torch.uint8
@@ -336,20 +338,26 @@ def quantised_launch(
     if (group and num_columns % group) or num_tokens > MAX_TOKENS or (is_packed and not group):
         return None
     if num_tokens == 1:
-        block_k = min(4096, triton.next_power_of_2(num_columns))
-        return LinearLaunch(8 if is_packed else 4, max(block_k, group), 4, 1, 1)
+        if is_packed and not interpreted and num_columns < 256:  # a thread would load less than it splits
+            return None
+        block_k = max(min(2048, triton.next_power_of_2(num_columns)), group)
+        return (
+            QuantisedLaunch(8, block_k, 2, 1, 1, 1) if is_packed else QuantisedLaunch(4, block_k, 4, 1, 1, 1)
+        )
     block_n, block_k = (16, group or 16) if interpreted else (64, min(group or 128, 128))
     if num_rows % block_n or num_columns % block_k or (group and group % block_k):
         return None
-    blocks, most = num_rows // block_n, device.num_multiprocessors
+    in_turns = element_size == 1 and group > 0 and num_columns % (2 * block_k) == 0
+    blocks, most = num_rows // block_n, device.num_multiprocessors * (2 if in_turns else 1)
     splits = 1
     while 2 * blocks * splits <= most and num_columns > 8 * block_k * splits:
         splits *= 2
     # As many tiles are on their way as fit beside those of the other programs of a multiprocessor.
     tile = block_n * block_k * num_bytes // num_columns + block_k * max(16, num_tokens) * element_size
-    programs = 1 if blocks * splits <= most else 2
+    programs = 1 if blocks * splits <= device.num_multiprocessors else 2
     stages = (device.shared_memory // programs - _SHARED_FOR_SUMS) // tile
-    return LinearLaunch(block_n, block_k, 4, max(2, min(8, stages)), splits)
+    unroll = 2 if in_turns else 1
+    return QuantisedLaunch(block_n, block_k, 4, max(2, min(8, stages) // unroll), splits, unroll)
 
 
 def quantised_linear(
@@ -402,6 +410,7 @@ def quantised_linear(
             GROUP=group,
             BLOCK_N=launch.block_n,
             BLOCK_K=launch.block_k,
+            ON_GPU=is_compiled,
             **options,
         )
         return out
@@ -430,6 +439,7 @@ def quantised_linear(
         BLOCK_T=block_t,
         BLOCK_N=launch.block_n,
         BLOCK_K=launch.block_k,
+        UNROLL=launch.unroll,
         SPLITS=launch.splits,
         STAGES=launch.num_stages,
         **options,
