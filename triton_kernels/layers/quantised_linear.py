@@ -56,31 +56,29 @@ def _number(bits, dtype: tl.constexpr):
         return (bits.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
 
 
-# What the numbers of `_halves` have too much on a GPU, all of them and those of the bytes 2 and 3 of four.
-_TOO_MUCH = tl.constexpr(128.0)
-_TOO_MUCH_ABOVE = tl.constexpr((0x4300 + 7.5) / 2**16)
+_TOO_MUCH = tl.constexpr(128.0)  # what `_halves` returns on a GPU beyond the numbers
 
 
 @triton.jit
 def _halves(w, ON_GPU: tl.constexpr):
-    """Returns the lower and the higher four bits of bytes as float32. On a GPU two numbers are made at once, as
-    bfloat16 of 128 and the number, side by side in a word. The upper one of them is taken as it is, with the
-    lower one as its last bits: this makes it 0.2618 too large, to within 2 ** -13."""
+    """Returns the lower and the higher four bits of bytes as float32, on a GPU 128 and the numbers: their bits
+    are the last ones of the upper half of such a float32, into which one instruction brings a byte."""
     if ON_GPU:
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 one, two, three;
-            shr.b32 one, $8, 4;
-            shr.b32 two, $8, 8;
-            shr.b32 three, $8, 12;
-            lop3.b32 $2, $8, 0x000F000F, 0x43004300, 0xEA;
-            lop3.b32 $6, one, 0x000F000F, 0x43004300, 0xEA;
-            lop3.b32 $3, two, 0x000F000F, 0x43004300, 0xEA;
-            lop3.b32 $7, three, 0x000F000F, 0x43004300, 0xEA;
-            shl.b32 $0, $2, 16;
-            shl.b32 $4, $6, 16;
-            shl.b32 $1, $3, 16;
-            shl.b32 $5, $7, 16;
+            .reg .b32 low, high, top;
+            and.b32 low, $8, 0x0F0F0F0F;
+            shr.b32 high, $8, 4;
+            and.b32 high, high, 0x0F0F0F0F;
+            mov.b32 top, 0x43000000;
+            prmt.b32 $0, low, top, 0x7044;
+            prmt.b32 $1, low, top, 0x7144;
+            prmt.b32 $2, low, top, 0x7244;
+            prmt.b32 $3, low, top, 0x7344;
+            prmt.b32 $4, high, top, 0x7044;
+            prmt.b32 $5, high, top, 0x7144;
+            prmt.b32 $6, high, top, 0x7244;
+            prmt.b32 $7, high, top, 0x7344;
             }""",
             "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
             [w],
@@ -143,17 +141,14 @@ def _vector_kernel(
         if PACKED:
             other = tl.load(x + k + inputs + UNIT, mask=inside, other=0.0).to(tl.float32)
             low, high = _halves(w, ON_GPU)
-            sums = tl.sum(tl.reshape(low * vector[None, :], (BLOCK_N, CHUNKS, CHUNK)), 2)
-            sums += tl.sum(tl.reshape(high * other[None, :], (BLOCK_N, CHUNKS, CHUNK)), 2)
-            both = vector + other
             zero = 8.0
             if zeros is not None:
                 zero = tl.load(zeros + k // GROUP + row_scales, mask=within, other=0).to(tl.float32)
             if ON_GPU:
                 zero += _TOO_MUCH
-                above = tl.where(columns % 4 >= 2, both, 0.0) * _TOO_MUCH_ABOVE
-                sums -= tl.sum(tl.reshape(above, (CHUNKS, CHUNK)), 1)[None, :]
-            sums -= zero * tl.sum(tl.reshape(both, (CHUNKS, CHUNK)), 1)[None, :]
+            sums = tl.sum(tl.reshape(low * vector[None, :], (BLOCK_N, CHUNKS, CHUNK)), 2)
+            sums += tl.sum(tl.reshape(high * other[None, :], (BLOCK_N, CHUNKS, CHUNK)), 2)
+            sums -= zero * tl.sum(tl.reshape(vector + other, (CHUNKS, CHUNK)), 1)[None, :]
         else:
             sums = tl.sum(tl.reshape(w.to(tl.float32) * vector[None, :], (BLOCK_N, CHUNKS, CHUNK)), 2)
         totals += sums * scale if GROUP else sums
