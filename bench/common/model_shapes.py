@@ -3,6 +3,7 @@
 import copy
 
 from transformers import (
+    GptOssConfig,
     LlamaConfig,
     Olmo2Config,
     PretrainedConfig,
@@ -102,6 +103,19 @@ QWEN3_5_9B = Qwen3_5TextConfig(
     max_position_embeddings=262144,
     tie_word_embeddings=False,
 )
+GPT_OSS_20B = GptOssConfig(
+    vocab_size=201088,
+    hidden_size=2880,
+    intermediate_size=2880,
+    num_hidden_layers=24,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=64,
+    num_local_experts=32,
+    num_experts_per_tok=4,
+    max_position_embeddings=131072,
+    tie_word_embeddings=False,
+)
 SHAPES: dict[str, PretrainedConfig] = {
     "llama-3-8b": LLAMA_3_8B,
     "llama-3.2-3b": LLAMA_3_2_3B,
@@ -110,6 +124,7 @@ SHAPES: dict[str, PretrainedConfig] = {
     "olmo-2-7b": OLMO_2_7B,
     "qwen3-moe": QWEN3_30B_A3B,
     "qwen3.5-9b": QWEN3_5_9B,
+    "gpt-oss-20b": GPT_OSS_20B,
 }
 
 

@@ -5,7 +5,6 @@ from typing import NamedTuple
 from transformers import (
     Gemma3TextConfig,
     Glm4Config,
-    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -16,7 +15,7 @@ from transformers import (
     SmolLM3Config,
 )
 
-from bench.common.model_shapes import LLAMA_3_8B, OLMO_2_7B, QWEN3_8B, QWEN3_30B_A3B
+from bench.common.model_shapes import GPT_OSS_20B, LLAMA_3_8B, OLMO_2_7B, QWEN3_8B, QWEN3_30B_A3B
 
 
 class Width(NamedTuple):
@@ -60,12 +59,6 @@ def _gemma(width: Width, window: int) -> PreTrainedConfig:
     return config
 
 
-def _gpt_oss(width: Width, num_experts: int) -> PreTrainedConfig:
-    config = width.of(GptOssConfig)
-    config.num_local_experts, config.max_position_embeddings = num_experts, 131072
-    return config
-
-
 def _granite(width: Width) -> PreTrainedConfig:
     config = width.of(GraniteConfig)
     config.embedding_multiplier, config.residual_multiplier = 12.0, 0.22
@@ -95,7 +88,7 @@ PUBLISHED: dict[str, PreTrainedConfig] = {
     "mistral-small-24b": _mistral(Width(131072, 5120, 32768, 32, 8, 128)),
     "phi-4": _phi(Width(100352, 5120, 17920, 40, 10, 128), 1.0),
     "phi-4-mini": _phi(Width(200064, 3072, 8192, 24, 8, 128, tied=True), 0.75),
-    "gpt-oss-20b": _gpt_oss(Width(201088, 2880, 2880, 64, 8, 64), 32),
+    "gpt-oss-20b": GPT_OSS_20B,
     "smollm3-3b": Width(128256, 2048, 11008, 16, 4, 128, tied=True).of(SmolLM3Config),
     "glm-4-9b": Width(151552, 4096, 13696, 32, 2, 128).of(Glm4Config),
     "olmo-2-7b": OLMO_2_7B,

@@ -190,6 +190,14 @@ FORMATS: dict[str, Written] = {
 }
 
 
+def save_in(form: str, model: PreTrainedModel, directory: Path) -> None:
+    """Saves `model` in `directory` in a format of FORMATS, with a plain head, or "mxfp4"."""
+    if form == "mxfp4":
+        save_mxfp4(model, directory)
+    else:
+        save_quantised(model, directory, form, ("lm_head", "gate", "router"))
+
+
 def save_quantised(model: PreTrainedModel, directory: Path, form: str, left_out: tuple[str, ...]) -> None:
     """Saves `model` in `directory` with its linear layers in the format `form`, but for those whose name ends
     with one of `left_out`. The model's own weights become what the stored ones stand for."""
@@ -234,12 +242,19 @@ def _save(
     replaced: list[str],
     quantisation: dict[str, Any],
 ) -> None:
+    owned = {name: one for name, one in model.named_parameters() if name in set(replaced)}
+    kept = {name: one.data for name, one in owned.items()}
+    for one in owned.values():
+        one.data = one.data.new_empty(0)  # what is not kept need not be written
     model.save_pretrained(directory)
+    for name, one in owned.items():
+        one.data = kept[name]
     path = directory / "model.safetensors"
     tensors = load_file(path)
     for name in replaced:
         del tensors[name]
-    save_file(tensors | stored, path, metadata={"format": "pt"})
+    tensors |= {name: one.cpu().contiguous() for name, one in stored.items()}
+    save_file(tensors, path, metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"] = quantisation
     (directory / "config.json").write_text(json.dumps(config))

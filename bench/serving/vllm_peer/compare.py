@@ -87,11 +87,12 @@ QUICK = Amount(1, (8, 64, 512))
 
 
 class Workplace(NamedTuple):
-    """Where files go. `shape`: of the checkpoint, a name of `bench.common.model_shapes`. `logs`: what the
+    """Where files go. `shape`, `format`: of the checkpoint, names of `bench.common`. `logs`: what the
     processes print. `work`: the results of single processes."""
 
     model: Path
     shape: str
+    format: str | None
     logs: Path
     work: Path
 
@@ -109,6 +110,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     made.add_argument("--model", type=Path, default=default / "model",
                       help="directory of the checkpoint, which is made if it does not exist")  # fmt: skip
     made.add_argument("--shape", choices=SHAPES, default="llama-3-8b", help="of the checkpoint that is made")
+    made.add_argument(
+        "--format", help="of the checkpoint's weights, as bench.common.random_checkpoint takes it"
+    )
     made.add_argument("--logs", type=Path, default=default / "logs", help="directory for the engines' output")
     made.add_argument("--only", choices=[*ENGINES, "nothing"], help="measure one engine, or nothing")
     made.add_argument("--skip-offline", action="store_true", help="leave out the part in process")
@@ -161,7 +165,8 @@ def make_model(engine: Engine, place: Workplace) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     print(f"writing the checkpoint to {place.model}", flush=True)
     command = ["-m", "bench.common.random_checkpoint", str(partial), "--shape", place.shape,
-               "--max-length", str(MAX_LENGTH)]  # fmt: skip
+               "--max-length", str(MAX_LENGTH),
+               *(["--format", place.format] if place.format else [])]  # fmt: skip
     run_child(command, engine.environment, place.logs / "model.log", PART_SECONDS, re.compile("/"))
     partial.rename(place.model)
 
@@ -273,10 +278,12 @@ def measure_lifelike(
 
 
 class Document:
-    """The result file. `failures`: the parts that have no figures, or not all."""
+    """The result file. `model`: what runs. `failures`: the parts that have no figures, or not all."""
 
-    def __init__(self, shape: str, machine: Results, earlier: Sequence[Results], out: Path | None) -> None:
-        model = f"the shape of {shape}, random weights, bfloat16"
+    def __init__(
+        self, shape: str, format: str | None, machine: Results, earlier: Sequence[Results], out: Path | None
+    ) -> None:
+        model = f"the shape of {shape}, random weights, {format or 'bfloat16'}"
         self._settings = {"model": model, "prompt": PROMPT, "output": OUTPUT}
         self._machine = machine
         self._out = out
@@ -380,10 +387,11 @@ def main() -> None:
     machine = read_machine(lightkv) if options.only != "nothing" else {
         name: value for name, value in earlier[0].items() if name != "results"
     }  # fmt: skip
-    document = Document(options.shape, machine, earlier, options.out)
+    what = f"the shape of {options.shape}, random weights, {options.format or 'bfloat16'}"
+    document = Document(what, machine, earlier, options.out)
     chosen = [own for own in engines if options.only in (None, own.name)]
     with tempfile.TemporaryDirectory() as work:
-        place = Workplace(model, options.shape, options.logs.resolve(), Path(work))
+        place = Workplace(model, options.shape, options.format, options.logs.resolve(), Path(work))
         try:
             if chosen:
                 make_model(lightkv, place)
