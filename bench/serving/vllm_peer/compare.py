@@ -110,9 +110,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     made.add_argument("--model", type=Path, default=default / "model",
                       help="directory of the checkpoint, which is made if it does not exist")  # fmt: skip
     made.add_argument("--shape", choices=SHAPES, default="llama-3-8b", help="of the checkpoint that is made")
-    made.add_argument(
-        "--format", help="of the checkpoint's weights, as bench.common.random_checkpoint takes it"
-    )
+    made.add_argument("--format", help="of its weights, as bench.common.random_checkpoint takes it")
     made.add_argument("--logs", type=Path, default=default / "logs", help="directory for the engines' output")
     made.add_argument("--only", choices=[*ENGINES, "nothing"], help="measure one engine, or nothing")
     made.add_argument("--skip-offline", action="store_true", help="leave out the part in process")
@@ -280,10 +278,7 @@ def measure_lifelike(
 class Document:
     """The result file. `model`: what runs. `failures`: the parts that have no figures, or not all."""
 
-    def __init__(
-        self, shape: str, format: str | None, machine: Results, earlier: Sequence[Results], out: Path | None
-    ) -> None:
-        model = f"the shape of {shape}, random weights, {format or 'bfloat16'}"
+    def __init__(self, model: str, machine: Results, earlier: Sequence[Results], out: Path | None) -> None:
         self._settings = {"model": model, "prompt": PROMPT, "output": OUTPUT}
         self._machine = machine
         self._out = out
