@@ -95,7 +95,10 @@ def packed_groups(weight: Tensor, group: int = 128, symmetric: bool = True) -> Q
     if symmetric:
         scales = (weight.unflatten(1, (-1, group)).abs().amax(-1) / 7).clamp(min=1e-4).bfloat16()
         grouped = weight.unflatten(1, (-1, group)) / scales.float()[..., None]
-        numbers, zeros = (grouped.round().clamp(-8, 7) + 8).flatten(1).int(), torch.full(scales.shape, 8)
+        numbers, zeros = (
+            (grouped.round().clamp(-8, 7) + 8).flatten(1).int(),
+            torch.full(scales.shape, 8, device=scales.device),
+        )
     else:
         numbers, scales, zeros = _groups(weight, group)
     tensors = {
@@ -128,16 +131,15 @@ def gptq_groups(weight: Tensor, subtracted: int) -> Quantised:
     return Quantised(tensors, _dense(numbers, scales, zeros))
 
 
-def mxfp4_experts(weights: Tensor) -> Quantised:
-    """Experts `[E, N, K]` in MXFP4: blocks of 16 bytes of two numbers each, and a power of two for each block
-    (gpt-oss)."""
-    grouped = weights.double().unflatten(2, (-1, 32))
+def mxfp4_blocks(weight: Tensor) -> Quantised:
+    """Blocks of 16 bytes of two numbers each, and a power of two for each block (gpt-oss's experts)."""
+    grouped = weight.double().unflatten(1, (-1, 32))
     exponents = grouped.abs().amax(-1).clamp(min=1e-6).log2().floor() - 2  # the largest number is 6
-    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+    values = grouped.new_tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     scaled = grouped / exponents.exp2()[..., None]
     numbers = (scaled.abs()[..., None] - values).abs().argmin(-1)
     signs = (scaled < 0).int()
-    dense = (values[numbers] * (1 - 2 * signs) * exponents.exp2()[..., None]).flatten(2)
+    dense = (values[numbers] * (1 - 2 * signs) * exponents.exp2()[..., None]).flatten(1)
     bits = (numbers + 8 * signs).to(torch.uint8).unflatten(-1, (-1, 2))
     blocks = bits[..., 0] | bits[..., 1] << 4
     return Quantised({"_blocks": blocks, "_scales": (exponents + 127).to(torch.uint8)}, dense)
@@ -228,10 +230,11 @@ def save_mxfp4(model: PreTrainedModel, directory: Path) -> None:
     stored, replaced = dict[str, Tensor](), list[str]()
     for name, parameter in model.named_parameters():
         if name.endswith(("gate_up_proj", "down_proj")):
-            quantised = mxfp4_experts(parameter.data.transpose(1, 2))
-            stored |= {f"{name}{end}": tensor.contiguous() for end, tensor in quantised.tensors.items()}
+            each = [mxfp4_blocks(expert.t()) for expert in parameter.data]  # one by one, to take less memory
+            for end in ("_blocks", "_scales"):
+                stored[f"{name}{end}"] = torch.stack([one.tensors[end] for one in each])
             replaced.append(name)
-            parameter.data = quantised.dense.transpose(1, 2).to(parameter).contiguous()
+            parameter.data = torch.stack([one.dense.t().to(parameter) for one in each])
     _save(model, directory, stored, replaced, {"quant_method": "mxfp4"})
 
 

@@ -131,8 +131,9 @@ def test_loads_like_life_have_rows_of_their_own() -> None:
 def test_shares_are_of_what_vllm_can_serve() -> None:
     machine = {"device": "NVIDIA H200", "versions": {}}
     earlier = [document(lifelike("vllm", saturation=17.5))]
-    assert compare.Document("llama-3-8b", machine, earlier, None).saturation == 17.5
-    assert compare.Document("llama-3-8b", machine, [], None).saturation is None
+    model = "the shape of llama-3-8b, random weights, bfloat16"
+    assert compare.Document(model, machine, earlier, None).saturation == 17.5
+    assert compare.Document(model, machine, [], None).saturation is None
 
 
 def test_the_table_shows_both_engines_and_ranges(capsys: pytest.CaptureFixture[str]) -> None:
