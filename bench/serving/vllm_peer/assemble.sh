@@ -3,8 +3,8 @@
 #     assemble.sh FOLDER                    about 50 MB, 3 minutes
 #     assemble.sh FOLDER --lightkv-only     packs the last commit alone again, into a folder that has the rest
 # The machine needs an NVIDIA Hopper GPU, torch 2.11 or newer and Python 3.12. vLLM pins a newer torch, but its core
-# library and its FlashAttention 3 library use torch's stable ABI, and 2.11 has every symbol that a dense bf16 model
-# needs. FA2, MoE, FlashMLA, DeepGEMM and qutlass are left out, because such a model does not use them.
+# library and its FlashAttention 3 library use torch's stable ABI, and 2.11 has every symbol that dense models and
+# mixtures of experts need. FA2, FlashMLA, DeepGEMM and qutlass are left out, because these do not use them.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 project=$(git -C "$here" rev-parse --show-toplevel)
@@ -32,10 +32,12 @@ python3 -m pip download -q "${flags[@]}" -d wheels -r "$here/requirements.txt"
 mkdir vllm site libraries
 unzip -q wheel/vllm-*.whl -x '*.so' 'vllm/vllm-rs' 'vllm/third_party/deep_gemm/include/*' 'vllm/third_party/fmha_sm100/*' -d vllm
 unzip -q -j wheel/vllm-*.whl \
-    vllm/_C_stable_libtorch.abi3.so vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so \
+    vllm/_C_stable_libtorch.abi3.so vllm/_moe_C_stable_libtorch.abi3.so vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so \
     vllm/cumem_allocator.abi3.so vllm/fs_io_C.abi3.so vllm/spinloop.abi3.so -d libraries
-python3 "$here/cutfat.py" libraries/_C_stable_libtorch.abi3.so libraries/core.so
-xz -9 -T2 -c libraries/core.so > "$folder/_C_stable_libtorch.abi3.so.xz"
+for name in _C_stable_libtorch _moe_C_stable_libtorch; do
+    python3 "$here/cutfat.py" libraries/$name.abi3.so libraries/core.so
+    xz -9 -T2 -c libraries/core.so > "$folder/$name.abi3.so.xz"
+done
 xz -9 -T2 -c libraries/_vllm_fa3_C.abi3.so > "$folder/_vllm_fa3_C.abi3.so.xz"
 mkdir -p "$folder/small"
 cp libraries/cumem_allocator.abi3.so libraries/fs_io_C.abi3.so libraries/spinloop.abi3.so "$folder/small/"

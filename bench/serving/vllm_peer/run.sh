@@ -15,7 +15,9 @@ if [ ! -e "$SITE/done" ]; then
     tar -C "$SITE/site" -xJf "$folder/site.txz" & jobs+=($!)
     tar -C "$SITE/vllm" -xJf "$folder/vllm.txz" & jobs+=($!)
     xz -dc "$folder/_vllm_fa3_C.abi3.so.xz" > "$SITE/vllm/vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so" & jobs+=($!)
-    xz -dc "$folder/_C_stable_libtorch.abi3.so.xz" > "$SITE/vllm/vllm/_C_stable_libtorch.abi3.so" & jobs+=($!)
+    for name in _C_stable_libtorch _moe_C_stable_libtorch; do
+        xz -dc "$folder/$name.abi3.so.xz" > "$SITE/vllm/vllm/$name.abi3.so" & jobs+=($!)
+    done
     for job in "${jobs[@]}"; do wait "$job"; done
     cp "$folder"/small/*.so "$SITE/vllm/vllm/"
     touch "$SITE/done"
