@@ -96,7 +96,7 @@ class HummingProduct:
             tensors=tensors,
         )
         config, tensors = prepare_fp16_e8m0_scale(config, tensors)
-        self._tensors: dict[str, Tensor] = transform_humming_tensors(config, tensors)
+        self._tensors = _alone(transform_humming_tensors(config, tensors))
         self._kernels = _kernels(config, self.device)
         self._locks = torch.zeros(_NUM_LOCKS, dtype=torch.int32, device=self.device)
         ops.utils.init_humming_launcher()
@@ -124,6 +124,16 @@ class HummingProduct:
                 **self._tensors,
             )
         return out
+
+
+def _alone(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors of a weight in memory of their own, and lets go of what was used to make them. Scales
+    are small, and may lie in a large piece of freed memory, which torch could not give back."""
+    moved = {name: one if name == "weight" else one.cpu() for name, one in tensors.items()}
+    device = tensors["weight"].device
+    tensors.clear()
+    torch.cuda.empty_cache()
+    return {name: one.to(device) for name, one in moved.items()}
 
 
 def words_of(numbers: Tensor, dim: int) -> Tensor:
