@@ -72,25 +72,35 @@ def _forward(module: Any, gate: Gate, x: Tensor, ids: Tensor, weights: Tensor) -
     """Returns the sum of what the experts `ids` of each token return, by `weights`: `[T, C]` of `[T, C]`."""
     if not len(x):
         return torch.empty_like(x)
-    names, ids = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"), ids.contiguous()
-    held = [getattr(module, name) for name in names]
-    if _has_kernels(x) and not any(isinstance(one, QuantisedExperts) for one in held):
-        up, down = (
-            ExpertWeights(one if not module.is_transposed else one.transpose(1, 2), _bias(module, name))
-            for one, name in zip(held, names, strict=True)
-        )
+    ids, by_kernels = ids.contiguous(), kernel_weights(module, gate) if _has_kernels(x) else None
+    if by_kernels is not None:
+        up, down = by_kernels
         load = Load(ids.numel(), module.num_experts, up.weight.dtype, up.weight.stride(-1) != 1)
         if launch := expert_launch(tuning.device_class(x.device), load):
             rows = order_rows(ids, module.num_experts, launch)
-            inner = up_product(x.to(up.weight.dtype), up._replace(gate=gate), rows, launch)
+            inner = up_product(x.to(up.weight.dtype), up, rows, launch)
             inner = _own_gate(module, inner) if gate is None else inner
             return weighted_sum(down_product(inner, down, rows, launch), rows, weights, None).to(x.dtype)
     return _by_copies(module, gate, x, ids, weights).to(x.dtype)
 
 
+def kernel_weights(module: Any, gate: Gate) -> tuple[ExpertWeights, ExpertWeights] | None:
+    """Returns the weights of both products, for kernels that find their rows; None of quantised ones."""
+    names = _up_name(module), "down_proj"
+    held = [getattr(module, name) for name in names]
+    if any(isinstance(one, QuantisedExperts) for one in held):
+        return None
+    up, down = (one.transpose(1, 2) if module.is_transposed else one for one in held)
+    return ExpertWeights(up, _bias(module, names[0]), gate), ExpertWeights(down, _bias(module, names[1]))
+
+
+def _up_name(module: Any) -> str:
+    return "gate_up_proj" if module.has_gate else "up_proj"
+
+
 def _by_copies(module: Any, gate: Gate, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Returns what `_forward` does, by products of copies of the rows in the order of their experts."""
-    name, has_kernels = "gate_up_proj" if module.has_gate else "up_proj", _has_kernels(x)
+    name, has_kernels = _up_name(module), _has_kernels(x)
     order = (expert_order if has_kernels else expert_order_reference)(ids, module.num_experts)
     copies = (rows_by_expert if has_kernels else rows_by_expert_reference)(x, order)
     inner = _product(module, name, copies, order)
@@ -134,7 +144,7 @@ def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     """The function of experts that transformers calls. A module that was not proved runs as before."""
     given = hidden_states, top_k_index, top_k_weights
     if _GATE in vars(module):
-        return _forward(module, vars(module)[_GATE], *given)
+        return _forward(module, gate_of(module), *given)
     with _dense_weights(module):
         return cast(Tensor, ALL_EXPERTS_FUNCTIONS[_OWN](module, *given))
 
@@ -188,6 +198,11 @@ def unfuse_experts(root: nn.Module) -> None:
 def experts_of(block: nn.Module) -> nn.Module | None:
     """Returns the part of `block` that is experts in transformers' interface; None if it has none."""
     return next((part for part in block.children() if all(hasattr(part, one) for one in _INTERFACE)), None)
+
+
+def gate_of(experts: nn.Module) -> Gate:
+    """Returns the gate of experts that `fuse_experts` fused."""
+    return cast(Gate, vars(experts)[_GATE])
 
 
 def has_fused_experts(block: nn.Module) -> bool:
