@@ -21,11 +21,10 @@ from .clamped_gate import ClampedGate, clamped, clamped_gate_reference
 from .expert_order import TILE_WORDS, ExpertRows, expert_order, most_tiles
 from .gated_activation import activate, gated_activation_reference
 
-# Up to so many pairs an expert, pairs are computed one by one.
-# MEASURE: bench.kernels.experts
+# Up to so many pairs an expert, pairs are computed one by one. Chosen by reasoning, to be measured.
 MOST_SINGLE = 0.25
 # Up to so many pairs an expert, on average, these kernels are faster than PyTorch's `grouped_mm`, the copies
-# that it needs and the gate behind it.
+# that it needs and the gate behind it. Chosen by reasoning, to be measured (`bench.kernels.experts`).
 MOST_ROWS = 64
 Gate = ClampedGate | str | None
 
@@ -35,7 +34,7 @@ class ExpertWeights(NamedTuple):
     the two halves of the outputs; None for the outputs themselves."""
 
     weight: Tensor  # [E, N, K], of any strides; the last or the one before is 1 where it is fast
-    bias: Tensor | None = None  # [E, N], contiguous
+    bias: Tensor | None = None  # [E, N]
     gate: Gate = None
 
 
@@ -68,8 +67,8 @@ class Load(NamedTuple):
     is_transposed: bool
 
 
-# The tiles on a GPU, by the rows of an expert on average, up to the first number. One row: `_VECTORS`.
-# MEASURE: bench.kernels.experts
+# The launches on a GPU, by the pairs of an expert on average, up to the first number. Chosen by reasoning, to
+# be measured.
 _TILES = {
     8.0: ExpertLaunch(16, True, ProductLaunch(64, 128, 4, 4), ProductLaunch(64, 128, 4, 4)),
     24.0: ExpertLaunch(32, True, ProductLaunch(128, 64, 4, 4), ProductLaunch(128, 64, 4, 4)),
@@ -179,7 +178,7 @@ def _product_kernel(
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if tiles is None:
-        expert = tl.load(ids + tile)
+        expert = tl.load(ids + tile).to(tl.int64)
         begin = tile
         end = tile + 1
     else:
@@ -313,7 +312,7 @@ def _launch(
     _product_kernel[(triton.cdiv(num_outputs, launch.block_n), num_tiles)](
         x,
         weight,
-        bias,
+        None if bias is None else bias.contiguous(),
         out,
         rows.ids,
         None if order is None else order.pairs,
