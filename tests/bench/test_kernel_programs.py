@@ -75,8 +75,11 @@ def test_experts_computes_all_tokens_on_each_side(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(experts, "CapturedStep", lambda step: step)
     clock: Any = RowClock()
     config = Qwen3MoeConfig(**SMALL, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16)
-    expected = {num: {"products": 3 * num, "transformers": num, "lightkv": num} for num in (1, 64)}
-    assert experts.measure(config, [1, 64], clock) == expected
+    expected = {"grouped_mm": 3, "transformers": 1, "lightkv": 1, "kernels": 3}
+    ceiling = device_clock.Ceiling(1.0, 1e4, 1e6)
+    for num, us in experts.measure(config, [1, 64], clock, ceiling).items():
+        assert us.pop("floor") > 1.0
+        assert us == {side: count * num for side, count in expected.items()}
 
 
 def test_states_measures_each_row_and_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

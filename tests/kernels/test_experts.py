@@ -1,5 +1,5 @@
-"""Compares the kernels of mixtures of experts with their references: the choice, the rows by expert, the
-clamped gate and the weighted sum."""
+"""Compares the kernels of mixtures of experts with their references: the choice, the order by expert, copied
+rows, the clamped gate and the weighted sum. The products are in test_expert_products.py."""
 
 from itertools import product
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightkv.triton_kernels.layers import expert_rows as kernels
+from lightkv.triton_kernels.layers import expert_order as kernels
 from lightkv.triton_kernels.layers.clamped_gate import ClampedGate, clamped_gate, clamped_gate_reference
 from lightkv.triton_kernels.layers.expert_choice import (
     SCORINGS,
@@ -15,10 +15,15 @@ from lightkv.triton_kernels.layers.expert_choice import (
     expert_choice,
     expert_choice_reference,
 )
-from lightkv.triton_kernels.layers.expert_rows import (
+from lightkv.triton_kernels.layers.expert_order import (
+    ExpertOrder,
     ExpertRows,
-    expert_rows,
-    expert_rows_reference,
+    expert_order,
+    expert_order_reference,
+)
+from lightkv.triton_kernels.layers.expert_rows import (
+    rows_by_expert,
+    rows_by_expert_reference,
     weighted_sum,
     weighted_sum_reference,
 )
@@ -90,33 +95,50 @@ def chosen_by(num_tokens: int, num_experts: int, top_k: int, device: torch.devic
     return torch.randn(num_tokens, num_experts + 1, device=device).topk(top_k).indices
 
 
-@pytest.mark.parametrize("is_compared", [True, False], ids=["few", "many"])
-@pytest.mark.parametrize("sizes", [(1, 4, 2, 8), (70, 20, 8, 24), (6, 2, 3, 1030)], ids=str)
+def check_order(found: ExpertOrder, wanted: ExpertOrder, num_experts: int) -> None:
+    """Asserts that two orders are the same, but for tiles that no expert has."""
+    for name, ours, expected in zip(ExpertOrder._fields, found, wanted, strict=True):
+        if ours is None or expected is None:
+            assert ours is expected, name
+            continue
+        assert ours.dtype == expected.dtype
+        assert ours.shape == expected.shape
+        if name == "tiles":
+            assert torch.equal(ours[:, 0], expected[:, 0])
+            has_expert = expected[:, 0] < num_experts
+            ours, expected = ours[has_expert, :3], expected[has_expert, :3]
+        assert torch.equal(ours, expected), name
+
+
+@pytest.mark.parametrize("is_counted", [True, False], ids=["few", "many"])
+@pytest.mark.parametrize("sizes", [(1, 4, 2, 8), (70, 20, 8, 24), (6, 2, 3, 1030), (300, 33, 2, 8)], ids=str)
 def test_rows_come_by_expert_and_go_back_to_their_tokens(
     sizes: tuple[int, int, int, int],
-    is_compared: bool,
+    is_counted: bool,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kernels, "MAX_COMPARED", 8192 if is_compared else 0)
+    monkeypatch.setattr(kernels, "MAX_COUNTED", 2048 if is_counted else 0)
     torch.manual_seed(sum(sizes))
     num_tokens, num_experts, top_k, dim = sizes
     ids = chosen_by(num_tokens, num_experts, top_k, device)
+    for block in (None, 4):
+        order = expert_order(ids, num_experts, block)
+        check_order(order, expert_order_reference(ids, num_experts, block), num_experts)
+    assert int(order.offsets[-1]) == int((ids < num_experts).sum())
+    rows, places = ExpertRows(ids, num_experts, order), order.places.long()
     for dtype in dtypes(device)[-1:]:
         x = torch.randn(num_tokens, 2 * dim, device=device).to(dtype)[:, :dim]
-        rows, wanted = expert_rows(x, ids, num_experts), expert_rows_reference(x, ids, num_experts)
-        for name, ours, expected in zip(ExpertRows._fields, rows, wanted, strict=True):
-            assert torch.equal(ours, expected), name
-            assert ours.dtype == expected.dtype
-        assert int(rows.offsets[-1]) == int((ids < num_experts).sum())
-        y = torch.randn(len(rows.x), dim, device=device).to(dtype)
-        y[int(rows.offsets[-1]) :] = float("nan")  # what grouped_mm does not write
+        assert torch.equal(rows_by_expert(x, order), rows_by_expert_reference(x, order))
+        y = torch.randn(num_tokens * top_k, dim, device=device).to(dtype)
+        y[int(order.offsets[-1]) :] = float("nan")  # what products do not write
         weights = torch.rand(num_tokens, top_k, device=device)
         bias = torch.randn(num_experts, dim, device=device).to(dtype)
         for weight, added in ((weights, bias), (weights.to(dtype), None)):
             found = weighted_sum(y, rows, weight, added)
             close(found, weighted_sum_reference(y, rows, weight, added))
-            direct = y[wanted.places.clamp(min=0)].double()
+            assert torch.equal(weighted_sum(y[places], rows, weight, added), found)
+            direct = y[places].double()
             direct = direct if added is None else direct + added.double()[ids.clamp(max=num_experts - 1)]
             direct = torch.where((ids < num_experts)[..., None], direct * weight.double()[..., None], 0.0)
             torch.testing.assert_close(found.double(), direct.sum(1), rtol=2e-2, atol=2e-2)
@@ -124,22 +146,25 @@ def test_rows_come_by_expert_and_go_back_to_their_tokens(
 
 def test_a_step_without_tokens_has_no_rows(device: torch.device) -> None:
     x, ids = torch.zeros(0, 8, device=device), torch.zeros(0, 2, dtype=torch.int64, device=device)
-    rows = expert_rows(x, ids, 4)
-    assert rows.x.shape == (0, 8)
-    assert not rows.offsets.any()
-    assert weighted_sum(rows.x, rows, x[:, :2], None).shape == (0, 8)
+    order = expert_order(ids, 4)
+    assert rows_by_expert(x, order).shape == (0, 8)
+    assert not order.offsets.any()
+    assert weighted_sum(x, ExpertRows(ids, 4, order), x[:, :2], None).shape == (0, 8)
     assert expert_choice(x, softmax(2))[1].shape == (0, 2)
 
 
 def test_rows_that_do_not_fit_are_refused(device: torch.device) -> None:
     x, ids = torch.zeros(3, 8, device=device), torch.zeros(3, 2, dtype=torch.int64, device=device)
-    with pytest.raises(ValueError, match="one row of ids"):
-        expert_rows(x, ids[:2], 4)
-    rows = expert_rows(x, ids, 4)
+    with pytest.raises(ValueError, match="contiguous rows"):
+        expert_order(ids.T, 4)
+    order = expert_order(ids, 4)
+    with pytest.raises(ValueError, match="row for each token"):
+        rows_by_expert(x[:2], order)
+    rows, y = ExpertRows(ids, 4, order), rows_by_expert(x, order)
     with pytest.raises(ValueError, match="float32 weights"):
-        weighted_sum(rows.x, rows, torch.zeros(3, 2, dtype=torch.float64, device=device), None)
+        weighted_sum(y, rows, torch.zeros(3, 2, dtype=torch.float64, device=device), None)
     with pytest.raises(ValueError, match="one even length"):
-        clamped_gate(rows.x[:, :7], ClampedGate(1.0, 1.0, 1.0, True), rows.experts, None)
+        clamped_gate(y[:, :7], ClampedGate(1.0, 1.0, 1.0, True), order.experts, None)
 
 
 def test_clamped_gate(device: torch.device) -> None:
@@ -159,21 +184,22 @@ def test_clamped_gate(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1, 32, 2048, 8192])
 def test_a_graph_follows_the_experts_of_each_replay(num_tokens: int, device: torch.device) -> None:
-    """Of Qwen3-30B-A3B's shape, in bfloat16: choice, rows, and their sum."""
+    """Of Qwen3-30B-A3B's shape, in bfloat16: choice, order, rows, and their sum."""
     torch.manual_seed(0)
     logits = torch.randn(num_tokens, 128, device=device).bfloat16()
     x = torch.randn(num_tokens, 2048, device=device).bfloat16()
 
-    def run() -> tuple[Tensor, Tensor, ExpertRows, Tensor]:
+    def run() -> tuple[Tensor, Tensor, ExpertOrder, Tensor, Tensor]:
         weights, ids = expert_choice(logits, softmax(8, torch.bfloat16))
-        rows = expert_rows(x, ids, 128)
-        return weights, ids, rows, weighted_sum(rows.x, rows, weights, None)
+        order = expert_order(ids, 128, 64)
+        y = rows_by_expert(x, order)
+        return weights, ids, order, y, weighted_sum(y, ExpertRows(ids, 128, order), weights, None)
 
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        weights, ids, rows, summed = run()
+        weights, ids, order, y, summed = run()
     for _ in range(3):
         logits.normal_()
         x.normal_()
@@ -181,6 +207,6 @@ def test_a_graph_follows_the_experts_of_each_replay(num_tokens: int, device: tor
         wanted_weights, wanted_ids = expert_choice_reference(logits, softmax(8, torch.bfloat16))
         assert torch.equal(ids, wanted_ids)
         close(weights, wanted_weights)
-        for ours, wanted in zip(rows, expert_rows_reference(x, ids, 128), strict=True):
-            assert torch.equal(ours, wanted)
-        close(summed, weighted_sum_reference(rows.x, rows, weights, None))
+        check_order(order, expert_order_reference(ids, 128, 64), 128)
+        assert torch.equal(y, rows_by_expert_reference(x, order))
+        close(summed, weighted_sum_reference(y, ExpertRows(ids, 128, order), weights, None))

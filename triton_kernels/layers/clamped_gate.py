@@ -24,6 +24,17 @@ class ClampedGate(NamedTuple):
 
 
 @triton.jit
+def clamped(gate, up, by, DTYPE: tl.constexpr):
+    """Returns both factors of a `ClampedGate`, of float32 values, rounded where modules round."""
+    gate = tl.where(gate > by.limit, by.limit, gate)  # what is no number stays none
+    up = tl.where(up > by.limit, by.limit, tl.where(up < -by.limit, -by.limit, up))
+    steep = (gate * by.alpha).to(DTYPE).to(tl.float32)
+    share = (1.0 / (1.0 + tl.exp(-steep))).to(DTYPE).to(tl.float32)
+    active = (gate * share).to(DTYPE).to(tl.float32)
+    return active, (up + by.offset).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
 def _clamped_gate_kernel(
     gate_up,  # [R, 2n]
     experts,  # [R], of each row; used with a bias
@@ -53,13 +64,8 @@ def _clamped_gate_kernel(
         up += tl.load(biases + ups, mask=within, other=0.0).to(tl.float32)
         gate = gate.to(DTYPE).to(tl.float32)
         up = up.to(DTYPE).to(tl.float32)
-    gate = tl.where(gate > by.limit, by.limit, gate)  # what is no number stays none
-    up = tl.where(up > by.limit, by.limit, tl.where(up < -by.limit, -by.limit, up))
-    steep = (gate * by.alpha).to(DTYPE).to(tl.float32)
-    share = (1.0 / (1.0 + tl.exp(-steep))).to(DTYPE).to(tl.float32)
-    active = (gate * share).to(DTYPE).to(tl.float32)
-    up = (up + by.offset).to(DTYPE).to(tl.float32)
-    tl.store(out + row * n + columns, (up * active).to(DTYPE), mask=within)
+    active, up = clamped(gate, up, by, DTYPE)
+    tl.store(out + row * n + columns, (active * up).to(DTYPE), mask=within)
 
 
 def clamped_gate(gate_up: Tensor, gate: ClampedGate, experts: Tensor, bias: Tensor | None) -> Tensor:

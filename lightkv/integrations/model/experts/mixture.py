@@ -1,9 +1,12 @@
 """Fuses what a mixture of experts computes beside its products, where that is proved to compute the same.
 
     router ─► ids, weights          expert_choice
-    x, ids ─► rows by expert        expert_rows
-    rows   ─► gate and up ─► gate   grouped_mm, then gated_activation or clamped_gate
-           ─► down ─► sum           grouped_mm, then weighted_sum
+    ids    ─► order of the rows     expert_order
+    x      ─► gate and up ─► gate   up_product
+           ─► down ─► sum           down_product, weighted_sum
+
+Long prompts, quantised experts and models on a CPU copy their rows by expert (`rows_by_expert`) for PyTorch's
+`grouped_mm`, or for the quantised weights' own product, with gated_activation or clamped_gate behind it.
 
 transformers' experts look their function up by name (`ExpertsInterface`), as attention does, so ours is
 registered there. It has their arguments and their attributes: no class is known here.
@@ -30,11 +33,26 @@ from lightkv.integrations.model.plans.own_pass import (
     run_own,
 )
 from lightkv.integrations.weights.experts import QuantisedExperts
+from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.layers.clamped_gate import ClampedGate, clamped_gate, clamped_gate_reference
-from lightkv.triton_kernels.layers.expert_rows import (
+from lightkv.triton_kernels.layers.expert_order import (
+    ExpertOrder,
     ExpertRows,
-    expert_rows,
-    expert_rows_reference,
+    expert_order,
+    expert_order_reference,
+)
+from lightkv.triton_kernels.layers.expert_products import (
+    ExpertWeights,
+    Gate,
+    Load,
+    down_product,
+    expert_launch,
+    order_rows,
+    up_product,
+)
+from lightkv.triton_kernels.layers.expert_rows import (
+    rows_by_expert,
+    rows_by_expert_reference,
     weighted_sum,
     weighted_sum_reference,
 )
@@ -48,28 +66,60 @@ _NUM_TOKENS = 8
 _SMALL = 0.05  # what gates return is compared as if it were at least as large
 # What experts have that use the interface.
 _INTERFACE = ("config", "num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate", "down_proj")
-# What computes the gate of experts: an activation's name, or a ClampedGate; None for the module's own code.
-Gate = ClampedGate | str | None
 
 
 def _forward(module: Any, gate: Gate, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Returns the sum of what the experts `ids` of each token return, by `weights`: `[T, C]` of `[T, C]`."""
     if not len(x):
         return torch.empty_like(x)
-    rows = (expert_rows if x.is_cuda else expert_rows_reference)(x, ids, module.num_experts)
-    name = "gate_up_proj" if module.has_gate else "up_proj"
-    inner = _gated(module, gate, _product(module, name, rows.x, rows), rows.experts, _bias(module, name))
-    y = _product(module, "down_proj", inner, rows)
-    add_up = weighted_sum if x.is_cuda else weighted_sum_reference
-    return add_up(y, rows, weights, _bias(module, "down_proj")).to(x.dtype)
+    ids, by_kernels = ids.contiguous(), kernel_weights(module, gate) if _has_kernels(x) else None
+    if by_kernels is not None:
+        up, down = by_kernels
+        load = Load(ids.numel(), module.num_experts, up.weight.dtype, up.weight.stride(-1) != 1)
+        if launch := expert_launch(tuning.device_class(x.device), load):
+            rows = order_rows(ids, module.num_experts, launch)
+            inner = up_product(x.to(up.weight.dtype), up, rows, launch)
+            inner = _own_gate(module, inner) if gate is None else inner
+            return weighted_sum(down_product(inner, down, rows, launch), rows, weights, None).to(x.dtype)
+    return _by_copies(module, gate, x, ids, weights).to(x.dtype)
 
 
-def _product(module: Any, name: str, x: Tensor, rows: ExpertRows) -> Tensor:
+def kernel_weights(module: Any, gate: Gate) -> tuple[ExpertWeights, ExpertWeights] | None:
+    """Returns the weights of both products, for kernels that find their rows; None of quantised ones."""
+    names = _up_name(module), "down_proj"
+    held = [getattr(module, name) for name in names]
+    if any(isinstance(one, QuantisedExperts) for one in held):
+        return None
+    up, down = (one.transpose(1, 2) if module.is_transposed else one for one in held)
+    return ExpertWeights(up, _bias(module, names[0]), gate), ExpertWeights(down, _bias(module, names[1]))
+
+
+def _up_name(module: Any) -> str:
+    return "gate_up_proj" if module.has_gate else "up_proj"
+
+
+def _by_copies(module: Any, gate: Gate, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Returns what `_forward` does, by products of copies of the rows in the order of their experts."""
+    name, has_kernels = _up_name(module), _has_kernels(x)
+    order = (expert_order if has_kernels else expert_order_reference)(ids, module.num_experts)
+    copies = (rows_by_expert if has_kernels else rows_by_expert_reference)(x, order)
+    inner = _product(module, name, copies, order)
+    inner = _gated(module, gate, inner, order.experts, _bias(module, name))
+    y = _product(module, "down_proj", inner, order)
+    add_up = weighted_sum if has_kernels else weighted_sum_reference
+    return add_up(y, ExpertRows(ids, module.num_experts, order), weights, _bias(module, "down_proj"))
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _product(module: Any, name: str, x: Tensor, order: ExpertOrder) -> Tensor:
     weight = getattr(module, name)
     if isinstance(weight, QuantisedExperts):
-        return weight.matmul(x, rows.offsets)
+        return weight.matmul(x, order.offsets)
     weight = weight if module.is_transposed else weight.transpose(1, 2)
-    return functional.grouped_mm(x.to(weight.dtype), weight, offs=rows.offsets)
+    return functional.grouped_mm(x.to(weight.dtype), weight, offs=order.offsets)
 
 
 def _bias(module: Any, name: str) -> Tensor | None:
@@ -79,9 +129,14 @@ def _bias(module: Any, name: str) -> Tensor | None:
 def _gated(module: Any, gate: Gate, x: Tensor, experts: Tensor, bias: Tensor | None) -> Tensor:
     """Returns the gate of the rows x, which are of `experts`. Only a ClampedGate has a bias."""
     if isinstance(gate, ClampedGate):
-        return (clamped_gate if x.is_cuda else clamped_gate_reference)(x, gate, experts, bias)
+        return (clamped_gate if _has_kernels(x) else clamped_gate_reference)(x, gate, experts, bias)
     if gate is not None:
         return activate(x, gate)
+    return _own_gate(module, x)
+
+
+def _own_gate(module: Any, x: Tensor) -> Tensor:
+    """Returns the gate, or the activation, of the rows x, by the module's own code."""
     return cast(Tensor, module._apply_gate(x) if module.has_gate else module.act_fn(x))
 
 
@@ -89,7 +144,7 @@ def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     """The function of experts that transformers calls. A module that was not proved runs as before."""
     given = hidden_states, top_k_index, top_k_weights
     if _GATE in vars(module):
-        return _forward(module, vars(module)[_GATE], *given)
+        return _forward(module, gate_of(module), *given)
     with _dense_weights(module):
         return cast(Tensor, ALL_EXPERTS_FUNCTIONS[_OWN](module, *given))
 
@@ -143,6 +198,11 @@ def unfuse_experts(root: nn.Module) -> None:
 def experts_of(block: nn.Module) -> nn.Module | None:
     """Returns the part of `block` that is experts in transformers' interface; None if it has none."""
     return next((part for part in block.children() if all(hasattr(part, one) for one in _INTERFACE)), None)
+
+
+def gate_of(experts: nn.Module) -> Gate:
+    """Returns the gate of experts that `fuse_experts` fused."""
+    return cast(Gate, vars(experts)[_GATE])
 
 
 def has_fused_experts(block: nn.Module) -> bool:
